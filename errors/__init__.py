@@ -1,0 +1,65 @@
+"""The one exception family of attnops.
+
+Every message says what was got, what is wanted, and the mend. Each class is also the builtin that a Python user
+would expect, so `except ValueError` keeps working. Source: docs/design.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "AttnOpsError",
+    "ConfigError",
+    "InputError",
+    "InputTypeError",
+    "MaskError",
+    "RefusedError",
+    "ShardingError",
+    "UnknownNameError",
+    "FallbackWarning",
+    "nearest",
+]
+
+
+class AttnOpsError(Exception):
+    """Base of everything that attnops raises on purpose."""
+
+
+class ConfigError(AttnOpsError, ValueError):
+    """A declaration (metadata, operation config, JSON file) that has no meaning."""
+
+
+class InputError(AttnOpsError, ValueError):
+    """An argument of a call with a wrong shape or value."""
+
+
+class InputTypeError(AttnOpsError, TypeError):
+    """An argument of a call with a wrong type or dtype."""
+
+
+class MaskError(AttnOpsError, ValueError):
+    """A mask that can't be built, bound or serialised."""
+
+
+class ShardingError(AttnOpsError, ValueError):
+    """A PartitionSpec that doesn't fit its tensor or its mesh, where that was declared an error."""
+
+
+class RefusedError(AttnOpsError, NotImplementedError):
+    """No implementation that may be used can express the request; carries every reason."""
+
+
+class UnknownNameError(AttnOpsError, LookupError):
+    """A name that nothing is registered under."""
+
+
+class FallbackWarning(UserWarning):
+    """A platform's own implementation refused, and forward_native runs instead."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the closest known name, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""

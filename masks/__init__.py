@@ -1,0 +1,43 @@
+"""What may attend to what: a small closed algebra.
+
+Static leaves: Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction. Dynamic leaves: SegmentIds,
+Lengths, Positions, Dense. Combined with & | ~ into And, Or, Not. See Mask for what one can ask of a mask.
+"""
+
+from __future__ import annotations
+
+from . import trees as trees  # registers the pytrees
+from .algebra import And, Not, Or
+from .base import Leaf, Mask
+from .dynamic import Dense, Lengths, Positions, SegmentIds
+from .functions import MaskFunction, mask_function_names, register_mask_function
+from .schema import MaskField, mask_json_schema
+from .serial import mask_from_dict
+from .slots import DynamicMask, Slot
+from .static import Causal, Chunked, Full, Prefix, SlidingWindow, window_tokens
+
+__all__ = [
+    "And",
+    "Causal",
+    "Chunked",
+    "Dense",
+    "DynamicMask",
+    "Full",
+    "Leaf",
+    "Lengths",
+    "Mask",
+    "MaskField",
+    "MaskFunction",
+    "Not",
+    "Or",
+    "Positions",
+    "Prefix",
+    "SegmentIds",
+    "SlidingWindow",
+    "Slot",
+    "mask_from_dict",
+    "mask_function_names",
+    "mask_json_schema",
+    "register_mask_function",
+    "window_tokens",
+]

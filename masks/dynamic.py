@@ -1,0 +1,143 @@
+"""The dynamic leaves: segment ids, lengths, positions and dense arrays, all of which may be traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..errors import MaskError
+from .base import Mask
+from .checks import int_array, same_width, whole_or_none
+from .slots import DynamicMask, Slot
+
+__all__ = ["Dense", "Lengths", "Positions", "SegmentIds"]
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentIds(DynamicMask):
+    """Key is visible when its id equals the query's: query int [batch, q], kv int [batch, kv]."""
+
+    kind: ClassVar[str] = "segment_ids"
+    parts = (("query", "q_segment_ids", ("batch", "q")), ("kv", "kv_segment_ids", ("batch", "kv")))
+    query: Any
+    kv: Any
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        int_array(self.query, "q_segment_ids", ("batch", "q"))
+        int_array(self.kv, "kv_segment_ids", ("batch", "kv"))
+        _same_batch(self)
+
+    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
+        self.usable()
+        query, kv = same_width(self.query[:, None, :, None], self.kv[:, None, None, :])
+        return query == kv
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths(DynamicMask):
+    """Key j is visible when j < kv[b]: kv int [batch], j the global key index."""
+
+    kind: ClassVar[str] = "kv_lengths"
+    parts = (("kv", "kv_lengths", ("batch",)),)
+    kv: Any
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        int_array(self.kv, "kv_lengths", ("batch",))
+
+    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
+        self.usable()
+        cols, lengths = same_width(cols, self.kv[:, None, None, None])
+        return cols < lengths
+
+
+@dataclass(frozen=True, eq=False)
+class Positions(DynamicMask):
+    """Key is visible when q_pos - left <= kv_pos <= q_pos + right: query int [batch, q], kv int [batch, kv].
+
+    left and right are static inclusive distances, None for no bound. Differences of positions must fit the
+    integer type, except that left=None, right=0 (causal by position) takes any values.
+    """
+
+    kind: ClassVar[str] = "positions"
+    parts = (("query", "q_positions", ("batch", "q")), ("kv", "kv_positions", ("batch", "kv")))
+    query: Any
+    kv: Any
+    left: int | None = None
+    right: int | None = 0
+
+    def __post_init__(self) -> None:
+        if self.left is None and self.right is None:
+            raise MaskError("Positions(left=None, right=None) bounds nothing; leave it out, or use Full()")
+        for side in ("left", "right"):
+            distance = whole_or_none(getattr(self, side), f"Positions {side}", "no bound", minimum=0)
+            object.__setattr__(self, side, distance)
+        self.check()
+
+    def check(self) -> None:
+        int_array(self.query, "q_positions", ("batch", "q"))
+        int_array(self.kv, "kv_positions", ("batch", "kv"))
+        _same_batch(self)
+
+    def slot(self) -> Slot:
+        return Slot(self.kind, left=self.left, right=self.right)
+
+    @classmethod
+    def from_slot(cls, slot: Slot, arrays: Sequence[Any]) -> Mask:
+        query, kv = arrays
+        return cls(query, kv, slot.left, slot.right)
+
+    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
+        self.usable()
+        query, kv = same_width(self.query[:, None, :, None], self.kv[:, None, None, :])
+        above = None if self.left is None else kv >= query if self.left == 0 else kv - query >= -self.left
+        below = None if self.right is None else kv <= query if self.right == 0 else kv - query <= self.right
+        return above if below is None else below if above is None else above & below
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(DynamicMask):
+    """Key is visible where the array is True: bool, rank 4, broadcastable to [batch, heads, q, kv]."""
+
+    kind: ClassVar[str] = "dense_mask"
+    parts = (("array", "mask", ("batch", "heads", "q", "kv")),)
+    array: Any
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        array, wanted = self.array, "a bool array of rank 4, broadcastable to [batch, heads, q, kv]"
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            raise MaskError(f"mask is a {type(array).__name__}; wanted {wanted}: pass np.asarray(mask)")
+        if array.dtype != np.bool_:
+            mend = "an additive mask goes into `bias`; for a 0/1 mask use mask.astype(bool)"
+            raise MaskError(f"mask has dtype {array.dtype}; wanted {wanted}, True = may attend: {mend}")
+        if len(array.shape) != 4:
+            mend = "mask[:, None, None, :] for a [batch, kv] padding mask, mask[None, None] for [q, kv]"
+            raise MaskError(f"mask has shape {tuple(array.shape)}; wanted {wanted}: use {mend}")
+
+    def slot(self) -> Slot:
+        return Slot(self.kind, broadcast=tuple(size == 1 for size in getattr(self.array, "shape", ())))
+
+    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
+        self.usable()
+        return self.array
+
+    def _broadcasts(self, size: int) -> bool:
+        return size == 1
+
+
+def _same_batch(mask: SegmentIds | Positions) -> None:
+    query, kv = mask.query.shape[0], mask.kv.shape[0]
+    if query != kv:
+        mend = "repeat the one with batch 1, e.g. with jnp.broadcast_to"
+        raise MaskError(f"{mask.kind} has batch {query} for queries, {kv} for keys; wanted the same: {mend}")

@@ -1,0 +1,51 @@
+"""materialise: the meaning of a mask over a rectangle of rows and keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import MaskError
+from .checks import is_host, whole
+
+if TYPE_CHECKING:
+    from .base import Mask
+
+__all__ = ["materialise"]
+
+
+def materialise(mask: Mask, q_slice: slice, kv_slice: slice, query_offset: Any) -> Any:
+    """See Mask.materialise."""
+    q_slice, kv_slice = _bounded(q_slice, "q_slice"), _bounded(kv_slice, "kv_slice")
+    # int32 on both sides, the width of indices on devices: strict dtype promotion has nothing to refuse.
+    rows = np.arange(q_slice.start, q_slice.stop, dtype=np.int32)[None, None, :, None]
+    cols = np.arange(kv_slice.start, kv_slice.stop, dtype=np.int32)[None, None, None, :]
+    seen = mask.narrow(q_slice, kv_slice).test(rows, rows + _offset(query_offset), cols)
+    shape = np.broadcast_shapes(seen.shape, (1, 1, rows.shape[2], cols.shape[3]))
+    if seen.shape == shape:
+        return seen
+    return np.array(np.broadcast_to(seen, shape)) if is_host(seen) else jnp.broadcast_to(seen, shape)
+
+
+def _offset(query_offset: Any) -> Any:
+    """An int, or an array that broadcasts over [batch, heads, q, kv]."""
+    if not hasattr(query_offset, "dtype") or isinstance(query_offset, np.generic):
+        return whole(query_offset, "query_offset")
+    shape = query_offset.shape
+    if len(shape) > 1 or not jnp.issubdtype(query_offset.dtype, jnp.integer):
+        got = f"{query_offset.dtype}{list(shape)}"
+        raise MaskError(f"query_offset is {got}; wanted an int or an integer array [batch]: use Positions for more")
+    offset = query_offset.astype(np.int32)
+    return offset[:, None, None, None] if shape else offset
+
+
+def _bounded(bounds: slice, name: str) -> slice:
+    if not isinstance(bounds, slice) or bounds.stop is None or bounds.step not in (None, 1):
+        raise MaskError(f"{name}={bounds!r}; wanted slice(start, stop) of global indices, without a step")
+    start = whole(bounds.start or 0, f"{name} start", minimum=0)
+    stop = whole(bounds.stop, f"{name} stop", minimum=0)
+    if stop < start:
+        raise MaskError(f"{name}={bounds!r} ends before it starts; wanted start <= stop")
+    return slice(start, stop)

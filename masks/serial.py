@@ -1,0 +1,88 @@
+"""Masks from JSON values. The way out is Mask.to_dict; the round trip is exact."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..errors import MaskError, nearest
+from .algebra import And, Not, Or
+from .base import Mask
+from .functions import MaskFunction
+from .static import Causal, Chunked, Full, Prefix, SlidingWindow, StaticLeaf
+
+__all__ = ["MAX_DEPTH", "mask_from_dict"]
+
+MAX_DEPTH = 64
+
+_LEAVES: dict[str, type[StaticLeaf]] = {
+    cls.kind: cls for cls in (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction)
+}
+_SHORT: dict[str, Mask] = {"causal": Causal(), "full": Full()}
+_DYNAMIC = ("segment_ids", "kv_lengths", "positions", "dense_mask")
+_KINDS = (*_LEAVES, And.kind, Or.kind, Not.kind)
+
+
+def mask_from_dict(data: Any) -> Mask:
+    """Build a mask from what `Mask.to_dict` gives, or from "causal" or "full".
+
+    Fields with a default may be left out. Anything unknown, mistyped or nested deeper than 64 raises
+    MaskError, which says where.
+    """
+    return _read(data, "mask", 1)
+
+
+def _read(data: Any, at: str, depth: int) -> Mask:
+    if depth > MAX_DEPTH:
+        raise MaskError(f"the mask is nested deeper than {MAX_DEPTH}; put all parts of an and (or) into one list")
+    if isinstance(data, str):
+        return _short(data, at)
+    if not isinstance(data, dict):
+        wanted = 'an object such as {"kind": "causal"}, or "causal", or "full"'
+        raise MaskError(f"{at} is {repr(data)[:80]} ({type(data).__name__}); wanted {wanted}")
+    if "kind" not in data:
+        raise MaskError(f'{at} has no kind; wanted one of {", ".join(_KINDS)}: add "kind"')
+    kind = data["kind"]
+    if not isinstance(kind, str) or kind not in _KINDS:
+        if kind in _DYNAMIC:
+            raise MaskError(f"{at}.kind is {kind!r}, which holds arrays; a config can't: pass it in the call")
+        hint = nearest(str(kind), _KINDS)
+        raise MaskError(f"{at}.kind is {kind!r}; wanted one of {', '.join(_KINDS)}.{hint}")
+    if kind in _LEAVES:
+        return _leaf(_LEAVES[kind], data, at)
+    if kind == Not.kind:
+        return Not(_read(_fields(data, at, ("mask",), ())["mask"], f"{at}.mask", depth + 1))
+    parts = _fields(data, at, ("masks",), ())["masks"]
+    if not isinstance(parts, (list, tuple)):
+        raise MaskError(f"{at}.masks is a {type(parts).__name__}; wanted a list of masks: put it in [ ]")
+    masks = [_read(part, f"{at}.masks[{i}]", depth + 1) for i, part in enumerate(parts)]
+    return And(masks) if kind == And.kind else Or(masks)
+
+
+def _short(name: str, at: str) -> Mask:
+    if name not in _SHORT:
+        mend = f'anything else is an object with "kind".{nearest(name, _SHORT)}'
+        raise MaskError(f'{at} is {name!r}; wanted "causal" or "full": {mend}')
+    return _SHORT[name]
+
+
+def _leaf(cls: type[StaticLeaf], data: dict[Any, Any], at: str) -> Mask:
+    fields = dataclasses.fields(cls)
+    required = tuple(f.name for f in fields if f.default is dataclasses.MISSING)
+    optional = tuple(f.name for f in fields if f.default is not dataclasses.MISSING)
+    try:
+        return cls(**_fields(data, at, required, optional))
+    except MaskError as error:
+        raise MaskError(str(error) if str(error).startswith(at) else f"{at}: {error}") from None
+
+
+def _fields(data: dict[Any, Any], at: str, required: tuple[str, ...], optional: tuple[str, ...]) -> dict[str, Any]:
+    known = (*required, *optional)
+    for key in data:
+        if key != "kind" and key not in known:
+            names, hint = ", ".join(("kind", *known)), nearest(str(key), known)
+            raise MaskError(f"{at} has an unknown key {key!r}; {data['kind']} has {names}.{hint}")
+    for key in required:
+        if key not in data:
+            raise MaskError(f'{at} has no {key!r}; {data["kind"]} wants it: add "{key}"')
+    return {key: data[key] for key in known if key in data}

@@ -1,0 +1,127 @@
+"""DynamicMask, the base of the leaves that hold arrays, and Slot, what remains of one without its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
+
+import jax
+
+from ..errors import InputTypeError, MaskError
+from .algebra import Not
+from .base import Mask
+from .static import Full
+
+__all__ = ["DynamicMask", "Slot"]
+
+_classes: dict[str, type[DynamicMask]] = {}
+
+
+class _Unknown(Mask):
+    """What dynamic leaves and slots have in common: nothing is known of them before the call."""
+
+    @property
+    def is_static(self) -> bool:
+        return False
+
+    def bounds(self) -> tuple[Mask, Mask]:
+        return Not(Full()), Full()
+
+    def to_dict(self) -> NoReturn:
+        raise MaskError(f"{self} holds arrays, which a config can't; pass it in the call")
+
+
+class DynamicMask(_Unknown):
+    """A leaf that holds arrays: NumPy's, jax's, tracers, or ShapeDtypeStructs for planning.
+
+    Leaves are equal only if they are the same object, and have no hash; `split()[0]` compares and hashes.
+    """
+
+    def __init_subclass__(cls) -> None:
+        _classes[cls.kind] = cls
+
+    def __hash__(self) -> NoReturn:
+        raise InputTypeError(f"{self} holds arrays and has no hash; use the structure, mask.split()[0]")
+
+    def arrays(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field) for field, _, _ in self.parts)
+
+    def slot(self) -> Slot:
+        return Slot(self.kind)
+
+    @classmethod
+    def from_slot(cls, slot: Slot, arrays: Sequence[Any]) -> Mask:
+        """The leaf that `slot` stands for, over these arrays."""
+        return cls(*arrays)
+
+    def describe(self) -> str:
+        return self.slot().describe()
+
+    def check(self) -> None:
+        """Refuse arrays of the wrong rank or dtype."""
+        raise NotImplementedError
+
+    def usable(self) -> None:
+        """Refuse arrays that can't be computed with; jax rebuilds leaves without calling check."""
+        if any(isinstance(array, jax.ShapeDtypeStruct) for array in self.arrays()):
+            raise MaskError(f"{self.kind} holds shapes without values; wanted arrays: use jax.eval_shape for shapes")
+        self.check()
+
+    def cut(self, q_slice: slice, kv_slice: slice) -> Mask:
+        self.usable()
+        cuts = {"q": q_slice, "kv": kv_slice}
+        held = zip(self.arrays(), self.parts, strict=True)
+        arrays = [self._cut_one(array, name, dims, cuts) for array, (_, name, dims) in held]
+        return self.from_slot(self.slot(), arrays)
+
+    def _cut_one(self, array: Any, name: str, dims: tuple[str, ...], cuts: dict[str, slice]) -> Any:
+        index = []
+        for dim, size in zip(dims, array.shape, strict=True):
+            cut = cuts.get(dim, slice(None))
+            if cut.stop is not None and not self._broadcasts(size) and size < cut.stop:
+                wanted = f"{cut.start}:{cut.stop}"
+                raise MaskError(f"{name} has {size} along {dim}; wanted {wanted}: pass an array that covers it")
+            index.append(slice(None) if self._broadcasts(size) else cut)
+        return array[tuple(index)]
+
+    def _broadcasts(self, size: int) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Slot(_Unknown):
+    """The place of a dynamic leaf in a structure: its kind and static parameters, no arrays. Hashable.
+
+    left, right: of positions. broadcast: which of [batch, heads, q, kv] have size 1 in a dense mask.
+    """
+
+    kind: str  # type: ignore[misc]  # a class variable of every other mask
+    left: int | None = None
+    right: int | None = None
+    broadcast: tuple[bool, ...] = ()
+    is_slot: ClassVar[bool] = True
+
+    @property
+    def parts(self) -> tuple[tuple[str, str, tuple[str, ...]], ...]:  # type: ignore[override]
+        return _classes[self.kind].parts
+
+    def arrays(self) -> tuple[Any, ...]:
+        return (None,) * len(self.parts)
+
+    def fill(self, arrays: Sequence[Any]) -> Mask:
+        return _classes[self.kind].from_slot(self, arrays)
+
+    def describe(self) -> str:
+        if self.kind == "positions":
+            return f"positions(left={self.left!r}, right={self.right!r})"
+        if self.broadcast:
+            dims = zip(("batch", "heads", "q", "kv"), self.broadcast, strict=True)
+            return f"{self.kind}[{', '.join('1' if single else dim for dim, single in dims)}]"
+        return self.kind
+
+    def test(self, rows: Any, positions: Any, cols: Any) -> NoReturn:
+        raise MaskError(f"{self} is a slot without arrays; call structure.merge(arrays) first")
+
+    def cut(self, q_slice: slice, kv_slice: slice) -> NoReturn:
+        self.test(None, None, None)

@@ -1,0 +1,71 @@
+"""Masks as jax pytrees: static leaves are structure, the arrays of dynamic leaves are the tree's leaves.
+
+Rebuilding neither validates nor brings into normal form, because jax also passes None, object() and specs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterable
+from typing import Any, cast
+
+import jax
+
+from .algebra import And, Not, Or
+from .base import Mask
+from .dynamic import Dense, Lengths, Positions, SegmentIds
+from .functions import MaskFunction
+from .slots import DynamicMask, Slot
+from .static import Causal, Chunked, Full, Prefix, SlidingWindow
+
+__all__: list[str] = []
+
+
+def _register_static(cls: type[Mask]) -> None:
+    jax.tree_util.register_pytree_node(cls, lambda mask: ((), mask), lambda mask, _: mask)
+
+
+def _register_node(cls: type[Mask]) -> None:
+    def flatten(mask: Mask) -> tuple[list[tuple[Any, Any]], None]:
+        return [(jax.tree_util.SequenceKey(i), child) for i, child in enumerate(mask.children())], None
+
+    def unflatten(_: None, children: Iterable[Any]) -> Mask:
+        found = tuple(children)
+        return _raw(cls, {"mask": found[0]} if cls is Not else {"masks": found})
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten, lambda mask: (mask.children(), None))
+
+
+def _register_dynamic(cls: type[DynamicMask]) -> None:
+    held = [field for field, _, _ in cls.parts]
+    fixed = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.name not in held]
+
+    def static(mask: DynamicMask) -> tuple[Hashable, ...]:
+        return tuple(getattr(mask, name) for name in fixed)
+
+    def flatten(mask: DynamicMask) -> tuple[list[tuple[Any, Any]], tuple[Hashable, ...]]:
+        keys = [jax.tree_util.GetAttrKey(field) for field in held]
+        return list(zip(keys, mask.arrays(), strict=True)), static(mask)
+
+    def unflatten(aux: tuple[Hashable, ...], arrays: Iterable[Any]) -> DynamicMask:
+        return _raw(cls, dict(zip(held, arrays, strict=True)) | dict(zip(fixed, aux, strict=True)))
+
+    def bare(mask: DynamicMask) -> tuple[tuple[Any, ...], tuple[Hashable, ...]]:
+        return mask.arrays(), static(mask)
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten, bare)
+
+
+def _raw(cls: type[Any], values: dict[str, Any]) -> Any:
+    mask = object.__new__(cls)
+    for name, value in values.items():
+        object.__setattr__(mask, name, value)
+    return mask
+
+
+for _static in (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction, Slot):
+    _register_static(_static)
+for _combined in (And, Or, Not):
+    _register_node(_combined)
+for _dynamic in (SegmentIds, Lengths, Positions, Dense):
+    _register_dynamic(_dynamic)

@@ -1,0 +1,285 @@
+"""Operation: a name, a config class and forward methods; describe -> plan -> place -> run -> return.
+
+A subclass writes `forward_native`, which runs anywhere, and `forward_tpu`, `forward_gpu`, `forward_cuda`,
+`forward_rocm`, `forward_cpu` only where there is something better. Each is declared with @implementation.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+
+from ..errors import ConfigError, FallbackWarning, InputError
+from ..masks import Mask
+from ..registry import (
+    METHODS,
+    AttentionProblem,
+    Capability,
+    OperationConfig,
+    OperationMetadata,
+    Padding,
+    Placement,
+    Plan,
+    plan,
+)
+from ..sharding import current_mesh, describe_mesh, place
+from ..sharding.mesh import AnyMesh, Mesh
+from .arguments import Arrays, Options, split_arguments
+from .describe import describe, varying_axes
+from .execute import execute
+from .local import LocalCall, LocalOutput
+from .output import AttentionOutput
+
+__all__ = ["Operation"]
+
+_METHODS = tuple(dict.fromkeys(m for own in METHODS.values() for m in own)) + ("forward_native",)
+_CACHED_CALLS = 512
+_warned: set[AttentionProblem] = set()
+_warn_lock = threading.Lock()
+
+
+class Operation:
+    """Base class of attention operations. `Operation(metadata)(query, key, value, ...)` runs one."""
+
+    name: ClassVar[str]
+    config: ClassVar[type[OperationConfig]]
+
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        if metadata is not None and not isinstance(metadata, OperationMetadata):
+            raise ConfigError(
+                f"{type(self).__name__}({type(metadata).__name__}): wanted an OperationMetadata; make one with "
+                "OperationMetadata(...), .from_config(config) or .from_json(text)."
+            )
+        self.metadata = OperationMetadata() if metadata is None else metadata
+        self._calls: dict[Any, tuple[Plan, Callable[[Arrays], LocalOutput], Mesh | None]] = {}
+
+    # -- for authors of operations -----------------------------------------------------------------------------------
+
+    def forward_native(self, call: LocalCall) -> LocalOutput:
+        """Run on one device's arrays with plain JAX. Must be written, and declared with @implementation."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward_native.")
+
+    @classmethod
+    def implements(cls, method: str) -> bool:
+        """Whether the class has its own version of a forward method."""
+        return getattr(cls, method, None) is not getattr(Operation, method, None)
+
+    @classmethod
+    def declared_methods(cls) -> tuple[str, ...]:
+        """The forward methods that are written. Errors: ConfigError for one without @implementation."""
+        written = tuple(m for m in _METHODS if cls.implements(m))
+        if "forward_native" not in written:
+            raise ConfigError(f"operation {cls.name!r} has no forward_native; it is needed.")
+        for method in written:
+            cls.capability(method)
+        return written
+
+    @classmethod
+    def capability(cls, method: str) -> Capability:
+        """What a forward method declares. Errors: ConfigError if it declares nothing."""
+        found = getattr(getattr(cls, method, None), "capability", None)
+        if not isinstance(found, Capability):
+            raise ConfigError(f"{cls.name}.{method} declares nothing; decorate it with @implementation(...).")
+        return found
+
+    @classmethod
+    def kernel_platform(cls, problem: AttentionProblem) -> str:
+        """The platform whose methods are tried; an operation with an interpreter may answer otherwise."""
+        return problem.platform
+
+    @classmethod
+    def resolve_config(cls, method: str, problem: AttentionProblem, placement: Placement) -> OperationConfig:
+        """Return the config with every default filled in for this method and these local shapes."""
+        del method, placement
+        return problem.config
+
+    @classmethod
+    def padding(
+        cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
+    ) -> Padding | None:
+        """What the method pads on each device, None for nothing."""
+        del method, problem, placement, config
+        return None
+
+    @classmethod
+    def remarks(cls, method: str, problem: AttentionProblem, config: OperationConfig) -> tuple[str, ...]:
+        """Notes for the plan: config fields that this method doesn't read, for example."""
+        given = sorted(f for f in type(config).model_fields if config.is_set(f) and f not in ("operation", "schema_version"))
+        return (f"{method} doesn't read the config's {', '.join(given)}",) if given and not cls.reads_config(method) else ()
+
+    @classmethod
+    def reads_config(cls, method: str) -> bool:
+        """Whether a method reads the config: by default the platforms' own do, and forward_native where it is alone."""
+        return method != "forward_native" or cls.declared_methods() == ("forward_native",)
+
+    # -- calling -----------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: Mask | jax.Array | None = None,
+        bias: jax.Array | None = None,
+        causal: bool | None = None,
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        q_segment_ids: jax.Array | None = None,
+        kv_segment_ids: jax.Array | None = None,
+        kv_lengths: jax.Array | None = None,
+        query_offset: int | jax.Array | None = None,
+        softmax_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        softmax_aux: jax.Array | None = None,
+        dropout_prob: float | None = None,
+        dropout_rng: jax.Array | None = None,
+        deterministic: bool = True,
+        return_weights: bool = False,
+        return_lse: bool = False,
+        mode: str | None = None,
+        layout: str = "bthd",
+    ) -> AttentionOutput:
+        """Attend.
+
+        Shapes: query [batch, q, heads, dim], key [batch, kv, kv_heads, dim], value [batch, kv, kv_heads, value_dim] in
+        layout bthd; bhtd swaps time and heads; thd drops the batch. See docs/semantics.md for every argument.
+        Errors: InputError, InputTypeError (bad arguments), ShardingError (strict specs), RefusedError (nothing can run
+        it). Warns FallbackWarning once per distinct problem where the platform's own method refuses.
+        """
+        arrays, options = split_arguments(
+            query, key, value, mask=mask, bias=bias, causal=causal, sliding_window=sliding_window,
+            q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, kv_lengths=kv_lengths, query_offset=query_offset,
+            softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, softmax_aux=softmax_aux,
+            dropout_prob=dropout_prob, dropout_rng=dropout_rng, deterministic=deterministic, return_weights=return_weights,
+            return_lse=return_lse, mode=mode, layout=layout,
+        )  # fmt: skip
+        mesh = self._mesh()
+        signature = (mesh, options, *(_signature(x) for x in arrays[:-1]), *(_signature(x) for x in arrays.mask_leaves))
+        found = self._calls.get(signature)
+        if found is None:
+            found = self._prepare(arrays, options, mesh)
+            if len(self._calls) >= _CACHED_CALLS:
+                self._calls.clear()
+            self._calls[signature] = found
+        decided, run, devices = found
+        if devices is not None:
+            arrays = _on_devices(arrays, decided.placement, devices)
+        result = run(arrays)
+        return AttentionOutput(result.output, result.weights, result.lse, plan=decided)
+
+    def plan(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        *,
+        mask: Any = None,
+        bias: Any = None,
+        causal: bool | None = None,
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        q_segment_ids: Any = None,
+        kv_segment_ids: Any = None,
+        kv_lengths: Any = None,
+        query_offset: Any = None,
+        softmax_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        softmax_aux: Any = None,
+        dropout_prob: float | None = None,
+        dropout_rng: Any = None,
+        deterministic: bool = True,
+        return_weights: bool = False,
+        return_lse: bool = False,
+        mode: str | None = None,
+        layout: str = "bthd",
+    ) -> Plan:
+        """Return the plan of the same call, made from arrays or ShapeDtypeStructs; nothing runs.
+
+        A plan of kind 'refused' is returned, not raised.
+        """
+        arrays, options = split_arguments(
+            query, key, value, mask=mask, bias=bias, causal=causal, sliding_window=sliding_window,
+            q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, kv_lengths=kv_lengths, query_offset=query_offset,
+            softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, softmax_aux=softmax_aux,
+            dropout_prob=dropout_prob, dropout_rng=dropout_rng, deterministic=deterministic, return_weights=return_weights,
+            return_lse=return_lse, mode=mode, layout=layout,
+        )  # fmt: skip
+        return self._plan(arrays, options, self._mesh())
+
+    def explain(self, query: Any, key: Any, value: Any, **call: Any) -> str:
+        """Return the plan of the same call as text. Takes what `plan` takes; an unknown argument is a TypeError there."""
+        return self.plan(query, key, value, **call).explain()
+
+    # -- the way of a call -------------------------------------------------------------------------------------------
+
+    def _mesh(self) -> AnyMesh | None:
+        """The caller's manual mesh if this runs inside a shard_map, else the declared mesh, else the context's."""
+        current = current_mesh()
+        if isinstance(current, jax.sharding.AbstractMesh) and current.manual_axes:
+            return current
+        return self.metadata.mesh if current is None else self.metadata.mesh or current
+
+    def _plan(self, arrays: Arrays, options: Options, mesh: AnyMesh | None) -> Plan:
+        return plan(describe(type(self), self.metadata, arrays, options, mesh), self.metadata.policy)
+
+    def _prepare(
+        self, arrays: Arrays, options: Options, mesh: AnyMesh | None
+    ) -> tuple[Plan, Callable[[Arrays], LocalOutput], Mesh | None]:
+        decided = self._plan(arrays, options, mesh).require()
+        self._warn(decided)
+        tracing = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
+        if isinstance(mesh, jax.sharding.AbstractMesh) and not mesh.empty and not tracing and mesh is not current_mesh():
+            raise InputError(
+                f"mesh {describe_mesh(mesh)} has no devices, so this can be planned and lowered but not run; give a Mesh of "
+                "devices, or call it under jit."
+            )
+        return decided, jax.jit(partial(execute, self, decided, mesh, options)), mesh if isinstance(mesh, Mesh) else None
+
+    def _warn(self, decided: Plan) -> None:
+        if decided.kind != "fallback" or decided.policy.fallback != "warn":
+            return
+        with _warn_lock:
+            if decided.problem in _warned:
+                return
+            _warned.add(decided.problem)
+        warnings.warn(
+            f"{decided.implementation} runs instead of the platform's own method.\n{decided.refusal()}\n"
+            "Declare fallback='allow' to accept this, fallback='error' to forbid it.",
+            FallbackWarning,
+            stacklevel=4,
+        )
+
+
+def _signature(x: Any) -> Any:
+    """What a plan can depend on of an array: shape and dtype; inside shard_map also the axes over which it varies."""
+    if x is None:
+        return None
+    if isinstance(x, jax.core.Tracer):
+        return x.shape, x.dtype, varying_axes(x)
+    return getattr(x, "shape", type(x)), getattr(x, "dtype", None)
+
+
+def _on_devices(arrays: Arrays, placement: Placement, mesh: Mesh) -> Arrays:
+    """Move concrete arrays that were put on other devices to the mesh's, laid out as the operation wants them."""
+    if not any(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed for x in jax.tree.leaves(arrays)):
+        return arrays
+    moved = {}
+    for name in ("query", "key", "value"):
+        x = getattr(arrays, name)
+        fitted = placement.fitted.get(name)
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and fitted is not None:
+            moved[name] = place(x, fitted.spec if placement.kv_repeat == 1 or name == "query" else jax.P(), mesh)
+    others = {
+        name: place(x, jax.P(), mesh)
+        for name, x in arrays._asdict().items()
+        if name not in ("query", "key", "value", "mask_leaves") and isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    }
+    leaves = tuple(
+        place(x, jax.P(), mesh) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else x
+        for x in arrays.mask_leaves
+    )
+    return arrays._replace(**moved, **others, mask_leaves=leaves)

@@ -1,0 +1,180 @@
+"""execute: place the operands, run the method on each device's part inside shard_map, put the outputs in place.
+
+The order is fixed and is what keeps a mask right on every mesh: shard, then (inside the method) pad, choose blocks, and
+build the mask with the shard's own global offset.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ..registry import AttentionProblem, Placement, Plan
+from ..sharding import pin
+from ..sharding.mesh import AnyMesh
+from .arguments import Arrays, Options, join_mask, run_time_offset
+from .describe import packed
+from .local import Dropout, LocalCall, LocalMask, LocalOutput
+
+if TYPE_CHECKING:
+    from .base import Operation
+
+__all__ = ["execute"]
+
+
+class _Operands(NamedTuple):
+    """The arrays that cross into shard_map, in canonical form (4-D q, k, v; one sink per head)."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None
+    softmax_aux: jax.Array | None
+    query_offset: jax.Array | None
+    dropout_rng: jax.Array | None
+    leaves: tuple[jax.Array, ...]
+
+
+def execute(operation: Operation, plan: Plan, mesh: AnyMesh | None, options: Options, arrays: Arrays) -> LocalOutput:
+    """Run a plan on arrays; traceable. Returns outputs in the caller's layout."""
+    problem, placement = plan.problem, plan.placement
+    operands, impl = _prepare(problem, placement, options, arrays, operation.metadata.causal)
+    axes = [a for a in problem.mesh if a.kind != "manual"]
+    specs = _specs(operands, placement)
+
+    def body(local: _Operands) -> tuple[jax.Array, ...]:
+        call = _local_call(plan, options, local, impl)
+        result = getattr(operation, plan.method or "")(call)
+        return tuple(x for x in result if x is not None)
+
+    names = ["output", *["weights"] * options.return_weights, *["lse"] * options.return_lse]
+    if mesh is not None and math.prod(a.size for a in axes) > 1:
+        operands = jax.tree.map(lambda x, s: pin(x, s, mesh), operands, specs)
+        outputs = jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=tuple(placement.spec(name) for name in names),
+            axis_names={a.name for a in axes},
+            check_vma=operation.capability(plan.method or "").check_vma,
+        )(operands)
+    else:
+        outputs = body(operands)
+    named = dict(zip(names, outputs, strict=True))
+    if problem.layout == "thd":
+        named = {name: x[0] for name, x in named.items()}
+    return LocalOutput(**named)
+
+
+def _prepare(
+    problem: AttentionProblem, placement: Placement, options: Options, arrays: Arrays, default_causal: bool
+) -> tuple[_Operands, str]:
+    """Bring the arrays into canonical form; returns them and the random generator's name ('' without dropout)."""
+    dtype = jnp.dtype(problem.runtime_dtype)
+    heads_at = problem.kernel_layout.index("h")
+
+    def tensor(x: jax.Array) -> jax.Array:
+        x = jnp.asarray(x, dtype)
+        return x[None] if problem.layout == "thd" else x
+
+    query, key, value = (tensor(x) for x in arrays[:3])
+    if placement.kv_repeat > 1:
+        key, value = (jnp.repeat(x, placement.kv_repeat, axis=heads_at) for x in (key, value))
+    whole = packed(_paired_segments(arrays), problem.layout)
+    _, leaves = join_mask(whole, options, default_causal).split()
+    rng, impl = None, ""
+    if problem.dropout_prob > 0:
+        rng, impl = _key_data(arrays.dropout_rng)
+    offset = run_time_offset(arrays, problem.q_len) if problem.dynamic_query_offset else None
+    operands = _Operands(
+        query,
+        key,
+        value,
+        None if arrays.bias is None else jnp.asarray(arrays.bias),
+        None if arrays.softmax_aux is None else _one_sink_a_head(jnp.asarray(arrays.softmax_aux), problem.q_heads),
+        offset,
+        rng,
+        tuple(jnp.asarray(leaf.array) for leaf in leaves),
+    )
+    return operands, impl
+
+
+def _paired_segments(arrays: Arrays) -> Arrays:
+    q, kv = arrays.q_segment_ids, arrays.kv_segment_ids
+    if (q is None) == (kv is None):
+        return arrays
+    both = kv if q is None else q
+    return arrays._replace(q_segment_ids=both, kv_segment_ids=both)
+
+
+def _key_data(rng: jax.Array) -> tuple[jax.Array, str]:
+    if jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(rng), str(jax.random.key_impl(rng))
+    return jnp.asarray(rng), str(jax.random.key_impl(jax.random.wrap_key_data(rng)))
+
+
+def _one_sink_a_head(sinks: jax.Array, heads: int) -> jax.Array:
+    """Join several sinks of a head into one: sum of exp(s) is exp(logsumexp(s)), exactly and differentiably."""
+    sinks = sinks.astype(jnp.float32)
+    if sinks.ndim == 2:
+        sinks = jax.nn.logsumexp(sinks, axis=-1)
+    return sinks if sinks.shape[0] == heads else jnp.repeat(sinks, heads // sinks.shape[0])
+
+
+def _specs(operands: _Operands, placement: Placement) -> _Operands:
+    def one(name: str, x: Any) -> PartitionSpec | None:
+        return None if x is None else placement.spec(name)
+
+    named = {name: one(name, x) for name, x in operands._asdict().items() if name != "leaves"}
+    return _Operands(**named, leaves=tuple(placement.spec(f"leaf{i}") for i in range(len(operands.leaves))))
+
+
+def _index(axes: tuple[str, ...], problem: AttentionProblem) -> tuple[int | jax.Array, int]:
+    """(index of this device among the shards over `axes`, number of shards)."""
+    sizes = {a.name: a.size for a in problem.mesh}
+    index: int | jax.Array = 0
+    for name in axes:
+        index = index * sizes[name] + jax.lax.axis_index(name)
+    return index, math.prod(sizes[name] for name in axes)
+
+
+def _local_call(plan: Plan, options: Options, local: _Operands, impl: str) -> LocalCall:
+    problem, placement = plan.problem, plan.placement
+    shard, shards = _index(placement.q_axes, problem)
+    q_start = shard * placement.local.q_len
+    offset = local.query_offset if problem.dynamic_query_offset else problem.query_offset
+    mask = problem.mask.merge(local.leaves) if local.leaves else problem.mask
+    dropout = None
+    if local.dropout_rng is not None:
+        dropout = Dropout(
+            local.dropout_rng,
+            impl,
+            problem.dropout_prob,
+            _index(placement.batch_axes, problem)[0] * placement.local.batch,
+            _index(placement.head_axes, problem)[0] * placement.local.q_heads,
+            q_start,
+        )
+    return LocalCall(
+        query=local.query,
+        key=local.key,
+        value=local.value,
+        bias=local.bias,
+        sinks=local.softmax_aux,
+        mask=LocalMask(mask, q_start, placement.local.q_len, placement.local.kv_len, offset),
+        dropout=dropout,
+        layout=problem.kernel_layout,
+        softmax_scale=problem.softmax_scale,
+        logits_soft_cap=problem.logits_soft_cap,
+        softmax_dtype=jnp.dtype(problem.softmax_dtype),
+        return_weights=options.return_weights,
+        return_lse=options.return_lse,
+        config=plan.config,
+        problem=problem,
+        placement=placement,
+        q_shard=shard,
+        q_shards=shards,
+    )

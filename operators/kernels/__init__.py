@@ -1,0 +1,1 @@
+"""Functions on raw arrays. No metadata, no mesh, no registry."""

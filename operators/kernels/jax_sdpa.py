@@ -1,0 +1,51 @@
+"""jax.nn.dot_product_attention on raw arrays, with the meaning that the reference has."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+__all__ = ["jax_sdpa"]
+
+
+def jax_sdpa(
+    query: Float[Array, "batch q heads dim"],
+    key: Float[Array, "batch kv kv_heads dim"],
+    value: Float[Array, "batch kv kv_heads dim"],
+    *,
+    scale: float,
+    mask: Bool[Array, "#batch #heads #q #kv"] | np.ndarray | None,
+    bias: Float[Array, "#batch #heads #q #kv"] | None,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+    implementation: Literal["xla", "cudnn"],
+) -> Float[Array, "batch q heads dim"]:
+    """Attend with jax.nn.dot_product_attention.
+
+    What it does otherwise and is put right here: a fully masked row gives the mean of the values there (0 here), and a
+    bias of -inf along a whole row gives NaN (it counts as masked here).
+    """
+    dtype = query.dtype
+    if dtype == jnp.float16 and implementation == "xla":
+        # XLA:CPU has no float16 dot with a float32 result; the cast up is exact.
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    mask = None if mask is None else jnp.asarray(mask)
+    if bias is not None:
+        minus_inf = jnp.isneginf(bias)
+        mask = ~minus_inf if mask is None else mask & ~minus_inf
+        bias = jnp.where(minus_inf, 0, bias).astype(jnp.float32 if implementation == "xla" else dtype)
+    heads = query.shape[2]
+    if mask is not None and mask.shape[1] not in (1, heads):
+        raise AssertionError(f"mask of {mask.shape[1]} heads for {heads}")
+    output = jax.nn.dot_product_attention(
+        query, key, value, bias, mask, scale=scale, is_causal=is_causal, local_window_size=window,
+        implementation=implementation,
+    ).astype(dtype)  # fmt: skip
+    if mask is None:
+        return output
+    live = mask.any(axis=-1).swapaxes(1, 2)[..., None]  # [batch, q, heads, 1]
+    return jnp.where(live, output, 0)

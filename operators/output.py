@@ -1,0 +1,29 @@
+"""AttentionOutput: what a call returns, and the plan that ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+
+from ..registry import Plan
+
+__all__ = ["AttentionOutput"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionOutput:
+    """The results of one attention call; a JAX pytree.
+
+    attention_outputs: in the query's layout, with the value's head dim.
+    attention_weights: [batch, heads, q, kv] (thd: [heads, q, kv]) before dropout, or None. With sinks a row sums to
+        less than 1; a fully masked row is 0.
+    lse: [batch, heads, q] (thd: [heads, q]), -inf in fully masked rows, or None.
+    plan: what ran and why.
+    """
+
+    attention_outputs: jax.Array
+    attention_weights: jax.Array | None = None
+    lse: jax.Array | None = None
+    plan: Plan = field(kw_only=True, metadata={"static": True})

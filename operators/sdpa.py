@@ -1,0 +1,127 @@
+"""sdpa: jax.nn.dot_product_attention; cuDNN on CUDA where its constraints hold, XLA elsewhere."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..masks import Causal, Full, Mask, SlidingWindow
+from ..registry import STATIC_MASKS, AttentionProblem, OperationConfig, Rule, implementation
+from .base import Operation
+from .kernels.jax_sdpa import jax_sdpa
+from .local import LocalCall, LocalOutput
+
+__all__ = ["ScaledDotProduct", "SdpaConfig"]
+
+_HOPPER_OR_LATER = ("H100", "H200", "H20", "H800", "GH200", "B100", "B200", "B300", "GB200", "GB300")
+_FEATURES = STATIC_MASKS | {
+    "segment_ids", "kv_lengths", "positions", "dense_mask", "dynamic_or", "dynamic_query_offset", "bias", "gqa",
+}  # fmt: skip
+
+
+class SdpaConfig(OperationConfig):
+    """sdpa has nothing to choose."""
+
+    operation: Literal["sdpa"] = "sdpa"
+
+
+def _flags(mask: Mask, q_len: int, kv_len: int) -> tuple[bool, tuple[int, int] | None] | None:
+    """(is_causal, local_window_size) where these say the same as a square mask, else None."""
+    if isinstance(mask, Full):
+        return False, None
+    parts = mask.conjuncts()
+    windows = [m for m in parts if isinstance(m, SlidingWindow)]
+    others = [m for m in parts if not isinstance(m, SlidingWindow)]
+    if q_len != kv_len or others != [Causal(0)] or len(windows) > 1:
+        return None
+    if not windows:
+        return True, None
+    left, right, offset = windows[0].left, windows[0].right, windows[0].offset
+    return (True, (left, 0)) if left is not None and right == 0 and offset == 0 else None
+
+
+def _adds_bias(p: AttentionProblem) -> bool:
+    # cuDNN takes an array mask as a bias; a query shard can't use the flags, which count from its own first row.
+    split = p.rules.query[p.layout.index("t")] is not None and p.devices > 1
+    return "bias" in p.features or split or _flags(p.mask, p.q_len, p.kv_len) is None
+
+
+def _most(p: AttentionProblem) -> int:
+    return 256 if any(name in p.device_kind for name in _HOPPER_OR_LATER) else 128
+
+
+_SOFTMAX = Rule(
+    "sdpa.softmax_dtype",
+    "runtime_softmax_dtype",
+    lambda p, c: p.softmax_dtype == "float32",
+    "softmax dtype {p.softmax_dtype}: jax.nn.dot_product_attention has float32",
+    "Leave runtime_softmax_dtype at float32.",
+)
+_CUDNN = (
+    _SOFTMAX,
+    Rule(
+        "sdpa.cudnn_dtype",
+        "runtime_dtype",
+        lambda p, c: p.runtime_dtype in ("bfloat16", "float16"),
+        "runtime dtype {p.runtime_dtype}: cuDNN's flash attention takes bfloat16 and float16",
+        "Declare runtime_dtype bfloat16.",
+    ),
+    Rule(
+        "sdpa.cudnn_head_dim",
+        "head_dim",
+        lambda p, c: p.head_dim % 8 == 0 and p.head_dim <= _most(p),
+        "head_dim={p.head_dim} on {p.device_kind}: cuDNN wants a multiple of 8 up to 128 (256 on Hopper and later)",
+        "Pad the head dim in the projections, or use 'vanilla'.",
+    ),
+    Rule(
+        "sdpa.cudnn_even_lengths",
+        "q_len",
+        lambda p, c: not _adds_bias(p) or (p.q_len % 2 == 0 and p.kv_len % 2 == 0),
+        "q_len={p.q_len}, kv_len={p.kv_len} with a bias or array mask: cuDNN wants even lengths for its gradient",
+        "Pad the sequence to an even length.",
+    ),
+)
+
+
+class ScaledDotProduct(Operation):
+    """jax's own attention behind the declaration; what it can't express is refused."""
+
+    name = "sdpa"
+    config = SdpaConfig
+
+    @implementation(
+        consumes=_FEATURES, rules=_CUDNN, tolerance={"bfloat16": (2e-2, 4e-2), "float16": (4e-3, 8e-3)}
+    )
+    def forward_cuda(self, call: LocalCall) -> LocalOutput:
+        """Run cuDNN's flash attention; causal masks and causal windows as flags, other masks as an array."""
+        local = call.placement.local
+        flags = _flags(call.mask.mask, local.q_len, local.kv_len) if call.q_shards == 1 else None
+        return _run(call, "cudnn", flags)
+
+    @implementation(
+        consumes=_FEATURES,
+        rules=(_SOFTMAX,),
+        tolerance={"float32": (4e-6, 1e-5), "bfloat16": (1.5e-2, 4e-2), "float16": (2e-3, 4e-3)},
+    )
+    def forward_native(self, call: LocalCall) -> LocalOutput:
+        """Run the XLA implementation, with the mask as an array."""
+        return _run(call, "xla", None)
+
+
+def _run(
+    call: LocalCall, implementation: Literal["xla", "cudnn"], flags: tuple[bool, tuple[int, int] | None] | None
+) -> LocalOutput:
+    swap = call.layout == "bhtd"
+    query, key, value = (x.swapaxes(1, 2) if swap else x for x in (call.query, call.key, call.value))
+    is_causal, window = flags or (False, None)
+    output = jax_sdpa(
+        query,
+        key,
+        value,
+        scale=call.softmax_scale,
+        mask=None if flags else call.mask.array(),
+        bias=call.bias,
+        is_causal=is_causal,
+        window=window,
+        implementation=implementation,
+    )
+    return LocalOutput(output.swapaxes(1, 2) if swap else output)

@@ -1,0 +1,35 @@
+"""What exists, what it can do, and what will run."""
+
+from .capability import ALL_FEATURES, FEATURES, STATIC_MASKS, Capability, Reason, Rule, Tolerance, implementation
+from .config import OperationConfig
+from .metadata import OperationMetadata
+from .placement import LocalShape, Placement
+from .plan import METHODS, Padding, Plan, Policy, Rejected, plan
+from .problem import AttentionProblem, LeafShape
+from .registry import OperationRegistry
+from .unset import UNSET
+
+__all__ = [
+    "ALL_FEATURES",
+    "FEATURES",
+    "METHODS",
+    "STATIC_MASKS",
+    "UNSET",
+    "AttentionProblem",
+    "Capability",
+    "LeafShape",
+    "LocalShape",
+    "OperationConfig",
+    "OperationMetadata",
+    "OperationRegistry",
+    "Padding",
+    "Placement",
+    "Plan",
+    "Policy",
+    "Reason",
+    "Rejected",
+    "Rule",
+    "Tolerance",
+    "implementation",
+    "plan",
+]

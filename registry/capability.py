@@ -1,0 +1,130 @@
+"""What an implementation can do, as data: the features that it consumes and rules over the problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from .config import OperationConfig
+    from .problem import AttentionProblem
+
+__all__ = ["ALL_FEATURES", "FEATURES", "STATIC_MASKS", "Capability", "Reason", "Rule", "Tolerance", "implementation"]
+
+# Everything that a call can ask of an implementation. What is requested and not consumed is a refusal.
+FEATURES: Mapping[str, str] = {
+    "causal": "causal mask",
+    "sliding_window": "sliding window",
+    "chunked": "chunked mask",
+    "prefix": "prefix mask",
+    "mask_function": "registered mask function",
+    "segment_ids": "segment ids (packed sequences)",
+    "kv_lengths": "a kv length per batch row",
+    "positions": "positions given as arrays",
+    "dense_mask": "a boolean mask array",
+    "dynamic_or": "an array mask under `|` or `~`",
+    "dynamic_query_offset": "a query offset known only at run time",
+    "bias": "additive bias",
+    "logits_soft_cap": "soft cap on the logits",
+    "sinks": "attention sinks (softmax_aux)",
+    "dropout": "dropout on the attention weights",
+    "return_weights": "the attention weights as an output",
+    "return_lse": "the log-sum-exp as an output",
+    "gqa": "fewer kv heads than query heads",
+    "value_dim": "a value head dim other than the query's",
+}
+ALL_FEATURES = frozenset(FEATURES)
+STATIC_MASKS = frozenset({"causal", "sliding_window", "chunked", "prefix", "mask_function"})
+
+
+class Reason(NamedTuple):
+    """Why an implementation can't run a problem: a stable code, the field, the values met, and the mend."""
+
+    code: str
+    field: str
+    message: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.message} [{self.code}]. {self.fix}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition that a problem must meet. `message` and `fix` are formatted with p=problem and c=config.
+
+    `test` is pure and returns True where the problem is fine.
+    """
+
+    code: str
+    field: str
+    test: Callable[[AttentionProblem, OperationConfig], bool]
+    message: str
+    fix: str
+
+    def check(self, problem: AttentionProblem, config: OperationConfig) -> Reason | None:
+        """Return the reason if the rule fails on this problem."""
+        if self.test(problem, config):
+            return None
+        return Reason(
+            self.code, self.field, self.message.format(p=problem, c=config), self.fix.format(p=problem, c=config)
+        )
+
+
+class Tolerance(NamedTuple):
+    """Published error against the float64 reference, relative to the largest reference value."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Capability:
+    """The declared abilities of one implementation (a forward method of an operation)."""
+
+    consumes: frozenset[str]
+    rules: tuple[Rule, ...] = ()
+    tolerance: Mapping[str, Tolerance] = field(default_factory=dict)
+    # jax's shard_map can check replication; some Pallas kernels can't be traced under that check.
+    check_vma: bool = True
+
+    def reasons(self, problem: AttentionProblem, config: OperationConfig) -> tuple[Reason, ...]:
+        """Return every reason against this problem, () when it can run."""
+        missing = [
+            Reason(f"feature.{name}", name, f"does not support {FEATURES[name]}", _mend(name))
+            for name in sorted(problem.features - self.consumes)
+        ]
+        failing = (rule.check(problem, config) for rule in self.rules)
+        return (*missing, *(reason for reason in failing if reason is not None))
+
+
+F = TypeVar("F", bound=Callable)
+
+
+def implementation(
+    consumes: Iterable[str],
+    *,
+    rules: Iterable[Rule] = (),
+    tolerance: Mapping[str, Tolerance | tuple[float, float]],
+    check_vma: bool = True,
+) -> Callable[[F], F]:
+    """Declare what a forward method can do. Errors: ValueError for a feature that doesn't exist."""
+    wanted = frozenset(consumes)
+    if unknown := sorted(wanted - ALL_FEATURES):
+        raise ValueError(f"unknown features {unknown}; wanted some of {sorted(ALL_FEATURES)}.")
+    published = {dtype: Tolerance(*value) for dtype, value in tolerance.items()}
+    capability = Capability(wanted, tuple(rules), published, check_vma)
+
+    def declare(method: F) -> F:
+        method.capability = capability  # type: ignore[attr-defined]
+        return method
+
+    return declare
+
+
+def _mend(feature: str) -> str:
+    return {
+        "return_weights": "Leave return_weights out, or use 'vanilla'.",
+        "dense_mask": "Declare the structure (Causal, SlidingWindow, segment ids, kv_lengths) instead, or use 'vanilla'.",
+    }.get(feature, f"Leave {feature} out, or use 'vanilla'.")

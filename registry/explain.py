@@ -1,0 +1,121 @@
+"""A plan as text that a person reads: what runs, why, why not the others, and where every tensor lives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jax.sharding import PartitionSpec
+
+from ..sharding import AttnShardingRules
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+__all__ = ["bytes_text", "config_lines", "dropped_lines", "explain", "spec_text", "tensor_rows"]
+
+_WHY = {
+    "platform": "the platform's own implementation",
+    "native": "dispatch: nothing better is written for this platform",
+    "fallback": "FALLBACK: the platform's own implementation refused",
+    "refused": "REFUSED: no implementation may run this",
+}
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """`P(fsdp+dp, sp, tp, -)`: axes of one dimension joined by +, - for unsplit."""
+
+    def entry(axes: str | tuple[str, ...] | None) -> str:
+        return "-" if axes is None else axes if isinstance(axes, str) else "+".join(axes) or "-"
+
+    return f"P({', '.join(entry(axes) for axes in spec)})"
+
+
+def bytes_text(count: float) -> str:
+    """`12.0 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def tensor_rows(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
+    """Rows (tensor, declared spec, fitted spec, shape, per-device shape, per-device bytes) of the ten tensors."""
+    rows = []
+    for tensor in AttnShardingRules._fields:
+        declared, fitted = getattr(plan.problem.rules, tensor), plan.placement.fitted.get(tensor)
+        if declared is None:
+            rows.append((tensor, "none", "", "", "", ""))
+        elif fitted is None:
+            rows.append((tensor, spec_text(declared), "not in this call", "", "", ""))
+        else:
+            rows.append(
+                (
+                    tensor,
+                    spec_text(declared),
+                    spec_text(fitted.spec),
+                    _shape(fitted.shape),
+                    _shape(fitted.local_shape),
+                    bytes_text(fitted.local_bytes),
+                )
+            )
+    return rows
+
+
+def config_lines(plan: Plan) -> list[str]:
+    """`block_q=512 (declared)` and so on, every field of the resolved config."""
+    declared = plan.problem.config
+    lines = []
+    for name in type(plan.config).model_fields:
+        if name in ("operation", "schema_version"):
+            continue
+        source = "declared" if declared.is_set(name) else "default"
+        lines.append(f"{name}={getattr(plan.config, name)} ({source})")
+    return lines
+
+
+def dropped_lines(plan: Plan) -> list[str]:
+    """One line per mesh axis, dimension and reason, naming the tensors; the harmless ones are left out."""
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for drop in plan.placement.fitted.dropped:
+        if not drop.harmless:
+            groups.setdefault((drop.axis, drop.dim, drop.reason, drop.mend), []).append(drop.tensor)
+    return [
+        f"axis {axis!r} of {dim} in {', '.join(tensors)}: {reason}. {mend}."
+        for (axis, dim, reason, mend), tensors in groups.items()
+    ]
+
+
+def explain(plan: Plan) -> str:
+    """Return the whole decision as plain text."""
+    problem, placement = plan.problem, plan.placement
+    lines = [
+        problem.describe(),
+        f"runs      {plan.implementation or 'nothing'} ({_WHY[plan.kind]})",
+        f"platform  {problem.platform}, from {problem.platform_source}",
+        f"mask      {problem.mask.describe()}",
+        f"scale     {problem.softmax_scale:.6g}, softmax in {problem.softmax_dtype}",
+    ]
+    if problem.logits_soft_cap is not None:
+        lines.append(f"soft cap  {problem.logits_soft_cap:g}")
+    reads = plan.method is not None and problem.operation.reads_config(plan.method)
+    if reads and (fields := config_lines(plan)):
+        lines.append("config    " + ", ".join(fields))
+    if plan.padding is not None:
+        pad = plan.padding
+        lines.append(f"padding   per device q +{pad.q_len}, kv +{pad.kv_len}: {pad.waste:.1%} of the work is on padding")
+    for rejected in plan.rejected:
+        lines.append(f"not       {rejected.implementation}:")
+        lines.extend(f"            {reason}" for reason in rejected.reasons)
+    lines.append("tensors   declared -> fitted, shape -> per device, bytes per device")
+    for tensor, declared, fitted, shape, local, size in tensor_rows(plan):
+        where = declared if declared == fitted or not fitted else f"{declared} -> {fitted}"
+        lines.append(f"  {tensor:<15} {where}" + (f"  {shape} -> {local}  {size}" if shape else ""))
+    lines.extend(f"  dropped: {text}" for text in dropped_lines(plan))
+    lines.extend(f"inside    {change}" for change in placement.changes)
+    lines.extend(f"note      {note}" for note in plan.notes)
+    return "\n".join(lines)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))

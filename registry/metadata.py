@@ -1,0 +1,445 @@
+"""OperationMetadata: what a model declares once about its attention, in Python or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from eformer.escale import PartitionAxis, PartitionManager
+from jax.sharding import AbstractMesh, Mesh
+
+from ..errors import ConfigError, nearest
+from ..sharding import AttnShardingRules, current_mesh, mesh_from_dict, mesh_to_dict, resolve_rules
+from ..sharding.mesh import AnyMesh
+from .config import OperationConfig
+from .plan import METHODS, Policy
+from .registry import OperationRegistry
+from .unset import UNSET, Unset
+
+__all__ = ["OperationMetadata"]
+
+# Where a value comes from when it isn't given: the attribute of base_config that model configs use for it.
+_PICKUP = {
+    "runtime_dtype": "attn_dtype",
+    "runtime_softmax_dtype": "attn_softmax_dtype",
+    "sequence_axis_name": "sequence_axis_name",
+    "platform": "platform",
+    "backend": "backend",
+    "partition_axis": "partition_axis",
+    "operation_configs": "operation_configs",
+    "mesh": "mesh",
+}
+_SCHEMA_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
+class OperationMetadata:
+    """One attention declaration; immutable, hashable, usable as a static argument of jit.
+
+    Args (all keyword or in this order, each may be left out):
+        runtime_dtype: dtype of q, k, v inside the operation and of its output; None keeps the query's.
+        runtime_softmax_dtype: dtype of logits and softmax; float32 by default.
+        sequence_axis_name: mesh axis of the sequence; by default partition_axis.sequence_parallel_axis.
+        platform: the platform that is expected ('tpu', 'gpu', 'cuda', 'rocm', 'cpu'); a mesh that disagrees is an error.
+        backend: the platform to plan for where there is no mesh with devices; by default jax's default backend.
+        partition_axis: eformer PartitionAxis, or a dict of its fields.
+        partition_manager: an eformer PartitionManager, as another way to give partition_axis.
+        base_config: any config object; a value not given here is taken from its attribute (attn_dtype,
+            attn_softmax_dtype, sequence_axis_name, platform, backend, partition_axis, mesh, operation_configs).
+        operation_configs: {operation name: config, dict or object}.
+        mesh: a Mesh, an AbstractMesh, or {axis: size}; by default the mesh of the context at each call.
+        softmax_scale: multiplies q.k once; None is 1/sqrt(head_dim).
+        dropout_prob: probability of dropping an attention weight, in [0, 1).
+        causal: whether a call without a Mask object is causal.
+        scan_ring_attention: lax.scan or unrolled, for operations that run a ring.
+        blocksize_q, blocksize_k, blocksize_b: block sizes that operation configs take where they declare none.
+        fallback, kv_heads, strict: see Policy.
+
+    Errors: ConfigError (a ValueError) names the field, what was got, what is wanted.
+    """
+
+    runtime_dtype: np.dtype | None
+    runtime_softmax_dtype: np.dtype
+    sequence_axis_name: str
+    platform: str | None
+    backend: str | None
+    partition_axis: PartitionAxis
+    base_config: Any
+    operation_configs: Mapping[str, OperationConfig]
+    softmax_scale: float | None
+    dropout_prob: float
+    causal: bool
+    scan_ring_attention: bool | None
+    blocksize_q: int | None
+    blocksize_k: int | None
+    blocksize_b: int | None
+    policy: Policy
+
+    def __init__(
+        self,
+        runtime_dtype: Any = UNSET,
+        runtime_softmax_dtype: Any = UNSET,
+        sequence_axis_name: str | Unset = UNSET,
+        platform: str | None | Unset = UNSET,
+        backend: str | None | Unset = UNSET,
+        partition_axis: PartitionAxis | Mapping[str, Any] | Unset = UNSET,
+        partition_manager: PartitionManager | Unset = UNSET,
+        base_config: Any = None,
+        operation_configs: Mapping[str, Any] | None | Unset = UNSET,
+        mesh: AnyMesh | Mapping[str, int] | None | Unset = UNSET,
+        softmax_scale: float | None | Unset = UNSET,
+        dropout_prob: float | Unset = UNSET,
+        causal: bool | Unset = UNSET,
+        scan_ring_attention: bool | None | Unset = UNSET,
+        blocksize_q: int | None | Unset = UNSET,
+        blocksize_k: int | None | Unset = UNSET,
+        blocksize_b: int | None | Unset = UNSET,
+        fallback: str = "warn",
+        kv_heads: str = "replicate",
+        strict: bool = False,
+    ) -> None:
+        given = dict(locals())
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen: the one way to assign
+        put("base_config", base_config)
+        for name in given.keys() - {"self", "base_config", "partition_manager", "mesh", "fallback", "kv_heads", "strict"}:
+            put(name, given[name])
+        put("_stored_mesh", mesh)
+
+        if partition_manager is not UNSET:
+            axis = partition_manager.paxis
+            if partition_axis is not UNSET and _axis(partition_axis) != axis:
+                raise ConfigError("partition_manager and partition_axis disagree; give one of them.")
+            put("partition_axis", axis)
+        self.set_attrs_carefully("runtime_dtype", None, "attn_dtype")
+        self.set_attrs_carefully("runtime_softmax_dtype", jnp.float32, "attn_softmax_dtype")
+        self.set_attrs_carefully("partition_axis", UNSET)
+        self.set_attrs_carefully("sequence_axis_name", UNSET)
+        self.set_attrs_carefully("platform", None)
+        self.set_attrs_carefully("backend", None)
+        self.set_attrs_carefully("operation_configs", None)
+        self.set_attrs_carefully("_stored_mesh", None, "mesh")
+        self.set_attrs_carefully("softmax_scale", None, use_base_config=False)
+        self.set_attrs_carefully("dropout_prob", 0.0, use_base_config=False)
+        self.set_attrs_carefully("causal", True, use_base_config=False)
+        for name in ("scan_ring_attention", "blocksize_q", "blocksize_k", "blocksize_b"):
+            self.set_attrs_carefully(name, None, use_base_config=False)
+
+        put("runtime_dtype", _dtype("runtime_dtype", self.runtime_dtype, optional=True))
+        softmax_dtype = jnp.float32 if self.runtime_softmax_dtype is None else self.runtime_softmax_dtype
+        put("runtime_softmax_dtype", _dtype("runtime_softmax_dtype", softmax_dtype))
+        put("partition_axis", _partition_axis(self.partition_axis, self.sequence_axis_name))
+        put("sequence_axis_name", self.partition_axis.sequence_parallel_axis)
+        put("platform", _platform("platform", self.platform))
+        put("backend", _platform("backend", self.backend))
+        put("operation_configs", _configs(self.operation_configs))
+        put("_stored_mesh", _mesh(self._stored_mesh))  # type: ignore[attr-defined]
+        put("softmax_scale", _number("softmax_scale", self.softmax_scale, optional=True))
+        probability = _number("dropout_prob", self.dropout_prob)
+        if not 0.0 <= probability < 1.0:
+            raise ConfigError(f"dropout_prob={probability}; wanted a probability in [0, 1).")
+        put("dropout_prob", probability)
+        put("causal", _boolean("causal", self.causal))
+        put("scan_ring_attention", _boolean("scan_ring_attention", self.scan_ring_attention, optional=True))
+        for name in ("blocksize_q", "blocksize_k", "blocksize_b"):
+            put(name, _block(name, getattr(self, name)))
+        put("policy", Policy(fallback, kv_heads, strict))  # type: ignore[arg-type]
+        put("_hash", None)
+
+    # -- where values come from ------------------------------------------------------------------------------------
+
+    def set_attrs_carefully(
+        self, attr_name: str, default: Any, pickup_name: str | None = None, use_base_config: bool = True
+    ) -> None:
+        """Set an attribute that is UNSET: from base_config's `pickup_name` if it has one that is set, else the default.
+
+        An attribute that has a value is left alone. Errors: AttributeError for a name that metadata doesn't have.
+        """
+        known = {f.name for f in dataclasses.fields(self)} | {"_stored_mesh"}
+        if attr_name not in known:
+            raise AttributeError(f"OperationMetadata has no attribute {attr_name!r}." + nearest(attr_name, known))
+        if getattr(self, attr_name) is not UNSET:
+            return
+        value: Any = UNSET
+        if use_base_config and self.base_config is not None:
+            value = _pick(self.base_config, pickup_name or attr_name)
+        object.__setattr__(self, attr_name, default if value is UNSET else value)
+
+    @classmethod
+    def from_config(cls, config: Any, **changes: Any) -> Self:
+        """Take what a model config declares, by the attribute names that such configs use; `changes` come on top."""
+        return cls(base_config=config, **changes)
+
+    @property
+    def mesh(self) -> AnyMesh | None:
+        """The declared mesh, else the base config's, else the mesh of the context, else None."""
+        stored = self._stored_mesh  # type: ignore[attr-defined]
+        return current_mesh() if stored is None else stored
+
+    @property
+    def partition_manager(self) -> PartitionManager:
+        """An eformer PartitionManager of partition_axis (making one registers it as eformer's last one)."""
+        return PartitionManager(self.partition_axis)
+
+    # -- what follows from it --------------------------------------------------------------------------------------
+
+    def get_shardings(
+        self,
+        mode: str,
+        layout: str = "bthd",
+        qkv_mni_sharding: bool = False,
+        softmax_aux: jax.Array | np.ndarray | jax.ShapeDtypeStruct | int | None = None,
+    ) -> AttnShardingRules:
+        """Return the ten PartitionSpecs for a mode and a layout.
+
+        `softmax_aux` is the sinks or their rank. Errors: InputError for an unknown mode or layout.
+        """
+        ndim = softmax_aux if isinstance(softmax_aux, int) else 0 if softmax_aux is None else len(softmax_aux.shape)
+        return resolve_rules(self.partition_axis, mode, layout, qkv_mni_sharding=qkv_mni_sharding, aux_ndim=ndim)
+
+    def get_operation_config(self, impl_name: str) -> OperationConfig | None:
+        """Return the config declared for an operation, or None. Errors: UnknownNameError for a name nobody registered."""
+        config = self.operation_configs.get(impl_name)
+        if config is None and impl_name not in OperationRegistry.names():
+            OperationRegistry.get(impl_name)
+        return config
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some arguments changed; everything derived from them is derived again."""
+        arguments = self._arguments()
+        for name in changes:
+            if name not in arguments and name not in ("partition_manager", "base_config"):
+                raise ConfigError(f"replace: unknown argument {name!r}." + nearest(name, arguments))
+        if "partition_axis" in changes or "partition_manager" in changes:
+            arguments["sequence_axis_name"] = UNSET
+            if "partition_manager" in changes:
+                arguments["partition_axis"] = UNSET
+        if "sequence_axis_name" in changes and "partition_axis" not in changes:
+            arguments["partition_axis"] = _renamed(self.partition_axis, changes["sequence_axis_name"])
+        return type(self)(**(arguments | changes))
+
+    # -- JSON ------------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values; `from_dict` of them gives an equal metadata.
+
+        A mesh is written as axis names, sizes, types and platform. base_config is not written: all that was taken
+        from it is.
+        """
+        stored = self._stored_mesh  # type: ignore[attr-defined]
+        data = {name: value for name, value in self._arguments().items() if name not in ("mesh", "sequence_axis_name")}
+        data["runtime_dtype"] = None if self.runtime_dtype is None else self.runtime_dtype.name
+        data["runtime_softmax_dtype"] = self.runtime_softmax_dtype.name
+        data["partition_axis"] = {
+            f.name: _listed(getattr(self.partition_axis, f.name)) for f in dataclasses.fields(self.partition_axis)
+        }
+        data["operation_configs"] = {name: config.to_dict() for name, config in self.operation_configs.items()}
+        data["mesh"] = None if stored is None else mesh_to_dict(stored)
+        return {"schema_version": _SCHEMA_VERSION, **data}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Build metadata from a dict as `to_dict` writes it; keys may be left out. Errors: ConfigError for unknown ones."""
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"metadata: got {type(data).__name__}; wanted an object of fields.")
+        fields = dict(data)
+        version = fields.pop("schema_version", _SCHEMA_VERSION)
+        if version != _SCHEMA_VERSION:
+            raise ConfigError(f"metadata: schema_version={version!r}; this attnops reads {_SCHEMA_VERSION}.")
+        known = [name for name in cls.__init__.__annotations__ if name not in ("return", "base_config", "partition_manager")]
+        for name in fields:
+            if name not in known:
+                raise ConfigError(f"metadata: unknown field {name!r}; wanted {', '.join(known)}." + nearest(name, known))
+        return cls(**fields)
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return `to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Build metadata from JSON text. Errors: ConfigError with the place where the text is broken."""
+        try:
+            return cls.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"metadata: not JSON at line {error.lineno}, column {error.colno}: {error.msg}.") from None
+
+    # -- identity --------------------------------------------------------------------------------------------------
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "runtime_dtype": self.runtime_dtype,
+            "runtime_softmax_dtype": self.runtime_softmax_dtype,
+            "sequence_axis_name": self.sequence_axis_name,
+            "platform": self.platform,
+            "backend": self.backend,
+            "partition_axis": self.partition_axis,
+            "operation_configs": self.operation_configs,
+            "mesh": self._stored_mesh,  # type: ignore[attr-defined]
+            "softmax_scale": self.softmax_scale,
+            "dropout_prob": self.dropout_prob,
+            "causal": self.causal,
+            "scan_ring_attention": self.scan_ring_attention,
+            "blocksize_q": self.blocksize_q,
+            "blocksize_k": self.blocksize_k,
+            "blocksize_b": self.blocksize_b,
+            "fallback": self.policy.fallback,
+            "kv_heads": self.policy.kv_heads,
+            "strict": self.policy.strict,
+        }
+
+    def _key(self) -> tuple[Any, ...]:
+        values = self._arguments()
+        values["operation_configs"] = tuple(sorted(self.operation_configs.items()))
+        return tuple(values.values())
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, OperationMetadata) else NotImplemented
+
+    def __hash__(self) -> int:
+        if self._hash is None:  # type: ignore[has-type]
+            object.__setattr__(self, "_hash", hash(self._key()))
+        return self._hash  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        return f"OperationMetadata({', '.join(f'{k}={v!r}' for k, v in self._arguments().items())})"
+
+
+class _Configs(dict[str, OperationConfig]):
+    """The operation configs of a metadata: a dict that doesn't change."""
+
+    def _frozen(self, *args: Any, **changes: Any) -> Any:
+        del args, changes
+        raise TypeError("operation_configs don't change; use metadata.replace(operation_configs=...).")
+
+    __setitem__ = __delitem__ = pop = popitem = clear = update = setdefault = __ior__ = _frozen  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        return _configs, (dict(self),)
+
+
+def _pick(config: Any, name: str) -> Any:
+    from eformer.common_types import NOT_GIVEN
+
+    value = config.get(name, UNSET) if isinstance(config, Mapping) else getattr(config, name, UNSET)
+    return UNSET if value is NOT_GIVEN or value is Ellipsis else value
+
+
+def _dtype(name: str, value: Any, *, optional: bool = False) -> np.dtype | None:
+    if value is None and optional:
+        return None
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise ConfigError(f"{name}={value!r} is not a dtype; wanted for example 'bfloat16' or jnp.float32.") from None
+    if dtype.name not in ("float64", "float32", "bfloat16", "float16"):
+        raise ConfigError(f"{name}={dtype.name}; wanted float32, bfloat16, float16 or float64.")
+    return dtype
+
+
+def _axis(value: PartitionAxis | Mapping[str, Any]) -> PartitionAxis:
+    if isinstance(value, PartitionAxis):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"partition_axis={value!r}; wanted an eformer PartitionAxis or a dict of its fields.")
+    known = [f.name for f in dataclasses.fields(PartitionAxis)]
+    for name in value:
+        if name not in known:
+            raise ConfigError(f"partition_axis: unknown field {name!r}." + nearest(name, known))
+    return PartitionAxis(**{name: tuple(v) if isinstance(v, list) else v for name, v in value.items()})
+
+
+def _partition_axis(value: Any, sequence_axis: str | Unset) -> PartitionAxis:
+    if sequence_axis is not UNSET and not isinstance(sequence_axis, str):
+        raise ConfigError(f"sequence_axis_name={sequence_axis!r}; wanted the name of a mesh axis.")
+    if value is UNSET or value is None:
+        return PartitionAxis() if sequence_axis is UNSET else PartitionAxis(sequence_parallel_axis=sequence_axis)
+    axis = _axis(value)
+    if sequence_axis is not UNSET and axis.sequence_parallel_axis != sequence_axis:
+        raise ConfigError(
+            f"sequence_axis_name={sequence_axis!r} but partition_axis.sequence_parallel_axis="
+            f"{axis.sequence_parallel_axis!r}; make them agree, or leave sequence_axis_name out."
+        )
+    _check_axes(axis)
+    return axis
+
+
+def _check_axes(axis: PartitionAxis) -> None:
+    for field in dataclasses.fields(axis):
+        value = getattr(axis, field.name)
+        names = value if isinstance(value, list | tuple) else () if value is None else (value,)
+        if not all(isinstance(n, str) and n for n in names):
+            raise ConfigError(f"partition_axis.{field.name}={value!r}; wanted a mesh axis, a tuple of them, or None.")
+
+
+def _renamed(axis: PartitionAxis, name: str) -> PartitionAxis:
+    """The same axis rules with the sequence axis called otherwise."""
+    old = axis.sequence_parallel_axis
+
+    def rename(value: Any) -> Any:
+        return tuple(map(rename, value)) if isinstance(value, list | tuple) else name if value == old else value
+
+    return PartitionAxis(**{f.name: rename(getattr(axis, f.name)) for f in dataclasses.fields(axis)})
+
+
+def _platform(name: str, value: Any) -> str | None:
+    value = getattr(value, "value", value)  # enums
+    if value is None:
+        return None
+    text = str(value).lower()
+    if text not in METHODS:
+        raise ConfigError(f"{name}={value!r}; wanted one of {', '.join(METHODS)}." + nearest(text, METHODS))
+    return text
+
+
+def _configs(value: Any) -> Mapping[str, OperationConfig]:
+    if value is None:
+        return _Configs()
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"operation_configs={value!r}; wanted a mapping of operation name to config.")
+    return _Configs({str(n): OperationRegistry.get(str(n)).config.coerce(c) for n, c in value.items()})
+
+
+def _mesh(value: Any) -> AnyMesh | None:
+    if value is None or isinstance(value, Mesh | AbstractMesh):
+        return None if value is not None and value.empty else value
+    if isinstance(value, Mapping):
+        if "axis_names" in value or "axis_sizes" in value:
+            return mesh_from_dict(value)
+        return mesh_from_dict({"axis_names": list(value), "axis_sizes": list(value.values())})
+    raise ConfigError(f"mesh={value!r}; wanted a jax.sharding.Mesh, an AbstractMesh, or {{axis: size}}.")
+
+
+def _number(name: str, value: Any, *, optional: bool = False) -> Any:
+    if value is None and optional:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
+        raise ConfigError(f"{name}={value!r}; wanted a number.")
+    if not math.isfinite(value):
+        raise ConfigError(f"{name}={value!r}; wanted a finite number.")
+    return float(value)
+
+
+def _boolean(name: str, value: Any, *, optional: bool = False) -> bool | None:
+    if value is None and optional:
+        return None
+    if not isinstance(value, bool | np.bool_):
+        raise ConfigError(f"{name}={value!r}; wanted True or False.")
+    return bool(value)
+
+
+def _block(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ConfigError(f"{name}={value!r}; wanted a positive integer.")
+    return int(value)
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,171 @@
+"""Placement: the declared specs fitted to the call, and the specs under which the kernel runs on each device.
+
+The two differ where one device can't work on its declared part alone. A query shard needs every key, so K and V are
+gathered along the sequence; K and V heads follow the query heads; a head is never split in its dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from ..sharding import FittedRules, FittedSpec, TensorShape, fit
+from .problem import AttentionProblem
+
+__all__ = ["LocalShape", "Placement", "place_problem"]
+
+
+class LocalShape(NamedTuple):
+    """Sizes that one device sees inside the operation, before padding."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where every tensor lives, declared (`fitted`) and inside the operation (`run`, in the kernel's layout)."""
+
+    fitted: FittedRules
+    batch_axes: tuple[str, ...]
+    head_axes: tuple[str, ...]
+    q_axes: tuple[str, ...]
+    local: LocalShape
+    kv_repeat: int
+    run: tuple[tuple[str, PartitionSpec], ...]
+    changes: tuple[str, ...]
+
+    def spec(self, operand: str) -> PartitionSpec:
+        """The spec of an operand or output inside the operation."""
+        return dict(self.run)[operand]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every mesh axis that splits something inside the operation."""
+        return (*self.batch_axes, *self.q_axes, *self.head_axes)
+
+
+def place_problem(problem: AttentionProblem, *, strict: bool = False, kv_heads: str = "replicate") -> Placement:
+    """Fit the problem's rules to its shapes and mesh. Errors: ShardingError when strict or kv_heads='error' say so."""
+    fitted = fit(
+        problem.rules,
+        _shapes(problem),
+        problem.mesh,
+        mode=problem.mode,
+        layout=problem.layout,
+        strict=strict,
+        kv_heads=kv_heads,
+    )
+    query, key = fitted["query"], fitted["key"]
+    at = {axis: index for index, axis in enumerate(problem.layout)}
+    batch_axes = query.axes(at["b"]) if "b" in at else ()
+    q_axes, head_axes = query.axes(at["t"]), query.axes(at["h"])
+    sizes = {axis.name: axis.size for axis in problem.mesh}
+    split = {name: math.prod(sizes[a] for a in axes) for name, axes in _named(batch_axes, q_axes, head_axes)}
+    local = LocalShape(
+        problem.batch // split["batch"],
+        problem.q_len // split["q"],
+        problem.kv_len,
+        problem.q_heads // split["heads"],
+        problem.kv_heads * fitted.kv_repeat // split["heads"],
+    )
+    run = _run_specs(problem, batch_axes, q_axes, head_axes)
+    changes = (*_query_changes(query, at, sizes), *_key_changes(key, at, sizes, batch_axes, head_axes, fitted.kv_repeat))
+    return Placement(fitted, batch_axes, head_axes, q_axes, local, fitted.kv_repeat, run, changes)
+
+
+def _named(*axes: tuple[str, ...]) -> zip[tuple[str, tuple[str, ...]]]:
+    return zip(("batch", "q", "heads"), axes, strict=True)
+
+
+def _shapes(problem: AttentionProblem) -> dict[str, TensorShape]:
+    size = problem.itemsize
+    shapes = {t: TensorShape(problem.shape_of(t), size) for t in ("query3d", "query", "key", "value", "output")}
+    if problem.bias_shape is not None:
+        shapes["bias"] = TensorShape(problem.bias_shape, size)
+    if problem.sinks_shape is not None:
+        shapes["softmax_aux"] = TensorShape(problem.sinks_shape, size)
+    for leaf in problem.leaves:
+        if leaf.name == "mask":
+            shapes["mask"] = TensorShape(leaf.shape, 1)
+        elif leaf.name in ("q_segment_ids", "kv_segment_ids"):
+            shapes[leaf.name] = TensorShape(leaf.shape[1:] if problem.layout == "thd" else leaf.shape, 4)
+    return shapes
+
+
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def _run_specs(
+    problem: AttentionProblem, batch: tuple[str, ...], q: tuple[str, ...], heads: tuple[str, ...]
+) -> tuple[tuple[str, PartitionSpec], ...]:
+    meaning = {"batch": _entry(batch), "heads": _entry(heads), "q": _entry(q), "kv": None}
+    order = {"b": meaning["batch"], "t": meaning["q"], "h": meaning["heads"], "d": None}
+    query = PartitionSpec(*(order[axis] for axis in problem.kernel_layout))
+    key = PartitionSpec(*(None if axis == "t" else order[axis] for axis in problem.kernel_layout))
+
+    def broadcastable(shape: tuple[int, ...], dims: tuple[str, ...]) -> PartitionSpec:
+        return PartitionSpec(*(None if n == 1 else meaning[d] for n, d in zip(shape, dims, strict=True)))
+
+    four = ("batch", "heads", "q", "kv")
+    specs = {
+        "query": query,
+        "key": key,
+        "value": key,
+        "output": query,
+        "lse": PartitionSpec(meaning["batch"], meaning["heads"], meaning["q"]),
+        "weights": PartitionSpec(meaning["batch"], meaning["heads"], meaning["q"], None),
+        "softmax_aux": PartitionSpec(meaning["heads"]),
+        "query_offset": PartitionSpec(meaning["batch"]),
+        "dropout_rng": PartitionSpec(),
+    }
+    if problem.bias_shape is not None:
+        specs["bias"] = broadcastable(problem.bias_shape, four)
+    for index, leaf in enumerate(problem.leaves):
+        specs[f"leaf{index}"] = broadcastable(leaf.shape, leaf.dims)
+    return tuple(specs.items())
+
+
+
+
+def _query_changes(query: FittedSpec, at: dict[str, int], sizes: dict[str, int]) -> tuple[str, ...]:
+    split = [a for a in query.axes(at["d"]) if sizes[a] > 1]
+    if not split:
+        return ()
+    return (f"query: head_dim is declared split over {'+'.join(split)}; gathered, a head is worked on whole",)
+
+
+def _key_changes(
+    key: FittedSpec,
+    at: dict[str, int],
+    sizes: dict[str, int],
+    batch_axes: tuple[str, ...],
+    head_axes: tuple[str, ...],
+    repeat: int,
+) -> tuple[str, ...]:
+    changes = []
+    if key.axes(at["t"]):
+        changes.append(f"key, value: gathered along kv_len over {'+'.join(key.axes(at['t']))}: a query shard sees every key")
+    if key.axes(at["d"]):
+        changes.append(f"key, value: gathered along head_dim over {'+'.join(key.axes(at['d']))}")
+    if repeat > 1:
+        split = math.prod(sizes[a] for a in head_axes)
+        changes.append(f"key, value: each kv head repeated {repeat} times so that {split} devices get whole heads")
+    if key.axes(at["h"]) != head_axes:
+        changes.append(
+            f"key, value: heads split over {'+'.join(head_axes) or 'nothing'} to follow the query heads, declared "
+            f"{'+'.join(key.axes(at['h'])) or 'unsplit'}"
+        )
+    if "b" in at and key.axes(at["b"]) != batch_axes:
+        changes.append(
+            f"key, value: batch split over {'+'.join(batch_axes) or 'nothing'} to follow the query, declared "
+            f"{'+'.join(key.axes(at['b'])) or 'unsplit'}"
+        )
+    return tuple(changes)

@@ -1,0 +1,195 @@
+"""plan(problem, policy): the one function that decides what runs, and keeps why."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from ..errors import ConfigError, RefusedError
+from ..sharding import AttnShardingRules
+from .capability import Reason
+from .config import OperationConfig
+from .explain import explain, spec_text
+from .placement import Placement, place_problem
+from .problem import AttentionProblem
+
+__all__ = ["METHODS", "Padding", "Plan", "Policy", "Rejected", "plan"]
+
+# A platform's own methods, best first; forward_native stands behind all of them.
+METHODS: dict[str, tuple[str, ...]] = {
+    "tpu": ("forward_tpu",),
+    "cuda": ("forward_cuda", "forward_gpu"),
+    "rocm": ("forward_rocm", "forward_gpu"),
+    "gpu": ("forward_gpu",),
+    "cpu": ("forward_cpu",),
+}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What to do when things don't fit.
+
+    fallback: 'warn' (run forward_native and say so once), 'error', or 'allow' (run it, without a word).
+    kv_heads: 'replicate' or 'error' when the mesh splits query heads further than there are kv heads.
+    strict: refuse every spec that doesn't fit as declared.
+    """
+
+    fallback: Literal["warn", "error", "allow"] = "warn"
+    kv_heads: Literal["replicate", "error"] = "replicate"
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, wanted in (
+            ("fallback", self.fallback, ("warn", "error", "allow")),
+            ("kv_heads", self.kv_heads, ("replicate", "error")),
+            ("strict", self.strict, (True, False)),
+        ):
+            if value not in wanted:
+                raise ConfigError(f"{name}={value!r}; wanted one of {', '.join(map(repr, wanted))}.")
+
+
+class Rejected(NamedTuple):
+    """An implementation that was tried and every reason against it."""
+
+    implementation: str
+    reasons: tuple[Reason, ...]
+
+
+class Padding(NamedTuple):
+    """Rows that a kernel adds on each device, and the share of its work that they are."""
+
+    q_len: int
+    kv_len: int
+    waste: float
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What will run, with which config, where every tensor lives, and why nothing else runs.
+
+    `kind` is 'platform' (the platform's own method), 'native' (there is nothing better here), 'fallback' (the
+    platform's own method refused) or 'refused' (`implementation` is then None).
+    """
+
+    problem: AttentionProblem
+    policy: Policy
+    kind: Literal["platform", "native", "fallback", "refused"]
+    implementation: str | None
+    method: str | None
+    config: OperationConfig
+    placement: Placement
+    rejected: tuple[Rejected, ...]
+    padding: Padding | None
+    notes: tuple[str, ...]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return self is other or (self.problem == other.problem and self.policy == other.policy)
+
+    def __hash__(self) -> int:
+        return hash((self.problem, self.policy))
+
+    @property
+    def shardings(self) -> AttnShardingRules:
+        """The ten declared specs."""
+        return self.problem.rules
+
+    def require(self) -> Plan:
+        """Return self, or raise RefusedError with every reason if nothing can run."""
+        if self.implementation is None:
+            raise RefusedError(self.refusal())
+        return self
+
+    def refusal(self) -> str:
+        """All reasons, one a line."""
+        head = f"{self.problem.describe()}:"
+        lines = [f"  {r.implementation}: {reason}" for r in self.rejected for reason in r.reasons]
+        return "\n".join((head, *lines))
+
+    def explain(self) -> str:
+        """The whole decision as text."""
+        return explain(self)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole decision as JSON-ready values."""
+        problem, placement = self.problem, self.placement
+        tensors = {}
+        for tensor in AttnShardingRules._fields:
+            declared, fitted = getattr(problem.rules, tensor), placement.fitted.get(tensor)
+            tensors[tensor] = {
+                "declared": None if declared is None else spec_text(declared),
+                "fitted": None if fitted is None else spec_text(fitted.spec),
+                "shape": None if fitted is None else list(fitted.shape),
+                "device_shape": None if fitted is None else list(fitted.local_shape),
+                "device_bytes": None if fitted is None else fitted.local_bytes,
+                "dropped": [] if fitted is None else [d._asdict() for d in fitted.dropped],
+            }
+        return {
+            "operation": problem.operation.name,
+            "implementation": self.implementation,
+            "kind": self.kind,
+            "platform": problem.platform,
+            "platform_source": problem.platform_source,
+            "device_kind": problem.device_kind,
+            "mode": problem.mode,
+            "layout": problem.layout,
+            "mask": problem.mask.describe(),
+            "features": sorted(problem.features),
+            "config": self.config.model_dump(mode="json"),
+            "mesh": [axis._asdict() for axis in problem.mesh],
+            "tensors": tensors,
+            "inside": {name: spec_text(spec) for name, spec in placement.run},
+            "device_problem": placement.local._asdict(),
+            "kv_repeat": placement.kv_repeat,
+            "changes": list(placement.changes),
+            "padding": None if self.padding is None else self.padding._asdict(),
+            "rejected": [
+                {"implementation": r.implementation, "reasons": [reason._asdict() for reason in r.reasons]}
+                for r in self.rejected
+            ],
+            "notes": list(self.notes),
+        }
+
+
+_DEFAULT = Policy()
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
+    """Decide what runs. Pure, and cached per problem and policy.
+
+    Errors: ShardingError where the policy says so. A problem that nothing can run gives a plan of kind 'refused'.
+    """
+    operation = problem.operation
+    placement = place_problem(problem, strict=policy.strict, kv_heads=policy.kv_heads)
+    platform = operation.kernel_platform(problem)
+    own = tuple(m for m in METHODS.get(platform, ()) if operation.implements(m))
+    notes = list(problem.notes)
+    if platform != problem.platform:
+        notes.append(f"kernel of {platform} run on {problem.platform} by its config (interpreted)")
+    rejected: list[Rejected] = []
+    decided = Plan(problem, policy, "refused", None, None, problem.config, placement, (), None, ())
+    for method in (*own, "forward_native"):
+        name = f"{operation.name}.{method}"
+        if method == "forward_native" and own and policy.fallback == "error":
+            reason = Reason("policy.fallback", "fallback", "fallback is an error by policy", "Declare fallback='warn'.")
+            rejected.append(Rejected(name, (reason,)))
+            break
+        reasons = operation.capability(method).reasons(problem, problem.config)
+        if reasons:
+            rejected.append(Rejected(name, reasons))
+            continue
+        config = operation.resolve_config(method, problem, placement)
+        kind = "platform" if method in own else "fallback" if own else "native"
+        if kind == "native":
+            notes.append(f"{operation.name} has no kernel of its own on {problem.platform}: forward_native is its dispatch")
+        padding = operation.padding(method, problem, placement, config)
+        notes.extend(operation.remarks(method, problem, config))
+        decided = replace(decided, kind=kind, implementation=name, method=method, config=config, padding=padding)
+        break
+    return replace(decided, rejected=tuple(rejected), notes=tuple(notes))

@@ -1,0 +1,108 @@
+"""AttentionProblem: one call without its arrays; frozen, hashable, and all that a plan is made from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..masks import Mask
+from ..sharding import AttnShardingRules, MeshAxis, describe_mesh
+from .config import OperationConfig
+
+if TYPE_CHECKING:
+    from ..operators.base import Operation
+
+__all__ = ["AttentionProblem", "LeafShape"]
+
+
+class LeafShape(NamedTuple):
+    """A traced array of the mask: its name, shape and what its dimensions mean ('batch', 'heads', 'q', 'kv')."""
+
+    name: str
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """What is asked: shapes (global), dtypes, mask structure, features, mode, layout, mesh and platform.
+
+    `layout` is the caller's; thd counts as batch 1. `query_offset` is an int, or None where it is known only at run
+    time or nothing depends on it. `platform_source` says where the platform was read.
+    """
+
+    operation: type[Operation]
+    config: OperationConfig
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    input_dtype: str
+    runtime_dtype: str
+    softmax_dtype: str
+    layout: str
+    mode: str
+    mask: Mask
+    leaves: tuple[LeafShape, ...]
+    features: frozenset[str]
+    softmax_scale: float
+    logits_soft_cap: float | None
+    dropout_prob: float
+    bias_shape: tuple[int, ...] | None
+    sinks_shape: tuple[int, ...] | None
+    query_offset: int | None
+    dynamic_query_offset: bool
+    rules: AttnShardingRules
+    mesh: tuple[MeshAxis, ...]
+    platform: str
+    device_kind: str
+    platform_source: str
+    vma: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def kernel_layout(self) -> str:
+        """The layout that kernels see: thd becomes bthd with batch 1."""
+        return "bthd" if self.layout == "thd" else self.layout
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one input element."""
+        return {"float64": 8, "float32": 4}.get(self.input_dtype, 2)
+
+    def shape_of(self, tensor: str) -> tuple[int, ...]:
+        """Global shape of query, key, value, output or query3d in the caller's layout."""
+        heads, length, dim = {
+            "query": (self.q_heads, self.q_len, self.head_dim),
+            "query3d": (self.q_heads, 1, self.head_dim),
+            "output": (self.q_heads, self.q_len, self.value_dim),
+            "key": (self.kv_heads, self.kv_len, self.head_dim),
+            "value": (self.kv_heads, self.kv_len, self.value_dim),
+        }[tensor]
+        if tensor == "query3d":
+            return (self.batch, heads, dim)
+        sizes = {"b": self.batch, "t": length, "h": heads, "d": dim}
+        return tuple(sizes[axis] for axis in self.layout)
+
+    @property
+    def devices(self) -> int:
+        return math.prod(axis.size for axis in self.mesh)
+
+    def describe(self) -> str:
+        """One line: what is computed, where."""
+        heads = f"{self.q_heads} heads" + (f" ({self.kv_heads} kv)" if self.kv_heads != self.q_heads else "")
+        dims = f"dim {self.head_dim}" + (f" (value {self.value_dim})" if self.value_dim != self.head_dim else "")
+        kind = f" ({self.device_kind})" if self.device_kind not in (self.platform, "") else ""
+        return (
+            f"{self.operation.name} on {self.platform}{kind}: batch {self.batch}, q {self.q_len}, kv {self.kv_len}, {heads}, "
+            f"{dims}, {self.runtime_dtype}, {self.layout}, mode {self.mode.strip('_')}, mesh {describe_mesh(self.mesh)}"
+        )

@@ -1,0 +1,31 @@
+"""UNSET: the value of a field that nobody gave, which is something else than None."""
+
+from __future__ import annotations
+
+import enum
+from typing import Final, Literal, TypeVar
+
+__all__ = ["UNSET", "Unset", "or_default"]
+
+T = TypeVar("T")
+
+
+class _Unset(enum.Enum):
+    """One member, so that it compares, hashes and pickles as itself."""
+
+    UNSET = "unset"
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+    def __bool__(self) -> bool:
+        return False
+
+
+UNSET: Final = _Unset.UNSET
+Unset = Literal[_Unset.UNSET]
+
+
+def or_default(value: T | Unset, default: T) -> T:
+    """Return the value, or the default where it is UNSET."""
+    return default if value is UNSET else value

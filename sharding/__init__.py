@@ -1,0 +1,44 @@
+"""Where tensors live: modes, layouts, the ten PartitionSpecs, fitting them to shapes and a mesh, placing arrays."""
+
+from .fit import Dropped, FittedRules, FittedSpec, TensorShape, fit, kv_repeat
+from .mesh import (
+    MeshAxis,
+    axes_of,
+    current_mesh,
+    describe_mesh,
+    devices_platform,
+    mesh_from_dict,
+    mesh_to_dict,
+    parse_mesh,
+    virtual_mesh,
+)
+from .modes import LAYOUTS, MODES, canonical_layout, canonical_mode
+from .place import pin, place
+from .rules import AttnShardingRules, resolve_rules, tensor_dims
+
+__all__ = [
+    "LAYOUTS",
+    "MODES",
+    "AttnShardingRules",
+    "Dropped",
+    "FittedRules",
+    "FittedSpec",
+    "MeshAxis",
+    "TensorShape",
+    "axes_of",
+    "canonical_layout",
+    "canonical_mode",
+    "current_mesh",
+    "describe_mesh",
+    "devices_platform",
+    "fit",
+    "kv_repeat",
+    "mesh_from_dict",
+    "mesh_to_dict",
+    "parse_mesh",
+    "pin",
+    "place",
+    "resolve_rules",
+    "tensor_dims",
+    "virtual_mesh",
+]

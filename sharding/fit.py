@@ -1,0 +1,216 @@
+"""Fit specs to real shapes and a mesh: what is kept, what is dropped and why, and what each device then holds.
+
+Pure: needs axis names and sizes only, no devices. jax itself is uneven here: `with_sharding_constraint` on Auto axes
+takes an axis that doesn't divide without a word, `device_put`, `shard_map` and `reshard` raise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from ..errors import ShardingError
+from .mesh import AnyMesh, MeshAxis, axes_of, describe_mesh
+from .rules import AttnShardingRules, tensor_dims
+
+__all__ = ["Dropped", "FittedRules", "FittedSpec", "TensorShape", "fit", "kv_repeat"]
+
+
+class TensorShape(NamedTuple):
+    """A tensor's shape and the bytes of one element."""
+
+    shape: tuple[int, ...]
+    itemsize: int = 4
+
+
+class Dropped(NamedTuple):
+    """One mesh axis that a spec names and that can't be used for a dimension.
+
+    `harmless` is True where dropping changes nothing: a mesh axis of size 1, or a dimension of length 1 that stands
+    for broadcasting.
+    """
+
+    tensor: str
+    dim: str
+    index: int
+    axis: str
+    reason: str
+    mend: str
+    harmless: bool = False
+
+
+class FittedSpec(NamedTuple):
+    """A spec as it fits, with the shape and bytes on each device."""
+
+    tensor: str
+    spec: PartitionSpec
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    local_bytes: int
+    dropped: tuple[Dropped, ...]
+
+    def axes(self, index: int) -> tuple[str, ...]:
+        """Mesh axes over which dimension `index` is split, () if it isn't."""
+        entry = self.spec[index] if index < len(self.spec) else None
+        return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+class FittedRules(NamedTuple):
+    """The fitted specs by tensor name (only those tensors that are there), and how often KV heads are repeated."""
+
+    specs: tuple[FittedSpec, ...]
+    kv_repeat: int = 1
+
+    def __getitem__(self, tensor: str) -> FittedSpec:  # type: ignore[override]
+        for fitted in self.specs:
+            if fitted.tensor == tensor:
+                return fitted
+        raise KeyError(tensor)
+
+    def get(self, tensor: str) -> FittedSpec | None:
+        return next((f for f in self.specs if f.tensor == tensor), None)
+
+    @property
+    def dropped(self) -> tuple[Dropped, ...]:
+        return tuple(d for f in self.specs for d in f.dropped)
+
+
+def fit(
+    rules: AttnShardingRules,
+    shapes: Mapping[str, TensorShape | tuple[int, ...]],
+    mesh: AnyMesh | Mapping[str, int] | tuple[MeshAxis, ...] | None,
+    *,
+    mode: str = "__train__",
+    layout: str = "bthd",
+    strict: bool = False,
+    kv_heads: str = "replicate",
+    qkv_mni_sharding: bool = False,
+) -> FittedRules:
+    """Fit each tensor of `shapes` (by its name in AttnShardingRules) to the mesh.
+
+    Manual axes are left out of every spec: inside the caller's own shard_map the arrays are already local to them.
+    With `kv_heads='replicate'` K and V whose head count doesn't divide get their heads repeated (the factor is in the
+    result); with 'error' they are refused. `strict` turns every drop that isn't harmless into one ShardingError.
+    """
+    if kv_heads not in ("replicate", "error"):
+        raise ShardingError(f"kv_heads={kv_heads!r}; wanted 'replicate' or 'error'.")
+    axes = {a.name: a for a in axes_of(mesh)}
+    where = f"mode={mode.strip('_')}, layout={layout}, mesh {describe_mesh(tuple(axes.values()))}"
+    sized = {name: _sized(value) for name, value in shapes.items()}
+
+    repeat = _repeat_for(rules, sized, axes, layout, kv_heads, where)
+    fitted = []
+    for tensor in AttnShardingRules._fields:
+        spec = getattr(rules, tensor)
+        if tensor not in sized or spec is None:
+            continue
+        shape, itemsize = sized[tensor]
+        dims = tensor_dims(tensor, layout, qkv_mni_sharding=qkv_mni_sharding, aux_ndim=len(shape))
+        if len(dims) != len(shape):
+            raise ShardingError(f"{tensor} has shape {shape}; layout {layout} wants dimensions ({', '.join(dims)}).")
+        if tensor in ("key", "value") and repeat > 1:
+            at = layout.replace("thd", "thd").index("h")
+            shape = (*shape[:at], shape[at] * repeat, *shape[at + 1 :])
+        fitted.append(_fit_one(tensor, spec, shape, itemsize, dims, axes))
+    result = FittedRules(tuple(fitted), repeat)
+    serious = [d for d in result.dropped if not d.harmless]
+    if strict and serious:
+        lines = "\n".join(f"  {d.tensor}, dimension {d.dim}, axis {d.axis!r}: {d.reason}. {d.mend}." for d in serious)
+        raise ShardingError(f"strict sharding ({where}): {len(serious)} axes can't be used as declared:\n{lines}")
+    return result
+
+
+def kv_repeat(kv_heads: int, shards: int) -> int:
+    """How often each KV head must be repeated so that `shards` devices get whole heads."""
+    return shards // math.gcd(kv_heads, shards)
+
+
+def _sized(value: TensorShape | tuple[int, ...]) -> TensorShape:
+    return value if isinstance(value, TensorShape) else TensorShape(tuple(value))
+
+
+def _repeat_for(
+    rules: AttnShardingRules,
+    sized: Mapping[str, TensorShape],
+    axes: Mapping[str, MeshAxis],
+    layout: str,
+    policy: str,
+    where: str,
+) -> int:
+    """Repeat factor that lets KV heads follow the split of the query heads."""
+    if "query" not in sized or "key" not in sized:
+        return 1
+    at = layout.index("h")
+    query = _fit_one("query", rules.query, *sized["query"], tensor_dims("query", layout), axes)
+    shards = math.prod(axes[name].size for name in query.axes(at))
+    heads = sized["key"].shape[at]
+    factor = kv_repeat(heads, shards)
+    if factor > 1 and policy == "error":
+        names = ",".join(query.axes(at))
+        raise ShardingError(
+            f"key has {heads} kv heads and the query heads are split {shards} ways over {names!r} ({where}); wanted a "
+            f"multiple of {shards}. Set kv_heads='replicate' (each head repeated {factor} times), or make {names!r} at "
+            f"most {heads}."
+        )
+    return factor
+
+
+def _fit_one(
+    tensor: str,
+    spec: PartitionSpec,
+    shape: tuple[int, ...],
+    itemsize: int,
+    dims: tuple[str, ...],
+    axes: Mapping[str, MeshAxis],
+) -> FittedSpec:
+    entries: list[str | tuple[str, ...] | None] = []
+    dropped: list[Dropped] = []
+    used: set[str] = set()
+    local = list(shape)
+    for index, length in enumerate(shape):
+        entry = spec[index] if index < len(spec) else None
+        wanted = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        kept: list[str] = []
+        for name in wanted:
+            why = _why_dropped(name, local[index], length, used, axes)
+            if why is None:
+                used.add(name)
+                kept.append(name)
+                local[index] //= axes[name].size
+            else:
+                dropped.append(Dropped(tensor, dims[index] or str(index), index, name, *why))
+        entries.append(None if not kept else kept[0] if len(kept) == 1 else tuple(kept))
+    return FittedSpec(
+        tensor, PartitionSpec(*entries), shape, tuple(local), math.prod(local) * itemsize, tuple(dropped)
+    )
+
+
+def _why_dropped(
+    name: str, left: int, length: int, used: set[str], axes: Mapping[str, MeshAxis]
+) -> tuple[str, str, bool] | None:
+    """(reason, mend, harmless), or None when the axis can be used."""
+    axis = axes.get(name)
+    if axis is None:
+        known = ", ".join(axes) or "none"
+        return (
+            f"the mesh has no axis {name!r} (it has {known})",
+            f"Add {name!r} to the mesh (size 1 is enough) or declare another partition_axis",
+            not axes,
+        )
+    if axis.kind == "manual":
+        return f"{name!r} is a Manual axis here, arrays are already local to it", "Nothing to do", True
+    if axis.size == 1:
+        return f"{name!r} has size 1", "Nothing to do", True
+    if name in used:
+        return f"{name!r} already splits another dimension of this tensor", "Use each mesh axis once per tensor", False
+    if left % axis.size:
+        over = f"{length}" if left == length else f"{length} (each shard {left})"
+        return (
+            f"{over} is not divisible by {name}={axis.size}",
+            f"Make it a multiple of {axis.size * (length // left if left else 1)}, make {name!r} smaller, or declare it unsplit",
+            length == 1,
+        )
+    return None

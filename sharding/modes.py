@@ -1,0 +1,39 @@
+"""The four run-time modes and the three tensor layouts, and the names by which a caller may ask for them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from eformer.common_types import MODE_DECODE, MODE_INSERT, MODE_PREFILL, MODE_TRAIN
+
+from ..errors import InputError, nearest
+
+__all__ = ["GENERATION", "LAYOUTS", "MODES", "Layout", "canonical_layout", "canonical_mode"]
+
+Layout = Literal["bthd", "bhtd", "thd"]
+
+MODES: tuple[str, ...] = (MODE_TRAIN, MODE_PREFILL, MODE_DECODE, MODE_INSERT)
+GENERATION: frozenset[str] = frozenset({MODE_DECODE, MODE_INSERT})
+LAYOUTS: tuple[Layout, ...] = ("bthd", "bhtd", "thd")
+
+_BY_NAME = {name: mode for mode in MODES for name in (mode, mode.strip("_"))} | {"decode": MODE_DECODE}
+
+
+def canonical_mode(mode: str) -> str:
+    """Return the dunder name of a mode (`train` -> `__train__`).
+
+    Errors: InputError for anything else; eformer resolves an unknown mode as train in silence.
+    """
+    if isinstance(mode, str) and mode in _BY_NAME:
+        return _BY_NAME[mode]
+    raise InputError(
+        f"mode={mode!r} is not a mode; wanted one of {', '.join(sorted(_BY_NAME))}." + nearest(str(mode), _BY_NAME)
+    )
+
+
+def canonical_layout(layout: str) -> Layout:
+    """Return the layout unchanged if it is one of bthd, bhtd, thd; InputError otherwise."""
+    for known in LAYOUTS:
+        if layout == known:
+            return known
+    raise InputError(f"layout={layout!r} is not a layout; wanted one of {', '.join(LAYOUTS)}.")

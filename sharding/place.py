@@ -1,0 +1,50 @@
+"""Pin arrays to their specs: a constraint on Auto axes, a reshard on Explicit ones, nothing on Manual ones."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .mesh import AnyMesh, same_devices
+
+__all__ = ["pin", "place"]
+
+
+def pin(array: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None) -> jax.Array:
+    """Return the array with `spec` in force on `mesh`, for use while tracing.
+
+    On a mesh of mixed axis types each axis is treated by its own type; a Manual axis is left out of the spec.
+    """
+    if mesh is None or mesh.empty:
+        return array
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {n for n, k in kinds.items() if k is AxisType.Explicit}
+    auto = {n for n, k in kinds.items() if k is AxisType.Auto}
+    if explicit:
+        # Explicit axes are part of the array's type: they are changed by reshard, and reshard refuses Auto axes.
+        array = jax.sharding.reshard(array, NamedSharding(mesh, _only(spec, explicit)))
+    if auto:
+        # ... and the constraint refuses Explicit ones, so on a mixed mesh each sees its own axes.
+        array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, _only(spec, auto)))
+    return array
+
+
+def place(array: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """Put a concrete array onto the mesh's devices if it isn't there yet (outside of tracing)."""
+    if not isinstance(array, jax.Array):
+        return jax.device_put(array, NamedSharding(mesh, spec))
+    if array.committed and not same_devices(mesh, array):
+        return jax.device_put(array, NamedSharding(mesh, spec))
+    return array
+
+
+def _only(spec: PartitionSpec, names: Set[str]) -> PartitionSpec:
+    def keep(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if entry is None:
+            return None
+        kept = tuple(n for n in ((entry,) if isinstance(entry, str) else entry) if n in names)
+        return None if not kept else kept[0] if len(kept) == 1 else kept
+
+    return PartitionSpec(*(keep(e) for e in spec))

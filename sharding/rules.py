@@ -1,0 +1,143 @@
+"""AttnShardingRules: ten PartitionSpecs read from one table of (tensor, layout) -> semantic axes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from eformer.common_types import (
+    BATCH,
+    BIAS_HEAD_SEQ,
+    BIAS_KV_SEQ,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    KV_LENGTH,
+    QUERY_LENGTH,
+)
+from eformer.escale import PartitionAxis
+from jax.sharding import PartitionSpec
+
+from ..errors import InputError
+from .modes import GENERATION, canonical_layout, canonical_mode
+
+__all__ = ["AttnShardingRules", "resolve_rules", "tensor_dims"]
+
+
+class AttnShardingRules(NamedTuple):
+    """PartitionSpecs of every tensor that an attention operation touches, for one mode and one layout.
+
+    `query3d` is a query of one token, [batch, heads, head_dim]. `softmax_aux` is None when no sinks are declared.
+    """
+
+    query3d: PartitionSpec
+    query: PartitionSpec
+    key: PartitionSpec
+    value: PartitionSpec
+    bias: PartitionSpec
+    mask: PartitionSpec
+    output: PartitionSpec
+    q_segment_ids: PartitionSpec
+    kv_segment_ids: PartitionSpec
+    softmax_aux: PartitionSpec | None
+
+
+# The dimensions of each tensor, in words. One table serves resolving, fitting and every message that names a
+# dimension. A packed (thd) batch has its tokens on one axis, which is the query or the kv length.
+_DIMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "bthd": {
+        "query": ("batch", "q_len", "heads", "head_dim"),
+        "key": ("batch", "kv_len", "kv_heads", "kv_head_dim"),
+        "q_segment_ids": ("batch", "q_len"),
+        "kv_segment_ids": ("batch", "kv_len"),
+    },
+    "bhtd": {
+        "query": ("batch", "heads", "q_len", "head_dim"),
+        "key": ("batch", "kv_heads", "kv_len", "kv_head_dim"),
+        "q_segment_ids": ("batch", "q_len"),
+        "kv_segment_ids": ("batch", "kv_len"),
+    },
+    "thd": {
+        "query": ("q_len", "heads", "head_dim"),
+        "key": ("kv_len", "kv_heads", "kv_head_dim"),
+        "q_segment_ids": ("q_len",),
+        "kv_segment_ids": ("kv_len",),
+    },
+}
+
+# dimension -> (eformer's semantic axis, attribute of PartitionAxis, its attribute while generating)
+_SEMANTIC: dict[str, tuple[str, str, str]] = {
+    "batch": (BATCH, "batch_axis", "decode_batch_axis"),
+    "q_len": (QUERY_LENGTH, "query_sequence_axis", "decode_query_sequence_axis"),
+    "kv_len": (KV_LENGTH, "key_sequence_axis", "decode_key_sequence_axis"),
+    "heads": (HEAD, "head_axis", "decode_head_axis"),
+    "kv_heads": (KV_HEAD, "kv_head_axis", "decode_kv_head_axis"),
+    "head_dim": (HEAD_DIM, "attention_dim_axis", "decode_attention_dim_axis"),
+    "kv_head_dim": (KV_HEAD_DIM, "attention_kv_dim_axis", "decode_attention_kv_dim_axis"),
+    "bias_heads": (BIAS_HEAD_SEQ, "bias_head_sequence_axis", "bias_head_sequence_axis"),
+    "bias_kv_len": (BIAS_KV_SEQ, "bias_key_sequence_axis", "bias_key_sequence_axis"),
+}
+
+
+def tensor_dims(tensor: str, layout: str, *, qkv_mni_sharding: bool = False, aux_ndim: int = 1) -> tuple[str, ...]:
+    """Return the names of a tensor's dimensions in a layout, such as ('batch', 'q_len', 'heads', 'head_dim')."""
+    table = _DIMS[canonical_layout(layout)]
+    match tensor:
+        case "query3d":
+            return ("batch", "heads", "head_dim")
+        case "output":
+            return table["query"]
+        case "bias":
+            return ("batch", "bias_heads", "q_len", "bias_kv_len")
+        case "mask":
+            return ("batch", "", "q_len", "bias_kv_len")
+        case "softmax_aux":
+            return ("heads", "")[:aux_ndim]
+        case "key" | "value":
+            if qkv_mni_sharding:
+                return tuple({"kv_heads": "heads", "kv_head_dim": "head_dim"}.get(d, d) for d in table["key"])
+            return table["key"]
+        case _:
+            return table[tensor]
+
+
+def resolve_rules(
+    partition_axis: PartitionAxis,
+    mode: str,
+    layout: str = "bthd",
+    *,
+    qkv_mni_sharding: bool = False,
+    aux_ndim: int = 0,
+) -> AttnShardingRules:
+    """Resolve the ten specs for a mode and a layout.
+
+    `qkv_mni_sharding` splits K and V by the query's head axes. `aux_ndim` is the rank of the sinks: 0 (none), 1
+    ([heads]) or 2 ([heads, sinks]). Errors: InputError for an unknown mode or layout or another rank.
+    """
+    mode, layout = canonical_mode(mode), canonical_layout(layout)
+    if aux_ndim not in (0, 1, 2):
+        raise InputError(f"softmax_aux has {aux_ndim} dimensions; wanted [heads], [heads, sinks] or [kv_heads, sinks].")
+
+    def spec(tensor: str) -> PartitionSpec:
+        dims = tensor_dims(tensor, layout, qkv_mni_sharding=qkv_mni_sharding, aux_ndim=aux_ndim)
+        return PartitionSpec(*(_mesh_axes(partition_axis, dim, mode) if dim else None for dim in dims))
+
+    return AttnShardingRules(
+        **{t: spec(t) for t in AttnShardingRules._fields[:-1]},
+        softmax_aux=spec("softmax_aux") if aux_ndim else None,
+    )
+
+
+def _mesh_axes(partition_axis: PartitionAxis, dim: str, mode: str) -> str | tuple[str, ...] | None:
+    semantic, attribute, generation_attribute = _SEMANTIC[dim]
+    if semantic in PartitionAxis.get_registered_axes():
+        # The user replaced this axis for the whole process; that is eformer's to resolve.
+        axes = partition_axis.resolve_axis([semantic], mode)[0]
+    else:
+        # Read the attribute itself: eformer 0.0.101's resolve_axis takes `decode_*_axis=None` as not given and falls
+        # back to the training axis, so a decode query of length 1 would be split over the sequence axis.
+        # tests/sharding/test_rules.py shows the upstream behaviour.
+        axes = getattr(partition_axis, generation_attribute if mode in GENERATION else attribute)
+    if isinstance(axes, list | tuple):
+        return tuple(axes) or None
+    return axes

@@ -1,0 +1,30 @@
+"""Set up JAX for the tests: eight virtual CPU devices, no metadata server, no compilation cache."""
+
+import os
+import sys
+
+from hypothesis import settings
+
+DEVICES = 8
+
+_imported_too_early = "jax" in sys.modules
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+_flags = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count={DEVICES}".strip()
+# Ahead-of-time TPU compiles: ask no metadata server, and let parallel test workers each load libtpu.
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+
+if _imported_too_early:  # a plugin did it: fine as long as the settings above still took effect
+    import jax
+
+    devices = jax.devices()
+    assert [d.platform for d in devices] == ["cpu"] * DEVICES, (
+        f"jax was imported before tests/conftest.py and has {devices}; wanted {DEVICES} cpu devices. "
+        "Find the pytest plugin that imports jax."
+    )
+
+# Compiling takes seconds the first time a shape is seen, so a deadline would only measure that.
+settings.register_profile("attnops", deadline=None, max_examples=40, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("attnops")

@@ -1,0 +1,108 @@
+"""The meaning of attention in attnops: float64, plain NumPy, one page. Everything else is held against this."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["ReferenceOutput", "reference_attention", "reference_gradients"]
+
+
+class ReferenceOutput(NamedTuple):
+    """output [batch, q, heads, value_dim], weights [batch, heads, q, kv] before dropout, lse [batch, heads, q]."""
+
+    output: np.ndarray
+    weights: np.ndarray
+    lse: np.ndarray
+
+
+def _forward(query, key, value, scale, mask, bias, soft_cap, sinks, keep, keep_probability):  # noqa: ANN001, ANN202
+    q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
+    batch, q_len, heads, _ = q.shape
+    kv_len, group = k.shape[1], heads // k.shape[2]
+    k, v = (np.repeat(x, group, axis=2) for x in (k, v))  # query head h reads kv head h // group
+    raw = np.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    logits = raw if soft_cap is None else soft_cap * np.tanh(raw / soft_cap)
+    if bias is not None:
+        logits = logits + np.asarray(bias, np.float64)
+    visible = np.broadcast_to(True if mask is None else np.asarray(mask), (batch, heads, q_len, kv_len))
+    logits = np.where(visible, logits, -np.inf)
+    # Sinks are further logits without a value: [heads], or [heads or kv_heads, sinks].
+    extra = np.zeros((heads, 0)) if sinks is None else np.asarray(sinks, np.float64).reshape(len(sinks), -1)
+    extra = np.broadcast_to(np.repeat(extra, heads // len(extra), axis=0)[:, None], (batch, heads, q_len, extra.shape[1]))
+    every = np.concatenate([logits, extra], axis=-1)
+    shift = every.max(axis=-1, keepdims=True, initial=-np.inf)
+    shift = np.where(np.isfinite(shift), shift, 0)
+    exponentials = np.exp(every - shift)
+    total = exponentials.sum(axis=-1, keepdims=True)
+    probabilities = exponentials / np.where(total == 0, 1, total)  # a row with nothing to see is 0
+    with np.errstate(divide="ignore"):
+        lse = (np.log(total) + shift)[..., 0]
+    weights = probabilities[..., :kv_len]
+    dropped = weights if keep is None else np.where(keep, weights / keep_probability, 0)
+    return q, k, v, raw, weights, probabilities[..., kv_len:], dropped, lse
+
+
+def reference_attention(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    *,
+    scale: float,
+    mask: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    soft_cap: float | None = None,
+    sinks: np.ndarray | None = None,
+    keep: np.ndarray | None = None,
+    keep_probability: float = 1.0,
+) -> ReferenceOutput:
+    """Attend in float64: query [batch, q, heads, dim], key [batch, kv, kv_heads, dim], value likewise.
+
+    `mask` is True where a query may attend; `mask`, `bias` and `keep` broadcast to [batch, heads, q, kv].
+    """
+    given = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
+    _, _, v, _, weights, _, dropped, lse = _forward(query, key, value, *given)
+    return ReferenceOutput(np.einsum("bhqk,bkhd->bqhd", dropped, v), weights, lse)
+
+
+def reference_gradients(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    d_output: np.ndarray,
+    d_lse: np.ndarray | None = None,
+    *,
+    scale: float,
+    mask: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    soft_cap: float | None = None,
+    sinks: np.ndarray | None = None,
+    keep: np.ndarray | None = None,
+    keep_probability: float = 1.0,
+) -> dict[str, np.ndarray]:
+    """Gradients of sum(output * d_output) + sum(lse * d_lse), by hand: query, key, value, and bias, softmax_aux if given."""
+    given = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
+    q, k, v, raw, weights, sunk, dropped, _ = _forward(query, key, value, *given)
+    d_output = np.asarray(d_output, np.float64)
+    d_dropped = np.einsum("bqhd,bkhd->bhqk", d_output, v)
+    d_weights = d_dropped if keep is None else np.where(keep, d_dropped / keep_probability, 0)
+    inner = (weights * d_weights).sum(axis=-1, keepdims=True)
+    through_lse = 0.0 if d_lse is None else np.asarray(d_lse, np.float64)[..., None]
+    d_logits = weights * (d_weights - inner + through_lse)
+    d_raw = d_logits if soft_cap is None else d_logits * (1 - np.tanh(raw / soft_cap) ** 2)
+
+    kv_heads = np.shape(key)[2]
+    shared = lambda x: x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]).sum(axis=3)  # noqa: E731
+    gradients = {
+        "query": np.einsum("bhqk,bkhd->bqhd", d_raw, k) * scale,
+        "key": shared(np.einsum("bhqk,bqhd->bkhd", d_raw, q) * scale),
+        "value": shared(np.einsum("bhqk,bqhd->bkhd", dropped, d_output)),
+    }
+    if bias is not None:
+        axes = tuple(i for i, n in enumerate(np.shape(bias)) if n == 1)
+        gradients["bias"] = d_logits.sum(axis=axes, keepdims=True)
+    if sinks is not None:
+        d_sunk = (sunk * (through_lse - inner)).sum(axis=(0, 2))
+        gradients["softmax_aux"] = d_sunk.reshape(len(sinks), -1, d_sunk.shape[-1]).sum(axis=1).reshape(np.shape(sinks))
+    return gradients
