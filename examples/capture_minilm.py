@@ -49,7 +49,7 @@ def capture() -> dict[str, np.ndarray]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     # "eager" is plain matmul, mask, softmax, matmul in float32; the padding mask is always applied.
     model = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    attention = model.encoder.layer[LAYER].attention.self
+    layer = model.encoder.layer[LAYER].attention.self
 
     seen: dict[str, torch.Tensor] = {}
 
@@ -59,7 +59,7 @@ def capture() -> dict[str, np.ndarray]:
 
         return hook
 
-    watched = {"query": attention.query, "key": attention.key, "value": attention.value, "expected": attention}
+    watched = {"query": layer.query, "key": layer.key, "value": layer.value, "expected": layer}
     handles = [module.register_forward_hook(keep(name)) for name, module in watched.items()]
     tokens = tokenizer(SENTENCES, padding=True, return_tensors="pt")
     with torch.inference_mode():
@@ -68,7 +68,7 @@ def capture() -> dict[str, np.ndarray]:
         handle.remove()
 
     batch, length = tokens["input_ids"].shape
-    heads = attention.num_attention_heads
+    heads = layer.num_attention_heads
     data = {
         name: np.ascontiguousarray(tensor.reshape(batch, length, heads, -1).numpy().astype(np.float32))
         for name, tensor in seen.items()

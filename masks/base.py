@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import MaskError
 from . import blocks, materialise
-from .checks import whole
+from .checks import LIMIT, whole
 from .intervals import Intervals
 
 __all__ = ["Leaf", "Mask"]
@@ -227,7 +227,7 @@ class Mask:
 
     def may_have_dead_rows(self, q_len: int, kv_len: int, *, q_start: int = 0, query_offset: int = 0) -> bool:
         """Whether some row of q_start..q_start+q_len sees no key; with dynamic leaves, whether one may."""
-        return blocks.may_have_dead_rows(self, blocks.Grid(1, 1, q_len, kv_len, q_start, query_offset))
+        return blocks.may_have_dead_rows(self, blocks.Grid(1, LIMIT, q_len, kv_len, q_start, query_offset))
 
 
 def _mask(other: Any) -> Mask:

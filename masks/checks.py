@@ -63,9 +63,12 @@ def is_host(*values: Any) -> bool:
 
 
 def same_width(first: Any, second: Any) -> tuple[Any, Any]:
-    """Bring two integer arrays to one dtype, explicitly, as strict dtype promotion asks for."""
-    if is_host(first, second):
-        return first, second
-    first, second = jnp.asarray(first), jnp.asarray(second)
-    dtype = jnp.promote_types(first.dtype, second.dtype)
+    """Bring two integer arrays to one dtype, int32 or wider.
+
+    Explicitly, as strict dtype promotion asks for; and before subtracting, where uint8 and int8 would wrap round.
+    """
+    if not is_host(first, second):
+        first, second = jnp.asarray(first), jnp.asarray(second)
+    # NumPy's rule: jnp's own promotion refuses under strict, even when asked.
+    dtype = np.result_type(first.dtype, second.dtype, np.int32)
     return first.astype(dtype), second.astype(dtype)

@@ -72,6 +72,9 @@ def describe(
     rules = metadata.get_shardings(mode, layout, softmax_aux=0 if shapes.softmax_aux is None else shapes.softmax_aux)
     _check_manual_sequence(rules.query[layout.index("t")], axes, offset, mask, options)
     vma = any(map(varying_axes, jax.tree.leaves(arrays)))
+    nested = [
+        "the gradient recomputes the forward pass: called inside a shard_map with check_vma=True over part of the mesh"
+    ] * (vma and any(a.kind != "manual" and a.size > 1 for a in axes))
     return AttentionProblem(
         operation=operation,
         config=config,
@@ -103,7 +106,7 @@ def describe(
         device_kind=kind,
         platform_source=source,
         vma=vma,
-        notes=(*config_notes, *_notes(metadata, options, arrays, shapes, mask, offset, dynamic, probability)),
+        notes=(*config_notes, *nested, *_notes(metadata, options, arrays, shapes, mask, offset, dynamic, probability)),
     )
 
 

@@ -51,6 +51,10 @@ def execute(operation: Operation, plan: Plan, mesh: AnyMesh | None, options: Opt
         result = getattr(operation, plan.method or "")(call)
         return tuple(x for x in result if x is not None)
 
+    if problem.vma and len(axes) < len(problem.mesh):
+        # jax 0.10 and 0.12 can't lower the residuals of a shard_map inside a shard_map with check_vma=True ("already
+        # bound by a parent sdy.manual_computation op"); with the forward recomputed there are none but the inputs.
+        body = jax.checkpoint(body)
     names = ["output", *["weights"] * options.return_weights, *["lse"] * options.return_lse]
     if mesh is not None and math.prod(a.size for a in axes) > 1:
         operands = jax.tree.map(lambda x, s: pin(x, s, mesh), operands, specs)

@@ -20,7 +20,7 @@ from ..sharding.mesh import AnyMesh
 from .config import OperationConfig
 from .plan import METHODS, Policy
 from .registry import OperationRegistry
-from .unset import UNSET, Unset
+from .unset import UNSET, Unset, or_default
 
 __all__ = ["OperationMetadata"]
 
@@ -118,8 +118,13 @@ class OperationMetadata:
             put("partition_axis", axis)
         self.set_attrs_carefully("runtime_dtype", None, "attn_dtype")
         self.set_attrs_carefully("runtime_softmax_dtype", jnp.float32, "attn_softmax_dtype")
+        axis_given = partition_axis is not UNSET or partition_manager is not UNSET
         self.set_attrs_carefully("partition_axis", UNSET)
-        self.set_attrs_carefully("sequence_axis_name", UNSET)
+        # The axis rules name the sequence axis too, and what is given here beats what base_config says, either way.
+        self.set_attrs_carefully("sequence_axis_name", UNSET, use_base_config=not axis_given)
+        from_base = None if axis_given else or_default(self.partition_axis, None)
+        if sequence_axis_name is not UNSET and from_base is not None:
+            put("partition_axis", _renamed(_axis(from_base), sequence_axis_name))
         self.set_attrs_carefully("platform", None)
         self.set_attrs_carefully("backend", None)
         self.set_attrs_carefully("operation_configs", None)
@@ -213,15 +218,17 @@ class OperationMetadata:
         """Return a copy with some arguments changed; everything derived from them is derived again."""
         arguments = self._arguments()
         for name in changes:
-            if name not in arguments and name not in ("partition_manager", "base_config"):
+            if name == "base_config":
+                raise ConfigError("replace: base_config can't replace what is declared; use from_config(config, ...).")
+            if name not in arguments and name != "partition_manager":
                 raise ConfigError(f"replace: unknown argument {name!r}." + nearest(name, arguments))
         if "partition_axis" in changes or "partition_manager" in changes:
             arguments["sequence_axis_name"] = UNSET
             if "partition_manager" in changes:
                 arguments["partition_axis"] = UNSET
-        if "sequence_axis_name" in changes and "partition_axis" not in changes:
+        elif "sequence_axis_name" in changes:
             arguments["partition_axis"] = _renamed(self.partition_axis, changes["sequence_axis_name"])
-        return type(self)(**(arguments | changes))
+        return type(self)(base_config=self.base_config, **(arguments | changes))
 
     # -- JSON ------------------------------------------------------------------------------------------------------
 
@@ -265,7 +272,7 @@ class OperationMetadata:
     def from_json(cls, text: str) -> Self:
         """Build metadata from JSON text. Errors: ConfigError with the place where the text is broken."""
         try:
-            return cls.from_dict(json.loads(text))
+            return cls.from_dict(json.loads(text, object_pairs_hook=_no_twins))
         except json.JSONDecodeError as error:
             raise ConfigError(f"metadata: not JSON at line {error.lineno}, column {error.colno}: {error.msg}.") from None
 
@@ -306,6 +313,16 @@ class OperationMetadata:
             object.__setattr__(self, "_hash", hash(self._key()))
         return self._hash  # type: ignore[return-value]
 
+    def __reduce__(self) -> Any:
+        # Devices can't be pickled, base_config may not be, and the kept hash is another one in another process.
+        return type(self).from_dict, (self.to_dict(),)
+
+    def __copy__(self) -> Self:
+        return self  # immutable
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
     def __repr__(self) -> str:
         return f"OperationMetadata({', '.join(f'{k}={v!r}' for k, v in self._arguments().items())})"
 
@@ -321,6 +338,15 @@ class _Configs(dict[str, OperationConfig]):
 
     def __reduce__(self) -> Any:
         return _configs, (dict(self),)
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"metadata: {twice!r} stands twice in one object; give it once.")
+    return fields
 
 
 def _pick(config: Any, name: str) -> Any:
@@ -365,16 +391,19 @@ def _partition_axis(value: Any, sequence_axis: str | Unset) -> PartitionAxis:
             f"sequence_axis_name={sequence_axis!r} but partition_axis.sequence_parallel_axis="
             f"{axis.sequence_parallel_axis!r}; make them agree, or leave sequence_axis_name out."
         )
-    _check_axes(axis)
-    return axis
+    return _checked(axis)
 
 
-def _check_axes(axis: PartitionAxis) -> None:
+def _checked(axis: PartitionAxis) -> PartitionAxis:
+    lists = {}
     for field in dataclasses.fields(axis):
         value = getattr(axis, field.name)
         names = value if isinstance(value, list | tuple) else () if value is None else (value,)
         if not all(isinstance(n, str) and n for n in names):
             raise ConfigError(f"partition_axis.{field.name}={value!r}; wanted a mesh axis, a tuple of them, or None.")
+        if isinstance(value, list):
+            lists[field.name] = tuple(value)  # as JSON gives it back, so that the two are equal
+    return dataclasses.replace(axis, **lists) if lists else axis
 
 
 def _renamed(axis: PartitionAxis, name: str) -> PartitionAxis:
@@ -420,9 +449,13 @@ def _number(name: str, value: Any, *, optional: bool = False) -> Any:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
         raise ConfigError(f"{name}={value!r}; wanted a number.")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise ConfigError(f"{name}={value!r}; wanted a finite number.")
-    return float(value)
+    return number
 
 
 def _boolean(name: str, value: Any, *, optional: bool = False) -> bool | None:

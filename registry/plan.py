@@ -45,7 +45,7 @@ class Policy:
             ("kv_heads", self.kv_heads, ("replicate", "error")),
             ("strict", self.strict, (True, False)),
         ):
-            if value not in wanted:
+            if type(value) is not type(wanted[0]) or value not in wanted:
                 raise ConfigError(f"{name}={value!r}; wanted one of {', '.join(map(repr, wanted))}.")
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..errors import ConfigError, UnknownNameError, nearest
+from .config import OperationConfig
 
 if TYPE_CHECKING:
     from ..operators.base import Operation
@@ -36,9 +38,11 @@ class OperationRegistry:
         name = _check(operation)
         with cls._lock:
             known = cls._registered.get(name)
-            taken = known if known is not None else name in _entry_points() and _entry_points()[name].value
-            if taken and not override and not _same(taken, operation):
-                raise ConfigError(f"operation {name!r} exists already ({taken}); register with override=True to replace it.")
+            taken = [known] if known is not None else [entry.value for entry in _entry_points().get(name, ())]
+            # A class of the name's own entry point that registers itself while it is imported is that very operation.
+            same = [operation] if known is not None else [f"{operation.__module__}:{operation.__qualname__}"]
+            if taken and taken != same and not override:
+                raise ConfigError(f"operation {name!r} exists already ({taken[0]}); pass override=True to replace it.")
             cls._registered[name] = operation
         return operation
 
@@ -52,21 +56,29 @@ class OperationRegistry:
         found = cls._registered.get(name)
         if found is not None:
             return found
-        entry = _entry_points().get(name)
-        if entry is None:
+        entries = _entry_points().get(name, ())
+        if not entries:
             names = cls.names()
             raise UnknownNameError(
                 f"operation {name!r} is not registered; known: {', '.join(names) or 'none (is attnops installed?)'}."
                 + nearest(str(name), names)
             )
+        if len(entries) > 1:
+            raise ConfigError(
+                f"operation {name!r} is offered by {' and by '.join(map(_where, entries))}; uninstall all but one, or "
+                "register the one that you want with override=True."
+            )
+        (entry,) = entries
         try:
             operation = entry.load()
         except Exception as error:  # a plug-in can fail in any way; its name is what the user needs
-            where = f"{entry.value}" + (f" of {entry.dist.name}" if entry.dist else "")
-            raise ConfigError(f"operation {name!r} ({where}) can't be imported: {type(error).__name__}: {error}") from error
+            text = f"operation {name!r} ({_where(entry)}) can't be imported: {type(error).__name__}: {error}"
+            raise ConfigError(text) from error
         declared = _check(operation)
         if declared != name:
-            raise ConfigError(f"entry point {name!r} ({entry.value}) is an operation named {declared!r}; make them agree.")
+            raise ConfigError(
+                f"entry point {name!r} ({entry.value}) is an operation named {declared!r}; make them agree."
+            )
         with cls._lock:
             return cls._registered.setdefault(name, operation)
 
@@ -89,23 +101,31 @@ class OperationRegistry:
 
 
 @functools.cache
-def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    return {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+def _entry_points() -> dict[str, tuple[importlib.metadata.EntryPoint, ...]]:
+    """The entry points by name; more than one only where installed distributions disagree about a name."""
+    found: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        found.setdefault(entry.name, {}).setdefault(entry.value, entry)
+    return {name: tuple(entries.values()) for name, entries in found.items()}
 
 
-def _same(taken: Any, operation: type) -> bool:
-    """Whether the name is taken by this very class (a module loaded by its entry point registers itself)."""
-    where = f"{operation.__module__}:{operation.__qualname__}"
-    return taken == where or (isinstance(taken, type) and f"{taken.__module__}:{taken.__qualname__}" == where)
+def _where(entry: importlib.metadata.EntryPoint) -> str:
+    return entry.value + (f" of {entry.dist.name}" if entry.dist else "")
 
 
 def _check(operation: Any) -> str:
     name = getattr(operation, "name", None)
-    if not isinstance(operation, type) or not isinstance(name, str) or not name.replace("_", "").isalnum():
-        raise ConfigError(f"{operation!r} is not an operation class; wanted one with a `name` of letters, digits and _.")
-    for attribute in ("config", "forward_native"):
-        if not hasattr(operation, attribute):
-            raise ConfigError(f"operation {name!r} has no `{attribute}`; see docs/add-an-operation.md.")
-    operation.declared_methods()  # a method without declared abilities is an error now, not at the first call
+    if not inspect.isclass(operation) or not isinstance(name, str) or not name.replace("_", "").isalnum():
+        raise ConfigError(
+            f"{operation!r} is not an operation class; wanted one with a `name` of letters, digits and _."
+        )
+    found: Any = operation
+    for attribute in ("config", "forward_native", "declared_methods"):
+        if not hasattr(found, attribute):
+            raise ConfigError(
+                f"operation {name!r} has no `{attribute}`; wanted an Operation subclass, see docs/add-an-operation.md."
+            )
+    if not inspect.isclass(found.config) or not issubclass(found.config, OperationConfig):
+        raise ConfigError(f"operation {name!r} has config={found.config!r}; wanted a subclass of OperationConfig.")
+    found.declared_methods()  # a method without declared abilities is an error now, not at the first call
     return name
-

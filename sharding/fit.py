@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from ..errors import ShardingError
+from ..errors import ShardingError, nearest
 from .mesh import AnyMesh, MeshAxis, axes_of, describe_mesh
+from .modes import canonical_layout, canonical_mode
 from .rules import AttnShardingRules, tensor_dims
 
 __all__ = ["Dropped", "FittedRules", "FittedSpec", "TensorShape", "fit", "kv_repeat"]
@@ -94,25 +95,36 @@ def fit(
     Manual axes are left out of every spec: inside the caller's own shard_map the arrays are already local to them.
     With `kv_heads='replicate'` K and V whose head count doesn't divide get their heads repeated (the factor is in the
     result); with 'error' they are refused. `strict` turns every drop that isn't harmless into one ShardingError.
+    Errors: ShardingError for a tensor that the rules don't have or of another rank; InputError for an unknown mode or
+    layout.
     """
+    mode, layout = canonical_mode(mode), canonical_layout(layout)
     if kv_heads not in ("replicate", "error"):
         raise ShardingError(f"kv_heads={kv_heads!r}; wanted 'replicate' or 'error'.")
     axes = {a.name: a for a in axes_of(mesh)}
     where = f"mode={mode.strip('_')}, layout={layout}, mesh {describe_mesh(tuple(axes.values()))}"
     sized = {name: _sized(value) for name, value in shapes.items()}
+    known = AttnShardingRules._fields
+    for tensor in sized:
+        if tensor not in known:
+            raise ShardingError(f"no tensor is called {tensor!r}; wanted {', '.join(known)}." + nearest(tensor, known))
+        if getattr(rules, tensor) is None:
+            raise ShardingError(f"{tensor} has a shape, but the rules have no spec for it; resolve them with {tensor}.")
 
     repeat = _repeat_for(rules, sized, axes, layout, kv_heads, where)
     fitted = []
     for tensor in AttnShardingRules._fields:
-        spec = getattr(rules, tensor)
-        if tensor not in sized or spec is None:
+        if tensor not in sized:
             continue
+        spec = getattr(rules, tensor)
         shape, itemsize = sized[tensor]
         dims = tensor_dims(tensor, layout, qkv_mni_sharding=qkv_mni_sharding, aux_ndim=len(shape))
         if len(dims) != len(shape):
             raise ShardingError(f"{tensor} has shape {shape}; layout {layout} wants dimensions ({', '.join(dims)}).")
+        if len(spec) > len(shape):
+            raise ShardingError(f"{tensor} has shape {shape}; its spec {spec} is for {len(spec)} dimensions.")
         if tensor in ("key", "value") and repeat > 1:
-            at = layout.replace("thd", "thd").index("h")
+            at = layout.index("h")
             shape = (*shape[:at], shape[at] * repeat, *shape[at + 1 :])
         fitted.append(_fit_one(tensor, spec, shape, itemsize, dims, axes))
     result = FittedRules(tuple(fitted), repeat)
@@ -183,9 +195,7 @@ def _fit_one(
             else:
                 dropped.append(Dropped(tensor, dims[index] or str(index), index, name, *why))
         entries.append(None if not kept else kept[0] if len(kept) == 1 else tuple(kept))
-    return FittedSpec(
-        tensor, PartitionSpec(*entries), shape, tuple(local), math.prod(local) * itemsize, tuple(dropped)
-    )
+    return FittedSpec(tensor, PartitionSpec(*entries), shape, tuple(local), math.prod(local) * itemsize, tuple(dropped))
 
 
 def _why_dropped(
@@ -207,10 +217,11 @@ def _why_dropped(
     if name in used:
         return f"{name!r} already splits another dimension of this tensor", "Use each mesh axis once per tensor", False
     if left % axis.size:
+        unit = axis.size * (length // left if left else 1)
         over = f"{length}" if left == length else f"{length} (each shard {left})"
         return (
             f"{over} is not divisible by {name}={axis.size}",
-            f"Make it a multiple of {axis.size * (length // left if left else 1)}, make {name!r} smaller, or declare it unsplit",
+            f"Make it a multiple of {unit}, make {name!r} smaller, or declare it unsplit",
             length == 1,
         )
     return None

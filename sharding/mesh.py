@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, get_abstract_mesh, get_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh, get_mesh
 
 from ..errors import ConfigError, ShardingError, nearest
 
@@ -30,6 +30,7 @@ __all__ = [
 AnyMesh = Mesh | AbstractMesh
 _TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
 _TYPE_NAMES = {kind: name for name, kind in _TYPES.items()}
+_PLATFORMS = ("tpu", "gpu", "cuda", "rocm", "cpu")
 
 
 class MeshAxis(NamedTuple):
@@ -47,6 +48,7 @@ def axes_of(mesh: AnyMesh | Mapping[str, int] | tuple[MeshAxis, ...] | None) -> 
     if isinstance(mesh, tuple):
         return mesh
     if isinstance(mesh, Mapping):
+        _check_sizes(mesh)
         return tuple(MeshAxis(name, size) for name, size in mesh.items())
     return tuple(
         MeshAxis(str(name), size, _TYPE_NAMES[kind])
@@ -66,7 +68,7 @@ def _thread_resources() -> Any | None:
 
 
 def current_mesh() -> AnyMesh | None:
-    """Return the mesh of the context: inside shard_map or jit the abstract one, else `jax.set_mesh`, else `with mesh:`."""
+    """Return the mesh of the context: in shard_map or jit the abstract one, else jax.set_mesh's, else `with mesh:`."""
     abstract = get_abstract_mesh()
     if not abstract.empty:
         if any(kind is AxisType.Manual for kind in abstract.axis_types):
@@ -75,7 +77,8 @@ def current_mesh() -> AnyMesh | None:
             concrete = get_mesh()
         except ValueError:  # under jit only the abstract mesh can be asked for
             return abstract
-        return abstract if concrete.empty else concrete
+        # jax.sharding.use_abstract_mesh inside jax.set_mesh: the inner one is in force.
+        return concrete if concrete.abstract_mesh == abstract else abstract
     resources = _thread_resources()
     if resources is not None and not resources.env.physical_mesh.empty:
         return resources.env.physical_mesh
@@ -92,17 +95,18 @@ def devices_platform(mesh: AnyMesh | None) -> tuple[str, str] | None:
         return gpu_vendor(device.platform, getattr(device, "client", None)), device.device_kind
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is not None:
-        return abstract.platform, abstract.device_kind
+        # Under jit jax hands out the abstract mesh, whose platform for any vendor is 'gpu'; the kind is still there.
+        return gpu_vendor(abstract.platform, None, abstract.device_kind), abstract.device_kind
     return None
 
 
-def gpu_vendor(platform: str, client: Any) -> str:
-    """Turn jax's 'gpu' into 'cuda' or 'rocm' by what the runtime says of itself."""
+def gpu_vendor(platform: str, client: Any, device_kind: str = "") -> str:
+    """Turn jax's 'gpu' into 'cuda' or 'rocm' by what the runtime says of itself, or by the device's name."""
     if platform != "gpu":
         return platform
-    version = str(getattr(client, "platform_version", "")).lower()
-    for vendor in ("rocm", "cuda"):
-        if vendor in version:
+    version = f"{getattr(client, 'platform_version', '')} {device_kind}".lower()
+    for sign, vendor in (("rocm", "rocm"), ("cuda", "cuda"), ("amd ", "rocm"), ("nvidia", "cuda")):
+        if sign in version:
             return vendor
     return "gpu"
 
@@ -121,7 +125,10 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def virtual_mesh(sizes: Mapping[str, int], *, explicit: bool = False) -> Mesh:
-    """Make a mesh of this process's devices. Errors: ShardingError when there are too few."""
+    """Make a mesh of this process's devices. Errors: ShardingError when there are too few, or for a size below 1."""
+    if not sizes:
+        raise ShardingError("a mesh without axes; wanted for example {'fsdp': 2, 'tp': 4}.")
+    _check_sizes(sizes)
     wanted, have = math.prod(sizes.values()), len(jax.devices())
     if wanted > have:
         raise ShardingError(
@@ -135,43 +142,60 @@ def virtual_mesh(sizes: Mapping[str, int], *, explicit: bool = False) -> Mesh:
 
 
 def mesh_to_dict(mesh: AnyMesh) -> dict[str, Any]:
-    """Write a mesh down as axis names, sizes and types, and the platform of its devices."""
+    """Write a mesh down as axis names, sizes and types, and the platform of its devices; which devices is not written.
+
+    An abstract mesh for which this process has devices is marked, so that it comes back abstract. One without them
+    gets them where they are: that is how a file written on a laptop runs on a pod.
+    """
     axes = axes_of(mesh)
-    platform = devices_platform(mesh)
-    return {
+    device = (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh).abstract_device
+    platform = devices_platform(mesh) if isinstance(mesh, Mesh) else device and (device.platform, device.device_kind)
+    data: dict[str, Any] = {
         "axis_names": [a.name for a in axes],
         "axis_sizes": [a.size for a in axes],
         "axis_types": [a.kind for a in axes],
         "platform": platform[0] if platform else None,
         "device_kind": platform[1] if platform else None,
+        "num_cores": device.num_cores if device else None,
     }
+    if isinstance(mesh, AbstractMesh) and _devices_here(data["platform"], mesh.size):
+        data["abstract"] = True
+    return data
 
 
 def mesh_from_dict(data: Mapping[str, Any]) -> AnyMesh:
     """Build the mesh again: on this process's devices where they match in platform and number, else abstract.
 
-    Errors: ConfigError for unknown keys, duplicate axes or sizes that are not positive integers.
+    Errors: ConfigError for unknown keys, duplicate axes, sizes that are not positive integers, an unknown platform.
     """
-    known = ("axis_names", "axis_sizes", "axis_types", "platform", "device_kind")
+    known = ("axis_names", "axis_sizes", "axis_types", "platform", "device_kind", "num_cores", "abstract")
     for key in data:
         if key not in known:
             raise ConfigError(f"mesh: unknown key {key!r}; wanted {', '.join(known)}." + nearest(key, known))
-    names, sizes = tuple(data.get("axis_names", ())), tuple(data.get("axis_sizes", ()))
+    for key in known[:3]:
+        if not isinstance(data.get(key) or (), list | tuple):
+            raise ConfigError(f"mesh: {key}={data[key]!r}; wanted a list, one of each per axis.")
+    names, sizes = tuple(data.get("axis_names") or ()), tuple(data.get("axis_sizes") or ())
     kinds = tuple(data.get("axis_types") or ("auto",) * len(names))
     if not names or not len(names) == len(sizes) == len(kinds):
-        raise ConfigError(f"mesh: axis_names={names}, axis_sizes={sizes}, axis_types={kinds}; wanted one of each per axis.")
-    if len(set(names)) < len(names) or not all(isinstance(n, str) and n for n in names):
+        raise ConfigError(
+            f"mesh: axis_names={names}, axis_sizes={sizes}, axis_types={kinds}; wanted one of each per axis."
+        )
+    if not all(isinstance(n, str) and n for n in names) or len(set(names)) < len(names):
         raise ConfigError(f"mesh: axis_names={names}; wanted distinct, non-empty names.")
     if not all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sizes):
         raise ConfigError(f"mesh: axis_sizes={sizes}; wanted positive integers.")
-    if not all(k in _TYPES for k in kinds):
+    if not all(isinstance(k, str) and k in _TYPES for k in kinds):
         raise ConfigError(f"mesh: axis_types={kinds}; wanted {', '.join(_TYPES)}.")
     types = tuple(_TYPES[k] for k in kinds)
     platform, kind = data.get("platform"), data.get("device_kind")
-    here = jax.devices()
-    if platform in (None, gpu_vendor(here[0].platform, here[0].client)) and math.prod(sizes) <= len(here):
-        return jax.make_mesh(sizes, names, axis_types=types, devices=here[: math.prod(sizes)])
-    device = AbstractDevice(device_kind=kind or platform, num_cores=None, platform=platform) if platform else None
+    if not (platform is None or platform in _PLATFORMS or _is_here(platform)):
+        wanted = ", ".join(_PLATFORMS)
+        raise ConfigError(f"mesh: platform={platform!r}; wanted one of {wanted}." + nearest(str(platform), _PLATFORMS))
+    if not data.get("abstract") and _devices_here(platform, math.prod(sizes)):
+        return jax.make_mesh(sizes, names, axis_types=types, devices=jax.devices()[: math.prod(sizes)])
+    cores = data.get("num_cores")
+    device = AbstractDevice(device_kind=kind or platform, num_cores=cores, platform=platform) if platform else None
     return AbstractMesh(sizes, names, axis_types=types, abstract_device=device)
 
 
@@ -181,10 +205,27 @@ def describe_mesh(mesh: AnyMesh | tuple[MeshAxis, ...] | None) -> str:
     return ",".join(f"{a.name}={a.size}" + ("" if a.kind == "auto" else f"({a.kind})") for a in axes) or "none"
 
 
+def _is_here(platform: Any) -> bool:
+    device = jax.devices()[0]
+    return platform in (device.platform, gpu_vendor(device.platform, device.client))
+
+
+def _devices_here(platform: str | None, count: int) -> bool:
+    return (platform is None or _is_here(platform)) and count <= len(jax.devices())
+
+
+def _check_sizes(sizes: Mapping[str, int]) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
+            raise ShardingError(f"mesh axis {name!r} has size {size!r}; wanted a positive integer.")
+
+
 def _sizes_text(sizes: Mapping[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def same_devices(mesh: Mesh, array: jax.Array) -> bool:
-    """Whether a committed array already lives on exactly the devices of a mesh."""
-    return set(np.ravel(mesh.devices)) == array.sharding.device_set
+    """Whether a committed array already lives on the devices of a mesh, in the mesh's order: jit refuses another."""
+    if isinstance(array.sharding, NamedSharding) and isinstance(array.sharding.mesh, Mesh):
+        return np.array_equal(np.ravel(array.sharding.mesh.devices), np.ravel(mesh.devices))
+    return mesh.size == 1 and set(np.ravel(mesh.devices)) == array.sharding.device_set

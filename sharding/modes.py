@@ -36,4 +36,6 @@ def canonical_layout(layout: str) -> Layout:
     for known in LAYOUTS:
         if layout == known:
             return known
-    raise InputError(f"layout={layout!r} is not a layout; wanted one of {', '.join(LAYOUTS)}.")
+    raise InputError(
+        f"layout={layout!r} is not a layout; wanted one of {', '.join(LAYOUTS)}." + nearest(str(layout), LAYOUTS)
+    )

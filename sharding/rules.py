@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eformer.common_types import (
     BATCH,
@@ -13,6 +13,7 @@ from eformer.common_types import (
     KV_HEAD,
     KV_HEAD_DIM,
     KV_LENGTH,
+    NOT_GIVEN,
     QUERY_LENGTH,
 )
 from eformer.escale import PartitionAxis
@@ -130,14 +131,25 @@ def resolve_rules(
 
 def _mesh_axes(partition_axis: PartitionAxis, dim: str, mode: str) -> str | tuple[str, ...] | None:
     semantic, attribute, generation_attribute = _SEMANTIC[dim]
-    if semantic in PartitionAxis.get_registered_axes():
-        # The user replaced this axis for the whole process; that is eformer's to resolve.
-        axes = partition_axis.resolve_axis([semantic], mode)[0]
+    registered = PartitionAxis.get_registered_axes().get(semantic)
+    if registered is not None:
+        # The user replaced this axis for the whole process; that is eformer's to resolve. It calls a rule of None an
+        # unknown axis unless it stands in a tuple, and gives nested tuples where a rule names several attributes.
+        generation_rule = registered["generation_axis_rule"] if mode in GENERATION else NOT_GIVEN
+        if registered["axis_rule"] is None and generation_rule is NOT_GIVEN:
+            return None
+        composite: Any = (semantic,)
+        axes: Any = partition_axis.resolve_axis([composite], mode)[0]
     else:
         # Read the attribute itself: eformer 0.0.101's resolve_axis takes `decode_*_axis=None` as not given and falls
         # back to the training axis, so a decode query of length 1 would be split over the sequence axis.
         # tests/sharding/test_rules.py shows the upstream behaviour.
         axes = getattr(partition_axis, generation_attribute if mode in GENERATION else attribute)
-    if isinstance(axes, list | tuple):
-        return tuple(axes) or None
-    return axes
+    names = _flat(axes)
+    return None if not names else names[0] if len(names) == 1 else names
+
+
+def _flat(axes: Any) -> tuple[str, ...]:
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(name for part in axes for name in _flat(part))

@@ -141,8 +141,26 @@ def jax_splash_attention(
         mask_function=function,
         interpret=interpret,
     )
+    sinks = None if sinks is None else _float32_gradient(sinks)
     run = jax.vmap(kernel, in_axes=(0, 0, 0, None if segments is None else 0, None))
     return run(query, key, value, segments, sinks)[:, :, :q_len]
+
+
+@jax.custom_vjp
+def _float32_gradient(sinks: Array) -> Array:
+    # The kernel's gradient of float32 sinks comes in the query's dtype; what produced the sinks needs its own.
+    return sinks
+
+
+def _float32_gradient_fwd(sinks: Array) -> tuple[Array, None]:
+    return sinks, None
+
+
+def _float32_gradient_bwd(_: None, d_sinks: Array) -> tuple[Array]:
+    return (d_sinks.astype(jnp.float32),)
+
+
+_float32_gradient.defvjp(_float32_gradient_fwd, _float32_gradient_bwd)
 
 
 def _pad(x: Array, length: int) -> Array:

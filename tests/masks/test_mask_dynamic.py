@@ -213,6 +213,19 @@ def test_traced_numbers_are_refused_with_the_mend():
         jax.jit(lambda n: Prefix(n).materialise(slice(0, 2), slice(0, 2)))(3)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint8"])
+def test_narrow_integers_under_strict_promotion(dtype):
+    mask = SegmentIds(jnp.asarray(SEG_Q, dtype), jnp.asarray(SEG_K)) & Lengths(jnp.asarray(LENGTHS, dtype))
+    mask = mask & Positions(jnp.asarray(POS_Q), jnp.asarray(POS_K, dtype), left=3)
+    wide = SegmentIds(SEG_Q, SEG_K) & Lengths(LENGTHS) & Positions(POS_Q, POS_K, left=3)
+    where = slice(0, Q), slice(0, K)
+    with jax.numpy_dtype_promotion("strict"):
+        seen = mask.materialise(*where)
+    np.testing.assert_array_equal(seen, wide.materialise(*where))
+    host = Positions(POS_Q.astype(dtype), POS_K.astype(dtype), left=3, right=1).materialise(*where)
+    np.testing.assert_array_equal(host, Positions(POS_Q, POS_K, left=3, right=1).materialise(*where))
+
+
 def test_traced_offsets_work():
     seen = jax.jit(lambda n: Causal().materialise(slice(0, 2), slice(0, 4), query_offset=n))(1)
     assert seen[0, 0].tolist() == [[True, True, False, False], [True, True, True, False]]

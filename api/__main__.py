@@ -1,0 +1,10 @@
+"""`python -m attnops`: the same as the `attnops` command."""
+
+from __future__ import annotations
+
+import sys
+
+from attnops.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

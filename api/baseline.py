@@ -1,0 +1,111 @@
+"""The same work by jax.nn.dot_product_attention, or why it can't be expressed there. Never other work in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.masks import Causal, Mask, SlidingWindow
+from attnops.materials import materials
+from attnops.registry import FEATURES, AttentionProblem, Plan
+
+__all__ = ["Baseline", "NotExpressible", "baseline"]
+
+_ABSENT = ("logits_soft_cap", "sinks", "dropout", "return_weights", "return_lse", "value_dim")
+_LARGEST_MASK = 2**30
+
+
+class Baseline(NamedTuple):
+    """A function of arrays that does the same work, the arrays, and how the mask is told to it."""
+
+    function: Callable[..., jax.Array]
+    arguments: tuple[Any, ...]
+    mask: str
+
+
+class NotExpressible(NamedTuple):
+    """Why there is nothing to compare with."""
+
+    reason: str
+
+
+class _Flags(NamedTuple):
+    is_causal: bool
+    window: tuple[int, int] | None
+    lengths: bool
+
+
+def baseline(plan: Plan, arrays: Mapping[str, Any]) -> Baseline | NotExpressible:
+    """Say the call in jax's words. `arrays` lie where the operation wants them; the same placement is used here."""
+    problem = plan.problem
+    if reason := _why_not(problem):
+        return NotExpressible(reason)
+    flags = _flags(problem)
+    mask = None
+    if flags is None:
+        whole = materials(problem, {name: x for name, x in arrays.items() if name != "dropout_rng"})
+        heads = problem.q_heads if problem.bias_shape else 1
+        if problem.batch * heads * problem.q_len * problem.kv_len > _LARGEST_MASK:
+            return NotExpressible("its mask would be an array of more than 1 GiB")
+        mask = whole.visible(slice(0, problem.q_len))
+    dtype = jnp.dtype(problem.runtime_dtype)
+    q, k, v = (_bthd(arrays[name], problem.layout).astype(dtype) for name in ("query", "key", "value"))
+    told = flags or _Flags(False, None, False)
+
+    def attend(query: Any, key: Any, value: Any, bias: Any, seen: Any, lengths: Any) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            query, key, value, bias, seen, scale=problem.softmax_scale, is_causal=told.is_causal,
+            local_window_size=told.window, key_value_seq_lengths=lengths,
+        )  # fmt: skip
+
+    lengths = arrays["kv_lengths"] if told.lengths else None
+    if lengths is not None:
+        lengths = jnp.asarray(lengths, jnp.int32)
+    return Baseline(attend, (q, k, v, arrays.get("bias"), mask, lengths), _words(told, mask))
+
+
+def _why_not(problem: AttentionProblem) -> str:
+    absent = [FEATURES[name] for name in _ABSENT if name in problem.features]
+    if absent:
+        return f"it lacks {'; '.join(absent)}"
+    if problem.softmax_dtype != "float32":
+        return f"its softmax is float32, this one's {problem.softmax_dtype}"
+    if problem.platform == "cpu" and problem.runtime_dtype == "float16":
+        return "XLA has no float16 product with a float32 result on CPU"
+    return ""
+
+
+def _flags(problem: AttentionProblem) -> _Flags | None:
+    """The mask in jax's own words, None where only an array can say it."""
+    static, dynamic = problem.mask.split_static()
+    if any(part.kind != "kv_lengths" for part in dynamic) or len(dynamic) > 1:
+        return None
+    parts: list[Mask] = list(static.conjuncts())
+    windows = [m for m in parts if isinstance(m, SlidingWindow)]
+    others = [m for m in parts if not isinstance(m, SlidingWindow)]
+    if len(windows) > 1 or any(m != Causal(0) for m in others):
+        return None
+    if not windows:
+        return _Flags(bool(others), None, bool(dynamic))
+    window = windows[0]
+    if window.left is None or window.right is None or window.offset != 0:
+        return None
+    return _Flags(bool(others), (window.left, window.right), bool(dynamic))
+
+
+def _words(told: _Flags, mask: np.ndarray | None) -> str:
+    if mask is not None:
+        return f"mask as an array {'x'.join(map(str, mask.shape))}"
+    words = ["is_causal"] if told.is_causal else []
+    words += [f"local_window_size={told.window}"] if told.window else []
+    words += ["key_value_seq_lengths"] if told.lengths else []
+    return ", ".join(words) or "no mask"
+
+
+def _bthd(x: jax.Array, layout: str) -> jax.Array:
+    # In its own layout from the start: a transposition is not charged to it.
+    return x[None] if layout == "thd" else x.swapaxes(1, 2) if layout == "bhtd" else x

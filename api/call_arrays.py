@@ -1,0 +1,153 @@
+"""The arrays of a declared call: drawn, or from an inputs file that is held against the declaration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.errors import InputError
+from attnops.inputs import read_arrays
+from attnops.registry.call_declaration import CallDeclaration
+
+__all__ = ["CallArrays", "call_arrays", "call_shapes"]
+
+# Name in the file -> field of the declaration that speaks of it.
+_TRACED = {
+    "mask": "dense_mask",
+    "bias": "bias",
+    "softmax_aux": "softmax_aux",
+    "q_segment_ids": "segment_ids",
+    "kv_segment_ids": "segment_ids",
+    "kv_lengths": "kv_lengths",
+    "query_offset": "query_offset",
+}
+_FLOATS = ("float32", "bfloat16", "float16")
+INPUT_NAMES = ("query", "key", "value", *_TRACED, "expected")
+
+
+class CallArrays(NamedTuple):
+    """The arrays by argument name, what the output is expected to be, and what was decided on the way."""
+
+    arrays: dict[str, Any]
+    expected: np.ndarray | None
+    notes: tuple[str, ...]
+
+
+def call_arrays(call: CallDeclaration, inputs: Path | None, seed: int) -> CallArrays:
+    """Draw the arrays, or read them. Errors: InputError where file and declaration disagree."""
+    if inputs is None:
+        return CallArrays(dict(call.draw(seed)), None, (f"inputs drawn at random, seed {seed}",))
+    return _read(call, inputs, seed)
+
+
+def call_shapes(call: CallDeclaration, inputs: Path | None) -> CallArrays:
+    """The same as shapes, for a plan."""
+    if inputs is None:
+        return CallArrays(dict(call.shapes()), None, ())
+    found = _read(call, inputs, 0)
+    structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in found.arrays.items()}
+    return found._replace(arrays=structs)
+
+
+def _read(call: CallDeclaration, path: Path, seed: int) -> CallArrays:
+    stored = read_arrays(path)
+    missing = [name for name in ("query", "key", "value") if name not in stored]
+    if missing:
+        raise InputError(f"{path}: holds no {', '.join(missing)}; it holds {', '.join(stored) or 'nothing'}.")
+    arrays: dict[str, Any] = {}
+    notes: list[str] = []
+    for name, array in stored.items():
+        if name not in INPUT_NAMES:
+            notes.append(f"{name} of {path.name} is not used: not an input of attention")
+        elif name in _TRACED and call.is_set(_TRACED[name]) and getattr(call, _TRACED[name]) is None:
+            notes.append(f"{name} of {path.name} is not used: call.{_TRACED[name]} is null")
+        elif name != "expected":
+            arrays[name] = _cast(name, array, call, path, notes)
+    _agree_on_sizes(call, arrays, path)
+    _agree_on_traced(call, arrays, path)
+    if not call.deterministic:
+        arrays["dropout_rng"] = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+    return CallArrays(arrays, stored.get("expected"), tuple(notes))
+
+
+def _cast(name: str, array: np.ndarray, call: CallDeclaration, path: Path, notes: list[str]) -> np.ndarray:
+    """Bring an array to a dtype that attention takes, and say so."""
+    if name in ("query", "key", "value"):
+        wanted = call.dtype if call.is_set("dtype") else "float32" if array.dtype == np.float64 else array.dtype.name
+        if array.dtype.kind not in "fV" or wanted not in _FLOATS:
+            raise InputError(f"{path}: {name} has dtype {array.dtype}; wanted one of {', '.join(_FLOATS)}.")
+        if wanted != array.dtype.name:
+            why = "call.dtype" if call.is_set("dtype") else "float64 is not on"
+            notes.append(f"{name} of {path.name} cast from {array.dtype.name} to {wanted} ({why})")
+        return array.astype(jnp.dtype(wanted))
+    if array.dtype.kind in "iu" and array.dtype.itemsize > 2 and array.dtype != np.int32:
+        bounds = np.iinfo(np.int32)
+        if array.size and (array.min() < bounds.min or array.max() > bounds.max):
+            raise InputError(f"{path}: {name} has values that don't fit in 32 bits, as indices must.")
+        return array.astype(np.int32)
+    if array.dtype == np.float64:
+        notes.append(f"{name} of {path.name} cast from float64 to float32")
+        return array.astype(np.float32)
+    return array
+
+
+def _agree_on_sizes(call: CallDeclaration, arrays: Mapping[str, np.ndarray], path: Path) -> None:
+    fields = {
+        "query": {"b": "batch", "t": "q_len", "h": "q_heads", "d": "head_dim"},
+        "key": {"b": "batch", "t": "kv_len", "h": "kv_heads", "d": "head_dim"},
+        "value": {"b": "batch", "t": "kv_len", "h": "kv_heads", "d": "value_dim"},
+    }
+    for name, by_axis in fields.items():
+        shape = arrays[name].shape
+        if len(shape) != len(call.layout):
+            axes = ", ".join({"b": "batch", "t": "time", "h": "heads", "d": "dim"}[axis] for axis in call.layout)
+            raise InputError(f"{path}: {name} has shape {shape}; layout {call.layout!r} wants [{axes}].")
+        for axis, size in zip(call.layout, shape, strict=True):
+            field = by_axis[axis]
+            declared = getattr(call, field)
+            if call.is_set(field) and declared is not None and declared != size:
+                raise InputError(
+                    f"{path}: {name} has shape {shape}, so {field} is {size}, and call.{field}={declared} is declared; "
+                    f"make them agree, or leave call.{field} out."
+                )
+
+
+def _agree_on_traced(call: CallDeclaration, arrays: dict[str, Any], path: Path) -> None:
+    for field in ("bias", "softmax_aux", "dense_mask"):
+        shape, name = getattr(call, field), "mask" if field == "dense_mask" else field
+        if shape is None:
+            continue
+        if name not in arrays:
+            raise InputError(
+                f"{path}: holds no {name}, and call.{field} is declared; add it, or leave call.{field} out."
+            )
+        if arrays[name].shape != tuple(shape):
+            raise InputError(
+                f"{path}: {name} has shape {arrays[name].shape}, and call.{field}={list(shape)} is declared."
+            )
+    if call.segment_ids is not None:
+        ids = next((arrays[name] for name in ("q_segment_ids", "kv_segment_ids") if name in arrays), None)
+        if ids is None:
+            raise InputError(f"{path}: holds no q_segment_ids, and call.segment_ids={call.segment_ids} is declared.")
+        most = max(len(np.unique(row)) for row in np.atleast_2d(ids))
+        if most != call.segment_ids:
+            raise InputError(
+                f"{path}: has up to {most} segments in a row, and call.segment_ids={call.segment_ids} is declared."
+            )
+    if isinstance(call.kv_lengths, tuple):
+        declared = np.array(call.kv_lengths, np.int32)
+        if "kv_lengths" in arrays and not np.array_equal(arrays["kv_lengths"], declared):
+            got = arrays["kv_lengths"].tolist()
+            raise InputError(f"{path}: kv_lengths is {got}, and call.kv_lengths={declared.tolist()} is declared.")
+        arrays["kv_lengths"] = declared
+    elif call.kv_lengths is True and "kv_lengths" not in arrays:
+        raise InputError(f"{path}: holds no kv_lengths, and call.kv_lengths=true is declared; add it, or give a list.")
+    if call.query_offset is not None and "query_offset" in arrays:
+        raise InputError(
+            f"{path}: holds query_offset, and call.query_offset={call.query_offset} is declared; keep one."
+        )

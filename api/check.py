@@ -1,0 +1,155 @@
+"""Hold a result against the float64 reference, piece by piece so that memory stays small, and against given values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attnops.errors import InputError
+from attnops.materials import Materials, canonical, materials
+from attnops.operators import AttentionOutput
+from attnops.operators.local import Dropout
+from attnops.registry import AttentionProblem, Plan
+from attnops.verify import reference_attention
+
+__all__ = ["Comparison", "check_expected", "check_reference"]
+
+_PIECE = 2**20  # logits of one piece: the reference holds about ten float64 arrays of that many
+
+
+class Comparison(NamedTuple):
+    """One tensor against another. `relative` is max_abs over the largest absolute value of the other."""
+
+    what: str
+    against: str
+    max_abs: float
+    relative: float
+    tolerance: float | None
+    remark: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.tolerance is not None and self.relative <= self.tolerance
+
+
+class _Worst:
+    """The largest error and the largest reference value so far; anything not finite where it shouldn't be is inf."""
+
+    def __init__(self) -> None:
+        self.error = self.largest = 0.0
+
+    def add(self, got: np.ndarray, want: np.ndarray) -> None:
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        finite = np.isfinite(want)
+        same = np.array_equal(np.where(finite, 0.0, got), np.where(finite, 0.0, want))  # -inf only against -inf
+        difference = np.abs(got[finite] - want[finite])
+        if not same or not np.isfinite(difference).all():
+            self.error = np.inf
+        elif difference.size:
+            self.error = max(self.error, float(difference.max()))
+            self.largest = max(self.largest, float(np.abs(want[finite]).max()))
+
+    def compared(self, what: str, against: str, tolerance: float | None, remark: str = "") -> Comparison:
+        relative = self.error / self.largest if self.largest else self.error
+        return Comparison(what, against, self.error, relative, tolerance, remark)
+
+
+def check_reference(plan: Plan, output: AttentionOutput, arrays: Mapping[str, Any]) -> list[Comparison]:
+    """Compare output, and lse and weights where they were asked for, with verify.reference_attention."""
+    problem, given = plan.problem, materials(plan.problem, arrays)
+    packed = problem.layout == "thd"
+    got = canonical(np.asarray(output.attention_outputs), problem.layout)
+    others = {
+        name: np.asarray(x)[None] if packed else np.asarray(x)
+        for name, x in (("lse", output.lse), ("weights", output.attention_weights))
+        if x is not None
+    }
+    worst = {name: _Worst() for name in ("output", *others)}
+    step = max(1, _PIECE // (problem.group * problem.kv_len))
+    for start in range(0, problem.q_len, step):
+        rows = slice(start, min(start + step, problem.q_len))
+        seen = given.visible(rows)
+        for row in range(problem.batch):
+            for kv_head in range(problem.kv_heads):
+                heads = slice(kv_head * problem.group, (kv_head + 1) * problem.group)
+                want = _piece(problem, given, seen, arrays, row, kv_head, heads, rows)
+                worst["output"].add(got[row, rows, heads], want.output[0])
+                if "lse" in others:
+                    worst["lse"].add(others["lse"][row, heads, rows], want.lse[0])
+                if "weights" in others:
+                    worst["weights"].add(others["weights"][row, heads, rows], want.weights[0])
+    tolerance = _tolerance(plan)
+    remark = "" if tolerance is not None else f"no tolerance is published for {problem.runtime_dtype}"
+    return [w.compared(name, "float64 reference", tolerance, remark) for name, w in worst.items()]
+
+
+def check_expected(
+    plan: Plan, output: AttentionOutput, arrays: Mapping[str, Any], expected: np.ndarray, source: str
+) -> Comparison:
+    """Compare the output with given values, without rows of padding queries. Errors: InputError for another shape."""
+    problem, got = plan.problem, np.asarray(output.attention_outputs)
+    if expected.shape != got.shape:
+        raise InputError(f"{source}: expected has shape {expected.shape}; wanted the output's, {got.shape}.")
+    got, want = canonical(got, problem.layout), canonical(expected, problem.layout)
+    real = _real_queries(problem, arrays)
+    remark = "" if real.all() else f"{int((~real).sum())} rows of padding queries left out"
+    worst = _Worst()
+    worst.add(got[real], want[real])
+    return worst.compared("output", f"expected of {source}", _tolerance(plan), remark)
+
+
+def _tolerance(plan: Plan) -> float | None:
+    published = plan.problem.operation.capability(plan.method or "").tolerance.get(plan.problem.runtime_dtype)
+    return None if published is None else published.forward
+
+
+def _real_queries(problem: AttentionProblem, arrays: Mapping[str, Any]) -> np.ndarray:
+    """bool [batch, q]: False for queries at padded places of a self-attention."""
+    real = np.ones((problem.batch, problem.q_len), bool)
+    if problem.q_len != problem.kv_len:
+        return real
+    if "kv_lengths" in arrays:
+        real &= np.arange(problem.q_len) < np.asarray(arrays["kv_lengths"])[:, None]
+    mask = arrays.get("mask")
+    if mask is not None and mask.shape == (problem.batch, 1, 1, problem.kv_len):
+        real &= np.asarray(mask)[:, 0, 0]
+    return real
+
+
+def _piece(
+    problem: AttentionProblem, given: Materials, seen: np.ndarray, arrays: Mapping[str, Any], row: int, kv_head: int,
+    heads: slice, rows: slice,
+) -> Any:  # fmt: skip
+    one, count = slice(row, row + 1), problem.group
+    keep = None
+    if problem.dropout_prob > 0:
+        dropout = Dropout(arrays["dropout_rng"], _rng_name(), problem.dropout_prob, row, heads.start, rows.start)
+        keep = np.asarray(dropout.keep(1, count, rows.stop - rows.start, problem.kv_len))
+    return reference_attention(
+        given.query[one, rows, heads],
+        given.key[one, :, kv_head : kv_head + 1],
+        given.value[one, :, kv_head : kv_head + 1],
+        scale=problem.softmax_scale,
+        mask=_cut(seen, one, heads, slice(None)),
+        bias=None if given.bias is None else _cut(given.bias, one, heads, rows),
+        soft_cap=problem.logits_soft_cap,
+        sinks=None if given.sinks is None else given.sinks[heads],
+        keep=keep,
+        keep_probability=1.0 - problem.dropout_prob,
+    )
+
+
+def _cut(x: np.ndarray, batch: slice, heads: slice, rows: slice) -> np.ndarray:
+    """Cut [batch, heads, q, kv]; a dimension of 1 stands for all."""
+    whole = slice(None)
+    return x[
+        whole if x.shape[0] == 1 else batch, whole if x.shape[1] == 1 else heads, whole if x.shape[2] == 1 else rows
+    ]
+
+
+def _rng_name() -> str:
+    import jax
+
+    return str(jax.random.key_impl(jax.random.key(0)))

@@ -1,0 +1,182 @@
+"""The `attnops` command. Exit status: 0 done, 1 refused or a check failed, 2 bad input, 130 interrupted.
+
+jax is imported inside the commands, after the options are known to make sense.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from attnops.errors import AttnOpsError, FallbackWarning, RefusedError, ShardingError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="attnops",
+    help="Declare an attention operation, know what will run where and why, and run it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# typer carries click inside from 0.22 on and has it as a dependency before; either way this is its ClickException.
+_UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+_Config = Annotated[Path, typer.Argument(help="Declaration file (JSON).", show_default=False)]
+_Inputs = Annotated[Path | None, typer.Option("--inputs", help="Arrays, .npz or .safetensors.", show_default=False)]
+_Mesh = Annotated[str | None, typer.Option("--mesh", help="Mesh axes, such as fsdp=2,tp=2,sp=2.", show_default=False)]
+_Mode = Annotated[
+    str | None, typer.Option("--mode", help="train, prefill, autoregressive or insert.", show_default=False)
+]
+_Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else.")]
+
+
+@app.command("list")
+def list_operations(as_json: _Json = False) -> None:
+    """Show the operations, which method runs on which platform, and what each can do."""
+    from attnops.cli_list import listing, print_listing
+
+    data = listing()
+    if as_json:
+        _print_json(data)
+    else:
+        print_listing(data)
+
+
+@app.command()
+def schema(
+    operation: Annotated[str | None, typer.Argument(help="One operation's config.", show_default=False)] = None,
+) -> None:
+    """Print the JSON Schema of the declaration file, or of one operation's config."""
+    from attnops.registry.declaration_schema import config_json_schema, declaration_json_schema
+
+    _print_json(declaration_json_schema() if operation is None else config_json_schema(operation))
+
+
+@app.command()
+def plan(
+    config: _Config,
+    inputs: _Inputs = None,
+    mesh: _Mesh = None,
+    mode: _Mode = None,
+    platform: Annotated[
+        str | None, typer.Option("--platform", help="Plan for tpu, cuda, rocm, gpu or cpu.", show_default=False)
+    ] = None,
+    topology: Annotated[
+        str | None, typer.Option("--topology", help="Plan for a TPU topology, such as v5e:2x2.", show_default=False)
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse specs that don't fit as declared.")] = False,
+    fallback: Annotated[
+        str | None, typer.Option("--fallback", help="warn, error or allow.", show_default=False)
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Show what would run and why, and where every tensor would live. Needs no devices."""
+    from attnops.call_arrays import call_shapes
+    from attnops.cli_plan import print_plan
+    from attnops.cli_target import plan_metadata
+    from attnops.registry import OperationRegistry
+    from attnops.registry.declaration import Declaration
+
+    declaration = Declaration.load(config)
+    operation = OperationRegistry.get(declaration.operation)
+    metadata = plan_metadata(
+        declaration, mesh=mesh, platform=platform, topology=topology, strict=strict, fallback=fallback
+    )
+    shapes = call_shapes(declaration.call, inputs)
+    arguments = declaration.call_arguments(shapes.arrays, mode=mode)
+    try:
+        decided = operation(metadata).plan(**arguments)
+    except ShardingError as error:
+        raise _Refused(str(error)) from None
+    if as_json:
+        _print_json(decided.to_dict())
+    else:
+        source = "--topology" if topology else "--platform" if platform else None
+        print_plan(decided, shapes.notes, source)
+    if decided.implementation is None:
+        raise _Refused(decided.refusal())
+
+
+@app.command()
+def run(
+    config: _Config,
+    inputs: _Inputs = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write the results, .npz or .safetensors.", show_default=False)
+    ] = None,
+    mesh: _Mesh = None,
+    mode: _Mode = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of drawn inputs and of dropout.")] = 0,
+    check: Annotated[bool, typer.Option("--check", help="Compare with float64, and with `expected`.")] = False,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed runs; the median is shown.")] = 5,
+    explain: Annotated[bool, typer.Option("--explain", help="Print the whole plan.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but what goes wrong.")] = False,
+) -> None:
+    """Run the declared call on this machine's devices, virtual CPU devices where the mesh needs more."""
+    from attnops.cli_run import RunOptions
+    from attnops.cli_run import run as run_command
+
+    options = RunOptions(config, inputs, output, mesh, mode, seed, check, repeats, explain, quiet)
+    raise typer.Exit(run_command(options))
+
+
+class _Refused(AttnOpsError):
+    """A plan that was made and says no."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status. What attnops raises on purpose becomes one message on stderr."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", category=FallbackWarning)
+        warnings.showwarning = _short_warning(warnings.showwarning)
+        try:
+            status = app(args=given or ["--help"], prog_name="attnops", standalone_mode=False) or 0
+            sys.stdout.flush()
+            return status
+        except (_Refused, RefusedError) as error:
+            return _fail(str(error), 1)
+        except AttnOpsError as error:
+            return _fail(str(error), 2)
+        except _UsageProblem as error:
+            return _fail(f"{error.format_message()} Try `attnops --help`.", 2)
+        except (KeyboardInterrupt, typer.Abort):
+            return _fail("interrupted.", 130)
+        except MemoryError as error:
+            return _fail(f"not enough memory: {error}; make the call smaller.", 2)
+        except BrokenPipeError:  # the reader went away, as in `attnops schema | head`: nobody is left to tell
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"attnops: {message}", file=sys.stderr)
+    return status
+
+
+def _short_warning(otherwise: Any) -> Any:
+    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        if issubclass(category, FallbackWarning):
+            print(f"attnops: warning: {str(message).splitlines()[0]}", file=sys.stderr)
+        else:
+            otherwise(message, category, filename, lineno, file, line)
+
+    return show
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

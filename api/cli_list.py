@@ -1,0 +1,76 @@
+"""`attnops list`: operations by platform, what each implementation consumes, and its published tolerances."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.text import Text
+
+from attnops.cli_text import table, text
+from attnops.errors import AttnOpsError
+from attnops.operators import Operation
+from attnops.registry import FEATURES, METHODS, OperationRegistry
+
+__all__ = ["listing", "print_listing"]
+
+
+def listing() -> dict[str, Any]:
+    """Everything that is registered, as JSON-ready values. What fails to import is listed with its error."""
+    operations = {}
+    for name in OperationRegistry.names():
+        try:
+            operations[name] = _operation(OperationRegistry.get(name))
+        except AttnOpsError as error:
+            operations[name] = {"error": str(error)}
+    return {"features": dict(FEATURES), "operations": operations}
+
+
+def _operation(operation: type[Operation]) -> dict[str, Any]:
+    methods = operation.declared_methods()
+    implementations = {}
+    for method in methods:
+        capability = operation.capability(method)
+        implementations[method] = {
+            "consumes": sorted(capability.consumes),
+            "rules": [rule.code for rule in capability.rules],
+            "tolerance": {dtype: value._asdict() for dtype, value in capability.tolerance.items()},
+        }
+    platforms = {p: next((m for m in own if m in methods), "forward_native") for p, own in METHODS.items()}
+    return {
+        "config": operation.config.__name__,
+        "about": (operation.__doc__ or "").strip().partition("\n")[0],
+        "platforms": platforms,
+        "implementations": implementations,
+    }
+
+
+def print_listing(data: dict[str, Any]) -> None:
+    """The same as three tables."""
+    console = text()
+    sound = {name: entry for name, entry in data["operations"].items() if "error" not in entry}
+    runs = table("operation", *METHODS)
+    for name, entry in sound.items():
+        methods = entry["platforms"].values()
+        runs.add_row(
+            Text(name, style="bold"), *(Text(m, style="dim" if m == "forward_native" else "green") for m in methods)
+        )
+    console.print(Text("Which method runs where", style="bold underline"), runs, "", sep="\n")
+    for name, entry in sound.items():
+        console.print(Text.assemble((name, "bold"), f": {entry['about']}"))
+    columns = []
+    for name, entry in sound.items():
+        columns += [(f"{name}\n{method}", able) for method, able in entry["implementations"].items()]
+    abilities = table("consumes", *(title for title, _ in columns))
+    for feature in data["features"]:
+        abilities.add_row(feature, *("yes" if feature in i["consumes"] else Text("-", style="dim") for _, i in columns))
+    console.print("", Text("What each implementation consumes", style="bold underline"), abilities, sep="\n")
+    console.print(Text("What is asked and not consumed is refused; `attnops plan` gives every reason.", style="dim"))
+    bounds = table("implementation", "dtype", "forward", "backward")
+    for title, implementation in columns:
+        for dtype, value in implementation["tolerance"].items():
+            bounds.add_row(title.replace("\n", "."), dtype, f"{value['forward']:g}", f"{value['backward']:g}")
+    title = "Published error against the float64 reference, relative to its largest value"
+    console.print("", Text(title, style="bold underline"), bounds, sep="\n")
+    for name, entry in data["operations"].items():
+        if "error" in entry:
+            console.print("", Text.assemble((name, "bold red"), f": {entry['error']}"), sep="\n")

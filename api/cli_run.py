@@ -1,0 +1,163 @@
+"""`attnops run`: compile, run, compare, check, write; and what is told about it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from rich.text import Text
+
+from attnops.baseline import NotExpressible, baseline
+from attnops.call_arrays import call_arrays
+from attnops.check import Comparison, check_expected, check_reference
+from attnops.cli_plan import brief_rows, print_plan
+from attnops.cli_target import run_metadata
+from attnops.cli_text import errors, fields, text
+from attnops.inputs import check_output_path, write_arrays
+from attnops.materials import canonical
+from attnops.registry import OperationRegistry, Plan
+from attnops.registry.declaration import Declaration
+from attnops.registry.explain import bytes_text
+from attnops.run import Compiled, compile_call, compile_declared, on_devices, time_calls
+
+__all__ = ["RunOptions", "run"]
+
+
+class RunOptions(NamedTuple):
+    """The options of `attnops run`."""
+
+    config: Path
+    inputs: Path | None
+    output: Path | None
+    mesh: str | None
+    mode: str | None
+    seed: int
+    check: bool
+    repeats: int
+    explain: bool
+    quiet: bool
+
+
+def run(options: RunOptions) -> int:
+    """Do it. Returns the exit status: 1 for a failed check or an output that isn't finite."""
+    if options.output is not None:
+        check_output_path(options.output)
+    declaration = Declaration.load(options.config)
+    operation = OperationRegistry.get(declaration.operation)(run_metadata(declaration, mesh=options.mesh))
+    arrays, expected, notes = call_arrays(declaration.call, options.inputs, options.seed)
+    plan = operation.plan(**declaration.call_arguments(arrays, mode=options.mode)).require()
+    mesh = operation.metadata.mesh
+    placed = on_devices(arrays, plan, mesh if isinstance(mesh, Mesh) else None)
+    with _progress("compile", options):
+        compiled = compile_declared(operation, declaration, placed, options.mode)
+        other = baseline(plan, placed)
+        theirs = None if isinstance(other, NotExpressible) else compile_call(other.function, other.arguments)
+    output = compiled.result
+    calls = [compiled] if theirs is None else [compiled, theirs]
+    with _progress("run", options):
+        seconds = time_calls(calls, options.repeats)
+    checks: list[Comparison] = []
+    if options.check:
+        with _progress("check against the float64 reference", options):
+            checks += check_reference(plan, output, arrays)
+        if expected is not None and options.inputs is not None:
+            checks.append(check_expected(plan, output, arrays, expected, options.inputs.name))
+    elif expected is not None:
+        notes = (*notes, "expected is in the inputs file; --check compares with it")
+    unsound = _not_finite(output.attention_outputs, arrays)
+    if options.output is not None:
+        notes = (*notes, *write_arrays(options.output, _results(output)), f"wrote {options.output}")
+    if not options.quiet:
+        if options.explain:
+            print_plan(plan)
+        else:
+            text().print(Text(plan.problem.describe(), style="bold"))
+        rows = [] if options.explain else brief_rows(plan)
+        rows += [_output_row(output.attention_outputs, unsound)]
+        runs = f"median of {options.repeats} runs" if options.repeats > 1 else "1 run"
+        cost = f"{_seconds(seconds[0])}, {runs}; compile {compiled.compile_seconds:.2f} s; {_memory(compiled)}"
+        rows.append(("time", cost))
+        if isinstance(other, NotExpressible):
+            rows.append(("compare", f"not expressible in jax.nn.dot_product_attention: {other.reason}"))
+        elif theirs is not None:
+            rows.append(("compare", f"jax.nn.dot_product_attention, {other.mask}; {_agreement(plan, output, theirs)}"))
+            ratio = f"{seconds[1] / seconds[0]:.2f} of the time above"
+            rows.append(("compare", f"{_seconds(seconds[1])}, {ratio}; {_memory(theirs)}"))
+        rows += [_check_row(comparison) for comparison in checks]
+        rows += [("note", note) for note in (*(() if options.explain else plan.notes), *notes)]
+        text().print(fields(rows))
+    failed = [f"check failed: {_verdict(c)}" for c in checks if not c.passed]
+    if unsound:
+        failed.append(unsound)
+    for line in failed:
+        errors().print(f"attnops: {line}", soft_wrap=True)
+    return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def _progress(what: str, options: RunOptions) -> Iterator[None]:
+    """A spinner on a terminal, nothing elsewhere."""
+    console = errors()
+    if options.quiet or not console.is_terminal:
+        yield
+        return
+    with console.status(Text(what)):
+        yield
+
+
+def _results(output: Any) -> dict[str, np.ndarray]:
+    named = {"output": output.attention_outputs, "lse": output.lse, "weights": output.attention_weights}
+    return {name: np.asarray(x) for name, x in named.items() if x is not None}
+
+
+def _not_finite(output: jax.Array, arrays: dict[str, Any]) -> str:
+    """What is wrong with an output that isn't finite, '' if it is."""
+    count = int((~np.isfinite(np.asarray(output, np.float32))).sum())
+    if not count:
+        return ""
+    given = [n for n in ("query", "key", "value") if not np.isfinite(np.asarray(arrays[n], np.float32)).all()]
+    cause = f"; so are values of {', '.join(given)}" if given else ", though query, key and value are"
+    return f"{count} of {output.size} output values are not finite{cause}"
+
+
+def _output_row(output: jax.Array, unsound: str) -> tuple[str, Text]:
+    shape = f"{'x'.join(map(str, output.shape))} {output.dtype.name}, "
+    finite = Text("NOT FINITE: " + unsound, style="red") if unsound else Text("every value finite")
+    return "output", Text.assemble(shape, finite)
+
+
+def _memory(compiled: Compiled) -> str:
+    used = "unknown" if compiled.temp_bytes is None else f"{bytes_text(compiled.temp_bytes)} a device"
+    return f"temporary memory {used}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def _agreement(plan: Plan, output: Any, theirs: Compiled) -> str:
+    """How far the other result is off, without fully masked rows: 0 here, the mean of the values there."""
+    ours = canonical(np.asarray(output.attention_outputs, np.float32), plan.problem.layout)
+    live = ours.any(axis=-1)
+    difference = np.abs(ours[live] - np.asarray(theirs.result, np.float32)[live])
+    text = f"differs by at most {float(difference.max(initial=0.0)):.1e}"
+    return text if live.all() else f"{text} outside of {int((~live).sum())} fully masked rows"
+
+
+def _verdict(comparison: Comparison) -> str:
+    tolerance = "no tolerance" if comparison.tolerance is None else f"tolerance {comparison.tolerance:g}"
+    remark = f" ({comparison.remark})" if comparison.remark else ""
+    return (
+        f"{comparison.what} against {comparison.against}: max error {comparison.max_abs:.2e}, relative "
+        f"{comparison.relative:.2e}, {tolerance}{remark}"
+    )
+
+
+def _check_row(comparison: Comparison) -> tuple[str, Text]:
+    word, style = ("pass", "bold green") if comparison.passed else ("FAIL", "bold red")
+    return "check", Text.assemble((word, style), f"  {_verdict(comparison)}")

@@ -1,0 +1,133 @@
+"""What a command plans for or runs on: an abstract mesh, a described TPU topology, or the devices of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+
+from attnops.errors import ConfigError, ShardingError
+from attnops.registry import METHODS, OperationMetadata
+from attnops.registry.declaration import Declaration
+from attnops.sharding import describe_mesh, parse_mesh, virtual_mesh
+from attnops.sharding.mesh import gpu_vendor
+from attnops.verify.topology import described_mesh
+
+__all__ = ["here", "plan_metadata", "run_metadata"]
+
+# More virtual devices than this are a slip of the hand: each costs a thread pool.
+_MOST_VIRTUAL = 256
+
+
+def here() -> tuple[str, str]:
+    """(platform, device kind) of this machine's default devices. Starts jax's backend."""
+    device = jax.devices()[0]
+    return gpu_vendor(device.platform, device.client), device.device_kind
+
+
+def plan_metadata(
+    declaration: Declaration,
+    *,
+    mesh: str | None,
+    platform: str | None,
+    topology: str | None,
+    strict: bool,
+    fallback: str | None,
+) -> OperationMetadata:
+    """The metadata as the plan's options change it. No device is needed.
+
+    Errors: ConfigError and ShardingError for options that have no meaning.
+    """
+    if platform is not None and platform not in METHODS:
+        raise ConfigError(f"--platform {platform}: wanted one of {', '.join(METHODS)}.")
+    if topology is not None and platform not in (None, "tpu"):
+        raise ConfigError(f"--topology {topology} describes TPUs, --platform says {platform}; leave one of them out.")
+    changes: dict[str, Any] = _policy(strict, fallback)
+    sizes = _sizes(mesh, declaration)
+    if platform is not None:
+        changes |= {"platform": None, "backend": platform}
+    if topology is not None:
+        changes |= {"platform": None, "backend": None, "mesh": described_mesh(topology, sizes)}
+    elif sizes is not None and (mesh is not None or platform is not None):
+        changes["mesh"] = _abstract(sizes, platform or _declared_platform(declaration.metadata))
+    return declaration.operation_metadata(changes)
+
+
+def run_metadata(declaration: Declaration, *, mesh: str | None) -> OperationMetadata:
+    """The metadata on this machine's devices; on CPU as many virtual ones as the mesh needs.
+
+    Errors: ShardingError when there are too few devices, ConfigError when the config wants another platform.
+    """
+    sizes = _sizes(mesh, declaration)
+    if sizes is not None:
+        _make_cpu_devices(math.prod(sizes.values()))
+    changes = {} if mesh is None or sizes is None else {"mesh": virtual_mesh(sizes)}
+    metadata = declaration.operation_metadata(changes)
+    stored = metadata.mesh
+    platform, _ = here()
+    if stored is not None and not isinstance(stored, Mesh):
+        raise ShardingError(
+            f"metadata.mesh {describe_mesh(stored)} can't be made of this machine's devices ({len(jax.devices())} of "
+            f"{platform}); run it elsewhere, or give --mesh."
+        )
+    for name in ("platform", "backend"):
+        wanted = getattr(metadata, name)
+        if wanted is not None and wanted != platform and not (wanted == "gpu" and platform in ("cuda", "rocm")):
+            raise ConfigError(
+                f"metadata.{name} is {wanted!r} and this machine's devices are {platform}; run it there, use "
+                f"`attnops plan`, or leave {name} out."
+            )
+    return metadata
+
+
+def _policy(strict: bool, fallback: str | None) -> dict[str, Any]:
+    changes: dict[str, Any] = {"strict": True} if strict else {}
+    return changes if fallback is None else changes | {"fallback": fallback}
+
+
+def _sizes(mesh: str | None, declaration: Declaration) -> dict[str, int] | None:
+    """The mesh's sizes: the option's, else the config's."""
+    if mesh is not None:
+        return parse_mesh(mesh)
+    declared = declaration.metadata.get("mesh")
+    if not isinstance(declared, Mapping):
+        return None
+    names, sizes = declared.get("axis_names"), declared.get("axis_sizes")
+    found = dict(declared)
+    if isinstance(names, list) and isinstance(sizes, list):
+        found = dict(zip(names, sizes, strict=False))
+    # A mesh without meaning is left for OperationMetadata, which says what is wrong with it.
+    sound = found and all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in found.values())
+    return found if sound else None
+
+
+def _declared_platform(metadata: Mapping[str, Any]) -> str | None:
+    return metadata.get("backend") or metadata.get("platform")
+
+
+def _abstract(sizes: Mapping[str, int], platform: str | None) -> AbstractMesh:
+    kind = platform
+    if platform is None:
+        platform, kind = here()
+    device = AbstractDevice(device_kind=kind or platform, num_cores=None, platform=platform)
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), abstract_device=device
+    )
+
+
+def _make_cpu_devices(count: int) -> None:
+    """Ask for virtual CPU devices. On other platforms this changes nothing that is used."""
+    if count > _MOST_VIRTUAL:
+        raise ShardingError(
+            f"mesh of {count} devices: `run` makes at most {_MOST_VIRTUAL} virtual ones; `attnops plan` needs none."
+        )
+    if count == 1 or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return  # nothing to ask for, or the user has said how many
+    # RuntimeError: the backend runs already. virtual_mesh tells whether its devices are enough.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)

@@ -1,0 +1,64 @@
+"""What check and baseline need of a call: arrays as [batch, time, heads, dim], and the merged mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.masks import Mask
+from attnops.registry import AttentionProblem
+
+__all__ = ["Materials", "canonical", "materials"]
+
+
+class Materials(NamedTuple):
+    """Host arrays of a call in canonical form, in the run-time dtype. `query_offset` is an int or an array [batch]."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    bias: np.ndarray | None
+    sinks: np.ndarray | None
+    mask: Mask
+    query_offset: int | np.ndarray
+
+    def visible(self, rows: slice) -> np.ndarray:
+        """The mask of some query rows and all keys, bool [batch | 1, heads | 1, rows, kv]."""
+        seen = self.mask.materialise(rows, slice(0, self.key.shape[1]), query_offset=self.query_offset)
+        return np.asarray(seen)
+
+
+def materials(problem: AttentionProblem, arrays: Mapping[str, Any]) -> Materials:
+    """Collect them. The mask is the problem's own, with the arrays in its slots."""
+    dtype = jnp.dtype(problem.runtime_dtype)
+    q, k, v = (canonical(np.asarray(arrays[n]), problem.layout).astype(dtype) for n in ("query", "key", "value"))
+    mask = problem.mask.merge([_leaf(leaf.name, problem, arrays) for leaf in problem.leaves])
+    offset: int | np.ndarray = 0 if problem.query_offset is None else problem.query_offset
+    if problem.dynamic_query_offset:
+        given = arrays.get("query_offset")
+        offset = np.asarray(arrays["kv_lengths"]) - problem.q_len if given is None else np.asarray(given)
+    bias = None if "bias" not in arrays else np.asarray(arrays["bias"])
+    return Materials(q, k, v, bias, _sinks(problem, arrays), mask, offset)
+
+
+def canonical(x: np.ndarray, layout: str) -> np.ndarray:
+    """An array of any layout as [batch, time, heads, dim]."""
+    return x[None] if layout == "thd" else x.swapaxes(1, 2) if layout == "bhtd" else x
+
+
+def _leaf(name: str, problem: AttentionProblem, arrays: Mapping[str, Any]) -> np.ndarray:
+    other = {"q_segment_ids": "kv_segment_ids", "kv_segment_ids": "q_segment_ids"}.get(name, name)
+    array = np.asarray(arrays[name] if name in arrays else arrays[other])
+    return array[None] if problem.layout == "thd" and name.endswith("segment_ids") else array
+
+
+def _sinks(problem: AttentionProblem, arrays: Mapping[str, Any]) -> np.ndarray | None:
+    """[heads, sinks]: a row for every query head."""
+    if "softmax_aux" not in arrays:
+        return None
+    sinks = np.asarray(arrays["softmax_aux"], np.float64)
+    sinks = sinks.reshape(len(sinks), -1)
+    return np.repeat(sinks, problem.q_heads // len(sinks), axis=0)

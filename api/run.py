@@ -1,0 +1,73 @@
+"""Compile, run and time one declared call on this machine's devices."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from attnops.operators import AttentionOutput, Operation
+from attnops.registry import Plan
+from attnops.registry.declaration import Declaration
+
+__all__ = ["Compiled", "compile_call", "compile_declared", "on_devices", "time_calls"]
+
+
+class Compiled(NamedTuple):
+    """A compiled call, its first result, and what it takes: seconds to compile, bytes of temporary memory a device."""
+
+    call: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    result: Any
+    compile_seconds: float
+    temp_bytes: int | None
+
+
+def compile_declared(
+    operation: Operation, declaration: Declaration, arrays: Mapping[str, Any], mode: str | None
+) -> Compiled:
+    """Compile and run the declared call on arrays of `on_devices`; `result` is its AttentionOutput."""
+
+    def attend(given: dict[str, Any]) -> AttentionOutput:
+        return operation(**declaration.call_arguments(given, mode=mode))
+
+    return compile_call(attend, (dict(arrays),))
+
+
+def compile_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Compiled:
+    """Compile ahead of time and run once, which also warms up."""
+    start = time.perf_counter()
+    compiled = jax.jit(function).lower(*arguments).compile()
+    seconds = time.perf_counter() - start
+    result = jax.block_until_ready(compiled(*arguments))
+    memory = compiled.memory_analysis()
+    return Compiled(compiled, arguments, result, seconds, None if memory is None else int(memory.temp_size_in_bytes))
+
+
+def time_calls(calls: Sequence[Compiled], repeats: int) -> list[float]:
+    """Median seconds of each. The calls take turns, so that a busy moment of the machine meets all of them."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for taken, call in zip(times, calls, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(call.call(*call.arguments))
+            taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times]
+
+
+def on_devices(arrays: Mapping[str, Any], plan: Plan, mesh: Mesh | None) -> dict[str, jax.Array]:
+    """Put every array where its fitted spec wants it, before anything is timed."""
+    if mesh is None:
+        return {name: jax.device_put(x) for name, x in arrays.items()}
+    placed = {}
+    for name, x in arrays.items():
+        fitted = plan.placement.fitted.get(name)
+        # Repeated kv heads exist only inside the operation: as given they don't divide.
+        fits = fitted is not None and fitted.shape == x.shape
+        spec = fitted.spec if fitted is not None and fits else PartitionSpec()
+        placed[name] = jax.device_put(x, NamedSharding(mesh, spec))
+    return placed

@@ -1,0 +1,230 @@
+"""CallDeclaration: one attention call written down: sizes, mask, options, and the traced inputs by shape.
+
+A field that is left out is unset, which is not null: unset takes what an inputs file holds, null refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from ..errors import ConfigError
+from ..masks import Dense, MaskField
+from ..sharding import MODES, canonical_mode
+
+__all__ = ["CallDeclaration", "call_arguments"]
+
+_LIMIT = 2**31 - 1  # indices are int32 on devices
+_Size = Annotated[int, Field(strict=True, ge=1, le=_LIMIT)]
+_Distance = Annotated[int, Field(strict=True, ge=0, le=_LIMIT)]
+_Offset = Annotated[int, Field(strict=True, ge=-_LIMIT, le=_LIMIT)]
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_SHAPES = {"bias": (4, 4), "dense_mask": (4, 4), "softmax_aux": (1, 2)}
+_SIZES = ("batch", "q_len", "kv_len", "q_heads", "kv_heads", "head_dim", "value_dim")
+
+
+class CallDeclaration(BaseModel):
+    """The call: sizes count elements; `kv_len`, `kv_heads`, `value_dim` are those of the query where left out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, title="call")
+
+    batch: _Size = 1
+    q_len: _Size | None = None
+    kv_len: _Size | None = None
+    q_heads: _Size | None = None
+    kv_heads: _Size | None = None
+    head_dim: _Size | None = None
+    value_dim: _Size | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    layout: Literal["bthd", "bhtd", "thd"] = "bthd"
+    mode: Annotated[str | None, Field(json_schema_extra={"examples": [m.strip("_") for m in MODES]})] = None
+    mask: MaskField | None = None
+    causal: StrictBool | None = None
+    sliding_window: _Distance | tuple[_Distance | None, _Distance | None] | None = None
+    query_offset: _Offset | None = None
+    softmax_scale: _Number | None = None
+    logits_soft_cap: Annotated[_Number, Field(gt=0)] | None = None
+    dropout_prob: Annotated[_Number, Field(ge=0, lt=1)] | None = None
+    deterministic: StrictBool = True
+    return_weights: StrictBool = False
+    return_lse: StrictBool = False
+    segment_ids: Annotated[_Size | None, Field(description="Number of packed segments in each row.")] = None
+    kv_lengths: Annotated[
+        tuple[_Distance, ...] | Literal[True] | None,
+        Field(description="Keys of each batch row, or true for drawn ones."),
+    ] = None
+    bias: Annotated[tuple[_Size, ...] | None, Field(description="Shape, broadcasts to [batch, heads, q, kv].")] = None
+    softmax_aux: Annotated[tuple[_Size, ...] | None, Field(description="Shape of the sinks.")] = None
+    dense_mask: Annotated[
+        tuple[_Size, ...] | None, Field(description="Shape, broadcasts to [batch, heads, q, kv].")
+    ] = None
+
+    @field_validator("mode", mode="after")
+    @classmethod
+    def _known_mode(cls, value: str | None) -> str | None:
+        if value is not None:
+            canonical_mode(value)
+        return value
+
+    @field_validator("sliding_window", mode="before")
+    @classmethod
+    def _window(cls, value: Any) -> Any:
+        sides = value if isinstance(value, list | tuple) else [value]
+        right = len(sides) == (2 if isinstance(value, list | tuple) else 1)
+        if not right or not all(side is None or _whole(side, 0) for side in sides):
+            raise ValueError(
+                f"call.sliding_window={value!r}; wanted a distance, or [left, right] with null for no bound"
+            )
+        return value
+
+    @field_validator("kv_lengths", mode="before")
+    @classmethod
+    def _lengths(cls, value: Any) -> Any:
+        if value is None or value is True or (isinstance(value, list | tuple) and all(_whole(n, 0) for n in value)):
+            return value
+        raise ValueError(
+            f"call.kv_lengths={value!r}; wanted a list of lengths, one a batch row, or true for drawn ones"
+        )
+
+    @field_validator(*_SHAPES, mode="before")
+    @classmethod
+    def _shape(cls, value: Any, info: ValidationInfo) -> Any:
+        name = info.field_name or ""
+        low, high = _SHAPES[name]
+        if value is None or (
+            isinstance(value, list | tuple) and low <= len(value) <= high and all(_whole(n, 1) for n in value)
+        ):
+            return value
+        count = f"{low}" if low == high else f"{low} or {high}"
+        raise ValueError(f"call.{name}={value!r}; wanted a shape: a list of {count} positive integers")
+
+    def is_set(self, field: str) -> bool:
+        """Whether a field was given, be it as null."""
+        return field in self.model_fields_set
+
+    def sizes(self) -> dict[str, int]:
+        """Every size by field name. Errors: ConfigError for sizes that are left out."""
+        missing = [name for name in ("q_len", "q_heads", "head_dim") if getattr(self, name) is None]
+        if missing:
+            raise ConfigError(f"{', '.join('call.' + m for m in missing)} missing; declare it, or give an inputs file.")
+        found = {name: getattr(self, name) for name in _SIZES}
+        for name, same in (("kv_len", "q_len"), ("kv_heads", "q_heads"), ("value_dim", "head_dim")):
+            found[name] = found[same] if found[name] is None else found[name]
+        if self.layout == "thd" and found["batch"] != 1:
+            raise ConfigError(
+                f"call.batch={found['batch']} with layout 'thd', which has no batch; leave call.batch out."
+            )
+        return found
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every array of the call by argument name, without values."""
+        n, dtype = self.sizes(), jnp.dtype(self.dtype)
+        rows = () if self.layout == "thd" else (n["batch"],)
+
+        def tensor(heads: str, length: str, dim: str) -> jax.ShapeDtypeStruct:
+            by_axis = {"b": n["batch"], "t": n[length], "h": n[heads], "d": n[dim]}
+            return jax.ShapeDtypeStruct(tuple(by_axis[axis] for axis in self.layout), dtype)
+
+        found = {
+            "query": tensor("q_heads", "q_len", "head_dim"),
+            "key": tensor("kv_heads", "kv_len", "head_dim"),
+            "value": tensor("kv_heads", "kv_len", "value_dim"),
+        }
+        if self.segment_ids is not None:
+            shortest = min(n["q_len"], n["kv_len"])
+            if self.segment_ids > shortest:
+                raise ConfigError(
+                    f"call.segment_ids={self.segment_ids} segments in {shortest} tokens; wanted at most one a token."
+                )
+            found["q_segment_ids"] = jax.ShapeDtypeStruct((*rows, n["q_len"]), jnp.int32)
+            found["kv_segment_ids"] = jax.ShapeDtypeStruct((*rows, n["kv_len"]), jnp.int32)
+        if self.kv_lengths is not None:
+            if self.kv_lengths is not True and len(self.kv_lengths) != n["batch"]:
+                raise ConfigError(
+                    f"call.kv_lengths has {len(self.kv_lengths)} lengths; wanted one a batch row, {n['batch']}."
+                )
+            found["kv_lengths"] = jax.ShapeDtypeStruct((n["batch"],), jnp.int32)
+        if self.dense_mask is not None:
+            found["mask"] = jax.ShapeDtypeStruct(tuple(self.dense_mask), jnp.bool_)
+        for name in ("bias", "softmax_aux"):
+            shape = getattr(self, name)
+            if shape is not None:
+                found[name] = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
+        if not self.deterministic:
+            found["dropout_rng"] = jax.ShapeDtypeStruct((2,), jnp.uint32)
+        return found
+
+    def draw(self, seed: int) -> dict[str, np.ndarray]:
+        """Concrete arrays of these shapes: normal numbers, sorted segment ids from 1, lengths up to kv_len.
+
+        Lengths are never shorter than the queries that stand at a cache's end. The same seed gives the same arrays.
+        """
+        random, found = np.random.default_rng(seed), {}
+        n = self.sizes()
+        for name, struct in self.shapes().items():
+            if name == "dropout_rng":
+                found[name] = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+            elif name == "kv_lengths":
+                low = n["q_len"] if n["q_len"] < n["kv_len"] else 1
+                drawn = random.integers(low, n["kv_len"], n["batch"], endpoint=True)
+                found[name] = np.asarray(drawn if self.kv_lengths is True else self.kv_lengths, np.int32)
+            elif name == "kv_segment_ids" and n["q_len"] == n["kv_len"]:
+                found[name] = found["q_segment_ids"]
+            elif name.endswith("segment_ids"):
+                found[name] = _segments(random, struct.shape, self.segment_ids or 1)
+            elif name == "mask":
+                found[name] = random.random(struct.shape) < 0.7
+            else:
+                found[name] = random.standard_normal(struct.shape, np.float32).astype(struct.dtype)
+        return found
+
+
+def call_arguments(call: CallDeclaration, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
+    """The keyword arguments of Operation.__call__ and Operation.plan for these arrays (or ShapeDtypeStructs)."""
+    mask: Any = call.mask
+    if "mask" in arrays:
+        mask = arrays["mask"] if mask is None else mask & Dense(arrays["mask"])
+    return {
+        "query": arrays["query"],
+        "key": arrays["key"],
+        "value": arrays["value"],
+        "mask": mask,
+        "bias": arrays.get("bias"),
+        "causal": call.causal,
+        "sliding_window": call.sliding_window,
+        "q_segment_ids": arrays.get("q_segment_ids"),
+        "kv_segment_ids": arrays.get("kv_segment_ids"),
+        "kv_lengths": arrays.get("kv_lengths"),
+        "query_offset": arrays.get("query_offset", call.query_offset),
+        "softmax_scale": call.softmax_scale,
+        "logits_soft_cap": call.logits_soft_cap,
+        "softmax_aux": arrays.get("softmax_aux"),
+        "dropout_prob": call.dropout_prob,
+        "dropout_rng": arrays.get("dropout_rng"),
+        "deterministic": call.deterministic,
+        "return_weights": call.return_weights,
+        "return_lse": call.return_lse,
+        "mode": call.mode if mode is None else mode,
+        "layout": call.layout,
+    }
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LIMIT
+
+
+def _segments(random: np.random.Generator, shape: tuple[int, ...], count: int) -> np.ndarray:
+    """Sorted ids 1..count, each at least once in every row."""
+    length = shape[-1]
+
+    def row() -> np.ndarray:
+        cuts = np.sort(random.choice(np.arange(1, length), count - 1, replace=False))
+        return np.searchsorted(cuts, np.arange(length), side="right").astype(np.int32) + 1
+
+    return row() if len(shape) == 1 else np.stack([row() for _ in range(shape[0])])

@@ -1,0 +1,138 @@
+"""Declaration: the config file. An operation's name, its metadata, and one call; exact in JSON both ways."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Self
+
+import jax
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ..errors import ConfigError
+from .call_declaration import CallDeclaration, call_arguments
+from .config import explain_validation
+from .declaration_schema import declaration_json_schema
+from .metadata import OperationMetadata
+
+__all__ = ["CallDeclaration", "Declaration", "declaration_json_schema"]
+
+
+class Declaration(BaseModel):
+    """What a config file says. `metadata` is what OperationMetadata.from_dict takes.
+
+    Errors of every way in: ConfigError that names the source, the field, what was got and what is wanted.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, title="attnops declaration")
+
+    schema_uri: str | None = Field(None, alias="$schema")
+    schema_version: Literal[1] = 1
+    operation: str
+    metadata: dict[str, Any] = {}
+    call: CallDeclaration = CallDeclaration()
+
+    @field_validator("metadata", mode="after")
+    @classmethod
+    def _plain(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return _json_value("metadata", value)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], source: str = "declaration") -> Self:
+        """Build one from JSON values."""
+        if not isinstance(data, Mapping):
+            raise ConfigError(
+                f'{source}: got {type(data).__name__}; wanted an object, {{"operation": "splash", "call": ...}}.'
+            )
+        try:
+            return cls.model_validate(dict(data))
+        except ValidationError as error:
+            text = explain_validation(error, cls).replace("schema_uri", "$schema")
+            raise ConfigError(f"{source}: {text}") from None
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "declaration") -> Self:
+        """Build one from JSON text. A key that stands twice, NaN and Infinity are refused, as nothing may be lost."""
+        try:
+            data = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"{source}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}."
+            ) from None
+        except RecursionError:
+            raise ConfigError(f"{source}: nested too deep to be a declaration.") from None
+        except ValueError as error:  # from the hooks, and Python's own limit on digits
+            raise ConfigError(f"{source}: {error}") from None
+        return cls.from_dict(data, source)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file in UTF-8. Errors: ConfigError also for a file that can't be read."""
+        path = Path(path)
+        try:
+            text = path.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8.") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror or error}; wanted a JSON file with a declaration.") from None
+        return cls.from_json(text, str(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that were given; `from_dict` of it gives an equal declaration."""
+        data = self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        return {"schema_version": self.schema_version, **data}
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return `to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def operation_metadata(self, changes: Mapping[str, Any] | None = None) -> OperationMetadata:
+        """Build the metadata, with some fields changed. Starts jax's backend where a mesh is declared."""
+        return OperationMetadata.from_dict(self.metadata | dict(changes or {}))
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """See CallDeclaration.shapes."""
+        return self.call.shapes()
+
+    def draw(self, seed: int) -> dict[str, np.ndarray]:
+        """See CallDeclaration.draw."""
+        return self.call.draw(seed)
+
+    def call_arguments(self, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
+        """The keyword arguments of the call for these arrays; a mode given here takes the place of the declared one."""
+        return call_arguments(self.call, arrays, mode=mode)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} stands twice in one object; the first would be lost. Keep one.")
+        found[key] = value
+    return found
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number; wanted a finite one.")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text} is too large for a float; wanted a finite one.")
+    return value
+
+
+def _json_value(at: str, value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{at}={value}; wanted a finite number")
+    if isinstance(value, dict):
+        return {str(key): _json_value(f"{at}.{key}", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(f"{at}[{index}]", item) for index, item in enumerate(value)]
+    if value is not None and not isinstance(value, str | int | float | bool):
+        raise ValueError(f"{at} is a {type(value).__name__}; wanted a JSON value, as OperationMetadata.to_dict() gives")
+    return value

@@ -1,0 +1,175 @@
+"""`attnops plan`, `list` and `schema`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attnops import OperationRegistry
+from attnops.cli import app
+from attnops.verify.topology import TOPOLOGIES, described_mesh
+from typer.testing import CliRunner
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+def test_help_and_no_arguments(attnops: Callable[..., Any]) -> None:
+    for arguments in ((), ("--help",), ("-h",)):
+        result = attnops(*arguments)
+        assert result.status == 0
+        assert "schema" in result.out and "plan" in result.out
+
+
+def test_through_typers_own_runner(config: Callable[..., Path]) -> None:
+    runner = CliRunner()
+    assert runner.invoke(app, ["list", "--json"]).exit_code == 0
+    result = runner.invoke(app, ["plan", str(config()), "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["implementation"] == "vanilla.forward_native"
+
+
+def test_list(attnops: Callable[..., Any]) -> None:
+    data = json.loads(attnops("list", "--json").out)["operations"]
+    assert data["splash"]["platforms"]["tpu"] == "forward_tpu"
+    assert data["splash"]["platforms"]["cpu"] == "forward_native"
+    assert data["sdpa"]["platforms"]["rocm"] == "forward_native"
+    assert data["sdpa"]["platforms"]["cuda"] == "forward_cuda"
+    assert "sinks" in data["splash"]["implementations"]["forward_tpu"]["consumes"]
+    text = attnops("list").out
+    for word in ("forward_tpu", "splash.forward_tpu", "bfloat16", "segment_ids"):
+        assert word in text
+
+
+def test_a_broken_plug_in_is_shown_and_breaks_nothing(
+    attnops: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, get = OperationRegistry.names(), OperationRegistry.get
+
+    def broken(name: str) -> Any:
+        if name != "zz_broken":
+            return get(name)
+        from attnops import ConfigError
+
+        raise ConfigError("operation 'zz_broken' (nowhere:Op) can't be imported: ImportError: no nowhere")
+
+    monkeypatch.setattr(OperationRegistry, "names", lambda: (*names, "zz_broken"))
+    monkeypatch.setattr(OperationRegistry, "get", broken)
+    result = attnops("list")
+    assert result.status == 0
+    assert "no nowhere" in result.out and "vanilla.forward_native" in result.out
+    assert "error" in json.loads(attnops("list", "--json").out)["operations"]["zz_broken"]
+    assert json.loads(attnops("schema").out)["$defs"]["config.splash"]
+
+
+def test_schema(attnops: Callable[..., Any]) -> None:
+    assert "call" in json.loads(attnops("schema").out)["properties"]
+    assert "block_kv" in json.loads(attnops("schema", "splash").out)["properties"]
+    assert attnops("schema", "splsh").err.startswith("attnops: operation 'splsh' is not registered")
+
+
+def test_plan_for_a_tpu_that_is_not_here(attnops: Callable[..., Any], examples: Path) -> None:
+    arguments = ("plan", examples / "llama3_8b_layer.json", "--mesh", "fsdp=2,tp=2,sp=2", "--platform", "tpu")
+    result = attnops(*arguments)
+    assert (result.status, result.err) == (0, "")
+    for part in ("splash.forward_tpu", "block_q=256 (declared)", "use_fused_bwd_kernel=False (default)", "--platform"):
+        assert part in result.out
+    for tensor in ("query3d", "kv_segment_ids", "softmax_aux"):
+        assert tensor in result.out
+    assert "axis 'dp' of batch" in result.out
+    data = json.loads(attnops(*arguments, "--json").out)
+    assert data["platform"] == "tpu"
+    assert data["tensors"]["query"]["device_shape"] == [1, 256, 16, 128]
+
+
+@needs_libtpu
+def test_plan_for_a_described_topology(attnops: Callable[..., Any], examples: Path) -> None:
+    path = examples / "llama3_8b_layer.json"
+    data = json.loads(attnops("plan", path, "--topology", "v5e:2x2", "--mesh", "fsdp=2,tp=2", "--json").out)
+    assert data["implementation"] == "splash.forward_tpu"
+    assert data["device_kind"] == "TPU v5 lite"
+    assert attnops("plan", path, "--topology", "v5e:2x2").status == 0
+    for arguments, says in (
+        (("--topology", "v9:2x2"), "names that work: v4:2x2x1"),
+        (("--topology", "v5e:2x2", "--mesh", "fsdp=3"), "multiply to 4"),
+        (("--topology", "v5e:2x2", "--platform", "cuda"), "leave one of them out"),
+    ):
+        result = attnops("plan", path, *arguments)
+        assert result.status == 2
+        assert says in result.err
+
+
+@needs_libtpu
+def test_every_name_that_is_said_to_work_works() -> None:
+    for name in TOPOLOGIES:
+        mesh = described_mesh(name)
+        assert mesh.axis_names == ("fsdp",)
+        assert mesh.devices.flat[0].platform == "tpu"
+
+
+def test_without_libtpu(
+    attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    result = attnops("plan", config(), "--topology", "v5e:2x2")
+    assert result.status == 2
+    assert "pip install 'attnops[tpu]'" in result.err
+
+
+def test_a_mesh_larger_than_this_machine(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    path = config(q_len=64, q_heads=64, batch=64)
+    data = json.loads(attnops("plan", path, "--mesh", "fsdp=64,tp=64,sp=8", "--json").out)
+    assert data["tensors"]["query"]["device_shape"] == [1, 8, 1, 8]
+    assert data["platform"] == "cpu"
+
+
+def test_refusals_exit_with_1(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    tpu = ("--mesh", "tp=8", "--platform", "tpu")
+    path = config("splash", bias=[1, 1, 16, 16])
+    assert attnops("plan", path, *tpu).status == 0
+    result = attnops("plan", path, *tpu, "--fallback", "error")
+    assert result.status == 1
+    assert "REFUSED" in result.out and "additive bias" in result.err
+    result = attnops("plan", path, *tpu, "--fallback", "error", "--json")
+    assert (result.status, json.loads(result.out)["kind"]) == (1, "refused")
+    result = attnops("plan", config(), "--mesh", "tp=8", "--strict")
+    assert (result.status, result.out) == (1, "")
+    assert result.err.startswith("attnops: strict sharding")
+    result = attnops("plan", config(metadata={"kv_heads": "error"}, kv_heads=2), "--mesh", "tp=4")
+    assert result.status == 1
+    assert "kv_heads='replicate'" in result.err
+    result = attnops("plan", config("sdpa", logits_soft_cap=3.0))
+    assert (result.status, "soft cap" in result.err) == (1, True)
+
+
+def test_repeated_kv_heads_and_padding_are_told(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    path = config("splash", kv_heads=2, q_len=130)
+    out = attnops("plan", path, "--mesh", "tp=4,dp=1,fsdp=1,sp=1", "--platform", "tpu").out
+    assert "each kv head repeated 2 times" in out
+    assert "of the work is on padding" in out
+
+
+def test_shapes_of_an_inputs_file(attnops: Callable[..., Any], examples: Path) -> None:
+    files = (examples / "minilm_layer.json", "--inputs", examples / "minilm_layer.npz")
+    result = attnops("plan", *files, "--platform", "tpu", "--mesh", "fsdp=2")
+    assert result.status == 0
+    assert "splash.forward_tpu" in result.out and "kv_lengths" in result.out
+    assert "sentences of minilm_layer.npz is not used" in result.out
+    assert "mask of minilm_layer.npz is not used: call.dense_mask is null" in result.out
+    assert attnops("plan", files[0]).err.startswith("attnops: call.q_len missing")
+
+
+def test_the_configs_own_mesh(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    path = config(metadata={"mesh": {"fsdp": 1, "tp": 2}})
+    data = json.loads(attnops("plan", path, "--platform", "cuda", "--json").out)
+    assert (data["platform"], [axis["size"] for axis in data["mesh"]]) == ("cuda", [1, 2])
+    assert np.prod(data["tensors"]["query"]["device_shape"]) == 16 * 2 * 8
+
+
+def test_mode_of_the_option_wins(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    data = json.loads(attnops("plan", config(mode="train"), "--mode", "prefill", "--json").out)
+    assert data["mode"] == "__prefill__"

@@ -1,0 +1,197 @@
+"""`attnops run`: it runs what is declared, checks it, and writes it whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attnops import cli_run
+from attnops.inputs import read_arrays, write_arrays
+
+MESH = ("--mesh", "fsdp=2,tp=2,sp=2")
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "segments": {"segment_ids": 3, "batch": 2},
+    "lengths": {"kv_lengths": True, "batch": 2, "causal": False},
+    "sinks": {"softmax_aux": [4, 2]},
+    "soft_cap": {"logits_soft_cap": 5.0},
+    "gqa": {"kv_heads": 2, "sliding_window": [4, None]},
+    "thd": {"layout": "thd", "segment_ids": 3},
+    "cache": {"q_len": 1, "kv_len": 24, "kv_lengths": [24, 5], "batch": 2, "return_lse": True},
+    "dropout": {"dropout_prob": 0.3, "deterministic": False, "layout": "bhtd"},
+    "bias_and_mask": {"bias": [1, 4, 16, 16], "dense_mask": [2, 1, 16, 16], "batch": 2, "return_weights": True},
+    "value_dim": {"value_dim": 4, "mask": {"kind": "chunked", "size": 8}},
+    "offset": {"kv_len": 24, "query_offset": 8, "dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("mesh", [(), MESH], ids=["one", "mesh"])
+def test_check(attnops: Callable[..., Any], config: Callable[..., Path], name: str, mesh: tuple[str, ...]) -> None:
+    result = attnops("run", config(**CALLS[name]), *mesh, "--check", "--repeats", 1)
+    assert (result.status, result.err) == (0, "")
+    assert "pass  output against float64 reference" in result.out
+    assert ("pass  lse" in result.out) == ("return_lse" in CALLS[name])
+    assert ("pass  weights" in result.out) == ("return_weights" in CALLS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("plain", "is_causal"),
+        ("lengths", "key_value_seq_lengths"),
+        ("segments", "mask as an array 2x1x16x16"),
+        ("sinks", "not expressible"),
+        ("soft_cap", "it lacks soft cap"),
+        ("dropout", "it lacks dropout"),
+        ("cache", "it lacks the log-sum-exp"),
+        ("value_dim", "it lacks a value head dim"),
+    ],
+)
+def test_the_comparison_is_of_the_same_work(
+    attnops: Callable[..., Any], config: Callable[..., Path], name: str, says: str
+) -> None:
+    out = attnops("run", config(**CALLS[name]), "--repeats", 1).out
+    assert says in out
+    if "differs by at most" in out:
+        assert float(out.split("differs by at most ")[1].split()[0].rstrip(";")) < 1e-5
+
+
+def test_the_tpu_kernel_interpreted(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    metadata = {"operation_configs": {"splash": {"interpret": True}}}
+    call = {"segment_ids": 2, "kv_heads": 2, "logits_soft_cap": 9.0, "softmax_aux": [4], "head_dim": 32}
+    result = attnops("run", config("splash", metadata, **call), "--check", "--repeats", 1, "--explain")
+    assert result.status == 0
+    assert "splash.forward_tpu" in result.out and "of the work is on padding" in result.out
+
+
+def test_fallback_is_one_short_warning(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    metadata = {"operation_configs": {"splash": {"interpret": True}}}
+    result = attnops("run", config("splash", metadata, return_lse=True, q_len=17), "--repeats", 1)
+    assert result.status == 0
+    assert result.err.startswith("attnops: warning: splash.forward_native runs instead")
+    assert len(result.err.splitlines()) == 1
+    refused = attnops("run", config("splash", metadata | {"fallback": "error"}, return_lse=True, q_len=17))
+    assert (refused.status, "log-sum-exp" in refused.err) == (1, True)
+
+
+def test_minilm_against_the_model(attnops: Callable[..., Any], examples: Path) -> None:
+    files = (examples / "minilm_layer.json", "--inputs", examples / "minilm_layer.npz")
+    result = attnops("run", *files, "--check", "--repeats", 1)
+    assert result.status == 0
+    assert "pass  output against expected of minilm_layer.npz" in result.out
+    assert "54 rows of padding queries left out" in result.out
+    assert "--check compares with it" in attnops("run", *files, "--repeats", 1).out
+
+
+def _inputs(path: Path, **more: np.ndarray) -> Path:
+    random = np.random.default_rng(0)
+    arrays = {name: random.standard_normal((2, 16, 4, 8), np.float32) for name in ("query", "key", "value")}
+    write_arrays(path, arrays | more)
+    return path
+
+
+def test_a_wrong_output_fails(attnops: Callable[..., Any], config: Callable[..., Path], tmp_path: Path) -> None:
+    inputs = _inputs(tmp_path / "in.npz", expected=np.ones((2, 16, 4, 8), np.float32))
+    result = attnops("run", config(), "--inputs", inputs, "--check", "--repeats", 1)
+    assert result.status == 1
+    assert "FAIL  output against expected" in result.out
+    assert result.err.startswith("attnops: check failed: output against expected of in.npz")
+    assert "Traceback" not in result.err
+
+
+def test_what_is_not_finite_is_said(attnops: Callable[..., Any], config: Callable[..., Path], tmp_path: Path) -> None:
+    value = np.ones((2, 16, 4, 8), np.float32)
+    value[0, 3, 1, 2] = np.inf
+    result = attnops("run", config(), "--inputs", _inputs(tmp_path / "in.npz", value=value), "--repeats", 1)
+    assert result.status == 1
+    assert "not finite; so are values of value" in result.err
+
+
+def test_output_files(attnops: Callable[..., Any], config: Callable[..., Path], tmp_path: Path) -> None:
+    for suffix, dtype in ((".npz", "float32"), (".safetensors", "bfloat16")):
+        target = tmp_path / f"out{suffix}"
+        path = config(dtype="bfloat16", return_lse=True, return_weights=True)
+        result = attnops("run", path, "--output", target, "--repeats", 1, *MESH)
+        assert (result.status, result.err) == (0, "")
+        stored = read_arrays(target)
+        assert set(stored) == {"output", "lse", "weights"}
+        assert stored["output"].shape == (1, 16, 4, 8)
+        assert stored["output"].dtype.name == dtype
+        assert ("written as float32" in result.out) == (suffix == ".npz")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "out.npz", "out.safetensors"]
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / "out.npz").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_the_same_seed_gives_the_same_output(
+    attnops: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
+) -> None:
+    written = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        target = tmp_path / f"{name}.npz"
+        assert attnops("run", config(), "--seed", seed, "--output", target, "--quiet", "--repeats", 1).out == ""
+        written.append(read_arrays(target)["output"])
+    assert np.array_equal(written[0], written[1])
+    assert not np.array_equal(written[0], written[2])
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "out.npz"
+    write_arrays(target, {"output": np.zeros(3, np.float32)})
+    before = target.read_bytes()
+
+    def full(*args: Any, **arrays: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(ValueError, match="No space left on device"):
+        write_arrays(target, {"output": np.ones(3, np.float32)})
+    assert target.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out.npz"]
+
+
+def test_bfloat16_goes_through_safetensors(
+    attnops: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "in.safetensors"
+    arrays = {n: np.ones((2, 16, 4, 8), jnp.bfloat16) for n in ("query", "key", "value")}
+    write_arrays(path, arrays | {"kv_lengths": np.array([3, 16], np.int64)})
+    assert read_arrays(path)["query"].dtype == jnp.bfloat16
+    result = attnops("run", config(), "--inputs", path, "--check", "--repeats", 1)
+    assert result.status == 0
+    assert "bfloat16" in result.out
+    result = attnops("run", config(dtype="float32"), "--inputs", path, "--check", "--repeats", 1)
+    assert "query of in.safetensors cast from bfloat16 to float32 (call.dtype)" in result.out
+
+
+def test_interrupted(attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(options: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_run, "run", interrupt)
+    assert attnops("run", config()).status == 130
+
+
+def test_placed_before_it_is_timed(config: Callable[..., Path]) -> None:
+    """The inputs lie on all eight devices as the plan says, not on the first one."""
+    from attnops import OperationRegistry
+    from attnops.cli_target import run_metadata
+    from attnops.registry.declaration import Declaration
+    from attnops.run import on_devices
+
+    made = Declaration.load(config(batch=2, kv_heads=1))
+    operation = OperationRegistry.create("vanilla", run_metadata(made, mesh=MESH[1]))
+    arrays = made.draw(0)
+    mesh = operation.metadata.mesh
+    assert isinstance(mesh, jax.sharding.Mesh)
+    placed = on_devices(arrays, operation.plan(**made.call_arguments(arrays)), mesh)
+    assert placed["query"].sharding.shard_shape((2, 16, 4, 8)) == (1, 8, 2, 8)
+    assert placed["key"].sharding.device_set == set(jax.devices())

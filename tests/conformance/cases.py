@@ -1,0 +1,384 @@
+"""What the conformance suite asks: one case per feature, with its arguments for the call and for the reference.
+
+Masks are written out here a second time, as NumPy arrays, so that the suite doesn't trust the package's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from attnops import (
+    Causal,
+    Chunked,
+    Dense,
+    Full,
+    Mask,
+    MaskFunction,
+    Positions,
+    Prefix,
+    SegmentIds,
+    SlidingWindow,
+    register_mask_function,
+)
+
+DIM, VALUE_DIM = 16, 24
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the cases are. 150 is a multiple of nothing and takes two blocks of 128."""
+
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    length: int = 150
+
+    def at(self, place: int) -> int:
+        """A place in a sequence of 150, scaled to this length."""
+        return place * self.length // 150
+
+
+@register_mask_function("conformance_skip")
+def _skip(position, key):  # noqa: ANN001, ANN202
+    return (key <= position) | (key - position > 11)
+
+
+@dataclass
+class Case:
+    """One call and what the reference is told instead."""
+
+    name: str
+    features: frozenset[str]
+    call: dict[str, Any]
+    mask: np.ndarray | None = None  # broadcasts to [batch, heads, q, kv]
+    reference: dict[str, Any] = field(default_factory=dict)
+    differentiate: tuple[str, ...] = ()  # array arguments beside q, k, v that get a gradient
+    # None is filled in from the sizes
+    q_len: int | None = None
+    kv_len: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    batch: int | None = None
+    value_dim: int = DIM
+
+
+Builder = Callable[[np.random.Generator, Sizes], Case]
+_BUILDERS: dict[str, Builder] = {}
+
+
+def _case(builder: Builder) -> Builder:
+    _BUILDERS[builder.__name__] = builder
+    return builder
+
+
+def names() -> list[str]:
+    return list(_BUILDERS)
+
+
+def build(name: str, layout: str, sizes: Sizes = Sizes()) -> Case:  # noqa: B008 - frozen
+    """Make a case; a packed (thd) one has batch 1 and segment ids on top of what it asks."""
+    if layout == "thd":
+        sizes = replace(sizes, batch=1)
+    case = _BUILDERS[name](np.random.default_rng(7), sizes)
+    case.name, case.batch = name, sizes.batch
+    case.q_len, case.kv_len = case.q_len or sizes.length, case.kv_len or sizes.length
+    case.heads = case.heads or sizes.heads
+    case.kv_heads = case.kv_heads or case.heads
+    if layout == "thd" and "q_segment_ids" not in case.call:
+        q, kv = (np.arange(n) // sizes.at(60) for n in (case.q_len, case.kv_len))
+        case.call |= {"q_segment_ids": q.astype(np.int32), "kv_segment_ids": kv.astype(np.int32)}
+        case.features |= {"segment_ids"}
+        same = q[:, None] == kv[None, :]
+        case.mask = same[None, None] if case.mask is None else case.mask & same
+    elif layout == "thd":
+        case.call |= {name: case.call[name][0] for name in ("q_segment_ids", "kv_segment_ids")}
+    return case
+
+
+def _grid(q: int, kv: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(q)[:, None], np.arange(kv)[None, :]
+
+
+def _spread(s: Sizes, low: int, high: int) -> np.ndarray:
+    """One number a batch row, from low to high (places in a sequence of 150); the last alone for a batch of 1."""
+    return np.array([s.at(n) for n in np.linspace(high, low, s.batch).astype(int)], np.int32)
+
+
+def _structured(mask: Mask, visible: np.ndarray, *features: str) -> Case:
+    return Case("", frozenset(features), {"mask": mask}, visible)
+
+
+@_case
+def full(rng: np.random.Generator, s: Sizes) -> Case:
+    return Case("", frozenset(), {"causal": False})
+
+
+@_case
+def causal(rng: np.random.Generator, s: Sizes) -> Case:
+    i, j = _grid(s.length, s.length)
+    return Case("", frozenset({"causal"}), {}, j <= i)
+
+
+@_case
+def causal_bottom_right(rng: np.random.Generator, s: Sizes) -> Case:
+    i, j = _grid(s.at(40), s.length)
+    return Case(
+        "", frozenset({"causal"}), {"query_offset": s.length - s.at(40)}, j <= i + s.length - s.at(40), q_len=s.at(40)
+    )
+
+
+@_case
+def window(rng: np.random.Generator, s: Sizes) -> Case:
+    i, j = _grid(s.length, s.length)
+    return Case(
+        "", frozenset({"sliding_window"}), {"causal": False, "sliding_window": (20, 3)}, (j >= i - 20) & (j <= i + 3)
+    )
+
+
+@_case
+def causal_window(rng: np.random.Generator, s: Sizes) -> Case:
+    i, j = _grid(s.length, s.length)
+    mask = Causal() & SlidingWindow(left=20)
+    return _structured(mask, (j >= i - 20) & (j <= i), "causal", "sliding_window")
+
+
+@_case
+def chunked(rng: np.random.Generator, s: Sizes) -> Case:
+    i, j = _grid(s.length, s.length)
+    return _structured(Causal() & Chunked(48), (i // 48 == j // 48) & (j <= i), "causal", "chunked")
+
+
+@_case
+def chunked_power_of_two(rng: np.random.Generator, s: Sizes) -> Case:
+    i, j = _grid(s.length, s.length)
+    return _structured(Chunked(32), i // 32 == j // 32, "chunked")
+
+
+@_case
+def prefix(rng: np.random.Generator, s: Sizes) -> Case:
+    i, j = _grid(s.length, s.length)
+    return _structured(Causal() | Prefix(s.at(37)), (j <= i) | (j < s.at(37)), "causal", "prefix")
+
+
+@_case
+def negated(rng: np.random.Generator, s: Sizes) -> Case:
+    i, j = _grid(s.length, s.length)
+    return _structured(~Causal(), j > i, "causal")  # the last row sees nothing
+
+
+@_case
+def mask_function(rng: np.random.Generator, s: Sizes) -> Case:
+    i, j = _grid(s.length, s.length)
+    return _structured(MaskFunction("conformance_skip"), (j <= i) | (j - i > 11), "mask_function")
+
+
+@_case
+def segment_ids(rng: np.random.Generator, s: Sizes) -> Case:
+    ids = np.sort(rng.integers(0, 4, (s.batch, s.length)), axis=1).astype(np.int32)
+    i, j = _grid(s.length, s.length)
+    visible = (ids[:, :, None] == ids[:, None, :]) & (j <= i)
+    return Case(
+        "", frozenset({"causal", "segment_ids"}), {"q_segment_ids": ids, "kv_segment_ids": ids}, visible[:, None]
+    )
+
+
+@_case
+def segment_ids_unsorted(rng: np.random.Generator, s: Sizes) -> Case:
+    q, kv = (rng.integers(0, 5, (s.batch, s.length)).astype(np.int32) for _ in range(2))
+    q[:, 3] = 9  # a query whose segment has no key
+    visible = q[:, :, None] == kv[:, None, :]
+    call = {"causal": False, "q_segment_ids": q, "kv_segment_ids": kv}
+    return Case("", frozenset({"segment_ids"}), call, visible[:, None])
+
+
+@_case
+def kv_lengths(rng: np.random.Generator, s: Sizes) -> Case:
+    lengths = _spread(s, 0, 130)  # a row without any key
+    _, j = _grid(s.length, s.length)
+    visible = (j[None] < lengths[:, None, None])[:, None]
+    return Case("", frozenset({"kv_lengths"}), {"causal": False, "kv_lengths": lengths}, visible)
+
+
+@_case
+def cache(rng: np.random.Generator, s: Sizes) -> Case:
+    lengths = _spread(s, 77, 130)
+    i, j = _grid(5, s.length)
+    visible = (j[None] <= i[None] + (lengths - 5)[:, None, None]) & (j[None] < lengths[:, None, None])
+    call = {"kv_lengths": lengths, "mode": "insert"}
+    return Case("", frozenset({"causal", "kv_lengths", "dynamic_query_offset"}), call, visible[:, None], q_len=5)
+
+
+@_case
+def one_query(rng: np.random.Generator, s: Sizes) -> Case:
+    lengths = _spread(s, 3, 130)
+    _, j = _grid(1, s.length)
+    visible = (j[None] < lengths[:, None, None])[:, None]
+    return Case("", frozenset({"kv_lengths"}), {"causal": False, "kv_lengths": lengths}, visible, q_len=1)
+
+
+@_case
+def positions(rng: np.random.Generator, s: Sizes) -> Case:
+    q, kv = (rng.permutation(s.length)[None].repeat(s.batch, 0).astype(np.int32) for _ in range(2))
+    visible = (kv[:, None, :] <= q[:, :, None]) & (kv[:, None, :] >= q[:, :, None] - 30)
+    return Case("", frozenset({"positions"}), {"mask": Positions(q, kv, left=30)}, visible[:, None])
+
+
+@_case
+def dense_mask(rng: np.random.Generator, s: Sizes) -> Case:
+    mask = rng.random((s.batch, s.heads, s.length, s.length)) < 0.4
+    mask[:, :, 5] = False
+    return Case("", frozenset({"dense_mask"}), {"mask": mask, "causal": False}, mask)
+
+
+@_case
+def dense_mask_and_causal(rng: np.random.Generator, s: Sizes) -> Case:
+    mask = rng.random((s.batch, 1, 1, s.length)) < 0.6
+    i, j = _grid(s.length, s.length)
+    return Case("", frozenset({"dense_mask", "causal"}), {"mask": mask}, mask & (j <= i))
+
+
+@_case
+def dynamic_or(rng: np.random.Generator, s: Sizes) -> Case:
+    ids = np.sort(rng.integers(0, 4, (s.batch, s.length)), axis=1).astype(np.int32)
+    i, j = _grid(s.length, s.length)
+    visible = (ids[:, :, None] == ids[:, None, :]) | (j <= i)
+    mask = Causal() | SegmentIds(ids, ids)
+    return Case("", frozenset({"causal", "dynamic_or"}), {"mask": mask}, visible[:, None])
+
+
+@_case
+def dynamic_query_offset(rng: np.random.Generator, s: Sizes) -> Case:
+    offset = _spread(s, 4, 31)
+    i, j = _grid(s.length, s.length)
+    visible = (j[None] <= i[None] + offset[:, None, None])[:, None]
+    return Case("", frozenset({"causal", "dynamic_query_offset"}), {"query_offset": offset}, visible)
+
+
+@_case
+def bias(rng: np.random.Generator, s: Sizes) -> Case:
+    added = rng.standard_normal((s.batch, s.heads, s.length, s.length)).astype(np.float32)
+    i, j = _grid(s.length, s.length)
+    return Case("", frozenset({"bias", "causal"}), {"bias": added}, j <= i, {"bias": added}, ("bias",))
+
+
+@_case
+def bias_broadcast(rng: np.random.Generator, s: Sizes) -> Case:
+    added = rng.standard_normal((1, s.heads, 1, s.length)).astype(np.float32)
+    return Case("", frozenset({"bias"}), {"bias": added, "causal": False}, None, {"bias": added}, ("bias",))
+
+
+@_case
+def bias_of_minus_infinity(rng: np.random.Generator, s: Sizes) -> Case:
+    added = np.zeros((1, 1, s.length, s.length), np.float32)
+    added[..., s.at(70) :] = -np.inf
+    added[:, :, 3] = -np.inf  # a row that sees nothing
+    return Case("", frozenset({"bias"}), {"bias": added, "causal": False}, None, {"bias": added})
+
+
+@_case
+def soft_cap(rng: np.random.Generator, s: Sizes) -> Case:
+    i, j = _grid(s.length, s.length)
+    call = {"logits_soft_cap": 1.5, "softmax_scale": 0.7}
+    return Case("", frozenset({"logits_soft_cap", "causal"}), call, j <= i, {"soft_cap": 1.5, "scale": 0.7})
+
+
+@_case
+def sinks(rng: np.random.Generator, s: Sizes) -> Case:
+    values = rng.standard_normal(s.heads).astype(np.float32)
+    i, j = _grid(s.length, s.length)
+    call = {"softmax_aux": values, "mask": ~Causal(-4)}  # the last rows see nothing but the sinks
+    return Case("", frozenset({"sinks", "causal"}), call, j > i - 4, {"sinks": values}, ("softmax_aux",))
+
+
+@_case
+def sinks_several(rng: np.random.Generator, s: Sizes) -> Case:
+    values = rng.standard_normal((s.heads, 3)).astype(np.float32)
+    return Case(
+        "", frozenset({"sinks"}), {"softmax_aux": values, "causal": False}, None, {"sinks": values}, ("softmax_aux",)
+    )
+
+
+@_case
+def sinks_per_kv_head(rng: np.random.Generator, s: Sizes) -> Case:
+    values = rng.standard_normal((s.kv_heads, 2)).astype(np.float32)
+    call = {"softmax_aux": values, "causal": False}
+    features = frozenset({"sinks", "gqa"})
+    return Case("", features, call, None, {"sinks": values}, ("softmax_aux",), kv_heads=s.kv_heads)
+
+
+@_case
+def gqa(rng: np.random.Generator, s: Sizes) -> Case:
+    i, j = _grid(s.length, s.length)
+    return Case("", frozenset({"gqa", "causal"}), {}, j <= i, kv_heads=s.kv_heads)
+
+
+@_case
+def mqa(rng: np.random.Generator, s: Sizes) -> Case:
+    return Case("", frozenset({"gqa"}), {"causal": False}, kv_heads=1)
+
+
+@_case
+def value_dim(rng: np.random.Generator, s: Sizes) -> Case:
+    i, j = _grid(s.length, s.length)
+    return Case("", frozenset({"value_dim", "causal"}), {}, j <= i, value_dim=VALUE_DIM)
+
+
+@_case
+def cross(rng: np.random.Generator, s: Sizes) -> Case:
+    return Case("", frozenset({"gqa"}), {"causal": False, "mask": Full()}, q_len=s.at(75), kv_heads=s.kv_heads)
+
+
+@_case
+def lse(rng: np.random.Generator, s: Sizes) -> Case:
+    i, j = _grid(s.length, s.length)
+    return Case("", frozenset({"return_lse", "causal"}), {"return_lse": True, "mask": ~Causal()}, j > i)
+
+
+@_case
+def weights(rng: np.random.Generator, s: Sizes) -> Case:
+    i, j = _grid(s.length, s.length)
+    return Case("", frozenset({"return_weights", "causal"}), {"return_weights": True}, j <= i)
+
+
+@_case
+def everything(rng: np.random.Generator, s: Sizes) -> Case:
+    """Every feature that can be asked together."""
+    ids = np.sort(rng.integers(0, 3, (s.batch, s.length)), axis=1).astype(np.int32)
+    dense = rng.random((s.batch, s.heads, s.length, s.length)) < 0.9
+    added = rng.standard_normal((1, s.heads, s.length, s.length)).astype(np.float32)
+    values = rng.standard_normal((s.heads, 2)).astype(np.float32)
+    lengths = _spread(s, 120, 143)
+    i, j = _grid(s.length, s.length)
+    structure = (j <= i + 2) & (j >= i - 50) & (j[None] < lengths[:, None, None])
+    visible = (structure & (ids[:, :, None] == ids[:, None, :]))[:, None] & dense
+    call = {
+        "mask": Causal(2) & SlidingWindow(left=50, right=None),
+        "bias": added,
+        "q_segment_ids": ids,
+        "kv_segment_ids": ids,
+        "kv_lengths": lengths,
+        "softmax_aux": values,
+        "logits_soft_cap": 3.0,
+        "softmax_scale": 0.5,
+        "return_lse": True,
+        "return_weights": True,
+    }
+    call["mask"] = call["mask"] & Dense(dense)
+    features = {
+        "causal", "sliding_window", "dense_mask", "segment_ids", "kv_lengths", "bias", "sinks", "logits_soft_cap", "gqa",
+        "value_dim", "return_lse", "return_weights",
+    }  # fmt: skip
+    return Case(
+        "",
+        frozenset(features),
+        call,
+        visible,
+        {"bias": added, "sinks": values, "soft_cap": 3.0, "scale": 0.5},
+        ("bias", "softmax_aux"),
+        kv_heads=s.kv_heads,
+        value_dim=VALUE_DIM,
+    )

@@ -1,0 +1,159 @@
+"""Run a case through an implementation, forward and backward, and through the float64 reference."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.verify import reference_attention, reference_gradients
+
+from .cases import DIM, Case
+
+
+class Implementation(NamedTuple):
+    """An implementation and how to get it to run on this machine."""
+
+    operation: str
+    method: str
+    config: dict[str, Any] | None = None
+    backend: str = "cpu"
+
+    @property
+    def capability(self):  # noqa: ANN201
+        return OperationRegistry.get(self.operation).capability(self.method)
+
+    def make(self, dtype: str, mesh: Any = None, **changes: Any) -> Any:
+        configs = {} if self.config is None else {self.operation: self.config}
+        metadata = OperationMetadata(
+            runtime_dtype=dtype, mesh=mesh, operation_configs=configs, fallback="error", backend=self.backend, **changes
+        )
+        return OperationRegistry.create(self.operation, metadata)
+
+
+# Blocks of 128 so that lengths of 150 take two of them. sdpa.forward_cuda can't run here: test_refusals.py asks it
+# what it declares.
+RUNNABLE = {
+    "vanilla.forward_native": Implementation("vanilla", "forward_native"),
+    "sdpa.forward_native": Implementation("sdpa", "forward_native"),
+    "splash.forward_tpu": Implementation("splash", "forward_tpu", {"interpret": True, "block_q": 128, "block_kv": 128}),
+}
+DECLARED_ONLY = {"sdpa.forward_cuda": Implementation("sdpa", "forward_cuda", backend="cuda")}
+
+
+class Tensors(NamedTuple):
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    d_output: np.ndarray
+    d_lse: np.ndarray | None
+
+
+def draw(case: Case, dtype: str, dim: int = DIM, seed: int = 11) -> Tensors:
+    """Normal values, rounded to the dtype, so that the reference sees what the implementation sees."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype).astype(jnp.float32))
+
+    b, t, s, h, k = case.batch, case.q_len, case.kv_len, case.heads, case.kv_heads
+    d_lse = rng.standard_normal((b, h, t)).astype(np.float32) if case.call.get("return_lse") else None
+    return Tensors(
+        normal(b, t, h, dim),
+        normal(b, s, k, dim),
+        normal(b, s, k, case.value_dim),
+        normal(b, t, h, case.value_dim),
+        d_lse,
+    )
+
+
+def to_layout(x: np.ndarray | jax.Array, layout: str) -> Any:
+    return x if layout == "bthd" else x.swapaxes(1, 2) if layout == "bhtd" else x[0]
+
+
+def from_layout(x: Any, layout: str) -> np.ndarray:
+    x = np.asarray(x, np.float64)
+    return x if layout == "bthd" else x.swapaxes(1, 2) if layout == "bhtd" else x[None]
+
+
+class Result(NamedTuple):
+    output: np.ndarray
+    weights: np.ndarray | None
+    lse: np.ndarray | None
+    gradients: dict[str, np.ndarray]
+
+
+def run(attend: Any, case: Case, tensors: Tensors, dtype: str, layout: str, placed: Any = None) -> Result:
+    """Forward and gradients of sum(output * d_output) + sum(lse * d_lse), in one compiled program."""
+    arrays = {n: to_layout(jnp.asarray(getattr(tensors, n), dtype), layout) for n in ("query", "key", "value")}
+    traced = {n: jnp.asarray(v) for n, v in case.call.items() if isinstance(v, np.ndarray)}
+    static = {n: v for n, v in case.call.items() if not isinstance(v, np.ndarray)}
+    mask = static.pop("mask", None)
+    d_output = to_layout(jnp.asarray(tensors.d_output), layout)
+    smooth = {n: traced.pop(n) for n in case.differentiate}
+    if placed is not None:
+        arrays = placed(arrays)
+
+    @jax.jit
+    def program(inputs: dict[str, Any], others: dict[str, Any], mask: Any) -> Any:
+        def loss(inputs: dict[str, Any]) -> Any:
+            call = dict(inputs)
+            q, k, v = (call.pop(n) for n in ("query", "key", "value"))
+            if mask is not None:
+                others_ = {"mask": mask, **others}
+            else:
+                others_ = others
+            result = attend(q, k, v, layout=layout, **call, **others_, **static)
+            total = (result.attention_outputs.astype(jnp.float32) * d_output).sum()
+            if tensors.d_lse is not None:
+                d_lse = jnp.asarray(tensors.d_lse if layout != "thd" else tensors.d_lse[0])
+                total += jnp.where(jnp.isfinite(result.lse), result.lse * d_lse, 0).sum()
+            return total, (result.attention_outputs, result.attention_weights, result.lse)
+
+        return jax.grad(loss, has_aux=True)(inputs)
+
+    gradients, (output, weights, lse) = program(arrays | smooth, traced, mask)
+    batched = lambda x: (
+        None if x is None else np.asarray(x, np.float64)[None] if layout == "thd" else np.asarray(x, np.float64)
+    )  # noqa: E731
+    return Result(
+        from_layout(output, layout),
+        batched(weights),
+        batched(lse),
+        {
+            n: from_layout(g, layout) if n in ("query", "key", "value") else np.asarray(g, np.float64)
+            for n, g in gradients.items()
+        },
+    )
+
+
+def expect(case: Case, tensors: Tensors, dim: int = DIM, **more: Any) -> Result:
+    """The same from the reference."""
+    arguments = {"scale": dim**-0.5, "mask": case.mask, **case.reference, **more}
+    qkv = tensors[:3]
+    out = reference_attention(*qkv, **arguments)
+    d_lse = None if tensors.d_lse is None else np.where(np.isfinite(out.lse), tensors.d_lse, 0)
+    return Result(out.output, out.weights, out.lse, reference_gradients(*qkv, tensors.d_output, d_lse, **arguments))
+
+
+def agree(got: Result, want: Result, forward: float, backward: float) -> None:
+    """Assert that everything agrees within the published tolerance, relative to the largest reference value."""
+    _close("output", got.output, want.output, forward)
+    if got.weights is not None:
+        _close("weights", got.weights, want.weights, forward)
+    if got.lse is not None:
+        assert (np.isneginf(got.lse) == np.isneginf(want.lse)).all()
+        finite = np.isfinite(want.lse)
+        _close("lse", got.lse[finite], want.lse[finite], forward)
+    for name, gradient in got.gradients.items():
+        _close(f"gradient of {name}", gradient, want.gradients[name], backward)
+
+
+def _close(what: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
+    assert got.shape == want.shape, f"{what}: shape {got.shape}, reference {want.shape}"
+    assert np.isfinite(got).all(), f"{what} has NaN or infinity"
+    error = np.abs(got - want).max() / max(np.abs(want).max(), 1e-6)
+    assert error <= tolerance, f"{what}: error {error:.2e} of the largest reference value, tolerance {tolerance:.1e}"

@@ -1,0 +1,53 @@
+"""Every implementation x feature x layout x dtype, forward and gradient: what is declared agrees with the reference,
+what isn't is refused before anything runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnops import RefusedError
+
+from . import cases, harness
+
+DTYPES = ("float32", "bfloat16", "float16")
+LAYOUTS = ("bthd", "bhtd", "thd")
+
+
+def _refusal(implementation: harness.Implementation, case: cases.Case, dtype: str) -> set[str]:
+    """Codes of the reasons that the declaration demands for this case, worked out without the planner."""
+    codes = {f"feature.{name}" for name in case.features - implementation.capability.consumes}
+    if implementation.method == "forward_tpu":
+        codes |= {"splash.one_query"} if case.q_len == 1 else set()
+        codes |= {"splash.one_of_each"} if _segment_ids_twice(case) else set()
+        codes |= {"splash.dtype"} if dtype == "float16" else set()
+    return codes
+
+
+def _segment_ids_twice(case: cases.Case) -> bool:
+    return {"dynamic_or", "segment_ids"} <= case.features
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", cases.names())
+@pytest.mark.parametrize("which", harness.RUNNABLE)
+def test_agrees_or_refuses(which: str, name: str, layout: str, dtype: str) -> None:
+    implementation = harness.RUNNABLE[which]
+    case = cases.build(name, layout)
+    attend = implementation.make(dtype)
+    tensors = harness.draw(case, dtype)
+    qkv = [harness.to_layout(x, layout).astype(dtype) for x in tensors[:3]]
+
+    plan = attend.plan(*qkv, layout=layout, **case.call)
+    assert plan.problem.features == case.features
+    refusal = _refusal(implementation, case, dtype)
+    if refusal:
+        assert plan.implementation is None
+        assert {r.code for rejected in plan.rejected for r in rejected.reasons} - {"policy.fallback"} == refusal
+        with pytest.raises(RefusedError):
+            attend(*qkv, layout=layout, **case.call)
+        return
+    assert plan.implementation == which
+    published = implementation.capability.tolerance[dtype]
+    got = harness.run(attend, case, tensors, dtype, layout)
+    harness.agree(got, harness.expect(case, tensors), published.forward, published.backward)

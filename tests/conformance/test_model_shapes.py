@@ -1,0 +1,99 @@
+"""The attention shapes of real models, at reduced length, against the reference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attnops import Causal, Chunked, Full, SlidingWindow
+
+from . import harness
+from .cases import Case
+
+SHAPES = json.loads((Path(__file__).parents[1] / "data" / "model_shapes.json").read_text())["shapes"]
+
+
+def _case(shape: dict[str, Any], heads: int, kv_heads: int) -> Case:
+    q, kv = shape["test_seq_q"], shape["test_seq_kv"]
+    i, j = np.arange(q)[:, None] + (kv - q if shape["causal"] else 0), np.arange(kv)[None, :]
+    visible = np.ones((q, kv), bool)
+    mask: Any = Full()
+    if shape["causal"]:
+        visible &= j <= i
+        mask = mask & Causal()
+    if shape["test_window"]:
+        left, right = shape["test_window"]
+        visible &= (j >= i - left) & (j <= i + right)
+        mask = mask & SlidingWindow(left, right)
+    if shape["test_chunk"]:
+        visible &= i // shape["test_chunk"] == j // shape["test_chunk"]
+        mask = mask & Chunked(shape["test_chunk"])
+    rng = np.random.default_rng(3)
+    call: dict[str, Any] = {"mask": mask, "softmax_scale": shape["softmax_scale"]}
+    reference: dict[str, Any] = {"scale": shape["softmax_scale"]}
+    smooth = []
+    if shape["logits_soft_cap"]:
+        call["logits_soft_cap"] = reference["soft_cap"] = shape["logits_soft_cap"]
+    if shape["sinks"]:
+        call["softmax_aux"] = reference["sinks"] = rng.standard_normal(heads).astype(np.float32)
+        smooth.append("softmax_aux")
+    if shape["bias"]:
+        call["bias"] = reference["bias"] = rng.standard_normal((1, heads, q, kv)).astype(np.float32)
+        smooth.append("bias")
+    if shape["causal"] and q != kv:
+        call["query_offset"] = kv - q
+    return Case(
+        name=shape["name"],
+        features=frozenset(),
+        call=call,
+        mask=visible,
+        reference=reference,
+        differentiate=tuple(smooth),
+        q_len=q,
+        kv_len=kv,
+        heads=heads,
+        kv_heads=kv_heads,
+        batch=1,
+        value_dim=shape["head_dim_v"],
+    )
+
+
+def _fewer(shape: dict[str, Any]) -> tuple[int, int]:
+    """Heads cut to a CPU test's size: at most two kv heads, the group and its oddness kept up to 16."""
+    group = shape["hq"] // shape["hkv"]
+    kv_heads = min(shape["hkv"], 2)
+    return kv_heads * min(group, 16 if group % 2 == 0 else 9), kv_heads
+
+
+@pytest.mark.parametrize("which", ["vanilla.forward_native", "splash.forward_tpu"])
+@pytest.mark.parametrize("shape", SHAPES, ids=[s["name"].replace(" ", "_") for s in SHAPES])
+def test_model(shape: dict[str, Any], which: str) -> None:
+    implementation = harness.RUNNABLE[which]
+    heads, kv_heads = _fewer(shape)
+    case = _case(shape, heads, kv_heads)
+    attend = implementation.make("float32")
+    tensors = harness.draw(case, "float32", shape["head_dim"])
+    plan = attend.plan(*tensors[:3], **case.call)
+    if which == "splash.forward_tpu" and (case.q_len == 1 or shape["bias"]):
+        assert plan.kind == "refused"
+        return
+    assert plan.implementation == which
+    got = harness.run(attend, case, tensors, "float32", "bthd")
+    published = implementation.capability.tolerance["float32"]
+    harness.agree(got, harness.expect(case, tensors, shape["head_dim"]), published.forward, published.backward)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES, ids=[s["name"].replace(" ", "_") for s in SHAPES])
+def test_model_with_all_heads(shape: dict[str, Any]) -> None:
+    case = _case(shape, shape["hq"], shape["hkv"])
+    implementation = harness.RUNNABLE["vanilla.forward_native"]
+    attend = implementation.make("float32")
+    tensors = harness.draw(case, "float32", shape["head_dim"])
+    got = harness.run(attend, case, tensors, "float32", "bthd")
+    published = implementation.capability.tolerance["float32"]
+    harness.agree(got, harness.expect(case, tensors, shape["head_dim"]), published.forward, published.backward)

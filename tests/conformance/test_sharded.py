@@ -1,0 +1,187 @@
+"""On eight devices the answer is the unsharded one, forward and gradient, however the mesh splits the tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from attnops import InputError
+
+from . import cases, harness
+
+MESHES = {
+    "dp2_fsdp2_tp2": {"dp": 2, "fsdp": 2, "tp": 2},
+    "fsdp2_tp2_sp2": {"fsdp": 2, "tp": 2, "sp": 2},
+    "tp8": {"tp": 8},
+    "sp8": {"sp": 8},
+    "tp4_sp2": {"tp": 4, "sp": 2, "dp": 1},
+    "fsdp8": {"fsdp": 8},
+}
+CASES = {  # and the layout that each is tried in
+    "causal": "bthd",
+    "causal_window": "bhtd",
+    "gqa": "bthd",
+    "segment_ids": "bthd",
+    "kv_lengths": "bhtd",
+    "sinks_per_kv_head": "bthd",
+    "prefix": "thd",
+    "everything": "bthd",
+    "bias_broadcast": "bthd",
+    "dense_mask": "bhtd",
+    "cache": "bthd",
+}
+SIZES = cases.Sizes(batch=4, heads=8, kv_heads=2, length=64)  # every mesh axis divides it
+
+
+def _mesh(sizes: dict[str, int], kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def _check(which: str, case: cases.Case, mesh: Any, layout: str, placed: Any = None) -> None:
+    implementation = harness.RUNNABLE[which]
+    attend = implementation.make("float32", mesh)
+    tensors = harness.draw(case, "float32")
+    got = harness.run(attend, case, tensors, "float32", layout, placed)
+    published = implementation.capability.tolerance["float32"]
+    harness.agree(got, harness.expect(case, tensors), published.forward, published.backward)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("name", CASES)
+def test_vanilla(name: str, sizes: dict[str, int], kind: AxisType) -> None:
+    layout = CASES[name]
+    _check("vanilla.forward_native", cases.build(name, layout, SIZES), _mesh(sizes, kind), layout)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("name", ["causal_window", "segment_ids", "kv_lengths", "sinks_per_kv_head"])
+def test_splash(name: str, sizes: dict[str, int], kind: AxisType) -> None:
+    # 320 queries: with the sequence split two and more ways, several blocks a shard and a masked rest
+    sized = replace(SIZES, length=320)
+    _check("splash.forward_tpu", cases.build(name, CASES[name], sized), _mesh(sizes, kind), CASES[name])
+
+
+@pytest.mark.parametrize("sizes", [MESHES["fsdp2_tp2_sp2"], MESHES["tp8"]], ids=["fsdp2_tp2_sp2", "tp8"])
+@pytest.mark.parametrize("name", ["causal", "gqa", "segment_ids", "dense_mask"])
+def test_sdpa(name: str, sizes: dict[str, int]) -> None:
+    _check("sdpa.forward_native", cases.build(name, CASES[name], SIZES), _mesh(sizes), CASES[name])
+
+
+@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
+def test_mixed_axis_types(kinds: tuple[AxisType, AxisType]) -> None:
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=kinds)
+    for which in ("vanilla.forward_native", "splash.forward_tpu"):
+        _check(which, cases.build("gqa", "bthd", SIZES), mesh, "bthd")
+
+
+@pytest.mark.parametrize("which", ["vanilla.forward_native", "splash.forward_tpu"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_inputs_already_laid_out_otherwise(kind: AxisType, which: str) -> None:
+    mesh = _mesh(MESHES["fsdp2_tp2_sp2"], kind)
+    elsewhere = NamedSharding(mesh, PartitionSpec("tp", None, "fsdp" if kind is AxisType.Auto else None))
+    case = cases.build("causal", "bthd", SIZES)
+    _check(which, case, mesh, "bthd", lambda arrays: jax.device_put(arrays, elsewhere))
+
+
+@pytest.mark.parametrize("name", ["causal", "gqa", "everything"])
+def test_lengths_and_heads_that_divide_by_nothing(name: str) -> None:
+    sizes = cases.Sizes(batch=3, heads=6, kv_heads=3, length=45)
+    _check("vanilla.forward_native", cases.build(name, "bthd", sizes), _mesh(MESHES["fsdp2_tp2_sp2"]), "bthd")
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8], ids="kv{}".format)
+@pytest.mark.parametrize("tp", [2, 4, 8], ids="tp{}".format)
+def test_tp_below_at_and_above_the_kv_heads(tp: int, kv_heads: int) -> None:
+    sizes = replace(SIZES, kv_heads=kv_heads)
+    case = cases.build("gqa", "bthd", sizes)
+    case.features = frozenset({"gqa", "causal"})
+    mesh = _mesh({"fsdp": 8 // tp, "tp": tp})
+    _check("vanilla.forward_native", case, mesh, "bthd")
+    attend = harness.RUNNABLE["vanilla.forward_native"].make("float32", mesh)
+    tensors = harness.draw(case, "float32")
+    # the least common multiple of heads and devices, over the heads
+    assert attend.plan(*tensors[:3]).placement.kv_repeat == max(1, tp // kv_heads)
+
+
+@pytest.mark.parametrize("mode", ["train", "prefill", "autoregressive", "insert"])
+@pytest.mark.parametrize("name", ["one_query", "cache"])
+def test_modes_with_a_cache(name: str, mode: str) -> None:
+    case = cases.build(name, "bthd", SIZES)
+    case.call["mode"] = mode
+    if name == "cache" and mode in ("train", "prefill"):
+        case.call["query_offset"] = case.call["kv_lengths"] - case.q_len
+    _check("vanilla.forward_native", case, _mesh(MESHES["fsdp2_tp2_sp2"]), "bthd")
+
+
+@pytest.mark.parametrize("how", ["set_mesh", "with_mesh", "inside_jit"])
+def test_the_mesh_of_the_context(how: str) -> None:
+    mesh = _mesh(MESHES["fsdp2_tp2_sp2"])
+    case = cases.build("causal", "bthd", SIZES)
+    if how == "with_mesh":
+        with pytest.warns(DeprecationWarning), mesh:
+            _check("vanilla.forward_native", case, None, "bthd")
+        return
+    with jax.set_mesh(mesh):
+        attend = harness.RUNNABLE["vanilla.forward_native"].make("float32")
+        tensors = harness.draw(case, "float32")
+        call = jax.jit(lambda *x: attend(*x)) if how == "inside_jit" else attend
+        result = call(*tensors[:3])
+    assert result.plan.placement.q_axes == ("sp",)
+    assert result.attention_outputs.sharding.shard_shape((4, 64, 8, 16)) == (2, 32, 4, 16)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_the_callers_own_shard_map(check_vma: bool) -> None:
+    """Manual axes are left alone: the arrays are local to them. Batch is split by the caller, heads by attnops."""
+    mesh = _mesh({"fsdp": 2, "tp": 4})
+    case = cases.build("causal", "bthd", SIZES)
+    tensors = harness.draw(case, "float32")
+    attend = harness.RUNNABLE["vanilla.forward_native"].make("float32", mesh)
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        inner = jax.shard_map(
+            lambda *x: attend(*x).attention_outputs,
+            mesh=mesh,
+            in_specs=PartitionSpec("fsdp"),
+            out_specs=PartitionSpec("fsdp"),
+            axis_names={"fsdp"},
+            check_vma=check_vma,
+        )
+        return (inner(q, k, v) * tensors.d_output).sum()
+
+    gradients = jax.jit(jax.grad(total, (0, 1, 2)))(*(jnp.asarray(x) for x in tensors[:3]))
+    want = harness.expect(case, tensors).gradients
+    for got, name in zip(gradients, ("query", "key", "value"), strict=True):
+        np.testing.assert_allclose(got, want[name], atol=2e-5 * np.abs(want[name]).max())
+
+
+def test_a_manual_sequence_axis_needs_an_offset() -> None:
+    mesh = _mesh({"sp": 8})
+    attend = harness.RUNNABLE["vanilla.forward_native"].make("float32", mesh)
+    x = jnp.ones((1, 64, 2, 8))
+    local = jax.shard_map(
+        lambda q: attend(q, q, q).attention_outputs,
+        mesh=mesh,
+        in_specs=PartitionSpec(None, "sp"),
+        out_specs=PartitionSpec(None, "sp"),
+    )
+    with pytest.raises(InputError, match="pass query_offset"):
+        jax.jit(local)(x)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 2, "tp": 2, "sp": 2}, {"tp": 4, "sp": 2}], ids=str)
+def test_dropout_drops_the_same_weights_on_every_mesh(sizes: dict[str, int]) -> None:
+    case = cases.build("causal", "bthd", replace(SIZES, batch=8))
+    tensors = harness.draw(case, "float32")
+    call = {"dropout_prob": 0.4, "dropout_rng": jax.random.key(3), "deterministic": False}
+    alone = harness.RUNNABLE["vanilla.forward_native"].make("float32")(*tensors[:3], **call)
+    split = harness.RUNNABLE["vanilla.forward_native"].make("float32", _mesh(sizes))(*tensors[:3], **call)
+    np.testing.assert_allclose(alone.attention_outputs, split.attention_outputs, atol=2e-6)

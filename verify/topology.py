@@ -1,0 +1,59 @@
+"""A mesh of TPU devices that aren't here, described by libtpu: enough to plan, lower and compile for them."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from ..errors import ConfigError, ShardingError, nearest
+
+__all__ = ["TOPOLOGIES", "described_mesh"]
+
+# Names that are known to work, of every generation that libtpu describes; larger ones follow the same form.
+TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5e:4x4", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+
+# Without these libtpu asks the cloud's metadata server what it runs on, and locks out other processes.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def described_mesh(topology: str, sizes: Mapping[str, int] | None = None) -> Mesh:
+    """Return a mesh over the devices of a TPU topology such as 'v5e:2x2'; by default one axis 'fsdp' of all of them.
+
+    Needs libtpu, no TPU, and works with JAX_PLATFORMS=cpu. Errors: ConfigError without libtpu or for a name that libtpu
+    doesn't know; ShardingError when the sizes don't multiply to the number of devices.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(f"topology {topology!r} needs libtpu, which isn't installed; pip install 'attnops[tpu]'.")
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from jax.experimental import topologies
+
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+        names = ", ".join(TOPOLOGIES)
+        raise ConfigError(
+            f"topology {topology!r} is not known to libtpu ({reason}); names that work: {names}."
+            + nearest(topology, TOPOLOGIES)
+        ) from None
+    sizes = {"fsdp": len(devices)} if sizes is None else dict(sizes)
+    if math.prod(sizes.values()) != len(devices):
+        got = ",".join(f"{name}={size}" for name, size in sizes.items())
+        raise ShardingError(
+            f"mesh {got} has {math.prod(sizes.values())} devices and topology {topology} {len(devices)}; wanted sizes "
+            f"that multiply to {len(devices)}."
+        )
+    ordered: np.ndarray = np.asarray(devices).reshape(tuple(sizes.values()))
+    return Mesh(ordered, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
