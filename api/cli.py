@@ -143,7 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             status = app(args=given or ["--help"], prog_name="attnops", standalone_mode=False) or 0
             sys.stdout.flush()
-            return status
+            # typer answers an interrupt with 130 and no word; older ones raise Abort.
+            return status if status != 130 else _fail("interrupted.", 130)
         except (_Refused, RefusedError) as error:
             return _fail(str(error), 1)
         except AttnOpsError as error:

@@ -142,11 +142,17 @@ def _seconds(value: float) -> str:
 
 def _agreement(plan: Plan, output: Any, theirs: Compiled) -> str:
     """How far the other result is off, without fully masked rows: 0 here, the mean of the values there."""
-    ours = canonical(np.asarray(output.attention_outputs, np.float32), plan.problem.layout)
-    live = ours.any(axis=-1)
-    difference = np.abs(ours[live] - np.asarray(theirs.result, np.float32)[live])
-    text = f"differs by at most {float(difference.max(initial=0.0)):.1e}"
-    return text if live.all() else f"{text} outside of {int((~live).sum())} fully masked rows"
+    problem = plan.problem
+    ours = canonical(np.asarray(output.attention_outputs, np.float32), problem.layout)
+    other = np.asarray(theirs.result, np.float32)
+    live: np.ndarray = np.ones(ours.shape[:-1], bool)
+    if problem.mask.may_have_dead_rows(problem.q_len, problem.kv_len):
+        live = np.asarray(ours.any(axis=-1))
+    ours, other = ours[live], other[live]
+    finite = np.isfinite(ours) & np.isfinite(other)
+    text = f"differs by at most {float(np.abs(ours[finite] - other[finite]).max(initial=0.0)):.1e}"
+    text += "" if live.all() else f", {int((~live).sum())} fully masked rows left out"
+    return text if finite.all() else f"{text}, {int((~finite).sum())} values that are not finite left out"
 
 
 def _verdict(comparison: Comparison) -> str:

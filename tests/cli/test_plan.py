@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
+
 from attnops import OperationRegistry
 from attnops.cli import app
 from attnops.verify.topology import TOPOLOGIES, described_mesh
-from typer.testing import CliRunner
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
@@ -22,7 +23,8 @@ def test_help_and_no_arguments(attnops: Callable[..., Any]) -> None:
     for arguments in ((), ("--help",), ("-h",)):
         result = attnops(*arguments)
         assert result.status == 0
-        assert "schema" in result.out and "plan" in result.out
+        assert "schema" in result.out
+        assert "plan" in result.out
 
 
 def test_through_typers_own_runner(config: Callable[..., Path]) -> None:
@@ -61,7 +63,8 @@ def test_a_broken_plug_in_is_shown_and_breaks_nothing(
     monkeypatch.setattr(OperationRegistry, "get", broken)
     result = attnops("list")
     assert result.status == 0
-    assert "no nowhere" in result.out and "vanilla.forward_native" in result.out
+    assert "no nowhere" in result.out
+    assert "vanilla.forward_native" in result.out
     assert "error" in json.loads(attnops("list", "--json").out)["operations"]["zz_broken"]
     assert json.loads(attnops("schema").out)["$defs"]["config.splash"]
 
@@ -133,7 +136,8 @@ def test_refusals_exit_with_1(attnops: Callable[..., Any], config: Callable[...,
     assert attnops("plan", path, *tpu).status == 0
     result = attnops("plan", path, *tpu, "--fallback", "error")
     assert result.status == 1
-    assert "REFUSED" in result.out and "additive bias" in result.err
+    assert "REFUSED" in result.out
+    assert "additive bias" in result.err
     result = attnops("plan", path, *tpu, "--fallback", "error", "--json")
     assert (result.status, json.loads(result.out)["kind"]) == (1, "refused")
     result = attnops("plan", config(), "--mesh", "tp=8", "--strict")
@@ -157,7 +161,8 @@ def test_shapes_of_an_inputs_file(attnops: Callable[..., Any], examples: Path) -
     files = (examples / "minilm_layer.json", "--inputs", examples / "minilm_layer.npz")
     result = attnops("plan", *files, "--platform", "tpu", "--mesh", "fsdp=2")
     assert result.status == 0
-    assert "splash.forward_tpu" in result.out and "kv_lengths" in result.out
+    assert "splash.forward_tpu" in result.out
+    assert "kv_lengths" in result.out
     assert "sentences of minilm_layer.npz is not used" in result.out
     assert "mask of minilm_layer.npz is not used: call.dense_mask is null" in result.out
     assert attnops("plan", files[0]).err.startswith("attnops: call.q_len missing")

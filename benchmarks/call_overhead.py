@@ -1,0 +1,107 @@
+"""What a call costs on the host: import time, an eager call with a cached plan, making a plan, a long mask.
+
+    python benchmarks/call_overhead.py [--json FILE]
+
+Medians, interleaved in one process; import times each in processes of their own. Run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+
+from attnops import Causal, OperationMetadata, OperationRegistry, SlidingWindow
+
+
+def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median microseconds of each call, one of each in turn."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(rounds + 50):
+        for name, call in calls.items():
+            start = time.perf_counter_ns()
+            call()
+            if round_ >= 50:
+                times[name].append((time.perf_counter_ns() - start) / 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def import_times(runs: int = 7) -> dict[str, float]:
+    """Median seconds of `import jax` and of `import attnops`, interleaved."""
+    times: dict[str, list[float]] = {"jax": [], "attnops": []}
+    for run in range(runs + 1):
+        for module in times:
+            code = f"import time; s = time.perf_counter(); import {module}; print(time.perf_counter() - s)"
+            out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+            if run:
+                times[module].append(float(out.stdout))
+    return {module: statistics.median(values) for module, values in times.items()}
+
+
+def eager_calls() -> dict[str, float]:
+    """Microseconds of calling the jitted function directly, and through the operation with its plan cached."""
+    attend = OperationRegistry.create("vanilla", OperationMetadata())
+    x = jnp.ones((1, 8, 2, 8))
+    mask = Causal() & SlidingWindow(left=3)
+    plain = jax.jit(lambda q, k, v: attend(q, k, v).attention_outputs)
+    masked = jax.jit(lambda q, k, v: attend(q, k, v, mask=mask).attention_outputs)
+    return interleaved(
+        {
+            "jitted function": lambda: plain(x, x, x),
+            "operation": lambda: attend(x, x, x),
+            "jitted function, mask": lambda: masked(x, x, x),
+            "operation, mask": lambda: attend(x, x, x, mask=mask),
+        },
+        3000,
+    )
+
+
+def planning() -> dict[str, float]:
+    """Microseconds of making a plan for 128k x 128k, new each time, and of its causal block map alone."""
+    count = iter(range(10**6))
+
+    def plan() -> Any:
+        attend = OperationRegistry.create("splash", OperationMetadata(backend="tpu", softmax_scale=1 + next(count) / 1e6))
+        q = jax.ShapeDtypeStruct((1, 131072, 8, 128), jnp.bfloat16)
+        return attend.plan(q, q, q, mask=Causal())
+
+    blocks = lambda: Causal(0).live_blocks(512, 512, q_len=131072, kv_len=131072)  # noqa: E731
+    return interleaved({"plan": plan, "block map": blocks}, 60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    arguments = parser.parse_args()
+    imports, calls, plans = import_times(), eager_calls(), planning()
+    figures = {
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "import_s": imports,
+        "import_attnops_over_jax_s": imports["attnops"] - imports["jax"],
+        "call_us": calls,
+        "overhead_us": calls["operation"] - calls["jitted function"],
+        "overhead_with_mask_us": calls["operation, mask"] - calls["jitted function, mask"],
+        "planning_128k_us": plans,
+    }
+    print(json.dumps(figures, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
