@@ -1,46 +1,52 @@
 """attnops: declare an attention operation once; know before you run what will run, where, and why; run it."""
 
-from attnops.errors import (
-    AttnOpsError,
-    ConfigError,
-    FallbackWarning,
-    InputError,
-    InputTypeError,
-    MaskError,
-    RefusedError,
-    ShardingError,
-    UnknownNameError,
-)
-from attnops.masks import (
-    Causal,
-    Chunked,
-    Dense,
-    Full,
-    Lengths,
-    Mask,
-    MaskFunction,
-    Positions,
-    Prefix,
-    SegmentIds,
-    SlidingWindow,
-    mask_from_dict,
-    register_mask_function,
-    window_tokens,
-)
-from attnops.operators import AttentionOutput, LocalCall, LocalOutput, Operation
-from attnops.registry import (
-    AttentionProblem,
-    OperationConfig,
-    OperationMetadata,
-    OperationRegistry,
-    Plan,
-    Policy,
-    Reason,
-    Rule,
-    implementation,
-    plan,
-)
-from attnops.sharding import AttnShardingRules, fit
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnops.errors import (
+        AttnOpsError,
+        ConfigError,
+        FallbackWarning,
+        InputError,
+        InputTypeError,
+        MaskError,
+        RefusedError,
+        ShardingError,
+        UnknownNameError,
+    )
+    from attnops.masks import (
+        Causal,
+        Chunked,
+        Dense,
+        Full,
+        Lengths,
+        Mask,
+        MaskFunction,
+        Positions,
+        Prefix,
+        SegmentIds,
+        SlidingWindow,
+        mask_from_dict,
+        register_mask_function,
+        window_tokens,
+    )
+    from attnops.operators import AttentionOutput, LocalCall, LocalOutput, Operation
+    from attnops.registry import (
+        AttentionProblem,
+        OperationConfig,
+        OperationMetadata,
+        OperationRegistry,
+        Plan,
+        Policy,
+        Reason,
+        Rule,
+        implementation,
+        plan,
+    )
+    from attnops.sharding import AttnShardingRules, fit
 
 __version__ = "0.1.0"
 
@@ -85,3 +91,20 @@ __all__ = [
     "register_mask_function",
     "window_tokens",
 ]
+
+_ROOMS = ("errors", "masks", "operators", "registry", "sharding", "verify")
+
+
+def __getattr__(name: str) -> Any:
+    # On first use (PEP 562), so that `attnops --help` doesn't wait for jax.
+    if name in _ROOMS:
+        return importlib.import_module(f"attnops.{name}")
+    for room in _ROOMS if name in __all__ else ():
+        module = importlib.import_module(f"attnops.{room}")
+        if name in module.__all__:
+            return globals().setdefault(name, getattr(module, name))
+    raise AttributeError(f"module 'attnops' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -74,7 +74,9 @@ def planning() -> dict[str, float]:
     count = iter(range(10**6))
 
     def plan() -> Any:
-        attend = OperationRegistry.create("splash", OperationMetadata(backend="tpu", softmax_scale=1 + next(count) / 1e6))
+        attend = OperationRegistry.create(
+            "splash", OperationMetadata(backend="tpu", softmax_scale=1 + next(count) / 1e6)
+        )
         q = jax.ShapeDtypeStruct((1, 131072, 8, 128), jnp.bfloat16)
         return attend.plan(q, q, q, mask=Causal())
 

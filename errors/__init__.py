@@ -12,13 +12,13 @@ from collections.abc import Iterable
 __all__ = [
     "AttnOpsError",
     "ConfigError",
+    "FallbackWarning",
     "InputError",
     "InputTypeError",
     "MaskError",
     "RefusedError",
     "ShardingError",
     "UnknownNameError",
-    "FallbackWarning",
     "nearest",
 ]
 

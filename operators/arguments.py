@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..errors import InputError, InputTypeError
@@ -61,7 +62,7 @@ def shaped(name: str, value: Any) -> jax.ShapeDtypeStruct:
     if not is_array(value):
         raise InputTypeError(f"{name} is a {type(value).__name__}; wanted a jax or numpy array.")
     dtype = value.dtype
-    if not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.ShapeDtypeStruct(value.shape, dtype)
 
@@ -90,7 +91,17 @@ def split_arguments(
             leaves = tuple(leaf.array for leaf in split)
     offset_array = query_offset if is_array(query_offset) else None
     arrays = Arrays(
-        query, key, value, bias, softmax_aux, offset_array, dropout_rng, q_segment_ids, kv_segment_ids, kv_lengths, leaves
+        query,
+        key,
+        value,
+        bias,
+        softmax_aux,
+        offset_array,
+        dropout_rng,
+        q_segment_ids,
+        kv_segment_ids,
+        kv_lengths,
+        leaves,
     )
     options = Options(
         mask=structure,

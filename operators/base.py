@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from ..errors import ConfigError, FallbackWarning, InputError
 from ..masks import Mask
@@ -28,7 +29,7 @@ from ..registry import (
     plan,
 )
 from ..sharding import current_mesh, describe_mesh, place
-from ..sharding.mesh import AnyMesh, Mesh
+from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, split_arguments
 from .describe import describe, varying_axes
 from .execute import execute
@@ -37,7 +38,7 @@ from .output import AttentionOutput
 
 __all__ = ["Operation"]
 
-_METHODS = tuple(dict.fromkeys(m for own in METHODS.values() for m in own)) + ("forward_native",)
+_METHODS = (*dict.fromkeys(m for own in METHODS.values() for m in own), "forward_native")
 _CACHED_CALLS = 512
 _warned: set[AttentionProblem] = set()
 _warn_lock = threading.Lock()
@@ -109,8 +110,14 @@ class Operation:
     @classmethod
     def remarks(cls, method: str, problem: AttentionProblem, config: OperationConfig) -> tuple[str, ...]:
         """Notes for the plan: config fields that this method doesn't read, for example."""
-        given = sorted(f for f in type(config).model_fields if config.is_set(f) and f not in ("operation", "schema_version"))
-        return (f"{method} doesn't read the config's {', '.join(given)}",) if given and not cls.reads_config(method) else ()
+        given = sorted(
+            f for f in type(config).model_fields if config.is_set(f) and f not in ("operation", "schema_version")
+        )
+        return (
+            (f"{method} doesn't read the config's {', '.join(given)}",)
+            if given and not cls.reads_config(method)
+            else ()
+        )
 
     @classmethod
     def reads_config(cls, method: str) -> bool:
@@ -219,7 +226,7 @@ class Operation:
     def _mesh(self) -> AnyMesh | None:
         """The caller's manual mesh if this runs inside a shard_map, else the declared mesh, else the context's."""
         current = current_mesh()
-        if isinstance(current, jax.sharding.AbstractMesh) and current.manual_axes:
+        if isinstance(current, AbstractMesh) and current.manual_axes:
             return current
         return self.metadata.mesh if current is None else self.metadata.mesh or current
 
@@ -232,12 +239,16 @@ class Operation:
         decided = self._plan(arrays, options, mesh).require()
         self._warn(decided)
         tracing = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
-        if isinstance(mesh, jax.sharding.AbstractMesh) and not mesh.empty and not tracing and mesh is not current_mesh():
+        if isinstance(mesh, AbstractMesh) and not mesh.empty and not tracing and mesh is not current_mesh():
             raise InputError(
                 f"mesh {describe_mesh(mesh)} has no devices, so this can be planned and lowered but not run; give a Mesh of "
                 "devices, or call it under jit."
             )
-        return decided, jax.jit(partial(execute, self, decided, mesh, options)), mesh if isinstance(mesh, Mesh) else None
+        return (
+            decided,
+            jax.jit(partial(execute, self, decided, mesh, options)),
+            mesh if isinstance(mesh, Mesh) else None,
+        )
 
     def _warn(self, decided: Plan) -> None:
         if decided.kind != "fallback" or decided.policy.fallback != "warn":
@@ -263,23 +274,20 @@ def _signature(x: Any) -> Any:
     return getattr(x, "shape", type(x)), getattr(x, "dtype", None)
 
 
+def _concrete(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+
 def _on_devices(arrays: Arrays, placement: Placement, mesh: Mesh) -> Arrays:
-    """Move concrete arrays that were put on other devices to the mesh's, laid out as the operation wants them."""
-    if not any(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed for x in jax.tree.leaves(arrays)):
+    """Move concrete arrays that were committed to other devices to the mesh's, laid out as they are wanted there."""
+    if not any(_concrete(x) and x.committed for x in jax.tree.leaves(arrays)):
         return arrays
-    moved = {}
-    for name in ("query", "key", "value"):
-        x = getattr(arrays, name)
+
+    def put(name: str, x: Any) -> Any:
         fitted = placement.fitted.get(name)
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and fitted is not None:
-            moved[name] = place(x, fitted.spec if placement.kv_repeat == 1 or name == "query" else jax.P(), mesh)
-    others = {
-        name: place(x, jax.P(), mesh)
-        for name, x in arrays._asdict().items()
-        if name not in ("query", "key", "value", "mask_leaves") and isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    }
-    leaves = tuple(
-        place(x, jax.P(), mesh) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else x
-        for x in arrays.mask_leaves
-    )
-    return arrays._replace(**moved, **others, mask_leaves=leaves)
+        repeated = name in ("key", "value") and placement.kv_repeat > 1  # fitted to the repeated heads
+        spec = jax.P() if fitted is None or repeated else fitted.spec
+        return place(x, spec, mesh) if _concrete(x) else x
+
+    moved = {name: put(name, x) for name, x in arrays._asdict().items() if name != "mask_leaves"}
+    return Arrays(**moved, mask_leaves=tuple(put("", x) for x in arrays.mask_leaves))

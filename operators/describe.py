@@ -6,14 +6,14 @@ import math
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 
-from ..errors import InputError, InputTypeError
+from ..errors import InputError
 from ..masks import Mask
-from ..registry import AttentionProblem, LeafShape, OperationConfig, OperationMetadata
+from ..registry import AttentionProblem, OperationConfig, OperationMetadata
 from ..sharding import MeshAxis, axes_of, canonical_layout, canonical_mode, devices_platform
 from ..sharding.mesh import AnyMesh, gpu_vendor
 from .arguments import Arrays, Options, bound_mask, join_mask, shaped
+from .shapes import check_dtypes, check_extras, leaf_shape, sizes_of, with_segments
 
 if TYPE_CHECKING:
     from .base import Operation
@@ -29,17 +29,17 @@ def describe(
     shapes = jax.tree.map(lambda x: x, arrays)._replace(
         **{n: shaped(n, v) for n, v in arrays._asdict().items() if v is not None and n != "mask_leaves"}
     )
-    sizes = _sizes(shapes, layout)
+    sizes = sizes_of(shapes, layout)
     batch, q_len, kv_len = sizes["b"], sizes["t"], sizes["s"]
     mode = _mode(options.mode, q_len, kv_len)
-    shapes = packed(_with_segments(shapes, layout, batch, q_len, kv_len), layout)
-    _check_dtypes(shapes, metadata)
-    _check_extras(shapes, options, sizes)
+    shapes = packed(with_segments(shapes, layout, batch, q_len, kv_len), layout)
+    check_dtypes(shapes, metadata)
+    check_extras(shapes, options, sizes)
 
     mask = join_mask(shapes, options, metadata.causal)
     mask, offset, dynamic = bound_mask(mask, shapes, options, mode, q_len, kv_len)
     mask, leaves = mask.split()
-    leaf_shapes = tuple(_leaf(leaf.name, leaf.array, leaf.dims, sizes) for leaf in leaves)
+    leaf_shapes = tuple(leaf_shape(leaf.name, leaf.array, leaf.dims, sizes) for leaf in leaves)
 
     probability = metadata.dropout_prob if options.dropout_prob is None else options.dropout_prob
     if not 0.0 <= probability < 1.0:
@@ -128,116 +128,16 @@ def packed(arrays: Arrays, layout: str) -> Arrays:
     return arrays._replace(q_segment_ids=batched(arrays.q_segment_ids), kv_segment_ids=batched(arrays.kv_segment_ids))
 
 
-def _sizes(arrays: Arrays, layout: str) -> dict[str, int]:
-    """b, t (q), s (kv), h, k (kv heads), d, e (value dim), checked against each other."""
-    rank = len(layout)
-    words = {"bthd": "[batch, time, heads, dim]", "bhtd": "[batch, heads, time, dim]", "thd": "[tokens, heads, dim]"}
-    for name in ("query", "key", "value"):
-        shape = getattr(arrays, name).shape
-        if len(shape) != rank:
-            raise InputError(f"{name} has shape {shape}; layout {layout!r} wants {words[layout]}.")
-        if 0 in shape:
-            raise InputError(f"{name} has shape {shape}; wanted at least one element along every dimension.")
-    q, k, v = (dict(zip(layout, getattr(arrays, n).shape, strict=True)) for n in ("query", "key", "value"))
-    for axis, first, other, pair in (
-        ("b", q, k, "query and key"),
-        ("b", k, v, "key and value"),
-        ("d", q, k, "query and key"),
-        ("t", k, v, "key and value"),
-        ("h", k, v, "key and value"),
-    ):
-        if first.get(axis) != other.get(axis):
-            word = {"b": "batch size", "d": "head dim", "t": "length", "h": "number of heads"}[axis]
-            raise InputError(
-                f"{pair} differ in {word}: {first[axis]} and {other[axis]} (query {arrays.query.shape}, key "
-                f"{arrays.key.shape}, value {arrays.value.shape}, layout {layout!r})."
-            )
-    if q["h"] % k["h"]:
-        raise InputError(f"query has {q['h']} heads and key {k['h']}; wanted query heads to be a multiple of kv heads.")
-    return {"b": q.get("b", 1), "t": q["t"], "s": k["t"], "h": q["h"], "k": k["h"], "d": q["d"], "e": v["d"]}
-
-
 def _mode(mode: str | None, q_len: int, kv_len: int) -> str:
     if mode is None:
         mode = "autoregressive" if q_len == 1 and kv_len > 1 else "train"
     return canonical_mode(mode)
 
 
-def _with_segments(arrays: Arrays, layout: str, batch: int, q_len: int, kv_len: int) -> Arrays:
-    q, kv = arrays.q_segment_ids, arrays.kv_segment_ids
-    if q is None and kv is None:
-        if layout == "thd":
-            raise InputError("layout 'thd' packs sequences, so q_segment_ids [tokens] is needed; pass it.")
-        return arrays
-    if q is None or kv is None:
-        if q_len != kv_len:
-            missing = "q_segment_ids" if q is None else "kv_segment_ids"
-            raise InputError(f"{missing} is missing and q_len={q_len}, kv_len={kv_len} differ; pass both.")
-        q = kv = q if kv is None else kv
-    for name, ids, length in (("q_segment_ids", q, q_len), ("kv_segment_ids", kv, kv_len)):
-        want = (length,) if layout == "thd" else (batch, length)
-        if ids.shape != want:
-            raise InputError(f"{name} has shape {ids.shape}; wanted {want}.")
-        _need_integers(name, ids)
-    return arrays._replace(q_segment_ids=q, kv_segment_ids=kv)
-
-
-def _need_integers(name: str, array: jax.ShapeDtypeStruct) -> None:
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise InputTypeError(f"{name} has dtype {array.dtype.name}; wanted integers.")
-
-
-def _check_dtypes(arrays: Arrays, metadata: OperationMetadata) -> None:
-    dtypes = {name: getattr(arrays, name).dtype for name in ("query", "key", "value")}
-    for name, dtype in dtypes.items():
-        if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
-            raise InputTypeError(f"{name} has dtype {dtype.name}; wanted float32, bfloat16 or float16.")
-    if metadata.runtime_dtype is None and len(set(dtypes.values())) > 1:
-        got = ", ".join(f"{n} {d.name}" for n, d in dtypes.items())
-        raise InputTypeError(f"dtypes differ: {got}; cast them, or declare runtime_dtype and they are cast to it.")
-
-
-def _check_extras(arrays: Arrays, options: Options, sizes: dict[str, int]) -> None:
-    b, t, s, h, k = (sizes[a] for a in "btshk")
-    if arrays.bias is not None:
-        if not jnp.issubdtype(arrays.bias.dtype, jnp.floating):
-            raise InputTypeError(f"bias has dtype {arrays.bias.dtype.name}; wanted floats. A boolean mask goes to mask=.")
-        _broadcastable("bias", arrays.bias.shape, (b, h, t, s))
-    if arrays.softmax_aux is not None:
-        shape = arrays.softmax_aux.shape
-        if not jnp.issubdtype(arrays.softmax_aux.dtype, jnp.floating):
-            raise InputTypeError(f"softmax_aux has dtype {arrays.softmax_aux.dtype.name}; wanted floats.")
-        if shape != (h,) and not (len(shape) == 2 and shape[0] in (h, k) and shape[1] > 0):
-            raise InputError(f"softmax_aux has shape {shape}; wanted ({h},), ({h}, sinks) or ({k}, sinks).")
-    for name in ("kv_lengths", "query_offset"):
-        array = getattr(arrays, name)
-        if array is not None:
-            _need_integers(name, array)
-            if array.shape != (b,):
-                raise InputError(f"{name} has shape {array.shape}; wanted ({b},), one number a batch row.")
-    if options.query_offset is not None and abs(options.query_offset) >= 2**31:
-        raise InputError(f"query_offset={options.query_offset}; wanted a number that fits in 32 bits.")
-
-
-def _broadcastable(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> None:
-    if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
-        raise InputError(f"{name} has shape {shape}; wanted four dimensions that broadcast to [batch, heads, q, kv] = {full}.")
-
-
-def _leaf(name: str, array: jax.ShapeDtypeStruct, dims: tuple[str, ...], sizes: dict[str, int]) -> LeafShape:
-    length = {"batch": sizes["b"], "heads": sizes["h"], "q": sizes["t"], "kv": sizes["s"]}
-    full = tuple(length[d] for d in dims)
-    if name.startswith("mask"):
-        _broadcastable("mask", array.shape, full)
-    elif tuple(array.shape) != full:
-        raise InputError(f"{name} has shape {tuple(array.shape)}; wanted {full} ({', '.join(dims)}).")
-    return LeafShape(name, tuple(array.shape), tuple(dims))
-
-
 def _config(operation: type[Operation], metadata: OperationMetadata) -> tuple[OperationConfig, list[str]]:
     """The declared config, with the metadata's block sizes where the config declares none."""
     config = metadata.operation_configs.get(operation.name)
-    config = operation.config() if config is None else config
+    config = operation.config.coerce({}) if config is None else config
     fed, notes = {}, []
     for source in ("blocksize_q", "blocksize_k", "blocksize_b"):
         value = getattr(metadata, source)
@@ -251,7 +151,9 @@ def _config(operation: type[Operation], metadata: OperationMetadata) -> tuple[Op
         else:
             fed[field] = value
     if metadata.scan_ring_attention is not None:
-        notes.append(f"scan_ring_attention={metadata.scan_ring_attention} is not read by {operation.name}: it runs no ring")
+        notes.append(
+            f"scan_ring_attention={metadata.scan_ring_attention} is not read by {operation.name}: it runs no ring"
+        )
     return (config.with_fields(fed) if fed else config), notes
 
 
@@ -295,7 +197,9 @@ def _notes(
     """What was given and has no effect, or was decided for the caller: told, not dropped."""
     notes = []
     if metadata.runtime_dtype is not None and shapes.query.dtype != metadata.runtime_dtype:
-        notes.append(f"query, key, value cast from {shapes.query.dtype.name} to {metadata.runtime_dtype.name} (runtime_dtype)")
+        notes.append(
+            f"query, key, value cast from {shapes.query.dtype.name} to {metadata.runtime_dtype.name} (runtime_dtype)"
+        )
     if options.deterministic and probability > 0:
         notes.append(f"dropout_prob={probability} is off: deterministic=True")
     elif options.deterministic and arrays.dropout_rng is not None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from ..registry import AttentionProblem, Placement, Plan
 from ..sharding import pin
@@ -116,7 +115,7 @@ def _paired_segments(arrays: Arrays) -> Arrays:
 
 
 def _key_data(rng: jax.Array) -> tuple[jax.Array, str]:
-    if jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(rng), str(jax.random.key_impl(rng))
     return jnp.asarray(rng), str(jax.random.key_impl(jax.random.wrap_key_data(rng)))
 
@@ -129,12 +128,13 @@ def _one_sink_a_head(sinks: jax.Array, heads: int) -> jax.Array:
     return sinks if sinks.shape[0] == heads else jnp.repeat(sinks, heads // sinks.shape[0])
 
 
-def _specs(operands: _Operands, placement: Placement) -> _Operands:
-    def one(name: str, x: Any) -> PartitionSpec | None:
-        return None if x is None else placement.spec(name)
-
-    named = {name: one(name, x) for name, x in operands._asdict().items() if name != "leaves"}
-    return _Operands(**named, leaves=tuple(placement.spec(f"leaf{i}") for i in range(len(operands.leaves))))
+def _specs(operands: _Operands, placement: Placement) -> Any:
+    """The same tree as the operands, of specs."""
+    specs: dict[str, Any] = {
+        name: None if x is None else placement.spec(name) for name, x in operands._asdict().items() if name != "leaves"
+    }
+    specs["leaves"] = tuple(placement.spec(f"leaf{i}") for i in range(len(operands.leaves)))
+    return operands._replace(**specs)
 
 
 def _index(axes: tuple[str, ...], problem: AttentionProblem) -> tuple[int | jax.Array, int]:

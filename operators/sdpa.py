@@ -88,9 +88,7 @@ class ScaledDotProduct(Operation):
     name = "sdpa"
     config = SdpaConfig
 
-    @implementation(
-        consumes=_FEATURES, rules=_CUDNN, tolerance={"bfloat16": (2e-2, 4e-2), "float16": (4e-3, 8e-3)}
-    )
+    @implementation(consumes=_FEATURES, rules=_CUDNN, tolerance={"bfloat16": (2e-2, 4e-2), "float16": (4e-3, 8e-3)})
     def forward_cuda(self, call: LocalCall) -> LocalOutput:
         """Run cuDNN's flash attention; causal masks and causal windows as flags, other masks as an array."""
         local = call.placement.local

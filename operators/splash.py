@@ -65,7 +65,9 @@ class SplashConfig(OperationConfig):
             raise ValueError(f"{info.field_name}={value!r} is not a positive integer (a multiple of {unit})")
         if value % unit:
             near = sorted({max(unit, value // unit * unit), (value // unit + 1) * unit})
-            raise ValueError(f"{info.field_name}={value} is not a multiple of {unit}; nearest: {', '.join(map(str, near))}")
+            raise ValueError(
+                f"{info.field_name}={value} is not a multiple of {unit}; nearest: {', '.join(map(str, near))}"
+            )
         return value
 
     @model_validator(mode="after")
@@ -77,7 +79,9 @@ class SplashConfig(OperationConfig):
         if self.use_fused_bwd_kernel:
             for name in ("block_q_dq", "block_kv_dq"):
                 if getattr(self, name) is not None:
-                    raise ValueError(f"{name}={getattr(self, name)} would be read by nobody: the fused backward has no dq pass")
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} would be read by nobody: the fused backward has no dq pass"
+                    )
         return self
 
 
@@ -106,7 +110,9 @@ _RULES = (
     Rule(
         "splash.one_of_each",
         "mask",
-        lambda p, c: len({leaf.name for leaf in p.leaves}) == len({leaf.name.rstrip("0123456789_") for leaf in p.leaves}),
+        lambda p, c: (
+            len({leaf.name for leaf in p.leaves}) == len({leaf.name.rstrip("0123456789_") for leaf in p.leaves})
+        ),
         "the mask {p.mask} holds segment ids or lengths more than once",
         "Join them into one before the call.",
     ),
@@ -179,21 +185,23 @@ class Splash(Operation):
             return config
         q_len, kv_len = placement.local.q_len, placement.local.kv_len
         cap = 512 if max(problem.head_dim, problem.value_dim) <= 256 else 256
-        sizes: dict[str, int | None] = {}
+        sizes: dict[str, int] = {}
 
         def size(name: str, default: int) -> None:
             given = getattr(config, name)
             sizes[name] = given if given is not None else _LANES if config.is_set(name) else default
 
         size("block_q", _choose(q_len, cap))
-        size("block_kv", _choose(kv_len, cap))
+        size("block_kv", _choose(kv_len, cap, config.block_kv_compute or _LANES))
         # Other passes take the forward's blocks, so that one padded length serves all.
         backward_q = sizes["block_q"] if sizes["block_q"] % _LANES == 0 else _choose(q_len, cap)
         for suffix in ("dkv",) if config.use_fused_bwd_kernel else ("dkv", "dq"):
             size(f"block_q_{suffix}", backward_q)
-            size(f"block_kv_{suffix}", sizes["block_kv"] or _LANES)
+            compute = config.block_kv_dkv_compute if suffix == "dkv" else None
+            fits = sizes["block_kv"] % (compute or _LANES) == 0
+            size(f"block_kv_{suffix}", sizes["block_kv"] if fits else _choose(kv_len, cap, compute or _LANES))
         for inner, outer in (("block_kv_compute", "block_kv"), ("block_kv_dkv_compute", "block_kv_dkv")):
-            block = sizes[outer] or _LANES
+            block = sizes[outer]
             given = getattr(config, inner)
             sizes[inner] = given if given is not None else block if config.is_set(inner) else _divisor(block, cap)
         return config.with_fields(sizes)
@@ -216,10 +224,10 @@ def _blocks(config: SplashConfig) -> SplashBlocks:
     return SplashBlocks(**{name: getattr(config, name) for name in SplashBlocks.__dataclass_fields__})
 
 
-def _choose(length: int, cap: int) -> int:
-    """The largest block up to `cap` that pads at most a fiftieth more than the smallest block would."""
-    least = math.ceil(length / _LANES) * _LANES
-    candidates = range(_LANES, min(cap, least) + 1, _LANES)
+def _choose(length: int, cap: int, unit: int = _LANES) -> int:
+    """The largest multiple of `unit` up to `cap` that pads at most a fiftieth more than blocks of `unit` would."""
+    least = math.ceil(length / unit) * unit
+    candidates = range(unit, max(unit, min(cap, least)) + 1, unit)
     return max(b for b in candidates if math.ceil(length / b) * b <= 1.02 * least)
 
 

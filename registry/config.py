@@ -80,7 +80,9 @@ def explain_validation(error: ValidationError, model: type[BaseModel]) -> str:
         if item["type"] == "extra_forbidden":
             known = _names(model, item["loc"][:-1])
             close = nearest(str(item["loc"][-1]), known)
-            lines.append(f"unknown field {where!r}" + (f"; wanted one of {', '.join(known)}." if known else ".") + close)
+            lines.append(
+                f"unknown field {where!r}" + (f"; wanted one of {', '.join(known)}." if known else ".") + close
+            )
         elif item["type"] == "missing":
             lines.append(f"{where} is missing")
         else:

@@ -103,7 +103,9 @@ def explain(plan: Plan) -> str:
         lines.append("config    " + ", ".join(fields))
     if plan.padding is not None:
         pad = plan.padding
-        lines.append(f"padding   per device q +{pad.q_len}, kv +{pad.kv_len}: {pad.waste:.1%} of the work is on padding")
+        lines.append(
+            f"padding   per device q +{pad.q_len}, kv +{pad.kv_len}: {pad.waste:.1%} of the work is on padding"
+        )
     for rejected in plan.rejected:
         lines.append(f"not       {rejected.implementation}:")
         lines.extend(f"            {reason}" for reason in rejected.reasons)

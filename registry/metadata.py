@@ -86,20 +86,20 @@ class OperationMetadata:
         runtime_dtype: Any = UNSET,
         runtime_softmax_dtype: Any = UNSET,
         sequence_axis_name: str | Unset = UNSET,
-        platform: str | None | Unset = UNSET,
-        backend: str | None | Unset = UNSET,
+        platform: str | Unset | None = UNSET,
+        backend: str | Unset | None = UNSET,
         partition_axis: PartitionAxis | Mapping[str, Any] | Unset = UNSET,
         partition_manager: PartitionManager | Unset = UNSET,
         base_config: Any = None,
-        operation_configs: Mapping[str, Any] | None | Unset = UNSET,
-        mesh: AnyMesh | Mapping[str, int] | None | Unset = UNSET,
-        softmax_scale: float | None | Unset = UNSET,
+        operation_configs: Mapping[str, Any] | Unset | None = UNSET,
+        mesh: AnyMesh | Mapping[str, int] | Unset | None = UNSET,
+        softmax_scale: float | Unset | None = UNSET,
         dropout_prob: float | Unset = UNSET,
         causal: bool | Unset = UNSET,
-        scan_ring_attention: bool | None | Unset = UNSET,
-        blocksize_q: int | None | Unset = UNSET,
-        blocksize_k: int | None | Unset = UNSET,
-        blocksize_b: int | None | Unset = UNSET,
+        scan_ring_attention: bool | Unset | None = UNSET,
+        blocksize_q: int | Unset | None = UNSET,
+        blocksize_k: int | Unset | None = UNSET,
+        blocksize_b: int | Unset | None = UNSET,
         fallback: str = "warn",
         kv_heads: str = "replicate",
         strict: bool = False,
@@ -107,7 +107,15 @@ class OperationMetadata:
         given = dict(locals())
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen: the one way to assign
         put("base_config", base_config)
-        for name in given.keys() - {"self", "base_config", "partition_manager", "mesh", "fallback", "kv_heads", "strict"}:
+        for name in given.keys() - {
+            "self",
+            "base_config",
+            "partition_manager",
+            "mesh",
+            "fallback",
+            "kv_heads",
+            "strict",
+        }:
             put(name, given[name])
         put("_stored_mesh", mesh)
 
@@ -258,10 +266,14 @@ class OperationMetadata:
         version = fields.pop("schema_version", _SCHEMA_VERSION)
         if version != _SCHEMA_VERSION:
             raise ConfigError(f"metadata: schema_version={version!r}; this attnops reads {_SCHEMA_VERSION}.")
-        known = [name for name in cls.__init__.__annotations__ if name not in ("return", "base_config", "partition_manager")]
+        known = [
+            name for name in cls.__init__.__annotations__ if name not in ("return", "base_config", "partition_manager")
+        ]
         for name in fields:
             if name not in known:
-                raise ConfigError(f"metadata: unknown field {name!r}; wanted {', '.join(known)}." + nearest(name, known))
+                raise ConfigError(
+                    f"metadata: unknown field {name!r}; wanted {', '.join(known)}." + nearest(name, known)
+                )
         return cls(**fields)
 
     def to_json(self, *, indent: int | None = 2) -> str:
@@ -274,7 +286,9 @@ class OperationMetadata:
         try:
             return cls.from_dict(json.loads(text, object_pairs_hook=_no_twins))
         except json.JSONDecodeError as error:
-            raise ConfigError(f"metadata: not JSON at line {error.lineno}, column {error.colno}: {error.msg}.") from None
+            raise ConfigError(
+                f"metadata: not JSON at line {error.lineno}, column {error.colno}: {error.msg}."
+            ) from None
 
     # -- identity --------------------------------------------------------------------------------------------------
 

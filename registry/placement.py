@@ -76,7 +76,10 @@ def place_problem(problem: AttentionProblem, *, strict: bool = False, kv_heads: 
         problem.kv_heads * fitted.kv_repeat // split["heads"],
     )
     run = _run_specs(problem, batch_axes, q_axes, head_axes)
-    changes = (*_query_changes(query, at, sizes), *_key_changes(key, at, sizes, batch_axes, head_axes, fitted.kv_repeat))
+    changes = (
+        *_query_changes(query, at, sizes),
+        *_key_changes(key, at, sizes, batch_axes, head_axes, fitted.kv_repeat),
+    )
     return Placement(fitted, batch_axes, head_axes, q_axes, local, fitted.kv_repeat, run, changes)
 
 
@@ -133,8 +136,6 @@ def _run_specs(
     return tuple(specs.items())
 
 
-
-
 def _query_changes(query: FittedSpec, at: dict[str, int], sizes: dict[str, int]) -> tuple[str, ...]:
     split = [a for a in query.axes(at["d"]) if sizes[a] > 1]
     if not split:
@@ -152,7 +153,9 @@ def _key_changes(
 ) -> tuple[str, ...]:
     changes = []
     if key.axes(at["t"]):
-        changes.append(f"key, value: gathered along kv_len over {'+'.join(key.axes(at['t']))}: a query shard sees every key")
+        changes.append(
+            f"key, value: gathered along kv_len over {'+'.join(key.axes(at['t']))}: a query shard sees every key"
+        )
     if key.axes(at["d"]):
         changes.append(f"key, value: gathered along head_dim over {'+'.join(key.axes(at['d']))}")
     if repeat > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ..errors import ConfigError, RefusedError
@@ -15,6 +15,8 @@ from .placement import Placement, place_problem
 from .problem import AttentionProblem
 
 __all__ = ["METHODS", "Padding", "Plan", "Policy", "Rejected", "plan"]
+
+Kind = Literal["platform", "native", "fallback", "refused"]
 
 # A platform's own methods, best first; forward_native stands behind all of them.
 METHODS: dict[str, tuple[str, ...]] = {
@@ -74,7 +76,7 @@ class Plan:
 
     problem: AttentionProblem
     policy: Policy
-    kind: Literal["platform", "native", "fallback", "refused"]
+    kind: Kind
     implementation: str | None
     method: str | None
     config: OperationConfig
@@ -127,7 +129,7 @@ class Plan:
                 "shape": None if fitted is None else list(fitted.shape),
                 "device_shape": None if fitted is None else list(fitted.local_shape),
                 "device_bytes": None if fitted is None else fitted.local_bytes,
-                "dropped": [] if fitted is None else [d._asdict() for d in fitted.dropped],
+                "dropped": [] if fitted is None else [asdict(d) for d in fitted.dropped],
             }
         return {
             "operation": problem.operation.name,
@@ -185,9 +187,11 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
             rejected.append(Rejected(name, reasons))
             continue
         config = operation.resolve_config(method, problem, placement)
-        kind = "platform" if method in own else "fallback" if own else "native"
+        kind: Kind = "platform" if method in own else "fallback" if own else "native"
         if kind == "native":
-            notes.append(f"{operation.name} has no kernel of its own on {problem.platform}: forward_native is its dispatch")
+            notes.append(
+                f"{operation.name} has no kernel of its own on {problem.platform}: forward_native is its dispatch"
+            )
         padding = operation.padding(method, problem, placement, config)
         notes.extend(operation.remarks(method, problem, config))
         decided = replace(decided, kind=kind, implementation=name, method=method, config=config, padding=padding)

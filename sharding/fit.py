@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -27,7 +28,8 @@ class TensorShape(NamedTuple):
     itemsize: int = 4
 
 
-class Dropped(NamedTuple):
+@dataclass(frozen=True)
+class Dropped:
     """One mesh axis that a spec names and that can't be used for a dimension.
 
     `harmless` is True where dropping changes nothing: a mesh axis of size 1, or a dimension of length 1 that stands
@@ -43,7 +45,8 @@ class Dropped(NamedTuple):
     harmless: bool = False
 
 
-class FittedSpec(NamedTuple):
+@dataclass(frozen=True)
+class FittedSpec:
     """A spec as it fits, with the shape and bytes on each device."""
 
     tensor: str
@@ -59,13 +62,14 @@ class FittedSpec(NamedTuple):
         return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-class FittedRules(NamedTuple):
+@dataclass(frozen=True)
+class FittedRules:
     """The fitted specs by tensor name (only those tensors that are there), and how often KV heads are repeated."""
 
     specs: tuple[FittedSpec, ...]
     kv_repeat: int = 1
 
-    def __getitem__(self, tensor: str) -> FittedSpec:  # type: ignore[override]
+    def __getitem__(self, tensor: str) -> FittedSpec:
         for fitted in self.specs:
             if fitted.tensor == tensor:
                 return fitted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .mesh import AnyMesh, same_devices
@@ -31,7 +32,7 @@ def pin(array: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None) -> jax.Arra
     return array
 
 
-def place(array: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+def place(array: jax.Array | np.ndarray, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
     """Put a concrete array onto the mesh's devices if it isn't there yet (outside of tracing)."""
     if not isinstance(array, jax.Array):
         return jax.device_put(array, NamedSharding(mesh, spec))

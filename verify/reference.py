@@ -17,7 +17,11 @@ class ReferenceOutput(NamedTuple):
     lse: np.ndarray
 
 
-def _forward(query, key, value, scale, mask, bias, soft_cap, sinks, keep, keep_probability):  # noqa: ANN001, ANN202
+def _forward(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float, mask: np.ndarray | None,
+    bias: np.ndarray | None, soft_cap: float | None, sinks: np.ndarray | None, keep: np.ndarray | None,
+    keep_probability: float,
+) -> tuple[np.ndarray, ...]:  # fmt: skip
     q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
     batch, q_len, heads, _ = q.shape
     kv_len, group = k.shape[1], heads // k.shape[2]
@@ -30,7 +34,9 @@ def _forward(query, key, value, scale, mask, bias, soft_cap, sinks, keep, keep_p
     logits = np.where(visible, logits, -np.inf)
     # Sinks are further logits without a value: [heads], or [heads or kv_heads, sinks].
     extra = np.zeros((heads, 0)) if sinks is None else np.asarray(sinks, np.float64).reshape(len(sinks), -1)
-    extra = np.broadcast_to(np.repeat(extra, heads // len(extra), axis=0)[:, None], (batch, heads, q_len, extra.shape[1]))
+    extra = np.broadcast_to(
+        np.repeat(extra, heads // len(extra), axis=0)[:, None], (batch, heads, q_len, extra.shape[1])
+    )
     every = np.concatenate([logits, extra], axis=-1)
     shift = every.max(axis=-1, keepdims=True, initial=-np.inf)
     shift = np.where(np.isfinite(shift), shift, 0)

@@ -124,9 +124,7 @@ def jax_splash_attention(
     by_query = [tables(blocks.block_q, blocks.block_kv, "forward")]
     if not blocks.use_fused_bwd_kernel:
         by_query.append(tables(blocks.block_q_dq or 0, blocks.block_kv_dq or 0, "forward"))
-    by_key = tables(
-        blocks.block_q_dkv, blocks.block_kv_dkv, "whole" if blocks.use_fused_bwd_kernel else "backward"
-    )
+    by_key = tables(blocks.block_q_dkv, blocks.block_kv_dkv, "whole" if blocks.use_fused_bwd_kernel else "backward")
     forward, *dq = (_info(t, rows, shard, shards) for t in by_query)
     kernel = splash.SplashAttentionKernel(
         forward,
@@ -143,7 +141,9 @@ def jax_splash_attention(
     )
     sinks = None if sinks is None else _float32_gradient(sinks)
     run = jax.vmap(kernel, in_axes=(0, 0, 0, None if segments is None else 0, None))
-    return run(query, key, value, segments, sinks)[:, :, :q_len]
+    output = run(query, key, value, segments, sinks)
+    assert isinstance(output, jax.Array)  # a pair with save_residuals=True
+    return output[:, :, :q_len]
 
 
 @jax.custom_vjp
@@ -187,7 +187,15 @@ def _segments(
 
 @functools.lru_cache(maxsize=256)
 def _tables(
-    mask: Mask, q_len: int, kv_len: int, q_padded: int, kv_padded: int, shards: int, block_q: int, block_kv: int, grid: str
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    q_padded: int,
+    kv_padded: int,
+    shards: int,
+    block_q: int,
+    block_kv: int,
+    grid: str,
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """(block index to fetch, live) for every shard: int [shards, q blocks, kv blocks], or None if all blocks are full.
 
@@ -238,4 +246,4 @@ def _info(
     index, live = (jnp.asarray(t) for t in tables)
     if shards > 1:
         index, live = (jax.lax.dynamic_slice_in_dim(t, shard, 1) for t in (index, live))
-    return mask_info.MaskInfo(index, None, live, None, rows)
+    return mask_info.MaskInfo(index, None, live, None, rows)  # type: ignore[arg-type]  # jax says NumPy only

@@ -34,7 +34,7 @@ def plain_attention(
     heads, kv_heads = query.shape[axis], key.shape[axis]
     group = heads // kv_heads
     compute = _compute_dtype(query.dtype)
-    grouped = query.shape[:axis] + (kv_heads, group) + query.shape[axis + 1 :]
+    grouped = (*query.shape[:axis], kv_heads, group, *query.shape[axis + 1 :])
     q, k, v = query.reshape(grouped).astype(compute), key.astype(compute), value.astype(compute)
     queries, keys = ("btkgd", "bskd") if layout == "bthd" else ("bkgtd", "bksd")
 

@@ -43,7 +43,7 @@ class Sizes:
 
 
 @register_mask_function("conformance_skip")
-def _skip(position, key):  # noqa: ANN001, ANN202
+def _skip(position, key):
     return (key <= position) | (key - position > 11)
 
 
@@ -79,7 +79,7 @@ def names() -> list[str]:
     return list(_BUILDERS)
 
 
-def build(name: str, layout: str, sizes: Sizes = Sizes()) -> Case:  # noqa: B008 - frozen
+def build(name: str, layout: str, sizes: Sizes = Sizes()) -> Case:
     """Make a case; a packed (thd) one has batch 1 and segment ids on top of what it asks."""
     if layout == "thd":
         sizes = replace(sizes, batch=1)

@@ -23,7 +23,7 @@ class Implementation(NamedTuple):
     backend: str = "cpu"
 
     @property
-    def capability(self):  # noqa: ANN201
+    def capability(self):
         return OperationRegistry.get(self.operation).capability(self.method)
 
     def make(self, dtype: str, mesh: Any = None, **changes: Any) -> Any:
@@ -79,6 +79,10 @@ def from_layout(x: Any, layout: str) -> np.ndarray:
     return x if layout == "bthd" else x.swapaxes(1, 2) if layout == "bhtd" else x[None]
 
 
+def _batched(x: Any, layout: str) -> np.ndarray | None:
+    return None if x is None else np.asarray(x, np.float64)[None] if layout == "thd" else np.asarray(x, np.float64)
+
+
 class Result(NamedTuple):
     output: np.ndarray
     weights: np.ndarray | None
@@ -102,11 +106,7 @@ def run(attend: Any, case: Case, tensors: Tensors, dtype: str, layout: str, plac
         def loss(inputs: dict[str, Any]) -> Any:
             call = dict(inputs)
             q, k, v = (call.pop(n) for n in ("query", "key", "value"))
-            if mask is not None:
-                others_ = {"mask": mask, **others}
-            else:
-                others_ = others
-            result = attend(q, k, v, layout=layout, **call, **others_, **static)
+            result = attend(q, k, v, layout=layout, mask=mask, **call, **others, **static)
             total = (result.attention_outputs.astype(jnp.float32) * d_output).sum()
             if tensors.d_lse is not None:
                 d_lse = jnp.asarray(tensors.d_lse if layout != "thd" else tensors.d_lse[0])
@@ -116,13 +116,10 @@ def run(attend: Any, case: Case, tensors: Tensors, dtype: str, layout: str, plac
         return jax.grad(loss, has_aux=True)(inputs)
 
     gradients, (output, weights, lse) = program(arrays | smooth, traced, mask)
-    batched = lambda x: (
-        None if x is None else np.asarray(x, np.float64)[None] if layout == "thd" else np.asarray(x, np.float64)
-    )  # noqa: E731
     return Result(
         from_layout(output, layout),
-        batched(weights),
-        batched(lse),
+        _batched(weights, layout),
+        _batched(lse, layout),
         {
             n: from_layout(g, layout) if n in ("query", "key", "value") else np.asarray(g, np.float64)
             for n, g in gradients.items()

@@ -126,7 +126,7 @@ def test_the_mesh_of_the_context(how: str) -> None:
     mesh = _mesh(MESHES["fsdp2_tp2_sp2"])
     case = cases.build("causal", "bthd", SIZES)
     if how == "with_mesh":
-        with pytest.warns(DeprecationWarning), mesh:
+        with pytest.warns(DeprecationWarning, match="with mesh"), mesh:
             _check("vanilla.forward_native", case, None, "bthd")
         return
     with jax.set_mesh(mesh):

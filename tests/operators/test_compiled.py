@@ -28,7 +28,7 @@ def _operations(text: str) -> Counter[str]:
     return found
 
 
-def _by_hand(mesh: jax.sharding.Mesh, sequence: str | None):  # noqa: ANN202
+def _by_hand(mesh: jax.sharding.Mesh, sequence: str | None):
     query = PartitionSpec("fsdp", sequence, "tp", None)
     key = PartitionSpec("fsdp", None, "tp", None)
 
@@ -54,9 +54,11 @@ def test_same_operations_as_by_hand(sequence: str | None, gradient: bool) -> Non
     by_hand = _by_hand(mesh, sequence)
     planned = lambda q, k, v: attend(q, k, v, mask=Causal()).attention_outputs  # noqa: E731
     where = NamedSharding(mesh, PartitionSpec("fsdp", sequence, "tp", None))
-    arguments = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=where) for s in ((B, T, H, D), (B, T, K, D), (B, T, K, D))]
+    arguments = [
+        jax.ShapeDtypeStruct(s, jnp.float32, sharding=where) for s in ((B, T, H, D), (B, T, K, D), (B, T, K, D))
+    ]
 
-    def compiled(call) -> Counter[str]:  # noqa: ANN001
+    def compiled(call) -> Counter[str]:
         function = jax.grad(lambda *x: (call(*x) ** 2).sum(), (0, 1, 2)) if gradient else call
         return _operations(jax.jit(function).lower(*arguments).compile().as_text())
 
@@ -80,7 +82,7 @@ def test_one_trace_serves_equal_calls() -> None:
     class Counting(OperationRegistry.get("vanilla")):  # type: ignore[misc]
         name = "counting"
 
-        def forward_native(self, call):  # noqa: ANN001, ANN202
+        def forward_native(self, call):
             traces.append(call.problem)
             return super().forward_native(call)
 

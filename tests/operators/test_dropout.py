@@ -19,7 +19,7 @@ def tensors() -> list[np.ndarray]:
     return [rng.standard_normal((B, T, H, D)).astype(np.float32) for _ in range(4)]
 
 
-def _attend():  # noqa: ANN202
+def _attend():
     return OperationRegistry.create("vanilla", OperationMetadata(dropout_prob=P))
 
 

@@ -18,7 +18,7 @@ BASE: dict[str, Any] = dict.fromkeys(("block_q", "block_kv", "block_kv_compute",
     "block_kv_dkv_compute": 256, "block_q_dq": 256, "block_kv_dq": 256,
 }  # fmt: skip
 CHANGES: dict[str, Any] = {
-    **{name: 128 for name in BASE},
+    **dict.fromkeys(BASE, 128),
     "block_kv": 512,
     "block_kv_dkv": 512,
     "block_q": 64,
@@ -37,9 +37,7 @@ def _lowered(config: dict[str, Any]) -> str:
     metadata = OperationMetadata(mesh=MESH, operation_configs={"splash": config}, fallback="error")
     attend = OperationRegistry.create("splash", metadata)
     x = jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16)
-    function = jax.jit(
-        jax.grad(lambda q: attend(q, q, q, mask=Causal()).attention_outputs.astype(jnp.float32).sum())
-    )
+    function = jax.jit(jax.grad(lambda q: attend(q, q, q, mask=Causal()).attention_outputs.astype(jnp.float32).sum()))
     traced = function.trace(x)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     text = "\n".join(line for line in (str(traced.jaxpr) + text).splitlines() if " at 0x" not in line)
@@ -98,7 +96,8 @@ def test_unset_is_chosen_and_none_is_the_kernels_default(given: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("length", "block"), [(4096, 512), (4100, 384), (600, 128), (577, 128), (197, 256), (77, 128), (75600, 512), (1500, 512)]
+    ("length", "block"),
+    [(4096, 512), (4100, 384), (600, 128), (577, 128), (197, 256), (77, 128), (75600, 512), (1500, 512)],
 )
 def test_blocks_trade_padding_against_size(length: int, block: int) -> None:
     """The largest block that pads at most a fiftieth more than blocks of 128 would."""

@@ -17,11 +17,13 @@ from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationReg
 V5E = AbstractMesh((2, 2), ("fsdp", "tp"), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
 
 
-def _program(mesh: Any, mask: Mask, dtype: str, config: dict[str, Any] | None, shape: tuple[int, ...], **call: Any):  # noqa: ANN202
+def _program(mesh: Any, mask: Mask, dtype: str, config: dict[str, Any] | None, shape: tuple[int, ...], **call: Any):
     """(function of q, k, v giving loss and gradients, arguments laid out as planned, plan)."""
     batch, length, heads, kv_heads, dim = shape
     configs = {"splash": config} if config else {}
-    attend = OperationRegistry.create("splash", OperationMetadata(mesh=mesh, operation_configs=configs, fallback="error"))
+    attend = OperationRegistry.create(
+        "splash", OperationMetadata(mesh=mesh, operation_configs=configs, fallback="error")
+    )
     q, k = (jax.ShapeDtypeStruct((batch, length, h, dim), dtype) for h in (heads, kv_heads))
     plan = attend.plan(q, k, k, mask=mask, **call)
 
@@ -29,8 +31,11 @@ def _program(mesh: Any, mask: Mask, dtype: str, config: dict[str, Any] | None, s
         loss = lambda *x: attend(*x, mask=mask, **call).attention_outputs.astype(jnp.float32).sum()  # noqa: E731
         return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
 
-    at = lambda x, t: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, plan.placement.fitted[t].spec))  # noqa: E731
-    return both, [at(q, "query"), at(k, "key"), at(k, "value")], plan
+    laid_out = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, plan.placement.fitted[tensor].spec))
+        for tensor, x in (("query", q), ("key", k), ("value", k))
+    ]
+    return both, laid_out, plan
 
 
 def test_plan_for_a_described_tpu() -> None:

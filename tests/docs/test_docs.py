@@ -1,0 +1,164 @@
+"""The manual holds: its code runs and prints what it says, its files are valid, its links and defaults are right.
+
+A block's comments say how it is meant: `output` (what the block above prints; `...` stands for anything), `declaration`
+(a config file), `exit: 2` (the command's exit status), `needs: libtpu` (skipped without that module).
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import inspect
+import json
+import re
+import shlex
+import sys
+import tomllib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pages
+import pytest
+from eformer.escale import PartitionAxis
+
+from attnops import Operation, OperationMetadata, OperationRegistry, Policy
+from attnops.cli import main
+from attnops.operators.splash import SplashConfig
+from attnops.registry.declaration import CallDeclaration, Declaration
+
+DOCS = pages.ROOT / "docs"
+each_page = pytest.mark.parametrize("page", pages.PAGES, ids=pages.IDS)
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """A folder with the examples, a module to run blocks in; what a page registers or sets is undone."""
+    (tmp_path / "examples").symlink_to(pages.ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XLA_FLAGS", "")  # a page may set it, too late for this process and so without effect
+    module = types.ModuleType("docs_page")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    before = set(OperationRegistry.names())
+    yield module
+    for name in set(OperationRegistry.names()) - before:
+        OperationRegistry.unregister(name)
+
+
+@each_page
+def test_code_runs_and_prints_what_the_page_says(
+    page: Path, reader: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed: str | None = None
+    for block in pages.blocks(page):
+        if "output" in block.marks:
+            assert printed is not None, f"{block.place}: no block that runs stands above this output"
+            _same_text(block, printed)
+            printed = None
+        elif block.language == "python":
+            printed = None
+            if "needs" in block.marks and importlib.util.find_spec(block.marks["needs"]) is None:
+                continue
+            # The empty lines give the traceback the page's own line numbers.
+            exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), vars(reader))
+            printed = capsys.readouterr().out
+        elif block.language == "sh":
+            printed = _run_commands(block, capsys)
+
+
+def _run_commands(block: pages.Block, capsys: pytest.CaptureFixture[str]) -> str | None:
+    """Run the `attnops` lines of a shell block in this process; None if it has none."""
+    commands = [line for line in block.text.splitlines() if line.startswith("attnops ")]
+    if not commands or any(re.search(r"[<>|]", command) for command in commands):
+        return None
+    printed = ""
+    for command in commands:
+        status = main(shlex.split(command, comments=True)[1:])
+        out, err = capsys.readouterr()
+        printed += out + err
+        assert status == int(block.marks.get("exit", "0")), f"{block.place}: {command}: status {status}\n{err}"
+    return printed
+
+
+def _same_text(block: pages.Block, printed: str) -> None:
+    got, wanted = ("".join(f"{line.rstrip()}\n" for line in text.splitlines()) for text in (printed, block.text))
+    if not doctest.OutputChecker().check_output(wanted, got, doctest.ELLIPSIS):
+        pytest.fail(f"{block.place}: the page says\n{wanted}\nand what comes is\n{got}", pytrace=False)
+
+
+@each_page
+def test_files_in_the_page_are_valid(page: Path) -> None:
+    for block in pages.blocks(page):
+        if "declaration" in block.marks:
+            declaration = Declaration.from_json(block.text, block.place)
+            call = declaration.call_arguments(declaration.shapes())
+            plan = OperationRegistry.create(declaration.operation, declaration.operation_metadata()).plan(**call)
+            assert plan.kind != "refused", block.place
+        elif block.language == "json":
+            json.loads(block.text)
+        elif block.language == "toml":
+            tomllib.loads(block.text)
+        elif block.language not in ("python", "sh", "text"):
+            pytest.fail(f"{block.place}: language {block.language!r}; wanted python, sh, text, json or toml")
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for number, line in pages.prose(page):
+        for target in re.findall(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)", line):
+            if re.match(r"[a-z]+:", target):
+                continue
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            assert file.exists(), f"{page.name}:{number}: {target} doesn't exist"
+            if anchor:
+                assert anchor in pages.anchors(file), f"{page.name}:{number}: {target}: no such heading"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = (pages.ROOT / "mkdocs.yml").read_text()
+    missing = [page.name for page in DOCS.glob("*.md") if f": {page.name}" not in nav]
+    assert not missing
+
+
+def test_the_support_page_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("support_table", pages.ROOT / "tools" / "support_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    page = tool.PAGE.read_text(encoding="utf-8")
+    assert page == tool.updated(page), "run `python tools/support_table.py --write`"
+
+
+# -- defaults: what a table says is what the code has ----------------------------------------------------------------
+
+
+def test_arguments_of_a_call() -> None:
+    given = list(inspect.signature(Operation.__call__).parameters.values())[1:]
+    wanted = {p.name: "required" if p.default is p.empty else repr(p.default) for p in given}
+    assert pages.table(DOCS / "semantics.md", "call") == wanted
+
+
+def test_fields_of_the_metadata() -> None:
+    metadata = OperationMetadata()
+    values: dict[str, Any] = {
+        name: getattr(metadata.policy if hasattr(metadata.policy, name) else metadata, name)
+        for name in inspect.signature(OperationMetadata).parameters
+    }
+    values["runtime_softmax_dtype"] = values["runtime_softmax_dtype"].name
+    wanted = {name: repr(value) for name, value in values.items()}
+    assert metadata.partition_axis == PartitionAxis()
+    wanted |= {"partition_axis": "PartitionAxis()", "partition_manager": "unset"}
+    assert pages.table(DOCS / "config.md", "OperationMetadata") == wanted
+    assert {name: repr(value) for name, value in vars(Policy()).items()} == pages.table(DOCS / "plan.md", "Policy")
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "text"), [("SplashConfig", SplashConfig, repr), ("call", CallDeclaration, json.dumps)]
+)
+def test_fields_of_a_config(name: str, model: Any, text: Any) -> None:
+    common = ("operation", "schema_version")
+    wanted = {n: text(f.default) for n, f in model.model_fields.items() if n not in common}
+    assert pages.table(DOCS / "config.md", name) == wanted

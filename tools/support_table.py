@@ -1,0 +1,107 @@
+"""Print what each implementation declares, as Markdown: where it runs, features, rules, tolerances.
+
+`python tools/support_table.py` prints; with --write it goes between the markers in docs/support.md. A test holds that
+page against the declarations, so a change of a capability needs a `--write`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from attnops.operators import Operation
+from attnops.registry import FEATURES, METHODS, Capability, OperationRegistry
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
+BEGIN = "<!-- begin: written by tools/support_table.py -->"
+END = "<!-- end: written by tools/support_table.py -->"
+
+
+def main() -> None:
+    """Print the tables, or write them into the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help=f"put the tables into docs/{PAGE.name}")
+    if not parser.parse_args().write:
+        print(tables())
+        return
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def updated(page: str) -> str:
+    """The page with the tables between its markers."""
+    head, _, rest = page.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
+
+
+def tables() -> str:
+    """All tables, with their headings."""
+    operations = {name: OperationRegistry.get(name) for name in OperationRegistry.names()}
+    own = {name: op for name, op in operations.items() if op.__module__.startswith("attnops.")}
+    distinct = list(_distinct(own))
+    parts = [
+        "## Which method runs where",
+        _table(("Operation", *METHODS), (_platforms(name, op) for name, op in own.items())),
+        "## Features",
+        _features(distinct),
+        "## Rules",
+        "A rule is a condition over the sizes, dtypes and config of one call. An implementation without rules is "
+        "left out.",
+        _rules(distinct),
+        "## Published tolerances",
+        "The largest error against the float64 reference, divided by the largest absolute value of the reference; "
+        "forward for outputs, backward for gradients.",
+        _tolerances(distinct),
+    ]
+    return "\n\n".join(parts)
+
+
+def _distinct(operations: dict[str, type[Operation]]) -> Iterator[tuple[str, Capability]]:
+    """The implementations, each once: splash's forward_native is vanilla's own, and stands there."""
+    found = [(n, m, op.capability(m)) for n, op in operations.items() for m in op.declared_methods()]
+    first = {id(capability): name for name, _, capability in sorted(found, key=lambda f: f[0] == "vanilla")}
+    return ((f"{name}.{method}", c) for name, method, c in found if first[id(c)] == name)
+
+
+def _platforms(name: str, operation: type[Operation]) -> tuple[str, ...]:
+    methods = operation.declared_methods()
+    chosen = (next((m for m in own if m in methods), "forward_native") for own in METHODS.values())
+    return (f"`{name}`", *(f"`{method}`" for method in chosen))
+
+
+def _features(implementations: list[tuple[str, Capability]]) -> str:
+    head = ("Feature", "Meaning", *(f"`{name}`" for name, _ in implementations))
+    rows = (
+        (f"`{feature}`", meaning, *("yes" if feature in c.consumes else "-" for _, c in implementations))
+        for feature, meaning in FEATURES.items()
+    )
+    return _table(head, rows)
+
+
+def _rules(implementations: list[tuple[str, Capability]]) -> str:
+    rows = (
+        (f"`{name}`", f"`{rule.code}`", f"`{rule.field}`", rule.fix)
+        for name, capability in implementations
+        for rule in capability.rules
+    )
+    return _table(("Implementation", "Code", "Field", "Mend"), rows)
+
+
+def _tolerances(implementations: list[tuple[str, Capability]]) -> str:
+    rows = (
+        (f"`{name}`", dtype, f"{bound.forward:g}", f"{bound.backward:g}")
+        for name, capability in implementations
+        for dtype, bound in capability.tolerance.items()
+    )
+    return _table(("Implementation", "Run-time dtype", "Forward", "Backward"), rows)
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    titles = tuple(head)
+    lines = [titles, ("---",) * len(titles), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in lines)
+
+
+if __name__ == "__main__":
+    main()
