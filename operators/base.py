@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -18,14 +18,11 @@ from jax.sharding import AbstractMesh, Mesh
 from ..errors import ConfigError, FallbackWarning, InputError
 from ..masks import Mask
 from ..registry import (
-    METHODS,
     AttentionProblem,
-    Capability,
-    OperationConfig,
     OperationMetadata,
-    Padding,
     Placement,
     Plan,
+    PlannedOperation,
     plan,
 )
 from ..sharding import current_mesh, describe_mesh, place
@@ -33,22 +30,18 @@ from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, split_arguments
 from .describe import describe, varying_axes
 from .execute import execute
-from .local import LocalCall, LocalOutput
+from .local import LocalOutput
 from .output import AttentionOutput
 
 __all__ = ["Operation"]
 
-_METHODS = (*dict.fromkeys(m for own in METHODS.values() for m in own), "forward_native")
 _CACHED_CALLS = 512
 _warned: set[AttentionProblem] = set()
 _warn_lock = threading.Lock()
 
 
-class Operation:
+class Operation(PlannedOperation):
     """Base class of attention operations. `Operation(metadata)(query, key, value, ...)` runs one."""
-
-    name: ClassVar[str]
-    config: ClassVar[type[OperationConfig]]
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         if metadata is not None and not isinstance(metadata, OperationMetadata):
@@ -58,71 +51,6 @@ class Operation:
             )
         self.metadata = OperationMetadata() if metadata is None else metadata
         self._calls: dict[Any, tuple[Plan, Callable[[Arrays], LocalOutput], Mesh | None]] = {}
-
-    # -- for authors of operations -----------------------------------------------------------------------------------
-
-    def forward_native(self, call: LocalCall) -> LocalOutput:
-        """Run on one device's arrays with plain JAX. Must be written, and declared with @implementation."""
-        raise NotImplementedError(f"{type(self).__name__} has no forward_native.")
-
-    @classmethod
-    def implements(cls, method: str) -> bool:
-        """Whether the class has its own version of a forward method."""
-        return getattr(cls, method, None) is not getattr(Operation, method, None)
-
-    @classmethod
-    def declared_methods(cls) -> tuple[str, ...]:
-        """The forward methods that are written. Errors: ConfigError for one without @implementation."""
-        written = tuple(m for m in _METHODS if cls.implements(m))
-        if "forward_native" not in written:
-            raise ConfigError(f"operation {cls.name!r} has no forward_native; it is needed.")
-        for method in written:
-            cls.capability(method)
-        return written
-
-    @classmethod
-    def capability(cls, method: str) -> Capability:
-        """What a forward method declares. Errors: ConfigError if it declares nothing."""
-        found = getattr(getattr(cls, method, None), "capability", None)
-        if not isinstance(found, Capability):
-            raise ConfigError(f"{cls.name}.{method} declares nothing; decorate it with @implementation(...).")
-        return found
-
-    @classmethod
-    def kernel_platform(cls, problem: AttentionProblem) -> str:
-        """The platform whose methods are tried; an operation with an interpreter may answer otherwise."""
-        return problem.platform
-
-    @classmethod
-    def resolve_config(cls, method: str, problem: AttentionProblem, placement: Placement) -> OperationConfig:
-        """Return the config with every default filled in for this method and these local shapes."""
-        del method, placement
-        return problem.config
-
-    @classmethod
-    def padding(
-        cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
-    ) -> Padding | None:
-        """What the method pads on each device, None for nothing."""
-        del method, problem, placement, config
-        return None
-
-    @classmethod
-    def remarks(cls, method: str, problem: AttentionProblem, config: OperationConfig) -> tuple[str, ...]:
-        """Notes for the plan: config fields that this method doesn't read, for example."""
-        given = sorted(
-            f for f in type(config).model_fields if config.is_set(f) and f not in ("operation", "schema_version")
-        )
-        return (
-            (f"{method} doesn't read the config's {', '.join(given)}",)
-            if given and not cls.reads_config(method)
-            else ()
-        )
-
-    @classmethod
-    def reads_config(cls, method: str) -> bool:
-        """Whether a method reads the config: by default the platforms' own do, and forward_native where it is alone."""
-        return method != "forward_native" or cls.declared_methods() == ("forward_native",)
 
     # -- calling -----------------------------------------------------------------------------------------------------
 

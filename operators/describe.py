@@ -106,7 +106,11 @@ def describe(
         device_kind=kind,
         platform_source=source,
         vma=vma,
-        notes=(*config_notes, *nested, *_notes(metadata, options, arrays, shapes, mask, offset, dynamic, probability)),
+        notes=(
+            *config_notes,
+            *nested,
+            *_notes(metadata, options, arrays, shapes, mask, offset, dynamic, probability, platform, source),
+        ),
     )
 
 
@@ -192,10 +196,12 @@ def _check_manual_sequence(
 
 def _notes(
     metadata: OperationMetadata, options: Options, arrays: Arrays, shapes: Arrays, mask: Mask, offset: int | None,
-    dynamic: bool, probability: float,
+    dynamic: bool, probability: float, platform: str, source: str,
 ) -> list[str]:  # fmt: skip
     """What was given and has no effect, or was decided for the caller: told, not dropped."""
     notes = []
+    if metadata.backend not in (None, platform):
+        notes.append(f"backend={metadata.backend} is not used: {source} say {platform}")
     if metadata.runtime_dtype is not None and shapes.query.dtype != metadata.runtime_dtype:
         notes.append(
             f"query, key, value cast from {shapes.query.dtype.name} to {metadata.runtime_dtype.name} (runtime_dtype)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ..registry import STATIC_MASKS, AttentionProblem, OperationConfig, Padding, Placement, Rule, implementation
@@ -47,12 +47,12 @@ class SplashConfig(OperationConfig):
     block_kv_dkv_compute: int | None = None
     block_q_dq: int | None = None
     block_kv_dq: int | None = None
-    use_fused_bwd_kernel: bool = False
+    use_fused_bwd_kernel: StrictBool = False
     q_layout: Literal["head_dim_minor", "seq_minor"] = "head_dim_minor"
     k_layout: Literal["head_dim_minor", "seq_minor"] = "head_dim_minor"
     v_layout: Literal["head_dim_minor", "seq_minor"] = "head_dim_minor"
     residual_checkpoint_name: str | None = None
-    interpret: bool = False
+    interpret: StrictBool = False
 
     @field_validator(*_KV_BLOCKS, *_Q_BLOCKS, mode="before")
     @classmethod

@@ -3,8 +3,9 @@
 from .capability import ALL_FEATURES, FEATURES, STATIC_MASKS, Capability, Reason, Rule, Tolerance, implementation
 from .config import OperationConfig
 from .metadata import OperationMetadata
+from .operation import METHODS, PlannedOperation
 from .placement import LocalShape, Placement
-from .plan import METHODS, Padding, Plan, Policy, Rejected, plan
+from .plan import Padding, Plan, Policy, Rejected, plan
 from .problem import AttentionProblem, LeafShape
 from .registry import OperationRegistry
 from .unset import UNSET
@@ -25,6 +26,7 @@ __all__ = [
     "Padding",
     "Placement",
     "Plan",
+    "PlannedOperation",
     "Policy",
     "Reason",
     "Rejected",

@@ -8,7 +8,7 @@ from typing import Any
 from eformer.escale import PartitionAxis
 
 from ..errors import AttnOpsError
-from .plan import METHODS
+from .operation import METHODS
 from .registry import OperationRegistry
 
 __all__ = ["config_json_schema", "declaration_json_schema"]

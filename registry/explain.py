@@ -75,14 +75,15 @@ def config_lines(plan: Plan) -> list[str]:
 
 
 def dropped_lines(plan: Plan) -> list[str]:
-    """One line per mesh axis, dimension and reason, naming the tensors; the harmless ones are left out."""
-    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    """One line per dropped mesh axis, dimension and reason, naming the tensors; those without effect come last."""
+    groups: dict[tuple[bool, str, str, str, str], list[str]] = {}
     for drop in plan.placement.fitted.dropped:
-        if not drop.harmless:
-            groups.setdefault((drop.axis, drop.dim, drop.reason, drop.mend), []).append(drop.tensor)
+        key = (drop.harmless, drop.axis, drop.dim, drop.reason, "" if drop.harmless else f". {drop.mend}")
+        groups.setdefault(key, []).append(drop.tensor)
+    ordered = sorted(groups.items(), key=lambda item: item[0][0])
     return [
-        f"axis {axis!r} of {dim} in {', '.join(tensors)}: {reason}. {mend}."
-        for (axis, dim, reason, mend), tensors in groups.items()
+        f"axis {axis!r} of {dim} in {', '.join(tensors)}: {reason}{mend}."
+        for (_, axis, dim, reason, mend), tensors in ordered
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -12,13 +11,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from eformer.escale import PartitionAxis, PartitionManager
-from jax.sharding import AbstractMesh, Mesh
 
 from ..errors import ConfigError, nearest
-from ..sharding import AttnShardingRules, current_mesh, mesh_from_dict, mesh_to_dict, resolve_rules
+from ..sharding import AttnShardingRules, current_mesh, mesh_to_dict, resolve_rules
 from ..sharding.mesh import AnyMesh
 from .config import OperationConfig
-from .plan import METHODS, Policy
+from .fields import (
+    axis_of,
+    block_size,
+    boolean,
+    configs_of,
+    dtype_of,
+    listed,
+    mesh_of,
+    no_twins,
+    number,
+    partition_axis_of,
+    pick,
+    platform_of,
+    renamed,
+)
+from .plan import Policy
 from .registry import OperationRegistry
 from .unset import UNSET, Unset, or_default
 
@@ -80,6 +93,8 @@ class OperationMetadata:
     blocksize_k: int | None
     blocksize_b: int | None
     policy: Policy
+    _stored_mesh: AnyMesh | None
+    _hash: int | None
 
     def __init__(
         self,
@@ -121,7 +136,7 @@ class OperationMetadata:
 
         if partition_manager is not UNSET:
             axis = partition_manager.paxis
-            if partition_axis is not UNSET and _axis(partition_axis) != axis:
+            if partition_axis is not UNSET and axis_of(partition_axis) != axis:
                 raise ConfigError("partition_manager and partition_axis disagree; give one of them.")
             put("partition_axis", axis)
         self.set_attrs_carefully("runtime_dtype", None, "attn_dtype")
@@ -132,7 +147,7 @@ class OperationMetadata:
         self.set_attrs_carefully("sequence_axis_name", UNSET, use_base_config=not axis_given)
         from_base = None if axis_given else or_default(self.partition_axis, None)
         if sequence_axis_name is not UNSET and from_base is not None:
-            put("partition_axis", _renamed(_axis(from_base), sequence_axis_name))
+            put("partition_axis", renamed(axis_of(from_base), sequence_axis_name))
         self.set_attrs_carefully("platform", None)
         self.set_attrs_carefully("backend", None)
         self.set_attrs_carefully("operation_configs", None)
@@ -143,24 +158,24 @@ class OperationMetadata:
         for name in ("scan_ring_attention", "blocksize_q", "blocksize_k", "blocksize_b"):
             self.set_attrs_carefully(name, None, use_base_config=False)
 
-        put("runtime_dtype", _dtype("runtime_dtype", self.runtime_dtype, optional=True))
+        put("runtime_dtype", dtype_of("runtime_dtype", self.runtime_dtype, optional=True))
         softmax_dtype = jnp.float32 if self.runtime_softmax_dtype is None else self.runtime_softmax_dtype
-        put("runtime_softmax_dtype", _dtype("runtime_softmax_dtype", softmax_dtype))
-        put("partition_axis", _partition_axis(self.partition_axis, self.sequence_axis_name))
+        put("runtime_softmax_dtype", dtype_of("runtime_softmax_dtype", softmax_dtype))
+        put("partition_axis", partition_axis_of(self.partition_axis, self.sequence_axis_name))
         put("sequence_axis_name", self.partition_axis.sequence_parallel_axis)
-        put("platform", _platform("platform", self.platform))
-        put("backend", _platform("backend", self.backend))
-        put("operation_configs", _configs(self.operation_configs))
-        put("_stored_mesh", _mesh(self._stored_mesh))  # type: ignore[attr-defined]
-        put("softmax_scale", _number("softmax_scale", self.softmax_scale, optional=True))
-        probability = _number("dropout_prob", self.dropout_prob)
+        put("platform", platform_of("platform", self.platform))
+        put("backend", platform_of("backend", self.backend))
+        put("operation_configs", configs_of(self.operation_configs))
+        put("_stored_mesh", mesh_of(self._stored_mesh))
+        put("softmax_scale", number("softmax_scale", self.softmax_scale, optional=True))
+        probability = number("dropout_prob", self.dropout_prob)
         if not 0.0 <= probability < 1.0:
             raise ConfigError(f"dropout_prob={probability}; wanted a probability in [0, 1).")
         put("dropout_prob", probability)
-        put("causal", _boolean("causal", self.causal))
-        put("scan_ring_attention", _boolean("scan_ring_attention", self.scan_ring_attention, optional=True))
+        put("causal", boolean("causal", self.causal))
+        put("scan_ring_attention", boolean("scan_ring_attention", self.scan_ring_attention, optional=True))
         for name in ("blocksize_q", "blocksize_k", "blocksize_b"):
-            put(name, _block(name, getattr(self, name)))
+            put(name, block_size(name, getattr(self, name)))
         put("policy", Policy(fallback, kv_heads, strict))  # type: ignore[arg-type]
         put("_hash", None)
 
@@ -173,14 +188,14 @@ class OperationMetadata:
 
         An attribute that has a value is left alone. Errors: AttributeError for a name that metadata doesn't have.
         """
-        known = {f.name for f in dataclasses.fields(self)} | {"_stored_mesh"}
+        known = {f.name for f in dataclasses.fields(self)} - {"_hash", "policy"}
         if attr_name not in known:
             raise AttributeError(f"OperationMetadata has no attribute {attr_name!r}." + nearest(attr_name, known))
         if getattr(self, attr_name) is not UNSET:
             return
         value: Any = UNSET
         if use_base_config and self.base_config is not None:
-            value = _pick(self.base_config, pickup_name or attr_name)
+            value = pick(self.base_config, pickup_name or attr_name)
         object.__setattr__(self, attr_name, default if value is UNSET else value)
 
     @classmethod
@@ -191,7 +206,7 @@ class OperationMetadata:
     @property
     def mesh(self) -> AnyMesh | None:
         """The declared mesh, else the base config's, else the mesh of the context, else None."""
-        stored = self._stored_mesh  # type: ignore[attr-defined]
+        stored = self._stored_mesh
         return current_mesh() if stored is None else stored
 
     @property
@@ -235,7 +250,7 @@ class OperationMetadata:
             if "partition_manager" in changes:
                 arguments["partition_axis"] = UNSET
         elif "sequence_axis_name" in changes:
-            arguments["partition_axis"] = _renamed(self.partition_axis, changes["sequence_axis_name"])
+            arguments["partition_axis"] = renamed(self.partition_axis, changes["sequence_axis_name"])
         return type(self)(base_config=self.base_config, **(arguments | changes))
 
     # -- JSON ------------------------------------------------------------------------------------------------------
@@ -246,12 +261,12 @@ class OperationMetadata:
         A mesh is written as axis names, sizes, types and platform. base_config is not written: all that was taken
         from it is.
         """
-        stored = self._stored_mesh  # type: ignore[attr-defined]
+        stored = self._stored_mesh
         data = {name: value for name, value in self._arguments().items() if name not in ("mesh", "sequence_axis_name")}
         data["runtime_dtype"] = None if self.runtime_dtype is None else self.runtime_dtype.name
         data["runtime_softmax_dtype"] = self.runtime_softmax_dtype.name
         data["partition_axis"] = {
-            f.name: _listed(getattr(self.partition_axis, f.name)) for f in dataclasses.fields(self.partition_axis)
+            f.name: listed(getattr(self.partition_axis, f.name)) for f in dataclasses.fields(self.partition_axis)
         }
         data["operation_configs"] = {name: config.to_dict() for name, config in self.operation_configs.items()}
         data["mesh"] = None if stored is None else mesh_to_dict(stored)
@@ -284,7 +299,7 @@ class OperationMetadata:
     def from_json(cls, text: str) -> Self:
         """Build metadata from JSON text. Errors: ConfigError with the place where the text is broken."""
         try:
-            return cls.from_dict(json.loads(text, object_pairs_hook=_no_twins))
+            return cls.from_dict(json.loads(text, object_pairs_hook=no_twins))
         except json.JSONDecodeError as error:
             raise ConfigError(
                 f"metadata: not JSON at line {error.lineno}, column {error.colno}: {error.msg}."
@@ -301,7 +316,7 @@ class OperationMetadata:
             "backend": self.backend,
             "partition_axis": self.partition_axis,
             "operation_configs": self.operation_configs,
-            "mesh": self._stored_mesh,  # type: ignore[attr-defined]
+            "mesh": self._stored_mesh,
             "softmax_scale": self.softmax_scale,
             "dropout_prob": self.dropout_prob,
             "causal": self.causal,
@@ -323,9 +338,9 @@ class OperationMetadata:
         return self._key() == other._key() if isinstance(other, OperationMetadata) else NotImplemented
 
     def __hash__(self) -> int:
-        if self._hash is None:  # type: ignore[has-type]
+        if self._hash is None:
             object.__setattr__(self, "_hash", hash(self._key()))
-        return self._hash  # type: ignore[return-value]
+        return self._hash or 0
 
     def __reduce__(self) -> Any:
         # Devices can't be pickled, base_config may not be, and the kept hash is another one in another process.
@@ -339,154 +354,3 @@ class OperationMetadata:
 
     def __repr__(self) -> str:
         return f"OperationMetadata({', '.join(f'{k}={v!r}' for k, v in self._arguments().items())})"
-
-
-class _Configs(dict[str, OperationConfig]):
-    """The operation configs of a metadata: a dict that doesn't change."""
-
-    def _frozen(self, *args: Any, **changes: Any) -> Any:
-        del args, changes
-        raise TypeError("operation_configs don't change; use metadata.replace(operation_configs=...).")
-
-    __setitem__ = __delitem__ = pop = popitem = clear = update = setdefault = __ior__ = _frozen  # type: ignore[assignment]
-
-    def __reduce__(self) -> Any:
-        return _configs, (dict(self),)
-
-
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"metadata: {twice!r} stands twice in one object; give it once.")
-    return fields
-
-
-def _pick(config: Any, name: str) -> Any:
-    from eformer.common_types import NOT_GIVEN
-
-    value = config.get(name, UNSET) if isinstance(config, Mapping) else getattr(config, name, UNSET)
-    return UNSET if value is NOT_GIVEN or value is Ellipsis else value
-
-
-def _dtype(name: str, value: Any, *, optional: bool = False) -> np.dtype | None:
-    if value is None and optional:
-        return None
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        raise ConfigError(f"{name}={value!r} is not a dtype; wanted for example 'bfloat16' or jnp.float32.") from None
-    if dtype.name not in ("float64", "float32", "bfloat16", "float16"):
-        raise ConfigError(f"{name}={dtype.name}; wanted float32, bfloat16, float16 or float64.")
-    return dtype
-
-
-def _axis(value: PartitionAxis | Mapping[str, Any]) -> PartitionAxis:
-    if isinstance(value, PartitionAxis):
-        return value
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"partition_axis={value!r}; wanted an eformer PartitionAxis or a dict of its fields.")
-    known = [f.name for f in dataclasses.fields(PartitionAxis)]
-    for name in value:
-        if name not in known:
-            raise ConfigError(f"partition_axis: unknown field {name!r}." + nearest(name, known))
-    return PartitionAxis(**{name: tuple(v) if isinstance(v, list) else v for name, v in value.items()})
-
-
-def _partition_axis(value: Any, sequence_axis: str | Unset) -> PartitionAxis:
-    if sequence_axis is not UNSET and not isinstance(sequence_axis, str):
-        raise ConfigError(f"sequence_axis_name={sequence_axis!r}; wanted the name of a mesh axis.")
-    if value is UNSET or value is None:
-        return PartitionAxis() if sequence_axis is UNSET else PartitionAxis(sequence_parallel_axis=sequence_axis)
-    axis = _axis(value)
-    if sequence_axis is not UNSET and axis.sequence_parallel_axis != sequence_axis:
-        raise ConfigError(
-            f"sequence_axis_name={sequence_axis!r} but partition_axis.sequence_parallel_axis="
-            f"{axis.sequence_parallel_axis!r}; make them agree, or leave sequence_axis_name out."
-        )
-    return _checked(axis)
-
-
-def _checked(axis: PartitionAxis) -> PartitionAxis:
-    lists = {}
-    for field in dataclasses.fields(axis):
-        value = getattr(axis, field.name)
-        names = value if isinstance(value, list | tuple) else () if value is None else (value,)
-        if not all(isinstance(n, str) and n for n in names):
-            raise ConfigError(f"partition_axis.{field.name}={value!r}; wanted a mesh axis, a tuple of them, or None.")
-        if isinstance(value, list):
-            lists[field.name] = tuple(value)  # as JSON gives it back, so that the two are equal
-    return dataclasses.replace(axis, **lists) if lists else axis
-
-
-def _renamed(axis: PartitionAxis, name: str) -> PartitionAxis:
-    """The same axis rules with the sequence axis called otherwise."""
-    old = axis.sequence_parallel_axis
-
-    def rename(value: Any) -> Any:
-        return tuple(map(rename, value)) if isinstance(value, list | tuple) else name if value == old else value
-
-    return PartitionAxis(**{f.name: rename(getattr(axis, f.name)) for f in dataclasses.fields(axis)})
-
-
-def _platform(name: str, value: Any) -> str | None:
-    value = getattr(value, "value", value)  # enums
-    if value is None:
-        return None
-    text = str(value).lower()
-    if text not in METHODS:
-        raise ConfigError(f"{name}={value!r}; wanted one of {', '.join(METHODS)}." + nearest(text, METHODS))
-    return text
-
-
-def _configs(value: Any) -> Mapping[str, OperationConfig]:
-    if value is None:
-        return _Configs()
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"operation_configs={value!r}; wanted a mapping of operation name to config.")
-    return _Configs({str(n): OperationRegistry.get(str(n)).config.coerce(c) for n, c in value.items()})
-
-
-def _mesh(value: Any) -> AnyMesh | None:
-    if value is None or isinstance(value, Mesh | AbstractMesh):
-        return None if value is not None and value.empty else value
-    if isinstance(value, Mapping):
-        if "axis_names" in value or "axis_sizes" in value:
-            return mesh_from_dict(value)
-        return mesh_from_dict({"axis_names": list(value), "axis_sizes": list(value.values())})
-    raise ConfigError(f"mesh={value!r}; wanted a jax.sharding.Mesh, an AbstractMesh, or {{axis: size}}.")
-
-
-def _number(name: str, value: Any, *, optional: bool = False) -> Any:
-    if value is None and optional:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
-        raise ConfigError(f"{name}={value!r}; wanted a number.")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ConfigError(f"{name}={value!r}; wanted a finite number.")
-    return number
-
-
-def _boolean(name: str, value: Any, *, optional: bool = False) -> bool | None:
-    if value is None and optional:
-        return None
-    if not isinstance(value, bool | np.bool_):
-        raise ConfigError(f"{name}={value!r}; wanted True or False.")
-    return bool(value)
-
-
-def _block(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ConfigError(f"{name}={value!r}; wanted a positive integer.")
-    return int(value)
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

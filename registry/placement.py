@@ -93,7 +93,8 @@ def _shapes(problem: AttentionProblem) -> dict[str, TensorShape]:
     if problem.bias_shape is not None:
         shapes["bias"] = TensorShape(problem.bias_shape, size)
     if problem.sinks_shape is not None:
-        shapes["softmax_aux"] = TensorShape(problem.sinks_shape, size)
+        # [kv_heads, sinks] is repeated over the groups, as K and V are, before it is split.
+        shapes["softmax_aux"] = TensorShape((problem.q_heads, *problem.sinks_shape[1:]), size)
     for leaf in problem.leaves:
         if leaf.name == "mask":
             shapes["mask"] = TensorShape(leaf.shape, 1)

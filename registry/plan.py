@@ -11,21 +11,13 @@ from ..sharding import AttnShardingRules
 from .capability import Reason
 from .config import OperationConfig
 from .explain import explain, spec_text
+from .operation import METHODS
 from .placement import Placement, place_problem
 from .problem import AttentionProblem
 
-__all__ = ["METHODS", "Padding", "Plan", "Policy", "Rejected", "plan"]
+__all__ = ["Padding", "Plan", "Policy", "Rejected", "plan"]
 
 Kind = Literal["platform", "native", "fallback", "refused"]
-
-# A platform's own methods, best first; forward_native stands behind all of them.
-METHODS: dict[str, tuple[str, ...]] = {
-    "tpu": ("forward_tpu",),
-    "cuda": ("forward_cuda", "forward_gpu"),
-    "rocm": ("forward_rocm", "forward_gpu"),
-    "gpu": ("forward_gpu",),
-    "cpu": ("forward_cpu",),
-}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ..sharding import AttnShardingRules, MeshAxis, describe_mesh
 from .config import OperationConfig
 
 if TYPE_CHECKING:
-    from ..operators.base import Operation
+    from .operation import PlannedOperation
 
 __all__ = ["AttentionProblem", "LeafShape"]
 
@@ -32,7 +32,7 @@ class AttentionProblem:
     time or nothing depends on it. `platform_source` says where the platform was read.
     """
 
-    operation: type[Operation]
+    operation: type[PlannedOperation]
     config: OperationConfig
     batch: int
     q_len: int

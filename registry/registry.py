@@ -12,6 +12,7 @@ from ..errors import ConfigError, UnknownNameError, nearest
 from .config import OperationConfig
 
 if TYPE_CHECKING:
+    # For the caller's type checker alone: `get` gives back a class that can be called.
     from ..operators.base import Operation
     from .metadata import OperationMetadata
 

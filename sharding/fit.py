@@ -20,6 +20,10 @@ from .rules import AttnShardingRules, tensor_dims
 
 __all__ = ["Dropped", "FittedRules", "FittedSpec", "TensorShape", "fit", "kv_repeat"]
 
+# The axis names that every eformer PartitionAxis speaks of unless told otherwise. A mesh without one of them is an
+# ordinary mesh; a name outside of them was declared by somebody, so its absence is worth an error when strict.
+_STANDARD = frozenset({"dp", "fsdp", "tp", "sp", "ep"})
+
 
 class TensorShape(NamedTuple):
     """A tensor's shape and the bytes of one element."""
@@ -32,8 +36,8 @@ class TensorShape(NamedTuple):
 class Dropped:
     """One mesh axis that a spec names and that can't be used for a dimension.
 
-    `harmless` is True where dropping changes nothing: a mesh axis of size 1, or a dimension of length 1 that stands
-    for broadcasting.
+    `harmless` is True where dropping changes nothing: a mesh axis of size 1, a standard axis (dp, fsdp, tp, sp, ep) that
+    the mesh doesn't have, or a dimension of length 1, which stands for broadcasting.
     """
 
     tensor: str
@@ -209,10 +213,12 @@ def _why_dropped(
     axis = axes.get(name)
     if axis is None:
         known = ", ".join(axes) or "none"
+        if name in _STANDARD or not axes:
+            return f"the mesh has no axis {name!r} (it has {known}), so it splits nothing", "Nothing to do", True
         return (
             f"the mesh has no axis {name!r} (it has {known})",
             f"Add {name!r} to the mesh (size 1 is enough) or declare another partition_axis",
-            not axes,
+            False,
         )
     if axis.kind == "manual":
         return f"{name!r} is a Manual axis here, arrays are already local to it", "Nothing to do", True

@@ -31,8 +31,9 @@ def examples() -> Path:
 
 
 @pytest.fixture
-def attnops(capsys: pytest.CaptureFixture[str]) -> Command:
+def attnops(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """Call `attnops` with these arguments."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it; lines would fold elsewhere
 
     def command(*arguments: object) -> Result:
         status = main([str(argument) for argument in arguments])

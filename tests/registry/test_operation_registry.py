@@ -295,7 +295,7 @@ class BadName(Vanilla):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (NoNative, "'no_native' has no forward_native"),
+        (NoNative, "'no_native' has no `forward_native`"),
         (Undeclared, "undeclared.forward_native declares nothing; decorate it with @implementation"),
         (UndeclaredPlatform, "undeclared_platform.forward_gpu declares nothing"),
         (NoConfig, "'no_config' has no `config`"),

@@ -42,13 +42,21 @@ def test_what_fits_is_kept_with_local_shape_and_bytes():
 
 
 def test_an_axis_that_the_mesh_does_not_have():
-    fitted = fit_one(P(None, "sp", "tp"), (2, 8, 4, 8), {"tp": 2, "fsdp": 1})
+    fitted = fit_one(P(None, "seq", "tp"), (2, 8, 4, 8), {"tp": 2, "fsdp": 1})
     assert fitted.spec == P(None, None, "tp", None)
     (drop,) = fitted.dropped
-    assert (drop.tensor, drop.dim, drop.index, drop.axis) == ("query", "q_len", 1, "sp")
-    assert "no axis 'sp'" in drop.reason
+    assert (drop.tensor, drop.dim, drop.index, drop.axis) == ("query", "q_len", 1, "seq")
+    assert "no axis 'seq'" in drop.reason
     assert "tp, fsdp" in drop.reason
     assert not drop.harmless
+
+
+@pytest.mark.parametrize("axis", ["dp", "fsdp", "tp", "sp", "ep"])
+def test_a_standard_axis_that_the_mesh_does_not_have_is_told_and_harmless(axis):
+    fitted = fit_one(P(None, axis), (2, 8, 4, 8), {"other": 2})
+    (drop,) = fitted.dropped
+    assert f"no axis {axis!r}" in drop.reason
+    assert drop.harmless
 
 
 def test_an_axis_that_does_not_divide():
@@ -136,20 +144,17 @@ def test_strict_names_tensor_mode_layout_dimension_axis_and_mend():
     assert "layout=bhtd" in text
     assert "fsdp=2,tp=4,sp=4" in text
     lines = text.splitlines()[1:]
-    # batch 3 over fsdp and dp (which the mesh lacks), lengths 6 and 7 over sp; every problem in one error
+    # batch 3 over fsdp (and dp, which the mesh lacks and needn't have), lengths 6 and 7 over sp; every problem in one error
     named = [
         ("query", "batch", "fsdp"),
-        ("query", "batch", "dp"),
         ("query", "q_len", "sp"),
         ("q_segment_ids", "batch", "fsdp"),
-        ("q_segment_ids", "batch", "dp"),
         ("q_segment_ids", "q_len", "sp"),
     ]
     assert len(lines) == len(named)
     for line, (tensor, dim, axis) in zip(lines, named, strict=True):
         assert line.strip().startswith(f"{tensor}, dimension {dim}, axis {axis!r}: ")
-    assert "Make it a multiple of 4" in lines[2]
-    assert "Add 'dp' to the mesh" in lines[1]
+    assert "Make it a multiple of 4" in lines[1]
     assert isinstance(error.value, ValueError)
 
 

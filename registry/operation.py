@@ -1,0 +1,89 @@
+"""PlannedOperation: what planning needs to know of an operation class. operators/base.py adds how a call runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from ..errors import ConfigError
+from .capability import Capability
+from .config import OperationConfig
+
+if TYPE_CHECKING:
+    from .placement import Placement
+    from .plan import Padding
+    from .problem import AttentionProblem
+
+__all__ = ["METHODS", "PlannedOperation"]
+
+# A platform's own methods, best first; forward_native stands behind all of them.
+METHODS: dict[str, tuple[str, ...]] = {
+    "tpu": ("forward_tpu",),
+    "cuda": ("forward_cuda", "forward_gpu"),
+    "rocm": ("forward_rocm", "forward_gpu"),
+    "gpu": ("forward_gpu",),
+    "cpu": ("forward_cpu",),
+}
+_ALL = (*dict.fromkeys(m for own in METHODS.values() for m in own), "forward_native")
+
+
+class PlannedOperation:
+    """A name, a config class, and forward methods that declare what they can do."""
+
+    name: ClassVar[str]
+    config: ClassVar[type[OperationConfig]]
+
+    @classmethod
+    def implements(cls, method: str) -> bool:
+        """Whether the class has written a forward method."""
+        return getattr(cls, method, None) is not None
+
+    @classmethod
+    def declared_methods(cls) -> tuple[str, ...]:
+        """The forward methods that are written. Errors: ConfigError for one without @implementation."""
+        written = tuple(m for m in _ALL if cls.implements(m))
+        if "forward_native" not in written:
+            raise ConfigError(f"operation {cls.name!r} has no forward_native; it is needed.")
+        for method in written:
+            cls.capability(method)
+        return written
+
+    @classmethod
+    def capability(cls, method: str) -> Capability:
+        """What a forward method declares. Errors: ConfigError if it declares nothing."""
+        found = getattr(getattr(cls, method, None), "capability", None)
+        if not isinstance(found, Capability):
+            raise ConfigError(f"{cls.name}.{method} declares nothing; decorate it with @implementation(...).")
+        return found
+
+    @classmethod
+    def kernel_platform(cls, problem: AttentionProblem) -> str:
+        """The platform whose methods are tried; an operation with an interpreter may answer otherwise."""
+        return problem.platform
+
+    @classmethod
+    def resolve_config(cls, method: str, problem: AttentionProblem, placement: Placement) -> OperationConfig:
+        """Return the config with every default filled in for this method and these local shapes."""
+        del method, placement
+        return problem.config
+
+    @classmethod
+    def padding(
+        cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
+    ) -> Padding | None:
+        """What the method pads on each device, None for nothing."""
+        del method, problem, placement, config
+        return None
+
+    @classmethod
+    def remarks(cls, method: str, problem: AttentionProblem, config: OperationConfig) -> tuple[str, ...]:
+        """Notes for the plan: config fields that this method doesn't read, for example."""
+        del problem
+        given = sorted(config.model_fields_set - {"operation", "schema_version"})
+        if not given or cls.reads_config(method):
+            return ()
+        return (f"{method} doesn't read the config's {', '.join(given)}",)
+
+    @classmethod
+    def reads_config(cls, method: str) -> bool:
+        """Whether a method reads the config: by default the platforms' own do, and forward_native where it is alone."""
+        return method != "forward_native" or cls.declared_methods() == ("forward_native",)
