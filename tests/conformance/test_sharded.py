@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -52,21 +54,40 @@ def _check(which: str, case: cases.Case, mesh: Any, layout: str, placed: Any = N
     harness.agree(got, harness.expect(case, tensors), published.forward, published.backward)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("name", CASES)
-def test_vanilla(name: str, sizes: dict[str, int], kind: AxisType) -> None:
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+# What `make test` runs of the product; the rest is for `make test-all`.
+OFTEN = {
+    *((name, "fsdp2_tp2_sp2", kind) for name in CASES for kind in KINDS),
+    *((name, mesh, "auto") for name in ("causal", "gqa", "segment_ids", "everything") for mesh in MESHES),
+}
+OFTEN_SPLASH = {
+    *((name, "fsdp2_tp2_sp2", kind) for name in CASES for kind in KINDS),
+    *(("segment_ids", mesh, "auto") for mesh in MESHES),
+}
+
+
+def _product(names: Iterable[str], often: set[tuple[str, str, str]]) -> list[Any]:
+    return [
+        pytest.param(name, mesh, kind, id=f"{name}-{mesh}-{kind}", marks=[] if key in often else [pytest.mark.slow])
+        for key in itertools.product(names, MESHES, KINDS)
+        for name, mesh, kind in [key]
+    ]
+
+
+@pytest.mark.parametrize(("name", "mesh", "kind"), _product(CASES, OFTEN))
+def test_vanilla(name: str, mesh: str, kind: str) -> None:
     layout = CASES[name]
-    _check("vanilla.forward_native", cases.build(name, layout, SIZES), _mesh(sizes, kind), layout)
+    _check("vanilla.forward_native", cases.build(name, layout, SIZES), _mesh(MESHES[mesh], KINDS[kind]), layout)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("name", ["causal_window", "segment_ids", "kv_lengths", "sinks_per_kv_head"])
-def test_splash(name: str, sizes: dict[str, int], kind: AxisType) -> None:
+@pytest.mark.parametrize(
+    ("name", "mesh", "kind"),
+    _product(["causal_window", "segment_ids", "kv_lengths", "sinks_per_kv_head", "prefix"], OFTEN_SPLASH),
+)
+def test_splash(name: str, mesh: str, kind: str) -> None:
     # 320 queries: with the sequence split two and more ways, several blocks a shard and a masked rest
-    sized = replace(SIZES, length=320)
-    _check("splash.forward_tpu", cases.build(name, CASES[name], sized), _mesh(sizes, kind), CASES[name])
+    case = cases.build(name, CASES[name], replace(SIZES, length=320))
+    _check("splash.forward_tpu", case, _mesh(MESHES[mesh], KINDS[kind]), CASES[name])
 
 
 @pytest.mark.parametrize("sizes", [MESHES["fsdp2_tp2_sp2"], MESHES["tp8"]], ids=["fsdp2_tp2_sp2", "tp8"])

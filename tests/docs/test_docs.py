@@ -10,6 +10,7 @@ import doctest
 import importlib.util
 import inspect
 import json
+import os
 import re
 import shlex
 import sys
@@ -37,7 +38,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.Mo
     """A folder with the examples, a module to run blocks in; what a page registers or sets is undone."""
     (tmp_path / "examples").symlink_to(pages.ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XLA_FLAGS", "")  # a page may set it, too late for this process and so without effect
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # the README sets it, for its readers
     module = types.ModuleType("docs_page")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     before = set(OperationRegistry.names())
