@@ -34,6 +34,9 @@ if TYPE_CHECKING:
         window_tokens,
     )
     from attnops.operators import AttentionOutput, LocalCall, LocalOutput, Operation
+    from attnops.operators.sdpa import SdpaConfig
+    from attnops.operators.splash import SplashConfig
+    from attnops.operators.vanilla import VanillaConfig
     from attnops.registry import (
         AttentionProblem,
         OperationConfig,
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
         implementation,
         plan,
     )
+    from attnops.registry.declaration import Declaration
     from attnops.sharding import AttnShardingRules, fit
 
 __version__ = "0.1.0"
@@ -58,6 +62,7 @@ __all__ = [
     "Causal",
     "Chunked",
     "ConfigError",
+    "Declaration",
     "Dense",
     "FallbackWarning",
     "Full",
@@ -80,10 +85,13 @@ __all__ = [
     "Reason",
     "RefusedError",
     "Rule",
+    "SdpaConfig",
     "SegmentIds",
     "ShardingError",
     "SlidingWindow",
+    "SplashConfig",
     "UnknownNameError",
+    "VanillaConfig",
     "fit",
     "implementation",
     "mask_from_dict",
@@ -93,12 +101,21 @@ __all__ = [
 ]
 
 _ROOMS = ("errors", "masks", "operators", "registry", "sharding", "verify")
+# Names that stand in a file of a room and not in its table of contents: who doesn't ask for them doesn't import them.
+_FILES = {
+    "Declaration": "registry.declaration",
+    "SdpaConfig": "operators.sdpa",
+    "SplashConfig": "operators.splash",
+    "VanillaConfig": "operators.vanilla",
+}
 
 
 def __getattr__(name: str) -> Any:
     # On first use (PEP 562), so that `attnops --help` doesn't wait for jax.
     if name in _ROOMS:
         return importlib.import_module(f"attnops.{name}")
+    if name in _FILES:
+        return globals().setdefault(name, getattr(importlib.import_module(f"attnops.{_FILES[name]}"), name))
     for room in _ROOMS if name in __all__ else ():
         module = importlib.import_module(f"attnops.{room}")
         if name in module.__all__:

@@ -172,11 +172,14 @@ class Operation(PlannedOperation):
                 f"mesh {describe_mesh(mesh)} has no devices, so this can be planned and lowered but not run; give a Mesh of "
                 "devices, or call it under jit."
             )
-        return (
-            decided,
-            jax.jit(partial(execute, self, decided, mesh, options)),
-            mesh if isinstance(mesh, Mesh) else None,
-        )
+        problem = decided.problem
+        if not tracing and mesh is None and not _here(problem.platform):
+            raise InputError(
+                f"planned for {problem.platform} (from {problem.platform_source}), but this process runs on "
+                f"{jax.default_backend()}; leave that out to run here, or plan() it and lower it for {problem.platform}."
+            )
+        run = jax.jit(partial(execute, self, decided, mesh, options))
+        return decided, run, mesh if isinstance(mesh, Mesh) else None
 
     def _warn(self, decided: Plan) -> None:
         if decided.kind != "fallback" or decided.policy.fallback != "warn":
@@ -191,6 +194,11 @@ class Operation(PlannedOperation):
             FallbackWarning,
             stacklevel=4,
         )
+
+
+def _here(platform: str) -> bool:
+    """Whether this process's default devices are of a platform."""
+    return jax.default_backend() == ("gpu" if platform in ("cuda", "rocm") else platform)
 
 
 def _signature(x: Any) -> Any:

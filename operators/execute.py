@@ -98,7 +98,7 @@ def _prepare(
         key,
         value,
         None if arrays.bias is None else jnp.asarray(arrays.bias),
-        None if arrays.softmax_aux is None else _one_sink_a_head(jnp.asarray(arrays.softmax_aux), problem.q_heads),
+        None if arrays.softmax_aux is None else _one_sink_a_head(arrays.softmax_aux, problem),
         offset,
         rng,
         tuple(jnp.asarray(leaf.array) for leaf in leaves),
@@ -120,12 +120,12 @@ def _key_data(rng: jax.Array) -> tuple[jax.Array, str]:
     return jnp.asarray(rng), str(jax.random.key_impl(jax.random.wrap_key_data(rng)))
 
 
-def _one_sink_a_head(sinks: jax.Array, heads: int) -> jax.Array:
+def _one_sink_a_head(sinks: jax.Array, problem: AttentionProblem) -> jax.Array:
     """Join several sinks of a head into one: sum of exp(s) is exp(logsumexp(s)), exactly and differentiably."""
-    sinks = sinks.astype(jnp.float32)
+    sinks = jnp.asarray(sinks, jnp.dtype(problem.softmax_dtype))
     if sinks.ndim == 2:
         sinks = jax.nn.logsumexp(sinks, axis=-1)
-    return sinks if sinks.shape[0] == heads else jnp.repeat(sinks, heads // sinks.shape[0])
+    return jnp.repeat(sinks, problem.q_heads // sinks.shape[0])
 
 
 def _specs(operands: _Operands, placement: Placement) -> Any:

@@ -17,7 +17,7 @@ __all__ = ["Dropout", "LocalCall", "LocalMask", "LocalOutput"]
 
 
 class LocalOutput(NamedTuple):
-    """What a forward method returns: output in the call's layout, weights [b, h, q, kv], lse [b, h, q] in float32."""
+    """What a forward method returns: output in the call's layout, weights [b, h, q, kv], lse [b, h, q] in the softmax dtype."""
 
     output: jax.Array
     weights: jax.Array | None = None
@@ -84,7 +84,7 @@ class LocalCall:
     key: jax.Array
     value: jax.Array
     bias: jax.Array | None
-    sinks: jax.Array | None  # [heads], float32: several sinks of a head are already joined
+    sinks: jax.Array | None  # [heads], in the softmax dtype: several sinks of a head are already joined
     mask: LocalMask
     dropout: Dropout | None
     layout: str

@@ -19,7 +19,8 @@ class AttentionOutput:
     attention_outputs: in the query's layout, with the value's head dim.
     attention_weights: [batch, heads, q, kv] (thd: [heads, q, kv]) before dropout, or None. With sinks a row sums to
         less than 1; a fully masked row is 0.
-    lse: [batch, heads, q] (thd: [heads, q]), -inf in fully masked rows, or None.
+    lse: [batch, heads, q] (thd: [heads, q]), in the softmax dtype, or None. A fully masked row has -inf, or, with sinks,
+        the log-sum-exp of its head's sinks.
     plan: what ran and why.
     """
 

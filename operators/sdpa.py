@@ -69,7 +69,7 @@ _CUDNN = (
         "sdpa.cudnn_head_dim",
         "head_dim",
         lambda p, c: p.head_dim % 8 == 0 and p.head_dim <= _most(p),
-        "head_dim={p.head_dim} on {p.device_kind}: cuDNN wants a multiple of 8 up to 128 (256 on Hopper and later)",
+        "head_dim={p.head_dim} on {p.device}: cuDNN wants a multiple of 8 up to 128 (256 on Hopper and later)",
         "Pad the head dim in the projections, or use 'vanilla'.",
     ),
     Rule(
@@ -98,7 +98,7 @@ class ScaledDotProduct(Operation):
     @implementation(
         consumes=_FEATURES,
         rules=(_SOFTMAX,),
-        tolerance={"float32": (4e-6, 1e-5), "bfloat16": (1.5e-2, 4e-2), "float16": (2e-3, 4e-3)},
+        tolerance={"float32": (4e-6, 1e-5), "bfloat16": (4e-2, 6e-2), "float16": (2e-3, 4e-3)},
     )
     def forward_native(self, call: LocalCall) -> LocalOutput:
         """Run the XLA implementation, with the mask as an array."""

@@ -90,7 +90,7 @@ _RULES = (
         "splash.one_query",
         "q_len",
         lambda p, c: p.q_len > 1,
-        "q_len={p.q_len}: the kernel's smallest query block is 128 rows, so 127 of them would be padding",
+        "q_len={p.q_len}: the kernel's passes share query blocks of 128 rows, so 127 of them would be padding",
         "Nothing to mend: one query against a cache runs faster elsewhere.",
     ),
     Rule(

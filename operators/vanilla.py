@@ -27,7 +27,7 @@ class Vanilla(Operation):
     @implementation(
         consumes=ALL_FEATURES,
         tolerance={
-            "float64": (1e-12, 1e-11),
+            "float64": (4e-6, 1e-5),  # with the softmax in float32, as it is unless declared otherwise
             "float32": (4e-6, 1e-5),
             "bfloat16": (1.5e-2, 3e-2),
             "float16": (2e-3, 4e-3),

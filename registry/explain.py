@@ -76,6 +76,8 @@ def config_lines(plan: Plan) -> list[str]:
 
 def dropped_lines(plan: Plan) -> list[str]:
     """One line per dropped mesh axis, dimension and reason, naming the tensors; those without effect come last."""
+    if not plan.problem.mesh:
+        return []  # without a mesh there is nothing that could be split
     groups: dict[tuple[bool, str, str, str, str], list[str]] = {}
     for drop in plan.placement.fitted.dropped:
         key = (drop.harmless, drop.axis, drop.dim, drop.reason, "" if drop.harmless else f". {drop.mend}")

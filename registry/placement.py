@@ -80,6 +80,7 @@ def place_problem(problem: AttentionProblem, *, strict: bool = False, kv_heads: 
         *_query_changes(query, at, sizes),
         *_key_changes(key, at, sizes, batch_axes, head_axes, fitted.kv_repeat),
     )
+    changes = (*changes, *_bias_changes(problem, head_axes))
     return Placement(fitted, batch_axes, head_axes, q_axes, local, fitted.kv_repeat, run, changes)
 
 
@@ -173,3 +174,13 @@ def _key_changes(
             f"{'+'.join(key.axes(at['b'])) or 'unsplit'}"
         )
     return tuple(changes)
+
+
+def _bias_changes(problem: AttentionProblem, head_axes: tuple[str, ...]) -> tuple[str, ...]:
+    masks = [leaf.shape for leaf in problem.leaves if leaf.dims == ("batch", "heads", "q", "kv")]
+    split = [
+        name
+        for name, shapes in (("bias", [problem.bias_shape] if problem.bias_shape else []), ("mask", masks))
+        if head_axes and any(shape[1] > 1 for shape in shapes)
+    ]
+    return (f"{', '.join(split)}: heads split over {'+'.join(head_axes)} to follow the query heads",) if split else ()

@@ -94,6 +94,11 @@ class AttentionProblem:
         return tuple(sizes[axis] for axis in self.layout)
 
     @property
+    def device(self) -> str:
+        """The device kind, or the platform where the kind isn't known."""
+        return self.device_kind or f"{self.platform} of unknown kind"
+
+    @property
     def devices(self) -> int:
         return math.prod(axis.size for axis in self.mesh)
 

@@ -34,14 +34,29 @@ class Implementation(NamedTuple):
         return OperationRegistry.create(self.operation, metadata)
 
 
-# Blocks of 128 so that lengths of 150 take two of them. sdpa.forward_cuda can't run here: test_refusals.py asks it
-# what it declares.
-RUNNABLE = {
-    "vanilla.forward_native": Implementation("vanilla", "forward_native"),
-    "sdpa.forward_native": Implementation("sdpa", "forward_native"),
-    "splash.forward_tpu": Implementation("splash", "forward_tpu", {"interpret": True, "block_q": 128, "block_kv": 128}),
-}
+# How a platform's own kernel gets to run on this machine. Blocks of 128, so that lengths of 150 take two of them.
+INTERPRETED = {"splash.forward_tpu": {"interpret": True, "block_q": 128, "block_kv": 128}}
+# What can't: test_refusals.py asks these what they declare.
 DECLARED_ONLY = {"sdpa.forward_cuda": Implementation("sdpa", "forward_cuda", backend="cuda")}
+
+
+def _discover() -> dict[str, Implementation]:
+    """Every implementation of every registered operation, once: a method borrowed from another operation is its."""
+    found: dict[str, Implementation] = {}
+    seen: set[int] = set()
+    for operation in ("vanilla", *(n for n in OperationRegistry.names() if n != "vanilla")):
+        for method in OperationRegistry.get(operation).declared_methods():
+            name, capability = f"{operation}.{method}", OperationRegistry.get(operation).capability(method)
+            if id(capability) in seen or name in DECLARED_ONLY:
+                continue
+            seen.add(id(capability))
+            here = method in ("forward_native", "forward_cpu")
+            assert here or name in INTERPRETED, f"say in INTERPRETED or DECLARED_ONLY how {name} is tried on a CPU"
+            found[name] = Implementation(operation, method, INTERPRETED.get(name))
+    return found
+
+
+RUNNABLE = _discover()
 
 
 class Tensors(NamedTuple):
@@ -95,7 +110,7 @@ def run(attend: Any, case: Case, tensors: Tensors, dtype: str, layout: str, plac
     arrays = {n: to_layout(jnp.asarray(getattr(tensors, n), dtype), layout) for n in ("query", "key", "value")}
     traced = {n: jnp.asarray(v) for n, v in case.call.items() if isinstance(v, np.ndarray)}
     static = {n: v for n, v in case.call.items() if not isinstance(v, np.ndarray)}
-    mask = static.pop("mask", None)
+    mask = traced.pop("mask", None) if "mask" in traced else static.pop("mask", None)
     d_output = to_layout(jnp.asarray(tensors.d_output), layout)
     smooth = {n: traced.pop(n) for n in case.differentiate}
     if placed is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnops import RefusedError
+from attnops import AttentionProblem, RefusedError
 
 from . import cases, harness
 
@@ -13,10 +13,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("bthd", "bhtd", "thd")
 
 
-def _refusal(implementation: harness.Implementation, case: cases.Case, dtype: str) -> set[str]:
-    """Codes of the reasons that the declaration demands for this case, worked out without the planner."""
+def _refusal(
+    implementation: harness.Implementation, case: cases.Case, dtype: str, problem: AttentionProblem
+) -> set[str]:
+    """Codes of the reasons that the declaration demands for this case; by hand for what attnops ships."""
     codes = {f"feature.{name}" for name in case.features - implementation.capability.consumes}
-    if implementation.method == "forward_tpu":
+    if implementation.operation not in ("vanilla", "sdpa", "splash"):
+        failing = (rule.check(problem, problem.config) for rule in implementation.capability.rules)
+        codes |= {reason.code for reason in failing if reason is not None}
+    if implementation.method == "forward_tpu" and implementation.operation == "splash":
         codes |= {"splash.one_query"} if case.q_len == 1 else set()
         codes |= {"splash.one_of_each"} if _segment_ids_twice(case) else set()
         codes |= {"splash.dtype"} if dtype == "float16" else set()
@@ -47,7 +52,7 @@ def test_agrees_or_refuses(which: str, name: str, layout: str, dtype: str) -> No
 
     plan = attend.plan(*qkv, layout=layout, **case.call)
     assert plan.problem.features == case.features
-    refusal = _refusal(implementation, case, dtype)
+    refusal = _refusal(implementation, case, dtype, plan.problem)
     if refusal:
         assert plan.implementation is None
         assert {r.code for rejected in plan.rejected for r in rejected.reasons} - {"policy.fallback"} == refusal
