@@ -38,6 +38,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.Mo
     """A folder with the examples, a module to run blocks in; what a page registers or sets is undone."""
     (tmp_path / "examples").symlink_to(pages.ROOT / "examples")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it; lines would fold elsewhere
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # the README sets it, for its readers
     module = types.ModuleType("docs_page")
     monkeypatch.setitem(sys.modules, module.__name__, module)
