@@ -115,8 +115,8 @@ def split_arguments(
         deterministic=_flag("deterministic", deterministic),
         return_weights=_flag("return_weights", return_weights),
         return_lse=_flag("return_lse", return_lse),
-        mode=mode,
-        layout=layout,
+        mode=_name("mode", mode, optional=True),
+        layout=_name("layout", layout),
     )
     return arrays, options
 
@@ -157,7 +157,7 @@ def bound_mask(
     if arrays.query_offset is not None:
         return mask, None, True
     if mode in GENERATION:
-        if arrays.kv_lengths is not None:
+        if cache_lengths(mask, arrays) is not None:
             return mask, None, True  # the queries are the last tokens of each row's cache
         return mask.bind(kv_len - q_len), kv_len - q_len, False
     if q_len == kv_len:
@@ -169,11 +169,24 @@ def bound_mask(
     )
 
 
-def run_time_offset(arrays: Arrays, q_len: int) -> jax.Array:
+def run_time_offset(mask: Mask, arrays: Arrays, batch: int, q_len: int) -> jax.Array:
     """The [batch] offset that is known only at run time: the given one, else from the cache's lengths."""
     if arrays.query_offset is not None:
-        return arrays.query_offset
-    return arrays.kv_lengths - q_len
+        return jnp.broadcast_to(jnp.asarray(arrays.query_offset, jnp.int32), (batch,))
+    return jnp.asarray(cache_lengths(mask, arrays), jnp.int32) - q_len
+
+
+def cache_lengths(mask: Mask, arrays: Arrays) -> Any:
+    """The lengths of the cache, given as the argument or inside the mask; None where there are none.
+
+    Errors: InputError for several, which could disagree.
+    """
+    found = [m.kv for m in mask.conjuncts() if isinstance(m, Lengths)]
+    if len(found) > 1:
+        raise InputError(
+            f"the mask {mask.describe()} holds lengths {len(found)} times; pass query_offset, or join them."
+        )
+    return found[0] if found else arrays.kv_lengths
 
 
 def _number(name: str, value: Any) -> float | None:
@@ -183,7 +196,10 @@ def _number(name: str, value: Any) -> float | None:
         raise InputTypeError(f"{name} is an array; wanted a Python number: it is part of what gets compiled.")
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
         raise InputTypeError(f"{name}={value!r}; wanted a number.")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise InputError(f"{name} is a number of {len(str(value))} digits; wanted one that fits in a float.") from None
 
 
 def _integer(name: str, value: Any) -> int | None:
@@ -205,6 +221,12 @@ def _flag(name: str, value: Any, *, optional: bool = False) -> Any:
     raise InputTypeError(f"{name} is {value!r}; wanted True or False" + (" or None." if optional else "."))
 
 
+def _name(name: str, value: Any, *, optional: bool = False) -> Any:
+    if isinstance(value, str) or (value is None and optional):
+        return value
+    raise InputTypeError(f"{name} is a {type(value).__name__}; wanted a string" + (" or None." if optional else "."))
+
+
 def _window(value: Any) -> tuple[int | None, int | None] | None:
     """A bare integer n is (n, n), as jax.nn.dot_product_attention's local_window_size has it."""
     if value is None:
@@ -212,7 +234,10 @@ def _window(value: Any) -> tuple[int | None, int | None] | None:
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
         raise InputError(f"sliding_window={value!r}; wanted an integer or (left, right) inclusive distances.")
-    left, right = (_integer("sliding_window", side) for side in sides)
+    for side in sides:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int | np.integer)):
+            raise InputTypeError(f"sliding_window={value!r}; wanted an integer or (left, right) inclusive distances.")
+    left, right = (None if side is None else int(side) for side in sides)
     for side in (left, right):
         if side is not None and side < 0:
             raise InputError(f"sliding_window={value!r}; wanted distances of 0 or more, None for no limit.")

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
 
-from ..errors import ConfigError, FallbackWarning, InputError
+from ..errors import ConfigError, FallbackWarning, InputError, InputTypeError
 from ..masks import Mask
 from ..registry import (
     AttentionProblem,
@@ -25,7 +26,7 @@ from ..registry import (
     PlannedOperation,
     plan,
 )
-from ..sharding import current_mesh, describe_mesh, place
+from ..sharding import current_mesh, describe_mesh, devices_platform, place
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, split_arguments
 from .describe import describe, varying_axes
@@ -152,11 +153,20 @@ class Operation(PlannedOperation):
     # -- the way of a call -------------------------------------------------------------------------------------------
 
     def _mesh(self) -> AnyMesh | None:
-        """The caller's manual mesh if this runs inside a shard_map, else the declared mesh, else the context's."""
+        """The caller's manual mesh if this runs inside a shard_map, else the declared mesh, else the context's.
+
+        Where the declared mesh and that of jax.set_mesh are the same but for their axis types, the context's is in force:
+        jax takes no other inside it.
+        """
         current = current_mesh()
+        declared = self.metadata.declared_mesh
+        if declared is None or current is None:
+            return current if declared is None else declared
         if isinstance(current, AbstractMesh) and current.manual_axes:
             return current
-        return self.metadata.mesh if current is None else self.metadata.mesh or current
+        same = declared.axis_names == current.axis_names and declared.axis_sizes == current.axis_sizes
+        kinds = {devices_platform(m) for m in (declared, current)} - {None}
+        return current if same and len(kinds) <= 1 and not get_abstract_mesh().empty else declared
 
     def _plan(self, arrays: Arrays, options: Options, mesh: AnyMesh | None) -> Plan:
         return plan(describe(type(self), self.metadata, arrays, options, mesh), self.metadata.policy)
@@ -167,12 +177,21 @@ class Operation(PlannedOperation):
         decided = self._plan(arrays, options, mesh).require()
         self._warn(decided)
         tracing = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
-        if isinstance(mesh, AbstractMesh) and not mesh.empty and not tracing and mesh is not current_mesh():
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(arrays)):
+            raise InputTypeError("a ShapeDtypeStruct has no values to attend with; pass arrays, or call plan().")
+        if isinstance(mesh, AbstractMesh) and not mesh.manual_axes and not tracing:
             raise InputError(
                 f"mesh {describe_mesh(mesh)} has no devices, so this can be planned and lowered but not run; give a Mesh of "
-                "devices, or call it under jit."
+                "devices."
             )
-        problem = decided.problem
+        context, problem = get_abstract_mesh(), decided.problem
+        if mesh is not None and not context.empty and not context.manual_axes and problem.devices > 1:
+            ours = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+            if (ours.axis_names, ours.axis_sizes) != (context.axis_names, context.axis_sizes):
+                raise InputError(
+                    f"declared mesh {describe_mesh(mesh)}, but the context's (jax.set_mesh) is {describe_mesh(context)}, and "
+                    "jax takes no other inside it; declare none, or the same."
+                )
         if not tracing and mesh is None and not _here(problem.platform):
             raise InputError(
                 f"planned for {problem.platform} (from {problem.platform_source}), but this process runs on "
@@ -187,13 +206,14 @@ class Operation(PlannedOperation):
         with _warn_lock:
             if decided.problem in _warned:
                 return
-            _warned.add(decided.problem)
         warnings.warn(
             f"{decided.implementation} runs instead of the platform's own method.\n{decided.refusal()}\n"
             "Declare fallback='allow' to accept this, fallback='error' to forbid it.",
             FallbackWarning,
             stacklevel=4,
         )
+        with _warn_lock:
+            _warned.add(decided.problem)  # afterwards: a warning that was made an error is raised each time
 
 
 def _here(platform: str) -> bool:
@@ -207,6 +227,8 @@ def _signature(x: Any) -> Any:
         return None
     if isinstance(x, jax.core.Tracer):
         return x.shape, x.dtype, varying_axes(x)
+    if isinstance(x, np.ndarray):
+        return x.shape, jax.dtypes.canonicalize_dtype(x.dtype)  # depends on jax_enable_x64
     return getattr(x, "shape", type(x)), getattr(x, "dtype", None)
 
 
@@ -221,7 +243,8 @@ def _on_devices(arrays: Arrays, placement: Placement, mesh: Mesh) -> Arrays:
 
     def put(name: str, x: Any) -> Any:
         fitted = placement.fitted.get(name)
-        repeated = name in ("key", "value") and placement.kv_repeat > 1  # fitted to the repeated heads
+        # These were fitted to their repeated heads, which aren't there yet.
+        repeated = name == "softmax_aux" or (name in ("key", "value") and placement.kv_repeat > 1)
         spec = jax.P() if fitted is None or repeated else fitted.spec
         return place(x, spec, mesh) if _concrete(x) else x
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from ..errors import InputError
+from ..errors import ConfigError, InputError
 from ..masks import Mask
 from ..registry import AttentionProblem, OperationConfig, OperationMetadata
-from ..sharding import MeshAxis, axes_of, canonical_layout, canonical_mode, devices_platform
+from ..sharding import MeshAxis, axes_of, canonical_layout, canonical_mode, describe_mesh, devices_platform
 from ..sharding.mesh import AnyMesh, gpu_vendor
 from .arguments import Arrays, Options, bound_mask, join_mask, shaped
-from .shapes import check_dtypes, check_extras, leaf_shape, sizes_of, with_segments
+from .shapes import check_dtypes, check_extras, check_key, leaf_shape, sizes_of, with_segments
 
 if TYPE_CHECKING:
     from .base import Operation
@@ -26,6 +26,8 @@ def describe(
 ) -> AttentionProblem:
     """Build the problem of a call. Errors: InputError and InputTypeError name the argument, got, wanted, the mend."""
     layout = canonical_layout(options.layout)
+    for name in ("query", "key", "value"):
+        shaped(name, getattr(arrays, name))
     shapes = jax.tree.map(lambda x: x, arrays)._replace(
         **{n: shaped(n, v) for n, v in arrays._asdict().items() if v is not None and n != "mask_leaves"}
     )
@@ -37,6 +39,8 @@ def describe(
     check_extras(shapes, options, sizes)
 
     mask = join_mask(shapes, options, metadata.causal)
+    offset_given = options.query_offset is not None or shapes.query_offset is not None
+    _check_manual_sequence(metadata, axes_of(mesh), q_len, mask, offset_given)
     mask, offset, dynamic = bound_mask(mask, shapes, options, mode, q_len, kv_len)
     mask, leaves = mask.split()
     leaf_shapes = tuple(leaf_shape(leaf.name, leaf.array, leaf.dims, sizes) for leaf in leaves)
@@ -47,6 +51,8 @@ def describe(
     dropping = probability > 0 and not options.deterministic
     if dropping and arrays.dropout_rng is None:
         raise InputError(f"dropout_prob={probability} with deterministic=False needs dropout_rng=jax.random.key(...).")
+    if dropping:
+        check_key(shapes.dropout_rng)
     scale = metadata.softmax_scale if options.softmax_scale is None else options.softmax_scale
     scale = 1 / math.sqrt(sizes["d"]) if scale is None else scale
     if not math.isfinite(scale):
@@ -70,7 +76,6 @@ def describe(
     platform, kind, source = _platform(metadata, mesh)
     axes = axes_of(mesh)
     rules = metadata.get_shardings(mode, layout, softmax_aux=0 if shapes.softmax_aux is None else shapes.softmax_aux)
-    _check_manual_sequence(rules.query[layout.index("t")], axes, offset, mask, options)
     vma = any(map(varying_axes, jax.tree.leaves(arrays)))
     nested = [
         "the gradient recomputes the forward pass: called inside a shard_map with check_vma=True over part of the mesh"
@@ -109,7 +114,7 @@ def describe(
         notes=(
             *config_notes,
             *nested,
-            *_notes(metadata, options, arrays, shapes, mask, offset, dynamic, probability, platform, source),
+            *_notes(metadata, options, arrays, shapes, mask, offset, dynamic, probability, platform, source, mesh),
         ),
     )
 
@@ -158,7 +163,13 @@ def _config(operation: type[Operation], metadata: OperationMetadata) -> tuple[Op
         notes.append(
             f"scan_ring_attention={metadata.scan_ring_attention} is not read by {operation.name}: it runs no ring"
         )
-    return (config.with_fields(fed) if fed else config), notes
+    try:
+        return (config.with_fields(fed) if fed else config), notes
+    except ConfigError as error:
+        sources = ", ".join(
+            f"{s}={getattr(metadata, s)}" for s in ("blocksize_q", "blocksize_k") if getattr(metadata, s)
+        )
+        raise ConfigError(f"{sources} can't feed the config of {operation.name}: {error}") from None
 
 
 def _platform(metadata: OperationMetadata, mesh: AnyMesh | None) -> tuple[str, str, str]:
@@ -173,6 +184,9 @@ def _platform(metadata: OperationMetadata, mesh: AnyMesh | None) -> tuple[str, s
     else:
         device = jax.devices()[0]
         platform, kind, source = gpu_vendor(device.platform, device.client), device.device_kind, "jax's default backend"
+    if platform == "gpu" and jax.default_backend() == "gpu":
+        # jax calls every vendor's GPUs 'gpu'; those of this process say whose they are.
+        platform, kind = gpu_vendor("gpu", jax.devices()[0].client), jax.devices()[0].device_kind
     wanted = metadata.platform
     if wanted is not None and wanted != platform and not (wanted == "gpu" and platform in ("cuda", "rocm")):
         raise InputError(
@@ -183,28 +197,45 @@ def _platform(metadata: OperationMetadata, mesh: AnyMesh | None) -> tuple[str, s
 
 
 def _check_manual_sequence(
-    entry: str | tuple[str, ...] | None, axes: tuple[MeshAxis, ...], offset: int | None, mask: Mask, options: Options
+    metadata: OperationMetadata, axes: tuple[MeshAxis, ...], q_len: int, mask: Mask, given: bool
 ) -> None:
-    names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    """Refuse to guess where the caller's own shard of the sequence stands."""
+    rules = metadata.partition_axis
+    names = {n for entry in (rules.query_sequence_axis, rules.key_sequence_axis) for n in _flat(entry)}
     manual = [a.name for a in axes if a.kind == "manual" and a.size > 1 and a.name in names]
-    if manual and offset is not None and options.query_offset is None:
+    if manual and mask.needs_offset and not given and q_len > 1:
         raise InputError(
-            f"the query's sequence axis {'+'.join(manual)} is Manual here (this runs inside your own shard_map), so where "
-            f"the local queries stand can't be known and the mask {mask.describe()} depends on it; pass query_offset."
+            f"the sequence axis {'+'.join(manual)} is Manual here (this runs inside your own shard_map), so where the "
+            f"local queries stand can't be known and the mask {mask.describe()} depends on it; pass query_offset."
         )
+
+
+def _flat(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _notes(
     metadata: OperationMetadata, options: Options, arrays: Arrays, shapes: Arrays, mask: Mask, offset: int | None,
     dynamic: bool, probability: float, platform: str, source: str,
+    mesh: AnyMesh | None,
 ) -> list[str]:  # fmt: skip
     """What was given and has no effect, or was decided for the caller: told, not dropped."""
     notes = []
-    if metadata.backend not in (None, platform):
+    if platform == "gpu":
+        notes.append("a gpu of unknown vendor: forward_cuda and forward_rocm aren't considered; say 'cuda' or 'rocm'")
+    if metadata.backend not in (None, platform, "gpu" if platform in ("cuda", "rocm") else None):
         notes.append(f"backend={metadata.backend} is not used: {source} say {platform}")
     if metadata.runtime_dtype is not None and shapes.query.dtype != metadata.runtime_dtype:
         notes.append(
             f"query, key, value cast from {shapes.query.dtype.name} to {metadata.runtime_dtype.name} (runtime_dtype)"
+        )
+    declared = metadata.declared_mesh
+    if declared is not None and mesh is not declared and axes_of(declared) != axes_of(mesh):
+        notes.append(f"the mesh of the context is in force: {describe_mesh(mesh)}, declared {describe_mesh(declared)}")
+    manual = [a.name for a in axes_of(mesh) if a.kind == "manual" and a.size > 1]
+    if manual and probability > 0 and not options.deterministic:
+        notes.append(
+            f"every shard of the Manual axes {'+'.join(manual)} draws the same dropout; fold their index into the key"
         )
     if options.deterministic and probability > 0:
         notes.append(f"dropout_prob={probability} is off: deterministic=True")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ..registry import AttentionProblem, Placement, Plan
 from ..sharding import pin
@@ -41,7 +42,7 @@ class _Operands(NamedTuple):
 def execute(operation: Operation, plan: Plan, mesh: AnyMesh | None, options: Options, arrays: Arrays) -> LocalOutput:
     """Run a plan on arrays; traceable. Returns outputs in the caller's layout."""
     problem, placement = plan.problem, plan.placement
-    operands, impl = _prepare(problem, placement, options, arrays, operation.metadata.causal)
+    operands, impl = _prepare(problem, placement, options, arrays, operation.metadata.causal, mesh)
     axes = [a for a in problem.mesh if a.kind != "manual"]
     specs = _specs(operands, placement)
 
@@ -74,7 +75,12 @@ def execute(operation: Operation, plan: Plan, mesh: AnyMesh | None, options: Opt
 
 
 def _prepare(
-    problem: AttentionProblem, placement: Placement, options: Options, arrays: Arrays, default_causal: bool
+    problem: AttentionProblem,
+    placement: Placement,
+    options: Options,
+    arrays: Arrays,
+    default_causal: bool,
+    mesh: AnyMesh | None,
 ) -> tuple[_Operands, str]:
     """Bring the arrays into canonical form; returns them and the random generator's name ('' without dropout)."""
     dtype = jnp.dtype(problem.runtime_dtype)
@@ -86,19 +92,22 @@ def _prepare(
 
     query, key, value = (tensor(x) for x in arrays[:3])
     if placement.kv_repeat > 1:
-        key, value = (jnp.repeat(x, placement.kv_repeat, axis=heads_at) for x in (key, value))
+        # On Explicit axes a dimension that is split can't be repeated: its heads come together first.
+        whole_heads = PartitionSpec(*(None if i == heads_at else axes for i, axes in enumerate(placement.spec("key"))))
+        key, value = (jnp.repeat(pin(x, whole_heads, mesh), placement.kv_repeat, axis=heads_at) for x in (key, value))
     whole = packed(_paired_segments(arrays), problem.layout)
-    _, leaves = join_mask(whole, options, default_causal).split()
+    joined = join_mask(whole, options, default_causal)
+    _, leaves = joined.split()
     rng, impl = None, ""
     if problem.dropout_prob > 0:
         rng, impl = _key_data(arrays.dropout_rng)
-    offset = run_time_offset(arrays, problem.q_len) if problem.dynamic_query_offset else None
+    offset = run_time_offset(joined, arrays, problem.batch, problem.q_len) if problem.dynamic_query_offset else None
     operands = _Operands(
         query,
         key,
         value,
         None if arrays.bias is None else jnp.asarray(arrays.bias),
-        None if arrays.softmax_aux is None else _one_sink_a_head(arrays.softmax_aux, problem),
+        None if arrays.softmax_aux is None else _one_sink_a_head(arrays.softmax_aux, problem, mesh),
         offset,
         rng,
         tuple(jnp.asarray(leaf.array) for leaf in leaves),
@@ -120,12 +129,13 @@ def _key_data(rng: jax.Array) -> tuple[jax.Array, str]:
     return jnp.asarray(rng), str(jax.random.key_impl(jax.random.wrap_key_data(rng)))
 
 
-def _one_sink_a_head(sinks: jax.Array, problem: AttentionProblem) -> jax.Array:
+def _one_sink_a_head(sinks: jax.Array, problem: AttentionProblem, mesh: AnyMesh | None) -> jax.Array:
     """Join several sinks of a head into one: sum of exp(s) is exp(logsumexp(s)), exactly and differentiably."""
     sinks = jnp.asarray(sinks, jnp.dtype(problem.softmax_dtype))
     if sinks.ndim == 2:
         sinks = jax.nn.logsumexp(sinks, axis=-1)
-    return jnp.repeat(sinks, problem.q_heads // sinks.shape[0])
+    group = problem.q_heads // sinks.shape[0]
+    return sinks if group == 1 else jnp.repeat(pin(sinks, PartitionSpec(None), mesh), group)
 
 
 def _specs(operands: _Operands, placement: Placement) -> Any:

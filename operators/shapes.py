@@ -9,7 +9,7 @@ from ..errors import InputError, InputTypeError
 from ..registry import LeafShape, OperationMetadata
 from .arguments import Arrays, Options
 
-__all__ = ["broadcastable", "check_dtypes", "check_extras", "leaf_shape", "sizes_of", "with_segments"]
+__all__ = ["broadcastable", "check_dtypes", "check_extras", "check_key", "leaf_shape", "sizes_of", "with_segments"]
 
 
 def sizes_of(arrays: Arrays, layout: str) -> dict[str, int]:
@@ -93,10 +93,19 @@ def check_extras(arrays: Arrays, options: Options, sizes: dict[str, int]) -> Non
         array = getattr(arrays, name)
         if array is not None:
             _need_integers(name, array)
-            if array.shape != (b,):
+            if array.shape != (b,) and not (name == "query_offset" and array.shape == ()):
                 raise InputError(f"{name} has shape {array.shape}; wanted ({b},), one number a batch row.")
     if options.query_offset is not None and abs(options.query_offset) >= 2**31:
         raise InputError(f"query_offset={options.query_offset}; wanted a number that fits in 32 bits.")
+
+
+def check_key(rng: jax.ShapeDtypeStruct) -> None:
+    """Check that the dropout key is one key: jax.random.key(...) or a raw uint32 one."""
+    typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    if not (typed and rng.shape == ()) and not (rng.dtype == jnp.uint32 and len(rng.shape) == 1):
+        raise InputTypeError(
+            f"dropout_rng has dtype {rng.dtype} and shape {rng.shape}; wanted one key, such as jax.random.key(0)."
+        )
 
 
 def broadcastable(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> None:
@@ -113,4 +122,4 @@ def leaf_shape(name: str, array: jax.ShapeDtypeStruct, dims: tuple[str, ...], si
         broadcastable("mask", array.shape, full)
     elif tuple(array.shape) != full:
         raise InputError(f"{name} has shape {tuple(array.shape)}; wanted {full} ({', '.join(dims)}).")
-    return LeafShape(name, tuple(array.shape), tuple(dims))
+    return LeafShape(name, tuple(array.shape), tuple(dims), str(jax.dtypes.canonicalize_dtype(array.dtype)))

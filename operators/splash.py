@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from pydantic import StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
+from ..errors import ConfigError
 from ..registry import STATIC_MASKS, AttentionProblem, OperationConfig, Padding, Placement, Rule, implementation
 from .base import Operation
 from .local import LocalCall, LocalOutput
@@ -74,8 +75,11 @@ class SplashConfig(OperationConfig):
     def _together(self) -> Self:
         for inner, outer in (("block_kv_compute", "block_kv"), ("block_kv_dkv_compute", "block_kv_dkv")):
             size, block = getattr(self, inner), getattr(self, outer)
+            block = _LANES if block is None and outer in self.model_fields_set else block
             if size is not None and block is not None and block % size:
                 raise ValueError(f"{outer}={block} is not a multiple of {inner}={size}")
+        if self.q_layout == "seq_minor" and (self.block_q or _LANES) % _LANES:
+            raise ValueError(f"block_q={self.block_q} is not a multiple of {_LANES}, which q_layout='seq_minor' wants")
         if self.use_fused_bwd_kernel:
             for name in ("block_q_dq", "block_kv_dq"):
                 if getattr(self, name) is not None:
@@ -115,6 +119,13 @@ _RULES = (
         ),
         "the mask {p.mask} holds segment ids or lengths more than once",
         "Join them into one before the call.",
+    ),
+    Rule(
+        "splash.id_dtype",
+        "mask",
+        lambda p, c: all(leaf.dtype not in ("int64", "uint64") for leaf in p.leaves),
+        "segment ids or lengths of 64 bits: the kernel has 32",
+        "Cast them to int32.",
     ),
     Rule(
         "splash.check_vma",
@@ -192,7 +203,9 @@ class Splash(Operation):
             sizes[name] = given if given is not None else _LANES if config.is_set(name) else default
 
         size("block_q", _choose(q_len, cap))
-        size("block_kv", _choose(kv_len, cap, config.block_kv_compute or _LANES))
+        # One unit for both passes, so that their blocks can be the same.
+        unit = math.lcm(_LANES, config.block_kv_compute or 1, config.block_kv_dkv_compute or 1)
+        size("block_kv", _choose(kv_len, cap, unit))
         # Other passes take the forward's blocks, so that one padded length serves all.
         backward_q = sizes["block_q"] if sizes["block_q"] % _LANES == 0 else _choose(q_len, cap)
         for suffix in ("dkv",) if config.use_fused_bwd_kernel else ("dkv", "dq"):
@@ -204,7 +217,17 @@ class Splash(Operation):
             block = sizes[outer]
             given = getattr(config, inner)
             sizes[inner] = given if given is not None else block if config.is_set(inner) else _divisor(block, cap)
-        return config.with_fields(sizes)
+        resolved = config.with_fields(sizes)
+        assert isinstance(resolved, SplashConfig)
+        padded = _blocks(resolved).padded(q_len, kv_len)
+        for name, length, got in (("q", q_len, padded[0]), ("kv", kv_len, padded[1])):
+            blocks = {n: s for n, s in sizes.items() if n.startswith(f"block_{name}") and not n.endswith("compute")}
+            if got >= 2 * max(max(blocks.values()), math.ceil(length / _LANES) * _LANES):
+                raise ConfigError(
+                    f"SplashConfig: {', '.join(f'{n}={s}' for n, s in blocks.items())} share no small multiple, so {length} "
+                    f"rows would be padded to {got}; wanted sizes that divide one another."
+                )
+        return resolved
 
     @classmethod
     def padding(

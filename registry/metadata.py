@@ -204,6 +204,11 @@ class OperationMetadata:
         return cls(base_config=config, **changes)
 
     @property
+    def declared_mesh(self) -> AnyMesh | None:
+        """The declared mesh, else the base config's, else None."""
+        return self._stored_mesh
+
+    @property
     def mesh(self) -> AnyMesh | None:
         """The declared mesh, else the base config's, else the mesh of the context, else None."""
         stored = self._stored_mesh

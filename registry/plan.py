@@ -85,6 +85,9 @@ class Plan:
     def __hash__(self) -> int:
         return hash((self.problem, self.policy))
 
+    def __repr__(self) -> str:
+        return f"Plan({self.implementation or 'refused'}: {self.problem.describe()})"
+
     @property
     def shardings(self) -> AttnShardingRules:
         """The ten declared specs."""

@@ -17,11 +17,12 @@ __all__ = ["AttentionProblem", "LeafShape"]
 
 
 class LeafShape(NamedTuple):
-    """A traced array of the mask: its name, shape and what its dimensions mean ('batch', 'heads', 'q', 'kv')."""
+    """A traced array of the mask: name, shape, what its dimensions mean ('batch', 'heads', 'q', 'kv'), dtype."""
 
     name: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ class OperationRegistry:
         Errors: UnknownNameError with the known names and the closest one; ConfigError, naming the plug-in, if its
         import fails (the other operations are not touched by that).
         """
+        if not isinstance(name, str):
+            raise UnknownNameError(f"an operation is asked for by its name, got a {type(name).__name__}.")
         found = cls._registered.get(name)
         if found is not None:
             return found

@@ -76,12 +76,17 @@ class SplashBlocks:
 
 @dataclass(frozen=True)
 class _MaskInKernel:
-    """The mask as a function of global query rows and key columns; hashable, so that jit caches by it."""
+    """The mask as a function of global query rows and key columns; hashable, so that jit caches by it.
+
+    A row of -1 is padding and sees nothing, in every pass. Passes with different blocks visit different padded rows; one
+    that saw keys in the backward pass alone would meet a log-sum-exp of nothing there, and give NaN.
+    """
 
     mask: Mask
+    version: int  # a mask's hash, unlike its equality, knows when a registered mask function was replaced
 
     def __call__(self, rows: Array, cols: Array) -> Array:
-        return self.mask.test(rows, rows, cols)
+        return self.mask.test(rows, rows, cols) & (rows >= 0)
 
 
 def jax_splash_attention(
@@ -115,12 +120,15 @@ def jax_splash_attention(
     segments = _segments(q_segment_ids, kv_segment_ids, kv_lengths, query.shape[0], q_len, q_padded, kv_len, kv_padded)
     if kv_padded > kv_len:
         mask = And((*mask.conjuncts(), Prefix(kv_len)))
-    if sinks is None and may_have_dead_rows:
+    if sinks is not None:
+        sinks = jnp.maximum(sinks, _NO_SINK)
+    elif may_have_dead_rows or q_padded > q_len:
         sinks = jnp.full((heads,), _NO_SINK, jnp.float32)
 
     tables = functools.partial(_tables, mask, q_len, kv_len, q_padded, kv_padded, shards)
-    function = None if isinstance(mask, Full) else _MaskInKernel(mask)
-    rows = None if function is None else shard * q_len + jnp.arange(q_padded, dtype=jnp.int32)
+    function = None if isinstance(mask, Full) else _MaskInKernel(mask, hash(mask))
+    local = jnp.arange(q_padded, dtype=jnp.int32)
+    rows = None if function is None else jnp.where(local < q_len, shard * q_len + local, -1)
     by_query = [tables(blocks.block_q, blocks.block_kv, "forward")]
     if not blocks.use_fused_bwd_kernel:
         by_query.append(tables(blocks.block_q_dq or 0, blocks.block_kv_dq or 0, "forward"))

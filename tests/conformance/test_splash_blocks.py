@@ -1,0 +1,107 @@
+"""Passes with different blocks, over lengths that are multiples of none: each pads the others' rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attnops import Causal, ConfigError, Full, OperationMetadata, OperationRegistry, SlidingWindow
+
+from . import harness
+from .cases import Case
+
+
+def _case(mask: Any, visible: np.ndarray, q_len: int, kv_len: int, **call: Any) -> Case:
+    return Case(
+        name="",
+        features=frozenset(),
+        call={"mask": mask, **call},
+        mask=visible,
+        q_len=q_len,
+        kv_len=kv_len,
+        heads=2,
+        kv_heads=1,
+        batch=1,
+    )
+
+
+def _grid(q: int, kv: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(q)[:, None], np.arange(kv)[None, :]
+
+
+ROWS, KEYS = _grid(300, 300)
+MASKS = {
+    "causal": (Causal(), ROWS >= KEYS),
+    "full": (Full(), np.ones_like(ROWS >= KEYS)),
+    "window": (SlidingWindow(10, 10), abs(ROWS - KEYS) <= 10),
+}
+BLOCKS = {
+    "q_dkv": {"block_q": 128, "block_kv": 128, "block_q_dkv": 256, "block_q_dq": 128},
+    "q_both": {"block_q": 128, "block_kv": 128, "block_q_dkv": 256, "block_q_dq": 256},
+    "q_small": {"block_q": 64, "block_kv": 128},
+    "q_tiny": {"block_q": 8},
+    "fused": {"block_q": 128, "block_q_dkv": 256, "block_kv": 128, "use_fused_bwd_kernel": True},
+    "kv": {"block_q": 128, "block_kv": 128, "block_kv_dkv": 256, "block_kv_dq": 128},
+    "compute": {"block_kv": 256, "block_kv_compute": 128, "block_kv_dkv": 128},
+}
+
+
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("name", MASKS)
+def test_unequal_blocks(name: str, blocks: dict[str, Any]) -> None:
+    _check(_case(*MASKS[name], 300, 300), blocks)
+
+
+def test_unequal_blocks_with_keys_that_nobody_sees() -> None:
+    i, j = _grid(100, 256)
+    visible = (j <= i + 28) & (j >= i + 26)
+    _check(_case(SlidingWindow(2, 0, offset=28), visible, 100, 256), BLOCKS["kv"])
+
+
+def test_unequal_blocks_with_a_row_without_keys() -> None:
+    lengths = np.array([0], np.int32)
+    _check(_case(Full(), np.zeros((300, 300), bool), 300, 300, kv_lengths=lengths), BLOCKS["q_both"])
+
+
+def _check(case: Case, blocks: dict[str, Any]) -> None:
+    configs = {"splash": {"interpret": True, **blocks}}
+    attend = OperationRegistry.create("splash", OperationMetadata(operation_configs=configs, fallback="error"))
+    tensors = harness.draw(case, "float32")
+    got = harness.run(attend, case, tensors, "float32", "bthd")
+    published = harness.RUNNABLE["splash.forward_tpu"].capability.tolerance["float32"]
+    harness.agree(got, harness.expect(case, tensors), published.forward, published.backward)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"block_q": 1000, "block_q_dkv": 896, "block_q_dq": 1152}, "share no small multiple"),
+        ({"block_kv": None, "block_kv_compute": 256}, "block_kv=128 is not a multiple of block_kv_compute=256"),
+        ({"block_q": 64, "q_layout": "seq_minor"}, "q_layout='seq_minor' wants"),
+    ],
+)
+def test_blocks_that_can_not_work_together(config: dict[str, Any], message: str) -> None:
+    x = np.ones((1, 1024, 2, 16), np.float32)
+
+    def declared_and_planned() -> None:
+        metadata = OperationMetadata(operation_configs={"splash": {"interpret": True, **config}})
+        OperationRegistry.create("splash", metadata).plan(x, x, x)
+
+    with pytest.raises(ConfigError, match=message):
+        declared_and_planned()
+
+
+def test_a_lone_compute_block_draws_the_others_after_it() -> None:
+    x = np.ones((1, 512, 2, 16), np.float32)
+    configs = {"splash": {"interpret": True, "block_kv_dkv_compute": 384}}
+    plan = OperationRegistry.create("splash", OperationMetadata(operation_configs=configs)).plan(x, x, x)
+    assert (plan.config.block_kv, plan.config.block_kv_dkv) == (384, 384)
+    assert plan.padding.kv_len == 256
+
+
+def test_a_fed_block_size_is_named() -> None:
+    x = np.ones((1, 512, 2, 16), np.float32)
+    with pytest.raises(ConfigError, match="blocksize_q=100 can't feed the config of splash"):
+        OperationRegistry.create("splash", OperationMetadata(blocksize_q=100)).plan(x, x, x)
