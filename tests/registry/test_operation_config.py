@@ -192,7 +192,7 @@ VALUES = st.fixed_dictionaries(
     optional={
         "block_q": st.sampled_from([None, 8, 128]),
         "block_kv": st.sampled_from([None, 512]),
-        "block_kv_compute": st.sampled_from([None, 128, 256]),
+        "block_kv_compute": st.sampled_from([None, 128]),
         "use_fused_bwd_kernel": st.booleans(),
         "v_layout": st.sampled_from(["head_dim_minor", "seq_minor"]),
         "residual_checkpoint_name": st.sampled_from([None, "", "attn"]),
