@@ -33,7 +33,7 @@ test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-all: $(TEST_STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --hypothesis-profile=attnops-search
 
 lint: $(TEST_STAMP)
 	$(BIN)/python -m ruff check .

@@ -37,6 +37,14 @@ AXIS = st.fixed_dictionaries(
     },
 ).map(lambda fields: PartitionAxis(**fields))
 
+
+def _sensible(config):
+    """Whether the fields fit together: an explicit block_kv=None is the kernel's own 128, seq_minor wants 128 rows."""
+    if "block_kv" in config and config["block_kv"] is None and (config.get("block_kv_compute") or 0) > 128:
+        return False
+    return config.get("q_layout") != "seq_minor" or (config.get("block_q") or 128) % 128 == 0
+
+
 BLOCK = st.one_of(st.none(), st.sampled_from([128, 256, 512, 1024]))
 SPLASH = st.fixed_dictionaries(
     {},
@@ -50,7 +58,7 @@ SPLASH = st.fixed_dictionaries(
         "residual_checkpoint_name": st.one_of(st.none(), st.text(max_size=4)),
         "interpret": st.booleans(),
     },
-)
+).filter(_sensible)
 
 
 @st.composite
