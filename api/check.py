@@ -125,8 +125,9 @@ def _piece(
     one, count = slice(row, row + 1), problem.group
     keep = None
     if problem.dropout_prob > 0:
-        dropout = Dropout(arrays["dropout_rng"], _rng_name(), problem.dropout_prob, row, heads.start, rows.start)
-        keep = np.asarray(dropout.keep(1, count, rows.stop - rows.start, problem.kv_len))
+        dropout = Dropout(dropout_seed(arrays["dropout_rng"]), problem.dropout_prob, row, heads.start, rows.start)
+        head, at, key = np.arange(count), np.arange(rows.stop - rows.start), np.arange(problem.kv_len)
+        keep = np.asarray(dropout.keep(0, head[:, None, None], at[:, None], key))[None]
     return reference_attention(
         given.query[one, rows, heads],
         given.key[one, :, kv_head : kv_head + 1],
@@ -147,9 +148,3 @@ def _cut(x: np.ndarray, batch: slice, heads: slice, rows: slice) -> np.ndarray:
     return x[
         whole if x.shape[0] == 1 else batch, whole if x.shape[1] == 1 else heads, whole if x.shape[2] == 1 else rows
     ]
-
-
-def _rng_name() -> str:
-    import jax
-
-    return str(jax.random.key_impl(jax.random.key(0)))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..errors import MaskError
 from .base import Mask
 from .intervals import Intervals, complement, intersect, unite
+from .reach import Blocks, Reach
 from .static import Full
 
 __all__ = ["And", "Not", "Or"]
@@ -50,6 +51,10 @@ class And(Mask):
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         return functools.reduce(operator.and_, (m.test(rows, positions, cols) for m in self.masks))
+
+    def reach(self, blocks: Blocks) -> Reach:
+        some, every = zip(*(m.reach(blocks) for m in self.masks), strict=True)
+        return Reach(functools.reduce(operator.and_, some), functools.reduce(operator.and_, every))
 
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals | None:
         sets = _interval_sets(self.masks, rows, positions, kv_len)
@@ -93,6 +98,10 @@ class Or(Mask):
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         return functools.reduce(operator.or_, (m.test(rows, positions, cols) for m in self.masks))
 
+    def reach(self, blocks: Blocks) -> Reach:
+        some, every = zip(*(m.reach(blocks) for m in self.masks), strict=True)
+        return Reach(functools.reduce(operator.or_, some), functools.reduce(operator.or_, every))
+
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals | None:
         sets = _interval_sets(self.masks, rows, positions, kv_len)
         return None if sets is None else unite(sets, kv_len)
@@ -131,6 +140,10 @@ class Not(Mask):
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         seen = self.mask.test(rows, positions, cols)
         return not seen if isinstance(seen, bool) else ~seen  # ~True is -2
+
+    def reach(self, blocks: Blocks) -> Reach:
+        some, every = self.mask.reach(blocks)
+        return Reach(~every, ~some)
 
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals | None:
         inner = self.mask.intervals(rows, positions, kv_len)

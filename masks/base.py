@@ -12,6 +12,7 @@ from ..errors import MaskError
 from . import blocks, materialise
 from .checks import LIMIT, whole
 from .intervals import Intervals
+from .reach import Blocks, Reach
 
 __all__ = ["Leaf", "Mask"]
 
@@ -74,6 +75,10 @@ class Mask:
         a Pallas kernel should pass all three as [q, kv]. Dynamic leaves answer as [batch, 1 | heads, q, kv],
         and their arrays must already be cut to these rows and keys (`narrow`).
         """
+        raise NotImplementedError
+
+    def reach(self, blocks: Blocks) -> Reach:
+        """What is seen of whole blocks; arrays may be traced, and must be cut to these rows and keys."""
         raise NotImplementedError
 
     def children(self) -> tuple[Mask, ...]:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from ..errors import MaskError
 from .base import Mask
 from .checks import int_array, same_width, whole_or_none
+from .reach import Blocks, Reach, between
 from .slots import DynamicMask, Slot
 
 __all__ = ["Dense", "Lengths", "Positions", "SegmentIds"]
@@ -38,6 +40,12 @@ class SegmentIds(DynamicMask):
         query, kv = same_width(self.query[:, None, :, None], self.kv[:, None, None, :])
         return query == kv
 
+    def reach(self, blocks: Blocks) -> Reach:
+        query, kv = same_width(self.query, self.kv)
+        q, k = blocks.of_rows(query), blocks.of_keys(kv)
+        one = (q.lo == q.hi) & (k.lo == k.hi)
+        return Reach((q.lo <= k.hi) & (k.lo <= q.hi), one & (q.lo == k.lo))
+
 
 @dataclass(frozen=True, eq=False)
 class Lengths(DynamicMask):
@@ -57,6 +65,11 @@ class Lengths(DynamicMask):
         self.usable()
         cols, lengths = same_width(cols, self.kv[:, None, None, None])
         return cols < lengths
+
+    def reach(self, blocks: Blocks) -> Reach:
+        lengths = jnp.asarray(self.kv)[:, None, None]
+        some, every = (same_width(edge, lengths) for edge in blocks.cols)
+        return Reach(some[0] < some[1], every[0] < every[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +115,13 @@ class Positions(DynamicMask):
         below = None if self.right is None else kv <= query if self.right == 0 else kv - query <= self.right
         return above if below is None else below if above is None else above & below
 
+    def reach(self, blocks: Blocks) -> Reach:
+        query, kv = same_width(self.query, self.kv)
+        q, k = blocks.of_rows(query), blocks.of_keys(kv)
+        if self.left is None and self.right == 0:  # by comparison, as in test: any values will do
+            return Reach(k.lo <= q.hi, k.hi <= q.lo)
+        return between(q, k, self.left, self.right)
+
 
 @dataclass(frozen=True, eq=False)
 class Dense(DynamicMask):
@@ -131,6 +151,9 @@ class Dense(DynamicMask):
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         self.usable()
         return self.array
+
+    def reach(self, blocks: Blocks) -> Reach:
+        return blocks.of_cells(self.array)
 
     def _broadcasts(self, size: int) -> bool:
         return size == 1

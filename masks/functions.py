@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import MaskError, nearest
 from .checks import is_host
+from .reach import Blocks, Reach
 from .static import OffsetMask
 
 __all__ = ["MaskFunction", "mask_function_names", "register_mask_function"]
@@ -82,6 +83,11 @@ class MaskFunction(OffsetMask):
             mend = "end it with a comparison"
             raise MaskError(f"mask function {self.name!r} returned {got}; wanted bool: {mend}")
         return seen
+
+    def reach(self, blocks: Blocks) -> Reach:
+        # Elementwise is all that is known of the function: nothing follows for a block.
+        some = blocks.rows.lo + blocks.cols.lo
+        return Reach(some == some, some != some)
 
 
 def _check_name(name: Any) -> None:

@@ -11,6 +11,7 @@ import jax
 from ..errors import InputTypeError, MaskError
 from .algebra import Not
 from .base import Mask
+from .reach import Blocks
 from .static import Full
 
 __all__ = ["DynamicMask", "Slot"]
@@ -122,6 +123,9 @@ class Slot(_Unknown):
 
     def test(self, rows: Any, positions: Any, cols: Any) -> NoReturn:
         raise MaskError(f"{self} is a slot without arrays; call structure.merge(arrays) first")
+
+    def reach(self, blocks: Blocks) -> NoReturn:
+        self.test(None, None, None)
 
     def cut(self, q_slice: slice, kv_slice: slice) -> NoReturn:
         self.test(None, None, None)

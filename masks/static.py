@@ -14,6 +14,7 @@ from ..errors import MaskError
 from .base import Mask
 from .checks import whole, whole_or_none
 from .intervals import Intervals, single
+from .reach import Blocks, Extent, Reach, between
 
 __all__ = [
     "Causal",
@@ -59,6 +60,10 @@ class OffsetMask(StaticLeaf):
         """Where the row stands among the keys."""
         return positions if self.offset is None else rows + self.offset
 
+    def places(self, blocks: Blocks) -> Extent:
+        """`place` of whole blocks."""
+        return Extent(*(self.place(row, at) for row, at in zip(blocks.rows, blocks.positions, strict=True)))
+
     def _check_offset(self) -> None:
         none = "the position that the call gives"
         object.__setattr__(self, "offset", whole_or_none(self.offset, f"{type(self).__name__} offset", none))
@@ -72,6 +77,10 @@ class Full(StaticLeaf):
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         return (rows - rows) == (cols - cols)
+
+    def reach(self, blocks: Blocks) -> Reach:
+        seen = self.test(blocks.rows.lo, None, blocks.cols.lo)
+        return Reach(seen, seen)
 
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
         return single(0, kv_len, len(rows), kv_len)
@@ -92,6 +101,10 @@ class Causal(OffsetMask):
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         return cols <= self.place(rows, positions)
+
+    def reach(self, blocks: Blocks) -> Reach:
+        x = self.places(blocks)
+        return Reach(blocks.cols.lo <= x.hi, blocks.cols.hi <= x.lo)
 
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
         return single(0, self.place(rows, positions) + 1, len(rows), kv_len)
@@ -125,6 +138,9 @@ class SlidingWindow(OffsetMask):
         if self.right is None:
             return ahead >= -self.left
         return (ahead >= -self.left) & (ahead <= self.right)
+
+    def reach(self, blocks: Blocks) -> Reach:
+        return between(self.places(blocks), blocks.cols, self.left, self.right)
 
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
         x = self.place(rows, positions)
@@ -161,6 +177,12 @@ class Chunked(OffsetMask):
         # lax.div is one instruction but rounds -1 / size to 0; x >= 0 puts that right.
         return (_divide(x, self.size) == _divide(cols, self.size)) & (x >= 0)
 
+    def reach(self, blocks: Blocks) -> Reach:
+        # `//` rounds down in NumPy and in jnp. No key is negative, so a row at a negative x matches none.
+        x, keys = (Extent(e.lo // self.size, e.hi // self.size) for e in (self.places(blocks), blocks.cols))
+        one = (x.lo == x.hi) & (keys.lo == keys.hi)
+        return Reach((x.lo <= keys.hi) & (keys.lo <= x.hi), one & (x.lo == keys.lo))
+
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
         start = self.place(rows, positions) // self.size * self.size
         return single(start, start + self.size, len(rows), kv_len)
@@ -178,6 +200,9 @@ class Prefix(StaticLeaf):
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         return cols < self.length
+
+    def reach(self, blocks: Blocks) -> Reach:
+        return Reach(blocks.cols.lo < self.length, blocks.cols.hi < self.length)
 
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
         return single(0, self.length, len(rows), kv_len)

@@ -18,7 +18,7 @@ from ..sharding import pin
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, join_mask, run_time_offset
 from .describe import packed
-from .local import Dropout, LocalCall, LocalMask, LocalOutput
+from .local import Dropout, LocalCall, LocalMask, LocalOutput, dropout_seed
 
 if TYPE_CHECKING:
     from .base import Operation
@@ -35,19 +35,19 @@ class _Operands(NamedTuple):
     bias: jax.Array | None
     softmax_aux: jax.Array | None
     query_offset: jax.Array | None
-    dropout_rng: jax.Array | None
+    dropout_seed: jax.Array | None
     leaves: tuple[jax.Array, ...]
 
 
 def execute(operation: Operation, plan: Plan, mesh: AnyMesh | None, options: Options, arrays: Arrays) -> LocalOutput:
     """Run a plan on arrays; traceable. Returns outputs in the caller's layout."""
     problem, placement = plan.problem, plan.placement
-    operands, impl = _prepare(problem, placement, options, arrays, operation.metadata.causal, mesh)
+    operands = _prepare(problem, placement, options, arrays, operation.metadata.causal, mesh)
     axes = [a for a in problem.mesh if a.kind != "manual"]
     specs = _specs(operands, placement)
 
     def body(local: _Operands) -> tuple[jax.Array, ...]:
-        call = _local_call(plan, options, local, impl)
+        call = _local_call(plan, options, local)
         result = getattr(operation, plan.method or "")(call)
         return tuple(x for x in result if x is not None)
 
@@ -81,8 +81,8 @@ def _prepare(
     arrays: Arrays,
     default_causal: bool,
     mesh: AnyMesh | None,
-) -> tuple[_Operands, str]:
-    """Bring the arrays into canonical form; returns them and the random generator's name ('' without dropout)."""
+) -> _Operands:
+    """Bring the arrays into canonical form."""
     dtype = jnp.dtype(problem.runtime_dtype)
     heads_at = problem.kernel_layout.index("h")
 
@@ -98,21 +98,17 @@ def _prepare(
     whole = packed(_paired_segments(arrays), problem.layout)
     joined = join_mask(whole, options, default_causal)
     _, leaves = joined.split()
-    rng, impl = None, ""
-    if problem.dropout_prob > 0:
-        rng, impl = _key_data(arrays.dropout_rng)
     offset = run_time_offset(joined, arrays, problem.batch, problem.q_len) if problem.dynamic_query_offset else None
-    operands = _Operands(
+    return _Operands(
         query,
         key,
         value,
         None if arrays.bias is None else jnp.asarray(arrays.bias),
         None if arrays.softmax_aux is None else _one_sink_a_head(arrays.softmax_aux, problem, mesh),
         offset,
-        rng,
+        dropout_seed(arrays.dropout_rng) if problem.dropout_prob > 0 else None,
         tuple(jnp.asarray(leaf.array) for leaf in leaves),
     )
-    return operands, impl
 
 
 def _paired_segments(arrays: Arrays) -> Arrays:
@@ -121,12 +117,6 @@ def _paired_segments(arrays: Arrays) -> Arrays:
         return arrays
     both = kv if q is None else q
     return arrays._replace(q_segment_ids=both, kv_segment_ids=both)
-
-
-def _key_data(rng: jax.Array) -> tuple[jax.Array, str]:
-    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(rng), str(jax.random.key_impl(rng))
-    return jnp.asarray(rng), str(jax.random.key_impl(jax.random.wrap_key_data(rng)))
 
 
 def _one_sink_a_head(sinks: jax.Array, problem: AttentionProblem, mesh: AnyMesh | None) -> jax.Array:
@@ -156,17 +146,16 @@ def _index(axes: tuple[str, ...], problem: AttentionProblem) -> tuple[int | jax.
     return index, math.prod(sizes[name] for name in axes)
 
 
-def _local_call(plan: Plan, options: Options, local: _Operands, impl: str) -> LocalCall:
+def _local_call(plan: Plan, options: Options, local: _Operands) -> LocalCall:
     problem, placement = plan.problem, plan.placement
     shard, shards = _index(placement.q_axes, problem)
     q_start = shard * placement.local.q_len
     offset = local.query_offset if problem.dynamic_query_offset else problem.query_offset
     mask = problem.mask.merge(local.leaves) if local.leaves else problem.mask
     dropout = None
-    if local.dropout_rng is not None:
+    if local.dropout_seed is not None:
         dropout = Dropout(
-            local.dropout_rng,
-            impl,
+            local.dropout_seed,
             problem.dropout_prob,
             _index(placement.batch_axes, problem)[0] * placement.local.batch,
             _index(placement.head_axes, problem)[0] * placement.local.q_heads,
@@ -187,6 +176,7 @@ def _local_call(plan: Plan, options: Options, local: _Operands, impl: str) -> Lo
         return_weights=options.return_weights,
         return_lse=options.return_lse,
         config=plan.config,
+        route=plan.route,
         problem=problem,
         placement=placement,
         q_shard=shard,

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..masks import Full, Mask
-from ..registry import AttentionProblem, OperationConfig, Placement
+from ..masks import And, Full, Mask
+from ..masks.reach import Blocks, Extent
+from ..registry import AttentionProblem, OperationConfig, Placement, Route
+from .kernels.threefry import threefry
 
-__all__ = ["Dropout", "LocalCall", "LocalMask", "LocalOutput"]
+__all__ = ["Dropout", "LocalCall", "LocalMask", "LocalOutput", "dropout_seed"]
 
 
 class LocalOutput(NamedTuple):
@@ -38,6 +39,37 @@ class LocalMask:
     kv_len: int
     query_offset: int | jax.Array | None
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether rows and positions are known before the program runs."""
+        return isinstance(self.q_start, int) and (self.query_offset is None or isinstance(self.query_offset, int))
+
+    def kinds(self, block_q: int, block_kv: int) -> np.ndarray | jax.Array:
+        """0 dead, 1 partial, 2 full, int8 [batch | 1, q blocks, kv blocks]; NumPy's if nothing about it is traced.
+
+        Exact for a static mask; otherwise dead and full are certain. What is beyond the ends doesn't count.
+        """
+        offset = 0 if self.query_offset is None else self.query_offset
+        static, dynamic = self.mask.split_static()
+        known: np.ndarray | jax.Array | None = None
+        if self.is_placed:
+            known = static.live_blocks(
+                block_q, block_kv, q_len=self.q_len, kv_len=self.kv_len, q_start=self.q_start, query_offset=offset
+            )[None]
+            if not dynamic:
+                return known
+        first_row = np.arange(0, self.q_len, block_q, dtype=np.int32)[:, None]
+        last_row = np.minimum(first_row + block_q, self.q_len) - 1
+        first_key = np.arange(0, self.kv_len, block_kv, dtype=np.int32)[None, :]
+        last_key = np.minimum(first_key + block_kv, self.kv_len) - 1
+        rows = Extent(first_row + self.q_start, last_row + self.q_start)
+        along = offset if isinstance(offset, int) else offset[:, None, None]
+        blocks = Blocks(rows, Extent(rows.lo + along, rows.hi + along), Extent(first_key, last_key), block_q, block_kv)
+        some, every = (self.mask if known is None else And(dynamic)).reach(blocks)
+        found = jnp.where(every & some, 2, jnp.where(some, 1, 0)).astype(jnp.int8)
+        found = jnp.broadcast_to(found, (found.shape[0] if found.ndim == 3 else 1, *blocks.shape))
+        return found if known is None else jnp.minimum(found, known)
+
     def array(self) -> jax.Array | np.ndarray | None:
         """Return the mask as a boolean array that broadcasts to [batch, heads, q, kv], or None for full."""
         if isinstance(self.mask, Full):
@@ -52,28 +84,33 @@ class LocalMask:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout with one key a row of the whole problem, so that every mesh and every shard drops the same weights."""
+    """Which weights are dropped: a function of the seed and of a weight's place in the whole problem, and of nothing else.
 
-    key_data: jax.Array
-    impl: str
+    So every mesh, every block size and both passes drop the same weights, and none of them is stored. `seed` is uint32
+    [2]; the starts are this shard's first batch row, head and query row.
+    """
+
+    seed: jax.Array
     probability: float
     batch_start: int | jax.Array
     head_start: int | jax.Array
     q_start: int | jax.Array
 
-    def keep(self, batch: int, heads: int, q_len: int, kv_len: int) -> jax.Array:
-        """Return True where a weight is kept: [batch, heads, q, kv]."""
-        key = jax.random.wrap_key_data(self.key_data, impl=self.impl)
-        starts = (self.batch_start, self.head_start, self.q_start)
-        ids = [start + jnp.arange(n, dtype=jnp.uint32) for start, n in zip(starts, (batch, heads, q_len), strict=True)]
+    def keep(self, batch: Any, head: Any, row: Any, col: Any) -> jax.Array:
+        """Return True where a weight is kept, for local indices of any shapes that broadcast together."""
+        batch, head, row, col = (
+            jnp.asarray(index + start).astype(jnp.uint32)
+            for index, start in ((batch, self.batch_start), (head, self.head_start), (row, self.q_start), (col, 0))
+        )
+        # One key a head, made on few elements; then one draw a weight. 32 bits decide, so p is exact to 2**-32.
+        first, second = threefry(self.seed[0], self.seed[1], batch, head)
+        return threefry(first, second, row, col)[0] >= np.uint32(min(round(self.probability * 2**32), 2**32 - 1))
 
-        def fold(keys: jax.Array, numbers: jax.Array) -> jax.Array:
-            over_numbers = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-            return jax.vmap(over_numbers, in_axes=(0, None))(keys.reshape(-1), numbers)
 
-        rows = functools.reduce(fold, ids, key[None]).reshape(-1)
-        kept = jax.vmap(lambda k: jax.random.bernoulli(k, 1.0 - self.probability, (kv_len,)))(rows)
-        return kept.reshape(batch, heads, q_len, kv_len)
+def dropout_seed(rng: jax.Array) -> jax.Array:
+    """The seed [2] of a call's dropout, from a typed or a raw random key."""
+    key = rng if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
+    return jax.random.bits(key, (2,), jnp.uint32)
 
 
 @dataclass(frozen=True)
@@ -94,6 +131,7 @@ class LocalCall:
     return_weights: bool
     return_lse: bool
     config: OperationConfig
+    route: Route | None
     problem: AttentionProblem
     placement: Placement
     # Index of this device's query shard among `q_shards`, traced when there are several.

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from ..registry import ALL_FEATURES, OperationConfig, implementation
+import numpy as np
+from pydantic import PositiveInt
+
+from ..registry import ALL_FEATURES, AttentionProblem, OperationConfig, Rule, implementation
 from .base import Operation
+from .kernels.blockwise import Blocking, blockwise_attention
 from .kernels.plain import plain_attention
 from .local import LocalCall, LocalOutput
+from .native_route import NativeRoute, native_route
 
 __all__ = ["Vanilla", "VanillaConfig"]
 
 
 class VanillaConfig(OperationConfig):
-    """vanilla has nothing to choose."""
+    """path: 'plain' builds the logits whole, 'blockwise' never does; unset, the plan chooses.
+
+    block_q, block_kv: the most query rows and keys of a tile on the blockwise path.
+    """
+
+    feeds: ClassVar = {"blocksize_q": "block_q", "blocksize_k": "block_kv"}
 
     operation: Literal["vanilla"] = "vanilla"
+    path: Literal["plain", "blockwise"] | None = None
+    block_q: PositiveInt | None = None
+    block_kv: PositiveInt | None = None
+
+
+def _path_can(problem: AttentionProblem, config: OperationConfig) -> bool:
+    if not isinstance(config, VanillaConfig) or config.path in (None, "plain"):
+        return True
+    return "return_weights" not in problem.features and problem.softmax_dtype in ("float32", "float64")
+
+
+_PATH = Rule(
+    "vanilla.path",
+    "path",
+    _path_can,
+    "path={c.path!r} is declared: it never has the weights to return, and its softmax is float32 or float64",
+    "Leave path out: the plan then builds the logits whole where that is needed.",
+)
 
 
 class Vanilla(Operation):
@@ -26,19 +54,26 @@ class Vanilla(Operation):
 
     @implementation(
         consumes=ALL_FEATURES,
+        rules=(_PATH,),
         tolerance={
             "float64": (4e-6, 1e-5),  # with the softmax in float32, as it is unless declared otherwise
             "float32": (4e-6, 1e-5),
             "bfloat16": (1.5e-2, 3e-2),
             "float16": (2e-3, 4e-3),
         },
+        route=native_route,
     )
     def forward_native(self, call: LocalCall) -> LocalOutput:
-        """Build the logits whole, [batch, heads, q, kv]."""
-        batch, heads = call.placement.local.batch, call.placement.local.q_heads
+        """Attend by the plan's route: with the logits whole, or in blocks."""
+        route = call.route
+        assert isinstance(route, NativeRoute)
+        if route.name == "blockwise":
+            return _in_blocks(call, route)
         keep = None
         if call.dropout is not None:
-            keep = call.dropout.keep(batch, heads, call.mask.q_len, call.mask.kv_len)
+            local = call.placement.local
+            sizes = (local.batch, local.q_heads, local.q_len, local.kv_len)
+            keep = call.dropout.keep(*np.ogrid[tuple(map(slice, sizes))])
         output, weights, lse = plain_attention(
             call.query,
             call.key,
@@ -54,3 +89,25 @@ class Vanilla(Operation):
             softmax_dtype=call.softmax_dtype,
         )
         return LocalOutput(output, weights if call.return_weights else None, lse if call.return_lse else None)
+
+
+def _in_blocks(call: LocalCall, route: NativeRoute) -> LocalOutput:
+    sizes = (route.block_q, route.block_kv, route.heads_per_tile, route.block_q_backward, route.block_kv_backward)
+    block_q, block_kv, heads, block_q_backward, block_kv_backward = (size or 1 for size in sizes)
+    output, lse = blockwise_attention(
+        call.query,
+        call.key,
+        call.value,
+        layout=call.layout,
+        scale=call.softmax_scale,
+        mask=call.mask,
+        bias=call.bias,
+        soft_cap=call.logits_soft_cap,
+        sinks=call.sinks,
+        dropout=call.dropout,
+        softmax_dtype=call.softmax_dtype,
+        platform=call.problem.platform,
+        forward=Blocking(block_q, block_kv, heads),
+        backward=Blocking(block_q_backward, block_kv_backward, heads),
+    )
+    return LocalOutput(output, None, lse if call.return_lse else None)

@@ -8,6 +8,7 @@ from .placement import LocalShape, Placement
 from .plan import Padding, Plan, Policy, Rejected, plan
 from .problem import AttentionProblem, LeafShape
 from .registry import OperationRegistry
+from .route import Route
 from .unset import UNSET
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Policy",
     "Reason",
     "Rejected",
+    "Route",
     "Rule",
     "Tolerance",
     "implementation",

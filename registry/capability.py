@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from .config import OperationConfig
+    from .placement import Placement
     from .problem import AttentionProblem
+    from .route import Route
 
 __all__ = ["ALL_FEATURES", "FEATURES", "STATIC_MASKS", "Capability", "Reason", "Rule", "Tolerance", "implementation"]
 
@@ -88,6 +90,8 @@ class Capability:
     tolerance: Mapping[str, Tolerance] = field(default_factory=dict)
     # jax's shard_map can check replication; some Pallas kernels can't be traced under that check.
     check_vma: bool = True
+    # Chooses among the implementation's own ways, where it has several.
+    route: Callable[[AttentionProblem, Placement, OperationConfig], Route] | None = None
 
     def reasons(self, problem: AttentionProblem, config: OperationConfig) -> tuple[Reason, ...]:
         """Return every reason against this problem, () when it can run."""
@@ -108,13 +112,14 @@ def implementation(
     rules: Iterable[Rule] = (),
     tolerance: Mapping[str, Tolerance | tuple[float, float]],
     check_vma: bool = True,
+    route: Callable[[AttentionProblem, Placement, OperationConfig], Route] | None = None,
 ) -> Callable[[F], F]:
     """Declare what a forward method can do. Errors: ValueError for a feature that doesn't exist."""
     wanted = frozenset(consumes)
     if unknown := sorted(wanted - ALL_FEATURES):
         raise ValueError(f"unknown features {unknown}; wanted some of {sorted(ALL_FEATURES)}.")
     published = {dtype: Tolerance(*value) for dtype, value in tolerance.items()}
-    capability = Capability(wanted, tuple(rules), published, check_vma)
+    capability = Capability(wanted, tuple(rules), published, check_vma, route)
 
     def declare(method: F) -> F:
         method.capability = capability  # type: ignore[attr-defined]

@@ -104,6 +104,8 @@ def explain(plan: Plan) -> str:
     reads = plan.method is not None and problem.operation.reads_config(plan.method)
     if reads and (fields := config_lines(plan)):
         lines.append("config    " + ", ".join(fields))
+    if plan.route is not None:
+        lines.append(f"route     {plan.route.describe()}")
     if plan.padding is not None:
         pad = plan.padding
         lines.append(

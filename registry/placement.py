@@ -129,7 +129,7 @@ def _run_specs(
         "weights": PartitionSpec(meaning["batch"], meaning["heads"], meaning["q"], None),
         "softmax_aux": PartitionSpec(meaning["heads"]),
         "query_offset": PartitionSpec(meaning["batch"]),
-        "dropout_rng": PartitionSpec(),
+        "dropout_seed": PartitionSpec(),
     }
     if problem.bias_shape is not None:
         specs["bias"] = broadcastable(problem.bias_shape, four)

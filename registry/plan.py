@@ -14,6 +14,7 @@ from .explain import explain, spec_text
 from .operation import METHODS
 from .placement import Placement, place_problem
 from .problem import AttentionProblem
+from .route import Route
 
 __all__ = ["Padding", "Plan", "Policy", "Rejected", "plan"]
 
@@ -75,6 +76,7 @@ class Plan:
     placement: Placement
     rejected: tuple[Rejected, ...]
     padding: Padding | None
+    route: Route | None
     notes: tuple[str, ...]
 
     def __eq__(self, other: object) -> bool:
@@ -145,6 +147,7 @@ class Plan:
             "kv_repeat": placement.kv_repeat,
             "changes": list(placement.changes),
             "padding": None if self.padding is None else self.padding._asdict(),
+            "route": None if self.route is None else self.route.to_dict(),
             "rejected": [
                 {"implementation": r.implementation, "reasons": [reason._asdict() for reason in r.reasons]}
                 for r in self.rejected
@@ -170,14 +173,15 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
     if platform != problem.platform:
         notes.append(f"kernel of {platform} run on {problem.platform} by its config (interpreted)")
     rejected: list[Rejected] = []
-    decided = Plan(problem, policy, "refused", None, None, problem.config, placement, (), None, ())
+    decided = Plan(problem, policy, "refused", None, None, problem.config, placement, (), None, None, ())
     for method in (*own, "forward_native"):
         name = f"{operation.name}.{method}"
         if method == "forward_native" and own and policy.fallback == "error":
             reason = Reason("policy.fallback", "fallback", "fallback is an error by policy", "Declare fallback='warn'.")
             rejected.append(Rejected(name, (reason,)))
             break
-        reasons = operation.capability(method).reasons(problem, problem.config)
+        capability = operation.capability(method)
+        reasons = capability.reasons(problem, problem.config)
         if reasons:
             rejected.append(Rejected(name, reasons))
             continue
@@ -189,6 +193,9 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
             )
         padding = operation.padding(method, problem, placement, config)
         notes.extend(operation.remarks(method, problem, config))
-        decided = replace(decided, kind=kind, implementation=name, method=method, config=config, padding=padding)
+        route = None if capability.route is None else capability.route(problem, placement, config)
+        decided = replace(
+            decided, kind=kind, implementation=name, method=method, config=config, padding=padding, route=route
+        )
         break
     return replace(decided, rejected=tuple(rejected), notes=tuple(notes))

@@ -39,6 +39,13 @@ INTERPRETED = {"splash.forward_tpu": {"interpret": True, "block_q": 128, "block_
 # What can't: test_refusals.py asks these what they declare.
 DECLARED_ONLY = {"sdpa.forward_cuda": Implementation("sdpa", "forward_cuda", backend="cuda")}
 
+# forward_native's other ways, which so short sequences don't take by themselves. 150 rows are three blocks of 56.
+PATHS = {
+    "vanilla.forward_native blockwise": Implementation(
+        "vanilla", "forward_native", {"path": "blockwise", "block_q": 56, "block_kv": 64}
+    )
+}
+
 
 def _discover() -> dict[str, Implementation]:
     """Every implementation of every registered operation, once: a method borrowed from another operation is its."""
@@ -53,7 +60,7 @@ def _discover() -> dict[str, Implementation]:
             here = method in ("forward_native", "forward_cpu")
             assert here or name in INTERPRETED, f"say in INTERPRETED or DECLARED_ONLY how {name} is tried on a CPU"
             found[name] = Implementation(operation, method, INTERPRETED.get(name))
-    return found
+    return found | PATHS
 
 
 RUNNABLE = _discover()

@@ -21,6 +21,8 @@ def _refusal(
     if implementation.operation not in ("vanilla", "sdpa", "splash"):
         failing = (rule.check(problem, problem.config) for rule in implementation.capability.rules)
         codes |= {reason.code for reason in failing if reason is not None}
+    if (implementation.config or {}).get("path") == "blockwise" and "return_weights" in case.features:
+        codes |= {"vanilla.path"}
     if implementation.method == "forward_tpu" and implementation.operation == "splash":
         codes |= {"splash.one_query"} if case.q_len == 1 else set()
         codes |= {"splash.one_of_each"} if _segment_ids_twice(case) else set()
@@ -59,7 +61,7 @@ def test_agrees_or_refuses(which: str, name: str, layout: str, dtype: str) -> No
         with pytest.raises(RefusedError):
             attend(*qkv, layout=layout, **case.call)
         return
-    assert plan.implementation == which
+    assert plan.implementation == f"{implementation.operation}.{implementation.method}"
     published = implementation.capability.tolerance[dtype]
     got = harness.run(attend, case, tensors, dtype, layout)
     harness.agree(got, harness.expect(case, tensors), published.forward, published.backward)

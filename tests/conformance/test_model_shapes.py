@@ -81,7 +81,7 @@ def test_model(shape: dict[str, Any], which: str) -> None:
     if which == "splash.forward_tpu" and (case.q_len == 1 or shape["bias"]):
         assert plan.kind == "refused"
         return
-    assert plan.implementation == which
+    assert plan.implementation == f"{implementation.operation}.{implementation.method}"
     got = harness.run(attend, case, tensors, "float32", "bthd")
     published = implementation.capability.tolerance["float32"]
     harness.agree(got, harness.expect(case, tensors, shape["head_dim"]), published.forward, published.backward)

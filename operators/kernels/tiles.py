@@ -1,0 +1,154 @@
+"""Tiles: the blocks that a pass visits, and what mask, bias and dropout say about one of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...masks import Full, Mask
+from ..local import Dropout, LocalMask
+
+__all__ = ["Tile", "TileSource", "Visits", "visits"]
+
+
+class Visits(NamedTuple):
+    """Which kv blocks each query block visits: `order` [batch | 1, q blocks, kv blocks] holds the partial ones first, then
+    the full ones; `partial` and `live` [batch | 1, q blocks] count the partial ones, and both.
+
+    `some_partial` and `some_full` are False where the host knows that no block is such.
+    """
+
+    order: jax.Array | np.ndarray
+    partial: jax.Array | np.ndarray
+    live: jax.Array | np.ndarray
+    some_partial: bool
+    some_full: bool
+
+
+def visits(mask: LocalMask, block_q: int, block_kv: int) -> Visits:
+    """Sort each query block's kv blocks by kind. A last block that is padded counts as partial."""
+    kinds = mask.kinds(block_q, block_kv)
+    xp: Any = np if isinstance(kinds, np.ndarray) else jnp
+    if mask.kv_len % block_kv:
+        last = np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1
+        kinds = xp.where(last, xp.minimum(kinds, 1), kinds)
+    is_partial, is_full = kinds == 1, kinds == 2
+    rank = xp.where(is_partial, 0, xp.where(is_full, 1, 2))
+    order = xp.argsort(rank, axis=-1, stable=True).astype(np.int32)
+    partial = is_partial.sum(-1).astype(np.int32)
+    known = isinstance(kinds, np.ndarray)
+    return Visits(
+        order,
+        partial,
+        (partial + is_full.sum(-1)).astype(np.int32),
+        bool(is_partial.any()) if known else True,
+        bool(is_full.any()) if known else not isinstance(mask.mask, Full),
+    )
+
+
+class Tile(NamedTuple):
+    """Where a tile lies: batch row, first head and number of heads, query block, kv block."""
+
+    batch: Any
+    head: Any
+    heads: int
+    q_block: Any
+    kv_block: Any
+
+
+class TileSource:
+    """Cuts the mask, the bias and the dropout of one tile out of the whole."""
+
+    def __init__(self, mask: LocalMask, dropout: Dropout | None, block_q: int, block_kv: int) -> None:
+        self.mask, self.dropout, self.block_q, self.block_kv = mask, dropout, block_q, block_kv
+        self._padded = mask.mask.map_atoms(self._pad_atom)
+
+    def seen(self, tile: Tile) -> jax.Array | None:
+        """Which weights of the tile are visible: bool [1 | heads, block_q, block_kv]; None for all."""
+        mask = self._padded.map_atoms(lambda atom: self._cut_atom(atom, tile))
+        rows, cols = self._indices(tile)
+        seen = None
+        if not isinstance(mask, Full):
+            offset = 0 if self.mask.query_offset is None else self.mask.query_offset
+            if not isinstance(offset, int):
+                offset = lax.dynamic_index_in_dim(offset, tile.batch, keepdims=False)
+            seen = mask.test(rows + self.mask.q_start, rows + self.mask.q_start + offset, cols)
+            seen = seen[0] if seen.ndim == 4 else seen[None]
+        if self.mask.kv_len % self.block_kv:
+            inside = (cols < self.mask.kv_len)[None]
+            seen = inside if seen is None else seen & inside
+        return seen
+
+    def keep(self, tile: Tile) -> jax.Array | None:
+        """Which weights dropout keeps: bool [heads, block_q, block_kv]; None without dropout."""
+        if self.dropout is None:
+            return None
+        rows, cols = self._indices(tile)
+        heads = tile.head + np.arange(tile.heads, dtype=np.int32)[:, None, None]
+        return self.dropout.keep(tile.batch, heads, rows, cols)
+
+    def pad(self, array: jax.Array) -> jax.Array:
+        """Fill [batch, heads, q, kv] up to whole blocks; dimensions of 1 stand for all and stay."""
+        return self._pad(array, ("batch", "heads", "q", "kv"), broadcasts=True)
+
+    def cut(self, array: jax.Array, tile: Tile) -> jax.Array:
+        """The tile of a padded [batch, heads, q, kv]: [1 | heads, 1 | block_q, 1 | block_kv]."""
+        return self._cut(array, ("batch", "heads", "q", "kv"), tile, broadcasts=True)[0]
+
+    def start(self, array: jax.Array, tile: Tile) -> tuple[Any, ...]:
+        """Where that tile begins."""
+        return self._place(array, ("batch", "heads", "q", "kv"), tile, broadcasts=True)[0]
+
+    def _indices(self, tile: Tile) -> tuple[jax.Array, jax.Array]:
+        rows = tile.q_block * self.block_q + np.arange(self.block_q, dtype=np.int32)[:, None]
+        cols = tile.kv_block * self.block_kv + np.arange(self.block_kv, dtype=np.int32)[None, :]
+        return rows, cols
+
+    def _pad_atom(self, atom: Mask) -> Mask:
+        arrays = [
+            self._pad(jnp.asarray(x), dims, atom.kind == "dense_mask")
+            for x, (_, _, dims) in zip(atom.arrays(), atom.parts, strict=True)
+        ]
+        return _refill(atom, arrays)
+
+    def _cut_atom(self, atom: Mask, tile: Tile) -> Mask:
+        arrays = [
+            self._cut(x, dims, tile, atom.kind == "dense_mask")
+            for x, (_, _, dims) in zip(atom.arrays(), atom.parts, strict=True)
+        ]
+        return _refill(atom, arrays)
+
+    def _pad(self, array: jax.Array, dims: tuple[str, ...], broadcasts: bool) -> jax.Array:
+        blocks = {"q": self.block_q, "kv": self.block_kv}
+        short = [
+            0 if broadcasts and size == 1 else -size % blocks.get(dim, 1)
+            for dim, size in zip(dims, array.shape, strict=True)
+        ]
+        return jnp.pad(array, [(0, n) for n in short]) if any(short) else array
+
+    def _cut(self, array: jax.Array, dims: tuple[str, ...], tile: Tile, broadcasts: bool) -> jax.Array:
+        starts, sizes = self._place(array, dims, tile, broadcasts)
+        return lax.dynamic_slice(array, starts, sizes)
+
+    def _place(
+        self, array: jax.Array, dims: tuple[str, ...], tile: Tile, broadcasts: bool
+    ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        where = {
+            "batch": (tile.batch, 1),
+            "heads": (tile.head, tile.heads),
+            "q": (tile.q_block * self.block_q, self.block_q),
+            "kv": (tile.kv_block * self.block_kv, self.block_kv),
+        }
+        places = [
+            (0, 1) if broadcasts and size == 1 else where[dim] for dim, size in zip(dims, array.shape, strict=True)
+        ]
+        return tuple(start for start, _ in places), tuple(size for _, size in places)
+
+
+def _refill(atom: Mask, arrays: list[jax.Array]) -> Mask:
+    """The same leaf over other arrays; a leaf without arrays as it is."""
+    return atom.slot().fill(arrays) if arrays else atom
