@@ -12,7 +12,7 @@ import numpy as np
 from ..masks import And, Full, Mask
 from ..masks.reach import Blocks, Extent
 from ..registry import AttentionProblem, OperationConfig, Placement, Route
-from .kernels.threefry import threefry
+from .threefry import threefry
 
 __all__ = ["Dropout", "LocalCall", "LocalMask", "LocalOutput", "dropout_seed"]
 

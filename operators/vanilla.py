@@ -66,7 +66,8 @@ class Vanilla(Operation):
     def forward_native(self, call: LocalCall) -> LocalOutput:
         """Attend by the plan's route: with the logits whole, or in blocks."""
         route = call.route
-        assert isinstance(route, NativeRoute)
+        if not isinstance(route, NativeRoute):  # called from a method of another operation, which declares no route
+            route = native_route(call.problem, call.placement, VanillaConfig())
         if route.name == "blockwise":
             return _in_blocks(call, route)
         keep = None
