@@ -70,15 +70,17 @@ class LocalMask:
         found = jnp.broadcast_to(found, (found.shape[0] if found.ndim == 3 else 1, *blocks.shape))
         return found if known is None else jnp.minimum(found, known)
 
-    def array(self) -> jax.Array | np.ndarray | None:
-        """Return the mask as a boolean array that broadcasts to [batch, heads, q, kv], or None for full."""
+    def array(self, keys: slice | None = None) -> jax.Array | np.ndarray | None:
+        """Return the mask of some keys, or of all, as a bool array that broadcasts to [batch, heads, q, keys]; None for full."""
         if isinstance(self.mask, Full):
             return None
+        keys = keys or slice(0, self.kv_len)
+        mask = self.mask.narrow(slice(0, self.q_len), keys)
         rows = (np.arange(self.q_len, dtype=np.int32) + self.q_start)[:, None]
         offset = 0 if self.query_offset is None else self.query_offset
         positions = rows + (offset if isinstance(offset, int) else offset[:, None, None, None])
-        cols = np.arange(self.kv_len, dtype=np.int32)[None, :]
-        visible = self.mask.test(rows, positions, cols)
+        cols = np.arange(keys.start, keys.stop, dtype=np.int32)[None, :]
+        visible = mask.test(rows, positions, cols)
         return visible if visible.ndim == 4 else visible[(None,) * (4 - visible.ndim)]
 
 

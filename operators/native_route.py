@@ -1,10 +1,11 @@
-"""The one rule that chooses how forward_native works: logits whole, in blocks, or a few queries against a cache."""
+"""The one rule that chooses how forward_native works: logits whole, in blocks, or a few queries against many keys."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from ..masks import Full
 from ..registry import AttentionProblem, OperationConfig, Placement, Route
 
 __all__ = ["NativeRoute", "native_route"]
@@ -12,9 +13,10 @@ __all__ = ["NativeRoute", "native_route"]
 
 @dataclass(frozen=True)
 class NativeRoute(Route):
-    """name: 'plain', 'blockwise' or 'decode'. Tiles: query rows, keys and kv heads worked on at once, forward (backward).
+    """name: 'plain', 'blockwise' or 'decode'. Sizes of a tile, None where the logits are built whole.
 
-    All None where the logits are built whole.
+    block_q, block_kv, heads_per_tile: query rows, keys and kv heads worked on at once; the backward pass has its own rows
+    and keys. On the decode route block_kv is the keys of one piece, and the other two belong to the backward pass alone.
     """
 
     block_q: int | None = None
@@ -24,27 +26,61 @@ class NativeRoute(Route):
     block_kv_backward: int | None = None
 
 
-# Below this the logits stay in a core's cache, and one batched product beats a loop over heads.
-_PLAIN_BYTES = 2 << 20
+# The measurements behind these numbers: docs/native-path.md.
+_PLAIN_BYTES = 2 << 20  # logits that stay in the cache: one batched product beats a loop over heads
+_TILE_CELLS = 1 << 18  # logits of a tile and head: the fewest that XLA:CPU spreads over its threads
+_ACCELERATOR_CELLS = 1 << 25  # of a tile over all heads: 128 MiB in float32
+_DECODE_ROWS = 16  # query rows of all heads together, up to which block-diagonal products are cheap
+_DECODE_KEYS = 2048
+_PIECES = 8
 
 
 def native_route(problem: AttentionProblem, placement: Placement, config: OperationConfig) -> NativeRoute:
-    """Choose from what is known before the call; what the config declares is taken."""
+    """Choose from the shapes that one device gets; a path and blocks that the config declares are taken."""
     local = placement.local
-    declared = getattr(config, "path", None) if config.operation == "vanilla" else None
+    ours = config if config.operation == "vanilla" else None
+    declared = getattr(ours, "path", None)
     logits = local.batch * local.q_heads * local.q_len * local.kv_len * _itemsize(problem.softmax_dtype)
+    size = f"{logits / 2**20:.3g} MiB a device"
     if "return_weights" in problem.features:
         return NativeRoute("plain", "the attention weights are asked for, and only whole logits give them")
     if _itemsize(problem.softmax_dtype) < 4:
-        return NativeRoute("plain", f"the blocks' softmax is float32 or wider, declared {problem.softmax_dtype}")
-    if declared == "plain" or (declared is None and logits <= _PLAIN_BYTES):
-        why = "declared" if declared else f"the logits take {logits / 2**20:.2g} MiB a device, at most 2"
-        return NativeRoute("plain", why)
+        return NativeRoute("plain", f"the blocks' softmax is float32 or wider, and {problem.softmax_dtype} is declared")
+    if declared == "plain":
+        return NativeRoute("plain", f"declared; the logits take {size}")
+    if declared is None and logits <= _PLAIN_BYTES:
+        return NativeRoute("plain", f"the logits take {size}, at most {_PLAIN_BYTES >> 20}")
+    blocks = _blocks(problem, placement, getattr(ours, "block_q", None), getattr(ours, "block_kv", None))
+    rows = local.q_heads * local.q_len
+    few = rows <= _DECODE_ROWS and local.kv_len >= _DECODE_KEYS
+    if declared == "decode" or (declared is None and few):
+        why = "declared" if declared else f"{rows} query rows over all heads, at most {_DECODE_ROWS}, see {local.kv_len} keys"
+        piece = max(_DECODE_KEYS, math.ceil(local.kv_len / _PIECES))
+        piece = min(getattr(ours, "block_kv", None) or piece, local.kv_len)
+        return NativeRoute("decode", why, blocks[0], piece, *blocks[2:])
+    return NativeRoute("blockwise", f"{'declared; ' if declared else ''}whole logits would take {size}", *blocks)
+
+
+def _blocks(
+    problem: AttentionProblem, placement: Placement, block_q: int | None, block_kv: int | None
+) -> tuple[int, int, int, int, int]:
+    """(block_q, block_kv, heads_per_tile, and the backward pass's block_q, block_kv)."""
+    local = placement.local
     group = local.q_heads // local.kv_heads
-    why = "declared" if declared else f"the logits would take {logits / 2**20:.4g} MiB a device"
-    size_q = getattr(config, "block_q", None) or max(16, 1024 // group)
-    size_kv = getattr(config, "block_kv", None) or 512
-    return NativeRoute("blockwise", why, _balanced(local.q_len, size_q), _balanced(local.kv_len, size_kv), 1, _balanced(local.q_len, size_q), _balanced(local.kv_len, size_kv))
+    if problem.platform == "cpu":
+        # One kv head at a time. Where blocks are skipped, smaller ones skip more.
+        rows = 1024 if isinstance(problem.mask, Full) or group > 1 else 512
+        most_q = max(8, min(rows // group, 512 if not isinstance(problem.mask, Full) else rows))
+        most_kv = _TILE_CELLS // rows
+        heads = 1
+    else:
+        # An accelerator wants all heads at once; the tile is then bounded by its memory.
+        most_q = most_kv = 512
+        heads = local.kv_heads
+        while heads > 1 and (heads * group * most_q * most_kv > _ACCELERATOR_CELLS or local.kv_heads % heads):
+            heads -= 1
+    sizes = _balanced(local.q_len, block_q or most_q), _balanced(local.kv_len, block_kv or most_kv)
+    return *sizes, heads, *sizes
 
 
 def _itemsize(dtype: str) -> int:
@@ -52,6 +88,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def _balanced(length: int, most: int, unit: int = 8) -> int:
-    """The block of at most about `most` that cuts a length into equal blocks with the least padding."""
+    """The block of about `most` at most that cuts a length into equal blocks with the least padding."""
     count = math.ceil(length / most)
-    return math.ceil(math.ceil(length / count) / unit) * unit
+    block = math.ceil(length / count)
+    return block if count == 1 else math.ceil(block / unit) * unit

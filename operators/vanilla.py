@@ -10,6 +10,7 @@ from pydantic import PositiveInt
 from ..registry import ALL_FEATURES, AttentionProblem, OperationConfig, Rule, implementation
 from .base import Operation
 from .kernels.blockwise import Blocking, blockwise_attention
+from .kernels.decode import Pieces
 from .kernels.plain import plain_attention
 from .local import LocalCall, LocalOutput
 from .native_route import NativeRoute, native_route
@@ -18,15 +19,15 @@ __all__ = ["Vanilla", "VanillaConfig"]
 
 
 class VanillaConfig(OperationConfig):
-    """path: 'plain' builds the logits whole, 'blockwise' never does; unset, the plan chooses.
+    """path: 'plain' builds the logits whole, 'blockwise' never does, 'decode' is for few queries; unset, the plan chooses.
 
-    block_q, block_kv: the most query rows and keys of a tile on the blockwise path.
+    block_q, block_kv: the most query rows and keys of a tile; unset or None, the plan chooses.
     """
 
     feeds: ClassVar = {"blocksize_q": "block_q", "blocksize_k": "block_kv"}
 
     operation: Literal["vanilla"] = "vanilla"
-    path: Literal["plain", "blockwise"] | None = None
+    path: Literal["plain", "blockwise", "decode"] | None = None
     block_q: PositiveInt | None = None
     block_kv: PositiveInt | None = None
 
@@ -64,12 +65,12 @@ class Vanilla(Operation):
         route=native_route,
     )
     def forward_native(self, call: LocalCall) -> LocalOutput:
-        """Attend by the plan's route: with the logits whole, or in blocks."""
+        """Attend by the plan's route: with the logits whole, or a part at a time."""
         route = call.route
         if not isinstance(route, NativeRoute):  # called from a method of another operation, which declares no route
             route = native_route(call.problem, call.placement, VanillaConfig())
-        if route.name == "blockwise":
-            return _in_blocks(call, route)
+        if route.name != "plain":
+            return _in_parts(call, route)
         keep = None
         if call.dropout is not None:
             local = call.placement.local
@@ -92,7 +93,7 @@ class Vanilla(Operation):
         return LocalOutput(output, weights if call.return_weights else None, lse if call.return_lse else None)
 
 
-def _in_blocks(call: LocalCall, route: NativeRoute) -> LocalOutput:
+def _in_parts(call: LocalCall, route: NativeRoute) -> LocalOutput:
     sizes = (route.block_q, route.block_kv, route.heads_per_tile, route.block_q_backward, route.block_kv_backward)
     block_q, block_kv, heads, block_q_backward, block_kv_backward = (size or 1 for size in sizes)
     output, lse = blockwise_attention(
@@ -108,7 +109,7 @@ def _in_blocks(call: LocalCall, route: NativeRoute) -> LocalOutput:
         dropout=call.dropout,
         softmax_dtype=call.softmax_dtype,
         platform=call.problem.platform,
-        forward=Blocking(block_q, block_kv, heads),
+        forward=Pieces(block_kv) if route.name == "decode" else Blocking(block_q, block_kv, heads),
         backward=Blocking(block_q_backward, block_kv_backward, heads),
     )
     return LocalOutput(output, None, lse if call.return_lse else None)

@@ -23,7 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...masks import Mask
 from ..local import Dropout, LocalMask
+from .decode import Pieces, decode_forward
 from .tiles import Tile, TileSource, visits
+from .varying import alike, vary, varying
 from .xla_seam import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, product
 
 __all__ = ["LSE_NAME", "OUTPUT_NAME", "Blocking", "blockwise_attention"]
@@ -50,14 +52,13 @@ class _Static:
     soft_cap: float | None
     softmax_dtype: np.dtype
     platform: str
-    forward: Blocking
+    forward: Blocking | Pieces
     backward: Blocking
     mask: Mask
     q_len: int
     kv_len: int
     q_start: int | None
     query_offset: int | None
-    has_offset: bool
     dropout: float
 
 
@@ -93,7 +94,7 @@ def blockwise_attention(
     dropout: Dropout | None,
     softmax_dtype: np.dtype,
     platform: str,
-    forward: Blocking,
+    forward: Blocking | Pieces,
     backward: Blocking,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output in the layout, lse [batch, heads, q] in the softmax dtype), both differentiable in reverse.
@@ -117,7 +118,6 @@ def blockwise_attention(
         kv_len=mask.kv_len,
         q_start=mask.q_start if placed_q else None,  # type: ignore[arg-type]
         query_offset=mask.query_offset if placed_offset else None,  # type: ignore[arg-type]
-        has_offset=mask.query_offset is not None,
         dropout=0.0 if dropout is None else dropout.probability,
     )
     traced = _Traced(
@@ -129,7 +129,7 @@ def blockwise_attention(
         None if dropout is None else tuple(jnp.asarray(x, jnp.int32) for x in (dropout.batch_start, dropout.head_start)),  # type: ignore[arg-type]
     )
     operands = _Operands(query, key, value, bias, None if sinks is None else sinks.astype(softmax_dtype))
-    operands, traced = _alike_varying((operands, traced))
+    operands, traced = alike((operands, traced))
     return _attend(static, operands, traced)
 
 
@@ -158,6 +158,19 @@ def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
+def _mask_and_dropout(static: _Static, traced: _Traced) -> tuple[LocalMask, Dropout | None]:
+    mask = LocalMask(
+        static.mask.merge(traced.leaves),
+        static.q_start if traced.q_start is None else traced.q_start,  # type: ignore[arg-type]
+        static.q_len,
+        static.kv_len,
+        static.query_offset if traced.query_offset is None else traced.query_offset,
+    )
+    if traced.seed is None or traced.starts is None:
+        return mask, None
+    return mask, Dropout(traced.seed, static.dropout, *traced.starts, mask.q_start)
+
+
 # -- both passes -------------------------------------------------------------------------------------------------------
 
 
@@ -182,24 +195,15 @@ class _Pass:
         self.kv_padded = self.kv_blocks * blocking.block_kv
         self.dtype = np.dtype(static.softmax_dtype)
         self.compute = compute_dtype(query.dtype, self.dtype, static.platform)
-        mask = LocalMask(
-            static.mask.merge(traced.leaves),
-            static.q_start if traced.q_start is None else traced.q_start,
-            static.q_len,
-            static.kv_len,
-            static.query_offset if traced.query_offset is None else traced.query_offset,
-        )
-        dropout = None
-        if traced.seed is not None and traced.starts is not None:
-            dropout = Dropout(traced.seed, static.dropout, *traced.starts, mask.q_start)
+        mask, dropout = _mask_and_dropout(static, traced)
         self.source = TileSource(mask, dropout, blocking.block_q, blocking.block_kv)
         self.visits = visits(mask, blocking.block_q, blocking.block_kv)
         self.bias = None if operands.bias is None else self.source.pad(operands.bias)
-        self.varying = _varying(operands)
+        self.axes = varying(operands)
 
     def full(self, shape: tuple[int, ...], value: float, dtype: Any) -> jax.Array:
         """A constant that varies over the mesh as the operands do, so that it can be a loop's first value."""
-        return _vary(jnp.full(shape, value, dtype), self.varying)
+        return vary(jnp.full(shape, value, dtype), self.axes)
 
     def each_group(self, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
         """Fold over (batch row, group of kv heads)."""
@@ -330,6 +334,23 @@ def _at(table: jax.Array | np.ndarray, *index: Any) -> jax.Array:
 
 
 def _forward(static: _Static, operands: _Operands, traced: _Traced) -> tuple[jax.Array, jax.Array]:
+    if isinstance(static.forward, Pieces):
+        mask, dropout = _mask_and_dropout(static, traced)
+        return decode_forward(
+            operands.query,
+            operands.key,
+            operands.value,
+            layout=static.layout,
+            scale=static.scale,
+            mask=mask,
+            bias=operands.bias,
+            soft_cap=static.soft_cap,
+            sinks=operands.sinks,
+            dropout=dropout,
+            softmax_dtype=static.softmax_dtype,
+            platform=static.platform,
+            pieces=static.forward,
+        )
     work = _Pass(static, static.forward, operands, traced)
     heads, rows = work.blocking.heads, work.rows
     query = work.padded_queries(operands.query)
@@ -513,22 +534,3 @@ def _add_sink_gradient(work: _Pass, d_sinks: jax.Array, lse: jax.Array, delta: j
     part = -(weight * delta.reshape(work.tile_heads, -1)).sum(-1)
     old = lax.dynamic_slice_in_dim(d_sinks, start, work.tile_heads)
     return lax.dynamic_update_slice_in_dim(d_sinks, old + part, start, 0)
-
-
-# -- inside a shard_map with check_vma=True -----------------------------------------------------------------------------
-
-
-def _varying(tree: Any) -> frozenset[str]:
-    """Mesh axes over which any of these arrays is known to vary."""
-    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)))
-
-
-def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
-def _alike_varying(tree: Any) -> Any:
-    """Make all arrays vary over the same axes: a loop's carry must, and the gradient of this cast sums them up again."""
-    axes = _varying(tree)
-    return jax.tree.map(lambda x: _vary(x, axes), tree) if axes else tree

@@ -43,7 +43,8 @@ DECLARED_ONLY = {"sdpa.forward_cuda": Implementation("sdpa", "forward_cuda", bac
 PATHS = {
     "vanilla.forward_native blockwise": Implementation(
         "vanilla", "forward_native", {"path": "blockwise", "block_q": 56, "block_kv": 64}
-    )
+    ),
+    "vanilla.forward_native decode": Implementation("vanilla", "forward_native", {"path": "decode", "block_kv": 64}),
 }
 
 

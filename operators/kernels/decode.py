@@ -1,0 +1,135 @@
+"""The forward pass of a few queries against many keys: K and V are read once, where they lie.
+
+With K seen as [batch, kv, kv heads * dim], one product with a block-diagonal query gives the logits of all heads, so no
+head is copied out of K or V. The keys are worked on in a few pieces, each skipped while the program runs if no row sees
+any of it: a cache that is mostly empty costs what its filled part costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..local import Dropout, LocalMask
+from .varying import vary, varying
+from .xla_seam import LN2, LOG2E, compute_dtype, exp2, product
+
+__all__ = ["Pieces", "decode_forward"]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The keys of one piece. Their number is small and fixed by the caller: each is its own part of the program."""
+
+    block_kv: int
+
+
+def decode_forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    layout: str,
+    scale: float,
+    mask: LocalMask,
+    bias: jax.Array | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    dropout: Dropout | None,
+    softmax_dtype: np.dtype,
+    platform: str,
+    pieces: Pieces,
+) -> tuple[jax.Array, jax.Array]:
+    """Return (output in the layout, lse [batch, heads, q]); not differentiable by itself."""
+    at = layout.index("h")
+    batch, heads, kv_heads = query.shape[0], query.shape[at], key.shape[at]
+    group, q_len, kv_len = heads // kv_heads, mask.q_len, mask.kv_len
+    compute = compute_dtype(query.dtype, np.dtype(softmax_dtype), platform)
+    by_head = query if at == 1 else query.swapaxes(1, 2)  # [batch, heads, q, dim]
+    rows = by_head.astype(compute).reshape(batch, kv_heads, group * q_len, query.shape[-1])
+    flat = layout == "bthd"
+    if flat:
+        own = np.eye(kv_heads, dtype=bool)[None, :, None, :, None]
+        across = jnp.where(own, rows[:, :, :, None, :], 0).reshape(batch, kv_heads * group * q_len, -1)
+
+    def logits_of(keys: jax.Array) -> jax.Array:
+        """[batch, heads, q, keys of the piece]."""
+        if flat:
+            found = product("bnx,bsx->bns", across, keys.reshape(*keys.shape[:2], -1), softmax_dtype)
+        else:
+            found = product("bhnx,bhsx->bhns", rows, keys, softmax_dtype)
+        return found.reshape(batch, heads, q_len, -1)
+
+    def values_of(p: jax.Array, values: jax.Array) -> jax.Array:
+        """Weights [batch, heads, q, keys] times values: [batch, kv heads * group * q, (kv heads *) dim]."""
+        if flat:
+            p = p.reshape(batch, heads * q_len, -1)
+            return product("bns,bsx->bnx", p, values.reshape(*values.shape[:2], -1), softmax_dtype)
+        p = p.reshape(batch, kv_heads, group * q_len, -1)
+        return product("bhns,bhsx->bhnx", p, values, softmax_dtype).reshape(batch, heads * q_len, -1)
+
+    kinds = mask.kinds(q_len, pieces.block_kv)
+    width = value.shape[-1] * (kv_heads if flat else 1)
+    carry = _start((batch, heads, q_len), width, sinks, softmax_dtype, varying((query, key, value, sinks)))
+    for index in range(kinds.shape[-1]):
+        first = index * pieces.block_kv
+        last = min(first + pieces.block_kv, kv_len)
+        kind = kinds[:, 0, index]
+        known = isinstance(kind, np.ndarray)
+        if known and (kind == 0).all():
+            continue
+        whole = known and bool((kind == 2).all())
+
+        def visit(
+            carry: tuple[jax.Array, ...], first: int = first, last: int = last, whole: bool = whole
+        ) -> tuple[jax.Array, ...]:
+            acc, peak, total = carry
+            time = layout.index("t")
+            x = logits_of(lax.slice_in_dim(key, first, last, axis=time).astype(compute))
+            if soft_cap is not None:
+                x = soft_cap * jnp.tanh(x * (scale / soft_cap)) * LOG2E
+            else:
+                x = x * (scale * LOG2E)
+            if bias is not None:
+                columns = bias if bias.shape[-1] == 1 else bias[..., first:last]
+                x = x + columns.astype(softmax_dtype) * LOG2E
+            if not whole:
+                x = jnp.where(mask.array(slice(first, last)), x, -jnp.inf)
+            new_peak = jnp.maximum(peak, x.max(axis=-1))
+            shift = jnp.where(new_peak == -jnp.inf, 0, new_peak)
+            p = exp2(x - shift[..., None], platform, accurate=compute.itemsize >= 4)
+            shrink = jnp.exp2(peak - shift)
+            total = total * shrink + p.sum(axis=-1)
+            if dropout is not None:
+                places = np.ogrid[:batch, :heads, :q_len, first:last]
+                p = jnp.where(dropout.keep(*places), p, 0) / (1.0 - dropout.probability)
+            values = lax.slice_in_dim(value, first, last, axis=time).astype(compute)
+            acc = acc * shrink.reshape(batch, -1, 1) + values_of(p.astype(compute), values)
+            return acc, new_peak, total
+
+        carry = visit(carry) if known else lax.cond((kind > 0).any(), visit, lambda c: c, carry)
+    acc, peak, total = carry
+    dead = total == 0
+    safe = jnp.where(dead, 1, total)
+    lse = jnp.where(dead, -jnp.inf, (peak + jnp.log2(safe)) * LN2)
+    if flat:  # a row's own head out of all heads
+        acc = acc.reshape(batch, kv_heads, group * q_len, kv_heads, -1)
+        acc = jnp.stack([acc[:, h, :, h] for h in range(kv_heads)], axis=1)
+    output = (acc.reshape(batch, heads, q_len, -1) / safe[..., None]).astype(query.dtype)
+    return output if at == 1 else output.swapaxes(1, 2), lse
+
+
+def _start(
+    shape: tuple[int, int, int], width: int, sinks: jax.Array | None, dtype: np.dtype, axes: frozenset[str]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(sum of values, peak, total) before the first key. A sink is a key without a value."""
+    batch, heads, q_len = shape
+    peak = jnp.full(shape, -jnp.inf, dtype)
+    if sinks is not None:
+        peak = jnp.broadcast_to(sinks.astype(dtype)[None, :, None] * LOG2E, shape)
+    start = jnp.zeros((batch, heads * q_len, width), dtype), peak, jnp.full(shape, sinks is not None, dtype)
+    return jax.tree.map(lambda x: vary(x, axes), start)
