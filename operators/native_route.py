@@ -27,8 +27,13 @@ class NativeRoute(Route):
 
 
 # The measurements behind these numbers: docs/native-path.md.
-_PLAIN_BYTES = 2 << 20  # logits that stay in the cache: one batched product beats a loop over heads
-_TILE_CELLS = 1 << 18  # logits of a tile and head: the fewest that XLA:CPU spreads over its threads
+_PLAIN_ROW_BYTES = (
+    512 << 10
+)  # logits of a batch row so small that one product over the whole batch beats a loop over it,
+_PLAIN_BYTES = 8 << 20  # while those of the batch stay in the cache
+_ONE_TILE = 512  # lengths up to this are one tile,
+_ONE_TILE_BYTES = 8 << 20  # of as many heads as this holds
+_TILE_CELLS = 1 << 18  # logits of a tile of one head: the fewest that XLA:CPU spreads over its threads
 _ACCELERATOR_CELLS = 1 << 25  # of a tile over all heads: 128 MiB in float32
 _DECODE_ROWS = 16  # query rows of all heads together, up to which block-diagonal products are cheap
 _DECODE_KEYS = 2048
@@ -48,16 +53,21 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
         return NativeRoute("plain", f"the blocks' softmax is float32 or wider, and {problem.softmax_dtype} is declared")
     if declared == "plain":
         return NativeRoute("plain", f"declared; the logits take {size}")
-    if declared is None and logits <= _PLAIN_BYTES:
-        return NativeRoute("plain", f"the logits take {size}, at most {_PLAIN_BYTES >> 20}")
     blocks = _blocks(problem, placement, getattr(ours, "block_q", None), getattr(ours, "block_kv", None))
     rows = local.q_heads * local.q_len
     few = rows <= _DECODE_ROWS and local.kv_len >= _DECODE_KEYS
     if declared == "decode" or (declared is None and few):
-        why = "declared" if declared else f"{rows} query rows over all heads, at most {_DECODE_ROWS}, see {local.kv_len} keys"
+        why = (
+            "declared"
+            if declared
+            else f"{rows} query rows over all heads, at most {_DECODE_ROWS}, see {local.kv_len} keys"
+        )
         piece = max(_DECODE_KEYS, math.ceil(local.kv_len / _PIECES))
         piece = min(getattr(ours, "block_kv", None) or piece, local.kv_len)
         return NativeRoute("decode", why, blocks[0], piece, *blocks[2:])
+    alone = 2 if local.batch == 1 else 1  # a single row has no loop to save
+    if declared is None and logits <= _PLAIN_BYTES and logits <= local.batch * _PLAIN_ROW_BYTES // alone:
+        return NativeRoute("plain", f"the logits take {size}: few enough to be built whole")
     return NativeRoute("blockwise", f"{'declared; ' if declared else ''}whole logits would take {size}", *blocks)
 
 
@@ -67,24 +77,28 @@ def _blocks(
     """(block_q, block_kv, heads_per_tile, and the backward pass's block_q, block_kv)."""
     local = placement.local
     group = local.q_heads // local.kv_heads
-    if problem.platform == "cpu":
-        # One kv head at a time. Where blocks are skipped, smaller ones skip more.
-        rows = 1024 if isinstance(problem.mask, Full) or group > 1 else 512
-        most_q = max(8, min(rows // group, 512 if not isinstance(problem.mask, Full) else rows))
-        most_kv = _TILE_CELLS // rows
-        heads = 1
-    else:
+    if problem.platform != "cpu":
         # An accelerator wants all heads at once; the tile is then bounded by its memory.
         most_q = most_kv = 512
-        heads = local.kv_heads
-        while heads > 1 and (heads * group * most_q * most_kv > _ACCELERATOR_CELLS or local.kv_heads % heads):
-            heads -= 1
+        heads = _divisor(local.kv_heads, _ACCELERATOR_CELLS // (group * most_q * most_kv))
+    elif max(local.q_len, local.kv_len) <= _ONE_TILE:
+        most_q = most_kv = _ONE_TILE
+        heads = _divisor(local.kv_heads, _ONE_TILE_BYTES // (4 * group * local.q_len * local.kv_len))
+    else:
+        # One kv head at a time. Where blocks are skipped, smaller ones skip more.
+        rows = 1024 if isinstance(problem.mask, Full) or group > 1 else 512
+        most_q, most_kv, heads = max(8, rows // group), _TILE_CELLS // rows, 1
     sizes = _balanced(local.q_len, block_q or most_q), _balanced(local.kv_len, block_kv or most_kv)
     return *sizes, heads, *sizes
 
 
 def _itemsize(dtype: str) -> int:
     return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[dtype]
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is at most `most`, and at least 1."""
+    return next(n for n in range(max(1, min(number, most)), 0, -1) if number % n == 0)
 
 
 def _balanced(length: int, most: int, unit: int = 8) -> int:

@@ -126,7 +126,9 @@ def blockwise_attention(
         None if placed_offset else jnp.asarray(mask.query_offset),
         None if dropout is None else dropout.seed,
         # Places are counted from the shard's own; as arrays, since a traced and a plain number are treated alike here.
-        None if dropout is None else tuple(jnp.asarray(x, jnp.int32) for x in (dropout.batch_start, dropout.head_start)),  # type: ignore[arg-type]
+        None
+        if dropout is None
+        else tuple(jnp.asarray(x, jnp.int32) for x in (dropout.batch_start, dropout.head_start)),  # type: ignore[arg-type]
     )
     operands = _Operands(query, key, value, bias, None if sinks is None else sinks.astype(softmax_dtype))
     operands, traced = alike((operands, traced))
@@ -147,7 +149,9 @@ def _attend_forward(static: _Static, operands: _Operands, traced: _Traced) -> tu
 def _attend_backward(static: _Static, residuals: Any, cotangents: Any) -> tuple[_Operands, _Traced]:
     operands, traced, output, lse = residuals
     gradients = _backward(static, operands, traced, output, lse, *cotangents)
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0) if not _is_float(x) else jnp.zeros_like(x), traced)
+    zeros = jax.tree.map(
+        lambda x: np.zeros(x.shape, jax.dtypes.float0) if not _is_float(x) else jnp.zeros_like(x), traced
+    )
     return gradients, zeros
 
 
@@ -216,6 +220,9 @@ class _Pass:
     def each_live(self, batch: Any, q_block: Any, step: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
         """Fold over the kv blocks that a query block sees: (kv block, carry, whether a mask is needed)."""
         plan = self.visits
+        if self.kv_blocks == 1:  # its mask says all: no loop, whatever is known only at run time
+            known = plan.some_partial or plan.some_full
+            return step(0, carry, plan.some_partial) if known else carry
         row = batch if plan.order.shape[0] > 1 else 0
         order, partial, live = (_at(x, row, q_block) for x in (plan.order, plan.partial, plan.live))
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from ..local import Dropout, LocalMask
 from .varying import vary, varying
-from .xla_seam import LN2, LOG2E, compute_dtype, exp2, product
+from .xla_seam import LN2, LOG2E, compute_dtype, exp2, few_rows_product, product
 
 __all__ = ["Pieces", "decode_forward"]
 
@@ -59,10 +59,10 @@ def decode_forward(
     def logits_of(keys: jax.Array) -> jax.Array:
         """[batch, heads, q, keys of the piece]."""
         if flat:
-            found = product("bnx,bsx->bns", across, keys.reshape(*keys.shape[:2], -1), softmax_dtype)
-        else:
-            found = product("bhnx,bhsx->bhns", rows, keys, softmax_dtype)
-        return found.reshape(batch, heads, q_len, -1)
+            return few_rows_product(across, keys.reshape(*keys.shape[:2], -1), softmax_dtype, platform).reshape(
+                batch, heads, q_len, -1
+            )
+        return few_rows_product(rows, keys, softmax_dtype, platform).reshape(batch, heads, q_len, -1)
 
     def values_of(p: jax.Array, values: jax.Array) -> jax.Array:
         """Weights [batch, heads, q, keys] times values: [batch, kv heads * group * q, (kv heads *) dim]."""
@@ -73,32 +73,25 @@ def decode_forward(
         return product("bhns,bhsx->bhnx", p, values, softmax_dtype).reshape(batch, heads * q_len, -1)
 
     kinds = mask.kinds(q_len, pieces.block_kv)
+    if isinstance(kinds, np.ndarray):
+        pieces_of = _known_range(kinds, pieces.block_kv, kv_len)
+    else:
+        pieces_of = [(i * pieces.block_kv, min((i + 1) * pieces.block_kv, kv_len)) for i in range(kinds.shape[-1])]
     width = value.shape[-1] * (kv_heads if flat else 1)
     carry = _start((batch, heads, q_len), width, sinks, softmax_dtype, varying((query, key, value, sinks)))
-    for index in range(kinds.shape[-1]):
-        first = index * pieces.block_kv
-        last = min(first + pieces.block_kv, kv_len)
-        kind = kinds[:, 0, index]
-        known = isinstance(kind, np.ndarray)
-        if known and (kind == 0).all():
-            continue
-        whole = known and bool((kind == 2).all())
+    for index, (first, last) in enumerate(pieces_of):
 
-        def visit(
-            carry: tuple[jax.Array, ...], first: int = first, last: int = last, whole: bool = whole
-        ) -> tuple[jax.Array, ...]:
+        def visit(carry: tuple[jax.Array, ...], first: int = first, last: int = last) -> tuple[jax.Array, ...]:
             acc, peak, total = carry
             time = layout.index("t")
             x = logits_of(lax.slice_in_dim(key, first, last, axis=time).astype(compute))
-            if soft_cap is not None:
-                x = soft_cap * jnp.tanh(x * (scale / soft_cap)) * LOG2E
-            else:
-                x = x * (scale * LOG2E)
+            x = x * scale if soft_cap is None else soft_cap * jnp.tanh(x * (scale / soft_cap))
+            x = x * LOG2E
             if bias is not None:
                 columns = bias if bias.shape[-1] == 1 else bias[..., first:last]
                 x = x + columns.astype(softmax_dtype) * LOG2E
-            if not whole:
-                x = jnp.where(mask.array(slice(first, last)), x, -jnp.inf)
+            if (seen := mask.array(slice(first, last))) is not None:
+                x = jnp.where(seen, x, -jnp.inf)
             new_peak = jnp.maximum(peak, x.max(axis=-1))
             shift = jnp.where(new_peak == -jnp.inf, 0, new_peak)
             p = exp2(x - shift[..., None], platform, accurate=compute.itemsize >= 4)
@@ -111,7 +104,10 @@ def decode_forward(
             acc = acc * shrink.reshape(batch, -1, 1) + values_of(p.astype(compute), values)
             return acc, new_peak, total
 
-        carry = visit(carry) if known else lax.cond((kind > 0).any(), visit, lambda c: c, carry)
+        if isinstance(kinds, np.ndarray):
+            carry = visit(carry)
+        else:
+            carry = lax.cond((kinds[:, 0, index] > 0).any(), visit, lambda c: c, carry)
     acc, peak, total = carry
     dead = total == 0
     safe = jnp.where(dead, 1, total)
@@ -121,6 +117,12 @@ def decode_forward(
         acc = jnp.stack([acc[:, h, :, h] for h in range(kv_heads)], axis=1)
     output = (acc.reshape(batch, heads, q_len, -1) / safe[..., None]).astype(query.dtype)
     return output if at == 1 else output.swapaxes(1, 2), lse
+
+
+def _known_range(kinds: np.ndarray, block_kv: int, kv_len: int) -> list[tuple[int, int]]:
+    """The keys from the first live block to the last as one piece: a cut through K and V is a copy of them."""
+    live = np.flatnonzero((kinds > 0).any(axis=(0, 1)))
+    return [(int(live[0]) * block_kv, min((int(live[-1]) + 1) * block_kv, kv_len))] if len(live) else []
 
 
 def _start(

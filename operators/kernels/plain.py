@@ -30,31 +30,31 @@ def plain_attention(
     `mask` is True where a query may attend. Query heads are a multiple of kv heads and share them in order. Fully masked
     rows give output 0, weights 0, lse -inf and zero gradients.
     """
-    axis = layout.index("h")
-    heads, kv_heads = query.shape[axis], key.shape[axis]
-    group = heads // kv_heads
-    compute = _compute_dtype(query.dtype)
-    grouped = (*query.shape[:axis], kv_heads, group, *query.shape[axis + 1 :])
-    q, k, v = query.reshape(grouped).astype(compute), key.astype(compute), value.astype(compute)
-    queries, keys = ("btkgd", "bskd") if layout == "bthd" else ("bkgtd", "bksd")
+    # Products in canonical form, [batch, kv heads, rows, dim]: XLA:CPU would transpose the logits otherwise.
+    by_head = [x if layout == "bhtd" else x.swapaxes(1, 2) for x in (query, key, value)]
+    q, k, v = (x.astype(_compute_dtype(query.dtype)) for x in by_head)
+    (batch, heads, q_len, dim), (kv_heads, kv_len) = q.shape, k.shape[1:3]
+    q = q.reshape(batch, kv_heads, heads // kv_heads * q_len, dim)
 
-    logits = jnp.einsum(f"{queries},{keys}->bkgts", q, k, preferred_element_type=softmax_dtype) * scale
-    logits = logits.astype(softmax_dtype)
+    logits = jnp.einsum("bkrd,bksd->bkrs", q, k, preferred_element_type=softmax_dtype).astype(softmax_dtype)
+    logits, factor = logits.reshape(batch, heads, q_len, kv_len), scale
     if soft_cap is not None:
-        logits = soft_cap * jnp.tanh(logits / soft_cap)
+        logits, factor = soft_cap * jnp.tanh(logits * (scale / soft_cap)), 1.0
     if bias is not None:
-        logits = logits + _grouped(bias.astype(softmax_dtype), kv_heads, group)
+        logits, factor = logits * factor + bias.astype(softmax_dtype), 1.0
+    if factor <= 0:
+        logits, factor = logits * factor, 1.0
     if mask is not None:
-        logits = jnp.where(_grouped(mask, kv_heads, group), logits, -jnp.inf)
+        logits = jnp.where(mask, logits, -jnp.inf)
 
     # The result doesn't depend on the shift, so the gradient needn't go through it. A row of -inf keeps shift 0: its
     # exponentials are then 0 instead of NaN.
-    shift = jnp.max(jax.lax.stop_gradient(logits), axis=-1, keepdims=True)
+    shift = jnp.max(jax.lax.stop_gradient(logits), axis=-1, keepdims=True) * factor
     if sinks is not None:
-        sinks = sinks.astype(softmax_dtype).reshape(kv_heads, group, 1, 1)
+        sinks = sinks.astype(softmax_dtype)[:, None, None]
         shift = jnp.maximum(shift, jax.lax.stop_gradient(sinks))
     shift = jnp.where(jnp.isfinite(shift), shift, 0)
-    exponentials = jnp.exp(logits - shift)
+    exponentials = jnp.exp(logits * factor - shift)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - shift)
@@ -63,22 +63,13 @@ def plain_attention(
     weights = exponentials / safe
     lse = jnp.where(dead, -jnp.inf, jnp.log(safe) + shift)[..., 0]
 
-    kept = weights
-    if keep is not None:
-        kept = jnp.where(_grouped(keep, kv_heads, group), weights / keep_probability, 0)
-    output = jnp.einsum(f"bkgts,{keys}->{queries}", kept.astype(compute), v, preferred_element_type=softmax_dtype)
-    batch, q_len, kv_len = logits.shape[0], logits.shape[-2], logits.shape[-1]
-    output = output.astype(query.dtype).reshape(*query.shape[:-1], value.shape[-1])
-    return output, weights.reshape(batch, heads, q_len, kv_len), lse.reshape(batch, heads, q_len)
+    kept = weights if keep is None else jnp.where(keep, weights / keep_probability, 0)
+    kept = kept.astype(v.dtype).reshape(batch, kv_heads, -1, kv_len)
+    output = jnp.einsum("bkrs,bksd->bkrd", kept, v, preferred_element_type=softmax_dtype).astype(query.dtype)
+    output = output.reshape(batch, heads, q_len, value.shape[-1])
+    return output if layout == "bhtd" else output.swapaxes(1, 2), weights, lse
 
 
 def _compute_dtype(dtype: np.dtype) -> np.dtype:
     # XLA:CPU has no float16 dot with a float32 result ("F16_F16_F32 not supported"); the cast up is exact.
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
-
-
-def _grouped(x: Array | np.ndarray, kv_heads: int, group: int) -> Array | np.ndarray:
-    """[b, h or 1, q, kv] -> [b, kv_heads or 1, group or 1, q, kv]."""
-    if x.shape[1] == 1:
-        return x[:, :, None]
-    return x.reshape(x.shape[0], kv_heads, group, *x.shape[2:])

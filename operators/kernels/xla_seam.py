@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from numpy.polynomial import chebyshev
 
-__all__ = ["LN2", "LOG2E", "as_bits", "compute_dtype", "exp2", "from_bits", "product"]
+__all__ = ["LN2", "LOG2E", "as_bits", "compute_dtype", "exp2", "few_rows_product", "from_bits", "product"]
 
 LOG2E = 1.0 / math.log(2.0)
 LN2 = math.log(2.0)
@@ -32,6 +32,20 @@ def compute_dtype(dtype: np.dtype, softmax_dtype: np.dtype, platform: str) -> np
 def product(form: str, a: jax.Array, b: jax.Array, dtype: np.dtype) -> jax.Array:
     """einsum with an accumulator of `dtype`."""
     return jnp.einsum(form, a, b, preferred_element_type=dtype)
+
+
+def few_rows_product(rows: jax.Array, keys: jax.Array, dtype: np.dtype, platform: str) -> jax.Array:
+    """rows [..., n, x] times keys [..., s, x]: [..., n, s], for a few rows and many keys.
+
+    In float32 XLA:CPU reads the keys at 20 to 36 GB/s as the left factor, at 12 to 18 as the right one; in bfloat16 the
+    right one is as good, but a single row goes by way of float32 there: 26 ms in place of 2 for 8 x 32768 x 64.
+    """
+    if platform == "cpu" and rows.dtype == jnp.bfloat16 and rows.shape[-2] == 1:
+        pair = jnp.concatenate([rows, rows], axis=-2)
+        return few_rows_product(pair, keys, dtype, platform)[..., :1, :]
+    if platform == "cpu" and rows.dtype == jnp.float32:
+        return product("...sx,...nx->...sn", keys, rows, dtype).swapaxes(-1, -2)
+    return product("...nx,...sx->...ns", rows, keys, dtype)
 
 
 def as_bits(x: jax.Array, platform: str) -> jax.Array:
