@@ -49,6 +49,8 @@ class LocalMask:
 
         Exact for a static mask; otherwise dead and full are certain. What is beyond the ends doesn't count.
         """
+        if isinstance(self.mask, Full):  # wherever its rows lie
+            return np.full((1, -(-self.q_len // block_q), -(-self.kv_len // block_kv)), 2, np.int8)
         offset = 0 if self.query_offset is None else self.query_offset
         static, dynamic = self.mask.split_static()
         known: np.ndarray | jax.Array | None = None

@@ -46,7 +46,7 @@ def visits(mask: LocalMask, block_q: int, block_kv: int) -> Visits:
         partial,
         (partial + is_full.sum(-1)).astype(np.int32),
         bool(is_partial.any()) if known else True,
-        bool(is_full.any()) if known else not isinstance(mask.mask, Full),
+        bool(is_full.any()) if known else True,
     )
 
 

@@ -3,6 +3,8 @@ what isn't is refused before anything runs."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from attnops import AttentionProblem, RefusedError
@@ -34,17 +36,24 @@ def _segment_ids_twice(case: cases.Case) -> bool:
     return {"dynamic_or", "segment_ids"} <= case.features
 
 
-# Every layout in float32 and every dtype in bthd; the rest of the product is for `make test-all`.
+# Of forward_native's further paths `make test` tries these in every layout and dtype, and every case in one of each.
+OFTEN = ("causal_window", "segment_ids", "gqa")
+
+
+def _often(which: str, name: str, layout: str, dtype: str) -> bool:
+    """Every layout in float32 and every dtype in bthd; the rest of the product is for `make test-all`."""
+    if which in harness.PATHS and name not in OFTEN:
+        return layout == "bthd" and dtype == "float32"
+    return layout == "bthd" or dtype == "float32"
+
+
 COMBINATIONS = [
-    pytest.param(layout, dtype, marks=[pytest.mark.slow] if layout != "bthd" and dtype != "float32" else [])
-    for layout in LAYOUTS
-    for dtype in DTYPES
+    pytest.param(*key, marks=[] if _often(*key) else [pytest.mark.slow], id="-".join(key))
+    for key in itertools.product(harness.RUNNABLE, cases.names(), LAYOUTS, DTYPES)
 ]
 
 
-@pytest.mark.parametrize(("layout", "dtype"), COMBINATIONS)
-@pytest.mark.parametrize("name", cases.names())
-@pytest.mark.parametrize("which", harness.RUNNABLE)
+@pytest.mark.parametrize(("which", "name", "layout", "dtype"), COMBINATIONS)
 def test_agrees_or_refuses(which: str, name: str, layout: str, dtype: str) -> None:
     implementation = harness.RUNNABLE[which]
     case = cases.build(name, layout)

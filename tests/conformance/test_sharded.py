@@ -90,6 +90,21 @@ def test_splash(name: str, mesh: str, kind: str) -> None:
     _check("splash.forward_tpu", case, _mesh(MESHES[mesh], KINDS[kind]), CASES[name])
 
 
+# 160 keys and, with the sequence split in two, 80 rows: several blocks, the last one short, at offsets known at run time.
+PATH_CASES = {
+    "causal": "bthd", "causal_window": "bhtd", "gqa": "bthd", "segment_ids": "bthd", "kv_lengths": "bhtd",
+    "sinks_per_kv_head": "bthd", "prefix": "thd", "bias": "bthd", "dense_mask": "bhtd", "cache": "bthd", "lse": "bthd",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", PATH_CASES)
+@pytest.mark.parametrize("which", harness.PATHS)
+def test_native_paths(which: str, name: str, kind: str) -> None:
+    case = cases.build(name, PATH_CASES[name], replace(SIZES, length=160))
+    _check(which, case, _mesh(MESHES["fsdp2_tp2_sp2"], KINDS[kind]), PATH_CASES[name])
+
+
 @pytest.mark.parametrize("sizes", [MESHES["fsdp2_tp2_sp2"], MESHES["tp8"]], ids=["fsdp2_tp2_sp2", "tp8"])
 @pytest.mark.parametrize("name", ["causal", "gqa", "segment_ids", "dense_mask"])
 def test_sdpa(name: str, sizes: dict[str, int]) -> None:

@@ -1,0 +1,307 @@
+"""The native path against its rivals: time as a ratio, temporary memory, share of the machine's matrix-product rate.
+
+    python benchmarks/native.py [--minutes N] [--python tokamax=/path/to/python] [--json FILE] [--plot FILE]
+
+Every cell is one shape, mask, dtype and pass. In a cell each rival runs in turn, one call each, and the median counts.
+Rivals that aren't installed are left out and said so; `--python NAME=PATH` gives one an environment of its own. The
+cells that the goals name come first, the others in a fixed shuffled order, so that a run cut short by --minutes is a fair
+sample; cells not reached are listed. Run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RIVALS = ("jax.nn", "einsum", "flax nnx", "ejkernel", "tokamax", "torch")
+WHOLE_LOGITS = ("jax.nn", "einsum", "flax nnx")
+HEADS = 8
+CELL_SECONDS = 4.0
+MOST_ROUNDS = 9
+MOST_BYTES = 10 << 30
+
+
+class Worker:
+    """One environment's process."""
+
+    def __init__(self, python: str) -> None:
+        command = [python, str(HERE / "native_worker.py")]
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet, text=True)
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        return json.loads(answer) if answer else {"error": "the process died"}
+
+
+def cells() -> list[dict[str, Any]]:
+    """All cells, those that the goals name first."""
+    found = []
+    for mask, length in itertools.product(("full", "causal", "window", "packed"), (512, 2048, 8192, 16384)):
+        for kv_heads, dim, dtype in itertools.product((8, 2), (64, 128), ("float32", "bfloat16")):
+            for backward in (False, True):
+                found.append(_cell(mask, length, length, kv_heads, dim, dtype, backward))
+    for length, kv_heads, dim, dtype in itertools.product((4096, 32768), (8, 2), (64, 128), ("float32", "bfloat16")):
+        found.append(_cell("decode", 1, length, kv_heads, dim, dtype, False))
+    random.Random(0).shuffle(found)
+    return sorted(found, key=lambda cell: not _named_by_a_goal(cell))
+
+
+def _cell(mask: str, q_len: int, kv_len: int, kv_heads: int, dim: int, dtype: str, backward: bool) -> dict[str, Any]:
+    return {
+        "mask": mask, "q_len": q_len, "kv_len": kv_len, "heads": HEADS, "kv_heads": kv_heads, "dim": dim, "dtype": dtype,
+        "backward": backward,
+    }  # fmt: skip
+
+
+def _named_by_a_goal(cell: dict[str, Any]) -> bool:
+    if cell["mask"] == "decode":
+        return True
+    forward = not cell["backward"]
+    long = forward and cell["q_len"] == 8192 and cell["mask"] in ("causal", "window") and cell["kv_heads"] == 2
+    return long or (forward and cell["mask"] == "full" and cell["dim"] == 128 and cell["q_len"] == 2048)
+
+
+def describe(cell: dict[str, Any]) -> str:
+    """`causal 2048 kv 8 D 64 float32 fwd+bwd`."""
+    direction = "fwd+bwd" if cell["backward"] else "fwd"
+    return f"{cell['mask']} {cell['kv_len']} kv {cell['kv_heads']} D {cell['dim']} {cell['dtype']} {direction}"
+
+
+def _too_large(rival: str, cell: dict[str, Any]) -> str | None:
+    logits = HEADS * cell["q_len"] * cell["kv_len"] * 4
+    needs = logits * (4 if cell["backward"] else 2)
+    if rival in WHOLE_LOGITS and needs > MOST_BYTES:
+        return f"about {needs / 2**30:.0f} GiB of logits"
+    return None
+
+
+def measure(cell: dict[str, Any], workers: dict[str, Worker]) -> dict[str, Any]:
+    """Run one cell: for each rival median seconds, temp bytes, or why there is none."""
+    results: dict[str, dict[str, Any]] = {}
+    for rival, worker in workers.items():
+        reason = _too_large(rival, cell)
+        results[rival] = {"error": reason} if reason else worker.ask(do="setup", rival=rival, cell=cell)
+    running = [rival for rival, result in results.items() if "error" not in result]
+    times: dict[str, list[float]] = {rival: [] for rival in running}
+    started, rounds = time.monotonic(), 0
+    while rounds < MOST_ROUNDS and (rounds < 1 or (time.monotonic() - started) * (rounds + 1) / rounds < CELL_SECONDS):
+        for rival in running:
+            answer = workers[rival].ask(do="time", rival=rival)
+            times[rival].append(answer.get("seconds", math.nan))
+        rounds += 1
+    for rival in running:
+        results[rival]["seconds"] = statistics.median(times[rival])
+        results[rival]["agrees"] = _agree(results["attnops"].get("sample"), results[rival].pop("sample"), cell["dtype"])
+    for worker in {id(w): w for w in workers.values()}.values():
+        worker.ask(do="clear")
+    return {"cell": cell, "rounds": rounds, "results": results}
+
+
+def _agree(ours: list[float] | None, theirs: list[float], dtype: str) -> bool:
+    tolerance = 1e-3 if dtype == "float32" else 0.1
+    return ours is not None and all(
+        abs(a - b) <= tolerance * max(1.0, abs(a)) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def flops(cell: dict[str, Any]) -> float:
+    """Of a full forward pass."""
+    return 4.0 * HEADS * cell["q_len"] * cell["kv_len"] * cell["dim"]
+
+
+def table(rows: list[dict[str, Any]], peak: dict[str, float]) -> str:
+    """One line a cell: our time, each rival's ratio (ours / theirs), temp memory, share of the product rate."""
+    head = f"{'cell':<44}{'ms':>9}" + "".join(f"{r:>10}" for r in RIVALS) + f"{'MiB':>8}{'jax MiB':>9}{'peak':>6}"
+    lines = [head]
+    for row in sorted(
+        rows, key=lambda r: (r["cell"]["backward"], r["cell"]["mask"], r["cell"]["kv_len"], describe(r["cell"]))
+    ):
+        cell, results = row["cell"], row["results"]
+        ours = results["attnops"]
+        if "seconds" not in ours:
+            lines.append(f"{describe(cell):<44} {ours['error']}")
+            continue
+        line = f"{describe(cell):<44}{ours['seconds'] * 1e3:9.2f}"
+        for rival in RIVALS:
+            theirs = results.get(rival, {})
+            text = f"{ours['seconds'] / theirs['seconds']:.2f}" if "seconds" in theirs else "-"
+            line += f"{text + ('' if theirs.get('agrees', True) else '!'):>10}"
+        whole = results.get("jax.nn", {}).get("temp")
+        line += f"{ours['temp'] / 2**20:8.1f}" + (f"{whole / 2**20:9.0f}" if whole else f"{'-':>9}")
+        if cell["mask"] == "full" and not cell["backward"]:
+            line += f"{flops(cell) / ours['seconds'] / peak[cell['dtype']]:6.0%}"
+        lines.append(line)
+    lines.append("ratios are attnops / rival: below 1 attnops is faster; ! = the rival's numbers differ from ours")
+    return "\n".join(lines)
+
+
+def summary(rows: list[dict[str, Any]], peak: dict[str, float]) -> dict[str, Any]:
+    """The goals: how many cells are won against each rival, geometric means, the named ratios, memory, product rate."""
+    found: dict[str, Any] = {}
+    for rival in RIVALS:
+        ratios = [
+            r["results"]["attnops"]["seconds"] / r["results"][rival]["seconds"]
+            for r in rows
+            if "seconds" in r["results"].get(rival, {}) and "seconds" in r["results"]["attnops"]
+        ]
+        if ratios:
+            found[rival] = {
+                "cells": len(ratios),
+                "faster in": sum(x < 1 for x in ratios),
+                "geometric mean": round(math.exp(statistics.fmean(map(math.log, ratios))), 3),
+                "worst": round(max(ratios), 2),
+            }
+    shares = [
+        flops(r["cell"]) / r["results"]["attnops"]["seconds"] / peak[r["cell"]["dtype"]]
+        for r in rows
+        if r["cell"]["mask"] == "full" and not r["cell"]["backward"] and r["cell"]["dim"] == 128
+    ]
+    if shares:
+        found["share of the product rate, full forward, D 128"] = [round(min(shares), 2), round(max(shares), 2)]
+    large = [
+        r["results"]["attnops"]["temp"]
+        for r in rows
+        if HEADS * r["cell"]["q_len"] * r["cell"]["kv_len"] * 4 >= 1 << 30 and "temp" in r["results"]["attnops"]
+    ]
+    if large:
+        found["most temp MiB where whole logits take a GiB or more"] = round(max(large) / 2**20, 1)
+    return found
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Ratios against each rival over the length, a dot a cell, forward and forward+backward."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    masks = {"full": "#4c72b0", "causal": "#dd8452", "window": "#55a868", "packed": "#c44e52", "decode": "#8172b3"}
+    rivals = [r for r in RIVALS if any("seconds" in row["results"].get(r, {}) for row in rows)]
+    figure, axes = plt.subplots(1, len(rivals), figsize=(2.3 * len(rivals), 3.4), sharey=True, squeeze=False)
+    for axis, rival in zip(axes[0], rivals, strict=True):
+        for (mask, color), backward in itertools.product(masks.items(), (False, True)):
+            some = [
+                (
+                    r["cell"]["kv_len"] * (1.12 if backward else 0.9),
+                    r["results"]["attnops"]["seconds"] / r["results"][rival]["seconds"],
+                )
+                for r in rows
+                if r["cell"]["mask"] == mask
+                and r["cell"]["backward"] == backward
+                and "seconds" in r["results"].get(rival, {})
+            ]
+            if some:
+                axis.scatter(
+                    *zip(*some, strict=True),
+                    s=14,
+                    color=color,
+                    marker="s" if backward else "o",
+                    alpha=0.75,
+                    linewidths=0,
+                )
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set(xscale="log", yscale="log", title=rival, xlabel="keys")
+        axis.set_xticks([512, 2048, 8192, 32768], ["512", "2k", "8k", "32k"])
+        axis.minorticks_off()
+        axis.grid(alpha=0.25)
+    axes[0][0].set_ylabel("time, attnops / rival")
+    axes[0][0].set_yticks([0.02, 0.05, 0.1, 0.2, 0.5, 1, 2], ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"])
+    handles = [plt.Line2D([], [], color=c, marker="o", linestyle="", label=m) for m, c in masks.items()]
+    handles += [
+        plt.Line2D([], [], color="grey", marker=m, linestyle="", label=t)
+        for m, t in (("o", "forward"), ("s", "and backward"))
+    ]
+    figure.legend(handles=handles, loc="lower center", ncol=len(handles), frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.savefig(path, dpi=130)
+
+
+def machine() -> dict[str, Any]:
+    """The processor's model, cores, Python."""
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    return {"processor": model, "cores": os.cpu_count(), "python": platform.python_version()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this long")
+    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="a rival's own interpreter")
+    parser.add_argument("--only", default="", help="cells whose description contains this")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    own = dict(pair.split("=", 1) for pair in options.python)
+    if unknown := sorted(set(own) - set(RIVALS)):
+        parser.error(f"--python names {unknown}; the rivals are {', '.join(RIVALS)}")
+
+    started = time.monotonic()
+    pythons = {rival: own.get(rival, sys.executable) for rival in ("attnops", *RIVALS)}
+    # torch has a process of its own: its threads and XLA's would wait on the same cores.
+    processes = {key: Worker(key[0]) for key in {(python, rival == "torch") for rival, python in pythons.items()}}
+    workers = {rival: processes[python, rival == "torch"] for rival, python in pythons.items()}
+    tiny = _cell("causal", 128, 128, 8, 64, "float32", False)
+    missing = {r: a["error"] for r, w in workers.items() if "error" in (a := w.ask(do="setup", rival=r, cell=tiny))}
+    for rival, why in missing.items():
+        print(f"left out: {rival} ({why})")
+    workers = {rival: worker for rival, worker in workers.items() if rival not in missing}
+    if "attnops" not in workers:
+        sys.exit("attnops can't be imported by this Python")
+
+    size = 2048
+    peak, versions = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        answers = [workers["attnops"].ask(do="gemm", rival="attnops", dtype=dtype, size=size) for _ in range(5)]
+        peak[dtype] = 2 * size**3 / statistics.median(a.pop("seconds") for a in answers)
+        versions |= answers[0]
+    about = {
+        "machine": machine(),
+        "versions": versions,
+        "product GFLOP/s": {d: round(p / 1e9) for d, p in peak.items()},
+    }
+    print(json.dumps(about))
+
+    rows, left = [], []
+    for cell in [c for c in cells() if options.only in describe(c)]:
+        if time.monotonic() - started > options.minutes * 60:
+            left.append(describe(cell))
+            continue
+        rows.append(measure(cell, workers))
+        if options.json:
+            options.json.write_text(
+                json.dumps({**about, "left out": missing, "rows": rows, "not reached": left}, indent=1)
+            )
+        print(f"[{time.monotonic() - started:6.0f} s] {describe(cell)}", file=sys.stderr, flush=True)
+    print(table(rows, peak))
+    found = summary(rows, peak)
+    print(json.dumps(found, indent=1))
+    if left:
+        print(f"{len(left)} cells not reached in {options.minutes:g} minutes")
+    if options.json:
+        whole = {**about, "left out": missing, "summary": found, "rows": rows, "not reached": left}
+        options.json.write_text(json.dumps(whole, indent=1))
+    if options.plot:
+        plot(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Run one implementation of attention at a time, as benchmarks/native.py asks over stdin: one JSON object a line each way.
+
+A process of its own for each environment, so that a rival can need other versions than attnops does, and so that the
+threads of one library don't wait in the way of another's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+SEGMENTS = 8
+WINDOW = 1024
+
+
+def tensors(cell: dict[str, Any]) -> list[np.ndarray]:
+    """query, key, value, cotangent of the output: normal, float32, [batch, time, heads, dim]."""
+    rng = np.random.default_rng(0)
+    query = (1, cell["q_len"], cell["heads"], cell["dim"])
+    key = (1, cell["kv_len"], cell["kv_heads"], cell["dim"])
+    return [rng.standard_normal(shape).astype(np.float32) for shape in (query, key, key, query)]
+
+
+def segment_ids(cell: dict[str, Any]) -> np.ndarray:
+    """Eight packed sequences of equal length: int32 [1, time]."""
+    return (np.arange(cell["q_len"]) * SEGMENTS // cell["q_len"]).astype(np.int32)[None]
+
+
+def visible(cell: dict[str, Any], xp: Any) -> Any:
+    """The cell's mask as a boolean array [q, kv], for those who want one."""
+    rows, cols = xp.arange(cell["q_len"])[:, None], xp.arange(cell["kv_len"])[None, :]
+    seen = cols <= rows
+    if cell["mask"] == "window":
+        return seen & (cols > rows - WINDOW)
+    size = cell["q_len"] // SEGMENTS
+    return seen & (rows // size == cols // size) if cell["mask"] == "packed" else seen
+
+
+# -- JAX ---------------------------------------------------------------------------------------------------------------
+
+
+def attnops(cell: dict[str, Any]) -> Callable[..., Any]:
+    import jax.numpy as jnp
+
+    from attnops import Causal, Full, OperationMetadata, OperationRegistry, SlidingWindow
+
+    dtype = cell["dtype"]
+    attend = OperationRegistry.create("vanilla", OperationMetadata(runtime_dtype=dtype))
+    masks = {"window": Causal() & SlidingWindow(left=WINDOW - 1), "causal": Causal(), "packed": Causal()}
+    mask = masks.get(cell["mask"], Full())
+    ids = jnp.asarray(segment_ids(cell)) if cell["mask"] == "packed" else None
+    return lambda q, k, v: attend(q, k, v, mask=mask, q_segment_ids=ids, kv_segment_ids=ids).attention_outputs
+
+
+def jax_nn(cell: dict[str, Any]) -> Callable[..., Any]:
+    import jax
+    import jax.numpy as jnp
+
+    kind = cell["mask"]
+    window = (WINDOW - 1, 0) if kind == "window" else None
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        mask = visible(cell, jnp)[None, None] if kind == "packed" else None
+        causal = kind in ("causal", "window")
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=causal, local_window_size=window, implementation="xla"
+        )
+
+    return attend
+
+
+def einsum(cell: dict[str, Any]) -> Callable[..., Any]:
+    import jax
+    import jax.numpy as jnp
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        group = q.shape[2] // k.shape[2]
+        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+        logits = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+        if cell["mask"] not in ("full", "decode"):
+            logits = jnp.where(visible(cell, jnp), logits, -1e30)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits, axis=-1).astype(v.dtype), v)
+
+    return attend
+
+
+def flax_nnx(cell: dict[str, Any]) -> Callable[..., Any]:
+    import jax.numpy as jnp
+    from flax import nnx
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        group = q.shape[2] // k.shape[2]
+        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+        mask = None if cell["mask"] in ("full", "decode") else visible(cell, jnp)[None, None]
+        return nnx.dot_product_attention(q, k, v, mask=mask)
+
+    return attend
+
+
+def ejkernel(cell: dict[str, Any]) -> Callable[..., Any]:
+    import jax.numpy as jnp
+    from ejkernel.kernels._xla.flash_attention import flash_attention
+
+    kind = cell["mask"]
+    ids = jnp.asarray(segment_ids(cell)) if kind == "packed" else None
+    window = (WINDOW - 1, 0) if kind == "window" else None
+    causal = kind in ("causal", "window", "packed")
+    return lambda q, k, v: flash_attention(
+        q, k, v, causal=causal, sliding_window=window, q_segment_ids=ids, kv_segment_ids=ids
+    )
+
+
+def tokamax(cell: dict[str, Any]) -> Callable[..., Any]:
+    import jax.numpy as jnp
+    import tokamax as library
+
+    kind = cell["mask"]
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        mask = visible(cell, jnp)[None, None] if kind == "packed" else None
+        window = (WINDOW - 1, 0) if kind == "window" else None
+        causal = kind in ("causal", "window")
+        return library.dot_product_attention(
+            q, k, v, mask=mask, is_causal=causal, local_window_size=window, implementation="xla_chunked"
+        )
+
+    return attend
+
+
+class Jax:
+    """Compile a cell's program, time it, and read its temporary memory."""
+
+    rivals: ClassVar = {
+        "attnops": attnops, "jax.nn": jax_nn, "einsum": einsum, "flax nnx": flax_nnx, "ejkernel": ejkernel, "tokamax": tokamax,
+    }  # fmt: skip
+
+    def setup(self, rival: str, cell: dict[str, Any]) -> dict[str, Any]:
+        import jax
+        import jax.numpy as jnp
+
+        attend = self.rivals[rival](cell)
+        q, k, v, d_out = (jnp.asarray(x, cell["dtype"]) for x in tensors(cell))
+
+        def both(q: Any, k: Any, v: Any) -> Any:
+            output, pull = jax.vjp(attend, q, k, v)
+            return output, pull(d_out)
+
+        function = both if cell["backward"] else attend
+        program = jax.jit(function).lower(q, k, v).compile()
+        self.run = lambda: jax.block_until_ready(program(q, k, v))
+        first = jax.tree.leaves(self.run())
+        temp = program.memory_analysis().temp_size_in_bytes
+        return {"temp": temp, "sample": [float(np.asarray(x, np.float32)[0, -1, -1, 0]) for x in first]}
+
+    def gemm(self, dtype: str, size: int) -> Callable[[], Any]:
+        import jax
+        import jax.numpy as jnp
+
+        x = jnp.ones((size, size), dtype)
+        product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
+        return lambda: product(x, x).block_until_ready()
+
+    def version(self) -> dict[str, str]:
+        import jax
+
+        return {"jax": jax.__version__}
+
+
+class Torch:
+    """The same for torch.nn.functional.scaled_dot_product_attention, on tensors in its own layout."""
+
+    def setup(self, rival: str, cell: dict[str, Any]) -> dict[str, Any]:
+        import torch
+
+        q, k, v, d_out = (
+            torch.tensor(x).to(getattr(torch, cell["dtype"])).transpose(1, 2).contiguous() for x in tensors(cell)
+        )
+        kind = cell["mask"]
+        mask = None
+        if kind in ("window", "packed"):
+            mask = torch.from_numpy(np.ascontiguousarray(visible(cell, np)))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        options = {"attn_mask": mask, "is_causal": kind == "causal", "enable_gqa": cell["heads"] != cell["kv_heads"]}
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return [attend(q, k, v, **options)]
+
+        def both() -> Any:
+            for x in (q, k, v):
+                x.requires_grad_().grad = None
+            output = attend(q, k, v, **options)
+            output.backward(d_out)
+            return [output.detach(), q.grad, k.grad, v.grad]
+
+        self.run = both if cell["backward"] else forward
+        return {"temp": None, "sample": [float(x.transpose(1, 2)[0, -1, -1, 0]) for x in self.run()]}
+
+    def gemm(self, dtype: str, size: int) -> Callable[[], Any]:
+        import torch
+
+        x = torch.ones((size, size), dtype=getattr(torch, dtype))
+        return lambda: x @ x
+
+    def version(self) -> dict[str, str]:
+        import torch
+
+        return {"torch": torch.__version__}
+
+
+def main() -> None:
+    """Answer requests until stdin ends. An error is an answer too."""
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # libraries print where they like
+    workers: dict[str, Any] = {}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        name = asked.get("rival", "")
+        try:
+            if asked["do"] == "setup":
+                workers[name] = Torch() if name == "torch" else Jax()
+                answer = workers[name].setup(name, asked["cell"])
+            elif asked["do"] == "time":
+                start = time.perf_counter()
+                workers[name].run()
+                answer = {"seconds": time.perf_counter() - start}
+            elif asked["do"] == "gemm":
+                worker = Torch() if name == "torch" else Jax()
+                run = worker.gemm(asked["dtype"], asked["size"])
+                run()
+                start = time.perf_counter()
+                for _ in range(5):
+                    run()
+                answer = {"seconds": (time.perf_counter() - start) / 5, **worker.version()}
+            else:
+                workers.clear()
+                answer = {}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
