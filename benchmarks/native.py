@@ -105,9 +105,10 @@ def measure(cell: dict[str, Any], workers: dict[str, Worker]) -> dict[str, Any]:
             answer = workers[rival].ask(do="time", rival=rival)
             times[rival].append(answer.get("seconds", math.nan))
         rounds += 1
+    ours = results["attnops"].get("sample")
     for rival in running:
         results[rival]["seconds"] = statistics.median(times[rival])
-        results[rival]["agrees"] = _agree(results["attnops"].get("sample"), results[rival].pop("sample"), cell["dtype"])
+        results[rival]["agrees"] = _agree(ours, results[rival].pop("sample"), cell["dtype"])
     for worker in {id(w): w for w in workers.values()}.values():
         worker.ask(do="clear")
     return {"cell": cell, "rounds": rounds, "results": results}
