@@ -10,7 +10,7 @@ import numpy as np
 from attnops.errors import InputError
 from attnops.materials import Materials, canonical, materials
 from attnops.operators import AttentionOutput
-from attnops.operators.local import Dropout, dropout_seed
+from attnops.operators.local_mask import Dropout, dropout_seed
 from attnops.registry import AttentionProblem, Plan
 from attnops.verify import reference_attention
 

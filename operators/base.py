@@ -105,7 +105,15 @@ class Operation(PlannedOperation):
         decided, run, devices = found
         if devices is not None:
             arrays = _on_devices(arrays, decided.placement, devices)
-        result = run(arrays)
+        try:
+            result = run(arrays)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise InputTypeError(
+                f"{decided.implementation} has no forward-mode derivative (jax.jvp, jax.jacfwd) on this route; use reverse "
+                "mode, or 'vanilla' with operation_configs={'vanilla': {'path': 'plain'}}."
+            ) from error
         return AttentionOutput(result.output, result.weights, result.lse, plan=decided)
 
     def plan(

@@ -18,7 +18,8 @@ from ..sharding import pin
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, join_mask, run_time_offset
 from .describe import packed
-from .local import Dropout, LocalCall, LocalMask, LocalOutput, dropout_seed
+from .local import LocalCall, LocalOutput
+from .local_mask import Dropout, LocalMask, dropout_seed
 
 if TYPE_CHECKING:
     from .base import Operation

@@ -22,7 +22,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ...masks import Mask
-from ..local import Dropout, LocalMask
+from ..local_mask import Dropout, LocalMask
 from .decode import Pieces, decode_forward
 from .tiles import Tile, TileSource, visits
 from .varying import alike, vary, varying

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..local import Dropout, LocalMask
+from ..local_mask import Dropout, LocalMask
 from .varying import vary, varying
 from .xla_seam import LN2, LOG2E, compute_dtype, exp2, few_rows_product, product
 

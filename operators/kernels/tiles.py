@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from ...masks import Full, Mask
-from ..local import Dropout, LocalMask
+from ..local_mask import Dropout, LocalMask
 
 __all__ = ["Tile", "TileSource", "Visits", "visits"]
 

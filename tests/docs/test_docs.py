@@ -27,6 +27,7 @@ from eformer.escale import PartitionAxis
 from attnops import Operation, OperationMetadata, OperationRegistry, Policy
 from attnops.cli import main
 from attnops.operators.splash import SplashConfig
+from attnops.operators.vanilla import VanillaConfig
 from attnops.registry.declaration import CallDeclaration, Declaration
 
 DOCS = pages.ROOT / "docs"
@@ -158,7 +159,12 @@ def test_fields_of_the_metadata() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "model", "text"), [("SplashConfig", SplashConfig, repr), ("call", CallDeclaration, json.dumps)]
+    ("name", "model", "text"),
+    [
+        ("SplashConfig", SplashConfig, repr),
+        ("VanillaConfig", VanillaConfig, repr),
+        ("call", CallDeclaration, json.dumps),
+    ],
 )
 def test_fields_of_a_config(name: str, model: Any, text: Any) -> None:
     common = ("operation", "schema_version")

@@ -1,0 +1,108 @@
+"""The mask and the dropout of one shard, which know where in the whole problem the shard lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..masks import And, Full, Mask
+from ..masks.reach import Blocks, Extent
+from .threefry import threefry
+
+__all__ = ["Dropout", "LocalMask", "dropout_seed"]
+
+
+@dataclass(frozen=True)
+class LocalMask:
+    """The mask of one shard. Rows are global: local row r is row `q_start + r` of the whole problem.
+
+    `mask` holds the shard's own pieces of the traced arrays. `q_start` is traced when the queries are split.
+    `query_offset` is an int, a traced [batch] array, or None when no part of the mask depends on positions.
+    """
+
+    mask: Mask
+    q_start: int | jax.Array
+    q_len: int
+    kv_len: int
+    query_offset: int | jax.Array | None
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether rows and positions are known before the program runs."""
+        return isinstance(self.q_start, int) and (self.query_offset is None or isinstance(self.query_offset, int))
+
+    def kinds(self, block_q: int, block_kv: int) -> np.ndarray | jax.Array:
+        """0 dead, 1 partial, 2 full, int8 [batch | 1, q blocks, kv blocks]; NumPy's if nothing about it is traced.
+
+        Exact for a static mask; otherwise dead and full are certain. What is beyond the ends doesn't count.
+        """
+        if isinstance(self.mask, Full):  # wherever its rows lie
+            return np.full((1, -(-self.q_len // block_q), -(-self.kv_len // block_kv)), 2, np.int8)
+        offset = 0 if self.query_offset is None else self.query_offset
+        static, dynamic = self.mask.split_static()
+        known: np.ndarray | jax.Array | None = None
+        if self.is_placed:
+            known = static.live_blocks(
+                block_q, block_kv, q_len=self.q_len, kv_len=self.kv_len, q_start=self.q_start, query_offset=offset
+            )[None]
+            if not dynamic:
+                return known
+        first_row = np.arange(0, self.q_len, block_q, dtype=np.int32)[:, None]
+        last_row = np.minimum(first_row + block_q, self.q_len) - 1
+        first_key = np.arange(0, self.kv_len, block_kv, dtype=np.int32)[None, :]
+        last_key = np.minimum(first_key + block_kv, self.kv_len) - 1
+        rows = Extent(first_row + self.q_start, last_row + self.q_start)
+        along = offset if isinstance(offset, int) else offset[:, None, None]
+        blocks = Blocks(rows, Extent(rows.lo + along, rows.hi + along), Extent(first_key, last_key), block_q, block_kv)
+        some, every = (self.mask if known is None else And(dynamic)).reach(blocks)
+        found = jnp.where(every & some, 2, jnp.where(some, 1, 0)).astype(jnp.int8)
+        found = jnp.broadcast_to(found, (found.shape[0] if found.ndim == 3 else 1, *blocks.shape))
+        return found if known is None else jnp.minimum(found, known)
+
+    def array(self, keys: slice | None = None) -> jax.Array | np.ndarray | None:
+        """Return the mask of some keys, or of all, as a bool array that broadcasts to [batch, heads, q, keys]; None for full."""
+        if isinstance(self.mask, Full):
+            return None
+        keys = keys or slice(0, self.kv_len)
+        mask = self.mask.narrow(slice(0, self.q_len), keys)
+        rows = (np.arange(self.q_len, dtype=np.int32) + self.q_start)[:, None]
+        offset = 0 if self.query_offset is None else self.query_offset
+        positions = rows + (offset if isinstance(offset, int) else offset[:, None, None, None])
+        cols = np.arange(keys.start, keys.stop, dtype=np.int32)[None, :]
+        visible = mask.test(rows, positions, cols)
+        return visible if visible.ndim == 4 else visible[(None,) * (4 - visible.ndim)]
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which weights are dropped: a function of the seed and of a weight's place in the whole problem, and of nothing else.
+
+    So every mesh, every block size and both passes drop the same weights, and none of them is stored. `seed` is uint32
+    [2]; the starts are this shard's first batch row, head and query row.
+    """
+
+    seed: jax.Array
+    probability: float
+    batch_start: int | jax.Array
+    head_start: int | jax.Array
+    q_start: int | jax.Array
+
+    def keep(self, batch: Any, head: Any, row: Any, col: Any) -> jax.Array:
+        """Return True where a weight is kept, for local indices of any shapes that broadcast together."""
+        batch, head, row, col = (
+            jnp.asarray(index + start).astype(jnp.uint32)
+            for index, start in ((batch, self.batch_start), (head, self.head_start), (row, self.q_start), (col, 0))
+        )
+        # One key a head, made on few elements; then one draw a weight. 32 bits decide, so p is exact to 2**-32.
+        first, second = threefry(self.seed[0], self.seed[1], batch, head)
+        return threefry(first, second, row, col)[0] >= np.uint32(min(round(self.probability * 2**32), 2**32 - 1))
+
+
+def dropout_seed(rng: jax.Array) -> jax.Array:
+    """The seed [2] of a call's dropout, from a typed or a raw random key."""
+    key = rng if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
+    return jax.random.bits(key, (2,), jnp.uint32)

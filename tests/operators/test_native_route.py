@@ -1,0 +1,240 @@
+"""Which way forward_native takes, what the plan says of it, and that the program it makes stays small."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import (
+    Causal,
+    Full,
+    InputTypeError,
+    OperationMetadata,
+    OperationRegistry,
+    RefusedError,
+    SegmentIds,
+    SlidingWindow,
+)
+from attnops.verify import reference_attention
+
+
+def _attend(operation: str = "vanilla", **config):
+    configs = {"vanilla": config} if config else {}
+    metadata = OperationMetadata(operation_configs=configs, fallback="allow", backend="cpu")
+    return OperationRegistry.create(operation, metadata)
+
+
+def _shapes(q_len: int, kv_len: int, batch: int = 1, heads: int = 8, kv_heads: int = 8, dim: int = 64):
+    query = jax.ShapeDtypeStruct((batch, q_len, heads, dim), jnp.float32)
+    key = jax.ShapeDtypeStruct((batch, kv_len, kv_heads, dim), jnp.float32)
+    return query, key, key
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({"q_len": 64, "kv_len": 64}, "plain"),
+        ({"q_len": 128, "kv_len": 128, "batch": 4}, "plain"),
+        ({"q_len": 512, "kv_len": 512}, "blockwise"),
+        ({"q_len": 197, "kv_len": 197, "batch": 16}, "blockwise"),
+        ({"q_len": 8192, "kv_len": 8192}, "blockwise"),
+        ({"q_len": 1, "kv_len": 4096}, "decode"),
+        ({"q_len": 2, "kv_len": 32768, "kv_heads": 2}, "decode"),
+        ({"q_len": 1, "kv_len": 64}, "plain"),
+    ],
+)
+def test_route_by_size(sizes: dict[str, int], name: str) -> None:
+    plan = _attend().plan(*_shapes(**sizes), mask=Full())
+    assert plan.route.name == name
+    assert f"route     {name}" in plan.explain()
+    assert plan.to_dict()["route"]["name"] == name
+    # a fallback takes the same way and says so
+    assert _attend("splash").plan(*_shapes(**sizes), mask=Full()).route == plan.route
+
+
+def test_what_only_whole_logits_give() -> None:
+    plan = _attend().plan(*_shapes(2048, 2048), return_weights=True)
+    assert (plan.route.name, "weights" in plan.route.why) == ("plain", True)
+    narrow = OperationRegistry.create("vanilla", OperationMetadata(runtime_softmax_dtype="bfloat16"))
+    assert narrow.plan(*_shapes(2048, 2048)).route.name == "plain"
+
+
+def test_declared_path_and_blocks() -> None:
+    attend = _attend(path="blockwise", block_q=48, block_kv=80)
+    route = attend.plan(*_shapes(96, 160), mask=Full()).route
+    assert (route.name, route.block_q, route.block_kv) == ("blockwise", 48, 80)
+    refused = attend.plan(*_shapes(96, 160), mask=Full(), return_weights=True)
+    assert [r.code for r in refused.rejected[0].reasons] == ["vanilla.path"]
+    with pytest.raises(RefusedError, match="path='blockwise' is declared"):
+        refused.require()
+
+
+def test_metadata_block_sizes_reach_the_route() -> None:
+    attend = OperationRegistry.create("vanilla", OperationMetadata(blocksize_q=128, blocksize_k=64))
+    route = attend.plan(*_shapes(1024, 1024)).route
+    assert (route.block_q, route.block_kv) == (128, 64)
+
+
+# -- the program -------------------------------------------------------------------------------------------------------
+
+
+def _program(q_len: int, kv_len: int, *, gradient: bool = False, mask=None, segments: bool = False, dtype="float32"):
+    attend = OperationRegistry.create("vanilla", OperationMetadata(runtime_dtype=dtype))
+    shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in _shapes(q_len, kv_len, kv_heads=2)]
+    ids = jax.ShapeDtypeStruct((1, q_len), jnp.int32)
+
+    def forward(q, k, v, ids):
+        ids = {"q_segment_ids": ids, "kv_segment_ids": ids} if segments else {}
+        return attend(q, k, v, mask=Full() if mask is None else mask, **ids).attention_outputs
+
+    def both(q, k, v, ids):
+        return jax.grad(lambda *x: forward(*x, ids).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+
+    return jax.jit(both if gradient else forward).lower(*shapes, ids).compile()
+
+
+def _instructions(program) -> int:
+    return len(re.findall(r"^\s+(?:ROOT )?%[\w.\-]+ = ", program.as_text(), re.MULTILINE))
+
+
+def _products(program) -> int:
+    return len(re.findall(r" dot\(", program.as_text()))
+
+
+# (arguments, products in the program, MiB of temporary memory). What whole logits take: 128 MiB at 2048, 512 at 4096.
+PROGRAMS = {
+    "full": ({"q_len": 2048, "kv_len": 2048}, 2, 8),
+    "causal": ({"q_len": 2048, "kv_len": 2048, "mask": Causal()}, 4, 8),
+    "window": ({"q_len": 4096, "kv_len": 4096, "mask": Causal() & SlidingWindow(left=1023)}, 4, 10),
+    "packed": ({"q_len": 4096, "kv_len": 4096, "mask": Causal(), "segments": True}, 4, 10),
+    "causal_gradient": ({"q_len": 2048, "kv_len": 2048, "mask": Causal(), "gradient": True}, 14, 24),
+    "decode": ({"q_len": 1, "kv_len": 32768}, 2, 4),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_stays_small(name: str) -> None:
+    """Not a timed test, but what slows the path down shows here: a product more, a plane of logits, a copied cache."""
+    arguments, products, most = PROGRAMS[name]
+    program = _program(**arguments)
+    assert _products(program) == products
+    assert program.memory_analysis().temp_size_in_bytes <= most << 20
+    if name == "decode":
+        # K and V are read once: 32 MiB in all, and little else
+        assert program.cost_analysis()["bytes accessed"] < 1.5 * 2 * 32768 * 2 * 64 * 4
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+def test_program_does_not_grow_with_the_length(gradient: bool) -> None:
+    short, long = (_program(n, n, mask=Causal(), gradient=gradient) for n in (2048, 8192))
+    assert _instructions(long) == _instructions(short)
+    grown = long.memory_analysis().temp_size_in_bytes / short.memory_analysis().temp_size_in_bytes
+    assert grown <= 4.1  # no faster than the length
+
+
+# -- under transformations ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tensors() -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (3, 1, 150, 4, 16), (3, 1, 150, 2, 16), (3, 1, 150, 2, 16)
+    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize("path", ["plain", "blockwise", "decode"])
+@pytest.mark.parametrize("segments", [False, True], ids=["static", "segments"])
+def test_vmap(tensors: list[jax.Array], path: str, segments: bool) -> None:
+    attend = _attend(path=path, block_q=64, block_kv=64)
+    ids = jnp.sort(jax.random.randint(jax.random.key(1), (3, 1, 150), 0, 4), axis=-1).astype(jnp.int32)
+
+    def one(q, k, v, ids):
+        mask = Causal() & SegmentIds(ids, ids) if segments else Causal()
+        return attend(q, k, v, mask=mask).attention_outputs
+
+    def loss(*x):
+        return (jax.vmap(one)(*x, ids) ** 2).sum()
+
+    got = jax.jit(jax.vmap(one))(*tensors, ids)
+    positions = np.arange(150)
+    visible = np.broadcast_to(positions[None, :] <= positions[:, None], (3, 1, 150, 150))
+    if segments:
+        visible = visible & (np.asarray(ids)[:, 0, :, None] == np.asarray(ids)[:, 0, None, :])[:, None]
+    want = reference_attention(*(np.asarray(x[:, 0]) for x in tensors), scale=0.25, mask=visible).output
+    np.testing.assert_allclose(got[:, 0], want, atol=1e-5)
+    apart = [jax.grad(lambda *x, i=i: (one(*x, ids[i]) ** 2).sum())(*(x[i] for x in tensors)) for i in range(3)]
+    np.testing.assert_allclose(jax.grad(loss)(*tensors), jnp.stack(apart), atol=1e-4)
+
+
+def test_named_residuals_spare_the_second_forward_pass(tensors: list[jax.Array]) -> None:
+    attend = _attend(path="blockwise", block_q=64, block_kv=64)
+    q, k, v = (x[0] for x in tensors)
+
+    def products(policy) -> int:
+        layer = jax.checkpoint(lambda q, k, v: attend(q * 1.0, k, v, mask=Full()).attention_outputs, policy=policy)
+        return _products(jax.jit(jax.grad(lambda *x: (layer(*x) ** 2).sum(), (0, 1, 2))).lower(q, k, v).compile())
+
+    named = jax.checkpoint_policies.save_only_these_names("attnops_output", "attnops_lse")
+    again = products(jax.checkpoint_policies.nothing_saveable)
+    assert products(named) < again
+
+
+def test_forward_mode(tensors: list[jax.Array]) -> None:
+    q, k, v = (x[0] for x in tensors)
+    plain = _attend(path="plain")
+    tangent = jax.jvp(lambda q: plain(q, k, v).attention_outputs, (q,), (q,))[1]
+    step = 1e-2
+    difference = plain((1 + step) * q, k, v).attention_outputs - plain((1 - step) * q, k, v).attention_outputs
+    np.testing.assert_allclose(tangent, difference / (2 * step), atol=1e-3)
+    blockwise = _attend(path="blockwise")
+    with pytest.raises(InputTypeError, match="'path': 'plain'"):
+        jax.jvp(lambda q: blockwise(q, k, v).attention_outputs, (q,), (q,))
+
+
+@pytest.mark.parametrize("path", ["blockwise", "decode"])
+def test_error_is_at_most_twice_that_of_the_plain_formulation(path: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 1024, 4, 64)).astype(np.float32) for _ in range(3))
+    want = reference_attention(q, k, v, scale=0.125).output
+
+    def error(path: str) -> float:
+        out = _attend(path=path)(q, k, v, mask=Full()).attention_outputs
+        return float(np.sqrt(np.mean((np.asarray(out, np.float64) - want) ** 2)))
+
+    assert error(path) <= 2 * error("plain")
+
+
+# -- numbers from outside ----------------------------------------------------------------------------------------------
+
+
+def test_threefry_known_answers() -> None:
+    """Random123's own vectors for threefry2x32: key, counter, rounds, words."""
+    from attnops.operators.threefry import threefry
+
+    ones, pi = 0xFFFFFFFF, (0x13198A2E, 0x03707344, 0x243F6A88, 0x85A308D3)
+    for arguments, rounds, want in (
+        ((0, 0, 0, 0), 13, (0x9D1C5EC6, 0x8BD50731)),
+        ((ones,) * 4, 13, (0xFD36D048, 0x2D17272C)),
+        (pi, 13, (0xBA3E4725, 0xF27D669E)),
+        ((0, 0, 0, 0), 20, (0x6B200159, 0x99BA4EFE)),
+        ((ones,) * 4, 20, (0x1CB996FC, 0xBB002BE7)),
+        (pi, 20, (0xC4923A9C, 0x483DF7A0)),
+    ):
+        words = threefry(*(np.array([x], np.uint32) for x in arguments), rounds=rounds)
+        assert tuple(int(w[0]) for w in words) == want
+
+
+@pytest.mark.parametrize(("accurate", "tolerance"), [(True, 3e-7), (False, 2e-4)])
+def test_exp2_on_cpu(accurate: bool, tolerance: float) -> None:
+    from attnops.operators.kernels.xla_seam import exp2
+
+    x = np.concatenate([np.linspace(-125.9, 1, 100_001), [0, -0.5, -1, -125.5]]).astype(np.float32)
+    got = np.asarray(jax.jit(lambda x: exp2(x, "cpu", accurate))(x), np.float64)
+    want = np.exp2(x.astype(np.float64))
+    assert (np.abs(got - want) / want).max() < tolerance
+    special = exp2(jnp.asarray([-jnp.inf, -128.0, -1e30, jnp.nan]), "cpu", accurate)
+    np.testing.assert_array_equal(special, [0, 0, 0, np.nan])
