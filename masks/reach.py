@@ -70,7 +70,7 @@ def between(first: Extent, second: Extent, left: int | None, right: int | None) 
 
 def _extent(array: Any, block: int) -> tuple[Any, Any]:
     array = jnp.asarray(array)
-    return tuple(_reduced(array, array.ndim - 1, block, f) for f in (jnp.min, jnp.max))  # type: ignore[return-value]
+    return tuple(_reduced(array, array.ndim - 1, block, f) for f in (jnp.min, jnp.max))
 
 
 def _reduced(array: Any, axis: int, block: int, reduce: Any) -> Any:

@@ -30,11 +30,6 @@ class LocalMask:
     kv_len: int
     query_offset: int | jax.Array | None
 
-    @property
-    def is_placed(self) -> bool:
-        """Whether rows and positions are known before the program runs."""
-        return isinstance(self.q_start, int) and (self.query_offset is None or isinstance(self.query_offset, int))
-
     def kinds(self, block_q: int, block_kv: int) -> np.ndarray | jax.Array:
         """0 dead, 1 partial, 2 full, int8 [batch | 1, q blocks, kv blocks]; NumPy's if nothing about it is traced.
 
@@ -45,7 +40,7 @@ class LocalMask:
         offset = 0 if self.query_offset is None else self.query_offset
         static, dynamic = self.mask.split_static()
         known: np.ndarray | jax.Array | None = None
-        if self.is_placed:
+        if isinstance(self.q_start, int) and isinstance(offset, int):
             known = static.live_blocks(
                 block_q, block_kv, q_len=self.q_len, kv_len=self.kv_len, q_start=self.q_start, query_offset=offset
             )[None]

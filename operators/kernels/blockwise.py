@@ -331,10 +331,10 @@ def _fold(count: int, step: Callable[[Any, Any], Any], carry: Any) -> Any:
 
 def _at(table: jax.Array | np.ndarray, *index: Any) -> jax.Array:
     """table[index], for traced indices."""
-    table = jnp.asarray(table)
+    found = jnp.asarray(table)
     for i in index:
-        table = lax.dynamic_index_in_dim(table, i, keepdims=False)
-    return table
+        found = lax.dynamic_index_in_dim(found, i, keepdims=False)
+    return found
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------

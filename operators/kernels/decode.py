@@ -21,6 +21,10 @@ from .xla_seam import LN2, LOG2E, compute_dtype, exp2, few_rows_product, product
 __all__ = ["Pieces", "decode_forward"]
 
 
+# (sum of weights times values, greatest logit, sum of weights), the weights not yet divided by their sum
+_Sums = tuple[jax.Array, jax.Array, jax.Array]
+
+
 @dataclass(frozen=True)
 class Pieces:
     """The keys of one piece. Their number is small and fixed by the caller: each is its own part of the program."""
@@ -81,7 +85,7 @@ def decode_forward(
     carry = _start((batch, heads, q_len), width, sinks, softmax_dtype, varying((query, key, value, sinks)))
     for index, (first, last) in enumerate(pieces_of):
 
-        def visit(carry: tuple[jax.Array, ...], first: int = first, last: int = last) -> tuple[jax.Array, ...]:
+        def visit(carry: _Sums, first: int = first, last: int = last) -> _Sums:
             acc, peak, total = carry
             time = layout.index("t")
             x = logits_of(lax.slice_in_dim(key, first, last, axis=time).astype(compute))
@@ -127,7 +131,7 @@ def _known_range(kinds: np.ndarray, block_kv: int, kv_len: int) -> list[tuple[in
 
 def _start(
     shape: tuple[int, int, int], width: int, sinks: jax.Array | None, dtype: np.dtype, axes: frozenset[str]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> _Sums:
     """(sum of values, peak, total) before the first key. A sink is a key without a value."""
     batch, heads, q_len = shape
     peak = jnp.full(shape, -jnp.inf, dtype)
