@@ -1,8 +1,9 @@
 """The forward pass of a few queries against many keys: K and V are read once, where they lie.
 
 With K seen as [batch, kv, kv heads * dim], one product with a block-diagonal query gives the logits of all heads, so no
-head is copied out of K or V. The keys are worked on in a few pieces, each skipped while the program runs if no row sees
-any of it: a cache that is mostly empty costs what its filled part costs.
+head is copied out of K or V. Where each kv head has one row alone, a CPU is faster without products (xla_seam). The keys
+are worked on in a few pieces, each skipped while the program runs if no row sees any of it: a cache that is mostly empty
+costs what its filled part costs.
 """
 
 from __future__ import annotations
@@ -16,10 +17,24 @@ from jax import lax
 
 from ..local_mask import Dropout, LocalMask
 from .varying import vary, varying
-from .xla_seam import LN2, LOG2E, compute_dtype, exp2, few_rows_product, product
+from .xla_seam import (
+    LN2,
+    LOG2E,
+    compute_dtype,
+    exp2,
+    few_rows_product,
+    has_fast_lone_row,
+    lone_row_product,
+    lone_row_sum,
+    product,
+)
 
 __all__ = ["Pieces", "decode_forward"]
 
+
+# Keys of all heads up to which lone rows are taken as one piece. Their 64 bytes each add up: from 32 MiB on, the C library
+# asks the system for the memory anew at every call, and that takes longer than the attention.
+_LONE_ROW_CELLS = 1 << 17
 
 # (sum of weights times values, greatest logit, sum of weights), the weights not yet divided by their sum
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
@@ -55,13 +70,18 @@ def decode_forward(
     compute = compute_dtype(query.dtype, np.dtype(softmax_dtype), platform)
     by_head = query if at == 1 else query.swapaxes(1, 2)  # [batch, heads, q, dim]
     rows = by_head.astype(compute).reshape(batch, kv_heads, group * q_len, query.shape[-1])
-    flat = layout == "bthd"
+    time = layout.index("t")
+    lone = has_fast_lone_row(rows, value, platform)
+    flat = layout == "bthd" and not lone
     if flat:
         own = np.eye(kv_heads, dtype=bool)[None, :, None, :, None]
         across = jnp.where(own, rows[:, :, :, None, :], 0).reshape(batch, kv_heads * group * q_len, -1)
 
     def logits_of(keys: jax.Array) -> jax.Array:
         """[batch, heads, q, keys of the piece]."""
+        if lone:
+            x = lone_row_product(jnp.expand_dims(rows[:, :, 0], time), keys, softmax_dtype)
+            return (x if at == 1 else x.swapaxes(1, 2))[:, :, None]
         if flat:
             return few_rows_product(across, keys.reshape(*keys.shape[:2], -1), softmax_dtype, platform).reshape(
                 batch, heads, q_len, -1
@@ -70,6 +90,9 @@ def decode_forward(
 
     def values_of(p: jax.Array, values: jax.Array) -> jax.Array:
         """Weights [batch, heads, q, keys] times values: [batch, kv heads * group * q, (kv heads *) dim]."""
+        if lone:
+            weights = p[:, :, 0] if at == 1 else p[:, :, 0].swapaxes(1, 2)
+            return lone_row_sum(weights, values, time, softmax_dtype)
         if flat:
             p = p.reshape(batch, heads * q_len, -1)
             return product("bns,bsx->bnx", p, values.reshape(*values.shape[:2], -1), softmax_dtype)
@@ -77,17 +100,19 @@ def decode_forward(
         return product("bhns,bhsx->bhnx", p, values, softmax_dtype).reshape(batch, heads * q_len, -1)
 
     kinds = mask.kinds(q_len, pieces.block_kv)
-    if isinstance(kinds, np.ndarray):
+    known = isinstance(kinds, np.ndarray) and (not lone or batch * kv_heads * kv_len <= _LONE_ROW_CELLS)
+    if known:
         pieces_of = _known_range(kinds, pieces.block_kv, kv_len)
     else:
         pieces_of = [(i * pieces.block_kv, min((i + 1) * pieces.block_kv, kv_len)) for i in range(kinds.shape[-1])]
+        # Known or not, the program is not to know it: conditionals run one after the other, and share their memory.
+        live = lax.optimization_barrier(jnp.asarray(kinds > 0).any(axis=(0, 1)))
     width = value.shape[-1] * (kv_heads if flat else 1)
     carry = _start((batch, heads, q_len), width, sinks, softmax_dtype, varying((query, key, value, sinks)))
     for index, (first, last) in enumerate(pieces_of):
 
         def visit(carry: _Sums, first: int = first, last: int = last) -> _Sums:
             acc, peak, total = carry
-            time = layout.index("t")
             x = logits_of(lax.slice_in_dim(key, first, last, axis=time).astype(compute))
             x = x * scale if soft_cap is None else soft_cap * jnp.tanh(x * (scale / soft_cap))
             x = x * LOG2E
@@ -108,10 +133,7 @@ def decode_forward(
             acc = acc * shrink.reshape(batch, -1, 1) + values_of(p.astype(compute), values)
             return acc, new_peak, total
 
-        if isinstance(kinds, np.ndarray):
-            carry = visit(carry)
-        else:
-            carry = lax.cond((kinds[:, 0, index] > 0).any(), visit, lambda c: c, carry)
+        carry = visit(carry) if known else lax.cond(live[index], visit, lambda c: c, carry)
     acc, peak, total = carry
     dead = total == 0
     safe = jnp.where(dead, 1, total)

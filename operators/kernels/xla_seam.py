@@ -13,10 +13,23 @@ import numpy as np
 from jax import lax
 from numpy.polynomial import chebyshev
 
-__all__ = ["LN2", "LOG2E", "as_bits", "compute_dtype", "exp2", "few_rows_product", "from_bits", "product"]
+__all__ = [
+    "LN2",
+    "LOG2E",
+    "as_bits",
+    "compute_dtype",
+    "exp2",
+    "few_rows_product",
+    "from_bits",
+    "has_fast_lone_row",
+    "lone_row_product",
+    "lone_row_sum",
+    "product",
+]
 
 LOG2E = 1.0 / math.log(2.0)
 LN2 = math.log(2.0)
+_LANES = 16  # float32 numbers in an AVX-512 register
 
 
 def compute_dtype(dtype: np.dtype, softmax_dtype: np.dtype, platform: str) -> np.dtype:
@@ -46,6 +59,42 @@ def few_rows_product(rows: jax.Array, keys: jax.Array, dtype: np.dtype, platform
     if platform == "cpu" and rows.dtype == jnp.float32:
         return product("...sx,...nx->...sn", keys, rows, dtype).swapaxes(-1, -2)
     return product("...nx,...sx->...ns", rows, keys, dtype)
+
+
+def has_fast_lone_row(rows: jax.Array, values: jax.Array, platform: str) -> bool:
+    """True where `lone_row_product` and `lone_row_sum` are the faster way, for rows [batch, kv heads, n, dim].
+
+    A block-diagonal product multiplies every key by every head's row. One row a head, 32768 keys, 8 heads of 64: 9.2 ms in
+    products, 5.7 in these; in bfloat16 7.2 and 4.6.
+    """
+    widths = rows.shape[-1], values.shape[-1]
+    return platform == "cpu" and rows.shape[-2] == 1 and all(n % _LANES == 0 for n in widths)
+
+
+def lone_row_product(row: jax.Array, keys: jax.Array, dtype: np.dtype) -> jax.Array:
+    """row [..., x], broadcast over keys [..., x]: their products summed over x.
+
+    As a sum over x XLA:CPU adds one number after the other, at 10 GB/s; as slices that are added it fills the vector
+    registers, at 30. The barrier keeps the rest of the sum from being computed anew for every lane.
+    """
+    terms = keys.astype(dtype) * row.astype(dtype)
+    lanes = sum((terms[..., i : i + _LANES] for i in range(_LANES, terms.shape[-1], _LANES)), terms[..., :_LANES])
+    return lax.optimization_barrier(lanes) @ jnp.ones(_LANES, dtype)
+
+
+def lone_row_sum(weights: jax.Array, values: jax.Array, axis: int, dtype: np.dtype) -> jax.Array:
+    """weights [...] times values [..., x], summed over an axis of the weights.
+
+    An eighth of the rows onto another: 26 to 34 GB/s, where the sum over an axis of many rows has 10.
+    """
+    terms = values.astype(dtype) * lax.optimization_barrier(weights)[..., None].astype(dtype)
+    rest = []
+    for _ in range(2):  # a third time would be no faster, and XLA then takes the slices of the first apart
+        if (eighth := terms.shape[axis] // 8) >= 64:
+            parts = [lax.slice_in_dim(terms, i * eighth, (i + 1) * eighth, axis=axis) for i in range(8)]
+            rest.append(lax.slice_in_dim(terms, 8 * eighth, None, axis=axis).sum(axis))
+            terms = lax.optimization_barrier(sum(parts[1:], parts[0]))
+    return sum(rest, terms.sum(axis))
 
 
 def as_bits(x: jax.Array, platform: str) -> jax.Array:

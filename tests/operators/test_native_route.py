@@ -82,9 +82,11 @@ def test_metadata_block_sizes_reach_the_route() -> None:
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-def _program(q_len: int, kv_len: int, *, gradient: bool = False, mask=None, segments: bool = False, dtype="float32"):
+def _program(
+    q_len: int, kv_len: int, *, kv_heads=2, gradient: bool = False, mask=None, segments: bool = False, dtype="float32"
+):
     attend = OperationRegistry.create("vanilla", OperationMetadata(runtime_dtype=dtype))
-    shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in _shapes(q_len, kv_len, kv_heads=2)]
+    shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in _shapes(q_len, kv_len, kv_heads=kv_heads)]
     ids = jax.ShapeDtypeStruct((1, q_len), jnp.int32)
 
     def forward(q, k, v, ids):
@@ -113,6 +115,7 @@ PROGRAMS = {
     "packed": ({"q_len": 4096, "kv_len": 4096, "mask": Causal(), "segments": True}, 4, 10),
     "causal_gradient": ({"q_len": 2048, "kv_len": 2048, "mask": Causal(), "gradient": True}, 14, 24),
     "decode": ({"q_len": 1, "kv_len": 32768}, 2, 4),
+    "decode_one_row_a_head": ({"q_len": 1, "kv_len": 32768, "kv_heads": 8}, 8, 4),
 }
 
 
@@ -206,6 +209,30 @@ def test_error_is_at_most_twice_that_of_the_plain_formulation(path: str) -> None
         return float(np.sqrt(np.mean((np.asarray(out, np.float64) - want) ** 2)))
 
     assert error(path) <= 2 * error("plain")
+
+
+@pytest.mark.parametrize("layout", ["bthd", "bhtd"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 6e-3)])
+@pytest.mark.parametrize("kv_len", [5003, 40000])
+def test_decode_with_one_row_a_head(layout: str, dtype: str, tolerance: float, kv_len: int) -> None:
+    """Lengths that no slice divides, a cache filled in part, one piece and several."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, n, 3, 32)), dtype) for n in (1, kv_len, kv_len))
+    lengths = np.array([kv_len, kv_len // 3], np.int32)
+    attend = OperationRegistry.create("vanilla", OperationMetadata(runtime_dtype=dtype))
+    turned = (q, k, v) if layout == "bthd" else [x.swapaxes(1, 2) for x in (q, k, v)]
+    for given in (None, jnp.asarray(lengths)):
+        plan = attend.plan(*turned, mask=Full(), layout=layout, kv_lengths=given)
+        assert plan.route is not None
+        assert plan.route.name == "decode"
+        out = attend(*turned, mask=Full(), layout=layout, kv_lengths=given).attention_outputs
+        want = reference_attention(
+            *(np.asarray(x, np.float64) for x in (q, k, v)),
+            scale=32**-0.5,
+            mask=None if given is None else (np.arange(kv_len) < lengths[:, None])[:, None, None],
+        ).output
+        got = np.asarray(out if layout == "bthd" else out.swapaxes(1, 2), np.float64)
+        np.testing.assert_allclose(got, want, atol=tolerance)
 
 
 # -- numbers from outside ----------------------------------------------------------------------------------------------
