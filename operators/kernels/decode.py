@@ -100,8 +100,9 @@ def decode_forward(
         return product("bhns,bhsx->bhnx", p, values, softmax_dtype).reshape(batch, heads * q_len, -1)
 
     kinds = mask.kinds(q_len, pieces.block_kv)
-    known = isinstance(kinds, np.ndarray) and (not lone or batch * kv_heads * kv_len <= _LONE_ROW_CELLS)
-    if known:
+    at_once = not lone or batch * kv_heads * kv_len <= _LONE_ROW_CELLS
+    live = None
+    if isinstance(kinds, np.ndarray) and at_once:
         pieces_of = _known_range(kinds, pieces.block_kv, kv_len)
     else:
         pieces_of = [(i * pieces.block_kv, min((i + 1) * pieces.block_kv, kv_len)) for i in range(kinds.shape[-1])]
@@ -133,7 +134,7 @@ def decode_forward(
             acc = acc * shrink.reshape(batch, -1, 1) + values_of(p.astype(compute), values)
             return acc, new_peak, total
 
-        carry = visit(carry) if known else lax.cond(live[index], visit, lambda c: c, carry)
+        carry = visit(carry) if live is None else lax.cond(live[index], visit, lambda c: c, carry)
     acc, peak, total = carry
     dead = total == 0
     safe = jnp.where(dead, 1, total)
