@@ -1,11 +1,13 @@
 """The native path against its rivals: time as a ratio, temporary memory, share of the machine's matrix-product rate.
 
-    python benchmarks/native.py [--minutes N] [--python tokamax=/path/to/python] [--json FILE] [--plot FILE]
+    python benchmarks/native.py [--minutes N] [--python tokamax=/path/to/python] [--json FILE [--resume]] [--plot FILE]
 
 Every cell is one shape, mask, dtype and pass. In a cell each rival runs in turn, one call each, and the median counts.
 Rivals that aren't installed are left out and said so; `--python NAME=PATH` gives one an environment of its own. The
 cells that the goals name come first, the others in a fixed shuffled order, so that a run cut short by --minutes is a fair
-sample; cells not reached are listed. Run it on an idle machine.
+sample; cells not reached are listed, and --resume goes on with them. A rival that takes several times as long as attnops
+is stopped, except in the cells that the goals name: its time is then at least that, shown as <ratio. Run it on an idle
+machine.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import math
 import os
 import platform
 import random
+import select
 import statistics
 import subprocess
 import sys
@@ -31,22 +34,37 @@ HEADS = 8
 CELL_SECONDS = 4.0
 MOST_ROUNDS = 9
 MOST_BYTES = 10 << 30
+SETUP_SECONDS = 120.0
+# A rival's call is stopped after this many times ours, and not before so many seconds; where a goal names the cell, after
+# the last one.
+STOP_RATIO, STOP_SECONDS, GOAL_SECONDS = 2.5, 2.0, 90.0
 
 
 class Worker:
-    """One environment's process."""
+    """One implementation's process: the threads of one library must not wait in the way of another's."""
 
     def __init__(self, python: str) -> None:
-        command = [python, str(HERE / "native_worker.py")]
+        self.python = python
+        self.start()
+
+    def start(self) -> None:
+        command = [self.python, str(HERE / "native_worker.py")]
         quiet = subprocess.DEVNULL
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet, text=True)
 
-    def ask(self, **request: Any) -> dict[str, Any]:
+    def ask(self, limit: float = SETUP_SECONDS, **request: Any) -> dict[str, Any]:
+        """The answer; after `limit` seconds the process is replaced by a fresh one, and the answer is {"stopped": limit}."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps(request), file=self.process.stdin, flush=True)
-        answer = self.process.stdout.readline()
-        return json.loads(answer) if answer else {"error": "the process died"}
+        ready, _, _ = select.select([self.process.stdout], [], [], limit)
+        answer = self.process.stdout.readline() if ready else ""
+        if answer:
+            return json.loads(answer)
+        self.process.kill()
+        self.process.wait()
+        self.start()
+        return {"error": "the process died"} if ready else {"stopped": limit}
 
 
 def cells() -> list[dict[str, Any]]:
@@ -94,22 +112,37 @@ def _too_large(rival: str, cell: dict[str, Any]) -> str | None:
 def measure(cell: dict[str, Any], workers: dict[str, Worker]) -> dict[str, Any]:
     """Run one cell: for each rival median seconds, temp bytes, or why there is none."""
     results: dict[str, dict[str, Any]] = {}
-    for rival, worker in workers.items():
+    samples: dict[str, list[float]] = {}
+    limit = math.inf
+    for rival, worker in workers.items():  # attnops is the first
         reason = _too_large(rival, cell)
-        results[rival] = {"error": reason} if reason else worker.ask(do="setup", rival=rival, cell=cell)
-    running = [rival for rival, result in results.items() if "error" not in result]
+        answer = {"error": reason} if reason else worker.ask(do="setup", rival=rival, cell=cell)
+        if "stopped" in answer:
+            answer = {"error": f"not compiled in {SETUP_SECONDS:.0f} s"}
+        if "error" not in answer:
+            first = worker.ask(limit if rival != "attnops" else SETUP_SECONDS, do="first", rival=rival)
+            if rival == "attnops" and "seconds" in first:
+                slow = max(STOP_SECONDS, STOP_RATIO * first["seconds"])
+                limit = GOAL_SECONDS if _named_by_a_goal(cell) else slow
+            samples[rival] = first.pop("sample", [])
+            answer |= first
+        results[rival] = answer
+    running = [rival for rival, result in results.items() if "seconds" in result]
     times: dict[str, list[float]] = {rival: [] for rival in running}
+    # The first call counts where there is no time for others: it's seconds long then.
+    most = 1 if sum(results[rival]["seconds"] for rival in running) > CELL_SECONDS else MOST_ROUNDS
     started, rounds = time.monotonic(), 0
-    while rounds < MOST_ROUNDS and (rounds < 1 or (time.monotonic() - started) * (rounds + 1) / rounds < CELL_SECONDS):
+    while rounds < most and (rounds < 1 or (time.monotonic() - started) * (rounds + 1) / rounds < CELL_SECONDS):
         for rival in running:
-            answer = workers[rival].ask(do="time", rival=rival)
-            times[rival].append(answer.get("seconds", math.nan))
+            if most == 1 and rival not in ("attnops", "torch"):
+                times[rival].append(results[rival]["seconds"])
+            else:
+                times[rival].append(workers[rival].ask(do="time", rival=rival).get("seconds", math.nan))
         rounds += 1
-    ours = results["attnops"].get("sample")
     for rival in running:
         results[rival]["seconds"] = statistics.median(times[rival])
-        results[rival]["agrees"] = _agree(ours, results[rival].pop("sample"), cell["dtype"])
-    for worker in {id(w): w for w in workers.values()}.values():
+        results[rival]["agrees"] = _agree(samples.get("attnops"), samples[rival], cell["dtype"])
+    for worker in workers.values():
         worker.ask(do="clear")
     return {"cell": cell, "rounds": rounds, "results": results}
 
@@ -126,7 +159,20 @@ def flops(cell: dict[str, Any]) -> float:
     return 4.0 * HEADS * cell["q_len"] * cell["kv_len"] * cell["dim"]
 
 
-def table(rows: list[dict[str, Any]], peak: dict[str, float]) -> str:
+def ratio(row: dict[str, Any], rival: str) -> float | None:
+    """Our time over a rival's, an upper bound of it where the rival was stopped, None where one of them has no time."""
+    ours, theirs = row["results"]["attnops"], row["results"].get(rival, {})
+    seconds = theirs.get("seconds", theirs.get("stopped"))
+    return ours["seconds"] / seconds if seconds and "seconds" in ours else None
+
+
+def share(row: dict[str, Any]) -> float:
+    """A full forward pass's rate over that of a large matrix product in the same run."""
+    cell = row["cell"]
+    return flops(cell) / row["results"]["attnops"]["seconds"] / (row["product GFLOP/s"][cell["dtype"]] * 1e9)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
     """One line a cell: our time, each rival's ratio (ours / theirs), temp memory, share of the product rate."""
     head = f"{'cell':<44}{'ms':>9}" + "".join(f"{r:>10}" for r in RIVALS) + f"{'MiB':>8}{'jax MiB':>9}{'peak':>6}"
     lines = [head]
@@ -140,38 +186,35 @@ def table(rows: list[dict[str, Any]], peak: dict[str, float]) -> str:
             continue
         line = f"{describe(cell):<44}{ours['seconds'] * 1e3:9.2f}"
         for rival in RIVALS:
-            theirs = results.get(rival, {})
-            text = f"{ours['seconds'] / theirs['seconds']:.2f}" if "seconds" in theirs else "-"
+            theirs, found = results.get(rival, {}), ratio(row, rival)
+            text = "-" if found is None else f"{'<' if 'stopped' in theirs else ''}{found:.2f}"
             line += f"{text + ('' if theirs.get('agrees', True) else '!'):>10}"
         whole = results.get("jax.nn", {}).get("temp")
         line += f"{ours['temp'] / 2**20:8.1f}" + (f"{whole / 2**20:9.0f}" if whole else f"{'-':>9}")
         if cell["mask"] == "full" and not cell["backward"]:
-            line += f"{flops(cell) / ours['seconds'] / peak[cell['dtype']]:6.0%}"
+            line += f"{share(row):6.0%}"
         lines.append(line)
-    lines.append("ratios are attnops / rival: below 1 attnops is faster; ! = the rival's numbers differ from ours")
+    lines.append(
+        "ratios are attnops / rival: below 1 attnops is faster; < = the rival was stopped; ! = its numbers differ from ours"
+    )
     return "\n".join(lines)
 
 
-def summary(rows: list[dict[str, Any]], peak: dict[str, float]) -> dict[str, Any]:
-    """The goals: how many cells are won against each rival, geometric means, the named ratios, memory, product rate."""
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The goals: how many cells are won against each rival, geometric means, memory, product rate."""
     found: dict[str, Any] = {}
     for rival in RIVALS:
-        ratios = [
-            r["results"]["attnops"]["seconds"] / r["results"][rival]["seconds"]
-            for r in rows
-            if "seconds" in r["results"].get(rival, {}) and "seconds" in r["results"]["attnops"]
-        ]
+        ratios = [x for row in rows if (x := ratio(row, rival)) is not None]
         if ratios:
             found[rival] = {
                 "cells": len(ratios),
                 "faster in": sum(x < 1 for x in ratios),
                 "geometric mean": round(math.exp(statistics.fmean(map(math.log, ratios))), 3),
                 "worst": round(max(ratios), 2),
+                "stopped in": sum("stopped" in row["results"].get(rival, {}) for row in rows),
             }
     shares = [
-        flops(r["cell"]) / r["results"]["attnops"]["seconds"] / peak[r["cell"]["dtype"]]
-        for r in rows
-        if r["cell"]["mask"] == "full" and not r["cell"]["backward"] and r["cell"]["dim"] == 128
+        share(r) for r in rows if r["cell"]["mask"] == "full" and not r["cell"]["backward"] and r["cell"]["dim"] == 128
     ]
     if shares:
         found["share of the product rate, full forward, D 128"] = [round(min(shares), 2), round(max(shares), 2)]
@@ -193,19 +236,16 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     masks = {"full": "#4c72b0", "causal": "#dd8452", "window": "#55a868", "packed": "#c44e52", "decode": "#8172b3"}
-    rivals = [r for r in RIVALS if any("seconds" in row["results"].get(r, {}) for row in rows)]
+    rivals = [rival for rival in RIVALS if any(ratio(row, rival) is not None for row in rows)]
     figure, axes = plt.subplots(1, len(rivals), figsize=(2.3 * len(rivals), 3.4), sharey=True, squeeze=False)
     for axis, rival in zip(axes[0], rivals, strict=True):
         for (mask, color), backward in itertools.product(masks.items(), (False, True)):
             some = [
-                (
-                    r["cell"]["kv_len"] * (1.12 if backward else 0.9),
-                    r["results"]["attnops"]["seconds"] / r["results"][rival]["seconds"],
-                )
+                (r["cell"]["kv_len"] * (1.12 if backward else 0.9), x)
                 for r in rows
                 if r["cell"]["mask"] == mask
                 and r["cell"]["backward"] == backward
-                and "seconds" in r["results"].get(rival, {})
+                and (x := ratio(r, rival)) is not None
             ]
             if some:
                 axis.scatter(
@@ -249,22 +289,25 @@ def main() -> None:
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="a rival's own interpreter")
     parser.add_argument("--only", default="", help="cells whose description contains this")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the cells that the JSON file has, measure the others"
+    )
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     own = dict(pair.split("=", 1) for pair in options.python)
+    if options.resume and not (options.json and options.json.exists()):
+        parser.error("--resume wants --json FILE with an earlier run's results")
     if unknown := sorted(set(own) - set(RIVALS)):
         parser.error(f"--python names {unknown}; the rivals are {', '.join(RIVALS)}")
 
     started = time.monotonic()
-    pythons = {rival: own.get(rival, sys.executable) for rival in ("attnops", *RIVALS)}
-    # torch has a process of its own: its threads and XLA's would wait on the same cores.
-    processes = {key: Worker(key[0]) for key in {(python, rival == "torch") for rival, python in pythons.items()}}
-    workers = {rival: processes[python, rival == "torch"] for rival, python in pythons.items()}
+    workers = {rival: Worker(own.get(rival, sys.executable)) for rival in ("attnops", *RIVALS)}
     tiny = _cell("causal", 128, 128, 8, 64, "float32", False)
     missing = {r: a["error"] for r, w in workers.items() if "error" in (a := w.ask(do="setup", rival=r, cell=tiny))}
     for rival, why in missing.items():
         print(f"left out: {rival} ({why})")
-    workers = {rival: worker for rival, worker in workers.items() if rival not in missing}
+    for rival in missing:
+        workers.pop(rival).process.kill()
     if "attnops" not in workers:
         sys.exit("attnops can't be imported by this Python")
 
@@ -272,34 +315,38 @@ def main() -> None:
     peak, versions = {}, {}
     for dtype in ("float32", "bfloat16"):
         answers = [workers["attnops"].ask(do="gemm", rival="attnops", dtype=dtype, size=size) for _ in range(5)]
-        peak[dtype] = 2 * size**3 / statistics.median(a.pop("seconds") for a in answers)
-        versions |= answers[0]
-    about = {
-        "machine": machine(),
-        "versions": versions,
-        "product GFLOP/s": {d: round(p / 1e9) for d, p in peak.items()},
-    }
-    print(json.dumps(about))
+        peak[dtype] = round(2 * size**3 / statistics.median(a["seconds"] for a in answers) / 1e9)
+    for worker in workers.values():
+        versions = worker.ask(do="versions") | versions
+    about = {"machine": machine(), "versions": versions, "left out": missing}
+    print(json.dumps({**about, "product GFLOP/s": peak}))
 
-    rows, left = [], []
-    for cell in [c for c in cells() if options.only in describe(c)]:
-        if time.monotonic() - started > options.minutes * 60:
-            left.append(describe(cell))
-            continue
-        rows.append(measure(cell, workers))
+    rows: list[dict[str, Any]] = []
+    if options.resume:
+        before = json.loads(options.json.read_text())
+        if differ := [key for key in about if before[key] != about[key]]:
+            sys.exit(f"{options.json} was measured with another {' and '.join(differ)}: start anew, without --resume")
+        rows = before["rows"]
+    done = [row["cell"] for row in rows]
+    left = [cell for cell in cells() if cell not in done]
+    todo = [cell for cell in left if options.only in describe(cell)]
+
+    def write() -> None:
         if options.json:
-            options.json.write_text(
-                json.dumps({**about, "left out": missing, "rows": rows, "not reached": left}, indent=1)
-            )
+            whole = {**about, "summary": summary(rows), "rows": rows, "not reached": [describe(cell) for cell in left]}
+            options.json.write_text(json.dumps(whole, indent=1))
+
+    for cell in todo:
+        if time.monotonic() - started > options.minutes * 60:
+            break
+        rows.append({**measure(cell, workers), "product GFLOP/s": peak})
+        left.remove(cell)
+        write()
         print(f"[{time.monotonic() - started:6.0f} s] {describe(cell)}", file=sys.stderr, flush=True)
-    print(table(rows, peak))
-    found = summary(rows, peak)
-    print(json.dumps(found, indent=1))
+    print(table(rows))
+    print(json.dumps(summary(rows), indent=1))
     if left:
-        print(f"{len(left)} cells not reached in {options.minutes:g} minutes")
-    if options.json:
-        whole = {**about, "left out": missing, "summary": found, "rows": rows, "not reached": left}
-        options.json.write_text(json.dumps(whole, indent=1))
+        print(f"{len(left)} of the {len(cells())} cells are not measured")
     if options.plot:
         plot(rows, options.plot)
 

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 SEGMENTS = 8
 WINDOW = 1024
+PACKAGES = ("jax", "flax", "ejkernel", "tokamax", "torch")
 
 
 def tensors(cell: dict[str, Any]) -> list[np.ndarray]:
@@ -154,10 +156,11 @@ class Jax:
 
         function = both if cell["backward"] else attend
         program = jax.jit(function).lower(q, k, v).compile()
-        self.run = lambda: jax.block_until_ready(program(q, k, v))
-        first = jax.tree.leaves(self.run())
-        temp = program.memory_analysis().temp_size_in_bytes
-        return {"temp": temp, "sample": [float(np.asarray(x, np.float32)[0, -1, -1, 0]) for x in first]}
+        self.run = lambda: jax.tree.leaves(jax.block_until_ready(program(q, k, v)))
+        return {"temp": program.memory_analysis().temp_size_in_bytes}
+
+    def sample(self, outputs: list[Any]) -> list[float]:
+        return [float(np.asarray(x, np.float32)[0, -1, -1, 0]) for x in outputs]
 
     def gemm(self, dtype: str, size: int) -> Callable[[], Any]:
         import jax
@@ -166,11 +169,6 @@ class Jax:
         x = jnp.ones((size, size), dtype)
         product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
         return lambda: product(x, x).block_until_ready()
-
-    def version(self) -> dict[str, str]:
-        import jax
-
-        return {"jax": jax.__version__}
 
 
 class Torch:
@@ -201,18 +199,16 @@ class Torch:
             return [output.detach(), q.grad, k.grad, v.grad]
 
         self.run = both if cell["backward"] else forward
-        return {"temp": None, "sample": [float(x.transpose(1, 2)[0, -1, -1, 0]) for x in self.run()]}
+        return {"temp": None}
+
+    def sample(self, outputs: list[Any]) -> list[float]:
+        return [float(x.transpose(1, 2)[0, -1, -1, 0]) for x in outputs]
 
     def gemm(self, dtype: str, size: int) -> Callable[[], Any]:
         import torch
 
         x = torch.ones((size, size), dtype=getattr(torch, dtype))
         return lambda: x @ x
-
-    def version(self) -> dict[str, str]:
-        import torch
-
-        return {"torch": torch.__version__}
 
 
 def _timed(run: Callable[[], Any]) -> float:
@@ -240,6 +236,10 @@ def main() -> None:
             if asked["do"] == "setup":
                 workers[name] = Torch() if name == "torch" else Jax()
                 answer = workers[name].setup(name, asked["cell"])
+            elif asked["do"] == "first":
+                start = time.perf_counter()
+                outputs = workers[name].run()
+                answer = {"seconds": time.perf_counter() - start, "sample": workers[name].sample(outputs)}
             elif asked["do"] == "time":
                 answer = {"seconds": _timed(workers[name].run)}
             elif asked["do"] == "gemm":
@@ -249,7 +249,9 @@ def main() -> None:
                 start = time.perf_counter()
                 for _ in range(5):
                     run()
-                answer = {"seconds": (time.perf_counter() - start) / 5, **worker.version()}
+                answer = {"seconds": (time.perf_counter() - start) / 5}
+            elif asked["do"] == "versions":
+                answer = {name: metadata.version(name) for name in PACKAGES if name in sys.modules}
             else:
                 workers.clear()
                 answer = {}
