@@ -37,7 +37,8 @@ MOST_BYTES = 10 << 30
 SETUP_SECONDS = 120.0
 # A rival's call is stopped after this many times ours, and not before so many seconds; where a goal names the cell, after
 # the last one.
-STOP_RATIO, STOP_SECONDS, GOAL_SECONDS = 2.5, 2.0, 90.0
+STOP_RATIO, STOP_SECONDS, GOAL_SECONDS = 1.5, 1.0, 90.0
+LONG_SECONDS = 1.5
 
 
 class Worker:
@@ -54,9 +55,15 @@ class Worker:
 
     def ask(self, limit: float = SETUP_SECONDS, **request: Any) -> dict[str, Any]:
         """The answer; after `limit` seconds the process is replaced by a fresh one, and the answer is {"stopped": limit}."""
+        self.send(**request)
+        return self.receive(limit)
+
+    def send(self, **request: Any) -> None:
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         print(json.dumps(request), file=self.process.stdin, flush=True)
+
+    def receive(self, limit: float = SETUP_SECONDS) -> dict[str, Any]:
+        assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], limit)
         answer = self.process.stdout.readline() if ready else ""
         if answer:
@@ -114,9 +121,13 @@ def measure(cell: dict[str, Any], workers: dict[str, Worker]) -> dict[str, Any]:
     results: dict[str, dict[str, Any]] = {}
     samples: dict[str, list[float]] = {}
     limit = math.inf
+    too_large = {rival: reason for rival in workers if (reason := _too_large(rival, cell))}
+    for rival, worker in workers.items():  # compiling side by side
+        if rival not in too_large:
+            worker.send(do="setup", rival=rival, cell=cell)
+    answers = {r: {"error": too_large[r]} if r in too_large else w.receive() for r, w in workers.items()}
     for rival, worker in workers.items():  # attnops is the first
-        reason = _too_large(rival, cell)
-        answer = {"error": reason} if reason else worker.ask(do="setup", rival=rival, cell=cell)
+        answer = answers[rival]
         if "stopped" in answer:
             answer = {"error": f"not compiled in {SETUP_SECONDS:.0f} s"}
         if "error" not in answer:
@@ -129,16 +140,19 @@ def measure(cell: dict[str, Any], workers: dict[str, Worker]) -> dict[str, Any]:
         results[rival] = answer
     running = [rival for rival, result in results.items() if "seconds" in result]
     times: dict[str, list[float]] = {rival: [] for rival in running}
-    # The first call counts where there is no time for others: it's seconds long then.
-    most = 1 if sum(results[rival]["seconds"] for rival in running) > CELL_SECONDS else MOST_ROUNDS
-    started, rounds = time.monotonic(), 0
-    while rounds < most and (rounds < 1 or (time.monotonic() - started) * (rounds + 1) / rounds < CELL_SECONDS):
+    if sum(results[rival]["seconds"] for rival in running) > CELL_SECONDS:
+        # No time for several calls: the first counts, where it is so long that its being the first is nothing.
         for rival in running:
-            if most == 1 and rival not in ("attnops", "torch"):
-                times[rival].append(results[rival]["seconds"])
-            else:
+            first = results[rival]["seconds"]
+            long = first > LONG_SECONDS or rival not in ("attnops", "torch")
+            times[rival] = [first if long else workers[rival].ask(do="time", rival=rival).get("seconds", math.nan)]
+        rounds = 1
+    else:
+        started, rounds = time.monotonic(), 0
+        while rounds < MOST_ROUNDS and (time.monotonic() - started) * (rounds + 1) / max(1, rounds) < CELL_SECONDS:
+            for rival in running:
                 times[rival].append(workers[rival].ask(do="time", rival=rival).get("seconds", math.nan))
-        rounds += 1
+            rounds += 1
     for rival in running:
         results[rival]["seconds"] = statistics.median(times[rival])
         results[rival]["agrees"] = _agree(samples.get("attnops"), samples[rival], cell["dtype"])

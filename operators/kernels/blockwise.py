@@ -26,7 +26,7 @@ from ..local_mask import Dropout, LocalMask
 from .decode import Pieces, decode_forward
 from .tiles import Tile, TileSource, visits
 from .varying import alike, vary, varying
-from .xla_seam import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, product
+from .xla_seam import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, held_in_loop, product
 
 __all__ = ["LSE_NAME", "OUTPUT_NAME", "Blocking", "blockwise_attention"]
 
@@ -245,12 +245,13 @@ class _Pass:
 
     def _cut(self, x: jax.Array, batch: Any, head: Any, heads: int, row: Any, rows: int) -> jax.Array:
         """Some heads' rows, as bits: [heads, rows, dim]."""
-        bits, dim = as_bits(x, self.static.platform), x.shape[-1]
+        platform, dim = self.static.platform, x.shape[-1]
+        x = held_in_loop(x, head, row, platform)
         if self.head == 1:
-            return lax.dynamic_slice(bits, (batch, head, row, 0), (1, heads, rows, dim))[0]
+            return as_bits(lax.dynamic_slice(x, (batch, head, row, 0), (1, heads, rows, dim))[0], platform)
         # Of bthd as [batch, time, heads * dim]: XLA:CPU copies these runs 5 to 10 % of a forward pass faster.
-        flat = lax.dynamic_slice(bits.reshape(*x.shape[:2], -1), (batch, row, head * dim), (1, rows, heads * dim))
-        return flat.reshape(rows, heads, dim).transpose(1, 0, 2)
+        flat = lax.dynamic_slice(x.reshape(*x.shape[:2], -1), (batch, row, head * dim), (1, rows, heads * dim))
+        return as_bits(flat, platform).reshape(rows, heads, dim).transpose(1, 0, 2)
 
     def keys(self, x: jax.Array, kv_block: Any) -> jax.Array:
         """The keys (or values) of a tile, from what `take` gave: [kv heads, block_kv, dim]."""
@@ -272,7 +273,8 @@ class _Pass:
     def put_queries(self, whole: jax.Array, rows: jax.Array, batch: Any, group: Any, q_block: Any) -> jax.Array:
         """Write the rows of a tile into an array in the layout."""
         part = rows.reshape(self.tile_heads, self.blocking.block_q, rows.shape[-1])
-        part = (part if self.head == 1 else part.transpose(1, 0, 2))[None].astype(whole.dtype)
+        part = (part if self.head == 1 else part.transpose(1, 0, 2))[None]
+        part = as_bits(part.astype(self.operands.query.dtype), self.static.platform)
         starts = [batch, 0, 0, 0]
         starts[self.time], starts[self.head] = q_block * self.blocking.block_q, group * self.tile_heads
         return lax.dynamic_update_slice(whole, part, starts)
@@ -399,10 +401,11 @@ def _forward(static: _Static, operands: _Operands, traced: _Traced) -> tuple[jax
         return work.each_q_block(of_q_block, outputs)
 
     shape = (*query.shape[:-1], work.value_dim)
-    output = work.full(shape, 0, operands.query.dtype)
+    output = as_bits(work.full(shape, 0, operands.query.dtype), static.platform)
     lse = work.full((work.batch, work.heads, work.q_padded), 0, work.dtype)
     output, lse = work.each_group(of_group, (output, lse))
-    return lax.slice_in_dim(output, 0, static.q_len, axis=work.time), lse[..., : static.q_len]
+    output = from_bits(lax.slice_in_dim(output, 0, static.q_len, axis=work.time), operands.query.dtype)
+    return output, lse[..., : static.q_len]
 
 
 def _first_row_sums(work: _Pass, batch: Any, group: Any) -> tuple[jax.Array, jax.Array]:
@@ -495,9 +498,8 @@ def _backward(
     def put_keys(whole: jax.Array, blocks_across: jax.Array, batch: Any, group: Any) -> jax.Array:
         """Write [kv blocks, kv heads, dim, block_kv] into an array in the layout."""
         dim = whole.shape[-1]
-        part = blocks_across.astype(whole.dtype)
         order = (1, 0, 3, 2) if head == 1 else (0, 3, 1, 2)
-        part = from_bits(as_bits(part, static.platform).transpose(order), part.dtype)
+        part = as_bits(blocks_across.astype(operands.key.dtype), static.platform).transpose(order)
         part = part.reshape((heads, work.kv_padded, dim) if head == 1 else (work.kv_padded, heads, dim))[None]
         part = lax.slice_in_dim(part, 0, static.kv_len, axis=time)
         starts = [batch, 0, 0, 0]
@@ -506,16 +508,20 @@ def _backward(
 
     d_bias = None if work.bias is None else work.full(work.bias.shape, 0, work.dtype)
     gradients = (
-        *(work.full(x.shape, 0, x.dtype) for x in (query, operands.key, operands.value)),
+        *(as_bits(work.full(x.shape, 0, x.dtype), static.platform) for x in (query, operands.key, operands.value)),
         d_bias,
         None if d_sinks is None else work.full(d_sinks.shape, 0, work.dtype),
     )
     d_query, d_key, d_value, d_bias, d_sinks = work.each_group(of_group, gradients)
+    d_query = lax.slice_in_dim(d_query, 0, static.q_len, axis=time)
+    d_query, d_key, d_value = (
+        from_bits(bits, x.dtype) for bits, x in zip((d_query, d_key, d_value), operands[:3], strict=True)
+    )
     if operands.bias is not None:
         d_bias = d_bias[tuple(slice(n) for n in operands.bias.shape)].astype(operands.bias.dtype)
     if operands.sinks is not None:
         d_sinks = d_sinks.astype(operands.sinks.dtype)
-    return _Operands(lax.slice_in_dim(d_query, 0, static.q_len, axis=time), d_key, d_value, d_bias, d_sinks)
+    return _Operands(d_query, d_key, d_value, d_bias, d_sinks)
 
 
 def _add_block(whole: jax.Array, part: jax.Array, block: Any) -> jax.Array:
