@@ -1,13 +1,14 @@
 """The native path against its rivals: time as a ratio, temporary memory, share of the machine's matrix-product rate.
 
     python benchmarks/native.py [--minutes N] [--python tokamax=/path/to/python] [--json FILE [--resume]] [--plot FILE]
+    python benchmarks/native.py --report --json FILE [--plot FILE]
 
 Every cell is one shape, mask, dtype and pass. In a cell each rival runs in turn, one call each, and the median counts.
 Rivals that aren't installed are left out and said so; `--python NAME=PATH` gives one an environment of its own. The
 cells that the goals name come first, the others in a fixed shuffled order, so that a run cut short by --minutes is a fair
-sample; cells not reached are listed, and --resume goes on with them. A rival that takes several times as long as attnops
-is stopped, except in the cells that the goals name: its time is then at least that, shown as <ratio. Run it on an idle
-machine.
+sample; cells not reached are listed, and --resume goes on with them. --report measures nothing and prints what FILE has.
+A JAX rival that takes three times as long as attnops, and over three seconds, is stopped, except in the cells that the
+goals name: its time is then at least that, shown as <ratio. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ CELL_SECONDS = 4.0
 MOST_ROUNDS = 9
 MOST_BYTES = 10 << 30
 SETUP_SECONDS = 120.0
-# A rival's call is stopped after this many times ours, and not before so many seconds; where a goal names the cell, after
-# the last one.
-STOP_RATIO, STOP_SECONDS, GOAL_SECONDS = 1.5, 1.0, 90.0
+# A JAX rival's call is stopped after this many times ours, and not before so many seconds; where a goal names the cell,
+# and for torch, after the last one.
+STOP_RATIO, STOP_SECONDS, GOAL_SECONDS = 3.0, 3.0, 90.0
 LONG_SECONDS = 1.5
 
 
@@ -97,9 +98,13 @@ def _cell(mask: str, q_len: int, kv_len: int, kv_heads: int, dim: int, dtype: st
 def _named_by_a_goal(cell: dict[str, Any]) -> bool:
     if cell["mask"] == "decode":
         return True
-    forward = not cell["backward"]
-    long = forward and cell["q_len"] == 8192 and cell["mask"] in ("causal", "window") and cell["kv_heads"] == 2
-    return long or (forward and cell["mask"] == "full" and cell["dim"] == 128 and cell["q_len"] == 2048)
+    long = any(_long(cell, mask) for mask in ("causal", "window")) and cell["kv_heads"] == 2
+    return long or (not cell["backward"] and cell["mask"] == "full" and cell["dim"] == 128 and cell["q_len"] == 2048)
+
+
+def _long(cell: dict[str, Any], mask: str) -> bool:
+    """A forward pass at 8192 with a mask."""
+    return not cell["backward"] and cell["q_len"] == 8192 and cell["mask"] == mask
 
 
 def describe(cell: dict[str, Any]) -> str:
@@ -131,7 +136,8 @@ def measure(cell: dict[str, Any], workers: dict[str, Worker]) -> dict[str, Any]:
         if "stopped" in answer:
             answer = {"error": f"not compiled in {SETUP_SECONDS:.0f} s"}
         if "error" not in answer:
-            first = worker.ask(limit if rival != "attnops" else SETUP_SECONDS, do="first", rival=rival)
+            unhurried = rival in ("attnops", "torch")
+            first = worker.ask(SETUP_SECONDS if unhurried else limit, do="first", rival=rival)
             if rival == "attnops" and "seconds" in first:
                 slow = max(STOP_SECONDS, STOP_RATIO * first["seconds"])
                 limit = GOAL_SECONDS if _named_by_a_goal(cell) else slow
@@ -242,6 +248,25 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def means(rows: list[dict[str, Any]]) -> str:
+    """Geometric means of the ratios by pass, mask and length, as a Markdown table; * where a rival was stopped."""
+    lines = [f"| Pass, mask | keys | cells | {' | '.join(RIVALS)} |", "|" + "---|" * (3 + len(RIVALS))]
+    kinds = sorted({(r["cell"]["backward"], r["cell"]["mask"], r["cell"]["kv_len"]) for r in rows})
+    for backward, mask, length in kinds:
+        some = [
+            r
+            for r in rows
+            if (r["cell"]["backward"], r["cell"]["mask"], r["cell"]["kv_len"]) == (backward, mask, length)
+        ]
+        line = f"| {'forward+backward' if backward else 'forward'}, {mask} | {length} | {len(some)} |"
+        for rival in RIVALS:
+            ratios = [x for row in some if (x := ratio(row, rival)) is not None]
+            star = "*" if any("stopped" in row["results"].get(rival, {}) for row in some) else ""
+            line += f" {math.exp(statistics.fmean(map(math.log, ratios))):.2f}{star} |" if ratios else " - |"
+        lines.append(line)
+    return "\n".join(lines)
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Ratios against each rival over the length, a dot a cell, forward and forward+backward."""
     import matplotlib
@@ -297,6 +322,19 @@ def machine() -> dict[str, Any]:
     return {"processor": model, "cores": os.cpu_count(), "python": platform.python_version()}
 
 
+def show(found: dict[str, Any], picture: Path | None) -> None:
+    """Print machine, cells and summary; draw the plot."""
+    rows = found["rows"]
+    print(json.dumps({key: found[key] for key in ("machine", "versions", "left out")}))
+    print(table(rows))
+    print(means(rows))
+    print(json.dumps(summary(rows), indent=1))
+    if found["not reached"]:
+        print(f"{len(found['not reached'])} of the {len(cells())} cells are not measured")
+    if picture:
+        plot(rows, picture)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this long")
@@ -306,8 +344,14 @@ def main() -> None:
     parser.add_argument(
         "--resume", action="store_true", help="keep the cells that the JSON file has, measure the others"
     )
+    parser.add_argument("--report", action="store_true", help="only print the JSON file's results")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
+    if options.report:
+        if not options.json:
+            parser.error("--report wants --json FILE")
+        show(json.loads(options.json.read_text()), options.plot)
+        return
     own = dict(pair.split("=", 1) for pair in options.python)
     if options.resume and not (options.json and options.json.exists()):
         parser.error("--resume wants --json FILE with an earlier run's results")
@@ -333,7 +377,6 @@ def main() -> None:
     for worker in workers.values():
         versions = worker.ask(do="versions") | versions
     about = {"machine": machine(), "versions": versions, "left out": missing}
-    print(json.dumps({**about, "product GFLOP/s": peak}))
 
     rows: list[dict[str, Any]] = []
     if options.resume:
@@ -345,24 +388,18 @@ def main() -> None:
     left = [cell for cell in cells() if cell not in done]
     todo = [cell for cell in left if options.only in describe(cell)]
 
-    def write() -> None:
-        if options.json:
-            whole = {**about, "summary": summary(rows), "rows": rows, "not reached": [describe(cell) for cell in left]}
-            options.json.write_text(json.dumps(whole, indent=1))
+    def whole() -> dict[str, Any]:
+        return {**about, "summary": summary(rows), "rows": rows, "not reached": [describe(cell) for cell in left]}
 
     for cell in todo:
         if time.monotonic() - started > options.minutes * 60:
             break
         rows.append({**measure(cell, workers), "product GFLOP/s": peak})
         left.remove(cell)
-        write()
+        if options.json:
+            options.json.write_text(json.dumps(whole(), indent=1))
         print(f"[{time.monotonic() - started:6.0f} s] {describe(cell)}", file=sys.stderr, flush=True)
-    print(table(rows))
-    print(json.dumps(summary(rows), indent=1))
-    if left:
-        print(f"{len(left)} of the {len(cells())} cells are not measured")
-    if options.plot:
-        plot(rows, options.plot)
+    show(whole(), options.plot)
 
 
 if __name__ == "__main__":
