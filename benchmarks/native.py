@@ -152,13 +152,13 @@ def measure(cell: dict[str, Any], workers: dict[str, Worker]) -> dict[str, Any]:
             times[rival].append(results[rival]["seconds"])
         for rival in ("attnops", "torch") * 2:
             if rival in running:
-                times[rival].append(workers[rival].ask(do="time", rival=rival).get("seconds", math.nan))
+                times[rival].append(workers[rival].ask(do="time", rival=rival)["seconds"])
         rounds = 1
     else:
         started, rounds = time.monotonic(), 0
         while rounds < MOST_ROUNDS and (time.monotonic() - started) * (rounds + 1) / max(1, rounds) < CELL_SECONDS:
             for rival in running:
-                times[rival].append(workers[rival].ask(do="time", rival=rival).get("seconds", math.nan))
+                times[rival].append(workers[rival].ask(do="time", rival=rival)["seconds"])
             rounds += 1
     for rival in running:
         results[rival]["seconds"] = statistics.median(times[rival])
@@ -378,7 +378,7 @@ def main() -> None:
     size = 2048
     peak, versions = {}, {}
     for dtype in ("float32", "bfloat16"):
-        answers = [workers["attnops"].ask(do="gemm", rival="attnops", dtype=dtype, size=size) for _ in range(5)]
+        answers = [workers["attnops"].ask(do="gemm", dtype=dtype, size=size) for _ in range(5)]
         peak[dtype] = round(2 * size**3 / statistics.median(a["seconds"] for a in answers) / 1e9)
     for worker in workers.values():
         versions = worker.ask(do="versions") | versions

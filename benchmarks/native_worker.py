@@ -204,12 +204,6 @@ class Torch:
     def sample(self, outputs: list[Any]) -> list[float]:
         return [float(x.transpose(1, 2)[0, -1, -1, 0]) for x in outputs]
 
-    def gemm(self, dtype: str, size: int) -> Callable[[], Any]:
-        import torch
-
-        x = torch.ones((size, size), dtype=getattr(torch, dtype))
-        return lambda: x @ x
-
 
 def _timed(run: Callable[[], Any]) -> float:
     """Seconds of a call. A short one is preceded by one that doesn't count: the others' threads have left the caches cold
@@ -243,8 +237,7 @@ def main() -> None:
             elif asked["do"] == "time":
                 answer = {"seconds": _timed(workers[name].run)}
             elif asked["do"] == "gemm":
-                worker = Torch() if name == "torch" else Jax()
-                run = worker.gemm(asked["dtype"], asked["size"])
+                run = Jax().gemm(asked["dtype"], asked["size"])
                 run()
                 start = time.perf_counter()
                 for _ in range(5):
