@@ -37,8 +37,11 @@ class SegmentIds(DynamicMask):
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         self.usable()
-        query, kv = same_width(self.query[:, None, :, None], self.kv[:, None, None, :])
-        return query == kv
+        return self.related(self, same_width(self.query[:, None, :, None], self.kv[:, None, None, :]), cols)
+
+    @staticmethod
+    def related(leaf: Any, parts: Sequence[Any], cols: Any) -> Any:
+        return parts[0] == parts[1]
 
     def reach(self, blocks: Blocks) -> Reach:
         query, kv = same_width(self.query, self.kv)
@@ -64,7 +67,11 @@ class Lengths(DynamicMask):
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         self.usable()
         cols, lengths = same_width(cols, self.kv[:, None, None, None])
-        return cols < lengths
+        return self.related(self, (lengths,), cols)
+
+    @staticmethod
+    def related(leaf: Any, parts: Sequence[Any], cols: Any) -> Any:
+        return cols < parts[0]
 
     def reach(self, blocks: Blocks) -> Reach:
         lengths = jnp.asarray(self.kv)[:, None, None]
@@ -110,9 +117,13 @@ class Positions(DynamicMask):
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         self.usable()
-        query, kv = same_width(self.query[:, None, :, None], self.kv[:, None, None, :])
-        above = None if self.left is None else kv >= query if self.left == 0 else kv - query >= -self.left
-        below = None if self.right is None else kv <= query if self.right == 0 else kv - query <= self.right
+        return self.related(self, same_width(self.query[:, None, :, None], self.kv[:, None, None, :]), cols)
+
+    @staticmethod
+    def related(leaf: Any, parts: Sequence[Any], cols: Any) -> Any:
+        query, kv = parts
+        above = None if leaf.left is None else kv >= query if leaf.left == 0 else kv - query >= -leaf.left
+        below = None if leaf.right is None else kv <= query if leaf.right == 0 else kv - query <= leaf.right
         return above if below is None else below if above is None else above & below
 
     def reach(self, blocks: Blocks) -> Reach:
@@ -151,6 +162,10 @@ class Dense(DynamicMask):
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         self.usable()
         return self.array
+
+    @staticmethod
+    def related(leaf: Any, parts: Sequence[Any], cols: Any) -> Any:
+        return parts[0]
 
     def reach(self, blocks: Blocks) -> Reach:
         return blocks.of_cells(self.array)

@@ -56,6 +56,14 @@ class DynamicMask(_Unknown):
         """The leaf that `slot` stands for, over these arrays."""
         return cls(*arrays)
 
+    @staticmethod
+    def related(leaf: Any, parts: Sequence[Any], cols: Any) -> Any:
+        """The test on parts that broadcast together: `leaf` (or its slot) has the static parameters, `parts` the arrays.
+
+        For kernels, which bring the parts of a tile into shape themselves.
+        """
+        raise NotImplementedError
+
     def describe(self) -> str:
         return self.slot().describe()
 
@@ -112,6 +120,10 @@ class Slot(_Unknown):
 
     def fill(self, arrays: Sequence[Any]) -> Mask:
         return _classes[self.kind].from_slot(self, arrays)
+
+    def related(self, parts: Sequence[Any], cols: Any) -> Any:
+        """The test of the leaf, on parts that broadcast with each other and with cols."""
+        return _classes[self.kind].related(self, parts, cols)
 
     def describe(self) -> str:
         if self.kind == "positions":

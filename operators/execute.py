@@ -65,7 +65,7 @@ def execute(operation: Operation, plan: Plan, mesh: AnyMesh | None, options: Opt
             in_specs=(specs,),
             out_specs=tuple(placement.spec(name) for name in names),
             axis_names={a.name for a in axes},
-            check_vma=operation.capability(plan.method or "").check_vma,
+            check_vma=operation.check_vma(plan.method or "", plan.config),
         )(operands)
     else:
         outputs = body(operands)

@@ -88,13 +88,21 @@ class Dropout:
 
     def keep(self, batch: Any, head: Any, row: Any, col: Any) -> jax.Array:
         """Return True where a weight is kept, for local indices of any shapes that broadcast together."""
-        batch, head, row, col = (
-            jnp.asarray(index + start).astype(jnp.uint32)
-            for index, start in ((batch, self.batch_start), (head, self.head_start), (row, self.q_start), (col, 0))
-        )
-        # One key a head, made on few elements; then one draw a weight. 32 bits decide, so p is exact to 2**-32.
-        first, second = threefry(self.seed[0], self.seed[1], batch, head)
-        return threefry(first, second, row, col)[0] >= np.uint32(min(round(self.probability * 2**32), 2**32 - 1))
+        first, second = self.head_keys(batch, head)
+        return self.kept(first, second, row + self.q_start, col, self.probability)
+
+    def head_keys(self, batch: Any, head: Any) -> tuple[jax.Array, jax.Array]:
+        """One key a head, uint32: made on few elements, so that one draw a weight is left."""
+        batch, head = (jnp.asarray(i).astype(jnp.uint32) for i in (batch + self.batch_start, head + self.head_start))
+        return threefry(self.seed[0], self.seed[1], batch, head)
+
+    @staticmethod
+    def kept(first: Any, second: Any, row: Any, col: Any, probability: float) -> jax.Array:
+        """`keep` for a head's key and for rows of the whole problem; also inside kernels."""
+        row, col = (jnp.asarray(index).astype(jnp.uint32) for index in (row, col))
+        bits = threefry(first, second, row, col)[0]
+        # 32 bits decide, so p is exact to 2**-32.
+        return bits >= np.uint32(min(round(probability * 2**32), 2**32 - 1))
 
 
 def dropout_seed(rng: jax.Array) -> jax.Array:

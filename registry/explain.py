@@ -63,15 +63,13 @@ def tensor_rows(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
 
 
 def config_lines(plan: Plan) -> list[str]:
-    """`block_q=512 (declared)` and so on, every field of the resolved config."""
+    """`block_q=512 (declared)` and so on, every field of the resolved config; what is declared comes first."""
     declared = plan.problem.config
-    lines = []
-    for name in type(plan.config).model_fields:
-        if name in ("operation", "schema_version"):
-            continue
-        source = "declared" if declared.is_set(name) else "default"
-        lines.append(f"{name}={getattr(plan.config, name)} ({source})")
-    return lines
+    fields = [name for name in type(plan.config).model_fields if name not in ("operation", "schema_version")]
+    return [
+        f"{name}={getattr(plan.config, name)} ({'declared' if declared.is_set(name) else 'default'})"
+        for name in sorted(fields, key=lambda name: not declared.is_set(name))
+    ]
 
 
 def dropped_lines(plan: Plan) -> list[str]:

@@ -67,6 +67,12 @@ class PlannedOperation:
         return problem.config
 
     @classmethod
+    def check_vma(cls, method: str, config: OperationConfig) -> bool:
+        """Whether a method with this config can be traced under shard_map's check of replication."""
+        del config
+        return cls.capability(method).check_vma
+
+    @classmethod
     def padding(
         cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> Padding | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,14 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ...masks import Mask
 from ..local_mask import Dropout, LocalMask
 from .decode import Pieces, decode_forward
+from .operands import Operands, Places, Traced, no_gradients, put_together, take_apart
 from .tiles import Tile, TileSource, visits
 from .varying import alike, vary, varying
 from .xla_seam import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, held_in_loop, product
 
-__all__ = ["LSE_NAME", "OUTPUT_NAME", "Blocking", "blockwise_attention"]
+__all__ = ["LSE_NAME", "OUTPUT_NAME", "Blocking", "bias_gradient", "blockwise_attention"]
 
 # What a jax.checkpoint policy can save by name.
 OUTPUT_NAME, LSE_NAME = "attnops_output", "attnops_lse"
@@ -54,30 +54,7 @@ class _Static:
     platform: str
     forward: Blocking | Pieces
     backward: Blocking
-    mask: Mask
-    q_len: int
-    kv_len: int
-    q_start: int | None
-    query_offset: int | None
-    dropout: float
-
-
-class _Traced(NamedTuple):
-    """Arrays without gradients: those of the mask, and the places and the seed where they are traced."""
-
-    leaves: tuple[jax.Array, ...]
-    q_start: jax.Array | None
-    query_offset: jax.Array | None
-    seed: jax.Array | None
-    starts: tuple[Any, Any] | None
-
-
-class _Operands(NamedTuple):
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array | None
-    sinks: jax.Array | None
+    places: Places
 
 
 def blockwise_attention(
@@ -102,9 +79,7 @@ def blockwise_attention(
     Query, key, value in `layout` (bthd or bhtd); bias broadcasts to [batch, heads, q, kv]; sinks [heads]. Fully masked
     rows give output 0, lse -inf (or that of the sink) and zero gradients.
     """
-    structure, leaves = mask.mask.split()
-    placed_q = isinstance(mask.q_start, int)
-    placed_offset = mask.query_offset is None or isinstance(mask.query_offset, int)
+    places, traced = take_apart(mask, dropout)
     static = _Static(
         layout=layout,
         scale=float(scale),
@@ -113,66 +88,53 @@ def blockwise_attention(
         platform=platform,
         forward=forward,
         backward=backward,
-        mask=structure,
-        q_len=mask.q_len,
-        kv_len=mask.kv_len,
-        q_start=mask.q_start if placed_q else None,  # type: ignore[arg-type]
-        query_offset=mask.query_offset if placed_offset else None,  # type: ignore[arg-type]
-        dropout=0.0 if dropout is None else dropout.probability,
+        places=places,
     )
-    traced = _Traced(
-        tuple(jnp.asarray(leaf.array) for leaf in leaves),
-        None if placed_q else jnp.asarray(mask.q_start),
-        None if placed_offset else jnp.asarray(mask.query_offset),
-        None if dropout is None else dropout.seed,
-        # Places are counted from the shard's own; as arrays, since a traced and a plain number are treated alike here.
-        None
-        if dropout is None
-        else tuple(jnp.asarray(x, jnp.int32) for x in (dropout.batch_start, dropout.head_start)),  # type: ignore[arg-type]
-    )
-    operands = _Operands(query, key, value, bias, None if sinks is None else sinks.astype(softmax_dtype))
+    operands = Operands(query, key, value, bias, None if sinks is None else sinks.astype(softmax_dtype))
     operands, traced = alike((operands, traced))
     return _attend(static, operands, traced)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, operands: _Operands, traced: _Traced) -> tuple[jax.Array, jax.Array]:
+def _attend(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
     return _forward(static, operands, traced)
 
 
-def _attend_forward(static: _Static, operands: _Operands, traced: _Traced) -> tuple[Any, Any]:
+def _attend_forward(static: _Static, operands: Operands, traced: Traced) -> tuple[Any, Any]:
     output, lse = _forward(static, operands, traced)
     output, lse = checkpoint_name(output, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (output, lse), (operands, traced, output, lse)
 
 
-def _attend_backward(static: _Static, residuals: Any, cotangents: Any) -> tuple[_Operands, _Traced]:
+def _attend_backward(static: _Static, residuals: Any, cotangents: Any) -> tuple[Operands, Traced]:
     operands, traced, output, lse = residuals
     gradients = _backward(static, operands, traced, output, lse, *cotangents)
-    zeros = jax.tree.map(
-        lambda x: np.zeros(x.shape, jax.dtypes.float0) if not _is_float(x) else jnp.zeros_like(x), traced
-    )
-    return gradients, zeros
+    return gradients, no_gradients(traced)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _is_float(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+def bias_gradient(
+    places: Places,
+    operands: Operands,
+    traced: Traced,
+    results: tuple[jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, jax.Array],
+    *,
+    scale: float,
+    soft_cap: float | None,
+    platform: str,
+    blocking: Blocking,
+) -> jax.Array:
+    """Return the gradient of the bias alone, for a kernel that doesn't make it. All arrays bhtd; results: output and lse.
 
-
-def _mask_and_dropout(static: _Static, traced: _Traced) -> tuple[LocalMask, Dropout | None]:
-    mask = LocalMask(
-        static.mask.merge(traced.leaves),
-        static.q_start if traced.q_start is None else traced.q_start,  # type: ignore[arg-type]
-        static.q_len,
-        static.kv_len,
-        static.query_offset if traced.query_offset is None else traced.query_offset,
-    )
-    if traced.seed is None or traced.starts is None:
-        return mask, None
-    return mask, Dropout(traced.seed, static.dropout, *traced.starts, mask.q_start)
+    Where a compiler drops what nobody reads, it costs nothing unless it is asked for.
+    """
+    static = _Static("bhtd", scale, soft_cap, np.dtype(np.float32), platform, blocking, blocking, places)
+    gradient = _backward(static, operands, traced, *results, *cotangents).bias
+    assert gradient is not None
+    return gradient
 
 
 # -- both passes -------------------------------------------------------------------------------------------------------
@@ -181,7 +143,7 @@ def _mask_and_dropout(static: _Static, traced: _Traced) -> tuple[LocalMask, Drop
 class _Pass:
     """One pass's view of the operands: shapes, tiles in and out, and the logits of a tile."""
 
-    def __init__(self, static: _Static, blocking: Blocking, operands: _Operands, traced: _Traced) -> None:
+    def __init__(self, static: _Static, blocking: Blocking, operands: Operands, traced: Traced) -> None:
         self.static, self.blocking, self.operands = static, blocking, operands
         self.time = static.layout.index("t")
         self.head = static.layout.index("h")
@@ -193,13 +155,13 @@ class _Pass:
         self.groups = self.kv_heads // blocking.heads
         self.tile_heads = blocking.heads * self.group
         self.rows = self.group * blocking.block_q  # of one kv head
-        self.q_blocks = -(-static.q_len // blocking.block_q)
-        self.kv_blocks = -(-static.kv_len // blocking.block_kv)
+        self.q_blocks = -(-static.places.q_len // blocking.block_q)
+        self.kv_blocks = -(-static.places.kv_len // blocking.block_kv)
         self.q_padded = self.q_blocks * blocking.block_q
         self.kv_padded = self.kv_blocks * blocking.block_kv
         self.dtype = np.dtype(static.softmax_dtype)
         self.compute = compute_dtype(query.dtype, self.dtype, static.platform)
-        mask, dropout = _mask_and_dropout(static, traced)
+        mask, dropout = put_together(static.places, traced)
         self.source = TileSource(mask, dropout, blocking.block_q, blocking.block_kv)
         self.visits = visits(mask, blocking.block_q, blocking.block_kv)
         self.bias = None if operands.bias is None else self.source.pad(operands.bias)
@@ -322,7 +284,7 @@ class _Pass:
         """Weights, or their gradients, after dropout."""
         if keep is None:
             return x
-        kept = jnp.where(keep, self.spread(x), 0) / (1.0 - self.static.dropout)
+        kept = jnp.where(keep, self.spread(x), 0) / (1.0 - self.static.places.dropout)
         return kept.reshape(x.shape).astype(x.dtype)
 
 
@@ -342,9 +304,9 @@ def _at(table: jax.Array | np.ndarray, *index: Any) -> jax.Array:
 # -- forward -----------------------------------------------------------------------------------------------------------
 
 
-def _forward(static: _Static, operands: _Operands, traced: _Traced) -> tuple[jax.Array, jax.Array]:
+def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
     if isinstance(static.forward, Pieces):
-        mask, dropout = _mask_and_dropout(static, traced)
+        mask, dropout = put_together(static.places, traced)
         return decode_forward(
             operands.query,
             operands.key,
@@ -404,8 +366,8 @@ def _forward(static: _Static, operands: _Operands, traced: _Traced) -> tuple[jax
     output = as_bits(work.full(shape, 0, operands.query.dtype), static.platform)
     lse = work.full((work.batch, work.heads, work.q_padded), 0, work.dtype)
     output, lse = work.each_group(of_group, (output, lse))
-    output = from_bits(lax.slice_in_dim(output, 0, static.q_len, axis=work.time), operands.query.dtype)
-    return output, lse[..., : static.q_len]
+    output = from_bits(lax.slice_in_dim(output, 0, static.places.q_len, axis=work.time), operands.query.dtype)
+    return output, lse[..., : static.places.q_len]
 
 
 def _first_row_sums(work: _Pass, batch: Any, group: Any) -> tuple[jax.Array, jax.Array]:
@@ -423,18 +385,18 @@ def _first_row_sums(work: _Pass, batch: Any, group: Any) -> tuple[jax.Array, jax
 
 def _backward(
     static: _Static,
-    operands: _Operands,
-    traced: _Traced,
+    operands: Operands,
+    traced: Traced,
     output: jax.Array,
     lse: jax.Array,
     d_output: jax.Array,
     d_lse: jax.Array,
-) -> _Operands:
+) -> Operands:
     work = _Pass(static, static.backward, operands, traced)
     heads, blocks, size = work.blocking.heads, work.kv_blocks, work.blocking.block_kv
     time, head = work.time, work.head
     query, output, d_output = (work.padded_queries(x) for x in (operands.query, output, d_output))
-    short = work.q_padded - static.q_len
+    short = work.q_padded - static.places.q_len
     d_lse, padded_lse = (jnp.pad(x, ((0, 0), (0, 0), (0, short))) for x in (d_lse.astype(work.dtype), lse))
     d_sinks = None if operands.sinks is None else jnp.zeros_like(operands.sinks)
 
@@ -501,7 +463,7 @@ def _backward(
         order = (1, 0, 3, 2) if head == 1 else (0, 3, 1, 2)
         part = as_bits(blocks_across.astype(operands.key.dtype), static.platform).transpose(order)
         part = part.reshape((heads, work.kv_padded, dim) if head == 1 else (work.kv_padded, heads, dim))[None]
-        part = lax.slice_in_dim(part, 0, static.kv_len, axis=time)
+        part = lax.slice_in_dim(part, 0, static.places.kv_len, axis=time)
         starts = [batch, 0, 0, 0]
         starts[head] = group * heads
         return lax.dynamic_update_slice(whole, part, starts)
@@ -513,7 +475,7 @@ def _backward(
         None if d_sinks is None else work.full(d_sinks.shape, 0, work.dtype),
     )
     d_query, d_key, d_value, d_bias, d_sinks = work.each_group(of_group, gradients)
-    d_query = lax.slice_in_dim(d_query, 0, static.q_len, axis=time)
+    d_query = lax.slice_in_dim(d_query, 0, static.places.q_len, axis=time)
     d_query, d_key, d_value = (
         from_bits(bits, x.dtype) for bits, x in zip((d_query, d_key, d_value), operands[:3], strict=True)
     )
@@ -521,7 +483,7 @@ def _backward(
         d_bias = d_bias[tuple(slice(n) for n in operands.bias.shape)].astype(operands.bias.dtype)
     if operands.sinks is not None:
         d_sinks = d_sinks.astype(operands.sinks.dtype)
-    return _Operands(d_query, d_key, d_value, d_bias, d_sinks)
+    return Operands(d_query, d_key, d_value, d_bias, d_sinks)
 
 
 def _add_block(whole: jax.Array, part: jax.Array, block: Any) -> jax.Array:

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from ...masks import And, Full, Mask, Prefix
 
-__all__ = ["SplashBlocks", "jax_splash_attention"]
+__all__ = ["JaxSplashBlocks", "jax_splash_attention"]
 
 # Far below every logit, far above the kernel's own mask value (-2.4e38): exp(real - sink) and exp(mask - sink) are exact.
 _NO_SINK = -1e30
@@ -34,7 +34,7 @@ _LAYOUTS = {"head_dim_minor": splash.QKVLayout.HEAD_DIM_MINOR, "seq_minor": spla
 
 
 @dataclass(frozen=True)
-class SplashBlocks:
+class JaxSplashBlocks:
     """Block sizes and layouts, all resolved. `block_q_dq` and `block_kv_dq` are None with the fused backward."""
 
     block_q: int
@@ -102,7 +102,7 @@ def jax_splash_attention(
     kv_segment_ids: Int[Array, "batch kv"] | None,
     kv_lengths: Int[Array, " batch"] | None,
     may_have_dead_rows: bool,
-    blocks: SplashBlocks,
+    blocks: JaxSplashBlocks,
     shard: int | Array,
     shards: int,
     residual_checkpoint_name: str | None,

@@ -79,7 +79,7 @@ def test_plan_for_a_tpu_that_is_not_here(attnops: Callable[..., Any], examples: 
     arguments = ("plan", examples / "llama3_8b_layer.json", "--mesh", "fsdp=2,tp=2,sp=2", "--platform", "tpu")
     result = attnops(*arguments)
     assert (result.status, result.err) == (0, "")
-    for part in ("splash.forward_tpu", "block_q=256 (declared)", "use_fused_bwd_kernel=False (default)", "--platform"):
+    for part in ("splash.forward_tpu", "block_q=256 (declared)", "use_fused_bwd_kernel=True (default)", "--platform"):
         assert part in result.out
     for tensor in ("query3d", "kv_segment_ids", "softmax_aux"):
         assert tensor in result.out
@@ -132,12 +132,12 @@ def test_a_mesh_larger_than_this_machine(attnops: Callable[..., Any], config: Ca
 
 def test_refusals_exit_with_1(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
     tpu = ("--mesh", "tp=8", "--platform", "tpu")
-    path = config("splash", bias=[1, 1, 16, 16])
+    path = config("splash", return_weights=True)
     assert attnops("plan", path, *tpu).status == 0
     result = attnops("plan", path, *tpu, "--fallback", "error")
     assert result.status == 1
     assert "REFUSED" in result.out
-    assert "additive bias" in result.err
+    assert "attention weights" in result.err
     result = attnops("plan", path, *tpu, "--fallback", "error", "--json")
     assert (result.status, json.loads(result.out)["kind"]) == (1, "refused")
     result = attnops("plan", config(), "--mesh", "tp=8", "--strict")

@@ -75,12 +75,12 @@ def test_the_tpu_kernel_interpreted(attnops: Callable[..., Any], config: Callabl
 
 def test_fallback_is_one_short_warning(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
     metadata = {"operation_configs": {"splash": {"interpret": True}}}
-    result = attnops("run", config("splash", metadata, return_lse=True, q_len=17), "--repeats", 1)
+    result = attnops("run", config("splash", metadata, return_weights=True, q_len=17), "--repeats", 1)
     assert result.status == 0
     assert result.err.startswith("attnops: warning: splash.forward_native runs instead")
     assert len(result.err.splitlines()) == 1
-    refused = attnops("run", config("splash", metadata | {"fallback": "error"}, return_lse=True, q_len=17))
-    assert (refused.status, "log-sum-exp" in refused.err) == (1, True)
+    refused = attnops("run", config("splash", metadata | {"fallback": "error"}, return_weights=True, q_len=17))
+    assert (refused.status, "attention weights" in refused.err) == (1, True)
 
 
 def test_minilm_against_the_model(attnops: Callable[..., Any], examples: Path) -> None:

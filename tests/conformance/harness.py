@@ -46,6 +46,12 @@ PATHS = {
     ),
     "vanilla.forward_native decode": Implementation("vanilla", "forward_native", {"path": "decode", "block_kv": 64}),
 }
+# splash's other kernel.
+KERNELS = {
+    "splash.forward_tpu jax": Implementation(
+        "splash", "forward_tpu", {"kernel": "jax", "interpret": True, "block_q": 128, "block_kv": 128}
+    )
+}
 
 
 def _discover() -> dict[str, Implementation]:
@@ -61,7 +67,7 @@ def _discover() -> dict[str, Implementation]:
             here = method in ("forward_native", "forward_cpu")
             assert here or name in INTERPRETED, f"say in INTERPRETED or DECLARED_ONLY how {name} is tried on a CPU"
             found[name] = Implementation(operation, method, INTERPRETED.get(name))
-    return found | PATHS
+    return found | PATHS | KERNELS
 
 
 RUNNABLE = _discover()

@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 from attnops import AttentionProblem, RefusedError
+from attnops.operators.splash import JAX_FEATURES
 
 from . import cases, harness
 
@@ -27,8 +28,10 @@ def _refusal(
         codes |= {"vanilla.path"}
     if implementation.method == "forward_tpu" and implementation.operation == "splash":
         codes |= {"splash.one_query"} if case.q_len == 1 else set()
-        codes |= {"splash.one_of_each"} if _segment_ids_twice(case) else set()
         codes |= {"splash.dtype"} if dtype == "float16" else set()
+        if (implementation.config or {}).get("kernel") == "jax":
+            codes |= {f"splash.jax.{f}" for f in (case.features & implementation.capability.consumes) - JAX_FEATURES}
+            codes |= {"splash.jax.one_of_each"} if _segment_ids_twice(case) else set()
     return codes
 
 
@@ -36,13 +39,14 @@ def _segment_ids_twice(case: cases.Case) -> bool:
     return {"dynamic_or", "segment_ids"} <= case.features
 
 
-# Of forward_native's further paths `make test` tries these in every layout and dtype, and every case in one of each.
+# Of forward_native's further paths and splash's other kernel `make test` tries these in every layout and dtype, and every
+# case in one of each.
 OFTEN = ("causal_window", "segment_ids", "gqa")
 
 
 def _often(which: str, name: str, layout: str, dtype: str) -> bool:
     """Every layout in float32 and every dtype in bthd; the rest of the product is for `make test-all`."""
-    if which in harness.PATHS and name not in OFTEN:
+    if which in harness.PATHS | harness.KERNELS and name not in OFTEN:
         return layout == "bthd" and dtype == "float32"
     return layout == "bthd" or dtype == "float32"
 

@@ -60,10 +60,16 @@ OFTEN = {
     *((name, "fsdp2_tp2_sp2", kind) for name in CASES for kind in KINDS),
     *((name, mesh, "auto") for name in ("causal", "gqa", "segment_ids", "everything") for mesh in MESHES),
 }
+SPLASH_CASES = {name: layout for name, layout in CASES.items() if name != "everything"} | {
+    "bias": "bthd",
+    "lse": "bthd",
+}
 OFTEN_SPLASH = {
-    *((name, "fsdp2_tp2_sp2", kind) for name in CASES for kind in KINDS),
+    *((name, "fsdp2_tp2_sp2", "auto") for name in SPLASH_CASES),
+    *((name, "fsdp2_tp2_sp2", "explicit") for name in ("causal_window", "segment_ids", "bias")),
     *(("segment_ids", mesh, "auto") for mesh in MESHES),
 }
+LONGER = replace(SIZES, length=320)
 
 
 def _product(names: Iterable[str], often: set[tuple[str, str, str]]) -> list[Any]:
@@ -82,12 +88,19 @@ def test_vanilla(name: str, mesh: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "mesh", "kind"),
-    _product(["causal_window", "segment_ids", "kv_lengths", "sinks_per_kv_head", "prefix"], OFTEN_SPLASH),
+    _product(SPLASH_CASES, OFTEN_SPLASH),
 )
 def test_splash(name: str, mesh: str, kind: str) -> None:
     # 320 queries: with the sequence split two and more ways, several blocks a shard and a masked rest
-    case = cases.build(name, CASES[name], replace(SIZES, length=320))
-    _check("splash.forward_tpu", case, _mesh(MESHES[mesh], KINDS[kind]), CASES[name])
+    layout = SPLASH_CASES[name]
+    _check("splash.forward_tpu", cases.build(name, layout, LONGER), _mesh(MESHES[mesh], KINDS[kind]), layout)
+
+
+@pytest.mark.parametrize("name", ["causal_window", "segment_ids", "kv_lengths", "sinks_per_kv_head", "prefix"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_splash_of_jax(name: str, kind: str) -> None:
+    case = cases.build(name, CASES[name], LONGER)
+    _check("splash.forward_tpu jax", case, _mesh(MESHES["fsdp2_tp2_sp2"], KINDS[kind]), CASES[name])
 
 
 # 160 keys and, with the sequence split in two, 80 rows: several blocks, the last one short, at offsets known at run time.
@@ -174,13 +187,17 @@ def test_the_mesh_of_the_context(how: str) -> None:
     assert result.attention_outputs.sharding.shard_shape((4, 64, 8, 16)) == (2, 32, 4, 16)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_the_callers_own_shard_map(check_vma: bool) -> None:
+# Pallas' interpreter can't be traced under check_vma=True; test_tpu_compile.py compiles that.
+@pytest.mark.parametrize(
+    ("which", "check_vma"),
+    [("vanilla.forward_native", True), ("vanilla.forward_native", False), ("splash.forward_tpu", False)],
+)
+def test_inside_the_callers_own_shard_map(check_vma: bool, which: str) -> None:
     """Manual axes are left alone: the arrays are local to them. Batch is split by the caller, heads by attnops."""
     mesh = _mesh({"fsdp": 2, "tp": 4})
     case = cases.build("causal", "bthd", SIZES)
     tensors = harness.draw(case, "float32")
-    attend = harness.RUNNABLE["vanilla.forward_native"].make("float32", mesh)
+    attend = harness.RUNNABLE[which].make("float32", mesh)
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         inner = jax.shard_map(
@@ -213,11 +230,12 @@ def test_a_manual_sequence_axis_needs_an_offset() -> None:
         jax.jit(local)(x)
 
 
+@pytest.mark.parametrize("which", ["vanilla.forward_native", "splash.forward_tpu"])
 @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 2, "tp": 2, "sp": 2}, {"tp": 4, "sp": 2}], ids=str)
-def test_dropout_drops_the_same_weights_on_every_mesh(sizes: dict[str, int]) -> None:
+def test_dropout_drops_the_same_weights_on_every_mesh(sizes: dict[str, int], which: str) -> None:
     case = cases.build("causal", "bthd", replace(SIZES, batch=8))
     tensors = harness.draw(case, "float32")
     call = {"dropout_prob": 0.4, "dropout_rng": jax.random.key(3), "deterministic": False}
     alone = harness.RUNNABLE["vanilla.forward_native"].make("float32")(*tensors[:3], **call)
-    split = harness.RUNNABLE["vanilla.forward_native"].make("float32", _mesh(sizes))(*tensors[:3], **call)
+    split = harness.RUNNABLE[which].make("float32", _mesh(sizes))(*tensors[:3], **call)
     np.testing.assert_allclose(alone.attention_outputs, split.attention_outputs, atol=2e-6)

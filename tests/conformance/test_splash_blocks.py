@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -37,7 +40,7 @@ MASKS = {
     "full": (Full(), np.ones_like(ROWS >= KEYS)),
     "window": (SlidingWindow(10, 10), abs(ROWS - KEYS) <= 10),
 }
-BLOCKS = {
+OF_JAX = {
     "q_dkv": {"block_q": 128, "block_kv": 128, "block_q_dkv": 256, "block_q_dq": 128},
     "q_both": {"block_q": 128, "block_kv": 128, "block_q_dkv": 256, "block_q_dq": 256},
     "q_small": {"block_q": 64, "block_kv": 128},
@@ -46,23 +49,49 @@ BLOCKS = {
     "kv": {"block_q": 128, "block_kv": 128, "block_kv_dkv": 256, "block_kv_dq": 128},
     "compute": {"block_kv": 256, "block_kv_compute": 128, "block_kv_dkv": 128},
 }
+BLOCKS = {
+    "q_dkv": {"block_q": 128, "block_kv": 128, "block_q_dkv": 256, "block_q_dq": 128, "block_kv_dq": 256},
+    "fused": {"block_q": 128, "block_q_dkv": 256, "block_kv": 128, "block_kv_dkv": 256, "use_fused_bwd_kernel": True},
+    "compute": {
+        "block_q": 256,
+        "block_kv": 384,
+        "block_kv_compute": 128,
+        "block_kv_dkv": 256,
+        "block_kv_dkv_compute": 128,
+    },
+    "compute_in": {"block_kv": 256, "block_kv_compute": 256, "block_kv_compute_in": 128, "use_fused_bwd_kernel": False},
+    "natural": {"block_kv": 128, "use_base2_exp": False, "fuse_reciprocal": False},
+    "layouts": {"block_q": 128, "q_layout": "seq_minor", "k_layout": "seq_minor", "v_layout": "seq_minor"},
+    "layouts_dq": {"q_layout": "seq_minor", "k_layout": "seq_minor", "use_fused_bwd_kernel": False},
+    "two_heads": {"block_q": 128, "block_kv": 128, "heads_per_tile": 2},
+    "four_heads": {"block_q": 128, "block_kv": 128, "heads_per_tile": 4, "use_fused_bwd_kernel": False},
+}
 
 
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("name", MASKS)
+def test_blocks(name: str, blocks: dict[str, Any]) -> None:
+    case = _case(*MASKS[name], 300, 300)
+    _check(replace(case, heads=4, kv_heads=2), blocks)
+
+
+@pytest.mark.parametrize("blocks", OF_JAX.values(), ids=OF_JAX)
+@pytest.mark.parametrize("name", MASKS)
 def test_unequal_blocks(name: str, blocks: dict[str, Any]) -> None:
-    _check(_case(*MASKS[name], 300, 300), blocks)
+    _check(_case(*MASKS[name], 300, 300), blocks | {"kernel": "jax"})
 
 
-def test_unequal_blocks_with_keys_that_nobody_sees() -> None:
+@pytest.mark.parametrize("blocks", [OF_JAX["kv"] | {"kernel": "jax"}, BLOCKS["q_dkv"]], ids=["jax", "attnops"])
+def test_unequal_blocks_with_keys_that_nobody_sees(blocks: dict[str, Any]) -> None:
     i, j = _grid(100, 256)
     visible = (j <= i + 28) & (j >= i + 26)
-    _check(_case(SlidingWindow(2, 0, offset=28), visible, 100, 256), BLOCKS["kv"])
+    _check(_case(SlidingWindow(2, 0, offset=28), visible, 100, 256), blocks)
 
 
-def test_unequal_blocks_with_a_row_without_keys() -> None:
+@pytest.mark.parametrize("blocks", [OF_JAX["q_both"] | {"kernel": "jax"}, BLOCKS["q_dkv"]], ids=["jax", "attnops"])
+def test_unequal_blocks_with_a_row_without_keys(blocks: dict[str, Any]) -> None:
     lengths = np.array([0], np.int32)
-    _check(_case(Full(), np.zeros((300, 300), bool), 300, 300, kv_lengths=lengths), BLOCKS["q_both"])
+    _check(_case(Full(), np.zeros((300, 300), bool), 300, 300, kv_lengths=lengths), blocks)
 
 
 def _check(case: Case, blocks: dict[str, Any]) -> None:
@@ -77,9 +106,12 @@ def _check(case: Case, blocks: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"block_q": 1000, "block_q_dkv": 896, "block_q_dq": 1152}, "share no small multiple"),
+        ({"kernel": "jax", "block_q": 1000, "block_q_dkv": 896, "block_q_dq": 1152}, "share no small multiple"),
         ({"block_kv": None, "block_kv_compute": 256}, "block_kv=128 is not a multiple of block_kv_compute=256"),
-        ({"block_q": 64, "q_layout": "seq_minor"}, "q_layout='seq_minor' wants"),
+        ({"kernel": "jax", "block_q": 64, "q_layout": "seq_minor"}, "q_layout='seq_minor' wants"),
+        ({"heads_per_tile": 3}, "heads_per_tile=3 doesn't divide the 2 query heads .* wanted one of 1, 2"),
+        ({"block_kv_compute": 256, "block_kv_compute_in": 384}, "not a multiple of block_kv_compute_in=384"),
+        ({"kernel": "jax", "heads_per_tile": 1}, "can't be carried by kernel='jax'"),
     ],
 )
 def test_blocks_that_can_not_work_together(config: dict[str, Any], message: str) -> None:
@@ -93,9 +125,22 @@ def test_blocks_that_can_not_work_together(config: dict[str, Any], message: str)
         declared_and_planned()
 
 
+def test_more_blocks_than_a_visit_can_name_are_refused() -> None:
+    x = jax.ShapeDtypeStruct((1, 1 << 20, 1, 16), jnp.bfloat16)
+    configs = {"splash": {"block_kv": 128}}
+    attend = OperationRegistry.create("splash", OperationMetadata(backend="tpu", operation_configs=configs))
+    with pytest.raises(
+        ConfigError, match="block_kv=128 cuts 1048576 rows into 8192 blocks; wanted at most 4096: block_kv=256"
+    ):
+        attend.plan(x, x, x)
+
+
 def test_a_lone_compute_block_draws_the_others_after_it() -> None:
     x = np.ones((1, 512, 2, 16), np.float32)
     configs = {"splash": {"interpret": True, "block_kv_dkv_compute": 384}}
+    plan = OperationRegistry.create("splash", OperationMetadata(operation_configs=configs)).plan(x, x, x)
+    assert plan.config.block_kv_dkv == 768
+    configs["splash"]["kernel"] = "jax"
     plan = OperationRegistry.create("splash", OperationMetadata(operation_configs=configs)).plan(x, x, x)
     assert (plan.config.block_kv, plan.config.block_kv_dkv) == (384, 384)
     assert plan.padding.kv_len == 256

@@ -156,10 +156,10 @@ def test_a_warning_made_an_error_stays_one() -> None:
         warnings.simplefilter("error", FallbackWarning)
         for _ in range(2):
             with pytest.raises(FallbackWarning):
-                attend(*qkv, return_lse=True)
-    with pytest.warns(FallbackWarning, match="log-sum-exp"):
-        attend(*qkv, return_lse=True)
-    attend(*qkv, return_lse=True)  # told once
+                attend(*qkv, return_weights=True)
+    with pytest.warns(FallbackWarning, match="attention weights"):
+        attend(*qkv, return_weights=True)
+    attend(*qkv, return_weights=True)  # told once
 
 
 @pytest.mark.parametrize(

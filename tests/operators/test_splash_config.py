@@ -12,23 +12,38 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from attnops import Causal, ConfigError, OperationMetadata, OperationRegistry
 from attnops.operators.splash import SplashConfig
+from attnops.operators.splash_config import ATTNOPS_ONLY
 
-MESH = AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
-BASE: dict[str, Any] = dict.fromkeys(("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv"), 256) | {
-    "block_kv_dkv_compute": 256, "block_q_dq": 256, "block_kv_dq": 256,
+
+def _mesh(kind: str) -> AbstractMesh:
+    return AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice(kind, 1, "tpu"))
+
+
+MESH = _mesh("TPU v5 lite")
+LAYOUTS = dict.fromkeys(("q_layout", "k_layout", "v_layout"), "seq_minor")
+BASE: dict[str, dict[str, Any]] = {
+    "attnops": {
+        "block_q": 256, "block_kv": 512, "block_kv_compute": 256, "block_kv_compute_in": 256, "heads_per_tile": 1,
+        "block_q_dkv": 256, "block_kv_dkv": 512, "block_kv_dkv_compute": 256, "block_q_dq": 256, "block_kv_dq": 256,
+        "use_fused_bwd_kernel": False, "vmem_limit_bytes": 32 << 20,
+    },
+    "jax": {
+        "kernel": "jax", "block_q": 256, "block_kv": 256, "block_kv_compute": 256, "block_q_dkv": 256, "block_kv_dkv": 256,
+        "block_kv_dkv_compute": 256, "block_q_dq": 256, "block_kv_dq": 256,
+    },
 }  # fmt: skip
-CHANGES: dict[str, Any] = {
-    **dict.fromkeys(BASE, 128),
-    "block_kv": 512,
-    "block_kv_dkv": 512,
-    "block_q": 64,
-    "use_fused_bwd_kernel": True,
-    "q_layout": "seq_minor",
-    "k_layout": "seq_minor",
-    "v_layout": "seq_minor",
-    "residual_checkpoint_name": "splash_residuals",
-    "interpret": True,
-}
+COMMON: dict[str, Any] = {
+    "block_q": 128, "block_kv_dkv_compute": 128, "block_q_dkv": 128, "block_q_dq": 128, "block_kv_dq": 128,
+    "use_fused_bwd_kernel": True, **LAYOUTS, "residual_checkpoint_name": "splash_residuals", "interpret": True,
+}  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {
+    "attnops": COMMON | {
+        "kernel": "jax", "block_kv": 256, "block_kv_compute": 512, "block_kv_compute_in": 128, "heads_per_tile": 2,
+        "block_kv_dkv": 256, "use_base2_exp": False, "fuse_reciprocal": False, "use_experimental_scheduler": True,
+        "vmem_limit_bytes": 48 << 20,
+    },
+    "jax": COMMON | {"kernel": "attnops", "block_q": 64, "block_kv": 512, "block_kv_compute": 128, "block_kv_dkv": 512},
+}  # fmt: skip
 FIELDS = [f for f in SplashConfig.model_fields if f not in ("operation", "schema_version")]
 
 
@@ -41,25 +56,32 @@ def _lowered(config: dict[str, Any]) -> str:
     traced = function.trace(x)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     text = "\n".join(line for line in (str(traced.jaxpr) + text).splitlines() if " at 0x" not in line)
-    # jax also writes the sizes into the kernel's profiler notes; those are no proof that anything reads them
-    assert "xprof_metadata" in text
+    # jax's kernel also writes its sizes into the profiler's notes; those are no proof that anything reads them
     return re.sub(r"xprof_metadata.*", "", text)
 
 
-@pytest.fixture(scope="module")
-def base() -> str:
-    return _lowered(BASE)
+@pytest.fixture(scope="module", params=BASE)
+def kernel(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A kernel, and its program for the base config."""
+    return request.param, _lowered(BASE[request.param])
 
 
-def test_base_is_stable(base: str) -> None:
-    assert _lowered(BASE) == base
+def test_base_is_stable(kernel: tuple[str, str]) -> None:
+    assert _lowered(BASE[kernel[0]]) == kernel[1]
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_field_reaches_the_kernel(field: str, base: str) -> None:
-    changed = BASE | {field: CHANGES[field]}  # a new field without a change here fails
+def test_field_reaches_the_kernel(field: str, kernel: tuple[str, str]) -> None:
+    name, base = kernel
+    if name == "jax" and field in ATTNOPS_ONLY:
+        with pytest.raises(ConfigError, match=f"{field}=.* can't be carried by kernel='jax'"):
+            SplashConfig.coerce(BASE["jax"] | {field: CHANGES["attnops"][field]})
+        return
+    changed = BASE[name] | {field: CHANGES[name][field]}  # a new field without a change here fails
     if field == "use_fused_bwd_kernel":
-        changed = {name: value for name, value in changed.items() if not name.endswith("_dq")}
+        changed = {n: value for n, value in changed.items() if not n.endswith("_dq")}
+    if field == "kernel":
+        changed = {n: value for n, value in changed.items() if n not in ATTNOPS_ONLY}
     got = _lowered(changed)
     assert got != base
     if field == "residual_checkpoint_name":
@@ -69,6 +91,17 @@ def test_field_reaches_the_kernel(field: str, base: str) -> None:
         assert "tpu_custom_call" not in got
     if field == "use_fused_bwd_kernel":
         assert (base.count("custom_call @tpu_custom_call"), got.count("custom_call @tpu_custom_call")) == (3, 2)
+    if field == "vmem_limit_bytes":
+        assert _limits(base) == [32 << 20] * 3
+        assert _limits(got) == [48 << 20] * 3
+    if field == "use_experimental_scheduler":
+        assert "XLA_TPU_FORCE_LP_LLO_SCHEDULER" not in base
+        assert got.count("XLA_TPU_FORCE_LP_LLO_SCHEDULER") >= 3
+
+
+def _limits(text: str) -> list[int]:
+    """Each kernel's declared VMEM limit."""
+    return [int(size) for size in re.findall(r"scoped_memory_configs[^\]]*?size\\?[^\]]*?: (\d+)\}\]", text)]
 
 
 @pytest.mark.parametrize("name", ["block_q_dq", "block_kv_dq"])
@@ -77,27 +110,55 @@ def test_dq_blocks_are_refused_with_the_fused_backward(name: str) -> None:
         SplashConfig.coerce({name: 128, "use_fused_bwd_kernel": True})
 
 
+def _resolved(config: dict[str, Any], length: int = 4096, kind: str = "TPU v5 lite", dim: int = 128) -> Any:
+    metadata = OperationMetadata(mesh=_mesh(kind), operation_configs={"splash": config})
+    x = jax.ShapeDtypeStruct((1, length, 2, dim), jnp.bfloat16)
+    return OperationRegistry.create("splash", metadata).plan(x, x, x).config
+
+
 @pytest.mark.parametrize(
     ("given", "resolved"),
     [
-        ({}, {"block_q": 512, "block_kv_compute": 512, "block_q_dq": 512}),
-        ({"block_q": 256}, {"block_q": 256, "block_q_dkv": 256, "block_kv": 512}),
+        (
+            {},
+            {
+                "block_q": 1024,
+                "block_kv": 1024,
+                "block_kv_compute": 512,
+                "block_kv_compute_in": 512,
+                "heads_per_tile": 1,
+            },
+        ),
+        ({}, {"block_q_dkv": 1024, "block_kv_dkv_compute": 512, "use_fused_bwd_kernel": True, "block_q_dq": None}),
+        ({"block_q": 256}, {"block_q": 256, "block_q_dkv": 256, "block_kv": 1024}),
         ({"block_q": None}, {"block_q": 128}),  # the kernel's own default
         ({"block_kv_compute": None, "block_kv": 1024}, {"block_kv_compute": 1024}),
-        ({"block_kv": 1024}, {"block_kv_compute": 512}),
-        ({"use_fused_bwd_kernel": True}, {"block_q_dq": None, "block_kv_dq": None}),
+        ({"block_kv": 2048}, {"block_kv_compute": 512}),
+        ({"use_fused_bwd_kernel": None}, {"use_fused_bwd_kernel": False, "block_q_dq": 1024, "block_kv_dq": 512}),
+        ({"block_kv_dq": 256}, {"use_fused_bwd_kernel": False, "block_kv_dq": 256}),
+        ({"vmem_limit_bytes": None}, {"vmem_limit_bytes": None, "block_q": 512}),  # what the default of 16 MiB holds
+        ({"kernel": "jax"}, {"block_q": 512, "block_kv_compute": 512, "block_q_dq": 512}),
+        ({"kernel": "jax", "block_q": 256}, {"block_q": 256, "block_q_dkv": 256, "block_kv": 512}),
+        ({"kernel": "jax", "use_fused_bwd_kernel": True}, {"block_q_dq": None, "block_kv_dq": None}),
     ],
 )
 def test_unset_is_chosen_and_none_is_the_kernels_default(given: dict[str, Any], resolved: dict[str, Any]) -> None:
-    metadata = OperationMetadata(mesh=MESH, operation_configs={"splash": given})
-    x = jax.ShapeDtypeStruct((1, 4096, 2, 128), jnp.bfloat16)
-    config = OperationRegistry.create("splash", metadata).plan(x, x, x).config
+    config = _resolved(given)
     assert {name: getattr(config, name) for name in resolved} == resolved
+
+
+def test_the_generation_decides_what_fits() -> None:
+    """Whole-length sums of a kv head at 32768 keys: 128 MiB of VMEM hold them, 64 and 16 don't."""
+    fused = {kind: _resolved({}, 32768, kind).use_fused_bwd_kernel for kind in ("TPU v5 lite", "TPU v5p", "TPU v4")}
+    assert fused == {"TPU v5 lite": True, "TPU v5p": False, "TPU v4": False}
+    assert _resolved({}, 32768, "TPU v4").vmem_limit_bytes is None
+    assert 16 << 20 < _resolved({}, 32768).vmem_limit_bytes <= 128 << 20
+    assert _resolved({}, 4096, "TPU v4", 512).block_q < _resolved({}, 4096, "TPU v6 lite", 512).block_q
 
 
 @pytest.mark.parametrize(
     ("length", "block"),
-    [(4096, 512), (4100, 384), (600, 128), (577, 128), (197, 256), (77, 128), (75600, 512), (1500, 512)],
+    [(4096, 1024), (4100, 384), (600, 640), (577, 640), (197, 256), (77, 128), (75600, 1024), (1500, 768)],
 )
 def test_blocks_trade_padding_against_size(length: int, block: int) -> None:
     """The largest block that pads at most a fiftieth more than blocks of 128 would."""

@@ -50,7 +50,7 @@ def test_lowers_for_tpu_without_libtpu() -> None:
     assert plan.method == "forward_tpu"
     exported = jax.export.export(jax.jit(function), platforms=("tpu",))(*arguments)
     text = exported.mlir_module()
-    assert text.count("tpu_custom_call") == 3  # forward, dkv, dq
+    assert text.count("tpu_custom_call") == 2  # forward, and the three gradients in one
     assert exported.nr_devices == 4
 
 
@@ -79,8 +79,11 @@ def test_compiles_for_v5e(v5e: Any, mask: Mask) -> None:
     assert (plan.method, plan.problem.device_kind) == ("forward_tpu", "TPU v5 lite")
     compiled = jax.jit(function).lower(*arguments).compile()
     text = compiled.as_text()
-    assert text.count("tpu_custom_call") >= 3
+    assert text.count("tpu_custom_call") >= 2
     assert not [op for op in ("all-gather(", "all-to-all(", "collective-permute(") if op in text]
+
+
+JAX = {"kernel": "jax"}
 
 
 @pytest.mark.parametrize(
@@ -89,10 +92,17 @@ def test_compiles_for_v5e(v5e: Any, mask: Mask) -> None:
         ("float32", 128, None, {}),
         ("bfloat16", 72, None, {}),
         ("bfloat16", 256, None, {"logits_soft_cap": 30.0}),
-        ("bfloat16", 64, {"use_fused_bwd_kernel": True}, {}),
+        ("bfloat16", 64, {"use_fused_bwd_kernel": False}, {}),
         ("bfloat16", 128, {"q_layout": "seq_minor", "k_layout": "seq_minor", "v_layout": "seq_minor"}, {}),
-        ("bfloat16", 128, {"block_q": 256, "block_kv": 384, "block_kv_compute": 128, "block_kv_dkv": 128}, {}),
-        ("bfloat16", 128, {"block_q": 64, "block_q_dkv": 128, "block_q_dq": 128}, {}),
+        ("bfloat16", 128, {"block_q": 256, "block_kv": 512, "block_kv_compute": 256, "block_kv_compute_in": 128}, {}),
+        ("bfloat16", 128, {"heads_per_tile": 4, "use_base2_exp": False, "fuse_reciprocal": False}, {}),
+        ("bfloat16", 128, {"use_experimental_scheduler": True, "vmem_limit_bytes": 24 << 20}, {}),
+        ("float32", 128, JAX, {}),
+        ("bfloat16", 256, JAX, {"logits_soft_cap": 30.0}),
+        ("bfloat16", 64, JAX | {"use_fused_bwd_kernel": True}, {}),
+        ("bfloat16", 128, JAX | {"q_layout": "seq_minor", "k_layout": "seq_minor", "v_layout": "seq_minor"}, {}),
+        ("bfloat16", 128, JAX | {"block_q": 256, "block_kv": 384, "block_kv_compute": 128, "block_kv_dkv": 128}, {}),
+        ("bfloat16", 128, JAX | {"block_q": 64, "block_q_dkv": 128, "block_q_dq": 128}, {}),
     ],
 )
 def test_compiles_with_what_is_declared(v5e: Any, dtype: str, dim: int, config: Any, call: Any) -> None:
@@ -101,3 +111,58 @@ def test_compiles_with_what_is_declared(v5e: Any, dtype: str, dim: int, config: 
     for name, value in (config or {}).items():
         assert getattr(plan.config, name) == value
     assert jax.jit(function).lower(*arguments).compile().as_text().count("tpu_custom_call") >= 2
+
+
+IDS = jax.ShapeDtypeStruct((2, 600), jnp.int32)
+SEED = jax.eval_shape(lambda: jax.random.key(0))
+TRACED = {
+    "segment_ids": {"q_segment_ids": IDS},
+    "kv_lengths": {"kv_lengths": jax.ShapeDtypeStruct((2,), jnp.int32)},
+    "query_offset": {"query_offset": jax.ShapeDtypeStruct((2,), jnp.int32)},
+    "sinks": {"softmax_aux": jax.ShapeDtypeStruct((8,), jnp.float32)},
+    "bias": {"bias": jax.ShapeDtypeStruct((1, 8, 600, 600), jnp.float32)},
+    "bias_of_keys": {"bias": jax.ShapeDtypeStruct((2, 1, 1, 600), jnp.bfloat16)},
+    "dense_mask": {"mask": jax.ShapeDtypeStruct((2, 1, 600, 600), jnp.bool_)},
+    "dense_mask_of_rows": {"mask": jax.ShapeDtypeStruct((1, 8, 600, 1), jnp.bool_)},
+    "dropout": {"dropout_rng": SEED, "dropout_prob": 0.1, "deterministic": False},
+}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
+@pytest.mark.parametrize("name", TRACED)
+def test_traced_operands_compile(v5e: Any, name: str, fused: bool) -> None:
+    """One program for all lengths, ids and places: they are operands."""
+    configs = {"splash": {"use_fused_bwd_kernel": fused}}
+    attend = OperationRegistry.create(
+        "splash", OperationMetadata(mesh=v5e, operation_configs=configs, fallback="error")
+    )
+    sharding = NamedSharding(v5e, jax.P())
+    laid_out = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+    x = laid_out(jax.ShapeDtypeStruct((2, 600, 8, 128), jnp.bfloat16))
+    traced = {n: laid_out(v) for n, v in TRACED[name].items() if isinstance(v, jax.ShapeDtypeStruct)}
+    static = {n: v for n, v in TRACED[name].items() if n not in traced}
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, traced: Any) -> jax.Array:
+        out = attend(q, k, v, return_lse=True, **traced, **static)
+        return out.attention_outputs.astype(jnp.float32).sum() + out.lse.sum()
+
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x, traced).compile()
+    assert compiled.as_text().count("tpu_custom_call") >= (2 if fused else 3)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp"}, {"fsdp", "tp"}], ids=["part", "whole"])
+def test_compiles_inside_a_checked_shard_map(v5e: Any, axes: set[str]) -> None:
+    """check_vma=True in the caller's shard_map, over a part of the mesh or all of it."""
+    attend = OperationRegistry.create("splash", OperationMetadata(mesh=v5e, fallback="error"))
+    spec = jax.P("fsdp", None, "tp" if "tp" in axes else None)
+    inner = jax.shard_map(
+        lambda *x: attend(*x).attention_outputs,
+        mesh=v5e,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names=axes,
+        check_vma=True,
+    )
+    x = jax.ShapeDtypeStruct((2, 600, 8, 128), jnp.bfloat16, sharding=NamedSharding(v5e, spec))
+    loss = jax.grad(lambda *x: inner(*x).astype(jnp.float32).sum(), (0, 1, 2))
+    assert jax.jit(loss).lower(x, x, x).compile().as_text().count("tpu_custom_call") >= 2

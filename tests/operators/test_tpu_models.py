@@ -73,4 +73,4 @@ def test_compiles_or_says_why_not(v5e: Any, shape: dict[str, Any]) -> None:
     fitted = plan.placement.fitted
     arguments = [laid_out(x, fitted[t].spec) for x, t in ((q, "query"), (k, "key"), (v, "value"))]
     compiled = jax.jit(both).lower(*arguments, laid_out(sinks, PartitionSpec())).compile()
-    assert compiled.as_text().count("tpu_custom_call") >= 3
+    assert compiled.as_text().count("tpu_custom_call") >= 2

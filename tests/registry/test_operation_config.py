@@ -96,16 +96,15 @@ def test_the_config_of_another_operation_is_refused():
         ("block_kv", 1, "128"),
         ("block_kv", 129, "128, 256"),
         ("block_q_dkv", 200, "128, 256"),
-        ("block_q", 12, "8, 16"),
-        ("block_q", 7, "8"),
+        ("block_q", 12, "128"),
+        ("block_kv_compute_in", 192, "128, 256"),
     ],
 )
 def test_a_size_that_is_no_multiple_says_the_nearest(field, value, near):
-    unit = 8 if field == "block_q" else 128
     with pytest.raises(ConfigError) as error:
         SplashConfig.coerce({field: value})
     text = str(error.value)
-    assert f"{field}={value} is not a multiple of {unit}; nearest: {near}" in text
+    assert f"{field}={value} is not a multiple of 128; nearest: {near}" in text
     for size in near.split(", "):
         assert getattr(SplashConfig.coerce({field: int(size)}), field) == int(size)
 
@@ -190,7 +189,7 @@ def test_configs_of_different_operations_differ():
 VALUES = st.fixed_dictionaries(
     {},
     optional={
-        "block_q": st.sampled_from([None, 8, 128]),
+        "block_q": st.sampled_from([None, 128, 256]),
         "block_kv": st.sampled_from([None, 512]),
         "block_kv_compute": st.sampled_from([None, 128]),
         "use_fused_bwd_kernel": st.booleans(),

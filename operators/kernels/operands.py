@@ -1,0 +1,97 @@
+"""A call's arrays with and without gradients, and what is static about its mask and dropout: in the form custom_vjp takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...masks import Mask
+from ..local_mask import Dropout, LocalMask
+
+__all__ = ["Operands", "Places", "Traced", "no_gradients", "put_together", "take_apart"]
+
+
+class Operands(NamedTuple):
+    """The arrays with gradients."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None
+    sinks: jax.Array | None
+
+
+class Traced(NamedTuple):
+    """Arrays without gradients: those of the mask, and the places and the seed where they are traced."""
+
+    leaves: tuple[jax.Array, ...]
+    q_start: jax.Array | None
+    query_offset: jax.Array | None
+    seed: jax.Array | None
+    starts: tuple[Any, Any] | None
+
+
+@dataclass(frozen=True)
+class Places:
+    """What is known of the mask and the dropout at trace time; `q_start` and `query_offset` are None where traced."""
+
+    mask: Mask
+    q_len: int
+    kv_len: int
+    q_start: int | None
+    query_offset: int | None
+    dropout: float
+
+
+def take_apart(mask: LocalMask, dropout: Dropout | None) -> tuple[Places, Traced]:
+    """(what is static, what is traced) of a mask and a dropout; `put_together` is the inverse."""
+    structure, leaves = mask.mask.split()
+    placed_q = isinstance(mask.q_start, int)
+    placed_offset = mask.query_offset is None or isinstance(mask.query_offset, int)
+    places = Places(
+        mask=structure,
+        q_len=mask.q_len,
+        kv_len=mask.kv_len,
+        q_start=mask.q_start if placed_q else None,  # type: ignore[arg-type]
+        query_offset=mask.query_offset if placed_offset else None,  # type: ignore[arg-type]
+        dropout=0.0 if dropout is None else dropout.probability,
+    )
+    traced = Traced(
+        tuple(jnp.asarray(leaf.array) for leaf in leaves),
+        None if placed_q else jnp.asarray(mask.q_start),
+        None if placed_offset else jnp.asarray(mask.query_offset),
+        None if dropout is None else dropout.seed,
+        # Places are counted from the shard's own; as arrays, since a traced and a plain number are treated alike here.
+        None
+        if dropout is None
+        else tuple(jnp.asarray(x, jnp.int32) for x in (dropout.batch_start, dropout.head_start)),  # type: ignore[arg-type]
+    )
+    return places, traced
+
+
+def put_together(places: Places, traced: Traced) -> tuple[LocalMask, Dropout | None]:
+    """The mask and the dropout."""
+    mask = LocalMask(
+        places.mask.merge(traced.leaves),
+        places.q_start if traced.q_start is None else traced.q_start,  # type: ignore[arg-type]
+        places.q_len,
+        places.kv_len,
+        places.query_offset if traced.query_offset is None else traced.query_offset,
+    )
+    if traced.seed is None or traced.starts is None:
+        return mask, None
+    return mask, Dropout(traced.seed, places.dropout, *traced.starts, mask.q_start)
+
+
+def no_gradients(traced: Traced) -> Traced:
+    """The cotangents of arrays that have none."""
+
+    def zero(x: jax.Array) -> Any:
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        return jnp.zeros_like(x) if floating else np.zeros(x.shape, jax.dtypes.float0)
+
+    return jax.tree.map(zero, traced)

@@ -1,0 +1,243 @@
+"""splash_attention: the kernels joined, with their gradient."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from ...local_mask import Dropout, LocalMask
+from ..blockwise import LSE_NAME, OUTPUT_NAME, Blocking, bias_gradient
+from ..operands import Operands, Traced, no_gradients, put_together, take_apart
+from ..varying import alike
+from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
+from .blocks import SplashBlocks
+from .forward import forward_kernel, forward_outputs, forward_scratch
+from .frame import Frame, Heads
+from .tile import Logits, add_to_frame
+from .visits import visit_list
+
+__all__ = ["splash_attention"]
+
+
+@dataclass(frozen=True)
+class _Static:
+    """All that is known at trace time."""
+
+    logits: Logits
+    blocks: SplashBlocks
+    names: tuple[str, str]
+    platform: str
+    interpret: bool
+
+
+def splash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    scale: float,
+    mask: LocalMask,
+    bias: jax.Array | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    dropout: Dropout | None,
+    blocks: SplashBlocks,
+    residual_checkpoint_name: str | None,
+    platform: str,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Return (output [batch, heads, q, value_dim], lse [batch, heads, q] float32), both differentiable in reverse.
+
+    query [batch, heads, q, dim], key [batch, kv_heads, kv, dim], value [batch, kv_heads, kv, value_dim], of any lengths;
+    bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Fully masked rows give output 0, lse -inf (or that of
+    the sink) and zero gradients.
+    """
+    places, traced = take_apart(mask, dropout)
+    logits = Logits(float(scale), soft_cap, blocks.use_base2_exp, places)
+    names = (OUTPUT_NAME, LSE_NAME) if residual_checkpoint_name is None else (residual_checkpoint_name,) * 2
+    operands = Operands(query, key, value, bias, None if sinks is None else sinks.astype(jnp.float32))
+    operands, traced = alike((operands, traced))
+    return _attend(_Static(logits, blocks, names, platform, interpret), operands, traced)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+    return _forward(static, operands, traced)
+
+
+def _attend_forward(static: _Static, operands: Operands, traced: Traced) -> tuple[Any, Any]:
+    output, lse = _forward(static, operands, traced)
+    output, lse = checkpoint_name(output, static.names[0]), checkpoint_name(lse, static.names[1])
+    return (output, lse), (operands, traced, output, lse)
+
+
+def _attend_backward(static: _Static, residuals: Any, cotangents: Any) -> tuple[Operands, Traced]:
+    operands, traced, output, lse = residuals
+    gradients = _backward(static, operands, traced, output, lse, *cotangents)
+    return gradients, no_gradients(traced)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+class _Pass:
+    """One pass's operands, padded to its blocks and laid out by kv head and group."""
+
+    def __init__(
+        self, static: _Static, operands: Operands, traced: Traced, block_q: int, block_kv: int, *, slow: str, group_last: bool
+    ) -> None:  # fmt: skip
+        logits, blocks = static.logits, static.blocks
+        self.static, self.operands = static, operands
+        batch, q_heads = operands.query.shape[:2]
+        kv_heads = operands.key.shape[1]
+        heads = Heads.tiled(kv_heads, q_heads // kv_heads, blocks.heads_per_tile)
+        mask, dropout = put_together(logits.places, traced)
+        visits = visit_list(mask, block_q, block_kv, slow)
+        self.frame = frame = Frame(batch, heads, block_q, block_kv, visits, group_last)
+        self.q_padded, self.kv_padded = (
+            -(-n // b) * b for n, b in ((logits.places.q_len, block_q), (logits.places.kv_len, block_kv))
+        )
+        self.dim, self.value_dim = operands.query.shape[-1], operands.value.shape[-1]
+        add_to_frame(frame, logits, mask, operands.bias, dropout, q_heads)
+        layouts = (blocks.q_layout, blocks.k_layout, blocks.v_layout)
+        self.queries("query", operands.query, layouts[0])
+        for name, x, layout in zip(("key", "value"), operands[1:3], layouts[1:], strict=True):
+            x = _rows_padded(x, self.kv_padded)
+            array = x.swapaxes(-1, -2) if layout == "seq_minor" else x
+            frame.inputs[name] = (array, frame.key_block(x.shape[-1], layout))
+
+    def by_group(self, x: jax.Array) -> jax.Array:
+        """[batch, heads, ...] as [batch, kv heads, group, ...]."""
+        return x.reshape(x.shape[0], self.frame.heads.kv_heads, self.frame.heads.group, *x.shape[2:])
+
+    def queries(self, name: str, x: jax.Array, layout: str) -> None:
+        """Add an array of the queries' shape."""
+        x = self.by_group(_rows_padded(x, self.q_padded))
+        array = x.swapaxes(-1, -2) if layout == "seq_minor" else x
+        self.frame.inputs[name] = (array, self.frame.query_block(x.shape[-1], layout))
+
+    def rows(self, name: str, x: jax.Array, fill: float) -> None:
+        """Add one number a row, [batch, heads, q]."""
+        self.frame.inputs[name] = (row_numbers(self.by_group(x), fill, self.q_padded), self.frame.row_block())
+
+    def run(self, name: str, kernel: Any, parallel: int, depth: int) -> dict[str, jax.Array]:
+        blocks = self.static.blocks
+        return self.frame.run(
+            name,
+            kernel,
+            parallel=parallel,
+            cost=self.frame.cost(1, depth),
+            vmem_limit_bytes=blocks.vmem_limit_bytes,
+            scheduler=blocks.use_experimental_scheduler,
+            interpret=self.static.interpret,
+        )
+
+
+def _rows_padded(x: jax.Array, length: int) -> jax.Array:
+    """Fill [batch, heads, rows, dim] up to a length."""
+    short = length - x.shape[2]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0))) if short else x
+
+
+def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+    blocks, logits = static.blocks, static.logits
+    work = _Pass(static, operands, traced, blocks.block_q, blocks.block_kv, slow="q", group_last=False)
+    if operands.sinks is not None:
+        work.frame.scalars["sinks"] = operands.sinks
+    normalised = blocks.fuse_reciprocal
+    forward_outputs(work.frame, work.q_padded, work.value_dim, operands.query.dtype, normalised)
+    forward_scratch(work.frame, work.value_dim)
+    kernel = functools.partial(
+        forward_kernel,
+        frame=work.frame,
+        logits=logits,
+        compute=blocks.block_kv_compute,
+        compute_in=blocks.block_kv_compute_in,
+        layouts=(blocks.q_layout, blocks.k_layout, blocks.v_layout),
+        normalised=normalised,
+    )
+    made = work.run("attnops_splash_forward", kernel, 3, work.dim + work.value_dim)
+    output = made["output"]
+    if not normalised:
+        output = (output / made["divisor"].swapaxes(-1, -2)).astype(operands.query.dtype)
+    batch, heads = operands.query.shape[:2]
+    output = output.reshape(batch, heads, work.q_padded, work.value_dim)[:, :, : logits.places.q_len]
+    return output, made["lse"].reshape(batch, heads, work.q_padded)[..., : logits.places.q_len]
+
+
+def _backward(
+    static: _Static,
+    operands: Operands,
+    traced: Traced,
+    output: jax.Array,
+    lse: jax.Array,
+    d_output: jax.Array,
+    d_lse: jax.Array,
+) -> Operands:
+    blocks, logits = static.blocks, static.logits
+    delta = (output.astype(jnp.float32) * d_output.astype(jnp.float32)).sum(-1) - d_lse
+    # A row without keys has no weights, nor has a padded one: exp(x - inf) is 0.
+    shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * logits.unit)
+
+    def make(
+        name: str, block_q: int, block_kv: int, compute: int, of_query: bool, of_keys: bool
+    ) -> dict[str, jax.Array]:
+        by_keys = not of_query
+        work = _Pass(
+            static, operands, traced, block_q, block_kv, slow="kv" if by_keys else "q", group_last=by_keys
+        )  # fmt: skip
+        frame = work.frame
+        work.queries("d_output", d_output.astype(operands.query.dtype), "head_dim_minor")
+        work.rows("lse", shift, np.inf)
+        work.rows("delta", delta, 0.0)
+        if of_query:
+            add_query_gradient(frame, work.q_padded, work.dim, operands.query.dtype)
+        if of_keys:
+            add_key_gradients(frame, work.kv_padded, work.dim, work.value_dim, operands.key.dtype, whole=of_query)
+        kernel = functools.partial(
+            backward_kernel,
+            frame=frame,
+            logits=logits,
+            compute=compute,
+            layouts=(blocks.q_layout, blocks.k_layout, blocks.v_layout),
+        )
+        depth = work.dim + work.value_dim + of_query * work.dim + of_keys * (work.dim + work.value_dim)
+        return work.run(f"attnops_splash_{name}", kernel, 3 if not of_keys else 2, depth)
+
+    if blocks.use_fused_bwd_kernel:
+        made = make("backward", blocks.block_q_dkv, blocks.block_kv_dkv, blocks.block_kv_dkv_compute, True, True)
+    else:
+        made = make("dkv", blocks.block_q_dkv, blocks.block_kv_dkv, blocks.block_kv_dkv_compute, False, True)
+        assert blocks.block_q_dq is not None
+        assert blocks.block_kv_dq is not None
+        made |= make("dq", blocks.block_q_dq, blocks.block_kv_dq, blocks.block_kv_dq, True, False)
+    d_query = made["d_query"].reshape(*operands.query.shape[:2], -1, operands.query.shape[-1])
+    d_sinks = None
+    if operands.sinks is not None:
+        d_sinks = -(jnp.exp(operands.sinks[:, None] - shift / logits.unit) * delta).sum((0, 2))
+    d_bias = None
+    if operands.bias is not None:
+        d_bias = bias_gradient(
+            logits.places,
+            operands,
+            traced,
+            (output, lse),
+            (d_output, d_lse),
+            scale=logits.scale,
+            soft_cap=logits.soft_cap,
+            platform=static.platform,
+            blocking=Blocking(min(512, logits.places.q_len), min(512, logits.places.kv_len), 1),
+        )
+    return Operands(
+        d_query[:, :, : logits.places.q_len],
+        made["d_key"][:, :, : logits.places.kv_len],
+        made["d_value"][:, :, : logits.places.kv_len],
+        d_bias,
+        d_sinks,
+    )

@@ -1,0 +1,36 @@
+"""SplashBlocks: every size and switch of the kernels, resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["SplashBlocks"]
+
+
+@dataclass(frozen=True)
+class SplashBlocks:
+    """Sizes in rows. `block_q_dq` and `block_kv_dq` are None with the fused backward.
+
+    block_kv_compute: the keys of one product of queries and keys. block_kv_compute_in: the part of them that goes through
+    the exponential and the product with the values at a time. heads_per_tile: query heads of a tile; beyond a group, whole
+    groups with their kv heads.
+    """
+
+    block_q: int
+    block_kv: int
+    block_kv_compute: int
+    block_kv_compute_in: int
+    heads_per_tile: int
+    block_q_dkv: int
+    block_kv_dkv: int
+    block_kv_dkv_compute: int
+    block_q_dq: int | None
+    block_kv_dq: int | None
+    use_fused_bwd_kernel: bool
+    q_layout: str
+    k_layout: str
+    v_layout: str
+    use_base2_exp: bool
+    fuse_reciprocal: bool
+    use_experimental_scheduler: bool
+    vmem_limit_bytes: int | None

@@ -1,0 +1,186 @@
+"""Frame: what a pass hands to Pallas - scalars, blocks and where they lie for each step of the grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..varying import vary, varying
+from .visits import Visits, kv_block_of, q_block_of
+
+__all__ = ["Frame", "Heads", "Step"]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How heads lie in tiles: `kv_tile` kv heads with `group_tile` of their `group` query heads each."""
+
+    kv_heads: int
+    group: int
+    kv_tile: int
+    group_tile: int
+
+    @classmethod
+    def tiled(cls, kv_heads: int, group: int, heads_per_tile: int) -> Heads:
+        """Tiles of `heads_per_tile` query heads: a part of a group, or whole groups."""
+        return cls(kv_heads, group, max(1, heads_per_tile // group), min(group, heads_per_tile))
+
+    @property
+    def in_tile(self) -> tuple[tuple[int, int], ...]:
+        """(kv head, query head of its group) of a tile."""
+        return tuple((j, g) for j in range(self.kv_tile) for g in range(self.group_tile))
+
+
+class Step(NamedTuple):
+    """Where one step of the grid is: batch row, tile of kv heads, tile of a group, and the visit's word."""
+
+    batch: Any
+    kv_tile: Any
+    group_tile: Any
+    word: Any
+
+    @property
+    def q_block(self) -> Any:
+        return q_block_of(self.word)
+
+    @property
+    def kv_block(self) -> Any:
+        return kv_block_of(self.word)
+
+
+class Frame:
+    """Collects the arrays of a pass, then runs its kernel.
+
+    Dimensions of the grid: batch, tiles of kv heads, then tiles of a group and visits; with `group_last` the last two are
+    swapped, so that all query heads of a group go over a kv block before the next one comes.
+    """
+
+    def __init__(self, batch: int, heads: Heads, block_q: int, block_kv: int, visits: Visits, group_last: bool) -> None:
+        self.batch, self.heads, self.block_q, self.block_kv = batch, heads, block_q, block_kv
+        self.visits, self.group_last = visits, group_last
+        self.scalars: dict[str, Any] = {"visits": jnp.asarray(visits.words)}
+        self.inputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
+        self.outputs: dict[str, tuple[tuple[int, ...], Any, pl.BlockSpec]] = {}
+        self.scratch: dict[str, Any] = {}
+
+    # -- where a step is ---------------------------------------------------------------------------------------------
+
+    def step(self, ids: tuple[Any, ...], words: Any) -> Step:
+        """The step at these indices of the grid."""
+        batch, kv_tile, third, fourth = ids
+        group_tile, visit = (fourth, third) if self.group_last else (third, fourth)
+        place = visit if self.visits.rows == 1 else batch * self.visits.length + visit
+        return Step(batch, kv_tile, group_tile, words[place])
+
+    def here(self, refs: dict[str, Any]) -> Step:
+        """The step at which the kernel is."""
+        return self.step(tuple(pl.program_id(i) for i in range(4)), refs["visits"])
+
+    def block(self, shape: tuple[int | None, ...], where: Callable[[Step], tuple[Any, ...]]) -> pl.BlockSpec:
+        """A block whose place follows from the step."""
+        return pl.BlockSpec(shape, lambda *args: where(self.step(args[:4], args[4])))
+
+    def query_block(self, dim: int, layout: str) -> pl.BlockSpec:
+        """Of [batch, kv heads, group, q, dim], or with q and dim swapped."""
+        heads = (None, self.heads.kv_tile, self.heads.group_tile)
+        if layout == "seq_minor":
+            return self.block((*heads, dim, self.block_q), lambda s: (*_heads_at(s), 0, s.q_block))
+        return self.block((*heads, self.block_q, dim), lambda s: (*_heads_at(s), s.q_block, 0))
+
+    def key_block(self, dim: int, layout: str) -> pl.BlockSpec:
+        """Of [batch, kv heads, kv, dim], or with kv and dim swapped."""
+        if layout == "seq_minor":
+            return self.block(
+                (None, self.heads.kv_tile, dim, self.block_kv), lambda s: (s.batch, s.kv_tile, 0, s.kv_block)
+            )
+        return self.block((None, self.heads.kv_tile, self.block_kv, dim), lambda s: (s.batch, s.kv_tile, s.kv_block, 0))
+
+    def row_block(self) -> pl.BlockSpec:
+        """One number a query row, of [batch, kv heads, group, 1, q]: the rows lie along the lanes."""
+        shape = (None, self.heads.kv_tile, self.heads.group_tile, 1, self.block_q)
+        return self.block(shape, lambda s: (*_heads_at(s), 0, s.q_block))
+
+    def leaf_block(self, batch: int, along: Literal["q", "kv"]) -> pl.BlockSpec:
+        """One number a query row or a key, of [batch | 1, 1, length]."""
+        size = self.block_q if along == "q" else self.block_kv
+        return self.block(
+            (None, 1, size),
+            lambda s: (s.batch if batch > 1 else 0, 0, s.q_block if along == "q" else s.kv_block),
+        )
+
+    def dense_block(self, shape: tuple[int, ...]) -> pl.BlockSpec:
+        """Of [batch, kv heads, group, q, kv]; a size of 1 stands for all."""
+        many = [n > 1 for n in shape]
+        sizes = (self.heads.kv_tile, self.heads.group_tile, self.block_q, self.block_kv)
+
+        def where(s: Step) -> tuple[Any, ...]:
+            at = (s.batch, s.kv_tile, s.group_tile, s.q_block, s.kv_block)
+            return tuple(i if yes else 0 for i, yes in zip(at, many, strict=True))
+
+        return self.block((None, *(n if yes else 1 for n, yes in zip(sizes, many[1:], strict=True))), where)
+
+    # -- the call ----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        name: str,
+        kernel: Callable[[dict[str, Any]], None],
+        *,
+        parallel: int,
+        cost: pl.CostEstimate,
+        vmem_limit_bytes: int | None,
+        scheduler: bool,
+        interpret: bool,
+    ) -> dict[str, jax.Array]:
+        """Run the kernel over the grid, of which the first `parallel` dimensions may run in any order; the outputs by name."""
+        arrays = [*self.scalars.values(), *(x for x, _ in self.inputs.values())]
+        axes = varying(arrays)
+        arrays = [vary(jnp.asarray(x), axes) for x in arrays]
+        kind = jax.typeof(arrays[0]).manual_axis_type
+        names = (*self.scalars, *self.inputs, *self.outputs, *self.scratch)
+        heads, tail = self.heads, (self.visits.covered,)
+        of_group = (heads.group // heads.group_tile,)
+        grid = (self.batch, heads.kv_heads // heads.kv_tile, *(tail + of_group if self.group_last else of_group + tail))
+        call = pl.pallas_call(
+            lambda *refs: kernel(dict(zip(names, refs, strict=True))),
+            out_shape=[
+                jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind) for shape, dtype, _ in self.outputs.values()
+            ],
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(self.scalars),
+                grid=grid,
+                in_specs=[spec for _, spec in self.inputs.values()],
+                out_specs=[spec for _, _, spec in self.outputs.values()],
+                scratch_shapes=list(self.scratch.values()),
+            ),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=(pltpu.PARALLEL,) * parallel + (pltpu.ARBITRARY,) * (4 - parallel),
+                vmem_limit_bytes=vmem_limit_bytes,
+                flags={"XLA_TPU_FORCE_LP_LLO_SCHEDULER": True} if scheduler else None,
+            ),
+            cost_estimate=cost,
+            interpret=interpret,
+            name=name,
+        )
+        return dict(zip(self.outputs, call(*arrays), strict=True))
+
+    def cost(self, products: int, dims: int) -> pl.CostEstimate:
+        """The work of the live tiles: `products` exponentials a weight is 1; `dims`, the summed depths of a weight's products."""
+        steps = self.visits.covered if isinstance(self.visits.covered, int) else self.visits.length
+        heads = self.batch * self.heads.kv_heads * self.heads.group
+        weights = heads * steps * self.block_q * self.block_kv
+        moved = sum(math.prod(x.shape) * x.dtype.itemsize for x, _ in self.inputs.values())
+        moved += sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype, _ in self.outputs.values())
+        return pl.CostEstimate(flops=2 * weights * dims, transcendentals=weights * products, bytes_accessed=moved)
+
+
+def _heads_at(s: Step) -> tuple[Any, Any, Any]:
+    return s.batch, s.kv_tile, s.group_tile

@@ -1,0 +1,226 @@
+"""What bias, cap, mask and dropout make of the raw logits of a tile, inside a kernel.
+
+The forward pass holds a tile as [query rows, keys], the backward passes as [keys, query rows]: there the numbers that belong
+to a row (log-sum-exp, delta) lie along the lanes, as they are stored.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ....masks import Full, Mask, Slot
+from ...local_mask import Dropout, LocalMask
+from ..operands import Places
+from .frame import Frame, Step
+
+__all__ = ["LOG2E", "Logits", "Tile", "add_to_frame"]
+
+LOG2E = 1 / math.log(2)
+
+
+@dataclass(frozen=True)
+class Logits:
+    """How raw products become logits, and what is static about the mask and the dropout.
+
+    base2: logits are held times log2 e, and exponentials are powers of two.
+    """
+
+    scale: float
+    soft_cap: float | None
+    base2: bool
+    places: Places
+
+    @property
+    def unit(self) -> float:
+        return LOG2E if self.base2 else 1.0
+
+    def exp(self, x: jax.Array) -> jax.Array:
+        return jnp.exp2(x) if self.base2 else jnp.exp(x)
+
+
+def add_to_frame(
+    frame: Frame, logits: Logits, mask: LocalMask, bias: jax.Array | None, dropout: Dropout | None, q_heads: int
+) -> None:
+    """Add what a tile needs of the mask, the bias and the dropout to the kernel's operands."""
+    if logits.places.q_start is None:
+        frame.scalars["q_start"] = jnp.asarray(mask.q_start, jnp.int32).reshape(1)
+    if logits.places.query_offset is None and mask.query_offset is not None:
+        frame.scalars["query_offset"] = jnp.asarray(mask.query_offset, jnp.int32)
+    for number, leaf in enumerate(mask.mask.split()[1]):
+        array = jnp.asarray(leaf.array)
+        if leaf.dims == ("batch",):
+            frame.scalars[f"leaf{number}"] = array.astype(jnp.int32)
+        elif len(leaf.dims) == 2:
+            along = leaf.dims[1]
+            size = frame.block_q if along == "q" else frame.block_kv
+            array = _padded(array.astype(jnp.int32), {1: size})[:, None]
+            frame.inputs[f"leaf{number}"] = (array, frame.leaf_block(array.shape[0], along))  # type: ignore[arg-type]
+        else:
+            # As bytes: a bool array would cost four bytes a weight.
+            array = _by_group(array.astype(jnp.int8), frame)
+            frame.inputs[f"leaf{number}"] = (array, frame.dense_block(array.shape))
+    if bias is not None:
+        bias = _by_group(bias, frame)
+        frame.inputs["bias"] = (bias, frame.dense_block(bias.shape))
+    if dropout is not None:
+        batch, head = np.ogrid[: frame.batch, :q_heads]
+        frame.scalars["dropout_key"] = lax.bitcast_convert_type(
+            jnp.stack(dropout.head_keys(batch, head), axis=-1).reshape(-1), jnp.int32
+        )
+
+
+def _padded(x: jax.Array, blocks: dict[int, int]) -> jax.Array:
+    """Fill dimensions up to whole blocks."""
+    short = [(0, -n % blocks.get(i, 1)) for i, n in enumerate(x.shape)]
+    return jnp.pad(x, short) if any(n for _, n in short) else x
+
+
+def _by_group(x: jax.Array, frame: Frame) -> jax.Array:
+    """[batch, heads, q, kv], each of them or 1, as [batch, kv heads, group, q, kv], padded."""
+    batch, heads, q_len, kv_len = x.shape
+    split = (1, 1) if heads == 1 else (frame.heads.kv_heads, frame.heads.group)
+    x = x.reshape(batch, *split, q_len, kv_len)
+    return _padded(x, {i: n for i, n in ((3, frame.block_q), (4, frame.block_kv)) if x.shape[i] > 1})
+
+
+class Tile:
+    """The tile at which a kernel is. `across`: keys are rows and queries are lanes."""
+
+    def __init__(self, frame: Frame, logits: Logits, refs: dict[str, Any], across: bool) -> None:
+        self.frame, self.logits, self.refs, self.across = frame, logits, refs, across
+        self.step: Step = frame.here(refs)
+        self._seen: dict[Any, Any] = {}
+
+    def says(self, flag: int) -> Any:
+        """Whether the visit's word has a flag."""
+        return (self.step.word & flag) != 0
+
+    def weigh(self, raw: jax.Array, head: tuple[int, int], start: int, masked: bool) -> tuple[jax.Array, Any]:
+        """(logits times the unit, the cap's tanh for its gradient) from products with the keys from `start` on."""
+        logits = self.logits
+        width = raw.shape[0 if self.across else 1]
+        capped = None
+        if logits.soft_cap is None:
+            x = raw * (logits.scale * logits.unit)
+        else:
+            capped = jnp.tanh(raw * (logits.scale / logits.soft_cap))
+            x = capped * (logits.soft_cap * logits.unit)
+        if "bias" in self.refs:
+            x = x + self._dense("bias", head, start, width).astype(jnp.float32) * logits.unit
+        if masked:
+            seen = self._visible(head, start, width)
+            if seen is not None:
+                x = jnp.where(seen, x, -jnp.inf)
+        return x, capped
+
+    def dropped(self, x: jax.Array, keep: jax.Array | None) -> jax.Array:
+        """Weights, or their gradients, after dropout."""
+        return x if keep is None else jnp.where(keep, x * (1.0 / (1.0 - self.logits.places.dropout)), 0.0)
+
+    def keep(self, head: tuple[int, int], start: int, width: int) -> jax.Array | None:
+        """Which weights dropout keeps; None without dropout."""
+        if "dropout_key" not in self.refs:
+            return None
+        heads = self.frame.heads.kv_heads * self.frame.heads.group
+        at = 2 * (self.step.batch * heads + self.head(head))
+        first, second = (self.refs["dropout_key"][at + i].astype(jnp.uint32) for i in (0, 1))
+        rows, cols = self._indices(start, width)
+        return Dropout.kept(first, second, rows + self._q_start(), cols, self.logits.places.dropout)
+
+    def head(self, head: tuple[int, int]) -> Any:
+        """The query head's number."""
+        heads = self.frame.heads
+        kv_head = self.step.kv_tile * heads.kv_tile + head[0]
+        return kv_head * heads.group + self.step.group_tile * heads.group_tile + head[1]
+
+    def _q_start(self) -> Any:
+        return self.refs["q_start"][0] if self.logits.places.q_start is None else self.logits.places.q_start
+
+    def _indices(self, start: int, width: int) -> tuple[jax.Array, jax.Array]:
+        """Local rows and keys, both in the tile's shape."""
+        shape = (width, self.frame.block_q) if self.across else (self.frame.block_q, width)
+        row_axis = 1 if self.across else 0
+        rows = lax.broadcasted_iota(jnp.int32, shape, row_axis) + self.step.q_block * self.frame.block_q
+        cols = lax.broadcasted_iota(jnp.int32, shape, 1 - row_axis) + (self.step.kv_block * self.frame.block_kv + start)
+        return rows, cols
+
+    def _visible(self, head: tuple[int, int], start: int, width: int) -> Any:
+        """Which weights are visible; None for all. Made once for all heads, unless a mask has a plane for each."""
+        key = (start, width, head if self._by_head() else None)
+        if key not in self._seen:
+            self._seen[key] = self._test(head, start, width)
+        return self._seen[key]
+
+    def _by_head(self) -> bool:
+        return any(
+            isinstance(atom, Slot) and atom.broadcast and not atom.broadcast[1]
+            for atom in self.logits.places.mask.atoms()
+        )
+
+    def _test(self, head: tuple[int, int], start: int, width: int) -> Any:
+        rows, cols = self._indices(start, width)
+        numbers = iter(range(len(self.refs)))
+
+        def answer(atom: Mask) -> Mask:
+            if not isinstance(atom, Slot):
+                return atom
+            leaves = [f"leaf{next(numbers)}" for _ in atom.parts]
+            return _Answer(atom.related([self._leaf(leaf, part[2], head, start, width) for leaf, part in
+                                         zip(leaves, atom.parts, strict=True)], cols))  # fmt: skip
+
+        seen = None
+        if not isinstance(self.logits.places.mask, Full):
+            rows = rows + self._q_start()
+            offset = self.logits.places.query_offset or 0
+            positions = rows + (self.refs["query_offset"][self.step.batch] if "query_offset" in self.refs else offset)
+            seen = self.logits.places.mask.map_atoms(answer).test(rows, positions, cols)
+        if self.logits.places.kv_len % self.frame.block_kv:
+            inside = cols < self.logits.places.kv_len
+            seen = inside if seen is None else seen & inside
+        return seen
+
+    def _leaf(self, name: str, dims: tuple[str, ...], head: tuple[int, int], start: int, width: int) -> Any:
+        """An array of the mask, to be compared with the tile's keys and rows."""
+        if dims == ("batch",):
+            return self.refs[name][self.step.batch]
+        if len(dims) == 4:
+            return self._dense(name, head, start, width).astype(jnp.int32) != 0
+        ref = self.refs[name]
+        values = ref[...] if dims[1] == "q" else ref[:, start : start + width]
+        return _turned(values) if (dims[1] == "q") != self.across else values
+
+    def _dense(self, name: str, head: tuple[int, int], start: int, width: int) -> jax.Array:
+        """The tile of an array of [batch, heads, q, kv]: [q | 1, width | 1], or across."""
+        ref = self.refs[name]
+        kv_head, of_group = (i if n > 1 else 0 for i, n in zip(head, ref.shape[:2], strict=True))
+        keys = slice(None) if ref.shape[3] == 1 else slice(start, start + width)
+        part = ref[kv_head, of_group, :, keys]
+        if not self.across:
+            return part
+        return _turned(part.astype(jnp.int32) if part.dtype == jnp.int8 else part.astype(jnp.float32))
+
+
+class _Answer(Mask):
+    """A leaf whose test has been made."""
+
+    kind = "answer"
+
+    def __init__(self, seen: Any) -> None:
+        self.seen = seen
+
+    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
+        return self.seen
+
+
+def _turned(x: jax.Array) -> jax.Array:
+    """The transpose. A lone row or column is repeated first: Mosaic transposes whole registers."""
+    rows, lanes = x.shape
+    x = jnp.broadcast_to(x, (8 if rows == 1 else rows, 128 if lanes == 1 else lanes))
+    return x.T[: 1 if lanes == 1 else lanes, : 1 if rows == 1 else rows]

@@ -1,0 +1,103 @@
+"""The grid of a pass: the list of live tiles, in the order in which the kernel visits them.
+
+One int32 word says where a tile lies and what is to be done there, so that the list costs 4 bytes a tile of scalar memory
+and an index map is two shifts. A list that the host knows is exact. One that depends on traced values is sorted on the
+device, and the grid's length is then the number of live tiles found there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...local_mask import LocalMask
+
+__all__ = [
+    "FIRST", "LAST", "LIVE", "MOST_KV_BLOCKS", "MOST_Q_BLOCKS", "PARTIAL", "Visits", "kv_block_of", "q_block_of", "visit_list",
+]  # fmt: skip
+
+# What a word's low bits say: the first and the last visit of a block of the slow axis; a tile with something visible; one
+# that needs its mask.
+FIRST, LAST, LIVE, PARTIAL = 1, 2, 4, 8
+_KV_BITS = 12
+MOST_KV_BLOCKS, MOST_Q_BLOCKS = 1 << _KV_BITS, 1 << (31 - 4 - _KV_BITS)
+
+
+class Visits(NamedTuple):
+    """`words` int32 [rows * length]: a list for each batch row, or one for all; `length` is that of a list, `covered` the
+    part of it that the grid covers. `some_partial`, `some_full`: False where the host knows that no tile is such.
+    """
+
+    words: np.ndarray | jax.Array
+    rows: int
+    length: int
+    covered: int | jax.Array
+    some_partial: bool
+    some_full: bool
+
+
+def q_block_of(word: Any) -> Any:
+    """The query block of a visit."""
+    return word >> (4 + _KV_BITS)
+
+
+def kv_block_of(word: Any) -> Any:
+    """The kv block of a visit."""
+    return (word >> 4) & (MOST_KV_BLOCKS - 1)
+
+
+def visit_list(mask: LocalMask, block_q: int, block_kv: int, slow: str) -> Visits:
+    """List the tiles that have something visible, by query block (`slow` is 'q') or by kv block ('kv').
+
+    A block of the slow axis with nothing visible is visited once all the same: its output has to be written. A last kv
+    block that is padded counts as partial.
+    """
+    kinds = mask.kinds(block_q, block_kv)
+    xp: Any = np if isinstance(kinds, np.ndarray) else jnp
+    if mask.kv_len % block_kv:
+        last_block = np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1
+        kinds = xp.where(last_block, xp.minimum(kinds, 1), kinds)
+    q_block, kv_block = np.meshgrid(*(np.arange(n, dtype=np.int32) for n in kinds.shape[1:]), indexing="ij")
+    if slow == "kv":
+        kinds, q_block, kv_block = kinds.swapaxes(1, 2), q_block.T, kv_block.T
+    live = kinds > 0
+    visited = live | (~live.any(-1, keepdims=True) & (np.arange(kinds.shape[-1]) == 0))
+    rank = visited.cumsum(-1)
+    first, last = visited & (rank == 1), visited & (rank == rank[..., -1:])
+    flags = first * FIRST + last * LAST + live * LIVE + (kinds == 1) * PARTIAL
+    words = (((q_block << _KV_BITS) | kv_block) << 4) + flags
+    if isinstance(kinds, np.ndarray):
+        listed = words[visited].astype(np.int32)
+        return Visits(listed, 1, len(listed), len(listed), bool((kinds == 1).any()), bool((kinds == 2).any()))
+    return _sorted_on_device(mask, words.astype(jnp.int32), visited, block_q, block_kv, slow)
+
+
+def _sorted_on_device(
+    mask: LocalMask, words: jax.Array, visited: jax.Array, block_q: int, block_kv: int, slow: str
+) -> Visits:
+    rows, slow_blocks, fast_blocks = words.shape
+    length = min(slow_blocks * fast_blocks, _most(mask, block_q, block_kv) + slow_blocks)
+    words, visited = words.reshape(rows, -1), visited.reshape(rows, -1)
+    place = jnp.where(visited, visited.cumsum(-1) - 1, length)
+    row = np.arange(rows)[:, None]
+    listed = jnp.zeros((rows, length), jnp.int32).at[row, place].set(words, mode="drop")
+    counts = visited.sum(-1, dtype=jnp.int32)
+    # Beyond its end a list repeats its last place and does nothing there: the same block again is not fetched again.
+    end = jnp.take_along_axis(listed, counts[:, None] - 1, axis=1) & ~(FIRST | LAST | LIVE | PARTIAL)
+    listed = jnp.where(np.arange(length) < counts[:, None], listed, end)
+    return Visits(listed.reshape(-1), rows, length, counts.max(), True, True)
+
+
+def _most(mask: LocalMask, block_q: int, block_kv: int) -> int:
+    """The most tiles that can be live, as far as the host knows."""
+    offset = 0 if mask.query_offset is None else mask.query_offset
+    if not isinstance(mask.q_start, int) or not isinstance(offset, int):
+        return -(-mask.q_len // block_q) * -(-mask.kv_len // block_kv)
+    static = mask.mask.split_static()[0]
+    kinds = static.live_blocks(
+        block_q, block_kv, q_len=mask.q_len, kv_len=mask.kv_len, q_start=mask.q_start, query_offset=offset
+    )
+    return int((kinds > 0).sum())

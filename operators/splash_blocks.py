@@ -1,0 +1,216 @@
+"""Which blocks splash takes where none are declared: from the local shapes, the device's VMEM and the mask."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from ..registry import AttentionProblem, OperationConfig, Placement
+from .splash_config import LANES, SplashConfig
+
+if TYPE_CHECKING:
+    from .kernels.splash import SplashBlocks
+    from .kernels.splash.vmem import Shape
+
+__all__ = ["blocks_of", "resolve_attnops", "resolve_jax"]
+
+# By the static cycles of the compiled kernels (docs/splash.md): half of a 1024-block in a product at a time leaves the
+# compiler room to overlap the softmax of one half with the products of the other.
+_SIZES, _COMPUTE = (1024, 512, 256, 128), 512
+# In weights of a tile without a mask: what a masked one costs, and a step of the grid beside its tile (half a microsecond;
+# not measured on a TPU). Two passes make seven products where the fused one makes five.
+_PARTIAL, _STEP, _APART = 1.3, 1 << 17, 1.4
+_SAMPLE = 1 << 14  # a mask's first rows and keys, from which its costs are known
+_JAX_BLOCK = 512
+# What the compiler took was 0.6 to 1.1 times what vmem.py counts, in what has been compiled.
+_ROOM = 1.25
+_MIB = 1 << 20
+
+
+def blocks_of(config: SplashConfig) -> SplashBlocks:
+    """The sizes of a resolved config, as the kernels take them."""
+    from .kernels.splash import SplashBlocks  # imports Pallas, so only where the kernel is planned
+
+    return SplashBlocks(**{name: getattr(config, name) for name in SplashBlocks.__dataclass_fields__})
+
+
+class _Sizes:
+    """Sizes as they are filled in: what is declared, the kernel's default where None is, else what is given here."""
+
+    def __init__(self, config: SplashConfig) -> None:
+        self.config = config
+        self.found: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.found[name]
+
+    def fill(self, name: str, default: int, none: int = LANES) -> None:
+        given = getattr(self.config, name)
+        self.found[name] = given if given is not None else none if self.config.is_set(name) else default
+
+    def fill_inner(self, inner: str, outer: str, cap: int) -> None:
+        """A block within another: it has to divide it."""
+        self.fill(inner, _divisor(self.found[outer], cap), self.found[outer])
+        if self.found[outer] % self.found[inner]:
+            raise ConfigError(
+                f"SplashConfig: {outer}={self.found[outer]} is not a multiple of {inner}={self.found[inner]}."
+            )
+
+
+def resolve_attnops(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> OperationConfig:
+    """Fill in every field for attnops' kernels. Errors: ConfigError for heads that don't divide, and beyond VMEM."""
+    from .kernels.splash.vmem import backward_bytes, forward_bytes, vmem_of
+
+    shape = _shape(problem, placement, config)
+    vmem = vmem_of(problem.device_kind)
+    of_default = config.is_set("vmem_limit_bytes")
+    most_bytes = config.vmem_limit_bytes or (vmem.default if of_default else vmem.most)
+    ways = [_with_blocks(placement, config, most, fused) for most in _SIZES for fused in _backward_ways(config)]
+    # The cheapest that fits. The smallest comes last whatever it costs, for where nothing fits.
+    for resolved in (*sorted(ways, key=lambda way: _cost(problem, placement, way)), ways[-1]):
+        blocks = blocks_of(resolved)
+        need = math.ceil(max(forward_bytes(shape, blocks), backward_bytes(shape, blocks)) * _ROOM)
+        if need <= most_bytes:
+            break
+    _check_visits(placement, resolved)
+    if not of_default and need > vmem.default:
+        resolved = resolved.with_fields({"vmem_limit_bytes": min(vmem.most, math.ceil(need / _MIB) * _MIB)})
+    return resolved
+
+
+def _check_visits(placement: Placement, config: SplashConfig) -> None:
+    """Refuse blocks whose numbers a visit's word can't hold."""
+    from .kernels.splash.visits import MOST_KV_BLOCKS, MOST_Q_BLOCKS
+
+    for axis, length, most in (
+        ("q", placement.local.q_len, MOST_Q_BLOCKS),
+        ("kv", placement.local.kv_len, MOST_KV_BLOCKS),
+    ):
+        for name in (f"block_{axis}", f"block_{axis}_dkv", f"block_{axis}_dq"):
+            block = getattr(config, name)
+            if block is not None and math.ceil(length / block) > most:
+                raise ConfigError(
+                    f"SplashConfig: {name}={block} cuts {length} rows into {math.ceil(length / block)} blocks; wanted at most "
+                    f"{most}: {name}={math.ceil(length / most / LANES) * LANES} or more."
+                )
+
+
+def _cost(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> float:
+    """The work of a pass over the tiles that the mask leaves: large blocks take few steps, small ones skip more."""
+    assert config.block_q is not None
+    assert config.block_kv is not None
+    apart = 1.0 if config.use_fused_bwd_kernel else _APART
+    if "mask_function" in problem.features:  # would be evaluated weight by weight
+        return apart / (config.block_q * config.block_kv)
+    kinds = problem.mask.live_blocks(
+        config.block_q,
+        config.block_kv,
+        q_len=min(placement.local.q_len, _SAMPLE),
+        kv_len=min(placement.local.kv_len, _SAMPLE),
+        query_offset=problem.query_offset or 0,
+    )
+    partial, full = float((kinds == 1).sum()), float((kinds == 2).sum())
+    return apart * ((full + _PARTIAL * partial) * config.block_q * config.block_kv + (full + partial) * _STEP)
+
+
+def _backward_ways(config: SplashConfig) -> tuple[bool, ...]:
+    """Whether the backward pass is fused: what is declared, else fused if it fits."""
+    if config.is_set("use_fused_bwd_kernel"):
+        return (bool(config.use_fused_bwd_kernel),)
+    return (False,) if config.block_q_dq or config.block_kv_dq else (True, False)
+
+
+def _with_blocks(placement: Placement, config: SplashConfig, most: int, fused: bool) -> SplashConfig:
+    q_len, kv_len = placement.local.q_len, placement.local.kv_len
+    sizes = _Sizes(config)
+    sizes.fill("heads_per_tile", 1, 1)
+    sizes.fill("block_q", _choose(q_len, most))
+    sizes.fill("block_kv", _choose(kv_len, most, math.lcm(LANES, config.block_kv_compute or 1)))
+    sizes.fill_inner("block_kv_compute", "block_kv", min(_COMPUTE, most))
+    sizes.fill_inner("block_kv_compute_in", "block_kv_compute", most)
+    sizes.fill("block_q_dkv", sizes["block_q"])
+    sizes.fill("block_kv_dkv", _choose(kv_len, most, math.lcm(LANES, config.block_kv_dkv_compute or 1)))
+    sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", min(_COMPUTE, most))
+    if not fused:
+        sizes.fill("block_q_dq", sizes["block_q_dkv"])
+        sizes.fill("block_kv_dq", _choose(kv_len, min(_COMPUTE, most)))
+    resolved = config.with_fields(sizes.found | {"use_fused_bwd_kernel": fused})
+    assert isinstance(resolved, SplashConfig)
+    return resolved
+
+
+def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> Shape:
+    from .kernels.splash.frame import Heads
+    from .kernels.splash.vmem import Shape
+
+    local = placement.local
+    group, tile = local.q_heads // local.kv_heads, config.heads_per_tile or 1
+    fits = group % tile == 0 if tile <= group else tile % group == 0 and local.kv_heads % (tile // group) == 0
+    if not fits:
+        choices = [n for n in range(1, local.q_heads + 1) if _divides(n, group, local.kv_heads)]
+        raise ConfigError(
+            f"SplashConfig: heads_per_tile={tile} doesn't divide the {local.q_heads} query heads ({local.kv_heads} kv heads) "
+            f"of a device into whole groups or parts of one; wanted one of {', '.join(map(str, choices))}."
+        )
+    dense = 0 if problem.bias_shape is None else problem.itemsize
+    dense += sum(len(leaf.dims) == 4 for leaf in problem.leaves)
+    itemsize = 4 if problem.runtime_dtype == "float32" else 2
+    return Shape(
+        local.q_len,
+        local.kv_len,
+        Heads.tiled(local.kv_heads, group, tile),
+        problem.head_dim,
+        problem.value_dim,
+        itemsize,
+        dense,
+    )
+
+
+def _divides(tile: int, group: int, kv_heads: int) -> bool:
+    return group % tile == 0 if tile <= group else tile % group == 0 and kv_heads % (tile // group) == 0
+
+
+def resolve_jax(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> OperationConfig:
+    """Fill in every block size for jax's kernel, whose passes share one padded length."""
+    q_len, kv_len = placement.local.q_len, placement.local.kv_len
+    cap = _JAX_BLOCK if max(problem.head_dim, problem.value_dim) <= 256 else _JAX_BLOCK // 2
+    sizes = _Sizes(config)
+    sizes.fill("block_q", _choose(q_len, cap))
+    # One unit for both passes, so that their blocks can be the same.
+    unit = math.lcm(LANES, config.block_kv_compute or 1, config.block_kv_dkv_compute or 1)
+    sizes.fill("block_kv", _choose(kv_len, cap, unit))
+    # Other passes take the forward's blocks, so that one padded length serves all.
+    backward_q = sizes["block_q"] if sizes["block_q"] % LANES == 0 else _choose(q_len, cap)
+    for suffix in ("dkv",) if config.use_fused_bwd_kernel else ("dkv", "dq"):
+        sizes.fill(f"block_q_{suffix}", backward_q)
+        compute = config.block_kv_dkv_compute if suffix == "dkv" else None
+        fits = sizes["block_kv"] % (compute or LANES) == 0
+        sizes.fill(f"block_kv_{suffix}", sizes["block_kv"] if fits else _choose(kv_len, cap, compute or LANES))
+    sizes.fill_inner("block_kv_compute", "block_kv", cap)
+    sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", cap)
+    resolved = config.with_fields(sizes.found | {"use_fused_bwd_kernel": bool(config.use_fused_bwd_kernel)})
+    for name, length in (("q", q_len), ("kv", kv_len)):
+        blocks = {n: s for n, s in sizes.found.items() if n.startswith(f"block_{name}") and not n.endswith("compute")}
+        shared = math.lcm(*blocks.values())
+        padded = math.ceil(length / shared) * shared
+        if padded >= 2 * max(max(blocks.values()), math.ceil(length / LANES) * LANES):
+            raise ConfigError(
+                f"SplashConfig: {', '.join(f'{n}={s}' for n, s in blocks.items())} share no small multiple, so {length} rows "
+                f"would be padded to {padded}; wanted sizes that divide one another, or kernel='attnops', whose passes pad for "
+                "themselves."
+            )
+    return resolved
+
+
+def _choose(length: int, cap: int, unit: int = LANES) -> int:
+    """The largest multiple of `unit` up to `cap` that pads at most a fiftieth more than blocks of `unit` would."""
+    least = math.ceil(length / unit) * unit
+    candidates = range(unit, max(unit, min(cap, least)) + 1, unit)
+    return max(b for b in candidates if math.ceil(length / b) * b <= 1.02 * least)
+
+
+def _divisor(block: int, cap: int) -> int:
+    """The largest multiple of 128 up to `cap` that divides a block; the block itself where that would be 128."""
+    found = max(b for b in range(LANES, min(block, cap) + 1, LANES) if block % b == 0)
+    return block if found == LANES < min(block, cap) else found

@@ -1,0 +1,113 @@
+"""SplashConfig: what can be declared about splash, and which kernel carries it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import PositiveInt, StrictBool, field_validator, model_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from ..registry import OperationConfig
+
+__all__ = ["ATTNOPS_ONLY", "LANES", "SplashConfig"]
+
+LANES = 128
+_KV_BLOCKS = (
+    "block_kv", "block_kv_compute", "block_kv_compute_in", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq",
+)  # fmt: skip
+_Q_BLOCKS = ("block_q", "block_q_dkv", "block_q_dq")
+_INSIDE = (
+    ("block_kv_compute", "block_kv"),
+    ("block_kv_compute_in", "block_kv_compute"),
+    ("block_kv_dkv_compute", "block_kv_dkv"),
+)
+# What jax's kernel has no place for.
+ATTNOPS_ONLY = (
+    "block_kv_compute_in", "heads_per_tile", "vmem_limit_bytes", "use_base2_exp", "fuse_reciprocal",
+    "use_experimental_scheduler",
+)  # fmt: skip
+Layout = Literal["head_dim_minor", "seq_minor"]
+
+
+class SplashConfig(OperationConfig):
+    """Which splash kernel runs on a TPU, with which block sizes and layouts.
+
+    Sizes count rows. A size that is unset is chosen by attnops from the local shapes and the device. None takes the kernels'
+    own default: 128, or, for a compute block, the block that it lies in.
+
+    kernel: 'attnops', or 'jax' for the kernel that ships with JAX; a field that it can't carry is then refused.
+    block_q, block_kv: what the forward pass holds in VMEM at once. block_kv_compute: the keys of one product with the
+    queries. block_kv_compute_in: the part of them that goes through the exponential and the product with the values at a
+    time. heads_per_tile: query heads worked on together; None is 1. *_dkv: blocks of the gradient of k and v, *_dq of that
+    of q. use_fused_bwd_kernel: all three in one pass, with the *_dkv blocks; None is False. *_layout: 'seq_minor' hands the
+    tensor over transposed. use_base2_exp: hold logits times log2 e. fuse_reciprocal: divide by the softmax's sum in the
+    kernel, else after it. use_experimental_scheduler: the compiler's LP scheduler. vmem_limit_bytes: what the kernels may
+    take of VMEM; None is the compiler's default. residual_checkpoint_name: the name of the output and its log-sum-exp for
+    jax.checkpoint policies. interpret: run the kernel in Pallas' interpreter, on any platform; for tests.
+    """
+
+    feeds: ClassVar = {"blocksize_q": "block_q", "blocksize_k": "block_kv"}
+
+    operation: Literal["splash"] = "splash"
+    kernel: Literal["attnops", "jax"] = "attnops"
+    block_q: int | None = None
+    block_kv: int | None = None
+    block_kv_compute: int | None = None
+    block_kv_compute_in: int | None = None
+    heads_per_tile: PositiveInt | None = None
+    block_q_dkv: int | None = None
+    block_kv_dkv: int | None = None
+    block_kv_dkv_compute: int | None = None
+    block_q_dq: int | None = None
+    block_kv_dq: int | None = None
+    use_fused_bwd_kernel: StrictBool | None = None
+    q_layout: Layout = "head_dim_minor"
+    k_layout: Layout = "head_dim_minor"
+    v_layout: Layout = "head_dim_minor"
+    use_base2_exp: StrictBool = True
+    fuse_reciprocal: StrictBool = True
+    use_experimental_scheduler: StrictBool = False
+    vmem_limit_bytes: PositiveInt | None = None
+    residual_checkpoint_name: str | None = None
+    interpret: StrictBool = False
+
+    @field_validator(*_KV_BLOCKS, *_Q_BLOCKS, mode="before")
+    @classmethod
+    def _multiple(cls, value: object, info: ValidationInfo) -> object:
+        if value is None:
+            return None
+        # jax's forward kernel has queries in sublanes; its backward kernels, and all of attnops', have them in lanes.
+        jax_forward = info.field_name == "block_q" and info.data.get("kernel") == "jax"
+        unit = 8 if jax_forward else LANES
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{info.field_name}={value!r} is not a positive integer (a multiple of {unit})")
+        if value % unit:
+            near = sorted({max(unit, value // unit * unit), (value // unit + 1) * unit})
+            raise ValueError(
+                f"{info.field_name}={value} is not a multiple of {unit}; nearest: {', '.join(map(str, near))}"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        for inner, outer in _INSIDE:
+            size, block = getattr(self, inner), getattr(self, outer)
+            block = LANES if block is None and outer != "block_kv_compute" and self.is_set(outer) else block
+            if size is not None and block is not None and block % size:
+                raise ValueError(f"{outer}={block} is not a multiple of {inner}={size}")
+        if self.q_layout == "seq_minor" and (self.block_q or LANES) % LANES:
+            raise ValueError(f"block_q={self.block_q} is not a multiple of {LANES}, which q_layout='seq_minor' wants")
+        if self.use_fused_bwd_kernel:
+            for name in ("block_q_dq", "block_kv_dq"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} would be read by nobody: the fused backward has no dq pass"
+                    )
+        if self.kernel == "jax":
+            for name in ATTNOPS_ONLY:
+                if self.is_set(name):
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} can't be carried by kernel='jax', which has no such field; leave it out, "
+                        "or leave kernel out"
+                    )
+        return self

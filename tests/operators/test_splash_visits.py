@@ -1,0 +1,126 @@
+"""The list of tiles that splash visits: against the mask itself, and the traced list against the host's."""
+
+from __future__ import annotations
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
+from attnops.masks import Lengths
+from attnops.operators.kernels.splash.visits import (
+    FIRST,
+    LAST,
+    LIVE,
+    PARTIAL,
+    kv_block_of,
+    q_block_of,
+    visit_list,
+)
+from attnops.operators.local_mask import LocalMask
+
+MASKS: dict[str, Mask] = {
+    "full": Full(),
+    "causal": Causal(0),
+    "ahead": Causal(-90),  # the first rows see nothing
+    "window": Causal(0) & SlidingWindow(30, 0, offset=0),
+    "chunked": Chunked(70, offset=0),
+    "prefix": Causal(0) | Prefix(40),
+    "nobody": ~Full(),
+}
+
+
+def _brute(visible: np.ndarray, block_q: int, block_kv: int) -> dict[tuple[int, int], int]:
+    """(q block, kv block) -> flags LIVE and PARTIAL, of a bool [q, kv]; padded keys aren't visible."""
+    found = {}
+    for i in range(0, visible.shape[0], block_q):
+        for j in range(0, visible.shape[1], block_kv):
+            tile = visible[i : i + block_q, j : j + block_kv]
+            if tile.any():
+                whole = tile.all() and tile.shape[1] == block_kv
+                found[i // block_q, j // block_kv] = LIVE | (0 if whole else PARTIAL)
+    return found
+
+
+def _check(words: np.ndarray, want: dict[tuple[int, int], int], slow: str, slow_blocks: int) -> None:
+    places = [(int(q_block_of(w)), int(kv_block_of(w))) for w in words]
+    flags = [int(w) & (LIVE | PARTIAL) for w in words]
+    assert {p: f for p, f in zip(places, flags, strict=True) if f} == want
+    of_slow = [p[0 if slow == "q" else 1] for p in places]
+    assert of_slow == sorted(of_slow)
+    assert set(of_slow) == set(range(slow_blocks))  # each is visited: its output has to be written
+    for block in range(slow_blocks):
+        mine = [int(w) for w, b in zip(words, of_slow, strict=True) if b == block]
+        assert [bool(w & FIRST) for w in mine] == [True] + [False] * (len(mine) - 1)
+        assert [bool(w & LAST) for w in mine] == [False] * (len(mine) - 1) + [True]
+
+
+@pytest.mark.parametrize("slow", ["q", "kv"])
+@pytest.mark.parametrize("name", MASKS)
+@given(q_len=st.integers(1, 200), kv_len=st.integers(1, 200), block_q=st.integers(8, 70), block_kv=st.integers(8, 70))
+@settings(max_examples=25, deadline=None)
+def test_every_live_tile_once(name: str, slow: str, q_len: int, kv_len: int, block_q: int, block_kv: int) -> None:
+    mask = MASKS[name]
+    visits = visit_list(LocalMask(mask, 0, q_len, kv_len, None), block_q, block_kv, slow)
+    visible = np.broadcast_to(mask.materialise(slice(0, q_len), slice(0, kv_len))[0, 0], (q_len, kv_len))
+    want = _brute(visible, block_q, block_kv)
+    blocks = -(-q_len // block_q) if slow == "q" else -(-kv_len // block_kv)
+    _check(np.asarray(visits.words), want, slow, blocks)
+    assert visits.length == visits.covered == len(visits.words)
+    assert visits.some_partial == any(f & PARTIAL for f in want.values())
+    assert visits.some_full == any(not f & PARTIAL for f in want.values())
+
+
+@pytest.mark.parametrize("slow", ["q", "kv"])
+@pytest.mark.parametrize("name", [n for n in MASKS if n != "full"])
+def test_a_traced_place_gives_the_same_list(name: str, slow: str) -> None:
+    def words(q_start: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+        visits = visit_list(LocalMask(MASKS[name], q_start, 150, 200, 10), 32, 48, slow)
+        return jnp.asarray(visits.words), jnp.asarray(visits.covered)
+
+    known, _ = words(60)
+    traced, covered = jax.jit(words)(60)
+    np.testing.assert_array_equal(traced[: int(covered)], known)
+
+
+def test_a_list_for_each_batch_row() -> None:
+    lengths = np.array([0, 50, 200])
+
+    def words(lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        visits = visit_list(LocalMask(Lengths(lengths) & Causal(0), 0, 150, 200, None), 32, 48, "q")
+        assert visits.rows == 3
+        assert visits.length < 5 * 5  # what the static part rules out has no place
+        return visits.words.reshape(3, -1), visits.covered
+
+    lists, covered = jax.jit(words)(jnp.asarray(lengths))
+    rows, keys = np.arange(150)[:, None], np.arange(200)
+    most = 0
+    for got, length in zip(np.asarray(lists), lengths, strict=True):
+        want = _brute((keys <= rows) & (keys < length), 32, 48)
+        used = len(want) + 5 - len({q for q, _ in want})  # and one for each block without keys
+        _check(got[:used], {p: LIVE | PARTIAL if f & PARTIAL else f for p, f in want.items()}, "q", 5)
+        assert not (got[used:] & 15).any()
+        assert set(got[used:] >> 4) <= {got[used - 1] >> 4}  # stays where it is, so nothing is fetched
+        most = max(most, used)
+    assert int(covered) == most
+
+
+def test_128k_tokens_are_planned_from_a_closed_form() -> None:
+    """No [q, kv] array, and as many words as there are live tiles."""
+    mask = LocalMask(Causal(0), 0, 1 << 17, 1 << 17, None)
+    assert visit_list(mask, 1024, 1024, "q").length == 128 * 129 // 2
+    windowed = LocalMask(Causal(0) & SlidingWindow(4095, 0, offset=0), 0, 1 << 17, 1 << 17, None)
+    assert visit_list(windowed, 1024, 1024, "kv").length == 128 * 5 - (1 + 2 + 3 + 4)
+
+
+def test_configs_and_plans_pickle() -> None:
+    metadata = OperationMetadata(backend="tpu", operation_configs={"splash": {"heads_per_tile": 2}})
+    x = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.bfloat16)
+    plan = OperationRegistry.create("splash", metadata).plan(x, x, x, mask=Causal() & SlidingWindow(left=9))
+    again = pickle.loads(pickle.dumps(plan))
+    assert (again.config, again.problem, again.padding) == (plan.config, plan.problem, plan.padding)
