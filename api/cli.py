@@ -108,6 +108,44 @@ def plan(
 
 
 @app.command()
+def verify(
+    config: _Config,
+    target: Annotated[
+        list[str],
+        typer.Option("--target", help="A TPU topology, such as v5e:2x2; may be repeated.", show_default=False),
+    ],
+    inputs: _Inputs = None,
+    mesh: _Mesh = None,
+    mode: _Mode = None,
+    fallback: Annotated[
+        str | None, typer.Option("--fallback", help="warn, error or allow.", show_default=False)
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Compile for TPUs that aren't here: does it fit, and what does it take. Needs libtpu, no TPU."""
+    from attnops.cli_verify import VerifyOptions, print_reports
+    from attnops.cli_verify import verify as verify_command
+
+    try:
+        reports = verify_command(VerifyOptions(config, tuple(target), inputs, mesh, mode, fallback))
+    except ShardingError as error:
+        raise _Refused(str(error)) from None
+    if as_json:
+        _print_json([report.to_dict() for report in reports])
+    else:
+        print_reports(reports)
+    failed = [report for report in reports if not report.passed]
+    if failed:
+        raise _Refused("; ".join(_why(report) for report in failed))
+
+
+def _why(report: Any) -> str:
+    if report.plan.implementation is None:
+        return f"{report.target}: {report.plan.refusal()}"
+    return f"{report.target}: " + "; ".join(f"{p.name}: {p.failure.message}" for p in report.passes if p.failure)
+
+
+@app.command()
 def run(
     config: _Config,
     inputs: _Inputs = None,

@@ -18,7 +18,7 @@ from attnops.sharding import describe_mesh, parse_mesh, virtual_mesh
 from attnops.sharding.mesh import gpu_vendor
 from attnops.verify.topology import described_mesh
 
-__all__ = ["here", "plan_metadata", "run_metadata"]
+__all__ = ["declared_sizes", "here", "plan_metadata", "run_metadata"]
 
 # More virtual devices than this are a slip of the hand: each costs a thread pool.
 _MOST_VIRTUAL = 256
@@ -48,7 +48,7 @@ def plan_metadata(
     if topology is not None and platform not in (None, "tpu"):
         raise ConfigError(f"--topology {topology} describes TPUs, --platform says {platform}; leave one of them out.")
     changes: dict[str, Any] = _policy(strict, fallback)
-    sizes = _sizes(mesh, declaration)
+    sizes = declared_sizes(mesh, declaration)
     if platform is not None:
         changes |= {"platform": None, "backend": platform}
     if topology is not None:
@@ -63,7 +63,7 @@ def run_metadata(declaration: Declaration, *, mesh: str | None) -> OperationMeta
 
     Errors: ShardingError when there are too few devices, ConfigError when the config wants another platform.
     """
-    sizes = _sizes(mesh, declaration)
+    sizes = declared_sizes(mesh, declaration)
     if sizes is not None:
         _make_cpu_devices(math.prod(sizes.values()))
     changes = {} if mesh is None or sizes is None else {"mesh": virtual_mesh(sizes)}
@@ -90,7 +90,7 @@ def _policy(strict: bool, fallback: str | None) -> dict[str, Any]:
     return changes if fallback is None else changes | {"fallback": fallback}
 
 
-def _sizes(mesh: str | None, declaration: Declaration) -> dict[str, int] | None:
+def declared_sizes(mesh: str | None, declaration: Declaration) -> dict[str, int] | None:
     """The mesh's sizes: the option's, else the config's."""
     if mesh is not None:
         return parse_mesh(mesh)

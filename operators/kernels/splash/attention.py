@@ -18,7 +18,7 @@ from ..varying import alike
 from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
 from .blocks import SplashBlocks
 from .forward import forward_kernel, forward_outputs, forward_scratch
-from .frame import Frame, Heads
+from .frame import Frame, Heads, Input
 from .tile import Logits, add_to_frame
 from .visits import visit_list
 
@@ -90,8 +90,8 @@ class _Pass:
     """One pass's operands, padded to its blocks and laid out by kv head and group."""
 
     def __init__(
-        self, static: _Static, operands: Operands, traced: Traced, block_q: int, block_kv: int, *, slow: str, group_last: bool
-    ) -> None:  # fmt: skip
+        self, static: _Static, operands: Operands, traced: Traced, block_q: int, block_kv: int, slow: str
+    ) -> None:
         logits, blocks = static.logits, static.blocks
         self.static, self.operands = static, operands
         batch, q_heads = operands.query.shape[:2]
@@ -99,7 +99,7 @@ class _Pass:
         heads = Heads.tiled(kv_heads, q_heads // kv_heads, blocks.heads_per_tile)
         mask, dropout = put_together(logits.places, traced)
         visits = visit_list(mask, block_q, block_kv, slow)
-        self.frame = frame = Frame(batch, heads, block_q, block_kv, visits, group_last)
+        self.frame = frame = Frame(batch, heads, block_q, block_kv, visits, slow)
         self.q_padded, self.kv_padded = (
             -(-n // b) * b for n, b in ((logits.places.q_len, block_q), (logits.places.kv_len, block_kv))
         )
@@ -110,7 +110,7 @@ class _Pass:
         for name, x, layout in zip(("key", "value"), operands[1:3], layouts[1:], strict=True):
             x = _rows_padded(x, self.kv_padded)
             array = x.swapaxes(-1, -2) if layout == "seq_minor" else x
-            frame.inputs[name] = (array, frame.key_block(x.shape[-1], layout))
+            frame.inputs[name] = Input(array, frame.key_block(x.shape[-1], layout), "kv")
 
     def by_group(self, x: jax.Array) -> jax.Array:
         """[batch, heads, ...] as [batch, kv heads, group, ...]."""
@@ -120,11 +120,12 @@ class _Pass:
         """Add an array of the queries' shape."""
         x = self.by_group(_rows_padded(x, self.q_padded))
         array = x.swapaxes(-1, -2) if layout == "seq_minor" else x
-        self.frame.inputs[name] = (array, self.frame.query_block(x.shape[-1], layout))
+        self.frame.inputs[name] = Input(array, self.frame.query_block(x.shape[-1], layout), "q")
 
     def rows(self, name: str, x: jax.Array, fill: float) -> None:
         """Add one number a row, [batch, heads, q]."""
-        self.frame.inputs[name] = (row_numbers(self.by_group(x), fill, self.q_padded), self.frame.row_block())
+        numbers = row_numbers(self.by_group(x), fill, self.q_padded)
+        self.frame.inputs[name] = Input(numbers, self.frame.row_block(), "q")
 
     def run(self, name: str, kernel: Any, parallel: int, depth: int) -> dict[str, jax.Array]:
         blocks = self.static.blocks
@@ -147,7 +148,7 @@ def _rows_padded(x: jax.Array, length: int) -> jax.Array:
 
 def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
     blocks, logits = static.blocks, static.logits
-    work = _Pass(static, operands, traced, blocks.block_q, blocks.block_kv, slow="q", group_last=False)
+    work = _Pass(static, operands, traced, blocks.block_q, blocks.block_kv, "q")
     if operands.sinks is not None:
         work.frame.scalars["sinks"] = operands.sinks
     normalised = blocks.fuse_reciprocal
@@ -188,10 +189,7 @@ def _backward(
     def make(
         name: str, block_q: int, block_kv: int, compute: int, of_query: bool, of_keys: bool
     ) -> dict[str, jax.Array]:
-        by_keys = not of_query
-        work = _Pass(
-            static, operands, traced, block_q, block_kv, slow="kv" if by_keys else "q", group_last=by_keys
-        )  # fmt: skip
+        work = _Pass(static, operands, traced, block_q, block_kv, "q" if of_query else "kv")
         frame = work.frame
         work.queries("d_output", d_output.astype(operands.query.dtype), "head_dim_minor")
         work.rows("lse", shift, np.inf)

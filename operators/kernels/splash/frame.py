@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..varying import vary, varying
 from .visits import Visits, kv_block_of, q_block_of
 
-__all__ = ["Frame", "Heads", "Step"]
+__all__ = ["Frame", "Heads", "Input", "Step"]
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,34 @@ class Step(NamedTuple):
         return kv_block_of(self.word)
 
 
+class Input(NamedTuple):
+    """An array, its block, and what the block's place depends on beside heads: 'q', 'kv' or 'both'."""
+
+    array: Any
+    spec: pl.BlockSpec
+    axis: str
+
+    def bytes_moved(self, slow: str, steps: int) -> int:
+        """What is read of it: a block a step, or each of its blocks once if it moves with the slow axis alone."""
+        size = self.array.dtype.itemsize
+        if self.axis == slow:
+            return math.prod(self.array.shape) * size
+        return steps * math.prod(n for n in self.spec.block_shape if n is not None) * size  # type: ignore[misc,union-attr]
+
+
 class Frame:
     """Collects the arrays of a pass, then runs its kernel.
 
-    Dimensions of the grid: batch, tiles of kv heads, then tiles of a group and visits; with `group_last` the last two are
-    swapped, so that all query heads of a group go over a kv block before the next one comes.
+    Dimensions of the grid: batch, tiles of kv heads, then tiles of a group and visits. Where visits go by kv block (`slow` is
+    'kv') the last two are swapped, so that all query heads of a group go over a kv block before the next one comes.
     """
 
-    def __init__(self, batch: int, heads: Heads, block_q: int, block_kv: int, visits: Visits, group_last: bool) -> None:
+    def __init__(self, batch: int, heads: Heads, block_q: int, block_kv: int, visits: Visits, slow: str) -> None:
         self.batch, self.heads, self.block_q, self.block_kv = batch, heads, block_q, block_kv
-        self.visits, self.group_last = visits, group_last
+        self.visits, self.slow = visits, slow
+        self.group_last = slow == "kv"
         self.scalars: dict[str, Any] = {"visits": jnp.asarray(visits.words)}
-        self.inputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
+        self.inputs: dict[str, Input] = {}
         self.outputs: dict[str, tuple[tuple[int, ...], Any, pl.BlockSpec]] = {}
         self.scratch: dict[str, Any] = {}
 
@@ -141,7 +157,7 @@ class Frame:
         interpret: bool,
     ) -> dict[str, jax.Array]:
         """Run the kernel over the grid, of which the first `parallel` dimensions may run in any order; the outputs by name."""
-        arrays = [*self.scalars.values(), *(x for x, _ in self.inputs.values())]
+        arrays = [*self.scalars.values(), *(x.array for x in self.inputs.values())]
         axes = varying(arrays)
         arrays = [vary(jnp.asarray(x), axes) for x in arrays]
         kind = jax.typeof(arrays[0]).manual_axis_type
@@ -157,7 +173,7 @@ class Frame:
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(self.scalars),
                 grid=grid,
-                in_specs=[spec for _, spec in self.inputs.values()],
+                in_specs=[x.spec for x in self.inputs.values()],
                 out_specs=[spec for _, _, spec in self.outputs.values()],
                 scratch_shapes=list(self.scratch.values()),
             ),
@@ -177,7 +193,8 @@ class Frame:
         steps = self.visits.covered if isinstance(self.visits.covered, int) else self.visits.length
         heads = self.batch * self.heads.kv_heads * self.heads.group
         weights = heads * steps * self.block_q * self.block_kv
-        moved = sum(math.prod(x.shape) * x.dtype.itemsize for x, _ in self.inputs.values())
+        tiles = self.batch * self.heads.kv_heads * self.heads.group // len(self.heads.in_tile)
+        moved = sum(x.bytes_moved(self.slow, tiles * steps) for x in self.inputs.values())
         moved += sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype, _ in self.outputs.values())
         return pl.CostEstimate(flops=2 * weights * dims, transcendentals=weights * products, bytes_accessed=moved)
 

@@ -18,7 +18,7 @@ from jax import lax
 from ....masks import Full, Mask, Slot
 from ...local_mask import Dropout, LocalMask
 from ..operands import Places
-from .frame import Frame, Step
+from .frame import Frame, Input, Step
 
 __all__ = ["LOG2E", "Logits", "Tile", "add_to_frame"]
 
@@ -61,14 +61,15 @@ def add_to_frame(
             along = leaf.dims[1]
             size = frame.block_q if along == "q" else frame.block_kv
             array = _padded(array.astype(jnp.int32), {1: size})[:, None]
-            frame.inputs[f"leaf{number}"] = (array, frame.leaf_block(array.shape[0], along))  # type: ignore[arg-type]
+            spec = frame.leaf_block(array.shape[0], along)  # type: ignore[arg-type]
+            frame.inputs[f"leaf{number}"] = Input(array, spec, along)
         else:
             # As bytes: a bool array would cost four bytes a weight.
             array = _by_group(array.astype(jnp.int8), frame)
-            frame.inputs[f"leaf{number}"] = (array, frame.dense_block(array.shape))
+            frame.inputs[f"leaf{number}"] = Input(array, frame.dense_block(array.shape), "both")
     if bias is not None:
         bias = _by_group(bias, frame)
-        frame.inputs["bias"] = (bias, frame.dense_block(bias.shape))
+        frame.inputs["bias"] = Input(bias, frame.dense_block(bias.shape), "both")
     if dropout is not None:
         batch, head = np.ogrid[: frame.batch, :q_heads]
         frame.scalars["dropout_key"] = lax.bitcast_convert_type(

@@ -1,0 +1,146 @@
+"""`attnops verify`: the real compiler's word on targets that aren't here, and lowering alone without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from attnops import cli_verify
+from attnops.errors import ConfigError
+from attnops.verify.compiled import failure, kernels
+from attnops.verify.generations import abstract_target, device_of
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
+SIZES = {"batch": 4, "q_len": 1024, "q_heads": 8, "kv_heads": 4, "head_dim": 128, "dtype": "bfloat16", "causal": True}
+MIB = 1 << 20
+
+
+@needs_libtpu
+def test_a_call_on_two_generations(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    path = config("splash", **SIZES)
+    result = attnops("verify", path, "--target", "v5e:2x2", "--target", "v6e:2x2")
+    assert (result.status, result.err) == (0, "")
+    for part in ("v5e:2x2", "v6e:2x2", "TPU v6 lite", "splash.forward_tpu", "attnops_splash_backward", "at the peak"):
+        assert part in result.out
+    (report, _) = json.loads(attnops("verify", path, "--target", "v5e:2x2", "--target", "v6e:2x2", "--json").out)
+    assert (report["target"], report["passed"], report["warnings"]) == ("v5e:2x2", True, [])
+    assert report["device"]["kind"] == "TPU v5 lite"
+    forward, both = report["passes"]
+    assert [p["name"] for p in (forward, both)] == ["forward", "forward and backward"]
+    assert [k["name"] for k in forward["kernels"]] == ["attnops_splash_forward"]
+    assert [k["name"] for k in both["kernels"]] == ["attnops_splash_forward", "attnops_splash_backward"]
+    assert all(0 < k["vmem_used"] < 16 * MIB for k in both["kernels"])
+    # One batch row a device: q and the output 2 MiB each, k and v 1 MiB each. 512-blocks leave 3 of 4 tiles.
+    assert forward["argument_bytes"] == 4 * MIB
+    assert 2 * MIB <= forward["output_bytes"] < 2.1 * MIB
+    assert forward["flops"] == pytest.approx(2 * 8 * 3 * 512 * 512 * (128 + 128), rel=0.02)
+    assert both["flops"] > 3 * forward["flops"]
+    assert forward["roofline_seconds"] == pytest.approx(
+        max(forward["flops"] / 197e12, forward["bytes_moved"] / 820e9), rel=0.01
+    )
+
+
+@needs_libtpu
+def test_too_much_vmem_is_told_with_what_would_do(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    blocks = {"block_q": 2048, "block_kv": 2048, "block_kv_compute": 2048, "vmem_limit_bytes": None}
+    metadata = {"operation_configs": {"splash": blocks}}
+    sizes = SIZES | {"q_len": 4096}
+    result = attnops("verify", config("splash", metadata, **sizes), "--target", "v5e:2x2", "--mode", "prefill")
+    assert result.status == 1
+    assert "attnops_splash_forward needs" in result.err
+    assert "of VMEM and may take 16.0 MiB" in result.err
+    assert "compiles with vmem_limit_bytes=" in result.out
+    # v4 has no more to give: smaller blocks
+    result = attnops("verify", config("splash", metadata, **sizes), "--target", "v4:2x2x1", "--mode", "prefill")
+    assert result.status == 1
+    assert "compiles with block_q=1024" in result.out
+
+
+@needs_libtpu
+def test_a_limit_that_will_be_clamped_is_a_warning(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    metadata = {"operation_configs": {"splash": {"vmem_limit_bytes": 100 * MIB}}}
+    arguments = (config("splash", metadata, **SIZES), "--mode", "prefill", "--json")
+    (clamped,) = json.loads(attnops("verify", *arguments, "--target", "v5p:2x2x1").out)
+    assert "is more than TPU v5 has" in clamped["warnings"][0]
+    (fits,) = json.loads(attnops("verify", *arguments, "--target", "v5e:2x2").out)
+    assert fits["warnings"] == []
+    assert fits["passes"][0]["kernels"][0]["vmem_limit"] == 100 * MIB
+
+
+@needs_libtpu
+def test_too_much_hbm(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    sizes = SIZES | {"batch": 256, "q_len": 131072}
+    result = attnops(
+        "verify", config("splash", **sizes), "--target", "v5e:2x2", "--mesh", "fsdp=4", "--mode", "prefill"
+    )
+    assert result.status == 1
+    assert "a device needs" in result.err
+    assert "of HBM and has 15.8 GiB" in result.err
+
+
+def test_without_libtpu_it_is_lowered(
+    attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_verify.importlib.util, "find_spec", lambda name: None)
+    result = attnops("verify", config("splash", **SIZES), "--target", "v4:2x2x1")
+    assert result.status == 0
+    assert "pip install 'attnops[tpu]'" in " ".join(result.out.split())
+    assert "lowers in" in result.out
+    assert "compiles in" not in result.out
+    assert attnops("verify", config("splash", **SIZES), "--target", "v4:2x2x1", "--mesh", "fsdp=3").status == 1
+
+
+def test_refusals_and_bad_targets(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    path = config("splash", {"fallback": "error"}, **SIZES | {"return_weights": True})
+    result = attnops("verify", path, "--target", "v5e:2x2")
+    assert result.status == 1
+    assert "attention weights" in result.err
+    for target, says in (
+        ("v9:2x2", "generations: v4, v5e"),
+        ("v5e", "such as v5e:2x2"),
+        ("v6:2x2", "Did you mean 'v6e'"),
+    ):
+        result = attnops("verify", path, "--target", target)
+        assert (result.status, says in result.err) == (2, True), result.err
+    assert attnops("verify", path).status == 2
+
+
+def test_generations() -> None:
+    assert abstract_target("v5p:4x4x4") == ("TPU v5", 64)
+    assert abstract_target("tpu7x:2x2x1") == ("TPU7x", 8)
+    assert device_of("TPU v5").flops_per_second == 459e12  # two cores
+    with pytest.raises(ConfigError):
+        abstract_target("v5e:2")
+
+
+def test_what_the_compiler_says_in_our_words() -> None:
+    vmem = "E1001: allocating on stack for %my_kernel.3 = f32[] ... Scoped allocation with size 24.52M and limit 16.00M exceeded"
+    assert failure(RuntimeError(vmem))[:2] == (
+        "my_kernel needs 24.5 MiB of VMEM and may take 16.0 MiB: 8.5 MiB too much", "vmem",
+    )  # fmt: skip
+    hbm = "E1000: the total memory required for HLO temporaries (112.25G) exceeds available HBM (15.75G)."
+    assert failure(RuntimeError(hbm)).message.startswith("a device needs 112.2 GiB of HBM and has 15.8 GiB")
+    assert failure(RuntimeError("what nobody has seen\nbefore")).message == "RuntimeError: what nobody has seen"
+
+
+def test_kernels_are_found_over_newlines() -> None:
+    text = (
+        '%a = f32[] add(x)\n%mine.7 = bf16[2] custom-call(%q), custom_call_target="tpu_custom_call", metadata={"one\ntwo"}, '
+        'backend_config={"scoped_memory_configs":[{"memory_space":"1","size":"64"}], "used_scoped_memory_configs":'
+        '[{"memory_space":"1","size":"12"}]}\n%other = f32[] custom-call(%q), custom_call_target="Sharding"'
+    )
+    assert kernels(text) == (("mine", 12, 64),)
+
+
+@needs_libtpu
+def test_native_operations_are_verified_too(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    (report,) = json.loads(attnops("verify", config("vanilla", **SIZES), "--target", "v5e:2x2", "--json").out)
+    assert [p["kernels"] for p in report["passes"]] == [[], []]
+    assert report["passed"]
+    assert jax.default_backend() == "cpu"

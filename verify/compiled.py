@@ -1,0 +1,100 @@
+"""What a compiled program says of itself: its kernels' VMEM, its memory, its work; and why it didn't compile."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from ..registry.explain import bytes_text
+
+__all__ = ["Failure", "KernelUse", "failure", "kernels"]
+
+_CALL = re.compile(r"%([\w.\-]+) = [^\n]*? custom-call\(")
+_CONFIG = "backend_config="
+_VMEM = 1  # memory space
+_MIB = 1 << 20
+
+
+class KernelUse(NamedTuple):
+    """A Pallas kernel of a program: bytes of scoped VMEM that it takes, and its limit where one was asked for."""
+
+    name: str
+    vmem_used: int | None
+    vmem_limit: int | None
+
+
+def kernels(text: str) -> tuple[KernelUse, ...]:
+    """The kernels of a compiled program, in its order."""
+    found = []
+    calls = list(_CALL.finditer(text))
+    ends = [call.start() for call in calls[1:]] + [len(text)]
+    for call, end in zip(calls, ends, strict=bool(calls)):
+        # Not line by line: a kernel's metadata may hold newlines.
+        part = text[call.start() : end]
+        if 'custom_call_target="tpu_custom_call"' not in part:
+            continue
+        config: dict[str, Any] = {}
+        at = part.find(_CONFIG + "{")
+        if at >= 0:
+            config = json.JSONDecoder(strict=False).raw_decode(part[at + len(_CONFIG) :])[0]
+        used, limit = (
+            next((int(c["size"]) for c in config.get(key, ()) if int(c["memory_space"]) == _VMEM), None)
+            for key in ("used_scoped_memory_configs", "scoped_memory_configs")
+        )
+        found.append(KernelUse(re.sub(r"\.\d+$", "", call[1]), used, limit))
+    return tuple(found)
+
+
+class Failure(NamedTuple):
+    """Why a program didn't compile. memory: 'vmem', 'hbm' or None. needed, available: bytes, where they were told."""
+
+    message: str
+    memory: str | None = None
+    needed: int | None = None
+    available: int | None = None
+
+
+_SCOPED = re.compile(
+    r"allocating on stack for %([\w.\-]+).*?size ([\d.]+[KMG]?) and limit ([\d.]+[KMG]?) exceeded", re.DOTALL
+)
+_VMEM_OF_CHIP = re.compile(r"Used ([\d.]+[KMG]?) of ([\d.]+[KMG]?) vmem", re.IGNORECASE)
+_HBM = re.compile(r"temporaries \(([\d.]+[KMG]?)\) exceeds available HBM \(([\d.]+[KMG]?)\)")
+_HBM_ANY = re.compile(r"Used ([\d.]+[KMG]?) of ([\d.]+[KMG]?) hbm", re.IGNORECASE)
+
+
+def failure(error: Exception) -> Failure:
+    """The compiler's refusal in our words."""
+    text = str(error)
+    if found := _SCOPED.search(text):
+        kernel, needed, limit = re.sub(r"\.\d+$", "", found[1]), _bytes(found[2]), _bytes(found[3])
+        return Failure(
+            f"{kernel} needs {bytes_text(needed)} of VMEM and may take {bytes_text(limit)}: "
+            f"{bytes_text(needed - limit)} too much",
+            "vmem",
+            needed,
+            limit,
+        )
+    if found := _VMEM_OF_CHIP.search(text):
+        needed, limit = _bytes(found[1]), _bytes(found[2])
+        return Failure(
+            f"a kernel needs {bytes_text(needed)} of VMEM, of which there are {bytes_text(limit)}: "
+            f"{bytes_text(needed - limit)} too much",
+            "vmem",
+            needed,
+            limit,
+        )
+    if found := _HBM.search(text) or _HBM_ANY.search(text):
+        needed, limit = _bytes(found[1]), _bytes(found[2])
+        return Failure(
+            f"a device needs {bytes_text(needed)} of HBM and has {bytes_text(limit)}: {bytes_text(needed - limit)} too much",
+            "hbm",
+            needed,
+            limit,
+        )
+    return Failure(f"{type(error).__name__}: {text.strip().splitlines()[0]}")
+
+
+def _bytes(text: str) -> int:
+    scale = {"K": 1 << 10, "M": _MIB, "G": 1 << 30}.get(text[-1], 1)
+    return round(float(text.rstrip("KMG")) * scale)

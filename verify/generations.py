@@ -1,0 +1,76 @@
+"""TPU generations: what one device computes and moves in a second, and what it holds."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from ..errors import ConfigError, nearest
+
+__all__ = ["Device", "abstract_target", "device_of"]
+
+
+class _Generation(NamedTuple):
+    kind: str
+    devices: int  # of a chip
+    cores: int  # of a device
+
+
+# By a topology's prefix, as libtpu 0.0.51 describes them.
+_GENERATIONS = {
+    "v4": _Generation("TPU v4", 2, 1),
+    "v5e": _Generation("TPU v5 lite", 1, 1),
+    "v5p": _Generation("TPU v5", 1, 2),
+    "v6e": _Generation("TPU v6 lite", 1, 1),
+    "tpu7x": _Generation("TPU7x", 2, 1),
+}
+
+
+class Device(NamedTuple):
+    """One device: its kind, bytes of HBM, of VMEM a core, bfloat16 operations and HBM bytes a second."""
+
+    kind: str
+    hbm_bytes: int
+    vmem_bytes: int
+    flops_per_second: float
+    bytes_per_second: float
+
+    def roofline(self, flops: float, moved: float, dtype: str) -> tuple[float, float]:
+        """(seconds of arithmetic, seconds of HBM traffic) at the published rates; a float32 product is six bfloat16 ones."""
+        rate = self.flops_per_second / (6 if dtype == "float32" else 1)
+        return flops / rate, moved / self.bytes_per_second
+
+
+def device_of(kind: str) -> Device:
+    """The device of a kind, as Pallas knows it."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    cores = next((g.cores for g in _GENERATIONS.values() if g.kind == kind), 1)
+    device = AbstractDevice(kind, 1, "tpu")
+    described = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(described):
+        info = pltpu.get_tpu_info()
+    # Pallas tells of one core.
+    return Device(
+        kind,
+        info.hbm_capacity_bytes * cores,
+        info.vmem_capacity_bytes,
+        float(info.bf16_ops_per_second * cores),
+        float(info.mem_bw_bytes_per_second * cores),
+    )
+
+
+def abstract_target(target: str) -> tuple[str, int]:
+    """(device kind, number of devices) of a topology's name, without libtpu. Errors: ConfigError for another form."""
+    match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)+)", target)
+    if match is None or match[1] not in _GENERATIONS:
+        raise ConfigError(
+            f"target {target!r}; wanted a generation and a shape, such as v5e:2x2; generations: "
+            f"{', '.join(_GENERATIONS)}.{nearest(target.partition(':')[0], _GENERATIONS)}"
+        )
+    generation = _GENERATIONS[match[1]]
+    return generation.kind, math.prod(int(n) for n in match[2].split("x")) * generation.devices
