@@ -18,7 +18,7 @@ from ..registry import (
 )
 from .base import Operation
 from .local import LocalCall, LocalOutput
-from .splash_blocks import blocks_of, resolve_attnops, resolve_jax
+from .splash_blocks import blocks_of, resolve_attnops, resolve_jax, too_much_vmem
 from .splash_config import LANES, SplashConfig
 from .vanilla import Vanilla
 
@@ -70,6 +70,17 @@ _RULES = (
         lambda p, c: all(leaf.dtype not in ("int64", "uint64", "uint32") for leaf in p.leaves),
         "segment ids, lengths or positions beyond int32: the kernel has 32 bits and a sign",
         "Cast them to int32.",
+    ),
+    Rule(
+        "splash.sum_by_product",
+        "sum_by_product",
+        lambda p, c: (
+            not (isinstance(c, SplashConfig) and c.sum_by_product)
+            or (p.value_dim % LANES == 0 and "dropout" not in p.features)
+        ),
+        "sum_by_product=True wants no dropout (got {p.dropout_prob}), whose weights don't count in the sum, and a value dim that "
+        f"is a multiple of {LANES} (got {{p.value_dim}})",
+        "Leave sum_by_product out.",
     ),
     *(_jax_lacks(feature) for feature in sorted(_FEATURES - JAX_FEATURES)),
     Rule(
@@ -138,6 +149,17 @@ class Splash(Operation):
         if method != "forward_tpu" or not isinstance(config, SplashConfig):
             return config
         return (resolve_jax if config.kernel == "jax" else resolve_attnops)(problem, placement, config)
+
+    @classmethod
+    def remarks(
+        cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
+    ) -> tuple[str, ...]:
+        """Also what may be too large for the device's VMEM."""
+        notes = super().remarks(method, problem, placement, config)
+        if method != "forward_tpu" or not isinstance(config, SplashConfig) or config.kernel != "attnops":
+            return notes
+        large = too_much_vmem(problem, placement, config)
+        return notes if large is None or config.interpret else (*notes, large)
 
     @classmethod
     def check_vma(cls, method: str, config: OperationConfig) -> bool:

@@ -24,7 +24,7 @@ _INSIDE = (
 # What jax's kernel has no place for.
 ATTNOPS_ONLY = (
     "block_kv_compute_in", "heads_per_tile", "vmem_limit_bytes", "use_base2_exp", "fuse_reciprocal",
-    "use_experimental_scheduler",
+    "sum_by_product", "use_experimental_scheduler",
 )  # fmt: skip
 Layout = Literal["head_dim_minor", "seq_minor"]
 
@@ -41,7 +41,8 @@ class SplashConfig(OperationConfig):
     time. heads_per_tile: query heads worked on together; None is 1. *_dkv: blocks of the gradient of k and v, *_dq of that
     of q. use_fused_bwd_kernel: all three in one pass, with the *_dkv blocks; None is False. *_layout: 'seq_minor' hands the
     tensor over transposed. use_base2_exp: hold logits times log2 e. fuse_reciprocal: divide by the softmax's sum in the
-    kernel, else after it. use_experimental_scheduler: the compiler's LP scheduler. vmem_limit_bytes: what the kernels may
+    kernel, else after it. sum_by_product: make that sum in the product with the values, by a column of ones; None is False.
+    use_experimental_scheduler: the compiler's LP scheduler. vmem_limit_bytes: what the kernels may
     take of VMEM; None is the compiler's default. residual_checkpoint_name: the name of the output and its log-sum-exp for
     jax.checkpoint policies. interpret: run the kernel in Pallas' interpreter, on any platform; for tests.
     """
@@ -66,6 +67,7 @@ class SplashConfig(OperationConfig):
     v_layout: Layout = "head_dim_minor"
     use_base2_exp: StrictBool = True
     fuse_reciprocal: StrictBool = True
+    sum_by_product: StrictBool | None = None
     use_experimental_scheduler: StrictBool = False
     vmem_limit_bytes: PositiveInt | None = None
     residual_checkpoint_name: str | None = None

@@ -81,9 +81,11 @@ class PlannedOperation:
         return None
 
     @classmethod
-    def remarks(cls, method: str, problem: AttentionProblem, config: OperationConfig) -> tuple[str, ...]:
+    def remarks(
+        cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
+    ) -> tuple[str, ...]:
         """Notes for the plan: config fields that this method doesn't read, for example."""
-        del problem
+        del problem, placement
         given = sorted(config.model_fields_set - {"operation", "schema_version"})
         if not given or cls.reads_config(method):
             return ()

@@ -192,7 +192,7 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
                 f"{operation.name} has no kernel of its own on {problem.platform}: forward_native is its dispatch"
             )
         padding = operation.padding(method, problem, placement, config)
-        notes.extend(operation.remarks(method, problem, config))
+        notes.extend(operation.remarks(method, problem, placement, config))
         route = None if capability.route is None else capability.route(problem, placement, config)
         decided = replace(
             decided, kind=kind, implementation=name, method=method, config=config, padding=padding, route=route

@@ -39,9 +39,9 @@ class Device(NamedTuple):
     flops_per_second: float
     bytes_per_second: float
 
-    def roofline(self, flops: float, moved: float, dtype: str) -> tuple[float, float]:
-        """(seconds of arithmetic, seconds of HBM traffic) at the published rates; a float32 product is six bfloat16 ones."""
-        rate = self.flops_per_second / (6 if dtype == "float32" else 1)
+    def roofline(self, flops: float, moved: float, exact: bool) -> tuple[float, float]:
+        """(seconds of arithmetic, seconds of HBM traffic) at the published rates; an exact float32 product is six passes."""
+        rate = self.flops_per_second / (6 if exact else 1)
         return flops / rate, moved / self.bytes_per_second
 
 

@@ -10,6 +10,7 @@ that recomputes the weights from the lse is that of Dao et al., "FlashAttention"
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,7 +133,10 @@ def bias_gradient(
     Where a compiler drops what nobody reads, it costs nothing unless it is asked for.
     """
     static = _Static("bhtd", scale, soft_cap, np.dtype(np.float32), platform, blocking, blocking, places)
-    gradient = _backward(static, operands, traced, *results, *cotangents).bias
+    # The kernel's float32 products are exact, so these have to be: their weights are compared with its lse.
+    exact = operands.query.dtype == np.float32
+    with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
+        gradient = _backward(static, operands, traced, *results, *cotangents).bias
     assert gradient is not None
     return gradient
 
@@ -505,7 +509,8 @@ def _add_sink_gradient(work: _Pass, d_sinks: jax.Array, lse: jax.Array, delta: j
     assert work.operands.sinks is not None
     start = group * work.tile_heads
     sinks = lax.dynamic_slice_in_dim(work.operands.sinks, start, work.tile_heads)
-    weight = jnp.exp(sinks[:, None] - lse.reshape(work.tile_heads, -1))
+    lse = lse.reshape(work.tile_heads, -1)
+    weight = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks[:, None] - lse))  # a dead row's sink is -inf, too
     part = -(weight * delta.reshape(work.tile_heads, -1)).sum(-1)
     old = lax.dynamic_slice_in_dim(d_sinks, start, work.tile_heads)
     return lax.dynamic_update_slice_in_dim(d_sinks, old + part, start, 0)

@@ -111,6 +111,28 @@ def test_refusals_and_bad_targets(attnops: Callable[..., Any], config: Callable[
     assert attnops("verify", path).status == 2
 
 
+@needs_libtpu
+def test_a_mask_with_an_array_in_it(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    mask = {"kind": "sliding_window", "left": 100}
+    path = config("splash", **SIZES | {"mask": mask, "dense_mask": [4, 1, 1024, 1024]})
+    result = attnops("verify", path, "--target", "v5e:2x2", "--mode", "prefill")
+    assert (result.status, result.err) == (0, "")
+    assert "attnops_splash_forward" in result.out
+
+
+def test_whatever_the_compiler_raises_is_a_report(
+    attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no such layout\nand more")
+
+    monkeypatch.setattr("attnops.operators.splash._run_attnops", refuse)
+    result = attnops("verify", config("splash", **SIZES), "--target", "v5e:2x2", "--target", "v6e:2x2")
+    assert result.status == 1
+    assert result.err.count("NotImplementedError: no such layout") == 4
+    assert result.err.count("\n") == 1
+
+
 def test_generations() -> None:
     assert abstract_target("v5p:4x4x4") == ("TPU v5", 64)
     assert abstract_target("tpu7x:2x2x1") == ("TPU7x", 8)

@@ -75,6 +75,23 @@ def test_blocks(name: str, blocks: dict[str, Any]) -> None:
     _check(replace(case, heads=4, kv_heads=2), blocks)
 
 
+@pytest.mark.parametrize("layout", ["head_dim_minor", "seq_minor"])
+@pytest.mark.parametrize("name", MASKS)
+def test_sums_by_the_product_with_the_values(name: str, layout: str) -> None:
+    case = replace(_case(*MASKS[name], 300, 300), value_dim=128)
+    _check(case, {"block_kv": 256, "block_kv_compute_in": 128, "sum_by_product": True, "v_layout": layout})
+
+
+def test_sums_by_product_refuse_what_they_can_not_do() -> None:
+    configs = {"splash": {"interpret": True, "sum_by_product": True}}
+    attend = OperationRegistry.create("splash", OperationMetadata(operation_configs=configs, fallback="error"))
+    x = np.ones((1, 128, 2, 128), np.float32)
+    drop = {"dropout_prob": 0.5, "deterministic": False, "dropout_rng": jax.random.key(0)}
+    for plan in (attend.plan(x, x, x[..., :64]), attend.plan(x, x, x, **drop)):
+        assert [r.code for rejected in plan.rejected for r in rejected.reasons][:1] == ["splash.sum_by_product"]
+    assert attend.plan(x, x, x).implementation == "splash.forward_tpu"
+
+
 @pytest.mark.parametrize("blocks", OF_JAX.values(), ids=OF_JAX)
 @pytest.mark.parametrize("name", MASKS)
 def test_unequal_blocks(name: str, blocks: dict[str, Any]) -> None:

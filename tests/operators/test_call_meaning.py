@@ -80,6 +80,20 @@ def test_sinks_of_nothing_leave_dead_rows_dead(sink: float) -> None:
     _close(out, qkv, np.array([False, True])[:, None, None, None] & np.ones((16, 16), bool))
 
 
+@pytest.mark.parametrize("operation", ["vanilla", "splash"])
+def test_sinks_of_nothing_have_finite_gradients(operation: str) -> None:
+    configs = {"splash": {"interpret": True}, "vanilla": {"path": "blockwise"}}
+    attend = _attend(operation, operation_configs=configs, fallback="error" if operation == "splash" else "warn")
+    qkv = [jnp.asarray(x) for x in _qkv()]
+
+    def total(sinks: jax.Array, *qkv: jax.Array) -> jax.Array:
+        lengths = jnp.array([0, 16])
+        return attend(*qkv, causal=False, kv_lengths=lengths, softmax_aux=sinks).attention_outputs.sum()
+
+    for gradient in jax.grad(total, (0, 1, 2, 3))(jnp.full(2, -jnp.inf), *qkv):
+        assert jnp.isfinite(gradient).all()
+
+
 def test_64_bit_ids_are_refused_by_the_kernel_that_has_32() -> None:
     with jax.enable_x64(True):
         ids = np.array([[1] * 8 + [1 + 2**32] * 8] * 2)

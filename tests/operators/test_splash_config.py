@@ -40,7 +40,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "attnops": COMMON | {
         "kernel": "jax", "block_kv": 256, "block_kv_compute": 512, "block_kv_compute_in": 128, "heads_per_tile": 2,
         "block_kv_dkv": 256, "use_base2_exp": False, "fuse_reciprocal": False, "use_experimental_scheduler": True,
-        "vmem_limit_bytes": 48 << 20,
+        "sum_by_product": True, "vmem_limit_bytes": 48 << 20,
     },
     "jax": COMMON | {"kernel": "attnops", "block_q": 64, "block_kv": 512, "block_kv_compute": 128, "block_kv_dkv": 512},
 }  # fmt: skip
@@ -136,6 +136,9 @@ def _resolved(config: dict[str, Any], length: int = 4096, kind: str = "TPU v5 li
         ({"block_kv": 2048}, {"block_kv_compute": 512}),
         ({"use_fused_bwd_kernel": None}, {"use_fused_bwd_kernel": False, "block_q_dq": 1024, "block_kv_dq": 512}),
         ({"block_kv_dq": 256}, {"use_fused_bwd_kernel": False, "block_kv_dq": 256}),
+        ({"block_q_dq": None}, {"use_fused_bwd_kernel": False, "block_q_dq": 128}),
+        ({"block_kv_compute_in": 256}, {"block_kv": 1024, "block_kv_compute": 512, "block_kv_compute_in": 256}),
+        ({"block_kv_compute_in": 384}, {"block_kv": 384, "block_kv_compute": 384}),
         ({"vmem_limit_bytes": None}, {"vmem_limit_bytes": None, "block_q": 512}),  # what the default of 16 MiB holds
         ({"kernel": "jax"}, {"block_q": 512, "block_kv_compute": 512, "block_q_dq": 512}),
         ({"kernel": "jax", "block_q": 256}, {"block_q": 256, "block_q_dkv": 256, "block_kv": 512}),
@@ -153,7 +156,29 @@ def test_the_generation_decides_what_fits() -> None:
     assert fused == {"TPU v5 lite": True, "TPU v5p": False, "TPU v4": False}
     assert _resolved({}, 32768, "TPU v4").vmem_limit_bytes is None
     assert 16 << 20 < _resolved({}, 32768).vmem_limit_bytes <= 128 << 20
+    # a declared limit counts only as far as the device has it
+    assert not _resolved({"vmem_limit_bytes": 100 << 20}, 32768, "TPU v5p").use_fused_bwd_kernel
     assert _resolved({}, 4096, "TPU v4", 512).block_q < _resolved({}, 4096, "TPU v6 lite", 512).block_q
+
+
+def test_what_may_not_fit_is_noted() -> None:
+    blocks = dict.fromkeys(("block_q", "block_kv", "block_kv_compute"), 8192)
+    metadata = OperationMetadata(mesh=MESH, operation_configs={"splash": blocks})
+    x = jax.ShapeDtypeStruct((1, 8192, 2, 128), jnp.bfloat16)
+    attend = OperationRegistry.create("splash", metadata)
+    assert any("MiB of VMEM and may take 128.0" in note for note in attend.plan(x, x, x).notes)
+    small = OperationRegistry.create("splash", OperationMetadata(mesh=MESH)).plan(x, x, x)
+    assert not any("VMEM" in note for note in small.notes)
+
+
+def test_more_visits_than_scalar_memory_holds_are_refused() -> None:
+    with pytest.raises(ConfigError, match="block_q=128, block_kv=128 make 524800 visits"):
+        _resolved({"block_q": None, "block_kv": None}, 131072)
+    window = OperationRegistry.create(
+        "splash", OperationMetadata(mesh=MESH, operation_configs={"splash": {"block_q": None, "block_kv": None}})
+    )
+    x = jax.ShapeDtypeStruct((1, 131072, 2, 128), jnp.bfloat16)
+    assert window.plan(x, x, x, sliding_window=(127, 0)).method == "forward_tpu"  # 2 of 1024 blocks a row
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,14 @@ def test_traced_operands_compile(v5e: Any, name: str, fused: bool) -> None:
     assert compiled.as_text().count("tpu_custom_call") >= (2 if fused else 3)
 
 
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_the_global_precision_does_not_reach_bfloat16(v5e: Any, precision: str) -> None:
+    """Mosaic takes bfloat16 operands at the default precision only."""
+    function, arguments, _ = _program(v5e, Causal(), "bfloat16", None, (2, 256, 8, 4, 128))
+    with jax.default_matmul_precision(precision):
+        assert "tpu_custom_call" in jax.jit(function).lower(*arguments).compile().as_text()
+
+
 @pytest.mark.parametrize("axes", [{"fsdp"}, {"fsdp", "tp"}], ids=["part", "whole"])
 def test_compiles_inside_a_checked_shard_map(v5e: Any, axes: set[str]) -> None:
     """check_vma=True in the caller's shard_map, over a part of the mesh or all of it."""

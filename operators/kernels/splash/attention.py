@@ -162,6 +162,7 @@ def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.A
         compute_in=blocks.block_kv_compute_in,
         layouts=(blocks.q_layout, blocks.k_layout, blocks.v_layout),
         normalised=normalised,
+        sum_by_product=blocks.sum_by_product,
     )
     made = work.run("attnops_splash_forward", kernel, 3, work.dim + work.value_dim)
     output = made["output"]

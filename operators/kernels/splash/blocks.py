@@ -32,5 +32,6 @@ class SplashBlocks:
     v_layout: str
     use_base2_exp: bool
     fuse_reciprocal: bool
+    sum_by_product: bool
     use_experimental_scheduler: bool
     vmem_limit_bytes: int | None

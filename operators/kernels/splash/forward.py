@@ -23,7 +23,8 @@ _NOTHING = float(jnp.finfo(jnp.float32).min)
 
 def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     """Matrix product over an axis of each, summed in float32."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    # Not None, which would be what jax_default_matmul_precision says: Mosaic takes nothing else for bfloat16.
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
@@ -57,8 +58,12 @@ def forward_kernel(
     compute_in: int,
     layouts: tuple[str, str, str],
     normalised: bool,
+    sum_by_product: bool,
 ) -> None:
-    """One step: `compute` keys in a product with the queries, `compute_in` of them through the exponential at a time."""
+    """One step: `compute` keys in a product with the queries, `compute_in` of them through the exponential at a time.
+
+    sum_by_product: the weights of a row are summed by the product with the values, beside which ones stand.
+    """
     tile = Tile(frame, logits, refs, across=False)
     peak, total, weighted = refs["peak"], refs["total"], refs["sum"]
     heads = frame.heads.in_tile
@@ -89,18 +94,25 @@ def forward_kernel(
         old_peak = peak[number]
         new_peak = jnp.maximum(old_peak, x.max(axis=1, keepdims=True))
         shrink = logits.exp(old_peak - new_peak)
-        new_total = total[number] * shrink
-        step = None
+        dim = weighted.shape[-1]
+        step = row_sum = None
         for inner in range(0, compute, compute_in):
             p = logits.exp(x[:, inner : inner + compute_in] - jnp.tile(new_peak, (1, compute_in // _LANES)))
-            new_total = new_total + p.sum(axis=1, keepdims=True)
+            if not sum_by_product:
+                part = p.sum(axis=1, keepdims=True)
+                row_sum = part if row_sum is None else row_sum + part
             p = tile.dropped(p, tile.keep(head, start + inner, compute_in))
             keys = slice(start + inner, start + inner + compute_in)
             value = refs["value"][head[0], :, keys] if v_time else refs["value"][head[0], keys, :]
+            if sum_by_product:
+                ones = (_LANES, compute_in) if v_time else (compute_in, _LANES)
+                value = jnp.concatenate([value, jnp.ones(ones, value.dtype)], axis=1 - v_time)
             part = product(p.astype(value.dtype), value, 1, v_time)
             step = part if step is None else step + part
-        peak[number], total[number] = new_peak, new_total
-        weighted[number] = weighted[number] * _wide(shrink, weighted.shape[-1]) + step
+        assert step is not None
+        peak[number] = new_peak
+        total[number] = total[number] * shrink + (step[:, dim:] if row_sum is None else row_sum)
+        weighted[number] = weighted[number] * _wide(shrink, dim) + step[:, :dim]
 
     live, partial = tile.says(LIVE), tile.says(PARTIAL)
     if frame.visits.some_full:

@@ -68,7 +68,7 @@ def add_to_frame(
             array = _by_group(array.astype(jnp.int8), frame)
             frame.inputs[f"leaf{number}"] = Input(array, frame.dense_block(array.shape), "both")
     if bias is not None:
-        bias = _by_group(bias, frame)
+        bias = _by_group(bias if bias.dtype in (jnp.float32, jnp.bfloat16) else bias.astype(jnp.float32), frame)
         frame.inputs["bias"] = Input(bias, frame.dense_block(bias.shape), "both")
     if dropout is not None:
         batch, head = np.ogrid[: frame.batch, :q_heads]

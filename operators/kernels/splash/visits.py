@@ -16,7 +16,8 @@ import numpy as np
 from ...local_mask import LocalMask
 
 __all__ = [
-    "FIRST", "LAST", "LIVE", "MOST_KV_BLOCKS", "MOST_Q_BLOCKS", "PARTIAL", "Visits", "kv_block_of", "q_block_of", "visit_list",
+    "FIRST", "LAST", "LIVE", "MOST_KV_BLOCKS", "MOST_Q_BLOCKS", "MOST_WORDS", "PARTIAL", "Visits", "kv_block_of",
+    "q_block_of", "visit_list",
 ]  # fmt: skip
 
 # What a word's low bits say: the first and the last visit of a block of the slow axis; a tile with something visible; one
@@ -24,6 +25,7 @@ __all__ = [
 FIRST, LAST, LIVE, PARTIAL = 1, 2, 4, 8
 _KV_BITS = 12
 MOST_KV_BLOCKS, MOST_Q_BLOCKS = 1 << _KV_BITS, 1 << (31 - 4 - _KV_BITS)
+MOST_WORDS = 7 << 15  # seven eighths of a MiB: of all generations' scalar memory, something is left for the rest
 
 
 class Visits(NamedTuple):
@@ -85,7 +87,7 @@ def _sorted_on_device(
     row = np.arange(rows)[:, None]
     listed = jnp.zeros((rows, length), jnp.int32).at[row, place].set(words, mode="drop")
     counts = visited.sum(-1, dtype=jnp.int32)
-    # Beyond its end a list repeats its last place and does nothing there: the same block again is not fetched again.
+    # Beyond its end a list repeats its last place and does nothing there: blocks that stay the same are not fetched again.
     end = jnp.take_along_axis(listed, counts[:, None] - 1, axis=1) & ~(FIRST | LAST | LIVE | PARTIAL)
     listed = jnp.where(np.arange(length) < counts[:, None], listed, end)
     return Visits(listed.reshape(-1), rows, length, counts.max(), True, True)

@@ -1,0 +1,183 @@
+"""Splash kernels by static cycles: attnops', JAX's and tokamax's through the same TPU compiler, on a machine without a TPU.
+
+    python benchmarks/tpu_static.py [--python tokamax=/path/to/python] [--json FILE] [--report]
+
+Each kernel is compiled with several block sizes for v5e, v6e and tpu7x at head dims 64, 128 and 256 in bfloat16, and the
+cycles of a tile are read from the compiler's final schedule (attnops.verify.static_clock). A pass costs its live tiles, the
+starts and ends of its sums, and its steps; each kernel's best block sizes count. Not counted, for anyone: waits for memory,
+and XLA's work around the kernels (scaling the query, the sum over output and its gradient; for tokamax's fused backward the
+sum over the partial gradients of the query, which attnops' keeps in VMEM).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from attnops import Causal, Full, Mask, SlidingWindow
+from attnops.operators.kernels.splash.vmem import vmem_of
+from attnops.verify.generations import abstract_target
+from attnops.verify.static_clock import TileCycles, kernels_in, regions, tile_cycles
+
+HERE = Path(__file__).parent
+TARGETS = ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")
+DIMS = (64, 128, 256)
+LENGTHS = (4096, 8192, 32768)
+MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(0), "window": Causal(0) & SlidingWindow(1023, 0, offset=0)}
+BLOCKS = ((1024, 1024, 512), (1024, 1024, 1024), (512, 512, 512))
+RIVALS = ("jax", "tokamax")
+COMPILED_LENGTH = 4096  # the schedule doesn't depend on it, but for what is done once for a head
+
+
+def compile_one(python: str, **case: Any) -> dict[str, TileCycles] | str:
+    """The cycles of each kernel of a case, by its name, or why there are none."""
+    folder = tempfile.mkdtemp()
+    command = [
+        python,
+        str(HERE / "tpu_static_worker.py"),
+        json.dumps(case | {"out": folder, "length": COMPILED_LENGTH}),
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode:
+            return (done.stderr.strip().splitlines() or ["no word"])[-1][:300]
+        found = {name: dumps for name, dumps in kernels_in(Path(folder)).items() if "splash" in name}
+        return {name: tile_cycles(regions(*(path.read_text() for path in dumps))) for name, dumps in found.items()}
+    except subprocess.TimeoutExpired:
+        return "not compiled in 300 s"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure(pythons: dict[str, str], kernels: list[str]) -> list[dict[str, Any]]:
+    """A row for each kernel, target, head dim, block sizes and way of the backward pass."""
+    cases = [
+        {"kernel": kernel, "target": target, "dim": dim, "blocks": blocks, "fused": fused}
+        for target, dim, kernel, blocks in itertools.product(TARGETS, DIMS, kernels, BLOCKS)
+        for fused in ((True, False) if kernel == "attnops" else (kernel == "tokamax",))
+    ]
+
+    def row(case: dict[str, Any]) -> dict[str, Any]:
+        made = case | {"cycles": compile_one(pythons.get(case["kernel"], sys.executable), **case)}
+        print(json.dumps(made), file=sys.stderr, flush=True)
+        return made
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # nothing here is timed
+        return list(pool.map(row, cases))
+
+
+def passes(row: dict[str, Any]) -> dict[str, list[tuple[TileCycles, int, int]]]:
+    """'forward' and 'backward' -> their kernels as (cycles, block_q, block_kv)."""
+    block_q, block_kv, compute = row["blocks"]
+    found: dict[str, list[tuple[TileCycles, int, int]]] = {"forward": [], "backward": []}
+    for name, cycles in row["cycles"].items():
+        which = "forward" if "forward" in name or "fwd" in name else "backward"
+        found[which].append((TileCycles(*cycles), block_q, compute if "dq" in name else block_kv))
+    return found
+
+
+def cost(kernels: list[tuple[TileCycles, int, int]], mask: Mask, length: int) -> int:
+    """Cycles of a head."""
+    total = 0
+    for cycles, block_q, block_kv in kernels:
+        kinds = mask.live_blocks(block_q, block_kv, q_len=length, kv_len=length)
+        total += cycles.total(int((kinds == 2).sum()), int((kinds == 1).sum()), length // block_q)
+    return total
+
+
+def fits(row: dict[str, Any], length: int) -> bool:
+    """Whether attnops' fused backward has room for the sums of a head."""
+    if row["kernel"] != "attnops" or not row["fused"]:
+        return True
+    lanes = math.ceil(row["dim"] / 128) * 128
+    return length * 2 * lanes * (4 + 2 * 2) * 1.1 < vmem_of(abstract_target(row["target"])[0]).most
+
+
+def table(rows: list[dict[str, Any]], kernels: list[str]) -> list[dict[str, Any]]:
+    """For each cell the best of each kernel, in cycles a head, and its blocks."""
+    cells = []
+    for target in TARGETS:
+        for dim in DIMS:
+            for name, mask in MASKS.items():
+                for length in LENGTHS:
+                    cell: dict[str, Any] = {"target": target, "dim": dim, "mask": name, "length": length}
+                    for kernel in kernels:
+                        best: dict[str, tuple[int, Any]] = {}
+                        for row in rows:
+                            same = (row["target"], row["dim"], row["kernel"]) == (target, dim, kernel)
+                            if not same or isinstance(row["cycles"], str):
+                                continue
+                            for which, made in passes(row).items():
+                                if made and (which == "forward" or fits(row, length)):
+                                    got = cost(made, mask, length), [*row["blocks"], row["fused"]]
+                                    best[which] = min(best.get(which, got), got, key=lambda one: one[0])
+                        cell[kernel] = best
+                    cells.append(cell)
+    return cells
+
+
+def show(cells: list[dict[str, Any]], kernels: list[str]) -> None:
+    print(
+        "Static cycles of attnops' kernels over those of each rival, the best block sizes of each; below 1 is faster."
+    )
+    print(
+        f"{'target':12}{'dim':>5} {'mask':8}{'length':>7}"
+        + "".join(f"{f'{r} {w}':>20}" for r in kernels[1:] for w in _PASSES)
+    )
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for cell in cells:
+        line = f"{cell['target']:12}{cell['dim']:>5} {cell['mask']:8}{cell['length']:>7}"
+        for rival in kernels[1:]:
+            for which in _PASSES:
+                ratio = _ratio(cell, rival, which)
+                line += f"{'-' if ratio is None else f'{ratio:.2f}':>20}"
+                if ratio is not None:
+                    ratios.setdefault((rival, which), []).append(ratio)
+        print(line)
+    for (rival, which), found in ratios.items():
+        mean = math.exp(sum(map(math.log, found)) / len(found))
+        print(f"{which} of {rival}: {mean:.2f} in the geometric mean, {min(found):.2f} to {max(found):.2f}")
+
+
+_PASSES = ("forward", "backward", "both")
+
+
+def _ratio(cell: dict[str, Any], rival: str, which: str) -> float | None:
+    names = ("forward", "backward") if which == "both" else (which,)
+    if any(name not in cell[k] for k in ("attnops", rival) for name in names):
+        return None
+    ours, theirs = (sum(cell[k][name][0] for name in names) for k in ("attnops", rival))
+    return ours / theirs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="a rival's own environment")
+    parser.add_argument("--json", type=Path, help="write the measurements, or with --report read them")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    pythons = dict(one.split("=", 1) for one in options.python)
+    kernels = ["attnops", "jax", *(["tokamax"] if "tokamax" in pythons or options.report else [])]
+    if options.report:
+        data = json.loads(options.json.read_text())
+    else:
+        versions = {name: metadata.version(name) for name in ("jax", "libtpu")}
+        data = {"versions": versions, "rows": measure(pythons, kernels)}
+        if options.json:
+            options.json.write_text(json.dumps(data, indent=1))
+    show(table(data["rows"], kernels), kernels)
+
+
+if __name__ == "__main__":
+    main()

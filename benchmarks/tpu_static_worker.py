@@ -1,0 +1,82 @@
+"""Compile one splash kernel, forward and backward, for a described TPU: python tpu_static_worker.py '{"kernel": ..., ...}'.
+
+libtpu's dumps of the final schedule go to `out`. A process for each, as libtpu takes its options at its start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+CASE = json.loads(sys.argv[1])
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={CASE['out']} --xla_jf_dump_llo_text=true",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+HEADS = 2
+
+
+def of_attnops(mesh: Mesh, length: int, dim: int) -> tuple[Callable[..., Any], tuple[int, ...]]:
+    """attnops' kernel or JAX's, through the same declaration."""
+    from attnops import Causal, OperationMetadata, OperationRegistry
+
+    kernel, (block_q, block_kv, compute) = CASE["kernel"], CASE["blocks"]
+    config: dict[str, Any] = {
+        "kernel": kernel, "block_q": block_q, "block_kv": block_kv, "block_kv_compute": compute, "block_q_dkv": block_q,
+        "block_kv_dkv": block_kv, "block_kv_dkv_compute": compute, "use_fused_bwd_kernel": CASE["fused"],
+    }  # fmt: skip
+    if not CASE["fused"]:
+        config |= {"block_q_dq": block_q, "block_kv_dq": compute}
+    metadata = OperationMetadata(mesh=mesh, operation_configs={"splash": config}, fallback="error")
+    attend = OperationRegistry.create("splash", metadata)
+    return lambda q, k, v: attend(q, k, v, mask=Causal()).attention_outputs, (1, length, HEADS, dim)
+
+
+def of_tokamax(length: int, dim: int) -> tuple[Callable[..., Any], tuple[int, ...]]:
+    """tokamax's splash; it has no scale of its own, so the query isn't scaled."""
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as kernel
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
+
+    block_q, block_kv, compute = CASE["blocks"]
+    config = kernel.SplashConfig(
+        block_q=block_q, block_kv=block_kv, block_kv_compute=compute, block_q_dkv=block_q, block_kv_dkv=block_kv,
+        block_kv_dkv_compute=compute, use_fused_bwd_kernel=True,
+    )  # fmt: skip
+    attend = kernel.make_splash_mha_single_device(masks.CausalMask((length, length)), config=config)
+    return lambda q, k, v: attend(q, k, v), (HEADS, length, dim)
+
+
+def main() -> None:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=CASE["target"]).devices
+    mesh = Mesh(np.array(devices[:1]), ("fsdp",))
+    sizes = CASE["length"], CASE["dim"]
+    attend, shape = of_tokamax(*sizes) if CASE["kernel"] == "tokamax" else of_attnops(mesh, *sizes)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend(q, k, v).astype(jnp.float32).sum()
+
+    with contextlib.ExitStack() as stack:
+        if CASE["kernel"] == "tokamax":  # asks what it runs on; attnops says it itself
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
+        lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x)
+    lowered.compile()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Static cycles: what the TPU compiler's final schedule says of a kernel, read from libtpu's dumps.
+
+libtpu writes the bundles (a bundle is issued a cycle) of everything that it compiles in a process that was started with
+LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true". Stalls for memory aren't in them: an estimate, and a
+lower bound.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import ConfigError
+
+__all__ = ["Region", "TileCycles", "kernels_in", "regions", "tile_cycles"]
+
+_BUNDLE = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+(?:[A-Z]{2})?\s*:\s*(?:>\s*)*\{")
+_STARTS = re.compile(r"Start(?:/End empty)? region (\d+)")
+_BRANCH = re.compile(r"sbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
+_BUNDLES, _UTILIZATION = "final_bundles.txt", "final_hlo-static-per-bundle-utilization.txt"
+
+
+@dataclass
+class Region:
+    """Bundles start..end that a branch skips or repeats, with the operations of some units in them."""
+
+    start: int
+    end: int
+    is_loop: bool
+    products: int
+    vector: int
+    inside: list[Region] = field(default_factory=list)
+
+    @property
+    def cycles(self) -> int:
+        return self.end - self.start
+
+    def all(self) -> Iterator[Region]:
+        """This region and all within it."""
+        yield self
+        for region in self.inside:
+            yield from region.all()
+
+
+class TileCycles(NamedTuple):
+    """A flash attention kernel's cycles: of a tile that is wholly visible, of one with a mask, beside the tile for a block of
+    the slow axis (start and end of its sums), and for a step of the grid.
+    """
+
+    full: int
+    masked: int
+    block: int
+    step: int
+
+    def total(self, full: int, masked: int, blocks: int) -> int:
+        """Cycles of so many tiles and blocks."""
+        return full * self.full + masked * self.masked + blocks * self.block + (full + masked) * self.step
+
+
+def kernels_in(folder: Path) -> dict[str, tuple[Path, Path]]:
+    """The dumped kernels: name -> (bundles, utilization)."""
+    found: dict[str, tuple[Path, Path]] = {}
+    for path in sorted(folder.glob(f"*{_BUNDLES}")):
+        match = re.fullmatch(r"(\d+-(.+?)(?:\.\d+)?)-\d+-final_bundles\.txt", path.name)
+        if match is None or match[2].startswith("<"):
+            continue
+        utilization = sorted(folder.glob(f"{match[1]}-*-{_UTILIZATION}"))
+        if utilization:
+            found[match[2]] = (path, utilization[-1])
+    return found
+
+
+def regions(bundles: str, utilization: str) -> Region:
+    """The kernel's regions as a tree, from the two dumps' texts. Errors: ConfigError for a form that isn't known."""
+    lines = _bundles(bundles)
+    units, rows = _units(utilization)
+    if len(rows) != len(lines) or "MATMUL" not in units or "VALU" not in units:
+        raise ConfigError("these are not dumps of final bundles and their utilization as libtpu 0.0.51 writes them.")
+    product, vector = units.index("MATMUL"), units.index("VALU")
+    starts: dict[int, int] = {}
+    for number, line in enumerate(lines):
+        for begun in _STARTS.findall(line):
+            starts.setdefault(int(begun), number)
+
+    def region(start: int, end: int, is_loop: bool) -> Region:
+        part = rows[start : end + 1]
+        return Region(start, end, is_loop, sum(r[product] for r in part), sum(r[vector] for r in part))
+
+    root = region(0, len(lines), False)
+    found = []
+    for number, line in enumerate(lines):
+        for target in _BRANCH.findall(line):
+            if int(target) in starts:
+                there = starts[int(target)]
+                found.append(region(min(number, there), max(number, there), there <= number))
+    for one in sorted(found, key=lambda r: (r.start, -r.end)):
+        _insert(root, one)
+    return root
+
+
+def tile_cycles(root: Region) -> TileCycles:
+    """Read the cycles of a flash attention kernel, whose steps are one loop around a tile's work."""
+    body = max((r for r in root.all() if r.is_loop), key=lambda r: r.cycles, default=root)
+    whole = body.cycles
+    # What guards the whole step (there are steps that only fetch or write) is no part of the work.
+    while len(body.inside) == 1 and body.inside[0].products == body.products:
+        body = body.inside[0]
+    tiles = sorted((r for r in body.inside if r.products), key=lambda r: r.vector)
+    if not tiles or len(tiles) > 2:
+        raise ConfigError(f"expected a kernel with one or two ways through a tile, found {len(tiles)}.")
+    rest = sum(r.cycles for r in body.inside if not r.products)
+    return TileCycles(tiles[0].cycles, tiles[-1].cycles, rest, whole - rest - sum(r.cycles for r in tiles))
+
+
+def _insert(tree: Region, one: Region) -> None:
+    for inner in tree.inside:
+        if inner.start <= one.start and one.end <= inner.end:
+            return _insert(inner, one)
+    tree.inside.append(one)
+
+
+def _bundles(text: str) -> list[str]:
+    found: list[str] = []
+    for line in text.splitlines():
+        if _BUNDLE.match(line):
+            found.append(line)
+        elif found:
+            found[-1] += line
+    return found
+
+
+def _units(text: str) -> tuple[list[str], list[list[int]]]:
+    """(names of the units, operations of each in each bundle)."""
+    lines = text.splitlines()
+    names = next((lines[i + 1] for i, line in enumerate(lines[:-1]) if "CAPAC" in line), "")
+    at = next((i for i, line in enumerate(lines) if "UTILIZATION:" in line), len(lines))
+    rows = [[int(n) for n in line.split()] for line in lines[at + 1 :] if re.match(r"\d", line)]
+    return [name.strip() for name in names.split(",")], rows
