@@ -39,14 +39,15 @@ def _segment_ids_twice(case: cases.Case) -> bool:
     return {"dynamic_or", "segment_ids"} <= case.features
 
 
-# Of forward_native's further paths and splash's other kernel `make test` tries these in every layout and dtype, and every
+# Of forward_native's further paths and splash's kernels `make test` tries these in every layout and dtype, and every
 # case in one of each.
 OFTEN = ("causal_window", "segment_ids", "gqa")
+OFTEN_ONLY = {*harness.PATHS, *harness.KERNELS, "splash.forward_tpu"}
 
 
 def _often(which: str, name: str, layout: str, dtype: str) -> bool:
     """Every layout in float32 and every dtype in bthd; the rest of the product is for `make test-all`."""
-    if which in harness.PATHS | harness.KERNELS and name not in OFTEN:
+    if which in OFTEN_ONLY and name not in OFTEN:
         return layout == "bthd" and dtype == "float32"
     return layout == "bthd" or dtype == "float32"
 

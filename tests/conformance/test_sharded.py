@@ -97,7 +97,7 @@ def test_splash(name: str, mesh: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["causal_window", "segment_ids", "kv_lengths", "sinks_per_kv_head", "prefix"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
 def test_splash_of_jax(name: str, kind: str) -> None:
     case = cases.build(name, CASES[name], LONGER)
     _check("splash.forward_tpu jax", case, _mesh(MESHES["fsdp2_tp2_sp2"], KINDS[kind]), CASES[name])

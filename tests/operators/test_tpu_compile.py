@@ -97,7 +97,7 @@ JAX = {"kernel": "jax"}
         ("bfloat16", 128, {"block_q": 256, "block_kv": 512, "block_kv_compute": 256, "block_kv_compute_in": 128}, {}),
         ("bfloat16", 128, {"heads_per_tile": 4, "use_base2_exp": False, "fuse_reciprocal": False}, {}),
         ("bfloat16", 128, {"use_experimental_scheduler": True, "vmem_limit_bytes": 24 << 20}, {}),
-        ("float32", 128, JAX, {}),
+        pytest.param("float32", 128, JAX, {}, marks=pytest.mark.slow),
         ("bfloat16", 256, JAX, {"logits_soft_cap": 30.0}),
         ("bfloat16", 64, JAX | {"use_fused_bwd_kernel": True}, {}),
         ("bfloat16", 128, JAX | {"q_layout": "seq_minor", "k_layout": "seq_minor", "v_layout": "seq_minor"}, {}),
@@ -128,7 +128,7 @@ TRACED = {
 }
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fused", "apart"])
 @pytest.mark.parametrize("name", TRACED)
 def test_traced_operands_compile(v5e: Any, name: str, fused: bool) -> None:
     """One program for all lengths, ids and places: they are operands."""
