@@ -4,7 +4,9 @@
 
 Each kernel is compiled with several block sizes for v5e, v6e and tpu7x at head dims 64, 128 and 256 in bfloat16, and the
 cycles of a tile are read from the compiler's final schedule (attnops.verify.static_clock). A pass costs its live tiles, the
-starts and ends of its sums, and its steps; each kernel's best block sizes count. Not counted, for anyone: waits for memory,
+starts and ends of its sums, and its steps; each kernel's best block sizes count. What a kernel does once for a
+head (attnops' fused backward clears and writes the sums of its keys) is counted for every query block: too much, most of all
+where a window leaves few tiles. Not counted, for anyone: waits for memory,
 and XLA's work around the kernels (scaling the query, the sum over output and its gradient; for tokamax's fused backward the
 sum over the partial gradients of the query, which attnops' keeps in VMEM).
 """
@@ -137,6 +139,8 @@ def show(cells: list[dict[str, Any]], kernels: list[str]) -> None:
     )
     ratios: dict[tuple[str, str], list[float]] = {}
     for cell in cells:
+        if not cell["attnops"]:
+            continue  # not measured
         line = f"{cell['target']:12}{cell['dim']:>5} {cell['mask']:8}{cell['length']:>7}"
         for rival in kernels[1:]:
             for which in _PASSES:
