@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,24 +67,19 @@ def _mesh(target: str, mesh: str | None, declaration: Declaration) -> AnyMesh:
     """The target's devices, arranged by --mesh, else as the config's mesh if that has as many, else along fsdp."""
     kind, count = abstract_target(target)
     sizes: Mapping[str, int] | None = declared_sizes(mesh, declaration)
-    if sizes is not None and mesh is None and _product(sizes) != count:
+    if sizes is not None and mesh is None and math.prod(sizes.values()) != count:
         sizes = None
     sizes = {"fsdp": count} if sizes is None else sizes
     if importlib.util.find_spec("libtpu") is not None:
         return described_mesh(target, sizes)
-    if _product(sizes) != count:
-        raise ShardingError(f"--mesh {mesh} has {_product(sizes)} devices and {target} has {count}; wanted as many.")
+    if math.prod(sizes.values()) != count:
+        raise ShardingError(
+            f"--mesh {mesh} has {math.prod(sizes.values())} devices and {target} has {count}; wanted as many."
+        )
     device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
     return AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), abstract_device=device
     )
-
-
-def _product(sizes: Mapping[str, int]) -> int:
-    count = 1
-    for size in sizes.values():
-        count *= size
-    return count
 
 
 def print_reports(reports: list[TargetReport]) -> None:

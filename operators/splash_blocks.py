@@ -223,8 +223,7 @@ def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig
 
     local = placement.local
     group, tile = local.q_heads // local.kv_heads, config.heads_per_tile or 1
-    fits = group % tile == 0 if tile <= group else tile % group == 0 and local.kv_heads % (tile // group) == 0
-    if not fits:
+    if not _divides(tile, group, local.kv_heads):
         choices = [n for n in range(1, local.q_heads + 1) if _divides(n, group, local.kv_heads)]
         raise ConfigError(
             f"SplashConfig: heads_per_tile={tile} doesn't divide the {local.q_heads} query heads ({local.kv_heads} kv heads) "

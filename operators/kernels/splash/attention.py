@@ -133,7 +133,7 @@ class _Pass:
             name,
             kernel,
             parallel=parallel,
-            cost=self.frame.cost(1, depth),
+            cost=self.frame.cost(depth),
             vmem_limit_bytes=blocks.vmem_limit_bytes,
             scheduler=blocks.use_experimental_scheduler,
             interpret=self.static.interpret,

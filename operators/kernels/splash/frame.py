@@ -188,15 +188,15 @@ class Frame:
         )
         return dict(zip(self.outputs, call(*arrays), strict=True))
 
-    def cost(self, products: int, dims: int) -> pl.CostEstimate:
-        """The work of the live tiles: `products` exponentials a weight is 1; `dims`, the summed depths of a weight's products."""
+    def cost(self, dims: int) -> pl.CostEstimate:
+        """The work of the live tiles; `dims` are the summed depths of a weight's products."""
         steps = self.visits.covered if isinstance(self.visits.covered, int) else self.visits.length
         heads = self.batch * self.heads.kv_heads * self.heads.group
         weights = heads * steps * self.block_q * self.block_kv
         tiles = self.batch * self.heads.kv_heads * self.heads.group // len(self.heads.in_tile)
         moved = sum(x.bytes_moved(self.slow, tiles * steps) for x in self.inputs.values())
         moved += sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype, _ in self.outputs.values())
-        return pl.CostEstimate(flops=2 * weights * dims, transcendentals=weights * products, bytes_accessed=moved)
+        return pl.CostEstimate(flops=2 * weights * dims, transcendentals=weights, bytes_accessed=moved)
 
 
 def _heads_at(s: Step) -> tuple[Any, Any, Any]:
