@@ -4,11 +4,10 @@
 
 Each kernel is compiled with several block sizes for v5e, v6e and tpu7x at head dims 64, 128 and 256 in bfloat16, and the
 cycles of a tile are read from the compiler's final schedule (attnops.verify.static_clock). A pass costs its live tiles, the
-starts and ends of its sums, and its steps; each kernel's best block sizes count. What a kernel does once for a
-head (attnops' fused backward clears and writes the sums of its keys) is counted for every query block: too much, most of all
-where a window leaves few tiles. Not counted, for anyone: waits for memory,
-and XLA's work around the kernels (scaling the query, the sum over output and its gradient; for tokamax's fused backward the
-sum over the partial gradients of the query, which attnops' keeps in VMEM).
+starts and ends of its sums, its steps, and what it does once for a head (attnops' fused backward clears and writes the sums
+of its keys); each kernel's best block sizes count. Not counted, for anyone: waits for memory, and XLA's work around the
+kernels (scaling the query, the sum over output and its gradient; for tokamax's fused backward the sum over the partial
+gradients of the query, which attnops' keeps in VMEM).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnops import Causal, Full, Mask, SlidingWindow
 from attnops.operators.kernels.splash.vmem import vmem_of
@@ -39,7 +38,7 @@ LENGTHS = (4096, 8192, 32768)
 MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(0), "window": Causal(0) & SlidingWindow(1023, 0, offset=0)}
 BLOCKS = ((1024, 1024, 512), (1024, 1024, 1024), (512, 512, 512))
 RIVALS = ("jax", "tokamax")
-COMPILED_LENGTH = 4096  # the schedule doesn't depend on it, but for what is done once for a head
+COMPILED_LENGTH = 4096  # the schedule doesn't depend on it, but for what is done once for a head, which grows with it
 
 
 def compile_one(python: str, **case: Any) -> dict[str, TileCycles] | str:
@@ -79,22 +78,34 @@ def measure(pythons: dict[str, str], kernels: list[str]) -> list[dict[str, Any]]
         return list(pool.map(row, cases))
 
 
-def passes(row: dict[str, Any]) -> dict[str, list[tuple[TileCycles, int, int]]]:
-    """'forward' and 'backward' -> their kernels as (cycles, block_q, block_kv)."""
+class Kernel(NamedTuple):
+    """A kernel's cycles and the blocks that it goes by; `slow` is the axis of the sums that it starts and ends."""
+
+    cycles: TileCycles
+    block_q: int
+    block_kv: int
+    slow: str
+
+
+def passes(row: dict[str, Any]) -> dict[str, list[Kernel]]:
+    """'forward' and 'backward' -> their kernels."""
     block_q, block_kv, compute = row["blocks"]
-    found: dict[str, list[tuple[TileCycles, int, int]]] = {"forward": [], "backward": []}
+    found: dict[str, list[Kernel]] = {"forward": [], "backward": []}
     for name, cycles in row["cycles"].items():
         which = "forward" if "forward" in name or "fwd" in name else "backward"
-        found[which].append((TileCycles(*cycles), block_q, compute if "dq" in name else block_kv))
+        fast = compute if "dq" in name else block_kv
+        found[which].append(Kernel(TileCycles(*cycles), block_q, fast, "kv" if "dkv" in name else "q"))
     return found
 
 
-def cost(kernels: list[tuple[TileCycles, int, int]], mask: Mask, length: int) -> int:
+def cost(kernels: list[Kernel], mask: Mask, length: int) -> int:
     """Cycles of a head."""
     total = 0
-    for cycles, block_q, block_kv in kernels:
-        kinds = mask.live_blocks(block_q, block_kv, q_len=length, kv_len=length)
-        total += cycles.total(int((kinds == 2).sum()), int((kinds == 1).sum()), length // block_q)
+    for kernel in kernels:
+        kinds = mask.live_blocks(kernel.block_q, kernel.block_kv, q_len=length, kv_len=length)
+        blocks = length // (kernel.block_q if kernel.slow == "q" else kernel.block_kv)
+        full, masked = (int((kinds == kind).sum()) for kind in (2, 1))
+        total += kernel.cycles.total(full, masked, blocks, heads=length // COMPILED_LENGTH)
     return total
 
 

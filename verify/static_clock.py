@@ -47,17 +47,19 @@ class Region:
 
 class TileCycles(NamedTuple):
     """A flash attention kernel's cycles: of a tile that is wholly visible, of one with a mask, beside the tile for a block of
-    the slow axis (start and end of its sums), and for a step of the grid.
+    the slow axis (start and end of its sums), for a step of the grid, and once for a kv head.
     """
 
     full: int
     masked: int
     block: int
     step: int
+    head: int = 0
 
-    def total(self, full: int, masked: int, blocks: int) -> int:
-        """Cycles of so many tiles and blocks."""
-        return full * self.full + masked * self.masked + blocks * self.block + (full + masked) * self.step
+    def total(self, full: int, masked: int, blocks: int, heads: int = 1) -> int:
+        """Cycles of so many tiles, blocks of the slow axis and kv heads."""
+        tiles = full * self.full + masked * self.masked + (full + masked) * self.step
+        return tiles + blocks * self.block + heads * self.head
 
 
 def kernels_in(folder: Path) -> dict[str, tuple[Path, Path]]:
@@ -102,7 +104,11 @@ def regions(bundles: str, utilization: str) -> Region:
 
 
 def tile_cycles(root: Region) -> TileCycles:
-    """Read the cycles of a flash attention kernel, whose steps are one loop around a tile's work."""
+    """Read the cycles of a flash attention kernel, whose steps are one loop around a tile's work.
+
+    What stands in a guard within the guard of a block's start or end is taken for a kv head's: so attnops' fused backward
+    is built, whose sums of the keys live as long as the head. Errors: ConfigError for a kernel of another form.
+    """
     body = max((r for r in root.all() if r.is_loop), key=lambda r: r.cycles, default=root)
     whole = body.cycles
     # What guards the whole step (there are steps that only fetch or write) is no part of the work.
@@ -111,8 +117,10 @@ def tile_cycles(root: Region) -> TileCycles:
     tiles = sorted((r for r in body.inside if r.products), key=lambda r: r.vector)
     if not tiles or len(tiles) > 2:
         raise ConfigError(f"expected a kernel with one or two ways through a tile, found {len(tiles)}.")
-    rest = sum(r.cycles for r in body.inside if not r.products)
-    return TileCycles(tiles[0].cycles, tiles[-1].cycles, rest, whole - rest - sum(r.cycles for r in tiles))
+    ends = [r for r in body.inside if not r.products]
+    rest, head = sum(r.cycles for r in ends), sum(r.cycles for end in ends for r in end.inside if not r.is_loop)
+    step = whole - rest - sum(r.cycles for r in tiles)
+    return TileCycles(tiles[0].cycles, tiles[-1].cycles, rest - head, step, head)
 
 
 def _insert(tree: Region, one: Region) -> None:

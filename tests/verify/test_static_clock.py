@@ -56,6 +56,20 @@ def test_one_way_through_a_tile_is_both() -> None:
     assert cycles.total(full=3, masked=2, blocks=2) == 500 + 2 * cycles.block + 5 * cycles.step
 
 
+def test_a_guard_within_a_guard_is_a_kv_heads() -> None:
+    bundles, utilization = _dump([("sums", 30), ("full", 100), ("sums", 20)])
+    # the last eight bundles of both guards get a guard of their own
+    lines = bundles.splitlines()
+    firsts = [number for number, line in enumerate(lines) if "target = $region0" in line or "target = $region2" in line]
+    for inner, first in enumerate(firsts, 40):
+        length = 30 if inner == 40 else 20
+        lines[first + length - 8] = lines[first + length - 8].replace("work", f"sbr.rel (%p9) target = $region{inner}")
+        lines[first + length + 1] = lines[first + length + 1].replace("}", f"}} /* Start/End empty region {inner} */")
+    cycles = tile_cycles(regions("\n".join(lines), utilization))
+    assert (cycles.block, cycles.head) == (50 - 16, 16)
+    assert cycles.total(full=4, masked=0, blocks=2, heads=3) == 4 * (100 + cycles.step) + 2 * 34 + 3 * 16
+
+
 def test_other_forms_are_refused() -> None:
     bundles, utilization = _dump([("full", 5)])
     with pytest.raises(ConfigError, match="libtpu"):
@@ -70,11 +84,29 @@ def test_other_forms_are_refused() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
 def test_the_forward_tile_keeps_the_matrix_units_busy(tmp_path: Path) -> None:
     """v5e, head dim 128: 1024 x 1024 weights are 4096 cycles of products alone, and at most 15 % more with the softmax."""
-    case = {"kernel": "attnops", "target": "v5e:2x2", "dim": 128, "blocks": [1024, 1024, 512], "fused": True}
-    case |= {"length": 4096, "out": str(tmp_path)}
-    subprocess.run([sys.executable, str(WORKER), json.dumps(case)], check=True, capture_output=True)
-    found = kernels_in(tmp_path)
-    forward = tile_cycles(regions(*(path.read_text() for path in found["attnops_splash_forward"])))
+    forward = _compiled(tmp_path, 4096, "forward")
     assert 0.93 * 4096 < forward.full < 4096 / 0.85
     assert forward.full < forward.masked < 1.15 * forward.full
-    assert tile_cycles(regions(*(p.read_text() for p in found["attnops_splash_backward"]))).full < 10000
+    assert forward.head == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
+def test_the_fused_backward_clears_and_writes_a_kv_heads_sums(tmp_path: Path) -> None:
+    """v5e: a store a bundle. At 4096 keys the two sums in float32 are 1024 registers, at 8192 twice as many."""
+    short, long = (_compiled(tmp_path / str(length), length, "backward") for length in (4096, 8192))
+    assert long.full == pytest.approx(short.full, rel=0.02)
+    assert long.full < 10000
+    assert short.block < 400
+    assert long.block == pytest.approx(short.block, rel=0.1)
+    # cleared at one a bundle, written as bfloat16 at two a bundle
+    assert short.head == pytest.approx(1.5 * 1024, rel=0.1)
+    assert long.head == pytest.approx(1.5 * 2048, rel=0.1)
+
+
+def _compiled(folder: Path, length: int, name: str) -> TileCycles:
+    """attnops' kernel, compiled for a v5e with head dim 128."""
+    case = {"kernel": "attnops", "target": "v5e:2x2", "dim": 128, "blocks": [1024, 1024, 512], "fused": True}
+    case |= {"length": length, "out": str(folder)}
+    subprocess.run([sys.executable, str(WORKER), json.dumps(case)], check=True, capture_output=True)
+    return tile_cycles(regions(*(path.read_text() for path in kernels_in(folder)[f"attnops_splash_{name}"])))

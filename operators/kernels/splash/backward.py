@@ -58,10 +58,15 @@ def backward_kernel(
         for name in names:
             refs[name][...] = jnp.zeros_like(refs[name])
 
-    if of_query:
-        pl.when(tile.says(FIRST))(lambda: clear("q_sum"))
-    if of_keys:
-        pl.when(first)(lambda: clear("key_sum", "value_sum"))
+    # A kv head's guards stand inside those of a query block: so does the clock tell what is done once a head.
+    @pl.when(tile.says(FIRST) if of_query else first)
+    def _start() -> None:
+        if of_query:
+            clear("q_sum")
+        if fused:
+            pl.when(first)(lambda: clear("key_sum", "value_sum"))
+        elif of_keys:
+            clear("key_sum", "value_sum")
 
     def visit(masked: bool) -> None:
         for start in range(0, frame.block_kv, compute):
@@ -96,19 +101,23 @@ def backward_kernel(
     if frame.visits.some_partial:
         pl.when(partial)(lambda: visit(masked=True))
 
-    if of_query:
+    def query_done() -> None:
+        for number, head in enumerate(heads):
+            refs["d_query"][head] = (refs["q_sum"][number] * logits.scale).astype(refs["d_query"].dtype)
 
-        @pl.when(tile.says(LAST))
-        def _query_done() -> None:
-            for number, head in enumerate(heads):
-                refs["d_query"][head] = (refs["q_sum"][number] * logits.scale).astype(refs["d_query"].dtype)
+    def keys_done() -> None:
+        refs["d_key"][...] = (refs["key_sum"][...] * logits.scale).astype(refs["d_key"].dtype)
+        refs["d_value"][...] = refs["value_sum"][...].astype(refs["d_value"].dtype)
 
-    if of_keys:
-
-        @pl.when(last)
-        def _keys_done() -> None:
-            refs["d_key"][...] = (refs["key_sum"][...] * logits.scale).astype(refs["d_key"].dtype)
-            refs["d_value"][...] = refs["value_sum"][...].astype(refs["d_value"].dtype)
+    # A list made on the device may end in visits without flags; there the last query block is written twice.
+    @pl.when((tile.says(LAST) | last) if of_query else last)
+    def _end() -> None:
+        if of_query:
+            query_done()
+        if fused:
+            pl.when(last)(keys_done)
+        elif of_keys:
+            keys_done()
 
 
 def _ends(tile: Tile, frame: Frame, fused: bool) -> tuple[Any, Any]:
