@@ -146,6 +146,43 @@ def _why(report: Any) -> str:
 
 
 @app.command()
+def tune(
+    config: _Config,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target",
+            help="A TPU topology, such as v5e:2x2; may be repeated. Left out: this machine's device.",
+            show_default=False,
+        ),
+    ] = None,
+    inputs: _Inputs = None,
+    mesh: _Mesh = None,
+    mode: _Mode = None,
+    how: Annotated[
+        str | None, typer.Option("--how", help="static (the compiler's cycles) or device.", show_default=False)
+    ] = None,
+    most: Annotated[int, typer.Option("--most", min=1, help="Candidates of each pass.")] = 16,
+    cache: Annotated[
+        Path | None, typer.Option("--cache", help="The folder of kept choices.", show_default=False)
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Search block sizes, for TPUs that aren't here or on this machine's device, and keep the best for later plans."""
+    from attnops.cli_tune import TuneOptions, print_tuned, tuned_json
+    from attnops.cli_tune import tune as tune_command
+
+    reports = tune_command(TuneOptions(config, tuple(target or ()), inputs, mesh, mode, how, most, cache))
+    if as_json:
+        _print_json(tuned_json(reports))
+    else:
+        print_tuned(reports)
+    failed = [name for name, report in reports if report.found.choice is None]
+    if failed:
+        raise _Refused(f"{', '.join(failed)}: no candidate compiles or runs; the reasons stand beside them.")
+
+
+@app.command()
 def run(
     config: _Config,
     inputs: _Inputs = None,

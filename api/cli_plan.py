@@ -33,6 +33,8 @@ def print_plan(plan: Plan, notes: tuple[str, ...] = (), platform_source: str | N
         rows.append(("dropout", f"{problem.dropout_prob:g}"))
     if plan.method is not None and problem.operation.reads_config(plan.method):
         rows += [("config", line) for line in config_lines(plan)]
+    if plan.tuning is not None:
+        rows.append(("tuning", f"{plan.tuning.source}: {plan.tuning.why}"))
     if plan.padding is not None:
         pad = plan.padding
         waste = f"{pad.waste:.1%} of the work is on padding"

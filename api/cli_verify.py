@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +19,11 @@ from attnops.registry import OperationRegistry
 from attnops.registry.declaration import Declaration
 from attnops.registry.explain import bytes_text
 from attnops.sharding.mesh import AnyMesh
-from attnops.verify.generations import abstract_target
+from attnops.verify.generations import abstract_target, has_libtpu
 from attnops.verify.topology import described_mesh
 from attnops.verify.tpu import PassReport, TargetReport, verify_call
 
-__all__ = ["VerifyOptions", "print_reports", "verify"]
+__all__ = ["VerifyOptions", "print_reports", "target_mesh", "verify"]
 
 NO_LIBTPU = (
     "libtpu isn't installed, so this was lowered and not compiled; pip install 'attnops[tpu]' (Linux) compiles it"
@@ -50,7 +49,7 @@ def verify(options: VerifyOptions) -> list[TargetReport]:
     arguments = declaration.call_arguments(arrays, mode=options.mode)
     reports = []
     for target in options.targets:
-        changes: dict[str, Any] = {"platform": None, "backend": None, "mesh": _mesh(target, options.mesh, declaration)}
+        changes: dict[str, Any] = {"platform": None, "backend": None, "mesh": target_mesh(target, options.mesh, declaration)}
         if options.fallback is not None:
             changes["fallback"] = options.fallback
         operation = kind(declaration.operation_metadata(changes))
@@ -63,14 +62,14 @@ def verify(options: VerifyOptions) -> list[TargetReport]:
     return reports
 
 
-def _mesh(target: str, mesh: str | None, declaration: Declaration) -> AnyMesh:
+def target_mesh(target: str, mesh: str | None, declaration: Declaration) -> AnyMesh:
     """The target's devices, arranged by --mesh, else as the config's mesh if that has as many, else along fsdp."""
     kind, count = abstract_target(target)
     sizes: Mapping[str, int] | None = declared_sizes(mesh, declaration)
     if sizes is not None and mesh is None and math.prod(sizes.values()) != count:
         sizes = None
     sizes = {"fsdp": count} if sizes is None else sizes
-    if importlib.util.find_spec("libtpu") is not None:
+    if has_libtpu():
         return described_mesh(target, sizes)
     if math.prod(sizes.values()) != count:
         raise ShardingError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -16,6 +18,7 @@ from ..registry import (
     Rule,
     implementation,
 )
+from . import splash_candidates, splash_table
 from .base import Operation
 from .local import LocalCall, LocalOutput
 from .splash_blocks import blocks_of, resolve_attnops, resolve_jax, too_much_vmem
@@ -149,6 +152,25 @@ class Splash(Operation):
         if method != "forward_tpu" or not isinstance(config, SplashConfig):
             return config
         return (resolve_jax if config.kernel == "jax" else resolve_attnops)(problem, placement, config)
+
+    @classmethod
+    def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
+        """The unset sizes and switches of attnops' kernels."""
+        return splash_candidates.tuned_fields(problem, placement) if method == "forward_tpu" else ()
+
+    @classmethod
+    def candidates(
+        cls, method: str, problem: AttentionProblem, placement: Placement
+    ) -> Mapping[str, tuple[dict[str, Any], ...]]:
+        """Block sizes that may fit, of both passes."""
+        return splash_candidates.candidates(problem, placement) if cls.tuned_fields(method, problem, placement) else {}
+
+    @classmethod
+    def table_choice(
+        cls, method: str, problem: AttentionProblem, placement: Placement
+    ) -> tuple[str, Mapping[str, Any]] | None:
+        """The choice in splash_table.json, where nothing about blocks is declared."""
+        return splash_table.look_up(problem, placement) if method == "forward_tpu" else None
 
     @classmethod
     def remarks(

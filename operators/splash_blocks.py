@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .kernels.splash import SplashBlocks
     from .kernels.splash.vmem import Shape
 
-__all__ = ["blocks_of", "resolve_attnops", "resolve_jax", "too_much_vmem"]
+__all__ = ["blocks_of", "fits", "resolve_attnops", "resolve_jax", "tile_cost", "too_much_vmem"]
 
 # By the static cycles of the compiled kernels (docs/splash.md): half of a 1024-block in a product at a time leaves the
 # compiler room to overlap the softmax of one half with the products of the other.
@@ -84,6 +84,14 @@ def vmem_need(problem: AttentionProblem, placement: Placement, config: SplashCon
 
     shape, blocks = _shape(problem, placement, config), blocks_of(config)
     return math.ceil(max(forward_bytes(shape, blocks), backward_bytes(shape, blocks)) * _ROOM)
+
+
+def fits(problem: AttentionProblem, placement: Placement, config: SplashConfig, backward: bool) -> bool:
+    """Whether one pass of a resolved config may fit: what its blocks and sums take at least is what there is at most."""
+    from .kernels.splash.vmem import backward_bytes, forward_bytes
+
+    count = backward_bytes if backward else forward_bytes
+    return count(_shape(problem, placement, config), blocks_of(config)) <= _vmem_room(problem, config)
 
 
 def too_much_vmem(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> str | None:
@@ -157,21 +165,26 @@ def _check_visits(problem: AttentionProblem, placement: Placement, config: Splas
 
 
 def _cost(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> float:
-    """The work of a pass over the tiles that the mask leaves: large blocks take few steps, small ones skip more."""
+    """The work of a pass over the tiles that the mask leaves; two backward passes make more products than the fused one."""
     assert config.block_q is not None
     assert config.block_kv is not None
     apart = 1.0 if config.use_fused_bwd_kernel else _APART
+    return apart * tile_cost(problem, placement, config.block_q, config.block_kv)
+
+
+def tile_cost(problem: AttentionProblem, placement: Placement, block_q: int, block_kv: int) -> float:
+    """The work of a pass in weights: large blocks take few steps, small ones skip more."""
     if "mask_function" in problem.features:  # would be evaluated weight by weight
-        return apart / (config.block_q * config.block_kv)
+        return 1 / (block_q * block_kv)
     kinds = problem.mask.live_blocks(
-        config.block_q,
-        config.block_kv,
+        block_q,
+        block_kv,
         q_len=min(placement.local.q_len, _SAMPLE),
         kv_len=min(placement.local.kv_len, _SAMPLE),
         query_offset=problem.query_offset or 0,
     )
     partial, full = float((kinds == 1).sum()), float((kinds == 2).sum())
-    return apart * ((full + _PARTIAL * partial) * config.block_q * config.block_kv + (full + partial) * _STEP)
+    return (full + _PARTIAL * partial) * block_q * block_kv + (full + partial) * _STEP
 
 
 def _backward_ways(config: SplashConfig) -> tuple[bool, ...]:

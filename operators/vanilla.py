@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import PositiveInt
 
-from ..registry import ALL_FEATURES, AttentionProblem, OperationConfig, Rule, implementation
+from ..registry import ALL_FEATURES, AttentionProblem, OperationConfig, Placement, Rule, implementation
 from .base import Operation
 from .kernels.blockwise import Blocking, blockwise_attention
 from .kernels.decode import Pieces
@@ -16,6 +19,9 @@ from .local import LocalCall, LocalOutput
 from .native_route import NativeRoute, native_route
 
 __all__ = ["Vanilla", "VanillaConfig"]
+
+
+_TRIED = (64, 128, 256, 512, 1024, 2048)  # block sizes of a search
 
 
 class VanillaConfig(OperationConfig):
@@ -91,6 +97,41 @@ class Vanilla(Operation):
             softmax_dtype=call.softmax_dtype,
         )
         return LocalOutput(output, weights if call.return_weights else None, lse if call.return_lse else None)
+
+
+    @classmethod
+    def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
+        """The unset block sizes, where the call goes by blocks."""
+        config = problem.config
+        if not isinstance(config, VanillaConfig) or placement.q_axes:
+            return ()
+        if native_route(problem, placement, config).name != "blockwise":
+            return ()
+        return tuple(name for name in ("block_q", "block_kv") if not config.is_set(name))
+
+    @classmethod
+    def candidates(
+        cls, method: str, problem: AttentionProblem, placement: Placement
+    ) -> Mapping[str, tuple[dict[str, Any], ...]]:
+        """Both passes have the same blocks, so in mode train they are measured together."""
+        free = cls.tuned_fields(method, problem, placement)
+        if not free:
+            return {}
+        route = native_route(problem, placement, problem.config)
+        chosen = {"block_q": route.block_q or 1, "block_kv": route.block_kv or 1}
+        local = placement.local
+        sizes = [
+            [n for n in _TRIED if n < 2 * length] if name in free else [chosen[name]]
+            for name, length in (("block_q", local.q_len), ("block_kv", local.kv_len))
+        ]
+        # Nearest to the heuristic's first: sizes matter by their ratios.
+        pairs = sorted(
+            itertools.product(*sizes),
+            key=lambda pair: sum(abs(math.log2(n / c)) for n, c in zip(pair, chosen.values(), strict=True)),
+        )
+        ways = dict.fromkeys((tuple(chosen.values()), *pairs))
+        part = "backward" if problem.mode == "__train__" else "forward"
+        return {part: tuple({n: s for n, s in zip(chosen, way, strict=True) if n in free} for way in ways)}
 
 
 def _in_parts(call: LocalCall, route: NativeRoute) -> LocalOutput:

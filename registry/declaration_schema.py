@@ -79,5 +79,6 @@ def _metadata(configs: dict[str, Any]) -> dict[str, Any]:
         "fallback": {"enum": ["warn", "error", "allow"]},
         "kv_heads": {"enum": ["replicate", "error"]},
         "strict": {"type": "boolean"},
+        "tuning": {"enum": ["heuristic", "tune", "error", "off"]},
     }
     return {"type": "object", "properties": fields, "additionalProperties": False}

@@ -63,12 +63,17 @@ def tensor_rows(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
 
 
 def config_lines(plan: Plan) -> list[str]:
-    """`block_q=512 (declared)` and so on, every field of the resolved config; what is declared comes first."""
+    """`block_q=512 (declared)` and so on, every field of the resolved config; what is declared comes first, then what is tuned."""
     declared = plan.problem.config
+    tuned = {} if plan.tuning is None else plan.tuning.fields
+
+    def origin(name: str) -> str:
+        return "declared" if declared.is_set(name) else "tuned" if name in tuned else "default"
+
     fields = [name for name in type(plan.config).model_fields if name not in ("operation", "schema_version")]
     return [
-        f"{name}={getattr(plan.config, name)} ({'declared' if declared.is_set(name) else 'default'})"
-        for name in sorted(fields, key=lambda name: not declared.is_set(name))
+        f"{name}={getattr(plan.config, name)} ({origin(name)})"
+        for name in sorted(fields, key=lambda name: (not declared.is_set(name), name not in tuned))
     ]
 
 
@@ -102,6 +107,8 @@ def explain(plan: Plan) -> str:
     reads = plan.method is not None and problem.operation.reads_config(plan.method)
     if reads and (fields := config_lines(plan)):
         lines.append("config    " + ", ".join(fields))
+    if plan.tuning is not None:
+        lines.append(f"tuning    {plan.tuning.source}: {plan.tuning.why}")
     if plan.route is not None:
         lines.append(f"route     {plan.route.describe()}")
     if plan.padding is not None:

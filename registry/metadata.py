@@ -72,7 +72,7 @@ class OperationMetadata:
         causal: whether a call without a Mask object is causal.
         scan_ring_attention: lax.scan or unrolled, for operations that run a ring.
         blocksize_q, blocksize_k, blocksize_b: block sizes that operation configs take where they declare none.
-        fallback, kv_heads, strict: see Policy.
+        fallback, kv_heads, strict, tuning: see Policy.
 
     Errors: ConfigError (a ValueError) names the field, what was got, what is wanted.
     """
@@ -118,6 +118,7 @@ class OperationMetadata:
         fallback: str = "warn",
         kv_heads: str = "replicate",
         strict: bool = False,
+        tuning: str = "heuristic",
     ) -> None:
         given = dict(locals())
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen: the one way to assign
@@ -130,6 +131,7 @@ class OperationMetadata:
             "fallback",
             "kv_heads",
             "strict",
+            "tuning",
         }:
             put(name, given[name])
         put("_stored_mesh", mesh)
@@ -176,7 +178,7 @@ class OperationMetadata:
         put("scan_ring_attention", boolean("scan_ring_attention", self.scan_ring_attention, optional=True))
         for name in ("blocksize_q", "blocksize_k", "blocksize_b"):
             put(name, block_size(name, getattr(self, name)))
-        put("policy", Policy(fallback, kv_heads, strict))  # type: ignore[arg-type]
+        put("policy", Policy(fallback, kv_heads, strict, tuning))  # type: ignore[arg-type]
         put("_hash", None)
 
     # -- where values come from ------------------------------------------------------------------------------------
@@ -332,6 +334,7 @@ class OperationMetadata:
             "fallback": self.policy.fallback,
             "kv_heads": self.policy.kv_heads,
             "strict": self.policy.strict,
+            "tuning": self.policy.tuning,
         }
 
     def _key(self) -> tuple[Any, ...]:

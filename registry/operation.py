@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import ConfigError
 from .capability import Capability
@@ -65,6 +66,31 @@ class PlannedOperation:
         """Return the config with every default filled in for this method and these local shapes."""
         del method, placement
         return problem.config
+
+    @classmethod
+    def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
+        """The config's fields that a search may choose for this problem: none, unless an operation says otherwise."""
+        del method, problem, placement
+        return ()
+
+    @classmethod
+    def candidates(
+        cls, method: str, problem: AttentionProblem, placement: Placement
+    ) -> Mapping[str, tuple[dict[str, Any], ...]]:
+        """What a search tries: 'forward' and 'backward' -> fields to set, the most promising first, which is the heuristic's.
+
+        The two are measured apart, so no field stands in both.
+        """
+        del method, problem, placement
+        return {}
+
+    @classmethod
+    def table_choice(
+        cls, method: str, problem: AttentionProblem, placement: Placement
+    ) -> tuple[str, Mapping[str, Any]] | None:
+        """(where it comes from, fields) of a choice that the operation ships, None for none."""
+        del method, problem, placement
+        return None
 
     @classmethod
     def check_vma(cls, method: str, config: OperationConfig) -> bool:

@@ -15,6 +15,7 @@ from .operation import METHODS
 from .placement import Placement, place_problem
 from .problem import AttentionProblem
 from .route import Route
+from .tuning import Tuning, choose
 
 __all__ = ["Padding", "Plan", "Policy", "Rejected", "plan"]
 
@@ -28,17 +29,20 @@ class Policy:
     fallback: 'warn' (run forward_native and say so once), 'error', or 'allow' (run it, without a word).
     kv_heads: 'replicate' or 'error' when the mesh splits query heads further than there are kv heads.
     strict: refuse every spec that doesn't fit as declared.
+    tuning: where no tuned sizes are kept: 'heuristic', 'tune' (search them now, and keep them) or 'error'; 'off' looks for none.
     """
 
     fallback: Literal["warn", "error", "allow"] = "warn"
     kv_heads: Literal["replicate", "error"] = "replicate"
     strict: bool = False
+    tuning: Literal["heuristic", "tune", "error", "off"] = "heuristic"
 
     def __post_init__(self) -> None:
         for name, value, wanted in (
             ("fallback", self.fallback, ("warn", "error", "allow")),
             ("kv_heads", self.kv_heads, ("replicate", "error")),
             ("strict", self.strict, (True, False)),
+            ("tuning", self.tuning, ("heuristic", "tune", "error", "off")),
         ):
             if type(value) is not type(wanted[0]) or value not in wanted:
                 raise ConfigError(f"{name}={value!r}; wanted one of {', '.join(map(repr, wanted))}.")
@@ -77,6 +81,7 @@ class Plan:
     rejected: tuple[Rejected, ...]
     padding: Padding | None
     route: Route | None
+    tuning: Tuning | None
     notes: tuple[str, ...]
 
     def __eq__(self, other: object) -> bool:
@@ -148,6 +153,7 @@ class Plan:
             "changes": list(placement.changes),
             "padding": None if self.padding is None else self.padding._asdict(),
             "route": None if self.route is None else self.route.to_dict(),
+            "tuning": None if self.tuning is None else self.tuning.to_dict(),
             "rejected": [
                 {"implementation": r.implementation, "reasons": [reason._asdict() for reason in r.reasons]}
                 for r in self.rejected
@@ -161,7 +167,7 @@ _DEFAULT = Policy()
 
 @functools.lru_cache(maxsize=4096)
 def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
-    """Decide what runs. Pure, and cached per problem and policy.
+    """Decide what runs, from the problem, the policy and the tuned choices that are kept; cached per problem and policy.
 
     Errors: ShardingError where the policy says so. A problem that nothing can run gives a plan of kind 'refused'.
     """
@@ -173,7 +179,7 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
     if platform != problem.platform:
         notes.append(f"kernel of {platform} run on {problem.platform} by its config (interpreted)")
     rejected: list[Rejected] = []
-    decided = Plan(problem, policy, "refused", None, None, problem.config, placement, (), None, None, ())
+    decided = Plan(problem, policy, "refused", None, None, problem.config, placement, (), None, None, None, ())
     for method in (*own, "forward_native"):
         name = f"{operation.name}.{method}"
         if method == "forward_native" and own and policy.fallback == "error":
@@ -185,7 +191,11 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
         if reasons:
             rejected.append(Rejected(name, reasons))
             continue
-        config = operation.resolve_config(method, problem, placement)
+        tuning = choose(operation, method, problem, placement, policy.tuning)
+        asked = problem
+        if tuning is not None and tuning.fields:
+            asked = replace(problem, config=problem.config.with_fields(tuning.fields))
+        config = operation.resolve_config(method, asked, placement)
         kind: Kind = "platform" if method in own else "fallback" if own else "native"
         if kind == "native":
             notes.append(
@@ -195,7 +205,14 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
         notes.extend(operation.remarks(method, problem, placement, config))
         route = None if capability.route is None else capability.route(problem, placement, config)
         decided = replace(
-            decided, kind=kind, implementation=name, method=method, config=config, padding=padding, route=route
+            decided,
+            kind=kind,
+            implementation=name,
+            method=method,
+            config=config,
+            padding=padding,
+            route=route,
+            tuning=tuning,
         )
         break
     return replace(decided, rejected=tuple(rejected), notes=tuple(notes))

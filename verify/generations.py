@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from typing import NamedTuple
@@ -11,22 +12,25 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from ..errors import ConfigError, nearest
 
-__all__ = ["Device", "abstract_target", "device_of"]
+__all__ = ["Device", "abstract_target", "clock_rate", "device_of", "has_libtpu", "topology_of"]
 
 
 class _Generation(NamedTuple):
     kind: str
     devices: int  # of a chip
     cores: int  # of a device
+    topology: str  # a small one
+    clock: float  # cycles a second
 
 
-# By a topology's prefix, as libtpu 0.0.51 describes them.
+# By a topology's prefix, as libtpu 0.0.51 describes them. Clocks: the published bfloat16 rate over the operations that the
+# matrix units of a chip do in a cycle; of tpu7x, what tokamax's published times imply (benchmarks/results/static_clock.txt).
 _GENERATIONS = {
-    "v4": _Generation("TPU v4", 2, 1),
-    "v5e": _Generation("TPU v5 lite", 1, 1),
-    "v5p": _Generation("TPU v5", 1, 2),
-    "v6e": _Generation("TPU v6 lite", 1, 1),
-    "tpu7x": _Generation("TPU7x", 2, 1),
+    "v4": _Generation("TPU v4", 2, 1, "v4:2x2x1", 1.05e9),
+    "v5e": _Generation("TPU v5 lite", 1, 1, "v5e:2x2", 1.5e9),
+    "v5p": _Generation("TPU v5", 1, 2, "v5p:2x2x1", 1.75e9),
+    "v6e": _Generation("TPU v6 lite", 1, 1, "v6e:2x2", 1.75e9),
+    "tpu7x": _Generation("TPU7x", 2, 1, "tpu7x:2x2x1", 1.72e9),
 }
 
 
@@ -62,6 +66,29 @@ def device_of(kind: str) -> Device:
         float(info.bf16_ops_per_second * cores),
         float(info.mem_bw_bytes_per_second * cores),
     )
+
+
+def has_libtpu() -> bool:
+    """Whether programs can be compiled for described TPUs."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def topology_of(kind: str) -> str:
+    """A small topology of a kind of device. Errors: ConfigError for a kind that libtpu doesn't describe."""
+    return _of_kind(kind).topology
+
+
+def clock_rate(kind: str) -> float:
+    """Cycles a second of a kind of device. Errors: ConfigError for one that isn't known."""
+    return _of_kind(kind).clock
+
+
+def _of_kind(kind: str) -> _Generation:
+    found = next((g for g in _GENERATIONS.values() if g.kind == kind), None)
+    if found is None:
+        known = ", ".join(g.kind for g in _GENERATIONS.values())
+        raise ConfigError(f"device kind {kind!r} is no TPU that can be described; known: {known}.")
+    return found
 
 
 def abstract_target(target: str) -> tuple[str, int]:

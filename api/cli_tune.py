@@ -1,0 +1,150 @@
+"""`attnops tune`: search the sizes of the declared call, by static clock or on this machine's device, and keep them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from attnops.call_arrays import call_shapes
+from attnops.cli_target import run_metadata
+from attnops.cli_text import errors, fields, table, text
+from attnops.cli_verify import target_mesh
+from attnops.errors import ConfigError
+from attnops.registry import OperationRegistry
+from attnops.registry.declaration import Declaration
+from attnops.registry.explain import bytes_text
+from attnops.registry.tune_cache import ENVIRONMENT, Measured
+from attnops.verify.tune import TuneReport, tune_plan
+
+__all__ = ["TuneOptions", "print_tuned", "tune", "tuned_json"]
+
+
+class TuneOptions(NamedTuple):
+    """The options of `attnops tune`."""
+
+    config: Path
+    targets: tuple[str, ...]
+    inputs: Path | None
+    mesh: str | None
+    mode: str | None
+    how: str | None
+    most: int
+    cache: Path | None
+
+
+def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
+    """(target, report) of each target, or of this machine's device where none is given."""
+    if options.cache is not None:
+        os.environ[ENVIRONMENT] = str(options.cache.absolute())
+    declaration = Declaration.load(options.config)
+    kind = OperationRegistry.get(declaration.operation)
+    arguments = declaration.call_arguments(call_shapes(declaration.call, options.inputs).arrays, mode=options.mode)
+    if options.how == "device" and options.targets:
+        raise ConfigError("--how device takes times on this machine; leave --target out, or --how.")
+    found = []
+    for target in options.targets or (None,):
+        if target is None:
+            metadata = run_metadata(declaration, mesh=options.mesh)
+        else:
+            mesh = target_mesh(target, options.mesh, declaration)
+            metadata = declaration.operation_metadata({"platform": None, "backend": None, "mesh": mesh})
+        decided = kind(metadata).plan(**arguments)
+        name = target or jax.devices()[0].device_kind
+        with _bar(name) as progress:
+            how = options.how or ("static" if target else "device")
+            found.append((name, tune_plan(decided, how=how, most=options.most, progress=progress)))
+    return found
+
+
+@contextlib.contextmanager
+def _bar(target: str) -> Iterator[Any]:
+    """A bar on a terminal, nothing elsewhere."""
+    console = errors()
+    columns = (TextColumn(target), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[what]}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(target, total=None, what="")
+        yield lambda done, of, what: progress.update(task, completed=done, total=of, what=what)
+
+
+def tuned_json(reports: list[tuple[str, TuneReport]]) -> list[dict[str, Any]]:
+    """JSON-ready values."""
+    return [
+        {
+            "target": target,
+            "how": report.how,
+            "implementation": report.plan.implementation,
+            "device_kind": report.plan.problem.device_kind,
+            "choice": None if report.found.choice is None else report.found.choice.fields,
+            "kept_in": str(report.found.path),
+            "reused": report.reused,
+            "passes": {
+                part: [one._asdict() | {"chosen": one is report.best.get(part)} for one in report.measured(part)]
+                for part in report.candidates
+            },
+        }
+        for target, report in reports
+    ]
+
+
+def print_tuned(reports: list[tuple[str, TuneReport]]) -> None:
+    """A table for each target and pass, the fastest first."""
+    console = text()
+    for target, report in reports:
+        problem = report.plan.problem
+        console.print(Text(problem.describe(), style="bold"))
+        console.print(fields([("target", target), *_about(report)]))
+        for part in report.candidates:
+            console.print("", _table(report, part), sep="\n")
+        console.print("", fields(_ending(report)), "", sep="\n")
+
+
+def _about(report: TuneReport) -> list[tuple[str, str | Text]]:
+    if report.how == "device":
+        word = f"measured here, on {jax.devices()[0].device_kind}: medians"
+    else:
+        word = "by static clock: cycles of the compiler's schedule, an estimate without waits for memory"
+    rows: list[tuple[str, str | Text]] = [("how", word)]
+    return [*rows, ("reused", f"{report.reused} candidates measured before")] if report.reused else rows
+
+
+def _table(report: TuneReport, part: str) -> Any:
+    measured = report.measured(part)
+    heuristic = report.heuristic(part)
+    ranked = sorted(measured, key=lambda one: (one.seconds is None, one.seconds or 0.0))
+    names = [n for n in dict.fromkeys(n for one in measured for n in one.fields)]
+    made = table(part, *names, "cycles" if report.how == "static" else "time", "VMEM", "of the heuristic's")
+    if report.how == "device":
+        made = table(part, *names, "time", "of the heuristic's")
+    for one in ranked:
+        row = ["heuristic" if one is heuristic else ""]
+        row += [str(one.fields.get(name, "-")) for name in names]
+        if one.seconds is None:
+            row += [f"fails: {one.failure}"]
+        elif report.how == "static":
+            row += [f"{one.detail['cycles']:,}", bytes_text(one.detail["vmem_bytes"]), _ratio(one, heuristic)]
+        else:
+            row += [f"{one.seconds * 1e3:.3f} ms", _ratio(one, heuristic)]
+        best = one is report.best.get(part)
+        made.add_row(*row, style="bold green" if best else "dim" if one.seconds is None else None)
+    return made
+
+
+def _ratio(one: Measured, heuristic: Measured) -> str:
+    if one.seconds is None or not heuristic.seconds:
+        return "-"
+    return f"{one.seconds / heuristic.seconds:.3f}"
+
+
+def _ending(report: TuneReport) -> list[tuple[str, str | Text]]:
+    choice = report.found.choice
+    if choice is None:
+        return [("chosen", Text("nothing: no candidate compiles", style="red"))]
+    words = ", ".join(f"{name}={value}" for name, value in choice.fields.items())
+    return [("chosen", Text(words, style="green")), ("kept in", str(report.found.path))]

@@ -1,0 +1,103 @@
+"""What a search for block sizes tries: sizes that the mask, the lengths and the VMEM allow, the most promising first."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ..errors import ConfigError
+from ..registry import AttentionProblem, OperationConfig, Placement
+from .splash_blocks import fits, resolve_attnops, tile_cost
+from .splash_config import LANES, SplashConfig
+
+__all__ = ["BACKWARD", "FORWARD", "candidates", "tuned_fields"]
+
+FORWARD = ("block_q", "block_kv", "block_kv_compute", "block_kv_compute_in", "sum_by_product")
+BACKWARD = (
+    "use_fused_bwd_kernel", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq",
+)  # fmt: skip
+_BLOCKS, _COMPUTE = (2048, 1024, 512, 256, 128), (512, 1024, 256)
+
+
+def tuned_fields(problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
+    """The fields that nobody declared, of those that a search chooses; none where queries are split over devices.
+
+    There each device has its own tiles, and one device's call is not the problem's.
+    """
+    config = problem.config
+    if not isinstance(config, SplashConfig) or config.kernel != "attnops" or placement.q_axes:
+        return ()
+    return tuple(name for name in (*FORWARD, *BACKWARD) if not config.is_set(name))
+
+
+def candidates(problem: AttentionProblem, placement: Placement) -> dict[str, tuple[dict[str, Any], ...]]:
+    """'forward', and in mode train 'backward' -> undeclared fields with values; the heuristic's own come first."""
+    config = problem.config
+    assert isinstance(config, SplashConfig)
+    chosen = resolve_attnops(problem, placement, config)
+    found = {"forward": _distinct(problem, placement, config, chosen, FORWARD, _forward(problem, placement, config))}
+    if problem.mode == "__train__":
+        found["backward"] = _distinct(
+            problem, placement, config, chosen, BACKWARD, _backward(problem, placement, config)
+        )
+    return {part: ways for part, ways in found.items() if ways and ways[0]}
+
+
+def _distinct(
+    problem: AttentionProblem,
+    placement: Placement,
+    config: SplashConfig,
+    chosen: OperationConfig,
+    names: tuple[str, ...],
+    ways: Iterable[dict[str, Any]],
+) -> tuple[dict[str, Any], ...]:
+    """The heuristic's choice, then what resolves to something else and may fit."""
+    free = tuple(name for name in names if not config.is_set(name))
+    found = {_values(chosen, free): None}
+    for way in ways:
+        asked = {name: value for name, value in way.items() if name in free}
+        try:
+            resolved = resolve_attnops(problem, placement, config.with_fields(asked))
+        except ConfigError:
+            continue
+        assert isinstance(resolved, SplashConfig)
+        if fits(problem, placement, resolved, names is BACKWARD):
+            found.setdefault(_values(resolved, free))
+    return tuple({name: value for name, value in zip(free, values, strict=True) if value is not None} for values in found)
+
+
+def _values(config: OperationConfig, names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(getattr(config, name) for name in names)
+
+
+def _pairs(problem: AttentionProblem, placement: Placement, config: SplashConfig, suffix: str) -> list[tuple[int, int]]:
+    """(block_q, block_kv), cheapest first; a block is at most a length's own padding."""
+    sizes = []
+    for axis, length in (("q", placement.local.q_len), ("kv", placement.local.kv_len)):
+        declared = getattr(config, f"block_{axis}{suffix}")
+        most = math.ceil(length / LANES) * LANES
+        sizes.append([declared] if declared else [n for n in _BLOCKS if n <= most] or [most])
+    pairs = list(itertools.product(*sizes))
+    return sorted(pairs, key=lambda pair: tile_cost(problem, placement, *pair))
+
+
+def _forward(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> Iterator[dict[str, Any]]:
+    sums = (None, True) if problem.value_dim % LANES == 0 and "dropout" not in problem.features else (None,)
+    for block_q, block_kv in _pairs(problem, placement, config, ""):
+        for compute, inner, by_product in itertools.product(_COMPUTE, (1, 2), sums):
+            if block_kv % compute or compute % inner or (compute // inner) % LANES:
+                continue
+            way = {"block_q": block_q, "block_kv": block_kv, "block_kv_compute": compute}
+            way |= {"block_kv_compute_in": compute // inner}
+            yield way if by_product is None else way | {"sum_by_product": by_product}
+
+
+def _backward(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> Iterator[dict[str, Any]]:
+    for (block_q, block_kv), compute in itertools.product(_pairs(problem, placement, config, "_dkv"), _COMPUTE):
+        if block_kv % compute:
+            continue
+        way = {"block_q_dkv": block_q, "block_kv_dkv": block_kv, "block_kv_dkv_compute": compute}
+        yield way | {"use_fused_bwd_kernel": True}
+        yield way | {"use_fused_bwd_kernel": False, "block_q_dq": block_q, "block_kv_dq": min(block_kv, compute)}

@@ -1,0 +1,53 @@
+"""The shipped choices of block sizes: splash_table.json, written by tools/block_table.py."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..registry import AttentionProblem, Placement
+from .splash_config import SplashConfig
+
+__all__ = ["TABLE", "look_up", "table_key"]
+
+TABLE = Path(__file__).with_name("splash_table.json")
+# What a config may declare without touching the choice.
+_FREE = frozenset({"operation", "schema_version", "kernel", "residual_checkpoint_name", "interpret"})
+# Features that a kernel's sizes don't depend on.
+_SMALL = frozenset({"return_lse", "gqa", "value_dim"})
+
+
+def table_key(problem: AttentionProblem, placement: Placement) -> str:
+    """What a row of the table is found by: batch and the number of heads don't matter to a tile."""
+    local = placement.local
+    parts = (
+        problem.device_kind,
+        problem.runtime_dtype,
+        f"q {local.q_len}",
+        f"kv {local.kv_len}",
+        f"group {local.q_heads // local.kv_heads}",
+        f"dim {problem.head_dim}",
+        f"value {problem.value_dim}",
+        problem.mask.describe(),
+        "+".join(sorted(problem.features - _SMALL)),
+        "train" if problem.mode == "__train__" else "forward",
+    )
+    return ", ".join(parts)
+
+
+def look_up(problem: AttentionProblem, placement: Placement) -> tuple[str, Mapping[str, Any]] | None:
+    """(where it comes from, fields) for a problem of which nothing about blocks is declared; None for no row."""
+    config = problem.config
+    if not isinstance(config, SplashConfig) or config.model_fields_set - _FREE or problem.leaves:
+        return None
+    data = _table()
+    fields = data["choices"].get(table_key(problem, placement))
+    return None if fields is None else (f"shipped, found by static clock with {data['compiler']}", fields)
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return json.loads(TABLE.read_text(encoding="utf-8"))

@@ -1,0 +1,166 @@
+"""The kept measurements of searches: one JSON file for each call and device kind, safe with several writers.
+
+A file is written whole and put in place at once; a writer holds the file's lock while it adds to what others have measured.
+So a search that was cut off goes on where it stood, and two at the same call share their work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import InputError
+
+try:
+    import fcntl
+except ImportError:  # Windows: files are whole all the same, but of two writers at once the later one wins
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["ENVIRONMENT", "Choice", "Found", "Measured", "best_of", "folder", "keep", "load"]
+
+ENVIRONMENT = "ATTNOPS_TUNE_CACHE"
+_VERSION = 1
+_KINDS = ("device", "static")  # a time on the device beats an estimate
+
+
+class Measured(NamedTuple):
+    """A candidate of one pass and what came of it. how: 'device' or 'static'; seconds: None with a failure."""
+
+    part: str
+    fields: dict[str, Any]
+    how: str
+    seconds: float | None
+    failure: str | None = None
+    detail: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+    @property
+    def name(self) -> tuple[str, str, str]:
+        """What makes two measurements the same."""
+        return self.part, self.how, json.dumps(self.fields, sort_keys=True)
+
+
+class Choice(NamedTuple):
+    """The fields to take, and how they were found."""
+
+    fields: dict[str, Any]
+    how: str
+
+
+class Found(NamedTuple):
+    """What is kept of a call. choice: None before a search has ended; trouble: why a file can't be read."""
+
+    path: Path
+    measured: tuple[Measured, ...]
+    choice: Choice | None
+    trouble: str | None = None
+
+
+def folder() -> Path:
+    """Where choices are kept: $ATTNOPS_TUNE_CACHE, else attnops/tune in the user's cache folder."""
+    named = os.environ.get(ENVIRONMENT)
+    if named:
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "attnops" / "tune"
+
+
+def load(key: Mapping[str, Any]) -> Found:
+    """What is kept under a key; never fails: what can't be read is a miss with its reason."""
+    path = _path(key)
+    try:
+        data = json.loads(path.read_bytes())
+        if data["schema_version"] != _VERSION:
+            return Found(path, (), None, f"{path} is of another version")
+        if json.dumps(data["key"], sort_keys=True) != json.dumps(key, sort_keys=True):
+            return Found(path, (), None, f"{path} is of another call")
+        measured = tuple(Measured(**one) for one in data["measured"])
+        finished = tuple(data["finished"])
+    except FileNotFoundError:
+        return Found(path, (), None)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Found(path, (), None, f"{path} can't be read ({type(error).__name__})")
+    return Found(path, measured, _choice(measured, finished))
+
+
+def keep(key: Mapping[str, Any], measured: list[Measured], *, finished: str | None = None) -> Found:
+    """Add measurements to what is kept; `finished` names a way of measuring whose search has ended.
+
+    Errors: InputError where the folder can't be written to.
+    """
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path):
+            before = load(key)
+            joined = {one.name: one for one in (*before.measured, *measured)}
+            ended = {*_finished(path, before), *([finished] if finished else [])}
+            data = {
+                "schema_version": _VERSION,
+                "key": dict(key),
+                "finished": sorted(ended),
+                "measured": [one._asdict() for one in joined.values()],
+            }
+            _replace(path, json.dumps(data, indent=1))
+    except OSError as error:
+        raise InputError(
+            f"{path}: can't be written: {error.strerror or error}; set {ENVIRONMENT} to a folder of yours."
+        ) from None
+    return load(key)
+
+
+def best_of(measured: tuple[Measured, ...], how: str) -> dict[str, Measured]:
+    """The fastest candidate of each part."""
+    found: dict[str, Measured] = {}
+    for one in measured:
+        if one.how == how and one.seconds is not None:
+            best = found.get(one.part)
+            if best is None or best.seconds is None or one.seconds < best.seconds:
+                found[one.part] = one
+    return found
+
+
+def _choice(measured: tuple[Measured, ...], finished: tuple[str, ...]) -> Choice | None:
+    for how in _KINDS:
+        best = best_of(measured, how) if how in finished else {}
+        if best:
+            fields = {name: value for one in best.values() for name, value in one.fields.items()}
+            return Choice(fields, "measured on the device" if how == "device" else "static clock, an estimate")
+    return None
+
+
+def _finished(path: Path, before: Found) -> list[str]:
+    return list(json.loads(path.read_bytes())["finished"]) if before.measured else []
+
+
+def _path(key: Mapping[str, Any]) -> Path:
+    text = json.dumps(key, sort_keys=True)
+    device = re.sub(r"[^A-Za-z0-9.-]+", "_", str(key["device"]))
+    name = f"{key['operation']}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+    return folder() / device / name
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.with_suffix(".lock").open("a") as lock:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the file
+        yield
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)

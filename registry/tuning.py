@@ -1,0 +1,111 @@
+"""Tuned choices: what a choice of sizes depends on, and which one a plan takes.
+
+A choice is looked for among those that `attnops tune` keeps on this machine (tune_cache.py), then in the operation's own table;
+without one, the operation's heuristic decides. A plan says which it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import ConfigError
+from . import tune_cache
+
+if TYPE_CHECKING:
+    from .operation import PlannedOperation
+    from .placement import Placement
+    from .problem import AttentionProblem
+
+__all__ = ["Tuning", "choose", "tune_key"]
+
+# A heuristic needs no libtpu, so a search is found by its name: the package that may measure stands above this one.
+_GROUP = "attnops.tuners"
+_COMMAND = "`attnops tune` searches one"
+
+
+class Tuning(NamedTuple):
+    """Where a plan's sizes come from: source 'cache', 'table' or 'heuristic', why, and the fields that were chosen."""
+
+    source: str
+    why: str
+    fields: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        return {"source": self.source, "why": self.why, "fields": dict(self.fields)}
+
+
+def tune_key(method: str, problem: AttentionProblem, placement: Placement) -> dict[str, Any]:
+    """All that a measured choice depends on, as JSON values: device, dtypes, one device's shapes, mask, config, versions."""
+    local = placement.local
+    return {
+        "operation": problem.operation.name,
+        "method": method,
+        "device": problem.device,
+        "dtype": problem.runtime_dtype,
+        "softmax_dtype": problem.softmax_dtype,
+        "shapes": {**local._asdict(), "head_dim": problem.head_dim, "value_dim": problem.value_dim},
+        "mask": problem.mask.describe(),
+        "query_offset": "traced" if problem.dynamic_query_offset else problem.query_offset,
+        "bias": None if problem.bias_shape is None else [size == 1 for size in problem.bias_shape],
+        "features": sorted(problem.features),
+        "layout": problem.kernel_layout,
+        "backward": problem.mode == "__train__",
+        "config": problem.config.to_dict(),
+        "versions": _versions(),
+    }
+
+
+def choose(
+    operation: type[PlannedOperation], method: str, problem: AttentionProblem, placement: Placement, policy: str
+) -> Tuning | None:
+    """The choice for a problem; None where there is nothing to choose.
+
+    policy: 'heuristic', 'tune' or 'error' say what a miss leads to; 'off' looks for nothing. Errors: ConfigError on a miss
+    with 'error'.
+    """
+    names = operation.tuned_fields(method, problem, placement)
+    if not names:
+        return None
+    if policy == "off":
+        return Tuning("heuristic", "tuning='off'", {})
+    key = tune_key(method, problem, placement)
+    found = tune_cache.load(key)
+    if found.choice is not None:
+        return Tuning("cache", f"{found.choice.how}, kept in {found.path}", found.choice.fields)
+    shipped = operation.table_choice(method, problem, placement)
+    if shipped is not None:
+        return Tuning("table", *shipped)
+    missing = found.trouble or f"no tuned choice is kept for this call on {problem.device}"
+    if policy == "error":
+        raise ConfigError(
+            f"{problem.describe()}: {missing}, and tuning='error' is declared; {_COMMAND}, or declare 'heuristic'."
+        )
+    if policy == "tune":
+        choice = _tuner()(method, problem, placement)
+        return Tuning("cache", f"{choice.how}, searched for this plan and kept in {found.path}", choice.fields)
+    return Tuning("heuristic", f"{missing}; {_COMMAND}", {})
+
+
+def _tuner() -> Any:
+    entries = list(importlib.metadata.entry_points(group=_GROUP))
+    if len(entries) != 1:
+        raise ConfigError(
+            f"tuning='tune' wants one entry point in {_GROUP!r}; installed: "
+            f"{', '.join(entry.value for entry in entries) or 'none (is attnops installed?)'}."
+        )
+    return entries[0].load()
+
+
+@functools.cache
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in ("attnops", "jax", "jaxlib", "libtpu"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found

@@ -1,0 +1,162 @@
+"""A process that compiles one device's calls for a described TPU and reads the cycles of a kernel from its schedule.
+
+libtpu is told when it starts what to dump, so there is a process for each kernel: `python -m attnops.verify.clock_worker`,
+with pickled (device kind, problem, part, fields) coming in and Outcomes going out.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from .local_call import LocalProblem
+from .static_clock import TileCycles, dump_options
+
+__all__ = ["ClockWorker", "Outcome"]
+
+_FOLDER = "ATTNOPS_CLOCK_FOLDER"
+SECONDS = 600.0
+
+
+class Outcome(NamedTuple):
+    """What the compiler made of a candidate: the kernel's cycles and its bytes of VMEM, or why it failed."""
+
+    cycles: TileCycles | None
+    vmem: int
+    failure: str | None = None
+
+
+class ClockWorker:
+    """A process that compiles one kernel, started at the first question and again after one that took too long."""
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = ""
+
+    def ask(self, kind: str, problem: LocalProblem, part: str, fields: Mapping[str, Any]) -> Outcome:
+        """Compile a part with these fields for a kind of device; one question at a time."""
+        with self._lock:
+            return self._ask(kind, problem, part, fields)
+
+    def _ask(self, kind: str, problem: LocalProblem, part: str, fields: Mapping[str, Any]) -> Outcome:
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        late = threading.Timer(SECONDS, process.kill)
+        late.start()
+        try:
+            pickle.dump((self.kernel, kind, problem, part, dict(fields)), process.stdin)
+            process.stdin.flush()
+            answer = pickle.load(process.stdout)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            self.close()
+            return Outcome(None, 0, f"the compiler's process ended, or took more than {SECONDS:.0f} s")
+        finally:
+            late.cancel()
+        assert isinstance(answer, Outcome)
+        return answer
+
+    def close(self) -> None:
+        """End the process and remove its dumps."""
+        if self._process is not None:
+            self._process.kill()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    try:
+                        pipe.close()
+                    except BrokenPipeError:
+                        continue
+            self._process.wait()
+            self._process = None
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._folder = tempfile.mkdtemp(prefix="attnops-clock-")
+            given = os.environ.get("LIBTPU_INIT_ARGS", "")
+            environment = os.environ | {
+                "JAX_PLATFORMS": "cpu",
+                "LIBTPU_INIT_ARGS": f"{given} {dump_options(self._folder, f'{self.kernel}.1')}".strip(),
+                _FOLDER: self._folder,
+            }
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "attnops.verify.clock_worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+            )
+        return self._process
+
+
+def compile_one(
+    folder: Path, kernel: str, kind: str, problem: LocalProblem, part: str, fields: Mapping[str, Any]
+) -> Outcome:
+    """Compile a part and read its dumps, which are removed."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from ..errors import AttnOpsError
+    from .compiled import failure, kernels
+    from .generations import topology_of
+    from .static_clock import kernels_in, regions, tile_cycles
+    from .topology import described_mesh
+
+    try:
+        devices = described_mesh(topology_of(kind)).devices.reshape(-1)[:1]
+        mesh = Mesh(np.asarray(devices), ("device",))
+        function, shapes = problem.program(fields, part, mesh)
+        there = NamedSharding(mesh, PartitionSpec())
+        compiled = (
+            jax.jit(function)
+            .lower([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in shapes])
+            .compile()
+        )
+        dumps = kernels_in(folder).get(kernel)
+        if dumps is None:
+            return Outcome(None, 0, f"libtpu dumped no schedule of {kernel}")
+        cycles = tile_cycles(regions(*(path.read_text() for path in dumps)))
+        return Outcome(cycles, sum(k.vmem_used or 0 for k in kernels(compiled.as_text()) if k.name == kernel))
+    except AttnOpsError as error:
+        return Outcome(None, 0, str(error))
+    except Exception as error:  # the compiler's own
+        return Outcome(None, 0, failure(error).message)
+    finally:
+        for path in folder.iterdir():
+            if path.is_file():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def main() -> None:
+    """Answer questions until there are no more."""
+    answers: BinaryIO = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints, prints elsewhere
+    folder = Path(os.environ[_FOLDER])
+    while True:
+        try:
+            question = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump(compile_one(folder, *question), answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    # This file runs as __main__, but what it pickles has to be known by its importable name.
+    from attnops.verify.clock_worker import main as run
+
+    run()

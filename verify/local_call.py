@@ -1,0 +1,130 @@
+"""One device's part of a planned call, as a call of its own: what is compiled and timed when sizes are searched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import ConfigError
+from ..operators import Operation
+from ..registry import AttentionProblem, OperationMetadata, OperationRegistry, Placement
+from ..sharding.mesh import AnyMesh
+
+__all__ = ["LocalProblem"]
+
+_SMOOTH = ("query", "key", "value", "bias", "softmax_aux")
+
+
+@dataclass(frozen=True)
+class LocalProblem:
+    """A call without a mesh. Pickles: `metadata` is JSON values, `arguments` hold ShapeDtypeStructs."""
+
+    operation: str
+    metadata: dict[str, Any]
+    arguments: dict[str, Any]
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, placement: Placement) -> LocalProblem:
+        """The part of one device. Errors: ConfigError where the queries are split, for then no part is like another."""
+        if placement.q_axes:
+            raise ConfigError(
+                f"the queries are split over {'+'.join(placement.q_axes)}, so each device has other tiles; search for the "
+                "call of one device instead, without a mesh."
+            )
+        local, dtype = placement.local, jnp.dtype(problem.runtime_dtype)
+        sizes = {"batch": local.batch, "heads": local.q_heads, "q": local.q_len, "kv": local.kv_len}
+
+        def tensor(length: int, heads: int, dim: int) -> jax.ShapeDtypeStruct:
+            by_axis = {"b": local.batch, "t": length, "h": heads, "d": dim}
+            return jax.ShapeDtypeStruct(tuple(by_axis[axis] for axis in problem.kernel_layout), dtype)
+
+        def cut(shape: tuple[int, ...], dims: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            whole = zip(shape, dims, strict=True)
+            return jax.ShapeDtypeStruct(tuple(1 if n == 1 else sizes[d] for n, d in whole), dtype)
+
+        leaves = [cut(leaf.shape, leaf.dims, leaf.dtype) for leaf in problem.leaves]
+        arguments: dict[str, Any] = {
+            "query": tensor(local.q_len, local.q_heads, problem.head_dim),
+            "key": tensor(local.kv_len, local.kv_heads, problem.head_dim),
+            "value": tensor(local.kv_len, local.kv_heads, problem.value_dim),
+            "mask": problem.mask.merge(leaves),
+            "query_offset": problem.query_offset,
+            "softmax_scale": problem.softmax_scale,
+            "logits_soft_cap": problem.logits_soft_cap,
+            "return_weights": "return_weights" in problem.features,
+            "return_lse": "return_lse" in problem.features,
+            "mode": problem.mode,
+            "layout": problem.kernel_layout,
+        }
+        if problem.dynamic_query_offset:
+            arguments["query_offset"] = jax.ShapeDtypeStruct((local.batch,), jnp.int32)
+        if problem.bias_shape is not None:
+            arguments["bias"] = cut(problem.bias_shape, ("batch", "heads", "q", "kv"), jnp.float32)
+        if problem.sinks_shape is not None:
+            arguments["softmax_aux"] = jax.ShapeDtypeStruct((local.q_heads, *problem.sinks_shape[1:]), jnp.float32)
+        if problem.dropout_prob > 0:
+            arguments["dropout_rng"] = jax.ShapeDtypeStruct((2,), jnp.uint32)
+            arguments |= {"dropout_prob": problem.dropout_prob, "deterministic": False}
+        metadata = {
+            "runtime_dtype": problem.runtime_dtype,
+            "runtime_softmax_dtype": problem.softmax_dtype,
+            "operation_configs": {problem.operation.name: problem.config.to_dict()},
+            "fallback": "error",
+            "tuning": "off",
+        }
+        return cls(problem.operation.name, metadata, arguments)
+
+    def make(self, fields: Mapping[str, Any], mesh: AnyMesh | None = None) -> Operation:
+        """The operation with some fields of its config set."""
+        metadata = OperationMetadata.from_dict(self.metadata).replace(mesh=mesh)
+        config = metadata.operation_configs[self.operation].with_fields(fields)
+        return OperationRegistry.create(self.operation, metadata.replace(operation_configs={self.operation: config}))
+
+    def program(
+        self, fields: Mapping[str, Any], part: str, mesh: AnyMesh | None = None
+    ) -> tuple[Callable[[Any], Any], Any]:
+        """(function of the arrays, their shapes): the call, or for part 'backward' its gradient."""
+        attend = self.make(fields, mesh)
+        leaves, tree = jax.tree.flatten(self.arguments, is_leaf=lambda x: x is None)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+
+        def call(arrays: dict[str, Any], static: Mapping[str, Any]) -> list[jax.Array]:
+            made = attend(**arrays, **static)
+            return [x for x in (made.attention_outputs, made.attention_weights, made.lse) if x is not None]
+
+        def run(arrays: list[jax.Array]) -> Any:
+            filled = list(leaves)
+            for place, array in zip(places, arrays, strict=True):
+                filled[place] = array
+            given = jax.tree.unflatten(tree, filled)
+            smooth = {name: x for name, x in given.items() if name in _SMOOTH}
+            others = {name: x for name, x in given.items() if name not in _SMOOTH}
+            if part == "forward":
+                return call(smooth, others)
+
+            def loss(smooth: dict[str, Any]) -> jax.Array:
+                return sum((x.astype(jnp.float32).sum() for x in call(smooth, others)), start=jnp.float32(0))
+
+            return jax.grad(loss)(smooth)
+
+        return run, [leaves[i] for i in places]
+
+    def arrays(self, shapes: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        """Values to time it with: normal numbers; one segment, whole lengths, positions in order, mask arrays all visible."""
+        names = {id(leaf.array): leaf.name for leaf in self.arguments["mask"].split()[1]}
+        kv_len = self.arguments["key"].shape[self.arguments["layout"].index("t")]
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+
+        def draw(shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+            name = names.get(id(shape), "")
+            if jnp.issubdtype(shape.dtype, jnp.floating):
+                return jax.random.normal(key, shape.shape, shape.dtype)
+            if name.endswith("positions"):
+                return jnp.broadcast_to(jnp.arange(shape.shape[-1], dtype=shape.dtype), shape.shape)
+            return jnp.full(shape.shape, {"kv_lengths": kv_len, "mask": True}.get(name, 0), shape.dtype)
+
+        return [draw(shape, key) for shape, key in zip(shapes, keys, strict=True)]

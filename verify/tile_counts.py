@@ -1,0 +1,51 @@
+"""How often a pass's kernels run each of their parts: tiles, blocks and heads, times the static cycles of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ConfigError
+from ..registry import AttentionProblem, OperationConfig, Placement
+from .static_clock import TileCycles
+
+__all__ = ["kernel_cycles", "kernels_of"]
+
+# The splash kernels of each part: their blocks, and the axis by which they go.
+_KERNELS = {
+    "forward": {"attnops_splash_forward": ("block_q", "block_kv", 0)},
+    "backward": {
+        "attnops_splash_backward": ("block_q_dkv", "block_kv_dkv", 0),
+        "attnops_splash_dkv": ("block_q_dkv", "block_kv_dkv", 1),
+        "attnops_splash_dq": ("block_q_dq", "block_kv_dq", 0),
+    },
+}
+
+
+def kernels_of(part: str, config: OperationConfig) -> tuple[str, ...]:
+    """The kernels that a pass runs with a resolved config. Errors: ConfigError for an operation that has none."""
+    fused = getattr(config, "use_fused_bwd_kernel", None)
+    if fused is None:
+        raise ConfigError(f"{config.operation} has no kernels whose schedule could be read; it is timed on the device.")
+    if part == "forward":
+        return tuple(_KERNELS[part])
+    return ("attnops_splash_backward",) if fused else ("attnops_splash_dkv", "attnops_splash_dq")
+
+
+def kernel_cycles(
+    problem: AttentionProblem, placement: Placement, config: OperationConfig, part: str, kernel: str, cycles: TileCycles
+) -> int:
+    """Cycles of a kernel for one device's part of the problem."""
+    sizes: Any = config
+    local, tile = placement.local, sizes.heads_per_tile or 1
+    q_name, kv_name, slow = _KERNELS[part][kernel]
+    kinds = problem.mask.live_blocks(
+        getattr(sizes, q_name),
+        getattr(sizes, kv_name),
+        q_len=local.q_len,
+        kv_len=local.kv_len,
+        query_offset=problem.query_offset or 0,
+    )
+    tiles = local.batch * local.q_heads // tile
+    kv_tiles = local.batch * local.kv_heads // max(1, tile * local.kv_heads // local.q_heads)
+    full, masked = int((kinds == 2).sum()), int((kinds == 1).sum())
+    return cycles.total(full * tiles, masked * tiles, kinds.shape[slow] * tiles)  # heads=kv_tiles

@@ -1,0 +1,213 @@
+"""Searching sizes: every candidate of every pass is compiled, or timed, and what was found is kept at once.
+
+Off the device a candidate's seconds are static cycles (verify/static_clock.py) at the generation's clock: an estimate, without
+waits for memory. On the device they are measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+
+from ..errors import AttnOpsError, ConfigError, RefusedError
+from ..registry import AttentionProblem, Placement, Plan, plan
+from ..registry.tune_cache import Choice, Found, Measured, best_of, keep, load
+from ..registry.tuning import tune_key
+from .clock_worker import ClockWorker
+from .generations import clock_rate, has_libtpu, topology_of
+from .local_call import LocalProblem
+from .tile_counts import kernel_cycles, kernels_of
+
+__all__ = ["MOST", "TuneReport", "tune_plan", "tune_problem"]
+
+MOST = 16  # candidates of a pass
+_REPEATS, _LEAST_SECONDS = 5, 0.1
+
+Progress = Callable[[int, int, str], None]
+
+
+class TuneReport(NamedTuple):
+    """A search: what was measured, the heuristic's own candidates first, and what is kept of it."""
+
+    plan: Plan
+    how: str
+    candidates: dict[str, tuple[dict[str, Any], ...]]
+    found: Found
+    reused: int
+
+    @property
+    def best(self) -> dict[str, Measured]:
+        """The fastest candidate of each pass."""
+        return best_of(self.found.measured, self.how)
+
+    def measured(self, part: str) -> list[Measured]:
+        """This search's candidates of a pass, in their order."""
+        kept = {one.name: one for one in self.found.measured}
+        names = [Measured(part, fields, self.how, None).name for fields in self.candidates[part]]
+        return [kept[name] for name in names if name in kept]
+
+    def heuristic(self, part: str) -> Measured:
+        """The candidate that would run without a search."""
+        return self.measured(part)[0]
+
+
+def tune_problem(method: str, problem: AttentionProblem, placement: Placement) -> Choice:
+    """Search with the defaults, for a plan with tuning='tune'. Errors: ConfigError where nothing can be measured."""
+    found = _search(method, problem, placement, _way(problem, None), MOST, None)[1]
+    if found.choice is None:
+        raise ConfigError(f"{problem.describe()}: no candidate compiles or runs; `attnops tune` tells why.")
+    return found.choice
+
+
+def tune_plan(
+    decided: Plan, *, how: str | None = None, most: int = MOST, progress: Progress | None = None
+) -> TuneReport:
+    """Search the sizes of a planned call.
+
+    how: 'static' compiles for a described TPU, 'device' takes times here; by default the latter where this machine is what
+    the call is planned for. most: candidates a pass. progress is told (done, of, what). What is measured is kept as it
+    comes, and not measured again. Errors: ConfigError where there is nothing to search or no way to measure, RefusedError.
+    """
+    if decided.method is None:
+        raise RefusedError(decided.refusal())
+    problem = decided.problem
+    operation = problem.operation
+    if not operation.tuned_fields(decided.method, problem, decided.placement):
+        raise ConfigError(
+            f"{decided.implementation} has no sizes to search for this call: they are all declared, or the way that it takes "
+            "has none, or the queries are split over devices."
+        )
+    way = _way(problem, how)
+    candidates, found, reused = _search(decided.method, problem, decided.placement, way, most, progress)
+    plan.cache_clear()  # plans made before knew nothing of it
+    return TuneReport(decided, way, candidates, found, reused)
+
+
+def _way(problem: AttentionProblem, how: str | None) -> str:
+    here = jax.default_backend() == ("gpu" if problem.platform in ("cuda", "rocm") else problem.platform)
+    kind = problem.device_kind
+    here = here and kind in ("", problem.platform, jax.devices()[0].device_kind)
+    if how not in (None, "static", "device"):
+        raise ConfigError(f"how={how!r}; wanted 'static' or 'device'.")
+    if how == "device" and not here:
+        raise ConfigError(
+            f"planned for {problem.device}, and this machine has {jax.devices()[0].device_kind}; run it there, or search by "
+            "static clock."
+        )
+    if how == "device" or (how is None and here):
+        return "device"
+    topology_of(kind)  # refuses what isn't a TPU
+    if not has_libtpu():
+        raise ConfigError(
+            f"searching for {problem.device} off the device needs libtpu, which isn't installed; pip install 'attnops[tpu]'."
+        )
+    return "static"
+
+
+def _search(
+    method: str, problem: AttentionProblem, placement: Placement, how: str, most: int, progress: Progress | None
+) -> tuple[dict[str, tuple[dict[str, Any], ...]], Found, int]:
+    local = LocalProblem.of(problem, placement)
+    offered = problem.operation.candidates(method, problem, placement)
+    candidates = {part: ways[:most] for part, ways in offered.items()}
+    key = tune_key(method, problem, placement)
+    kept = {one.name for one in load(key).measured}
+    asked = [(part, fields) for part, ways in candidates.items() for fields in ways]
+    todo = [(part, fields) for part, fields in asked if Measured(part, fields, how, None).name not in kept]
+    tell = progress or (lambda done, of, what: None)
+    tell(len(asked) - len(todo), len(asked), "")
+    done = len(asked) - len(todo)
+    measure = _by_clock if how == "static" else _by_time
+    for one in measure(problem, placement, local, todo):
+        keep(key, [one])
+        done += 1
+        tell(done, len(asked), f"{one.part}: {_words(one.fields)}")
+    return candidates, keep(key, [], finished=how), len(asked) - len(todo)
+
+
+def _words(fields: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in fields.items())
+
+
+# -- by the compiler's schedule ----------------------------------------------------------------------------------------
+
+
+def _by_clock(
+    problem: AttentionProblem, placement: Placement, local: LocalProblem, todo: list[tuple[str, dict[str, Any]]]
+) -> Any:
+    """Measurements as they come: the parts in turn, so that different kernels are compiled side by side."""
+    workers: dict[str, ClockWorker] = {}
+    lock = threading.Lock()
+
+    def worker(kernel: str) -> ClockWorker:
+        with lock:
+            return workers.setdefault(kernel, ClockWorker(kernel))
+
+    def one(part: str, fields: dict[str, Any]) -> Measured:
+        asked = replace(problem, config=problem.config.with_fields(fields))
+        config = problem.operation.resolve_config("forward_tpu", asked, placement)
+        cycles, vmem = 0, 0
+        for kernel in kernels_of(part, config):
+            outcome = worker(kernel).ask(problem.device_kind, local, part, fields)
+            if outcome.cycles is None:
+                return Measured(part, fields, "static", None, outcome.failure)
+            cycles += kernel_cycles(problem, placement, config, part, kernel, outcome.cycles)
+            vmem = max(vmem, outcome.vmem)
+        detail = {"cycles": cycles, "vmem_bytes": vmem}
+        return Measured(part, fields, "static", cycles / clock_rate(problem.device_kind), None, detail)
+
+    pool = ThreadPoolExecutor(max(1, min(len(todo), os.cpu_count() or 1)))
+    try:
+        futures: list[Future[Measured]] = [pool.submit(one, part, fields) for part, fields in _in_turn(todo)]
+        for future in as_completed(futures):
+            yield future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for started in workers.values():
+            started.close()
+
+
+def _in_turn(todo: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    parts = [[one for one in todo if one[0] == part] for part in dict.fromkeys(part for part, _ in todo)]
+    return [one for row in itertools.zip_longest(*parts) for one in row if one is not None]
+
+
+# -- by time -----------------------------------------------------------------------------------------------------------
+
+
+def _by_time(
+    problem: AttentionProblem, placement: Placement, local: LocalProblem, todo: list[tuple[str, dict[str, Any]]]
+) -> Any:
+    """Medians, one candidate after the other: nothing else may run beside them."""
+    del placement
+    for part, fields in todo:
+        try:
+            seconds = _median(local, part, fields)
+        except AttnOpsError as error:
+            yield Measured(part, fields, "device", None, str(error))
+        except Exception as error:  # the compiler's own, or the device's
+            yield Measured(part, fields, "device", None, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        else:
+            yield Measured(part, fields, "device", seconds, None, {"platform": problem.platform})
+
+
+def _median(local: LocalProblem, part: str, fields: dict[str, Any]) -> float:
+    function, shapes = local.program(fields, part)
+    arrays = local.arrays(shapes)
+    run = jax.jit(function)
+    jax.block_until_ready(run(arrays))
+    taken: list[float] = []
+    while len(taken) < _REPEATS or sum(taken) < _LEAST_SECONDS:
+        start = time.perf_counter()
+        jax.block_until_ready(run(arrays))
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
