@@ -11,17 +11,17 @@ from rich.text import Text
 
 __all__ = ["errors", "fields", "table", "text"]
 
-_WIDTH = 100  # of a pipe or a file; a terminal says its own
+_WIDTH = 100  # of a pipe or a file; a terminal says its own width
 
 
-def text() -> Console:
-    """The console of results. Made for each use, so that a replaced sys.stdout is the one written to."""
-    return _console(stderr=False)
+def text(width: int = _WIDTH) -> Console:
+    """The console of results; `width` is that of a pipe or a file. Made for each use: sys.stdout may be replaced."""
+    return _console(stderr=False, width=width)
 
 
 def errors() -> Console:
     """The console of errors, warnings and progress."""
-    return _console(stderr=True)
+    return _console(stderr=True, width=_WIDTH)
 
 
 def table(*columns: str) -> Table:
@@ -44,7 +44,7 @@ def fields(rows: list[tuple[str, str | Text]]) -> Table:
     return made
 
 
-def _console(*, stderr: bool) -> Console:
+def _console(*, stderr: bool, width: int) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     known = stream.isatty() or "COLUMNS" in os.environ
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if known else _WIDTH)
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if known else width)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,9 @@ from attnops.registry.tune_cache import ENVIRONMENT, Measured
 from attnops.verify.tune import TuneReport, tune_plan
 
 __all__ = ["TuneOptions", "print_tuned", "tune", "tuned_json"]
+
+
+_WIDE = 150  # in a pipe, so that no number is folded
 
 
 class TuneOptions(NamedTuple):
@@ -67,7 +70,13 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
 def _bar(target: str) -> Iterator[Any]:
     """A bar on a terminal, nothing elsewhere."""
     console = errors()
-    columns = (TextColumn(target), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[what]}"))
+    columns = (
+        TextColumn(target),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[what]}"),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(target, total=None, what="")
         yield lambda done, of, what: progress.update(task, completed=done, total=of, what=what)
@@ -101,7 +110,9 @@ def print_tuned(reports: list[tuple[str, TuneReport]]) -> None:
         console.print(Text(problem.describe(), style="bold"))
         console.print(fields([("target", target), *_about(report)]))
         for part in report.candidates:
-            console.print("", _table(report, part), sep="\n")
+            text(_WIDE).print("", _table(report, part), sep="\n")
+            if failures := _failures(report, part):
+                console.print(fields(failures))
         console.print("", fields(_ending(report)), "", sep="\n")
 
 
@@ -111,29 +122,33 @@ def _about(report: TuneReport) -> list[tuple[str, str | Text]]:
     else:
         word = "by static clock: cycles of the compiler's schedule, an estimate without waits for memory"
     rows: list[tuple[str, str | Text]] = [("how", word)]
+    rows.append(("ratio", "to the heuristic's own choice"))
     return [*rows, ("reused", f"{report.reused} candidates measured before")] if report.reused else rows
 
 
 def _table(report: TuneReport, part: str) -> Any:
-    measured = report.measured(part)
-    heuristic = report.heuristic(part)
-    ranked = sorted(measured, key=lambda one: (one.seconds is None, one.seconds or 0.0))
-    names = [n for n in dict.fromkeys(n for one in measured for n in one.fields)]
-    made = table(part, *names, "cycles" if report.how == "static" else "time", "VMEM", "of the heuristic's")
-    if report.how == "device":
-        made = table(part, *names, "time", "of the heuristic's")
-    for one in ranked:
-        row = ["heuristic" if one is heuristic else ""]
-        row += [str(one.fields.get(name, "-")) for name in names]
-        if one.seconds is None:
-            row += [f"fails: {one.failure}"]
-        elif report.how == "static":
-            row += [f"{one.detail['cycles']:,}", bytes_text(one.detail["vmem_bytes"]), _ratio(one, heuristic)]
+    """The candidates that work, the fastest first."""
+    measured, heuristic = report.measured(part), report.heuristic(part)
+    names = list(dict.fromkeys(name for one in measured for name in one.fields))
+    figures = ("cycles", "VMEM") if report.how == "static" else ("time",)
+    made = table(part, *names, *figures, "ratio")
+    for one in sorted((one for one in measured if one.seconds), key=lambda one: one.seconds or 0.0):
+        row = ["heuristic" if one is heuristic else "", *(str(one.fields.get(name, "-")) for name in names)]
+        if report.how == "static":
+            row += [f"{one.detail['cycles']:,}", bytes_text(one.detail["vmem_bytes"])]
         else:
-            row += [f"{one.seconds * 1e3:.3f} ms", _ratio(one, heuristic)]
-        best = one is report.best.get(part)
-        made.add_row(*row, style="bold green" if best else "dim" if one.seconds is None else None)
+            row.append(f"{(one.seconds or 0.0) * 1e3:.3f} ms")
+        made.add_row(*row, _ratio(one, heuristic), style="bold green" if one is report.best.get(part) else None)
     return made
+
+
+def _failures(report: TuneReport, part: str) -> list[tuple[str, str | Text]]:
+    failed = [one for one in report.measured(part) if one.seconds is None]
+    return [("fails", f"{_words(one.fields)}: {one.failure}") for one in failed]
+
+
+def _words(chosen: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in chosen.items())
 
 
 def _ratio(one: Measured, heuristic: Measured) -> str:
@@ -146,5 +161,4 @@ def _ending(report: TuneReport) -> list[tuple[str, str | Text]]:
     choice = report.found.choice
     if choice is None:
         return [("chosen", Text("nothing: no candidate compiles", style="red"))]
-    words = ", ".join(f"{name}={value}" for name, value in choice.fields.items())
-    return [("chosen", Text(words, style="green")), ("kept in", str(report.found.path))]
+    return [("chosen", Text(_words(choice.fields), style="green")), ("kept in", str(report.found.path))]

@@ -49,7 +49,11 @@ def verify(options: VerifyOptions) -> list[TargetReport]:
     arguments = declaration.call_arguments(arrays, mode=options.mode)
     reports = []
     for target in options.targets:
-        changes: dict[str, Any] = {"platform": None, "backend": None, "mesh": target_mesh(target, options.mesh, declaration)}
+        changes: dict[str, Any] = {
+            "platform": None,
+            "backend": None,
+            "mesh": target_mesh(target, options.mesh, declaration),
+        }
         if options.fallback is not None:
             changes["fallback"] = options.fallback
         operation = kind(declaration.operation_metadata(changes))

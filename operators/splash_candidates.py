@@ -65,7 +65,9 @@ def _distinct(
         assert isinstance(resolved, SplashConfig)
         if fits(problem, placement, resolved, names is BACKWARD):
             found.setdefault(_values(resolved, free))
-    return tuple({name: value for name, value in zip(free, values, strict=True) if value is not None} for values in found)
+    return tuple(
+        {name: value for name, value in zip(free, values, strict=True) if value is not None} for values in found
+    )
 
 
 def _values(config: OperationConfig, names: tuple[str, ...]) -> tuple[Any, ...]:
@@ -79,7 +81,7 @@ def _pairs(problem: AttentionProblem, placement: Placement, config: SplashConfig
         declared = getattr(config, f"block_{axis}{suffix}")
         most = math.ceil(length / LANES) * LANES
         sizes.append([declared] if declared else [n for n in _BLOCKS if n <= most] or [most])
-    pairs = list(itertools.product(*sizes))
+    pairs: list[tuple[int, int]] = list(itertools.product(*sizes))
     return sorted(pairs, key=lambda pair: tile_cost(problem, placement, *pair))
 
 

@@ -98,7 +98,6 @@ class Vanilla(Operation):
         )
         return LocalOutput(output, weights if call.return_weights else None, lse if call.return_lse else None)
 
-
     @classmethod
     def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
         """The unset block sizes, where the call goes by blocks."""

@@ -63,7 +63,7 @@ def tensor_rows(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
 
 
 def config_lines(plan: Plan) -> list[str]:
-    """`block_q=512 (declared)` and so on, every field of the resolved config; what is declared comes first, then what is tuned."""
+    """`block_q=512 (declared)` and so on, every field of the resolved config: what is declared first, then what is tuned."""
     declared = plan.problem.config
     tuned = {} if plan.tuning is None else plan.tuning.fields
 

@@ -27,11 +27,15 @@ SECONDS = 600.0
 
 
 class Outcome(NamedTuple):
-    """What the compiler made of a candidate: the kernel's cycles and its bytes of VMEM, or why it failed."""
+    """What the compiler made of a candidate: the kernel's cycles and its bytes of VMEM, or why it failed.
+
+    lost: the process ended before it answered, so another try may do better.
+    """
 
     cycles: TileCycles | None
     vmem: int
     failure: str | None = None
+    lost: bool = False
 
 
 class ClockWorker:
@@ -60,7 +64,7 @@ class ClockWorker:
             answer = pickle.load(process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             self.close()
-            return Outcome(None, 0, f"the compiler's process ended, or took more than {SECONDS:.0f} s")
+            return Outcome(None, 0, f"the compiler's process ended, or took more than {SECONDS:g} s", True)
         finally:
             late.cancel()
         assert isinstance(answer, Outcome)
@@ -120,15 +124,13 @@ def compile_one(
         function, shapes = problem.program(fields, part, mesh)
         there = NamedSharding(mesh, PartitionSpec())
         compiled = (
-            jax.jit(function)
-            .lower([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in shapes])
-            .compile()
+            jax.jit(function).lower([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in shapes]).compile()
         )
         dumps = kernels_in(folder).get(kernel)
         if dumps is None:
             return Outcome(None, 0, f"libtpu dumped no schedule of {kernel}")
         cycles = tile_cycles(regions(*(path.read_text() for path in dumps)))
-        return Outcome(cycles, sum(k.vmem_used or 0 for k in kernels(compiled.as_text()) if k.name == kernel))
+        return Outcome(cycles, sum(k.vmem_used or 0 for k in kernels(compiled.as_text() or "") if k.name == kernel))
     except AttnOpsError as error:
         return Outcome(None, 0, str(error))
     except Exception as error:  # the compiler's own
@@ -151,8 +153,15 @@ def main() -> None:
             question = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        pickle.dump(compile_one(folder, *question), answers)
+        except Exception as error:  # what this process doesn't have, such as a mask function of the caller's
+            question = None
+            answer = Outcome(None, 0, f"the call can't be carried to the compiler's process: {error}")
+        else:
+            answer = compile_one(folder, *question)
+        pickle.dump(answer, answers)
         answers.flush()
+        if question is None:
+            return  # the rest of the stream means nothing
 
 
 if __name__ == "__main__":

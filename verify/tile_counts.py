@@ -48,4 +48,4 @@ def kernel_cycles(
     tiles = local.batch * local.q_heads // tile
     kv_tiles = local.batch * local.kv_heads // max(1, tile * local.kv_heads // local.q_heads)
     full, masked = int((kinds == 2).sum()), int((kinds == 1).sum())
-    return cycles.total(full * tiles, masked * tiles, kinds.shape[slow] * tiles)  # heads=kv_tiles
+    return cycles.total(full * tiles, masked * tiles, kinds.shape[slow] * tiles, heads=kv_tiles)

@@ -120,7 +120,7 @@ def _search(
     offered = problem.operation.candidates(method, problem, placement)
     candidates = {part: ways[:most] for part, ways in offered.items()}
     key = tune_key(method, problem, placement)
-    kept = {one.name for one in load(key).measured}
+    kept = {one.name for one in load(key).measured if not one.detail.get("lost")}
     asked = [(part, fields) for part, ways in candidates.items() for fields in ways]
     todo = [(part, fields) for part, fields in asked if Measured(part, fields, how, None).name not in kept]
     tell = progress or (lambda done, of, what: None)
@@ -159,7 +159,7 @@ def _by_clock(
         for kernel in kernels_of(part, config):
             outcome = worker(kernel).ask(problem.device_kind, local, part, fields)
             if outcome.cycles is None:
-                return Measured(part, fields, "static", None, outcome.failure)
+                return Measured(part, fields, "static", None, outcome.failure, {"lost": outcome.lost})
             cycles += kernel_cycles(problem, placement, config, part, kernel, outcome.cycles)
             vmem = max(vmem, outcome.vmem)
         detail = {"cycles": cycles, "vmem_bytes": vmem}

@@ -358,7 +358,15 @@ def test_get_operation_config():
 
 
 @pytest.mark.parametrize(
-    "policy", [{"fallback": "never"}, {"kv_heads": "repeat"}, {"strict": "yes"}, {"strict": 1}, {"strict": 0.0}]
+    "policy",
+    [
+        {"fallback": "never"},
+        {"tuning": "on"},
+        {"kv_heads": "repeat"},
+        {"strict": "yes"},
+        {"strict": 1},
+        {"strict": 0.0},
+    ],
 )
 def test_policies(policy):
     with pytest.raises(ConfigError, match=rf"{next(iter(policy))}=.*wanted one of"):
@@ -419,6 +427,7 @@ ONES = {
     "fallback": "error",
     "kv_heads": "error",
     "strict": True,
+    "tuning": "error",
 }
 
 

@@ -99,6 +99,7 @@ METADATA = st.fixed_dictionaries(
         "blocksize_k": SIZE,
         "blocksize_b": SIZE,
         "fallback": st.sampled_from(["warn", "error", "allow"]),
+        "tuning": st.sampled_from(["heuristic", "tune", "error", "off"]),
         "kv_heads": st.sampled_from(["replicate", "error"]),
         "strict": st.booleans(),
     },

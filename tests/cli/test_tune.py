@@ -1,0 +1,101 @@
+"""`attnops tune`: what it prints and keeps, and that later plans take it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnops import plan
+from attnops.registry import tune_cache
+
+SIZES = {"q_len": 640, "q_heads": 2, "head_dim": 16, "mode": "prefill"}
+BLOCKWISE = {"operation_configs": {"vanilla": {"path": "blockwise"}}}
+SPLASH = {"runtime_dtype": "bfloat16", "operation_configs": {"splash": {"block_kv_compute_in": 128}}}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(tune_cache.ENVIRONMENT, str(tmp_path / "kept"))
+    plan.cache_clear()
+    return tmp_path / "kept"
+
+
+def test_on_this_machine(attnops: Any, config: Any, folder: Path) -> None:
+    path = config(metadata=BLOCKWISE, **SIZES)
+    done = attnops("tune", path, "--most", 3)
+    assert done.status == 0
+    assert "measured here, on cpu: medians" in done.out
+    assert done.out.count(" ms ") == 3
+    assert "heuristic  " in done.out
+    assert done.out.count("1.000") >= 1
+    assert str(folder) in done.out.replace("\n", "").replace(" ", "")
+    planned = attnops("plan", path)
+    assert "cache: measured on the device" in planned.out
+    assert "(tuned)" in planned.out
+    again = attnops("tune", path, "--most", 3)
+    assert "3 candidates measured before" in again.out
+
+
+def test_for_a_tpu_that_is_not_here(attnops: Any, config: Any, tmp_path: Path) -> None:
+    path = config("splash", metadata=SPLASH, **SIZES)
+    there = tmp_path / "elsewhere"
+    done = attnops("tune", path, "--target", "v5e:2x2", "--most", 2, "--cache", there, "--json")
+    assert done.status == 0
+    (report,) = json.loads(done.out)
+    assert (report["target"], report["how"], report["device_kind"]) == ("v5e:2x2", "static", "TPU v5 lite")
+    measured = report["passes"]["forward"]
+    assert len(measured) == 2
+    assert [one["chosen"] for one in measured].count(True) == 1
+    chosen = next(one for one in measured if one["chosen"])
+    assert chosen["detail"]["cycles"] == min(one["detail"]["cycles"] for one in measured)
+    assert report["choice"] == chosen["fields"]
+    assert Path(report["kept_in"]).is_relative_to(there)
+    shown = attnops("tune", path, "--target", "v5e:2x2", "--most", 2, "--cache", there)
+    assert "static clock" in shown.out
+    assert "an estimate" in shown.out
+    assert f"{chosen['detail']['cycles']:,}" in shown.out
+    planned = attnops("plan", path, "--topology", "v5e:2x2")
+    assert "cache: static clock, an estimate" in planned.out
+
+
+def test_nothing_compiles(attnops: Any, config: Any) -> None:
+    configs = {"operation_configs": {"splash": {"vmem_limit_bytes": 16384}}, "runtime_dtype": "bfloat16"}
+    done = attnops("tune", config("splash", metadata=configs, **SIZES), "--target", "v5e:2x2", "--most", 1)
+    assert done.status == 1
+    assert "attnops_splash_forward needs" in " ".join(done.out.split())
+    assert "nothing: no candidate compiles" in done.out
+    assert "v5e:2x2: no candidate compiles or runs" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "v9:2x2"], "target 'v9:2x2'; wanted a generation and a shape"),
+        (["--target", "v5e:2x2", "--how", "device"], "--how device takes times on this machine"),
+        (["--how", "static"], "device kind 'cpu' is no TPU that can be described"),
+        (["--how", "guess"], "how='guess'; wanted 'static' or 'device'"),
+        (["--most", "0"], "--most"),
+        (["--target", "v5e:2x2"], "has no kernels whose schedule could be read"),
+    ],
+    ids=str,
+)
+def test_bad_options(attnops: Any, config: Any, options: list[str], message: str) -> None:
+    done = attnops("tune", config(metadata=BLOCKWISE, **SIZES), *options)
+    assert done.status == 2
+    assert message in done.err
+
+
+def test_a_call_without_sizes_to_search(attnops: Any, config: Any) -> None:
+    done = attnops("tune", config(q_len=16, q_heads=1, head_dim=8))
+    assert done.status == 2
+    assert "vanilla.forward_native has no sizes to search for this call" in done.err
+
+
+def test_a_cache_that_is_a_file(attnops: Any, config: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = attnops("tune", config(metadata=BLOCKWISE, **SIZES), "--cache", tmp_path / "file", "--most", 1)
+    assert done.status == 2
+    assert "can't be written" in done.err

@@ -1,0 +1,186 @@
+"""What a plan takes of the tuned choices, and says of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import Causal, ConfigError, OperationMetadata, OperationRegistry, Plan, plan
+from attnops.operators.splash_table import look_up, table_key
+from attnops.registry import tune_cache
+from attnops.registry.tune_cache import Measured
+from attnops.registry.tuning import tune_key
+from attnops.sharding import virtual_mesh
+from attnops.verify import reference_attention
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(tune_cache.ENVIRONMENT, str(tmp_path))
+    plan.cache_clear()
+    return tmp_path
+
+
+def _plan(operation: str = "splash", *, length: int = 512, call: dict[str, Any] | None = None, **metadata: Any) -> Plan:
+    x = jax.ShapeDtypeStruct((2, length, 4, 128), jnp.bfloat16)
+    given = {"backend": "tpu", "fallback": "error"} | metadata
+    return OperationRegistry.create(operation, OperationMetadata(**given)).plan(x, x, x, **(call or {}))
+
+
+def _key(decided: Plan) -> dict[str, Any]:
+    assert decided.method is not None
+    return tune_key(decided.method, decided.problem, decided.placement)
+
+
+def _keep(decided: Plan, **fields: Any) -> None:
+    tune_cache.keep(_key(decided), [Measured("forward", fields, "static", 1.0)], finished="static")
+    plan.cache_clear()
+
+
+def test_a_miss_takes_the_heuristic_and_says_so() -> None:
+    decided = _plan()
+    assert decided.tuning is not None
+    assert decided.tuning.source == "heuristic"
+    assert "no tuned choice is kept for this call on tpu" in decided.explain()
+    assert decided.to_dict()["tuning"]["source"] == "heuristic"
+
+
+def test_a_hit_is_taken_and_says_where_it_is_kept(folder: Path) -> None:
+    assert _plan().config.block_q == 512
+    _keep(_plan(), block_q=256)
+    decided = _plan()
+    assert decided.config.block_q == 256
+    assert "block_q=256 (tuned)" in decided.explain()
+    assert f"cache: static clock, an estimate, kept in {folder}" in decided.explain()
+    assert decided.problem.config.model_fields_set == set()  # the declaration is as it was
+
+
+def test_the_chosen_sizes_are_what_runs() -> None:
+    x = jax.random.normal(jax.random.key(0), (1, 256, 2, 16))
+    configs = {"splash": {"interpret": True}}
+    attend = OperationRegistry.create("splash", OperationMetadata(operation_configs=configs, fallback="error"))
+    _keep(attend.plan(x, x, x), block_q=128, block_kv=128)
+    found = attend(x, x, x)
+    assert found.plan.config.block_q == 128
+    rows = np.arange(256)
+    reference = [np.asarray(x, np.float64)] * 3
+    want = reference_attention(*reference, scale=0.25, mask=rows[:, None] >= rows).output
+    np.testing.assert_allclose(found.attention_outputs, want, atol=1e-5)
+    text = jax.jit(lambda q: attend(q, q, q).attention_outputs).trace(x).jaxpr.pretty_print()
+    assert "128,16" in text.replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"length": 640},
+        {"call": {"logits_soft_cap": 5.0}},
+        {"call": {"mask": Causal(1)}},
+        {"call": {"mode": "prefill"}},
+        {"call": {"query_offset": 3}},
+        {"call": {"layout": "bhtd"}},
+        {"runtime_dtype": "float32"},
+        {"operation_configs": {"splash": {"use_base2_exp": False}}},
+        {"mesh": {"fsdp": 2}},
+        {"causal": False},
+    ],
+    ids=str,
+)
+def test_another_call_has_another_choice(changes: dict[str, Any]) -> None:
+    before, after = _key(_plan()), _key(_plan(**changes))
+    assert before != after
+
+
+def test_what_no_choice_depends_on_is_not_in_the_key() -> None:
+    assert _key(_plan()) == _key(_plan(call={"softmax_scale": 0.3})) == _key(_plan(call={"causal": True}))
+
+
+def test_tuning_error_refuses_a_miss() -> None:
+    with pytest.raises(ConfigError, match=r"no tuned choice is kept.*tuning='error' is declared; `attnops tune`"):
+        _plan(tuning="error")
+    _keep(_plan(), block_q=256)
+    assert _plan(tuning="error").config.block_q == 256
+
+
+def test_tuning_off_looks_for_nothing() -> None:
+    _keep(_plan(), block_q=256)
+    decided = _plan(tuning="off")
+    assert decided.config.block_q == 512
+    assert decided.tuning is not None
+    assert decided.tuning.why == "tuning='off'"
+
+
+def test_tuning_tune_searches_on_a_miss_and_keeps_it() -> None:
+    configs = {"vanilla": {"path": "blockwise"}}
+    given: dict[str, Any] = {
+        "backend": "cpu",
+        "operation_configs": configs,
+        "tuning": "tune",
+        "runtime_dtype": "float32",
+    }
+    decided = _plan("vanilla", length=96, call={"mode": "prefill"}, **given)
+    assert decided.tuning is not None
+    assert decided.tuning.source == "cache"
+    assert "measured on the device, searched for this plan" in decided.tuning.why
+    assert set(decided.tuning.fields) == {"block_q", "block_kv"}
+    measured = tune_cache.load(_key(decided)).measured
+    best = min(measured, key=lambda one: one.seconds)
+    assert len(measured) >= 4
+    assert dict(decided.tuning.fields) == best.fields
+    assert (decided.route.block_q, decided.route.block_kv) == (best.fields["block_q"], best.fields["block_kv"])
+    again = _plan("vanilla", length=96, call={"mode": "prefill"}, **given | {"tuning": "error"})
+    assert again.config == decided.config
+
+
+def test_a_broken_file_is_told_in_the_plan() -> None:
+    path = tune_cache.load(_key(_plan())).path
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    plan.cache_clear()
+    decided = _plan()
+    assert decided.tuning is not None
+    assert decided.tuning.source == "heuristic"
+    assert f"{path} can't be read" in decided.tuning.why
+
+
+def test_nothing_is_said_where_there_is_nothing_to_choose() -> None:
+    assert _plan("vanilla", length=64, backend="cpu").tuning is None  # logits whole
+    assert _plan("sdpa", backend="cpu").tuning is None
+    assert _plan(backend="cpu").tuning is None  # forward_native doesn't read splash's config
+    assert _plan(operation_configs={"splash": {"kernel": "jax"}}).tuning is None
+    sizes = {"block_q": 64, "block_kv": 64, "path": "blockwise"}
+    assert _plan("vanilla", backend="cpu", operation_configs={"vanilla": sizes}).tuning is None
+
+
+def test_queries_that_are_split_over_devices_are_not_tuned() -> None:
+    decided = _plan(mesh=virtual_mesh({"sp": 2}), backend=None, operation_configs={"splash": {"interpret": True}})
+    assert decided.placement.q_axes == ("sp",)
+    assert decided.tuning is None
+
+
+def test_the_table_is_read_where_nothing_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided = _plan()
+    row = {"block_q": 256, "block_kv": 256}
+    table = {"compiler": "libtpu 1.2.3", "choices": {table_key(decided.problem, decided.placement): row}}
+    monkeypatch.setattr("attnops.operators.splash_table._table", lambda: table)
+    plan.cache_clear()
+    found = _plan()
+    assert found.tuning is not None
+    assert (found.tuning.source, dict(found.tuning.fields)) == ("table", row)
+    assert "libtpu 1.2.3" in found.tuning.why
+    assert _plan(call={"return_lse": True}).tuning == found.tuning
+    for other in (
+        {"operation_configs": {"splash": {"block_kv": 128}}},
+        {"call": {"logits_soft_cap": 2.0}},
+        {"call": {"mode": "prefill"}},
+        {"call": {"kv_lengths": jax.ShapeDtypeStruct((2,), jnp.int32)}},
+    ):
+        assert _plan(**other).tuning.source == "heuristic"
+    _keep(_plan(), block_q=128)
+    assert _plan().tuning.source == "cache"
+    assert look_up(decided.problem, decided.placement)[1] == row
