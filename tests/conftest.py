@@ -1,7 +1,10 @@
 """Set up JAX for the tests: eight virtual CPU devices, no metadata server, no compilation cache."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 
 from hypothesis import settings
 
@@ -10,7 +13,8 @@ DEVICES = 8
 _imported_too_early = "jax" in sys.modules
 os.environ["JAX_PLATFORMS"] = "cpu"
 # No choice that somebody tuned on this machine may decide what the tests see.
-os.environ["ATTNOPS_TUNE_CACHE"] = "/nonexistent/attnops-tune"
+os.environ["ATTNOPS_TUNE_CACHE"] = tempfile.mkdtemp(prefix="attnops-tests-")
+atexit.register(shutil.rmtree, os.environ["ATTNOPS_TUNE_CACHE"], ignore_errors=True)
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 _flags = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count={DEVICES}".strip()

@@ -87,7 +87,7 @@ def test_too_much_hbm(attnops: Callable[..., Any], config: Callable[..., Path]) 
 def test_without_libtpu_it_is_lowered(
     attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli_verify.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli_verify, "has_libtpu", lambda: False)
     result = attnops("verify", config("splash", **SIZES), "--target", "v4:2x2x1")
     assert result.status == 0
     assert "pip install 'attnops[tpu]'" in " ".join(result.out.split())
