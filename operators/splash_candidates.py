@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ConfigError
@@ -51,7 +51,7 @@ def _distinct(
     config: SplashConfig,
     chosen: OperationConfig,
     names: tuple[str, ...],
-    ways: Iterable[dict[str, Any]],
+    ways: list[dict[str, Any]],
 ) -> tuple[dict[str, Any], ...]:
     """The heuristic's choice, then what resolves to something else and may fit."""
     free = tuple(name for name in names if not config.is_set(name))
@@ -85,21 +85,32 @@ def _pairs(problem: AttentionProblem, placement: Placement, config: SplashConfig
     return sorted(pairs, key=lambda pair: tile_cost(problem, placement, *pair))
 
 
-def _forward(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> Iterator[dict[str, Any]]:
+def _forward(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> list[dict[str, Any]]:
     sums = (None, True) if problem.value_dim % LANES == 0 and "dropout" not in problem.features else (None,)
-    for block_q, block_kv in _pairs(problem, placement, config, ""):
-        for compute, inner, by_product in itertools.product(_COMPUTE, (1, 2), sums):
-            if block_kv % compute or compute % inner or (compute // inner) % LANES:
-                continue
-            way = {"block_q": block_q, "block_kv": block_kv, "block_kv_compute": compute}
-            way |= {"block_kv_compute_in": compute // inner}
-            yield way if by_product is None else way | {"sum_by_product": by_product}
+
+    def inside(block_kv: int) -> Iterator[dict[str, Any]]:
+        for by_product, inner, compute in itertools.product(sums, (1, 2), _COMPUTE):
+            if block_kv % compute == 0 and (compute // inner) % LANES == 0:
+                way = {"block_kv_compute": compute, "block_kv_compute_in": compute // inner}
+                yield way if by_product is None else way | {"sum_by_product": by_product}
+
+    pairs = _pairs(problem, placement, config, "")
+    return _diagonal([[{"block_q": q, "block_kv": kv} | way for way in inside(kv)] for q, kv in pairs])
 
 
-def _backward(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> Iterator[dict[str, Any]]:
-    for (block_q, block_kv), compute in itertools.product(_pairs(problem, placement, config, "_dkv"), _COMPUTE):
-        if block_kv % compute:
-            continue
-        way = {"block_q_dkv": block_q, "block_kv_dkv": block_kv, "block_kv_dkv_compute": compute}
-        yield way | {"use_fused_bwd_kernel": True}
-        yield way | {"use_fused_bwd_kernel": False, "block_q_dq": block_q, "block_kv_dq": min(block_kv, compute)}
+def _backward(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> list[dict[str, Any]]:
+    def inside(block_q: int, block_kv: int) -> Iterator[dict[str, Any]]:
+        for compute in (n for n in _COMPUTE if block_kv % n == 0):
+            yield {"block_kv_dkv_compute": compute, "use_fused_bwd_kernel": True}
+        for compute in (n for n in _COMPUTE if block_kv % n == 0):
+            apart = {"use_fused_bwd_kernel": False, "block_q_dq": block_q, "block_kv_dq": min(block_kv, compute)}
+            yield {"block_kv_dkv_compute": compute} | apart
+
+    pairs = _pairs(problem, placement, config, "_dkv")
+    return _diagonal([[{"block_q_dkv": q, "block_kv_dkv": kv} | way for way in inside(q, kv)] for q, kv in pairs])
+
+
+def _diagonal(rows: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Promising rows and the promising ones in each row first: sorted by the sum of both places."""
+    placed = [(i + j, i, way) for i, row in enumerate(rows) for j, way in enumerate(row)]
+    return [way for _, _, way in sorted(placed, key=lambda one: one[:2])]

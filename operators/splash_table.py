@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..registry import AttentionProblem, Placement
+from ..registry import STATIC_MASKS, AttentionProblem, Placement
+from .splash_candidates import FORWARD
 from .splash_config import SplashConfig
 
 __all__ = ["TABLE", "look_up", "table_key"]
@@ -16,24 +17,22 @@ __all__ = ["TABLE", "look_up", "table_key"]
 TABLE = Path(__file__).with_name("splash_table.json")
 # What a config may declare without touching the choice.
 _FREE = frozenset({"operation", "schema_version", "kernel", "residual_checkpoint_name", "interpret"})
-# Features that a kernel's sizes don't depend on.
-_SMALL = frozenset({"return_lse", "gqa", "value_dim"})
+# Features that a kernel's sizes don't depend on, or that stand in the key as sizes or as the mask.
+_SMALL = STATIC_MASKS | {"return_lse", "gqa", "value_dim"}
 
 
 def table_key(problem: AttentionProblem, placement: Placement) -> str:
-    """What a row of the table is found by: batch and the number of heads don't matter to a tile."""
+    """What a row of the table is found by: batch and heads don't matter to a tile of one head."""
     local = placement.local
     parts = (
         problem.device_kind,
         problem.runtime_dtype,
         f"q {local.q_len}",
         f"kv {local.kv_len}",
-        f"group {local.q_heads // local.kv_heads}",
         f"dim {problem.head_dim}",
         f"value {problem.value_dim}",
         problem.mask.describe(),
-        "+".join(sorted(problem.features - _SMALL)),
-        "train" if problem.mode == "__train__" else "forward",
+        *sorted(problem.features - _SMALL),
     )
     return ", ".join(parts)
 
@@ -44,8 +43,11 @@ def look_up(problem: AttentionProblem, placement: Placement) -> tuple[str, Mappi
     if not isinstance(config, SplashConfig) or config.model_fields_set - _FREE or problem.leaves:
         return None
     data = _table()
-    fields = data["choices"].get(table_key(problem, placement))
-    return None if fields is None else (f"shipped, found by static clock with {data['compiler']}", fields)
+    row = data["choices"].get(table_key(problem, placement))
+    if row is None:
+        return None
+    fields = {name: value for name, value in row.items() if problem.mode == "__train__" or name in FORWARD}
+    return f"shipped, found by static clock with {data['compiler']}", fields
 
 
 @functools.cache

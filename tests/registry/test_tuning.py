@@ -165,7 +165,7 @@ def test_queries_that_are_split_over_devices_are_not_tuned() -> None:
 
 def test_the_table_is_read_where_nothing_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     decided = _plan()
-    row = {"block_q": 256, "block_kv": 256}
+    row = {"block_q": 256, "block_kv": 256, "block_q_dkv": 128}
     table = {"compiler": "libtpu 1.2.3", "choices": {table_key(decided.problem, decided.placement): row}}
     monkeypatch.setattr("attnops.operators.splash_table._table", lambda: table)
     plan.cache_clear()
@@ -177,10 +177,10 @@ def test_the_table_is_read_where_nothing_is_declared(monkeypatch: pytest.MonkeyP
     for other in (
         {"operation_configs": {"splash": {"block_kv": 128}}},
         {"call": {"logits_soft_cap": 2.0}},
-        {"call": {"mode": "prefill"}},
         {"call": {"kv_lengths": jax.ShapeDtypeStruct((2,), jnp.int32)}},
     ):
         assert _plan(**other).tuning.source == "heuristic"
+    assert dict(_plan(call={"mode": "prefill"}).tuning.fields) == {"block_q": 256, "block_kv": 256}
     _keep(_plan(), block_q=128)
     assert _plan().tuning.source == "cache"
     assert look_up(decided.problem, decided.placement)[1] == row

@@ -1,0 +1,261 @@
+"""Choose block sizes for the shapes of real models on every TPU generation, and ship them.
+
+    python tools/block_table.py --search WORK.json     compile what isn't in WORK.json yet; then write the table
+    python tools/block_table.py --write WORK.json      only write operators/splash_table.json and docs/block-choices.md
+
+For each shape of tests/data/model_shapes.json (bfloat16, mode train, one device) the first candidates of both passes of attnops'
+splash kernels are compared by static cycles. The cycles of a tile don't depend on the length, so they are read from compiling
+short sequences, once for all shapes with the same head dims and soft cap; what the fused backward does once for a head grows
+with the keys. The cheapest choice that the compiler takes at the real length is kept. Nothing is run. Needs libtpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+
+from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops.operators.splash_table import TABLE, table_key
+from attnops.registry import Plan
+from attnops.verify.clock_worker import ClockWorker
+from attnops.verify.generations import clock_rate
+from attnops.verify.local_call import LocalProblem
+from attnops.verify.static_clock import TileCycles
+from attnops.verify.tile_counts import kernel_cycles, kernels_of
+from attnops.verify.topology import described_mesh
+from attnops.verify.tpu import verify_call
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPES = json.loads((ROOT / "tests" / "data" / "model_shapes.json").read_text())["shapes"]
+TARGETS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+PAGE = ROOT / "docs" / "block-choices.md"
+BEGIN = "<!-- begin: written by tools/block_table.py -->"
+END = "<!-- end: written by tools/block_table.py -->"
+MOST = 4  # candidates of a pass
+SHORT = 2048
+
+
+class Work:
+    """What has been compiled, in a file that is written as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {"tiles": {}, "choices": {}}
+        if path.exists():
+            self.data = json.loads(path.read_text())
+        self._lock = threading.Lock()
+        self._workers: dict[tuple[str, int], ClockWorker] = {}
+
+    def put(self, part: str, name: str, value: Any) -> None:
+        with self._lock:
+            self.data[part][name] = value
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(self.data, indent=1))
+            os.replace(temporary, self.path)
+        print(name, value, flush=True)
+
+    def tile(self, decided: Plan, part: str, kernel: str, fields: dict[str, Any]) -> TileCycles | str:
+        """The cycles of a kernel's tile at a short length, or why there are none."""
+        problem = decided.problem
+        name = ", ".join(
+            (
+                problem.device_kind,
+                f"dim {problem.head_dim} {problem.value_dim}",
+                *([] if problem.logits_soft_cap is None else ["soft cap"]),
+                *([] if problem.bias_shape is None else ["bias"]),
+                kernel,
+                *(f"{field} {value}" for field, value in sorted(fields.items())),
+            )
+        )
+        if name not in self.data["tiles"]:
+            with self._lock:
+                worker = self._workers.setdefault((kernel, threading.get_ident()), ClockWorker(kernel))
+            outcome = worker.ask(problem.device_kind, _short(decided, fields), part, fields)
+            self.put("tiles", name, outcome.failure if outcome.cycles is None else list(outcome.cycles))
+        found = self.data["tiles"][name]
+        return found if isinstance(found, str) else TileCycles(*found)
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.close()
+
+
+def mask_of(shape: dict[str, Any]) -> Mask:
+    mask: Mask = Causal() if shape["causal"] else Full()
+    if shape["window"]:
+        mask = mask & SlidingWindow(*shape["window"])
+    return mask & Chunked(shape["chunk"]) if shape["chunk"] else mask
+
+
+def planned(shape: dict[str, Any], target: str, fields: dict[str, Any]) -> tuple[Any, dict[str, Any], Plan]:
+    """(operation, arguments, plan) of a shape on one device of a target."""
+    mesh = described_mesh(target)
+    one = jax.sharding.Mesh(mesh.devices.reshape(-1)[:1], ("device",))
+    # Heads don't change a tile: one kv head with its group, so that compiling is quick.
+    group = shape["hq"] // shape["hkv"]
+
+    def tensor(length: int, heads: int, dim: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, length, heads, dim), jnp.bfloat16)
+
+    arguments: dict[str, Any] = {
+        "query": tensor(shape["seq_q"], group, shape["head_dim"]),
+        "key": tensor(shape["seq_kv"], 1, shape["head_dim"]),
+        "value": tensor(shape["seq_kv"], 1, shape["head_dim_v"]),
+        "mask": mask_of(shape),
+        "softmax_scale": shape["softmax_scale"],
+        "logits_soft_cap": shape["logits_soft_cap"],
+    }
+    if shape["sinks"]:
+        arguments["softmax_aux"] = jax.ShapeDtypeStruct((group,), jnp.float32)
+    if shape["bias"]:
+        arguments["bias"] = jax.ShapeDtypeStruct((1, group, *shape["bias"][2:]), jnp.bfloat16)
+    configs = {"splash": fields}
+    declared = OperationMetadata(mesh=one, operation_configs=configs, fallback="error", tuning="off")
+    operation = OperationRegistry.create("splash", declared)
+    return operation, arguments, operation.plan(**arguments).require()
+
+
+def _short(decided: Plan, fields: dict[str, Any]) -> LocalProblem:
+    """The same heads over few tokens, causal."""
+    problem, placement = decided.problem, decided.placement
+    sizes = [v for n, v in fields.items() if n.startswith("block_") and isinstance(v, int)]
+    length = max(SHORT, 2 * max(sizes, default=0))
+    bias = None if problem.bias_shape is None else (1, 1, length, length)
+    short = replace(problem, mask=Causal(0), q_len=length, kv_len=length, bias_shape=bias, sinks_shape=None)
+    return LocalProblem.of(
+        short, replace(placement, local=placement.local._replace(batch=1, q_len=length, kv_len=length))
+    )
+
+
+def cost(work: Work, decided: Plan, part: str, fields: dict[str, Any]) -> int | str:
+    """Static cycles of a pass with these fields, or why there are none."""
+    problem, placement = decided.problem, decided.placement
+    assert decided.method is not None
+    asked = replace(problem, config=problem.config.with_fields(fields))
+    config = problem.operation.resolve_config(decided.method, asked, placement)
+    total = 0
+    for kernel in kernels_of(part, config):
+        cycles = work.tile(decided, part, kernel, fields)
+        if isinstance(cycles, str):
+            return cycles
+        cycles = cycles._replace(head=cycles.head * placement.local.kv_len // SHORT)
+        total += kernel_cycles(problem, placement, config, part, kernel, cycles)
+    return total
+
+
+def search(work: Work, shape: dict[str, Any], generation: str) -> None:
+    """Choose for one shape on one generation, and have the compiler confirm it."""
+    _, _, decided = planned(shape, TARGETS[generation], {})
+    key = table_key(decided.problem, decided.placement)
+    if key in work.data["choices"]:
+        return
+    offered = decided.problem.operation.candidates(decided.method or "", decided.problem, decided.placement)
+    ranked: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    ratio: dict[str, float] = {}
+    for part, ways in offered.items():
+        costs = [(cost(work, decided, part, fields), fields) for fields in ways[:MOST]]
+        found = [(cycles, fields) for cycles, fields in costs if isinstance(cycles, int)]
+        ranked[part] = sorted(found, key=lambda one: one[0])
+        if found and isinstance(costs[0][0], int):
+            ratio[part] = round(ranked[part][0][0] / costs[0][0], 4)
+    row: dict[str, Any] = {"shape": shape["name"], "generation": generation}
+    # Forward and backward choices in the order of their cost; the first pair that compiles at the real length.
+    pairs = [(f, b) for b in ranked.get("backward", []) for f in ranked.get("forward", [])]
+    for forward, backward in sorted(pairs, key=lambda pair: pair[0][0] + pair[1][0])[:4]:
+        fields = forward[1] | backward[1]
+        operation, arguments, _ = planned(shape, TARGETS[generation], fields)
+        report = verify_call(operation, arguments, generation)
+        if report.passed:
+            kernels = {k.name: k.vmem_used for one in report.passes for k in one.kernels}
+            rate = clock_rate(decided.problem.device_kind)
+            row |= {
+                "fields": fields,
+                "ratio": ratio,
+                "seconds_a_head": [cycles / rate / decided.problem.q_heads for cycles, _ in (forward, backward)],
+                "vmem": kernels,
+                "vmem_limit": report.plan.config.vmem_limit_bytes,  # type: ignore[attr-defined]
+            }
+            break
+        row["failure"] = "; ".join(one.failure.message for one in report.passes if one.failure is not None)
+    work.put("choices", key, row)
+
+
+def write(work: Work) -> None:
+    """The table that plans read, and the page."""
+    rows = dict(sorted(work.data["choices"].items()))
+    compiler = f"libtpu {metadata.version('libtpu')}, jax {metadata.version('jax')}"
+    choices = {key: row["fields"] for key, row in rows.items() if "fields" in row}
+    TABLE.write_text(json.dumps({"compiler": compiler, "choices": choices}, indent=1) + "\n")
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    PAGE.write_text(f"{head}{BEGIN}\n\n{page(rows, compiler)}\n\n{END}{tail}", encoding="utf-8")
+
+
+def page(rows: dict[str, Any], compiler: str) -> str:
+    """A table for each generation."""
+    parts = [f"Compiled with {compiler}."]
+    for generation in TARGETS:
+        lines = [
+            "| Call | Forward: block_q, block_kv, compute, in | Backward: block_q, block_kv, compute | VMEM, MiB | Of the "
+            "heuristic's cycles |",
+            "|---|---|---|---|---|",
+        ]
+        for key, row in rows.items():
+            if row["generation"] == generation:
+                call = key.partition(", ")[2].removeprefix("bfloat16, ")
+                lines.append(f"| {row['shape']}: {call} | {_cells(row)} |")
+        parts += [f"## {generation}", "\n".join(lines)]
+    return "\n\n".join(parts)
+
+
+def _cells(row: dict[str, Any]) -> str:
+    if "fields" not in row:
+        return f"none compiles: {row.get('failure', 'no candidate')} | | |"
+    given = row["fields"]
+    forward = ", ".join(str(given[n]) for n in ("block_q", "block_kv", "block_kv_compute", "block_kv_compute_in"))
+    forward += ", sums by product" if given.get("sum_by_product") else ""
+    backward = ", ".join(str(given[n]) for n in ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"))
+    backward += " fused" if given["use_fused_bwd_kernel"] else f"; dq {given['block_q_dq']}, {given['block_kv_dq']}"
+    vmem = ", ".join(f"{(used or 0) / 2**20:.1f}" for used in row["vmem"].values())
+    ratio = ", ".join(f"{row['ratio'][part]:.2f}" for part in ("forward", "backward") if part in row["ratio"])
+    return f"{forward} | {backward} | {vmem} | {ratio}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--search", type=Path, metavar="WORK.json")
+    parser.add_argument("--write", type=Path, metavar="WORK.json")
+    parser.add_argument("--generation", action="append", choices=tuple(TARGETS))
+    options = parser.parse_args()
+    if options.search is None and options.write is None:
+        parser.error("one of --search and --write is wanted")
+    work = Work(options.search or options.write)
+    if options.search is not None:
+
+        def of_generation(generation: str) -> None:
+            for shape in SHAPES:
+                if shape["seq_q"] > 1:
+                    search(work, shape, generation)
+
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(of_generation, options.generation or TARGETS))
+        finally:
+            work.close()
+    write(work)
+
+
+if __name__ == "__main__":
+    main()
