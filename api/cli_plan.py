@@ -13,6 +13,7 @@ __all__ = ["brief_rows", "print_plan"]
 _WHY = {
     "platform": ("the platform's own implementation", "green"),
     "native": ("dispatch: nothing better is written for this platform", "green"),
+    "routed": ("dispatch: the platform's own implementation leaves such calls to it", "green"),
     "fallback": ("FALLBACK: the platform's own implementation refused", "yellow"),
     "refused": ("REFUSED: no implementation may run this", "red"),
 }

@@ -56,7 +56,8 @@ class Reason(NamedTuple):
 class Rule:
     """A condition that a problem must meet. `message` and `fix` are formatted with p=problem and c=config.
 
-    `test` is pure and returns True where the problem is fine.
+    `test` is pure and returns True where the problem is fine. `routes`: where it fails another method is the better one
+    for such a problem, so leaving it to that one is dispatch and no fallback.
     """
 
     code: str
@@ -64,6 +65,7 @@ class Rule:
     test: Callable[[AttentionProblem, OperationConfig], bool]
     message: str
     fix: str
+    routes: bool = False
 
     def check(self, problem: AttentionProblem, config: OperationConfig) -> Reason | None:
         """Return the reason if the rule fails on this problem."""
@@ -101,6 +103,10 @@ class Capability:
         ]
         failing = (rule.check(problem, config) for rule in self.rules)
         return (*missing, *(reason for reason in failing if reason is not None))
+
+    def leaves(self, problem: AttentionProblem, config: OperationConfig) -> bool:
+        """Whether this implementation leaves such problems to another one, whatever else is against them."""
+        return any(rule.routes and rule.check(problem, config) is not None for rule in self.rules)
 
 
 F = TypeVar("F", bound=Callable)

@@ -16,6 +16,7 @@ __all__ = ["bytes_text", "config_lines", "dropped_lines", "explain", "spec_text"
 _WHY = {
     "platform": "the platform's own implementation",
     "native": "dispatch: nothing better is written for this platform",
+    "routed": "dispatch: the platform's own implementation leaves such calls to it",
     "fallback": "FALLBACK: the platform's own implementation refused",
     "refused": "REFUSED: no implementation may run this",
 }

@@ -19,7 +19,7 @@ from .tuning import Tuning, choose
 
 __all__ = ["Padding", "Plan", "Policy", "Rejected", "plan"]
 
-Kind = Literal["platform", "native", "fallback", "refused"]
+Kind = Literal["platform", "native", "routed", "fallback", "refused"]
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Padding(NamedTuple):
 class Plan:
     """What will run, with which config, where every tensor lives, and why nothing else runs.
 
-    `kind` is 'platform' (the platform's own method), 'native' (there is nothing better here), 'fallback' (the
-    platform's own method refused) or 'refused' (`implementation` is then None).
+    `kind` is 'platform' (the platform's own method), 'native' (there is nothing better here), 'routed' (the platform's own
+    method leaves such calls to forward_native), 'fallback' (it refused) or 'refused' (`implementation` is then None).
     """
 
     problem: AttentionProblem
@@ -179,10 +179,11 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
     if platform != problem.platform:
         notes.append(f"kernel of {platform} run on {problem.platform} by its config (interpreted)")
     rejected: list[Rejected] = []
+    routed = bool(own) and all(operation.capability(m).leaves(problem, problem.config) for m in own)
     decided = Plan(problem, policy, "refused", None, None, problem.config, placement, (), None, None, None, ())
     for method in (*own, "forward_native"):
         name = f"{operation.name}.{method}"
-        if method == "forward_native" and own and policy.fallback == "error":
+        if method == "forward_native" and own and not routed and policy.fallback == "error":
             reason = Reason("policy.fallback", "fallback", "fallback is an error by policy", "Declare fallback='warn'.")
             rejected.append(Rejected(name, (reason,)))
             break
@@ -196,7 +197,7 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
         if tuning is not None and tuning.fields:
             asked = replace(problem, config=problem.config.with_fields(tuning.fields))
         config = operation.resolve_config(method, asked, placement)
-        kind: Kind = "platform" if method in own else "fallback" if own else "native"
+        kind: Kind = "platform" if method in own else "routed" if routed else "fallback" if own else "native"
         if kind == "native":
             notes.append(
                 f"{operation.name} has no kernel of its own on {problem.platform}: forward_native is its dispatch"

@@ -56,7 +56,7 @@ def test_compiles_or_says_why_not(v5e: Any, shape: dict[str, Any]) -> None:
     sinks = jax.ShapeDtypeStruct((shape["hq"],), jnp.float32) if shape["sinks"] else None
     plan = attend.plan(q, k, v, softmax_aux=sinks, **call)
     if q_len == 1:
-        assert plan.method == "forward_native"
+        assert (plan.kind, plan.method) == ("routed", "forward_native")
         assert [r.code for rejected in plan.rejected for r in rejected.reasons] == ["splash.one_query"]
         return
     assert plan.method == "forward_tpu"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
+import jax.numpy as jnp
 import pytest
 import toy_operations as toy
 from jax.sharding import AbstractDevice, AbstractMesh
@@ -154,3 +156,38 @@ def test_a_declared_platform_that_disagrees_with_the_mesh_is_an_error(wanted, pl
 def test_a_declared_platform_that_disagrees_with_the_backend_is_an_error():
     with pytest.raises(InputError, match=r"metadata.platform='tpu', but metadata.backend says 'cpu'"):
         toy.make()(OperationMetadata(platform="tpu", backend="cpu")).plan(*toy.shapes())
+
+
+def _leaves_short_ones(*methods, **others):
+    short = dataclasses.replace(toy.rule("toy.short", lambda p, c: p.q_len > 1), routes=True)
+    return toy.make(methods, rules=(short,), **others)
+
+
+@pytest.mark.parametrize("fallback", ["warn", "error", "allow"])
+def test_what_a_method_leaves_to_native_is_dispatch(fallback):
+    operation = _leaves_short_ones("forward_tpu")(OperationMetadata(mesh=described("tpu"), fallback=fallback))
+    assert operation.plan(*toy.shapes()).kind == "platform"
+    decided = operation.plan(*toy.shapes(q_len=1))
+    assert (decided.kind, decided.method) == ("routed", "forward_native")
+    assert [r.code for rejected in decided.rejected for r in rejected.reasons] == ["toy.short"]
+    assert "dispatch: the platform's own implementation leaves such calls to it" in decided.explain()
+
+
+def test_what_is_left_to_native_warns_nobody():
+    operation = _leaves_short_ones("forward_cpu")(OperationMetadata())
+    query = jnp.ones((1, 1, 2, 8))
+    assert operation(query, query, query).plan.kind == "routed"  # a FallbackWarning would be an error here
+
+
+def test_other_reasons_beside_do_not_make_it_a_fallback_but_alone_they_do():
+    operation = _leaves_short_ones("forward_tpu", refusing=("forward_tpu",))
+    metadata = OperationMetadata(mesh=described("tpu"), fallback="error")
+    assert operation(metadata).plan(*toy.shapes(q_len=1)).kind == "routed"
+    assert operation(metadata).plan(*toy.shapes()).kind == "refused"
+
+
+def test_a_second_own_method_is_tried_before_a_call_is_left():
+    leaving = _leaves_short_ones("forward_cuda")
+    both = type("Both", (leaving,), {"forward_gpu": toy.make(["forward_gpu"]).forward_gpu})
+    decided = both(OperationMetadata(mesh=described("cuda"))).plan(*toy.shapes(q_len=1))
+    assert (decided.kind, decided.method) == ("platform", "forward_gpu")
