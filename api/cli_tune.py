@@ -135,7 +135,8 @@ def _table(report: TuneReport, part: str) -> Any:
     for one in sorted((one for one in measured if one.seconds), key=lambda one: one.seconds or 0.0):
         row = ["heuristic" if one is heuristic else "", *(str(one.fields.get(name, "-")) for name in names)]
         if report.how == "static":
-            row += [f"{one.detail['cycles']:,}", bytes_text(one.detail["vmem_bytes"])]
+            vmem = one.detail["vmem_bytes"]
+            row += [f"{one.detail['cycles']:,}", "unknown" if vmem is None else bytes_text(vmem)]
         else:
             row.append(f"{(one.seconds or 0.0) * 1e3:.3f} ms")
         made.add_row(*row, _ratio(one, heuristic), style="bold green" if one is report.best.get(part) else None)

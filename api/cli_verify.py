@@ -120,7 +120,9 @@ def _pass_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | T
     if not one.compiled:
         return [(one.name, f"lowers in {one.seconds:.1f} s")]
     rows = [(one.name, f"compiles in {one.seconds:.1f} s")]
-    for kernel in one.kernels:
+    if one.kernels is None:
+        rows.append((one.name, "VMEM isn't known: this jaxlib can't read the program that libtpu made"))
+    for kernel in one.kernels or ():
         used = "an unknown part" if kernel.vmem_used is None else bytes_text(kernel.vmem_used)
         limit = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
         rows.append((one.name, f"{kernel.name}: {used} of {bytes_text(limit)} of VMEM"))

@@ -178,7 +178,7 @@ def search(work: Work, shape: dict[str, Any], generation: str) -> None:
         operation, arguments, _ = planned(shape, TARGETS[generation], fields)
         report = verify_call(operation, arguments, generation)
         if report.passed:
-            kernels = {k.name: k.vmem_used for one in report.passes for k in one.kernels}
+            kernels = {k.name: k.vmem_used for one in report.passes for k in one.kernels or ()}
             rate = clock_rate(decided.problem.device_kind)
             row |= {
                 "fields": fields,
@@ -228,7 +228,7 @@ def _cells(row: dict[str, Any]) -> str:
     forward += ", sums by product" if given.get("sum_by_product") else ""
     backward = ", ".join(str(given[n]) for n in ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"))
     backward += " fused" if given["use_fused_bwd_kernel"] else f"; dq {given['block_q_dq']}, {given['block_kv_dq']}"
-    vmem = ", ".join(f"{(used or 0) / 2**20:.1f}" for used in row["vmem"].values())
+    vmem = ", ".join(f"{(used or 0) / 2**20:.1f}" for used in row["vmem"].values()) or "unknown"
     ratio = ", ".join(f"{row['ratio'][part]:.2f}" for part in ("forward", "backward") if part in row["ratio"])
     return f"{forward} | {backward} | {vmem} | {ratio}"
 

@@ -27,13 +27,14 @@ SECONDS = 600.0
 
 
 class Outcome(NamedTuple):
-    """What the compiler made of a candidate: the kernel's cycles and its bytes of VMEM, or why it failed.
+    """What the compiler made of a candidate: the kernel's cycles and its bytes of VMEM (None where they can't be
+    read), or why it failed.
 
     lost: the process ended before it answered, so another try may do better.
     """
 
     cycles: TileCycles | None
-    vmem: int
+    vmem: int | None
     failure: str | None = None
     lost: bool = False
 
@@ -113,7 +114,7 @@ def compile_one(
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from ..errors import AttnOpsError
-    from .compiled import failure, kernels
+    from .compiled import failure, kernels, program_text
     from .generations import topology_of
     from .static_clock import kernels_in, regions, tile_cycles
     from .topology import described_mesh
@@ -130,7 +131,9 @@ def compile_one(
         if dumps is None:
             return Outcome(None, 0, f"libtpu dumped no schedule of {kernel}")
         cycles = tile_cycles(regions(*(path.read_text() for path in dumps)))
-        return Outcome(cycles, sum(k.vmem_used or 0 for k in kernels(compiled.as_text() or "") if k.name == kernel))
+        text = program_text(compiled)
+        used = None if text is None else sum(k.vmem_used or 0 for k in kernels(text) if k.name == kernel)
+        return Outcome(cycles, used)
     except AttnOpsError as error:
         return Outcome(None, 0, str(error))
     except Exception as error:  # the compiler's own

@@ -6,9 +6,11 @@ import json
 import re
 from typing import Any, NamedTuple
 
+import jax
+
 from ..registry.explain import bytes_text
 
-__all__ = ["Failure", "KernelUse", "failure", "kernels"]
+__all__ = ["Failure", "KernelUse", "failure", "kernels", "program_text"]
 
 _CALL = re.compile(r"%([\w.\-]+) = [^\n]*? custom-call\(")
 _CONFIG = "backend_config="
@@ -22,6 +24,17 @@ class KernelUse(NamedTuple):
     name: str
     vmem_used: int | None
     vmem_limit: int | None
+
+
+def program_text(compiled: Any) -> str | None:
+    """The text of a compiled program; None where this jaxlib can't read what libtpu made.
+
+    So it is with jaxlib 0.10 and libtpu 0.0.51 for large programs on tpu7x: "async-update instruction should have 1 operands".
+    """
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        return None
 
 
 def kernels(text: str) -> tuple[KernelUse, ...]:

@@ -16,7 +16,7 @@ from ..operators import Operation
 from ..operators.kernels.splash.vmem import vmem_of
 from ..registry import Plan
 from ..registry.explain import bytes_text
-from .compiled import Failure, KernelUse, failure, kernels
+from .compiled import Failure, KernelUse, failure, kernels, program_text
 from .generations import Device, device_of
 
 __all__ = ["PassReport", "TargetReport", "verify_call"]
@@ -28,8 +28,8 @@ _DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux")
 class PassReport:
     """One pass, per device. `compiled` is False where it was only lowered. Bytes and operations are the compiler's counts.
 
-    roofline_seconds: the longer of arithmetic and HBM traffic at the device's published rates, which `bound` names;
-    intensity: operations a byte.
+    kernels: None where the compiled program's text can't be read. roofline_seconds: the longer of arithmetic and HBM traffic
+    at the device's published rates, which `bound` names; intensity: operations a byte.
     """
 
     name: str
@@ -37,7 +37,7 @@ class PassReport:
     failure: Failure | None
     advice: str | None = None
     seconds: float = 0.0
-    kernels: tuple[KernelUse, ...] = ()
+    kernels: tuple[KernelUse, ...] | None = ()
     argument_bytes: int = 0
     output_bytes: int = 0
     temp_bytes: int = 0
@@ -79,7 +79,7 @@ class TargetReport:
                 vars(p)
                 | {
                     "failure": None if p.failure is None else p.failure._asdict(),
-                    "kernels": [k._asdict() for k in p.kernels],
+                    "kernels": None if p.kernels is None else [k._asdict() for k in p.kernels],
                 }
                 for p in self.passes
             ],
@@ -136,6 +136,7 @@ def _verify_pass(
         advice = _advice(operation, arguments, plan, found, name, vmem_most) if found.memory == "vmem" else None
         return PassReport(name, here, found, advice, time.perf_counter() - start)
     seconds = time.perf_counter() - start
+    text = program_text(compiled)
     memory, work = compiled.memory_analysis(), compiled.cost_analysis() or {}
     flops, moved = float(work.get("flops", 0.0)), float(work.get("bytes accessed", 0.0))
     # attnops' kernels ask for exact float32 products; elsewhere one bfloat16 pass is JAX's default.
@@ -148,7 +149,7 @@ def _verify_pass(
         None,
         None,
         seconds,
-        kernels(compiled.as_text()),
+        None if text is None else kernels(text),
         *sizes,
         sum(sizes) - memory.alias_size_in_bytes,
         flops,

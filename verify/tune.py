@@ -155,14 +155,14 @@ def _by_clock(
     def one(part: str, fields: dict[str, Any]) -> Measured:
         asked = replace(problem, config=problem.config.with_fields(fields))
         config = problem.operation.resolve_config("forward_tpu", asked, placement)
-        cycles, vmem = 0, 0
+        cycles, vmem = 0, list[int | None]()
         for kernel in kernels_of(part, config):
             outcome = worker(kernel).ask(problem.device_kind, local, part, fields)
             if outcome.cycles is None:
                 return Measured(part, fields, "static", None, outcome.failure, {"lost": outcome.lost})
             cycles += kernel_cycles(problem, placement, config, part, kernel, outcome.cycles)
-            vmem = max(vmem, outcome.vmem)
-        detail = {"cycles": cycles, "vmem_bytes": vmem}
+            vmem.append(outcome.vmem)
+        detail = {"cycles": cycles, "vmem_bytes": None if None in vmem else max(used or 0 for used in vmem)}
         return Measured(part, fields, "static", cycles / clock_rate(problem.device_kind), None, detail)
 
     pool = ThreadPoolExecutor(max(1, min(len(todo), os.cpu_count() or 1)))

@@ -13,7 +13,7 @@ import pytest
 
 from attnops import cli_verify
 from attnops.errors import ConfigError
-from attnops.verify.compiled import failure, kernels
+from attnops.verify.compiled import failure, kernels, program_text
 from attnops.verify.generations import abstract_target, device_of
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
@@ -44,6 +44,26 @@ def test_a_call_on_two_generations(attnops: Callable[..., Any], config: Callable
     assert forward["roofline_seconds"] == pytest.approx(
         max(forward["flops"] / 197e12, forward["bytes_moved"] / 820e9), rel=0.01
     )
+
+
+class _Unreadable:
+    def as_text(self) -> str:
+        raise jax.errors.JaxRuntimeError("INTERNAL: async-update instruction should have 1 operands but sees 2")
+
+
+@needs_libtpu
+def test_a_program_whose_text_can_not_be_read_compiles_all_the_same(
+    attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnops.verify.tpu.program_text", lambda compiled: program_text(_Unreadable()))
+    arguments = (config("splash", **SIZES), "--target", "v5e:2x2", "--mode", "prefill")
+    result = attnops("verify", *arguments)
+    assert result.status == 0
+    assert "VMEM isn't known" in result.out
+    (report,) = json.loads(attnops("verify", *arguments, "--json").out)
+    assert report["passed"]
+    assert report["passes"][0]["kernels"] is None
+    assert report["passes"][0]["temp_bytes"] > 0
 
 
 @needs_libtpu
