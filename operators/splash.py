@@ -10,7 +10,6 @@ import jax
 
 from ..registry import (
     ALL_FEATURES,
-    STATIC_MASKS,
     AttentionProblem,
     OperationConfig,
     Padding,
@@ -21,29 +20,14 @@ from ..registry import (
 from . import splash_candidates, splash_table
 from .base import Operation
 from .local import LocalCall, LocalOutput
-from .splash_blocks import blocks_of, resolve_attnops, resolve_jax, too_much_vmem
+from .splash_blocks import blocks_of, resolve_attnops, resolve_borrowed, too_much_vmem
+from .splash_borrowed import BORROWED_RULES, borrowed_padding, borrowed_remarks, run_borrowed
 from .splash_config import LANES, SplashConfig
 from .vanilla import Vanilla
 
-__all__ = ["JAX_FEATURES", "Splash", "SplashConfig"]
+__all__ = ["Splash", "SplashConfig"]
 
 _FEATURES = ALL_FEATURES - {"return_weights"}
-JAX_FEATURES = STATIC_MASKS | {"segment_ids", "kv_lengths", "logits_soft_cap", "sinks", "gqa", "value_dim"}
-
-
-def _is_jax(config: OperationConfig) -> bool:
-    return isinstance(config, SplashConfig) and config.kernel == "jax"
-
-
-def _jax_lacks(feature: str) -> Rule:
-    return Rule(
-        f"splash.jax.{feature}",
-        "kernel",
-        lambda p, c: not _is_jax(c) or feature not in p.features,
-        f"kernel='jax' has no {feature}",
-        "Leave kernel out: attnops' own has it.",
-    )
-
 
 _RULES = (
     Rule(
@@ -86,24 +70,7 @@ _RULES = (
         f"is a multiple of {LANES} (got {{p.value_dim}})",
         "Leave sum_by_product out.",
     ),
-    *(_jax_lacks(feature) for feature in sorted(_FEATURES - JAX_FEATURES)),
-    Rule(
-        "splash.jax.one_of_each",
-        "mask",
-        lambda p, c: (
-            not _is_jax(c)
-            or len({leaf.name for leaf in p.leaves}) == len({leaf.name.rstrip("0123456789_") for leaf in p.leaves})
-        ),
-        "kernel='jax' takes segment ids and lengths once, and the mask {p.mask} holds them more than once",
-        "Leave kernel out, or join them into one before the call.",
-    ),
-    Rule(
-        "splash.jax.check_vma",
-        "mesh",
-        lambda p, c: not _is_jax(c) or not p.vma,
-        "called inside a shard_map with check_vma=True, which jax's splash kernel can't be traced under",
-        "Leave kernel out, or pass check_vma=False to that shard_map.",
-    ),
+    *BORROWED_RULES,
     Rule(
         "splash.interpret.check_vma",
         "interpret",
@@ -132,10 +99,10 @@ class Splash(Operation):
         assert isinstance(config, SplashConfig)
         swap = call.layout == "bthd"
         tensors = [x.swapaxes(1, 2) if swap else x for x in (call.query, call.key, call.value)]
-        if config.kernel == "jax":
-            output, lse = _run_jax(call, config, *tensors), None
-        else:
+        if config.kernel == "attnops":
             output, lse = _run_attnops(call, config, *tensors)
+        else:
+            output, lse = run_borrowed(call, config, *tensors), None
         return LocalOutput(output.swapaxes(1, 2) if swap else output, None, lse if call.return_lse else None)
 
     forward_native = Vanilla.forward_native
@@ -152,7 +119,7 @@ class Splash(Operation):
         config = problem.config
         if method != "forward_tpu" or not isinstance(config, SplashConfig):
             return config
-        return (resolve_jax if config.kernel == "jax" else resolve_attnops)(problem, placement, config)
+        return (resolve_attnops if config.kernel == "attnops" else resolve_borrowed)(problem, placement, config)
 
     @classmethod
     def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
@@ -177,16 +144,18 @@ class Splash(Operation):
     def remarks(
         cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> tuple[str, ...]:
-        """Also what may be too large for the device's VMEM."""
+        """Also what may be too large for the device's VMEM, and what another's kernel costs."""
         notes = super().remarks(method, problem, placement, config)
-        if method != "forward_tpu" or not isinstance(config, SplashConfig) or config.kernel != "attnops":
+        if method != "forward_tpu" or not isinstance(config, SplashConfig):
             return notes
+        if config.kernel != "attnops":
+            return (*notes, *borrowed_remarks(problem, placement, config))
         large = too_much_vmem(problem, placement, config)
         return notes if large is None or config.interpret else (*notes, large)
 
     @classmethod
     def check_vma(cls, method: str, config: OperationConfig) -> bool:
-        """Not with jax's kernel, and not in Pallas' interpreter."""
+        """Not with jax's or tokamax's kernel, and not in Pallas' interpreter."""
         if method == "forward_tpu" and isinstance(config, SplashConfig):
             return config.kernel == "attnops" and not config.interpret
         return super().check_vma(method, config)
@@ -200,9 +169,8 @@ class Splash(Operation):
             return None
         q_len, kv_len = placement.local.q_len, placement.local.kv_len
         q_block, kv_block = (getattr(config, name) for name in ("block_q", "block_kv"))
-        if config.kernel == "jax":
-            q_block = math.lcm(*(getattr(config, n) or 1 for n in ("block_q", "block_q_dkv", "block_q_dq")))
-            kv_block = math.lcm(*(getattr(config, n) or 1 for n in ("block_kv", "block_kv_dkv", "block_kv_dq")))
+        if config.kernel != "attnops":
+            q_block, kv_block = (borrowed_padding(config, name) for name in ("q", "kv"))
         q_padded, kv_padded = math.ceil(q_len / q_block) * q_block, math.ceil(kv_len / kv_block) * kv_block
         return Padding(q_padded - q_len, kv_padded - kv_len, 1 - q_len * kv_len / (q_padded * kv_padded))
 
@@ -225,30 +193,5 @@ def _run_attnops(
         blocks=blocks_of(config),
         residual_checkpoint_name=config.residual_checkpoint_name,
         platform=call.problem.platform,
-        interpret=config.interpret,
-    )
-
-
-def _run_jax(call: LocalCall, config: SplashConfig, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    from .kernels.jax_splash import JaxSplashBlocks, jax_splash_attention
-
-    static, dynamic = call.mask.mask.split_static()
-    arrays = {leaf.name: leaf.array for mask in dynamic for leaf in mask.split()[1]}
-    return jax_splash_attention(
-        query,
-        key,
-        value,
-        mask=static,
-        scale=call.softmax_scale,
-        soft_cap=call.logits_soft_cap,
-        sinks=call.sinks,
-        q_segment_ids=arrays.get("q_segment_ids"),
-        kv_segment_ids=arrays.get("kv_segment_ids"),
-        kv_lengths=arrays.get("kv_lengths"),
-        may_have_dead_rows=call.problem.mask.may_have_dead_rows(call.problem.q_len, call.problem.kv_len),
-        blocks=JaxSplashBlocks(**{name: getattr(config, name) for name in JaxSplashBlocks.__dataclass_fields__}),
-        shard=call.q_shard,
-        shards=call.q_shards,
-        residual_checkpoint_name=config.residual_checkpoint_name,
         interpret=config.interpret,
     )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .kernels.splash import SplashBlocks
     from .kernels.splash.vmem import Shape
 
-__all__ = ["blocks_of", "fits", "resolve_attnops", "resolve_jax", "tile_cost", "too_much_vmem"]
+__all__ = ["blocks_of", "fits", "resolve_attnops", "resolve_borrowed", "tile_cost", "too_much_vmem"]
 
 # By the static cycles of the compiled kernels (docs/splash.md): half of a 1024-block in a product at a time leaves the
 # compiler room to overlap the softmax of one half with the products of the other.
@@ -23,7 +23,7 @@ _COMPUTE_IN = {"TPU7x": 256}  # 5 % fewer cycles than with 512 there; 4 % more o
 # not measured on a TPU). Two passes make seven products where the fused one makes five.
 _PARTIAL, _STEP, _APART = 1.3, 1 << 17, 1.4
 _SAMPLE = 1 << 14  # a mask's first rows and keys, from which its costs are known
-_JAX_BLOCK = 512
+_BORROWED_BLOCK = 512
 # What the compiler took was 0.6 to 1.1 times what vmem.py counts, in what has been compiled.
 _ROOM = 1.25
 _MIB = 1 << 20
@@ -260,10 +260,11 @@ def _divides(tile: int, group: int, kv_heads: int) -> bool:
     return group % tile == 0 if tile <= group else tile % group == 0 and kv_heads % (tile // group) == 0
 
 
-def resolve_jax(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> OperationConfig:
-    """Fill in every block size for jax's kernel, whose passes share one padded length."""
+def resolve_borrowed(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> OperationConfig:
+    """Fill in every block size for jax's or tokamax's kernel, whose passes share one padded length."""
     q_len, kv_len = placement.local.q_len, placement.local.kv_len
-    cap = _JAX_BLOCK if max(problem.head_dim, problem.value_dim) <= 256 else _JAX_BLOCK // 2
+    cap = _BORROWED_BLOCK if max(problem.head_dim, problem.value_dim) <= 256 else _BORROWED_BLOCK // 2
+    fused = config.kernel == "tokamax" or bool(config.use_fused_bwd_kernel)
     sizes = _Sizes(config)
     sizes.fill("block_q", _choose(q_len, cap))
     # One unit for both passes, so that their blocks can be the same.
@@ -271,14 +272,14 @@ def resolve_jax(problem: AttentionProblem, placement: Placement, config: SplashC
     sizes.fill("block_kv", _choose(kv_len, cap, unit))
     # Other passes take the forward's blocks, so that one padded length serves all.
     backward_q = sizes["block_q"] if sizes["block_q"] % LANES == 0 else _choose(q_len, cap)
-    for suffix in ("dkv",) if config.use_fused_bwd_kernel else ("dkv", "dq"):
+    for suffix in ("dkv",) if fused else ("dkv", "dq"):
         sizes.fill(f"block_q_{suffix}", backward_q)
         compute = config.block_kv_dkv_compute if suffix == "dkv" else None
         fits = sizes["block_kv"] % (compute or LANES) == 0
         sizes.fill(f"block_kv_{suffix}", sizes["block_kv"] if fits else _choose(kv_len, cap, compute or LANES))
     sizes.fill_inner("block_kv_compute", "block_kv", cap)
     sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", cap)
-    resolved = config.with_fields(sizes.found | {"use_fused_bwd_kernel": bool(config.use_fused_bwd_kernel)})
+    resolved = config.with_fields(sizes.found | {"use_fused_bwd_kernel": fused})
     for name, length in (("q", q_len), ("kv", kv_len)):
         blocks = {n: s for n, s in sizes.found.items() if n.startswith(f"block_{name}") and not n.endswith("compute")}
         shared = math.lcm(*blocks.values())

@@ -9,7 +9,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from ..registry import OperationConfig
 
-__all__ = ["ATTNOPS_ONLY", "LANES", "SplashConfig"]
+__all__ = ["LACKING", "LANES", "SplashConfig"]
 
 LANES = 128
 _KV_BLOCKS = (
@@ -21,11 +21,13 @@ _INSIDE = (
     ("block_kv_compute_in", "block_kv_compute"),
     ("block_kv_dkv_compute", "block_kv_dkv"),
 )
-# What jax's kernel has no place for.
-ATTNOPS_ONLY = (
-    "block_kv_compute_in", "heads_per_tile", "vmem_limit_bytes", "use_base2_exp", "fuse_reciprocal",
-    "sum_by_product", "use_experimental_scheduler",
-)  # fmt: skip
+# What a kernel has no place for.
+_ATTNOPS_ONLY = ("block_kv_compute_in", "heads_per_tile", "vmem_limit_bytes", "sum_by_product")
+LACKING: dict[str, tuple[str, ...]] = {
+    "attnops": (),
+    "jax": (*_ATTNOPS_ONLY, "use_base2_exp", "fuse_reciprocal", "use_experimental_scheduler"),
+    "tokamax": (*_ATTNOPS_ONLY, "block_q_dq", "block_kv_dq"),
+}
 Layout = Literal["head_dim_minor", "seq_minor"]
 
 
@@ -35,11 +37,13 @@ class SplashConfig(OperationConfig):
     Sizes count rows. A size that is unset is chosen by attnops from the local shapes and the device. None takes the kernels'
     own default: 128, or, for a compute block, the block that it lies in.
 
-    kernel: 'attnops', or 'jax' for the kernel that ships with JAX; a field that it can't carry is then refused.
+    kernel: 'attnops', 'jax' for the kernel that ships with JAX, or 'tokamax' for tokamax's; a field that it can't carry is
+    then refused.
     block_q, block_kv: what the forward pass holds in VMEM at once. block_kv_compute: the keys of one product with the
     queries. block_kv_compute_in: the part of them that goes through the exponential and the product with the values at a
     time. heads_per_tile: query heads worked on together; None is 1. *_dkv: blocks of the gradient of k and v, *_dq of that
-    of q. use_fused_bwd_kernel: all three in one pass, with the *_dkv blocks; None is False. *_layout: 'seq_minor' hands the
+    of q. use_fused_bwd_kernel: all three in one pass, with the *_dkv blocks; None is False, but for tokamax, which has no
+    other way. *_layout: 'seq_minor' hands the
     tensor over transposed. use_base2_exp: hold logits times log2 e. fuse_reciprocal: divide by the softmax's sum in the
     kernel, else after it. sum_by_product: make that sum in the product with the values, by a column of ones; None is False.
     use_experimental_scheduler: the compiler's LP scheduler. vmem_limit_bytes: what the kernels may
@@ -50,7 +54,7 @@ class SplashConfig(OperationConfig):
     feeds: ClassVar = {"blocksize_q": "block_q", "blocksize_k": "block_kv"}
 
     operation: Literal["splash"] = "splash"
-    kernel: Literal["attnops", "jax"] = "attnops"
+    kernel: Literal["attnops", "jax", "tokamax"] = "attnops"
     block_q: int | None = None
     block_kv: int | None = None
     block_kv_compute: int | None = None
@@ -78,9 +82,9 @@ class SplashConfig(OperationConfig):
     def _multiple(cls, value: object, info: ValidationInfo) -> object:
         if value is None:
             return None
-        # jax's forward kernel has queries in sublanes; its backward kernels, and all of attnops', have them in lanes.
-        jax_forward = info.field_name == "block_q" and info.data.get("kernel") == "jax"
-        unit = 8 if jax_forward else LANES
+        # Others' forward kernels have queries in sublanes; their backward kernels, and all of attnops', have them in lanes.
+        in_sublanes = info.field_name == "block_q" and info.data.get("kernel") in ("jax", "tokamax")
+        unit = 8 if in_sublanes else LANES
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{info.field_name}={value!r} is not a positive integer (a multiple of {unit})")
         if value % unit:
@@ -105,11 +109,15 @@ class SplashConfig(OperationConfig):
                     raise ValueError(
                         f"{name}={getattr(self, name)} would be read by nobody: the fused backward has no dq pass"
                     )
-        if self.kernel == "jax":
-            for name in ATTNOPS_ONLY:
-                if self.is_set(name):
-                    raise ValueError(
-                        f"{name}={getattr(self, name)} can't be carried by kernel='jax', which has no such field; leave it out, "
-                        "or leave kernel out"
-                    )
+        for name in LACKING[self.kernel]:
+            if self.is_set(name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} can't be carried by kernel='{self.kernel}', which has no such field; leave it "
+                    "out, or leave kernel out"
+                )
+        if self.kernel == "tokamax" and self.use_fused_bwd_kernel is False:
+            raise ValueError(
+                "use_fused_bwd_kernel=False can't be carried by kernel='tokamax', whose backward is the fused one; leave it out, "
+                "or leave kernel out"
+            )
         return self

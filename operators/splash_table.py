@@ -40,7 +40,9 @@ def table_key(problem: AttentionProblem, placement: Placement) -> str:
 def look_up(problem: AttentionProblem, placement: Placement) -> tuple[str, Mapping[str, Any]] | None:
     """(where it comes from, fields) for a problem of which nothing about blocks is declared; None for no row."""
     config = problem.config
-    if not isinstance(config, SplashConfig) or config.model_fields_set - _FREE or problem.leaves:
+    if not isinstance(config, SplashConfig) or config.kernel != "attnops":
+        return None  # the sizes are those of attnops' kernels
+    if config.model_fields_set - _FREE or problem.leaves:
         return None
     data = _table()
     row = data["choices"].get(table_key(problem, placement))

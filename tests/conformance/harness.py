@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.verify import reference_attention, reference_gradients
@@ -46,12 +48,14 @@ PATHS = {
     ),
     "vanilla.forward_native decode": Implementation("vanilla", "forward_native", {"path": "decode", "block_kv": 64}),
 }
-# splash's other kernel.
+# splash's other kernels.
 KERNELS = {
-    "splash.forward_tpu jax": Implementation(
-        "splash", "forward_tpu", {"kernel": "jax", "interpret": True, "block_q": 128, "block_kv": 128}
+    f"splash.forward_tpu {kernel}": Implementation(
+        "splash", "forward_tpu", {"kernel": kernel, "interpret": True, "block_q": 128, "block_kv": 128}
     )
+    for kernel in ("jax", "tokamax")
 }
+NEEDS_TOKAMAX = pytest.mark.skipif(find_spec("tokamax") is None, reason="pip install 'attnops[tokamax]'")
 
 
 def _discover() -> dict[str, Implementation]:

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from attnops import AttentionProblem, RefusedError
-from attnops.operators.splash import JAX_FEATURES
+from attnops.operators.splash_borrowed import BORROWED_FEATURES
 
 from . import cases, harness
 
@@ -29,9 +29,10 @@ def _refusal(
     if implementation.method == "forward_tpu" and implementation.operation == "splash":
         codes |= {"splash.one_query"} if case.q_len == 1 else set()
         codes |= {"splash.dtype"} if dtype == "float16" else set()
-        if (implementation.config or {}).get("kernel") == "jax":
-            codes |= {f"splash.jax.{f}" for f in (case.features & implementation.capability.consumes) - JAX_FEATURES}
-            codes |= {"splash.jax.one_of_each"} if _segment_ids_twice(case) else set()
+        if kernel := (implementation.config or {}).get("kernel"):
+            missing = (case.features & implementation.capability.consumes) - BORROWED_FEATURES
+            codes |= {f"splash.{kernel}.{feature}" for feature in missing}
+            codes |= {f"splash.{kernel}.one_of_each"} if _segment_ids_twice(case) else set()
     return codes
 
 
@@ -52,8 +53,13 @@ def _often(which: str, name: str, layout: str, dtype: str) -> bool:
     return layout == "bthd" or dtype == "float32"
 
 
+def _marks(which: str, name: str, layout: str, dtype: str) -> list[pytest.MarkDecorator]:
+    slow = [] if _often(which, name, layout, dtype) else [pytest.mark.slow]
+    return [*slow, harness.NEEDS_TOKAMAX] if which.endswith(" tokamax") else slow
+
+
 COMBINATIONS = [
-    pytest.param(*key, marks=[] if _often(*key) else [pytest.mark.slow], id="-".join(key))
+    pytest.param(*key, marks=_marks(*key), id="-".join(key))
     for key in itertools.product(harness.RUNNABLE, cases.names(), LAYOUTS, DTYPES)
 ]
 

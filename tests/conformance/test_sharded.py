@@ -98,9 +98,10 @@ def test_splash(name: str, mesh: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["causal_window", "segment_ids", "kv_lengths", "sinks_per_kv_head", "prefix"])
 @pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
-def test_splash_of_jax(name: str, kind: str) -> None:
+@pytest.mark.parametrize("kernel", ["jax", pytest.param("tokamax", marks=harness.NEEDS_TOKAMAX)])
+def test_splash_of_others(kernel: str, name: str, kind: str) -> None:
     case = cases.build(name, CASES[name], LONGER)
-    _check("splash.forward_tpu jax", case, _mesh(MESHES["fsdp2_tp2_sp2"], KINDS[kind]), CASES[name])
+    _check(f"splash.forward_tpu {kernel}", case, _mesh(MESHES["fsdp2_tp2_sp2"], KINDS[kind]), CASES[name])
 
 
 # 160 keys and, with the sequence split in two, 80 rows: several blocks, the last one short, at offsets known at run time.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from attnops import Causal, ConfigError, OperationMetadata, OperationRegistry
 from attnops.operators.splash import SplashConfig
-from attnops.operators.splash_config import ATTNOPS_ONLY
+from attnops.operators.splash_config import LACKING
 
 
 def _mesh(kind: str) -> AbstractMesh:
@@ -31,7 +32,12 @@ BASE: dict[str, dict[str, Any]] = {
         "kernel": "jax", "block_q": 256, "block_kv": 256, "block_kv_compute": 256, "block_q_dkv": 256, "block_kv_dkv": 256,
         "block_kv_dkv_compute": 256, "block_q_dq": 256, "block_kv_dq": 256,
     },
+    "tokamax": {
+        "kernel": "tokamax", "block_q": 256, "block_kv": 256, "block_kv_compute": 256, "block_q_dkv": 256, "block_kv_dkv": 256,
+        "block_kv_dkv_compute": 256,
+    },
 }  # fmt: skip
+NEEDS_TOKAMAX = pytest.mark.skipif(find_spec("tokamax") is None, reason="pip install 'attnops[tokamax]'")
 COMMON: dict[str, Any] = {
     "block_q": 128, "block_kv_dkv_compute": 128, "block_q_dkv": 128, "block_q_dq": 128, "block_kv_dq": 128,
     "use_fused_bwd_kernel": True, **LAYOUTS, "residual_checkpoint_name": "splash_residuals", "interpret": True,
@@ -43,6 +49,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "sum_by_product": True, "vmem_limit_bytes": 48 << 20,
     },
     "jax": COMMON | {"kernel": "attnops", "block_q": 64, "block_kv": 512, "block_kv_compute": 128, "block_kv_dkv": 512},
+    "tokamax": COMMON | {
+        "kernel": "jax", "block_q": 64, "block_kv": 512, "block_kv_compute": 128, "block_kv_dkv": 512, "use_base2_exp": False,
+        "fuse_reciprocal": False, "use_experimental_scheduler": True,
+    },
 }  # fmt: skip
 FIELDS = [f for f in SplashConfig.model_fields if f not in ("operation", "schema_version")]
 
@@ -60,7 +70,7 @@ def _lowered(config: dict[str, Any]) -> str:
     return re.sub(r"xprof_metadata.*", "", text)
 
 
-@pytest.fixture(scope="module", params=BASE)
+@pytest.fixture(scope="module", params=["attnops", "jax", pytest.param("tokamax", marks=NEEDS_TOKAMAX)])
 def kernel(request: pytest.FixtureRequest) -> tuple[str, str]:
     """A kernel, and its program for the base config."""
     return request.param, _lowered(BASE[request.param])
@@ -73,15 +83,16 @@ def test_base_is_stable(kernel: tuple[str, str]) -> None:
 @pytest.mark.parametrize("field", FIELDS)
 def test_field_reaches_the_kernel(field: str, kernel: tuple[str, str]) -> None:
     name, base = kernel
-    if name == "jax" and field in ATTNOPS_ONLY:
-        with pytest.raises(ConfigError, match=f"{field}=.* can't be carried by kernel='jax'"):
-            SplashConfig.coerce(BASE["jax"] | {field: CHANGES["attnops"][field]})
+    if field in LACKING[name] or (name, field) == ("tokamax", "use_fused_bwd_kernel"):
+        given = CHANGES["attnops"][field] if field in LACKING[name] else False
+        with pytest.raises(ConfigError, match=f"{field}=.* can't be carried by kernel='{name}'"):
+            SplashConfig.coerce(BASE[name] | {field: given})
         return
     changed = BASE[name] | {field: CHANGES[name][field]}  # a new field without a change here fails
     if field == "use_fused_bwd_kernel":
         changed = {n: value for n, value in changed.items() if not n.endswith("_dq")}
     if field == "kernel":
-        changed = {n: value for n, value in changed.items() if n not in ATTNOPS_ONLY}
+        changed = {n: value for n, value in changed.items() if n not in LACKING[changed["kernel"]]}
     got = _lowered(changed)
     assert got != base
     if field == "residual_checkpoint_name":
@@ -95,8 +106,9 @@ def test_field_reaches_the_kernel(field: str, kernel: tuple[str, str]) -> None:
         assert _limits(base) == [32 << 20] * 3
         assert _limits(got) == [48 << 20] * 3
     if field == "use_experimental_scheduler":
-        assert "XLA_TPU_FORCE_LP_LLO_SCHEDULER" not in base
-        assert got.count("XLA_TPU_FORCE_LP_LLO_SCHEDULER") >= 3
+        flag = "'XLA_TPU_FORCE_LP_LLO_SCHEDULER': True"
+        assert flag not in base
+        assert got.count(flag) == (1 if name == "tokamax" else 3)  # tokamax has it in its forward pass alone
 
 
 def _limits(text: str) -> list[int]:
@@ -143,6 +155,7 @@ def _resolved(config: dict[str, Any], length: int = 4096, kind: str = "TPU v5 li
         ({"kernel": "jax"}, {"block_q": 512, "block_kv_compute": 512, "block_q_dq": 512}),
         ({"kernel": "jax", "block_q": 256}, {"block_q": 256, "block_q_dkv": 256, "block_kv": 512}),
         ({"kernel": "jax", "use_fused_bwd_kernel": True}, {"block_q_dq": None, "block_kv_dq": None}),
+        ({"kernel": "tokamax", "block_q": 256}, {"block_q_dkv": 256, "block_kv": 512, "use_fused_bwd_kernel": True}),
     ],
 )
 def test_unset_is_chosen_and_none_is_the_kernels_default(given: dict[str, Any], resolved: dict[str, Any]) -> None:
