@@ -65,14 +65,21 @@ def resolve_attnops(problem: AttentionProblem, placement: Placement, config: Spl
 
     vmem = vmem_of(problem.device_kind)
     found = [_way(problem, placement, config, most, fused) for most in _SIZES for fused in _backward_ways(config)]
+    errors = [way for way in found if isinstance(way, ConfigError)]
     ways = [way for way in found if isinstance(way, SplashConfig)]
-    if not ways:
-        raise next(error for error in found if isinstance(error, ConfigError))
+    resolved, need = None, 0
     # The cheapest that fits. The smallest comes last whatever it costs: that it doesn't fit is noted in the plan.
-    for resolved in (*sorted(ways, key=lambda way: _cost(problem, placement, way)), ways[-1]):
-        need = vmem_need(problem, placement, resolved)
+    for way in (*sorted(ways, key=lambda way: _cost(problem, placement, way)), *ways[-1:]):
+        try:
+            _check_visits(problem, placement, way)  # takes its time where there are many tiles, so not of all of them
+        except ConfigError as error:
+            errors.append(error)
+            continue
+        resolved, need = way, vmem_need(problem, placement, way)
         if need <= _vmem_room(problem, config):
             break
+    if resolved is None:
+        raise errors[0]
     if not config.is_set("vmem_limit_bytes") and need > vmem.default:
         resolved = resolved.with_fields({"vmem_limit_bytes": min(vmem.most, math.ceil(need / _MIB) * _MIB)})
     return resolved
@@ -120,11 +127,9 @@ def _way(
 ) -> SplashConfig | ConfigError:
     """The config with blocks of at most `most`, or why there is none."""
     try:
-        resolved = _with_blocks(problem, placement, config, most, fused)
-        _check_visits(problem, placement, resolved)
+        return _with_blocks(problem, placement, config, most, fused)
     except ConfigError as error:
         return error
-    return resolved
 
 
 def _check_visits(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> None:

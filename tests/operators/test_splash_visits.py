@@ -124,3 +124,20 @@ def test_configs_and_plans_pickle() -> None:
     plan = OperationRegistry.create("splash", metadata).plan(x, x, x, mask=Causal() & SlidingWindow(left=9))
     again = pickle.loads(pickle.dumps(plan))
     assert (again.config, again.problem, again.padding) == (plan.config, plan.problem, plan.padding)
+
+
+def test_planning_for_128k_tokens_looks_at_few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    whole = Mask.live_blocks
+
+    def counted(self: Mask, block_q: int, block_kv: int, **sizes: int) -> np.ndarray:
+        found = whole(self, block_q, block_kv, **sizes)
+        seen.append(found.size)
+        return found
+
+    monkeypatch.setattr(Mask, "live_blocks", counted)
+    x = jax.ShapeDtypeStruct((1, 1 << 17, 8, 128), jnp.bfloat16)
+    decided = OperationRegistry.create("splash", OperationMetadata(backend="tpu")).plan(x, x, x)
+    assert decided.config.block_q == 1024
+    # 128-blocks would be a million tiles for each pass; 1024-blocks are 16384, and a sample has as many 128-blocks.
+    assert sum(seen) < 100_000
