@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas import tpu as pltpu
 
 from ...local_mask import Dropout, LocalMask
 from ..blockwise import LSE_NAME, OUTPUT_NAME, Blocking, bias_gradient
@@ -33,7 +34,7 @@ class _Static:
     blocks: SplashBlocks
     names: tuple[str, str]
     platform: str
-    interpret: bool
+    interpret: bool | pltpu.InterpretParams
 
 
 def splash_attention(
@@ -50,12 +51,13 @@ def splash_attention(
     blocks: SplashBlocks,
     residual_checkpoint_name: str | None,
     platform: str,
-    interpret: bool,
+    interpret: bool | pltpu.InterpretParams,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output [batch, heads, q, value_dim], lse [batch, heads, q] float32), both differentiable in reverse.
 
     query [batch, heads, q, dim], key [batch, kv_heads, kv, dim], value [batch, kv_heads, kv, value_dim], of any lengths;
-    bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Fully masked rows give output 0, lse -inf (or that of
+    bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. interpret: True for Pallas' interpreter, or the parameters
+    of that which simulates a TPU's memory, slow, for tests. Fully masked rows give output 0, lse -inf (or that of
     the sink) and zero gradients.
     """
     places, traced = take_apart(mask, dropout)

@@ -154,7 +154,7 @@ class Frame:
         cost: pl.CostEstimate,
         vmem_limit_bytes: int | None,
         scheduler: bool,
-        interpret: bool,
+        interpret: bool | pltpu.InterpretParams,
     ) -> dict[str, jax.Array]:
         """Run the kernel over the grid, of which the first `parallel` dimensions may run in any order; the outputs by name."""
         arrays = [*self.scalars.values(), *(x.array for x in self.inputs.values())]

@@ -1,0 +1,155 @@
+"""attnops' kernels in the interpreter that simulates a TPU's memory and cores: right, and free of races.
+
+It fills fresh memory with NaN, executes a copy when it is waited for, and with `detect_races` reports accesses that nothing
+orders. Two cores share the parallel dimensions of the grid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attnops import Causal, Mask
+from attnops.masks import Lengths
+from attnops.operators.kernels.splash import SplashBlocks, splash_attention
+from attnops.operators.kernels.splash.frame import Frame
+from attnops.operators.local_mask import LocalMask
+from attnops.verify import reference_attention, reference_gradients
+
+LENGTH, HEADS, KV_HEADS, DIM = 200, 2, 1, 16  # two blocks of 128, the second of them short
+BLOCKS = SplashBlocks(
+    block_q=128, block_kv=128, block_kv_compute=128, block_kv_compute_in=128, heads_per_tile=1, block_q_dkv=128,
+    block_kv_dkv=128, block_kv_dkv_compute=128, block_q_dq=None, block_kv_dq=None, use_fused_bwd_kernel=True,
+    q_layout="head_dim_minor", k_layout="head_dim_minor", v_layout="head_dim_minor", use_base2_exp=True,
+    fuse_reciprocal=True, sum_by_product=False, use_experimental_scheduler=False, vmem_limit_bytes=None,
+)  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {
+    "fused": {},
+    "apart": {"use_fused_bwd_kernel": False, "block_q_dq": 128, "block_kv_dq": 128},
+    "two_heads": {"heads_per_tile": 2},
+    "traced": {},  # lengths: the grid is as long as the tiles found on the device
+}
+PLAIN = pltpu.InterpretParams()
+TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
+
+
+def _case(
+    way: str, batch: int
+) -> tuple[Callable[..., Any], tuple[jax.Array, ...], Callable[[Any], Any], dict[str, np.ndarray]]:
+    """(mask of lengths, arrays in bhtd with the output's gradient, blocks, the reference's output and gradients)."""
+    rng = np.random.default_rng(3)
+    shapes = [(batch, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    query, key, value, d_output = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    lengths = np.array([70, LENGTH], np.int32)[:batch]
+    rows, keys = np.arange(LENGTH)[:, None], np.arange(LENGTH)
+    visible = np.broadcast_to(keys <= rows, (batch, 1, LENGTH, LENGTH))
+
+    def mask(lengths: jax.Array) -> Mask:
+        return Causal(0) & Lengths(lengths) if way == "traced" else Causal(0)
+
+    if way == "traced":
+        visible = visible & (keys < lengths[:, None, None, None])
+    given: dict[str, Any] = {"scale": 0.25, "mask": visible}
+    want = reference_gradients(query, key, value, d_output, **given)
+    want["output"] = reference_attention(query, key, value, **given).output
+    turned = tuple(jnp.asarray(x).swapaxes(1, 2) for x in (query, key, value, d_output))
+    return mask, (*turned, jnp.asarray(lengths)), lambda x: np.asarray(x.swapaxes(1, 2), np.float64), want
+
+
+def _forward_and_gradients(way: str, interpret: pltpu.InterpretParams, batch: int = 2) -> None:
+    """Run both passes and hold them against the reference."""
+    mask, arrays, turned, want = _case(way, batch)
+    blocks = SplashBlocks(**{**vars(BLOCKS), **WAYS[way]})
+
+    @jax.jit
+    def both(query: jax.Array, key: jax.Array, value: jax.Array, d_output: jax.Array, lengths: jax.Array) -> Any:
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            return splash_attention(
+                query, key, value, scale=0.25, mask=LocalMask(mask(lengths), 0, LENGTH, LENGTH, 0), bias=None,
+                soft_cap=None, sinks=None, dropout=None, blocks=blocks, residual_checkpoint_name=None, platform="tpu",
+                interpret=interpret,
+            )[0]  # fmt: skip
+
+        output, pull = jax.vjp(attend, query, key, value)
+        return output, *pull(d_output)
+
+    got = jax.block_until_ready(both(*arrays))
+    for name, x in zip(("output", "query", "key", "value"), got, strict=True):
+        np.testing.assert_allclose(turned(x), want[name], atol=3e-5 * np.abs(want[name]).max(), err_msg=name)
+
+
+def _races(run: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> bool:
+    """Whether races are reported: raised as of jax 0.12, before that printed."""
+    capsys.readouterr()
+    try:
+        run()
+    except Exception as error:
+        if "RACE DETECTED" not in str(error):
+            raise
+        return True
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+    return "RACE DETECTED" in capsys.readouterr().out
+
+
+SOMETIMES = [pytest.param(way, marks=[] if way == "fused" else [pytest.mark.slow]) for way in WAYS]
+
+
+@pytest.mark.parametrize("way", SOMETIMES)
+def test_no_races_on_two_cores(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not _races(lambda: _forward_and_gradients(way, TWO_CORES), capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_read_before_it_is_written(way: str) -> None:
+    _forward_and_gradients(way, PLAIN)
+
+
+def test_a_seeded_race_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two cores add to one block: an axis that is said to be parallel, and isn't."""
+
+    def add(x: Any, total: Any) -> None:
+        total[...] += x[...]
+
+    def summed(axis: Any) -> None:
+        total = pl.pallas_call(
+            add,
+            grid=(4,),
+            in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0))],
+            out_specs=pl.BlockSpec((8, 128), lambda i: (0, 0)),
+            out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=(axis,)),
+            interpret=TWO_CORES,
+        )
+        jax.block_until_ready(jax.jit(total)(jnp.ones((32, 128))))
+
+    assert _races(lambda: summed(pltpu.PARALLEL), capsys)
+    assert not _races(lambda: summed(pltpu.ARBITRARY), capsys)
+
+
+@pytest.mark.slow
+def test_a_race_seeded_in_attnops_kernels_is_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Query heads of a kv head add to its gradients; here each is a core's. One batch row: two would be one for each core."""
+    run = Frame.run
+
+    def all_parallel(self: Frame, *args: Any, **kwargs: Any) -> Any:
+        return run(self, *args, **kwargs | {"parallel": 4})
+
+    monkeypatch.setattr(Frame, "run", all_parallel)
+
+    def ignoring_values() -> None:
+        with contextlib.suppress(AssertionError):  # the sums are wrong, too
+            _forward_and_gradients("fused", TWO_CORES, batch=1)
+
+    assert _races(ignoring_values, capsys)
