@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["TRIED", "installed", "tokamax_splash_attention", "untried"]
 
 TRIED = ("0.0.12", "0.0.17")  # the first with jax 0.10.2, the second with jax 0.12.0
+_LISTED = 1 << 14  # tiles of an open mask; 13 bytes of scalar memory each
 _PACKAGE = "tokamax._src.ops.experimental.tpu.splash_attention"
 
 
@@ -137,8 +138,12 @@ def _tables(
     block_kv: int,
     of_keys: bool,
 ) -> _Tables | None:
-    """The forward's live tiles in the order of query blocks, or, `of_keys`, all tiles by kv block; None for an open mask."""
-    if isinstance(mask, Full):
+    """The forward's live tiles in the order of query blocks, or, `of_keys`, all tiles by kv block.
+
+    None for an open mask, unless its tiles are few: without a list the forward divides the step's number, and to lower that
+    Pallas asks what it runs on, so that it could not be compiled where no TPU is.
+    """
+    if isinstance(mask, Full) and (of_keys or (q_padded // block_q) * (kv_padded // block_kv) > _LISTED):
         return None
     kinds = block_kinds(mask, q_len, kv_len, q_padded, kv_padded, shards, block_q, block_kv)
     live = float((kinds > 0).mean())

@@ -115,7 +115,9 @@ def test_tables_of_128k_tokens_come_from_a_closed_form() -> None:
     assert forward.steps.tolist() == [128 * 129 // 2]
     assert backward.kinds.shape == (1, 128 * 128)
     assert forward.rows.dtype == forward.kinds.dtype == np.int8
-    assert _tables(Full(), *sizes[1:], False) is None
+    assert _tables(Full(), *sizes[1:], True) is None
+    assert _tables(Full(), *sizes[1:], False).kinds.tolist() == [[2] * 128 * 128]
+    assert _tables(Full(), *sizes[1:-2], 512, 512, False) is None
 
 
 IDS = jax.ShapeDtypeStruct((2, 600), jnp.int32)
@@ -129,6 +131,7 @@ COMPILED: dict[str, dict[str, Any]] = {
     },
     "layouts": {"config": dict.fromkeys(("q_layout", "k_layout", "v_layout"), "seq_minor")},
     "chunked": {"config": {}, "mask": Causal() & Chunked(100)},
+    "full": {"config": {}, "mask": Full()},
     "float32": {"config": {}, "dtype": "float32", "logits_soft_cap": 30.0},
     "traced": {
         "config": {}, "q_segment_ids": IDS, "kv_lengths": jax.ShapeDtypeStruct((2,), jnp.int32),
