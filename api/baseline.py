@@ -15,7 +15,7 @@ from attnops.registry import FEATURES, AttentionProblem, Plan
 
 __all__ = ["Baseline", "NotExpressible", "baseline"]
 
-_ABSENT = ("logits_soft_cap", "sinks", "dropout", "return_weights", "return_lse", "value_dim")
+_ABSENT = ("logits_soft_cap", "sinks", "dropout", "return_weights", "return_lse", "value_dim", "quantized_kv")
 _LARGEST_MASK = 2**30
 
 

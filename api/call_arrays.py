@@ -13,6 +13,7 @@ import numpy as np
 from attnops.errors import InputError
 from attnops.inputs import read_arrays
 from attnops.registry.call_declaration import CallDeclaration
+from attnops.registry.quantised import QUANTISED, scale_shape
 
 __all__ = ["CallArrays", "call_arrays", "call_shapes"]
 
@@ -21,6 +22,8 @@ _TRACED = {
     "mask": "dense_mask",
     "bias": "bias",
     "softmax_aux": "softmax_aux",
+    "key_scale": "kv_scales",
+    "value_scale": "kv_scales",
     "q_segment_ids": "segment_ids",
     "kv_segment_ids": "segment_ids",
     "kv_lengths": "kv_lengths",
@@ -77,6 +80,13 @@ def _read(call: CallDeclaration, path: Path, seed: int) -> CallArrays:
 
 def _cast(name: str, array: np.ndarray, call: CallDeclaration, path: Path, notes: list[str]) -> np.ndarray:
     """Bring an array to a dtype that attention takes, and say so."""
+    if name in ("key", "value") and (call.kv_dtype is not None or array.dtype.name in QUANTISED):
+        if call.is_set("kv_dtype") and array.dtype.name != call.kv_dtype:
+            raise InputError(
+                f"{path}: {name} is {array.dtype.name}, and call.kv_dtype={call.kv_dtype} is declared; a file's arrays are "
+                "neither quantised nor dequantised. Make them agree, or leave call.kv_dtype out."
+            )
+        return array
     if name in ("query", "key", "value"):
         wanted = call.dtype if call.is_set("dtype") else "float32" if array.dtype == np.float64 else array.dtype.name
         if array.dtype.kind not in "fV" or wanted not in _FLOATS:
@@ -130,6 +140,15 @@ def _agree_on_traced(call: CallDeclaration, arrays: dict[str, Any], path: Path) 
             raise InputError(
                 f"{path}: {name} has shape {arrays[name].shape}, and call.{field}={list(shape)} is declared."
             )
+    if call.is_set("kv_scales") and call.kv_scales is not None:
+        for name in ("key", "value"):
+            scale, wanted = f"{name}_scale", scale_shape(arrays[name].shape, call.kv_scales, call.layout)
+            got = f"holds no {scale}" if scale not in arrays else f"{scale} has shape {arrays[scale].shape}"
+            if scale not in arrays or arrays[scale].shape != wanted:
+                raise InputError(
+                    f"{path}: {got}, and call.kv_scales={call.kv_scales} is declared, shape {wanted}; make them agree, or leave "
+                    "call.kv_scales out."
+                )
     if call.segment_ids is not None:
         ids = next((arrays[name] for name in ("q_segment_ids", "kv_segment_ids") if name in arrays), None)
         if ids is None:

@@ -120,8 +120,11 @@ def _not_finite(output: jax.Array, arrays: dict[str, Any]) -> str:
     count = int((~np.isfinite(np.asarray(output, np.float32))).sum())
     if not count:
         return ""
-    given = [n for n in ("query", "key", "value") if not np.isfinite(np.asarray(arrays[n], np.float32)).all()]
-    cause = f"; so are values of {', '.join(given)}" if given else ", though query, key and value are"
+    names = [n for n in ("query", "key", "value", "key_scale", "value_scale") if n in arrays]
+    given = [n for n in names if not np.isfinite(np.asarray(arrays[n], np.float32)).all()]
+    cause = (
+        f"; so are values of {', '.join(given)}" if given else f", though {', '.join(names[:-1])} and {names[-1]} are"
+    )
     return f"{count} of {output.size} output values are not finite{cause}"
 
 

@@ -24,6 +24,7 @@ _SUFFIXES = (".npz", ".safetensors")
 _SAFETENSORS = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "I64": "int64",
     "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
 
 
@@ -110,7 +111,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
         raise InputError(f"{path}: not a readable .npz: {text}.") from None
     for name, array in found.items():
         if array.dtype.kind == "V":
-            mend = ".npz has no bfloat16; use .safetensors, or save float32"
+            mend = ".npz has no bfloat16 and no fp8; use .safetensors, or save float32"
             raise InputError(f"{path}: {name} has dtype {array.dtype}: {mend}.")
     return found
 
@@ -121,7 +122,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
     found: dict[str, np.ndarray] = {}
     try:
-        # safetensors.numpy.load knows no bfloat16, so the bytes are read here.
+        # safetensors.numpy.load knows neither bfloat16 nor fp8, so the bytes are read here.
         for name, tensor in deserialize(path.read_bytes()):
             if tensor["dtype"] not in _SAFETENSORS:
                 known = ", ".join(_SAFETENSORS)

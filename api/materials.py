@@ -15,7 +15,8 @@ __all__ = ["Materials", "canonical", "materials"]
 
 
 class Materials(NamedTuple):
-    """Host arrays of a call in canonical form, in the run-time dtype. `query_offset` is an int or an array [batch]."""
+    """Host arrays of a call in canonical form, in the run-time dtype; a quantised key or value times its scale in float64.
+    `query_offset` is an int or an array [batch]."""
 
     query: np.ndarray
     key: np.ndarray
@@ -34,7 +35,16 @@ class Materials(NamedTuple):
 def materials(problem: AttentionProblem, arrays: Mapping[str, Any]) -> Materials:
     """Collect them. The mask is the problem's own, with the arrays in its slots."""
     dtype = jnp.dtype(problem.runtime_dtype)
-    q, k, v = (canonical(np.asarray(arrays[n]), problem.layout).astype(dtype) for n in ("query", "key", "value"))
+
+    def tensor(name: str) -> np.ndarray:
+        x = canonical(np.asarray(arrays[name]), problem.layout)
+        if name not in problem.quantised:
+            return x.astype(dtype)
+        scale = arrays.get(f"{name}_scale")
+        whole = x.astype(np.float64)
+        return whole if scale is None else whole * canonical(np.asarray(scale), problem.layout).astype(np.float64)
+
+    q, k, v = (tensor(name) for name in ("query", "key", "value"))
     mask = problem.mask.merge([_leaf(leaf.name, problem, arrays) for leaf in problem.leaves])
     offset: int | np.ndarray = 0 if problem.query_offset is None else problem.query_offset
     if problem.dynamic_query_offset:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from attnops.operators import AttentionOutput, Operation
 from attnops.registry import Plan
@@ -65,9 +65,5 @@ def on_devices(arrays: Mapping[str, Any], plan: Plan, mesh: Mesh | None) -> dict
         return {name: jax.device_put(x) for name, x in arrays.items()}
     placed = {}
     for name, x in arrays.items():
-        fitted = plan.placement.fitted.get(name)
-        # Repeated kv heads exist only inside the operation: as given they don't divide.
-        fits = fitted is not None and fitted.shape == x.shape
-        spec = fitted.spec if fitted is not None and fits else PartitionSpec()
-        placed[name] = jax.device_put(x, NamedSharding(mesh, spec))
+        placed[name] = jax.device_put(x, NamedSharding(mesh, plan.placement.given(name, x.shape)))
     return placed

@@ -30,6 +30,8 @@ class Arrays(NamedTuple):
     q_segment_ids: Any = None
     kv_segment_ids: Any = None
     kv_lengths: Any = None
+    key_scale: Any = None
+    value_scale: Any = None
     mask_leaves: tuple[Any, ...] = ()
 
 
@@ -70,7 +72,8 @@ def shaped(name: str, value: Any) -> jax.ShapeDtypeStruct:
 def split_arguments(
     query: Any, key: Any, value: Any, *, mask: Any, bias: Any, causal: Any, sliding_window: Any, q_segment_ids: Any,
     kv_segment_ids: Any, kv_lengths: Any, query_offset: Any, softmax_scale: Any, logits_soft_cap: Any, softmax_aux: Any,
-    dropout_prob: Any, dropout_rng: Any, deterministic: Any, return_weights: Any, return_lse: Any, mode: Any, layout: Any,
+    key_scale: Any, value_scale: Any, dropout_prob: Any, dropout_rng: Any, deterministic: Any, return_weights: Any,
+    return_lse: Any, mode: Any, layout: Any,
 ) -> tuple[Arrays, Options]:  # fmt: skip
     """Sort the arguments of a call into arrays and options. Cheap: checks types only where it sorts by them."""
     leaves: tuple[Any, ...] = ()
@@ -101,6 +104,8 @@ def split_arguments(
         q_segment_ids,
         kv_segment_ids,
         kv_lengths,
+        key_scale,
+        value_scale,
         leaves,
     )
     options = Options(

@@ -72,6 +72,8 @@ class Operation(PlannedOperation):
         softmax_scale: float | None = None,
         logits_soft_cap: float | None = None,
         softmax_aux: jax.Array | None = None,
+        key_scale: jax.Array | None = None,
+        value_scale: jax.Array | None = None,
         dropout_prob: float | None = None,
         dropout_rng: jax.Array | None = None,
         deterministic: bool = True,
@@ -90,9 +92,9 @@ class Operation(PlannedOperation):
         arrays, options = split_arguments(
             query, key, value, mask=mask, bias=bias, causal=causal, sliding_window=sliding_window,
             q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, kv_lengths=kv_lengths, query_offset=query_offset,
-            softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, softmax_aux=softmax_aux,
-            dropout_prob=dropout_prob, dropout_rng=dropout_rng, deterministic=deterministic, return_weights=return_weights,
-            return_lse=return_lse, mode=mode, layout=layout,
+            softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, softmax_aux=softmax_aux, key_scale=key_scale,
+            value_scale=value_scale, dropout_prob=dropout_prob, dropout_rng=dropout_rng, deterministic=deterministic,
+            return_weights=return_weights, return_lse=return_lse, mode=mode, layout=layout,
         )  # fmt: skip
         mesh = self._mesh()
         signature = (mesh, options, *(_signature(x) for x in arrays[:-1]), *(_signature(x) for x in arrays.mask_leaves))
@@ -133,6 +135,8 @@ class Operation(PlannedOperation):
         softmax_scale: float | None = None,
         logits_soft_cap: float | None = None,
         softmax_aux: Any = None,
+        key_scale: Any = None,
+        value_scale: Any = None,
         dropout_prob: float | None = None,
         dropout_rng: Any = None,
         deterministic: bool = True,
@@ -148,9 +152,9 @@ class Operation(PlannedOperation):
         arrays, options = split_arguments(
             query, key, value, mask=mask, bias=bias, causal=causal, sliding_window=sliding_window,
             q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, kv_lengths=kv_lengths, query_offset=query_offset,
-            softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, softmax_aux=softmax_aux,
-            dropout_prob=dropout_prob, dropout_rng=dropout_rng, deterministic=deterministic, return_weights=return_weights,
-            return_lse=return_lse, mode=mode, layout=layout,
+            softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, softmax_aux=softmax_aux, key_scale=key_scale,
+            value_scale=value_scale, dropout_prob=dropout_prob, dropout_rng=dropout_rng, deterministic=deterministic,
+            return_weights=return_weights, return_lse=return_lse, mode=mode, layout=layout,
         )  # fmt: skip
         return self._plan(arrays, options, self._mesh())
 
@@ -250,11 +254,7 @@ def _on_devices(arrays: Arrays, placement: Placement, mesh: Mesh) -> Arrays:
         return arrays
 
     def put(name: str, x: Any) -> Any:
-        fitted = placement.fitted.get(name)
-        # These were fitted to their repeated heads, which aren't there yet.
-        repeated = name == "softmax_aux" or (name in ("key", "value") and placement.kv_repeat > 1)
-        spec = jax.P() if fitted is None or repeated else fitted.spec
-        return place(x, spec, mesh) if _concrete(x) else x
+        return place(x, placement.given(name, x.shape), mesh) if _concrete(x) else x
 
     moved = {name: put(name, x) for name, x in arrays._asdict().items() if name != "mask_leaves"}
     return Arrays(**moved, mask_leaves=tuple(put("", x) for x in arrays.mask_leaves))

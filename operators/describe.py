@@ -10,10 +10,11 @@ import jax
 from ..errors import ConfigError, InputError
 from ..masks import Mask
 from ..registry import AttentionProblem, OperationConfig, OperationMetadata
+from ..registry.quantised import QUANTISED
 from ..sharding import MeshAxis, axes_of, canonical_layout, canonical_mode, describe_mesh, devices_platform
 from ..sharding.mesh import AnyMesh, gpu_vendor
 from .arguments import Arrays, Options, bound_mask, join_mask, shaped
-from .shapes import check_dtypes, check_extras, check_key, leaf_shape, sizes_of, with_segments
+from .shapes import check_dtypes, check_extras, check_key, check_scales, leaf_shape, sizes_of, with_segments
 
 if TYPE_CHECKING:
     from .base import Operation
@@ -36,6 +37,7 @@ def describe(
     mode = _mode(options.mode, q_len, kv_len)
     shapes = packed(with_segments(shapes, layout, batch, q_len, kv_len), layout)
     check_dtypes(shapes, metadata)
+    check_scales(shapes, layout)
     check_extras(shapes, options, sizes)
 
     mask = join_mask(shapes, options, metadata.causal)
@@ -71,6 +73,7 @@ def describe(
         "gqa": sizes["k"] != sizes["h"],
         "value_dim": sizes["e"] != sizes["d"],
         "dynamic_query_offset": dynamic,
+        "quantized_kv": any(x.dtype.name in QUANTISED for x in (shapes.key, shapes.value)),
     }
     config, config_notes = _config(operation, metadata)
     platform, kind, source = _platform(metadata, mesh)
@@ -91,6 +94,8 @@ def describe(
         head_dim=sizes["d"],
         value_dim=sizes["e"],
         input_dtype=shapes.query.dtype.name,
+        key_dtype=shapes.key.dtype.name,
+        value_dtype=shapes.value.dtype.name,
         runtime_dtype=(metadata.runtime_dtype or shapes.query.dtype).name,
         softmax_dtype=metadata.runtime_softmax_dtype.name,
         layout=layout,
@@ -103,6 +108,8 @@ def describe(
         dropout_prob=probability if dropping else 0.0,
         bias_shape=None if shapes.bias is None else shapes.bias.shape,
         sinks_shape=None if shapes.softmax_aux is None else shapes.softmax_aux.shape,
+        key_scale_shape=None if shapes.key_scale is None else shapes.key_scale.shape,
+        value_scale_shape=None if shapes.value_scale is None else shapes.value_scale.shape,
         query_offset=offset,
         dynamic_query_offset=dynamic,
         rules=rules,
@@ -226,9 +233,12 @@ def _notes(
     if metadata.backend not in (None, platform, "gpu" if platform in ("cuda", "rocm") else None):
         notes.append(f"backend={metadata.backend} is not used: {source} say {platform}")
     if metadata.runtime_dtype is not None and shapes.query.dtype != metadata.runtime_dtype:
-        notes.append(
-            f"query, key, value cast from {shapes.query.dtype.name} to {metadata.runtime_dtype.name} (runtime_dtype)"
-        )
+        cast = ", ".join(n for n in ("query", "key", "value") if getattr(shapes, n).dtype.name not in QUANTISED)
+        notes.append(f"{cast} cast from {shapes.query.dtype.name} to {metadata.runtime_dtype.name} (runtime_dtype)")
+    for name in ("key", "value"):
+        dtype = getattr(shapes, name).dtype.name
+        if dtype in QUANTISED and getattr(shapes, f"{name}_scale") is None:
+            notes.append(f"{name} is {dtype} without {name}_scale: it counts as it stands")
     declared = metadata.declared_mesh
     if declared is not None and mesh is not declared and axes_of(declared) != axes_of(mesh):
         notes.append(f"the mesh of the context is in force: {describe_mesh(mesh)}, declared {describe_mesh(declared)}")

@@ -28,7 +28,7 @@ __all__ = ["execute"]
 
 
 class _Operands(NamedTuple):
-    """The arrays that cross into shard_map, in canonical form (4-D q, k, v; one sink per head)."""
+    """The arrays that cross into shard_map, in canonical form (4-D q, k, v; one sink per head; a scale for every key)."""
 
     query: jax.Array
     key: jax.Array
@@ -38,6 +38,8 @@ class _Operands(NamedTuple):
     query_offset: jax.Array | None
     dropout_seed: jax.Array | None
     leaves: tuple[jax.Array, ...]
+    key_scale: jax.Array | None  # [batch, kv heads, kv], float32
+    value_scale: jax.Array | None
 
 
 def execute(operation: Operation, plan: Plan, mesh: AnyMesh | None, options: Options, arrays: Arrays) -> LocalOutput:
@@ -87,11 +89,11 @@ def _prepare(
     dtype = jnp.dtype(problem.runtime_dtype)
     heads_at = problem.kernel_layout.index("h")
 
-    def tensor(x: jax.Array) -> jax.Array:
-        x = jnp.asarray(x, dtype)
+    def tensor(name: str, x: jax.Array) -> jax.Array:
+        x = jnp.asarray(x) if name in problem.quantised else jnp.asarray(x, dtype)
         return x[None] if problem.layout == "thd" else x
 
-    query, key, value = (tensor(x) for x in arrays[:3])
+    query, key, value = (tensor(name, x) for name, x in zip(("query", "key", "value"), arrays[:3], strict=True))
     if placement.kv_repeat > 1:
         # On Explicit axes a dimension that is split can't be repeated: its heads come together first.
         whole_heads = PartitionSpec(*(None if i == heads_at else axes for i, axes in enumerate(placement.spec("key"))))
@@ -109,6 +111,8 @@ def _prepare(
         offset,
         dropout_seed(arrays.dropout_rng) if problem.dropout_prob > 0 else None,
         tuple(jnp.asarray(leaf.array) for leaf in leaves),
+        _scale(arrays.key_scale, problem, placement, mesh),
+        _scale(arrays.value_scale, problem, placement, mesh),
     )
 
 
@@ -127,6 +131,22 @@ def _one_sink_a_head(sinks: jax.Array, problem: AttentionProblem, mesh: AnyMesh 
         sinks = jax.nn.logsumexp(sinks, axis=-1)
     group = problem.q_heads // sinks.shape[0]
     return sinks if group == 1 else jnp.repeat(pin(sinks, PartitionSpec(None), mesh), group)
+
+
+def _scale(
+    scale: jax.Array | None, problem: AttentionProblem, placement: Placement, mesh: AnyMesh | None
+) -> jax.Array | None:
+    """A scale as float32 [batch, kv heads, kv], with the heads repeated as those of its tensor."""
+    if scale is None:
+        return None
+    scale = jnp.squeeze(jnp.asarray(scale, jnp.float32), -1)
+    scale = scale[None] if problem.layout == "thd" else scale
+    scale = scale if problem.layout == "bhtd" else scale.swapaxes(1, 2)
+    scale = jnp.broadcast_to(scale, (problem.batch, problem.kv_heads, problem.kv_len))
+    if placement.kv_repeat == 1:
+        return scale
+    batch = placement.spec("key")[0]
+    return jnp.repeat(pin(scale, PartitionSpec(batch, None, None), mesh), placement.kv_repeat, axis=1)
 
 
 def _specs(operands: _Operands, placement: Placement) -> Any:
@@ -168,6 +188,8 @@ def _local_call(plan: Plan, options: Options, local: _Operands) -> LocalCall:
         value=local.value,
         bias=local.bias,
         sinks=local.softmax_aux,
+        key_scale=local.key_scale,
+        value_scale=local.value_scale,
         mask=LocalMask(mask, q_start, placement.local.q_len, placement.local.kv_len, offset),
         dropout=dropout,
         layout=problem.kernel_layout,

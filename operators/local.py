@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from ..registry import AttentionProblem, OperationConfig, Placement, Route
+from .kernels.quantised import dequantised
 from .local_mask import Dropout, LocalMask
 
 __all__ = ["LocalCall", "LocalOutput"]
@@ -24,7 +25,11 @@ class LocalOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalCall:
-    """One device's part of a call. Arrays are in `layout` (bthd or bhtd) and in the run-time dtype."""
+    """One device's part of a call. Arrays are in `layout` (bthd or bhtd) and in the run-time dtype.
+
+    A quantised key or value is as it was given; what is attended to is it times its scale. A method that doesn't do that
+    itself works on `dequantised()`.
+    """
 
     query: jax.Array
     key: jax.Array
@@ -46,3 +51,16 @@ class LocalCall:
     # Index of this device's query shard among `q_shards`, traced when there are several.
     q_shard: int | jax.Array = 0
     q_shards: int = 1
+    # [batch, kv heads, kv] in float32; None where key or value isn't quantised, or counts as it stands.
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
+
+    def dequantised(self) -> LocalCall:
+        """The call with key and value in the run-time dtype and without scales; itself where nothing is quantised."""
+        if not self.problem.quantised:
+            return self
+        key, value = (
+            dequantised(x, scale, self.layout, self.query.dtype)
+            for x, scale in ((self.key, self.key_scale), (self.value, self.value_scale))
+        )
+        return replace(self, key=key, value=value, key_scale=None, value_scale=None)

@@ -15,6 +15,7 @@ __all__ = ["ScaledDotProduct", "SdpaConfig"]
 _HOPPER_OR_LATER = ("H100", "H200", "H20", "H800", "GH200", "B100", "B200", "B300", "GB200", "GB300")
 _FEATURES = STATIC_MASKS | {
     "segment_ids", "kv_lengths", "positions", "dense_mask", "dynamic_or", "dynamic_query_offset", "bias", "gqa",
+    "quantized_kv",
 }  # fmt: skip
 
 
@@ -88,7 +89,12 @@ class ScaledDotProduct(Operation):
     name = "sdpa"
     config = SdpaConfig
 
-    @implementation(consumes=_FEATURES, rules=_CUDNN, tolerance={"bfloat16": (2e-2, 4e-2), "float16": (4e-3, 8e-3)})
+    @implementation(
+        consumes=_FEATURES,
+        rules=_CUDNN,
+        tolerance={"bfloat16": (2e-2, 4e-2), "float16": (4e-3, 8e-3)},
+        dequantises=True,
+    )
     def forward_cuda(self, call: LocalCall) -> LocalOutput:
         """Run cuDNN's flash attention; causal masks and causal windows as flags, other masks as an array."""
         local = call.placement.local
@@ -99,6 +105,7 @@ class ScaledDotProduct(Operation):
         consumes=_FEATURES,
         rules=(_SOFTMAX,),
         tolerance={"float32": (4e-6, 1e-5), "bfloat16": (4e-2, 6e-2), "float16": (2e-3, 4e-3)},
+        dequantises=True,
     )
     def forward_native(self, call: LocalCall) -> LocalOutput:
         """Run the XLA implementation, with the mask as an array."""
@@ -108,6 +115,7 @@ class ScaledDotProduct(Operation):
 def _run(
     call: LocalCall, implementation: Literal["xla", "cudnn"], flags: tuple[bool, tuple[int, int] | None] | None
 ) -> LocalOutput:
+    call = call.dequantised()
     swap = call.layout == "bhtd"
     query, key, value = (x.swapaxes(1, 2) if swap else x for x in (call.query, call.key, call.value))
     is_causal, window = flags or (False, None)

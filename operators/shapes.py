@@ -7,9 +7,12 @@ import jax.numpy as jnp
 
 from ..errors import InputError, InputTypeError
 from ..registry import LeafShape, OperationMetadata
+from ..registry.quantised import QUANTISED
 from .arguments import Arrays, Options
 
-__all__ = ["broadcastable", "check_dtypes", "check_extras", "check_key", "leaf_shape", "sizes_of", "with_segments"]
+__all__ = [
+    "broadcastable", "check_dtypes", "check_extras", "check_key", "check_scales", "leaf_shape", "sizes_of", "with_segments",
+]  # fmt: skip
 
 
 def sizes_of(arrays: Arrays, layout: str) -> dict[str, int]:
@@ -66,13 +69,42 @@ def _need_integers(name: str, array: jax.ShapeDtypeStruct) -> None:
 
 
 def check_dtypes(arrays: Arrays, metadata: OperationMetadata) -> None:
+    """Check that query, key and value are floats of one dtype, but for a quantised key and value."""
     dtypes = {name: getattr(arrays, name).dtype for name in ("query", "key", "value")}
+    dtypes = {name: d for name, d in dtypes.items() if name == "query" or d.name not in QUANTISED}
     for name, dtype in dtypes.items():
         if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
-            raise InputTypeError(f"{name} has dtype {dtype.name}; wanted float32, bfloat16 or float16.")
+            quantised = "" if name == "query" else f"; or, quantised, {', '.join(QUANTISED)}"
+            raise InputTypeError(f"{name} has dtype {dtype.name}; wanted float32, bfloat16 or float16{quantised}.")
     if metadata.runtime_dtype is None and len(set(dtypes.values())) > 1:
         got = ", ".join(f"{n} {d.name}" for n, d in dtypes.items())
         raise InputTypeError(f"dtypes differ: {got}; cast them, or declare runtime_dtype and they are cast to it.")
+
+
+def check_scales(arrays: Arrays, layout: str) -> None:
+    """Check key_scale and value_scale against their tensors: rank, dims and dtype; int8 needs one."""
+    words = {"bthd": "[batch, kv, kv_heads, 1]", "bhtd": "[batch, kv_heads, kv, 1]", "thd": "[kv, kv_heads, 1]"}[layout]
+    for name in ("key", "value"):
+        tensor, scale = getattr(arrays, name), getattr(arrays, f"{name}_scale")
+        quantised = tensor.dtype.name in QUANTISED
+        if scale is None:
+            if tensor.dtype == jnp.int8:
+                raise InputError(
+                    f"{name} is int8 and {name}_scale is missing; pass it, floats that broadcast to {words}."
+                )
+            continue
+        if not quantised:
+            raise InputError(
+                f"{name}_scale was given, but {name} is {tensor.dtype.name}, which isn't quantised; leave it out, or multiply "
+                f"{name} by it before the call."
+            )
+        if not jnp.issubdtype(scale.dtype, jnp.floating):
+            raise InputTypeError(f"{name}_scale has dtype {scale.dtype.name}; wanted floats.")
+        full = (*tensor.shape[:-1], 1)
+        if len(scale.shape) != len(full) or any(n not in (1, m) for n, m in zip(scale.shape, full, strict=True)):
+            raise InputError(
+                f"{name}_scale has shape {scale.shape}; wanted {full} ({words}), or 1 in place of any of these sizes."
+            )
 
 
 def check_extras(arrays: Arrays, options: Options, sizes: dict[str, int]) -> None:

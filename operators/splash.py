@@ -17,6 +17,7 @@ from ..registry import (
     Rule,
     implementation,
 )
+from ..registry.quantised import dequantised_copy
 from . import splash_candidates, splash_table
 from .base import Operation
 from .local import LocalCall, LocalOutput
@@ -146,6 +147,8 @@ class Splash(Operation):
     ) -> tuple[str, ...]:
         """Also what may be too large for the device's VMEM, and what another's kernel costs."""
         notes = super().remarks(method, problem, placement, config)
+        if method == "forward_tpu" and problem.quantised:
+            notes = (*notes, f"the gradient works on {dequantised_copy(problem, placement)}")
         if method != "forward_tpu" or not isinstance(config, SplashConfig):
             return notes
         if config.kernel != "attnops":
@@ -189,6 +192,8 @@ def _run_attnops(
         bias=call.bias,
         soft_cap=call.logits_soft_cap,
         sinks=call.sinks,
+        key_scale=call.key_scale,
+        value_scale=call.value_scale,
         dropout=call.dropout,
         blocks=blocks_of(config),
         residual_checkpoint_name=config.residual_checkpoint_name,

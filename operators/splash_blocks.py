@@ -258,6 +258,10 @@ def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig
         problem.value_dim,
         itemsize,
         dense,
+        *(
+            (1 if name in problem.quantised else itemsize, f"{name}_scale" in problem.scales)
+            for name in ("key", "value")
+        ),
     )
 
 

@@ -68,10 +68,12 @@ class Vanilla(Operation):
             "bfloat16": (1.5e-2, 3e-2),
             "float16": (2e-3, 4e-3),
         },
+        dequantises=True,
         route=native_route,
     )
     def forward_native(self, call: LocalCall) -> LocalOutput:
         """Attend by the plan's route: with the logits whole, or a part at a time."""
+        call = call.dequantised()
         route = call.route
         if not isinstance(route, NativeRoute):  # called from a method of another operation, which declares no route
             route = native_route(call.problem, call.placement, VanillaConfig())

@@ -6,17 +6,18 @@ A field that is left out is unset, which is not null: unset takes what an inputs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ..errors import ConfigError
 from ..masks import Dense, MaskField
 from ..sharding import MODES, canonical_mode
+from .quantised import quantise, scale_shape
 
 __all__ = ["CallDeclaration", "call_arguments"]
 
@@ -64,6 +65,25 @@ class CallDeclaration(BaseModel):
     dense_mask: Annotated[
         tuple[_Size, ...] | None, Field(description="Shape, broadcasts to [batch, heads, q, kv].")
     ] = None
+
+    kv_dtype: Annotated[
+        Literal["int8", "float8_e4m3fn", "float8_e5m2"] | None,
+        Field(description="Of a quantised key and value; null: dtype."),
+    ] = None
+    kv_scales: Annotated[
+        Literal["tensor", "head", "token", "token_head"] | None,
+        Field(description="What has a scale of its own; null: fp8 as it stands. Only with kv_dtype."),
+    ] = "token_head"
+
+    @model_validator(mode="after")
+    def _scales_of_something(self) -> Self:
+        if self.kv_dtype is None and self.kv_scales is not None and self.is_set("kv_scales"):
+            raise ValueError(
+                f"call.kv_scales={self.kv_scales!r} without call.kv_dtype; declare it, or leave kv_scales out"
+            )
+        if self.kv_dtype == "int8" and self.kv_scales is None:
+            raise ValueError("call.kv_scales=None with call.kv_dtype='int8', which needs scales; leave kv_scales out")
+        return self
 
     @field_validator("mode", mode="after")
     @classmethod
@@ -125,17 +145,22 @@ class CallDeclaration(BaseModel):
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Every array of the call by argument name, without values."""
         n, dtype = self.sizes(), jnp.dtype(self.dtype)
+        kv_dtype = dtype if self.kv_dtype is None else jnp.dtype(self.kv_dtype)
         rows = () if self.layout == "thd" else (n["batch"],)
 
-        def tensor(heads: str, length: str, dim: str) -> jax.ShapeDtypeStruct:
+        def tensor(heads: str, length: str, dim: str, dtype: Any) -> jax.ShapeDtypeStruct:
             by_axis = {"b": n["batch"], "t": n[length], "h": n[heads], "d": n[dim]}
             return jax.ShapeDtypeStruct(tuple(by_axis[axis] for axis in self.layout), dtype)
 
         found = {
-            "query": tensor("q_heads", "q_len", "head_dim"),
-            "key": tensor("kv_heads", "kv_len", "head_dim"),
-            "value": tensor("kv_heads", "kv_len", "value_dim"),
+            "query": tensor("q_heads", "q_len", "head_dim", dtype),
+            "key": tensor("kv_heads", "kv_len", "head_dim", kv_dtype),
+            "value": tensor("kv_heads", "kv_len", "value_dim", kv_dtype),
         }
+        if self.kv_dtype is not None and self.kv_scales is not None:
+            for name in ("key", "value"):
+                shape = scale_shape(found[name].shape, self.kv_scales, self.layout)
+                found[f"{name}_scale"] = jax.ShapeDtypeStruct(shape, jnp.float32)
         if self.segment_ids is not None:
             shortest = min(n["q_len"], n["kv_len"])
             if self.segment_ids > shortest:
@@ -163,7 +188,8 @@ class CallDeclaration(BaseModel):
     def draw(self, seed: int) -> dict[str, np.ndarray]:
         """Concrete arrays of these shapes: normal numbers, sorted segment ids from 1, lengths up to kv_len.
 
-        Lengths are never shorter than the queries that stand at a cache's end. The same seed gives the same arrays.
+        Quantised keys and values are such numbers over their scales. Lengths are never shorter than the queries that stand
+        at a cache's end. The same seed gives the same arrays.
         """
         random, found = np.random.default_rng(seed), {}
         n = self.sizes()
@@ -178,6 +204,12 @@ class CallDeclaration(BaseModel):
                 found[name] = found["q_segment_ids"]
             elif name.endswith("segment_ids"):
                 found[name] = _segments(random, struct.shape, self.segment_ids or 1)
+            elif name in ("key", "value") and self.kv_dtype is not None and self.kv_scales is not None:
+                drawn = random.standard_normal(struct.shape, np.float32)
+                found[name], scale = quantise(drawn, self.kv_dtype, self.kv_scales, self.layout)
+                found[f"{name}_scale"] = scale
+            elif name in found:  # a scale, drawn with its tensor
+                continue
             elif name == "mask":
                 found[name] = random.random(struct.shape) < 0.7
             else:
@@ -205,6 +237,8 @@ def call_arguments(call: CallDeclaration, arrays: Mapping[str, Any], *, mode: st
         "softmax_scale": call.softmax_scale,
         "logits_soft_cap": call.logits_soft_cap,
         "softmax_aux": arrays.get("softmax_aux"),
+        "key_scale": arrays.get("key_scale"),
+        "value_scale": arrays.get("value_scale"),
         "dropout_prob": call.dropout_prob,
         "dropout_rng": arrays.get("dropout_rng"),
         "deterministic": call.deterministic,

@@ -35,6 +35,7 @@ FEATURES: Mapping[str, str] = {
     "return_lse": "the log-sum-exp as an output",
     "gqa": "fewer kv heads than query heads",
     "value_dim": "a value head dim other than the query's",
+    "quantized_kv": "int8 or fp8 keys and values, with scales",
 }
 ALL_FEATURES = frozenset(FEATURES)
 STATIC_MASKS = frozenset({"causal", "sliding_window", "chunked", "prefix", "mask_function"})
@@ -92,6 +93,8 @@ class Capability:
     tolerance: Mapping[str, Tolerance] = field(default_factory=dict)
     # jax's shard_map can check replication; some Pallas kernels can't be traced under that check.
     check_vma: bool = True
+    # Whether it works on keys and values in the run-time dtype, made from quantised ones before it starts.
+    dequantises: bool = False
     # Chooses among the implementation's own ways, where it has several.
     route: Callable[[AttentionProblem, Placement, OperationConfig], Route] | None = None
 
@@ -118,6 +121,7 @@ def implementation(
     rules: Iterable[Rule] = (),
     tolerance: Mapping[str, Tolerance | tuple[float, float]],
     check_vma: bool = True,
+    dequantises: bool = False,
     route: Callable[[AttentionProblem, Placement, OperationConfig], Route] | None = None,
 ) -> Callable[[F], F]:
     """Declare what a forward method can do. Errors: ValueError for a feature that doesn't exist."""
@@ -125,7 +129,7 @@ def implementation(
     if unknown := sorted(wanted - ALL_FEATURES):
         raise ValueError(f"unknown features {unknown}; wanted some of {sorted(ALL_FEATURES)}.")
     published = {dtype: Tolerance(*value) for dtype, value in tolerance.items()}
-    capability = Capability(wanted, tuple(rules), published, check_vma, route)
+    capability = Capability(wanted, tuple(rules), published, check_vma, dequantises, route)
 
     def declare(method: F) -> F:
         method.capability = capability  # type: ignore[attr-defined]
@@ -137,5 +141,6 @@ def implementation(
 def _mend(feature: str) -> str:
     return {
         "return_weights": "Leave return_weights out, or use 'vanilla'.",
+        "quantized_kv": "Dequantise key and value before the call, or use 'vanilla'.",
         "dense_mask": "Declare the structure (Causal, SlidingWindow, segment ids, kv_lengths) instead, or use 'vanilla'.",
     }.get(feature, f"Leave {feature} out, or use 'vanilla'.")

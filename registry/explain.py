@@ -41,7 +41,7 @@ def bytes_text(count: float) -> str:
 
 
 def tensor_rows(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
-    """Rows (tensor, declared spec, fitted spec, shape, per-device shape, per-device bytes) of the ten tensors."""
+    """Rows (tensor, declared spec, fitted spec, shape, per-device shape, per-device bytes) of the ten tensors and of scales."""
     rows = []
     for tensor in AttnShardingRules._fields:
         declared, fitted = getattr(plan.problem.rules, tensor), plan.placement.fitted.get(tensor)
@@ -60,6 +60,10 @@ def tensor_rows(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
                     bytes_text(fitted.local_bytes),
                 )
             )
+    for name in plan.problem.scales:
+        fitted = plan.placement.fitted[name]
+        shapes = _shape(fitted.shape), _shape(fitted.local_shape), bytes_text(fitted.local_bytes)
+        rows.append((name, f"as {name.removesuffix('_scale')}", spec_text(fitted.spec), *shapes))
     return rows
 
 

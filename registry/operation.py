@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..errors import ConfigError
 from .capability import Capability
 from .config import OperationConfig
+from .quantised import dequantised_copy
 
 if TYPE_CHECKING:
     from .placement import Placement
@@ -110,12 +111,14 @@ class PlannedOperation:
     def remarks(
         cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> tuple[str, ...]:
-        """Notes for the plan: config fields that this method doesn't read, for example."""
-        del problem, placement
+        """Notes for the plan: config fields that this method doesn't read, or a copy that it works on."""
+        notes = []
         given = sorted(config.model_fields_set - {"operation", "schema_version"})
-        if not given or cls.reads_config(method):
-            return ()
-        return (f"{method} doesn't read the config's {', '.join(given)}",)
+        if given and not cls.reads_config(method):
+            notes.append(f"{method} doesn't read the config's {', '.join(given)}")
+        if problem.quantised and cls.capability(method).dequantises:
+            notes.append(f"{method} works on {dequantised_copy(problem, placement)}")
+        return tuple(notes)
 
     @classmethod
     def reads_config(cls, method: str) -> bool:

@@ -7,7 +7,7 @@ gathered along the sequence; K and V heads follow the query heads; a head is nev
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -41,6 +41,14 @@ class Placement:
     run: tuple[tuple[str, PartitionSpec], ...]
     changes: tuple[str, ...]
 
+    def given(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        """Where an array of the call is put before the call starts.
+
+        Its fitted spec; unsplit where it has none or was fitted to another shape: repeated heads aren't there yet.
+        """
+        fitted = self.fitted.get(name)
+        return fitted.spec if fitted is not None and fitted.shape == tuple(shape) else PartitionSpec()
+
     def spec(self, operand: str) -> PartitionSpec:
         """The spec of an operand or output inside the operation."""
         return dict(self.run)[operand]
@@ -62,6 +70,7 @@ def place_problem(problem: AttentionProblem, *, strict: bool = False, kv_heads: 
         strict=strict,
         kv_heads=kv_heads,
     )
+    fitted = replace(fitted, specs=(*fitted.specs, *_scale_specs(problem, fitted)))
     query, key = fitted["query"], fitted["key"]
     at = {axis: index for index, axis in enumerate(problem.layout)}
     batch_axes = query.axes(at["b"]) if "b" in at else ()
@@ -76,9 +85,10 @@ def place_problem(problem: AttentionProblem, *, strict: bool = False, kv_heads: 
         problem.kv_heads * fitted.kv_repeat // split["heads"],
     )
     run = _run_specs(problem, batch_axes, q_axes, head_axes)
+    moved = ("key", "value", *problem.scales)
     changes = (
         *_query_changes(query, at, sizes),
-        *_key_changes(key, at, sizes, batch_axes, head_axes, fitted.kv_repeat),
+        *_key_changes(key, at, sizes, batch_axes, head_axes, fitted.kv_repeat, ", ".join(moved)),
     )
     changes = (*changes, *_bias_changes(problem, head_axes))
     return Placement(fitted, batch_axes, head_axes, q_axes, local, fitted.kv_repeat, run, changes)
@@ -90,7 +100,8 @@ def _named(*axes: tuple[str, ...]) -> zip[tuple[str, tuple[str, ...]]]:
 
 def _shapes(problem: AttentionProblem) -> dict[str, TensorShape]:
     size = problem.itemsize
-    shapes = {t: TensorShape(problem.shape_of(t), size) for t in ("query3d", "query", "key", "value", "output")}
+    tensors = ("query3d", "query", "key", "value", "output")
+    shapes = {t: TensorShape(problem.shape_of(t), problem.itemsize_of(t)) for t in tensors}
     if problem.bias_shape is not None:
         shapes["bias"] = TensorShape(problem.bias_shape, size)
     if problem.sinks_shape is not None:
@@ -102,6 +113,21 @@ def _shapes(problem: AttentionProblem) -> dict[str, TensorShape]:
         elif leaf.name in ("q_segment_ids", "kv_segment_ids"):
             shapes[leaf.name] = TensorShape(leaf.shape[1:] if problem.layout == "thd" else leaf.shape, 4)
     return shapes
+
+
+def _scale_specs(problem: AttentionProblem, fitted: FittedRules) -> tuple[FittedSpec, ...]:
+    """A scale is split as its tensor is, but along dimensions of 1, which stand for all."""
+    found = []
+    for name, shape in problem.scales.items():
+        tensor = fitted[name.removesuffix("_scale")]
+        alone = [n == 1 for n in shape]
+        spec = PartitionSpec(*(None if one else entry for one, entry in zip(alone, tensor.spec, strict=True)))
+        whole, local = (
+            tuple(1 if one else n for one, n in zip(alone, sizes, strict=True))
+            for sizes in (tensor.shape, tensor.local_shape)
+        )
+        found.append(FittedSpec(name, spec, whole, local, 4 * math.prod(local), ()))
+    return tuple(found)
 
 
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
@@ -128,6 +154,8 @@ def _run_specs(
         "lse": PartitionSpec(meaning["batch"], meaning["heads"], meaning["q"]),
         "weights": PartitionSpec(meaning["batch"], meaning["heads"], meaning["q"], None),
         "softmax_aux": PartitionSpec(meaning["heads"]),
+        # Inside, a scale is [batch, kv heads, kv], split as its tensor is.
+        **{name: PartitionSpec(meaning["batch"], meaning["heads"], None) for name in problem.scales},
         "query_offset": PartitionSpec(meaning["batch"]),
         "dropout_seed": PartitionSpec(),
     }
@@ -152,25 +180,26 @@ def _key_changes(
     batch_axes: tuple[str, ...],
     head_axes: tuple[str, ...],
     repeat: int,
+    names: str,
 ) -> tuple[str, ...]:
     changes = []
     if key.axes(at["t"]):
         changes.append(
-            f"key, value: gathered along kv_len over {'+'.join(key.axes(at['t']))}: a query shard sees every key"
+            f"{names}: gathered along kv_len over {'+'.join(key.axes(at['t']))}: a query shard sees every key"
         )
     if key.axes(at["d"]):
-        changes.append(f"key, value: gathered along head_dim over {'+'.join(key.axes(at['d']))}")
+        changes.append(f"{names}: gathered along head_dim over {'+'.join(key.axes(at['d']))}")
     if repeat > 1:
         split = math.prod(sizes[a] for a in head_axes)
-        changes.append(f"key, value: each kv head repeated {repeat} times so that {split} devices get whole heads")
+        changes.append(f"{names}: each kv head repeated {repeat} times so that {split} devices get whole heads")
     if key.axes(at["h"]) != head_axes:
         changes.append(
-            f"key, value: heads split over {'+'.join(head_axes) or 'nothing'} to follow the query heads, declared "
+            f"{names}: heads split over {'+'.join(head_axes) or 'nothing'} to follow the query heads, declared "
             f"{'+'.join(key.axes(at['h'])) or 'unsplit'}"
         )
     if "b" in at and key.axes(at["b"]) != batch_axes:
         changes.append(
-            f"key, value: batch split over {'+'.join(batch_axes) or 'nothing'} to follow the query, declared "
+            f"{names}: batch split over {'+'.join(batch_axes) or 'nothing'} to follow the query, declared "
             f"{'+'.join(key.axes(at['b'])) or 'unsplit'}"
         )
     return tuple(changes)

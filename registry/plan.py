@@ -123,8 +123,8 @@ class Plan:
         """The whole decision as JSON-ready values."""
         problem, placement = self.problem, self.placement
         tensors = {}
-        for tensor in AttnShardingRules._fields:
-            declared, fitted = getattr(problem.rules, tensor), placement.fitted.get(tensor)
+        for tensor in (*AttnShardingRules._fields, *problem.scales):
+            declared, fitted = getattr(problem.rules, tensor, None), placement.fitted.get(tensor)
             tensors[tensor] = {
                 "declared": None if declared is None else spec_text(declared),
                 "fitted": None if fitted is None else spec_text(fitted.spec),
@@ -144,6 +144,7 @@ class Plan:
             "layout": problem.layout,
             "mask": problem.mask.describe(),
             "features": sorted(problem.features),
+            "dtypes": {"query": problem.input_dtype, "key": problem.key_dtype, "value": problem.value_dtype},
             "config": self.config.model_dump(mode="json"),
             "mesh": [axis._asdict() for axis in problem.mesh],
             "tensors": tensors,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..masks import Mask
 from ..sharding import AttnShardingRules, MeshAxis, describe_mesh
 from .config import OperationConfig
+from .quantised import QUANTISED
 
 if TYPE_CHECKING:
     from .operation import PlannedOperation
@@ -29,8 +30,9 @@ class LeafShape(NamedTuple):
 class AttentionProblem:
     """What is asked: shapes (global), dtypes, mask structure, features, mode, layout, mesh and platform.
 
-    `layout` is the caller's; thd counts as batch 1. `query_offset` is an int, or None where it is known only at run
-    time or nothing depends on it. `platform_source` says where the platform was read.
+    `layout` is the caller's; thd counts as batch 1. `input_dtype` is the query's. `key_scale_shape` and
+    `value_scale_shape` are in the caller's layout, None without a scale. `query_offset` is an int, or None where it is known
+    only at run time or nothing depends on it. `platform_source` says where the platform was read.
     """
 
     operation: type[PlannedOperation]
@@ -43,6 +45,8 @@ class AttentionProblem:
     head_dim: int
     value_dim: int
     input_dtype: str
+    key_dtype: str
+    value_dtype: str
     runtime_dtype: str
     softmax_dtype: str
     layout: str
@@ -55,6 +59,8 @@ class AttentionProblem:
     dropout_prob: float
     bias_shape: tuple[int, ...] | None
     sinks_shape: tuple[int, ...] | None
+    key_scale_shape: tuple[int, ...] | None
+    value_scale_shape: tuple[int, ...] | None
     query_offset: int | None
     dynamic_query_offset: bool
     rules: AttnShardingRules
@@ -77,8 +83,24 @@ class AttentionProblem:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one input element."""
-        return {"float64": 8, "float32": 4}.get(self.input_dtype, 2)
+        """Bytes of one element of the query."""
+        return _itemsize(self.input_dtype)
+
+    @property
+    def quantised(self) -> tuple[str, ...]:
+        """Which of key and value are int8 or fp8."""
+        dtypes = {"key": self.key_dtype, "value": self.value_dtype}
+        return tuple(name for name, dtype in dtypes.items() if dtype in QUANTISED)
+
+    @property
+    def scales(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the scales that there are, in the caller's layout: 'key_scale', 'value_scale'."""
+        shapes = {"key_scale": self.key_scale_shape, "value_scale": self.value_scale_shape}
+        return {name: shape for name, shape in shapes.items() if shape is not None}
+
+    def itemsize_of(self, tensor: str) -> int:
+        """Bytes of one element of a tensor as it is given; key and value may have a dtype of their own."""
+        return _itemsize({"key": self.key_dtype, "value": self.value_dtype}.get(tensor, self.input_dtype))
 
     def shape_of(self, tensor: str) -> tuple[int, ...]:
         """Global shape of query, key, value, output or query3d in the caller's layout."""
@@ -108,7 +130,16 @@ class AttentionProblem:
         heads = f"{self.q_heads} heads" + (f" ({self.kv_heads} kv)" if self.kv_heads != self.q_heads else "")
         dims = f"dim {self.head_dim}" + (f" (value {self.value_dim})" if self.value_dim != self.head_dim else "")
         kind = f" ({self.device_kind})" if self.device_kind not in (self.platform, "") else ""
+        kv = "".join(
+            f", {name} {dtype}"
+            for name, dtype in (("key", self.key_dtype), ("value", self.value_dtype))
+            if name in self.quantised
+        )
         return (
             f"{self.operation.name} on {self.platform}{kind}: batch {self.batch}, q {self.q_len}, kv {self.kv_len}, {heads}, "
-            f"{dims}, {self.runtime_dtype}, {self.layout}, mode {self.mode.strip('_')}, mesh {describe_mesh(self.mesh)}"
+            f"{dims}, {self.runtime_dtype}{kv}, {self.layout}, mode {self.mode.strip('_')}, mesh {describe_mesh(self.mesh)}"
         )
+
+
+def _itemsize(dtype: str) -> int:
+    return 1 if dtype in QUANTISED else {"float64": 8, "float32": 4}.get(dtype, 2)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from ..errors import AttnOpsError
 from ..operators import Operation
@@ -21,7 +21,7 @@ from .generations import Device, device_of
 
 __all__ = ["PassReport", "TargetReport", "verify_call"]
 
-_DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux")
+_DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux", "key_scale", "value_scale")
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,7 @@ def _program(
     def laid_out(name: str, x: Any) -> jax.ShapeDtypeStruct:
         if mesh is None:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        fitted = plan.placement.fitted.get(name)
-        spec = fitted.spec if fitted is not None and fitted.shape == x.shape else PartitionSpec()
+        spec = plan.placement.given(name, x.shape)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     def holds_arrays(x: Any) -> bool:
@@ -192,7 +191,9 @@ def _program(
         return sum((x.astype(jnp.float32).sum() for x in attend(smooth | others)), start=jnp.float32(0))
 
     def both(given: dict[str, Any]) -> Any:
-        smooth = {name: x for name, x in given.items() if name in _DIFFERENTIABLE}
+        smooth = {
+            name: x for name, x in given.items() if name in _DIFFERENTIABLE and jnp.issubdtype(x.dtype, jnp.floating)
+        }
         others = {name: x for name, x in given.items() if name not in smooth}
         return jax.value_and_grad(loss)(smooth, others)
 

@@ -16,13 +16,15 @@ __all__ = ["Operands", "Places", "Traced", "no_gradients", "put_together", "take
 
 
 class Operands(NamedTuple):
-    """The arrays with gradients."""
+    """The arrays with gradients. Key and value may be int8 or fp8, with scales float32 [batch, kv heads, kv]."""
 
     query: jax.Array
     key: jax.Array
     value: jax.Array
     bias: jax.Array | None
     sinks: jax.Array | None
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
 
 
 class Traced(NamedTuple):

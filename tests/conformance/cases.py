@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from attnops import (
@@ -64,6 +65,13 @@ class Case:
     kv_heads: int | None = None
     batch: int | None = None
     value_dim: int = DIM
+    # 'key', 'value' -> int8 or fp8; and 'key_scale', 'value_scale' in bthd. `build` puts these into the call.
+    quantised: dict[str, str] = field(default_factory=dict)
+    scales: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def dtype_of(self, tensor: str, dtype: str) -> Any:
+        """The dtype in which a tensor is handed over, in a call of this dtype."""
+        return jnp.dtype(self.quantised.get(tensor, dtype))
 
 
 Builder = Callable[[np.random.Generator, Sizes], Case]
@@ -88,6 +96,7 @@ def build(name: str, layout: str, sizes: Sizes = Sizes()) -> Case:
     case.q_len, case.kv_len = case.q_len or sizes.length, case.kv_len or sizes.length
     case.heads = case.heads or sizes.heads
     case.kv_heads = case.kv_heads or case.heads
+    case.call |= {name: in_layout(scale, layout) for name, scale in case.scales.items()}
     if layout == "thd" and "q_segment_ids" not in case.call:
         q, kv = (np.arange(n) // sizes.at(60) for n in (case.q_len, case.kv_len))
         case.call |= {"q_segment_ids": q.astype(np.int32), "kv_segment_ids": kv.astype(np.int32)}
@@ -97,6 +106,11 @@ def build(name: str, layout: str, sizes: Sizes = Sizes()) -> Case:
     elif layout == "thd":
         case.call |= {name: case.call[name][0] for name in ("q_segment_ids", "kv_segment_ids")}
     return case
+
+
+def in_layout(x: Any, layout: str) -> Any:
+    """An array [batch, time, heads, dim] in a layout."""
+    return x if layout == "bthd" else x.swapaxes(1, 2) if layout == "bhtd" else x[0]
 
 
 def _grid(q: int, kv: int) -> tuple[np.ndarray, np.ndarray]:
@@ -342,6 +356,53 @@ def lse(rng: np.random.Generator, s: Sizes) -> Case:
 def weights(rng: np.random.Generator, s: Sizes) -> Case:
     i, j = _grid(s.length, s.length)
     return Case("", frozenset({"return_weights", "causal"}), {"return_weights": True}, j <= i)
+
+
+def _scales(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """For int8 values of about 40."""
+    return (rng.uniform(0.5, 1.5, shape) / 40).astype(np.float32)
+
+
+@_case
+def int8_kv(rng: np.random.Generator, s: Sizes) -> Case:
+    """A scale for every token and head."""
+    i, j = _grid(s.length, s.length)
+    case = Case("", frozenset({"quantized_kv", "gqa", "causal"}), {}, j <= i, kv_heads=s.kv_heads)
+    case.quantised = {"key": "int8", "value": "int8"}
+    case.scales = {name: _scales(rng, s.batch, s.length, s.kv_heads, 1) for name in ("key_scale", "value_scale")}
+    case.differentiate = ("key_scale", "value_scale")
+    return case
+
+
+@_case
+def fp8_kv(rng: np.random.Generator, s: Sizes) -> Case:
+    """A scale for every head; key and value of different dtypes and dims."""
+    i, j = _grid(s.length, s.length)
+    call = {"logits_soft_cap": 1.5, "return_lse": True}
+    features = frozenset({"quantized_kv", "causal", "value_dim", "logits_soft_cap", "return_lse"})
+    case = Case("", features, call, j <= i, {"soft_cap": 1.5}, value_dim=VALUE_DIM)
+    case.quantised = {"key": "float8_e4m3fn", "value": "float8_e5m2"}
+    case.scales = {name: 40 * _scales(rng, 1, 1, s.heads, 1) for name in ("key_scale", "value_scale")}
+    case.differentiate = ("key_scale", "value_scale")
+    return case
+
+
+@_case
+def int8_value(rng: np.random.Generator, s: Sizes) -> Case:
+    """The value alone, with one scale for all."""
+    case = Case("", frozenset({"quantized_kv"}), {"causal": False})
+    case.quantised, case.scales = {"value": "int8"}, {"value_scale": _scales(rng, 1, 1, 1, 1)}
+    case.differentiate = ("value_scale",)
+    return case
+
+
+@_case
+def fp8_key(rng: np.random.Generator, s: Sizes) -> Case:
+    """The key alone, as it stands."""
+    i, j = _grid(s.length, s.length)
+    case = Case("", frozenset({"quantized_kv", "gqa", "causal"}), {}, j <= i, kv_heads=s.kv_heads)
+    case.quantised = {"key": "float8_e4m3fn"}
+    return case
 
 
 @_case

@@ -13,7 +13,7 @@ import pytest
 from attnops import OperationMetadata, OperationRegistry
 from attnops.verify import reference_attention, reference_gradients
 
-from .cases import DIM, Case
+from .cases import DIM, Case, in_layout
 
 
 class Implementation(NamedTuple):
@@ -86,25 +86,40 @@ class Tensors(NamedTuple):
 
 
 def draw(case: Case, dtype: str, dim: int = DIM, seed: int = 11) -> Tensors:
-    """Normal values, rounded to the dtype, so that the reference sees what the implementation sees."""
+    """Normal values, rounded to the dtype, so that the reference sees what the implementation sees.
+
+    A quantised key or value is without its scale here.
+    """
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
         return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype).astype(jnp.float32))
 
+    def tensor(name: str, *shape: int) -> np.ndarray:
+        x = normal(*shape)
+        if name not in case.quantised:
+            return x
+        whole = np.clip(np.round(40 * x), -127, 127) if case.quantised[name] == "int8" else x
+        return whole.astype(case.dtype_of(name, dtype)).astype(np.float32)
+
     b, t, s, h, k = case.batch, case.q_len, case.kv_len, case.heads, case.kv_heads
     d_lse = rng.standard_normal((b, h, t)).astype(np.float32) if case.call.get("return_lse") else None
     return Tensors(
         normal(b, t, h, dim),
-        normal(b, s, k, dim),
-        normal(b, s, k, case.value_dim),
+        tensor("key", b, s, k, dim),
+        tensor("value", b, s, k, case.value_dim),
         normal(b, t, h, case.value_dim),
         d_lse,
     )
 
 
-def to_layout(x: np.ndarray | jax.Array, layout: str) -> Any:
-    return x if layout == "bthd" else x.swapaxes(1, 2) if layout == "bhtd" else x[0]
+to_layout = in_layout
+
+
+def handed_over(case: Case, tensors: Tensors, dtype: str, layout: str) -> list[np.ndarray]:
+    """Query, key and value as the call takes them."""
+    names = ("query", "key", "value")
+    return [to_layout(getattr(tensors, n), layout).astype(case.dtype_of(n, dtype)) for n in names]
 
 
 def from_layout(x: Any, layout: str) -> np.ndarray:
@@ -121,11 +136,13 @@ class Result(NamedTuple):
     weights: np.ndarray | None
     lse: np.ndarray | None
     gradients: dict[str, np.ndarray]
+    rounded: dict[str, Any] | None = None  # gradients that have an fp8 dtype
 
 
 def run(attend: Any, case: Case, tensors: Tensors, dtype: str, layout: str, placed: Any = None) -> Result:
     """Forward and gradients of sum(output * d_output) + sum(lse * d_lse), in one compiled program."""
-    arrays = {n: to_layout(jnp.asarray(getattr(tensors, n), dtype), layout) for n in ("query", "key", "value")}
+    names = ("query", "key", "value")
+    arrays = {n: jnp.asarray(x) for n, x in zip(names, handed_over(case, tensors, dtype, layout), strict=True)}
     traced = {n: jnp.asarray(v) for n, v in case.call.items() if isinstance(v, np.ndarray)}
     static = {n: v for n, v in case.call.items() if not isinstance(v, np.ndarray)}
     mask = traced.pop("mask", None) if "mask" in traced else static.pop("mask", None)
@@ -133,13 +150,16 @@ def run(attend: Any, case: Case, tensors: Tensors, dtype: str, layout: str, plac
     smooth = {n: traced.pop(n) for n in case.differentiate}
     if placed is not None:
         arrays = placed(arrays)
+    for name in names:  # integers have no gradient
+        if arrays[name].dtype == jnp.int8:
+            traced[name] = arrays.pop(name)
 
     @jax.jit
     def program(inputs: dict[str, Any], others: dict[str, Any], mask: Any) -> Any:
         def loss(inputs: dict[str, Any]) -> Any:
-            call = dict(inputs)
+            call = inputs | others
             q, k, v = (call.pop(n) for n in ("query", "key", "value"))
-            result = attend(q, k, v, layout=layout, mask=mask, **call, **others, **static)
+            result = attend(q, k, v, layout=layout, mask=mask, **call, **static)
             total = (result.attention_outputs.astype(jnp.float32) * d_output).sum()
             if tensors.d_lse is not None:
                 d_lse = jnp.asarray(tensors.d_lse if layout != "thd" else tensors.d_lse[0])
@@ -154,23 +174,35 @@ def run(attend: Any, case: Case, tensors: Tensors, dtype: str, layout: str, plac
         _batched(weights, layout),
         _batched(lse, layout),
         {
-            n: from_layout(g, layout) if n in ("query", "key", "value") else np.asarray(g, np.float64)
+            n: from_layout(g, layout) if n in (*names, *case.scales) else np.asarray(g, np.float64)
             for n, g in gradients.items()
         },
+        {n: g.dtype for n, g in gradients.items() if g.dtype.itemsize == 1},
     )
 
 
 def expect(case: Case, tensors: Tensors, dim: int = DIM, **more: Any) -> Result:
     """The same from the reference."""
     arguments = {"scale": dim**-0.5, "mask": case.mask, **case.reference, **more}
-    qkv = tensors[:3]
+    scales = {n: np.asarray(case.scales.get(f"{n}_scale", 1.0), np.float64) for n in ("key", "value")}
+    qkv = (tensors.query, tensors.key * scales["key"], tensors.value * scales["value"])
     out = reference_attention(*qkv, **arguments)
     d_lse = None if tensors.d_lse is None else np.where(np.isfinite(out.lse), tensors.d_lse, 0)
-    return Result(out.output, out.weights, out.lse, reference_gradients(*qkv, tensors.d_output, d_lse, **arguments))
+    gradients = reference_gradients(*qkv, tensors.d_output, d_lse, **arguments)
+    for name, scale in scales.items():
+        of_scale = gradients[name] * getattr(tensors, name)
+        if scale.ndim:
+            alone = tuple(i for i, n in enumerate(scale.shape) if n == 1)
+            gradients[f"{name}_scale"] = of_scale.sum(axis=alone, keepdims=True)
+        gradients[name] = gradients[name] * scale
+    return Result(out.output, out.weights, out.lse, gradients)
 
 
-def agree(got: Result, want: Result, forward: float, backward: float) -> None:
-    """Assert that everything agrees within the published tolerance, relative to the largest reference value."""
+def agree(got: Result, want: Result, forward: float, backward: float, shards: bool = False) -> None:
+    """Assert that everything agrees within the published tolerance, relative to the largest reference value.
+
+    An fp8 gradient is also rounded to fp8; of `shards`, each device's share of it is, and they may be larger than their sum.
+    """
     _close("output", got.output, want.output, forward)
     if got.weights is not None:
         _close("weights", got.weights, want.weights, forward)
@@ -179,11 +211,19 @@ def agree(got: Result, want: Result, forward: float, backward: float) -> None:
         finite = np.isfinite(want.lse)
         _close("lse", got.lse[finite], want.lse[finite], forward)
     for name, gradient in got.gradients.items():
-        _close(f"gradient of {name}", gradient, want.gradients[name], backward)
+        _close(f"gradient of {name}", gradient, want.gradients[name], backward, (got.rounded or {}).get(name), shards)
 
 
-def _close(what: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
+def _close(
+    what: str, got: np.ndarray, want: np.ndarray, tolerance: float, rounded: Any = None, shards: bool = False
+) -> None:
     assert got.shape == want.shape, f"{what}: shape {got.shape}, reference {want.shape}"
     assert np.isfinite(got).all(), f"{what} has NaN or infinity"
-    error = np.abs(got - want).max() / max(np.abs(want).max(), 1e-6)
+    error = np.abs(got - want)
+    if rounded is not None and shards:
+        tolerance = 2 * float(jnp.finfo(rounded).eps)
+    elif rounded is not None:  # half a step of fp8 beside the tolerance
+        step = np.maximum(float(jnp.finfo(rounded).eps) * np.abs(want), float(jnp.finfo(rounded).smallest_subnormal))
+        error = np.maximum(error - (0.5 + tolerance) * step, 0)
+    error = error.max() / max(np.abs(want).max(), 1e-6)
     assert error <= tolerance, f"{what}: error {error:.2e} of the largest reference value, tolerance {tolerance:.1e}"

@@ -70,7 +70,7 @@ def test_agrees_or_refuses(which: str, name: str, layout: str, dtype: str) -> No
     case = cases.build(name, layout)
     attend = implementation.make(dtype)
     tensors = harness.draw(case, dtype)
-    qkv = [harness.to_layout(x, layout).astype(dtype) for x in tensors[:3]]
+    qkv = harness.handed_over(case, tensors, dtype, layout)
 
     plan = attend.plan(*qkv, layout=layout, **case.call)
     assert plan.problem.features == case.features

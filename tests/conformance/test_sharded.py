@@ -37,6 +37,8 @@ CASES = {  # and the layout that each is tried in
     "bias_broadcast": "bthd",
     "dense_mask": "bhtd",
     "cache": "bthd",
+    "int8_kv": "bthd",
+    "fp8_kv": "bhtd",
 }
 SIZES = cases.Sizes(batch=4, heads=8, kv_heads=2, length=64)  # every mesh axis divides it
 
@@ -51,7 +53,7 @@ def _check(which: str, case: cases.Case, mesh: Any, layout: str, placed: Any = N
     tensors = harness.draw(case, "float32")
     got = harness.run(attend, case, tensors, "float32", layout, placed)
     published = implementation.capability.tolerance["float32"]
-    harness.agree(got, harness.expect(case, tensors), published.forward, published.backward)
+    harness.agree(got, harness.expect(case, tensors), published.forward, published.backward, shards=True)
 
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -108,6 +110,7 @@ def test_splash_of_others(kernel: str, name: str, kind: str) -> None:
 PATH_CASES = {
     "causal": "bthd", "causal_window": "bhtd", "gqa": "bthd", "segment_ids": "bthd", "kv_lengths": "bhtd",
     "sinks_per_kv_head": "bthd", "prefix": "thd", "bias": "bthd", "dense_mask": "bhtd", "cache": "bthd", "lse": "bthd",
+    "int8_kv": "bhtd", "fp8_kv": "bthd",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ...local_mask import Dropout, LocalMask
 from ..blockwise import LSE_NAME, OUTPUT_NAME, Blocking, bias_gradient
 from ..operands import Operands, Traced, no_gradients, put_together, take_apart
+from ..quantised import dequantised, quantised_gradients
 from ..varying import alike
 from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
 from .blocks import SplashBlocks
@@ -47,6 +48,8 @@ def splash_attention(
     bias: jax.Array | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    key_scale: jax.Array | None,
+    value_scale: jax.Array | None,
     dropout: Dropout | None,
     blocks: SplashBlocks,
     residual_checkpoint_name: str | None,
@@ -56,14 +59,17 @@ def splash_attention(
     """Return (output [batch, heads, q, value_dim], lse [batch, heads, q] float32), both differentiable in reverse.
 
     query [batch, heads, q, dim], key [batch, kv_heads, kv, dim], value [batch, kv_heads, kv, value_dim], of any lengths;
-    bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. interpret: True for Pallas' interpreter, or the parameters
-    of that which simulates a TPU's memory, slow, for tests. Fully masked rows give output 0, lse -inf (or that of
+    bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, as they are or with
+    scales, float32 [batch, kv_heads, kv]; the output has the query's dtype. interpret: True for Pallas' interpreter, or the
+    parameters of that which simulates a TPU's memory, slow, for tests. Fully masked rows give output 0, lse -inf (or that of
     the sink) and zero gradients.
     """
     places, traced = take_apart(mask, dropout)
     logits = Logits(float(scale), soft_cap, blocks.use_base2_exp, places)
     names = (OUTPUT_NAME, LSE_NAME) if residual_checkpoint_name is None else (residual_checkpoint_name,) * 2
-    operands = Operands(query, key, value, bias, None if sinks is None else sinks.astype(jnp.float32))
+    operands = Operands(
+        query, key, value, bias, None if sinks is None else sinks.astype(jnp.float32), key_scale, value_scale
+    )
     operands, traced = alike((operands, traced))
     return _attend(_Static(logits, blocks, names, platform, interpret), operands, traced)
 
@@ -81,11 +87,31 @@ def _attend_forward(static: _Static, operands: Operands, traced: Traced) -> tupl
 
 def _attend_backward(static: _Static, residuals: Any, cotangents: Any) -> tuple[Operands, Traced]:
     operands, traced, output, lse = residuals
-    gradients = _backward(static, operands, traced, output, lse, *cotangents)
-    return gradients, no_gradients(traced)
+    gradients = _backward(static, _dequantised(operands), traced, output, lse, *cotangents)
+    return _of_quantised(operands, gradients), no_gradients(traced)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _dequantised(operands: Operands) -> Operands:
+    """The same with key and value in the query's dtype, without scales: what the backward kernels work on."""
+    dtype = operands.query.dtype
+    key = dequantised(operands.key, operands.key_scale, "bhtd", dtype)
+    value = dequantised(operands.value, operands.value_scale, "bhtd", dtype)
+    return operands._replace(key=key, value=value, key_scale=None, value_scale=None)
+
+
+def _of_quantised(operands: Operands, gradients: Operands) -> Operands:
+    """The gradients of the operands as they were given, from those of `_dequantised` ones."""
+    (key, key_scale), (value, value_scale) = (
+        quantised_gradients(x, scale, gradient)
+        for x, scale, gradient in (
+            (operands.key, operands.key_scale, gradients.key),
+            (operands.value, operands.value_scale, gradients.value),
+        )
+    )
+    return gradients._replace(key=key, value=value, key_scale=key_scale, value_scale=value_scale)
 
 
 class _Pass:
@@ -113,6 +139,10 @@ class _Pass:
             x = _rows_padded(x, self.kv_padded)
             array = x.swapaxes(-1, -2) if layout == "seq_minor" else x
             frame.inputs[name] = Input(array, frame.key_block(x.shape[-1], layout), "kv")
+        for name, scale in (("key_scale", operands.key_scale), ("value_scale", operands.value_scale)):
+            if scale is not None:
+                rows = _rows_padded(scale[..., None], self.kv_padded).swapaxes(-1, -2)
+                frame.inputs[name] = Input(rows, frame.key_block(1, "seq_minor"), "kv")
 
     def by_group(self, x: jax.Array) -> jax.Array:
         """[batch, heads, ...] as [batch, kv heads, group, ...]."""

@@ -1,4 +1,8 @@
-"""The forward pass: online softmax over the live tiles of each query block."""
+"""The forward pass: online softmax over the live tiles of each query block.
+
+int8 and fp8 keys and values come as they are and get the query's dtype here, exactly. The scale of a key goes into its
+logits, that of a value on the value.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .frame import Frame
-from .tile import Logits, Tile
+from .tile import Logits, Tile, turned
 from .visits import FIRST, LAST, LIVE, PARTIAL
 
 __all__ = ["forward_kernel", "forward_outputs", "forward_scratch", "product"]
@@ -89,7 +93,8 @@ def forward_kernel(
     def attend(number: int, head: tuple[int, int], start: int, masked: bool) -> None:
         keys = slice(start, start + compute)
         key = refs["key"][head[0], :, keys] if k_time else refs["key"][head[0], keys, :]
-        raw = product(refs["query"][head], key, 1 - q_time, 1 - k_time)
+        query = refs["query"][head]
+        raw = product(query, key.astype(query.dtype), 1 - q_time, 1 - k_time)
         x, _ = tile.weigh(raw, head, start, masked)
         old_peak = peak[number]
         new_peak = jnp.maximum(old_peak, x.max(axis=1, keepdims=True))
@@ -104,6 +109,11 @@ def forward_kernel(
             p = tile.dropped(p, tile.keep(head, start + inner, compute_in))
             keys = slice(start + inner, start + inner + compute_in)
             value = refs["value"][head[0], :, keys] if v_time else refs["value"][head[0], keys, :]
+            if "value_scale" in refs:
+                # Not on the weights: there are more of them, and their sum may come from the same product.
+                scale = refs["value_scale"][head[0], :, keys]
+                value = value.astype(jnp.float32) * (scale if v_time else turned(scale))
+            value = value.astype(query.dtype)
             if sum_by_product:
                 ones = (_LANES, compute_in) if v_time else (compute_in, _LANES)
                 value = jnp.concatenate([value, jnp.ones(ones, value.dtype)], axis=1 - v_time)

@@ -20,7 +20,7 @@ from ...local_mask import Dropout, LocalMask
 from ..operands import Places
 from .frame import Frame, Input, Step
 
-__all__ = ["LOG2E", "Logits", "Tile", "add_to_frame"]
+__all__ = ["LOG2E", "Logits", "Tile", "add_to_frame", "turned"]
 
 LOG2E = 1 / math.log(2)
 
@@ -108,10 +108,14 @@ class Tile:
         logits = self.logits
         width = raw.shape[0 if self.across else 1]
         capped = None
+        # The scale of a quantised key goes into the factor, a row of numbers: nothing is added for each logit.
+        of_keys: Any = 1.0
+        if "key_scale" in self.refs:
+            of_keys = self.refs["key_scale"][head[0], :, start : start + width]
         if logits.soft_cap is None:
-            x = raw * (logits.scale * logits.unit)
+            x = raw * (of_keys * (logits.scale * logits.unit))
         else:
-            capped = jnp.tanh(raw * (logits.scale / logits.soft_cap))
+            capped = jnp.tanh(raw * (of_keys * (logits.scale / logits.soft_cap)))
             x = capped * (logits.soft_cap * logits.unit)
         if "bias" in self.refs:
             x = x + self._dense("bias", head, start, width).astype(jnp.float32) * logits.unit
@@ -195,7 +199,7 @@ class Tile:
             return self._dense(name, head, start, width).astype(jnp.int32) != 0
         ref = self.refs[name]
         values = ref[...] if dims[1] == "q" else ref[:, start : start + width]
-        return _turned(values) if (dims[1] == "q") != self.across else values
+        return turned(values) if (dims[1] == "q") != self.across else values
 
     def _dense(self, name: str, head: tuple[int, int], start: int, width: int) -> jax.Array:
         """The tile of an array of [batch, heads, q, kv]: [q | 1, width | 1], or across."""
@@ -205,7 +209,7 @@ class Tile:
         part = ref[kv_head, of_group, :, keys]
         if not self.across:
             return part
-        return _turned(part.astype(jnp.int32) if part.dtype == jnp.int8 else part.astype(jnp.float32))
+        return turned(part.astype(jnp.int32) if part.dtype == jnp.int8 else part.astype(jnp.float32))
 
 
 class _Answer(Mask):
@@ -220,7 +224,7 @@ class _Answer(Mask):
         return self.seen
 
 
-def _turned(x: jax.Array) -> jax.Array:
+def turned(x: jax.Array) -> jax.Array:
     """The transpose. A lone row or column is repeated first: Mosaic transposes whole registers."""
     rows, lanes = x.shape
     x = jnp.broadcast_to(x, (8 if rows == 1 else rows, 128 if lanes == 1 else lanes))

@@ -38,7 +38,9 @@ def vmem_of(device_kind: str) -> Vmem:
 
 
 class Shape(NamedTuple):
-    """One device's problem, as far as memory goes. itemsize: bytes of an input element."""
+    """One device's problem, as far as memory goes. itemsize: bytes of an element in the run-time dtype; of key and value as
+    they are given, (itemsize, whether there is a scale).
+    """
 
     q_len: int
     kv_len: int
@@ -47,16 +49,23 @@ class Shape(NamedTuple):
     value_dim: int
     itemsize: int
     dense_itemsize: int  # bytes a weight of bias and mask arrays together; 0 without
+    key: tuple[int, bool]
+    value: tuple[int, bool]
 
 
 def forward_bytes(shape: Shape, blocks: SplashBlocks) -> int:
     """Blocks twice, for the pipeline, sums, and the tile that is being worked on. A lower bound: registers spill, too."""
     tiles, rows, keys = len(shape.heads.in_tile), blocks.block_q, blocks.block_kv
-    dims = _lanes(shape.dim) + _lanes(shape.value_dim)
-    moved = (tiles * rows * dims + shape.heads.kv_tile * keys * dims) * shape.itemsize + tiles * 8 * rows * 4
+    widths = _lanes(shape.dim), _lanes(shape.value_dim)
+    moved = tiles * rows * sum(widths) * shape.itemsize + tiles * 8 * rows * 4
+    working = _working(rows, blocks.block_kv_compute, shape.itemsize)
+    for width, (itemsize, scaled) in zip(widths, (shape.key, shape.value), strict=True):
+        moved += shape.heads.kv_tile * keys * (width * itemsize + 8 * 4 * scaled)
+        if itemsize != shape.itemsize:
+            working += blocks.block_kv_compute * width * (shape.itemsize + 4)  # on its way through float32
     moved += shape.dense_itemsize * rows * keys * tiles
     sums = tiles * rows * (2 * _LANES + _lanes(shape.value_dim)) * 4
-    return 2 * moved + sums + _working(rows, blocks.block_kv_compute, shape.itemsize)
+    return 2 * moved + sums + working
 
 
 def backward_bytes(shape: Shape, blocks: SplashBlocks) -> int:

@@ -1,0 +1,35 @@
+"""Keys and values in int8 or fp8: what they stand for, and their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["dequantised", "quantised_gradients"]
+
+
+def dequantised(x: jax.Array, scale: jax.Array | None, layout: str, dtype: Any) -> jax.Array:
+    """Return [batch, kv, heads, dim] (bthd) or [batch, heads, kv, dim] (bhtd) in `dtype`, times a scale [batch, heads, kv].
+
+    The product is made in float32, then rounded once. An array that has the dtype and no scale is returned as it is.
+    """
+    if scale is None:
+        return x.astype(dtype)  # int8 and fp8 are exact in bfloat16
+    rows = scale if layout == "bhtd" else scale.swapaxes(1, 2)
+    return (x.astype(jnp.float32) * rows[..., None]).astype(dtype)
+
+
+def quantised_gradients(x: jax.Array, scale: jax.Array | None, gradient: jax.Array) -> tuple[Any, jax.Array | None]:
+    """(cotangent of x, of its scale) from that of `dequantised`, all [batch, heads, kv, dim]; integers have none.
+
+    An fp8 array's is rounded to fp8, as its dtype demands.
+    """
+    d_scale = None
+    if scale is not None:
+        d_scale = (gradient.astype(jnp.float32) * x.astype(jnp.float32)).sum(-1)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return np.zeros(x.shape, jax.dtypes.float0), d_scale
+    return gradient.astype(x.dtype) if scale is None else (gradient * scale[..., None]).astype(x.dtype), d_scale
