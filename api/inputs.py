@@ -108,6 +108,8 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "pickle" in text.lower():
             text = "it holds pickled objects, which are never loaded; save plain arrays with np.savez"
+        if "dtype descriptor" in text:  # so NumPy writes fp8, and can't read it
+            text = f"{text}; .npz has no bfloat16 and no fp8: use .safetensors"
         raise InputError(f"{path}: not a readable .npz: {text}.") from None
     for name, array in found.items():
         if array.dtype.kind == "V":

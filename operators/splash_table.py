@@ -27,6 +27,7 @@ def table_key(problem: AttentionProblem, placement: Placement) -> str:
     parts = (
         problem.device_kind,
         problem.runtime_dtype,
+        *(f"{name} {dtype}" for name, dtype in problem.quantised.items()),
         f"q {local.q_len}",
         f"kv {local.kv_len}",
         f"dim {problem.head_dim}",

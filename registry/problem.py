@@ -87,10 +87,10 @@ class AttentionProblem:
         return _itemsize(self.input_dtype)
 
     @property
-    def quantised(self) -> tuple[str, ...]:
-        """Which of key and value are int8 or fp8."""
+    def quantised(self) -> dict[str, str]:
+        """Those of 'key' and 'value' that are int8 or fp8, with their dtypes."""
         dtypes = {"key": self.key_dtype, "value": self.value_dtype}
-        return tuple(name for name, dtype in dtypes.items() if dtype in QUANTISED)
+        return {name: dtype for name, dtype in dtypes.items() if dtype in QUANTISED}
 
     @property
     def scales(self) -> dict[str, tuple[int, ...]]:
@@ -130,11 +130,7 @@ class AttentionProblem:
         heads = f"{self.q_heads} heads" + (f" ({self.kv_heads} kv)" if self.kv_heads != self.q_heads else "")
         dims = f"dim {self.head_dim}" + (f" (value {self.value_dim})" if self.value_dim != self.head_dim else "")
         kind = f" ({self.device_kind})" if self.device_kind not in (self.platform, "") else ""
-        kv = "".join(
-            f", {name} {dtype}"
-            for name, dtype in (("key", self.key_dtype), ("value", self.value_dtype))
-            if name in self.quantised
-        )
+        kv = "".join(f", {name} {dtype}" for name, dtype in self.quantised.items())
         return (
             f"{self.operation.name} on {self.platform}{kind}: batch {self.batch}, q {self.q_len}, kv {self.kv_len}, {heads}, "
             f"{dims}, {self.runtime_dtype}{kv}, {self.layout}, mode {self.mode.strip('_')}, mesh {describe_mesh(self.mesh)}"

@@ -47,6 +47,8 @@ def tune_key(method: str, problem: AttentionProblem, placement: Placement) -> di
         "device": problem.device,
         "dtype": problem.runtime_dtype,
         "softmax_dtype": problem.softmax_dtype,
+        "quantised": problem.quantised,
+        "scales": sorted(problem.scales),
         "shapes": {**local._asdict(), "head_dim": problem.head_dim, "value_dim": problem.value_dim},
         "mask": problem.mask.describe(),
         "query_offset": "traced" if problem.dynamic_query_offset else problem.query_offset,

@@ -16,7 +16,7 @@ from ..sharding.mesh import AnyMesh
 
 __all__ = ["LocalProblem"]
 
-_SMOOTH = ("query", "key", "value", "bias", "softmax_aux")
+_SMOOTH = ("query", "key", "value", "bias", "softmax_aux", "key_scale", "value_scale")
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,10 @@ class LocalProblem:
         local, dtype = placement.local, jnp.dtype(problem.runtime_dtype)
         sizes = {"batch": local.batch, "heads": local.q_heads, "q": local.q_len, "kv": local.kv_len}
 
-        def tensor(length: int, heads: int, dim: int) -> jax.ShapeDtypeStruct:
+        def tensor(name: str, length: int, heads: int, dim: int) -> jax.ShapeDtypeStruct:
             by_axis = {"b": local.batch, "t": length, "h": heads, "d": dim}
-            return jax.ShapeDtypeStruct(tuple(by_axis[axis] for axis in problem.kernel_layout), dtype)
+            shape = tuple(by_axis[axis] for axis in problem.kernel_layout)
+            return jax.ShapeDtypeStruct(shape, problem.quantised.get(name, dtype))
 
         def cut(shape: tuple[int, ...], dims: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             whole = zip(shape, dims, strict=True)
@@ -48,9 +49,9 @@ class LocalProblem:
 
         leaves = [cut(leaf.shape, leaf.dims, leaf.dtype) for leaf in problem.leaves]
         arguments: dict[str, Any] = {
-            "query": tensor(local.q_len, local.q_heads, problem.head_dim),
-            "key": tensor(local.kv_len, local.kv_heads, problem.head_dim),
-            "value": tensor(local.kv_len, local.kv_heads, problem.value_dim),
+            "query": tensor("query", local.q_len, local.q_heads, problem.head_dim),
+            "key": tensor("key", local.kv_len, local.kv_heads, problem.head_dim),
+            "value": tensor("value", local.kv_len, local.kv_heads, problem.value_dim),
             "mask": problem.mask.merge(leaves),
             "query_offset": problem.query_offset,
             "softmax_scale": problem.softmax_scale,
@@ -66,6 +67,12 @@ class LocalProblem:
             arguments["bias"] = cut(problem.bias_shape, ("batch", "heads", "q", "kv"), jnp.float32)
         if problem.sinks_shape is not None:
             arguments["softmax_aux"] = jax.ShapeDtypeStruct((local.q_heads, *problem.sinks_shape[1:]), jnp.float32)
+        for name, shape in problem.scales.items():
+            whole = arguments[name.removesuffix("_scale")].shape
+            given = (1, *shape) if problem.layout == "thd" else shape
+            arguments[name] = jax.ShapeDtypeStruct(
+                tuple(1 if n == 1 else m for n, m in zip(given, whole, strict=True)), jnp.float32
+            )
         if problem.dropout_prob > 0:
             arguments["dropout_rng"] = jax.ShapeDtypeStruct((2,), jnp.uint32)
             arguments |= {"dropout_prob": problem.dropout_prob, "deterministic": False}
@@ -101,8 +108,8 @@ class LocalProblem:
             for place, array in zip(places, arrays, strict=True):
                 filled[place] = array
             given = jax.tree.unflatten(tree, filled)
-            smooth = {name: x for name, x in given.items() if name in _SMOOTH}
-            others = {name: x for name, x in given.items() if name not in _SMOOTH}
+            smooth = {n: x for n, x in given.items() if n in _SMOOTH and jnp.issubdtype(x.dtype, jnp.floating)}
+            others = {name: x for name, x in given.items() if name not in smooth}
             if part == "forward":
                 return call(smooth, others)
 
@@ -114,7 +121,9 @@ class LocalProblem:
         return run, [leaves[i] for i in places]
 
     def arrays(self, shapes: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        """Values to time it with: normal numbers; one segment, whole lengths, positions in order, mask arrays all visible."""
+        """Values to time it with: normal numbers; int8 from -127 to 127; one segment, whole lengths, positions in order, mask
+        arrays all visible.
+        """
         names = {id(leaf.array): leaf.name for leaf in self.arguments["mask"].split()[1]}
         kv_len = self.arguments["key"].shape[self.arguments["layout"].index("t")]
         keys = jax.random.split(jax.random.key(0), len(shapes))
@@ -122,7 +131,10 @@ class LocalProblem:
         def draw(shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
             name = names.get(id(shape), "")
             if jnp.issubdtype(shape.dtype, jnp.floating):
-                return jax.random.normal(key, shape.shape, shape.dtype)
+                narrow = jnp.dtype(shape.dtype).itemsize == 1  # fp8 isn't drawn by itself
+                return jax.random.normal(key, shape.shape, jnp.float32 if narrow else shape.dtype).astype(shape.dtype)
+            if shape.dtype == jnp.int8 and not name:
+                return jax.random.randint(key, shape.shape, -127, 128, jnp.int8)
             if name.endswith("positions"):
                 return jnp.broadcast_to(jnp.arange(shape.shape[-1], dtype=shape.dtype), shape.shape)
             return jnp.full(shape.shape, {"kv_lengths": kv_len, "mask": True}.get(name, 0), shape.dtype)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -123,6 +124,12 @@ def _arrays(**changes: np.ndarray | None) -> dict[str, np.ndarray]:
         (_arrays(kv_lengths=np.array([2**40, 1])), "32 bits"),
         (_arrays(bias=np.ones((1, 2, 8, 9), np.float32)), "bias has shape"),
         (_arrays(softmax_aux=np.ones((5,), np.float32)), "softmax_aux has shape"),
+        (_arrays(key=np.ones((2, 8, 2, 4), np.int8)), "key is int8 and key_scale is missing"),
+        (_arrays(key_scale=np.ones((1, 1, 1, 1), np.float32)), "key is float32, which isn't quantised"),
+        (_arrays(query=np.ones((2, 8, 2, 4), np.int8)), "query has dtype int8"),
+        (_arrays(key=np.ones((2, 8, 2, 4), np.uint8)), "key has dtype uint8"),
+        (_arrays(value=np.ones((2, 8, 2, 4), jnp.float8_e5m2)), ".npz has no bfloat16 and no fp8"),
+        (_arrays(key=np.ones((2, 8, 2, 4), jnp.float8_e4m3fn)), ".npz has no bfloat16 and no fp8"),
         (_arrays(q_segment_ids=np.ones((2, 9), np.int32)), "q_segment_ids has shape"),
         (_arrays(query=np.ones((2, 8, 2, 4), object)), "pickle"),
     ],
@@ -151,6 +158,19 @@ def test_declared_and_given_must_agree(
         ({"dense_mask": [1, 1, 8, 8]}, "holds no mask"),
         ({"query_offset": 1}, "keep one"),
         ({"batch": 3}, "call.batch=3"),
+        ({"kv_dtype": "int8"}, "key is float32, and call.kv_dtype=int8 is declared"),
+    ):
+        _refused(attnops("plan", config(**sizes, **call), "--inputs", inputs), says)
+    whole = np.ones((2, 8, 2, 4), np.int8)
+    scale = {"key_scale": np.ones((1, 1, 2, 1), np.float32)}
+    np.savez(inputs, **_arrays(key=whole, value=whole), **scale)  # type: ignore[arg-type]
+    for call, says in (
+        ({"kv_dtype": None}, "key is int8, and call.kv_dtype=None is declared"),
+        ({"kv_dtype": "float8_e5m2"}, "key is int8, and call.kv_dtype=float8_e5m2 is declared"),
+        ({"kv_dtype": "int8"}, "value is int8 and value_scale is missing"),
+        ({"kv_dtype": "int8", "kv_scales": "head"}, "holds no value_scale, and call.kv_scales=head"),
+        ({"kv_dtype": "int8", "kv_scales": "token"}, "key_scale has shape (1, 1, 2, 1), and call.kv_scales=token"),
+        ({"kv_scales": None}, "key is int8 and key_scale is missing"),
     ):
         _refused(attnops("plan", config(**sizes, **call), "--inputs", inputs), says)
 

@@ -32,6 +32,7 @@ CALLS = st.fixed_dictionaries(
         "kv_heads": SIZE | st.none(),
         "head_dim": SIZE,
         "dtype": st.sampled_from(["float32", "bfloat16", "float16"]),
+        "kv_dtype": st.sampled_from(["float8_e4m3fn", "float8_e5m2"]) | st.none(),
         "layout": st.sampled_from(["bthd", "bhtd", "thd"]),
         "mode": st.sampled_from([None, "train", "__prefill__", "decode"]),
         "mask": MASKS,
@@ -86,6 +87,10 @@ def test_round_trip_is_exact(call: dict[str, Any]) -> None:
         ('{"operation": "splash", "call": {"sliding_window": [1, 2, 3]}}', ["call.sliding_window", "[left, right]"]),
         ('{"operation": "splash", "call": {"kv_lengths": 4}}', ["call.kv_lengths=4", "list of lengths"]),
         ('{"operation": "splash", "call": {"bias": [4, 4]}}', ["call.bias", "4 positive integers"]),
+        ('{"operation": "splash", "call": {"kv_dtype": "int4"}}', ["call.kv_dtype='int4'", "'int8'"]),
+        ('{"operation": "splash", "call": {"kv_scales": "head"}}', ["call.kv_scales='head'", "without call.kv_dtype"]),
+        ('{"operation": "splash", "call": {"kv_dtype": "int8", "kv_scales": null}}', ["int8", "needs scales"]),
+        ('{"operation": "splash", "call": {"kv_dtype": "int8", "kv_scales": "row"}}', ["call.kv_scales='row'"]),
         ('{"operation": "splash", "schema_version": 2}', ["schema_version=2"]),
     ],
 )
@@ -122,6 +127,31 @@ def test_drawn_arrays_have_the_planned_shapes() -> None:
     again = made.draw(7)
     assert all(np.array_equal(again[name], arrays[name]) for name in arrays)
     assert np.array_equal(jax.random.key_data(jax.random.key(7)), arrays["dropout_rng"])
+
+
+@pytest.mark.parametrize("layout", ["bthd", "bhtd", "thd"])
+@pytest.mark.parametrize("kv_scales", ["tensor", "head", "token", "token_head", None])
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_drawn_keys_and_values_are_quantised(kv_dtype: str, kv_scales: str | None, layout: str) -> None:
+    """Near to what is drawn unquantised from the same seed, and nothing else is changed."""
+    if (kv_dtype, kv_scales) == ("int8", None):
+        return
+    call = {"q_len": 12, "kv_len": 20, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "layout": layout}
+    call |= {"segment_ids": 2, "causal": False}
+    call |= {} if layout == "thd" else {"batch": 3}
+    plain = Declaration.from_dict({"operation": "vanilla", "call": call}).draw(5)
+    made = Declaration.from_dict(
+        {"operation": "vanilla", "call": call | {"kv_dtype": kv_dtype, "kv_scales": kv_scales}}
+    )
+    arrays, shapes = made.draw(5), made.shapes()
+    assert {n: (x.shape, x.dtype) for n, x in arrays.items()} == {n: (s.shape, s.dtype) for n, s in shapes.items()}
+    assert set(arrays) == set(plain) | ({"key_scale", "value_scale"} if kv_scales else set())
+    assert all(np.array_equal(arrays[n], plain[n]) for n in ("query", "q_segment_ids", "kv_segment_ids"))
+    nearness = {"int8": 0.02, "float8_e4m3fn": 0.13, "float8_e5m2": 0.26}[kv_dtype]  # half a step of numbers up to 4
+    for name in ("key", "value"):
+        back = arrays[name].astype(np.float32) * arrays.get(f"{name}_scale", 1)
+        assert np.abs(back - plain[name]).max() <= nearness
+    assert OperationRegistry.create("vanilla").plan(**made.call_arguments(arrays)).require()
 
 
 def test_packed_self_attention_has_one_set_of_ids() -> None:

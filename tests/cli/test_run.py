@@ -28,6 +28,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_prob": 0.3, "deterministic": False, "layout": "bhtd"},
     "bias_and_mask": {"bias": [1, 4, 16, 16], "dense_mask": [2, 1, 16, 16], "batch": 2, "return_weights": True},
     "value_dim": {"value_dim": 4, "mask": {"kind": "chunked", "size": 8}},
+    "int8": {"kv_dtype": "int8", "kv_heads": 2, "dtype": "bfloat16"},
+    "int8_packed": {"kv_dtype": "int8", "kv_scales": "token", "layout": "thd", "segment_ids": 2},
+    "fp8": {"kv_dtype": "float8_e4m3fn", "kv_scales": "head", "layout": "bhtd", "batch": 2},
+    "fp8_as_it_stands": {"kv_dtype": "float8_e5m2", "kv_scales": None},
     "offset": {"kv_len": 24, "query_offset": 8, "dtype": "bfloat16"},
 }
 
@@ -53,6 +57,7 @@ def test_check(attnops: Callable[..., Any], config: Callable[..., Path], name: s
         ("dropout", "it lacks dropout"),
         ("cache", "it lacks the log-sum-exp"),
         ("value_dim", "it lacks a value head dim"),
+        ("int8", "it lacks int8 or fp8 keys and values"),
     ],
 )
 def test_the_comparison_is_of_the_same_work(
@@ -172,6 +177,33 @@ def test_bfloat16_goes_through_safetensors(
     assert "bfloat16" in result.out
     result = attnops("run", config(dtype="float32"), "--inputs", path, "--check", "--repeats", 1)
     assert "query of in.safetensors cast from bfloat16 to float32 (call.dtype)" in result.out
+
+
+@pytest.mark.parametrize("operation", ["vanilla", "splash"])
+def test_quantised_keys_and_values_of_a_file(
+    attnops: Callable[..., Any], config: Callable[..., Path], tmp_path: Path, operation: str
+) -> None:
+    """int8 in .npz, fp8 in .safetensors; the check's reference is of the dequantised ones."""
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((2, 16, 4, 8), np.float32)
+    metadata = {"operation_configs": {"splash": {"interpret": True}}}
+    for name, dtype, scales in (
+        ("in.npz", jnp.int8, {"key_scale": np.full((2, 16, 4, 1), 0.02), "value_scale": np.full((1, 1, 4, 1), 0.03)}),
+        ("in.safetensors", jnp.float8_e4m3fn, {"key_scale": np.full((1, 1, 1, 1), 2.0, np.float32)}),
+    ):
+        given = {n: rng.integers(-90, 90, query.shape).astype(dtype) for n in ("key", "value")}
+        if dtype != jnp.int8:
+            given = {n: (query + n.startswith("k")).astype(dtype) for n in given}
+        write_arrays(tmp_path / name, {"query": query, **given, **scales})
+        assert read_arrays(tmp_path / name)["key"].dtype == dtype
+        result = attnops(
+            "run", config(operation, metadata), "--inputs", tmp_path / name, "--check", "--repeats", 1, "--explain"
+        )
+        assert (result.status, result.err) == (0, "")
+        assert "pass  output against float64 reference" in result.out
+        assert f"key {jnp.dtype(dtype).name}, value {jnp.dtype(dtype).name}" in " ".join(result.out.split())
+        assert "as key" in result.out
+        assert ("value_scale: it counts as it stands" in result.out) == (dtype != jnp.int8)
 
 
 def test_interrupted(attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

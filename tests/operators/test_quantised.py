@@ -93,7 +93,7 @@ def test_the_plan_tells_all() -> None:
     q, k = _struct((4, 32, 8, 16), "bfloat16"), _struct((4, 32, 4, 16), "int8")
     v = _struct((4, 32, 4, 16), "float8_e5m2")
     plan = _attend(mesh=mesh).plan(q, k, v, key_scale=_struct((4, 1, 4, 1), "float32"))
-    assert (plan.problem.runtime_dtype, plan.problem.quantised) == ("bfloat16", ("key", "value"))
+    assert (plan.problem.runtime_dtype, plan.problem.quantised) == ("bfloat16", {"key": "int8", "value": "float8_e5m2"})
     assert plan.placement.fitted["key"].local_bytes == 2 * 32 * 2 * 16
     assert plan.placement.fitted["key_scale"].local_shape == (2, 1, 2, 1)
     assert plan.placement.given("key_scale", (4, 1, 4, 1)) == PartitionSpec("fsdp", None, "tp", None)

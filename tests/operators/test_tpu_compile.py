@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
+from attnops.verify.topology import TOPOLOGIES, described_mesh
 
 V5E = AbstractMesh((2, 2), ("fsdp", "tp"), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
 
@@ -59,8 +60,6 @@ topology = pytest.importorskip("libtpu", reason="pip install 'attnops[tpu]'")
 
 @pytest.fixture(scope="module")
 def v5e() -> Any:
-    from attnops.verify.topology import described_mesh
-
     return described_mesh("v5e:2x2", {"fsdp": 2, "tp": 2})
 
 
@@ -148,6 +147,52 @@ def test_traced_operands_compile(v5e: Any, name: str, fused: bool) -> None:
 
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x, traced).compile()
     assert compiled.as_text().count("tpu_custom_call") >= (2 if fused else 3)
+
+
+def _generation(topology: str) -> Any:
+    often = topology.startswith(("v5e:2x2", "v6e"))
+    return pytest.param(topology, marks=[] if often else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("topology", [_generation(t) for t in TOPOLOGIES if t != "v5e:4x4"])
+@pytest.mark.parametrize(
+    "dim", [pytest.param(64, marks=pytest.mark.slow), 128, pytest.param(256, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    ("key", "value", "config"),
+    [
+        ("int8", "int8", None),
+        ("float8_e4m3fn", "float8_e5m2", {"k_layout": "seq_minor", "v_layout": "seq_minor"}),
+        pytest.param("float8_e5m2", "int8", {"heads_per_tile": 4}, marks=pytest.mark.slow),
+        pytest.param("int8", "bfloat16", {"block_kv_compute": 256, "block_kv_compute_in": 128}, marks=pytest.mark.slow),
+    ],
+)
+def test_quantised_keys_and_values_compile(topology: str, dim: int, key: str, value: str, config: Any) -> None:
+    """int8 and fp8 become bfloat16 in the kernel on every generation; the forward kernel takes them as they are."""
+    mesh = Mesh(described_mesh(topology).devices.reshape(-1)[:1], ("one",))
+    configs = {"splash": config or {}}
+    attend = OperationRegistry.create(
+        "splash", OperationMetadata(mesh=mesh, operation_configs=configs, fallback="error")
+    )
+    there = NamedSharding(mesh, jax.P())
+    shape = lambda heads, n, dtype: jax.ShapeDtypeStruct((2, 600, heads, n), jnp.dtype(dtype), sharding=there)  # noqa: E731
+    arrays = {"query": shape(8, dim, "bfloat16"), "key": shape(2, dim, key), "value": shape(2, dim, value)}
+    arrays["key_scale"] = shape(2, 1, "float32")
+    if value != "bfloat16":
+        arrays["value_scale"] = shape(2, 1, "float32")
+    smooth = ("query", "key_scale", "value_scale")
+
+    def both(arrays: dict[str, Any]) -> Any:
+        def loss(part: dict[str, Any]) -> jax.Array:
+            return attend(**(arrays | part)).attention_outputs.astype(jnp.float32).sum()
+
+        return jax.value_and_grad(loss)({n: arrays[n] for n in smooth if n in arrays})
+
+    text = jax.jit(both).lower(arrays).compile().as_text()
+    assert text.count("tpu_custom_call") >= 2
+    forward = next(line for line in text.splitlines() if "attnops_splash_forward" in line and "custom-call(" in line)
+    words = {"int8": "s8[", "float8_e4m3fn": "f8e4m3fn[", "float8_e5m2": "f8e5m2[", "bfloat16": "bf16["}
+    assert all(words[dtype] in forward for dtype in (key, value))
 
 
 @pytest.mark.parametrize("precision", ["high", "highest"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,20 @@ def test_the_chosen_sizes_are_what_runs() -> None:
 def test_another_call_has_another_choice(changes: dict[str, Any]) -> None:
     before, after = _key(_plan()), _key(_plan(**changes))
     assert before != after
+
+
+def test_the_dtype_of_keys_and_whether_they_are_scaled_have_choices_of_their_own() -> None:
+    attend = OperationRegistry.create("splash", OperationMetadata(backend="tpu", fallback="error"))
+    q, scale = jax.ShapeDtypeStruct((2, 512, 4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
+    found = []
+    for dtype, call in (("int8", {"key_scale": scale}), ("float8_e4m3fn", {"key_scale": scale}), ("float8_e4m3fn", {})):
+        key = jax.ShapeDtypeStruct(q.shape, jnp.dtype(dtype))
+        decided = attend.plan(q, key, q, **call)
+        found.append((_key(decided), table_key(decided.problem, decided.placement)))
+    keys, rows = [key for key, _ in found], [row for _, row in found]
+    assert all(a != b for a, b in itertools.combinations([_key(_plan()), *keys], 2))
+    assert rows[0] != rows[1]
+    assert "key int8" in rows[0]
 
 
 def test_what_no_choice_depends_on_is_not_in_the_key() -> None:

@@ -170,6 +170,29 @@ def test_the_local_call_computes_what_the_call_does() -> None:
     assert (np.asarray(drawn["q_positions"][1]) == np.arange(160)).all()
 
 
+@pytest.mark.parametrize("layout", ["bthd", "bhtd", "thd"])
+def test_the_local_call_of_quantised_keys_and_values(layout: str) -> None:
+    """Dtypes and scales as they are given, a device's part of them; integers get no gradient, and scales have one."""
+    x = {"bthd": (2, 160, 4, 16), "bhtd": (2, 4, 160, 16), "thd": (160, 4, 16)}[layout]
+    q, k, v = (jax.ShapeDtypeStruct(x, jnp.dtype(d)) for d in ("bfloat16", "int8", "float8_e5m2"))
+    scale = jax.ShapeDtypeStruct(tuple(1 if a == "d" else n for a, n in zip(layout, x, strict=True)), jnp.bfloat16)
+    call = {"layout": layout} | ({"q_segment_ids": jax.ShapeDtypeStruct((160,), jnp.int32)} if layout == "thd" else {})
+    mesh = {"tp": 2} if layout == "thd" else {"fsdp": 2, "tp": 2}
+    attend = OperationRegistry.create("vanilla", OperationMetadata(mesh=mesh, tuning="off"))
+    decided = attend.plan(q, k, v, key_scale=scale, **call)
+    local = LocalProblem.of(decided.problem, decided.placement)
+    assert (local.arguments["key"].dtype, local.arguments["value"].dtype) == (jnp.int8, jnp.float8_e5m2)
+    assert local.arguments["key_scale"].shape == ((1, 2, 160, 1) if layout == "bhtd" else (1, 160, 2, 1))
+    assert "value_scale" not in local.arguments
+    function, shapes = local.program({}, "backward")
+    arrays = local.arrays(shapes)
+    assert {a.dtype.name for a in arrays} >= {"bfloat16", "int8", "float8_e5m2", "float32"}
+    assert all(a.any() for a in arrays if a.dtype != jnp.int32)
+    gradients = function(arrays)
+    assert set(gradients) == {"query", "value", "key_scale"}
+    assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in gradients.values())
+
+
 def test_a_search_by_static_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     decided = _plan(mode="prefill", q_len=512, config={"block_kv_compute_in": 128, "sum_by_product": False})
     told: list[tuple[int, int, str]] = []

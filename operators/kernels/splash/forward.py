@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .frame import Frame
-from .tile import Logits, Tile, turned
+from .tile import Logits, Tile
 from .visits import FIRST, LAST, LIVE, PARTIAL
 
 __all__ = ["forward_kernel", "forward_outputs", "forward_scratch", "product"]
@@ -112,7 +112,9 @@ def forward_kernel(
             if "value_scale" in refs:
                 # Not on the weights: there are more of them, and their sum may come from the same product.
                 scale = refs["value_scale"][head[0], :, keys]
-                value = value.astype(jnp.float32) * (scale if v_time else turned(scale))
+                if not v_time:  # as a whole square: a lone column would be spread over the lanes at thrice the cost
+                    scale = _wide(jnp.broadcast_to(scale, (_LANES, compute_in)).T, value.shape[-1])
+                value = value.astype(jnp.float32) * scale
             value = value.astype(query.dtype)
             if sum_by_product:
                 ones = (_LANES, compute_in) if v_time else (compute_in, _LANES)

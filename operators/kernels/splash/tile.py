@@ -20,7 +20,7 @@ from ...local_mask import Dropout, LocalMask
 from ..operands import Places
 from .frame import Frame, Input, Step
 
-__all__ = ["LOG2E", "Logits", "Tile", "add_to_frame", "turned"]
+__all__ = ["LOG2E", "Logits", "Tile", "add_to_frame"]
 
 LOG2E = 1 / math.log(2)
 
@@ -199,7 +199,7 @@ class Tile:
             return self._dense(name, head, start, width).astype(jnp.int32) != 0
         ref = self.refs[name]
         values = ref[...] if dims[1] == "q" else ref[:, start : start + width]
-        return turned(values) if (dims[1] == "q") != self.across else values
+        return _turned(values) if (dims[1] == "q") != self.across else values
 
     def _dense(self, name: str, head: tuple[int, int], start: int, width: int) -> jax.Array:
         """The tile of an array of [batch, heads, q, kv]: [q | 1, width | 1], or across."""
@@ -209,7 +209,7 @@ class Tile:
         part = ref[kv_head, of_group, :, keys]
         if not self.across:
             return part
-        return turned(part.astype(jnp.int32) if part.dtype == jnp.int8 else part.astype(jnp.float32))
+        return _turned(part.astype(jnp.int32) if part.dtype == jnp.int8 else part.astype(jnp.float32))
 
 
 class _Answer(Mask):
@@ -224,7 +224,7 @@ class _Answer(Mask):
         return self.seen
 
 
-def turned(x: jax.Array) -> jax.Array:
+def _turned(x: jax.Array) -> jax.Array:
     """The transpose. A lone row or column is repeated first: Mosaic transposes whole registers."""
     rows, lanes = x.shape
     x = jnp.broadcast_to(x, (8 if rows == 1 else rows, 128 if lanes == 1 else lanes))
