@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from ..registry import AttentionProblem, OperationConfig, Placement, Route
-from .kernels.quantised import dequantised
 from .local_mask import Dropout, LocalMask
+from .quantised import dequantised
 
 __all__ = ["LocalCall", "LocalOutput"]
 

@@ -13,9 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import tpu as pltpu
 
 from ...local_mask import Dropout, LocalMask
+from ...quantised import dequantised, quantised_gradients
 from ..blockwise import LSE_NAME, OUTPUT_NAME, Blocking, bias_gradient
 from ..operands import Operands, Traced, no_gradients, put_together, take_apart
-from ..quantised import dequantised, quantised_gradients
 from ..varying import alike
 from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
 from .blocks import SplashBlocks
