@@ -35,6 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fused": {},
     "apart": {"use_fused_bwd_kernel": False, "block_q_dq": 128, "block_kv_dq": 128},
     "two_heads": {"heads_per_tile": 2},
+    "int8": {},  # keys and values as they are and a scale for each
     "traced": {},  # lengths: the grid is as long as the tiles found on the device
 }
 PLAIN = pltpu.InterpretParams()
@@ -48,6 +49,9 @@ def _case(
     rng = np.random.default_rng(3)
     shapes = [(batch, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     query, key, value, d_output = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    scale = np.linspace(0.01, 0.03, LENGTH, dtype=np.float32)  # of a key
+    if way == "int8":
+        key, value = (np.round(x * 40).astype(np.int8) for x in (key, value))
     lengths = np.array([70, LENGTH], np.int32)[:batch]
     rows, keys = np.arange(LENGTH)[:, None], np.arange(LENGTH)
     visible = np.broadcast_to(keys <= rows, (batch, 1, LENGTH, LENGTH))
@@ -58,10 +62,12 @@ def _case(
     if way == "traced":
         visible = visible & (keys < lengths[:, None, None, None])
     given: dict[str, Any] = {"scale": 0.25, "mask": visible}
-    want = reference_gradients(query, key, value, d_output, **given)
-    want["output"] = reference_attention(query, key, value, **given).output
+    scaled = scale[:, None, None].astype(np.float64) if way == "int8" else 1.0
+    want = reference_gradients(query, key * scaled, value * scaled, d_output, **given)
+    want["output"] = reference_attention(query, key * scaled, value * scaled, **given).output
     turned = tuple(jnp.asarray(x).swapaxes(1, 2) for x in (query, key, value, d_output))
-    return mask, (*turned, jnp.asarray(lengths)), lambda x: np.asarray(x.swapaxes(1, 2), np.float64), want
+    scales = jnp.broadcast_to(scale, (batch, KV_HEADS, LENGTH))
+    return mask, (*turned, jnp.asarray(lengths), scales), lambda x: np.asarray(x.swapaxes(1, 2), np.float64), want
 
 
 def _forward_and_gradients(way: str, interpret: pltpu.InterpretParams, batch: int = 2) -> None:
@@ -70,12 +76,15 @@ def _forward_and_gradients(way: str, interpret: pltpu.InterpretParams, batch: in
     blocks = SplashBlocks(**{**vars(BLOCKS), **WAYS[way]})
 
     @jax.jit
-    def both(query: jax.Array, key: jax.Array, value: jax.Array, d_output: jax.Array, lengths: jax.Array) -> Any:
+    def both(
+        query: jax.Array, key: jax.Array, value: jax.Array, d_output: jax.Array, lengths: jax.Array, scales: jax.Array
+    ) -> Any:
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            scale = scales if key.dtype == jnp.int8 else None
             return splash_attention(
                 query, key, value, scale=0.25, mask=LocalMask(mask(lengths), 0, LENGTH, LENGTH, 0), bias=None,
-                soft_cap=None, sinks=None, dropout=None, blocks=blocks, residual_checkpoint_name=None, platform="tpu",
-                interpret=interpret,
+                soft_cap=None, sinks=None, key_scale=scale, value_scale=scale, dropout=None, blocks=blocks,
+                residual_checkpoint_name=None, platform="tpu", interpret=interpret,
             )[0]  # fmt: skip
 
         output, pull = jax.vjp(attend, query, key, value)
@@ -83,6 +92,8 @@ def _forward_and_gradients(way: str, interpret: pltpu.InterpretParams, batch: in
 
     got = jax.block_until_ready(both(*arrays))
     for name, x in zip(("output", "query", "key", "value"), got, strict=True):
+        if x.dtype == jax.dtypes.float0:  # of integers
+            continue
         np.testing.assert_allclose(turned(x), want[name], atol=3e-5 * np.abs(want[name]).max(), err_msg=name)
 
 
