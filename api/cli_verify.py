@@ -116,6 +116,7 @@ def _rows(report: TargetReport) -> list[tuple[str, str | Text]]:
 def _pass_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | Text]]:
     if one.failure is not None:
         rows: list[tuple[str, str | Text]] = [(one.name, Text(f"doesn't compile: {one.failure.message}", style="red"))]
+        rows += [(one.name, f"counted: {bytes_text(size)} for {what}") for what, size in one.held]
         return rows if one.advice is None else [*rows, (one.name, one.advice)]
     if not one.compiled:
         return [(one.name, f"lowers in {one.seconds:.1f} s")]

@@ -21,7 +21,7 @@ from ..registry.quantised import dequantised_copy
 from . import splash_candidates, splash_table
 from .base import Operation
 from .local import LocalCall, LocalOutput
-from .splash_blocks import blocks_of, resolve_attnops, resolve_borrowed, too_much_vmem
+from .splash_blocks import blocks_of, resolve_attnops, resolve_borrowed, too_much_vmem, vmem_parts
 from .splash_borrowed import BORROWED_RULES, borrowed_padding, borrowed_remarks, run_borrowed
 from .splash_config import LANES, SplashConfig
 from .vanilla import Vanilla
@@ -155,6 +155,16 @@ class Splash(Operation):
             return (*notes, *borrowed_remarks(problem, placement, config))
         large = too_much_vmem(problem, placement, config)
         return notes if large is None or config.interpret else (*notes, large)
+
+    @classmethod
+    def memory(
+        cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
+    ) -> Mapping[str, Mapping[str, int]]:
+        """VMEM of attnops' kernels, by array and block."""
+        if method != "forward_tpu" or not isinstance(config, SplashConfig) or config.kernel != "attnops":
+            return {}
+        parts = vmem_parts(problem, placement, config)
+        return {f"attnops_splash_{name}": part for name, part in parts.items()}
 
     @classmethod
     def check_vma(cls, method: str, config: OperationConfig) -> bool:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .kernels.splash import SplashBlocks
     from .kernels.splash.vmem import Shape
 
-__all__ = ["blocks_of", "fits", "resolve_attnops", "resolve_borrowed", "tile_cost", "too_much_vmem"]
+__all__ = ["blocks_of", "fits", "resolve_attnops", "resolve_borrowed", "tile_cost", "too_much_vmem", "vmem_parts"]
 
 # By the static cycles of the compiled kernels (docs/splash.md): half of a 1024-block in a product at a time leaves the
 # compiler room to overlap the softmax of one half with the products of the other.
@@ -87,18 +87,23 @@ def resolve_attnops(problem: AttentionProblem, placement: Placement, config: Spl
 
 def vmem_need(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> int:
     """Bytes of VMEM that the larger pass of a resolved config is counted to take, with some room."""
-    from .kernels.splash.vmem import backward_bytes, forward_bytes
+    parts = vmem_parts(problem, placement, config)
+    return math.ceil(max(sum(part.values()) for part in parts.values()) * _ROOM)
+
+
+def vmem_parts(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> dict[str, dict[str, int]]:
+    """Each kernel of a resolved config -> bytes of VMEM by what they hold, as far as they can be counted."""
+    from .kernels.splash.vmem import backward_parts, forward_parts
 
     shape, blocks = _shape(problem, placement, config), blocks_of(config)
-    return math.ceil(max(forward_bytes(shape, blocks), backward_bytes(shape, blocks)) * _ROOM)
+    return {"forward": forward_parts(shape, blocks), **backward_parts(shape, blocks)}
 
 
 def fits(problem: AttentionProblem, placement: Placement, config: SplashConfig, backward: bool) -> bool:
     """Whether one pass of a resolved config may fit: what its blocks and sums take at least is what there is at most."""
-    from .kernels.splash.vmem import backward_bytes, forward_bytes
-
-    count = backward_bytes if backward else forward_bytes
-    return count(_shape(problem, placement, config), blocks_of(config)) <= _vmem_room(problem, config)
+    parts = vmem_parts(problem, placement, config)
+    counted = (sum(part.values()) for name, part in parts.items() if (name != "forward") == backward)
+    return max(counted) <= _vmem_room(problem, config)
 
 
 def too_much_vmem(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> str | None:

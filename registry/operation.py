@@ -94,6 +94,14 @@ class PlannedOperation:
         return None
 
     @classmethod
+    def memory(
+        cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
+    ) -> Mapping[str, Mapping[str, int]]:
+        """A kernel's name in the compiled program -> bytes of fast memory by what they hold; {} where nobody counts."""
+        del method, problem, placement, config
+        return {}
+
+    @classmethod
     def check_vma(cls, method: str, config: OperationConfig) -> bool:
         """Whether a method with this config can be traced under shard_map's check of replication."""
         del config

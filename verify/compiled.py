@@ -60,12 +60,13 @@ def kernels(text: str) -> tuple[KernelUse, ...]:
 
 
 class Failure(NamedTuple):
-    """Why a program didn't compile. memory: 'vmem', 'hbm' or None. needed, available: bytes, where they were told."""
+    """Why a program didn't compile. memory: 'vmem', 'hbm' or None. needed, available: bytes, and kernel, where they were told."""
 
     message: str
     memory: str | None = None
     needed: int | None = None
     available: int | None = None
+    kernel: str | None = None
 
 
 _SCOPED = re.compile(
@@ -87,6 +88,7 @@ def failure(error: Exception) -> Failure:
             "vmem",
             needed,
             limit,
+            kernel,
         )
     if found := _VMEM_OF_CHIP.search(text):
         needed, limit = _bytes(found[1]), _bytes(found[2])

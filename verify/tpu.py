@@ -28,14 +28,16 @@ _DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux", "key_scale", 
 class PassReport:
     """One pass, per device. `compiled` is False where it was only lowered. Bytes and operations are the compiler's counts.
 
-    kernels: None where the compiled program's text can't be read. roofline_seconds: the longer of arithmetic and HBM traffic
-    at the device's published rates, which `bound` names; intensity: operations a byte.
+    held: what the kernel that failed holds in VMEM, (what, bytes), the largest first, as attnops counts it: without what
+    the compiler spills. kernels: None where the compiled program's text can't be read. roofline_seconds: the longer of
+    arithmetic and HBM traffic at the device's published rates, which `bound` names; intensity: operations a byte.
     """
 
     name: str
     compiled: bool
     failure: Failure | None
     advice: str | None = None
+    held: tuple[tuple[str, int], ...] = ()
     seconds: float = 0.0
     kernels: tuple[KernelUse, ...] | None = ()
     argument_bytes: int = 0
@@ -134,7 +136,8 @@ def _verify_pass(
     except Exception as error:
         found = failure(error)
         advice = _advice(operation, arguments, plan, found, name, vmem_most) if found.memory == "vmem" else None
-        return PassReport(name, here, found, advice, time.perf_counter() - start)
+        held = _held(plan, found) if found.memory == "vmem" else ()
+        return PassReport(name, here, found, advice, held, time.perf_counter() - start)
     seconds = time.perf_counter() - start
     text = program_text(compiled)
     memory, work = compiled.memory_analysis(), compiled.cost_analysis() or {}
@@ -148,6 +151,7 @@ def _verify_pass(
         True,
         None,
         None,
+        (),
         seconds,
         None if text is None else kernels(text),
         *sizes,
@@ -158,6 +162,14 @@ def _verify_pass(
         "arithmetic" if arithmetic >= traffic else "HBM",
         flops / moved if moved else 0.0,
     )
+
+
+def _held(plan: Plan, found: Failure) -> tuple[tuple[str, int], ...]:
+    """What the kernel that failed holds, the largest first."""
+    problem = plan.problem
+    counted = problem.operation.memory(plan.method or "", problem, plan.placement, plan.config)
+    parts = counted.get(found.kernel or "", {})
+    return tuple(sorted(((what, size) for what, size in parts.items() if size), key=lambda part: -part[1]))
 
 
 def _program(

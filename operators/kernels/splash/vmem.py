@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .blocks import SplashBlocks
 from .frame import Heads
 
-__all__ = ["Shape", "Vmem", "backward_bytes", "forward_bytes", "vmem_of"]
+__all__ = ["Shape", "Vmem", "backward_parts", "forward_parts", "vmem_of"]
 
 _LANES = 128
 _MIB = 1 << 20
@@ -53,45 +53,58 @@ class Shape(NamedTuple):
     value: tuple[int, bool]
 
 
-def forward_bytes(shape: Shape, blocks: SplashBlocks) -> int:
-    """Blocks twice, for the pipeline, sums, and the tile that is being worked on. A lower bound: registers spill, too."""
-    tiles, rows, keys = len(shape.heads.in_tile), blocks.block_q, blocks.block_kv
-    widths = _lanes(shape.dim), _lanes(shape.value_dim)
-    moved = tiles * rows * sum(widths) * shape.itemsize + tiles * 8 * rows * 4
+def forward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, int]:
+    """Bytes by what they hold: blocks twice, for the pipeline, sums, and the tile that is being worked on.
+
+    A lower bound: registers spill, too.
+    """
+    tiles, kv_tile, rows, keys = len(shape.heads.in_tile), shape.heads.kv_tile, blocks.block_q, blocks.block_kv
+    dim, value_dim = _lanes(shape.dim), _lanes(shape.value_dim)
     working = _working(rows, blocks.block_kv_compute, shape.itemsize)
-    for width, (itemsize, scaled) in zip(widths, (shape.key, shape.value), strict=True):
-        moved += shape.heads.kv_tile * keys * (width * itemsize + 8 * 4 * scaled)
+    parts = {
+        "query (block_q)": 2 * tiles * rows * dim * shape.itemsize,
+        "output and lse (block_q)": 2 * tiles * rows * (value_dim * shape.itemsize + 8 * 4),
+        "mask arrays and bias (block_q x block_kv)": 2 * shape.dense_itemsize * rows * keys * tiles,
+        "sums (block_q)": tiles * rows * (2 * _LANES + value_dim) * 4,
+    }
+    for name, width, (itemsize, scaled) in (("key", dim, shape.key), ("value", value_dim, shape.value)):
+        parts[f"{name} (block_kv)"] = 2 * kv_tile * keys * (width * itemsize + 8 * 4 * scaled)
         if itemsize != shape.itemsize:
             working += blocks.block_kv_compute * width * (shape.itemsize + 4)  # on its way through float32
-    moved += shape.dense_itemsize * rows * keys * tiles
-    sums = tiles * rows * (2 * _LANES + _lanes(shape.value_dim)) * 4
-    return 2 * moved + sums + working
+    return parts | {"logits and weights (block_q x block_kv_compute)": working}
 
 
-def backward_bytes(shape: Shape, blocks: SplashBlocks) -> int:
-    """The same of the larger of the backward passes."""
-    tiles, kv_tile = len(shape.heads.in_tile), shape.heads.kv_tile
-    dims = _lanes(shape.dim) + _lanes(shape.value_dim)
-
-    def of_pass(rows: int, keys: int, compute: int, of_query: bool, of_keys: bool) -> int:
-        moved = (tiles * rows * dims + kv_tile * keys * dims) * shape.itemsize + 2 * tiles * 8 * rows * 4
-        moved += shape.dense_itemsize * rows * keys * tiles
-        sums = 0
-        if of_query:
-            moved += tiles * rows * _lanes(shape.dim) * shape.itemsize
-            sums += tiles * rows * _lanes(shape.dim) * 4
-        if of_keys:
-            length = math.ceil(shape.kv_len / keys) * keys if of_query else keys
-            moved += kv_tile * length * dims * shape.itemsize
-            sums += kv_tile * length * dims * 4
-        return 2 * moved + sums + _working(rows, compute, shape.itemsize) * 2
-
+def backward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, dict[str, int]]:
+    """The same of each backward pass, by the name of its kernel."""
+    of_keys = blocks.block_q_dkv, blocks.block_kv_dkv, blocks.block_kv_dkv_compute
     if blocks.use_fused_bwd_kernel:
-        return of_pass(blocks.block_q_dkv, blocks.block_kv_dkv, blocks.block_kv_dkv_compute, True, True)
-    return max(
-        of_pass(blocks.block_q_dkv, blocks.block_kv_dkv, blocks.block_kv_dkv_compute, False, True),
-        of_pass(blocks.block_q_dq or 0, blocks.block_kv_dq or 0, blocks.block_kv_dq or 0, True, False),
-    )
+        return {"backward": _backward_pass(shape, *of_keys, "dkv", True, True)}
+    of_query = blocks.block_q_dq or 0, blocks.block_kv_dq or 0, blocks.block_kv_dq or 0
+    return {
+        "dkv": _backward_pass(shape, *of_keys, "dkv", False, True),
+        "dq": _backward_pass(shape, *of_query, "dq", True, False),
+    }
+
+
+def _backward_pass(
+    shape: Shape, rows: int, keys: int, compute: int, suffix: str, of_query: bool, of_keys: bool
+) -> dict[str, int]:
+    tiles, kv_tile, size = len(shape.heads.in_tile), shape.heads.kv_tile, shape.itemsize
+    dim, dims = _lanes(shape.dim), _lanes(shape.dim) + _lanes(shape.value_dim)
+    q, kv = f"block_q_{suffix}", f"block_kv_{suffix}"
+    parts = {
+        f"query, gradient of the output, two numbers a row ({q})": 2 * tiles * rows * (dims * size + 2 * 8 * 4),
+        f"key and value ({kv})": 2 * kv_tile * keys * dims * size,
+        f"mask arrays and bias ({q} x {kv})": 2 * shape.dense_itemsize * rows * keys * tiles,
+    }
+    if of_query:
+        parts[f"gradient of the query and its sum ({q})"] = tiles * rows * dim * (2 * size + 4)
+    if of_keys:
+        length = math.ceil(shape.kv_len / keys) * keys if of_query else keys
+        where = f"all {shape.kv_len} keys: use_fused_bwd_kernel" if of_query else kv
+        parts[f"gradients of key and value and their sums ({where})"] = kv_tile * length * dims * (2 * size + 4)
+    inner = f"{kv}_compute" if of_keys else kv
+    return parts | {f"logits, weights and their gradients ({q} x {inner})": _working(rows, compute, size) * 2}
 
 
 def _working(rows: int, compute: int, itemsize: int) -> int:
