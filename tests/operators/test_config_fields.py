@@ -1,0 +1,79 @@
+"""Every field of every operation's config is found in what is lowered, or refused; the list is made from the classes.
+
+splash's fields have a page of their own (test_splash_config.py), for each of its kernels. Here are all the others, and what
+holds for every config: a dict and an object lower to the same program, and None is not unset.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnops import OperationMetadata, OperationRegistry
+
+ELSEWHERE = {"splash": "test_splash_config.py"}
+COMMON = {"operation", "schema_version"}
+# (what else is declared, a value whose program differs from that of the field left out)
+CHANGES: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
+    ("vanilla", "path"): ({}, "blockwise"),
+    ("vanilla", "block_q"): ({"path": "blockwise"}, 32),
+    ("vanilla", "block_kv"): ({"path": "blockwise"}, 32),
+}
+FIELDS = [
+    (name, field)
+    for name in OperationRegistry.names()
+    if OperationRegistry.get(name).__module__.startswith("attnops.") and name not in ELSEWHERE
+    for field in OperationRegistry.get(name).config.model_fields
+    if field not in COMMON
+]
+
+
+def _lowered(name: str, config: Any) -> str:
+    attend = OperationRegistry.create(name, OperationMetadata(operation_configs={name: config}, tuning="off"))
+    x = jax.ShapeDtypeStruct((1, 128, 2, 16), jnp.float32)
+    return jax.jit(jax.grad(lambda q: attend(q, q, q).attention_outputs.sum())).lower(x).as_text()
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS)
+def test_a_field_changes_what_is_lowered(name: str, field: str) -> None:
+    beside, value = CHANGES[name, field]  # a new field without a line there fails
+    assert _lowered(name, beside | {field: value}) != _lowered(name, beside)
+
+
+def test_every_operation_that_has_fields_is_looked_at() -> None:
+    ours = {n for n in OperationRegistry.names() if OperationRegistry.get(n).__module__.startswith("attnops.")}
+    without = {n for n in ours if not set(OperationRegistry.get(n).config.model_fields) - COMMON}
+    assert {name for name, _ in FIELDS} | set(ELSEWHERE) | without == ours
+    assert without == {"sdpa"}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("vanilla", {"path": "blockwise", "block_kv": 32}),
+        ("splash", {"interpret": True, "block_q": 128, "block_kv": None, "fuse_reciprocal": False}),
+    ],
+)
+def test_a_dict_an_object_and_a_config_are_the_same(name: str, fields: dict[str, Any]) -> None:
+    config = OperationRegistry.get(name).config
+    ways = (fields, SimpleNamespace(**fields), config(**fields))
+    assert len({_lowered(name, way) for way in ways}) == 1
+    assert len({OperationMetadata(operation_configs={name: way}).to_json() for way in ways}) == 1
+
+
+def test_none_asks_for_the_kernels_default_and_unset_lets_attnops_choose() -> None:
+    def block(config: dict[str, Any]) -> int:
+        metadata = OperationMetadata(operation_configs={"splash": {"interpret": True, **config}}, tuning="off")
+        x = jax.ShapeDtypeStruct((1, 512, 2, 16), jnp.float32)
+        return OperationRegistry.create("splash", metadata).plan(x, x, x, causal=False).config.block_kv
+
+    assert (block({}), block({"block_kv": None})) == (512, 128)
+    assert _lowered("splash", {"interpret": True}) == _lowered("splash", SimpleNamespace(interpret=True))
+    nulled = {"interpret": True, "vmem_limit_bytes": None, "block_kv": None}
+    assert OperationMetadata(operation_configs={"splash": nulled}) != OperationMetadata(
+        operation_configs={"splash": {"interpret": True}}
+    )
