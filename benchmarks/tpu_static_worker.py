@@ -1,6 +1,11 @@
-"""Compile one splash kernel, forward and backward, for a described TPU: python tpu_static_worker.py '{"kernel": ..., ...}'.
+"""Compile one splash kernel for a described TPU: python tpu_static_worker.py '{"kernel": ..., ...}'.
 
-libtpu's dumps of the final schedule go to `out`. A process for each, as libtpu takes its options at its start.
+libtpu's dumps of the final schedule go to `out`; the bytes that the compiled program needs beside its arguments and results
+are printed. A process for each, as libtpu takes its options at its start.
+
+Keys: kernel (attnops, jax or tokamax), target, length, dim, out, and either blocks [q, kv, compute] with fused, or for tokamax
+config, the fields of its SplashConfig. Optional: value_dim, mask (causal or full), forward_only; hlo, the one
+kernel to dump, by its name in the compiled program.
 """
 
 from __future__ import annotations
@@ -15,7 +20,10 @@ from typing import Any
 CASE = json.loads(sys.argv[1])
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
-    "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={CASE['out']} --xla_jf_dump_llo_text=true",
+    "LIBTPU_INIT_ARGS": (
+        f"--xla_jf_dump_to={CASE['out']} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final.*"
+        + (f" --xla_jf_dump_only_matching_hlo={CASE['hlo']}" if "hlo" in CASE else "")
+    ),
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -52,12 +60,17 @@ def of_tokamax(length: int, dim: int) -> tuple[Callable[..., Any], tuple[int, ..
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as kernel
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
 
-    block_q, block_kv, compute = CASE["blocks"]
-    config = kernel.SplashConfig(
-        block_q=block_q, block_kv=block_kv, block_kv_compute=compute, block_q_dkv=block_q, block_kv_dkv=block_kv,
-        block_kv_dkv_compute=compute, use_fused_bwd_kernel=True,
-    )  # fmt: skip
-    attend = kernel.make_splash_mha_single_device(masks.CausalMask((length, length)), config=config)
+    if "config" in CASE:
+        fields = dict(CASE["config"])
+        fields |= {name: kernel.QKVLayout(value) for name, value in fields.items() if name.endswith("layout")}
+    else:
+        block_q, block_kv, compute = CASE["blocks"]
+        fields = {
+            "block_q": block_q, "block_kv": block_kv, "block_kv_compute": compute, "block_q_dkv": block_q,
+            "block_kv_dkv": block_kv, "block_kv_dkv_compute": compute, "use_fused_bwd_kernel": True,
+        }  # fmt: skip
+    mask = {"causal": masks.CausalMask, "full": masks.FullMask}[CASE.get("mask", "causal")]((length, length))
+    attend = kernel.make_splash_mha_single_device(mask, config=kernel.SplashConfig(**fields))
     return lambda q, k, v: attend(q, k, v), (HEADS, length, dim)
 
 
@@ -66,7 +79,11 @@ def main() -> None:
     mesh = Mesh(np.array(devices[:1]), ("fsdp",))
     sizes = CASE["length"], CASE["dim"]
     attend, shape = of_tokamax(*sizes) if CASE["kernel"] == "tokamax" else of_attnops(mesh, *sizes)
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    x, value = (
+        jax.ShapeDtypeStruct((*shape[:-1], dim), jnp.bfloat16, sharding=sharding)
+        for dim in (CASE["dim"], CASE.get("value_dim", CASE["dim"]))
+    )
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return attend(q, k, v).astype(jnp.float32).sum()
@@ -74,8 +91,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         if CASE["kernel"] == "tokamax":  # asks what it runs on; attnops says it itself
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
-        lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x)
-    lowered.compile()
+        lowered = jax.jit(attend if CASE.get("forward_only") else jax.grad(loss, (0, 1, 2))).lower(x, x, value)
+    print(lowered.compile().memory_analysis().temp_size_in_bytes)
 
 
 if __name__ == "__main__":

@@ -223,10 +223,26 @@ def _with_blocks(
     if not fused:
         sizes.fill("block_q_dq", sizes["block_q_dkv"])
         sizes.fill("block_kv_dq", _choose(kv_len, min(_COMPUTE, most)))
-    switches = {"use_fused_bwd_kernel": fused, "sum_by_product": _sums_by_product(problem, config)}
+    switches = {
+        "use_fused_bwd_kernel": fused,
+        "sum_by_product": _sums_by_product(problem, config),
+        "stationary_weights": _stationary_weights(problem, config),
+    }
     resolved = config.with_fields(sizes.found | switches)
     assert isinstance(resolved, SplashConfig)
     return resolved
+
+
+def _stationary_weights(problem: AttentionProblem, config: SplashConfig) -> bool:
+    """What is declared; else where head dims leave columns of the matrix unit idle: 256 on v6e and tpu7x, 128 before.
+
+    Static cycles of the fused backward, at head dim 64: 17 to 21 % fewer. At 128: 12 % fewer on v6e and tpu7x, 5 % more on a
+    v5e; at 256 21 % more on tpu7x.
+    """
+    if config.is_set("stationary_weights"):
+        return bool(config.stationary_weights)
+    columns = 256 if problem.device_kind in ("TPU v6 lite", "TPU7x") else 128
+    return max(problem.head_dim, problem.value_dim) < columns
 
 
 def _sums_by_product(problem: AttentionProblem, config: SplashConfig) -> bool:

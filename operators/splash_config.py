@@ -22,7 +22,7 @@ _INSIDE = (
     ("block_kv_dkv_compute", "block_kv_dkv"),
 )
 # What a kernel has no place for.
-_ATTNOPS_ONLY = ("block_kv_compute_in", "heads_per_tile", "vmem_limit_bytes", "sum_by_product")
+_ATTNOPS_ONLY = ("block_kv_compute_in", "heads_per_tile", "vmem_limit_bytes", "sum_by_product", "stationary_weights")
 LACKING: dict[str, tuple[str, ...]] = {
     "attnops": (),
     "jax": (*_ATTNOPS_ONLY, "use_base2_exp", "fuse_reciprocal", "use_experimental_scheduler"),
@@ -46,6 +46,7 @@ class SplashConfig(OperationConfig):
     other way. *_layout: 'seq_minor' hands the
     tensor over transposed. use_base2_exp: hold logits times log2 e. fuse_reciprocal: divide by the softmax's sum in the
     kernel, else after it. sum_by_product: make that sum in the product with the values, by a column of ones; None is False.
+    stationary_weights: make the backward's three gradients transposed, so that the weights fill the matrix unit; None is False.
     use_experimental_scheduler: the compiler's LP scheduler. vmem_limit_bytes: what the kernels may
     take of VMEM; None is the compiler's default. residual_checkpoint_name: the name of the output and its log-sum-exp for
     jax.checkpoint policies. interpret: run the kernel in Pallas' interpreter, on any platform; for tests.
@@ -72,6 +73,7 @@ class SplashConfig(OperationConfig):
     use_base2_exp: StrictBool = True
     fuse_reciprocal: StrictBool = True
     sum_by_product: StrictBool | None = None
+    stationary_weights: StrictBool | None = None
     use_experimental_scheduler: StrictBool = False
     vmem_limit_bytes: PositiveInt | None = None
     residual_checkpoint_name: str | None = None

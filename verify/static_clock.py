@@ -121,9 +121,11 @@ def tile_cycles(root: Region) -> TileCycles:
     """
     body = max((r for r in root.all() if r.is_loop), key=lambda r: r.cycles, default=root)
     whole = body.cycles
-    # What guards the whole step (there are steps that only fetch or write) is no part of the work.
-    while len(body.inside) == 1 and body.inside[0].products == body.products:
-        body = body.inside[0]
+    # What guards the whole step (there are steps that only fetch or write) is no part of the work, nor what stands beside it.
+    while (inner := [r for r in body.inside if r.products]) and inner[0].products == body.products:
+        if not any(r.products for r in inner[0].inside):
+            break
+        body = inner[0]
     tiles = sorted((r for r in body.inside if r.products), key=lambda r: r.vector)
     if not tiles or len(tiles) > 2:
         raise ConfigError(f"expected a kernel with one or two ways through a tile, found {len(tiles)}.")

@@ -101,6 +101,13 @@ def test_blocks(name: str, blocks: dict[str, Any]) -> None:
     _check(replace(case, heads=4, kv_heads=2), blocks)
 
 
+@pytest.mark.parametrize("blocks", ["q_dkv", "fused", "layouts", "layouts_dq", "two_heads"])
+@pytest.mark.parametrize("stationary", [False, True])
+def test_products_with_either_factor_in_the_matrix_unit(blocks: str, stationary: bool) -> None:
+    case = replace(_case(*MASKS["causal"], 300, 300), heads=4, kv_heads=2)
+    _check(case, BLOCKS[blocks] | {"stationary_weights": stationary})
+
+
 @pytest.mark.parametrize("layout", ["head_dim_minor", "seq_minor"])
 @pytest.mark.parametrize("name", MASKS)
 def test_sums_by_the_product_with_the_values(name: str, layout: str) -> None:

@@ -46,7 +46,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "attnops": COMMON | {
         "kernel": "jax", "block_kv": 256, "block_kv_compute": 512, "block_kv_compute_in": 128, "heads_per_tile": 2,
         "block_kv_dkv": 256, "use_base2_exp": False, "fuse_reciprocal": False, "use_experimental_scheduler": True,
-        "sum_by_product": True, "vmem_limit_bytes": 48 << 20,
+        "sum_by_product": True, "vmem_limit_bytes": 48 << 20, "stationary_weights": True,
     },
     "jax": COMMON | {"kernel": "attnops", "block_q": 64, "block_kv": 512, "block_kv_compute": 128, "block_kv_dkv": 512},
     "tokamax": COMMON | {
@@ -126,6 +126,22 @@ def _resolved(config: dict[str, Any], length: int = 4096, kind: str = "TPU v5 li
     metadata = OperationMetadata(mesh=_mesh(kind), operation_configs={"splash": config})
     x = jax.ShapeDtypeStruct((1, length, 2, dim), jnp.bfloat16)
     return OperationRegistry.create("splash", metadata).plan(x, x, x).config
+
+
+@pytest.mark.parametrize(
+    ("kind", "dim", "expected"),
+    [
+        ("TPU v5 lite", 64, True),
+        ("TPU v5 lite", 128, False),
+        ("TPU v6 lite", 128, True),
+        ("TPU v6 lite", 256, False),
+        ("TPU7x", 64, True),
+        ("TPU7x", 128, True),
+    ],
+)
+def test_weights_stay_where_a_head_dim_leaves_columns_idle(kind: str, dim: int, expected: bool) -> None:
+    assert _resolved({}, kind=kind, dim=dim).stationary_weights is expected
+    assert _resolved({"stationary_weights": not expected}, kind=kind, dim=dim).stationary_weights is not expected
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,7 @@ def _backward(
             logits=logits,
             compute=compute,
             layouts=(blocks.q_layout, blocks.k_layout, blocks.v_layout),
+            stationary_weights=blocks.stationary_weights,
         )
         depth = work.dim + work.value_dim + of_query * work.dim + of_keys * (work.dim + work.value_dim)
         return work.run(f"attnops_splash_{name}", kernel, 3 if not of_keys else 2, depth)

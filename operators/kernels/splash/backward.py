@@ -44,9 +44,19 @@ def add_key_gradients(frame: Frame, kv_padded: int, dim: int, value_dim: int, dt
 
 
 def backward_kernel(
-    refs: dict[str, Any], *, frame: Frame, logits: Logits, compute: int, layouts: tuple[str, str, str]
+    refs: dict[str, Any],
+    *,
+    frame: Frame,
+    logits: Logits,
+    compute: int,
+    layouts: tuple[str, str, str],
+    stationary_weights: bool,
 ) -> None:
-    """One step of a backward pass; which gradients it makes is which sums it was given."""
+    """One step of a backward pass; which gradients it makes is which sums it was given.
+
+    stationary_weights: a gradient's product is made transposed. The matrix unit then holds the weights, which fill it, and
+    the other factor, whose few columns would fill a part, streams past.
+    """
     tile = Tile(frame, logits, refs, across=True)
     heads = frame.heads.in_tile
     q_time, k_time, v_time = (1 if layout == "seq_minor" else 0 for layout in layouts)
@@ -90,10 +100,16 @@ def backward_kernel(
             rows = pl.ds(start, compute)
             if fused:
                 rows = pl.ds(pl.multiple_of(tile.step.kv_block * frame.block_kv + start, compute), compute)
-            refs["value_sum"][kv_head, rows, :] += product(tile.dropped(p, keep).astype(d_out.dtype), d_out, 1, 0)
-            refs["key_sum"][kv_head, rows, :] += product(d_x, query, 1, q_time)
+            p = tile.dropped(p, keep).astype(d_out.dtype)
+            refs["value_sum"][kv_head, rows, :] += with_weights(p, d_out, 1, 0)
+            refs["key_sum"][kv_head, rows, :] += with_weights(d_x, query, 1, q_time)
         if of_query:
-            refs["q_sum"][number] += product(d_x, key, 0, k_time)
+            refs["q_sum"][number] += with_weights(d_x, key, 0, k_time)
+
+    def with_weights(weights: jax.Array, x: jax.Array, axis: int, x_axis: int) -> jax.Array:
+        if not stationary_weights:
+            return product(weights, x, axis, x_axis)
+        return product(x, weights, x_axis, axis).T
 
     live, partial = tile.says(LIVE), tile.says(PARTIAL)
     if frame.visits.some_full:
