@@ -17,6 +17,7 @@ __all__ = ["BACKWARD", "FORWARD", "candidates", "tuned_fields"]
 FORWARD = ("block_q", "block_kv", "block_kv_compute", "block_kv_compute_in", "sum_by_product")
 BACKWARD = (
     "use_fused_bwd_kernel", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq",
+    "stationary_weights",
 )  # fmt: skip
 _BLOCKS, _COMPUTE = (2048, 1024, 512, 256, 128), (512, 1024, 256)
 
@@ -99,9 +100,14 @@ def _forward(problem: AttentionProblem, placement: Placement, config: SplashConf
 
 
 def _backward(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> list[dict[str, Any]]:
+    first = resolve_attnops(problem, placement, config)
+    assert isinstance(first, SplashConfig)
+    chosen = bool(first.stationary_weights)
+
     def inside(block_q: int, block_kv: int) -> Iterator[dict[str, Any]]:
         for compute in (n for n in _COMPUTE if block_kv % n == 0):
             yield {"block_kv_dkv_compute": compute, "use_fused_bwd_kernel": True}
+        yield {"stationary_weights": not chosen, "use_fused_bwd_kernel": True}
         for compute in (n for n in _COMPUTE if block_kv % n == 0):
             apart = {"use_fused_bwd_kernel": False, "block_q_dq": block_q, "block_kv_dq": min(block_kv, compute)}
             yield {"block_kv_dkv_compute": compute} | apart

@@ -43,7 +43,7 @@ TARGETS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2
 PAGE = ROOT / "docs" / "block-choices.md"
 BEGIN = "<!-- begin: written by tools/block_table.py -->"
 END = "<!-- end: written by tools/block_table.py -->"
-MOST = 4  # candidates of a pass
+MOST = 3  # candidates of a pass
 SHORT = 2048
 
 
