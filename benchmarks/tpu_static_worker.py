@@ -4,8 +4,8 @@ libtpu's dumps of the final schedule go to `out`; the bytes that the compiled pr
 are printed. A process for each, as libtpu takes its options at its start.
 
 Keys: kernel (attnops, jax or tokamax), target, length, dim, out, and either blocks [q, kv, compute] with fused, or for tokamax
-config, the fields of its SplashConfig. Optional: value_dim, mask (causal or full), forward_only; hlo, the one
-kernel to dump, by its name in the compiled program.
+config, the fields of its SplashConfig. Optional: fields (more of a config), value_dim, mask (causal or full), forward_only;
+hlo, the one kernel to dump, by its name in the compiled program.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def of_attnops(mesh: Mesh, length: int, dim: int) -> tuple[Callable[..., Any], t
     }  # fmt: skip
     if not CASE["fused"]:
         config |= {"block_q_dq": block_q, "block_kv_dq": compute}
+    config |= CASE.get("fields", {})
     metadata = OperationMetadata(mesh=mesh, operation_configs={"splash": config}, fallback="error")
     attend = OperationRegistry.create("splash", metadata)
     return lambda q, k, v: attend(q, k, v, mask=Causal()).attention_outputs, (1, length, HEADS, dim)
@@ -62,13 +63,14 @@ def of_tokamax(length: int, dim: int) -> tuple[Callable[..., Any], tuple[int, ..
 
     if "config" in CASE:
         fields = dict(CASE["config"])
-        fields |= {name: kernel.QKVLayout(value) for name, value in fields.items() if name.endswith("layout")}
     else:
         block_q, block_kv, compute = CASE["blocks"]
         fields = {
             "block_q": block_q, "block_kv": block_kv, "block_kv_compute": compute, "block_q_dkv": block_q,
             "block_kv_dkv": block_kv, "block_kv_dkv_compute": compute, "use_fused_bwd_kernel": True,
+            **CASE.get("fields", {}),
         }  # fmt: skip
+    fields |= {name: kernel.QKVLayout(value) for name, value in fields.items() if name.endswith("layout")}
     mask = {"causal": masks.CausalMask, "full": masks.FullMask}[CASE.get("mask", "causal")]((length, length))
     attend = kernel.make_splash_mha_single_device(mask, config=kernel.SplashConfig(**fields))
     return lambda q, k, v: attend(q, k, v), (HEADS, length, dim)

@@ -24,13 +24,14 @@ class _Generation(NamedTuple):
 
 
 # By a topology's prefix, as libtpu 0.0.51 describes them. Clocks: the published bfloat16 rate over the operations that the
-# matrix units of a chip do in a cycle; of tpu7x, what tokamax's published times imply (benchmarks/results/static_clock.txt).
+# matrix units of a chip do in a cycle; of tpu7x, fitted to tokamax's published times beside a term for the bytes that XLA
+# moves around the kernel (benchmarks/results/static_clock.txt).
 _GENERATIONS = {
     "v4": _Generation("TPU v4", 2, 1, "v4:2x2x1", 1.05e9),
     "v5e": _Generation("TPU v5 lite", 1, 1, "v5e:2x2", 1.5e9),
     "v5p": _Generation("TPU v5", 1, 2, "v5p:2x2x1", 1.75e9),
     "v6e": _Generation("TPU v6 lite", 1, 1, "v6e:2x2", 1.75e9),
-    "tpu7x": _Generation("TPU7x", 2, 1, "tpu7x:2x2x1", 1.72e9),
+    "tpu7x": _Generation("TPU7x", 2, 1, "tpu7x:2x2x1", 2.0e9),
 }
 
 
