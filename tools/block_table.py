@@ -206,7 +206,10 @@ def write(work: Work) -> None:
 def page(rows: dict[str, Any], compiler: str) -> str:
     """A table for each generation."""
     parts = [f"Compiled with {compiler}."]
-    for generation in TARGETS:
+    missing = [g for g in TARGETS if all(row["generation"] != g for row in rows.values())]
+    if missing:
+        parts.append(f"Not searched yet: {', '.join(missing)}; a plan for them takes the heuristic's sizes.")
+    for generation in (g for g in TARGETS if g not in missing):
         lines = [
             "| Call | Forward: block_q, block_kv, compute, in | Backward: block_q, block_kv, compute | VMEM, MiB | Of the "
             "heuristic's cycles |",
@@ -228,7 +231,8 @@ def _cells(row: dict[str, Any]) -> str:
     forward += ", sums by product" if given.get("sum_by_product") else ""
     backward = ", ".join(str(given[n]) for n in ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"))
     backward += " fused" if given["use_fused_bwd_kernel"] else f"; dq {given['block_q_dq']}, {given['block_kv_dq']}"
-    vmem = ", ".join(f"{(used or 0) / 2**20:.1f}" for used in row["vmem"].values()) or "unknown"
+    used = [row["vmem"].get(f"attnops_splash_{kernel}") for kernel in ("forward", "backward", "dkv", "dq")]
+    vmem = ", ".join(f"{size / 2**20:.1f}" for size in used if size) or "unknown"
     ratio = ", ".join(f"{row['ratio'][part]:.2f}" for part in ("forward", "backward") if part in row["ratio"])
     return f"{forward} | {backward} | {vmem} | {ratio}"
 

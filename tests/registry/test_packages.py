@@ -1,0 +1,28 @@
+"""What pyproject.toml packs is all that there is: an editable install would hide a folder that was forgotten."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+ROOMS = {folder.split("/")[0] for folder in SETUPTOOLS["package-dir"].values()}
+
+
+def test_every_folder_with_code_is_packed() -> None:
+    folders = {path.parent.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    assert folders == set(SETUPTOOLS["package-dir"].values())
+    assert set(SETUPTOOLS["packages"]) == set(SETUPTOOLS["package-dir"])
+
+
+def test_every_file_that_is_not_code_is_packed() -> None:
+    data = {
+        path.relative_to(ROOT).as_posix()
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    directory = SETUPTOOLS["package-dir"]
+    packed = {f"{directory[package]}/{name}" for package, names in SETUPTOOLS["package-data"].items() for name in names}
+    assert data == packed
