@@ -253,7 +253,9 @@ def test_a_search_that_was_cut_off_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
     assert report.reused == 2
     assert report.found.choice is not None
     kept = [one.fields for one in found.measured]
-    assert [way for way in _candidates(decided)["forward"][:4] if way not in kept] == asked[before:]
+    missing = [way for way in _candidates(decided)["forward"][:4] if way not in kept]
+    # The first search's thread may have asked once more after it was cut off; nothing that was kept is asked again.
+    assert {str(way) for way in asked[before:]} == {str(way) for way in missing}
 
 
 def test_a_process_that_dies_is_told_and_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
