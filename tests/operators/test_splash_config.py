@@ -171,7 +171,11 @@ def test_weights_stay_where_a_head_dim_leaves_columns_idle(kind: str, dim: int, 
         ({"kernel": "jax"}, {"block_q": 512, "block_kv_compute": 512, "block_q_dq": 512}),
         ({"kernel": "jax", "block_q": 256}, {"block_q": 256, "block_q_dkv": 256, "block_kv": 512}),
         ({"kernel": "jax", "use_fused_bwd_kernel": True}, {"block_q_dq": None, "block_kv_dq": None}),
-        ({"kernel": "tokamax", "block_q": 256}, {"block_q_dkv": 256, "block_kv": 512, "use_fused_bwd_kernel": True}),
+        pytest.param(
+            {"kernel": "tokamax", "block_q": 256},
+            {"block_q_dkv": 256, "block_kv": 512, "use_fused_bwd_kernel": True},
+            marks=NEEDS_TOKAMAX,
+        ),
     ],
 )
 def test_unset_is_chosen_and_none_is_the_kernels_default(given: dict[str, Any], resolved: dict[str, Any]) -> None:
