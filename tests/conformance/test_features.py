@@ -43,10 +43,11 @@ def _segment_ids_twice(case: cases.Case) -> bool:
 # Of forward_native's further paths and splash's kernels `make test` tries these in every layout and dtype, and every
 # case in one of each.
 OFTEN = ("causal_window", "segment_ids", "gqa")
-# Another's kernel behind the same wrapping as jax's: for it these are enough in `make test`.
-FEW = {
-    "splash.forward_tpu tokamax": (*OFTEN, "full", "chunked", "kv_lengths", "sinks", "soft_cap", "value_dim", "bias")
-}
+# Kernels of others behind the same wrapping: for them these are enough in `make test`.
+_FEW = (*OFTEN, "full", "chunked", "kv_lengths", "sinks", "soft_cap", "value_dim", "bias")
+FEW = {"splash.forward_tpu tokamax": _FEW, "splash.forward_tpu jax": _FEW}
+# Variants of int8_kv and fp8_kv, which are tried in every way.
+VARIANTS = ("int8_value", "fp8_key")
 OFTEN_ONLY = {*harness.PATHS, *harness.KERNELS, "splash.forward_tpu"}
 
 
@@ -54,6 +55,8 @@ def _often(which: str, name: str, layout: str, dtype: str) -> bool:
     """Every layout in float32 and every dtype in bthd; the rest of the product is for `make test-all`."""
     if name not in FEW.get(which, (name,)):
         return False
+    if name in VARIANTS:
+        return layout == "bthd" and dtype == "float32" and which in ("vanilla.forward_native", "splash.forward_tpu")
     if which in OFTEN_ONLY and name not in OFTEN:
         return layout == "bthd" and dtype == "float32"
     return layout == "bthd" or dtype == "float32"
