@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from attnops.cli_verify import target_mesh
 from attnops.errors import ConfigError
 from attnops.registry import OperationRegistry
 from attnops.registry.declaration import Declaration
-from attnops.registry.explain import bytes_text
+from attnops.registry.explain import bytes_text, fields_text
 from attnops.registry.tune_cache import ENVIRONMENT, Measured
 from attnops.verify.tune import TuneReport, tune_plan
 
@@ -145,11 +145,7 @@ def _table(report: TuneReport, part: str) -> Any:
 
 def _failures(report: TuneReport, part: str) -> list[tuple[str, str | Text]]:
     failed = [one for one in report.measured(part) if one.seconds is None]
-    return [("fails", f"{_words(one.fields)}: {one.failure}") for one in failed]
-
-
-def _words(chosen: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in chosen.items())
+    return [("fails", f"{fields_text(one.fields)}: {one.failure}") for one in failed]
 
 
 def _ratio(one: Measured, heuristic: Measured) -> str:
@@ -162,4 +158,4 @@ def _ending(report: TuneReport) -> list[tuple[str, str | Text]]:
     choice = report.found.choice
     if choice is None:
         return [("chosen", Text("nothing: no candidate compiles", style="red"))]
-    return [("chosen", Text(_words(choice.fields), style="green")), ("kept in", str(report.found.path))]
+    return [("chosen", Text(fields_text(choice.fields), style="green")), ("kept in", str(report.found.path))]

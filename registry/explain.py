@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec
 
@@ -11,7 +12,7 @@ from ..sharding import AttnShardingRules
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["bytes_text", "config_lines", "dropped_lines", "explain", "spec_text", "tensor_rows"]
+__all__ = ["bytes_text", "config_lines", "dropped_lines", "explain", "fields_text", "spec_text", "tensor_rows"]
 
 _WHY = {
     "platform": "the platform's own implementation",
@@ -38,6 +39,11 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError("unreachable")
+
+
+def fields_text(fields: Mapping[str, Any]) -> str:
+    """`block_q=512, block_kv=256`."""
+    return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def tensor_rows(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:

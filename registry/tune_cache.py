@@ -81,12 +81,11 @@ def load(key: Mapping[str, Any]) -> Found:
         if json.dumps(data["key"], sort_keys=True) != json.dumps(key, sort_keys=True):
             return Found(path, (), None, f"{path} is of another call")
         measured = tuple(Measured(**one) for one in data["measured"])
-        finished = tuple(data["finished"])
+        return Found(path, measured, _choice(measured, tuple(data["finished"])))
     except FileNotFoundError:
         return Found(path, (), None)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Found(path, (), None, f"{path} can't be read ({type(error).__name__})")
-    return Found(path, measured, _choice(measured, finished))
 
 
 def keep(key: Mapping[str, Any], measured: list[Measured], *, finished: str | None = None) -> Found:

@@ -76,12 +76,15 @@ def choose(
         return Tuning("heuristic", "tuning='off'", {})
     key = tune_key(method, problem, placement)
     found = tune_cache.load(key)
-    if found.choice is not None:
+    trouble = found.trouble
+    if found.choice is not None and not set(found.choice.fields) <= set(names):
+        trouble = f"{found.path} holds fields that aren't searched here"
+    elif found.choice is not None:
         return Tuning("cache", f"{found.choice.how}, kept in {found.path}", found.choice.fields)
     shipped = operation.table_choice(method, problem, placement)
     if shipped is not None:
         return Tuning("table", *shipped)
-    missing = found.trouble or f"no tuned choice is kept for this call on {problem.device}"
+    missing = trouble or f"no tuned choice is kept for this call on {problem.device}"
     if policy == "error":
         raise ConfigError(
             f"{problem.describe()}: {missing}, and tuning='error' is declared; {_COMMAND}, or declare 'heuristic'."

@@ -127,11 +127,16 @@ def planned(shape: dict[str, Any], target: str, fields: dict[str, Any]) -> tuple
     return operation, arguments, operation.plan(**arguments).require()
 
 
+def _short_length(fields: dict[str, Any]) -> int:
+    """Two of the largest blocks at least."""
+    sizes = [v for n, v in fields.items() if n.startswith("block_") and isinstance(v, int)]
+    return max(SHORT, 2 * max(sizes, default=0))
+
+
 def _short(decided: Plan, fields: dict[str, Any]) -> LocalProblem:
     """The same heads over few tokens, causal."""
     problem, placement = decided.problem, decided.placement
-    sizes = [v for n, v in fields.items() if n.startswith("block_") and isinstance(v, int)]
-    length = max(SHORT, 2 * max(sizes, default=0))
+    length = _short_length(fields)
     bias = None if problem.bias_shape is None else (1, 1, length, length)
     short = replace(problem, mask=Causal(0), q_len=length, kv_len=length, bias_shape=bias, sinks_shape=None)
     return LocalProblem.of(
@@ -150,7 +155,7 @@ def cost(work: Work, decided: Plan, part: str, fields: dict[str, Any]) -> int | 
         cycles = work.tile(decided, part, kernel, fields)
         if isinstance(cycles, str):
             return cycles
-        cycles = cycles._replace(head=cycles.head * placement.local.kv_len // SHORT)
+        cycles = cycles._replace(head=cycles.head * placement.local.kv_len // _short_length(fields))
         total += kernel_cycles(problem, placement, config, part, kernel, cycles)
     return total
 

@@ -107,7 +107,8 @@ def failure(error: Exception) -> Failure:
             needed,
             limit,
         )
-    return Failure(f"{type(error).__name__}: {text.strip().splitlines()[0]}")
+    first = next(iter(text.strip().splitlines()), "no word")
+    return Failure(f"{type(error).__name__}: {first}")
 
 
 def _bytes(text: str) -> int:

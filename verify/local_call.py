@@ -13,10 +13,9 @@ from ..errors import ConfigError
 from ..operators import Operation
 from ..registry import AttentionProblem, OperationMetadata, OperationRegistry, Placement
 from ..sharding.mesh import AnyMesh
+from .program import outputs, outputs_and_gradients
 
 __all__ = ["LocalProblem"]
-
-_SMOOTH = ("query", "key", "value", "bias", "softmax_aux", "key_scale", "value_scale")
 
 
 @dataclass(frozen=True)
@@ -99,24 +98,12 @@ class LocalProblem:
         leaves, tree = jax.tree.flatten(self.arguments, is_leaf=lambda x: x is None)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
 
-        def call(arrays: dict[str, Any], static: Mapping[str, Any]) -> list[jax.Array]:
-            made = attend(**arrays, **static)
-            return [x for x in (made.attention_outputs, made.attention_weights, made.lse) if x is not None]
-
         def run(arrays: list[jax.Array]) -> Any:
             filled = list(leaves)
             for place, array in zip(places, arrays, strict=True):
                 filled[place] = array
             given = jax.tree.unflatten(tree, filled)
-            smooth = {n: x for n, x in given.items() if n in _SMOOTH and jnp.issubdtype(x.dtype, jnp.floating)}
-            others = {name: x for name, x in given.items() if name not in smooth}
-            if part == "forward":
-                return call(smooth, others)
-
-            def loss(smooth: dict[str, Any]) -> jax.Array:
-                return sum((x.astype(jnp.float32).sum() for x in call(smooth, others)), start=jnp.float32(0))
-
-            return jax.grad(loss)(smooth)
+            return (outputs if part == "forward" else outputs_and_gradients)(attend, given)
 
         return run, [leaves[i] for i in places]
 

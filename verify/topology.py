@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from ..errors import ConfigError, ShardingError, nearest
+from .generations import has_libtpu
 
 __all__ = ["TOPOLOGIES", "described_mesh"]
 
@@ -33,7 +33,7 @@ def described_mesh(topology: str, sizes: Mapping[str, int] | None = None) -> Mes
     Needs libtpu, no TPU, and works with JAX_PLATFORMS=cpu. Errors: ConfigError without libtpu or for a name that libtpu
     doesn't know; ShardingError when the sizes don't multiply to the number of devices.
     """
-    if importlib.util.find_spec("libtpu") is None:
+    if not has_libtpu():
         raise ConfigError(f"topology {topology!r} needs libtpu, which isn't installed; pip install 'attnops[tpu]'.")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from ..errors import AttnOpsError
@@ -18,10 +17,9 @@ from ..registry import Plan
 from ..registry.explain import bytes_text
 from .compiled import Failure, KernelUse, failure, kernels, program_text
 from .generations import Device, device_of
+from .program import outputs, outputs_and_gradients
 
 __all__ = ["PassReport", "TargetReport", "verify_call"]
-
-_DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux", "key_scale", "value_scale")
 
 
 @dataclass(frozen=True)
@@ -195,21 +193,10 @@ def _program(
     }
     static = {name: x for name, x in arguments.items() if name not in arrays}
 
-    def attend(given: dict[str, Any]) -> tuple[Any, ...]:
-        result = operation(**given, **static)
-        return tuple(x for x in (result.attention_outputs, result.attention_weights, result.lse) if x is not None)
+    def program(given: dict[str, Any]) -> Any:
+        return (outputs_and_gradients if backward else outputs)(operation, given | static)
 
-    def loss(smooth: dict[str, Any], others: dict[str, Any]) -> jax.Array:
-        return sum((x.astype(jnp.float32).sum() for x in attend(smooth | others)), start=jnp.float32(0))
-
-    def both(given: dict[str, Any]) -> Any:
-        smooth = {
-            name: x for name, x in given.items() if name in _DIFFERENTIABLE and jnp.issubdtype(x.dtype, jnp.floating)
-        }
-        others = {name: x for name, x in given.items() if name not in smooth}
-        return jax.value_and_grad(loss)(smooth, others)
-
-    return both if backward else attend, arrays
+    return program, arrays
 
 
 def _advice(

@@ -11,7 +11,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,9 +20,11 @@ import jax
 
 from ..errors import AttnOpsError, ConfigError, RefusedError
 from ..registry import AttentionProblem, Placement, Plan, plan
+from ..registry.explain import fields_text
 from ..registry.tune_cache import Choice, Found, Measured, best_of, keep, load
 from ..registry.tuning import tune_key
 from .clock_worker import ClockWorker
+from .compiled import failure
 from .generations import clock_rate, has_libtpu, topology_of
 from .local_call import LocalProblem
 from .tile_counts import kernel_cycles, kernels_of
@@ -126,24 +128,24 @@ def _search(
     tell = progress or (lambda done, of, what: None)
     tell(len(asked) - len(todo), len(asked), "")
     done = len(asked) - len(todo)
-    measure = _by_clock if how == "static" else _by_time
-    for one in measure(problem, placement, local, todo):
+    measured = _by_clock(method, problem, placement, local, todo) if how == "static" else _by_time(local, todo)
+    for one in measured:
         keep(key, [one])
         done += 1
-        tell(done, len(asked), f"{one.part}: {_words(one.fields)}")
+        tell(done, len(asked), f"{one.part}: {fields_text(one.fields)}")
     return candidates, keep(key, [], finished=how), len(asked) - len(todo)
-
-
-def _words(fields: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
 # -- by the compiler's schedule ----------------------------------------------------------------------------------------
 
 
 def _by_clock(
-    problem: AttentionProblem, placement: Placement, local: LocalProblem, todo: list[tuple[str, dict[str, Any]]]
-) -> Any:
+    method: str,
+    problem: AttentionProblem,
+    placement: Placement,
+    local: LocalProblem,
+    todo: list[tuple[str, dict[str, Any]]],
+) -> Iterator[Measured]:
     """Measurements as they come: the parts in turn, so that different kernels are compiled side by side."""
     workers: dict[str, ClockWorker] = {}
     lock = threading.Lock()
@@ -154,7 +156,7 @@ def _by_clock(
 
     def one(part: str, fields: dict[str, Any]) -> Measured:
         asked = replace(problem, config=problem.config.with_fields(fields))
-        config = problem.operation.resolve_config("forward_tpu", asked, placement)
+        config = problem.operation.resolve_config(method, asked, placement)
         cycles, vmem = 0, list[int | None]()
         for kernel in kernels_of(part, config):
             outcome = worker(kernel).ask(problem.device_kind, local, part, fields)
@@ -184,20 +186,17 @@ def _in_turn(todo: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str
 # -- by time -----------------------------------------------------------------------------------------------------------
 
 
-def _by_time(
-    problem: AttentionProblem, placement: Placement, local: LocalProblem, todo: list[tuple[str, dict[str, Any]]]
-) -> Any:
+def _by_time(local: LocalProblem, todo: list[tuple[str, dict[str, Any]]]) -> Iterator[Measured]:
     """Medians, one candidate after the other: nothing else may run beside them."""
-    del placement
     for part, fields in todo:
         try:
             seconds = _median(local, part, fields)
         except AttnOpsError as error:
             yield Measured(part, fields, "device", None, str(error))
         except Exception as error:  # the compiler's own, or the device's
-            yield Measured(part, fields, "device", None, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            yield Measured(part, fields, "device", None, failure(error).message)
         else:
-            yield Measured(part, fields, "device", seconds, None, {"platform": problem.platform})
+            yield Measured(part, fields, "device", seconds)
 
 
 def _median(local: LocalProblem, part: str, fields: dict[str, Any]) -> float:

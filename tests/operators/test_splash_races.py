@@ -30,6 +30,7 @@ BLOCKS = SplashBlocks(
     block_kv_dkv=128, block_kv_dkv_compute=128, block_q_dq=None, block_kv_dq=None, use_fused_bwd_kernel=True,
     q_layout="head_dim_minor", k_layout="head_dim_minor", v_layout="head_dim_minor", use_base2_exp=True,
     fuse_reciprocal=True, sum_by_product=False, use_experimental_scheduler=False, vmem_limit_bytes=None,
+    stationary_weights=False,
 )  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "fused": {},

@@ -113,6 +113,17 @@ def test_a_broken_file_is_a_miss_with_its_reason_and_is_written_anew(text: str) 
     assert json.loads(path.read_text())["key"] == KEY
 
 
+@pytest.mark.parametrize("change", [{"fields": []}, {"seconds": "quick"}, {"fields": None}], ids=str)
+def test_measurements_that_make_no_sense_are_a_miss(change: dict[str, object]) -> None:
+    path = keep(KEY, [_measured("forward", 256, 1.0), _measured("forward", 512, 2.0)], finished="static").path
+    data = json.loads(path.read_text())
+    data["measured"][0] |= change
+    path.write_text(json.dumps(data))
+    found = load(KEY)
+    assert found.choice is None
+    assert f"{path} can't be read" in (found.trouble or "")
+
+
 def test_a_folder_that_can_not_be_written_to_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(tune_cache.ENVIRONMENT, str(tmp_path / "file"))

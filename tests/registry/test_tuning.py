@@ -163,6 +163,13 @@ def test_a_broken_file_is_told_in_the_plan() -> None:
     assert f"{path} can't be read" in decided.tuning.why
 
 
+def test_a_choice_of_fields_that_are_not_searched_is_a_miss_and_told() -> None:
+    _keep(_plan(), block_q=256, no_such_field=1)
+    decided = _plan()
+    assert (decided.tuning.source, decided.config.block_q) == ("heuristic", 512)
+    assert "holds fields that aren't searched here" in decided.tuning.why
+
+
 def test_nothing_is_said_where_there_is_nothing_to_choose() -> None:
     assert _plan("vanilla", length=64, backend="cpu").tuning is None  # logits whole
     assert _plan("sdpa", backend="cpu").tuning is None

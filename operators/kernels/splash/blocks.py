@@ -35,4 +35,4 @@ class SplashBlocks:
     sum_by_product: bool
     use_experimental_scheduler: bool
     vmem_limit_bytes: int | None
-    stationary_weights: bool = False
+    stationary_weights: bool

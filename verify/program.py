@@ -1,0 +1,38 @@
+"""A call, and a call with its gradient, as programs to compile or to time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..operators import Operation
+
+__all__ = ["outputs", "outputs_and_gradients"]
+
+_DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux", "key_scale", "value_scale")
+
+
+def outputs(operation: Operation, arguments: Mapping[str, Any]) -> tuple[jax.Array, ...]:
+    """What the call gives: its output, and the weights and the lse where they are asked for."""
+    made = operation(**arguments)
+    return tuple(x for x in (made.attention_outputs, made.attention_weights, made.lse) if x is not None)
+
+
+def outputs_and_gradients(operation: Operation, arguments: Mapping[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(the sum of all outputs, its gradient by every floating array that has one)."""
+    smooth = {
+        name: x for name, x in arguments.items() if name in _DIFFERENTIABLE and x is not None and _floating(x.dtype)
+    }
+    others = {name: x for name, x in arguments.items() if name not in smooth}
+
+    def loss(smooth: dict[str, Any]) -> jax.Array:
+        return sum((x.astype(jnp.float32).sum() for x in outputs(operation, smooth | others)), start=jnp.float32(0))
+
+    return jax.value_and_grad(loss)(smooth)
+
+
+def _floating(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
