@@ -2,22 +2,27 @@
 
     python benchmarks/tpu_static.py [--python tokamax=/path/to/python] [--json FILE] [--report]
 
-Each kernel is compiled with several block sizes for v5e, v6e and tpu7x at head dims 64, 128 and 256 in bfloat16, and the
-cycles of a tile are read from the compiler's final schedule (attnops.verify.static_clock). A pass costs its live tiles, the
+Each kernel is compiled with several block sizes for v5e, v6e and tpu7x at head dims 64, 128 and 256 in bfloat16; attnops' and
+tokamax's also with keys handed over transposed and the compiler's other scheduler, which tokamax's tuning often finds best. The
+cycles of a tile are read from the compiler's final schedule (attnops.verify.static_clock); a tile costs no less than the matrix
+units need for its products at their published peak. A pass costs its live tiles, the
 starts and ends of its sums, its steps, and what it does once for a head (attnops' fused backward clears and writes the sums
 of its keys); each kernel's best block sizes count. Not counted, for anyone: waits for memory, and XLA's work around the
 kernels (scaling the query, the sum over output and its gradient; for tokamax's fused backward the sum over the partial
 gradients of the query, which attnops' keeps in VMEM).
+
+MXU: the useful operations of a tile without a mask over those of which the matrix units are capable in its cycles. Temp: what
+forward and backward need in HBM beside arguments and results for eight heads of 32768 tokens, causal, with the first block sizes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,8 +33,9 @@ from typing import Any, NamedTuple
 
 from attnops import Causal, Full, Mask, SlidingWindow
 from attnops.operators.kernels.splash.vmem import vmem_of
-from attnops.verify.generations import abstract_target
+from attnops.verify.generations import abstract_target, products_a_cycle
 from attnops.verify.static_clock import TileCycles, kernels_in, regions, tile_cycles
+from attnops.verify.tile_counts import matrix_cycles
 
 HERE = Path(__file__).parent
 TARGETS = ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")
@@ -37,45 +43,67 @@ DIMS = (64, 128, 256)
 LENGTHS = (4096, 8192, 32768)
 MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(0), "window": Causal(0) & SlidingWindow(1023, 0, offset=0)}
 BLOCKS = ((1024, 1024, 512), (1024, 1024, 1024), (512, 512, 512))
-RIVALS = ("jax", "tokamax")
+TURNED = {  # keys transposed, and the LP scheduler
+    "attnops": {"k_layout": "seq_minor", "use_experimental_scheduler": True},
+    "tokamax": {"k_layout": 2, "use_experimental_scheduler": True},
+}
+LARGE = {"length": 32768, "heads": 8}  # what the bytes in HBM are asked for
+_THEIRS = ("splash_mha_fwd_residuals", "splash_mha_dkv_no_residuals")
+NAMES = {  # of the kernels, by whose they are and whether the backward pass is fused
+    ("attnops", True): ("attnops_splash_forward", "attnops_splash_backward"),
+    ("attnops", False): ("attnops_splash_forward", "attnops_splash_dkv", "attnops_splash_dq"),
+    ("jax", True): _THEIRS,
+    ("jax", False): (*_THEIRS, "splash_mha_dq_no_residuals"),
+    ("tokamax", True): _THEIRS,
+}
 COMPILED_LENGTH = 4096  # the schedule doesn't depend on it, but for what is done once for a head, which grows with it
 
 
-def compile_one(python: str, **case: Any) -> dict[str, TileCycles] | str:
-    """The cycles of each kernel of a case, by its name, or why there are none."""
-    folder = tempfile.mkdtemp()
-    command = [
-        python,
-        str(HERE / "tpu_static_worker.py"),
-        json.dumps(case | {"out": folder, "length": COMPILED_LENGTH}),
-    ]
+def work_of(python: str, **case: Any) -> int | str:
+    """Compile a case: the bytes needed beside arguments and results, or why it can't be."""
+    command = [python, str(HERE / "tpu_static_worker.py"), json.dumps(case)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        if done.returncode:
-            return (done.stderr.strip().splitlines() or ["no word"])[-1][:300]
-        found = {name: dumps for name, dumps in kernels_in(Path(folder)).items() if "splash" in name}
-        return {name: tile_cycles(regions(*(path.read_text() for path in dumps))) for name, dumps in found.items()}
     except subprocess.TimeoutExpired:
         return "not compiled in 300 s"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return int(done.stdout) if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no word"])[-1][:300]
 
 
-def measure(pythons: dict[str, str], kernels: list[str]) -> list[dict[str, Any]]:
-    """A row for each kernel, target, head dim, block sizes and way of the backward pass."""
-    cases = [
-        {"kernel": kernel, "target": target, "dim": dim, "blocks": blocks, "fused": fused}
-        for target, dim, kernel, blocks in itertools.product(TARGETS, DIMS, kernels, BLOCKS)
-        for fused in ((True, False) if kernel == "attnops" else (kernel == "tokamax",))
-    ]
+def cycles_of(python: str, **case: Any) -> dict[str, TileCycles] | str:
+    """The cycles of each kernel of a case, by its name, or why there are none. A process dumps one kernel."""
+    found = {}
+    for name in NAMES[case["kernel"], case["fused"]]:
+        with tempfile.TemporaryDirectory() as folder:
+            made = work_of(python, **case, out=folder, length=COMPILED_LENGTH, hlo=f"{name}.1")
+            if isinstance(made, str):
+                return made
+            found[name] = tile_cycles(regions(*(path.read_text() for path in kernels_in(Path(folder))[name])))
+    return found
 
-    def row(case: dict[str, Any]) -> dict[str, Any]:
-        made = case | {"cycles": compile_one(pythons.get(case["kernel"], sys.executable), **case)}
-        print(json.dumps(made), file=sys.stderr, flush=True)
-        return made
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # nothing here is timed
-        return list(pool.map(row, cases))
+def measure(pythons: dict[str, str], kernels: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """A row for each kernel, target, head dim, block sizes and way of the backward pass; and one for the bytes in HBM."""
+    rows, temps = [], []
+    for target, dim, kernel in itertools.product(TARGETS, DIMS, kernels):
+        same = {"kernel": kernel, "target": target, "dim": dim}
+        rows += [same | {"blocks": blocks, "fused": kernel != "jax"} for blocks in BLOCKS]
+        rows += [same | {"blocks": BLOCKS[0], "fused": True, "fields": TURNED[kernel]}] if kernel in TURNED else []
+        # The other way: attnops' where the sums of a head don't fit.
+        rows += [same | {"blocks": BLOCKS[0], "fused": kernel == "jax"}] if kernel != "tokamax" else []
+        case = same | {"blocks": BLOCKS[0], "fused": kernel != "jax"}
+        temps.append(case | {"fused": case["fused"] and fits(case, LARGE["length"])})
+
+    def row(case: dict[str, Any], made: Any, what: str) -> dict[str, Any]:
+        done = case | {what: made(pythons.get(case["kernel"], sys.executable), **case)}
+        print(json.dumps(done), file=sys.stderr, flush=True)
+        return done
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool, tempfile.TemporaryDirectory() as out:  # nothing here is timed
+        large = functools.partial(work_of, out=out, hlo="none", **LARGE)
+        return {
+            "rows": list(pool.map(lambda case: row(case, cycles_of, "cycles"), rows)),
+            "temps": list(pool.map(lambda case: row(case, large, "temp"), temps)),
+        }
 
 
 class Kernel(NamedTuple):
@@ -90,11 +118,15 @@ class Kernel(NamedTuple):
 def passes(row: dict[str, Any]) -> dict[str, list[Kernel]]:
     """'forward' and 'backward' -> their kernels."""
     block_q, block_kv, compute = row["blocks"]
+    kind, dim = abstract_target(row["target"])[0], row["dim"]
     found: dict[str, list[Kernel]] = {"forward": [], "backward": []}
     for name, cycles in row["cycles"].items():
         which = "forward" if "forward" in name or "fwd" in name else "backward"
-        fast = compute if "dq" in name else block_kv
-        found[which].append(Kernel(TileCycles(*cycles), block_q, fast, "kv" if "dkv" in name else "q"))
+        products = which if which == "forward" or row["fused"] else "dq" if "dq" in name else "dkv"
+        fast = compute if products == "dq" else block_kv
+        least = matrix_cycles(kind, products, block_q, fast, dim, dim)
+        by_kv = "dkv" in name  # theirs, fused or not
+        found[which].append(Kernel(TileCycles(*cycles).at_least(least), block_q, fast, "kv" if by_kv else "q"))
     return found
 
 
@@ -126,27 +158,37 @@ def table(rows: list[dict[str, Any]], kernels: list[str]) -> list[dict[str, Any]
                 for length in LENGTHS:
                     cell: dict[str, Any] = {"target": target, "dim": dim, "mask": name, "length": length}
                     for kernel in kernels:
-                        best: dict[str, tuple[int, Any]] = {}
+                        best: dict[str, Any] = {}
                         for row in rows:
                             same = (row["target"], row["dim"], row["kernel"]) == (target, dim, kernel)
                             if not same or isinstance(row["cycles"], str):
                                 continue
                             for which, made in passes(row).items():
                                 if made and (which == "forward" or fits(row, length)):
-                                    got = cost(made, mask, length), [*row["blocks"], row["fused"]]
+                                    blocks = [*row["blocks"], row["fused"], row.get("fields", {})]
+                                    got = cost(made, mask, length), blocks, mxu(row, which)
                                     best[which] = min(best.get(which, got), got, key=lambda one: one[0])
                         cell[kernel] = best
                     cells.append(cell)
     return cells
 
 
+def mxu(row: dict[str, Any], which: str) -> float:
+    """Useful operations of a tile without a mask over the peak in its cycles: two products forward, five backward."""
+    products = 2 if which == "forward" else 5
+    a_weight = sum(kernel.cycles.full / (kernel.block_q * kernel.block_kv) for kernel in passes(row)[which])
+    return products * row["dim"] / (a_weight * products_a_cycle(abstract_target(row["target"])[0]))
+
+
 def show(cells: list[dict[str, Any]], kernels: list[str]) -> None:
     print(
-        "Static cycles of attnops' kernels over those of each rival, the best block sizes of each; below 1 is faster."
+        "Static cycles of attnops' kernels over those of each rival, the best block sizes of each; below 1 is faster.\n"
+        "MXU: attnops' tile without a mask, of the matrix units' peak."
     )
     print(
         f"{'target':12}{'dim':>5} {'mask':8}{'length':>7}"
-        + "".join(f"{f'{r} {w}':>20}" for r in kernels[1:] for w in _PASSES)
+        + "".join(f"{f'{r} {w}':>18}" for r in kernels[1:] for w in _PASSES)
+        + f"{'MXU fwd':>9}{'bwd':>6}"
     )
     ratios: dict[tuple[str, str], list[float]] = {}
     for cell in cells:
@@ -156,13 +198,23 @@ def show(cells: list[dict[str, Any]], kernels: list[str]) -> None:
         for rival in kernels[1:]:
             for which in _PASSES:
                 ratio = _ratio(cell, rival, which)
-                line += f"{'-' if ratio is None else f'{ratio:.2f}':>20}"
+                line += f"{'-' if ratio is None else f'{ratio:.2f}':>18}"
                 if ratio is not None:
                     ratios.setdefault((rival, which), []).append(ratio)
-        print(line)
+        shares = [cell["attnops"][which][2] if which in cell["attnops"] else math.nan for which in _PASSES[:2]]
+        print(line + f"{shares[0]:>9.0%}{shares[1]:>6.0%}")
     for (rival, which), found in ratios.items():
         mean = math.exp(sum(map(math.log, found)) / len(found))
         print(f"{which} of {rival}: {mean:.2f} in the geometric mean, {min(found):.2f} to {max(found):.2f}")
+
+
+def show_temps(temps: list[dict[str, Any]], kernels: list[str]) -> None:
+    print(f"\nMiB in HBM beside arguments and results: {LARGE['heads']} heads, {LARGE['length']} tokens, both passes.")
+    print(f"{'target':12}{'dim':>5}" + "".join(f"{kernel:>10}" for kernel in kernels))
+    for target, dim in itertools.product(TARGETS, DIMS):
+        found = {row["kernel"]: row["temp"] for row in temps if (row["target"], row["dim"]) == (target, dim)}
+        cells = (f"{n / 2**20:.1f}" if isinstance(n := found.get(kernel), int) else "-" for kernel in kernels)
+        print(f"{target:12}{dim:>5}" + "".join(f"{cell:>10}" for cell in cells))
 
 
 _PASSES = ("forward", "backward", "both")
@@ -188,10 +240,11 @@ def main() -> None:
         data = json.loads(options.json.read_text())
     else:
         versions = {name: metadata.version(name) for name in ("jax", "libtpu")}
-        data = {"versions": versions, "rows": measure(pythons, kernels)}
+        data = {"versions": versions, **measure(pythons, kernels)}
         if options.json:
             options.json.write_text(json.dumps(data, indent=1))
     show(table(data["rows"], kernels), kernels)
+    show_temps(data["temps"], kernels)
 
 
 if __name__ == "__main__":

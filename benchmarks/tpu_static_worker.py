@@ -4,8 +4,8 @@ libtpu's dumps of the final schedule go to `out`; the bytes that the compiled pr
 are printed. A process for each, as libtpu takes its options at its start.
 
 Keys: kernel (attnops, jax or tokamax), target, length, dim, out, and either blocks [q, kv, compute] with fused, or for tokamax
-config, the fields of its SplashConfig. Optional: fields (more of a config), value_dim, mask (causal or full), forward_only;
-hlo, the one kernel to dump, by its name in the compiled program.
+config, the fields of its SplashConfig. Optional: fields (more of a config), heads, value_dim, mask (causal or full),
+forward_only; hlo, the one kernel to dump, by its name in the compiled program.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-HEADS = 2
+HEADS = CASE.get("heads", 2)
 
 
 def of_attnops(mesh: Mesh, length: int, dim: int) -> tuple[Callable[..., Any], tuple[int, ...]]:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from ..errors import ConfigError, nearest
 
-__all__ = ["Device", "abstract_target", "clock_rate", "device_of", "has_libtpu", "topology_of"]
+__all__ = ["Device", "abstract_target", "clock_rate", "device_of", "has_libtpu", "products_a_cycle", "topology_of"]
 
 
 class _Generation(NamedTuple):
@@ -21,17 +21,19 @@ class _Generation(NamedTuple):
     cores: int  # of a device
     topology: str  # a small one
     clock: float  # cycles a second
+    products: int  # multiplications and additions of bfloat16 that a core's matrix units do in a cycle
 
 
 # By a topology's prefix, as libtpu 0.0.51 describes them. Clocks: the published bfloat16 rate over the operations that the
 # matrix units of a chip do in a cycle; of tpu7x, fitted to tokamax's published times beside a term for the bytes that XLA
-# moves around the kernel (benchmarks/results/static_clock.txt).
+# moves around the kernel (benchmarks/results/static_clock.txt). Products: four units of 128 x 128; from v6e on what the
+# published rate asks for.
 _GENERATIONS = {
-    "v4": _Generation("TPU v4", 2, 1, "v4:2x2x1", 1.05e9),
-    "v5e": _Generation("TPU v5 lite", 1, 1, "v5e:2x2", 1.5e9),
-    "v5p": _Generation("TPU v5", 1, 2, "v5p:2x2x1", 1.75e9),
-    "v6e": _Generation("TPU v6 lite", 1, 1, "v6e:2x2", 1.75e9),
-    "tpu7x": _Generation("TPU7x", 2, 1, "tpu7x:2x2x1", 2.0e9),
+    "v4": _Generation("TPU v4", 2, 1, "v4:2x2x1", 1.05e9, 65536),
+    "v5e": _Generation("TPU v5 lite", 1, 1, "v5e:2x2", 1.5e9, 65536),
+    "v5p": _Generation("TPU v5", 1, 2, "v5p:2x2x1", 1.75e9, 65536),
+    "v6e": _Generation("TPU v6 lite", 1, 1, "v6e:2x2", 1.75e9, 262144),
+    "tpu7x": _Generation("TPU7x", 2, 1, "tpu7x:2x2x1", 2.0e9, 262144),
 }
 
 
@@ -82,6 +84,11 @@ def topology_of(kind: str) -> str:
 def clock_rate(kind: str) -> float:
     """Cycles a second of a kind of device. Errors: ConfigError for one that isn't known."""
     return _of_kind(kind).clock
+
+
+def products_a_cycle(kind: str) -> int:
+    """Multiplications and additions of bfloat16 a cycle of one core. Errors: ConfigError for a kind that isn't known."""
+    return _of_kind(kind).products
 
 
 def _of_kind(kind: str) -> _Generation:

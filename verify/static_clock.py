@@ -1,7 +1,9 @@
 """Static cycles: what the TPU compiler's final schedule says of a kernel, read from libtpu's dumps.
 
 libtpu writes the bundles (a bundle is issued a cycle) of what it compiles in a process that was started with
-LIBTPU_INIT_ARGS=dump_options(...). Stalls for memory aren't in them: an estimate, and a lower bound.
+LIBTPU_INIT_ARGS=dump_options(...). Stalls for memory aren't in them, nor waits for the matrix units: the schedule may issue
+products faster than their published peak takes them, which tile_counts.matrix_cycles makes good. An estimate, and a lower
+bound.
 """
 
 from __future__ import annotations
@@ -59,6 +61,10 @@ class TileCycles(NamedTuple):
         """Cycles of so many tiles, blocks of the slow axis and kv heads."""
         tiles = full * self.full + masked * self.masked + (full + masked) * self.step
         return tiles + blocks * self.block + heads * self.head
+
+    def at_least(self, cycles: int) -> TileCycles:
+        """The same, with no tile below so many cycles."""
+        return self._replace(full=max(self.full, cycles), masked=max(self.masked, cycles))
 
 
 def dump_options(folder: str, kernel: str) -> str:

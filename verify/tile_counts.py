@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ..errors import ConfigError
 from ..registry import AttentionProblem, OperationConfig, Placement
+from .generations import products_a_cycle
 from .static_clock import TileCycles
 
-__all__ = ["kernel_cycles", "kernels_of"]
+__all__ = ["kernel_cycles", "kernels_of", "matrix_cycles"]
+
+_COLUMNS = 128  # of a matrix unit, the fewest of a generation
+# Of a tile's products, how many sum over the head dim, over the value dim, and have one of each for their rows.
+_PRODUCTS = {"forward": (1, 0, 0, 1), "backward": (1, 1, 2, 1), "dkv": (1, 1, 1, 1), "dq": (1, 1, 1, 0)}
 
 # The splash kernels of each part: their blocks, and the axis by which they go.
 _KERNELS = {
@@ -45,7 +51,28 @@ def kernel_cycles(
         kv_len=local.kv_len,
         query_offset=problem.query_offset or 0,
     )
+    products = kernel.removeprefix("attnops_splash_")
+    least = matrix_cycles(
+        problem.device_kind,
+        products,
+        getattr(sizes, q_name),
+        getattr(sizes, kv_name),
+        problem.head_dim,
+        problem.value_dim,
+    )
+    cycles = cycles.at_least(tile * least)
     tiles = local.batch * local.q_heads // tile
     kv_tiles = local.batch * local.kv_heads // max(1, tile * local.kv_heads // local.q_heads)
     full, masked = int((kinds == 2).sum()), int((kinds == 1).sum())
     return cycles.total(full * tiles, masked * tiles, kinds.shape[slow] * tiles, heads=kv_tiles)
+
+
+def matrix_cycles(kind: str, products: str, block_q: int, block_kv: int, head_dim: int, value_dim: int) -> int:
+    """The cycles that a core's matrix units need at least for one head's tile, at their published peak in bfloat16.
+
+    products: those of the forward pass, of a backward pass that is fused ("backward"), or of one of two ("dkv", "dq"). What
+    sums over a head dim fills whole columns of a unit; of what has it for its rows or columns the better way counts.
+    """
+    columns = math.ceil(head_dim / _COLUMNS) * _COLUMNS, math.ceil(value_dim / _COLUMNS) * _COLUMNS, head_dim, value_dim
+    weight = sum(count * dim for count, dim in zip(_PRODUCTS[products], columns, strict=True))
+    return math.ceil(block_q * block_kv * weight / products_a_cycle(kind))

@@ -34,7 +34,7 @@ from attnops.verify import tune as tune_module
 from attnops.verify.clock_worker import ClockWorker
 from attnops.verify.local_call import LocalProblem
 from attnops.verify.static_clock import TileCycles
-from attnops.verify.tile_counts import kernel_cycles
+from attnops.verify.tile_counts import kernel_cycles, matrix_cycles
 from attnops.verify.topology import described_mesh
 from attnops.verify.tune import tune_plan
 
@@ -123,17 +123,50 @@ def test_candidates_fit_and_mean_something_for_real_models(shape: dict[str, Any]
 
 def test_cycles_are_counted_by_tiles_blocks_and_heads() -> None:
     decided = _plan(q_len=1024, heads=8, kv_heads=2, config={"block_q": 256, "block_kv": 256, "block_q_dkv": 512})
-    cycles = TileCycles(full=1000, masked=1100, block=50, step=7, head=3)
+    cycles = TileCycles(full=3000, masked=3100, block=50, step=7, head=3)
     count = lambda part, kernel, config: kernel_cycles(  # noqa: E731
         decided.problem, decided.placement, config, part, f"attnops_splash_{kernel}", cycles
     )
     # Causal over 4 x 4 blocks: 6 tiles wholly visible, 4 on the diagonal; 8 query heads, 2 kv heads.
-    assert count("forward", "forward", decided.config) == 8 * (6 * 1007 + 4 * 1107 + 4 * 50) + 2 * 3
+    assert count("forward", "forward", decided.config) == 8 * (6 * 3007 + 4 * 3107 + 4 * 50) + 2 * 3
     paired = decided.config.with_fields({"heads_per_tile": 2})
-    assert count("forward", "forward", paired) == 4 * (6 * 1007 + 4 * 1107 + 4 * 50) + 2 * 3
+    assert count("forward", "forward", paired) == 4 * (6 * 3007 + 4 * 3107 + 4 * 50) + 2 * 3
     both = decided.config.with_fields({"block_kv_dkv": 256, "block_kv_dkv_compute": 256, "use_fused_bwd_kernel": None})
     # 2 x 4 blocks: of the first row's two, both are cut by the diagonal; the second row has two full ones before its two.
-    assert count("backward", "dkv", both) == 8 * (2 * 1007 + 4 * 1107 + 4 * 50) + 2 * 3
+    assert count("backward", "dkv", both) == 8 * (2 * 3007 + 4 * 3107 + 4 * 50) + 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "products", "dims", "columns", "a_cycle"),
+    [
+        # Four units of 128 x 128 take that many multiplications a cycle: 197e12 / 2 / 1.5e9.
+        ("TPU v5 lite", "forward", (128, 128), 2 * 128, 4 * 128 * 128),
+        ("TPU v5 lite", "backward", (128, 128), 5 * 128, 4 * 128 * 128),
+        # Logits, and the weights' gradient, sum over 64 rows of a unit that has 128; what has 64 rows to stream needs no more.
+        ("TPU v5 lite", "backward", (64, 64), 2 * 128 + 3 * 64, 4 * 128 * 128),
+        ("TPU v5 lite", "forward", (192, 128), 256 + 128, 4 * 128 * 128),
+        ("TPU v6 lite", "dkv", (256, 256), 4 * 256, 16 * 128 * 128),  # 918e12 / 2 / 1.75e9
+        ("TPU v6 lite", "dq", (192, 128), 256 + 128 + 192, 16 * 128 * 128),
+    ],
+)
+def test_the_matrix_units_need_their_cycles(
+    kind: str, products: str, dims: tuple[int, int], columns: int, a_cycle: int
+) -> None:
+    assert matrix_cycles(kind, products, 512, 1024, *dims) == 512 * 1024 * columns // a_cycle
+
+
+def test_a_tile_costs_no_less_than_its_products() -> None:
+    """A schedule that issues products faster than the units' peak is no gain."""
+    decided = _plan(q_len=1024, heads=2, kv_heads=2, config={"block_q": 512, "block_kv": 1024, "heads_per_tile": 2})
+    cycles = TileCycles(full=10, masked=10, block=0, step=0)
+    kind, problem = decided.problem.device_kind, decided.problem
+    least = 2 * matrix_cycles(kind, "forward", 512, 1024, problem.head_dim, problem.value_dim)
+    assert least > 100
+    # Both rows of blocks hold one tile, for both heads at once.
+    assert (
+        kernel_cycles(problem, decided.placement, decided.config, "forward", "attnops_splash_forward", cycles)
+        == 2 * least
+    )
 
 
 def test_the_local_call_is_one_devices_part() -> None:
