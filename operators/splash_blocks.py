@@ -24,6 +24,7 @@ _COMPUTE_IN = {"TPU7x": 256}  # 5 % fewer cycles than with 512 there; 4 % more o
 _PARTIAL, _STEP, _APART = 1.3, 1 << 17, 1.4
 _SAMPLE = 1 << 14  # a mask's first rows and keys, from which its costs are known
 _BORROWED_BLOCK = 512
+_PARTS = 8  # of the keys, each a kernel that has to be compiled
 # What the compiler took was 0.6 to 1.1 times what vmem.py counts, in what has been compiled.
 _ROOM = 1.25
 _MIB = 1 << 20
@@ -101,9 +102,12 @@ def vmem_parts(problem: AttentionProblem, placement: Placement, config: SplashCo
 
 def fits(problem: AttentionProblem, placement: Placement, config: SplashConfig, backward: bool) -> bool:
     """Whether one pass of a resolved config may fit: what its blocks and sums take at least is what there is at most."""
+    return _counted(problem, placement, config, backward) <= _vmem_room(problem, config)
+
+
+def _counted(problem: AttentionProblem, placement: Placement, config: SplashConfig, backward: bool) -> int:
     parts = vmem_parts(problem, placement, config)
-    counted = (sum(part.values()) for name, part in parts.items() if (name != "forward") == backward)
-    return max(counted) <= _vmem_room(problem, config)
+    return max(sum(part.values()) for name, part in parts.items() if (name != "forward") == backward)
 
 
 def too_much_vmem(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> str | None:
@@ -179,7 +183,10 @@ def _cost(problem: AttentionProblem, placement: Placement, config: SplashConfig)
     assert config.block_q is not None
     assert config.block_kv is not None
     apart = 1.0 if config.use_fused_bwd_kernel else _APART
-    return apart * tile_cost(problem, placement, config.block_q, config.block_kv)
+    # Each part of the keys goes over all queries.
+    again = math.ceil(placement.local.kv_len / (config.block_kv_dkv_sums or placement.local.kv_len)) - 1
+    again *= math.ceil(min(placement.local.q_len, _SAMPLE) / config.block_q)
+    return apart * tile_cost(problem, placement, config.block_q, config.block_kv) + again * _STEP
 
 
 def tile_cost(problem: AttentionProblem, placement: Placement, block_q: int, block_kv: int) -> float:
@@ -201,6 +208,8 @@ def _backward_ways(config: SplashConfig) -> tuple[bool, ...]:
     """Whether the backward pass is fused: what is declared, else fused if it fits."""
     if config.is_set("use_fused_bwd_kernel"):
         return (bool(config.use_fused_bwd_kernel),)
+    if config.block_kv_dkv_sums is not None:
+        return (True,)
     apart = config.is_set("block_q_dq") or config.is_set("block_kv_dq")
     return (False,) if apart else (True, False)
 
@@ -218,7 +227,9 @@ def _with_blocks(
     sizes.fill_inner("block_kv_compute", "block_kv", min(_COMPUTE, most), inner)
     sizes.fill_inner("block_kv_compute_in", "block_kv_compute", _COMPUTE_IN.get(problem.device_kind, most))
     sizes.fill("block_q_dkv", sizes["block_q"])
-    sizes.fill("block_kv_dkv", _choose(kv_len, most, math.lcm(LANES, config.block_kv_dkv_compute or 1)))
+    unit = math.lcm(LANES, config.block_kv_dkv_compute or 1)
+    sums = config.block_kv_dkv_sums
+    sizes.fill("block_kv_dkv", _choose(kv_len, most, unit) if sums is None else _divisor(sums, most, unit))
     sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", min(_COMPUTE, most))
     if not fused:
         sizes.fill("block_q_dq", sizes["block_q_dkv"])
@@ -230,7 +241,20 @@ def _with_blocks(
     }
     resolved = config.with_fields(sizes.found | switches)
     assert isinstance(resolved, SplashConfig)
-    return resolved
+    return _with_sums(problem, placement, resolved) if fused and not config.is_set("block_kv_dkv_sums") else resolved
+
+
+def _with_sums(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> SplashConfig:
+    """As few parts of the keys as leave room for their sums in the fused backward; all keys where that doesn't do it."""
+    block = config.block_kv_dkv or LANES
+    blocks = math.ceil(placement.local.kv_len / block)
+    for parts in range(1, min(_PARTS, blocks) + 1):
+        sums = None if parts == 1 else math.ceil(blocks / parts) * block
+        found = config.with_fields({"block_kv_dkv_sums": sums})
+        assert isinstance(found, SplashConfig)
+        if _counted(problem, placement, found, backward=True) * _ROOM <= _vmem_room(problem, config):
+            return found
+    return config
 
 
 def _stationary_weights(problem: AttentionProblem, config: SplashConfig) -> bool:

@@ -13,16 +13,20 @@ __all__ = ["LACKING", "LANES", "SplashConfig"]
 
 LANES = 128
 _KV_BLOCKS = (
-    "block_kv", "block_kv_compute", "block_kv_compute_in", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq",
+    "block_kv", "block_kv_compute", "block_kv_compute_in", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dkv_sums",
+    "block_kv_dq",
 )  # fmt: skip
 _Q_BLOCKS = ("block_q", "block_q_dkv", "block_q_dq")
 _INSIDE = (
     ("block_kv_compute", "block_kv"),
     ("block_kv_compute_in", "block_kv_compute"),
     ("block_kv_dkv_compute", "block_kv_dkv"),
+    ("block_kv_dkv", "block_kv_dkv_sums"),
 )
 # What a kernel has no place for.
-_ATTNOPS_ONLY = ("block_kv_compute_in", "heads_per_tile", "vmem_limit_bytes", "sum_by_product", "stationary_weights")
+_ATTNOPS_ONLY = (
+    "block_kv_compute_in", "heads_per_tile", "block_kv_dkv_sums", "vmem_limit_bytes", "sum_by_product", "stationary_weights",
+)  # fmt: skip
 LACKING: dict[str, tuple[str, ...]] = {
     "attnops": (),
     "jax": (*_ATTNOPS_ONLY, "use_base2_exp", "fuse_reciprocal", "use_experimental_scheduler"),
@@ -43,13 +47,14 @@ class SplashConfig(OperationConfig):
     queries. block_kv_compute_in: the part of them that goes through the exponential and the product with the values at a
     time. heads_per_tile: query heads worked on together; None is 1. *_dkv: blocks of the gradient of k and v, *_dq of that
     of q. use_fused_bwd_kernel: all three in one pass, with the *_dkv blocks; None is False, but for tokamax, which has no
-    other way. *_layout: 'seq_minor' hands the
-    tensor over transposed. use_base2_exp: hold logits times log2 e. fuse_reciprocal: divide by the softmax's sum in the
-    kernel, else after it. sum_by_product: make that sum in the product with the values, by a column of ones; None is False.
-    stationary_weights: make the backward's three gradients transposed, so that the weights fill the matrix unit; None is False.
-    use_experimental_scheduler: the compiler's LP scheduler. vmem_limit_bytes: what the kernels may
-    take of VMEM; None is the compiler's default. residual_checkpoint_name: the name of the output and its log-sum-exp for
-    jax.checkpoint policies. interpret: run the kernel in Pallas' interpreter, on any platform; for tests.
+    other way. block_kv_dkv_sums: the keys whose gradients it sums in VMEM at a time, one pass after the other where there are
+    more; None is all of them. *_layout: 'seq_minor' hands the tensor over transposed. use_base2_exp: hold logits times
+    log2 e. fuse_reciprocal: divide by the softmax's sum in the kernel, else after it. sum_by_product: make that sum in the
+    product with the values, by a column of ones; None is False. stationary_weights: make the backward's three gradients
+    transposed, so that the weights fill the matrix unit; None is False. use_experimental_scheduler: the compiler's LP
+    scheduler. vmem_limit_bytes: what the kernels may take of VMEM; None is the compiler's default.
+    residual_checkpoint_name: the name of the output and its log-sum-exp for jax.checkpoint policies. interpret: run the
+    kernel in Pallas' interpreter, on any platform; for tests.
     """
 
     feeds: ClassVar = {"blocksize_q": "block_q", "blocksize_k": "block_kv"}
@@ -64,6 +69,7 @@ class SplashConfig(OperationConfig):
     block_q_dkv: int | None = None
     block_kv_dkv: int | None = None
     block_kv_dkv_compute: int | None = None
+    block_kv_dkv_sums: int | None = None
     block_q_dq: int | None = None
     block_kv_dq: int | None = None
     use_fused_bwd_kernel: StrictBool | None = None
@@ -100,23 +106,29 @@ class SplashConfig(OperationConfig):
     def _together(self) -> Self:
         for inner, outer in _INSIDE:
             size, block = getattr(self, inner), getattr(self, outer)
-            block = LANES if block is None and outer != "block_kv_compute" and self.is_set(outer) else block
+            own = outer not in ("block_kv_compute", "block_kv_dkv_sums")  # whose None isn't 128
+            block = LANES if block is None and own and self.is_set(outer) else block
             if size is not None and block is not None and block % size:
                 raise ValueError(f"{outer}={block} is not a multiple of {inner}={size}")
         if self.q_layout == "seq_minor" and (self.block_q or LANES) % LANES:
             raise ValueError(f"block_q={self.block_q} is not a multiple of {LANES}, which q_layout='seq_minor' wants")
-        if self.use_fused_bwd_kernel:
-            for name in ("block_q_dq", "block_kv_dq"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)} would be read by nobody: the fused backward has no dq pass"
-                    )
         for name in LACKING[self.kernel]:
             if self.is_set(name):
                 raise ValueError(
                     f"{name}={getattr(self, name)} can't be carried by kernel='{self.kernel}', which has no such field; leave it "
                     "out, or leave kernel out"
                 )
+        if self.use_fused_bwd_kernel or self.block_kv_dkv_sums is not None:
+            for name in ("block_q_dq", "block_kv_dq"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} would be read by nobody: the fused backward has no dq pass"
+                    )
+        if self.use_fused_bwd_kernel is False and self.block_kv_dkv_sums is not None:
+            raise ValueError(
+                f"block_kv_dkv_sums={self.block_kv_dkv_sums} would be read by nobody: only the fused backward holds the sums of "
+                "many keys"
+            )
         if self.kernel == "tokamax" and self.use_fused_bwd_kernel is False:
             raise ValueError(
                 "use_fused_bwd_kernel=False can't be carried by kernel='tokamax', whose backward is the fused one; leave it out, "

@@ -33,7 +33,7 @@ from attnops.verify.clock_worker import ClockWorker
 from attnops.verify.generations import clock_rate
 from attnops.verify.local_call import LocalProblem
 from attnops.verify.static_clock import TileCycles
-from attnops.verify.tile_counts import kernel_cycles, kernels_of
+from attnops.verify.tile_counts import kernel_cycles, kernels_of, key_parts
 from attnops.verify.topology import described_mesh
 from attnops.verify.tpu import verify_call
 
@@ -155,7 +155,8 @@ def cost(work: Work, decided: Plan, part: str, fields: dict[str, Any]) -> int | 
         cycles = work.tile(decided, part, kernel, fields)
         if isinstance(cycles, str):
             return cycles
-        cycles = cycles._replace(head=cycles.head * placement.local.kv_len // _short_length(fields))
+        keys = placement.local.kv_len // key_parts(config, placement.local.kv_len)
+        cycles = cycles._replace(head=cycles.head * keys // _short_length(fields))
         total += kernel_cycles(problem, placement, config, part, kernel, cycles)
     return total
 

@@ -10,7 +10,7 @@ from ..registry import AttentionProblem, OperationConfig, Placement
 from .generations import products_a_cycle
 from .static_clock import TileCycles
 
-__all__ = ["kernel_cycles", "kernels_of", "matrix_cycles"]
+__all__ = ["kernel_cycles", "kernels_of", "key_parts", "matrix_cycles"]
 
 _COLUMNS = 128  # of a matrix unit, the fewest of a generation
 # Of a tile's products, how many sum over the head dim, over the value dim, and have one of each for their rows.
@@ -64,7 +64,14 @@ def kernel_cycles(
     tiles = local.batch * local.q_heads // tile
     kv_tiles = local.batch * local.kv_heads // max(1, tile * local.kv_heads // local.q_heads)
     full, masked = int((kinds == 2).sum()), int((kinds == 1).sum())
-    return cycles.total(full * tiles, masked * tiles, kinds.shape[slow] * tiles, heads=kv_tiles)
+    parts = key_parts(config, local.kv_len) if products == "backward" else 1  # each goes over all queries
+    return cycles.total(full * tiles, masked * tiles, parts * kinds.shape[slow] * tiles, heads=parts * kv_tiles)
+
+
+def key_parts(config: OperationConfig, kv_len: int) -> int:
+    """In how many parts a resolved config's fused backward takes the keys."""
+    sums = getattr(config, "block_kv_dkv_sums", None)
+    return math.ceil(kv_len / sums) if sums else 1
 
 
 def matrix_cycles(kind: str, products: str, block_q: int, block_kv: int, head_dim: int, value_dim: int) -> int:

@@ -68,6 +68,8 @@ OF_TOKAMAX = {
 BLOCKS = {
     "q_dkv": {"block_q": 128, "block_kv": 128, "block_q_dkv": 256, "block_q_dq": 128, "block_kv_dq": 256},
     "fused": {"block_q": 128, "block_q_dkv": 256, "block_kv": 128, "block_kv_dkv": 256, "use_fused_bwd_kernel": True},
+    "parts": {"block_q": 128, "block_kv_dkv": 128, "block_kv_dkv_sums": 128},
+    "parts_of_two": {"block_q_dkv": 256, "block_kv_dkv": 128, "block_kv_dkv_sums": 256, "heads_per_tile": 2},
     "compute": {
         "block_q": 256,
         "block_kv": 384,

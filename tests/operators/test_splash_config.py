@@ -46,7 +46,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "attnops": COMMON | {
         "kernel": "jax", "block_kv": 256, "block_kv_compute": 512, "block_kv_compute_in": 128, "heads_per_tile": 2,
         "block_kv_dkv": 256, "use_base2_exp": False, "fuse_reciprocal": False, "use_experimental_scheduler": True,
-        "sum_by_product": True, "vmem_limit_bytes": 48 << 20, "stationary_weights": True,
+        "sum_by_product": True, "vmem_limit_bytes": 48 << 20, "stationary_weights": True, "block_kv_dkv_sums": 256,
     },
     "jax": COMMON | {"kernel": "attnops", "block_q": 64, "block_kv": 512, "block_kv_compute": 128, "block_kv_dkv": 512},
     "tokamax": COMMON | {
@@ -91,6 +91,11 @@ def test_field_reaches_the_kernel(field: str, kernel: tuple[str, str]) -> None:
     changed = BASE[name] | {field: CHANGES[name][field]}  # a new field without a change here fails
     if field == "use_fused_bwd_kernel":
         changed = {n: value for n, value in changed.items() if not n.endswith("_dq")}
+    if field == "block_kv_dkv_sums":  # of the fused backward alone
+        fused = {n: value for n, value in changed.items() if not n.endswith("_dq")}
+        fused |= {"use_fused_bwd_kernel": True, "block_kv_dkv": 256}
+        base = _lowered({n: value for n, value in fused.items() if n != field})
+        changed = fused
     if field == "kernel":
         changed = {n: value for n, value in changed.items() if n not in LACKING[changed["kernel"]]}
     got = _lowered(changed)
@@ -102,6 +107,8 @@ def test_field_reaches_the_kernel(field: str, kernel: tuple[str, str]) -> None:
         assert "tpu_custom_call" not in got
     if field == "use_fused_bwd_kernel":
         assert (base.count("custom_call @tpu_custom_call"), got.count("custom_call @tpu_custom_call")) == (3, 2)
+    if field == "block_kv_dkv_sums":
+        assert (base.count("custom_call @tpu_custom_call"), got.count("custom_call @tpu_custom_call")) == (2, 3)
     if field == "vmem_limit_bytes":
         assert _limits(base) == [32 << 20] * 3
         assert _limits(got) == [48 << 20] * 3
@@ -160,6 +167,9 @@ def test_weights_stay_where_a_head_dim_leaves_columns_idle(kind: str, dim: int, 
         ({}, {"block_q_dkv": 1024, "block_kv_dkv_compute": 512, "use_fused_bwd_kernel": True, "block_q_dq": None}),
         ({"block_q": 256}, {"block_q": 256, "block_q_dkv": 256, "block_kv": 1024}),
         ({"block_q": None}, {"block_q": 128}),  # the kernel's own default
+        ({"block_kv_dkv_sums": 3072}, {"block_kv_dkv_sums": 3072, "block_kv_dkv": 1024, "use_fused_bwd_kernel": True}),
+        ({"block_kv_dkv_sums": 640}, {"block_kv_dkv": 640}),
+        ({"block_kv_dkv_sums": None}, {"block_kv_dkv_sums": None, "block_kv_dkv": 1024}),
         ({"block_kv_compute": None, "block_kv": 1024}, {"block_kv_compute": 1024}),
         ({"block_kv": 2048}, {"block_kv_compute": 512}),
         ({"use_fused_bwd_kernel": None}, {"use_fused_bwd_kernel": False, "block_q_dq": 1024, "block_kv_dq": 512}),
@@ -167,7 +177,10 @@ def test_weights_stay_where_a_head_dim_leaves_columns_idle(kind: str, dim: int, 
         ({"block_q_dq": None}, {"use_fused_bwd_kernel": False, "block_q_dq": 128}),
         ({"block_kv_compute_in": 256}, {"block_kv": 1024, "block_kv_compute": 512, "block_kv_compute_in": 256}),
         ({"block_kv_compute_in": 384}, {"block_kv": 384, "block_kv_compute": 384}),
-        ({"vmem_limit_bytes": None}, {"vmem_limit_bytes": None, "block_q": 512}),  # what the default of 16 MiB holds
+        (
+            {"vmem_limit_bytes": None},
+            {"vmem_limit_bytes": None, "block_q": 1024, "block_kv_dkv_sums": 1024},
+        ),  # of 16 MiB
         ({"kernel": "jax"}, {"block_q": 512, "block_kv_compute": 512, "block_q_dq": 512}),
         ({"kernel": "jax", "block_q": 256}, {"block_q": 256, "block_q_dkv": 256, "block_kv": 512}),
         ({"kernel": "jax", "use_fused_bwd_kernel": True}, {"block_q_dq": None, "block_kv_dq": None}),
@@ -184,13 +197,19 @@ def test_unset_is_chosen_and_none_is_the_kernels_default(given: dict[str, Any], 
 
 
 def test_the_generation_decides_what_fits() -> None:
-    """Whole-length sums of a kv head at 32768 keys: 128 MiB of VMEM hold them, 64 and 16 don't."""
-    fused = {kind: _resolved({}, 32768, kind).use_fused_bwd_kernel for kind in ("TPU v5 lite", "TPU v5p", "TPU v4")}
-    assert fused == {"TPU v5 lite": True, "TPU v5p": False, "TPU v4": False}
+    """Sums of a kv head's 32768 keys take 64 MiB: 128 MiB of VMEM hold them, 64 half of them, 16 not the eighth part."""
+    found = {kind: _resolved({}, 32768, kind) for kind in ("TPU v5 lite", "TPU v5p", "TPU v4")}
+    assert {kind: config.use_fused_bwd_kernel for kind, config in found.items()} == {
+        "TPU v5 lite": True, "TPU v5p": True, "TPU v4": False,
+    }  # fmt: skip
+    assert [config.block_kv_dkv_sums for config in found.values()] == [None, 16384, None]
+    # What is said of the sums is kept, fitting or not.
+    assert _resolved({"block_kv_dkv_sums": None}, 32768, "TPU v5p").use_fused_bwd_kernel is False
+    assert _resolved({"block_kv_dkv_sums": 8192}, 32768, "TPU v5 lite").block_kv_dkv_sums == 8192
     assert _resolved({}, 32768, "TPU v4").vmem_limit_bytes is None
     assert 16 << 20 < _resolved({}, 32768).vmem_limit_bytes <= 128 << 20
     # a declared limit counts only as far as the device has it
-    assert not _resolved({"vmem_limit_bytes": 100 << 20}, 32768, "TPU v5p").use_fused_bwd_kernel
+    assert _resolved({"vmem_limit_bytes": 100 << 20}, 32768, "TPU v5p").block_kv_dkv_sums == 16384
     assert _resolved({}, 4096, "TPU v4", 512).block_q < _resolved({}, 4096, "TPU v6 lite", 512).block_q
 
 

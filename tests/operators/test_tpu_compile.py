@@ -95,6 +95,7 @@ JAX = {"kernel": "jax"}
         ("bfloat16", 128, {"q_layout": "seq_minor", "k_layout": "seq_minor", "v_layout": "seq_minor"}, {}),
         ("bfloat16", 128, {"block_q": 256, "block_kv": 512, "block_kv_compute": 256, "block_kv_compute_in": 128}, {}),
         ("bfloat16", 128, {"heads_per_tile": 4, "use_base2_exp": False, "fuse_reciprocal": False}, {}),
+        ("bfloat16", 128, {"block_kv_dkv": 256, "block_kv_dkv_sums": 256}, {}),
         ("bfloat16", 128, {"use_experimental_scheduler": True, "vmem_limit_bytes": 24 << 20}, {}),
         pytest.param("float32", 128, JAX, {}, marks=pytest.mark.slow),
         ("bfloat16", 256, JAX, {"logits_soft_cap": 30.0}),

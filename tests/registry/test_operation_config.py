@@ -133,6 +133,13 @@ def test_sizes_are_positive_integers(bad):
     [
         ({"block_kv": 512, "block_kv_compute": 384}, "block_kv=512 is not a multiple of block_kv_compute=384"),
         ({"use_fused_bwd_kernel": True, "block_q_dq": 128}, "would be read by nobody"),
+        ({"block_kv_dkv_sums": 128, "block_q_dq": 128}, "block_q_dq=128 would be read by nobody"),
+        ({"use_fused_bwd_kernel": False, "block_kv_dkv_sums": 128}, "block_kv_dkv_sums=128 would be read by nobody"),
+        (
+            {"block_kv_dkv": 256, "block_kv_dkv_sums": 384},
+            "block_kv_dkv_sums=384 is not a multiple of block_kv_dkv=256",
+        ),
+        ({"block_kv_dkv": None, "block_kv_dkv_sums": 192}, "block_kv_dkv_sums=192 is not a multiple of 128"),
         ({"q_layout": "sequence_minor"}, "q_layout='sequence_minor'.*head_dim_minor"),
     ],
 )

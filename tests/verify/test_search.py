@@ -136,6 +136,17 @@ def test_cycles_are_counted_by_tiles_blocks_and_heads() -> None:
     assert count("backward", "dkv", both) == 8 * (2 * 3007 + 4 * 3107 + 4 * 50) + 2 * 3
 
 
+def test_each_part_of_the_keys_goes_over_all_queries() -> None:
+    config = {"block_q_dkv": 256, "block_kv_dkv": 256, "block_kv_dkv_sums": 512}
+    decided = _plan(q_len=1024, heads=2, kv_heads=1, config=config)
+    cycles = TileCycles(full=3000, masked=3100, block=50, step=7, head=3)
+    got = kernel_cycles(
+        decided.problem, decided.placement, decided.config, "backward", "attnops_splash_backward", cycles
+    )
+    # Two parts, in each of which four query blocks are started and ended, and the sums of a kv head.
+    assert got == 2 * (6 * 3007 + 4 * 3107 + 2 * 4 * 50) + 2 * 3
+
+
 @pytest.mark.parametrize(
     ("kind", "products", "dims", "columns", "a_cycle"),
     [

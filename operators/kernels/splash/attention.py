@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +119,14 @@ class _Pass:
     """One pass's operands, padded to its blocks and laid out by kv head and group."""
 
     def __init__(
-        self, static: _Static, operands: Operands, traced: Traced, block_q: int, block_kv: int, slow: str
+        self,
+        static: _Static,
+        operands: Operands,
+        traced: Traced,
+        block_q: int,
+        block_kv: int,
+        slow: str,
+        kv_blocks: slice = slice(None),
     ) -> None:
         logits, blocks = static.logits, static.blocks
         self.static, self.operands = static, operands
@@ -126,7 +134,7 @@ class _Pass:
         kv_heads = operands.key.shape[1]
         heads = Heads.tiled(kv_heads, q_heads // kv_heads, blocks.heads_per_tile)
         mask, dropout = put_together(logits.places, traced)
-        visits = visit_list(mask, block_q, block_kv, slow)
+        visits = visit_list(mask, block_q, block_kv, slow, kv_blocks)
         self.frame = frame = Frame(batch, heads, block_q, block_kv, visits, slow)
         self.q_padded, self.kv_padded = (
             -(-n // b) * b for n, b in ((logits.places.q_len, block_q), (logits.places.kv_len, block_kv))
@@ -220,17 +228,29 @@ def _backward(
     shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * logits.unit)
 
     def make(
-        name: str, block_q: int, block_kv: int, compute: int, of_query: bool, of_keys: bool
+        name: str,
+        sizes: tuple[int, int, int],
+        of_query: bool,
+        of_keys: bool,
+        keys: slice = slice(None),  # those that the pass goes over
+        before: jax.Array | None = None,  # the query's gradient from the keys before them
     ) -> dict[str, jax.Array]:
-        work = _Pass(static, operands, traced, block_q, block_kv, "q" if of_query else "kv")
+        block_q, block_kv, compute = sizes
+        first, end = (keys.start or 0) // block_kv, -(-(keys.stop or logits.places.kv_len) // block_kv)
+        goes_on = keys.stop is not None and keys.stop < logits.places.kv_len
+        work = _Pass(
+            static, operands, traced, block_q, block_kv, "q" if of_query else "kv", kv_blocks=slice(first, end)
+        )
         frame = work.frame
         work.queries("d_output", d_output.astype(operands.query.dtype), "head_dim_minor")
         work.rows("lse", shift, np.inf)
         work.rows("delta", delta, 0.0)
         if of_query:
-            add_query_gradient(frame, work.q_padded, work.dim, operands.query.dtype)
+            dtype = jnp.float32 if goes_on else operands.query.dtype
+            add_query_gradient(frame, work.q_padded, work.dim, dtype, before)
         if of_keys:
-            add_key_gradients(frame, work.kv_padded, work.dim, work.value_dim, operands.key.dtype, whole=of_query)
+            rows = (end - first) * block_kv
+            add_key_gradients(frame, rows, work.dim, work.value_dim, operands.key.dtype, whole=of_query)
         kernel = functools.partial(
             backward_kernel,
             frame=frame,
@@ -238,17 +258,22 @@ def _backward(
             compute=compute,
             layouts=(blocks.q_layout, blocks.k_layout, blocks.v_layout),
             stationary_weights=blocks.stationary_weights,
+            first_block=first,
+            query_scale=1.0 if goes_on else logits.scale,
         )
         depth = work.dim + work.value_dim + of_query * work.dim + of_keys * (work.dim + work.value_dim)
         return work.run(f"attnops_splash_{name}", kernel, 3 if not of_keys else 2, depth)
 
+    sizes = blocks.block_q_dkv, blocks.block_kv_dkv, blocks.block_kv_dkv_compute
     if blocks.use_fused_bwd_kernel:
-        made = make("backward", blocks.block_q_dkv, blocks.block_kv_dkv, blocks.block_kv_dkv_compute, True, True)
+        made = _in_parts(
+            functools.partial(make, sizes=sizes, of_query=True, of_keys=True), blocks, logits.places.kv_len
+        )
     else:
-        made = make("dkv", blocks.block_q_dkv, blocks.block_kv_dkv, blocks.block_kv_dkv_compute, False, True)
+        made = make("dkv", sizes, False, True)
         assert blocks.block_q_dq is not None
         assert blocks.block_kv_dq is not None
-        made |= make("dq", blocks.block_q_dq, blocks.block_kv_dq, blocks.block_kv_dq, True, False)
+        made |= make("dq", (blocks.block_q_dq, blocks.block_kv_dq, blocks.block_kv_dq), True, False)
     d_query = made["d_query"].reshape(*operands.query.shape[:2], -1, operands.query.shape[-1])
     d_sinks = None
     if operands.sinks is not None:
@@ -273,3 +298,16 @@ def _backward(
         d_bias,
         d_sinks,
     )
+
+
+def _in_parts(make: Callable[..., dict[str, jax.Array]], blocks: SplashBlocks, kv_len: int) -> dict[str, jax.Array]:
+    """The fused backward over parts of the keys, one after the other: the sums of a part are in VMEM at a time."""
+    part = blocks.block_kv_dkv_sums or kv_len
+    made: list[dict[str, jax.Array]] = []
+    for start in range(0, kv_len, part):
+        name = "backward" if start == 0 else f"backward_{start}"
+        made.append(make(name, keys=slice(start, start + part), before=made[-1]["d_query"] if made else None))
+    if len(made) == 1:
+        return made[0]
+    of_keys = {name: jnp.concatenate([one[name] for one in made], axis=2) for name in ("d_key", "d_value")}
+    return {"d_query": made[-1]["d_query"], **of_keys}

@@ -2,8 +2,9 @@
 
 Tiles are held as [keys, query rows]: lse and delta then lie along the lanes, as they are stored, and three of the five
 products need no transposed operand. Fused, one pass over the forward's order makes all three gradients; the sums for the
-keys of a kv head stay in VMEM for its whole length. Where they don't fit, one pass by kv block makes those of key and
-value, and one by query block that of the query.
+keys of a kv head stay in VMEM meanwhile. Where those of all keys don't fit, the keys are taken in parts, a pass for each, and
+the query's gradient is handed from one to the next. Apart, one pass by kv block makes the gradients of key and value, and
+one by query block that of the query.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .forward import product
-from .frame import Frame
+from .frame import Frame, Input
 from .tile import Logits, Tile
 from .visits import FIRST, LAST, LIVE, PARTIAL
 
 __all__ = ["add_key_gradients", "add_query_gradient", "backward_kernel"]
 
 
-def add_query_gradient(frame: Frame, q_padded: int, dim: int, dtype: Any) -> None:
-    """Add d_query [batch, kv heads, group, q, dim] and its sum."""
+def add_query_gradient(frame: Frame, q_padded: int, dim: int, dtype: Any, before: jax.Array | None = None) -> None:
+    """Add d_query [batch, kv heads, group, q, dim] and its sum, which starts with what a pass over earlier keys made."""
     shape = (frame.batch, frame.heads.kv_heads, frame.heads.group, q_padded, dim)
-    frame.outputs["d_query"] = (shape, dtype, frame.query_block(dim, "head_dim_minor"))
+    spec = frame.query_block(dim, "head_dim_minor")
+    frame.outputs["d_query"] = (shape, dtype, spec)
+    if before is not None:
+        frame.inputs["d_query_before"] = Input(before, spec, "q")
     frame.scratch["q_sum"] = pltpu.VMEM((len(frame.heads.in_tile), frame.block_q, dim), jnp.float32)
 
 
 def add_key_gradients(frame: Frame, kv_padded: int, dim: int, value_dim: int, dtype: Any, whole: bool) -> None:
-    """Add d_key [batch, kv heads, kv, dim], d_value and their sums: of one block, or of the whole length."""
+    """Add d_key [batch, kv heads, kv, dim], d_value and their sums: of one block, or of all these keys."""
     for name, width in (("key", dim), ("value", value_dim)):
         shape = (frame.batch, frame.heads.kv_heads, kv_padded, width)
         spec = frame.key_block(width, "head_dim_minor")
@@ -51,9 +55,13 @@ def backward_kernel(
     compute: int,
     layouts: tuple[str, str, str],
     stationary_weights: bool,
+    first_block: int,
+    query_scale: float,
 ) -> None:
     """One step of a backward pass; which gradients it makes is which sums it was given.
 
+    first_block: the first kv block of the sums of the keys, where there are those of many. query_scale: what the query's
+    gradient still wants, 1 where another pass goes on with it.
     stationary_weights: a gradient's product is made transposed. The matrix unit then holds the weights, which fill it, and
     the other factor, whose few columns would fill a part, streams past.
     """
@@ -71,7 +79,10 @@ def backward_kernel(
     # A kv head's guards stand inside those of a query block: so does the clock tell what is done once a head.
     @pl.when(tile.says(FIRST) if of_query else first)
     def _start() -> None:
-        if of_query:
+        if "d_query_before" in refs:
+            for number, head in enumerate(heads):
+                refs["q_sum"][number] = refs["d_query_before"][head]
+        elif of_query:
             clear("q_sum")
         if fused:
             pl.when(first)(lambda: clear("key_sum", "value_sum"))
@@ -99,7 +110,8 @@ def backward_kernel(
         if of_keys:
             rows = pl.ds(start, compute)
             if fused:
-                rows = pl.ds(pl.multiple_of(tile.step.kv_block * frame.block_kv + start, compute), compute)
+                block = tile.step.kv_block - first_block
+                rows = pl.ds(pl.multiple_of(block * frame.block_kv + start, compute), compute)
             p = tile.dropped(p, keep).astype(d_out.dtype)
             refs["value_sum"][kv_head, rows, :] += with_weights(p, d_out, 1, 0)
             refs["key_sum"][kv_head, rows, :] += with_weights(d_x, query, 1, q_time)
@@ -119,7 +131,7 @@ def backward_kernel(
 
     def query_done() -> None:
         for number, head in enumerate(heads):
-            refs["d_query"][head] = (refs["q_sum"][number] * logits.scale).astype(refs["d_query"].dtype)
+            refs["d_query"][head] = (refs["q_sum"][number] * query_scale).astype(refs["d_query"].dtype)
 
     def keys_done() -> None:
         refs["d_key"][...] = (refs["key_sum"][...] * logits.scale).astype(refs["d_key"].dtype)

@@ -13,7 +13,7 @@ class SplashBlocks:
 
     block_kv_compute: the keys of one product of queries and keys. block_kv_compute_in: the part of them that goes through
     the exponential and the product with the values at a time. heads_per_tile: query heads of a tile; beyond a group, whole
-    groups with their kv heads.
+    groups with their kv heads. block_kv_dkv_sums: keys whose gradients the fused backward sums at a time; None apart.
     """
 
     block_q: int
@@ -24,6 +24,7 @@ class SplashBlocks:
     block_q_dkv: int
     block_kv_dkv: int
     block_kv_dkv_compute: int
+    block_kv_dkv_sums: int | None
     block_q_dq: int | None
     block_kv_dq: int | None
     use_fused_bwd_kernel: bool

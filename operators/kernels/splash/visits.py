@@ -51,11 +51,11 @@ def kv_block_of(word: Any) -> Any:
     return (word >> 4) & (MOST_KV_BLOCKS - 1)
 
 
-def visit_list(mask: LocalMask, block_q: int, block_kv: int, slow: str) -> Visits:
+def visit_list(mask: LocalMask, block_q: int, block_kv: int, slow: str, kv_blocks: slice = slice(None)) -> Visits:
     """List the tiles that have something visible, by query block (`slow` is 'q') or by kv block ('kv').
 
     A block of the slow axis with nothing visible is visited once all the same: its output has to be written. A last kv
-    block that is padded counts as partial.
+    block that is padded counts as partial. kv_blocks: those that the list is of.
     """
     kinds = mask.kinds(block_q, block_kv)
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
@@ -63,6 +63,7 @@ def visit_list(mask: LocalMask, block_q: int, block_kv: int, slow: str) -> Visit
         last_block = np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1
         kinds = xp.where(last_block, xp.minimum(kinds, 1), kinds)
     q_block, kv_block = np.meshgrid(*(np.arange(n, dtype=np.int32) for n in kinds.shape[1:]), indexing="ij")
+    kinds, q_block, kv_block = kinds[..., kv_blocks], q_block[:, kv_blocks], kv_block[:, kv_blocks]
     if slow == "kv":
         kinds, q_block, kv_block = kinds.swapaxes(1, 2), q_block.T, kv_block.T
     live = kinds > 0

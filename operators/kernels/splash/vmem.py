@@ -78,7 +78,7 @@ def backward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, dict[str, in
     """The same of each backward pass, by the name of its kernel."""
     of_keys = blocks.block_q_dkv, blocks.block_kv_dkv, blocks.block_kv_dkv_compute
     if blocks.use_fused_bwd_kernel:
-        return {"backward": _backward_pass(shape, *of_keys, "dkv", True, True)}
+        return {"backward": _backward_pass(shape, *of_keys, "dkv", True, True, blocks.block_kv_dkv_sums)}
     of_query = blocks.block_q_dq or 0, blocks.block_kv_dq or 0, blocks.block_kv_dq or 0
     return {
         "dkv": _backward_pass(shape, *of_keys, "dkv", False, True),
@@ -87,7 +87,14 @@ def backward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, dict[str, in
 
 
 def _backward_pass(
-    shape: Shape, rows: int, keys: int, compute: int, suffix: str, of_query: bool, of_keys: bool
+    shape: Shape,
+    rows: int,
+    keys: int,
+    compute: int,
+    suffix: str,
+    of_query: bool,
+    of_keys: bool,
+    at_a_time: int | None = None,
 ) -> dict[str, int]:
     tiles, kv_tile, size = len(shape.heads.in_tile), shape.heads.kv_tile, shape.itemsize
     dim, dims = _lanes(shape.dim), _lanes(shape.dim) + _lanes(shape.value_dim)
@@ -97,11 +104,13 @@ def _backward_pass(
         f"key and value ({kv})": 2 * kv_tile * keys * dims * size,
         f"mask arrays and bias ({q} x {kv})": 2 * shape.dense_itemsize * rows * keys * tiles,
     }
+    in_parts = at_a_time is not None and at_a_time < shape.kv_len
     if of_query:
-        parts[f"gradient of the query and its sum ({q})"] = tiles * rows * dim * (2 * size + 4)
+        moved = 2 * 2 * 4 if in_parts else 2 * size  # in float32 between parts of the keys, coming and going
+        parts[f"gradient of the query and its sum ({q})"] = tiles * rows * dim * (moved + 4)
     if of_keys:
-        length = math.ceil(shape.kv_len / keys) * keys if of_query else keys
-        where = f"all {shape.kv_len} keys: use_fused_bwd_kernel" if of_query else kv
+        length = min(math.ceil(shape.kv_len / keys) * keys, at_a_time or shape.kv_len + keys) if of_query else keys
+        where = f"{length if in_parts else f'all {shape.kv_len}'} keys: block_kv_dkv_sums" if of_query else kv
         parts[f"gradients of key and value and their sums ({where})"] = kv_tile * length * dims * (2 * size + 4)
     inner = f"{kv}_compute" if of_keys else kv
     return parts | {f"logits, weights and their gradients ({q} x {inner})": _working(rows, compute, size) * 2}
