@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         window_tokens,
     )
     from attnops.operators import AttentionOutput, LocalCall, LocalOutput, Operation
+    from attnops.operators.attention import Attention
     from attnops.operators.sdpa import SdpaConfig
     from attnops.operators.splash import SplashConfig
     from attnops.operators.vanilla import VanillaConfig
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Attention",
     "AttentionOutput",
     "AttentionProblem",
     "AttnOpsError",
@@ -103,6 +105,7 @@ __all__ = [
 _ROOMS = ("errors", "masks", "operators", "registry", "sharding", "verify")
 # Names that stand in a file of a room and not in its table of contents: who doesn't ask for them doesn't import them.
 _FILES = {
+    "Attention": "operators.attention",
     "Declaration": "registry.declaration",
     "SdpaConfig": "operators.sdpa",
     "SplashConfig": "operators.splash",

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, Self
 
 import jax
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator
 
 from ..errors import ConfigError
 from .call_declaration import CallDeclaration, call_arguments
@@ -22,7 +22,8 @@ __all__ = ["CallDeclaration", "Declaration", "declaration_json_schema"]
 
 
 class Declaration(BaseModel):
-    """What a config file says. `metadata` is what OperationMetadata.from_dict takes.
+    """What a config file says. `metadata` is what OperationMetadata.from_dict takes; `enabled` false leaves attention to the
+    framework behind whose adapter the file stands.
 
     Errors of every way in: ConfigError that names the source, the field, what was got and what is wanted.
     """
@@ -32,6 +33,7 @@ class Declaration(BaseModel):
     schema_uri: str | None = Field(None, alias="$schema")
     schema_version: Literal[1] = 1
     operation: str
+    enabled: StrictBool = True
     metadata: dict[str, Any] = {}
     call: CallDeclaration = CallDeclaration()
 

@@ -1,0 +1,152 @@
+"""Attention: what a declaration file says, ready to be called by a model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, InputError
+from ..masks import Dense, Mask
+from ..registry import OperationRegistry, Plan
+from ..registry.declaration import Declaration
+from .base import Operation
+from .output import AttentionOutput
+
+__all__ = ["Attention"]
+
+# Options that a file may declare and a call may give; arrays that a file declares by shape and a call has to give.
+_OPTIONS = (
+    "causal", "sliding_window", "query_offset", "softmax_scale", "logits_soft_cap", "dropout_prob", "return_weights",
+    "return_lse", "mode", "layout",
+)  # fmt: skip
+_DECLARED_ARRAYS = {
+    "segment_ids": "q_segment_ids", "kv_lengths": "kv_lengths", "bias": "bias", "softmax_aux": "softmax_aux",
+    "dense_mask": "mask",
+}  # fmt: skip
+_HEADS_AND_DIMS = {
+    "q_heads": ("query", "h"),
+    "kv_heads": ("key", "h"),
+    "head_dim": ("query", "d"),
+    "value_dim": ("value", "d"),
+}
+_KEPT_PLANS = 64
+
+
+class Attention:
+    """A declared attention: an operation with the options of its file. Hashable, so it can be a static argument of jit.
+
+    declared: a Declaration, its dict, or the path of its JSON file. metadata: fields of OperationMetadata that take the
+    place of the file's, such as the mesh that the program has made.
+
+    What a call gives beside its arrays joins what the file declares: masks intersect, an option that both say has to be
+    the same. Heads and dims that the file declares are checked; its batch and lengths serve `attnops plan` alone.
+    Errors: ConfigError for a file that is disabled or disagrees with a call; InputError for arrays that were declared and
+    are missing.
+    """
+
+    def __init__(self, declared: Declaration | Mapping[str, Any] | str | Path, **metadata: Any) -> None:
+        if isinstance(declared, str | Path):
+            declared = Declaration.load(declared)
+        elif not isinstance(declared, Declaration):
+            declared = Declaration.from_dict(declared)
+        self.declaration = declared
+        operation: Any = OperationRegistry.get(declared.operation)
+        self.operation: Operation = operation(declared.operation_metadata(metadata))
+        self._plans: dict[Plan, None] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def enabled(self) -> bool:
+        """What the file says: whether attnops runs, or, behind an adapter, the framework's own attention."""
+        return self.declaration.enabled
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The distinct plans of the calls so far, in the order in which they came (at most 64); under jit, of the traces."""
+        with self._lock:
+            return tuple(self._plans)
+
+    def __call__(self, query: Any, key: Any, value: Any, **call: Any) -> AttentionOutput:
+        """Attend; `call` is what Operation.__call__ takes."""
+        output = self.operation(query, key, value, **self.options(query, key, value, **call))
+        with self._lock:
+            if len(self._plans) < _KEPT_PLANS:
+                self._plans.setdefault(output.plan)
+        return output
+
+    def plan(self, query: Any, key: Any, value: Any, **call: Any) -> Plan:
+        """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs."""
+        return self.operation.plan(query, key, value, **self.options(query, key, value, **call))
+
+    def options(self, query: Any, key: Any, value: Any, **call: Any) -> dict[str, Any]:
+        """What the call says and what the file declares, as one."""
+        declared = self.declaration.call
+        if not self.enabled:
+            raise ConfigError(
+                f"this declaration of {self.declaration.operation!r} says enabled=false, so a framework's own attention is "
+                "wanted, and there is none here; call that one, or take 'enabled' out of the file."
+            )
+        found = dict(call)
+        for name in _OPTIONS:
+            said = getattr(declared, name)
+            if not declared.is_set(name) or said is None:
+                continue
+            given = found.get(name)
+            if given is not None and _plain(given) != _plain(said):
+                raise ConfigError(
+                    f"{name}: the file declares {said!r}, the call says {given!r}; leave one of them out."
+                )
+            found[name] = said
+        if declared.is_set("deterministic"):
+            found.setdefault("deterministic", declared.deterministic)
+        for name, argument in _DECLARED_ARRAYS.items():
+            if getattr(declared, name) is not None and found.get(argument) is None:
+                raise InputError(
+                    f"call.{name} is declared, and the call has no {argument}; give it, or leave {name} out."
+                )
+        if declared.mask is not None:
+            found["mask"] = _both(declared.mask, found.get("mask"))
+        self._check_sizes({"query": query, "key": key, "value": value}, found.get("layout") or "bthd")
+        return found
+
+    def _check_sizes(self, arrays: Mapping[str, Any], layout: str) -> None:
+        for field, (name, axis) in _HEADS_AND_DIMS.items():
+            said, shape = getattr(self.declaration.call, field), arrays[name].shape
+            if said is not None and len(shape) == len(layout) and shape[layout.index(axis)] != said:
+                raise InputError(
+                    f"{name} {tuple(shape)} has {shape[layout.index(axis)]} in {axis!r} of layout {layout!r}; the file "
+                    f"declares {field}={said}."
+                )
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.declaration.operation, self.operation.metadata, self.declaration.call, self.enabled
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, Attention) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __reduce__(self) -> Any:
+        return _made_again, (self.declaration.to_dict(), self.operation.metadata.to_dict())
+
+    def __repr__(self) -> str:
+        return f"Attention({self.declaration.to_json(indent=None)})"
+
+
+def _made_again(declaration: dict[str, Any], metadata: dict[str, Any]) -> Attention:
+    metadata.pop("schema_version")
+    return Attention(declaration, **metadata)
+
+
+def _both(declared: Mask, given: Any) -> Mask:
+    if given is None:
+        return declared
+    return declared & (given if isinstance(given, Mask) else Dense(given))
+
+
+def _plain(value: Any) -> Any:
+    """A window as a pair, so that [3, 0] and (3, 0) are the same."""
+    return tuple(value) if isinstance(value, list | tuple) else value
