@@ -21,9 +21,10 @@ from ..registry.quantised import dequantised_copy
 from . import splash_candidates, splash_table
 from .base import Operation
 from .local import LocalCall, LocalOutput
-from .splash_blocks import blocks_of, resolve_attnops, resolve_borrowed, too_much_vmem, vmem_parts
-from .splash_borrowed import BORROWED_RULES, borrowed_padding, borrowed_remarks, run_borrowed
+from .splash_blocks import resolve_attnops
+from .splash_borrowed import BORROWED_RULES, borrowed_padding, borrowed_remarks, resolve_borrowed, run_borrowed
 from .splash_config import LANES, SplashConfig
+from .splash_vmem import blocks_of, too_much_vmem, vmem_parts
 from .vanilla import Vanilla
 
 __all__ = ["Splash", "SplashConfig"]

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..registry import AttentionProblem, OperationConfig, Placement
 from .splash_config import LANES, SplashConfig
+from .splash_sizes import Sizes, choose_block, dividing_block
+from .splash_vmem import ROOM, counted_vmem, vmem_need, vmem_room
 
-if TYPE_CHECKING:
-    from .kernels.splash import SplashBlocks
-    from .kernels.splash.vmem import Shape
-
-__all__ = ["blocks_of", "fits", "resolve_attnops", "resolve_borrowed", "tile_cost", "too_much_vmem", "vmem_parts"]
+__all__ = ["resolve_attnops", "tile_cost"]
 
 # By the static cycles of the compiled kernels (docs/splash.md): half of a 1024-block in a product at a time leaves the
 # compiler room to overlap the softmax of one half with the products of the other.
@@ -23,41 +20,8 @@ _COMPUTE_IN = {"TPU7x": 256}  # 5 % fewer cycles than with 512 there; 4 % more o
 # not measured on a TPU). Two passes make seven products where the fused one makes five.
 _PARTIAL, _STEP, _APART = 1.3, 1 << 17, 1.4
 _SAMPLE = 1 << 14  # a mask's first rows and keys, from which its costs are known
-_BORROWED_BLOCK = 512
 _PARTS = 8  # of the keys, each a kernel that has to be compiled
-# What the compiler took was 0.6 to 1.1 times what vmem.py counts, in what has been compiled.
-_ROOM = 1.25
 _MIB = 1 << 20
-
-
-def blocks_of(config: SplashConfig) -> SplashBlocks:
-    """The sizes of a resolved config, as the kernels take them."""
-    from .kernels.splash import SplashBlocks  # imports Pallas, so only where the kernel is planned
-
-    return SplashBlocks(**{name: getattr(config, name) for name in SplashBlocks.__dataclass_fields__})
-
-
-class _Sizes:
-    """Sizes as they are filled in: what is declared, the kernel's default where None is, else what is given here."""
-
-    def __init__(self, config: SplashConfig) -> None:
-        self.config = config
-        self.found: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        return self.found[name]
-
-    def fill(self, name: str, default: int, none: int = LANES) -> None:
-        given = getattr(self.config, name)
-        self.found[name] = given if given is not None else none if self.config.is_set(name) else default
-
-    def fill_inner(self, inner: str, outer: str, cap: int, unit: int = LANES) -> None:
-        """A block within another: it has to divide it, and to be a multiple of `unit`."""
-        self.fill(inner, _divisor(self.found[outer], cap, unit), self.found[outer])
-        if self.found[outer] % self.found[inner]:
-            raise ConfigError(
-                f"SplashConfig: {outer}={self.found[outer]} is not a multiple of {inner}={self.found[inner]}."
-            )
 
 
 def resolve_attnops(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> OperationConfig:
@@ -77,58 +41,13 @@ def resolve_attnops(problem: AttentionProblem, placement: Placement, config: Spl
             errors.append(error)
             continue
         resolved, need = way, vmem_need(problem, placement, way)
-        if need <= _vmem_room(problem, config):
+        if need <= vmem_room(problem, config):
             break
     if resolved is None:
         raise errors[0]
     if not config.is_set("vmem_limit_bytes") and need > vmem.default:
         resolved = resolved.with_fields({"vmem_limit_bytes": min(vmem.most, math.ceil(need / _MIB) * _MIB)})
     return resolved
-
-
-def vmem_need(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> int:
-    """Bytes of VMEM that the larger pass of a resolved config is counted to take, with some room."""
-    parts = vmem_parts(problem, placement, config)
-    return math.ceil(max(sum(part.values()) for part in parts.values()) * _ROOM)
-
-
-def vmem_parts(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> dict[str, dict[str, int]]:
-    """Each kernel of a resolved config -> bytes of VMEM by what they hold, as far as they can be counted."""
-    from .kernels.splash.vmem import backward_parts, forward_parts
-
-    shape, blocks = _shape(problem, placement, config), blocks_of(config)
-    return {"forward": forward_parts(shape, blocks), **backward_parts(shape, blocks)}
-
-
-def fits(problem: AttentionProblem, placement: Placement, config: SplashConfig, backward: bool) -> bool:
-    """Whether one pass of a resolved config may fit: what its blocks and sums take at least is what there is at most."""
-    return _counted(problem, placement, config, backward) <= _vmem_room(problem, config)
-
-
-def _counted(problem: AttentionProblem, placement: Placement, config: SplashConfig, backward: bool) -> int:
-    parts = vmem_parts(problem, placement, config)
-    return max(sum(part.values()) for name, part in parts.items() if (name != "forward") == backward)
-
-
-def too_much_vmem(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> str | None:
-    """A note for the plan where a resolved config is counted to need more VMEM than there is."""
-    need, room = vmem_need(problem, placement, config), _vmem_room(problem, config)
-    if need <= room:
-        return None
-    return (
-        f"the kernels are counted to need {need / _MIB:.1f} MiB of VMEM and may take {room / _MIB:.1f}: they may not compile; "
-        "`attnops verify` tells"
-    )
-
-
-def _vmem_room(problem: AttentionProblem, config: SplashConfig) -> int:
-    """What the kernels may take: what is declared, as far as the device has it; all that it has where nothing is."""
-    from .kernels.splash.vmem import vmem_of
-
-    vmem = vmem_of(problem.device_kind)
-    if config.vmem_limit_bytes is None:
-        return vmem.default if config.is_set("vmem_limit_bytes") else vmem.most
-    return min(config.vmem_limit_bytes, vmem.most)
 
 
 def _way(
@@ -218,22 +137,22 @@ def _with_blocks(
     problem: AttentionProblem, placement: Placement, config: SplashConfig, most: int, fused: bool
 ) -> SplashConfig:
     q_len, kv_len = placement.local.q_len, placement.local.kv_len
-    sizes = _Sizes(config)
+    sizes = Sizes(config)
     sizes.fill("heads_per_tile", 1, 1)
-    sizes.fill("block_q", _choose(q_len, most))
+    sizes.fill("block_q", choose_block(q_len, most))
     # Blocks that a declared inner one divides.
     inner = math.lcm(LANES, config.block_kv_compute_in or 1)
-    sizes.fill("block_kv", _choose(kv_len, most, math.lcm(inner, config.block_kv_compute or 1)))
+    sizes.fill("block_kv", choose_block(kv_len, most, math.lcm(inner, config.block_kv_compute or 1)))
     sizes.fill_inner("block_kv_compute", "block_kv", min(_COMPUTE, most), inner)
     sizes.fill_inner("block_kv_compute_in", "block_kv_compute", _COMPUTE_IN.get(problem.device_kind, most))
     sizes.fill("block_q_dkv", sizes["block_q"])
     unit = math.lcm(LANES, config.block_kv_dkv_compute or 1)
     sums = config.block_kv_dkv_sums
-    sizes.fill("block_kv_dkv", _choose(kv_len, most, unit) if sums is None else _divisor(sums, most, unit))
+    sizes.fill("block_kv_dkv", choose_block(kv_len, most, unit) if sums is None else dividing_block(sums, most, unit))
     sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", min(_COMPUTE, most))
     if not fused:
         sizes.fill("block_q_dq", sizes["block_q_dkv"])
-        sizes.fill("block_kv_dq", _choose(kv_len, min(_COMPUTE, most)))
+        sizes.fill("block_kv_dq", choose_block(kv_len, min(_COMPUTE, most)))
     switches = {
         "use_fused_bwd_kernel": fused,
         "sum_by_product": _sums_by_product(problem, config),
@@ -252,7 +171,7 @@ def _with_sums(problem: AttentionProblem, placement: Placement, config: SplashCo
         sums = None if parts == 1 else math.ceil(blocks / parts) * block
         found = config.with_fields({"block_kv_dkv_sums": sums})
         assert isinstance(found, SplashConfig)
-        if _counted(problem, placement, found, backward=True) * _ROOM <= _vmem_room(problem, config):
+        if counted_vmem(problem, placement, found, backward=True) * ROOM <= vmem_room(problem, config):
             return found
     return config
 
@@ -278,83 +197,3 @@ def _sums_by_product(problem: AttentionProblem, config: SplashConfig) -> bool:
         return bool(config.sum_by_product)
     idle = problem.value_dim % 256 == 128
     return idle and problem.device_kind == "TPU v6 lite" and "dropout" not in problem.features
-
-
-def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> Shape:
-    from .kernels.splash.frame import Heads
-    from .kernels.splash.vmem import Shape
-
-    local = placement.local
-    group, tile = local.q_heads // local.kv_heads, config.heads_per_tile or 1
-    if not _divides(tile, group, local.kv_heads):
-        choices = [n for n in range(1, local.q_heads + 1) if _divides(n, group, local.kv_heads)]
-        raise ConfigError(
-            f"SplashConfig: heads_per_tile={tile} doesn't divide the {local.q_heads} query heads ({local.kv_heads} kv heads) "
-            f"of a device into whole groups or parts of one; wanted one of {', '.join(map(str, choices))}."
-        )
-    dense = 0 if problem.bias_shape is None else 4
-    dense += sum(len(leaf.dims) == 4 for leaf in problem.leaves)
-    itemsize = 4 if problem.runtime_dtype == "float32" else 2
-    return Shape(
-        local.q_len,
-        local.kv_len,
-        Heads.tiled(local.kv_heads, group, tile),
-        problem.head_dim,
-        problem.value_dim,
-        itemsize,
-        dense,
-        *(
-            (1 if name in problem.quantised else itemsize, f"{name}_scale" in problem.scales)
-            for name in ("key", "value")
-        ),
-    )
-
-
-def _divides(tile: int, group: int, kv_heads: int) -> bool:
-    return group % tile == 0 if tile <= group else tile % group == 0 and kv_heads % (tile // group) == 0
-
-
-def resolve_borrowed(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> OperationConfig:
-    """Fill in every block size for jax's or tokamax's kernel, whose passes share one padded length."""
-    q_len, kv_len = placement.local.q_len, placement.local.kv_len
-    cap = _BORROWED_BLOCK if max(problem.head_dim, problem.value_dim) <= 256 else _BORROWED_BLOCK // 2
-    fused = config.kernel == "tokamax" or bool(config.use_fused_bwd_kernel)
-    sizes = _Sizes(config)
-    sizes.fill("block_q", _choose(q_len, cap))
-    # One unit for both passes, so that their blocks can be the same.
-    unit = math.lcm(LANES, config.block_kv_compute or 1, config.block_kv_dkv_compute or 1)
-    sizes.fill("block_kv", _choose(kv_len, cap, unit))
-    # Other passes take the forward's blocks, so that one padded length serves all.
-    backward_q = sizes["block_q"] if sizes["block_q"] % LANES == 0 else _choose(q_len, cap)
-    for suffix in ("dkv",) if fused else ("dkv", "dq"):
-        sizes.fill(f"block_q_{suffix}", backward_q)
-        compute = config.block_kv_dkv_compute if suffix == "dkv" else None
-        fits = sizes["block_kv"] % (compute or LANES) == 0
-        sizes.fill(f"block_kv_{suffix}", sizes["block_kv"] if fits else _choose(kv_len, cap, compute or LANES))
-    sizes.fill_inner("block_kv_compute", "block_kv", cap)
-    sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", cap)
-    resolved = config.with_fields(sizes.found | {"use_fused_bwd_kernel": fused})
-    for name, length in (("q", q_len), ("kv", kv_len)):
-        blocks = {n: s for n, s in sizes.found.items() if n.startswith(f"block_{name}") and not n.endswith("compute")}
-        shared = math.lcm(*blocks.values())
-        padded = math.ceil(length / shared) * shared
-        if padded >= 2 * max(max(blocks.values()), math.ceil(length / LANES) * LANES):
-            raise ConfigError(
-                f"SplashConfig: {', '.join(f'{n}={s}' for n, s in blocks.items())} share no small multiple, so {length} rows "
-                f"would be padded to {padded}; wanted sizes that divide one another, or kernel='attnops', whose passes pad for "
-                "themselves."
-            )
-    return resolved
-
-
-def _choose(length: int, cap: int, unit: int = LANES) -> int:
-    """The largest multiple of `unit` up to `cap` that pads at most a fiftieth more than blocks of `unit` would."""
-    least = math.ceil(length / unit) * unit
-    candidates = range(unit, max(unit, min(cap, least)) + 1, unit)
-    return max(b for b in candidates if math.ceil(length / b) * b <= 1.02 * least)
-
-
-def _divisor(block: int, cap: int, unit: int = LANES) -> int:
-    """The largest multiple of `unit` up to `cap` that divides a block; the block itself where that would be 128, or none."""
-    found = [b for b in range(unit, min(block, cap) + 1, unit) if block % b == 0]
-    return block if not found or found[-1] == LANES < min(block, cap) else found[-1]

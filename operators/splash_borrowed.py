@@ -6,15 +6,20 @@ import math
 
 import jax
 
+from ..errors import ConfigError
 from ..registry import ALL_FEATURES, STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule
 from ..registry.explain import bytes_text
 from .local import LocalCall
-from .splash_config import SplashConfig
+from .splash_config import LANES, SplashConfig
+from .splash_sizes import Sizes, choose_block
 
-__all__ = ["BORROWED_FEATURES", "BORROWED_RULES", "borrowed_padding", "borrowed_remarks", "run_borrowed"]
+__all__ = [
+    "BORROWED_FEATURES", "BORROWED_RULES", "borrowed_padding", "borrowed_remarks", "resolve_borrowed", "run_borrowed",
+]  # fmt: skip
 
 BORROWED_FEATURES = STATIC_MASKS | {"segment_ids", "kv_lengths", "logits_soft_cap", "sinks", "gqa", "value_dim"}
 _KERNELS = ("jax", "tokamax")
+_BLOCK = 512
 _LEAVE_OUT = "Leave kernel out: attnops' own has it."
 
 
@@ -71,6 +76,39 @@ BORROWED_RULES = (
         "pip install 'attnops[tokamax]', or leave kernel out.",
     ),
 )
+
+
+def resolve_borrowed(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> OperationConfig:
+    """Fill in every block size for jax's or tokamax's kernel, whose passes share one padded length."""
+    q_len, kv_len = placement.local.q_len, placement.local.kv_len
+    cap = _BLOCK if max(problem.head_dim, problem.value_dim) <= 256 else _BLOCK // 2
+    fused = config.kernel == "tokamax" or bool(config.use_fused_bwd_kernel)
+    sizes = Sizes(config)
+    sizes.fill("block_q", choose_block(q_len, cap))
+    # One unit for both passes, so that their blocks can be the same.
+    unit = math.lcm(LANES, config.block_kv_compute or 1, config.block_kv_dkv_compute or 1)
+    sizes.fill("block_kv", choose_block(kv_len, cap, unit))
+    # Other passes take the forward's blocks, so that one padded length serves all.
+    backward_q = sizes["block_q"] if sizes["block_q"] % LANES == 0 else choose_block(q_len, cap)
+    for suffix in ("dkv",) if fused else ("dkv", "dq"):
+        sizes.fill(f"block_q_{suffix}", backward_q)
+        compute = config.block_kv_dkv_compute if suffix == "dkv" else None
+        fits = sizes["block_kv"] % (compute or LANES) == 0
+        sizes.fill(f"block_kv_{suffix}", sizes["block_kv"] if fits else choose_block(kv_len, cap, compute or LANES))
+    sizes.fill_inner("block_kv_compute", "block_kv", cap)
+    sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", cap)
+    resolved = config.with_fields(sizes.found | {"use_fused_bwd_kernel": fused})
+    for name, length in (("q", q_len), ("kv", kv_len)):
+        blocks = {n: s for n, s in sizes.found.items() if n.startswith(f"block_{name}") and not n.endswith("compute")}
+        shared = math.lcm(*blocks.values())
+        padded = math.ceil(length / shared) * shared
+        if padded >= 2 * max(max(blocks.values()), math.ceil(length / LANES) * LANES):
+            raise ConfigError(
+                f"SplashConfig: {', '.join(f'{n}={s}' for n, s in blocks.items())} share no small multiple, so {length} rows "
+                f"would be padded to {padded}; wanted sizes that divide one another, or kernel='attnops', whose passes pad for "
+                "themselves."
+            )
+    return resolved
 
 
 def run_borrowed(

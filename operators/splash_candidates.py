@@ -9,8 +9,9 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..registry import AttentionProblem, OperationConfig, Placement
-from .splash_blocks import fits, resolve_attnops, tile_cost
+from .splash_blocks import resolve_attnops, tile_cost
 from .splash_config import LANES, SplashConfig
+from .splash_vmem import fits
 
 __all__ = ["BACKWARD", "FORWARD", "candidates", "tuned_fields"]
 

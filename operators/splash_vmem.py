@@ -1,0 +1,107 @@
+"""What splash's kernels take of VMEM with a resolved config, counted, and what they may take."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+from ..registry import AttentionProblem, Placement
+from .splash_config import SplashConfig
+
+if TYPE_CHECKING:
+    from .kernels.splash import SplashBlocks
+    from .kernels.splash.vmem import Shape
+
+__all__ = ["ROOM", "blocks_of", "counted_vmem", "fits", "too_much_vmem", "vmem_need", "vmem_parts", "vmem_room"]
+
+# What the compiler took was 0.6 to 1.1 times what vmem.py counts, in what has been compiled.
+ROOM = 1.25
+_MIB = 1 << 20
+
+
+def blocks_of(config: SplashConfig) -> SplashBlocks:
+    """The sizes of a resolved config, as the kernels take them."""
+    from .kernels.splash import SplashBlocks  # imports Pallas, so only where the kernel is planned
+
+    return SplashBlocks(**{name: getattr(config, name) for name in SplashBlocks.__dataclass_fields__})
+
+
+def vmem_need(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> int:
+    """Bytes of VMEM that the larger pass of a resolved config is counted to take, with some room."""
+    parts = vmem_parts(problem, placement, config)
+    return math.ceil(max(sum(part.values()) for part in parts.values()) * ROOM)
+
+
+def vmem_parts(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> dict[str, dict[str, int]]:
+    """Each kernel of a resolved config -> bytes of VMEM by what they hold, as far as they can be counted."""
+    from .kernels.splash.vmem import backward_parts, forward_parts
+
+    shape, blocks = _shape(problem, placement, config), blocks_of(config)
+    return {"forward": forward_parts(shape, blocks), **backward_parts(shape, blocks)}
+
+
+def fits(problem: AttentionProblem, placement: Placement, config: SplashConfig, backward: bool) -> bool:
+    """Whether one pass of a resolved config may fit: what its blocks and sums take at least is what there is at most."""
+    return counted_vmem(problem, placement, config, backward) <= vmem_room(problem, config)
+
+
+def counted_vmem(problem: AttentionProblem, placement: Placement, config: SplashConfig, backward: bool) -> int:
+    """Bytes that the forward kernel, or the larger of the backward ones, is counted to take."""
+    parts = vmem_parts(problem, placement, config)
+    return max(sum(part.values()) for name, part in parts.items() if (name != "forward") == backward)
+
+
+def too_much_vmem(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> str | None:
+    """A note for the plan where a resolved config is counted to need more VMEM than there is."""
+    need, room = vmem_need(problem, placement, config), vmem_room(problem, config)
+    if need <= room:
+        return None
+    return (
+        f"the kernels are counted to need {need / _MIB:.1f} MiB of VMEM and may take {room / _MIB:.1f}: they may not compile; "
+        "`attnops verify` tells"
+    )
+
+
+def vmem_room(problem: AttentionProblem, config: SplashConfig) -> int:
+    """What the kernels may take: what is declared, as far as the device has it; all that it has where nothing is."""
+    from .kernels.splash.vmem import vmem_of
+
+    vmem = vmem_of(problem.device_kind)
+    if config.vmem_limit_bytes is None:
+        return vmem.default if config.is_set("vmem_limit_bytes") else vmem.most
+    return min(config.vmem_limit_bytes, vmem.most)
+
+
+def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> Shape:
+    from .kernels.splash.frame import Heads
+    from .kernels.splash.vmem import Shape
+
+    local = placement.local
+    group, tile = local.q_heads // local.kv_heads, config.heads_per_tile or 1
+    if not _divides(tile, group, local.kv_heads):
+        choices = [n for n in range(1, local.q_heads + 1) if _divides(n, group, local.kv_heads)]
+        raise ConfigError(
+            f"SplashConfig: heads_per_tile={tile} doesn't divide the {local.q_heads} query heads ({local.kv_heads} kv heads) "
+            f"of a device into whole groups or parts of one; wanted one of {', '.join(map(str, choices))}."
+        )
+    dense = 0 if problem.bias_shape is None else 4
+    dense += sum(len(leaf.dims) == 4 for leaf in problem.leaves)
+    itemsize = 4 if problem.runtime_dtype == "float32" else 2
+    return Shape(
+        local.q_len,
+        local.kv_len,
+        Heads.tiled(local.kv_heads, group, tile),
+        problem.head_dim,
+        problem.value_dim,
+        itemsize,
+        dense,
+        *(
+            (1 if name in problem.quantised else itemsize, f"{name}_scale" in problem.scales)
+            for name in ("key", "value")
+        ),
+    )
+
+
+def _divides(tile: int, group: int, kv_heads: int) -> bool:
+    return group % tile == 0 if tile <= group else tile % group == 0 and kv_heads % (tile // group) == 0
