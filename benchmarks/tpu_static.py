@@ -2,6 +2,8 @@
 
     python benchmarks/tpu_static.py [--python tokamax=/path/to/python] [--json FILE] [--report]
 
+What is in FILE already isn't compiled again.
+
 Each kernel is compiled with several block sizes for v5e, v6e and tpu7x at head dims 64, 128 and 256 in bfloat16; attnops' and
 tokamax's also with keys handed over transposed and the compiler's other scheduler, which tokamax's tuning often finds best. The
 cycles of a tile are read from the compiler's final schedule (attnops.verify.static_clock); a tile costs no less than the matrix
@@ -31,8 +33,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnops import Causal, Full, Mask, SlidingWindow
-from attnops.operators.kernels.splash.vmem import vmem_of
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from attnops import Causal, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops.verify import tile_counts
 from attnops.verify.generations import abstract_target, products_a_cycle
 from attnops.verify.static_clock import TileCycles, kernels_in, regions, tile_cycles
 from attnops.verify.tile_counts import matrix_cycles
@@ -43,6 +49,8 @@ DIMS = (64, 128, 256)
 LENGTHS = (4096, 8192, 32768)
 MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(0), "window": Causal(0) & SlidingWindow(1023, 0, offset=0)}
 BLOCKS = ((1024, 1024, 512), (1024, 1024, 1024), (512, 512, 512))
+WIDE = (2048, 2048, 512)  # of the forward pass alone
+BACKWARD = {"block_q_dkv": 1024, "block_kv_dkv": 1024, "block_kv_dkv_compute": 512}
 TURNED = {  # keys transposed, and the LP scheduler
     "attnops": {"k_layout": "seq_minor", "use_experimental_scheduler": True},
     "tokamax": {"k_layout": 2, "use_experimental_scheduler": True},
@@ -72,7 +80,7 @@ def work_of(python: str, **case: Any) -> int | str:
 def cycles_of(python: str, **case: Any) -> dict[str, TileCycles] | str:
     """The cycles of each kernel of a case, by its name, or why there are none. A process dumps one kernel."""
     found = {}
-    for name in NAMES[case["kernel"], case["fused"]]:
+    for name in NAMES[case["kernel"], case["fused"]][: 1 if tuple(case["blocks"]) == WIDE else None]:
         with tempfile.TemporaryDirectory() as folder:
             made = work_of(python, **case, out=folder, length=COMPILED_LENGTH, hlo=f"{name}.1")
             if isinstance(made, str):
@@ -81,29 +89,38 @@ def cycles_of(python: str, **case: Any) -> dict[str, TileCycles] | str:
     return found
 
 
-def measure(pythons: dict[str, str], kernels: list[str]) -> dict[str, list[dict[str, Any]]]:
+def measure(pythons: dict[str, str], kernels: list[str], known: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """A row for each kernel, target, head dim, block sizes and way of the backward pass; and one for the bytes in HBM."""
-    rows, temps = [], []
+    rows: list[dict[str, Any]] = []
+    temps: list[dict[str, Any]] = []
+    made = {_key(row): row for part in ("rows", "temps") for row in known.get(part, [])}
     for target, dim, kernel in itertools.product(TARGETS, DIMS, kernels):
         same = {"kernel": kernel, "target": target, "dim": dim}
         rows += [same | {"blocks": blocks, "fused": kernel != "jax"} for blocks in BLOCKS]
         rows += [same | {"blocks": BLOCKS[0], "fused": True, "fields": TURNED[kernel]}] if kernel in TURNED else []
-        # The other way: attnops' where the sums of a head don't fit.
+        apart = {"block_q_dq": 1024, "block_kv_dq": 512} if kernel == "jax" else {}
+        rows += [same | {"blocks": WIDE, "fused": kernel != "jax", "fields": BACKWARD | apart}]
+        # The other way of the backward pass.
         rows += [same | {"blocks": BLOCKS[0], "fused": kernel == "jax"}] if kernel != "tokamax" else []
-        case = same | {"blocks": BLOCKS[0], "fused": kernel != "jax"}
-        temps.append(case | {"fused": case["fused"] and fits(case, LARGE["length"])})
+        temps.append(same | {"blocks": BLOCKS[0], "fused": kernel != "jax"} | LARGE)
 
-    def row(case: dict[str, Any], made: Any, what: str) -> dict[str, Any]:
-        done = case | {what: made(pythons.get(case["kernel"], sys.executable), **case)}
+    def row(case: dict[str, Any], measured: Any, what: str) -> dict[str, Any]:
+        if _key(case) in made:
+            return made[_key(case)]
+        done = case | {what: measured(pythons.get(case["kernel"], sys.executable), **case)}
         print(json.dumps(done), file=sys.stderr, flush=True)
         return done
 
     with ThreadPoolExecutor(os.cpu_count()) as pool, tempfile.TemporaryDirectory() as out:  # nothing here is timed
-        large = functools.partial(work_of, out=out, hlo="none", **LARGE)
+        large = functools.partial(work_of, out=out, hlo="none")
         return {
             "rows": list(pool.map(lambda case: row(case, cycles_of, "cycles"), rows)),
             "temps": list(pool.map(lambda case: row(case, large, "temp"), temps)),
         }
+
+
+def _key(row: dict[str, Any]) -> str:
+    return json.dumps({name: value for name, value in row.items() if name not in ("cycles", "temp")}, sort_keys=True)
 
 
 class Kernel(NamedTuple):
@@ -130,23 +147,34 @@ def passes(row: dict[str, Any]) -> dict[str, list[Kernel]]:
     return found
 
 
-def cost(kernels: list[Kernel], mask: Mask, length: int) -> int:
-    """Cycles of a head."""
+def cost(kernels: list[Kernel], mask: Mask, length: int, parts: int = 1) -> int:
+    """Cycles of a head; `parts` of the keys, each of which goes over all queries."""
     total = 0
     for kernel in kernels:
         kinds = mask.live_blocks(kernel.block_q, kernel.block_kv, q_len=length, kv_len=length)
-        blocks = length // (kernel.block_q if kernel.slow == "q" else kernel.block_kv)
+        blocks = parts * (length // (kernel.block_q if kernel.slow == "q" else kernel.block_kv))
         full, masked = (int((kinds == kind).sum()) for kind in (2, 1))
         total += kernel.cycles.total(full, masked, blocks, heads=length // COMPILED_LENGTH)
     return total
 
 
-def fits(row: dict[str, Any], length: int) -> bool:
-    """Whether attnops' fused backward has room for the sums of a head."""
+def key_parts(row: dict[str, Any], length: int) -> int:
+    """In how many parts attnops' fused backward takes the keys, as it is planned."""
     if row["kernel"] != "attnops" or not row["fused"]:
-        return True
-    lanes = math.ceil(row["dim"] / 128) * 128
-    return length * 2 * lanes * (4 + 2 * 2) * 1.1 < vmem_of(abstract_target(row["target"])[0]).most
+        return 1
+    block_q, block_kv, compute = row["blocks"]
+    blocks = {"block_q_dkv": block_q, "block_kv_dkv": block_kv, "block_kv_dkv_compute": compute}
+    return _parts(row["target"], row["dim"], length, json.dumps(blocks | {"use_fused_bwd_kernel": True}))
+
+
+@functools.cache
+def _parts(target: str, dim: int, length: int, config: str) -> int:
+    device = AbstractDevice(abstract_target(target)[0], 1, "tpu")
+    mesh = AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Auto,), abstract_device=device)
+    declared = OperationMetadata(mesh=mesh, operation_configs={"splash": json.loads(config)}, tuning="off")
+    x = jax.ShapeDtypeStruct((1, length, 1, dim), jnp.bfloat16)
+    decided = OperationRegistry.create("splash", declared).plan(x, x, x, mask=Causal())
+    return tile_counts.key_parts(decided.config, length)
 
 
 def table(rows: list[dict[str, Any]], kernels: list[str]) -> list[dict[str, Any]]:
@@ -164,9 +192,10 @@ def table(rows: list[dict[str, Any]], kernels: list[str]) -> list[dict[str, Any]
                             if not same or isinstance(row["cycles"], str):
                                 continue
                             for which, made in passes(row).items():
-                                if made and (which == "forward" or fits(row, length)):
+                                if made:
                                     blocks = [*row["blocks"], row["fused"], row.get("fields", {})]
-                                    got = cost(made, mask, length), blocks, mxu(row, which)
+                                    parts = key_parts(row, length) if which == "backward" else 1
+                                    got = cost(made, mask, length, parts), blocks, mxu(row, which)
                                     best[which] = min(best.get(which, got), got, key=lambda one: one[0])
                         cell[kernel] = best
                     cells.append(cell)
@@ -240,7 +269,10 @@ def main() -> None:
         data = json.loads(options.json.read_text())
     else:
         versions = {name: metadata.version(name) for name in ("jax", "libtpu")}
-        data = {"versions": versions, **measure(pythons, kernels)}
+        known = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+        if known and known["versions"] != versions:
+            parser.error(f"{options.json} was made with {known['versions']}, here are {versions}; give another file")
+        data = {"versions": versions, **measure(pythons, kernels, known)}
         if options.json:
             options.json.write_text(json.dumps(data, indent=1))
     show(table(data["rows"], kernels), kernels)

@@ -29,7 +29,7 @@ from attnops import Attention
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from model import Cache, Decoder, Sizes, empty_cache, placed  # noqa: E402
+from decoder_model import Cache, Decoder, Sizes, empty_cache, placed  # noqa: E402
 
 LENGTH, BATCH = 128, 32
 

@@ -21,7 +21,7 @@ from attnops import Attention
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from encoder import declaration, embed, load, model_folder, tokenize  # noqa: E402
+from minilm_encoder import declaration, embed, load, model_folder, tokenize  # noqa: E402
 
 WANTED = 0.9999
 

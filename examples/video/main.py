@@ -25,7 +25,7 @@ from attnops import Attention
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from model import FRAMES, LONGEST_TEXT, SIDE, Denoiser  # noqa: E402
+from video_model import FRAMES, LONGEST_TEXT, SIDE, Denoiser  # noqa: E402
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WAYS = {"right": (0, 1), "left": (0, -1), "down": (1, 0), "up": (-1, 0)}
