@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from attnops.errors import (
         AttnOpsError,
         ConfigError,
+        ConfigWarning,
         FallbackWarning,
         InputError,
         InputTypeError,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         plan,
     )
     from attnops.registry.declaration import Declaration
+    from attnops.registry.model_declaration import LayerDeclaration, ModelDeclaration
     from attnops.sharding import AttnShardingRules, fit
 
 __version__ = "0.1.0"
@@ -64,18 +66,21 @@ __all__ = [
     "Causal",
     "Chunked",
     "ConfigError",
+    "ConfigWarning",
     "Declaration",
     "Dense",
     "FallbackWarning",
     "Full",
     "InputError",
     "InputTypeError",
+    "LayerDeclaration",
     "Lengths",
     "LocalCall",
     "LocalOutput",
     "Mask",
     "MaskError",
     "MaskFunction",
+    "ModelDeclaration",
     "Operation",
     "OperationConfig",
     "OperationMetadata",
@@ -107,6 +112,8 @@ _ROOMS = ("errors", "masks", "operators", "registry", "sharding", "verify")
 _FILES = {
     "Attention": "operators.attention",
     "Declaration": "registry.declaration",
+    "LayerDeclaration": "registry.model_declaration",
+    "ModelDeclaration": "registry.model_declaration",
     "SdpaConfig": "operators.sdpa",
     "SplashConfig": "operators.splash",
     "VanillaConfig": "operators.vanilla",

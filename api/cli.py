@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnops.errors import AttnOpsError, FallbackWarning, RefusedError, ShardingError
+from attnops.errors import AttnOpsError, ConfigError, FallbackWarning, RefusedError, ShardingError
 
 __all__ = ["app", "main"]
 
@@ -31,6 +31,7 @@ app = typer.Typer(
 # typer carries click inside from 0.22 on and has it as a dependency before; either way this is its ClickException.
 _UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
+_OF_MODEL: dict[str, Any] = {"rich_help_panel": "With --model"}
 _Config = Annotated[Path, typer.Argument(help="Declaration file (JSON).", show_default=False)]
 _Inputs = Annotated[Path | None, typer.Option("--inputs", help="Arrays, .npz or .safetensors.", show_default=False)]
 _Mesh = Annotated[str | None, typer.Option("--mesh", help="Mesh axes, such as fsdp=2,tp=2,sp=2.", show_default=False)]
@@ -64,7 +65,9 @@ def schema(
 
 @app.command()
 def plan(
-    config: _Config,
+    config: Annotated[
+        Path | None, typer.Argument(help="Declaration file (JSON), or none with --model.", show_default=False)
+    ] = None,
     inputs: _Inputs = None,
     mesh: _Mesh = None,
     mode: _Mode = None,
@@ -79,8 +82,52 @@ def plan(
         str | None, typer.Option("--fallback", help="warn, error or allow.", show_default=False)
     ] = None,
     as_json: _Json = False,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", help="A model's config.json, in the place of CONFIG.", show_default=False, **_OF_MODEL),
+    ] = None,
+    operation: Annotated[
+        str | None, typer.Option("--operation", help="That runs. By default splash.", show_default=False, **_OF_MODEL)
+    ] = None,
+    family: Annotated[
+        str | None, typer.Option("--family", help="Read it as this model_type.", show_default=False, **_OF_MODEL)
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option("--ignore", help="A key to pass over.", show_default=False, **_OF_MODEL)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="In the place of the config's.", show_default=False, **_OF_MODEL)
+    ] = None,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, show_default=False, **_OF_MODEL)] = None,
+    q_len: Annotated[int | None, typer.Option("--q-len", min=1, show_default=False, **_OF_MODEL)] = None,
+    kv_len: Annotated[int | None, typer.Option("--kv-len", min=1, show_default=False, **_OF_MODEL)] = None,
+    layer: Annotated[
+        int | None, typer.Option("--layer", min=0, help="One layer, in full.", show_default=False, **_OF_MODEL)
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option("--write", help="Write declarations here.", show_default=False, **_OF_MODEL)
+    ] = None,
 ) -> None:
     """Show what would run and why, and where every tensor would live. Needs no devices."""
+    of_model = {
+        "operation": operation, "family": family, "ignore": ignore, "dtype": dtype, "batch": batch, "q_len": q_len,
+        "kv_len": kv_len, "layer": layer, "write": write,
+    }  # fmt: skip
+    given = {name: value for name, value in of_model.items() if value is not None}
+    target = {
+        "mesh": mesh, "mode": mode, "platform": platform, "topology": topology, "strict": strict, "fallback": fallback,
+    }  # fmt: skip
+    if model is not None:
+        for name, other in (("CONFIG", config), ("--inputs", inputs)):
+            if other is not None:
+                raise ConfigError(f"{name} {other} beside --model {model}; give one of them.")
+        _plan_model({"model": model} | given | target, as_json)
+        return
+    if config is None:
+        raise ConfigError("nothing to plan; give a declaration file, or --model with a model's config.json.")
+    if given:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(f"{names} without --model; in {config} the declaration says that.")
     from attnops.call_arrays import call_shapes
     from attnops.cli_plan import print_plan
     from attnops.cli_target import plan_metadata
@@ -88,14 +135,14 @@ def plan(
     from attnops.registry.declaration import Declaration
 
     declaration = Declaration.load(config)
-    operation = OperationRegistry.get(declaration.operation)
+    declared = OperationRegistry.get(declaration.operation)
     metadata = plan_metadata(
         declaration, mesh=mesh, platform=platform, topology=topology, strict=strict, fallback=fallback
     )
     shapes = call_shapes(declaration.call, inputs)
     arguments = declaration.call_arguments(shapes.arrays, mode=mode)
     try:
-        decided = operation(metadata).plan(**arguments)
+        decided = declared(metadata).plan(**arguments)
     except ShardingError as error:
         raise _Refused(str(error)) from None
     if as_json:
@@ -105,6 +152,21 @@ def plan(
         print_plan(decided, shapes.notes, source)
     if decided.implementation is None:
         raise _Refused(decided.refusal())
+
+
+def _plan_model(options: dict[str, Any], as_json: bool) -> None:
+    from attnops.cli_model import ModelOptions, model_json, plan_model, print_model
+
+    try:
+        found = plan_model(ModelOptions(**options))
+    except ShardingError as error:
+        raise _Refused(str(error)) from None
+    if as_json:
+        _print_json(model_json(found))
+    else:
+        print_model(found, whole="layer" in options)
+    if found.refused:
+        raise _Refused("; ".join(found.refused))
 
 
 @app.command()

@@ -8,7 +8,7 @@ from attnops.cli_text import fields, table, text
 from attnops.registry import Plan
 from attnops.registry.explain import bytes_text, config_lines, dropped_lines, tensor_rows
 
-__all__ = ["brief_rows", "print_plan"]
+__all__ = ["brief_rows", "print_plan", "rejected_rows", "runs_row"]
 
 _WHY = {
     "platform": ("the platform's own implementation", "green"),
@@ -24,7 +24,7 @@ def print_plan(plan: Plan, notes: tuple[str, ...] = (), platform_source: str | N
     console = text()
     problem = plan.problem
     console.print(Text(problem.describe(), style="bold"))
-    rows: list[tuple[str, str | Text]] = [_runs(plan), *_rejected(plan)]
+    rows: list[tuple[str, str | Text]] = [runs_row(plan), *rejected_rows(plan)]
     rows.append(("platform", f"{problem.platform}, from {platform_source or problem.platform_source}"))
     rows.append(("mask", problem.mask.describe()))
     rows.append(("scale", f"{problem.softmax_scale:.6g}, softmax in {problem.softmax_dtype}"))
@@ -51,7 +51,7 @@ def print_plan(plan: Plan, notes: tuple[str, ...] = (), platform_source: str | N
 
 def brief_rows(plan: Plan) -> list[tuple[str, str | Text]]:
     """The decision in a few lines."""
-    rows: list[tuple[str, str | Text]] = [_runs(plan), *_rejected(plan)]
+    rows: list[tuple[str, str | Text]] = [runs_row(plan), *rejected_rows(plan)]
     fitted = plan.placement.fitted
     query = fitted.get("query")
     if query is not None and plan.problem.devices > 1:
@@ -61,12 +61,14 @@ def brief_rows(plan: Plan) -> list[tuple[str, str | Text]]:
     return rows + [("inside", change) for change in plan.placement.changes]
 
 
-def _runs(plan: Plan) -> tuple[str, Text]:
+def runs_row(plan: Plan) -> tuple[str, Text]:
+    """What runs, and the kind of decision."""
     why, style = _WHY[plan.kind]
     return "runs", Text.assemble((plan.implementation or "nothing", f"bold {style}"), f" ({why})")
 
 
-def _rejected(plan: Plan) -> list[tuple[str, str]]:
+def rejected_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Every reason against the others."""
     rows = []
     for rejected in plan.rejected:
         rows += [("not", f"{rejected.implementation}: {reason}") for reason in rejected.reasons]

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 __all__ = [
     "AttnOpsError",
     "ConfigError",
+    "ConfigWarning",
     "FallbackWarning",
     "InputError",
     "InputTypeError",
@@ -53,6 +54,10 @@ class RefusedError(AttnOpsError, NotImplementedError):
 
 class UnknownNameError(AttnOpsError, LookupError):
     """A name that nothing is registered under."""
+
+
+class ConfigWarning(UserWarning):
+    """A model's config says more than what it is asked for can hold."""
 
 
 class FallbackWarning(UserWarning):

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from .call_declaration import CallDeclaration, call_arguments
 from .config import explain_validation
 from .declaration_schema import declaration_json_schema
 from .metadata import OperationMetadata
+from .strict_json import parse_json, read_text
 
 __all__ = ["CallDeclaration", "Declaration", "declaration_json_schema"]
 
@@ -58,28 +59,12 @@ class Declaration(BaseModel):
     @classmethod
     def from_json(cls, text: str, source: str = "declaration") -> Self:
         """Build one from JSON text. A key that stands twice, NaN and Infinity are refused, as nothing may be lost."""
-        try:
-            data = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"{source}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}."
-            ) from None
-        except RecursionError:
-            raise ConfigError(f"{source}: nested too deep to be a declaration.") from None
-        except ValueError as error:  # from the hooks, and Python's own limit on digits
-            raise ConfigError(f"{source}: {error}") from None
-        return cls.from_dict(data, source)
+        return cls.from_dict(parse_json(text, source), source)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a file in UTF-8. Errors: ConfigError also for a file that can't be read."""
-        path = Path(path)
-        try:
-            text = path.read_bytes().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8.") from None
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or error}; wanted a JSON file with a declaration.") from None
+        text = read_text(Path(path), "a JSON file with a declaration")
         return cls.from_json(text, str(path))
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,26 +91,6 @@ class Declaration(BaseModel):
     def call_arguments(self, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
         """The keyword arguments of the call for these arrays; a mode given here takes the place of the declared one."""
         return call_arguments(self.call, arrays, mode=mode)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key!r} stands twice in one object; the first would be lost. Keep one.")
-        found[key] = value
-    return found
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a JSON number; wanted a finite one.")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {text} is too large for a float; wanted a finite one.")
-    return value
 
 
 def _json_value(at: str, value: Any) -> Any:

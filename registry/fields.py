@@ -127,11 +127,18 @@ def renamed(axis: PartitionAxis, name: str) -> PartitionAxis:
     return PartitionAxis(**{f.name: rename(getattr(axis, f.name)) for f in dataclasses.fields(axis)})
 
 
-def platform_of(name: str, value: Any) -> str | None:
+# What a framework's config may have under `platform`: the language of its kernels, which names no device.
+_KERNEL_LANGUAGES = ("jax", "pallas", "triton")
+
+
+def platform_of(name: str, value: Any, *, of_framework: bool = False) -> str | None:
+    """One of METHODS, from its name or an enum of it. A framework's name of a kernel language asks for no platform."""
     value = getattr(value, "value", value)  # enums
     if value is None:
         return None
     text = str(value).lower()
+    if of_framework and text in _KERNEL_LANGUAGES:
+        return None
     if text not in METHODS:
         raise ConfigError(f"{name}={value!r}; wanted one of {', '.join(METHODS)}." + nearest(text, METHODS))
     return text

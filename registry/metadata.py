@@ -31,6 +31,7 @@ from .fields import (
     platform_of,
     renamed,
 )
+from .model_metadata import arguments_of
 from .plan import Policy
 from .registry import OperationRegistry
 from .unset import UNSET, Unset, or_default
@@ -165,7 +166,7 @@ class OperationMetadata:
         put("runtime_softmax_dtype", dtype_of("runtime_softmax_dtype", softmax_dtype))
         put("partition_axis", partition_axis_of(self.partition_axis, self.sequence_axis_name))
         put("sequence_axis_name", self.partition_axis.sequence_parallel_axis)
-        put("platform", platform_of("platform", self.platform))
+        put("platform", platform_of("platform", self.platform, of_framework=platform is UNSET))
         put("backend", platform_of("backend", self.backend))
         put("operation_configs", configs_of(self.operation_configs))
         put("_stored_mesh", mesh_of(self._stored_mesh))
@@ -202,8 +203,12 @@ class OperationMetadata:
 
     @classmethod
     def from_config(cls, config: Any, **changes: Any) -> Self:
-        """Take what a model config declares, by the attribute names that such configs use; `changes` come on top."""
-        return cls(base_config=config, **changes)
+        """Take what a model's config declares; `changes` come on top.
+
+        config: a Hugging Face config (object, dict, or path of a config.json), of which this is scale, dropout, causality
+        and dtype, and a ConfigWarning tells what else its calls need; or any object with the names of base_config.
+        """
+        return cls(**arguments_of(config, changes, _PICKUP))
 
     @property
     def declared_mesh(self) -> AnyMesh | None:

@@ -1,0 +1,202 @@
+"""`attnops plan --model`: the plan of every distinct layer of a model, in a table, or of one layer in full."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from attnops.cli_plan import print_plan, rejected_rows
+from attnops.cli_target import plan_metadata
+from attnops.cli_text import fields, table, text
+from attnops.errors import ConfigError
+from attnops.registry import OperationRegistry, Plan
+from attnops.registry.explain import bytes_text
+from attnops.registry.model_declaration import LayerDeclaration, ModelDeclaration, is_cached
+
+__all__ = ["ModelOptions", "ModelPlans", "model_json", "plan_model", "print_model"]
+
+_LONGEST = 131072  # that is planned where no length is given; some models promise millions
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What the command line says."""
+
+    model: Path
+    operation: str = "splash"
+    family: str | None = None
+    ignore: tuple[str, ...] = ()
+    dtype: str | None = None
+    batch: int | None = None
+    q_len: int | None = None
+    kv_len: int | None = None
+    layer: int | None = None
+    write: Path | None = None
+    mesh: str | None = None
+    mode: str | None = None
+    platform: str | None = None
+    topology: str | None = None
+    strict: bool = False
+    fallback: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelPlans:
+    """The model, and a plan for each of its distinct layers, or for the one that was asked for."""
+
+    model: ModelDeclaration
+    plans: tuple[tuple[LayerDeclaration, Plan], ...]
+    notes: tuple[str, ...]
+    platform_source: str | None
+
+    @property
+    def refused(self) -> list[str]:
+        """Why nothing may run, of every layer that is refused."""
+        return [f"{layer.kind}: {plan.refusal()}" for layer, plan in self.plans if plan.implementation is None]
+
+
+def plan_model(options: ModelOptions) -> ModelPlans:
+    """Read the config, plan its layers, write their declarations if that is wanted."""
+    reading: dict[str, Any] = {"family": options.family, "ignore": options.ignore, "dtype": options.dtype}
+    q_len, kv_len, notes = options.q_len, options.kv_len, []
+    if q_len is None:
+        cached = is_cached(options.mode)
+        if kv_len is not None and not cached:
+            raise ConfigError(f"--kv-len {kv_len} without --q-len; give both.")
+        positions = ModelDeclaration.from_config(options.model, **reading).positions
+        if kv_len is None:
+            kv_len = min(positions, _LONGEST)
+            notes.append(f"{kv_len} tokens, of max_position_embeddings={positions}; --q-len and --kv-len say otherwise")
+        q_len = 1 if cached else kv_len
+    model = ModelDeclaration.from_config(
+        options.model,
+        operation=options.operation,
+        mode=options.mode,
+        batch=options.batch,
+        q_len=q_len,
+        kv_len=kv_len,
+        **reading,
+    )
+    chosen: Sequence[LayerDeclaration] = model.distinct if options.layer is None else [model.layer(options.layer)]
+    if options.write is not None:
+        paths = model.write(options.write)
+        notes.append(f"written: {', '.join(map(str, paths))}")
+    plans = tuple((layer, _plan(layer, options)) for layer in chosen)
+    source = "--topology" if options.topology else "--platform" if options.platform else None
+    return ModelPlans(model, plans, (*model.notes, *notes), source)
+
+
+def _plan(layer: LayerDeclaration, options: ModelOptions) -> Plan:
+    declaration = layer.declaration
+    metadata = plan_metadata(
+        declaration,
+        mesh=options.mesh,
+        platform=options.platform,
+        topology=options.topology,
+        strict=options.strict,
+        fallback=options.fallback,
+    )
+    operation = OperationRegistry.get(declaration.operation)
+    return operation(metadata).plan(**declaration.call_arguments(declaration.shapes(), mode=options.mode))
+
+
+def model_json(found: ModelPlans) -> dict[str, Any]:
+    """The same as JSON values."""
+    return {
+        "family": found.model.family,
+        "layers": [
+            {
+                "layers": list(layer.layers),
+                "kind": layer.kind,
+                "name": layer.name,
+                "declaration": layer.declaration.to_dict(),
+                "plan": plan.to_dict(),
+            }
+            for layer, plan in found.plans
+        ],
+        "notes": list(found.notes),
+    }
+
+
+def print_model(found: ModelPlans, *, whole: bool) -> None:
+    """The table, or with `whole` the full plan of the one layer."""
+    if whole:
+        ((layer, plan),) = found.plans
+        text().print(
+            Text(
+                f"{found.model.family}, {layer.kind}: layers {_numbers(layer.layers, len(found.model.layers))}",
+                style="bold",
+            )
+        )
+        print_plan(plan, found.notes, found.platform_source)
+        return
+    plan = found.plans[0][1]
+    console = text()
+    call = found.plans[0][0].declaration.call
+    head = f"{found.model.family}: {len(found.model.layers)} layers; {plan.problem.describe()}"
+    console.print(Text(head, style="bold"))
+    columns = table("layers", "kind", "heads", "dim", "runs", "why", "blocks", "device")
+    for layer, plan in found.plans:
+        kv_heads, value_dim = call.kv_heads or call.q_heads, call.value_dim or call.head_dim
+        heads = f"{call.q_heads}" if kv_heads == call.q_heads else f"{call.q_heads}/{kv_heads}"
+        dims = f"{call.head_dim}" if value_dim == call.head_dim else f"{call.head_dim}/{value_dim}"
+        runs = plan.implementation or "nothing"
+        columns.add_row(
+            _numbers(layer.layers, len(found.model.layers)),
+            layer.kind,
+            heads,
+            dims,
+            runs,
+            plan.kind,
+            _blocks(plan),
+            _size(plan),
+        )
+    console.print(columns)
+    rows: list[tuple[str, str | Text]] = []
+    for layer, plan in found.plans:
+        rows += [("not", f"{layer.kind}: {reason}") for _, reason in rejected_rows(plan)]
+    rows += [("note", note) for note in found.notes]
+    if rows:
+        console.print("", fields(rows), sep="\n")
+
+
+def _numbers(layers: Sequence[int], count: int) -> str:
+    """`23: 0, 2 ... 44`, `28: 0-27` or `29: all but 5, 11 ... 29`, whichever is short."""
+    rest = sorted(set(range(count)) - set(layers))
+    told = min(_series(layers), f"all but {_series(rest)}" if rest else _series(layers), key=len)
+    return f"{len(layers)}: {told}"
+
+
+def _series(layers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in layers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    steps = {later - earlier for earlier, later in itertools.pairwise(layers)}
+    if len(layers) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{layers[0]}, {layers[1]} ... {layers[-1]}"
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _blocks(plan: Plan) -> str:
+    """The route and its sizes, or the block sizes of the config that the implementation reads."""
+    if plan.method is None:
+        return "-"
+    sizes: Any = plan.route
+    if sizes is None and plan.problem.operation.reads_config(plan.method):
+        sizes = plan.config
+    found = [getattr(sizes, name, None) for name in ("block_q", "block_kv")]
+    words = ([plan.route.name] if plan.route is not None else []) + (["x".join(map(str, found))] if all(found) else [])
+    return " ".join(words) or "-"
+
+
+def _size(plan: Plan) -> str:
+    fitted = [plan.placement.fitted.get(name) for name in ("query", "key", "value", "bias", "softmax_aux")]
+    return bytes_text(sum(tensor.local_bytes for tensor in fitted if tensor is not None))

@@ -1,0 +1,221 @@
+"""A model's config, read: from a file, a dict or an object to the fields that its family speaks of attention with.
+
+Every key of a config is read, known to speak of other things, or named in a note; what concerns attention and can't be
+carried is refused. `registry/model_keys.py` has the table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, nearest
+from .model_families import COMPOSITES, FAMILIES, Family
+from .model_keys import ATTENTION, REFUSED, SYNONYMS, is_quiet, kind_of_key
+from .strict_json import parse_json, read_text
+
+__all__ = ["ModelConfig", "as_dict", "is_model_config", "read_model_config"]
+
+# Keys that every family takes, and what they mean where they are left out.
+_EVERYWHERE: dict[str, Any] = {"dtype": None, "output_attentions": False}
+# A config that is saved leaves out no key but, in a nested config, those with the class's default.
+_NEEDED = ("num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model's own words about attention. `fields` has every key of the family, `given` those that the config says."""
+
+    name: str
+    family: str
+    fields: Mapping[str, Any]
+    given: frozenset[str]
+    notes: tuple[str, ...]
+
+    @property
+    def rules(self) -> Family:
+        return FAMILIES[self.family]
+
+    def error(self, text: str) -> ConfigError:
+        return ConfigError(f"{self.name}: {text}")
+
+
+def is_model_config(config: Any) -> bool:
+    """Whether this is a file, or a dict or object that names its model_type."""
+    if isinstance(config, str | os.PathLike):
+        return True
+    kind = config.get("model_type") if isinstance(config, Mapping) else getattr(config, "model_type", None)
+    return isinstance(kind, str) and bool(kind)
+
+
+def read_model_config(
+    config: Any, *, family: str | None = None, ignore: Collection[str] = (), name: str | None = None
+) -> ModelConfig:
+    """Read a config: the path of a config.json or of its folder, a dict, or an object as transformers has them.
+
+    family: read it as this family, in the place of its model_type. ignore: keys that are known to be none of attention's.
+    name: what messages call it.
+    Errors: ConfigError for what is no model config, an unknown family, keys that can't be carried or contradict.
+    """
+    data, own_name = as_dict(config)
+    name = own_name if name is None else name
+    if isinstance(ignore, str):
+        ignore = (ignore,)
+    notes: list[str] = []
+    nested = data.get("text_config") is not None
+    if nested:
+        data = _text_part(data, name, family, notes)
+        name = f"{name}: text_config"
+    for key in ignore:
+        if key not in data:
+            raise ConfigError(f"{name}: ignore names {key!r}, which the config doesn't have." + nearest(key, data))
+    model = _family(data, name, family)
+    fields, given = _fields(data, name, model, ignore, notes)
+    if not nested:
+        needed = _NEEDED if _has_dims(fields) else (*_NEEDED, "hidden_size")
+        missing = [key for key in needed if key not in given]
+        if missing:
+            own = {canonical: key for key, canonical in FAMILIES[model].names.items()}
+            wanted = ", ".join(own.get(key, key) for key in missing)
+            raise ConfigError(f"{name}: {wanted} missing; wanted a whole config of a {model} model.")
+    taken = [f"{key}={fields[key]}" for key in sorted(fields.keys() - given) if _speaks(key, fields)]
+    if taken:
+        notes.append(f"the config doesn't say {', '.join(taken)}: the default of {model}")
+    notes.extend(FAMILIES[model].notes)
+    return ModelConfig(name, model, fields, frozenset(given), tuple(notes))
+
+
+def as_dict(config: Any) -> tuple[dict[str, Any], str]:
+    """A config's keys, and what messages call it."""
+    if isinstance(config, str | os.PathLike):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        data = parse_json(read_text(path, "the config.json of a model"), str(path))
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path}: got {type(data).__name__}; wanted the config.json of a model: an object.")
+        return data, str(path)
+    if isinstance(config, Mapping):
+        return {str(key): value for key, value in config.items()}, "model config"
+    name = type(config).__name__
+    found = config.to_dict() if callable(getattr(config, "to_dict", None)) else getattr(config, "__dict__", None)
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"model config: got {name}; wanted a path, a dict, or an object with a config's attributes.")
+    data = {key: value for key, value in found.items() if value is not None or key in ATTENTION}
+    if "model_type" not in data and isinstance(getattr(config, "model_type", None), str):
+        data["model_type"] = config.model_type  # transformers keeps it on the class
+    return data, name
+
+
+def _text_part(data: dict[str, Any], name: str, family: str | None, notes: list[str]) -> dict[str, Any]:
+    kind, text = data.get("model_type"), data["text_config"]
+    if not isinstance(text, Mapping):
+        text, _ = as_dict(text)
+    if kind not in COMPOSITES:
+        raise ConfigError(
+            f"{name}: model_type {kind!r} has a text_config, and attnops doesn't know what else its layers see; known: "
+            f"{', '.join(COMPOSITES)}. If its masks are those of text alone, give the text_config itself."
+            + nearest(str(kind), COMPOSITES)
+        )
+    notes.append(f"text_config of {kind} is read; its other parts, if they attend, do so by configs of their own")
+    if COMPOSITES[kind] is not None:
+        notes.append(f"{kind}: {COMPOSITES[kind]}")
+    text = dict(text)
+    if "dtype" not in text and "torch_dtype" not in text:
+        text |= {key: data[key] for key in ("dtype", "torch_dtype") if key in data}
+    if "model_type" not in text and family is None:
+        raise ConfigError(f'{name}: text_config has no model_type; add it, or say family="llama" or what it is.')
+    return text
+
+
+def _family(data: Mapping[str, Any], name: str, family: str | None) -> str:
+    kind = data.get("model_type") if family is None else family
+    if kind is None or kind == "":
+        raise ConfigError(
+            f"{name}: no model_type, so this is no model's config as transformers saves it; wanted one of "
+            f"{', '.join(FAMILIES)}, or family=."
+        )
+    if kind not in FAMILIES:
+        mend = "" if family else " If it attends as one of them does, say so with family=."
+        raise ConfigError(
+            f"{name}: {'family' if family else 'model_type'} {kind!r} is not one that attnops can read; known: "
+            f"{', '.join(FAMILIES)}." + (nearest(str(kind), FAMILIES) or mend)
+        )
+    return str(kind)
+
+
+def _fields(
+    data: Mapping[str, Any], name: str, model: str, ignore: Collection[str], notes: list[str]
+) -> tuple[dict[str, Any], set[str]]:
+    rules = FAMILIES[model]
+    known = _EVERYWHERE | dict(rules.defaults)
+    renamed = {"attention_dropout"} & set(rules.names.values())  # under the family's own name only
+    fields, said_by, unknown = dict(known), dict[str, str](), list[str]()
+    for key, value in data.items():
+        own = rules.names.get(key, SYNONYMS.get(key, key))
+        if key in ignore or key == "model_type":
+            continue
+        if own in known and key not in renamed:
+            if own in said_by and fields[own] != value and value is not None:
+                raise ConfigError(
+                    f"{name}: {said_by[own]}={fields[own]!r} and {key}={value!r} say two things; keep one."
+                )
+            fields[own], said_by[own] = value, key
+            continue
+        kind = kind_of_key(key)
+        if kind == "refused" and not is_quiet(key, value):
+            raise ConfigError(f"{name}: {key}={value!r}: {REFUSED[key][1]}, which attnops can't read from a config.")
+        if kind == "attention" and not _quiet(key, value, data):
+            raise ConfigError(
+                f"{name}: {key}={value!r}, and models of type {model} don't read {key}. Take it out, say family= if it "
+                f"is another one, or name it in ignore=.{nearest(key, known)}"
+            )
+        if kind == "suspicious" and not is_quiet(key, value):
+            raise ConfigError(
+                f"{name}: {key}={value!r} may be attention's, and attnops doesn't know it. If it isn't, name it in ignore=."
+                + nearest(key, ATTENTION)
+            )
+        if kind == "unknown" and not is_quiet(key, value):
+            unknown.append(key)
+    if unknown:
+        notes.append(f"not read, as attnops knows nothing of them: {', '.join(sorted(unknown))}")
+    if ignore:
+        notes.append(f"not read, as was asked for: {', '.join(ignore)}")
+    for key in list(said_by):
+        if fields[key] is None and key not in _NULLABLE:  # null says nothing, but for a window, a cap, a head dim
+            fields[key] = known[key]
+            del said_by[key]
+    return fields, set(said_by)
+
+
+_NULLABLE = ("sliding_window", "attn_logit_softcapping", "attention_chunk_size", "head_dim", "num_key_value_heads")
+
+
+def _quiet(key: str, value: Any, data: Mapping[str, Any]) -> bool:
+    """Whether an attention key says nothing, or only what holds anyway."""
+    if is_quiet(key, value) or (key in ("is_causal", "is_decoder") and value is True):
+        return True
+    if key in ("max_window_layers", "sliding_window") and data.get("use_sliding_window") is False:
+        return True
+    if key == "num_key_value_heads" and value == data.get("num_attention_heads"):
+        return True
+    return key in ("rope_scaling", "rope_parameters", "max_position_embeddings")
+
+
+def _speaks(key: str, fields: Mapping[str, Any]) -> bool:
+    """Whether a default that the config doesn't say has to be told."""
+    if key in ("sliding_window", "max_window_layers") and fields.get("use_sliding_window") is False:
+        return False
+    if key in ("sliding_window_pattern", "global_attn_every_n_layers", "no_rope_layer_interval") and (
+        fields.get("layer_types") or fields.get("no_rope_layers")
+    ):
+        return False
+    if key == "hidden_size" and _has_dims(fields):
+        return False
+    return key != "max_position_embeddings" and fields[key] not in (None, False, 0)
+
+
+def _has_dims(fields: Mapping[str, Any]) -> bool:
+    return fields.get("head_dim") is not None or "qk_rope_head_dim" in fields

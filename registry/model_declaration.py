@@ -1,0 +1,150 @@
+"""ModelDeclaration: every attention layer of a model as a Declaration, from the model's config."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ..errors import ConfigError
+from ..sharding.modes import GENERATION, canonical_mode
+from .declaration import Declaration
+from .model_attention import LayerAttention, ModelAttention, model_attention
+from .model_config import read_model_config
+from .model_metadata import metadata_of
+
+__all__ = ["LayerDeclaration", "ModelDeclaration", "is_cached"]
+
+
+@dataclass(frozen=True)
+class LayerDeclaration:
+    """Layers, by number from 0, that attend in the same way: the kind ('global', 'local 4096'), and their declaration."""
+
+    layers: tuple[int, ...]
+    kind: str
+    name: str
+    declaration: Declaration
+
+
+@dataclass(frozen=True)
+class ModelDeclaration:
+    """A model's attention. `distinct` has each way of attending once, with the numbers of its layers.
+
+    family: the model_type that was read. positions: max_position_embeddings. notes: what was decided or left out.
+    """
+
+    family: str
+    positions: int
+    distinct: tuple[LayerDeclaration, ...]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,
+        *,
+        operation: str = "splash",
+        batch: int | None = None,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        mode: str | None = None,
+        dtype: str | None = None,
+        layout: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        family: str | None = None,
+        ignore: Collection[str] = (),
+    ) -> Self:
+        """Read a config: the path of a config.json or its folder, a dict, or an object of transformers.
+
+        operation, metadata: of every declaration; `metadata` goes before what the config says. batch, q_len, kv_len,
+        mode, dtype, layout: of the call; where q_len and kv_len differ, queries are the last of kv_len tokens, and a
+        decode or insert has kv_lengths. family, ignore: see read_model_config. Errors: ConfigError.
+        """
+        read = read_model_config(config, family=family, ignore=ignore)
+        found = model_attention(read, dtype)
+        call = _call(found, batch=batch, q_len=q_len, kv_len=kv_len, mode=mode, layout=layout)
+        said = metadata_of(found) | dict(metadata or {})
+        groups: dict[LayerAttention, list[int]] = {}
+        for number, layer in enumerate(found.layers):
+            groups.setdefault(layer, []).append(number)
+        kinds = [layer.kind for layer in groups]
+        distinct = []
+        for layer, numbers in groups.items():
+            own = call | {"mask": layer.mask}
+            if layer.softmax_scale is not None:
+                own["softmax_scale"] = layer.softmax_scale
+            made = Declaration.from_dict({"operation": operation, "metadata": said, "call": own}, read.name)
+            name = layer.kind.replace(" ", "_").replace("±", "")
+            name += f"_layer_{numbers[0]}" if kinds.count(layer.kind) > 1 else ""
+            distinct.append(LayerDeclaration(tuple(numbers), layer.kind, name, made))
+        return cls(read.family, found.positions, tuple(distinct), found.notes)
+
+    @property
+    def layers(self) -> tuple[LayerDeclaration, ...]:
+        """One for each layer of the model, in order; layers that attend in the same way share theirs."""
+        by_number = {number: layer for layer in self.distinct for number in layer.layers}
+        return tuple(by_number[number] for number in range(len(by_number)))
+
+    def layer(self, number: int) -> LayerDeclaration:
+        """The declaration of layer `number`, from 0. Errors: ConfigError for a layer that the model doesn't have."""
+        count = len(self.layers)
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+            raise ConfigError(f"layer {number!r}: this {self.family} model has layers 0 to {count - 1}.")
+        return self.layers[number]
+
+    def write(self, folder: str | Path) -> tuple[Path, ...]:
+        """Write one declaration file for each distinct layer, named for its kind. Errors: ConfigError."""
+        folder, paths = Path(folder), []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for layer in self.distinct:
+                path = folder / f"{layer.name}.json"
+                path.write_text(layer.declaration.to_json() + "\n", encoding="utf-8")
+                paths.append(path)
+        except OSError as error:
+            raise ConfigError(f"{folder}: {error.strerror or error}; wanted a folder to write to.") from None
+        return tuple(paths)
+
+
+def is_cached(mode: str | None) -> bool:
+    """Whether a mode attends to a cache, so that each row has a length of its own. Errors: InputError."""
+    return mode is not None and canonical_mode(mode) in GENERATION
+
+
+def _call(
+    found: ModelAttention,
+    *,
+    batch: int | None,
+    q_len: int | None,
+    kv_len: int | None,
+    mode: str | None,
+    layout: str | None,
+) -> dict[str, Any]:
+    call: dict[str, Any] = {"q_heads": found.q_heads, "kv_heads": found.kv_heads, "head_dim": found.head_dim}
+    if found.value_dim != found.head_dim:
+        call["value_dim"] = found.value_dim
+    given = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "mode": mode, "layout": layout, "dtype": found.dtype}
+    call |= {name: value for name, value in given.items() if value is not None}
+    if found.logits_soft_cap is not None:
+        call["logits_soft_cap"] = found.logits_soft_cap
+    if found.sinks:
+        call["softmax_aux"] = [found.q_heads]
+    if found.return_weights:
+        call["return_weights"] = True
+    if kv_len is not None and q_len is None:
+        raise ConfigError(f"kv_len={kv_len} without q_len; give both.")
+    shorter = kv_len is not None and q_len is not None and q_len != kv_len
+    cached = is_cached(mode)
+    if (shorter or cached) and not found.causal:
+        raise ConfigError(
+            f"q_len={q_len}, kv_len={kv_len}, mode={mode!r}: this model's tokens see each other on both sides, so queries "
+            "and keys are the same tokens; give q_len alone."
+        )
+    if shorter and q_len is not None and kv_len is not None and q_len > kv_len:
+        raise ConfigError(f"q_len={q_len} is more than kv_len={kv_len}; the queries are the last of the kv_len tokens.")
+    if cached or (shorter and q_len == 1 and mode is None):
+        call["kv_lengths"] = True
+    elif shorter and q_len is not None and kv_len is not None:
+        call["query_offset"] = kv_len - q_len
+    return call

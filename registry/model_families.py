@@ -1,0 +1,188 @@
+"""The model families whose configs can be read: the keys that each reads, their defaults, and its layers' kinds.
+
+Source of every row: the family's configuration and modelling files in transformers 5.23, held against that by
+tests/registry/test_model_transformers.py. A key that isn't in `defaults` isn't read by the family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["CHUNKED", "COMPOSITES", "FAMILIES", "GLOBAL", "LOCAL", "Family"]
+
+GLOBAL, LOCAL, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one `model_type` is read.
+
+    defaults: every key that the family reads, and what is meant where the config doesn't say it. kinds: of each layer,
+    where the config has no `layer_types`. names: the family's own names of keys. causal: whether its tokens see only
+    those before them. two_sided: what `sliding_window` means there. sinks: one learned logit per query head.
+    """
+
+    defaults: Mapping[str, Any]
+    kinds: Callable[[Fields], list[str]] = field(default=lambda f: [GLOBAL] * f["num_hidden_layers"])
+    names: Mapping[str, str] = field(default_factory=dict)
+    causal: bool = True
+    sinks: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def _sizes(hidden: int, layers: int, heads: int, kv: int | None, positions: int, **more: Any) -> dict[str, Any]:
+    found = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": None,
+        "max_position_embeddings": positions,
+        "attention_dropout": 0.0,
+        "is_causal": None,
+    } | more
+    return {key: value for key, value in found.items() if value is not _NOT_READ}
+
+
+_NOT_READ: Any = object()
+
+
+def _by(test: Callable[[Fields, int], Any], yes: str = LOCAL) -> Callable[[Fields], list[str]]:
+    """Layers of kind `yes` where the test of fields and layer number holds, global ones elsewhere."""
+    return lambda f: [yes if test(f, layer) else GLOBAL for layer in range(f["num_hidden_layers"])]
+
+
+def _all_but_every(period: int | str) -> Callable[[Fields], list[str]]:
+    """Local layers but for every n-th, counted from 1."""
+    return _by(lambda f, layer: (layer + 1) % (f[period] if isinstance(period, str) else period))
+
+
+def _has_window(f: Fields, layer: int) -> bool:
+    return f["sliding_window"] is not None and f.get("use_sliding_window") is not False
+
+
+def _rope(f: Fields, layer: int) -> bool:
+    listed = f["no_rope_layers"]
+    return bool(listed[layer] if listed else (layer + 1) % f["no_rope_layer_interval"])
+
+
+_WINDOW: dict[str, Any] = {"sliding_window": 4096}
+_NO_WINDOW: dict[str, Any] = {"sliding_window": None}
+_QWEN: dict[str, Any] = _WINDOW | {"use_sliding_window": False}
+_TYPES: dict[str, Any] = {"layer_types": None}
+_GEMMA: dict[str, Any] = {"head_dim": 256, "use_bidirectional_attention": None}
+_NO_ROPE: dict[str, Any] = {"no_rope_layers": None, "no_rope_layer_interval": 4}
+_MLA: dict[str, Any] = {
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "qk_head_dim": None,
+    "v_head_dim": 128,
+    "rope_parameters": None,
+    "rope_scaling": None,
+}
+_BERT: dict[str, Any] = _sizes(768, 12, 12, _NOT_READ, 512, head_dim=_NOT_READ, is_causal=_NOT_READ)
+_BERT |= {"attention_dropout": 0.1}
+_BERT_NAMES = {"attention_probs_dropout_prob": "attention_dropout"}
+_BERT_FAMILY = Family(_BERT | {"is_decoder": False}, names=_BERT_NAMES, causal=False)
+
+FAMILIES: dict[str, Family] = {
+    "bert": _BERT_FAMILY,
+    "cohere": Family(_sizes(8192, 40, 64, None, 8192)),
+    "cohere2": Family(
+        _sizes(8192, 40, 64, None, 8192) | _WINDOW | _TYPES | {"sliding_window_pattern": 4},
+        _all_but_every("sliding_window_pattern"),
+    ),
+    "deepseek_v2": Family(_sizes(4096, 32, 32, None, 2048) | _MLA),
+    "deepseek_v3": Family(_sizes(7168, 61, 128, 128, 4096) | _MLA),
+    "distilbert": Family(
+        _BERT | {"num_hidden_layers": 6},
+        names={"dim": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"},
+        causal=False,
+    ),
+    "gemma": Family(_sizes(3072, 28, 16, 16, 8192) | _GEMMA),
+    "gemma2": Family(
+        _sizes(2304, 26, 8, 4, 8192)
+        | _GEMMA
+        | _WINDOW
+        | _TYPES
+        | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "sliding_window_size": None},
+        _all_but_every(2),
+    ),
+    "gemma3_text": Family(
+        _sizes(2304, 26, 8, 4, 131072)
+        | _GEMMA
+        | _WINDOW
+        | _TYPES
+        | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": None, "sliding_window_pattern": 6},
+        _all_but_every("sliding_window_pattern"),
+    ),
+    "glm4": Family(_sizes(4096, 40, 32, 2, 131072, head_dim=128)),
+    "gpt2": Family(
+        _sizes(768, 12, 12, _NOT_READ, 1024, head_dim=_NOT_READ)
+        | {"attention_dropout": 0.1, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+        names={
+            "n_embd": "hidden_size",
+            "n_head": "num_attention_heads",
+            "n_layer": "num_hidden_layers",
+            "n_positions": "max_position_embeddings",
+            "attn_pdrop": "attention_dropout",
+        },
+    ),
+    "gpt_oss": Family(
+        _sizes(2880, 36, 64, 8, 131072, head_dim=64) | {"sliding_window": 128} | _TYPES, _all_but_every(2), sinks=True
+    ),
+    "granite": Family(_sizes(4096, 32, 32, None, 2048) | {"attention_multiplier": 1.0}),
+    "llama": Family(_sizes(4096, 32, 32, None, 2048)),
+    "llama4_text": Family(
+        _sizes(5120, 48, 40, 8, 131072, head_dim=128) | _NO_ROPE | _TYPES | {"attention_chunk_size": 8192},
+        _by(_rope, CHUNKED),
+    ),
+    "ministral": Family(_sizes(4096, 32, 32, 8, 131072) | _WINDOW | _TYPES, _by(_has_window)),
+    "mistral": Family(_sizes(4096, 32, 32, 8, 131072) | _WINDOW, _by(_has_window)),
+    "mixtral": Family(_sizes(4096, 32, 32, 8, 131072) | _NO_WINDOW, _by(_has_window)),
+    "modernbert": Family(
+        _sizes(768, 22, 12, _NOT_READ, 8192, head_dim=_NOT_READ, is_causal=_NOT_READ)
+        | _TYPES
+        | {"local_attention": 128, "global_attn_every_n_layers": 3},
+        _by(lambda f, layer: layer % f["global_attn_every_n_layers"]),
+        causal=False,
+    ),
+    "olmo2": Family(_sizes(4096, 32, 32, None, 2048)),
+    "olmo3": Family(_sizes(4096, 32, 32, None, 2048) | _WINDOW | _TYPES, _all_but_every(4)),
+    "phi": Family(_sizes(2048, 24, 32, None, 2048)),
+    "phi3": Family(_sizes(3072, 32, 32, None, 4096) | _NO_WINDOW, _by(_has_window)),
+    "qwen2": Family(
+        _sizes(4096, 32, 32, 32, 32768) | _QWEN | _TYPES | {"max_window_layers": 28},
+        _by(lambda f, layer: _has_window(f, layer) and layer >= f["max_window_layers"]),
+    ),
+    "qwen2_moe": Family(
+        _sizes(2048, 24, 16, 16, 32768) | _QWEN | _TYPES | {"max_window_layers": 28},
+        _by(lambda f, layer: _has_window(f, layer) and (layer + 1) % 2 and layer < f["max_window_layers"]),
+    ),
+    "qwen3": Family(
+        _sizes(4096, 32, 32, 32, 32768, head_dim=128) | _QWEN | _TYPES | {"max_window_layers": 28},
+        _by(lambda f, layer: _has_window(f, layer) and layer >= f["max_window_layers"]),
+    ),
+    "qwen3_moe": Family(_sizes(2048, 24, 32, 4, 32768) | _QWEN, _by(_has_window)),
+    "roberta": _BERT_FAMILY,
+    "smollm3": Family(
+        _sizes(2048, 36, 16, 4, 32768) | _NO_WINDOW | {"use_sliding_window": False} | _NO_ROPE | _TYPES,
+        _by(lambda f, layer: _has_window(f, layer) and not _rope(f, layer)),
+    ),
+    "stablelm": Family(_sizes(2560, 32, 32, 32, 4096, head_dim=_NOT_READ)),
+    "starcoder2": Family(_sizes(3072, 30, 24, 2, 4096) | _NO_WINDOW, _by(_has_window)),
+    "xlm-roberta": _BERT_FAMILY,
+}
+
+_IMAGES = "tokens of one image see each other in both directions there; the masks here are those of text"
+COMPOSITES: dict[str, str | None] = {
+    "gemma3": _IMAGES,
+    "llama4": None,
+    "llava": None,
+    "llava_next": None,
+    "mistral3": None,
+}
+"""Multimodal models whose `text_config` is read, and what of attention that leaves out."""

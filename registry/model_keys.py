@@ -1,0 +1,156 @@
+"""The keys of model configs: which are attention's, what each becomes, which speak of other things, which are refused.
+
+The names are those of Hugging Face configs (transformers 5). docs/model-configs.md shows these tables; tests walk them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+__all__ = ["ATTENTION", "OTHER", "REFUSED", "SYNONYMS", "is_quiet", "kind_of_key"]
+
+ATTENTION: dict[str, str] = {
+    "model_type": "the family, which says how the other keys are read",
+    "num_hidden_layers": "how many layers there are",
+    "num_attention_heads": "`call.q_heads`",
+    "num_key_value_heads": "`call.kv_heads`",
+    "head_dim": "`call.head_dim`",
+    "hidden_size": "`call.head_dim` where `head_dim` isn't said: `hidden_size / num_attention_heads`",
+    "qk_nope_head_dim": "with `qk_rope_head_dim`, their sum: `call.head_dim` (MLA)",
+    "qk_rope_head_dim": "with `qk_nope_head_dim`, their sum: `call.head_dim` (MLA)",
+    "qk_head_dim": "checked against that sum",
+    "v_head_dim": "`call.value_dim` (MLA)",
+    "layer_types": "which layers are local, global or chunked",
+    "sliding_window": "the window of local layers: W keys, the query's own included, so `left=W-1`",
+    "sliding_window_size": "checked against it (gemma2)",
+    "use_sliding_window": "whether there are local layers",
+    "max_window_layers": "the first local layer (qwen2, qwen3), or the end of them (qwen2_moe)",
+    "sliding_window_pattern": "every how many layers one is global",
+    "no_rope_layers": "which layers are global (llama4_text) or local (smollm3)",
+    "no_rope_layer_interval": "the same, as every how many",
+    "attention_chunk_size": "the chunk of chunked layers",
+    "local_attention": "the window of ModernBERT's local layers: half of it on each side",
+    "global_attn_every_n_layers": "every how many layers one is global (ModernBERT)",
+    "use_bidirectional_attention": "a text encoder of gemma3_text: `full`, and windows of half the width on each side",
+    "is_causal": "false: `full` in the place of `causal`, and windows on both sides",
+    "is_decoder": "true: BERT and its like are causal",
+    "attn_logit_softcapping": "`call.logits_soft_cap`",
+    "query_pre_attn_scalar": "`metadata.softmax_scale`: 1 over its square root",
+    "attention_multiplier": "`metadata.softmax_scale`",
+    "scale_attn_weights": "false: `metadata.softmax_scale` is 1 (gpt2)",
+    "scale_attn_by_inverse_layer_idx": "true: `call.softmax_scale` of each layer over its number, counted from 1 (gpt2)",
+    "rope_scaling": "`metadata.softmax_scale` of deepseek_v2 and deepseek_v3 (`mscale_all_dim` of yarn); else not read",
+    "rope_parameters": "the same, under its newer name",
+    "attention_dropout": "`metadata.dropout_prob`",
+    "dtype": "`metadata.runtime_dtype` and `call.dtype`",
+    "output_attentions": "`call.return_weights`",
+    "max_position_embeddings": "the length that `attnops plan --model` takes if none is given",
+    "text_config": "the language model of a multimodal one: read in the place of the whole",
+}
+"""What a key becomes. A key that its family doesn't read is refused, unless it is null."""
+
+# Other names for the same, in every family.
+SYNONYMS = {"torch_dtype": "dtype", "_sliding_window_pattern": "sliding_window_pattern"}
+
+OTHER: dict[str, tuple[str, ...]] = {
+    "position embeddings: applied to the query and key before attention": (
+        "rope_theta", "rope_local_base_freq", "local_rope_theta", "global_rope_theta", "partial_rotary_factor",
+        "rope_interleave", "original_max_position_embeddings", "attn_temperature_tuning", "attn_scale", "floor_scale",
+        "initial_context_length", "type_vocab_size", "sinusoidal_pos_embds", "rope_scaling_factor", "rope_ntk_alpha",
+    ),
+    "projections and norms around attention": (
+        "attention_bias", "attention_out_bias", "qkv_bias", "use_qkv_bias", "use_bias", "use_qk_norm", "qk_layernorm",
+        "q_lora_rank", "kv_lora_rank", "clip_qkv", "norm_bias", "norm_eps", "rms_norm_eps", "layer_norm_eps",
+        "layer_norm_epsilon", "norm_epsilon", "use_parallel_residual", "residual_multiplier", "attention_in_bias",
+    ),
+    "other dropouts": (
+        "hidden_dropout", "hidden_dropout_prob", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout",
+        "mlp_dropout", "dropout", "qa_dropout", "seq_classif_dropout", "classifier_dropout", "summary_first_dropout",
+    ),
+    "feed-forward, experts, embeddings and heads of the model": (
+        "vocab_size", "intermediate_size", "intermediate_size_mlp", "n_inner", "hidden_dim", "hidden_act",
+        "hidden_activation", "activation", "activation_function", "mlp_bias", "moe_intermediate_size",
+        "shared_expert_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok",
+        "experts_per_token", "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "topk_method",
+        "scoring_func", "norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "moe_layer_freq",
+        "ep_size", "num_nextn_predict_layers", "decoder_sparse_step", "mlp_only_layers", "interleave_moe_layer_step",
+        "moe_layers", "mlp_layer_types", "router_aux_loss_coef", "router_jitter_noise", "output_router_logits",
+        "swiglu_limit", "swiglu_alpha", "aux_loss_alpha", "seq_aux", "final_logit_softcapping", "logit_scale",
+        "logits_scaling", "embedding_multiplier", "lm_head_bias", "tie_word_embeddings", "decoder_bias",
+        "classifier_activation", "classifier_bias", "classifier_pooling", "sparse_prediction",
+        "sparse_pred_ignore_index", "summary_type", "summary_use_proj", "summary_activation",
+        "summary_proj_to_labels", "initializer_range", "initializer_cutoff_factor", "pretraining_tp",
+        "shared_intermediate_size", "n_ctx",
+    ),
+    "tokens, labels and generation": (
+        "bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id", "mask_token_id",
+        "decoder_start_token_id", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index",
+        "mm_tokens_per_image", "id2label", "label2id", "problem_type", "use_cache", "cache_implementation",
+        "task_specific_params", "max_length", "min_length", "do_sample", "early_stopping", "num_beams",
+        "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
+        "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+        "num_return_sequences", "output_scores", "return_dict_in_generate", "remove_invalid_values",
+        "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "prefix", "tokenizer_class",
+        "spatial_merge_size", "multimodal_projector_bias", "projector_hidden_act", "vision_feature_layer",
+        "vision_feature_select_strategy", "image_seq_length",
+    ),
+    "bookkeeping of the library": (
+        "architectures", "auto_map", "torchscript", "use_bfloat16", "tf_legacy_loss", "tie_encoder_decoder",
+        "transformers_version", "_name_or_path", "return_dict", "output_hidden_states", "chunk_size_feed_forward",
+        "quantization_config", "gradient_checkpointing", "unsloth_version", "unsloth_fixed", "sentence_transformers",
+        "reference_compile", "repad_logits_with_grad", "finetuning_task", "_commit_hash",
+    ),
+    "which of transformers' own kernels runs": (
+        "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "deterministic_flash_attn",
+        "reorder_and_upcast_attn", "use_flash_attn", "use_flash_attention_2",
+    ),
+}  # fmt: skip
+"""Why a key isn't read: it says nothing about the call of attention."""
+
+# Values that ask for nothing.
+_ABSENT: tuple[Any, ...] = (None, False, [], {}, ())
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "alibi": (_ABSENT, "ALiBi adds a bias by distance to the logits"),
+    "use_alibi": (_ABSENT, "ALiBi adds a bias by distance to the logits"),
+    "position_embedding_type": (
+        (None, "absolute", "rope", "rotary"),
+        "relative position embeddings add terms to the logits",
+    ),
+    "relative_attention_num_buckets": (_ABSENT, "a learned position bias is added to the logits"),
+    "relative_attention": (_ABSENT, "relative attention adds terms to the logits"),
+    "add_cross_attention": (_ABSENT, "cross attention to an encoder isn't declared by a model config"),
+    "is_encoder_decoder": (_ABSENT, "an encoder-decoder has three attentions, with lengths of their own"),
+    "attn_config": (_ABSENT, "an attention config of the model's own"),
+    "attention_types": (_ABSENT, "layer kinds under another name"),
+    "attention_window": (_ABSENT, "windows of Longformer, with global tokens"),
+    "index_topk": (_ABSENT, "a sparse indexer picks the keys"),
+    "softmax_type": ((None, "vanilla"), "another softmax"),
+    "sinks": (_ABSENT, "sinks under a key that no family here has"),
+    "attn_logit_cap": (_ABSENT, "a soft cap under a key that no family here has"),
+}
+"""Key: the values that mean nothing is asked for, and what any other asks for."""
+
+_OTHER = {key for keys in OTHER.values() for key in keys}
+# What a key that nobody has seen may have to do with attention; what fits is not passed over.
+_SUSPICIOUS = re.compile(
+    r"attn|attention|window|heads?(_|$)|mask|alibi|position_bias|relative|causal|bidirection|sinks?(_|$)|soft_?cap"
+    r"|(^|_)(qk|qkv|kv|q|k|v|key|query|value|keys|queries)(_|$)|chunk|(^|_)(local|global)(_|$)|softmax|sparse"
+)
+
+
+def kind_of_key(key: str) -> str:
+    """'attention', 'other', 'refused', 'suspicious' or 'unknown'."""
+    if SYNONYMS.get(key, key) in ATTENTION:
+        return "attention"
+    if key in REFUSED:
+        return "refused"
+    if key in _OTHER or key.endswith("_token_id"):
+        return "other"
+    return "suspicious" if _SUSPICIOUS.search(key) else "unknown"
+
+
+def is_quiet(key: str, value: Any) -> bool:
+    """Whether a key that can't be carried asks for nothing."""
+    silent = REFUSED[key][0] if key in REFUSED else _ABSENT
+    return any(type(value) is type(other) and value == other for other in silent)

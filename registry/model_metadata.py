@@ -1,0 +1,83 @@
+"""The part of a model's config that OperationMetadata holds, and word of the part that it can't."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigWarning
+from .fields import pick
+from .model_attention import ModelAttention, model_attention
+from .model_config import as_dict, is_model_config, read_model_config
+from .unset import UNSET
+
+__all__ = ["arguments_of", "metadata_of"]
+
+# What makes an object a model's config though it doesn't name its type.
+_SIGNS = ("num_attention_heads", "num_hidden_layers", "n_head", "n_heads")
+
+
+def metadata_of(found: ModelAttention) -> dict[str, Any]:
+    """The fields of OperationMetadata that hold for every layer."""
+    fields: dict[str, Any] = {"causal": found.causal}
+    if found.dtype is not None:
+        fields["runtime_dtype"] = found.dtype
+    if found.softmax_scale is not None:
+        fields["softmax_scale"] = found.softmax_scale
+    if found.dropout_prob:
+        fields["dropout_prob"] = found.dropout_prob
+    return fields
+
+
+def arguments_of(config: Any, changes: Mapping[str, Any], own_names: Mapping[str, str]) -> dict[str, Any]:
+    """What OperationMetadata.from_config hands to OperationMetadata.
+
+    A file, a dict that names its model_type, and an object of transformers are read by their family; what belongs to the
+    call is told in a ConfigWarning. `own_names` in them, and any other object, are a base_config.
+    """
+    is_file = isinstance(config, str | os.PathLike)
+    if not (is_file or isinstance(config, Mapping) or type(config).__module__.split(".")[0] == "transformers"):
+        framework = any(pick(config, name) not in (UNSET, None) for name in own_names.values())
+        if framework or not (is_model_config(config) or _looks_like_one(config)):
+            return {"base_config": config, **changes}
+    elif not is_file and not is_model_config(config) and not _looks_like_one(config):
+        return {"base_config": config, **changes}
+    data, name = as_dict(config)
+    base = {key: data.pop(key) for key in own_names.values() if key in data}
+    found = model_attention(read_model_config(data, name=name), changes.get("runtime_dtype"))
+    left = _for_the_call(found)
+    if left:
+        warnings.warn(
+            f"{found.name}: {'; '.join(left)}: metadata has no place for that. Give it in each call, or take "
+            "ModelDeclaration.from_config, which declares every layer.",
+            ConfigWarning,
+            stacklevel=3,
+        )
+    fields = metadata_of(found)
+    if base.get("attn_dtype") is not None:
+        fields.pop("runtime_dtype", None)
+    return ({"base_config": base} if base else {}) | fields | dict(changes)
+
+
+def _looks_like_one(config: Any) -> bool:
+    return any(pick(config, name) is not UNSET for name in _SIGNS)
+
+
+def _for_the_call(found: ModelAttention) -> list[str]:
+    left = []
+    kinds: dict[str, int] = {}
+    for layer in found.layers:
+        if layer.kind != "global":
+            kinds[layer.kind] = kinds.get(layer.kind, 0) + 1
+    left += [f"{count} of {len(found.layers)} layers are {kind}" for kind, count in kinds.items()]
+    if found.logits_soft_cap is not None:
+        left.append(f"logits_soft_cap={found.logits_soft_cap:g}")
+    if found.sinks:
+        left.append("softmax_aux, the sinks")
+    if any(layer.softmax_scale is not None for layer in found.layers):
+        left.append("softmax_scale differs from layer to layer")
+    if found.return_weights:
+        left.append("return_weights=True")
+    return left

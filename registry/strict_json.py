@@ -1,0 +1,54 @@
+"""JSON as attnops reads it: a key that stands twice, NaN and Infinity are refused, as nothing may be lost."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..errors import ConfigError
+
+__all__ = ["parse_json", "read_text"]
+
+
+def parse_json(text: str, source: str) -> Any:
+    """The value of JSON text. Errors: ConfigError that names the source and the place."""
+    try:
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}.") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deep to be a declaration.") from None
+    except ValueError as error:  # from the hooks, and Python's own limit on digits
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def read_text(path: Path, wanted: str) -> str:
+    """The text of a file in UTF-8. Errors: ConfigError also for a file that can't be read."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8.") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; wanted {wanted}.") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} stands twice in one object; the first would be lost. Keep one.")
+        found[key] = value
+    return found
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number; wanted a finite one.")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text} is too large for a float; wanted a finite one.")
+    return value

@@ -1,0 +1,134 @@
+"""`attnops plan --model`: a table of a model's layers, one layer in full, and declarations written out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnops import Declaration
+
+MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
+GEMMA = MODELS / "gemma-3-4b-it.json"
+
+
+def test_table(attnops: Callable[..., Any]) -> None:
+    result = attnops(
+        "plan", "--model", GEMMA, "--mesh", "fsdp=8,tp=4", "--platform", "tpu", "--batch", 8, "--q-len", 2048
+    )
+    assert (result.status, result.err) == (0, "")
+    lines = result.out.splitlines()
+    (local,) = [line for line in lines if "local 1024" in line]
+    (all_of_it,) = [line for line in lines if line.startswith("5: 5, 11 ... 29")]
+    # q 1x2048x2x256 and kv 1x2048x1x256 twice, in bfloat16, on each of 32 devices: 2 + 1 + 1 MiB
+    for line in (local, all_of_it):
+        assert "8/4" in line
+        assert "splash.forward_tpu" in line
+        assert "4.0 MiB" in line
+    assert "29: all but 5, 11 ... 29" in result.out
+    assert "the default of gemma3_text" in " ".join(result.out.split())
+
+
+def test_json(attnops: Callable[..., Any]) -> None:
+    result = attnops("plan", "--model", GEMMA, "--q-len", 256, "--platform", "tpu", "--json")
+    data = json.loads(result.out)
+    assert data["family"] == "gemma3_text"
+    assert [layer["kind"] for layer in data["layers"]] == ["local 1024", "global"]
+    assert data["layers"][1]["layers"] == [5, 11, 17, 23, 29]
+    for layer in data["layers"]:
+        assert layer["plan"]["implementation"] == "splash.forward_tpu"
+        assert Declaration.from_dict(layer["declaration"]).call.q_heads == 8
+    assert any("one image" in note for note in data["notes"])
+
+
+def test_one_layer_in_full(attnops: Callable[..., Any]) -> None:
+    result = attnops("plan", "--model", GEMMA, "--q-len", 256, "--layer", 5, "--operation", "vanilla")
+    assert result.status == 0
+    assert "gemma3_text, global: layers 5: 5, 11 ... 29" in result.out
+    assert "vanilla.forward_native" in result.out
+    assert "causal(offset=0)" in result.out
+    assert "window(" not in result.out
+    assert attnops("plan", "--model", GEMMA, "--layer", 34).err == (
+        "attnops: layer 34: this gemma3_text model has layers 0 to 33.\n"
+    )
+
+
+def test_written_files_serve_the_other_commands(attnops: Callable[..., Any], tmp_path: Path) -> None:
+    small = {"model_type": "gemma2", "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small |= {"hidden_size": 32, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 20}
+    model, folder = tmp_path / "config.json", tmp_path / "out"
+    model.write_text(json.dumps(small))
+    result = attnops("plan", "--model", model, "--q-len", 16, "--write", folder, "--operation", "vanilla")
+    assert result.status == 0
+    assert {path.name for path in folder.iterdir()} == {"local_5.json", "global.json"}
+    assert str(folder / "global.json") in result.out.replace("\n", "").replace(" ", "") or "written" in result.out
+    for path in folder.iterdir():
+        assert attnops("plan", path).status == 0
+        ran = attnops("run", path, "--check", "--repeats", 1)  # against the float64 reference
+        assert (ran.status, ran.err) == (0, "")
+        assert "pass" in ran.out
+
+
+def test_lengths_that_are_not_given(attnops: Callable[..., Any]) -> None:
+    def problem(*arguments: object) -> dict[str, Any]:
+        data = json.loads(attnops("plan", "--model", MODELS / "llama-3.1-8b.json", "--json", *arguments).out)
+        tensors = data["layers"][0]["plan"]["tensors"]
+        shapes = {name: tensors[name]["shape"] for name in ("query", "key")}
+        return {"q_len": shapes["query"][1], "kv_len": shapes["key"][1], "notes": " ".join(data["notes"])}
+
+    whole = problem("--platform", "tpu")
+    assert (whole["q_len"], whole["kv_len"]) == (131072, 131072)
+    assert "max_position_embeddings=131072" in whole["notes"]
+    decode = problem("--mode", "decode", "--kv-len", 512)
+    assert (decode["q_len"], decode["kv_len"], decode["notes"]) == (1, 512, "")
+    long = attnops("plan", "--model", MODELS / "llama-4-scout.json", "--platform", "tpu")  # promises ten million
+    assert "131072 tokens, of max_position_embeddings=10485760" in " ".join(long.out.split())
+
+
+def test_refused_layers_end_with_status_1(attnops: Callable[..., Any]) -> None:
+    odd = ("plan", "--model", MODELS / "gpt-oss-20b.json", "--q-len", 64, "--operation", "sdpa", "--platform", "cpu")
+    result = attnops(*odd)
+    assert result.status == 1
+    assert result.err.startswith("attnops: local 128: sdpa")
+    assert "global: sdpa" in result.err
+    assert "refused" in result.out
+    strict = attnops("plan", "--model", GEMMA, "--q-len", 64, "--mesh", "tp=3", "--strict")
+    assert strict.status == 1
+    assert "strict sharding" in strict.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "nothing to plan; give a declaration file, or --model"),
+        (("examples/minilm_layer.json", "--model", GEMMA), "CONFIG examples/minilm_layer.json beside --model"),
+        (("--model", GEMMA, "--inputs", "x.npz"), "--inputs x.npz beside --model"),
+        (("examples/minilm_layer.json", "--q-len", 5), "--q-len without --model"),
+        (("--model", "nothing.json"), "nothing.json: No such file or directory; wanted the config.json of a model"),
+        (("--model", MODELS), "config.json: No such file"),
+        (("--model", GEMMA, "--kv-len", 5), "--kv-len 5 without --q-len"),
+        (("--model", GEMMA, "--operation", "splsh"), "Did you mean 'splash'"),
+        (("--model", GEMMA, "--family", "gemma3"), "family 'gemma3' is not one that attnops can read"),
+        (("--model", GEMMA, "--ignore", "alibi"), "ignore names 'alibi'"),
+        (("--model", GEMMA, "--dtype", "int8"), "call.dtype='int8'"),
+        (("--model", GEMMA, "--mode", "guess"), "mode='guess' is not a mode"),
+        (("--model", GEMMA, "--platform", "tpus"), "--platform tpus"),
+        (("--model", "examples/minilm_layer.json"), "no model_type"),
+    ],
+)
+def test_bad_input(
+    attnops: Callable[..., Any],
+    arguments: tuple[object, ...],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    examples: Path,
+) -> None:
+    monkeypatch.chdir(examples.parent)
+    result = attnops("plan", *arguments)
+    assert result.status == 2
+    assert result.out == ""
+    assert says in result.err
+    assert result.err.count("\n") == 1

@@ -1,0 +1,62 @@
+"""The tables of model configs in the manual are those of the code."""
+
+from __future__ import annotations
+
+import re
+
+import pages
+import pytest
+
+from attnops.registry.model_families import COMPOSITES, FAMILIES
+from attnops.registry.model_keys import ATTENTION, OTHER, REFUSED
+
+PAGE = pages.ROOT / "docs" / "model-configs.md"
+MODELS = pages.ROOT / "tests" / "data" / "models"
+
+
+def _rows(mark: str) -> list[tuple[str, str]]:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    start = lines.index(f"<!-- {mark} -->") + 4  # a blank line, the head and the rule
+    rows = []
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        first, second = (cell.strip() for cell in line.strip("|").split("|"))
+        rows.append((first, second))
+    return rows
+
+
+def _names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_keys_of_attention() -> None:
+    assert [(_names(key)[0], text[1:]) for key, text in _rows("keys: attention")] == [
+        (key, text[1:]) for key, text in ATTENTION.items()
+    ]
+
+
+def test_keys_that_are_refused() -> None:
+    assert [(_names(key)[0], text[1:]) for key, text in _rows("keys: refused")] == [
+        (key, why[1:]) for key, (_, why) in REFUSED.items()
+    ]
+
+
+def test_keys_of_other_things() -> None:
+    assert [(text[1:], tuple(_names(keys))) for text, keys in _rows("keys: other")] == [
+        (text[1:], keys) for text, keys in OTHER.items()
+    ]
+
+
+def test_every_family_stands_there_once() -> None:
+    named = [name for cell, _ in _rows("families") for name in _names(cell)]
+    assert sorted(named) == sorted(FAMILIES)
+    (line,) = [line for _, line in pages.prose(PAGE) if line.startswith("Of the multimodal")]
+    assert set(_names(line)) == {*COMPOSITES, "text_config"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((pages.ROOT / "examples" / "models").glob("*.json")), ids=lambda path: path.name
+)
+def test_example_configs_are_those_that_are_tested(path: pages.Path) -> None:
+    assert path.read_text() == (MODELS / path.name).read_text()

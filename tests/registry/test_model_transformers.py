@@ -1,0 +1,152 @@
+"""Model configs against transformers: heads, dims, scale, cap, sinks, dropout and every layer's mask.
+
+model_truth.json was recorded by transformers_probe.py from transformers' own models.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers_probe import CASES, LENGTH, TRUTH, config_of, layers_of
+
+from attnops import ModelDeclaration, OperationMetadata
+from attnops.errors import ConfigWarning
+from attnops.registry.model_families import FAMILIES
+from attnops.registry.model_keys import ATTENTION, OTHER, REFUSED, kind_of_key
+
+RECORD = json.loads(TRUTH.read_text())
+IDS = [f"{number}-{case['config']['model_type']}" for number, case in enumerate(RECORD["cases"])]
+
+
+def _rows(mask: Any) -> list[list[int]]:
+    """First and last visible key of every row; there are no holes between them."""
+    seen = np.asarray(mask.materialise(slice(0, LENGTH), slice(0, LENGTH), query_offset=0)).reshape(LENGTH, LENGTH)
+    rows = [[int(row.argmax()), int(LENGTH - 1 - row[::-1].argmax())] for row in seen]
+    assert int(seen.sum()) == sum(last - first + 1 for first, last in rows)
+    return rows
+
+
+def _read(config: Any) -> list[dict[str, Any]]:
+    """What attnops declares for each layer, in the record's words."""
+    found = []
+    for layer in ModelDeclaration.from_config(config, q_len=LENGTH).layers:
+        call, metadata = layer.declaration.call, layer.declaration.metadata
+        shapes = call.shapes()
+        scale = metadata.get("softmax_scale") if call.softmax_scale is None else call.softmax_scale
+        found.append(
+            {
+                "q_heads": shapes["query"].shape[2],
+                "kv_heads": shapes["key"].shape[2],
+                "head_dim": shapes["query"].shape[3],
+                "value_dim": shapes["value"].shape[3],
+                "scale": shapes["query"].shape[3] ** -0.5 if scale is None else scale,
+                "soft_cap": call.logits_soft_cap,
+                "sinks": list(shapes["softmax_aux"].shape) if "softmax_aux" in shapes else None,
+                "dropout": metadata.get("dropout_prob", 0.0),
+                "rows": _rows(call.mask),
+            }
+        )
+    return found
+
+
+def _same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    assert len(found) == len(wanted)
+    for got, want in zip(found, wanted, strict=True):
+        got, want = dict(got), dict(want)
+        assert got.pop("scale") == pytest.approx(want.pop("scale"), rel=1e-6)
+        # transformers repeats the keys of latent attention and of GQA before some kernels, never after
+        assert got == want
+
+
+@pytest.mark.parametrize("case", RECORD["cases"], ids=IDS)
+def test_every_layer_is_as_transformers_runs_it(case: dict[str, Any]) -> None:
+    _same(_read(case["config"]), [case["kinds"][index] for index in case["layers"]])
+
+
+def test_the_record_has_every_family() -> None:
+    assert {case["config"]["model_type"] for case in RECORD["cases"]} == set(FAMILIES)
+    assert [case["config"] for case in RECORD["cases"]] == [{"model_type": kind} | said for kind, said in CASES]
+    assert RECORD["length"] == LENGTH
+
+
+@pytest.mark.parametrize("case", RECORD["cases"], ids=IDS)
+def test_metadata_of_a_config_is_that_of_its_layers(case: dict[str, Any]) -> None:
+    """from_config holds what all layers share, and warns of the rest."""
+    layers = [case["kinds"][index] for index in case["layers"]]
+    first = layers[0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        metadata = OperationMetadata.from_config(case["config"])
+    assert metadata.dropout_prob == first["dropout"]
+    causal = all(last <= row for layer in layers for row, (_, last) in enumerate(layer["rows"]))
+    assert metadata.causal == causal
+    scales = {layer["scale"] for layer in layers}
+    whole = [[0, row if causal else LENGTH - 1] for row in range(LENGTH)]
+    plain = len(scales) == 1 and all(
+        layer["rows"] == whole and layer["soft_cap"] is None and layer["sinks"] is None for layer in layers
+    )
+    assert plain == (not caught)
+    assert all(item.category is ConfigWarning and item.filename == __file__ for item in caught)
+    if len(scales) == 1:
+        default = first["head_dim"] ** -0.5
+        scale = default if metadata.softmax_scale is None else metadata.softmax_scale
+        assert scale == pytest.approx(first["scale"], rel=1e-6)
+
+
+def _transformers() -> Any:
+    return pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "said"), CASES, ids=IDS)
+def test_objects_of_transformers_and_their_dicts(model_type: str, said: dict[str, Any]) -> None:
+    """A config object, its dict and its file's text mean the same as the few fields that were said."""
+    _transformers()
+    wanted = ModelDeclaration.from_config({"model_type": model_type} | said, q_len=LENGTH).distinct
+    config = config_of(model_type, said)
+    for form in (config, config.to_dict(), json.loads(config.to_json_string())):
+        found = ModelDeclaration.from_config(form, q_len=LENGTH)
+        assert found.distinct == wanted
+        assert not [note for note in found.notes if "not read" in note or "doesn't say" in note]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_defaults_are_those_of_transformers(model_type: str) -> None:
+    """A nested config leaves out what is the default of its class, so each default has to be the same."""
+    transformers = _transformers()
+    config = transformers.AutoConfig.for_model(model_type)
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    said = {"model_type": model_type, "num_attention_heads": heads, "num_hidden_layers": layers}
+    if model_type == "ministral":
+        said["head_dim"] = config.head_dim = 128  # transformers can't build that model without one
+    nested = ModelDeclaration.from_config({"model_type": "llava", "text_config": {"model_type": model_type}} | {})
+    if model_type != "ministral":
+        assert nested.distinct == ModelDeclaration.from_config(config).distinct
+        assert nested.positions == config.max_position_embeddings
+    # every key that the class has is one that attnops knows
+    unknown = [key for key in config.to_dict() if kind_of_key(key) in ("unknown", "suspicious")]
+    assert [key for key in unknown if key not in FAMILIES[model_type].names] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "said"), CASES, ids=IDS)
+def test_the_record_is_what_transformers_does(model_type: str, said: dict[str, Any]) -> None:
+    """Make the record again, where torch is there."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    _transformers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = layers_of(model_type, said)
+    case = next(c for c in RECORD["cases"] if c["config"] == {"model_type": model_type} | said)
+    _same(found, [case["kinds"][index] for index in case["layers"]])
+
+
+def test_the_table_of_keys_has_each_key_once() -> None:
+    others = [key for keys in OTHER.values() for key in keys]
+    every = [*ATTENTION, *others, *REFUSED]
+    assert len(every) == len(set(every))

@@ -1,0 +1,188 @@
+"""What transformers itself does with a config: every layer's attention call, caught inside small models on the CPU.
+
+`python tests/registry/transformers_probe.py` writes tests/data/model_truth.json; needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+TRUTH = Path(__file__).resolve().parents[1] / "data" / "model_truth.json"
+LENGTH = 24
+
+_SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.25,
+}
+_ENCODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "attention_probs_dropout_prob": 0.25,
+}
+_MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 4,
+}
+_YARN = {"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 16}
+_WINDOW = {"sliding_window": 5}
+_QWEN = _WINDOW | {"use_sliding_window": True}
+_GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.25}
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_MIXED = [_GLOBAL, _LOCAL, _LOCAL, _GLOBAL, _LOCAL, _LOCAL, _LOCAL, _GLOBAL]
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", _SMALL),
+    ("llama", _SMALL | {"head_dim": 16, "is_causal": False}),
+    ("mistral", _SMALL | _WINDOW),
+    ("mistral", _SMALL | {"sliding_window": None, "head_dim": 16}),
+    ("mistral", _SMALL | _WINDOW | {"is_causal": False}),
+    ("mixtral", _SMALL | _WINDOW | {"num_local_experts": 2}),
+    ("ministral", _SMALL | _WINDOW | {"head_dim": 16}),
+    ("qwen2", _SMALL | _QWEN | {"max_window_layers": 3}),
+    ("qwen2", _SMALL | _WINDOW | {"use_sliding_window": False, "max_window_layers": 3}),
+    ("qwen2_moe", _SMALL | _QWEN | {"max_window_layers": 5, "num_experts": 4}),
+    ("qwen3", _SMALL | _QWEN | {"max_window_layers": 2, "head_dim": 16}),
+    ("qwen3", _SMALL | _QWEN | {"layer_types": _MIXED, "head_dim": 16}),
+    ("qwen3_moe", _SMALL | _QWEN | {"head_dim": 16, "num_experts": 8}),
+    ("gemma", _SMALL | {"head_dim": 16}),
+    ("gemma2", _SMALL | _WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 30.0}),
+    ("gemma2", _SMALL | _WINDOW | {"head_dim": 16, "attn_logit_softcapping": None, "layer_types": _MIXED}),
+    ("gemma3_text", _SMALL | _WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 20}),
+    ("gemma3_text", _SMALL | _WINDOW | {"head_dim": 16, "sliding_window_pattern": 3}),
+    ("gemma3_text", _SMALL | {"head_dim": 16, "sliding_window": 6, "use_bidirectional_attention": True}),
+    ("gemma3_text", _SMALL | {"head_dim": 16, "sliding_window": 7, "use_bidirectional_attention": True}),
+    ("gpt_oss", _SMALL | _WINDOW | {"head_dim": 16, "num_local_experts": 4}),
+    ("llama4_text", _SMALL | {"head_dim": 16, "attention_chunk_size": 6, "num_local_experts": 2}),
+    (
+        "llama4_text",
+        _SMALL | {"head_dim": 16, "attention_chunk_size": 5, "no_rope_layers": [1, 0] * 4, "num_local_experts": 2},
+    ),
+    ("phi", _SMALL),
+    ("phi3", _SMALL | _WINDOW),
+    ("cohere", _SMALL),
+    ("cohere2", _SMALL | _WINDOW),
+    ("cohere2", _SMALL | _WINDOW | {"sliding_window_pattern": 2}),
+    ("olmo2", _SMALL),
+    ("olmo3", _SMALL | _WINDOW),
+    ("granite", _SMALL | {"attention_multiplier": 0.3}),
+    ("smollm3", _SMALL | _QWEN | {"no_rope_layer_interval": 3}),
+    ("smollm3", _SMALL),
+    ("starcoder2", _SMALL | _WINDOW),
+    ("stablelm", _SMALL),
+    ("glm4", _SMALL | {"head_dim": 16}),
+    ("deepseek_v2", _SMALL | _MLA | {"rope_scaling": _YARN, "topk_method": "greedy", "num_experts_per_tok": 2}),
+    ("deepseek_v3", _SMALL | _MLA | {"rope_scaling": _YARN, "num_experts_per_tok": 2}),
+    ("deepseek_v3", _SMALL | _MLA | {"num_experts_per_tok": 2}),
+    ("bert", _ENCODER),
+    ("bert", _ENCODER | {"is_decoder": True}),
+    ("roberta", _ENCODER),
+    ("xlm-roberta", _ENCODER),
+    ("distilbert", {"dim": 32, "n_layers": 4, "n_heads": 4, "max_position_embeddings": 64, "attention_dropout": 0.25}),
+    ("modernbert", {k: v for k, v in _SMALL.items() if k != "num_key_value_heads"} | {"local_attention": 8}),
+    (
+        "modernbert",
+        {k: v for k, v in _SMALL.items() if k != "num_key_value_heads"}
+        | {"local_attention": 7, "global_attn_every_n_layers": 2},
+    ),
+    ("gpt2", _GPT2),
+    ("gpt2", _GPT2 | {"scale_attn_weights": False}),
+    ("gpt2", _GPT2 | {"scale_attn_by_inverse_layer_idx": True}),
+]
+"""(model_type, what its config says): small sizes, and everything of attention that the family reads."""
+
+# Sizes that keep the models small and say nothing about attention.
+_REST = {"vocab_size": 64, "intermediate_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_REST_OF = {
+    "distilbert": {"vocab_size": 64, "hidden_dim": 32, "pad_token_id": 0},
+    "gpt2": {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2},
+    "llama4_text": _REST | {"intermediate_size_mlp": 32},
+    "modernbert": _REST | {"cls_token_id": 1, "sep_token_id": 2},
+}
+
+
+# The experts of mixtures one by one: the grouped product wants other sizes than these small ones.
+_PLAIN = {"experts_implementation": "eager"}
+
+
+def config_of(model_type: str, said: dict[str, Any]) -> Any:
+    """The config object of transformers."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(model_type, **copy.deepcopy(_REST_OF.get(model_type, _REST) | said))
+
+
+def layers_of(model_type: str, said: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every layer's call of attention in one step of training: heads, dims, scale, cap, sinks, dropout, mask."""
+    import torch
+    from transformers import AttentionInterface, AutoModel
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    calls: list[dict[str, Any]] = []
+
+    def catch(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, dropout: Any = 0.0, **more: Any
+    ) -> Any:
+        visible = torch.ones(LENGTH, LENGTH) if mask is None else mask[0, 0] == 0
+        calls.append(
+            {
+                "q_heads": query.shape[1],
+                "kv_heads": key.shape[1],
+                "head_dim": query.shape[3],
+                "value_dim": value.shape[3],
+                "scale": query.shape[3] ** -0.5 if scaling is None else scaling,
+                "soft_cap": more.get("softcap"),
+                "sinks": None if more.get("s_aux") is None else list(more["s_aux"].shape),
+                "dropout": dropout,
+                "rows": [_row(row.nonzero()[:, 0].tolist()) for row in visible],
+            }
+        )
+        return torch.zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface.register("attnops_probe", catch)
+    AttentionMaskInterface.register("attnops_probe", eager_mask)
+    model = AutoModel.from_config(config_of(model_type, said), attn_implementation="attnops_probe", **_PLAIN).train()
+    model(torch.full((1, LENGTH), 3))
+    return calls
+
+
+def _row(seen: list[int]) -> list[int]:
+    """First and last visible key. Every mask here is an interval in each row; anything else is an error."""
+    assert seen == list(range(seen[0], seen[-1] + 1)), seen
+    return [seen[0], seen[-1]]
+
+
+def main() -> None:
+    import transformers
+
+    cases = []
+    for model_type, said in CASES:
+        layers = layers_of(model_type, said)
+        kinds: list[dict[str, Any]] = []
+        for layer in layers:
+            if layer not in kinds:
+                kinds.append(layer)
+        cases.append(
+            {"config": {"model_type": model_type} | said, "kinds": kinds, "layers": [kinds.index(x) for x in layers]}
+        )
+    text = json.dumps({"transformers": transformers.__version__, "length": LENGTH, "cases": cases})
+    TRUTH.write_text(text.replace('{"config"', '\n{"config"') + "\n")
+
+
+if __name__ == "__main__":
+    main()
