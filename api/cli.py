@@ -92,15 +92,27 @@ def plan(
     family: Annotated[
         str | None, typer.Option("--family", help="Read it as this model_type.", show_default=False, **_OF_MODEL)
     ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            "--part", help="Of an encoder-decoder: encoder, decoder or cross.", show_default=False, **_OF_MODEL
+        ),
+    ] = None,
     ignore: Annotated[
         list[str] | None, typer.Option("--ignore", help="A key to pass over.", show_default=False, **_OF_MODEL)
     ] = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="In the place of the config's.", show_default=False, **_OF_MODEL)
     ] = None,
-    batch: Annotated[int | None, typer.Option("--batch", min=1, show_default=False, **_OF_MODEL)] = None,
-    q_len: Annotated[int | None, typer.Option("--q-len", min=1, show_default=False, **_OF_MODEL)] = None,
-    kv_len: Annotated[int | None, typer.Option("--kv-len", min=1, show_default=False, **_OF_MODEL)] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, help="Of the call.", show_default=False, **_OF_MODEL)
+    ] = None,
+    q_len: Annotated[
+        int | None, typer.Option("--q-len", min=1, help="Queries.", show_default=False, **_OF_MODEL)
+    ] = None,
+    kv_len: Annotated[
+        int | None, typer.Option("--kv-len", min=1, help="Keys.", show_default=False, **_OF_MODEL)
+    ] = None,
     layer: Annotated[
         int | None, typer.Option("--layer", min=0, help="One layer, in full.", show_default=False, **_OF_MODEL)
     ] = None,
@@ -110,7 +122,7 @@ def plan(
 ) -> None:
     """Show what would run and why, and where every tensor would live. Needs no devices."""
     of_model = {
-        "operation": operation, "family": family, "ignore": ignore, "dtype": dtype, "batch": batch, "q_len": q_len,
+        "operation": operation, "family": family, "part": part, "ignore": ignore, "dtype": dtype, "batch": batch, "q_len": q_len,
         "kv_len": kv_len, "layer": layer, "write": write,
     }  # fmt: skip
     given = {name: value for name, value in of_model.items() if value is not None}

@@ -30,6 +30,7 @@ class ModelOptions:
     model: Path
     operation: str = "splash"
     family: str | None = None
+    part: str | None = None
     ignore: tuple[str, ...] = ()
     dtype: str | None = None
     batch: int | None = None
@@ -62,7 +63,12 @@ class ModelPlans:
 
 def plan_model(options: ModelOptions) -> ModelPlans:
     """Read the config, plan its layers, write their declarations if that is wanted."""
-    reading: dict[str, Any] = {"family": options.family, "ignore": options.ignore, "dtype": options.dtype}
+    reading: dict[str, Any] = {
+        "family": options.family,
+        "part": options.part,
+        "ignore": options.ignore,
+        "dtype": options.dtype,
+    }
     q_len, kv_len, notes = options.q_len, options.kv_len, []
     if q_len is None:
         cached = is_cached(options.mode)

@@ -50,6 +50,11 @@ class Declaration(BaseModel):
             raise ConfigError(
                 f'{source}: got {type(data).__name__}; wanted an object, {{"operation": "splash", "call": ...}}.'
             )
+        if "model_type" in data and "operation" not in data:
+            raise ConfigError(
+                f"{source}: this is a model's config (model_type {data['model_type']!r}); wanted a declaration. "
+                "ModelDeclaration.from_config, or `attnops plan --model`, makes declarations of it."
+            )
         try:
             return cls.model_validate(dict(data))
         except ValidationError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 import jax
@@ -202,13 +202,23 @@ class OperationMetadata:
         object.__setattr__(self, attr_name, default if value is UNSET else value)
 
     @classmethod
-    def from_config(cls, config: Any, **changes: Any) -> Self:
+    def from_config(
+        cls,
+        config: Any,
+        *,
+        family: str | None = None,
+        part: str | None = None,
+        ignore: Collection[str] = (),
+        **changes: Any,
+    ) -> Self:
         """Take what a model's config declares; `changes` come on top.
 
         config: a Hugging Face config (object, dict, or path of a config.json), of which this is scale, dropout, causality
         and dtype, and a ConfigWarning tells what else its calls need; or any object with the names of base_config.
+        family, part, ignore: how to read the former, see read_model_config.
         """
-        return cls(**arguments_of(config, changes, _PICKUP))
+        reading = {"family": family, "part": part, "ignore": ignore}
+        return cls(**arguments_of(config, changes, _PICKUP, reading))
 
     @property
     def declared_mesh(self) -> AnyMesh | None:

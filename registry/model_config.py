@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, nearest
-from .model_families import COMPOSITES, FAMILIES, Family
+from .model_families import COMPOSITES, FAMILIES, PARTS, Family
 from .model_keys import ATTENTION, REFUSED, SYNONYMS, is_quiet, kind_of_key
 from .strict_json import parse_json, read_text
 
@@ -52,12 +52,17 @@ def is_model_config(config: Any) -> bool:
 
 
 def read_model_config(
-    config: Any, *, family: str | None = None, ignore: Collection[str] = (), name: str | None = None
+    config: Any,
+    *,
+    family: str | None = None,
+    part: str | None = None,
+    ignore: Collection[str] = (),
+    name: str | None = None,
 ) -> ModelConfig:
     """Read a config: the path of a config.json or of its folder, a dict, or an object as transformers has them.
 
     family: read it as this family, in the place of its model_type. ignore: keys that are known to be none of attention's.
-    name: what messages call it.
+    part: 'encoder', 'decoder' or 'cross', of an encoder-decoder. name: what messages call it.
     Errors: ConfigError for what is no model config, an unknown family, keys that can't be carried or contradict.
     """
     data, own_name = as_dict(config)
@@ -72,7 +77,7 @@ def read_model_config(
     for key in ignore:
         if key not in data:
             raise ConfigError(f"{name}: ignore names {key!r}, which the config doesn't have." + nearest(key, data))
-    model = _family(data, name, family)
+    model = _family(data, name, family, part)
     fields, given = _fields(data, name, model, ignore, notes)
     if not nested:
         needed = _NEEDED if _has_dims(fields) else (*_NEEDED, "hidden_size")
@@ -84,7 +89,6 @@ def read_model_config(
     taken = [f"{key}={fields[key]}" for key in sorted(fields.keys() - given) if _speaks(key, fields)]
     if taken:
         notes.append(f"the config doesn't say {', '.join(taken)}: the default of {model}")
-    notes.extend(FAMILIES[model].notes)
     return ModelConfig(name, model, fields, frozenset(given), tuple(notes))
 
 
@@ -130,18 +134,28 @@ def _text_part(data: dict[str, Any], name: str, family: str | None, notes: list[
     return text
 
 
-def _family(data: Mapping[str, Any], name: str, family: str | None) -> str:
+def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | None) -> str:
     kind = data.get("model_type") if family is None else family
+    known = sorted({*PARTS, *(known for known in FAMILIES if " " not in known)})
     if kind is None or kind == "":
         raise ConfigError(
             f"{name}: no model_type, so this is no model's config as transformers saves it; wanted one of "
-            f"{', '.join(FAMILIES)}, or family=."
+            f"{', '.join(known)}, or family=."
         )
-    if kind not in FAMILIES:
+    if part is not None and (kind not in PARTS or part not in PARTS[kind]):
+        wanted = (
+            f"wanted one of {', '.join(PARTS[kind])}" if kind in PARTS else f"{kind} has one attention: leave it out"
+        )
+        raise ConfigError(f"{name}: part={part!r}; {wanted}.")
+    if kind in PARTS:
+        if part is None:
+            raise ConfigError(f"{name}: {kind} has three attentions; say part= one of {', '.join(PARTS[kind])}.")
+        return f"{kind} {part}"
+    if kind not in known:
         mend = "" if family else " If it attends as one of them does, say so with family=."
         raise ConfigError(
             f"{name}: {'family' if family else 'model_type'} {kind!r} is not one that attnops can read; known: "
-            f"{', '.join(FAMILIES)}." + (nearest(str(kind), FAMILIES) or mend)
+            f"{', '.join(known)}." + (nearest(str(kind), known) or mend)
         )
     return str(kind)
 
@@ -155,7 +169,7 @@ def _fields(
     fields, said_by, unknown = dict(known), dict[str, str](), list[str]()
     for key, value in data.items():
         own = rules.names.get(key, SYNONYMS.get(key, key))
-        if key in ignore or key == "model_type":
+        if key in ignore or key == "model_type" or key in rules.skips:
             continue
         if own in known and key not in renamed:
             if own in said_by and fields[own] != value and value is not None:
@@ -172,7 +186,8 @@ def _fields(
                 f"{name}: {key}={value!r}, and models of type {model} don't read {key}. Take it out, say family= if it "
                 f"is another one, or name it in ignore=.{nearest(key, known)}"
             )
-        if kind == "suspicious" and not is_quiet(key, value):
+        nothing = is_quiet(key, value) or (value == 0 and "drop" in key)
+        if kind == "suspicious" and not nothing:
             raise ConfigError(
                 f"{name}: {key}={value!r} may be attention's, and attnops doesn't know it. If it isn't, name it in ignore=."
                 + nearest(key, ATTENTION)
@@ -196,6 +211,8 @@ _NULLABLE = ("sliding_window", "attn_logit_softcapping", "attention_chunk_size",
 def _quiet(key: str, value: Any, data: Mapping[str, Any]) -> bool:
     """Whether an attention key says nothing, or only what holds anyway."""
     if is_quiet(key, value) or (key in ("is_causal", "is_decoder") and value is True):
+        return True
+    if key == "attention_dropout" and value == 0:
         return True
     if key in ("max_window_layers", "sliding_window") and data.get("use_sliding_window") is False:
         return True

@@ -53,15 +53,16 @@ class ModelDeclaration:
         layout: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         family: str | None = None,
+        part: str | None = None,
         ignore: Collection[str] = (),
     ) -> Self:
         """Read a config: the path of a config.json or its folder, a dict, or an object of transformers.
 
         operation, metadata: of every declaration; `metadata` goes before what the config says. batch, q_len, kv_len,
         mode, dtype, layout: of the call; where q_len and kv_len differ, queries are the last of kv_len tokens, and a
-        decode or insert has kv_lengths. family, ignore: see read_model_config. Errors: ConfigError.
+        decode or insert has kv_lengths. family, part, ignore: see read_model_config. Errors: ConfigError.
         """
-        read = read_model_config(config, family=family, ignore=ignore)
+        read = read_model_config(config, family=family, part=part, ignore=ignore)
         found = model_attention(read, dtype)
         call = _call(found, batch=batch, q_len=q_len, kv_len=kv_len, mode=mode, layout=layout)
         said = metadata_of(found) | dict(metadata or {})
@@ -134,6 +135,12 @@ def _call(
         call["return_weights"] = True
     if kv_len is not None and q_len is None:
         raise ConfigError(f"kv_len={kv_len} without q_len; give both.")
+    if found.cross:
+        if q_len is not None and kv_len is None:
+            raise ConfigError(
+                f"q_len={q_len} without kv_len, and the keys of cross attention are the encoder's; give both."
+            )
+        return call
     shorter = kv_len is not None and q_len is not None and q_len != kv_len
     cached = is_cached(mode)
     if (shorter or cached) and not found.causal:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["CHUNKED", "COMPOSITES", "FAMILIES", "GLOBAL", "LOCAL", "Family"]
+__all__ = ["CHUNKED", "COMPOSITES", "FAMILIES", "GLOBAL", "LOCAL", "PARTS", "Family"]
 
 GLOBAL, LOCAL, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 Fields = Mapping[str, Any]
@@ -21,16 +21,18 @@ class Family:
     """How one `model_type` is read.
 
     defaults: every key that the family reads, and what is meant where the config doesn't say it. kinds: of each layer,
-    where the config has no `layer_types`. names: the family's own names of keys. causal: whether its tokens see only
-    those before them. two_sided: what `sliding_window` means there. sinks: one learned logit per query head.
+    where the config has no `layer_types`. names: the family's own names of keys. skips: keys of the model's other parts.
+    causal: whether its tokens see only those before them. sinks: one learned logit per query head. cross: the keys are an
+    encoder's.
     """
 
     defaults: Mapping[str, Any]
     kinds: Callable[[Fields], list[str]] = field(default=lambda f: [GLOBAL] * f["num_hidden_layers"])
     names: Mapping[str, str] = field(default_factory=dict)
+    skips: tuple[str, ...] = ()
     causal: bool = True
     sinks: bool = False
-    notes: tuple[str, ...] = ()
+    cross: bool = False
 
 
 def _sizes(hidden: int, layers: int, heads: int, kv: int | None, positions: int, **more: Any) -> dict[str, Any]:
@@ -88,7 +90,41 @@ _BERT |= {"attention_dropout": 0.1}
 _BERT_NAMES = {"attention_probs_dropout_prob": "attention_dropout"}
 _BERT_FAMILY = Family(_BERT | {"is_decoder": False}, names=_BERT_NAMES, causal=False)
 
+
+def _parts(
+    name: str, source: tuple[str, int], target: tuple[str, int], *, width: int, layers: int, heads: int
+) -> dict[str, Family]:
+    """The three attentions of an encoder-decoder; source and target are the keys and defaults of their longest lengths."""
+    found = {}
+    for part, whose, (positions, longest) in (
+        ("encoder", "encoder", source),
+        ("decoder", "decoder", target),
+        ("cross", "decoder", target),
+    ):
+        defaults = {
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "max_position_embeddings": longest,
+            "attention_dropout": 0.0,
+            "is_encoder_decoder": True,
+        }
+        names = {f"{whose}_layers": "num_hidden_layers", f"{whose}_attention_heads": "num_attention_heads"}
+        names |= {"d_model": "hidden_size", positions: "max_position_embeddings"}
+        found[f"{name} {part}"] = Family(
+            defaults,
+            names=names,
+            skips=() if part == "encoder" else ("num_hidden_layers", "num_attention_heads"),
+            causal=part == "decoder",
+            cross=part == "cross",
+        )
+    return found
+
+
+_POSITIONS = ("max_position_embeddings", 1024)
+
 FAMILIES: dict[str, Family] = {
+    **_parts("bart", _POSITIONS, _POSITIONS, width=1024, layers=12, heads=16),
     "bert": _BERT_FAMILY,
     "cohere": Family(_sizes(8192, 40, 64, None, 8192)),
     "cohere2": Family(
@@ -101,6 +137,16 @@ FAMILIES: dict[str, Family] = {
         _BERT | {"num_hidden_layers": 6},
         names={"dim": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"},
         causal=False,
+    ),
+    "electra": Family(
+        _BERT | {"hidden_size": 256, "num_attention_heads": 4, "is_decoder": False}, names=_BERT_NAMES, causal=False
+    ),
+    "ernie4_5": Family(
+        {k: v for k, v in _sizes(1024, 18, 16, 2, 131072, head_dim=128).items() if k != "attention_dropout"}
+    ),
+    "exaone4": Family(
+        _sizes(4096, 32, 32, 32, 2048) | _WINDOW | _TYPES | {"sliding_window_pattern": 4},
+        _by(lambda f, layer: f["sliding_window"] is not None and (layer + 1) % f["sliding_window_pattern"]),
     ),
     "gemma": Family(_sizes(3072, 28, 16, 16, 8192) | _GEMMA),
     "gemma2": Family(
@@ -119,6 +165,8 @@ FAMILIES: dict[str, Family] = {
         | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": None, "sliding_window_pattern": 6},
         _all_but_every("sliding_window_pattern"),
     ),
+    "glm": Family(_sizes(4096, 40, 32, 2, 131072, head_dim=128)),
+    "glm4_moe": Family(_sizes(4096, 46, 96, 8, 131072)),
     "glm4": Family(_sizes(4096, 40, 32, 2, 131072, head_dim=128)),
     "gpt2": Family(
         _sizes(768, 12, 12, _NOT_READ, 1024, head_dim=_NOT_READ)
@@ -131,10 +179,12 @@ FAMILIES: dict[str, Family] = {
             "attn_pdrop": "attention_dropout",
         },
     ),
+    "gpt_neox": Family(_sizes(6144, 44, 64, _NOT_READ, 2048, head_dim=_NOT_READ)),
     "gpt_oss": Family(
         _sizes(2880, 36, 64, 8, 131072, head_dim=64) | {"sliding_window": 128} | _TYPES, _all_but_every(2), sinks=True
     ),
     "granite": Family(_sizes(4096, 32, 32, None, 2048) | {"attention_multiplier": 1.0}),
+    "granitemoe": Family(_sizes(4096, 32, 32, None, 2048) | {"attention_multiplier": 1.0}),
     "llama": Family(_sizes(4096, 32, 32, None, 2048)),
     "llama4_text": Family(
         _sizes(5120, 48, 40, 8, 131072, head_dim=128) | _NO_ROPE | _TYPES | {"attention_chunk_size": 8192},
@@ -150,8 +200,10 @@ FAMILIES: dict[str, Family] = {
         _by(lambda f, layer: layer % f["global_attn_every_n_layers"]),
         causal=False,
     ),
+    "olmo": Family(_sizes(4096, 32, 32, None, 2048)),
     "olmo2": Family(_sizes(4096, 32, 32, None, 2048)),
     "olmo3": Family(_sizes(4096, 32, 32, None, 2048) | _WINDOW | _TYPES, _all_but_every(4)),
+    "opt": Family(_sizes(768, 12, 12, _NOT_READ, 2048, head_dim=_NOT_READ)),
     "phi": Family(_sizes(2048, 24, 32, None, 2048)),
     "phi3": Family(_sizes(3072, 32, 32, None, 4096) | _NO_WINDOW, _by(_has_window)),
     "qwen2": Family(
@@ -168,14 +220,19 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(_sizes(2048, 24, 32, 4, 32768) | _QWEN, _by(_has_window)),
     "roberta": _BERT_FAMILY,
+    "seed_oss": Family(_sizes(4096, 64, 80, 8, 524288, head_dim=128) | {"attention_dropout": 0.1}),
     "smollm3": Family(
         _sizes(2048, 36, 16, 4, 32768) | _NO_WINDOW | {"use_sliding_window": False} | _NO_ROPE | _TYPES,
         _by(lambda f, layer: _has_window(f, layer) and not _rope(f, layer)),
     ),
     "stablelm": Family(_sizes(2560, 32, 32, 32, 4096, head_dim=_NOT_READ)),
     "starcoder2": Family(_sizes(3072, 30, 24, 2, 4096) | _NO_WINDOW, _by(_has_window)),
+    **_parts("whisper", ("max_source_positions", 1500), ("max_target_positions", 448), width=384, layers=4, heads=6),
     "xlm-roberta": _BERT_FAMILY,
 }
+
+PARTS = dict.fromkeys(("bart", "whisper"), ("encoder", "decoder", "cross"))
+"""Encoder-decoders, whose three attentions are read one at a time: FAMILIES has them as `bart encoder` and so on."""
 
 _IMAGES = "tokens of one image see each other in both directions there; the masks here are those of text"
 COMPOSITES: dict[str, str | None] = {

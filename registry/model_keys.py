@@ -46,6 +46,7 @@ ATTENTION: dict[str, str] = {
     "dtype": "`metadata.runtime_dtype` and `call.dtype`",
     "output_attentions": "`call.return_weights`",
     "max_position_embeddings": "the length that `attnops plan --model` takes if none is given",
+    "is_encoder_decoder": "whether there is a `part` to be said",
     "text_config": "the language model of a multimodal one: read in the place of the whole",
 }
 """What a key becomes. A key that its family doesn't read is refused, unless it is null."""
@@ -66,7 +67,8 @@ OTHER: dict[str, tuple[str, ...]] = {
     ),
     "other dropouts": (
         "hidden_dropout", "hidden_dropout_prob", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout",
-        "mlp_dropout", "dropout", "qa_dropout", "seq_classif_dropout", "classifier_dropout", "summary_first_dropout",
+        "mlp_dropout", "dropout", "qa_dropout", "seq_classif_dropout", "classifier_dropout", "activation_dropout",
+        "layerdrop", "summary_last_dropout", "summary_first_dropout",
     ),
     "feed-forward, experts, embeddings and heads of the model": (
         "vocab_size", "intermediate_size", "intermediate_size_mlp", "n_inner", "hidden_dim", "hidden_act",
@@ -80,8 +82,9 @@ OTHER: dict[str, tuple[str, ...]] = {
         "logits_scaling", "embedding_multiplier", "lm_head_bias", "tie_word_embeddings", "decoder_bias",
         "classifier_activation", "classifier_bias", "classifier_pooling", "sparse_prediction",
         "sparse_pred_ignore_index", "summary_type", "summary_use_proj", "summary_activation",
-        "summary_proj_to_labels", "initializer_range", "initializer_cutoff_factor", "pretraining_tp",
-        "shared_intermediate_size", "n_ctx",
+        "summary_proj_to_labels", "initializer_range", "init_std", "ffn_dim", "do_layer_norm_before",
+        "_remove_final_layer_norm", "word_embed_proj_dim", "enable_bias", "layer_norm_elementwise_affine",
+        "embedding_size", "initializer_cutoff_factor", "pretraining_tp", "shared_intermediate_size", "n_ctx",
     ),
     "tokens, labels and generation": (
         "bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id", "mask_token_id",
@@ -94,6 +97,13 @@ OTHER: dict[str, tuple[str, ...]] = {
         "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "prefix", "tokenizer_class",
         "spatial_merge_size", "multimodal_projector_bias", "projector_hidden_act", "vision_feature_layer",
         "vision_feature_select_strategy", "image_seq_length",
+    ),
+    "the other parts of an encoder-decoder": (
+        "encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim",
+        "decoder_ffn_dim", "encoder_layerdrop", "decoder_layerdrop", "max_source_positions", "max_target_positions",
+        "scale_embedding", "d_model", "num_mel_bins", "use_weighted_layer_sum", "classifier_proj_size",
+        "median_filter_width", "apply_spec_augment", "mask_time_prob", "mask_time_length", "mask_time_min_masks",
+        "mask_feature_prob", "mask_feature_length", "mask_feature_min_masks",
     ),
     "bookkeeping of the library": (
         "architectures", "auto_map", "torchscript", "use_bfloat16", "tf_legacy_loss", "tie_encoder_decoder",
@@ -120,7 +130,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "relative_attention_num_buckets": (_ABSENT, "a learned position bias is added to the logits"),
     "relative_attention": (_ABSENT, "relative attention adds terms to the logits"),
     "add_cross_attention": (_ABSENT, "cross attention to an encoder isn't declared by a model config"),
-    "is_encoder_decoder": (_ABSENT, "an encoder-decoder has three attentions, with lengths of their own"),
     "attn_config": (_ABSENT, "an attention config of the model's own"),
     "attention_types": (_ABSENT, "layer kinds under another name"),
     "attention_window": (_ABSENT, "windows of Longformer, with global tokens"),

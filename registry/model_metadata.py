@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import ConfigWarning
+from ..errors import ConfigError, ConfigWarning
 from .fields import pick
 from .model_attention import ModelAttention, model_attention
 from .model_config import as_dict, is_model_config, read_model_config
@@ -31,22 +31,20 @@ def metadata_of(found: ModelAttention) -> dict[str, Any]:
     return fields
 
 
-def arguments_of(config: Any, changes: Mapping[str, Any], own_names: Mapping[str, str]) -> dict[str, Any]:
+def arguments_of(
+    config: Any, changes: Mapping[str, Any], own_names: Mapping[str, str], reading: Mapping[str, Any]
+) -> dict[str, Any]:
     """What OperationMetadata.from_config hands to OperationMetadata.
 
     A file, a dict that names its model_type, and an object of transformers are read by their family; what belongs to the
     call is told in a ConfigWarning. `own_names` in them, and any other object, are a base_config.
+    `reading` is for read_model_config.
     """
-    is_file = isinstance(config, str | os.PathLike)
-    if not (is_file or isinstance(config, Mapping) or type(config).__module__.split(".")[0] == "transformers"):
-        framework = any(pick(config, name) not in (UNSET, None) for name in own_names.values())
-        if framework or not (is_model_config(config) or _looks_like_one(config)):
-            return {"base_config": config, **changes}
-    elif not is_file and not is_model_config(config) and not _looks_like_one(config):
+    if not _is_read(config, own_names, reading):
         return {"base_config": config, **changes}
     data, name = as_dict(config)
     base = {key: data.pop(key) for key in own_names.values() if key in data}
-    found = model_attention(read_model_config(data, name=name), changes.get("runtime_dtype"))
+    found = model_attention(read_model_config(data, name=name, **reading), changes.get("runtime_dtype"))
     left = _for_the_call(found)
     if left:
         warnings.warn(
@@ -59,6 +57,21 @@ def arguments_of(config: Any, changes: Mapping[str, Any], own_names: Mapping[str
     if base.get("attn_dtype") is not None:
         fields.pop("runtime_dtype", None)
     return ({"base_config": base} if base else {}) | fields | dict(changes)
+
+
+def _is_read(config: Any, own_names: Mapping[str, str], reading: Mapping[str, Any]) -> bool:
+    if isinstance(config, str | os.PathLike):
+        return True
+    plain = isinstance(config, Mapping) or type(config).__module__.split(".")[0] == "transformers"
+    framework = not plain and any(pick(config, name) not in (UNSET, None) for name in own_names.values())
+    if not framework and (is_model_config(config) or _looks_like_one(config) or reading["family"] is not None):
+        return True
+    said = [name for name, value in reading.items() if value]
+    if said:
+        raise ConfigError(
+            f"from_config: {', '.join(said)} for a {type(config).__name__}, of which only its own names are read."
+        )
+    return False
 
 
 def _looks_like_one(config: Any) -> bool:

@@ -117,6 +117,8 @@ def test_refused_layers_end_with_status_1(attnops: Callable[..., Any]) -> None:
         (("--model", GEMMA, "--mode", "guess"), "mode='guess' is not a mode"),
         (("--model", GEMMA, "--platform", "tpus"), "--platform tpus"),
         (("--model", "examples/minilm_layer.json"), "no model_type"),
+        ((GEMMA,), "this is a model's config (model_type 'gemma3'); wanted a declaration"),
+        (("--model", GEMMA, "--part", "cross"), "part='cross'; gemma3_text has one attention"),
     ],
 )
 def test_bad_input(

@@ -7,7 +7,7 @@ import re
 import pages
 import pytest
 
-from attnops.registry.model_families import COMPOSITES, FAMILIES
+from attnops.registry.model_families import COMPOSITES, FAMILIES, PARTS
 from attnops.registry.model_keys import ATTENTION, OTHER, REFUSED
 
 PAGE = pages.ROOT / "docs" / "model-configs.md"
@@ -50,7 +50,8 @@ def test_keys_of_other_things() -> None:
 
 def test_every_family_stands_there_once() -> None:
     named = [name for cell, _ in _rows("families") for name in _names(cell)]
-    assert sorted(named) == sorted(FAMILIES)
+    assert sorted(named) == sorted({name.split()[0] for name in FAMILIES})
+    assert {name.split()[0] for name in FAMILIES if " " in name} == set(PARTS)
     (line,) = [line for _, line in pages.prose(PAGE) if line.startswith("Of the multimodal")]
     assert set(_names(line)) == {*COMPOSITES, "text_config"}
 

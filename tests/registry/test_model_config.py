@@ -292,7 +292,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"alibi": True}, "ALiBi adds a bias"),
     ({"position_embedding_type": "relative_key"}, "relative position embeddings"),
     ({"add_cross_attention": True}, "cross attention"),
-    ({"is_encoder_decoder": True}, "encoder-decoder"),
+    ({"is_encoder_decoder": True}, "don't read is_encoder_decoder"),
     ({"pruned_heads": {"0": [1]}}, "pruned_heads"),
     ({"is_causal": "no"}, "is_causal='no'; wanted true or false"),
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window=0"),
@@ -465,3 +465,46 @@ def test_a_frameworks_object_gives_its_own_names_alone() -> None:
 
 def test_families_and_composites_are_disjoint() -> None:
     assert not set(FAMILIES) & set(COMPOSITES)
+
+
+# -- encoder-decoders --------------------------------------------------------------------------------------------------
+
+# Whisper large-v3-turbo: 32 layers in the encoder, 4 in the decoder, 20 heads of 64.
+WHISPER = {
+    "model_type": "whisper",
+    "is_encoder_decoder": True,
+    "d_model": 1280,
+    "num_hidden_layers": 32,
+    "encoder_layers": 32,
+    "encoder_attention_heads": 20,
+    "decoder_layers": 4,
+    "decoder_attention_heads": 20,
+    "max_source_positions": 1500,
+    "max_target_positions": 448,
+}
+
+
+def test_parts_of_an_encoder_decoder() -> None:
+    found = {part: ModelDeclaration.from_config(WHISPER, part=part) for part in ("encoder", "decoder", "cross")}
+    assert {part: len(model.layers) for part, model in found.items()} == {"encoder": 32, "decoder": 4, "cross": 4}
+    assert {part: model.positions for part, model in found.items()} == {"encoder": 1500, "decoder": 448, "cross": 448}
+    masks = {part: model.layer(0).declaration.call.mask for part, model in found.items()}
+    assert masks == {"encoder": Full(), "decoder": Causal(), "cross": Full()}
+    cross = ModelDeclaration.from_config(WHISPER, part="cross", q_len=1, kv_len=1500, mode="autoregressive")
+    call = cross.layer(0).declaration.call
+    assert (call.q_len, call.kv_len, call.kv_lengths, call.query_offset) == (1, 1500, None, None)
+    for arguments, says in (
+        ({}, "three attentions; say part= one of encoder, decoder, cross"),
+        ({"part": "both"}, "part='both'; wanted one of encoder, decoder, cross"),
+        ({"part": "cross", "q_len": 4}, "the keys of cross attention are the encoder's"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            ModelDeclaration.from_config(WHISPER, **arguments)
+    with pytest.raises(ConfigError, match="llama has one attention: leave it out"):
+        ModelDeclaration.from_config(LLAMA, part="decoder")
+    with pytest.raises(ConfigError, match="say two things"):
+        ModelDeclaration.from_config(WHISPER | {"num_hidden_layers": 30}, part="encoder")
+    assert not OperationMetadata.from_config(WHISPER, part="encoder").causal
+    assert OperationMetadata.from_config(WHISPER, part="decoder").causal
+    with pytest.raises(ConfigError, match=r"part for a SimpleNamespace"):
+        OperationMetadata.from_config(SimpleNamespace(attn_dtype="bfloat16"), part="decoder")

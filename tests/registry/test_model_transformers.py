@@ -15,11 +15,12 @@ from transformers_probe import CASES, LENGTH, TRUTH, config_of, layers_of
 
 from attnops import ModelDeclaration, OperationMetadata
 from attnops.errors import ConfigWarning
-from attnops.registry.model_families import FAMILIES
+from attnops.registry.model_families import FAMILIES, PARTS
 from attnops.registry.model_keys import ATTENTION, OTHER, REFUSED, kind_of_key
 
 RECORD = json.loads(TRUTH.read_text())
-IDS = [f"{number}-{case['config']['model_type']}" for number, case in enumerate(RECORD["cases"])]
+IDS = [f"{number}-{case['config']['model_type']} {case['part']}".strip() for number, case in enumerate(RECORD["cases"])]
+CASE_IDS = [f"{number}-{model_type}" for number, (model_type, _) in enumerate(CASES)]
 
 
 def _rows(mask: Any) -> list[list[int]]:
@@ -30,10 +31,15 @@ def _rows(mask: Any) -> list[list[int]]:
     return rows
 
 
-def _read(config: Any) -> list[dict[str, Any]]:
+def _lengths(part: str) -> dict[str, Any]:
+    """What of a case is said to from_config beside its config."""
+    return {"q_len": LENGTH} | ({"part": part} if part else {}) | ({"kv_len": LENGTH} if part == "cross" else {})
+
+
+def _read(config: Any, part: str) -> list[dict[str, Any]]:
     """What attnops declares for each layer, in the record's words."""
     found = []
-    for layer in ModelDeclaration.from_config(config, q_len=LENGTH).layers:
+    for layer in ModelDeclaration.from_config(config, **_lengths(part)).layers:
         call, metadata = layer.declaration.call, layer.declaration.metadata
         shapes = call.shapes()
         scale = metadata.get("softmax_scale") if call.softmax_scale is None else call.softmax_scale
@@ -64,12 +70,14 @@ def _same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("case", RECORD["cases"], ids=IDS)
 def test_every_layer_is_as_transformers_runs_it(case: dict[str, Any]) -> None:
-    _same(_read(case["config"]), [case["kinds"][index] for index in case["layers"]])
+    _same(_read(case["config"], case["part"]), [case["kinds"][index] for index in case["layers"]])
 
 
 def test_the_record_has_every_family() -> None:
-    assert {case["config"]["model_type"] for case in RECORD["cases"]} == set(FAMILIES)
-    assert [case["config"] for case in RECORD["cases"]] == [{"model_type": kind} | said for kind, said in CASES]
+    named = {f"{case['config']['model_type']} {case['part']}".strip() for case in RECORD["cases"]}
+    assert named == set(FAMILIES)
+    wanted = [{"model_type": kind} | said for kind, said in CASES]
+    assert [case["config"] for case in RECORD["cases"] if case["part"] not in ("decoder", "cross")] == wanted
     assert RECORD["length"] == LENGTH
 
 
@@ -80,7 +88,7 @@ def test_metadata_of_a_config_is_that_of_its_layers(case: dict[str, Any]) -> Non
     first = layers[0]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        metadata = OperationMetadata.from_config(case["config"])
+        metadata = OperationMetadata.from_config(case["config"], part=case["part"] or None)
     assert metadata.dropout_prob == first["dropout"]
     causal = all(last <= row for layer in layers for row, (_, last) in enumerate(layer["rows"]))
     assert metadata.causal == causal
@@ -102,39 +110,43 @@ def _transformers() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model_type", "said"), CASES, ids=IDS)
+@pytest.mark.parametrize(("model_type", "said"), CASES, ids=CASE_IDS)
 def test_objects_of_transformers_and_their_dicts(model_type: str, said: dict[str, Any]) -> None:
     """A config object, its dict and its file's text mean the same as the few fields that were said."""
     _transformers()
-    wanted = ModelDeclaration.from_config({"model_type": model_type} | said, q_len=LENGTH).distinct
     config = config_of(model_type, said)
-    for form in (config, config.to_dict(), json.loads(config.to_json_string())):
-        found = ModelDeclaration.from_config(form, q_len=LENGTH)
-        assert found.distinct == wanted
-        assert not [note for note in found.notes if "not read" in note or "doesn't say" in note]
+    for part in PARTS.get(model_type, ("",)):
+        wanted = ModelDeclaration.from_config({"model_type": model_type} | said, **_lengths(part)).distinct
+        for form in (config, config.to_dict(), json.loads(config.to_json_string())):
+            found = ModelDeclaration.from_config(form, **_lengths(part))
+            assert found.distinct == wanted
+            assert not [note for note in found.notes if "not read" in note or "doesn't say" in note]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
-def test_defaults_are_those_of_transformers(model_type: str) -> None:
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_defaults_are_those_of_transformers(family: str) -> None:
     """A nested config leaves out what is the default of its class, so each default has to be the same."""
     transformers = _transformers()
+    model_type, _, part = family.partition(" ")
     config = transformers.AutoConfig.for_model(model_type)
-    heads, layers = config.num_attention_heads, config.num_hidden_layers
-    said = {"model_type": model_type, "num_attention_heads": heads, "num_hidden_layers": layers}
-    if model_type == "ministral":
-        said["head_dim"] = config.head_dim = 128  # transformers can't build that model without one
-    nested = ModelDeclaration.from_config({"model_type": "llava", "text_config": {"model_type": model_type}} | {})
-    if model_type != "ministral":
-        assert nested.distinct == ModelDeclaration.from_config(config).distinct
-        assert nested.positions == config.max_position_embeddings
+    how = {"part": part} if part else {}
+    if model_type not in ("ministral", "glm4_moe"):  # whose defaults make no model
+        nested = {"model_type": "llava", "text_config": {"model_type": model_type}}
+        found = ModelDeclaration.from_config(nested, **how)
+        assert found.distinct == ModelDeclaration.from_config(config, **how).distinct
+        assert found.positions == getattr(config, _own_name(family, "max_position_embeddings"))
     # every key that the class has is one that attnops knows
     unknown = [key for key in config.to_dict() if kind_of_key(key) in ("unknown", "suspicious")]
-    assert [key for key in unknown if key not in FAMILIES[model_type].names] == []
+    assert [key for key in unknown if key not in FAMILIES[family].names] == []
+
+
+def _own_name(family: str, key: str) -> str:
+    return next((own for own, meant in FAMILIES[family].names.items() if meant == key), key)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model_type", "said"), CASES, ids=IDS)
+@pytest.mark.parametrize(("model_type", "said"), CASES, ids=CASE_IDS)
 def test_the_record_is_what_transformers_does(model_type: str, said: dict[str, Any]) -> None:
     """Make the record again, where torch is there."""
     pytest.importorskip("torch", reason="torch is not installed")
@@ -142,8 +154,10 @@ def test_the_record_is_what_transformers_does(model_type: str, said: dict[str, A
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = layers_of(model_type, said)
-    case = next(c for c in RECORD["cases"] if c["config"] == {"model_type": model_type} | said)
-    _same(found, [case["kinds"][index] for index in case["layers"]])
+    cases = [case for case in RECORD["cases"] if case["config"] == {"model_type": model_type} | said]
+    assert {case["part"] for case in cases} == set(found)
+    for case in cases:
+        _same(found[case["part"]], [case["kinds"][index] for index in case["layers"]])
 
 
 def test_the_table_of_keys_has_each_key_once() -> None:

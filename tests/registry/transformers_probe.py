@@ -43,6 +43,15 @@ _YARN = {"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7, "o
 _WINDOW = {"sliding_window": 5}
 _QWEN = _WINDOW | {"use_sliding_window": True}
 _GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.25}
+_TWO = {
+    "d_model": 32,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "attention_dropout": 0.25,
+}
+_DROPLESS = {key: value for key, value in _SMALL.items() if key != "attention_dropout"}
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _MIXED = [_GLOBAL, _LOCAL, _LOCAL, _GLOBAL, _LOCAL, _LOCAL, _LOCAL, _GLOBAL]
 
@@ -93,6 +102,24 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("bert", _ENCODER | {"is_decoder": True}),
     ("roberta", _ENCODER),
     ("xlm-roberta", _ENCODER),
+    ("electra", _ENCODER | {"embedding_size": 32}),
+    ("electra", _ENCODER | {"embedding_size": 32, "is_decoder": True}),
+    ("ernie4_5", _DROPLESS | {"head_dim": 16}),
+    ("exaone4", _SMALL | _WINDOW | {"head_dim": 16}),
+    ("exaone4", _SMALL | _WINDOW | {"head_dim": 16, "sliding_window_pattern": 3}),
+    ("exaone4", _SMALL | {"head_dim": 16, "layer_types": ["full_attention"] * 8, "sliding_window": None}),
+    ("glm", _SMALL | {"head_dim": 16}),
+    ("glm4_moe", _SMALL | {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}),
+    ("gpt_neox", {k: v for k, v in _SMALL.items() if k != "num_key_value_heads"}),
+    ("granitemoe", _SMALL | {"attention_multiplier": 0.3, "num_local_experts": 2}),
+    ("olmo", _SMALL | {"clip_qkv": 8.0}),
+    (
+        "opt",
+        {k: v for k, v in _SMALL.items() if k != "num_key_value_heads"} | {"ffn_dim": 32, "word_embed_proj_dim": 32},
+    ),
+    ("seed_oss", _SMALL | {"head_dim": 16}),
+    ("bart", _TWO | {"max_position_embeddings": 64}),
+    ("whisper", _TWO | {"max_source_positions": 24, "max_target_positions": 64, "num_mel_bins": 8}),
     ("distilbert", {"dim": 32, "n_layers": 4, "n_heads": 4, "max_position_embeddings": 64, "attention_dropout": 0.25}),
     ("modernbert", {k: v for k, v in _SMALL.items() if k != "num_key_value_heads"} | {"local_attention": 8}),
     (
@@ -109,6 +136,18 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 # Sizes that keep the models small and say nothing about attention.
 _REST = {"vocab_size": 64, "intermediate_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _REST_OF = {
+    "bart": {"vocab_size": 64, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "pad_token_id": 0, "bos_token_id": 1},
+    "electra": {"vocab_size": 64, "intermediate_size": 32, "pad_token_id": 0},
+    "opt": {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "whisper": {
+        "vocab_size": 64,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+    },
     "distilbert": {"vocab_size": 64, "hidden_dim": 32, "pad_token_id": 0},
     "gpt2": {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2},
     "llama4_text": _REST | {"intermediate_size_mlp": 32},
@@ -127,8 +166,11 @@ def config_of(model_type: str, said: dict[str, Any]) -> Any:
     return AutoConfig.for_model(model_type, **copy.deepcopy(_REST_OF.get(model_type, _REST) | said))
 
 
-def layers_of(model_type: str, said: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every layer's call of attention in one step of training: heads, dims, scale, cap, sinks, dropout, mask."""
+def layers_of(model_type: str, said: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Every layer's call of attention in one step of training: heads, dims, scale, cap, sinks, dropout, mask.
+
+    By part of the model: 'encoder', 'decoder' and 'cross' of an encoder-decoder, else ''.
+    """
     import torch
     from transformers import AttentionInterface, AutoModel
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
@@ -138,6 +180,8 @@ def layers_of(model_type: str, said: dict[str, Any]) -> list[dict[str, Any]]:
     def catch(
         module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, dropout: Any = 0.0, **more: Any
     ) -> Any:
+        if scaling == 1.0 and hasattr(module, "scaling"):
+            scaling = module.scaling  # opt and whisper scale the query before this
         visible = torch.ones(LENGTH, LENGTH) if mask is None else mask[0, 0] == 0
         calls.append(
             {
@@ -157,8 +201,17 @@ def layers_of(model_type: str, said: dict[str, Any]) -> list[dict[str, Any]]:
     AttentionInterface.register("attnops_probe", catch)
     AttentionMaskInterface.register("attnops_probe", eager_mask)
     model = AutoModel.from_config(config_of(model_type, said), attn_implementation="attnops_probe", **_PLAIN).train()
-    model(torch.full((1, LENGTH), 3))
-    return calls
+    tokens = torch.full((1, LENGTH), 3)
+    if model_type == "whisper":  # two frames make one position
+        model(torch.zeros(1, said["num_mel_bins"], 2 * LENGTH), decoder_input_ids=tokens)
+    elif "encoder_layers" in said:
+        model(tokens, decoder_input_ids=tokens)
+    else:
+        model(tokens)
+    if "encoder_layers" not in said:
+        return {"": calls}
+    count = said["encoder_layers"]
+    return {"encoder": calls[:count], "decoder": calls[count::2], "cross": calls[count + 1 :: 2]}
 
 
 def _row(seen: list[int]) -> list[int]:
@@ -172,14 +225,14 @@ def main() -> None:
 
     cases = []
     for model_type, said in CASES:
-        layers = layers_of(model_type, said)
-        kinds: list[dict[str, Any]] = []
-        for layer in layers:
-            if layer not in kinds:
-                kinds.append(layer)
-        cases.append(
-            {"config": {"model_type": model_type} | said, "kinds": kinds, "layers": [kinds.index(x) for x in layers]}
-        )
+        for part, layers in layers_of(model_type, said).items():
+            kinds: list[dict[str, Any]] = []
+            for layer in layers:
+                if layer not in kinds:
+                    kinds.append(layer)
+            numbers = [kinds.index(layer) for layer in layers]
+            config = {"model_type": model_type} | said
+            cases.append({"config": config, "part": part, "kinds": kinds, "layers": numbers})
     text = json.dumps({"transformers": transformers.__version__, "length": LENGTH, "cases": cases})
     TRUTH.write_text(text.replace('{"config"', '\n{"config"') + "\n")
 

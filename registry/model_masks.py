@@ -1,0 +1,116 @@
+"""Each layer of a model's config: its kind, and its mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..masks import Causal, Chunked, Full, Mask, SlidingWindow
+from .model_config import ModelConfig
+from .model_families import CHUNKED, GLOBAL, LOCAL
+from .model_values import flag, whole
+
+__all__ = ["LayerAttention", "is_causal", "layer_attentions"]
+
+# Keys that say by a rule what layer_types lists.
+_PATTERNS = ("sliding_window_pattern", "max_window_layers", "global_attn_every_n_layers")
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """One layer: 'global', 'local 4096' and the like, its mask, and its scale where the layers differ in it."""
+
+    kind: str
+    mask: Mask
+    softmax_scale: float | None = None
+
+
+def layer_attentions(config: ModelConfig, head_dim: int, causal: bool, notes: list[str]) -> tuple[LayerAttention, ...]:
+    """One for each layer. Errors: ConfigError."""
+    kinds = _kinds(config, notes)
+    return tuple(_layer(config, kind, number, head_dim, causal) for number, kind in enumerate(kinds))
+
+
+def is_causal(config: ModelConfig) -> bool:
+    """Whether tokens see only those before them."""
+    f, rules = config.fields, config.rules
+    if not rules.causal:
+        return flag(config, "is_decoder") if "is_decoder" in f else False
+    if f.get("use_bidirectional_attention") and config.family != "gemma3_text":
+        raise config.error(
+            f"use_bidirectional_attention={f['use_bidirectional_attention']!r}: transformers builds a causal mask for "
+            f"{config.family} all the same; take it out, and say is_causal=false if none is wanted."
+        )
+    if f.get("use_bidirectional_attention"):
+        return not flag(config, "use_bidirectional_attention")
+    return True if f.get("is_causal") is None else flag(config, "is_causal")
+
+
+def _kinds(config: ModelConfig, notes: list[str]) -> list[str]:
+    """Each layer's kind, by layer_types where the config has them, else by the family's rule."""
+    f, count = config.fields, whole(config, "num_hidden_layers")
+    for key in ("sliding_window_pattern", "no_rope_layer_interval", "global_attn_every_n_layers"):
+        if key in f and not (config.family == "exaone4" and f["sliding_window"] is None):  # there it is then 0
+            whole(config, key)
+    if f.get("max_window_layers") is not None:
+        whole(config, "max_window_layers", least=0)
+    if "use_sliding_window" in f:
+        flag(config, "use_sliding_window")
+    for key in ("no_rope_layers", "layer_types"):
+        listed = f.get(key)
+        if listed and (not isinstance(listed, list | tuple) or len(listed) != count):
+            got = f"{len(listed)} entries" if isinstance(listed, list | tuple) else repr(listed)
+            raise config.error(f"{key}: got {got}; wanted a list with one entry for each of {count} layers.")
+    by_rule = config.rules.kinds(f)
+    types = f.get("layer_types")
+    if not types:
+        return by_rule
+    for number, kind in enumerate(types):
+        if kind not in (GLOBAL, LOCAL, CHUNKED):
+            raise config.error(
+                f"layer_types[{number}] is {kind!r}; wanted {GLOBAL}, {LOCAL} or {CHUNKED}. Layers of other kinds, such as "
+                "linear attention, are none that attnops has."
+            )
+    said = [key for key in _PATTERNS if key in config.given and f.get(key)]
+    if said and list(types) != by_rule:
+        notes.append(f"layer_types decides, as in transformers; {', '.join(said)} would say otherwise")
+    return list(types)
+
+
+def _layer(config: ModelConfig, kind: str, number: int, head_dim: int, causal: bool) -> LayerAttention:
+    f = config.fields
+    scale = None
+    if f.get("scale_attn_by_inverse_layer_idx") and flag(config, "scale_attn_by_inverse_layer_idx"):
+        scale = (1.0 if f["scale_attn_weights"] is False else head_dim**-0.5) / (number + 1)
+    if kind == GLOBAL:
+        return LayerAttention("global", Causal() if causal else Full(), scale)
+    if kind == CHUNKED:
+        size = f.get("attention_chunk_size")
+        if size is None or not causal:
+            why = "attention_chunk_size is not said" if size is None else "is_causal is false"
+            raise config.error(f"layer {number} is {CHUNKED}, and {why}; wanted a causal chunk size.")
+        return LayerAttention(f"chunked {whole(config, 'attention_chunk_size')}", Causal() & Chunked(size), scale)
+    left, right = _window(config, number, causal)
+    label = f"local {left + 1}" if right == 0 else f"local ±{left}"
+    window = SlidingWindow(left=left, right=right)
+    return LayerAttention(label, Causal() & window if causal else window, scale)
+
+
+def _window(config: ModelConfig, number: int, causal: bool) -> tuple[int, int]:
+    """The distances of a local layer: transformers' masking_utils, kv > q - W or |q - kv| <= W."""
+    f = config.fields
+    if "local_attention" in f:
+        half = whole(config, "local_attention", least=2) // 2
+        return half, half
+    if f.get("sliding_window") is None or f.get("use_sliding_window") is False:
+        off = "use_sliding_window is false" if f.get("use_sliding_window") is False else "sliding_window is null"
+        raise config.error(f"layer_types[{number}] is {LOCAL}, and {off}; say the window, or {GLOBAL}.")
+    width = whole(config, "sliding_window")
+    if f.get("sliding_window_size") not in (None, width):
+        raise config.error(
+            f"sliding_window={width} and sliding_window_size={f['sliding_window_size']} say two things; keep one."
+        )
+    if causal:
+        return width - 1, 0
+    if f.get("use_bidirectional_attention"):
+        return width // 2, width // 2  # gemma3_text: |q - kv| < W // 2 + 1
+    return width, width

@@ -1,0 +1,54 @@
+"""Single values of a model's config: a whole number, a positive one, a probability, a flag, a dtype; or a refusal."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .model_config import ModelConfig
+
+__all__ = ["dtype_name", "flag", "number", "positive", "probability", "whole"]
+
+_LIMIT = 2**31 - 1
+
+
+def dtype_name(value: Any) -> str:
+    """'bfloat16' of a string, a NumPy dtype, a jnp scalar type or a torch dtype."""
+    text = getattr(value, "name", None) or getattr(value, "__name__", None) or str(value)
+    return str(text).removeprefix("torch.")
+
+
+def whole(config: ModelConfig, key: str, least: int = 1) -> int:
+    """A whole number from `least` on."""
+    value = config.fields[key]
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LIMIT:
+        raise config.error(f"{key}={value!r}; wanted a whole number from {least} on.")
+    return value
+
+
+def positive(config: ModelConfig, key: str) -> float:
+    """A positive number."""
+    return number(config, key, config.fields[key])
+
+
+def number(config: ModelConfig, key: str, value: Any) -> float:
+    """The same, of a value that stands deeper."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise config.error(f"{key}={value!r}; wanted a positive number.")
+    return float(value)
+
+
+def probability(config: ModelConfig, key: str) -> float:
+    """In [0, 1)."""
+    value = config.fields[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise config.error(f"{key}={value!r}; wanted a probability in [0, 1).")
+    return float(value)
+
+
+def flag(config: ModelConfig, key: str) -> bool:
+    """True or False."""
+    value = config.fields[key]
+    if not isinstance(value, bool):
+        raise config.error(f"{key}={value!r}; wanted true or false.")
+    return value
