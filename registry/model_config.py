@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import ConfigError, nearest
 from .model_families import COMPOSITES, FAMILIES, PARTS, Family
-from .model_keys import ATTENTION, REFUSED, SYNONYMS, is_quiet, kind_of_key
+from .model_keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
 from .strict_json import parse_json, read_text
 
 __all__ = ["ModelConfig", "as_dict", "is_model_config", "read_model_config"]
@@ -87,6 +87,9 @@ def read_model_config(
             wanted = ", ".join(own.get(key, key) for key in missing)
             raise ConfigError(f"{name}: {wanted} missing; wanted a whole config of a {model} model.")
     taken = [f"{key}={fields[key]}" for key in sorted(fields.keys() - given) if _speaks(key, fields)]
+    off = "use_sliding_window" not in given and fields.get("use_sliding_window") is False
+    if off and "sliding_window" in given and fields["sliding_window"] is not None:
+        notes.append(f"sliding_window={fields['sliding_window']} is off, as the config doesn't say use_sliding_window")
     if taken:
         notes.append(f"the config doesn't say {', '.join(taken)}: the default of {model}")
     return ModelConfig(name, model, fields, frozenset(given), tuple(notes))
@@ -172,13 +175,17 @@ def _fields(
         if key in ignore or key == "model_type" or key in rules.skips:
             continue
         if own in known and key not in renamed:
-            if own in said_by and fields[own] != value and value is not None:
+            if own in said_by and None not in (fields[own], value) and fields[own] != value:
                 raise ConfigError(
                     f"{name}: {said_by[own]}={fields[own]!r} and {key}={value!r} say two things; keep one."
                 )
+            if own in said_by and value is None:
+                continue
             fields[own], said_by[own] = value, key
             continue
         kind = kind_of_key(key)
+        if key in NOTED and not is_quiet(key, value):
+            notes.append(f"{key}={value!r}: {NOTED[key]}")
         if kind == "refused" and not is_quiet(key, value):
             raise ConfigError(f"{name}: {key}={value!r}: {REFUSED[key][1]}, which attnops can't read from a config.")
         if kind == "attention" and not _quiet(key, value, data):

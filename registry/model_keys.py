@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["ATTENTION", "OTHER", "REFUSED", "SYNONYMS", "is_quiet", "kind_of_key"]
+__all__ = ["ATTENTION", "NOTED", "OTHER", "REFUSED", "SYNONYMS", "is_quiet", "kind_of_key"]
 
 ATTENTION: dict[str, str] = {
     "model_type": "the family, which says how the other keys are read",
@@ -117,6 +117,13 @@ OTHER: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """Why a key isn't read: it says nothing about the call of attention."""
+
+# Of these, the ones that change what attention is given: a note says that it is the model's to do.
+NOTED = {
+    "attn_temperature_tuning": "the model scales the query by its position in global layers, before attention",
+    "clip_qkv": "the model clips query, key and value, before attention",
+    "kv_lora_rank": "each head has its own key and value here; attention to a cache of the latents is another call",
+}
 
 # Values that ask for nothing.
 _ABSENT: tuple[Any, ...] = (None, False, [], {}, ())

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -182,8 +181,8 @@ def test_written_files_are_declarations_that_attend(tmp_path: Path) -> None:
     paths = model.write(tmp_path / "made" / "here")
     assert [path.name for path in paths] == ["local_4.json", "global.json"]
     assert [Declaration.load(path) for path in paths] == [layer.declaration for layer in model.distinct]
-    x = jax.random.normal(jax.random.key(0), (1, 16, 8, 8))
-    kv = jax.random.normal(jax.random.key(1), (1, 16, 4, 8))
+    random = np.random.default_rng(0)
+    x, kv = (random.standard_normal((1, 16, heads, 8), np.float32) for heads in (8, 4))
     found = np.asarray(Attention(paths[0])(x, kv, kv).attention_outputs)
     # Gemma 2 in plain NumPy: scale, cap, window of 4 keys, softmax
     q, k = np.asarray(x, np.float64), np.repeat(np.asarray(kv, np.float64), 2, axis=2)
@@ -192,6 +191,23 @@ def test_written_files_are_declarations_that_attend(tmp_path: Path) -> None:
     weights = np.exp(np.where((j <= i) & (j > i - 4), logits, -np.inf))
     wanted = np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), k)
     np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_a_decode_sees_the_window_at_each_rows_own_length() -> None:
+    small = GEMMA2 | {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4, "head_dim": 8}
+    model = ModelDeclaration.from_config(small, operation="vanilla", batch=2, q_len=1, kv_len=16)
+    random = np.random.default_rng(2)
+    query, key, value = (random.standard_normal((2, t, h, 8), np.float32) for t, h in ((1, 4), (16, 2), (16, 2)))
+    lengths = np.array([9, 16], np.int32)
+    logits = np.einsum("bqhd,bkhd->bhqk", query, np.repeat(np.asarray(key, np.float64), 2, axis=2)) / 16
+    logits = 50.0 * np.tanh(logits / 50.0)
+    keys, last = np.arange(16)[None, :], lengths[:, None] - 1
+    for layer, visible in zip(model.distinct, ((keys <= last) & (keys > last - 4), keys <= last), strict=True):
+        weights = np.exp(np.where(visible[:, None, None], logits, -np.inf))
+        weights /= weights.sum(-1, keepdims=True)
+        wanted = np.einsum("bhqk,bkhd->bqhd", weights, np.repeat(np.asarray(value, np.float64), 2, axis=2))
+        found = Attention(layer.declaration)(query, key, value, kv_lengths=lengths).attention_outputs
+        np.testing.assert_allclose(np.asarray(found), wanted, atol=1e-5)
 
 
 def test_layers_that_differ_in_scale_have_names_of_their_own(tmp_path: Path) -> None:
@@ -251,9 +267,26 @@ def test_what_was_decided_is_told() -> None:
     for said in ("text_config of gemma3", "one image", "num_attention_heads=8"):
         assert said in notes
     assert ModelDeclaration.from_config(MODELS / "llama-3.1-8b.json").notes == ()
+    for name, said in (("llama-4-scout", "scales the query by its position"), ("deepseek-v3", "cache of the latents")):
+        assert said in "\n".join(ModelDeclaration.from_config(MODELS / f"{name}.json").notes)
     types = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window_pattern": 6, "sliding_window": 8}
     cohere = LLAMA | {"model_type": "cohere2"} | types
     assert "layer_types decides" in "\n".join(ModelDeclaration.from_config(cohere).notes)
+
+
+def test_the_same_said_twice() -> None:
+    for names in (("torch_dtype", "dtype"), ("dtype", "torch_dtype")):
+        for values in (("bfloat16", None), (None, "bfloat16"), ("bfloat16", "bfloat16")):
+            said = dict(zip(names, values, strict=True))
+            assert ModelDeclaration.from_config(LLAMA | said).layer(0).declaration.call.dtype == "bfloat16"
+
+
+def test_a_window_that_is_off_is_told() -> None:
+    qwen = LLAMA | {"model_type": "qwen2", "sliding_window": 16}
+    model = ModelDeclaration.from_config(qwen)
+    assert [layer.kind for layer in model.distinct] == ["global"]
+    assert "sliding_window=16 is off" in "\n".join(model.notes)
+    assert "is off" not in "\n".join(ModelDeclaration.from_config(qwen | {"use_sliding_window": False}).notes)
 
 
 def test_keys_that_are_passed_over_on_purpose() -> None:
