@@ -36,10 +36,10 @@ from .plan import Policy
 from .registry import OperationRegistry
 from .unset import UNSET, Unset, or_default
 
-__all__ = ["OperationMetadata"]
+__all__ = ["PICKUP", "OperationMetadata"]
 
 # Where a value comes from when it isn't given: the attribute of base_config that model configs use for it.
-_PICKUP = {
+PICKUP = {
     "runtime_dtype": "attn_dtype",
     "runtime_softmax_dtype": "attn_softmax_dtype",
     "sequence_axis_name": "sequence_axis_name",
@@ -218,7 +218,7 @@ class OperationMetadata:
         family, part, ignore: how to read the former, see read_model_config.
         """
         reading = {"family": family, "part": part, "ignore": ignore}
-        return cls(**arguments_of(config, changes, _PICKUP, reading))
+        return cls(**arguments_of(config, changes, PICKUP, reading))
 
     @property
     def declared_mesh(self) -> AnyMesh | None:

@@ -10,8 +10,9 @@ from typing import Any, Self
 from ..errors import ConfigError
 from ..sharding.modes import GENERATION, canonical_mode
 from .declaration import Declaration
+from .metadata import PICKUP, OperationMetadata
 from .model_attention import LayerAttention, ModelAttention, model_attention
-from .model_config import read_model_config
+from .model_config import as_dict, read_model_config
 from .model_metadata import metadata_of
 
 __all__ = ["LayerDeclaration", "ModelDeclaration", "is_cached"]
@@ -58,24 +59,27 @@ class ModelDeclaration:
     ) -> Self:
         """Read a config: the path of a config.json or its folder, a dict, or an object of transformers.
 
-        operation, metadata: of every declaration; `metadata` goes before what the config says. batch, q_len, kv_len,
+        operation, metadata: of every declaration; `metadata` goes before what the config says, and the names that
+        OperationMetadata takes from any config (attn_dtype, mesh and so on) go before transformers'. batch, q_len, kv_len,
         mode, dtype, layout: of the call; where q_len and kv_len differ, queries are the last of kv_len tokens, and a
         decode or insert has kv_lengths. family, part, ignore: see read_model_config. Errors: ConfigError.
         """
-        read = read_model_config(config, family=family, part=part, ignore=ignore)
+        data, name = as_dict(config)
+        own = {key: data.pop(key) for key in PICKUP.values() if key in data}
+        read = read_model_config(data, family=family, part=part, ignore=ignore, name=name)
         found = model_attention(read, dtype)
         call = _call(found, batch=batch, q_len=q_len, kv_len=kv_len, mode=mode, layout=layout)
-        said = metadata_of(found) | dict(metadata or {})
+        said = metadata_of(found) | _of_framework(own) | dict(metadata or {})
         groups: dict[LayerAttention, list[int]] = {}
         for number, layer in enumerate(found.layers):
             groups.setdefault(layer, []).append(number)
         kinds = [layer.kind for layer in groups]
         distinct = []
         for layer, numbers in groups.items():
-            own = call | {"mask": layer.mask}
+            its = call | {"mask": layer.mask}
             if layer.softmax_scale is not None:
-                own["softmax_scale"] = layer.softmax_scale
-            made = Declaration.from_dict({"operation": operation, "metadata": said, "call": own}, read.name)
+                its["softmax_scale"] = layer.softmax_scale
+            made = Declaration.from_dict({"operation": operation, "metadata": said, "call": its}, read.name)
             name = layer.kind.replace(" ", "_").replace("±", "")
             name += f"_layer_{numbers[0]}" if kinds.count(layer.kind) > 1 else ""
             distinct.append(LayerDeclaration(tuple(numbers), layer.kind, name, made))
@@ -106,6 +110,17 @@ class ModelDeclaration:
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror or error}; wanted a folder to write to.") from None
         return tuple(paths)
+
+
+def _of_framework(own: dict[str, Any]) -> dict[str, Any]:
+    """Metadata that a config gives under the names of OperationMetadata's base_config, as JSON values."""
+    whole = OperationMetadata(base_config=own).to_dict() if own else {}
+    fields = {
+        "partition_axis" if name == "sequence_axis_name" else name
+        for name in PICKUP
+        if own.get(PICKUP[name]) is not None
+    }
+    return {name: value for name, value in whole.items() if name in fields and value is not None}
 
 
 def is_cached(mode: str | None) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -162,6 +163,23 @@ def test_a_file_a_folder_a_dict_and_an_object_mean_the_same(tmp_path: Path) -> N
     found = [ModelDeclaration.from_config(form).distinct for form in forms]
     assert all(other == found[0] for other in found)
     assert [layer.kind for layer in ModelDeclaration.from_config(nested).distinct] == ["local 16", "global"]
+
+
+def test_names_that_metadata_takes_from_any_config() -> None:
+    own = {
+        "attn_dtype": jnp.float16,
+        "sequence_axis_name": "cp",
+        "mesh": {"tp": 2},
+        "platform": "jax",
+        "attn_softmax_dtype": None,
+    }
+    config = LLAMA | own | {"torch_dtype": "bfloat16"}
+    layer = ModelDeclaration.from_config(config, metadata={"fallback": "error"}).layer(0)
+    assert layer.declaration.operation_metadata() == OperationMetadata.from_config(config, fallback="error")
+    made = layer.declaration.operation_metadata()
+    assert (made.runtime_dtype, made.sequence_axis_name, made.platform) == (jnp.float16, "cp", None)
+    assert dict(made.mesh.shape) == {"tp": 2}
+    assert layer.declaration.call.dtype == "bfloat16"
 
 
 def test_layers_by_number() -> None:
