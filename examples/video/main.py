@@ -1,10 +1,11 @@
-"""A video-diffusion-style model on declared attention: handwritten digits that move, made from noise and a line of text.
+"""A video-diffusion-style model on declared attention: handwritten digits that move, freed from noise.
 
-    python examples/video/main.py [--steps 500] [--picture FILE]      (needs flax, optax, scikit-learn)
+    python examples/video/main.py [--steps 400] [--picture FILE]      (needs flax, optax, scikit-learn)
 
-self_attention.json declares the attention over all patches of all frames (not causal), cross_attention.json that to a text of
-another length, padded, of which the first `kv_lengths` letters count. Trains by flow matching; prints the loss with the right
-text and with another video's text on held-out videos. Ends with status 1 if the text doesn't help.
+self_attention.json declares the attention over all patches of all frames (not causal), cross_attention.json that to a line of
+text of another length, padded, of which the first `kv_lengths` letters count. Trains by flow matching on videos at all noise
+levels; then takes the noise off held-out videos in one step. Ends with status 1 if the error that is left isn't well below that
+of the best line through noisy and clean pixels, which is what a pixel alone can tell.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -30,6 +30,7 @@ from video_model import FRAMES, LONGEST_TEXT, SIDE, Denoiser  # noqa: E402
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WAYS = {"right": (0, 1), "left": (0, -1), "down": (1, 0), "up": (-1, 0)}
 BATCH = 16
+LEVEL = 0.5  # of noise, in what is held out
 
 
 def videos(images: np.ndarray, labels: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -77,21 +78,26 @@ def train_step(model: Denoiser, optimizer: nnx.Optimizer, batch: Any, key: jax.A
     return loss
 
 
-evaluate = nnx.jit(loss_of)
-
-
 @nnx.jit
-def denoise(model: Denoiser, x: jax.Array, level: jax.Array, text: jax.Array, lengths: jax.Array) -> jax.Array:
-    return model(x, jnp.full(len(x), level), text, lengths)
+def cleaned(model: Denoiser, noisy: jax.Array, level: jax.Array, text: jax.Array, lengths: jax.Array) -> jax.Array:
+    """What the model takes the clean videos to be."""
+    return noisy - level[:, None, None, None] * model(noisy, level, text, lengths)
 
 
-def sample(model: Denoiser, lines: list[str], seed: int, steps: int = 32) -> np.ndarray:
-    """Videos for lines of text, from noise."""
-    text, lengths = (jnp.asarray(x) for x in written(lines))
-    x = jax.random.normal(jax.random.key(seed), (len(lines), FRAMES, SIDE, SIDE))
-    for step in range(steps, 0, -1):
-        x = x - denoise(model, x, jnp.float32(step / steps), text, lengths) / steps
-    return np.asarray(x)
+def held_out(level: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(clean videos of digits that training hasn't seen, the same at a noise level, texts, lengths)."""
+    images, labels = digits()
+    clean, text, lengths = videos(images[1500:], labels[1500:], BATCH, seed=10**6)
+    noise = np.random.default_rng(1).standard_normal(clean.shape, np.float32)
+    return clean, (1 - level) * clean + level * noise, text, lengths
+
+
+def errors(model: Denoiser, level: float) -> tuple[float, float]:
+    """Mean squared error of the model's clean videos, and of the best line from noisy to clean pixels."""
+    clean, noisy, text, lengths = held_out(level)
+    made = np.asarray(cleaned(model, noisy, np.full(len(noisy), level, np.float32), text, lengths))
+    slope, offset = np.polyfit(noisy.ravel(), clean.ravel(), 1)
+    return float(((made - clean) ** 2).mean()), float(((slope * noisy + offset - clean) ** 2).mean())
 
 
 def build(seed: int = 0) -> tuple[Denoiser, Attention, Attention]:
@@ -106,12 +112,11 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     return data.images.astype(np.float32), data.target
 
 
-def train(model: Denoiser, steps: int) -> tuple[list[tuple[int, float]], float, float]:
-    """(losses, held-out loss with the right text, with that of another video)."""
+def train(model: Denoiser, steps: int) -> list[tuple[int, float]]:
+    """The losses by step."""
     images, labels = digits()
-    optimizer = nnx.Optimizer(
-        model, optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-3, 40, max(steps, 41), 1e-4)), wrt=nnx.Param
-    )
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, min(40, steps), steps + 1, 1e-4)
+    optimizer = nnx.Optimizer(model, optax.adamw(schedule), wrt=nnx.Param)
     losses = []
     for step in range(steps):
         batch = videos(images[:1500], labels[:1500], BATCH, seed=step)
@@ -119,48 +124,50 @@ def train(model: Denoiser, steps: int) -> tuple[list[tuple[int, float]], float, 
         if step % 25 == 0 or step == steps - 1:
             losses.append((step + 1, float(loss)))
             print(f"step {step + 1:4}: loss {losses[-1][1]:.3f}", flush=True)
-    clean, text, lengths = videos(images[1500:], labels[1500:], 64, seed=10**6)
-    right, wrong = [], []
-    for at in range(0, 64, BATCH):
-        part, key = slice(at, at + BATCH), jax.random.key(at)
-        right.append(evaluate(model, clean[part], text[part], lengths[part], key))
-        wrong.append(evaluate(model, clean[part], np.roll(text, 7, 0)[part], np.roll(lengths, 7)[part], key))
-    return losses, float(np.mean(right)), float(np.mean(wrong))
+    return losses
 
 
-def draw(model: Denoiser, path: Path) -> None:
+def draw(model: Denoiser, level: float, path: Path) -> None:
+    """Two held-out videos: clean, noisy, and freed from noise."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = ["a zero moving right", "a one moving down", "a three moving left", "a six moving up"]
-    made = sample(model, lines, seed=3)
-    figure, axes = pyplot.subplots(len(lines), FRAMES, figsize=(9, 3.4), layout="constrained")
-    for row, line in enumerate(lines):
-        for frame in range(FRAMES):
-            axes[row, frame].imshow(made[row, frame], cmap="gray", vmin=-1, vmax=1)
-            axes[row, frame].set_axis_off()
-        axes[row, 0].set_title(line, loc="left", fontsize=9)
+    clean, noisy, text, lengths = held_out(level)
+    made = cleaned(model, noisy, np.full(len(noisy), level, np.float32), text, lengths)
+    figure, axes = pyplot.subplots(6, FRAMES, figsize=(9, 5.2), layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0, 1, 0.97))  # room for the first title
+    for number in range(2):
+        line = "".join(map(chr, text[number, : lengths[number]]))
+        for row, (what, clip) in enumerate((("clean", clean), ("noisy", noisy), ("made", np.asarray(made)))):
+            for frame in range(FRAMES):
+                axes[3 * number + row, frame].imshow(clip[number, frame], cmap="gray", vmin=-1, vmax=1)
+                axes[3 * number + row, frame].set_axis_off()
+            title = axes[3 * number + row, 0].text(
+                -0.5, -1.2, f"{line}: {what}" if row == 0 else what, fontsize=9, clip_on=False
+            )
+            title.set_in_layout(False)  # a long one would widen its column
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--picture", type=Path, help="where made videos go (needs matplotlib)")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--picture", type=Path, help="where clean, noisy and made videos go (needs matplotlib)")
     options = parser.parse_args()
     began = time.monotonic()
     model, of_video, of_text = build()
-    _, right, wrong = train(model, options.steps)
-    print(f"held out: loss {right:.3f} with the right text, {wrong:.3f} with another's")
+    train(model, options.steps)
+    error, of_pixels = errors(model, LEVEL)
+    print(f"held out, noise level {LEVEL}: squared error {error:.4f}; of pixels alone {of_pixels:.4f}")
     for plan in (of_video.plans[0], of_text.plans[0]):
         print(f"{plan.implementation}: {plan.problem.describe()}; {plan.problem.mask.describe()}")
     if options.picture is not None:
-        draw(model, options.picture)
+        draw(model, LEVEL, options.picture)
     print(f"{time.monotonic() - began:.0f} s")
-    return 0 if right < 0.99 * wrong else 1
+    return 0 if error < 0.7 * of_pixels else 1
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from attnops import Attention
 
 FRAMES, SIDE, PATCH = 12, 12, 2
 PATCHES = SIDE // PATCH
-DIM, HEADS, LAYERS = 64, 2, 3
+DIM, HEADS, LAYERS = 64, 2, 2
 LETTERS, LONGEST_TEXT = 128, 32  # ASCII
 
 

@@ -84,9 +84,12 @@ def test_training_lowers_the_loss(video: ModuleType, monkeypatch: pytest.MonkeyP
     pytest.importorskip("sklearn")
     monkeypatch.setattr(video, "BATCH", 4)
     model, _, _ = video.build()
-    losses, right, _ = video.train(model, 12)
+    before, of_pixels = video.errors(model, 0.5)
+    losses = video.train(model, 12)
+    after, again = video.errors(model, 0.5)
     assert losses[-1][1] < losses[0][1]
-    assert right < losses[0][1]
+    assert after < before
+    assert of_pixels == again < np.var(video.held_out(0.5)[0])
 
 
 @pytest.mark.slow
