@@ -35,7 +35,9 @@ def cosines(operation: str, count: int | None = None) -> tuple[np.ndarray, np.nd
     attend = Attention(declaration(operation))
     run = jax.jit(lambda weights, tokens, lengths: embed(weights, attend, tokens, lengths))
     made = np.asarray(run(load(folder), jnp.asarray(tokens), jnp.asarray(lengths)), np.float64)
-    return (made * expected).sum(-1) / np.linalg.norm(expected, axis=-1), made, attend
+    expected = expected.astype(np.float64)
+    lengths_of_both = np.linalg.norm(expected, axis=-1) * np.linalg.norm(made, axis=-1)
+    return (made * expected).sum(-1) / lengths_of_both, made, attend
 
 
 def draw(found: dict[str, np.ndarray], path: Path) -> None:
@@ -49,7 +51,7 @@ def draw(found: dict[str, np.ndarray], path: Path) -> None:
         words = [len(sentence.split()) for sentence in data["sentences"]]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for operation, cosine in found.items():
-        axes.scatter(words, np.maximum(1 - cosine, 1e-10), s=8, label=operation)
+        axes.scatter(words, 1 - cosine, s=8, label=operation)
     axes.axhline(1 - WANTED, color="gray", linestyle="--", label="what would fail")
     axes.set(xlabel="words of the sentence", ylabel="1 - cosine with the model's own", yscale="log")
     axes.legend()
