@@ -23,7 +23,7 @@ $(RUN_STAMP): pyproject.toml | $(BIN)/python
 	touch $@
 
 $(TEST_STAMP): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,tpu,tokamax,dev,docs]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,tpu,tokamax,flax,equinox,dev,docs]"
 	touch $(RUN_STAMP) $@
 
 run: $(RUN_STAMP)

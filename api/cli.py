@@ -141,6 +141,7 @@ def plan(
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ConfigError(f"{names} without --model; in {config} the declaration says that.")
     from attnops.call_arrays import call_shapes
+    from attnops.cli_enabled import enabled_json, enabled_notes
     from attnops.cli_plan import print_plan
     from attnops.cli_target import plan_metadata
     from attnops.registry import OperationRegistry
@@ -157,11 +158,12 @@ def plan(
         decided = declared(metadata).plan(**arguments)
     except ShardingError as error:
         raise _Refused(str(error)) from None
+    notes = enabled_notes(declaration)
     if as_json:
-        _print_json(decided.to_dict())
+        _print_json(enabled_json(decided.to_dict(), notes))
     else:
         source = "--topology" if topology else "--platform" if platform else None
-        print_plan(decided, shapes.notes, source)
+        print_plan(decided, (*shapes.notes, *notes), source)
     if decided.implementation is None:
         raise _Refused(decided.refusal())
 
@@ -197,6 +199,7 @@ def verify(
     as_json: _Json = False,
 ) -> None:
     """Compile for TPUs that aren't here: does it fit, and what does it take. Needs libtpu, no TPU."""
+    from attnops.cli_enabled import enabled_json, enabled_notes
     from attnops.cli_verify import VerifyOptions, print_reports
     from attnops.cli_verify import verify as verify_command
 
@@ -204,10 +207,11 @@ def verify(
         reports = verify_command(VerifyOptions(config, tuple(target), inputs, mesh, mode, fallback))
     except ShardingError as error:
         raise _Refused(str(error)) from None
+    notes = enabled_notes(config)
     if as_json:
-        _print_json([report.to_dict() for report in reports])
+        _print_json([enabled_json(report.to_dict(), notes) for report in reports])
     else:
-        print_reports(reports)
+        print_reports(reports, notes)
     failed = [report for report in reports if not report.passed]
     if failed:
         raise _Refused("; ".join(_why(report) for report in failed))
@@ -243,14 +247,16 @@ def tune(
     as_json: _Json = False,
 ) -> None:
     """Search block sizes, for TPUs that aren't here or on this machine's device, and keep the best for later plans."""
+    from attnops.cli_enabled import enabled_json, enabled_notes
     from attnops.cli_tune import TuneOptions, print_tuned, tuned_json
     from attnops.cli_tune import tune as tune_command
 
     reports = tune_command(TuneOptions(config, tuple(target or ()), inputs, mesh, mode, how, most, cache))
+    notes = enabled_notes(config)
     if as_json:
-        _print_json(tuned_json(reports))
+        _print_json([enabled_json(report, notes) for report in tuned_json(reports)])
     else:
-        print_tuned(reports)
+        print_tuned(reports, notes)
     failed = [name for name, report in reports if report.found.choice is None]
     if failed:
         raise _Refused(f"{', '.join(failed)}: no candidate compiles or runs; the reasons stand beside them.")

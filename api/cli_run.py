@@ -15,6 +15,7 @@ from rich.text import Text
 from attnops.baseline import NotExpressible, baseline
 from attnops.call_arrays import call_arrays
 from attnops.check import Comparison, check_expected, check_reference
+from attnops.cli_enabled import enabled_notes
 from attnops.cli_plan import brief_rows, print_plan
 from attnops.cli_target import run_metadata
 from attnops.cli_text import errors, fields, text
@@ -50,6 +51,7 @@ def run(options: RunOptions) -> int:
     declaration = Declaration.load(options.config)
     operation = OperationRegistry.get(declaration.operation)(run_metadata(declaration, mesh=options.mesh))
     arrays, expected, notes = call_arrays(declaration.call, options.inputs, options.seed)
+    notes = (*notes, *enabled_notes(declaration))
     plan = operation.plan(**declaration.call_arguments(arrays, mode=options.mode)).require()
     mesh = operation.metadata.mesh
     placed = on_devices(arrays, plan, mesh if isinstance(mesh, Mesh) else None)

@@ -102,8 +102,8 @@ def tuned_json(reports: list[tuple[str, TuneReport]]) -> list[dict[str, Any]]:
     ]
 
 
-def print_tuned(reports: list[tuple[str, TuneReport]]) -> None:
-    """A table for each target and pass, the fastest first."""
+def print_tuned(reports: list[tuple[str, TuneReport]], notes: tuple[str, ...] = ()) -> None:
+    """A table for each target and pass, the fastest first; `notes` come last."""
     console = text()
     for target, report in reports:
         problem = report.plan.problem
@@ -114,6 +114,8 @@ def print_tuned(reports: list[tuple[str, TuneReport]]) -> None:
             if failures := _failures(report, part):
                 console.print(fields(failures))
         console.print("", fields(_ending(report)), "", sep="\n")
+    if notes:
+        console.print(fields([("note", note) for note in notes]))
 
 
 def _about(report: TuneReport) -> list[tuple[str, str | Text]]:

@@ -85,13 +85,15 @@ def target_mesh(target: str, mesh: str | None, declaration: Declaration) -> AnyM
     )
 
 
-def print_reports(reports: list[TargetReport]) -> None:
-    """All of it, a paragraph a target."""
+def print_reports(reports: list[TargetReport], notes: tuple[str, ...] = ()) -> None:
+    """All of it, a paragraph a target; `notes` come last."""
     console = text()
     console.print(Text(reports[0].plan.problem.describe().partition(" on ")[0], style="bold"), end="")
     console.print(Text(":" + reports[0].plan.problem.describe().partition(":")[2].rpartition(", mesh")[0]))
     for report in reports:
         console.print("", fields(_rows(report)), sep="\n")
+    if notes:
+        console.print("", fields([("note", note) for note in notes]), sep="\n")
 
 
 def _rows(report: TargetReport) -> list[tuple[str, str | Text]]:

@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ..errors import ConfigError, InputError
 from ..masks import Dense, Mask
-from ..registry import OperationRegistry, Plan
+from ..registry import OperationMetadata, OperationRegistry, Plan
 from ..registry.declaration import Declaration
+from ..sharding import canonical_mode
+from .arguments import is_array
 from .base import Operation
 from .output import AttentionOutput
 
@@ -18,13 +23,14 @@ __all__ = ["Attention"]
 
 # Options that a file may declare and a call may give; arrays that a file declares by shape and a call has to give.
 _OPTIONS = (
-    "causal", "sliding_window", "query_offset", "softmax_scale", "logits_soft_cap", "dropout_prob", "return_weights",
-    "return_lse", "mode", "layout",
+    "causal", "sliding_window", "query_offset", "softmax_scale", "logits_soft_cap", "dropout_prob", "deterministic",
+    "return_weights", "return_lse", "mode", "layout",
 )  # fmt: skip
 _DECLARED_ARRAYS = {
     "segment_ids": "q_segment_ids", "kv_lengths": "kv_lengths", "bias": "bias", "softmax_aux": "softmax_aux",
     "dense_mask": "mask",
 }  # fmt: skip
+_SCALES = ("key_scale", "value_scale")
 _HEADS_AND_DIMS = {
     "q_heads": ("query", "h"),
     "kv_heads": ("key", "h"),
@@ -41,7 +47,7 @@ class Attention:
     place of the file's, such as the mesh that the program has made.
 
     What a call gives beside its arrays joins what the file declares: masks intersect, an option that both say has to be
-    the same. Heads and dims that the file declares are checked; its batch and lengths serve `attnops plan` alone.
+    the same. Heads, dims and dtypes that the file declares are checked; its batch and lengths serve `attnops plan` alone.
     Errors: ConfigError for a file that is disabled or disagrees with a call; InputError for arrays that were declared and
     are missing.
     """
@@ -54,7 +60,8 @@ class Attention:
         self.declaration = declared
         operation: Any = OperationRegistry.get(declared.operation)
         self.operation: Operation = operation(declared.operation_metadata(metadata))
-        self._plans: dict[Plan, None] = {}
+        self._stated = frozenset({**declared.metadata, **metadata})
+        self._plans: dict[Plan, Plan] = {}
         self._lock = threading.Lock()
 
     @property
@@ -66,19 +73,31 @@ class Attention:
     def plans(self) -> tuple[Plan, ...]:
         """The distinct plans of the calls so far, in the order in which they came (at most 64); under jit, of the traces."""
         with self._lock:
-            return tuple(self._plans)
+            return tuple(self._plans.values())
+
+    def states(self, field: str) -> bool:
+        """Whether the file or the program says a field of the metadata, so that its value is more than a default."""
+        return field in self._stated
 
     def __call__(self, query: Any, key: Any, value: Any, **call: Any) -> AttentionOutput:
         """Attend; `call` is what Operation.__call__ takes."""
-        output = self.operation(query, key, value, **self.options(query, key, value, **call))
+        options = self.options(query, key, value, **call)
+        output = self.operation(query, key, value, **options)
         with self._lock:
-            if len(self._plans) < _KEPT_PLANS:
-                self._plans.setdefault(output.plan)
+            new = output.plan not in self._plans and len(self._plans) < _KEPT_PLANS
+        if new:  # planned once more: plan() also looks at the values of a mask array
+            noted = self.operation.plan(query, key, value, **options)
+            with self._lock:
+                self._plans[output.plan] = noted
         return output
 
     def plan(self, query: Any, key: Any, value: Any, **call: Any) -> Plan:
         """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs."""
         return self.operation.plan(query, key, value, **self.options(query, key, value, **call))
+
+    def explain(self, query: Any, key: Any, value: Any, **call: Any) -> str:
+        """The plan of the same call as text."""
+        return self.plan(query, key, value, **call).explain()
 
     def options(self, query: Any, key: Any, value: Any, **call: Any) -> dict[str, Any]:
         """What the call says and what the file declares, as one."""
@@ -90,38 +109,55 @@ class Attention:
             )
         found = dict(call)
         for name in _OPTIONS:
-            said = getattr(declared, name)
+            said, given = getattr(declared, name), found.get(name)
             if not declared.is_set(name) or said is None:
                 continue
-            given = found.get(name)
-            if given is not None and _plain(given) != _plain(said):
+            if given is not None and (is_array(given) or _plain(name, given) != _plain(name, said)):
                 raise ConfigError(
                     f"{name}: the file declares {said!r}, the call says {given!r}; leave one of them out."
                 )
             found[name] = said
-        if declared.is_set("deterministic"):
-            found.setdefault("deterministic", declared.deterministic)
-        for name, argument in _DECLARED_ARRAYS.items():
-            if getattr(declared, name) is not None and found.get(argument) is None:
+        wanted = {argument: name for name, argument in _DECLARED_ARRAYS.items() if getattr(declared, name) is not None}
+        if declared.kv_dtype is not None and declared.kv_scales is not None:
+            wanted |= dict.fromkeys(_SCALES, "kv_scales")
+        for argument, name in wanted.items():
+            if found.get(argument) is None:
                 raise InputError(
                     f"call.{name} is declared, and the call has no {argument}; give it, or leave {name} out."
                 )
         if declared.mask is not None:
             found["mask"] = _both(declared.mask, found.get("mask"))
-        self._check_sizes({"query": query, "key": key, "value": value}, found.get("layout") or "bthd")
+        # What is no array is the operation's to refuse.
+        arrays = {n: x for n, x in (("query", query), ("key", key), ("value", value)) if is_array(x)}
+        self._check_sizes(arrays, found.get("layout") or "bthd")
+        self._check_dtypes(arrays)
         return found
 
     def _check_sizes(self, arrays: Mapping[str, Any], layout: str) -> None:
         for field, (name, axis) in _HEADS_AND_DIMS.items():
-            said, shape = getattr(self.declaration.call, field), arrays[name].shape
+            said, shape = getattr(self.declaration.call, field), arrays[name].shape if name in arrays else ()
             if said is not None and len(shape) == len(layout) and shape[layout.index(axis)] != said:
                 raise InputError(
                     f"{name} {tuple(shape)} has {shape[layout.index(axis)]} in {axis!r} of layout {layout!r}; the file "
                     f"declares {field}={said}."
                 )
 
+    def _check_dtypes(self, arrays: Mapping[str, Any]) -> None:
+        declared = self.declaration.call
+        for name, array in arrays.items():
+            quantised = declared.kv_dtype is not None and name != "query"
+            field = "kv_dtype" if quantised else "dtype"
+            dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+            if declared.is_set(field) and dtype != jnp.dtype(getattr(declared, field)):
+                raise InputError(
+                    f"{name} is {dtype}; the file declares call.{field}={getattr(declared, field)!r}. Cast it, or "
+                    f"leave {field} out; metadata.runtime_dtype declares what to compute in."
+                )
+
     def _key(self) -> tuple[Any, ...]:
-        return self.declaration.operation, self.operation.metadata, self.declaration.call, self.enabled
+        # Behind an adapter a stated causal or dropout_prob is more than a default of the same value.
+        stated = self._stated & {"causal", "dropout_prob"}
+        return self.declaration.operation, self.operation.metadata, self.declaration.call, self.enabled, stated
 
     def __eq__(self, other: object) -> bool:
         return self._key() == other._key() if isinstance(other, Attention) else NotImplemented
@@ -130,14 +166,19 @@ class Attention:
         return hash(self._key())
 
     def __reduce__(self) -> Any:
-        return _made_again, (self.declaration.to_dict(), self.operation.metadata.to_dict())
+        unsaid = OperationMetadata().to_dict()
+        metadata = {
+            name: value
+            for name, value in self.operation.metadata.to_dict().items()
+            if name != "schema_version" and (name in self._stated or value != unsaid[name])
+        }
+        return _made_again, (self.declaration.to_dict(), metadata)
 
     def __repr__(self) -> str:
         return f"Attention({self.declaration.to_json(indent=None)})"
 
 
 def _made_again(declaration: dict[str, Any], metadata: dict[str, Any]) -> Attention:
-    metadata.pop("schema_version")
     return Attention(declaration, **metadata)
 
 
@@ -147,6 +188,10 @@ def _both(declared: Mask, given: Any) -> Mask:
     return declared & (given if isinstance(given, Mask) else Dense(given))
 
 
-def _plain(value: Any) -> Any:
-    """A window as a pair, so that [3, 0] and (3, 0) are the same."""
-    return tuple(value) if isinstance(value, list | tuple) else value
+def _plain(name: str, value: Any) -> Any:
+    """One spelling of what has several: [3, 0] and (3, 0), 3 and (3, 3), 'train' and '__train__'."""
+    if name == "mode":
+        return canonical_mode(value)
+    if name == "sliding_window":
+        return tuple(value) if isinstance(value, list | tuple) else (value, value)
+    return value

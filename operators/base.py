@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from .arguments import Arrays, Options, split_arguments
 from .describe import describe, varying_axes
 from .execute import execute
 from .local import LocalOutput
+from .mask_notes import value_notes
 from .output import AttentionOutput
 
 __all__ = ["Operation"]
@@ -156,7 +158,11 @@ class Operation(PlannedOperation):
             value_scale=value_scale, dropout_prob=dropout_prob, dropout_rng=dropout_rng, deterministic=deterministic,
             return_weights=return_weights, return_lse=return_lse, mode=mode, layout=layout,
         )  # fmt: skip
-        return self._plan(arrays, options, self._mesh())
+        decided = self._plan(arrays, options, self._mesh())
+        problem = decided.problem
+        # Not in describe: a call's plan is kept for all calls of its shapes, whatever values come.
+        notes = value_notes(decided.notes, problem.mask, arrays.mask_leaves, problem.q_len, problem.kv_len)
+        return decided if notes == decided.notes else replace(decided, notes=notes)
 
     def explain(self, query: Any, key: Any, value: Any, **call: Any) -> str:
         """Return the plan of the same call as text. Takes what `plan` takes; an unknown argument is a TypeError there."""

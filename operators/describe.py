@@ -14,6 +14,7 @@ from ..registry.quantised import QUANTISED
 from ..sharding import MeshAxis, axes_of, canonical_layout, canonical_mode, describe_mesh, devices_platform
 from ..sharding.mesh import AnyMesh, gpu_vendor
 from .arguments import Arrays, Options, bound_mask, join_mask, shaped
+from .mask_notes import dense_notes
 from .shapes import check_dtypes, check_extras, check_key, check_scales, leaf_shape, sizes_of, with_segments
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ def describe(
         notes=(
             *config_notes,
             *nested,
+            *dense_notes(leaf_shapes),
             *_notes(metadata, options, arrays, shapes, mask, offset, dynamic, probability, platform, source, mesh),
         ),
     )

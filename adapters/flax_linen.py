@@ -1,0 +1,87 @@
+"""flax linen: an attention_fn for MultiHeadDotProductAttention. Needs flax (`pip install 'attnops[flax]'`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from flax.linen import dtypes
+
+from ..errors import ConfigError
+from .flax_call import FlaxAttention
+from .front import Declared, declared_attention
+
+__all__ = ["LinenAttention", "attention_fn"]
+
+
+def attention_fn(declared: Declared, **metadata: Any) -> Callable[..., jax.Array]:
+    """The `attention_fn` of a linen.MultiHeadDotProductAttention that runs what is declared.
+
+    declared: an Attention, a Declaration, its dict, or the path of its JSON file. metadata: fields of OperationMetadata that
+    take the place of the file's, such as mesh. With "enabled": false it is linen.dot_product_attention itself.
+    """
+    attention = declared_attention(declared, metadata)
+    return LinenAttention(attention) if attention.enabled else linen.dot_product_attention
+
+
+class LinenAttention(FlaxAttention):
+    """A declared attention with the signature of linen.dot_product_attention.
+
+    The names are linen's to the last one: its module leaves out, without a word, what a function doesn't name.
+    """
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: linen.Module | None = None,
+        force_fp32_for_softmax: bool = False,
+        einsum_dot_general: Callable[..., jax.Array] | None = None,
+        qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+        attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+    ) -> jax.Array:
+        """Attend.
+
+        Shapes: query [..., q, heads, dim], key and value [..., kv, heads, dim]; bias and mask broadcast to
+        [..., heads, q, kv]. With `module` the weights before dropout are sown in 'intermediates'.
+        """
+        for name, function in (
+            ("einsum_dot_general", einsum_dot_general),
+            ("qk_attn_weights_einsum", qk_attn_weights_einsum),
+            ("attn_weights_value_einsum", attn_weights_value_einsum),
+        ):
+            if function is not None:
+                raise ConfigError(
+                    f"{name} is given, and attnops' kernels make their products themselves; construct the module without it "
+                    "(attnops takes quantised keys and values as int8 or fp8 arrays)."
+                )
+        softmax = self.attention.operation.metadata.runtime_softmax_dtype
+        if force_fp32_for_softmax and softmax != jnp.float32:
+            raise ConfigError(
+                f"force_fp32_for_softmax: the file's metadata declares runtime_softmax_dtype={softmax.name!r}; leave one of "
+                "them out."
+            )
+        self.check_dtype(dtype)
+        query, key, value = dtypes.promote_dtype(query, key, value, dtype=dtype)
+        found = self.attend(
+            query, key, value, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng,
+            dropout_rate=dropout_rate, deterministic=deterministic, precision=precision, is_causal=False,
+            weights=module is not None,
+        )  # fmt: skip
+        # linen keeps float32 weights then, and its output is float32 with them.
+        dtype = jnp.float32 if force_fp32_for_softmax else found.output.dtype
+        if module is not None and found.weights is not None:
+            module.sow("intermediates", "attention_weights", found.weights.astype(dtype))
+        return found.output.astype(dtype)

@@ -1,0 +1,151 @@
+"""What every adapter does: read the declaration, bring arrays of any batch rank to rank 4, and say what the framework said."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import ConfigError, InputError
+from ..operators.arguments import is_array
+from ..operators.attention import Attention
+from ..registry.declaration import Declaration
+
+__all__ = ["Attended", "Declared", "attend", "declared_attention"]
+
+Declared: TypeAlias = Attention | Declaration | Mapping[str, Any] | str | Path
+_TRAILING = 3
+
+
+class Attended(NamedTuple):
+    """The output, [..., q, heads, dim] or [..., heads, q, dim] as the query, and weights [..., heads, q, kv] or None."""
+
+    output: jax.Array
+    weights: jax.Array | None
+
+
+def declared_attention(declared: Declared, metadata: Mapping[str, Any]) -> Attention:
+    """The Attention of what an adapter was given. Errors: ConfigError for what a framework's call has no place for."""
+    if isinstance(declared, Attention):
+        if metadata:
+            raise ConfigError(
+                f"{', '.join(metadata)}: given beside an Attention, which has its metadata; pass them to Attention(...)."
+            )
+        attention = declared
+    else:
+        attention = Attention(declared, **metadata)
+    for name in ("return_weights", "return_lse"):
+        if getattr(attention.declaration.call, name):
+            raise ConfigError(
+                f"call.{name} is declared, and a framework's attention returns its output alone; leave it out behind an "
+                "adapter."
+            )
+    return attention
+
+
+def attend(
+    attention: Attention,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    layout: str,
+    causal: bool = False,
+    query_offset: int | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_rng: Any = None,
+    deterministic: bool = True,
+    return_weights: bool = False,
+) -> Attended:
+    """Attend with any number of batch dimensions, none included.
+
+    Shapes: query [..., q, heads, dim] (layout bthd) or [..., heads, q, dim] (bhtd), key and value likewise; mask (anything
+    that compares with 0) and bias broadcast to [..., heads, q, kv] from the right, as NumPy does. causal=False is what
+    frameworks have where nothing was said: the file's own word then counts, and without one the call is not causal.
+    Errors: InputError for shapes; ConfigError where the file and the framework's call disagree.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if is_array(x) and len(x.shape) < _TRAILING:
+            raise InputError(f"{name} has shape {tuple(x.shape)}; wanted [..., {', '.join(_axes(layout))}].")
+    batch = query.shape[:-_TRAILING]
+    for name, x in (("key", key), ("value", value)):
+        if x.shape[:-_TRAILING] != batch:
+            raise InputError(f"{name} has batch dimensions {x.shape[:-_TRAILING]}, query has {batch}; wanted the same.")
+    at = {axis: index - _TRAILING for index, axis in enumerate(layout[1:])}
+    cells = (*batch, query.shape[at["h"]], query.shape[at["t"]], key.shape[at["t"]])
+    _check_dropout(attention, dropout_prob)
+    call: dict[str, Any] = {"layout": layout, "dropout_prob": dropout_prob}
+    if dropout_prob > 0:
+        call |= {"deterministic": deterministic, "dropout_rng": None if deterministic else dropout_rng}
+    if query_offset is not None:
+        call["query_offset"] = query_offset
+    if softmax_scale is not None:
+        call["softmax_scale"] = softmax_scale
+    if return_weights:
+        call["return_weights"] = True
+    with _as_it_is(mask):
+        call["mask"] = None if mask is None else _four("mask", _boolean(mask), cells)
+    call["bias"] = None if bias is None else _four("bias", bias, cells)
+    four = (jnp.reshape(x, (math.prod(batch), *x.shape[-_TRAILING:])) for x in (query, key, value))
+    found = attention(*four, causal=_causal(attention, causal), **call)
+    output, weights = found.attention_outputs, found.attention_weights
+    output = output.reshape(*batch, *output.shape[1:])
+    return Attended(output, None if weights is None else weights.reshape(*batch, *weights.shape[1:]))
+
+
+def _causal(attention: Attention, causal: bool) -> bool | None:
+    """What the framework says; where it says nothing, None if the file says something, else False: flax's, torch's default.
+
+    The metadata's own default, True, is for calls of ours.
+    """
+    said = attention.declaration.call.causal is not None or attention.states("causal")
+    return True if causal else None if said else False
+
+
+def _check_dropout(attention: Attention, probability: float) -> None:
+    said = attention.operation.metadata.dropout_prob
+    if attention.states("dropout_prob") and said != probability:
+        raise ConfigError(
+            f"dropout_prob: the file's metadata declares {said}, the framework's call says {probability}; leave it out of the "
+            "file: the framework has the key and the flag for it."
+        )
+
+
+def _four(name: str, x: Any, cells: tuple[int, ...]) -> Any:
+    """An array that broadcasts to [..., heads, q, kv] as one of rank 4, with no dimension written out that can stay 1."""
+    shape = tuple(x.shape)
+    if len(shape) > len(cells) or any(n not in (1, m) for n, m in zip(shape[::-1], cells[::-1], strict=False)):
+        raise InputError(
+            f"{name} has shape {shape}; wanted one that broadcasts to {cells}, [..., heads, query length, key length]."
+        )
+    shape = (1,) * (len(cells) - len(shape)) + shape
+    batch, own = cells[:-_TRAILING], shape[:-_TRAILING]
+    x = x.reshape(shape)
+    if any(n != 1 for n in own) and own != batch:
+        x = jnp.broadcast_to(x, (*batch, *shape[-_TRAILING:]))
+        own = batch
+    return x.reshape(math.prod(own), *shape[-_TRAILING:])
+
+
+def _boolean(mask: Any) -> Any:
+    if not is_array(mask):
+        raise InputError(f"mask is a {type(mask).__name__}; wanted an array that broadcasts to [..., heads, q, kv].")
+    return mask if mask.dtype == bool else mask != 0
+
+
+def _as_it_is(mask: Any) -> Any:
+    """A mask whose values are known stays known while something else is traced: the plan then says what it is."""
+    return contextlib.nullcontext() if isinstance(mask, jax.core.Tracer) else jax.ensure_compile_time_eval()
+
+
+def _axes(layout: str) -> list[str]:
+    names = {"t": "length", "h": "heads", "d": "head dim"}
+    return [names[axis] for axis in layout[1:]]

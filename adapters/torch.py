@@ -1,0 +1,233 @@
+"""torch: scaled_dot_product_attention on torch tensors, run by JAX. Needs torch (`pip install 'attnops[torch]'`).
+
+Tensors go over and come back through DLPack, without a copy where they lie densely on JAX's own device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..errors import ConfigError, InputError, InputTypeError, RefusedError
+from ..operators.attention import Attention
+from .front import Declared, attend, declared_attention
+
+__all__ = ["ScaledDotProductAttention", "scaled_dot_product_attention", "scaled_dot_product_attention_for"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Options(NamedTuple):
+    """What gets compiled in. `shape`: of the output."""
+
+    causal: bool
+    scale: float | None
+    dropout_p: float
+    shape: tuple[int, ...]
+
+
+def scaled_dot_product_attention_for(declared: Declared, **metadata: Any) -> Callable[..., torch.Tensor]:
+    """A function like torch.nn.functional.scaled_dot_product_attention that runs what is declared.
+
+    declared: an Attention, a Declaration, its dict, or the path of its JSON file. metadata: fields of OperationMetadata that
+    take the place of the file's, such as mesh. With "enabled": false it is torch's own function itself.
+    """
+    attention = declared_attention(declared, metadata)
+    if not attention.enabled:
+        return torch.nn.functional.scaled_dot_product_attention
+    return ScaledDotProductAttention(attention)
+
+
+class ScaledDotProductAttention:
+    """A declared attention with torch's signature. `attention.plans` are the plans of the calls so far."""
+
+    def __init__(self, attention: Attention) -> None:
+        self.attention = attention
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Attend; differentiable once by torch's autograd, in attn_mask too where it is a float that requires it.
+
+        Shapes: query [..., heads, q, dim], key [..., kv_heads, kv, dim], value [..., kv_heads, kv, value_dim]; attn_mask,
+        bool (True = may attend) or float (added to the logits), broadcasts to [..., heads, q, kv]. is_causal lets query i
+        see the keys up to i, whatever the lengths. Errors: InputError, InputTypeError and ConfigError say what is refused.
+        """
+        given = {"query": query, "key": key, "value": value}
+        for name, x in given.items():
+            _check(name, x, _DTYPES)
+        if len({x.dtype for x in given.values()}) > 1:
+            raise InputTypeError(
+                f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; wanted one dtype."
+            )
+        if attn_mask is not None:
+            _check("attn_mask", attn_mask, (torch.bool, *_DTYPES))
+            if is_causal:
+                raise InputError(
+                    "attn_mask with is_causal=True is an error, as in torch; put the triangle into attn_mask."
+                )
+            given["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
+        options = _Options(is_causal, scale, float(dropout_p), _output_shape(query, key, value, enable_gqa))
+        rng = None
+        if dropout_p > 0:  # torch.manual_seed decides it; the words of a key of jax.random
+            rng = np.asarray(torch.randint(2**32, (2,), dtype=torch.int64), np.uint32)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
+            return _Differentiable.apply(self.attention, options, rng, tuple(given), *given.values())
+        arrays, home = _to_jax(self.attention, given)
+        return _to_torch(_run(self.attention, options, arrays, rng), home)
+
+    def __eq__(self, other: object) -> bool:
+        return self.attention == other.attention if isinstance(other, ScaledDotProductAttention) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((type(self).__name__, self.attention))
+
+    def __repr__(self) -> str:
+        return f"{__name__}.scaled_dot_product_attention_for({self.attention.declaration.to_json(indent=None)})"
+
+
+scaled_dot_product_attention = ScaledDotProductAttention(Attention({"operation": "vanilla"}))
+
+
+class _Differentiable(torch.autograd.Function):
+    """JAX's gradient as torch's. Only what requires a gradient is differentiated: a bias' own is as large as the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, attention: Attention, options: _Options, rng: Any, names: tuple[str, ...], *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        given = dict(zip(names, tensors, strict=True))
+        arrays, home = _to_jax(attention, given)
+        wanted = tuple(name for name, need in zip(names, ctx.needs_input_grad[4:], strict=True) if need)
+        inexact = {name: arrays.pop(name) for name in wanted}
+        out, ctx.pull = _forward(attention, options)(inexact, arrays, rng)
+        ctx.names, ctx.attention = names, attention
+        result = _to_torch(out, home)
+        # The pull-back holds their memory; so torch's own check finds one that was changed in place.
+        ctx.save_for_backward(*tensors, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # once_differentiable would let some of these pass, without a gradient
+            raise RefusedError(
+                "create_graph=True: attnops' attention has one derivative behind torch's autograd, not two; take the second in "
+                "JAX, or use torch's own there."
+            )
+        tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=False))
+        arrays, home = _to_jax(ctx.attention, {"gradient": gradient})
+        (found,) = _backward(ctx.pull, arrays["gradient"])
+        gradients = [
+            _to_torch(found[name], home).to(x.device) if name in found else None for name, x in tensors.items()
+        ]
+        return (None, None, None, None, *gradients)
+
+
+def _run(attention: Attention, options: _Options, arrays: dict[str, Any], rng: Any) -> jax.Array:
+    """The call, on arrays; query, key and value get the batch dimensions and heads that torch would broadcast them to."""
+    query, key, value = (
+        arrays[n].reshape((1,) * (3 - arrays[n].ndim) + arrays[n].shape) for n in ("query", "key", "value")
+    )
+    batch = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    kv_heads = max(key.shape[-3], value.shape[-3])
+    q_heads = max(query.shape[-3], kv_heads)
+    query, key, value = (
+        jnp.broadcast_to(x, (*batch, heads, *x.shape[-2:]))
+        for x, heads in ((query, q_heads), (key, kv_heads), (value, kv_heads))
+    )
+    found = attend(
+        attention,
+        query,
+        key,
+        value,
+        layout="bhtd",
+        causal=options.causal,
+        query_offset=0 if options.causal else None,
+        mask=arrays.get("mask"),
+        bias=arrays.get("bias"),
+        softmax_scale=options.scale,
+        dropout_prob=options.dropout_p,
+        dropout_rng=rng,
+        deterministic=False,
+    )
+    return found.output.reshape(options.shape)
+
+
+@functools.lru_cache(maxsize=512)
+def _forward(attention: Attention, options: _Options) -> Callable[..., Any]:
+    def call(inexact: dict[str, Any], rest: dict[str, Any], rng: Any) -> Any:
+        return jax.vjp(lambda x: _run(attention, options, {**x, **rest}, rng), inexact)
+
+    return jax.jit(call)
+
+
+@jax.jit
+def _backward(pull: Any, gradient: jax.Array) -> Any:
+    return pull(gradient)
+
+
+def _output_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """Torch's shape of the output. Errors: InputError for shapes that torch refuses too."""
+    shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+    said = "query {}, key {} and value {}".format(*shapes)
+    if min(map(len, shapes)) < 2 or shapes[0][-1] != shapes[1][-1] or shapes[1][-2] != shapes[2][-2]:
+        raise InputError(
+            f"{said}; wanted [..., heads, q, dim], [..., kv_heads, kv, dim], [..., kv_heads, kv, value_dim]."
+        )
+    leading = [shape[:-2] for shape in shapes]
+    if enable_gqa:
+        heads = [shape[-1] if shape else 1 for shape in leading]
+        if heads[1] != heads[2] or heads[0] % heads[1]:
+            raise InputError(
+                f"{said}: enable_gqa wants as many key as value heads, and query heads a multiple of them."
+            )
+        leading = [(*shape[:-1], heads[0]) for shape in leading]
+    try:
+        return (*np.broadcast_shapes(*leading), shapes[0][-2], shapes[2][-1])
+    except ValueError:
+        mend = "" if enable_gqa else " Grouped heads need enable_gqa=True."
+        raise InputError(f"{said}: the dimensions before the last two don't broadcast.{mend}") from None
+
+
+def _check(name: str, x: Any, dtypes: tuple[torch.dtype, ...]) -> None:
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided:
+        raise InputTypeError(
+            f"{name} is a {type(x).__module__}.{type(x).__qualname__}; wanted a plain dense torch.Tensor. (A subclass that wraps "
+            "something else can't be handed to JAX by DLPack.)"
+        )
+    if x.dtype not in dtypes:
+        raise InputTypeError(f"{name} is {x.dtype}; wanted one of {', '.join(map(str, dtypes))}: cast it.")
+
+
+def _to_jax(attention: Attention, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], Any]:
+    """(the tensors as arrays where the operation runs, where they came from)."""
+    mesh = attention.operation.metadata.declared_mesh
+    where = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh) else jax.local_devices()[0]
+    arrays = {name: jnp.from_dlpack(x.detach().contiguous()) for name, x in tensors.items()}
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(
+            "the declared mesh has no devices, so torch tensors can't be run on it; declare a Mesh of devices."
+        )
+    home = next(iter(arrays.values())).sharding
+    return {name: jax.device_put(x, where) for name, x in arrays.items()}, home
+
+
+def _to_torch(x: jax.Array, home: Any) -> torch.Tensor:
+    # Wait: torch may change in place what JAX is still reading.
+    return torch.utils.dlpack.from_dlpack(jax.block_until_ready(jax.device_put(x, home)))

@@ -1,0 +1,26 @@
+"""What the command says of a file with "enabled": false: it plans, compiles and runs it all the same, and tells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from attnops.registry.declaration import Declaration
+
+__all__ = ["enabled_json", "enabled_notes"]
+
+_DISABLED = (
+    '"enabled" is false: behind an adapter the framework\'s own attention runs, and nothing of what stands here; this is what '
+    "attnops would do if it were true"
+)
+
+
+def enabled_notes(declaration: Declaration | Path) -> tuple[str, ...]:
+    """The note on a disabled declaration; none on an enabled one."""
+    declaration = declaration if isinstance(declaration, Declaration) else Declaration.load(declaration)
+    return () if declaration.enabled else (_DISABLED,)
+
+
+def enabled_json(data: dict[str, Any], notes: tuple[str, ...]) -> dict[str, Any]:
+    """JSON of a plan or a report, with `enabled` and the note among its notes."""
+    return data | {"enabled": not notes} | ({"notes": [*data.get("notes", ()), *notes]} if notes else {})
