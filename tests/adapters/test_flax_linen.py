@@ -39,7 +39,7 @@ def test_every_argument_of_linens_function_is_one_of_ours() -> None:
 @pytest.mark.parametrize(
     ("given", "mask"),
     [
-        ({"dtype": jnp.bfloat16}, CAUSAL),
+        pytest.param({"dtype": jnp.bfloat16}, CAUSAL, marks=pytest.mark.slow),
         ({}, linen.combine_masks(CAUSAL, PADDED)),
         pytest.param({"dtype": jnp.bfloat16, "force_fp32_for_softmax": True}, None, marks=pytest.mark.slow),
         pytest.param({"normalize_qk": True}, PADDED, marks=pytest.mark.slow),
@@ -92,6 +92,7 @@ def test_weights_are_sown_as_linen_sows_them() -> None:
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in found), atol=0.01 if given else 1e-6)
 
 
+@pytest.mark.slow
 def test_dropout() -> None:
     _, ours, variables = _both(dropout_rate=0.5, broadcast_dropout=False)
     run = jax.jit(lambda key: ours.apply(variables, X, deterministic=False, rngs={"dropout": key}))

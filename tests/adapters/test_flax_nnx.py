@@ -59,7 +59,7 @@ def test_every_argument_of_flaxs_function_is_one_of_ours() -> None:
     ("given", "mask", "causal"),
     [
         ({"dtype": jnp.bfloat16}, None, True),
-        ({}, CAUSAL, False),
+        pytest.param({}, CAUSAL, False, marks=pytest.mark.slow),
         ({"num_heads": 4, "num_kv_heads": 2}, nnx.combine_masks(CAUSAL, PADDED), False),
         pytest.param({}, None, False, marks=pytest.mark.slow),
         pytest.param({"normalize_qk": True}, PADDED, True, marks=pytest.mark.slow),
@@ -93,9 +93,11 @@ def test_decoding_step_by_step_is_flaxs_own() -> None:
 def test_decoding_with_the_causal_mask_in_the_file() -> None:
     theirs, ours = _layer(), _layer(PLAIN | {"call": {"causal": True}})
     ours.init_cache(X.shape)
-    steps = [ours(X[:, i : i + 1], decode=True)[:, 0] for i in range(LENGTH)]
-    np.testing.assert_allclose(jnp.stack(steps, 1), theirs(X, is_causal=True), atol=1e-6)
-    np.testing.assert_allclose(ours(X), theirs(X, is_causal=True), atol=1e-6)
+    step = nnx.jit(lambda layer, x: layer(x, decode=True)[:, 0])
+    steps = [step(ours, X[:, i : i + 1]) for i in range(LENGTH)]
+    wanted = theirs(X, is_causal=True)
+    np.testing.assert_allclose(np.stack(steps, 1), wanted, atol=1e-6)
+    np.testing.assert_allclose(ours(X), wanted, atol=1e-6)
 
 
 def test_is_causal_with_a_cache_is_refused_unless_aligned_by_the_file() -> None:
@@ -134,14 +136,14 @@ def test_batch_dimensions() -> None:
 
 
 def test_bias_and_other_arguments_of_a_direct_call() -> None:
-    query, key, value, bias = (
-        jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(2, 4, 2, 8)] * 3 + [(1, 2, 4, 4)])
-    )
-    got = _function()(query, key, value, bias, dtype=jnp.bfloat16, precision="default")
-    wanted = nnx.dot_product_attention(query, key, value, bias, dtype=jnp.bfloat16)
+    draw = np.random.default_rng(0)
+    arrays = [draw.standard_normal(shape).astype(np.float32) for shape in [(2, 4, 2, 8)] * 3 + [(1, 2, 4, 4)]]
+    call = {"dtype": jnp.bfloat16, "precision": "default"}
+    got, wanted = jax.jit(lambda *a: [f(*a, **call) for f in (_function(), nnx.dot_product_attention)])(*arrays)
     assert got.dtype == wanted.dtype == jnp.bfloat16
     np.testing.assert_allclose(got.astype(np.float32), wanted.astype(np.float32), atol=0.03)
-    promoted = _function()(query, key, value, promote_dtype=lambda xs, dtype: [x.astype(jnp.float16) for x in xs])
+    half = lambda xs, dtype: [x.astype(jnp.float16) for x in xs]  # noqa: E731
+    promoted = jax.eval_shape(lambda *a: _function()(*a, promote_dtype=half), *arrays)
     assert promoted.dtype == jnp.float16
 
 
@@ -165,10 +167,11 @@ def test_what_is_refused(declared: dict[str, Any], given: dict[str, Any], messag
 
 def test_dropout() -> None:
     layer = _layer(PLAIN, dropout_rate=0.5, broadcast_dropout=False, deterministic=False)
-    outs = np.stack([layer(X) for _ in range(100)])
-    np.testing.assert_allclose(outs.mean(0), _layer()(X), atol=0.4)
+    run, still = nnx.jit(lambda layer: layer(X)), _layer()(X)
+    outs = np.stack([run(layer) for _ in range(100)])
+    np.testing.assert_allclose(outs.mean(0), still, atol=0.4)
     assert outs.std(0).min() > 0
-    np.testing.assert_allclose(layer(X, deterministic=True), _layer()(X), atol=1e-6)
+    np.testing.assert_allclose(layer(X, deterministic=True), still, atol=1e-6)
 
 
 def test_equal_functions_are_one_static_attribute() -> None:
@@ -207,7 +210,7 @@ class _Transformer(nnx.Module):
 IMAGES = jax.random.normal(jax.random.key(2), (2, 12, 12, 3))
 SPLASH = {
     "operation": "splash",
-    "metadata": {"operation_configs": {"splash": {"block_q": 128, "block_kv": 128, "interpret": True}}},
+    "metadata": {"operation_configs": {"splash": {"block_q": 128, "block_kv": 128}}},
 }
 
 
@@ -229,15 +232,18 @@ def test_a_disabled_declaration_leaves_the_transformer_to_flax(tmp_path: Path) -
     assert programs[True] != programs[False]
 
 
-def test_an_enabled_one_runs_ours(tmp_path: Path) -> None:
-    function = attention_fn(SPLASH)
-    np.testing.assert_allclose(_Transformer(attention_fn=function)(IMAGES), _Transformer()(IMAGES), atol=1e-5)
-    (plan,) = function.attention.plans
-    assert (plan.implementation, plan.config.block_q, plan.problem.mask.describe()) == (
-        "splash.forward_tpu",
-        128,
-        "full",
+@pytest.mark.parametrize("interpret", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_enabled_one_runs_ours(interpret: bool) -> None:
+    """On a TPU the kernel; elsewhere its way on plain XLA, or, for tests, the kernel in Pallas' interpreter."""
+    config = SPLASH["metadata"]["operation_configs"]["splash"] | {"interpret": interpret}
+    function = attention_fn(SPLASH, operation_configs={"splash": config})
+    ours, theirs = nnx.jit(lambda *models: [model(IMAGES) for model in models])(
+        _Transformer(attention_fn=function), _Transformer()
     )
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    (plan,) = function.attention.plans
+    assert plan.implementation == ("splash.forward_tpu" if interpret else "splash.forward_native")
+    assert (plan.problem.config.block_q, plan.problem.mask.describe()) == (128, "full")
 
 
 def test_the_file_chooses_the_operation_its_blocks_and_its_mask(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def _attended(declared: dict[str, Any], arrays: list[np.ndarray], **call: Any) -
     return np.asarray(attend(Attention({"operation": "vanilla"} | declared), *arrays, layout="bthd", **call).output)
 
 
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("batch", [(), pytest.param((3,), marks=pytest.mark.slow), (2, 3)])
 @pytest.mark.parametrize("own", [(), (1, 1), (HEADS, 1), (1, Q), (HEADS, Q)])
 def test_masks_and_biases_broadcast_as_in_numpy(batch: tuple[int, ...], own: tuple[int, ...]) -> None:
     """The shape of the mask is own + [kv], with each choice of batch dimensions before it."""
@@ -91,7 +91,7 @@ def test_causal_that_the_file_forbids() -> None:
         _attended({"call": {"causal": False}}, _arrays(1), causal=True)
 
 
-@pytest.mark.parametrize("at", ["call", "metadata"])
+@pytest.mark.parametrize("at", ["call", pytest.param("metadata", marks=pytest.mark.slow)])
 def test_dropout_is_said_once_or_twice_the_same(at: str) -> None:
     arrays, rng = _arrays(1), jax.random.key(0)
     drop = {"dropout_prob": 0.5, "dropout_rng": rng, "deterministic": False}
