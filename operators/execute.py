@@ -20,14 +20,16 @@ from .arguments import Arrays, Options, join_mask, run_time_offset
 from .describe import packed
 from .local import LocalCall, LocalOutput
 from .local_mask import Dropout, LocalMask, dropout_seed
+from .ring import Ring
+from .ulysses import heads_for_sequence, sequence_for_heads
 
 if TYPE_CHECKING:
     from .base import Operation
 
-__all__ = ["execute"]
+__all__ = ["Operands", "execute"]
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """The arrays that cross into shard_map, in canonical form (4-D q, k, v; one sink per head; a scale for every key)."""
 
     query: jax.Array
@@ -49,9 +51,11 @@ def execute(operation: Operation, plan: Plan, mesh: AnyMesh | None, options: Opt
     axes = [a for a in problem.mesh if a.kind != "manual"]
     specs = _specs(operands, placement)
 
-    def body(local: _Operands) -> tuple[jax.Array, ...]:
-        call = _local_call(plan, options, local)
+    def body(local: Operands) -> tuple[jax.Array, ...]:
+        local = heads_for_sequence(local, placement, problem.kernel_layout)
+        call = _local_call(plan, options, local, operation.metadata.scan_ring_attention)
         result = getattr(operation, plan.method or "")(call)
+        result = sequence_for_heads(result, placement, problem.kernel_layout)
         return tuple(x for x in result if x is not None)
 
     if problem.vma and len(axes) < len(problem.mesh):
@@ -84,7 +88,7 @@ def _prepare(
     arrays: Arrays,
     default_causal: bool,
     mesh: AnyMesh | None,
-) -> _Operands:
+) -> Operands:
     """Bring the arrays into canonical form."""
     dtype = jnp.dtype(problem.runtime_dtype)
     heads_at = problem.kernel_layout.index("h")
@@ -102,7 +106,7 @@ def _prepare(
     joined = join_mask(whole, options, default_causal)
     _, leaves = joined.split()
     offset = run_time_offset(joined, arrays, problem.batch, problem.q_len) if problem.dynamic_query_offset else None
-    return _Operands(
+    return Operands(
         query,
         key,
         value,
@@ -149,7 +153,7 @@ def _scale(
     return jnp.repeat(pin(scale, PartitionSpec(batch, None, None), mesh), placement.kv_repeat, axis=1)
 
 
-def _specs(operands: _Operands, placement: Placement) -> Any:
+def _specs(operands: Operands, placement: Placement) -> Any:
     """The same tree as the operands, of specs."""
     specs: dict[str, Any] = {
         name: None if x is None else placement.spec(name) for name, x in operands._asdict().items() if name != "leaves"
@@ -167,8 +171,11 @@ def _index(axes: tuple[str, ...], problem: AttentionProblem) -> tuple[int | jax.
     return index, math.prod(sizes[name] for name in axes)
 
 
-def _local_call(plan: Plan, options: Options, local: _Operands) -> LocalCall:
+def _local_call(plan: Plan, options: Options, local: Operands, scan: bool | None) -> LocalCall:
     problem, placement = plan.problem, plan.placement
+    ring = None
+    if placement.strategy == "ring":
+        ring = Ring(placement.sequence_axes, placement.sequence_shards, placement.hops, bool(scan))
     shard, shards = _index(placement.q_axes, problem)
     q_start = shard * placement.local.q_len
     offset = local.query_offset if problem.dynamic_query_offset else problem.query_offset
@@ -204,4 +211,5 @@ def _local_call(plan: Plan, options: Options, local: _Operands) -> LocalCall:
         placement=placement,
         q_shard=shard,
         q_shards=shards,
+        ring=ring,
     )

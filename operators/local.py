@@ -11,6 +11,7 @@ import numpy as np
 from ..registry import AttentionProblem, OperationConfig, Placement, Route
 from .local_mask import Dropout, LocalMask
 from .quantised import dequantised
+from .ring import Ring
 
 __all__ = ["LocalCall", "LocalOutput"]
 
@@ -51,6 +52,8 @@ class LocalCall:
     # Index of this device's query shard among `q_shards`, traced when there are several.
     q_shard: int | jax.Array = 0
     q_shards: int = 1
+    # How keys come from other devices; None where this device has them all.
+    ring: Ring | None = None
     # [batch, kv heads, kv] in float32; None where key or value isn't quantised, or counts as it stands.
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None

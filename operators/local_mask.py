@@ -18,9 +18,9 @@ __all__ = ["Dropout", "LocalMask", "dropout_seed"]
 
 @dataclass(frozen=True)
 class LocalMask:
-    """The mask of one shard. Rows are global: local row r is row `q_start + r` of the whole problem.
+    """The mask of one shard. Local row r is row `q_start + r` of the whole problem, local key c is key `k_start + c`.
 
-    `mask` holds the shard's own pieces of the traced arrays. `q_start` is traced when the queries are split.
+    `mask` holds the shard's own pieces of the traced arrays. A start is traced where that length is split.
     `query_offset` is an int, a traced [batch] array, or None when no part of the mask depends on positions.
     """
 
@@ -29,6 +29,7 @@ class LocalMask:
     q_len: int
     kv_len: int
     query_offset: int | jax.Array | None
+    k_start: int | jax.Array = 0
 
     def kinds(self, block_q: int, block_kv: int) -> np.ndarray | jax.Array:
         """0 dead, 1 partial, 2 full, int8 [batch | 1, q blocks, kv blocks]; NumPy's if nothing about it is traced.
@@ -40,7 +41,7 @@ class LocalMask:
         offset = 0 if self.query_offset is None else self.query_offset
         static, dynamic = self.mask.split_static()
         known: np.ndarray | jax.Array | None = None
-        if isinstance(self.q_start, int) and isinstance(offset, int):
+        if isinstance(self.q_start, int) and isinstance(offset, int) and self._from_the_first_key:
             known = static.live_blocks(
                 block_q, block_kv, q_len=self.q_len, kv_len=self.kv_len, q_start=self.q_start, query_offset=offset
             )[None]
@@ -52,7 +53,8 @@ class LocalMask:
         last_key = np.minimum(first_key + block_kv, self.kv_len) - 1
         rows = Extent(first_row + self.q_start, last_row + self.q_start)
         along = offset if isinstance(offset, int) else offset[:, None, None]
-        blocks = Blocks(rows, Extent(rows.lo + along, rows.hi + along), Extent(first_key, last_key), block_q, block_kv)
+        keys = Extent(first_key + self.k_start, last_key + self.k_start)
+        blocks = Blocks(rows, Extent(rows.lo + along, rows.hi + along), keys, block_q, block_kv)
         some, every = (self.mask if known is None else And(dynamic)).reach(blocks)
         found = jnp.where(every & some, 2, jnp.where(some, 1, 0)).astype(jnp.int8)
         found = jnp.broadcast_to(found, (found.shape[0] if found.ndim == 3 else 1, *blocks.shape))
@@ -67,9 +69,13 @@ class LocalMask:
         rows = (np.arange(self.q_len, dtype=np.int32) + self.q_start)[:, None]
         offset = 0 if self.query_offset is None else self.query_offset
         positions = rows + (offset if isinstance(offset, int) else offset[:, None, None, None])
-        cols = np.arange(keys.start, keys.stop, dtype=np.int32)[None, :]
+        cols = np.arange(keys.start, keys.stop, dtype=np.int32)[None, :] + self.k_start
         visible = mask.test(rows, positions, cols)
         return visible if visible.ndim == 4 else visible[(None,) * (4 - visible.ndim)]
+
+    @property
+    def _from_the_first_key(self) -> bool:
+        return isinstance(self.k_start, int) and self.k_start == 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class Dropout:
     """Which weights are dropped: a function of the seed and of a weight's place in the whole problem, and of nothing else.
 
     So every mesh, every block size and both passes drop the same weights, and none of them is stored. `seed` is uint32
-    [2]; the starts are this shard's first batch row, head and query row.
+    [2]; the starts are this shard's first batch row, head, query row and key.
     """
 
     seed: jax.Array
@@ -85,11 +91,12 @@ class Dropout:
     batch_start: int | jax.Array
     head_start: int | jax.Array
     q_start: int | jax.Array
+    k_start: int | jax.Array = 0
 
     def keep(self, batch: Any, head: Any, row: Any, col: Any) -> jax.Array:
         """Return True where a weight is kept, for local indices of any shapes that broadcast together."""
         first, second = self.head_keys(batch, head)
-        return self.kept(first, second, row + self.q_start, col, self.probability)
+        return self.kept(first, second, row + self.q_start, col + self.k_start, self.probability)
 
     def head_keys(self, batch: Any, head: Any) -> tuple[jax.Array, jax.Array]:
         """One key a head, uint32: made on few elements, so that one draw a weight is left."""
@@ -98,7 +105,7 @@ class Dropout:
 
     @staticmethod
     def kept(first: Any, second: Any, row: Any, col: Any, probability: float) -> jax.Array:
-        """`keep` for a head's key and for rows of the whole problem; also inside kernels."""
+        """`keep` for a head's key and for rows and keys of the whole problem; also inside kernels."""
         row, col = (jnp.asarray(index).astype(jnp.uint32) for index in (row, col))
         bits = threefry(first, second, row, col)[0]
         # 32 bits decide, so p is exact to 2**-32.

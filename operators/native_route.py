@@ -51,9 +51,11 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
         return NativeRoute("plain", "the attention weights are asked for, and only whole logits give them")
     if _itemsize(problem.softmax_dtype) < 4:
         return NativeRoute("plain", f"the blocks' softmax is float32 or wider, and {problem.softmax_dtype} is declared")
+    blocks = _blocks(problem, placement, getattr(ours, "block_q", None), getattr(ours, "block_kv", None))
+    if placement.strategy == "ring":
+        return NativeRoute("blockwise", "keys come a part at a time, and parts are merged by their lse", *blocks)
     if declared == "plain":
         return NativeRoute("plain", f"declared; the logits take {size}")
-    blocks = _blocks(problem, placement, getattr(ours, "block_q", None), getattr(ours, "block_kv", None))
     rows = local.q_heads * local.q_len
     few = rows <= _DECODE_ROWS and local.kv_len >= _DECODE_KEYS
     if declared == "decode" or (declared is None and few):

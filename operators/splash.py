@@ -21,6 +21,7 @@ from ..registry.quantised import dequantised_copy
 from . import splash_candidates, splash_table
 from .base import Operation
 from .local import LocalCall, LocalOutput
+from .ring_call import around_the_ring
 from .splash_blocks import resolve_attnops
 from .splash_borrowed import BORROWED_RULES, borrowed_padding, borrowed_remarks, resolve_borrowed, run_borrowed
 from .splash_config import LANES, SplashConfig
@@ -192,8 +193,13 @@ class Splash(Operation):
 def _run_attnops(
     call: LocalCall, config: SplashConfig, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    from .kernels.splash import splash_attention  # imports Pallas, so only where the kernel runs
+    from .kernels.splash import SplashPart, splash_attention  # imports Pallas, so only where the kernel runs
 
+    if call.ring is not None:
+        kernel = SplashPart(
+            call.softmax_scale, call.logits_soft_cap, blocks_of(config), call.problem.platform, config.interpret
+        )
+        return around_the_ring(call, kernel, query, key, value)
     return splash_attention(
         query,
         key,

@@ -12,11 +12,12 @@ from pydantic import PositiveInt
 
 from ..registry import ALL_FEATURES, AttentionProblem, OperationConfig, Placement, Rule, implementation
 from .base import Operation
-from .kernels.blockwise import Blocking, blockwise_attention
+from .kernels.blockwise import Blocking, BlockwisePart, blockwise_attention
 from .kernels.decode import Pieces
 from .kernels.plain import plain_attention
 from .local import LocalCall, LocalOutput
 from .native_route import NativeRoute, native_route
+from .ring_call import around_the_ring
 
 __all__ = ["Vanilla", "VanillaConfig"]
 
@@ -138,6 +139,18 @@ class Vanilla(Operation):
 def _in_parts(call: LocalCall, route: NativeRoute) -> LocalOutput:
     sizes = (route.block_q, route.block_kv, route.heads_per_tile, route.block_q_backward, route.block_kv_backward)
     block_q, block_kv, heads, block_q_backward, block_kv_backward = (size or 1 for size in sizes)
+    if call.ring is not None:
+        kernel = BlockwisePart(
+            call.layout,
+            call.softmax_scale,
+            call.logits_soft_cap,
+            np.dtype(call.softmax_dtype),
+            call.problem.platform,
+            forward=Blocking(block_q, block_kv, heads),
+            backward=Blocking(block_q_backward, block_kv_backward, heads),
+        )
+        output, lse = around_the_ring(call, kernel, call.query, call.key, call.value)
+        return LocalOutput(output, None, lse if call.return_lse else None)
     output, lse = blockwise_attention(
         call.query,
         call.key,

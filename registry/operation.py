@@ -33,6 +33,8 @@ class PlannedOperation:
 
     name: ClassVar[str]
     config: ClassVar[type[OperationConfig]]
+    # The one way in which an operation handles a split sequence; None: as the policy says.
+    sequence_parallel: ClassVar[str | None] = None
 
     @classmethod
     def implements(cls, method: str) -> bool:

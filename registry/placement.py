@@ -1,7 +1,8 @@
 """Placement: the declared specs fitted to the call, and the specs under which the kernel runs on each device.
 
 The two differ where one device can't work on its declared part alone. A query shard needs every key, so K and V are
-gathered along the sequence; K and V heads follow the query heads; a head is never split in its dim.
+gathered along the sequence, or travel around it, or heads are split there instead; K and V heads follow the query heads; a
+head is never split in its dim.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from ..sharding import FittedRules, FittedSpec, TensorShape, fit
 from .problem import AttentionProblem
+from .sequence import hops_of
 
 __all__ = ["LocalShape", "Placement", "place_problem"]
 
@@ -30,7 +32,12 @@ class LocalShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every tensor lives, declared (`fitted`) and inside the operation (`run`, in the kernel's layout)."""
+    """Where every tensor lives, declared (`fitted`) and inside the operation (`run`, in the kernel's layout).
+
+    `head_axes` and `q_axes` split what a kernel works on, and `local` has its sizes. `sequence_axes` split the queries outside;
+    `strategy` says how they see all keys ('gather', 'ring', 'ulysses'; empty where they aren't split), and `hops` how far
+    keys come around a ring. `outer_kv_heads` are a device's own, before 'ulysses' splits them further.
+    """
 
     fitted: FittedRules
     batch_axes: tuple[str, ...]
@@ -40,6 +47,11 @@ class Placement:
     kv_repeat: int
     run: tuple[tuple[str, PartitionSpec], ...]
     changes: tuple[str, ...]
+    strategy: str
+    sequence_axes: tuple[str, ...]
+    sequence_shards: int
+    hops: tuple[int, ...]
+    outer_kv_heads: int
 
     def given(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """Where an array of the call is put before the call starts.
@@ -59,7 +71,9 @@ class Placement:
         return (*self.batch_axes, *self.q_axes, *self.head_axes)
 
 
-def place_problem(problem: AttentionProblem, *, strict: bool = False, kv_heads: str = "replicate") -> Placement:
+def place_problem(
+    problem: AttentionProblem, *, strict: bool = False, kv_heads: str = "replicate", strategy: str = "gather"
+) -> Placement:
     """Fit the problem's rules to its shapes and mesh. Errors: ShardingError when strict or kv_heads='error' say so."""
     fitted = fit(
         problem.rules,
@@ -74,24 +88,36 @@ def place_problem(problem: AttentionProblem, *, strict: bool = False, kv_heads: 
     query, key = fitted["query"], fitted["key"]
     at = {axis: index for index, axis in enumerate(problem.layout)}
     batch_axes = query.axes(at["b"]) if "b" in at else ()
-    q_axes, head_axes = query.axes(at["t"]), query.axes(at["h"])
+    sequence_axes, outer_heads = query.axes(at["t"]), query.axes(at["h"])
     sizes = {axis.name: axis.size for axis in problem.mesh}
+    strategy = strategy if sequence_axes else ""
+    shards, whole = math.prod(sizes[a] for a in sequence_axes), strategy == "ulysses"
+    q_axes, head_axes = ((), (*outer_heads, *sequence_axes)) if whole else (sequence_axes, outer_heads)
     split = {name: math.prod(sizes[a] for a in axes) for name, axes in _named(batch_axes, q_axes, head_axes)}
+    kv_all = problem.kv_heads * fitted.kv_repeat
     local = LocalShape(
         problem.batch // split["batch"],
         problem.q_len // split["q"],
-        problem.kv_len,
+        problem.kv_len // (shards if strategy == "ring" else 1),
         problem.q_heads // split["heads"],
-        problem.kv_heads * fitted.kv_repeat // split["heads"],
+        kv_all // split["heads"],
     )
     run = _run_specs(problem, batch_axes, q_axes, head_axes)
+    if strategy in ("ring", "ulysses"):
+        run = (*run, *_split_specs(problem, batch_axes, sequence_axes, outer_heads))
+    hops = hops_of(problem, shards) if strategy == "ring" else ()
     moved = ("key", "value", *problem.scales)
     changes = (
         *_query_changes(query, at, sizes),
-        *_key_changes(key, at, sizes, batch_axes, head_axes, fitted.kv_repeat, ", ".join(moved)),
+        *_sequence_changes(strategy, sequence_axes, shards, hops),
+        *_key_changes(key, at, sizes, batch_axes, outer_heads, fitted.kv_repeat, ", ".join(moved), strategy),
     )
     changes = (*changes, *_bias_changes(problem, head_axes))
-    return Placement(fitted, batch_axes, head_axes, q_axes, local, fitted.kv_repeat, run, changes)
+    outer_kv_heads = kv_all // math.prod(sizes[a] for a in outer_heads)
+    return Placement(
+        fitted, batch_axes, head_axes, q_axes, local, fitted.kv_repeat, run, changes, strategy, sequence_axes, shards, hops,
+        outer_kv_heads,
+    )  # fmt: skip
 
 
 def _named(*axes: tuple[str, ...]) -> zip[tuple[str, tuple[str, ...]]]:
@@ -166,6 +192,32 @@ def _run_specs(
     return tuple(specs.items())
 
 
+def _split_specs(
+    problem: AttentionProblem, batch: tuple[str, ...], sequence: tuple[str, ...], heads: tuple[str, ...]
+) -> tuple[tuple[str, PartitionSpec], ...]:
+    """Where the tensors are that stay split along the sequence; they take the place of those before them."""
+    order = {"b": _entry(batch), "t": _entry(sequence), "h": _entry(heads), "d": None}
+    tensor = PartitionSpec(*(order[axis] for axis in problem.kernel_layout))
+    found = dict.fromkeys(("query", "key", "value", "output"), tensor)
+    of_keys = PartitionSpec(_entry(batch), _entry(heads), _entry(sequence))
+    return tuple({**found, "lse": of_keys, **dict.fromkeys(problem.scales, of_keys)}.items())
+
+
+def _sequence_changes(strategy: str, axes: tuple[str, ...], shards: int, hops: tuple[int, ...]) -> tuple[str, ...]:
+    over = "+".join(axes)
+    if strategy == "ring":
+        skipped = shards - len(hops)
+        seen = f"; {skipped} of {shards} steps are left out, where the mask lets nothing be seen" if skipped else ""
+        return (
+            f"key, value: travel around {over} in {len(hops) - 1} of {shards - 1} hops, outputs merged by lse{seen}",
+        )
+    if strategy == "ulysses":
+        return (
+            f"query, key, value: all-to-all over {over}: each device gets whole sequences of its share of the heads",
+        )
+    return ()
+
+
 def _query_changes(query: FittedSpec, at: dict[str, int], sizes: dict[str, int]) -> tuple[str, ...]:
     split = [a for a in query.axes(at["d"]) if sizes[a] > 1]
     if not split:
@@ -181,9 +233,10 @@ def _key_changes(
     head_axes: tuple[str, ...],
     repeat: int,
     names: str,
+    strategy: str,
 ) -> tuple[str, ...]:
     changes = []
-    if key.axes(at["t"]):
+    if key.axes(at["t"]) and strategy not in ("ring", "ulysses"):
         changes.append(
             f"{names}: gathered along kv_len over {'+'.join(key.axes(at['t']))}: a query shard sees every key"
         )

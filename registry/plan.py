@@ -15,6 +15,7 @@ from .operation import METHODS
 from .placement import Placement, place_problem
 from .problem import AttentionProblem
 from .route import Route
+from .sequence import STRATEGIES, sequence_reasons
 from .tuning import Tuning, choose
 
 __all__ = ["Padding", "Plan", "Policy", "Rejected", "plan"]
@@ -29,6 +30,8 @@ class Policy:
     fallback: 'warn' (run forward_native and say so once), 'error', or 'allow' (run it, without a word).
     kv_heads: 'replicate' or 'error' when the mesh splits query heads further than there are kv heads.
     strict: refuse every spec that doesn't fit as declared.
+    sequence_parallel: how queries that are split over devices see all keys: 'gather' brings the keys together on each device,
+    'ring' sends them around, 'ulysses' splits heads instead of the sequence meanwhile.
     tuning: where no tuned sizes are kept: 'heuristic', 'tune' (search them now, and keep them) or 'error'; 'off' looks for none.
     """
 
@@ -36,6 +39,7 @@ class Policy:
     kv_heads: Literal["replicate", "error"] = "replicate"
     strict: bool = False
     tuning: Literal["heuristic", "tune", "error", "off"] = "heuristic"
+    sequence_parallel: Literal["gather", "ring", "ulysses"] = "gather"
 
     def __post_init__(self) -> None:
         for name, value, wanted in (
@@ -43,6 +47,7 @@ class Policy:
             ("kv_heads", self.kv_heads, ("replicate", "error")),
             ("strict", self.strict, (True, False)),
             ("tuning", self.tuning, ("heuristic", "tune", "error", "off")),
+            ("sequence_parallel", self.sequence_parallel, STRATEGIES),
         ):
             if type(value) is not type(wanted[0]) or value not in wanted:
                 raise ConfigError(f"{name}={value!r}; wanted one of {', '.join(map(repr, wanted))}.")
@@ -151,6 +156,7 @@ class Plan:
             "inside": {name: spec_text(spec) for name, spec in placement.run},
             "device_problem": placement.local._asdict(),
             "kv_repeat": placement.kv_repeat,
+            "sequence_parallel": placement.strategy,
             "changes": list(placement.changes),
             "padding": None if self.padding is None else self.padding._asdict(),
             "route": None if self.route is None else self.route.to_dict(),
@@ -173,7 +179,9 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
     Errors: ShardingError where the policy says so. A problem that nothing can run gives a plan of kind 'refused'.
     """
     operation = problem.operation
-    placement = place_problem(problem, strict=policy.strict, kv_heads=policy.kv_heads)
+    strategy = operation.sequence_parallel or policy.sequence_parallel
+    placement = place_problem(problem, strict=policy.strict, kv_heads=policy.kv_heads, strategy=strategy)
+    apart = sequence_reasons(problem, placement)
     platform = operation.kernel_platform(problem)
     own = tuple(m for m in METHODS.get(platform, ()) if operation.implements(m))
     notes = list(problem.notes)
@@ -189,7 +197,7 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
             rejected.append(Rejected(name, (reason,)))
             break
         capability = operation.capability(method)
-        reasons = capability.reasons(problem, problem.config)
+        reasons = (*capability.reasons(problem, problem.config), *apart)
         if reasons:
             rejected.append(Rejected(name, reasons))
             continue

@@ -29,7 +29,7 @@ from .tiles import Tile, TileSource, visits
 from .varying import alike, vary, varying
 from .xla_seam import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, held_in_loop, product
 
-__all__ = ["LSE_NAME", "OUTPUT_NAME", "Blocking", "bias_gradient", "blockwise_attention"]
+__all__ = ["LSE_NAME", "OUTPUT_NAME", "Blocking", "BlockwisePart", "bias_gradient", "blockwise_attention"]
 
 # What a jax.checkpoint policy can save by name.
 OUTPUT_NAME, LSE_NAME = "attnops_output", "attnops_lse"
@@ -94,6 +94,39 @@ def blockwise_attention(
     operands = Operands(query, key, value, bias, None if sinks is None else sinks.astype(softmax_dtype))
     operands, traced = alike((operands, traced))
     return _attend(static, operands, traced)
+
+
+@dataclass(frozen=True)
+class BlockwisePart:
+    """The same as a PartKernel."""
+
+    layout: str
+    scale: float
+    soft_cap: float | None
+    softmax_dtype: np.dtype
+    platform: str
+    forward: Blocking
+    backward: Blocking
+
+    def attend(self, places: Places, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+        """See PartKernel."""
+        return _forward(self._static(places), operands, traced)
+
+    def differentiate(
+        self,
+        places: Places,
+        operands: Operands,
+        traced: Traced,
+        output: jax.Array,
+        lse: jax.Array,
+        d_output: jax.Array,
+        d_lse: jax.Array,
+    ) -> Operands:
+        """See PartKernel."""
+        return _backward(self._static(places), operands, traced, output, lse, d_output, d_lse)
+
+    def _static(self, places: Places) -> _Static:
+        return _Static(**vars(self), places=places)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -35,11 +35,12 @@ class Traced(NamedTuple):
     query_offset: jax.Array | None
     seed: jax.Array | None
     starts: tuple[Any, Any] | None
+    k_start: jax.Array | None
 
 
 @dataclass(frozen=True)
 class Places:
-    """What is known of the mask and the dropout at trace time; `q_start` and `query_offset` are None where traced."""
+    """What is known of the mask and the dropout at trace time; starts and `query_offset` are None where traced."""
 
     mask: Mask
     q_len: int
@@ -47,12 +48,13 @@ class Places:
     q_start: int | None
     query_offset: int | None
     dropout: float
+    k_start: int | None = 0
 
 
 def take_apart(mask: LocalMask, dropout: Dropout | None) -> tuple[Places, Traced]:
     """(what is static, what is traced) of a mask and a dropout; `put_together` is the inverse."""
     structure, leaves = mask.mask.split()
-    placed_q = isinstance(mask.q_start, int)
+    placed_q, placed_k = (isinstance(start, int) for start in (mask.q_start, mask.k_start))
     placed_offset = mask.query_offset is None or isinstance(mask.query_offset, int)
     places = Places(
         mask=structure,
@@ -61,6 +63,7 @@ def take_apart(mask: LocalMask, dropout: Dropout | None) -> tuple[Places, Traced
         q_start=mask.q_start if placed_q else None,  # type: ignore[arg-type]
         query_offset=mask.query_offset if placed_offset else None,  # type: ignore[arg-type]
         dropout=0.0 if dropout is None else dropout.probability,
+        k_start=mask.k_start if placed_k else None,  # type: ignore[arg-type]
     )
     traced = Traced(
         tuple(jnp.asarray(leaf.array) for leaf in leaves),
@@ -71,6 +74,7 @@ def take_apart(mask: LocalMask, dropout: Dropout | None) -> tuple[Places, Traced
         None
         if dropout is None
         else tuple(jnp.asarray(x, jnp.int32) for x in (dropout.batch_start, dropout.head_start)),  # type: ignore[arg-type]
+        None if placed_k else jnp.asarray(mask.k_start),
     )
     return places, traced
 
@@ -83,10 +87,11 @@ def put_together(places: Places, traced: Traced) -> tuple[LocalMask, Dropout | N
         places.q_len,
         places.kv_len,
         places.query_offset if traced.query_offset is None else traced.query_offset,
+        places.k_start if traced.k_start is None else traced.k_start,  # type: ignore[arg-type]
     )
     if traced.seed is None or traced.starts is None:
         return mask, None
-    return mask, Dropout(traced.seed, places.dropout, *traced.starts, mask.q_start)
+    return mask, Dropout(traced.seed, places.dropout, *traced.starts, mask.q_start, mask.k_start)
 
 
 def no_gradients(traced: Traced) -> Traced:

@@ -76,7 +76,8 @@ class TileSource:
             offset = 0 if self.mask.query_offset is None else self.mask.query_offset
             if not isinstance(offset, int):
                 offset = lax.dynamic_index_in_dim(offset, tile.batch, keepdims=False)
-            seen = mask.test(rows + self.mask.q_start, rows + self.mask.q_start + offset, cols)
+            rows = rows + self.mask.q_start
+            seen = mask.test(rows, rows + offset, cols + self.mask.k_start)
             seen = seen[0] if seen.ndim == 4 else seen[None]
         if self.mask.kv_len % self.block_kv:
             inside = (cols < self.mask.kv_len)[None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .attention import splash_attention
+from .attention import SplashPart, splash_attention
 from .blocks import SplashBlocks
 
-__all__ = ["SplashBlocks", "splash_attention"]
+__all__ = ["SplashBlocks", "SplashPart", "splash_attention"]

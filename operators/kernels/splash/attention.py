@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ...local_mask import Dropout, LocalMask
 from ...quantised import dequantised, quantised_gradients
 from ..blockwise import LSE_NAME, OUTPUT_NAME, Blocking, bias_gradient
-from ..operands import Operands, Traced, no_gradients, put_together, take_apart
+from ..operands import Operands, Places, Traced, no_gradients, put_together, take_apart
 from ..varying import alike
 from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
 from .blocks import SplashBlocks
@@ -25,7 +25,7 @@ from .frame import Frame, Heads, Input
 from .tile import Logits, add_to_frame
 from .visits import visit_list
 
-__all__ = ["splash_attention"]
+__all__ = ["SplashPart", "splash_attention"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,39 @@ def splash_attention(
     )
     operands, traced = alike((operands, traced))
     return _attend(_Static(logits, blocks, names, platform, interpret), operands, traced)
+
+
+@dataclass(frozen=True)
+class SplashPart:
+    """The same as a PartKernel."""
+
+    scale: float
+    soft_cap: float | None
+    blocks: SplashBlocks
+    platform: str
+    interpret: bool | pltpu.InterpretParams
+    layout: str = "bhtd"
+
+    def attend(self, places: Places, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+        """See PartKernel."""
+        return _forward(self._static(places), operands, traced)
+
+    def differentiate(
+        self,
+        places: Places,
+        operands: Operands,
+        traced: Traced,
+        output: jax.Array,
+        lse: jax.Array,
+        d_output: jax.Array,
+        d_lse: jax.Array,
+    ) -> Operands:
+        """See PartKernel."""
+        return _backward(self._static(places), operands, traced, output, lse, d_output, d_lse)
+
+    def _static(self, places: Places) -> _Static:
+        logits = Logits(self.scale, self.soft_cap, self.blocks.use_base2_exp, places)
+        return _Static(logits, self.blocks, (OUTPUT_NAME, LSE_NAME), self.platform, self.interpret)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -51,6 +51,8 @@ def add_to_frame(
     """Add what a tile needs of the mask, the bias and the dropout to the kernel's operands."""
     if logits.places.q_start is None:
         frame.scalars["q_start"] = jnp.asarray(mask.q_start, jnp.int32).reshape(1)
+    if logits.places.k_start is None:
+        frame.scalars["k_start"] = jnp.asarray(mask.k_start, jnp.int32).reshape(1)
     if logits.places.query_offset is None and mask.query_offset is not None:
         frame.scalars["query_offset"] = jnp.asarray(mask.query_offset, jnp.int32)
     for number, leaf in enumerate(mask.mask.split()[1]):
@@ -137,7 +139,7 @@ class Tile:
         at = 2 * (self.step.batch * heads + self.head(head))
         first, second = (self.refs["dropout_key"][at + i].astype(jnp.uint32) for i in (0, 1))
         rows, cols = self._indices(start, width)
-        return Dropout.kept(first, second, rows + self._q_start(), cols, self.logits.places.dropout)
+        return Dropout.kept(first, second, self._row(rows), self._key(cols), self.logits.places.dropout)
 
     def head(self, head: tuple[int, int]) -> Any:
         """The query head's number."""
@@ -145,8 +147,15 @@ class Tile:
         kv_head = self.step.kv_tile * heads.kv_tile + head[0]
         return kv_head * heads.group + self.step.group_tile * heads.group_tile + head[1]
 
-    def _q_start(self) -> Any:
-        return self.refs["q_start"][0] if self.logits.places.q_start is None else self.logits.places.q_start
+    def _row(self, rows: jax.Array) -> jax.Array:
+        """Local rows as rows of the whole problem."""
+        start = self.logits.places.q_start
+        return rows + (self.refs["q_start"][0] if start is None else start)
+
+    def _key(self, cols: jax.Array) -> jax.Array:
+        """Local keys as keys of the whole problem."""
+        start = self.logits.places.k_start
+        return cols if start == 0 else cols + (self.refs["k_start"][0] if start is None else start)
 
     def _indices(self, start: int, width: int) -> tuple[jax.Array, jax.Array]:
         """Local rows and keys, both in the tile's shape."""
@@ -171,21 +180,24 @@ class Tile:
 
     def _test(self, head: tuple[int, int], start: int, width: int) -> Any:
         rows, cols = self._indices(start, width)
+        keys = self._key(cols)
         numbers = iter(range(len(self.refs)))
 
         def answer(atom: Mask) -> Mask:
             if not isinstance(atom, Slot):
                 return atom
             leaves = [f"leaf{next(numbers)}" for _ in atom.parts]
-            return _Answer(atom.related([self._leaf(leaf, part[2], head, start, width) for leaf, part in
-                                         zip(leaves, atom.parts, strict=True)], cols))  # fmt: skip
+            parts = [
+                self._leaf(leaf, part[2], head, start, width) for leaf, part in zip(leaves, atom.parts, strict=True)
+            ]
+            return _Answer(atom.related(parts, keys))
 
         seen = None
         if not isinstance(self.logits.places.mask, Full):
-            rows = rows + self._q_start()
+            rows = self._row(rows)
             offset = self.logits.places.query_offset or 0
             positions = rows + (self.refs["query_offset"][self.step.batch] if "query_offset" in self.refs else offset)
-            seen = self.logits.places.mask.map_atoms(answer).test(rows, positions, cols)
+            seen = self.logits.places.mask.map_atoms(answer).test(rows, positions, keys)
         if self.logits.places.kv_len % self.frame.block_kv:
             inside = cols < self.logits.places.kv_len
             seen = inside if seen is None else seen & inside
