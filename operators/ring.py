@@ -94,10 +94,10 @@ def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.A
         return output.astype(jnp.float32), lse
 
     def step(carry: Any, distance: Any, by: int) -> Any:
-        keys, found = carry
+        keys, (output, lse) = carry
         keys = _moved(keys, static.ring, by)
-        output, lse = hop(distance, keys)
-        return keys, merged(*found, output, lse, layout)
+        more, more_lse = hop(distance, keys)
+        return keys, merged(output, lse, more, more_lse, layout)
 
     keys = operands.key, operands.value
     carry = keys, hop(0, keys)
