@@ -125,6 +125,11 @@ class Splash(Operation):
         return (resolve_attnops if config.kernel == "attnops" else resolve_borrowed)(problem, placement, config)
 
     @classmethod
+    def works_on_parts(cls, method: str, config: OperationConfig) -> bool:
+        """attnops' own kernels do, and the native path."""
+        return method == "forward_native" or (isinstance(config, SplashConfig) and config.kernel == "attnops")
+
+    @classmethod
     def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
         """The unset sizes and switches of attnops' kernels."""
         return splash_candidates.tuned_fields(problem, placement) if method == "forward_tpu" else ()

@@ -102,6 +102,12 @@ class Vanilla(Operation):
         return LocalOutput(output, weights if call.return_weights else None, lse if call.return_lse else None)
 
     @classmethod
+    def works_on_parts(cls, method: str, config: OperationConfig) -> bool:
+        """By blocks it does."""
+        del config
+        return method == "forward_native"
+
+    @classmethod
     def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
         """The unset block sizes, where the call goes by blocks."""
         config = problem.config

@@ -110,6 +110,12 @@ class PlannedOperation:
         return cls.capability(method).check_vma
 
     @classmethod
+    def works_on_parts(cls, method: str, config: OperationConfig) -> bool:
+        """Whether a method can merge what it makes of parts of the keys, as a ring wants it (LocalCall.ring): not by itself."""
+        del method, config
+        return False
+
+    @classmethod
     def padding(
         cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> Padding | None:

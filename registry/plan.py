@@ -181,7 +181,6 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
     operation = problem.operation
     strategy = operation.sequence_parallel or policy.sequence_parallel
     placement = place_problem(problem, strict=policy.strict, kv_heads=policy.kv_heads, strategy=strategy)
-    apart = sequence_reasons(problem, placement)
     platform = operation.kernel_platform(problem)
     own = tuple(m for m in METHODS.get(platform, ()) if operation.implements(m))
     notes = list(problem.notes)
@@ -197,7 +196,7 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
             rejected.append(Rejected(name, (reason,)))
             break
         capability = operation.capability(method)
-        reasons = (*capability.reasons(problem, problem.config), *apart)
+        reasons = (*capability.reasons(problem, problem.config), *sequence_reasons(problem, placement, method))
         if reasons:
             rejected.append(Rejected(name, reasons))
             continue

@@ -39,13 +39,22 @@ def hops_of(problem: AttentionProblem, shards: int) -> tuple[int, ...]:
     return (0, *(d for d in every[1:] if (live[rows, (rows - d) % shards] > 0).any()))
 
 
-def sequence_reasons(problem: AttentionProblem, placement: Placement) -> tuple[Reason, ...]:
-    """Why the strategy that a placement is made for can't be had."""
+def sequence_reasons(problem: AttentionProblem, placement: Placement, method: str) -> tuple[Reason, ...]:
+    """Why a method can't have the strategy that a placement is made for."""
     if placement.strategy not in ("ring", "ulysses"):
         return ()
     strategy, shards, over = placement.strategy, placement.sequence_shards, "+".join(placement.sequence_axes)
     elsewhere = "Declare sequence_parallel='gather'."
     found = []
+    if strategy == "ring" and not problem.operation.works_on_parts(method, problem.config):
+        found.append(
+            Reason(
+                "ring.parts",
+                "sequence_parallel",
+                "sequence_parallel='ring': this method (with this config) can't work on parts of the keys",
+                f"{elsewhere} vanilla, and splash with its own kernels, can.",
+            )
+        )
     if problem.kv_len % shards:
         found.append(
             Reason(

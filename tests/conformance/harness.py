@@ -62,7 +62,8 @@ def _discover() -> dict[str, Implementation]:
     """Every implementation of every registered operation, once: a method borrowed from another operation is its."""
     found: dict[str, Implementation] = {}
     seen: set[int] = set()
-    for operation in ("vanilla", *(n for n in OperationRegistry.names() if n != "vanilla")):
+    first = ("vanilla", "splash")  # whose methods others borrow
+    for operation in (*first, *(n for n in OperationRegistry.names() if n not in first)):
         for method in OperationRegistry.get(operation).declared_methods():
             name, capability = f"{operation}.{method}", OperationRegistry.get(operation).capability(method)
             if id(capability) in seen or name in DECLARED_ONLY:

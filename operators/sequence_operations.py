@@ -1,0 +1,38 @@
+"""ring and ulysses: splash (and on other platforms the native path) with one way of handling a split sequence, by name."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from .splash import Splash
+from .splash_config import SplashConfig
+
+__all__ = ["RingAttention", "RingConfig", "UlyssesAttention", "UlyssesConfig"]
+
+
+class RingConfig(SplashConfig):
+    """The splash kernel's config; see SplashConfig."""
+
+    operation: Literal["ring"] = "ring"  # type: ignore[assignment]
+
+
+class UlyssesConfig(SplashConfig):
+    """The splash kernel's config; see SplashConfig."""
+
+    operation: Literal["ulysses"] = "ulysses"  # type: ignore[assignment]
+
+
+class RingAttention(Splash):
+    """Keys and values travel around the mesh axes that split the sequence; without such axes it is splash."""
+
+    name = "ring"
+    config = RingConfig
+    sequence_parallel: ClassVar[str | None] = "ring"
+
+
+class UlyssesAttention(Splash):
+    """Heads are split instead of the sequence while attention runs; without such axes it is splash."""
+
+    name = "ulysses"
+    config = UlyssesConfig
+    sequence_parallel: ClassVar[str | None] = "ulysses"

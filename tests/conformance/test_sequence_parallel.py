@@ -1,0 +1,186 @@
+"""Keys that travel around a ring, or heads that are split instead of the sequence, give the reference's answer and gradient."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from attnops import Causal, Full, OperationMetadata, OperationRegistry, SlidingWindow
+
+from . import cases, harness
+
+MESHES = {"fsdp2_tp2_sp2": {"fsdp": 2, "tp": 2, "sp": 2}, "sp4_dp1": {"sp": 4, "dp": 1}, "sp8": {"sp": 8}}
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+CASES = {
+    "causal": "bthd", "causal_window": "bhtd", "gqa": "bthd", "segment_ids": "bthd", "kv_lengths": "bhtd",
+    "sinks_per_kv_head": "bthd", "prefix": "thd", "dense_mask": "bhtd", "lse": "bthd", "value_dim": "bthd",
+    "soft_cap": "bhtd", "positions": "bthd", "mask_function": "bthd", "dynamic_query_offset": "bthd", "bias": "bthd",
+    "everything": "bthd", "int8_kv": "bthd",
+}  # fmt: skip
+# By strategy, what is refused for its own sake.
+NEVER: dict[str, dict[str, set[str]]] = {
+    "ring": {
+        "bias": {"ring.bias"},
+        "everything": {"ring.bias", "ring.return_weights"},
+        "int8_kv": {"ring.quantized_kv"},
+    },
+    "ulysses": {"everything": {"ulysses.return_weights"}},
+}
+NATIVE, SPLASH = "vanilla.forward_native", "splash.forward_tpu"
+# What `make test` runs of the product; the rest is for `make test-all`.
+OFTEN = {
+    *(
+        (NATIVE, "ring", n, "fsdp2_tp2_sp2")
+        for n in ("gqa", "segment_ids", "sinks_per_kv_head", "prefix", *NEVER["ring"])
+    ),
+    *((NATIVE, "ulysses", n, "fsdp2_tp2_sp2") for n in ("gqa", "segment_ids", "bias", "everything", "int8_kv")),
+    *((NATIVE, "ring", n, "sp4_dp1") for n in ("causal_window", "dense_mask")),
+    *((SPLASH, strategy, "causal_window", "fsdp2_tp2_sp2") for strategy in NEVER),
+    *((SPLASH, "ring", n, "fsdp2_tp2_sp2") for n in ("segment_ids", "lse")),
+}
+SIZES = cases.Sizes(batch=4, heads=8, kv_heads=4, length=160)
+PRODUCT = [
+    pytest.param(
+        *key,
+        id="-".join(key),
+        marks=[] if key[:4] in OFTEN and (key[4] == "auto" or key[3] == "sp4_dp1") else [pytest.mark.slow],
+    )
+    for key in itertools.product((NATIVE, SPLASH), NEVER, CASES, MESHES, KINDS)
+]
+
+
+def _mesh(sizes: dict[str, int], kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def _check(which: str, strategy: str, case: cases.Case, mesh: Any, layout: str, **changes: Any) -> None:
+    implementation = harness.RUNNABLE[which]
+    attend = implementation.make("float32", mesh, sequence_parallel=strategy, **changes)
+    tensors = harness.draw(case, "float32")
+    got = harness.run(attend, case, tensors, "float32", layout)
+    published = implementation.capability.tolerance["float32"]
+    harness.agree(got, harness.expect(case, tensors), published.forward, published.backward, shards=True)
+
+
+def _refusals(which: str, strategy: str, case: cases.Case, mesh: Any, layout: str) -> set[str]:
+    attend = harness.RUNNABLE[which].make("float32", mesh, sequence_parallel=strategy)
+    tensors = harness.draw(case, "float32")
+    plan = attend.plan(*harness.handed_over(case, tensors, "float32", layout), layout=layout, **case.call)
+    return {r.code for one in plan.rejected for r in one.reasons} if plan.kind == "refused" else set()
+
+
+@pytest.mark.parametrize(("which", "strategy", "name", "mesh", "kind"), PRODUCT)
+def test_strategies(which: str, strategy: str, name: str, mesh: str, kind: str) -> None:
+    layout = CASES[name]
+    case, on = cases.build(name, layout, SIZES), _mesh(MESHES[mesh], KINDS[kind])
+    refused = set(NEVER[strategy].get(name, ()))
+    if strategy == "ulysses" and (case.kv_heads // MESHES[mesh].get("tp", 1)) % MESHES[mesh]["sp"]:
+        refused.add("ulysses.kv_heads")
+    found = _refusals(which, strategy, case, on, layout)
+    assert {code for code in found if code.startswith(strategy)} == refused
+    if not found:
+        _check(which, strategy, case, on, layout)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("which", [NATIVE, pytest.param(SPLASH, marks=pytest.mark.slow)])
+def test_the_ring_scanned_or_unrolled(which: str, scan: bool) -> None:
+    case, mesh = cases.build("causal", "bthd", SIZES), _mesh(MESHES["sp4_dp1"])
+    _check(which, "ring", case, mesh, "bthd", scan_ring_attention=scan)
+
+
+@pytest.mark.parametrize(
+    ("mask", "hops"),
+    [
+        (Full(), (0, 1, 2, 3, 4, 5, 6, 7)),
+        (Causal(), (0, 1, 2, 3, 4, 5, 6, 7)),
+        (Causal() & SlidingWindow(20, 0), (0, 1)),  # a shard has 20 rows
+        (Causal() & SlidingWindow(21, 0), (0, 1, 2)),
+        (SlidingWindow(5, 5), (0, 1, 7)),
+        (Causal() & SlidingWindow(0, 0), (0,)),
+    ],
+)
+def test_hops_that_can_not_matter_are_left_out(mask: Any, hops: tuple[int, ...]) -> None:
+    metadata = OperationMetadata(mesh=_mesh(MESHES["sp8"]), sequence_parallel="ring", tuning="off")
+    x = jax.ShapeDtypeStruct((1, 160, 2, 16), jnp.float32)
+    plan = OperationRegistry.create("vanilla", metadata).plan(x, x, x, mask=mask)
+    assert plan.placement.hops == hops
+    assert f"in {len(hops) - 1} of 7 hops" in plan.explain()
+
+
+def test_a_window_that_wraps_around_the_ring() -> None:
+    """Hops 0, 1 and 7: the keys jump, and come home."""
+    rows, cols = np.arange(160)[:, None], np.arange(160)[None]
+    case = replace(cases.build("causal", "bthd", SIZES), mask=(abs(rows - cols) <= 5)[None, None])
+    case.call = {"mask": SlidingWindow(5, 5)}
+    _check(NATIVE, "ring", case, _mesh(MESHES["sp8"]), "bthd")
+
+
+@pytest.mark.parametrize("name", ["ring", "ulysses"])
+def test_by_name(name: str) -> None:
+    mesh = _mesh(MESHES["sp4_dp1"])
+    attend = OperationRegistry.create(name, OperationMetadata(mesh=mesh, tuning="off"))
+    case = cases.build("causal", "bthd", SIZES)
+    tensors = harness.draw(case, "float32")
+    got = harness.run(attend, case, tensors, "float32", "bthd")
+    harness.agree(got, harness.expect(case, tensors), 1e-5, 3e-5, shards=True)
+    plan = attend.plan(*harness.handed_over(case, tensors, "float32", "bthd"), **case.call)
+    assert (plan.placement.strategy, plan.implementation) == (name, f"{name}.forward_native")
+    assert plan.to_dict()["sequence_parallel"] == name
+
+
+def test_without_a_split_sequence_there_is_nothing_to_do() -> None:
+    metadata = OperationMetadata(mesh=_mesh({"fsdp": 4, "tp": 2}), sequence_parallel="ring", tuning="off")
+    x = jax.ShapeDtypeStruct((4, 160, 2, 16), jnp.float32)
+    plan = OperationRegistry.create("vanilla", metadata).plan(x, x, x)
+    assert plan.placement.strategy == ""
+
+
+@pytest.mark.parametrize(("operation", "config"), [("sdpa", None), ("splash", {"kernel": "jax", "interpret": True})])
+def test_what_can_not_work_on_parts_is_refused(operation: str, config: Any) -> None:
+    configs = {operation: config} if config else {}
+    metadata = OperationMetadata(
+        mesh=_mesh(MESHES["sp4_dp1"]),
+        sequence_parallel="ring",
+        operation_configs=configs,
+        fallback="error",
+        tuning="off",
+    )
+    x = jax.ShapeDtypeStruct((1, 160, 2, 16), jnp.float32)
+    plan = OperationRegistry.create(operation, metadata).plan(x, x, x)
+    assert plan.kind == "refused"
+    assert "ring.parts" in {r.code for one in plan.rejected for r in one.reasons}
+
+
+def test_keys_that_do_not_divide_are_refused() -> None:
+    metadata = OperationMetadata(mesh=_mesh(MESHES["sp4_dp1"]), sequence_parallel="ring", tuning="off")
+    q, k = (jax.ShapeDtypeStruct((1, n, 2, 16), jnp.float32) for n in (160, 162))
+    plan = OperationRegistry.create("vanilla", metadata).plan(q, k, k, causal=False)
+    (rejected,) = plan.rejected
+    assert "162 keys don't divide over the 4 devices of sp" in str(rejected.reasons[0])
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize(
+    "config", [None, {"interpret": True, "block_q": 128, "block_kv": 128}], ids=["native", "splash"]
+)
+def test_dropout_drops_the_weights_that_it_drops_on_one_device(strategy: str, config: Any) -> None:
+    tensors = harness.draw(cases.build("gqa", "bthd", SIZES), "float32")
+    call = {"dropout_prob": 0.3, "deterministic": False, "dropout_rng": jax.random.key(3), "mask": Causal()}
+
+    def gradients(mesh: Any, strategy: str) -> Any:
+        configs = {"splash": config} if config else {}
+        metadata = OperationMetadata(mesh=mesh, sequence_parallel=strategy, operation_configs=configs, tuning="off")
+        attend = OperationRegistry.create("splash", metadata)
+        run = jax.jit(jax.grad(lambda *x: jnp.sin(attend(*x, **call).attention_outputs).sum(), (0, 1, 2)))
+        return run(tensors.query, tensors.key, tensors.value)
+
+    for got, want in zip(gradients(_mesh(MESHES["sp4_dp1"]), strategy), gradients(None, "gather"), strict=True):
+        np.testing.assert_allclose(got, want, atol=3e-5)
