@@ -18,10 +18,9 @@ from ..sharding import pin
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, join_mask, run_time_offset
 from .describe import packed
-from .local import LocalCall, LocalOutput
+from .head_exchange import heads_for_sequence, sequence_for_heads
+from .local import LocalCall, LocalOutput, Ring
 from .local_mask import Dropout, LocalMask, dropout_seed
-from .ring import Ring
-from .ulysses import heads_for_sequence, sequence_for_heads
 
 if TYPE_CHECKING:
     from .base import Operation

@@ -11,9 +11,8 @@ import numpy as np
 from ..registry import AttentionProblem, OperationConfig, Placement, Route
 from .local_mask import Dropout, LocalMask
 from .quantised import dequantised
-from .ring import Ring
 
-__all__ = ["LocalCall", "LocalOutput"]
+__all__ = ["LocalCall", "LocalOutput", "Ring"]
 
 
 class LocalOutput(NamedTuple):
@@ -22,6 +21,18 @@ class LocalOutput(NamedTuple):
     output: jax.Array
     weights: jax.Array | None = None
     lse: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class Ring:
+    """axis: the mesh axes that split the sequence, as one. hops: how far, in shards, the keys have come at each step that some
+    device has something to see in; the first is 0. scan: one compiled step for all, else one for each.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    hops: tuple[int, ...]
+    scan: bool
 
 
 @dataclass(frozen=True)

@@ -22,21 +22,10 @@ from .kernels.blockwise import LSE_NAME, OUTPUT_NAME
 from .kernels.operands import Operands, Places, Traced, no_gradients, take_apart
 from .kernels.part import PartKernel
 from .kernels.varying import alike
+from .local import Ring
 from .local_mask import Dropout, LocalMask
 
-__all__ = ["Ring", "merged", "ring_attention", "with_sinks"]
-
-
-@dataclass(frozen=True)
-class Ring:
-    """axis: the mesh axes that split the sequence, as one. hops: how far, in shards, the keys have come at each step that some
-    device has something to see in; the first is 0. scan: one compiled step for all, else one for each.
-    """
-
-    axes: tuple[str, ...]
-    size: int
-    hops: tuple[int, ...]
-    scan: bool
+__all__ = ["merged", "ring_attention", "with_sinks"]
 
 
 @dataclass(frozen=True)
