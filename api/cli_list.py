@@ -22,6 +22,12 @@ def listing() -> dict[str, Any]:
             operations[name] = _operation(OperationRegistry.get(name))
         except AttnOpsError as error:
             operations[name] = {"error": str(error)}
+    classes = {name: OperationRegistry.get(name) for name, entry in operations.items() if "error" not in entry}
+    by_class = {operation.__name__: name for name, operation in classes.items()}
+    for name, operation in classes.items():
+        for method, entry in operations[name]["implementations"].items():
+            owner = by_class.get(getattr(operation, method).__qualname__.partition(".")[0], name)
+            entry["borrowed_from"] = None if owner == name else f"{owner}.{method}"
     return {"features": dict(FEATURES), "operations": operations}
 
 
@@ -57,13 +63,19 @@ def print_listing(data: dict[str, Any]) -> None:
     console.print(Text("Which method runs where", style="bold underline"), runs, "", sep="\n")
     for name, entry in sound.items():
         console.print(Text.assemble((name, "bold"), f": {entry['about']}"))
-    columns = []
+    columns, borrowed = [], []
     for name, entry in sound.items():
-        columns += [(f"{name}\n{method}", able) for method, able in entry["implementations"].items()]
+        for method, able in entry["implementations"].items():
+            if able["borrowed_from"] is None:
+                columns.append((f"{name}\n{method}", able))
+            else:
+                borrowed.append(f"{name}.{method} is {able['borrowed_from']}")
     abilities = table("consumes", *(title for title, _ in columns))
     for feature in data["features"]:
         abilities.add_row(feature, *("yes" if feature in i["consumes"] else Text("-", style="dim") for _, i in columns))
     console.print("", Text("What each implementation consumes", style="bold underline"), abilities, sep="\n")
+    for line in borrowed:
+        console.print(Text(line, style="dim"))
     console.print(Text("What is asked and not consumed is refused; `attnops plan` gives every reason.", style="dim"))
     bounds = table("implementation", "dtype", "forward", "backward")
     for title, implementation in columns:

@@ -168,7 +168,8 @@ def _config(operation: type[Operation], metadata: OperationMetadata) -> tuple[Op
             notes.append(f"{source}={value} gives way to the config's {field}={getattr(config, field)}")
         else:
             fed[field] = value
-    if metadata.scan_ring_attention is not None:
+    strategy = operation.sequence_parallel or metadata.policy.sequence_parallel
+    if metadata.scan_ring_attention is not None and strategy != "ring":
         notes.append(
             f"scan_ring_attention={metadata.scan_ring_attention} is not read by {operation.name}: it runs no ring"
         )

@@ -80,5 +80,6 @@ def _metadata(configs: dict[str, Any]) -> dict[str, Any]:
         "kv_heads": {"enum": ["replicate", "error"]},
         "strict": {"type": "boolean"},
         "tuning": {"enum": ["heuristic", "tune", "error", "off"]},
+        "sequence_parallel": {"enum": ["gather", "ring", "ulysses"]},
     }
     return {"type": "object", "properties": fields, "additionalProperties": False}
