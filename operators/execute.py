@@ -21,6 +21,7 @@ from .describe import packed
 from .head_exchange import heads_for_sequence, sequence_for_heads
 from .local import LocalCall, LocalOutput, Ring
 from .local_mask import Dropout, LocalMask, dropout_seed
+from .merge import merged_over_devices
 
 if TYPE_CHECKING:
     from .base import Operation
@@ -53,7 +54,8 @@ def execute(operation: Operation, plan: Plan, mesh: AnyMesh | None, options: Opt
     def body(local: Operands) -> tuple[jax.Array, ...]:
         local = heads_for_sequence(local, placement, problem.kernel_layout)
         call = _local_call(plan, options, local, operation.metadata.scan_ring_attention)
-        result = getattr(operation, plan.method or "")(call)
+        method = getattr(operation, plan.method or "")
+        result = merged_over_devices(call, method) if placement.strategy == "merge" else method(call)
         result = sequence_for_heads(result, placement, problem.kernel_layout)
         return tuple(x for x in result if x is not None)
 
@@ -176,6 +178,9 @@ def _local_call(plan: Plan, options: Options, local: Operands, scan: bool | None
     if placement.strategy == "ring":
         ring = Ring(placement.sequence_axes, placement.sequence_shards, placement.hops, bool(scan))
     shard, shards = _index(placement.q_axes, problem)
+    k_start: int | jax.Array = 0
+    if placement.strategy == "merge":
+        k_start = _index(placement.sequence_axes, problem)[0] * placement.local.kv_len
     q_start = shard * placement.local.q_len
     offset = local.query_offset if problem.dynamic_query_offset else problem.query_offset
     mask = problem.mask.merge(local.leaves) if local.leaves else problem.mask
@@ -187,6 +192,7 @@ def _local_call(plan: Plan, options: Options, local: Operands, scan: bool | None
             _index(placement.batch_axes, problem)[0] * placement.local.batch,
             _index(placement.head_axes, problem)[0] * placement.local.q_heads,
             q_start,
+            k_start,
         )
     return LocalCall(
         query=local.query,
@@ -196,7 +202,7 @@ def _local_call(plan: Plan, options: Options, local: Operands, scan: bool | None
         sinks=local.softmax_aux,
         key_scale=local.key_scale,
         value_scale=local.value_scale,
-        mask=LocalMask(mask, q_start, placement.local.q_len, placement.local.kv_len, offset),
+        mask=LocalMask(mask, q_start, placement.local.q_len, placement.local.kv_len, offset, k_start),
         dropout=dropout,
         layout=problem.kernel_layout,
         softmax_scale=problem.softmax_scale,

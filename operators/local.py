@@ -12,7 +12,7 @@ from ..registry import AttentionProblem, OperationConfig, Placement, Route
 from .local_mask import Dropout, LocalMask
 from .quantised import dequantised
 
-__all__ = ["LocalCall", "LocalOutput", "Ring"]
+__all__ = ["LocalCall", "LocalOutput", "Ring", "by_row"]
 
 
 class LocalOutput(NamedTuple):
@@ -78,3 +78,8 @@ class LocalCall:
             for x, scale in ((self.key, self.key_scale), (self.value, self.value_scale))
         )
         return replace(self, key=key, value=value, key_scale=None, value_scale=None)
+
+
+def by_row(x: jax.Array, layout: str) -> jax.Array:
+    """A number a row, [batch, heads, q], in the form in which it is multiplied with an output in the layout."""
+    return (x if layout == "bhtd" else x.swapaxes(1, 2))[..., None]

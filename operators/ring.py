@@ -22,7 +22,7 @@ from .kernels.blockwise import LSE_NAME, OUTPUT_NAME
 from .kernels.operands import Operands, Places, Traced, no_gradients, take_apart
 from .kernels.part import PartKernel
 from .kernels.varying import alike
-from .local import Ring
+from .local import Ring, by_row
 from .local_mask import Dropout, LocalMask
 
 __all__ = ["merged", "ring_attention", "with_sinks"]
@@ -52,7 +52,7 @@ def ring_attention(
 def with_sinks(output: jax.Array, lse: jax.Array, sinks: jax.Array, layout: str) -> tuple[jax.Array, jax.Array]:
     """What a sink [heads] makes of the output and the lse of all keys: it joins the denominator."""
     both = jnp.logaddexp(lse, sinks[None, :, None].astype(lse.dtype))
-    return (output * _rows(jnp.exp(lse - both), layout)).astype(output.dtype), both
+    return (output * by_row(jnp.exp(lse - both), layout)).astype(output.dtype), both
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -152,12 +152,7 @@ def merged(
     total = first + second
     safe = jnp.where(total == 0, 1, total)
     both = jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
-    return output * _rows(first / safe, layout) + other * _rows(second / safe, layout), both
-
-
-def _rows(x: jax.Array, layout: str) -> jax.Array:
-    """A number a row, [batch, heads, q], to be multiplied with an output."""
-    return (x if layout == "bhtd" else x.swapaxes(1, 2))[..., None]
+    return output * by_row(first / safe, layout) + other * by_row(second / safe, layout), both
 
 
 def _elsewhere(places: Places) -> Places:

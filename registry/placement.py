@@ -35,8 +35,9 @@ class Placement:
     """Where every tensor lives, declared (`fitted`) and inside the operation (`run`, in the kernel's layout).
 
     `head_axes` and `q_axes` split what a kernel works on, and `local` has its sizes. `sequence_axes` split the queries outside;
-    `strategy` says how they see all keys ('gather', 'ring', 'ulysses'; empty where they aren't split), and `hops` how far
-    keys come around a ring. `outer_kv_heads` are a device's own, before 'ulysses' splits them further.
+    `strategy` says how they see all keys ('gather', 'ring', 'ulysses'), and `hops` how far keys come around a ring. With
+    'merge' the queries are whole and `sequence_axes` split the keys: each device attends to its part. Empty: nothing is
+    split. `outer_kv_heads` are a device's own, before 'ulysses' splits them further.
     """
 
     fitted: FittedRules
@@ -90,19 +91,22 @@ def place_problem(
     batch_axes = query.axes(at["b"]) if "b" in at else ()
     sequence_axes, outer_heads = query.axes(at["t"]), query.axes(at["h"])
     sizes = {axis.name: axis.size for axis in problem.mesh}
+    if not sequence_axes and strategy != "gather" and (of_keys := key.axes(at["t"])):
+        strategy, sequence_axes = "merge", of_keys
     strategy = strategy if sequence_axes else ""
     shards, whole = math.prod(sizes[a] for a in sequence_axes), strategy == "ulysses"
     q_axes, head_axes = ((), (*outer_heads, *sequence_axes)) if whole else (sequence_axes, outer_heads)
+    q_axes, kv_axes = ((), sequence_axes) if strategy == "merge" else (q_axes, ())
     split = {name: math.prod(sizes[a] for a in axes) for name, axes in _named(batch_axes, q_axes, head_axes)}
     kv_all = problem.kv_heads * fitted.kv_repeat
     local = LocalShape(
         problem.batch // split["batch"],
         problem.q_len // split["q"],
-        problem.kv_len // (shards if strategy == "ring" else 1),
+        problem.kv_len // (shards if strategy in ("ring", "merge") else 1),
         problem.q_heads // split["heads"],
         kv_all // split["heads"],
     )
-    run = _run_specs(problem, batch_axes, q_axes, head_axes)
+    run = _run_specs(problem, batch_axes, q_axes, head_axes, kv_axes)
     if strategy in ("ring", "ulysses"):
         run = (*run, *_split_specs(problem, batch_axes, sequence_axes, outer_heads))
     hops = hops_of(problem, shards) if strategy == "ring" else ()
@@ -161,12 +165,12 @@ def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
 
 
 def _run_specs(
-    problem: AttentionProblem, batch: tuple[str, ...], q: tuple[str, ...], heads: tuple[str, ...]
+    problem: AttentionProblem, batch: tuple[str, ...], q: tuple[str, ...], heads: tuple[str, ...], kv: tuple[str, ...]
 ) -> tuple[tuple[str, PartitionSpec], ...]:
-    meaning = {"batch": _entry(batch), "heads": _entry(heads), "q": _entry(q), "kv": None}
+    meaning = {"batch": _entry(batch), "heads": _entry(heads), "q": _entry(q), "kv": _entry(kv)}
     order = {"b": meaning["batch"], "t": meaning["q"], "h": meaning["heads"], "d": None}
     query = PartitionSpec(*(order[axis] for axis in problem.kernel_layout))
-    key = PartitionSpec(*(None if axis == "t" else order[axis] for axis in problem.kernel_layout))
+    key = PartitionSpec(*(meaning["kv"] if axis == "t" else order[axis] for axis in problem.kernel_layout))
 
     def broadcastable(shape: tuple[int, ...], dims: tuple[str, ...]) -> PartitionSpec:
         return PartitionSpec(*(None if n == 1 else meaning[d] for n, d in zip(shape, dims, strict=True)))
@@ -181,7 +185,7 @@ def _run_specs(
         "weights": PartitionSpec(meaning["batch"], meaning["heads"], meaning["q"], None),
         "softmax_aux": PartitionSpec(meaning["heads"]),
         # Inside, a scale is [batch, kv heads, kv], split as its tensor is.
-        **{name: PartitionSpec(meaning["batch"], meaning["heads"], None) for name in problem.scales},
+        **{name: PartitionSpec(meaning["batch"], meaning["heads"], meaning["kv"]) for name in problem.scales},
         "query_offset": PartitionSpec(meaning["batch"]),
         "dropout_seed": PartitionSpec(),
     }
@@ -211,6 +215,8 @@ def _sequence_changes(strategy: str, axes: tuple[str, ...], shards: int, hops: t
         return (
             f"key, value: travel around {over} in {len(hops) - 1} of {shards - 1} hops, outputs merged by lse{seen}",
         )
+    if strategy == "merge":
+        return (f"key, value: stay split over {over}; each device attends to its part, outputs merged by lse",)
     if strategy == "ulysses":
         return (
             f"query, key, value: all-to-all over {over}: each device gets whole sequences of its share of the heads",
@@ -236,7 +242,7 @@ def _key_changes(
     strategy: str,
 ) -> tuple[str, ...]:
     changes = []
-    if key.axes(at["t"]) and strategy not in ("ring", "ulysses"):
+    if key.axes(at["t"]) and strategy not in ("ring", "ulysses", "merge"):
         changes.append(
             f"{names}: gathered along kv_len over {'+'.join(key.axes(at['t']))}: a query shard sees every key"
         )

@@ -41,17 +41,19 @@ def hops_of(problem: AttentionProblem, shards: int) -> tuple[int, ...]:
 
 def sequence_reasons(problem: AttentionProblem, placement: Placement, method: str) -> tuple[Reason, ...]:
     """Why a method can't have the strategy that a placement is made for."""
-    if placement.strategy not in ("ring", "ulysses"):
+    if placement.strategy not in ("ring", "ulysses", "merge"):
         return ()
     strategy, shards, over = placement.strategy, placement.sequence_shards, "+".join(placement.sequence_axes)
+    on_parts = strategy in ("ring", "merge")
+    said = "keys that stay split" if strategy == "merge" else f"sequence_parallel={strategy!r}"
     elsewhere = "Declare sequence_parallel='gather'."
     found = []
-    if strategy == "ring" and not problem.operation.works_on_parts(method, problem.config):
+    if on_parts and not problem.operation.works_on_parts(method, problem.config):
         found.append(
             Reason(
-                "ring.parts",
+                f"{strategy}.parts",
                 "sequence_parallel",
-                "sequence_parallel='ring': this method (with this config) can't work on parts of the keys",
+                f"{said}: this method (with this config) can't work on parts of the keys",
                 f"{elsewhere} vanilla, and splash with its own kernels, can.",
             )
         )
@@ -60,23 +62,19 @@ def sequence_reasons(problem: AttentionProblem, placement: Placement, method: st
             Reason(
                 f"{strategy}.kv_len",
                 "kv_len",
-                f"sequence_parallel={strategy!r}: {problem.kv_len} keys don't divide over the {shards} devices of {over}",
+                f"{said}: {problem.kv_len} keys don't divide over the {shards} devices of {over}",
                 f"Pad the keys to a multiple of {shards}. {elsewhere}",
             )
         )
     for feature, what in _NOT_AROUND.items():
         if feature in problem.features and (strategy == "ring" or feature == "return_weights"):
-            found.append(
-                Reason(
-                    f"{strategy}.{feature}", feature, f"sequence_parallel={strategy!r} has no way for {what}", elsewhere
-                )
-            )
-    if strategy == "ring" and problem.softmax_dtype not in ("float32", "float64"):
+            found.append(Reason(f"{strategy}.{feature}", feature, f"{said}: there is no way for {what}", elsewhere))
+    if on_parts and problem.softmax_dtype not in ("float32", "float64"):
         found.append(
             Reason(
-                "ring.softmax_dtype",
+                f"{strategy}.softmax_dtype",
                 "runtime_softmax_dtype",
-                f"sequence_parallel='ring' merges outputs by a log-sum-exp, which {problem.softmax_dtype} is too coarse for",
+                f"{said}: this merges outputs by a log-sum-exp, which {problem.softmax_dtype} is too coarse for",
                 "Leave runtime_softmax_dtype at float32.",
             )
         )
@@ -86,7 +84,7 @@ def sequence_reasons(problem: AttentionProblem, placement: Placement, method: st
             Reason(
                 "ulysses.kv_heads",
                 "kv_heads",
-                f"sequence_parallel='ulysses': the {heads} kv heads of a device don't divide over the {shards} devices of {over}",
+                f"{said}: the {heads} kv heads of a device don't divide over the {shards} devices of {over}",
                 "Declare sequence_parallel='ring', or split the sequence over fewer devices.",
             )
         )

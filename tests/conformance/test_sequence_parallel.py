@@ -184,3 +184,24 @@ def test_dropout_drops_the_weights_that_it_drops_on_one_device(strategy: str, co
 
     for got, want in zip(gradients(_mesh(MESHES["sp4_dp1"]), strategy), gradients(None, "gather"), strict=True):
         np.testing.assert_allclose(got, want, atol=3e-5)
+
+
+CACHES = {
+    "cache": "bthd", "one_query": "bhtd", "dynamic_query_offset": "bthd", "sinks_per_kv_head": "bthd", "int8_kv": "bthd",
+    "bias": "bhtd", "dense_mask": "bthd", "kv_lengths": "bthd", "lse": "bthd",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cache_that_is_split_along_the_sequence_stays_where_it_is(name: str, kind: str) -> None:
+    """Specs of decoding: whole queries, split keys."""
+    layout = CACHES[name]
+    case, mesh = cases.build(name, layout, SIZES), _mesh(MESHES["fsdp2_tp2_sp2"], KINDS[kind])
+    case.call |= {"mode": "autoregressive"}
+    attend = harness.RUNNABLE[NATIVE].make("float32", mesh, sequence_parallel="ring")
+    tensors = harness.draw(case, "float32")
+    plan = attend.plan(*harness.handed_over(case, tensors, "float32", layout), layout=layout, **case.call)
+    assert plan.placement.strategy == "merge"
+    assert plan.placement.local.kv_len == case.kv_len // 2
+    _check(NATIVE, "ring", case, mesh, layout)
