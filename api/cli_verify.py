@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -125,10 +126,23 @@ def _pass_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | T
     rows = [(one.name, f"compiles in {one.seconds:.1f} s")]
     if one.kernels is None:
         rows.append((one.name, "VMEM isn't known: this jaxlib can't read the program that libtpu made"))
-    for kernel in one.kernels or ():
+    for kernel, times in collections.Counter(one.kernels or ()).items():
         used = "an unknown part" if kernel.vmem_used is None else bytes_text(kernel.vmem_used)
         limit = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
-        rows.append((one.name, f"{kernel.name}: {used} of {bytes_text(limit)} of VMEM"))
+        rows.append(
+            (one.name, f"{kernel.name}: {used} of {bytes_text(limit)} of VMEM{f', {times} times' if times > 1 else ''}")
+        )
+    for sent in one.collectives or ():
+        apart = ", overlapped with work" if sent.overlapped else ""
+        rows.append(
+            (
+                one.name,
+                f"{sent.count} {sent.kind} of {bytes_text(sent.result_bytes)} over {sent.group} devices: "
+                f"{bytes_text(round(sent.sent_bytes))} sent by a device{apart}",
+            )
+        )
+    if one.collectives == () and len(report.plan.problem.mesh) and report.plan.problem.devices > 1:
+        rows.append((one.name, "no collectives: nothing is sent between devices"))
     sizes = (one.argument_bytes, one.output_bytes, one.temp_bytes, one.peak_bytes)
     rows.append(
         (

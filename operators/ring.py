@@ -119,7 +119,9 @@ def _backward(
         more_query, more_keys = hop(distance, keys)
         return keys, d_query + more_query, jax.tree.map(jnp.add, d_keys, more_keys)
 
-    keys = operands.key, operands.value
+    # The keys wait for the gradient: else XLA takes these hops for those of the forward pass, and keeps every part for them.
+    *keys, d_output = lax.optimization_barrier((operands.key, operands.value, d_output))
+    keys = tuple(keys)
     _, d_query, d_keys = _along(static.ring, step, (keys, *hop(0, keys)))
     d_key, d_value = _moved(d_keys, static.ring, -static.ring.hops[-1])  # home
     return Operands(

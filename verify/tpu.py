@@ -15,6 +15,7 @@ from ..operators import Operation
 from ..operators.kernels.splash.vmem import vmem_of
 from ..registry import Plan
 from ..registry.explain import bytes_text
+from .collectives import Collective, collectives
 from .compiled import Failure, KernelUse, failure, kernels, program_text
 from .generations import Device, device_of
 from .program import outputs, outputs_and_gradients
@@ -27,8 +28,8 @@ class PassReport:
     """One pass, per device. `compiled` is False where it was only lowered. Bytes and operations are the compiler's counts.
 
     held: what the kernel that failed holds in VMEM, (what, bytes), the largest first, as attnops counts it: without what
-    the compiler spills. kernels: None where the compiled program's text can't be read. roofline_seconds: the longer of
-    arithmetic and HBM traffic at the device's published rates, which `bound` names; intensity: operations a byte.
+    the compiler spills. kernels, collectives: None where the compiled program's text can't be read. roofline_seconds: the
+    longer of arithmetic and HBM traffic at the device's published rates, which `bound` names; intensity: operations a byte.
     """
 
     name: str
@@ -47,6 +48,7 @@ class PassReport:
     roofline_seconds: float = 0.0
     bound: str = ""
     intensity: float = 0.0
+    collectives: tuple[Collective, ...] | None = ()
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,9 @@ class TargetReport:
                 | {
                     "failure": None if p.failure is None else p.failure._asdict(),
                     "kernels": None if p.kernels is None else [k._asdict() for k in p.kernels],
+                    "collectives": None
+                    if p.collectives is None
+                    else [vars(c) | {"sent_bytes": c.sent_bytes} for c in p.collectives],
                 }
                 for p in self.passes
             ],
@@ -159,6 +164,7 @@ def _verify_pass(
         max(arithmetic, traffic),
         "arithmetic" if arithmetic >= traffic else "HBM",
         flops / moved if moved else 0.0,
+        None if text is None else collectives(text),
     )
 
 

@@ -1,0 +1,110 @@
+"""What programs send, read from their text: head- and batch-split attention nothing, a ring its keys and no more."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnops import Causal, Mask, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops.sharding import virtual_mesh
+from attnops.verify.collectives import Collective, collectives, sent_bytes
+from attnops.verify.topology import described_mesh
+
+LENGTH, HEADS, DIM = 512, 8, 16
+CAUSAL: Mask = Causal()
+PART = LENGTH // 8 * HEADS * DIM * 4  # bytes of a device's keys over eight devices
+
+
+def _sent(
+    sizes: dict[str, int], gradient: bool, mask: Mask = CAUSAL, on: Any = None, **fields: Any
+) -> tuple[Collective, ...]:
+    mesh = virtual_mesh(sizes) if on is None else described_mesh(on, sizes)
+    attend = OperationRegistry.create("splash", OperationMetadata(mesh=mesh, tuning="off", **fields))
+    x = jax.ShapeDtypeStruct((8, LENGTH, HEADS, DIM) if "sp" not in sizes else (1, LENGTH, HEADS, DIM), jnp.float32)
+    plan = attend.plan(x, x, x, mask=mask)
+    where = jax.sharding.NamedSharding(mesh, plan.placement.given("query", x.shape))
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend(q, k, v, mask=mask).attention_outputs
+
+    def backward(q: jax.Array, k: jax.Array, v: jax.Array, d_output: jax.Array) -> Any:
+        return jax.vjp(forward, q, k, v)[1](d_output)
+
+    laid_out = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+    program = backward if gradient else forward
+    arrays = (laid_out,) * (4 if gradient else 3)
+    made = jax.jit(program, out_shardings=(where,) * 3 if gradient else where).lower(*arrays).compile()
+    return collectives(made.as_text())
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"tp": 8}, {"fsdp": 4, "tp": 2}])
+def test_split_heads_and_batches_send_nothing(sizes: dict[str, int], gradient: bool) -> None:
+    assert _sent(sizes, gradient) == ()
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_ring_moves_seven_eighths_of_keys_and_values(scan: bool) -> None:
+    found = _sent({"sp": 8}, False, sequence_parallel="ring", scan_ring_attention=scan)
+    assert found == (Collective("collective-permute", 2 * 7, PART, 2, False),)
+    whole = 2 * LENGTH * HEADS * DIM * 4
+    assert sent_bytes(found) == whole * 7 / 8
+
+
+def test_its_gradient_moves_them_again_with_their_gradients() -> None:
+    """Forward 7 hops; backward 7, and of the gradients one more, which is home."""
+    (found,) = _sent({"sp": 8}, True, sequence_parallel="ring", scan_ring_attention=True)
+    assert (found.kind, found.count, found.result_bytes) == ("collective-permute", 2 * 7 + 2 * 7 + 2 * 8, PART)
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu")
+def test_on_tpus_hops_go_on_beside_the_work() -> None:
+    """The backward pass's hops aren't those of the forward pass, for which every part would have to be kept."""
+    (found,) = _sent({"sp": 8}, True, on="v5e:2x4", sequence_parallel="ring")
+    assert found == Collective("collective-permute", 2 * 7 + 2 * 7 + 2 * 8, PART, 2, True)
+
+
+def test_a_window_moves_less() -> None:
+    found = _sent({"sp": 8}, False, Causal() & SlidingWindow(64, 0), sequence_parallel="ring")
+    assert found == (Collective("collective-permute", 2, PART, 2, False),)
+
+
+def test_ulysses_exchanges_each_tensor_once() -> None:
+    (found,) = _sent({"sp": 8}, False, sequence_parallel="ulysses")
+    assert (found.kind, found.count * found.result_bytes, found.group) == ("all-to-all", 4 * PART, 8)
+    assert found.sent_bytes == 4 * PART * 7 / 8
+
+
+def test_gather_brings_whole_keys_and_values() -> None:
+    found = _sent({"sp": 8}, False)
+    assert {c.kind for c in found} == {"all-gather"}
+    assert sent_bytes(found) == 2 * 8 * PART * 7 / 8
+
+
+TEXT = """HloModule m
+%body (p: (f32[4])) -> (f32[4]) {
+  %x = f32[4]{0} collective-permute(%p), channel_id=1, source_target_pairs={{0,1},{1,0}}
+}
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %w = (f32[4]{0}) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %g = bf16[16,2]{1,0} all-gather(%a), channel_id=2, replica_groups=[2,4]<=[8], dimensions={0}
+  %r = (f32[3]{0}, f32[5]{0}) all-reduce(%a, %b), channel_id=3, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  %s = (bf16[8]{0}, bf16[32]{0}, u32[], u32[]) all-gather-start(%a), replica_groups=mesh['a'=2,'b'=4] {'b'}
+  %o = f32[7]{0} all-reduce(%a), replica_groups={{0},{1}}, to_apply=%add
+}
+"""
+
+
+def test_forms_of_the_text() -> None:
+    assert collectives(TEXT) == (
+        Collective("all-gather", 1, 64, 4, False),
+        Collective("all-gather", 1, 64, 4, True),
+        Collective("all-reduce", 1, 32, 4, False),
+        Collective("collective-permute", 5, 16, 2, False),
+    )
+    assert collectives("") == ()

@@ -1,0 +1,120 @@
+"""What a compiled program sends between devices: its collectives, from the program's text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Collective", "collectives", "sent_bytes"]
+
+_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_OPERATION = re.compile(rf"= (?P<type>.*?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
+_ARRAY = re.compile(r"(?P<dtype>[a-z]+\d+[a-z0-9]*|pred)\[(?P<sizes>[\d,]*)\]")
+_HEAD = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.\-]+) .*\{$")
+_CALLED = re.compile(
+    r"(?:to_apply|calls|body|condition|branch_computations|called_computations)=\{?((?:%[\w.\-]+(?:, )?)+)"
+)
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_BITS = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective with arrays of one size: how often it runs, bytes of its result on a device, devices of a group.
+
+    overlapped: it is started and awaited apart, so that work can go on meanwhile.
+    """
+
+    kind: str
+    count: int
+    result_bytes: int
+    group: int
+    overlapped: bool
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a device sends, all told, by the usual ring algorithms."""
+        share = (self.group - 1) / self.group
+        each = {
+            "all-gather": self.result_bytes * share,
+            "all-reduce": 2 * self.result_bytes * share,
+            "reduce-scatter": self.result_bytes * (self.group - 1),
+            "all-to-all": self.result_bytes * share,
+            "collective-permute": float(self.result_bytes),
+        }[self.kind]
+        return self.count * each
+
+
+def collectives(text: str) -> tuple[Collective, ...]:
+    """The collectives of a compiled program's text; in a loop each counts as often as it is known to run.
+
+    A collective over one device sends nothing and is left out.
+    """
+    bodies = dict(_computations(text))
+    found: dict[tuple[str, int, int, bool], int] = {}
+    entry = next((name for name, (is_entry, _) in bodies.items() if is_entry), None)
+
+    def walk(name: str, times: int) -> None:
+        for line in bodies[name][1]:
+            if match := _OPERATION.search(line):
+                size, group = _result_bytes(match), _group(line)
+                if group > 1:
+                    key = match["kind"], size, group, match["start"] is not None
+                    found[key] = found.get(key, 0) + times
+            if " while(" in line or " call(" in line or " conditional(" in line or "-start(" in line:
+                trips = int(m[1]) if " while(" in line and (m := _TRIPS.search(line)) else 1
+                for called in _CALLED.findall(line):
+                    for one in re.findall(r"%([\w.\-]+)", called):
+                        if one in bodies:
+                            walk(one, times * trips)
+
+    if entry is not None:
+        walk(entry, 1)
+    made = (Collective(kind, count, size, group, apart) for (kind, size, group, apart), count in found.items())
+    return tuple(sorted(made, key=lambda c: (c.kind, -c.result_bytes)))
+
+
+def sent_bytes(found: tuple[Collective, ...]) -> float:
+    """Bytes that a device sends."""
+    return sum(one.sent_bytes for one in found)
+
+
+def _computations(text: str) -> Iterator[tuple[str, tuple[bool, list[str]]]]:
+    name: str | None = None
+    is_entry, lines = False, list[str]()
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            name, is_entry, lines = head["name"], head["entry"] is not None, []
+        elif line == "}" and name is not None:
+            yield name, (is_entry, lines)
+            name = None
+        elif name is not None:
+            lines.append(line)
+
+
+def _result_bytes(match: re.Match[str]) -> int:
+    """Of the arrays of the result. What is started apart has its operands in front, and counters behind."""
+    sizes = []
+    for array in _ARRAY.finditer(match["type"]):
+        bits = 8 if array["dtype"] == "pred" else int(_BITS.search(array["dtype"])[0])  # type: ignore[index]
+        if array["sizes"] or not match["start"]:  # a start's scalars are its counters
+            sizes.append(math.prod(int(n) for n in array["sizes"].split(",") if n) * bits // 8)
+    return sum(sizes[len(sizes) // 2 :]) if match["start"] and len(sizes) > 1 else sum(sizes)
+
+
+def _group(line: str) -> int:
+    """How many devices take part together."""
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
+        return 2 if any(a != b for a, b in re.findall(r"\{(\d+),(\d+)", pairs[0])) else 1
+    if mesh := re.search(r"replica_groups=mesh\[(.*?)\] *\{(.*?)\}", line):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
+        return int(np.prod([int(sizes[name]) for name in re.findall(r"'([^']+)'", mesh[2])]))
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", line):
+        return int(iota[2])
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return len(listed[1].split(","))
+    return 2  # {} is all devices
