@@ -7,13 +7,16 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 from jaxtyping import Array, Bool, Float
 
 from ..errors import ConfigError, InputError
 from ..operators.attention import Attention
+from .extra import extra
 from .front import Declared, attend, declared_attention
+
+with extra("equinox"):
+    import equinox as eqx
 
 __all__ = ["MultiheadAttention", "attention_of"]
 
@@ -91,6 +94,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         inference = self.dropout.inference if inference is None else inference
         if not isinstance(inference, bool):
             raise InputError(f"inference is a {type(inference).__name__}; wanted True or False: it is compiled in.")
+        if self.dropout.p > 0 and not inference and key is None:
+            raise InputError(f"dropout of {self.dropout.p} needs key=jax.random.key(...); or say inference=True.")
         found = attend(
             self.attention,
             *heads,

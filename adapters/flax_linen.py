@@ -7,12 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen
-from flax.linen import dtypes
 
 from ..errors import ConfigError
+from .extra import extra
 from .flax_call import FlaxAttention
 from .front import Declared, declared_attention
+
+with extra("flax"):
+    from flax import linen
+    from flax.linen import dtypes
 
 __all__ = ["LinenAttention", "attention_fn"]
 

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from flax import nnx
-from flax.nnx.nn import dtypes
 
+from .extra import extra
 from .flax_call import FlaxAttention
 from .front import Declared, declared_attention
+
+with extra("flax"):
+    from flax import nnx
+    from flax.nnx.nn import dtypes
 
 __all__ = ["NnxAttention", "attention_fn"]
 

@@ -124,7 +124,8 @@ def _four(name: str, x: Any, cells: tuple[int, ...]) -> Any:
     shape = tuple(x.shape)
     if len(shape) > len(cells) or any(n not in (1, m) for n, m in zip(shape[::-1], cells[::-1], strict=False)):
         raise InputError(
-            f"{name} has shape {shape}; wanted one that broadcasts to {cells}, [..., heads, query length, key length]."
+            f"{name} has shape {shape}; wanted one that broadcasts to {cells}, [..., heads, query length, key length]. One of "
+            f"[batch, key length] is {name}[:, None, None, :]."
         )
     shape = (1,) * (len(cells) - len(shape)) + shape
     batch, own = cells[:-_TRAILING], shape[:-_TRAILING]

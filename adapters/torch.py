@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..errors import ConfigError, InputError, InputTypeError, RefusedError
 from ..operators.attention import Attention
+from .extra import extra
 from .front import Declared, attend, declared_attention
+
+with extra("torch"):
+    import torch
 
 __all__ = ["ScaledDotProductAttention", "scaled_dot_product_attention", "scaled_dot_product_attention_for"]
 
@@ -83,7 +86,10 @@ class ScaledDotProductAttention:
                     "attn_mask with is_causal=True is an error, as in torch; put the triangle into attn_mask."
                 )
             given["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
-        options = _Options(is_causal, scale, float(dropout_p), _output_shape(query, key, value, enable_gqa))
+        shape = _output_shape(query, key, value, enable_gqa)
+        if attn_mask is not None:
+            _check_broadcasts(tuple(attn_mask.shape), (*shape[:-1], key.shape[-2]))
+        options = _Options(is_causal, scale, float(dropout_p), shape)
         rng = None
         if dropout_p > 0:  # torch.manual_seed decides it; the words of a key of jax.random
             rng = np.asarray(torch.randint(2**32, (2,), dtype=torch.int64), np.uint32)
@@ -203,6 +209,13 @@ def _output_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, e
     except ValueError:
         mend = "" if enable_gqa else " Grouped heads need enable_gqa=True."
         raise InputError(f"{said}: the dimensions before the last two don't broadcast.{mend}") from None
+
+
+def _check_broadcasts(shape: tuple[int, ...], cells: tuple[int, ...]) -> None:
+    if len(shape) > len(cells) or any(n not in (1, m) for n, m in zip(shape[::-1], cells[::-1], strict=False)):
+        raise InputError(
+            f"attn_mask has shape {shape}; wanted one that broadcasts to {cells}, [..., heads, query length, key length]."
+        )
 
 
 def _check(name: str, x: Any, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
 import jax
@@ -151,3 +153,25 @@ def test_a_known_mask_inside_jit_is_still_known() -> None:
             _arrays(1)[0]
         )
         assert any("the array [1, 1, 5, 5] is causal" in note for note in attention.plans[0].notes)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "framework"),
+    [("flax_nnx", "flax"), ("flax_linen", "flax"), ("equinox", "equinox"), ("torch", "torch")],
+)
+def test_a_framework_that_is_not_installed(adapter: str, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing is named with its extra; none of them is needed by the others, or by attnops."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == framework]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, f"attnops.adapters.{adapter}", raising=False)
+
+    class Missing:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name.partition(".")[0] == framework:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    with pytest.raises(
+        ModuleNotFoundError, match=rf"needs {framework}, which isn't installed; pip install 'attnops\[{framework}\]'"
+    ):
+        importlib.import_module(f"attnops.adapters.{adapter}")

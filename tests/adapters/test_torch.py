@@ -195,7 +195,11 @@ def test_the_plan_says_what_the_mask_is() -> None:
         ({"query": _normal(2, 3, 5, 8).double()}, "query is torch.float64; wanted one of torch.float32"),
         ({"key": _normal(2, 3, 5, 8).half()}, "float32, torch.float16 and torch.float32; wanted one dtype"),
         ({"attn_mask": torch.ones(5, 5, dtype=torch.int32)}, "attn_mask is torch.int32; wanted one of torch.bool"),
-        ({"attn_mask": torch.ones(4, 5)}, r"bias has shape \(4, 5\); wanted one that broadcasts to \(2, 3, 5, 5\)"),
+        (
+            {"attn_mask": torch.ones(4, 5)},
+            r"attn_mask has shape \(4, 5\); wanted one that broadcasts to \(2, 3, 5, 5\)",
+        ),
+        ({"attn_mask": torch.ones(1, 2, 3, 5, 5)}, r"attn_mask has shape \(1, 2, 3, 5, 5\)"),
         ({"key": _normal(2, 3, 5, 4)}, r"key \(2, 3, 5, 4\).*wanted \[\.\.\., heads, q, dim\]"),
         ({"query": _normal(8)}, r"query \(8,\)"),
         ({"query": _normal(2, 6, 5, 8)}, "don't broadcast. Grouped heads need enable_gqa=True"),
