@@ -1,6 +1,7 @@
 """torch: scaled_dot_product_attention on torch tensors, run by JAX. Needs torch (`pip install 'attnops[torch]'`).
 
-Tensors go over and come back through DLPack, without a copy where they lie densely on JAX's own device.
+Tensors go over and come back through DLPack, without a copy where they lie densely on JAX's own device; torchax's tensors,
+which are JAX arrays, as those.
 """
 
 from __future__ import annotations
@@ -90,9 +91,7 @@ class ScaledDotProductAttention:
         if attn_mask is not None:
             _check_broadcasts(tuple(attn_mask.shape), (*shape[:-1], key.shape[-2]))
         options = _Options(is_causal, scale, float(dropout_p), shape)
-        rng = None
-        if dropout_p > 0:  # torch.manual_seed decides it; the words of a key of jax.random
-            rng = np.asarray(torch.randint(2**32, (2,), dtype=torch.int64), np.uint32)
+        rng = _key(query) if dropout_p > 0 else None
         if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
             return _Differentiable.apply(self.attention, options, rng, tuple(given), *given.values())
         arrays, home = _to_jax(self.attention, given)
@@ -139,9 +138,7 @@ class _Differentiable(torch.autograd.Function):
         tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=False))
         arrays, home = _to_jax(ctx.attention, {"gradient": gradient})
         (found,) = _backward(ctx.pull, arrays["gradient"])
-        gradients = [
-            _to_torch(found[name], home).to(x.device) if name in found else None for name, x in tensors.items()
-        ]
+        gradients = [_to_torch(found[name], home) if name in found else None for name, x in tensors.items()]
         return (None, None, None, None, *gradients)
 
 
@@ -218,18 +215,39 @@ def _check_broadcasts(shape: tuple[int, ...], cells: tuple[int, ...]) -> None:
         )
 
 
+def _key(query: torch.Tensor) -> Any:
+    """A key of jax.random: for plain tensors torch.manual_seed decides it, for torchax's its environment."""
+    if not _is_torchax(query):
+        return np.asarray(torch.randint(2**32, (2,), dtype=torch.int64), np.uint32)
+    import torchax
+
+    return torchax.default_env().get_and_rotate_prng_key()
+
+
+def _is_torchax(x: Any) -> bool:
+    """Known without an import: who has such a tensor has imported torchax."""
+    return type(x).__module__ in ("torchax.tensor", "torchax.view")
+
+
 def _check(name: str, x: Any, dtypes: tuple[torch.dtype, ...]) -> None:
-    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided:
+    if not _is_torchax(x) and (type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided):
         raise InputTypeError(
-            f"{name} is a {type(x).__module__}.{type(x).__qualname__}; wanted a plain dense torch.Tensor. (A subclass that wraps "
-            "something else can't be handed to JAX by DLPack.)"
+            f"{name} is a {type(x).__module__}.{type(x).__qualname__}; wanted a plain dense torch.Tensor, or one of "
+            "torchax. (A subclass that wraps something else can't be handed to JAX by DLPack.)"
         )
     if x.dtype not in dtypes:
         raise InputTypeError(f"{name} is {x.dtype}; wanted one of {', '.join(map(str, dtypes))}: cast it.")
 
 
 def _to_jax(attention: Attention, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], Any]:
-    """(the tensors as arrays where the operation runs, where they came from)."""
+    """(the tensors as arrays where the operation runs, where they came from: None for torchax's)."""
+    if all(map(_is_torchax, tensors.values())):
+        from torchax import interop
+
+        return {name: interop.jax_view(x) for name, x in tensors.items()}, None
+    if any(map(_is_torchax, tensors.values())):
+        kinds = ", ".join(f"{name} {'torchax' if _is_torchax(x) else 'plain'}" for name, x in tensors.items())
+        raise InputTypeError(f"tensors of two kinds: {kinds}; bring all of them to torchax, x.to('jax'), or none.")
     mesh = attention.operation.metadata.declared_mesh
     where = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh) else jax.local_devices()[0]
     arrays = {name: jnp.from_dlpack(x.detach().contiguous()) for name, x in tensors.items()}
@@ -242,5 +260,9 @@ def _to_jax(attention: Attention, tensors: dict[str, torch.Tensor]) -> tuple[dic
 
 
 def _to_torch(x: jax.Array, home: Any) -> torch.Tensor:
+    if home is None:
+        from torchax import interop
+
+        return interop.torch_view(x)
     # Wait: torch may change in place what JAX is still reading.
     return torch.utils.dlpack.from_dlpack(jax.block_until_ready(jax.device_put(x, home)))
