@@ -6,16 +6,14 @@ which are JAX arrays, as those.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..errors import ConfigError, InputError, InputTypeError, RefusedError
+from ..errors import InputError, InputTypeError, RefusedError
 from ..operators.attention import Attention
 from .extra import extra
 from .front import Declared, attend, declared_attention
@@ -23,9 +21,12 @@ from .front import Declared, attend, declared_attention
 with extra("torch"):
     import torch
 
+    from .torch_tensors import check_tensor, dropout_key, to_jax, to_torch
+
 __all__ = ["ScaledDotProductAttention", "scaled_dot_product_attention", "scaled_dot_product_attention_for"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KEPT = 512  # compiled calls of one function
 
 
 class _Options(NamedTuple):
@@ -54,6 +55,7 @@ class ScaledDotProductAttention:
 
     def __init__(self, attention: Attention) -> None:
         self.attention = attention
+        self._compiled: dict[_Options, Callable[..., Any]] = {}
 
     def __call__(
         self,
@@ -75,13 +77,13 @@ class ScaledDotProductAttention:
         """
         given = {"query": query, "key": key, "value": value}
         for name, x in given.items():
-            _check(name, x, _DTYPES)
+            check_tensor(name, x, _DTYPES)
         if len({x.dtype for x in given.values()}) > 1:
             raise InputTypeError(
                 f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; wanted one dtype."
             )
         if attn_mask is not None:
-            _check("attn_mask", attn_mask, (torch.bool, *_DTYPES))
+            check_tensor("attn_mask", attn_mask, (torch.bool, *_DTYPES))
             if is_causal:
                 raise InputError(
                     "attn_mask with is_causal=True is an error, as in torch; put the triangle into attn_mask."
@@ -91,11 +93,24 @@ class ScaledDotProductAttention:
         if attn_mask is not None:
             _check_broadcasts(tuple(attn_mask.shape), (*shape[:-1], key.shape[-2]))
         options = _Options(is_causal, scale, float(dropout_p), shape)
-        rng = _key(query) if dropout_p > 0 else None
+        rng = dropout_key(query) if dropout_p > 0 else None
         if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
-            return _Differentiable.apply(self.attention, options, rng, tuple(given), *given.values())
-        arrays, home = _to_jax(self.attention, given)
-        return _to_torch(_run(self.attention, options, arrays, rng), home)
+            return _Differentiable.apply(self, options, rng, tuple(given), *given.values())
+        arrays, home = to_jax(self.attention, given)
+        return to_torch(_run(self.attention, options, arrays, rng), home)
+
+    def forward(self, options: _Options) -> Callable[..., Any]:
+        """The compiled call that gives the output and its pull-back: of the arrays to differentiate, the others and a key."""
+
+        def call(inexact: dict[str, Any], rest: dict[str, Any], rng: Any) -> Any:
+            return jax.vjp(lambda x: _run(self.attention, options, {**x, **rest}, rng), inexact)
+
+        if options not in self._compiled and len(self._compiled) >= _KEPT:
+            self._compiled.clear()
+        return self._compiled.setdefault(options, jax.jit(call))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.attention,)
 
     def __eq__(self, other: object) -> bool:
         return self.attention == other.attention if isinstance(other, ScaledDotProductAttention) else NotImplemented
@@ -115,15 +130,19 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, attention: Attention, options: _Options, rng: Any, names: tuple[str, ...], *tensors: torch.Tensor
+        ctx: Any,
+        function: ScaledDotProductAttention,
+        options: _Options,
+        rng: Any,
+        names: tuple[str, ...],
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        given = dict(zip(names, tensors, strict=True))
-        arrays, home = _to_jax(attention, given)
+        arrays, home = to_jax(function.attention, dict(zip(names, tensors, strict=True)))
         wanted = tuple(name for name, need in zip(names, ctx.needs_input_grad[4:], strict=True) if need)
         inexact = {name: arrays.pop(name) for name in wanted}
-        out, ctx.pull = _forward(attention, options)(inexact, arrays, rng)
-        ctx.names, ctx.attention = names, attention
-        result = _to_torch(out, home)
+        out, ctx.pull = function.forward(options)(inexact, arrays, rng)
+        ctx.names, ctx.attention = names, function.attention
+        result = to_torch(out, home)
         # The pull-back holds their memory; so torch's own check finds one that was changed in place.
         ctx.save_for_backward(*tensors, result)
         return result
@@ -135,11 +154,10 @@ class _Differentiable(torch.autograd.Function):
                 "create_graph=True: attnops' attention has one derivative behind torch's autograd, not two; take the second in "
                 "JAX, or use torch's own there."
             )
-        tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=False))
-        arrays, home = _to_jax(ctx.attention, {"gradient": gradient})
+        _ = ctx.saved_tensors  # raises where one was changed in place
+        arrays, home = to_jax(ctx.attention, {"gradient": gradient})
         (found,) = _backward(ctx.pull, arrays["gradient"])
-        gradients = [_to_torch(found[name], home) if name in found else None for name, x in tensors.items()]
-        return (None, None, None, None, *gradients)
+        return (None, None, None, None, *(to_torch(found[n], home) if n in found else None for n in ctx.names))
 
 
 def _run(attention: Attention, options: _Options, arrays: dict[str, Any], rng: Any) -> jax.Array:
@@ -170,14 +188,6 @@ def _run(attention: Attention, options: _Options, arrays: dict[str, Any], rng: A
         deterministic=False,
     )
     return found.output.reshape(options.shape)
-
-
-@functools.lru_cache(maxsize=512)
-def _forward(attention: Attention, options: _Options) -> Callable[..., Any]:
-    def call(inexact: dict[str, Any], rest: dict[str, Any], rng: Any) -> Any:
-        return jax.vjp(lambda x: _run(attention, options, {**x, **rest}, rng), inexact)
-
-    return jax.jit(call)
 
 
 @jax.jit
@@ -213,56 +223,3 @@ def _check_broadcasts(shape: tuple[int, ...], cells: tuple[int, ...]) -> None:
         raise InputError(
             f"attn_mask has shape {shape}; wanted one that broadcasts to {cells}, [..., heads, query length, key length]."
         )
-
-
-def _key(query: torch.Tensor) -> Any:
-    """A key of jax.random: for plain tensors torch.manual_seed decides it, for torchax's its environment."""
-    if not _is_torchax(query):
-        return np.asarray(torch.randint(2**32, (2,), dtype=torch.int64), np.uint32)
-    import torchax
-
-    return torchax.default_env().get_and_rotate_prng_key()
-
-
-def _is_torchax(x: Any) -> bool:
-    """Known without an import: who has such a tensor has imported torchax."""
-    return type(x).__module__ in ("torchax.tensor", "torchax.view")
-
-
-def _check(name: str, x: Any, dtypes: tuple[torch.dtype, ...]) -> None:
-    if not _is_torchax(x) and (type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided):
-        raise InputTypeError(
-            f"{name} is a {type(x).__module__}.{type(x).__qualname__}; wanted a plain dense torch.Tensor, or one of "
-            "torchax. (A subclass that wraps something else can't be handed to JAX by DLPack.)"
-        )
-    if x.dtype not in dtypes:
-        raise InputTypeError(f"{name} is {x.dtype}; wanted one of {', '.join(map(str, dtypes))}: cast it.")
-
-
-def _to_jax(attention: Attention, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], Any]:
-    """(the tensors as arrays where the operation runs, where they came from: None for torchax's)."""
-    if all(map(_is_torchax, tensors.values())):
-        from torchax import interop
-
-        return {name: interop.jax_view(x) for name, x in tensors.items()}, None
-    if any(map(_is_torchax, tensors.values())):
-        kinds = ", ".join(f"{name} {'torchax' if _is_torchax(x) else 'plain'}" for name, x in tensors.items())
-        raise InputTypeError(f"tensors of two kinds: {kinds}; bring all of them to torchax, x.to('jax'), or none.")
-    mesh = attention.operation.metadata.declared_mesh
-    where = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh) else jax.local_devices()[0]
-    arrays = {name: jnp.from_dlpack(x.detach().contiguous()) for name, x in tensors.items()}
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise ConfigError(
-            "the declared mesh has no devices, so torch tensors can't be run on it; declare a Mesh of devices."
-        )
-    home = next(iter(arrays.values())).sharding
-    return {name: jax.device_put(x, where) for name, x in arrays.items()}, home
-
-
-def _to_torch(x: jax.Array, home: Any) -> torch.Tensor:
-    if home is None:
-        from torchax import interop
-
-        return interop.torch_view(x)
-    # Wait: torch may change in place what JAX is still reading.
-    return torch.utils.dlpack.from_dlpack(jax.block_until_ready(jax.device_put(x, home)))

@@ -217,3 +217,12 @@ def test_two_arguments_are_keywords_as_in_torch() -> None:
     for function in (OWN, ScaledDotProductAttention(Attention(PLAIN))):
         with pytest.raises(TypeError):
             function(x, x, x, None, 0.0, False, 0.5)
+
+
+def test_two_functions_of_one_declaration_keep_their_own_plans() -> None:
+    x = _normal(1, 1, 4, 8).requires_grad_()
+    for _ in range(2):
+        function = scaled_dot_product_attention_for(PLAIN)
+        for _ in range(2):
+            function(x, x, x)
+        assert len(function.attention.plans) == 1

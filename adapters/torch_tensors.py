@@ -1,0 +1,71 @@
+"""torch and torchax tensors to JAX arrays and back: through DLPack, or, for torchax's, as the JAX arrays that they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..errors import ConfigError, InputTypeError
+from ..operators.attention import Attention
+
+__all__ = ["check_tensor", "dropout_key", "to_jax", "to_torch"]
+
+
+def check_tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Refuse what JAX can't take over. Errors: InputTypeError for a kind of tensor or a dtype."""
+    if not _is_torchax(x) and (type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided):
+        raise InputTypeError(
+            f"{name} is a {type(x).__module__}.{type(x).__qualname__}; wanted a plain dense torch.Tensor, or one of "
+            "torchax. (A subclass that wraps something else can't be handed to JAX by DLPack.)"
+        )
+    if x.dtype not in dtypes:
+        raise InputTypeError(f"{name} is {x.dtype}; wanted one of {', '.join(map(str, dtypes))}: cast it.")
+
+
+def dropout_key(query: torch.Tensor) -> Any:
+    """A key of jax.random: for plain tensors torch.manual_seed decides it, for torchax's its environment."""
+    if not _is_torchax(query):
+        return np.asarray(torch.randint(2**32, (2,), dtype=torch.int64), np.uint32)
+    import torchax
+
+    return torchax.default_env().get_and_rotate_prng_key()
+
+
+def to_jax(attention: Attention, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], Any]:
+    """(the tensors as arrays where the operation runs, where they came from: None for torchax's)."""
+    if all(map(_is_torchax, tensors.values())):
+        from torchax import interop
+
+        return {name: interop.jax_view(x) for name, x in tensors.items()}, None
+    if any(map(_is_torchax, tensors.values())):
+        kinds = ", ".join(f"{name} {'torchax' if _is_torchax(x) else 'plain'}" for name, x in tensors.items())
+        raise InputTypeError(f"tensors of two kinds: {kinds}; bring all of them to torchax, x.to('jax'), or none.")
+    mesh = attention.operation.metadata.declared_mesh
+    where = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh) else jax.local_devices()[0]
+    arrays = {name: jnp.from_dlpack(x.detach().contiguous()) for name, x in tensors.items()}
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(
+            "the declared mesh has no devices, so torch tensors can't be run on it; declare a Mesh of devices."
+        )
+    home = next(iter(arrays.values())).sharding
+    return {name: jax.device_put(x, where) for name, x in arrays.items()}, home
+
+
+def to_torch(x: jax.Array, home: Any) -> torch.Tensor:
+    """An array as a tensor of the kind, and on the device, that `to_jax` said."""
+    if home is None:
+        from torchax import interop
+
+        return interop.torch_view(x)
+    # Wait: torch may change in place what JAX is still reading.
+    return torch.utils.dlpack.from_dlpack(jax.block_until_ready(jax.device_put(x, home)))
+
+
+def _is_torchax(x: Any) -> bool:
+    """Known without an import: who has such a tensor has imported torchax."""
+    return type(x).__module__ in ("torchax.tensor", "torchax.view")
