@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Mapping
 
 import jax
@@ -25,6 +26,8 @@ _ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+# Two threads that ask first at the same time would both load libtpu, and one be refused.
+_loading = threading.Lock()
 
 
 def described_mesh(topology: str, sizes: Mapping[str, int] | None = None) -> Mesh:
@@ -40,7 +43,8 @@ def described_mesh(topology: str, sizes: Mapping[str, int] | None = None) -> Mes
     from jax.experimental import topologies
 
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        with _loading:
+            devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
         reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         names = ", ".join(TOPOLOGIES)
