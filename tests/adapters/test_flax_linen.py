@@ -81,15 +81,21 @@ def test_decoding_step_by_step_is_linens_own() -> None:
     np.testing.assert_allclose(outs[1][:, 0], whole[:, -1], atol=1e-6)
 
 
-def test_weights_are_sown_as_linen_sows_them() -> None:
-    for given in ({}, {"dtype": jnp.bfloat16}, {"dtype": jnp.bfloat16, "force_fp32_for_softmax": True}):
-        theirs, ours, variables = _both(**given)
-        found = []
-        for layer in (ours, theirs):
-            _, state = layer.apply(variables, X, mask=CAUSAL, sow_weights=True, mutable=["intermediates"])
-            found.append(state["intermediates"]["attention_weights"][0])
-        assert found[0].dtype == found[1].dtype
-        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in found), atol=0.01 if given else 1e-6)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dtype": jnp.bfloat16, "force_fp32_for_softmax": True},
+        *(pytest.param(given, marks=pytest.mark.slow) for given in ({}, {"dtype": jnp.bfloat16})),
+    ],
+)
+def test_weights_are_sown_as_linen_sows_them(given: dict[str, Any]) -> None:
+    theirs, ours, variables = _both(**given)
+    found = []
+    for layer in (ours, theirs):
+        _, state = layer.apply(variables, X, mask=CAUSAL, sow_weights=True, mutable=["intermediates"])
+        found.append(state["intermediates"]["attention_weights"][0])
+    assert found[0].dtype == found[1].dtype
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in found), atol=0.01 if given else 1e-6)
 
 
 @pytest.mark.slow

@@ -165,6 +165,7 @@ def test_what_is_refused(declared: dict[str, Any], given: dict[str, Any], messag
         _function(**declared)(x, x, x, **given)
 
 
+@pytest.mark.slow
 def test_dropout() -> None:
     layer = _layer(PLAIN, dropout_rate=0.5, broadcast_dropout=False, deterministic=False)
     run, still = nnx.jit(lambda layer: layer(X)), _layer()(X)

@@ -33,7 +33,9 @@ def _attended(declared: dict[str, Any], arrays: list[np.ndarray], **call: Any) -
 
 
 @pytest.mark.parametrize("batch", [(), pytest.param((3,), marks=pytest.mark.slow), (2, 3)])
-@pytest.mark.parametrize("own", [(), (1, 1), (HEADS, 1), (1, Q), (HEADS, Q)])
+@pytest.mark.parametrize(
+    "own", [(), (1, 1), *(pytest.param(own, marks=pytest.mark.slow) for own in ((HEADS, 1), (1, Q))), (HEADS, Q)]
+)
 def test_masks_and_biases_broadcast_as_in_numpy(batch: tuple[int, ...], own: tuple[int, ...]) -> None:
     """The shape of the mask is own + [kv], with each choice of batch dimensions before it."""
     arrays = _arrays(*batch)
