@@ -46,18 +46,31 @@ OFTEN = ("causal_window", "segment_ids", "gqa")
 # Kernels of others behind the same wrapping: for them these are enough in `make test`.
 _FEW = (*OFTEN, "full", "chunked", "kv_lengths", "sinks", "soft_cap", "value_dim", "bias")
 FEW = {"splash.forward_tpu tokamax": _FEW, "splash.forward_tpu jax": _FEW}
+# Of the others: beside bthd in float32, in which every case is tried.
+SOME = (
+    *_FEW,
+    "causal_bottom_right",
+    "prefix",
+    "dense_mask",
+    "positions",
+    "cache",
+    "lse",
+    "weights",
+    "int8_kv",
+    "fp8_kv",
+)
 # Variants of int8_kv and fp8_kv, which are tried in every way.
 VARIANTS = ("int8_value", "fp8_key")
 OFTEN_ONLY = {*harness.PATHS, *harness.KERNELS, "splash.forward_tpu"}
 
 
 def _often(which: str, name: str, layout: str, dtype: str) -> bool:
-    """Every layout in float32 and every dtype in bthd; the rest of the product is for `make test-all`."""
+    """Every case in bthd and float32; some in every other layout and in every dtype. The rest is for `make test-all`."""
     if name not in FEW.get(which, (name,)):
         return False
     if name in VARIANTS:
         return layout == "bthd" and dtype == "float32" and which in ("vanilla.forward_native", "splash.forward_tpu")
-    if which in OFTEN_ONLY and name not in OFTEN:
+    if name not in (OFTEN if which in OFTEN_ONLY else SOME):
         return layout == "bthd" and dtype == "float32"
     return layout == "bthd" or dtype == "float32"
 

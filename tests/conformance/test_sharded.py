@@ -114,7 +114,7 @@ PATH_CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PATH_CASES)
 @pytest.mark.parametrize("which", harness.PATHS)
 def test_native_paths(which: str, name: str, kind: str) -> None:

@@ -58,6 +58,7 @@ def test_parameters_are_laid_out_over_the_mesh(decoder: ModuleType) -> None:
     assert kernel.sharding.shard_shape(kernel.shape) == (64, 64)  # 128 x 128 over fsdp and tp
 
 
+@pytest.mark.slow
 def test_training_falls_below_what_counting_letters_gives(decoder: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "BATCH", 8)
     attend = Attention(FOLDER / "attention.json")

@@ -80,6 +80,7 @@ def test_noise_and_velocity_lie_on_a_straight_line(video: ModuleType) -> None:
     np.testing.assert_allclose(noisy - level[:, None, None, None] * velocity, clips, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss(video: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
     monkeypatch.setattr(video, "BATCH", 4)

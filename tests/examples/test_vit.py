@@ -60,6 +60,7 @@ def test_disabled_is_flaxs_own(vit: ModuleType) -> None:
     assert vit.attention_fn(file | {"enabled": False}) is nnx.dot_product_attention
 
 
+@pytest.mark.slow
 def test_some_steps_lower_the_loss(vit: ModuleType) -> None:
     pytest.importorskip("sklearn")
     model = vit.VisionTransformer(vit.attention_fn(FOLDER / "attention.json"), nnx.Rngs(0))

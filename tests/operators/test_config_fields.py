@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
-from attnops import OperationMetadata, OperationRegistry
+from attnops import OperationMetadata, OperationRegistry, SplashConfig
 
 ELSEWHERE = {"splash": "test_splash_config.py"}
+AS_SPLASH = ("ring", "ulysses")  # its methods and fields under other names
 COMMON = {"operation", "schema_version"}
 # (what else is declared, a value whose program differs from that of the field left out)
 CHANGES: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
@@ -26,7 +28,7 @@ CHANGES: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
 FIELDS = [
     (name, field)
     for name in OperationRegistry.names()
-    if OperationRegistry.get(name).__module__.startswith("attnops.") and name not in ELSEWHERE
+    if OperationRegistry.get(name).__module__.startswith("attnops.") and name not in (*ELSEWHERE, *AS_SPLASH)
     for field in OperationRegistry.get(name).config.model_fields
     if field not in COMMON
 ]
@@ -47,8 +49,31 @@ def test_a_field_changes_what_is_lowered(name: str, field: str) -> None:
 def test_every_operation_that_has_fields_is_looked_at() -> None:
     ours = {n for n in OperationRegistry.names() if OperationRegistry.get(n).__module__.startswith("attnops.")}
     without = {n for n in ours if not set(OperationRegistry.get(n).config.model_fields) - COMMON}
-    assert {name for name, _ in FIELDS} | set(ELSEWHERE) | without == ours
+    assert {name for name, _ in FIELDS} | set(ELSEWHERE) | set(AS_SPLASH) | without == ours
     assert without == {"sdpa"}
+
+
+@pytest.mark.parametrize("field", [f for f in SplashConfig.model_fields if f not in COMMON])
+@pytest.mark.parametrize("name", AS_SPLASH)
+def test_what_is_splash_by_another_name_takes_its_fields_to_the_same_methods(name: str, field: str) -> None:
+    operation, splash = OperationRegistry.get(name), OperationRegistry.get("splash")
+    assert operation.config.model_fields.keys() == splash.config.model_fields.keys()
+    for method in splash.declared_methods():
+        assert getattr(operation, method) is getattr(splash, method)
+    value = {"kernel": "jax", "residual_checkpoint_name": "kept", "vmem_limit_bytes": 1 << 24, "heads_per_tile": 2}.get(
+        field
+    )
+    if value is None:
+        value = "seq_minor" if field.endswith("layout") else 256 if field.startswith("block_") else True
+    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
+    x = jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16)
+
+    def resolved(of: str) -> dict[str, Any]:
+        metadata = OperationMetadata(mesh=mesh, operation_configs={of: {field: value}}, tuning="off")
+        return OperationRegistry.create(of, metadata).plan(x, x, x).config.model_dump(exclude={"operation"})
+
+    assert resolved(name) == resolved("splash")
+    assert resolved(name)[field] == value
 
 
 @pytest.mark.parametrize(

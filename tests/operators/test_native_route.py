@@ -213,7 +213,7 @@ def test_error_is_at_most_twice_that_of_the_plain_formulation(path: str) -> None
 
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 6e-3)])
-@pytest.mark.parametrize("kv_len", [5003, 40000])
+@pytest.mark.parametrize("kv_len", [5003, pytest.param(40000, marks=pytest.mark.slow)])
 def test_decode_with_one_row_a_head(layout: str, dtype: str, tolerance: float, kv_len: int) -> None:
     """Lengths that no slice divides, a cache filled in part, one piece and several."""
     rng = np.random.default_rng(0)
