@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from .kernels.blockwise import LSE_NAME, OUTPUT_NAME
 from .kernels.operands import Operands, Places, Traced, no_gradients, take_apart
 from .kernels.part import PartKernel
 from .kernels.varying import alike
@@ -62,7 +61,7 @@ def _attend(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Ar
 
 def _attend_forward(static: _Static, operands: Operands, traced: Traced) -> tuple[Any, Any]:
     output, lse = _forward(static, operands, traced)
-    output, lse = checkpoint_name(output, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
+    output, lse = (checkpoint_name(x, name) for x, name in zip((output, lse), static.kernel.names, strict=True))
     return (output, lse), (operands, traced, output, lse)
 
 

@@ -202,7 +202,12 @@ def _run_attnops(
 
     if call.ring is not None:
         kernel = SplashPart(
-            call.softmax_scale, call.logits_soft_cap, blocks_of(config), call.problem.platform, config.interpret
+            call.softmax_scale,
+            call.logits_soft_cap,
+            blocks_of(config),
+            call.problem.platform,
+            config.interpret,
+            config.residual_checkpoint_name,
         )
         return around_the_ring(call, kernel, query, key, value)
     return splash_attention(

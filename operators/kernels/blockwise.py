@@ -108,6 +108,11 @@ class BlockwisePart:
     forward: Blocking
     backward: Blocking
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """See PartKernel."""
+        return OUTPUT_NAME, LSE_NAME
+
     def attend(self, places: Places, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
         """See PartKernel."""
         return _forward(self._static(places), operands, traced)

@@ -23,6 +23,11 @@ class PartKernel(Protocol):
         """bthd or bhtd."""
         ...
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names of the output and the lse for jax.checkpoint policies."""
+        ...
+
     def attend(self, places: Places, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
         """(output in the layout, lse [batch, heads, q]) of these keys alone; rows that see none give 0 and -inf."""
         ...

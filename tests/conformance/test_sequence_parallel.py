@@ -205,3 +205,16 @@ def test_a_cache_that_is_split_along_the_sequence_stays_where_it_is(name: str, k
     assert plan.placement.strategy == "merge"
     assert plan.placement.local.kv_len == case.kv_len // 2
     _check(NATIVE, "ring", case, mesh, layout)
+
+
+def test_a_rings_residuals_have_the_declared_name() -> None:
+    config = {"interpret": True, "block_q": 128, "block_kv": 128, "residual_checkpoint_name": "kept"}
+    metadata = OperationMetadata(
+        mesh=_mesh(MESHES["sp4_dp1"]), sequence_parallel="ring", operation_configs={"splash": config}, tuning="off"
+    )
+    attend = OperationRegistry.create("splash", metadata)
+    x = jax.ShapeDtypeStruct((1, 512, 1, 16), jnp.float32)
+
+    text = str(jax.make_jaxpr(jax.grad(lambda q: attend(q, q, q).attention_outputs.sum()))(x))
+    assert text.count("name=kept") == 2  # output and lse
+    assert "name=attnops_output" not in text

@@ -67,7 +67,7 @@ def splash_attention(
     """
     places, traced = take_apart(mask, dropout)
     logits = Logits(float(scale), soft_cap, blocks.use_base2_exp, places)
-    names = (OUTPUT_NAME, LSE_NAME) if residual_checkpoint_name is None else (residual_checkpoint_name,) * 2
+    names = _names(residual_checkpoint_name)
     operands = Operands(
         query, key, value, bias, None if sinks is None else sinks.astype(jnp.float32), key_scale, value_scale
     )
@@ -84,7 +84,13 @@ class SplashPart:
     blocks: SplashBlocks
     platform: str
     interpret: bool | pltpu.InterpretParams
+    residual_checkpoint_name: str | None
     layout: str = "bhtd"
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """See PartKernel."""
+        return _names(self.residual_checkpoint_name)
 
     def attend(self, places: Places, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
         """See PartKernel."""
@@ -105,7 +111,11 @@ class SplashPart:
 
     def _static(self, places: Places) -> _Static:
         logits = Logits(self.scale, self.soft_cap, self.blocks.use_base2_exp, places)
-        return _Static(logits, self.blocks, (OUTPUT_NAME, LSE_NAME), self.platform, self.interpret)
+        return _Static(logits, self.blocks, self.names, self.platform, self.interpret)
+
+
+def _names(residual: str | None) -> tuple[str, str]:
+    return (OUTPUT_NAME, LSE_NAME) if residual is None else (residual, residual)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
