@@ -125,8 +125,9 @@ class Splash(Operation):
         return (resolve_attnops if config.kernel == "attnops" else resolve_borrowed)(problem, placement, config)
 
     @classmethod
-    def works_on_parts(cls, method: str, config: OperationConfig) -> bool:
+    def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
         """attnops' own kernels do, and the native path."""
+        del strategy
         return method == "forward_native" or (isinstance(config, SplashConfig) and config.kernel == "attnops")
 
     @classmethod

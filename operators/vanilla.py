@@ -102,10 +102,10 @@ class Vanilla(Operation):
         return LocalOutput(output, weights if call.return_weights else None, lse if call.return_lse else None)
 
     @classmethod
-    def works_on_parts(cls, method: str, config: OperationConfig) -> bool:
-        """By blocks it does."""
-        del config
-        return method == "forward_native"
+    def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
+        """On one part by each of its paths; on one after the other by blocks."""
+        by_blocks = getattr(config, "path", None) in (None, "blockwise")
+        return method == "forward_native" and (by_blocks or strategy == "merge")
 
     @classmethod
     def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:

@@ -110,9 +110,12 @@ class PlannedOperation:
         return cls.capability(method).check_vma
 
     @classmethod
-    def works_on_parts(cls, method: str, config: OperationConfig) -> bool:
-        """Whether a method can merge what it makes of parts of the keys, as a ring wants it (LocalCall.ring): not by itself."""
-        del method, config
+    def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
+        """Whether a method with this config can work on a part of the keys: not by itself.
+
+        strategy: 'merge', where it is given a part, or 'ring', where it takes one after the other (LocalCall.ring).
+        """
+        del method, config, strategy
         return False
 
     @classmethod

@@ -48,7 +48,7 @@ def sequence_reasons(problem: AttentionProblem, placement: Placement, method: st
     said = "keys that stay split" if strategy == "merge" else f"sequence_parallel={strategy!r}"
     elsewhere = "Declare sequence_parallel='gather'."
     found = []
-    if on_parts and not problem.operation.works_on_parts(method, problem.config):
+    if on_parts and not problem.operation.works_on_parts(method, problem.config, strategy):
         found.append(
             Reason(
                 f"{strategy}.parts",

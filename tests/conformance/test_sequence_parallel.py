@@ -143,7 +143,10 @@ def test_without_a_split_sequence_there_is_nothing_to_do() -> None:
     assert plan.placement.strategy == ""
 
 
-@pytest.mark.parametrize(("operation", "config"), [("sdpa", None), ("splash", {"kernel": "jax", "interpret": True})])
+@pytest.mark.parametrize(
+    ("operation", "config"),
+    [("sdpa", None), ("splash", {"kernel": "jax", "interpret": True}), ("vanilla", {"path": "plain"})],
+)
 def test_what_can_not_work_on_parts_is_refused(operation: str, config: Any) -> None:
     configs = {operation: config} if config else {}
     metadata = OperationMetadata(
