@@ -16,11 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
-from .kernels.operands import Operands, Places, Traced, no_gradients, take_apart
-from .kernels.part import PartKernel
-from .kernels.varying import alike
+from .kernels.operands import Operands, Places, Traced
+from .kernels.part import PartKernel, differentiable
 from .local import Ring, by_row
 from .local_mask import Dropout, LocalMask
 
@@ -28,11 +26,36 @@ __all__ = ["merged", "ring_attention", "with_sinks"]
 
 
 @dataclass(frozen=True)
+class _Around:
+    """A kernel whose keys come around a ring, as one kernel over the keys of all devices."""
+
+    kernel: PartKernel
+    ring: Ring
+    dims: tuple[tuple[str, ...], ...]  # of the mask's arrays
+
+    @property
+    def layout(self) -> str:
+        return self.kernel.layout
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.kernel.names
+
+    def attend(self, places: Places, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+        return _forward(_Static(self.kernel, self.ring, places, self.dims), operands, traced)
+
+    def differentiate(self, places: Places, operands: Operands, traced: Traced, *rest: jax.Array) -> Operands:
+        output, lse, d_output, d_lse = rest
+        static = _Static(self.kernel, self.ring, places, self.dims)
+        return _backward(static, operands, traced, output, lse, d_output, d_lse)
+
+
+@dataclass(frozen=True)
 class _Static:
     kernel: PartKernel
     ring: Ring
     places: Places
-    dims: tuple[tuple[str, ...], ...]  # of the mask's arrays
+    dims: tuple[tuple[str, ...], ...]
 
 
 def ring_attention(
@@ -42,35 +65,14 @@ def ring_attention(
 
     The mask's `k_start` and `kv_len` are those of this device's own keys; its arrays hold this device's rows and all keys.
     """
-    places, traced = take_apart(mask, dropout)
     dims = tuple(leaf.dims for leaf in mask.mask.split()[1])
-    operands, traced = alike((operands, traced))
-    return _attend(_Static(kernel, ring, places, dims), operands, traced)
+    return differentiable(_Around(kernel, ring, dims), operands, mask, dropout)
 
 
 def with_sinks(output: jax.Array, lse: jax.Array, sinks: jax.Array, layout: str) -> tuple[jax.Array, jax.Array]:
     """What a sink [heads] makes of the output and the lse of all keys: it joins the denominator."""
     both = jnp.logaddexp(lse, sinks[None, :, None].astype(lse.dtype))
     return (output * by_row(jnp.exp(lse - both), layout)).astype(output.dtype), both
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-    return _forward(static, operands, traced)
-
-
-def _attend_forward(static: _Static, operands: Operands, traced: Traced) -> tuple[Any, Any]:
-    output, lse = _forward(static, operands, traced)
-    output, lse = (checkpoint_name(x, name) for x, name in zip((output, lse), static.kernel.names, strict=True))
-    return (output, lse), (operands, traced, output, lse)
-
-
-def _attend_backward(static: _Static, residuals: Any, cotangents: Any) -> tuple[Operands, Traced]:
-    operands, traced, output, lse = residuals
-    return _backward(static, operands, traced, output, lse, *cotangents), no_gradients(traced)
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:

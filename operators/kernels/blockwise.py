@@ -11,7 +11,6 @@ that recomputes the weights from the lse is that of Dao et al., "FlashAttention"
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,19 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from ..local_mask import Dropout, LocalMask
 from .decode import Pieces, decode_forward
-from .operands import Operands, Places, Traced, no_gradients, put_together, take_apart
+from .operands import Operands, Places, Traced, put_together
+from .part import LSE_NAME, OUTPUT_NAME, differentiable
 from .tiles import Tile, TileSource, visits
-from .varying import alike, vary, varying
+from .varying import vary, varying
 from .xla_seam import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, held_in_loop, product
 
-__all__ = ["LSE_NAME", "OUTPUT_NAME", "Blocking", "BlockwisePart", "bias_gradient", "blockwise_attention"]
-
-# What a jax.checkpoint policy can save by name.
-OUTPUT_NAME, LSE_NAME = "attnops_output", "attnops_lse"
+__all__ = ["Blocking", "BlockwisePart", "bias_gradient", "blockwise_attention"]
 
 
 @dataclass(frozen=True)
@@ -80,20 +76,9 @@ def blockwise_attention(
     Query, key, value in `layout` (bthd or bhtd); bias broadcasts to [batch, heads, q, kv]; sinks [heads]. Fully masked
     rows give output 0, lse -inf (or that of the sink) and zero gradients.
     """
-    places, traced = take_apart(mask, dropout)
-    static = _Static(
-        layout=layout,
-        scale=float(scale),
-        soft_cap=soft_cap,
-        softmax_dtype=np.dtype(softmax_dtype),
-        platform=platform,
-        forward=forward,
-        backward=backward,
-        places=places,
-    )
+    kernel = BlockwisePart(layout, float(scale), soft_cap, np.dtype(softmax_dtype), platform, forward, backward)
     operands = Operands(query, key, value, bias, None if sinks is None else sinks.astype(softmax_dtype))
-    operands, traced = alike((operands, traced))
-    return _attend(static, operands, traced)
+    return differentiable(kernel, operands, mask, dropout)
 
 
 @dataclass(frozen=True)
@@ -105,7 +90,7 @@ class BlockwisePart:
     soft_cap: float | None
     softmax_dtype: np.dtype
     platform: str
-    forward: Blocking
+    forward: Blocking | Pieces
     backward: Blocking
 
     @property
@@ -132,26 +117,6 @@ class BlockwisePart:
 
     def _static(self, places: Places) -> _Static:
         return _Static(**vars(self), places=places)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-    return _forward(static, operands, traced)
-
-
-def _attend_forward(static: _Static, operands: Operands, traced: Traced) -> tuple[Any, Any]:
-    output, lse = _forward(static, operands, traced)
-    output, lse = checkpoint_name(output, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return (output, lse), (operands, traced, output, lse)
-
-
-def _attend_backward(static: _Static, residuals: Any, cotangents: Any) -> tuple[Operands, Traced]:
-    operands, traced, output, lse = residuals
-    gradients = _backward(static, operands, traced, output, lse, *cotangents)
-    return gradients, no_gradients(traced)
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def bias_gradient(

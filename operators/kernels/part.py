@@ -1,4 +1,4 @@
-"""PartKernel: a flash kernel whose passes can be run over parts of the keys, one after the other.
+"""PartKernel: a flash kernel whose passes can be run over parts of the keys; and its way into jax's gradients.
 
 The log-sum-exp of a part is enough to merge its output with that of another; and with the output and the log-sum-exp of all
 keys, the backward pass over a part gives exactly that part's share of every gradient.
@@ -6,13 +6,21 @@ keys, the backward pass over a part gives exactly that part's share of every gra
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
-from .operands import Operands, Places, Traced
+from ..local_mask import Dropout, LocalMask
+from .operands import Operands, Places, Traced, no_gradients, take_apart
+from .varying import alike
 
-__all__ = ["PartKernel"]
+__all__ = ["LSE_NAME", "OUTPUT_NAME", "PartKernel", "differentiable"]
+
+# What a jax.checkpoint policy can save by name.
+OUTPUT_NAME, LSE_NAME = "attnops_output", "attnops_lse"
 
 
 class PartKernel(Protocol):
@@ -44,3 +52,38 @@ class PartKernel(Protocol):
     ) -> Operands:
         """The share of these keys in the gradients; output, lse and their gradients are those of all keys."""
         ...
+
+
+def differentiable(
+    kernel: PartKernel, operands: Operands, mask: LocalMask, dropout: Dropout | None
+) -> tuple[jax.Array, jax.Array]:
+    """(output, lse) of a kernel over the mask's keys, both differentiable in reverse; they are what is kept for it."""
+    places, traced = take_apart(mask, dropout)
+    operands, traced = alike((operands, traced))
+    return _attend(_Static(kernel, places), operands, traced)
+
+
+@dataclass(frozen=True)
+class _Static:
+    kernel: PartKernel
+    places: Places
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+    return static.kernel.attend(static.places, operands, traced)
+
+
+def _attend_forward(static: _Static, operands: Operands, traced: Traced) -> tuple[Any, Any]:
+    made = static.kernel.attend(static.places, operands, traced)
+    output, lse = (checkpoint_name(x, name) for x, name in zip(made, static.kernel.names, strict=True))
+    return (output, lse), (operands, traced, output, lse)
+
+
+def _attend_backward(static: _Static, residuals: Any, cotangents: Any) -> tuple[Operands, Traced]:
+    operands, traced, output, lse = residuals
+    gradients = static.kernel.differentiate(static.places, operands, traced, output, lse, *cotangents)
+    return gradients, no_gradients(traced)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

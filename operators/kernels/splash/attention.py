@@ -10,14 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import tpu as pltpu
 
 from ...local_mask import Dropout, LocalMask
 from ...quantised import dequantised, quantised_gradients
-from ..blockwise import LSE_NAME, OUTPUT_NAME, Blocking, bias_gradient
-from ..operands import Operands, Places, Traced, no_gradients, put_together, take_apart
-from ..varying import alike
+from ..blockwise import Blocking, bias_gradient
+from ..operands import Operands, Places, Traced, put_together
+from ..part import LSE_NAME, OUTPUT_NAME, differentiable
 from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
 from .blocks import SplashBlocks
 from .forward import forward_kernel, forward_outputs, forward_scratch
@@ -34,7 +33,6 @@ class _Static:
 
     logits: Logits
     blocks: SplashBlocks
-    names: tuple[str, str]
     platform: str
     interpret: bool | pltpu.InterpretParams
 
@@ -65,14 +63,11 @@ def splash_attention(
     parameters of that which simulates a TPU's memory, slow, for tests. Fully masked rows give output 0, lse -inf (or that of
     the sink) and zero gradients.
     """
-    places, traced = take_apart(mask, dropout)
-    logits = Logits(float(scale), soft_cap, blocks.use_base2_exp, places)
-    names = _names(residual_checkpoint_name)
+    kernel = SplashPart(float(scale), soft_cap, blocks, platform, interpret, residual_checkpoint_name)
     operands = Operands(
         query, key, value, bias, None if sinks is None else sinks.astype(jnp.float32), key_scale, value_scale
     )
-    operands, traced = alike((operands, traced))
-    return _attend(_Static(logits, blocks, names, platform, interpret), operands, traced)
+    return differentiable(kernel, operands, mask, dropout)
 
 
 @dataclass(frozen=True)
@@ -90,7 +85,8 @@ class SplashPart:
     @property
     def names(self) -> tuple[str, str]:
         """See PartKernel."""
-        return _names(self.residual_checkpoint_name)
+        name = self.residual_checkpoint_name
+        return (OUTPUT_NAME, LSE_NAME) if name is None else (name, name)
 
     def attend(self, places: Places, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
         """See PartKernel."""
@@ -107,35 +103,12 @@ class SplashPart:
         d_lse: jax.Array,
     ) -> Operands:
         """See PartKernel."""
-        return _backward(self._static(places), operands, traced, output, lse, d_output, d_lse)
+        whole = _dequantised(operands)
+        return _of_quantised(operands, _backward(self._static(places), whole, traced, output, lse, d_output, d_lse))
 
     def _static(self, places: Places) -> _Static:
         logits = Logits(self.scale, self.soft_cap, self.blocks.use_base2_exp, places)
-        return _Static(logits, self.blocks, self.names, self.platform, self.interpret)
-
-
-def _names(residual: str | None) -> tuple[str, str]:
-    return (OUTPUT_NAME, LSE_NAME) if residual is None else (residual, residual)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-    return _forward(static, operands, traced)
-
-
-def _attend_forward(static: _Static, operands: Operands, traced: Traced) -> tuple[Any, Any]:
-    output, lse = _forward(static, operands, traced)
-    output, lse = checkpoint_name(output, static.names[0]), checkpoint_name(lse, static.names[1])
-    return (output, lse), (operands, traced, output, lse)
-
-
-def _attend_backward(static: _Static, residuals: Any, cotangents: Any) -> tuple[Operands, Traced]:
-    operands, traced, output, lse = residuals
-    gradients = _backward(static, _dequantised(operands), traced, output, lse, *cotangents)
-    return _of_quantised(operands, gradients), no_gradients(traced)
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+        return _Static(logits, self.blocks, self.platform, self.interpret)
 
 
 def _dequantised(operands: Operands) -> Operands:
