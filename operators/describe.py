@@ -169,10 +169,10 @@ def _config(operation: type[Operation], metadata: OperationMetadata) -> tuple[Op
         else:
             fed[field] = value
     strategy = operation.sequence_parallel or metadata.policy.sequence_parallel
-    if metadata.scan_ring_attention is not None and strategy != "ring":
-        notes.append(
-            f"scan_ring_attention={metadata.scan_ring_attention} is not read by {operation.name}: it runs no ring"
-        )
+    of_rings = {"scan_ring_attention": metadata.scan_ring_attention, "ring_order": metadata.policy.ring_order}
+    for source, value in of_rings.items():
+        if value is not None and strategy not in ("ring", "ulysses_ring"):
+            notes.append(f"{source}={value} is not read by {operation.name}: it runs no ring")
     try:
         return (config.with_fields(fed) if fed else config), notes
     except ConfigError as error:

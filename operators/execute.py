@@ -18,10 +18,10 @@ from ..sharding import pin
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, join_mask, run_time_offset
 from .describe import packed
-from .head_exchange import heads_for_sequence, sequence_for_heads
 from .local import LocalCall, LocalOutput, Ring
 from .local_mask import Dropout, LocalMask, dropout_seed
 from .merge import merged_over_devices
+from .split_sequence import bring_together, take_apart
 
 if TYPE_CHECKING:
     from .base import Operation
@@ -52,11 +52,11 @@ def execute(operation: Operation, plan: Plan, mesh: AnyMesh | None, options: Opt
     specs = _specs(operands, placement)
 
     def body(local: Operands) -> tuple[jax.Array, ...]:
-        local = heads_for_sequence(local, placement, problem.kernel_layout)
+        local = bring_together(local, placement, problem.kernel_layout)
         call = _local_call(plan, options, local, operation.metadata.scan_ring_attention)
         method = getattr(operation, plan.method or "")
-        result = merged_over_devices(call, method) if placement.strategy == "merge" else method(call)
-        result = sequence_for_heads(result, placement, problem.kernel_layout)
+        result = merged_over_devices(call, method) if placement.sequence.strategy == "merge" else method(call)
+        result = take_apart(result, placement, problem.kernel_layout)
         return tuple(x for x in result if x is not None)
 
     if problem.vma and len(axes) < len(problem.mesh):
@@ -174,14 +174,17 @@ def _index(axes: tuple[str, ...], problem: AttentionProblem) -> tuple[int | jax.
 
 def _local_call(plan: Plan, options: Options, local: Operands, scan: bool | None) -> LocalCall:
     problem, placement = plan.problem, plan.placement
+    split = placement.sequence
     ring = None
-    if placement.strategy == "ring":
-        ring = Ring(placement.sequence_axes, placement.sequence_shards, placement.hops, bool(scan))
+    if split.ring_axes:
+        ring = Ring(split.ring_axes, split.ring_size, split.hops, bool(scan), split.zigzag)
+    # A device's own lengths; a kernel may get them in pieces.
+    q_len, kv_len = (n * split.pieces for n in (placement.local.q_len, placement.local.kv_len))
     shard, shards = _index(placement.q_axes, problem)
     k_start: int | jax.Array = 0
-    if placement.strategy == "merge":
-        k_start = _index(placement.sequence_axes, problem)[0] * placement.local.kv_len
-    q_start = shard * placement.local.q_len
+    if split.strategy == "merge":
+        k_start = _index(split.axes, problem)[0] * kv_len
+    q_start = shard * q_len
     offset = local.query_offset if problem.dynamic_query_offset else problem.query_offset
     mask = problem.mask.merge(local.leaves) if local.leaves else problem.mask
     dropout = None
@@ -202,7 +205,7 @@ def _local_call(plan: Plan, options: Options, local: Operands, scan: bool | None
         sinks=local.softmax_aux,
         key_scale=local.key_scale,
         value_scale=local.value_scale,
-        mask=LocalMask(mask, q_start, placement.local.q_len, placement.local.kv_len, offset, k_start),
+        mask=LocalMask(mask, q_start, q_len, kv_len, offset, k_start),
         dropout=dropout,
         layout=problem.kernel_layout,
         softmax_scale=problem.softmax_scale,

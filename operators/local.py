@@ -26,13 +26,20 @@ class LocalOutput(NamedTuple):
 @dataclass(frozen=True)
 class Ring:
     """axis: the mesh axes that split the sequence, as one. hops: how far, in shards, the keys have come at each step that some
-    device has something to see in; the first is 0. scan: one compiled step for all, else one for each.
+    device has something to see in; the first is 0. scan: one compiled step for all, else one for each. zigzag: this device's
+    rows and keys are the k-th of 2 * size pieces and the k-th from the end, where else they are the k-th of size.
     """
 
     axes: tuple[str, ...]
     size: int
     hops: tuple[int, ...]
     scan: bool
+    zigzag: bool = False
+
+    @property
+    def pieces(self) -> int:
+        """In how many pieces a device's rows and keys lie in the sequence."""
+        return 2 if self.zigzag else 1
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ __all__ = ["merged_over_devices"]
 
 def merged_over_devices(call: LocalCall, method: Callable[[LocalCall], LocalOutput]) -> LocalOutput:
     """Run a method on this device's keys, and merge over the axes that split them. A sink counts once, after that."""
-    axes = call.placement.sequence_axes
+    axes = call.placement.sequence.axes
     result = method(replace(call, sinks=None, return_lse=True))
     assert result.lse is not None
     lse = result.lse

@@ -52,7 +52,7 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
     if _itemsize(problem.softmax_dtype) < 4:
         return NativeRoute("plain", f"the blocks' softmax is float32 or wider, and {problem.softmax_dtype} is declared")
     blocks = _blocks(problem, placement, getattr(ours, "block_q", None), getattr(ours, "block_kv", None))
-    if placement.strategy == "ring":
+    if placement.sequence.ring_axes:
         return NativeRoute("blockwise", "keys come a part at a time, and parts are merged by their lse", *blocks)
     if declared == "plain":
         return NativeRoute("plain", f"declared; the logits take {size}")

@@ -3,15 +3,18 @@
 The backward pass sends keys and values around once more, and with them the sums of their own gradients. Nothing of another
 device is kept: the memory is that of one part of the keys, in both passes.
 
+On a zigzag ring a device has two pieces of the sequence (zigzag.py). After the first hop two pairs of a piece of its queries
+with a piece of the keys are left, on every device: its later queries with the earlier keys, and, by where the keys come
+from, either the earlier with the earlier or the later with the later; which of them is traced, what is done is not.
+
 Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +26,9 @@ from .local import Ring, by_row
 from .local_mask import Dropout, LocalMask
 
 __all__ = ["merged", "ring_attention", "with_sinks"]
+
+
+_Keys = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -75,23 +81,54 @@ def with_sinks(output: jax.Array, lse: jax.Array, sinks: jax.Array, layout: str)
     return (output * by_row(jnp.exp(lse - both), layout)).astype(output.dtype), both
 
 
-def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-    layout = static.kernel.layout
+class _Pair(NamedTuple):
+    """Which piece of this device's queries sees which piece of the keys that are there; traced where devices differ."""
 
-    def hop(distance: Any, keys: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        part = operands._replace(key=keys[0], value=keys[1])
-        output, lse = static.kernel.attend(_elsewhere(static.places), part, _seen_from(static, traced, distance))
-        return output.astype(jnp.float32), lse
+    query: int | jax.Array
+    keys: int | jax.Array
+
+
+def _first_pairs(ring: Ring) -> tuple[_Pair, ...]:
+    """With this device's own keys; the first ones begin each piece of the queries."""
+    return (_Pair(0, 0), _Pair(1, 0), _Pair(1, 1)) if ring.zigzag else (_Pair(0, 0),)
+
+
+def _pairs(ring: Ring, distance: Any) -> tuple[_Pair, ...]:
+    """With keys that have come `distance` shards."""
+    if not ring.zigzag:
+        return (_Pair(0, 0),)
+    # Keys of a later device: their early piece is later than our early queries, their late piece earlier than our late ones.
+    same = jnp.where(lax.axis_index(ring.axes) < distance, 1, 0)
+    return _Pair(1, 0), _Pair(same, same)
+
+
+def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+    layout, ring = static.kernel.layout, static.ring
+    rows = layout.index("t")
+
+    def attend(pair: _Pair, keys: _Keys, distance: Any) -> tuple[jax.Array, jax.Array]:
+        places, here = _seen(static, traced, pair, distance)
+        output, lse = static.kernel.attend(places, _of_pair(static, operands, pair, keys), here)
+        return output.astype(lse.dtype), lse
+
+    def more(found: tuple[jax.Array, jax.Array], pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
+        output, lse = found
+        for pair in pairs:
+            before = _piece(output, pair.query, ring, rows), _piece(lse, pair.query, ring, 2)
+            both, both_lse = merged(*before, *attend(pair, keys, distance), layout)
+            output, lse = _put(output, both, pair.query, ring, rows), _put(lse, both_lse, pair.query, ring, 2)
+        return output, lse
 
     def step(carry: Any, distance: Any, by: int) -> Any:
-        keys, (output, lse) = carry
-        keys = _moved(keys, static.ring, by)
-        more, more_lse = hop(distance, keys)
-        return keys, merged(output, lse, more, more_lse, layout)
+        keys, found = carry
+        keys = _moved(keys, ring, by)
+        return keys, more(found, _pairs(ring, distance), keys, distance)
 
-    keys = operands.key, operands.value
-    carry = keys, hop(0, keys)
-    output, lse = _along(static.ring, step, carry)[1]
+    keys, first = (operands.key, operands.value), _first_pairs(ring)
+    begun = [attend(pair, keys, 0) for pair in first[: ring.pieces]]
+    output, lse = (jnp.concatenate(x, axis) for x, axis in zip(zip(*begun, strict=True), (rows, 2), strict=True))
+    found = more((output, lse), first[ring.pieces :], keys, 0)
+    output, lse = _along(ring, ring.hops, step, (keys, found))[1]
     return output.astype(operands.query.dtype), lse
 
 
@@ -104,27 +141,36 @@ def _backward(
     d_output: jax.Array,
     d_lse: jax.Array,
 ) -> Operands:
-    wide = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
+    layout, ring = static.kernel.layout, static.ring
+    rows = layout.index("t")
+    d_output = d_output.astype(output.dtype)
 
-    def hop(distance: Any, keys: tuple[jax.Array, jax.Array]) -> Any:
-        part = operands._replace(key=keys[0], value=keys[1])
-        traced_there = _seen_from(static, traced, distance)
-        found = static.kernel.differentiate(
-            _elsewhere(static.places), part, traced_there, output, lse, d_output.astype(output.dtype), d_lse
-        )
-        return wide(found.query), wide((found.key, found.value))
+    def more(found: Any, pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
+        d_query, d_key, d_value = found
+        for pair in pairs:
+            places, here = _seen(static, traced, pair, distance)
+            part = _of_pair(static, operands, pair, keys)
+            of_rows = ((output, rows), (lse, 2), (d_output, rows), (d_lse, 2))
+            results = (_piece(x, pair.query, ring, axis) for x, axis in of_rows)
+            share = static.kernel.differentiate(places, part, here, *results)
+            d_query = _added(d_query, share.query, pair.query, ring, rows)
+            d_key = _added(d_key, share.key, pair.keys, ring, rows)
+            d_value = _added(d_value, share.value, pair.keys, ring, rows)
+        return d_query, d_key, d_value
 
     def step(carry: Any, distance: Any, by: int) -> Any:
-        keys, d_query, d_keys = carry
-        keys, d_keys = _moved((keys, d_keys), static.ring, by)
-        more_query, more_keys = hop(distance, keys)
-        return keys, d_query + more_query, jax.tree.map(jnp.add, d_keys, more_keys)
+        keys, (d_query, d_key, d_value) = carry
+        keys, (d_key, d_value) = _moved((keys, (d_key, d_value)), ring, by)
+        return keys, more((d_query, d_key, d_value), _pairs(ring, distance), keys, distance)
 
-    # The keys wait for the gradient: else XLA takes these hops for those of the forward pass, and keeps every part for them.
-    *keys, d_output = lax.optimization_barrier((operands.key, operands.value, d_output))
-    keys = tuple(keys)
-    _, d_query, d_keys = _along(static.ring, step, (keys, *hop(0, keys)))
-    d_key, d_value = _moved(d_keys, static.ring, -static.ring.hops[-1])  # home
+    # The keys wait for the gradient, and go around the other way: else XLA takes these hops for those of the forward pass,
+    # and keeps every part for them. (XLA:CPU doesn't keep to the barrier.)
+    key, value, d_output = lax.optimization_barrier((operands.key, operands.value, d_output))
+    wide = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in (operands.query, key, value)]
+    found = more(wide, _first_pairs(ring), (key, value), 0)
+    hops = (0, *reversed(ring.hops[1:]))
+    _, (d_query, d_key, d_value) = _along(ring, hops, step, ((key, value), found))
+    d_key, d_value = _moved((d_key, d_value), ring, -hops[-1])  # home
     return Operands(
         d_query.astype(operands.query.dtype),
         d_key.astype(operands.key.dtype),
@@ -134,15 +180,17 @@ def _backward(
     )
 
 
-def _along(ring: Ring, step: Any, carry: Any) -> Any:
+def _along(ring: Ring, hops: tuple[int, ...], step: Any, carry: Any) -> Any:
     """Fold over the hops after the first: step(carry, distance, how far the keys move before it)."""
-    hops = ring.hops
-    if ring.scan and len(hops) > 2 and hops == tuple(range(len(hops))):
-        distances = jnp.arange(1, len(hops), dtype=jnp.int32)
-        return lax.scan(lambda carry, distance: (step(carry, distance, 1), None), carry, distances)[0]
-    for before, distance in itertools.pairwise(hops):
-        carry = step(carry, distance, distance - before)
-    return carry
+    moves = [after - before for before, after in itertools.pairwise(hops)]
+    alike = next((i for i in range(len(moves)) if len(set(moves[i:])) == 1), len(moves))
+    loop = ring.scan and len(moves) - alike > 1
+    for distance, by in zip(hops[1 : alike + 1] if loop else hops[1:], moves, strict=False):
+        carry = step(carry, distance, by)
+    if not loop:
+        return carry
+    distances = jnp.asarray(hops[alike + 1 :], jnp.int32)
+    return lax.scan(lambda carry, distance: (step(carry, distance, moves[-1]), None), carry, distances)[0]
 
 
 def merged(
@@ -158,27 +206,59 @@ def merged(
     return output * by_row(first / safe, layout) + other * by_row(second / safe, layout), both
 
 
-def _elsewhere(places: Places) -> Places:
-    """The places of a hop: where its keys begin is traced."""
-    return replace(places, k_start=None)
-
-
-def _seen_from(static: _Static, traced: Traced, distance: Any) -> Traced:
-    """What is traced, for keys that have come `distance` shards."""
-    ring = static.ring
-    source = (lax.axis_index(ring.axes) - distance) % ring.size
-    start = (source * static.places.kv_len).astype(jnp.int32)
-    leaves = tuple(
-        _cut(x, dims, start, static.places.kv_len) for x, dims in zip(traced.leaves, static.dims, strict=True)
+def _of_pair(static: _Static, operands: Operands, pair: _Pair, keys: _Keys) -> Operands:
+    ring, rows = static.ring, static.kernel.layout.index("t")
+    return operands._replace(
+        query=_piece(operands.query, pair.query, ring, rows),
+        key=_piece(keys[0], pair.keys, ring, rows),
+        value=_piece(keys[1], pair.keys, ring, rows),
     )
-    return traced._replace(leaves=leaves, k_start=start)
 
 
-def _cut(x: jax.Array, dims: tuple[str, ...], start: jax.Array, length: int) -> jax.Array:
-    """An array's part for the keys from `start` on; sizes of 1 stand for all."""
+def _seen(static: _Static, traced: Traced, pair: _Pair, distance: Any) -> tuple[Places, Traced]:
+    """The places of a pair, for keys that have come `distance` shards, and what is traced of it."""
+    ring, places = static.ring, static.places
+    here = lax.axis_index(ring.axes)
+    q_len, kv_len = (n // ring.pieces for n in (places.q_len, places.kv_len))
+    start = (_place(ring, (here - distance) % ring.size, pair.keys) * kv_len).astype(jnp.int32)
+    leaves = tuple(
+        _cut(x, dims, start, kv_len, pair.query, ring) for x, dims in zip(traced.leaves, static.dims, strict=True)
+    )
+    places = replace(places, q_len=q_len, kv_len=kv_len, k_start=None)
+    traced = traced._replace(leaves=leaves, k_start=start)
+    if ring.zigzag:
+        places = replace(places, q_start=None)
+        traced = traced._replace(q_start=(_place(ring, here, pair.query) * q_len).astype(jnp.int32))
+    return places, traced
+
+
+def _place(ring: Ring, device: Any, piece: Any) -> Any:
+    """Which part of the whole sequence a device's piece is."""
+    return jnp.where(piece == 0, device, 2 * ring.size - 1 - device) if ring.zigzag else device
+
+
+def _piece(x: jax.Array, piece: Any, ring: Ring, axis: int) -> jax.Array:
+    if not ring.zigzag:
+        return x
+    half = x.shape[axis] // 2
+    return lax.dynamic_slice_in_dim(x, piece * half, half, axis)
+
+
+def _put(x: jax.Array, part: jax.Array, piece: Any, ring: Ring, axis: int) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(x, part, piece * part.shape[axis], axis) if ring.zigzag else part
+
+
+def _added(x: jax.Array, part: jax.Array, piece: Any, ring: Ring, axis: int) -> jax.Array:
+    return _put(x, _piece(x, piece, ring, axis) + part.astype(x.dtype), piece, ring, axis)
+
+
+def _cut(x: jax.Array, dims: tuple[str, ...], start: jax.Array, length: int, piece: Any, ring: Ring) -> jax.Array:
+    """A mask's array for the keys from `start` on and a piece of the rows; sizes of 1 stand for all."""
     for axis, dim in enumerate(dims):
         if dim == "kv" and x.shape[axis] > 1:
             x = lax.dynamic_slice_in_dim(x, start, length, axis)
+        if dim == "q" and x.shape[axis] > 1:
+            x = _piece(x, piece, ring, axis)
     return x
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 
+from ..masks import Mask
 from .kernels.operands import Operands
 from .kernels.part import PartKernel
-from .local import LocalCall
+from .local import LocalCall, Ring
 from .ring import ring_attention, with_sinks
+from .zigzag import contiguous, zigzag
 
 __all__ = ["around_the_ring"]
 
@@ -16,7 +20,26 @@ def around_the_ring(
     call: LocalCall, kernel: PartKernel, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(output, lse) of this device's queries and the keys of all devices; tensors in the kernel's layout."""
-    assert call.ring is not None
-    operands = Operands(query, key, value, None, None)
-    output, lse = ring_attention(kernel, call.ring, operands, call.mask, call.dropout)
+    ring, mask = call.ring, call.mask
+    assert ring is not None
+    rows = kernel.layout.index("t")
+    if ring.zigzag:
+        query, key, value = (zigzag(x, ring, rows) for x in (query, key, value))
+        mask = replace(mask, mask=_rows_in_zigzag(mask.mask, ring))
+    output, lse = ring_attention(kernel, ring, Operands(query, key, value, None, None), mask, call.dropout)
+    if ring.zigzag:
+        output, lse = contiguous(output, ring, rows), contiguous(lse, ring, 2)
     return (output, lse) if call.sinks is None else with_sinks(output, lse, call.sinks, kernel.layout)
+
+
+def _rows_in_zigzag(mask: Mask, ring: Ring) -> Mask:
+    """The mask with its arrays' rows in the order of the queries; along the keys they hold all."""
+    structure, leaves = mask.split()
+
+    def moved(x: jax.Array, dims: tuple[str, ...]) -> jax.Array:
+        for axis, dim in enumerate(dims):
+            if dim == "q" and x.shape[axis] > 1:
+                x = zigzag(x, ring, axis)
+        return x
+
+    return structure.merge(tuple(moved(jax.numpy.asarray(leaf.array), leaf.dims) for leaf in leaves))

@@ -10,6 +10,7 @@ from eformer.escale import PartitionAxis
 from ..errors import AttnOpsError
 from .operation import METHODS
 from .registry import OperationRegistry
+from .sequence import RING_ORDERS, STRATEGIES
 
 __all__ = ["config_json_schema", "declaration_json_schema"]
 
@@ -80,6 +81,7 @@ def _metadata(configs: dict[str, Any]) -> dict[str, Any]:
         "kv_heads": {"enum": ["replicate", "error"]},
         "strict": {"type": "boolean"},
         "tuning": {"enum": ["heuristic", "tune", "error", "off"]},
-        "sequence_parallel": {"enum": ["gather", "ring", "ulysses"]},
+        "sequence_parallel": {"enum": [*STRATEGIES]},
+        "ring_order": {"enum": [*RING_ORDERS, None]},
     }
     return {"type": "object", "properties": fields, "additionalProperties": False}

@@ -73,7 +73,7 @@ class OperationMetadata:
         causal: whether a call without a Mask object is causal.
         scan_ring_attention: lax.scan or unrolled, for operations that run a ring.
         blocksize_q, blocksize_k, blocksize_b: block sizes that operation configs take where they declare none.
-        fallback, kv_heads, strict, tuning, sequence_parallel: see Policy.
+        fallback, kv_heads, strict, tuning, sequence_parallel, ring_order: see Policy.
 
     Errors: ConfigError (a ValueError) names the field, what was got, what is wanted.
     """
@@ -121,6 +121,7 @@ class OperationMetadata:
         strict: bool = False,
         tuning: str = "heuristic",
         sequence_parallel: str = "gather",
+        ring_order: str | None = None,
     ) -> None:
         given = dict(locals())
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen: the one way to assign
@@ -135,6 +136,7 @@ class OperationMetadata:
             "strict",
             "tuning",
             "sequence_parallel",
+            "ring_order",
         }:
             put(name, given[name])
         put("_stored_mesh", mesh)
@@ -181,7 +183,7 @@ class OperationMetadata:
         put("scan_ring_attention", boolean("scan_ring_attention", self.scan_ring_attention, optional=True))
         for name in ("blocksize_q", "blocksize_k", "blocksize_b"):
             put(name, block_size(name, getattr(self, name)))
-        put("policy", Policy(fallback, kv_heads, strict, tuning, sequence_parallel))  # type: ignore[arg-type]
+        put("policy", Policy(fallback, kv_heads, strict, tuning, sequence_parallel, ring_order))  # type: ignore[arg-type]
         put("_hash", None)
 
     # -- where values come from ------------------------------------------------------------------------------------
@@ -353,6 +355,7 @@ class OperationMetadata:
             "strict": self.policy.strict,
             "tuning": self.policy.tuning,
             "sequence_parallel": self.policy.sequence_parallel,
+            "ring_order": self.policy.ring_order,
         }
 
     def _key(self) -> tuple[Any, ...]:

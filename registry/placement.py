@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec
 
 from ..sharding import FittedRules, FittedSpec, TensorShape, fit
 from .problem import AttentionProblem
-from .sequence import hops_of
+from .sequence import SequenceSplit, declared_axes, split_sequence
 
 __all__ = ["LocalShape", "Placement", "place_problem"]
 
 
 class LocalShape(NamedTuple):
-    """Sizes that one device sees inside the operation, before padding."""
+    """Sizes that a kernel sees inside the operation, before padding."""
 
     batch: int
     q_len: int
@@ -34,10 +34,8 @@ class LocalShape(NamedTuple):
 class Placement:
     """Where every tensor lives, declared (`fitted`) and inside the operation (`run`, in the kernel's layout).
 
-    `head_axes` and `q_axes` split what a kernel works on, and `local` has its sizes. `sequence_axes` split the queries outside;
-    `strategy` says how they see all keys ('gather', 'ring', 'ulysses'), and `hops` how far keys come around a ring. With
-    'merge' the queries are whole and `sequence_axes` split the keys: each device attends to its part. Empty: nothing is
-    split. `outer_kv_heads` are a device's own, before 'ulysses' splits them further.
+    `head_axes` and `q_axes` split what a device works on; `local` has the sizes that a kernel works on at once, which on a
+    zigzag ring are those of one piece. `outer_kv_heads` are a device's own, before an all-to-all splits them further.
     """
 
     fitted: FittedRules
@@ -48,10 +46,7 @@ class Placement:
     kv_repeat: int
     run: tuple[tuple[str, PartitionSpec], ...]
     changes: tuple[str, ...]
-    strategy: str
-    sequence_axes: tuple[str, ...]
-    sequence_shards: int
-    hops: tuple[int, ...]
+    sequence: SequenceSplit
     outer_kv_heads: int
 
     def given(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
@@ -73,7 +68,12 @@ class Placement:
 
 
 def place_problem(
-    problem: AttentionProblem, *, strict: bool = False, kv_heads: str = "replicate", strategy: str = "gather"
+    problem: AttentionProblem,
+    *,
+    strict: bool = False,
+    kv_heads: str = "replicate",
+    strategy: str = "gather",
+    ring_order: str | None = None,
 ) -> Placement:
     """Fit the problem's rules to its shapes and mesh. Errors: ShardingError when strict or kv_heads='error' say so."""
     fitted = fit(
@@ -89,39 +89,43 @@ def place_problem(
     query, key = fitted["query"], fitted["key"]
     at = {axis: index for index, axis in enumerate(problem.layout)}
     batch_axes = query.axes(at["b"]) if "b" in at else ()
-    sequence_axes, outer_heads = query.axes(at["t"]), query.axes(at["h"])
+    outer_heads = query.axes(at["h"])
     sizes = {axis.name: axis.size for axis in problem.mesh}
-    if not sequence_axes and strategy != "gather" and (of_keys := key.axes(at["t"])):
-        strategy, sequence_axes = "merge", of_keys
-    strategy = strategy if sequence_axes else ""
-    shards, whole = math.prod(sizes[a] for a in sequence_axes), strategy == "ulysses"
-    q_axes, head_axes = ((), (*outer_heads, *sequence_axes)) if whole else (sequence_axes, outer_heads)
-    q_axes, kv_axes = ((), sequence_axes) if strategy == "merge" else (q_axes, ())
-    split = {name: math.prod(sizes[a] for a in axes) for name, axes in _named(batch_axes, q_axes, head_axes)}
+    split = split_sequence(
+        problem,
+        strategy,
+        ring_order,
+        query.axes(at["t"]),
+        key.axes(at["t"]),
+        declared_axes(problem.rules.query, at["t"]),
+    )
+    whole_queries = split.strategy == "merge"
+    q_axes = () if whole_queries else tuple(a for a in split.axes if a not in split.head_axes)
+    kv_axes = split.axes if whole_queries or split.gathers else ()
+    head_axes = (*outer_heads, *split.head_axes)
+    of = {name: math.prod(sizes[a] for a in axes) for name, axes in _named(batch_axes, q_axes, head_axes)}
     kv_all = problem.kv_heads * fitted.kv_repeat
     local = LocalShape(
-        problem.batch // split["batch"],
-        problem.q_len // split["q"],
-        problem.kv_len // (shards if strategy in ("ring", "merge") else 1),
-        problem.q_heads // split["heads"],
-        kv_all // split["heads"],
+        problem.batch // of["batch"],
+        problem.q_len // of["q"] // split.pieces,
+        problem.kv_len // (split.shards if whole_queries else split.ring_size) // split.pieces,
+        problem.q_heads // of["heads"],
+        kv_all // of["heads"],
     )
     run = _run_specs(problem, batch_axes, q_axes, head_axes, kv_axes)
-    if strategy in ("ring", "ulysses"):
-        run = (*run, *_split_specs(problem, batch_axes, sequence_axes, outer_heads))
-    hops = hops_of(problem, shards) if strategy == "ring" else ()
+    if split.ring_axes or split.head_axes:
+        run = (*run, *_split_specs(problem, batch_axes, split.axes, outer_heads))
     moved = ("key", "value", *problem.scales)
     changes = (
         *_query_changes(query, at, sizes),
-        *_sequence_changes(strategy, sequence_axes, shards, hops),
-        *_key_changes(key, at, sizes, batch_axes, outer_heads, fitted.kv_repeat, ", ".join(moved), strategy),
+        *split.changes(),
+        *_key_changes(key, at, sizes, batch_axes, outer_heads, fitted.kv_repeat, ", ".join(moved), split),
+        *_bias_changes(problem, head_axes),
     )
-    changes = (*changes, *_bias_changes(problem, head_axes))
     outer_kv_heads = kv_all // math.prod(sizes[a] for a in outer_heads)
     return Placement(
-        fitted, batch_axes, head_axes, q_axes, local, fitted.kv_repeat, run, changes, strategy, sequence_axes, shards, hops,
-        outer_kv_heads,
-    )  # fmt: skip
+        fitted, batch_axes, head_axes, q_axes, local, fitted.kv_repeat, run, changes, split, outer_kv_heads
+    )
 
 
 def _named(*axes: tuple[str, ...]) -> zip[tuple[str, tuple[str, ...]]]:
@@ -207,23 +211,6 @@ def _split_specs(
     return tuple({**found, "lse": of_keys, **dict.fromkeys(problem.scales, of_keys)}.items())
 
 
-def _sequence_changes(strategy: str, axes: tuple[str, ...], shards: int, hops: tuple[int, ...]) -> tuple[str, ...]:
-    over = "+".join(axes)
-    if strategy == "ring":
-        skipped = shards - len(hops)
-        seen = f"; {skipped} of {shards} steps are left out, where the mask lets nothing be seen" if skipped else ""
-        return (
-            f"key, value: travel around {over} in {len(hops) - 1} of {shards - 1} hops, outputs merged by lse{seen}",
-        )
-    if strategy == "merge":
-        return (f"key, value: stay split over {over}; each device attends to its part, outputs merged by lse",)
-    if strategy == "ulysses":
-        return (
-            f"query, key, value: all-to-all over {over}: each device gets whole sequences of its share of the heads",
-        )
-    return ()
-
-
 def _query_changes(query: FittedSpec, at: dict[str, int], sizes: dict[str, int]) -> tuple[str, ...]:
     split = [a for a in query.axes(at["d"]) if sizes[a] > 1]
     if not split:
@@ -239,10 +226,10 @@ def _key_changes(
     head_axes: tuple[str, ...],
     repeat: int,
     names: str,
-    strategy: str,
+    split: SequenceSplit,
 ) -> tuple[str, ...]:
     changes = []
-    if key.axes(at["t"]) and strategy not in ("ring", "ulysses", "merge"):
+    if key.axes(at["t"]) and split.strategy in ("", "gather"):
         changes.append(
             f"{names}: gathered along kv_len over {'+'.join(key.axes(at['t']))}: a query shard sees every key"
         )

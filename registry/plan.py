@@ -15,7 +15,8 @@ from .operation import METHODS
 from .placement import Placement, place_problem
 from .problem import AttentionProblem
 from .route import Route
-from .sequence import STRATEGIES, sequence_reasons
+from .sequence import RING_ORDERS, STRATEGIES
+from .sequence_reasons import sequence_reasons
 from .tuning import Tuning, choose
 
 __all__ = ["Padding", "Plan", "Policy", "Rejected", "plan"]
@@ -31,7 +32,9 @@ class Policy:
     kv_heads: 'replicate' or 'error' when the mesh splits query heads further than there are kv heads.
     strict: refuse every spec that doesn't fit as declared.
     sequence_parallel: how queries that are split over devices see all keys: 'gather' brings the keys together on each device,
-    'ring' sends them around, 'ulysses' splits heads instead of the sequence meanwhile.
+    'ring' sends them around, 'ulysses' splits heads instead of the sequence meanwhile, 'ulysses_ring' does both, over two axes.
+    ring_order: 'contiguous' or 'zigzag', in which every device has a piece from the begin and one from the end; None lets
+    the plan choose.
     tuning: where no tuned sizes are kept: 'heuristic', 'tune' (search them now, and keep them) or 'error'; 'off' looks for none.
     """
 
@@ -39,7 +42,8 @@ class Policy:
     kv_heads: Literal["replicate", "error"] = "replicate"
     strict: bool = False
     tuning: Literal["heuristic", "tune", "error", "off"] = "heuristic"
-    sequence_parallel: Literal["gather", "ring", "ulysses"] = "gather"
+    sequence_parallel: Literal["gather", "ring", "ulysses", "ulysses_ring"] = "gather"
+    ring_order: Literal["contiguous", "zigzag"] | None = None
 
     def __post_init__(self) -> None:
         for name, value, wanted in (
@@ -48,6 +52,7 @@ class Policy:
             ("strict", self.strict, (True, False)),
             ("tuning", self.tuning, ("heuristic", "tune", "error", "off")),
             ("sequence_parallel", self.sequence_parallel, STRATEGIES),
+            ("ring_order", RING_ORDERS[0] if self.ring_order is None else self.ring_order, RING_ORDERS),
         ):
             if type(value) is not type(wanted[0]) or value not in wanted:
                 raise ConfigError(f"{name}={value!r}; wanted one of {', '.join(map(repr, wanted))}.")
@@ -156,7 +161,10 @@ class Plan:
             "inside": {name: spec_text(spec) for name, spec in placement.run},
             "device_problem": placement.local._asdict(),
             "kv_repeat": placement.kv_repeat,
-            "sequence_parallel": placement.strategy,
+            "sequence_parallel": placement.sequence.strategy,
+            "ring_order": ("zigzag" if placement.sequence.zigzag else "contiguous")
+            if placement.sequence.ring_axes
+            else None,
             "changes": list(placement.changes),
             "padding": None if self.padding is None else self.padding._asdict(),
             "route": None if self.route is None else self.route.to_dict(),
@@ -180,7 +188,9 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
     """
     operation = problem.operation
     strategy = operation.sequence_parallel or policy.sequence_parallel
-    placement = place_problem(problem, strict=policy.strict, kv_heads=policy.kv_heads, strategy=strategy)
+    placement = place_problem(
+        problem, strict=policy.strict, kv_heads=policy.kv_heads, strategy=strategy, ring_order=policy.ring_order
+    )
     platform = operation.kernel_platform(problem)
     own = tuple(m for m in METHODS.get(platform, ()) if operation.implements(m))
     notes = list(problem.notes)
@@ -196,7 +206,10 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
             rejected.append(Rejected(name, (reason,)))
             break
         capability = operation.capability(method)
-        reasons = (*capability.reasons(problem, problem.config), *sequence_reasons(problem, placement, method))
+        reasons = (
+            *capability.reasons(problem, problem.config),
+            *sequence_reasons(problem, placement, method, policy.ring_order),
+        )
         if reasons:
             rejected.append(Rejected(name, reasons))
             continue

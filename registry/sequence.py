@@ -1,91 +1,164 @@
-"""How queries that are split over devices see all keys: which strategies there are, and what stands against one."""
+"""SequenceSplit: how queries that are split over devices see all keys, worked out from what is declared and what fits."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import math
+from dataclasses import dataclass
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from .capability import Reason
 from .problem import AttentionProblem
 
-if TYPE_CHECKING:
-    from .placement import Placement
+__all__ = ["RING_ORDERS", "STRATEGIES", "SequenceSplit", "declared_axes", "is_triangular", "split_sequence"]
 
-__all__ = ["STRATEGIES", "hops_of", "sequence_reasons"]
-
-STRATEGIES = ("gather", "ring", "ulysses")
-_NOT_AROUND = {
-    "bias": "a dense bias",
-    "return_weights": "the attention weights",
-    "quantized_kv": "quantised keys and values",
-}
+STRATEGIES = ("gather", "ring", "ulysses", "ulysses_ring")
+RING_ORDERS = ("contiguous", "zigzag")
 
 
-def hops_of(problem: AttentionProblem, shards: int) -> tuple[int, ...]:
-    """How far, in shards, keys have to come around a ring, 0 first: the distances at which some device may see something."""
-    every = tuple(range(shards))
-    if problem.dynamic_query_offset or "mask_function" in problem.features or problem.kv_len % shards:
-        return every
-    static = problem.mask.split_static()[0]
-    live = static.live_blocks(
-        problem.q_len // shards,
-        problem.kv_len // shards,
-        q_len=problem.q_len,
-        kv_len=problem.kv_len,
-        query_offset=problem.query_offset or 0,
+@dataclass(frozen=True)
+class SequenceSplit:
+    """strategy: '' where nothing is split, one of STRATEGIES, or 'merge': whole queries, and keys that stay split.
+
+    axes: the mesh axes that split the queries outside the operation (for 'merge' the keys); shards: their size. ring_axes,
+    head_axes: those of them around which keys travel, and those that split heads instead of the sequence inside.
+    hops: how far keys come around the ring, in shards, 0 first: where some device may see something.
+    zigzag: a device works on two pieces of the sequence, the k-th from its begin and the k-th from its end.
+    gathers: keys enter the operation split as the queries are, and are brought together inside.
+    declared: the axes that the rules name for the queries' sequence, whether they fit or not.
+    """
+
+    strategy: str = ""
+    axes: tuple[str, ...] = ()
+    shards: int = 1
+    ring_axes: tuple[str, ...] = ()
+    ring_size: int = 1
+    head_axes: tuple[str, ...] = ()
+    head_size: int = 1
+    hops: tuple[int, ...] = ()
+    zigzag: bool = False
+    gathers: bool = False
+    declared: tuple[str, ...] = ()
+
+    @property
+    def pieces(self) -> int:
+        """In how many pieces a device's queries and keys are worked on."""
+        return 2 if self.zigzag else 1
+
+    def changes(self) -> tuple[str, ...]:
+        """What happens to the tensors inside the operation, a line a step."""
+        over, around, heads = ("+".join(axes) for axes in (self.axes, self.ring_axes, self.head_axes))
+        found = []
+        if self.strategy == "merge":
+            found.append(f"key, value: stay split over {over}; each device attends to its part, outputs merged by lse")
+        if self.head_axes:
+            found.append(
+                f"query, key, value: all-to-all over {heads}: each device gets {self._whole} of a share of the heads"
+            )
+        if self.ring_axes:
+            skipped = self.ring_size - len(self.hops)
+            seen = (
+                f"; {skipped} of {self.ring_size} steps are left out, where the mask lets nothing be seen"
+                if skipped
+                else ""
+            )
+            found.append(
+                f"key, value: travel around {around} in {len(self.hops) - 1} of {self.ring_size - 1} hops, outputs merged by "
+                f"lse{seen}"
+            )
+        if self.zigzag:
+            found.append(
+                f"query, key, value: in zigzag order around {around} (a piece from the begin, one from the end), so that under "
+                "the causal mask all devices have equal work"
+            )
+        return tuple(found)
+
+    @property
+    def _whole(self) -> str:
+        return "longer parts of the sequence" if self.ring_axes else "whole sequences"
+
+
+def split_sequence(
+    problem: AttentionProblem,
+    strategy: str,
+    order: str | None,
+    query_axes: tuple[str, ...],
+    key_axes: tuple[str, ...],
+    declared: tuple[str, ...],
+) -> SequenceSplit:
+    """The split of the axes that fit the queries' and the keys' sequence; `declared` are all that the rules name.
+
+    'ulysses_ring' splits heads over the last declared axis and sends keys around the others.
+    """
+    sizes = {axis.name: axis.size for axis in problem.mesh}
+
+    def size(axes: tuple[str, ...]) -> int:
+        return math.prod(sizes[a] for a in axes)
+
+    if not query_axes:
+        if strategy == "gather" or not key_axes:
+            return SequenceSplit(declared=declared)
+        return SequenceSplit("merge", key_axes, size(key_axes), declared=declared)
+    heads = {"ulysses": query_axes, "ulysses_ring": tuple(a for a in query_axes if a == declared[-1])}.get(strategy, ())
+    ring = () if strategy == "gather" else tuple(a for a in query_axes if a not in heads)
+    hops = _hops(problem, size(ring)) if ring else ()
+    return SequenceSplit(
+        strategy,
+        query_axes,
+        size(query_axes),
+        ring,
+        size(ring),
+        heads,
+        size(heads),
+        hops,
+        bool(ring) and _zigzag(problem, size(ring), hops, order),
+        strategy == "gather" and key_axes == query_axes,
+        declared,
     )
+
+
+def declared_axes(spec: PartitionSpec, index: int) -> tuple[str, ...]:
+    """The axes that a spec names for a dimension."""
+    entry = spec[index] if index < len(spec) else None
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _hops(problem: AttentionProblem, shards: int) -> tuple[int, ...]:
+    """The distances at which some device may see something."""
+    every = tuple(range(shards))
+    if problem.dynamic_query_offset or "mask_function" in problem.features:
+        return every
+    if problem.kv_len % shards or problem.q_len % shards:
+        return every
+    live = _live(problem, shards)
     rows = np.arange(shards)
     return (0, *(d for d in every[1:] if (live[rows, (rows - d) % shards] > 0).any()))
 
 
-def sequence_reasons(problem: AttentionProblem, placement: Placement, method: str) -> tuple[Reason, ...]:
-    """Why a method can't have the strategy that a placement is made for."""
-    if placement.strategy not in ("ring", "ulysses", "merge"):
-        return ()
-    strategy, shards, over = placement.strategy, placement.sequence_shards, "+".join(placement.sequence_axes)
-    on_parts = strategy in ("ring", "merge")
-    said = "keys that stay split" if strategy == "merge" else f"sequence_parallel={strategy!r}"
-    elsewhere = "Declare sequence_parallel='gather'."
-    found = []
-    if on_parts and not problem.operation.works_on_parts(method, problem.config, strategy):
-        found.append(
-            Reason(
-                f"{strategy}.parts",
-                "sequence_parallel",
-                f"{said}: this method (with this config) can't work on parts of the keys",
-                f"{elsewhere} vanilla, and splash with its own kernels, can.",
-            )
-        )
-    if problem.kv_len % shards:
-        found.append(
-            Reason(
-                f"{strategy}.kv_len",
-                "kv_len",
-                f"{said}: {problem.kv_len} keys don't divide over the {shards} devices of {over}",
-                f"Pad the keys to a multiple of {shards}. {elsewhere}",
-            )
-        )
-    for feature, what in _NOT_AROUND.items():
-        if feature in problem.features and (strategy == "ring" or feature == "return_weights"):
-            found.append(Reason(f"{strategy}.{feature}", feature, f"{said}: there is no way for {what}", elsewhere))
-    if on_parts and problem.softmax_dtype not in ("float32", "float64"):
-        found.append(
-            Reason(
-                f"{strategy}.softmax_dtype",
-                "runtime_softmax_dtype",
-                f"{said}: this merges outputs by a log-sum-exp, which {problem.softmax_dtype} is too coarse for",
-                "Leave runtime_softmax_dtype at float32.",
-            )
-        )
-    heads = placement.outer_kv_heads
-    if strategy == "ulysses" and heads % shards:
-        found.append(
-            Reason(
-                "ulysses.kv_heads",
-                "kv_heads",
-                f"{said}: the {heads} kv heads of a device don't divide over the {shards} devices of {over}",
-                "Declare sequence_parallel='ring', or split the sequence over fewer devices.",
-            )
-        )
-    return tuple(found)
+def _zigzag(problem: AttentionProblem, shards: int, hops: tuple[int, ...], order: str | None) -> bool:
+    """Where it is declared, and unset where it evens the work out: no hop falls away, and the later a row the more it sees."""
+    if order is not None:
+        return order == "zigzag"
+    if len(hops) < shards or "mask_function" in problem.features:
+        return False
+    return is_triangular(problem, shards)
+
+
+def is_triangular(problem: AttentionProblem, shards: int) -> bool:
+    """Whether, of twice as many pieces as shards, none is seen from a piece before it, whatever the call's arrays hold."""
+    pieces = 2 * shards
+    if problem.dynamic_query_offset or problem.q_len % pieces or problem.kv_len % pieces:
+        return False
+    return not np.triu(_live(problem, pieces), 1).any()
+
+
+@functools.lru_cache(maxsize=256)
+def _live_of(mask: object, pieces: int, q_len: int, kv_len: int, offset: int) -> np.ndarray:
+    static = mask.split_static()[0]  # type: ignore[attr-defined]
+    return static.live_blocks(q_len // pieces, kv_len // pieces, q_len=q_len, kv_len=kv_len, query_offset=offset)
+
+
+def _live(problem: AttentionProblem, pieces: int) -> np.ndarray:
+    """Which pieces of the queries see something of which pieces of the keys, by the static part of the mask."""
+    return _live_of(problem.mask, pieces, problem.q_len, problem.kv_len, problem.query_offset or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,43 +17,78 @@ from attnops import Causal, Full, OperationMetadata, OperationRegistry, SlidingW
 
 from . import cases, harness
 
-MESHES = {"fsdp2_tp2_sp2": {"fsdp": 2, "tp": 2, "sp": 2}, "sp4_dp1": {"sp": 4, "dp": 1}, "sp8": {"sp": 8}}
+MESHES = {
+    "fsdp2_tp2_sp2": {"fsdp": 2, "tp": 2, "sp": 2},
+    "cp2_sp2_tp2": {"cp": 2, "sp": 2, "tp": 2},
+    "cp2_sp4": {"cp": 2, "sp": 4},
+    "sp4_ones": {"dp": 1, "sp": 4, "tp": 1, "ep": 1},
+    "sp8": {"sp": 8},
+}
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+TWO_AXES = {"partition_axis": {"query_sequence_axis": ["cp", "sp"], "key_sequence_axis": ["cp", "sp"]}}
+FIELDS: dict[str, dict[str, Any]] = {
+    "gather": {},
+    "ring": {"ring_order": "contiguous"},
+    "zigzag": {"sequence_parallel": "ring", "scan_ring_attention": True},  # where the mask is causal; it is what an unset order chooses
+    "ulysses": {},
+    "ulysses_ring": TWO_AXES,
+}
 CASES = {
     "causal": "bthd", "causal_window": "bhtd", "gqa": "bthd", "segment_ids": "bthd", "kv_lengths": "bhtd",
     "sinks_per_kv_head": "bthd", "prefix": "thd", "dense_mask": "bhtd", "lse": "bthd", "value_dim": "bthd",
     "soft_cap": "bhtd", "positions": "bthd", "mask_function": "bthd", "dynamic_query_offset": "bthd", "bias": "bthd",
     "everything": "bthd", "int8_kv": "bthd",
 }  # fmt: skip
+_RING = {"bias": {"bias"}, "everything": {"bias", "return_weights"}, "int8_kv": {"quantized_kv"}}
 # By strategy, what is refused for its own sake.
 NEVER: dict[str, dict[str, set[str]]] = {
-    "ring": {
-        "bias": {"ring.bias"},
-        "everything": {"ring.bias", "ring.return_weights"},
-        "int8_kv": {"ring.quantized_kv"},
-    },
-    "ulysses": {"everything": {"ulysses.return_weights"}},
+    "gather": {},
+    "ring": _RING,
+    "zigzag": _RING,
+    "ulysses": {"everything": {"return_weights"}},
+    "ulysses_ring": _RING,
 }
 NATIVE, SPLASH = "vanilla.forward_native", "splash.forward_tpu"
-# What `make test` runs of the product; the rest is for `make test-all`.
+MAIN = {strategy: "cp2_sp2_tp2" if strategy == "ulysses_ring" else "fsdp2_tp2_sp2" for strategy in FIELDS}
+SIZES = cases.Sizes(batch=4, heads=8, kv_heads=4, length=160)
+
+
+def _product() -> Iterator[tuple[str, str, str, str, str, str]]:
+    """(implementation, strategy, case, mesh, layout, kind): every mesh, every layout and every kind of axis."""
+    for which, strategy, name in itertools.product((NATIVE, SPLASH), FIELDS, CASES):
+        main, layout = MAIN[strategy], CASES[name]
+        meshes = [m for m in MESHES if m == main or ("cp" in MESHES[m]) == (strategy == "ulysses_ring")]
+        yield from ((which, strategy, name, mesh, layout, "auto") for mesh in meshes)
+        yield from (
+            (which, strategy, name, main, other, "auto") for other in ("bthd", "bhtd", "thd") if other != layout
+        )
+        yield which, strategy, name, main, layout, "explicit"
+
+
+# What `make test` runs of the product, in the case's own layout; the rest is for `make test-all`.
 OFTEN = {
     *(
-        (NATIVE, "ring", n, "fsdp2_tp2_sp2")
-        for n in ("gqa", "segment_ids", "sinks_per_kv_head", "prefix", *NEVER["ring"])
+        (NATIVE, "ring", n, "fsdp2_tp2_sp2", "auto")
+        for n in ("gqa", "segment_ids", "sinks_per_kv_head", "prefix", *_RING)
     ),
-    *((NATIVE, "ulysses", n, "fsdp2_tp2_sp2") for n in ("gqa", "segment_ids", "bias", "everything", "int8_kv")),
-    *((NATIVE, "ring", n, "sp4_dp1") for n in ("causal_window", "dense_mask")),
-    *((SPLASH, strategy, "causal_window", "fsdp2_tp2_sp2") for strategy in NEVER),
-    *((SPLASH, "ring", n, "fsdp2_tp2_sp2") for n in ("segment_ids", "lse")),
+    *((NATIVE, "ulysses", n, "fsdp2_tp2_sp2", "auto") for n in ("gqa", "segment_ids", "bias", "everything", "int8_kv")),
+    *((NATIVE, "ulysses_ring", n, "cp2_sp2_tp2", "auto") for n in ("gqa", "segment_ids", "bias")),
+    *((NATIVE, "ulysses_ring", n, "cp2_sp2_tp2", "explicit") for n in ("lse",)),
+    *((NATIVE, "zigzag", n, "sp4_ones", "auto") for n in ("segment_ids", "gqa")),
+    *((NATIVE, "zigzag", n, "fsdp2_tp2_sp2", "explicit") for n in ("soft_cap",)),
+    *((NATIVE, "gather", n, "fsdp2_tp2_sp2", "auto") for n in ("gqa", "int8_kv")),
+    *((NATIVE, "ring", n, "sp4_ones", "auto") for n in ("causal_window", "dense_mask")),
+    *((SPLASH, strategy, "causal_window", "fsdp2_tp2_sp2", "auto") for strategy in ("ring", "ulysses")),
+    *((SPLASH, "ring", n, "fsdp2_tp2_sp2", "auto") for n in ("segment_ids", "lse")),
+    (SPLASH, "zigzag", "segment_ids", "fsdp2_tp2_sp2", "auto"),
 }
-SIZES = cases.Sizes(batch=4, heads=8, kv_heads=4, length=160)
 PRODUCT = [
     pytest.param(
         *key,
         id="-".join(key),
-        marks=[] if key[:4] in OFTEN and (key[4] == "auto" or key[3] == "sp4_dp1") else [pytest.mark.slow],
+        marks=[] if (*key[:4], key[5]) in OFTEN and key[4] == CASES[key[2]] else [pytest.mark.slow],
     )
-    for key in itertools.product((NATIVE, SPLASH), NEVER, CASES, MESHES, KINDS)
+    for key in _product()
 ]
 
 
@@ -60,39 +96,72 @@ def _mesh(sizes: dict[str, int], kind: AxisType = AxisType.Auto) -> jax.sharding
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
 
 
+def _fields(strategy: str) -> dict[str, Any]:
+    return {"sequence_parallel": strategy, **FIELDS[strategy]}
+
+
 def _check(which: str, strategy: str, case: cases.Case, mesh: Any, layout: str, **changes: Any) -> None:
     implementation = harness.RUNNABLE[which]
-    attend = implementation.make("float32", mesh, sequence_parallel=strategy, **changes)
+    attend = implementation.make("float32", mesh, **_fields(strategy) | changes)
     tensors = harness.draw(case, "float32")
     got = harness.run(attend, case, tensors, "float32", layout)
     published = implementation.capability.tolerance["float32"]
     harness.agree(got, harness.expect(case, tensors), published.forward, published.backward, shards=True)
 
 
-def _refusals(which: str, strategy: str, case: cases.Case, mesh: Any, layout: str) -> set[str]:
-    attend = harness.RUNNABLE[which].make("float32", mesh, sequence_parallel=strategy)
+def _plan(which: str, case: cases.Case, mesh: Any, layout: str, **fields: Any) -> Any:
+    attend = harness.RUNNABLE[which].make("float32", mesh, **fields)
     tensors = harness.draw(case, "float32")
-    plan = attend.plan(*harness.handed_over(case, tensors, "float32", layout), layout=layout, **case.call)
+    return attend.plan(*harness.handed_over(case, tensors, "float32", layout), layout=layout, **case.call)
+
+
+def _codes(plan: Any) -> set[str]:
     return {r.code for one in plan.rejected for r in one.reasons} if plan.kind == "refused" else set()
 
 
-@pytest.mark.parametrize(("which", "strategy", "name", "mesh", "kind"), PRODUCT)
-def test_strategies(which: str, strategy: str, name: str, mesh: str, kind: str) -> None:
+@pytest.mark.parametrize(("which", "strategy", "name", "mesh", "layout", "kind"), PRODUCT)
+def test_strategies(which: str, strategy: str, name: str, mesh: str, layout: str, kind: str) -> None:
+    case = cases.build(name, layout, SIZES)
+    on, sizes, fields = _mesh(MESHES[mesh], KINDS[kind]), MESHES[mesh], _fields(strategy)
+    prefix = fields["sequence_parallel"]
+    refused = {f"{prefix}.{feature}" for feature in NEVER[strategy].get(name, ())}
+    if "ulysses" in strategy and (case.kv_heads // sizes.get("tp", 1)) % sizes["sp"]:
+        refused.add(f"{prefix}.kv_heads")
+    plan = _plan(which, case, on, layout, **fields)
+    found = _codes(plan)
+    assert {code for code in found if code.startswith(prefix)} == refused
+    if found:
+        return
+    assert plan.placement.sequence.strategy == prefix
+    _check(which, strategy, case, on, layout)
+
+
+# What the causal rule of a mask is worth: which cases an unset order takes a zigzag ring for.
+ZIGZAG = {"causal", "gqa", "segment_ids", "value_dim", "soft_cap"}
+    "causal",
+    "gqa",
+    "segment_ids",
+    "kv_lengths",
+    "sinks_per_kv_head",
+    "lse",
+    "value_dim",
+    "soft_cap",
+    "dense_mask",
+}
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in _RING])
+def test_causal_masks_take_a_zigzag_ring(name: str) -> None:
     layout = CASES[name]
-    case, on = cases.build(name, layout, SIZES), _mesh(MESHES[mesh], KINDS[kind])
-    refused = set(NEVER[strategy].get(name, ()))
-    if strategy == "ulysses" and (case.kv_heads // MESHES[mesh].get("tp", 1)) % MESHES[mesh]["sp"]:
-        refused.add("ulysses.kv_heads")
-    found = _refusals(which, strategy, case, on, layout)
-    assert {code for code in found if code.startswith(strategy)} == refused
-    if not found:
-        _check(which, strategy, case, on, layout)
+    plan = _plan(NATIVE, cases.build(name, layout, SIZES), _mesh(MESHES["sp4_ones"]), layout, **_fields("zigzag"))
+    assert plan.placement.sequence.zigzag == (name in ZIGZAG)
+    assert ("in zigzag order around sp" in plan.explain()) == (name in ZIGZAG)
 
 
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("which", [NATIVE, pytest.param(SPLASH, marks=pytest.mark.slow)])
 def test_the_ring_scanned_or_unrolled(which: str, scan: bool) -> None:
-    case, mesh = cases.build("causal", "bthd", SIZES), _mesh(MESHES["sp4_dp1"])
+    case, mesh = cases.build("causal", "bthd", SIZES), _mesh(MESHES["sp4_ones"])
     _check(which, "ring", case, mesh, "bthd", scan_ring_attention=scan)
 
 
@@ -111,7 +180,7 @@ def test_hops_that_can_not_matter_are_left_out(mask: Any, hops: tuple[int, ...])
     metadata = OperationMetadata(mesh=_mesh(MESHES["sp8"]), sequence_parallel="ring", tuning="off")
     x = jax.ShapeDtypeStruct((1, 160, 2, 16), jnp.float32)
     plan = OperationRegistry.create("vanilla", metadata).plan(x, x, x, mask=mask)
-    assert plan.placement.hops == hops
+    assert plan.placement.sequence.hops == hops
     assert f"in {len(hops) - 1} of 7 hops" in plan.explain()
 
 
@@ -125,14 +194,14 @@ def test_a_window_that_wraps_around_the_ring() -> None:
 
 @pytest.mark.parametrize("name", ["ring", "ulysses"])
 def test_by_name(name: str) -> None:
-    mesh = _mesh(MESHES["sp4_dp1"])
+    mesh = _mesh(MESHES["sp4_ones"])
     attend = OperationRegistry.create(name, OperationMetadata(mesh=mesh, tuning="off"))
     case = cases.build("causal", "bthd", SIZES)
     tensors = harness.draw(case, "float32")
     got = harness.run(attend, case, tensors, "float32", "bthd")
     harness.agree(got, harness.expect(case, tensors), 1e-5, 3e-5, shards=True)
     plan = attend.plan(*harness.handed_over(case, tensors, "float32", "bthd"), **case.call)
-    assert (plan.placement.strategy, plan.implementation) == (name, f"{name}.forward_native")
+    assert (plan.placement.sequence.strategy, plan.implementation) == (name, f"{name}.forward_native")
     assert plan.to_dict()["sequence_parallel"] == name
 
 
@@ -140,7 +209,7 @@ def test_without_a_split_sequence_there_is_nothing_to_do() -> None:
     metadata = OperationMetadata(mesh=_mesh({"fsdp": 4, "tp": 2}), sequence_parallel="ring", tuning="off")
     x = jax.ShapeDtypeStruct((4, 160, 2, 16), jnp.float32)
     plan = OperationRegistry.create("vanilla", metadata).plan(x, x, x)
-    assert plan.placement.strategy == ""
+    assert plan.placement.sequence.strategy == ""
 
 
 @pytest.mark.parametrize(
@@ -150,7 +219,7 @@ def test_without_a_split_sequence_there_is_nothing_to_do() -> None:
 def test_what_can_not_work_on_parts_is_refused(operation: str, config: Any) -> None:
     configs = {operation: config} if config else {}
     metadata = OperationMetadata(
-        mesh=_mesh(MESHES["sp4_dp1"]),
+        mesh=_mesh(MESHES["sp4_ones"]),
         sequence_parallel="ring",
         operation_configs=configs,
         fallback="error",
@@ -163,7 +232,7 @@ def test_what_can_not_work_on_parts_is_refused(operation: str, config: Any) -> N
 
 
 def test_keys_that_do_not_divide_are_refused() -> None:
-    metadata = OperationMetadata(mesh=_mesh(MESHES["sp4_dp1"]), sequence_parallel="ring", tuning="off")
+    metadata = OperationMetadata(mesh=_mesh(MESHES["sp4_ones"]), sequence_parallel="ring", tuning="off")
     q, k = (jax.ShapeDtypeStruct((1, n, 2, 16), jnp.float32) for n in (160, 162))
     plan = OperationRegistry.create("vanilla", metadata).plan(q, k, k, causal=False)
     (rejected,) = plan.rejected
@@ -180,12 +249,18 @@ def test_dropout_drops_the_weights_that_it_drops_on_one_device(strategy: str, co
 
     def gradients(mesh: Any, strategy: str) -> Any:
         configs = {"splash": config} if config else {}
-        metadata = OperationMetadata(mesh=mesh, sequence_parallel=strategy, operation_configs=configs, tuning="off")
+        metadata = OperationMetadata(
+            mesh=mesh,
+            sequence_parallel=strategy,
+            scan_ring_attention=True if strategy == "ring" else None,
+            operation_configs=configs,
+            tuning="off",
+        )
         attend = OperationRegistry.create("splash", metadata)
         run = jax.jit(jax.grad(lambda *x: jnp.sin(attend(*x, **call).attention_outputs).sum(), (0, 1, 2)))
         return run(tensors.query, tensors.key, tensors.value)
 
-    for got, want in zip(gradients(_mesh(MESHES["sp4_dp1"]), strategy), gradients(None, "gather"), strict=True):
+    for got, want in zip(gradients(_mesh(MESHES["sp4_ones"]), strategy), gradients(None, "gather"), strict=True):
         np.testing.assert_allclose(got, want, atol=3e-5)
 
 
@@ -205,7 +280,7 @@ def test_a_cache_that_is_split_along_the_sequence_stays_where_it_is(name: str, k
     attend = harness.RUNNABLE[NATIVE].make("float32", mesh, sequence_parallel="ring")
     tensors = harness.draw(case, "float32")
     plan = attend.plan(*harness.handed_over(case, tensors, "float32", layout), layout=layout, **case.call)
-    assert plan.placement.strategy == "merge"
+    assert plan.placement.sequence.strategy == "merge"
     assert plan.placement.local.kv_len == case.kv_len // 2
     _check(NATIVE, "ring", case, mesh, layout)
 
@@ -213,7 +288,7 @@ def test_a_cache_that_is_split_along_the_sequence_stays_where_it_is(name: str, k
 def test_a_rings_residuals_have_the_declared_name() -> None:
     config = {"interpret": True, "block_q": 128, "block_kv": 128, "residual_checkpoint_name": "kept"}
     metadata = OperationMetadata(
-        mesh=_mesh(MESHES["sp4_dp1"]), sequence_parallel="ring", operation_configs={"splash": config}, tuning="off"
+        mesh=_mesh(MESHES["sp4_ones"]), sequence_parallel="ring", operation_configs={"splash": config}, tuning="off"
     )
     attend = OperationRegistry.create("splash", metadata)
     x = jax.ShapeDtypeStruct((1, 512, 1, 16), jnp.float32)

@@ -1,0 +1,51 @@
+"""Zigzag order: of 2n pieces of a sequence, device k of n has the k-th from the begin and the k-th from the end.
+
+Under a causal mask every device then has as much to do as every other, and so at each hop of a ring. Each piece has one way
+to go, so an array is brought into the order, and back, by two permutes of half of it.
+
+Source: "The Llama 3 Herd of Models" (2024), context parallelism.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .local import Ring
+
+__all__ = ["contiguous", "zigzag"]
+
+
+def zigzag(x: jax.Array, ring: Ring, axis: int) -> jax.Array:
+    """This device's two pieces, the earlier first, of an array that is split in order along an axis."""
+    even, odd = (
+        lax.ppermute(half, ring.axes, pairs)
+        for half, pairs in zip(jnp.split(x, 2, axis), _ways(ring.size), strict=True)
+    )
+    first, last = _swapped(even, odd, ring)
+    return jnp.concatenate((first, last), axis)
+
+
+def contiguous(x: jax.Array, ring: Ring, axis: int) -> jax.Array:
+    """The inverse of `zigzag`."""
+    even, odd = _swapped(*jnp.split(x, 2, axis), ring)
+    back = ([(there, here) for here, there in pairs] for pairs in _ways(ring.size))
+    return jnp.concatenate(
+        [lax.ppermute(half, ring.axes, pairs) for half, pairs in zip((even, odd), back, strict=True)], axis
+    )
+
+
+def _ways(size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Where the even pieces go, which are the devices' first ones, and where the odd pieces go."""
+
+    def owner(piece: int) -> int:
+        return min(piece, 2 * size - 1 - piece)
+
+    return [(d, owner(2 * d)) for d in range(size)], [(d, owner(2 * d + 1)) for d in range(size)]
+
+
+def _swapped(a: jax.Array, b: jax.Array, ring: Ring) -> tuple[jax.Array, jax.Array]:
+    """On devices of odd number the even piece is the later one."""
+    odd = lax.axis_index(ring.axes) % 2 == 1
+    return jnp.where(odd, b, a), jnp.where(odd, a, b)

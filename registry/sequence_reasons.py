@@ -1,0 +1,123 @@
+"""What stands against a strategy for a split sequence: a reason each, with its mend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .capability import Reason
+from .problem import AttentionProblem
+from .sequence import is_triangular
+
+if TYPE_CHECKING:
+    from .placement import Placement
+
+__all__ = ["sequence_reasons"]
+
+_NOT_AROUND = {
+    "bias": "a dense bias",
+    "return_weights": "the attention weights",
+    "quantized_kv": "quantised keys and values",
+}
+_ELSEWHERE = "Declare sequence_parallel='gather'."
+
+
+def sequence_reasons(
+    problem: AttentionProblem, placement: Placement, method: str, order: str | None
+) -> tuple[Reason, ...]:
+    """Why a method can't have the strategy that a placement is made for, with the ring order that is declared."""
+    split = placement.sequence
+    if split.strategy in ("", "gather"):
+        return ()
+    found = [*_of_all(problem, placement), *_of_keys_in_parts(problem, placement, method)]
+    if split.strategy == "ulysses_ring" and len(split.declared) < 2:
+        found.append(
+            Reason(
+                "ulysses_ring.axes",
+                "sequence_parallel",
+                f"sequence_parallel='ulysses_ring' wants the sequence split over two mesh axes, and the rules name "
+                f"{'+'.join(split.declared)}",
+                "Name two in the partition axis, such as query_sequence_axis=('ring', 'sp'): heads are split over the last.",
+            )
+        )
+    if split.ring_axes and order == "zigzag" and not is_triangular(problem, split.ring_size):
+        pieces = 2 * split.ring_size
+        found.append(
+            Reason(
+                "ring.zigzag",
+                "ring_order",
+                f"ring_order='zigzag' is for masks under which no piece of the sequence sees a later one, and lengths in "
+                f"{pieces} pieces; the mask is {problem.mask.describe()}, q_len {problem.q_len}, kv_len {problem.kv_len}",
+                "Leave ring_order out.",
+            )
+        )
+    return tuple(found)
+
+
+def _said(placement: Placement) -> str:
+    split = placement.sequence
+    return "keys that stay split" if split.strategy == "merge" else f"sequence_parallel={split.strategy!r}"
+
+
+def _of_all(problem: AttentionProblem, placement: Placement) -> list[Reason]:
+    """Lengths and heads that don't divide."""
+    split, said, found = placement.sequence, _said(placement), []
+    if problem.kv_len % split.shards:
+        found.append(
+            Reason(
+                f"{split.strategy}.kv_len",
+                "kv_len",
+                f"{said}: {problem.kv_len} keys don't divide over the {split.shards} devices of {'+'.join(split.axes)}",
+                f"Pad the keys to a multiple of {split.shards}. {_ELSEWHERE}",
+            )
+        )
+    heads = placement.outer_kv_heads
+    if heads % split.head_size:
+        other = "'ulysses_ring' on two mesh axes, or 'ring'" if split.strategy == "ulysses" else "'ring'"
+        found.append(
+            Reason(
+                f"{split.strategy}.kv_heads",
+                "kv_heads",
+                f"{said}: the {heads} kv heads of a device don't divide over the {split.head_size} devices of "
+                f"{'+'.join(split.head_axes)}",
+                f"Declare sequence_parallel={other}, or split heads over fewer devices.",
+            )
+        )
+    if "return_weights" in problem.features:
+        found.append(_no_way(split.strategy, "return_weights", said))
+    return found
+
+
+def _of_keys_in_parts(problem: AttentionProblem, placement: Placement, method: str) -> list[Reason]:
+    """What a ring, and keys that stay split, ask of a kernel."""
+    split, said, found = placement.sequence, _said(placement), []
+    if not split.ring_axes and split.strategy != "merge":
+        return []
+    if not problem.operation.works_on_parts(method, problem.config, "ring" if split.ring_axes else "merge"):
+        found.append(
+            Reason(
+                f"{split.strategy}.parts",
+                "sequence_parallel",
+                f"{said}: this method (with this config) can't work on parts of the keys",
+                f"{_ELSEWHERE} vanilla, and splash with its own kernels, can.",
+            )
+        )
+    if split.ring_axes:
+        found += [
+            _no_way(split.strategy, feature, said)
+            for feature in _NOT_AROUND
+            if feature in problem.features and feature != "return_weights"
+        ]
+    if problem.softmax_dtype not in ("float32", "float64"):
+        found.append(
+            Reason(
+                f"{split.strategy}.softmax_dtype",
+                "runtime_softmax_dtype",
+                f"{said}: this merges outputs by a log-sum-exp, which {problem.softmax_dtype} is too coarse for",
+                "Leave runtime_softmax_dtype at float32.",
+            )
+        )
+    return found
+
+
+def _no_way(strategy: str, feature: str, said: str) -> Reason:
+    return Reason(f"{strategy}.{feature}", feature, f"{said}: there is no way for {_NOT_AROUND[feature]}", _ELSEWHERE)
