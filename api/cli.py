@@ -187,9 +187,13 @@ def _plan_model(options: dict[str, Any], as_json: bool) -> None:
 def verify(
     config: _Config,
     target: Annotated[
-        list[str],
-        typer.Option("--target", help="A TPU topology, such as v5e:2x2; may be repeated.", show_default=False),
-    ],
+        list[str] | None,
+        typer.Option(
+            "--target",
+            help="A TPU topology, such as v5e:2x2; may be repeated. Left out: this machine's devices, virtual ones on CPU.",
+            show_default=False,
+        ),
+    ] = None,
     inputs: _Inputs = None,
     mesh: _Mesh = None,
     mode: _Mode = None,
@@ -198,13 +202,13 @@ def verify(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Compile for TPUs that aren't here: does it fit, and what does it take. Needs libtpu, no TPU."""
+    """Compile for TPUs that aren't here, or for a mesh of virtual devices: does it fit, what does it take, what does it send."""
     from attnops.cli_enabled import enabled_json, enabled_notes
     from attnops.cli_verify import VerifyOptions, print_reports
     from attnops.cli_verify import verify as verify_command
 
     try:
-        reports = verify_command(VerifyOptions(config, tuple(target), inputs, mesh, mode, fallback))
+        reports = verify_command(VerifyOptions(config, tuple(target or ()), inputs, mesh, mode, fallback))
     except ShardingError as error:
         raise _Refused(str(error)) from None
     notes = enabled_notes(config)
@@ -220,7 +224,9 @@ def verify(
 def _why(report: Any) -> str:
     if report.plan.implementation is None:
         return f"{report.target}: {report.plan.refusal()}"
-    return f"{report.target}: " + "; ".join(f"{p.name}: {p.failure.message}" for p in report.passes if p.failure)
+    failed = [f"{p.name}: {p.failure.message}" for p in report.passes if p.failure]
+    differing = [f"{p.name}: {line}" for p in report.passes for line in p.differences]
+    return f"{report.target}: " + "; ".join([*failed, *differing])
 
 
 @app.command()

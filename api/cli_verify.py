@@ -1,31 +1,35 @@
-"""`attnops verify`: compile the declared call for TPUs that aren't here, and tell what the compiler says."""
+"""`attnops verify`: compile the declared call for TPUs that aren't here, or for a mesh of virtual CPU devices, and tell what the
+compiler says.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from rich.text import Text
 
 from attnops.call_arrays import call_shapes
 from attnops.cli_plan import brief_rows
-from attnops.cli_target import declared_sizes
+from attnops.cli_target import declared_sizes, here, run_metadata
 from attnops.cli_text import errors, fields, text
 from attnops.errors import ShardingError
-from attnops.registry import OperationRegistry
+from attnops.registry import OperationMetadata, OperationRegistry
 from attnops.registry.declaration import Declaration
 from attnops.registry.explain import bytes_text
 from attnops.sharding.mesh import AnyMesh
+from attnops.verify.call import PassReport, TargetReport, verify_call
 from attnops.verify.generations import abstract_target, has_libtpu
 from attnops.verify.topology import described_mesh
-from attnops.verify.tpu import PassReport, TargetReport, verify_call
 
 __all__ = ["VerifyOptions", "print_reports", "target_mesh", "verify"]
 
+HERE = "here"
 NO_LIBTPU = (
     "libtpu isn't installed, so this was lowered and not compiled; pip install 'attnops[tpu]' (Linux) compiles it"
 )
@@ -43,28 +47,34 @@ class VerifyOptions(NamedTuple):
 
 
 def verify(options: VerifyOptions) -> list[TargetReport]:
-    """One report a target."""
+    """One report a target; without one, of this machine's devices, virtual ones where the mesh needs them."""
     declaration = Declaration.load(options.config)
     kind = OperationRegistry.get(declaration.operation)
     arrays = call_shapes(declaration.call, options.inputs).arrays
     arguments = declaration.call_arguments(arrays, mode=options.mode)
     reports = []
-    for target in options.targets:
-        changes: dict[str, Any] = {
-            "platform": None,
-            "backend": None,
-            "mesh": target_mesh(target, options.mesh, declaration),
-        }
-        if options.fallback is not None:
-            changes["fallback"] = options.fallback
-        operation = kind(declaration.operation_metadata(changes))
+    for target in options.targets or (HERE,):
+        metadata = _metadata(declaration, options, target)
+        name = _devices_here(metadata) if target is HERE else target
         console = errors()
-        if console.is_terminal:
-            with console.status(Text(f"compile for {target}")):
-                reports.append(verify_call(operation, arguments, target))
-        else:
-            reports.append(verify_call(operation, arguments, target))
+        waiting = console.status(Text(f"compile for {name}")) if console.is_terminal else contextlib.nullcontext()
+        with waiting:
+            reports.append(verify_call(kind(metadata), arguments, name))
     return reports
+
+
+def _metadata(declaration: Declaration, options: VerifyOptions, target: str) -> OperationMetadata:
+    policy = {} if options.fallback is None else {"fallback": options.fallback}
+    if target is HERE:
+        return run_metadata(declaration, mesh=options.mesh).replace(**policy)
+    mesh = target_mesh(target, options.mesh, declaration)
+    return declaration.operation_metadata({"platform": None, "backend": None, "mesh": mesh, **policy})
+
+
+def _devices_here(metadata: OperationMetadata) -> str:
+    platform, _ = here()
+    count = 1 if metadata.mesh is None else metadata.mesh.size
+    return f"{count} {platform} device{'s' if count > 1 else ''}"
 
 
 def target_mesh(target: str, mesh: str | None, declaration: Declaration) -> AnyMesh:
@@ -101,10 +111,12 @@ def _rows(report: TargetReport) -> list[tuple[str, str | Text]]:
     device, plan = report.device, report.plan
     word, style = ("passes", "bold green") if report.passed else ("FAILS", "bold red")
     mesh = ",".join(f"{axis.name}={axis.size}" for axis in plan.problem.mesh)
-    about = (
-        f"  {device.kind}, mesh {mesh}; a device has {bytes_text(device.hbm_bytes)} of HBM, a kernel "
-        f"{bytes_text(report.vmem_default)} of VMEM by default and {bytes_text(report.vmem_most)} at most"
-    )
+    about = f"  mesh {mesh or 'none'}"
+    if device is not None:
+        about = (
+            f"  {device.kind}, mesh {mesh}; a device has {bytes_text(device.hbm_bytes)} of HBM, a kernel "
+            f"{bytes_text(report.vmem_default)} of VMEM by default and {bytes_text(report.vmem_most)} at most"
+        )
     rows: list[tuple[str, str | Text]] = [(report.target, Text.assemble((word, style), about))]
     # What is dropped, and why, is the plan's to tell.
     rows += [row for row in brief_rows(plan) if row[0] != "dropped"]
@@ -132,7 +144,28 @@ def _pass_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | T
         rows.append(
             (one.name, f"{kernel.name}: {used} of {bytes_text(limit)} of VMEM{f', {times} times' if times > 1 else ''}")
         )
-    for sent in one.collectives or ():
+    rows += _sent_rows(report, one)
+    memory = "memory" if report.device is None else "HBM"
+    sizes = (one.argument_bytes, one.output_bytes, one.temp_bytes, one.peak_bytes)
+    rows.append(
+        (
+            one.name,
+            "{} of a device: arguments {}, outputs {}, temporary {}; {} at the peak".format(
+                memory, *map(bytes_text, sizes)
+            ),
+        )
+    )
+    work = f"{one.flops / 1e9:.4g} GFLOP, {bytes_text(one.bytes_moved)} moved, {one.intensity:.0f} operations a byte"
+    least = f": at least {_time(one.roofline_seconds)}, bound by {one.bound}" if one.bound else ""
+    return [*rows, (one.name, work + least)]
+
+
+def _sent_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | Text]]:
+    """What the program sends between devices, beside what it has to."""
+    if report.plan.problem.devices == 1 or one.collectives is None:
+        return []
+    rows: list[tuple[str, str | Text]] = []
+    for sent in one.collectives:
         apart = ", overlapped with work" if sent.overlapped else ""
         rows.append(
             (
@@ -141,22 +174,18 @@ def _pass_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | T
                 f"{bytes_text(round(sent.sent_bytes))} sent by a device{apart}",
             )
         )
-    if one.collectives == () and len(report.plan.problem.mesh) and report.plan.problem.devices > 1:
+    if not one.collectives:
         rows.append((one.name, "no collectives: nothing is sent between devices"))
-    sizes = (one.argument_bytes, one.output_bytes, one.temp_bytes, one.peak_bytes)
-    rows.append(
-        (
-            one.name,
-            "HBM of a device: arguments {}, outputs {}, temporary {}; {} at the peak".format(*map(bytes_text, sizes)),
-        )
-    )
-    rows.append(
-        (
-            one.name,
-            f"{one.flops / 1e9:.4g} GFLOP, {bytes_text(one.bytes_moved)} moved, {one.intensity:.0f} operations a byte: at "
-            f"least {_time(one.roofline_seconds)}, bound by {one.bound}",
-        )
-    )
+    for kind in dict.fromkeys(need.kind for need in one.needs):
+        needs = [need for need in one.needs if need.kind == kind]
+        parts = ", ".join(f"{need.what} {bytes_text(need.sent_bytes)}" for need in needs)
+        rows.append((one.name, f"needed by {kind}: {bytes_text(sum(need.sent_bytes for need in needs))} ({parts})"))
+    if one.unknown:
+        rows += [(one.name, f"not held against what is needed: {why}") for why in one.unknown]
+    elif one.differences:
+        rows += [(one.name, Text(f"DIFFERS in {line}", style="red")) for line in one.differences]
+    else:
+        rows.append((one.name, "what is sent is what is needed" if one.needs else "and nothing is needed"))
     return rows
 
 

@@ -170,14 +170,8 @@ def _backward(
     found = more(wide, _first_pairs(ring), (key, value), 0)
     hops = (0, *reversed(ring.hops[1:]))
     _, (d_query, d_key, d_value) = _along(ring, hops, step, ((key, value), found))
-    d_key, d_value = _moved((d_key, d_value), ring, -hops[-1])  # home
-    return Operands(
-        d_query.astype(operands.query.dtype),
-        d_key.astype(operands.key.dtype),
-        d_value.astype(operands.value.dtype),
-        None,
-        None,
-    )
+    d_key, d_value = _moved((d_key.astype(key.dtype), d_value.astype(value.dtype)), ring, -hops[-1])  # home
+    return Operands(d_query.astype(operands.query.dtype), d_key, d_value, None, None)
 
 
 def _along(ring: Ring, hops: tuple[int, ...], step: Any, carry: Any) -> Any:

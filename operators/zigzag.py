@@ -29,7 +29,8 @@ def zigzag(x: jax.Array, ring: Ring, axis: int) -> jax.Array:
 
 def contiguous(x: jax.Array, ring: Ring, axis: int) -> jax.Array:
     """The inverse of `zigzag`."""
-    even, odd = _swapped(*jnp.split(x, 2, axis), ring)
+    first, last = jnp.split(x, 2, axis)
+    even, odd = _swapped(first, last, ring)
     back = ([(there, here) for here, there in pairs] for pairs in _ways(ring.size))
     return jnp.concatenate(
         [lax.ppermute(half, ring.axes, pairs) for half, pairs in zip((even, odd), back, strict=True)], axis

@@ -52,10 +52,15 @@ class Placement:
     def given(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """Where an array of the call is put before the call starts.
 
-        Its fitted spec; unsplit where it has none or was fitted to another shape: repeated heads aren't there yet.
+        Its fitted spec, but for heads that are still to be repeated: they are not split yet. Unsplit where it has none.
         """
         fitted = self.fitted.get(name)
-        return fitted.spec if fitted is not None and fitted.shape == tuple(shape) else PartitionSpec()
+        if fitted is None or len(fitted.shape) != len(shape):
+            return PartitionSpec()
+        alike = [a == b for a, b in zip(fitted.shape, shape, strict=True)]
+        if not all(alike) and (name not in ("key", "value", "key_scale", "value_scale") or self.kv_repeat == 1):
+            return PartitionSpec()
+        return PartitionSpec(*(entry if same else None for entry, same in zip(fitted.spec, alike, strict=True)))
 
     def spec(self, operand: str) -> PartitionSpec:
         """The spec of an operand or output inside the operation."""
@@ -101,7 +106,7 @@ def place_problem(
     )
     whole_queries = split.strategy == "merge"
     q_axes = () if whole_queries else tuple(a for a in split.axes if a not in split.head_axes)
-    kv_axes = split.axes if whole_queries or split.gathers else ()
+    kv_axes = split.axes if whole_queries else ()
     head_axes = (*outer_heads, *split.head_axes)
     of = {name: math.prod(sizes[a] for a in axes) for name, axes in _named(batch_axes, q_axes, head_axes)}
     kv_all = problem.kv_heads * fitted.kv_repeat
@@ -113,7 +118,7 @@ def place_problem(
         kv_all // of["heads"],
     )
     run = _run_specs(problem, batch_axes, q_axes, head_axes, kv_axes)
-    if split.ring_axes or split.head_axes:
+    if split.ring_axes or split.head_axes or split.gathers:
         run = (*run, *_split_specs(problem, batch_axes, split.axes, outer_heads))
     moved = ("key", "value", *problem.scales)
     changes = (
@@ -236,8 +241,8 @@ def _key_changes(
     if key.axes(at["d"]):
         changes.append(f"{names}: gathered along head_dim over {'+'.join(key.axes(at['d']))}")
     if repeat > 1:
-        split = math.prod(sizes[a] for a in head_axes)
-        changes.append(f"{names}: each kv head repeated {repeat} times so that {split} devices get whole heads")
+        devices = math.prod(sizes[a] for a in head_axes)
+        changes.append(f"{names}: each kv head repeated {repeat} times so that {devices} devices get whole heads")
     if key.axes(at["h"]) != head_axes:
         changes.append(
             f"{names}: heads split over {'+'.join(head_axes) or 'nothing'} to follow the query heads, declared "

@@ -29,13 +29,13 @@ import jax.numpy as jnp
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.operators.splash_table import TABLE, table_key
 from attnops.registry import Plan
+from attnops.verify.call import verify_call
 from attnops.verify.clock_worker import ClockWorker
 from attnops.verify.generations import clock_rate
 from attnops.verify.local_call import LocalProblem
 from attnops.verify.static_clock import TileCycles
 from attnops.verify.tile_counts import kernel_cycles, kernels_of, key_parts
 from attnops.verify.topology import described_mesh
-from attnops.verify.tpu import verify_call
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = json.loads((ROOT / "tests" / "data" / "model_shapes.json").read_text())["shapes"]

@@ -40,8 +40,8 @@ from attnops import (
 )
 from attnops.registry import FEATURES
 from attnops.registry.tune_cache import ENVIRONMENT as TUNE_CACHE
+from attnops.verify.call import verify_call
 from attnops.verify.topology import described_mesh
-from attnops.verify.tpu import verify_call
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "tpu-support.md"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..operators import Operation
 
-__all__ = ["outputs", "outputs_and_gradients"]
+__all__ = ["is_differentiable", "outputs", "outputs_and_gradients"]
 
 _DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux", "key_scale", "value_scale")
 
@@ -23,9 +23,7 @@ def outputs(operation: Operation, arguments: Mapping[str, Any]) -> tuple[jax.Arr
 
 def outputs_and_gradients(operation: Operation, arguments: Mapping[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(the sum of all outputs, its gradient by every floating array that has one)."""
-    smooth = {
-        name: x for name, x in arguments.items() if name in _DIFFERENTIABLE and x is not None and _floating(x.dtype)
-    }
+    smooth = {name: x for name, x in arguments.items() if is_differentiable(name, x)}
     others = {name: x for name, x in arguments.items() if name not in smooth}
 
     def loss(smooth: dict[str, Any]) -> jax.Array:
@@ -34,5 +32,6 @@ def outputs_and_gradients(operation: Operation, arguments: Mapping[str, Any]) ->
     return jax.value_and_grad(loss)(smooth)
 
 
-def _floating(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
+def is_differentiable(name: str, x: Any) -> bool:
+    """Whether an argument is an array that has a gradient."""
+    return name in _DIFFERENTIABLE and x is not None and jnp.issubdtype(x.dtype, jnp.floating)

@@ -15,7 +15,7 @@ import block_table
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.operators.splash_table import TABLE, table_key
-from attnops.verify.tpu import verify_call
+from attnops.verify.call import verify_call
 
 CHOICES = json.loads(TABLE.read_text())["choices"]
 CALLS = [

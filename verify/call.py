@@ -1,0 +1,189 @@
+"""verify_call: compile a planned call for described TPUs or for the devices here; say whether it fits, and what it takes and
+sends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from ..errors import AttnOpsError
+from ..operators import Operation
+from ..operators.kernels.splash.vmem import vmem_of
+from ..registry import Plan
+from ..registry.explain import bytes_text
+from .advice import advice, held
+from .call_program import call_program
+from .collectives import Collective, collectives
+from .compiled import Failure, KernelUse, failure, kernels, program_text
+from .generations import Device, device_of
+from .traffic import Need, least_traffic
+
+__all__ = ["PassReport", "TargetReport", "verify_call"]
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """One pass, per device. `compiled` is False where it was only lowered. Bytes and operations are the compiler's counts.
+
+    held: what the kernel that failed holds in VMEM, (what, bytes), the largest first, as attnops counts it: without what
+    the compiler spills. kernels, collectives: None where the compiled program's text can't be read. roofline_seconds: the
+    longer of arithmetic and HBM traffic at the device's published rates, which `bound` names; intensity: operations a byte.
+    needs: the least that has to be sent; differences: where the program sends another number of bytes, none where its text
+    can't be read, or where (unknown) it can't be said what has to be sent.
+    """
+
+    name: str
+    compiled: bool
+    failure: Failure | None
+    advice: str | None = None
+    held: tuple[tuple[str, int], ...] = ()
+    seconds: float = 0.0
+    kernels: tuple[KernelUse, ...] | None = ()
+    argument_bytes: int = 0
+    output_bytes: int = 0
+    temp_bytes: int = 0
+    peak_bytes: int = 0
+    flops: float = 0.0
+    bytes_moved: float = 0.0
+    roofline_seconds: float = 0.0
+    bound: str = ""
+    intensity: float = 0.0
+    collectives: tuple[Collective, ...] | None = ()
+    needs: tuple[Need, ...] = ()
+    differences: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TargetReport:
+    """A call on one target; `device` and VMEM are known of TPUs."""
+
+    target: str
+    plan: Plan
+    device: Device | None
+    vmem_default: int
+    vmem_most: int
+    passes: tuple[PassReport, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether something may run it, and every pass compiled (or, without libtpu, was lowered) and sends what it has to."""
+        fine = all(p.failure is None and not p.differences for p in self.passes)
+        return self.plan.implementation is not None and fine
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        return {
+            "target": self.target,
+            "passed": self.passed,
+            "device": None if self.device is None else self.device._asdict(),
+            "vmem_default_bytes": self.vmem_default,
+            "vmem_most_bytes": self.vmem_most,
+            "warnings": list(self.warnings),
+            "passes": [
+                vars(p)
+                | {
+                    "failure": None if p.failure is None else p.failure._asdict(),
+                    "kernels": None if p.kernels is None else [k._asdict() for k in p.kernels],
+                    "collectives": None
+                    if p.collectives is None
+                    else [vars(c) | {"sent_bytes": c.sent_bytes} for c in p.collectives],
+                    "needs": [vars(need) for need in p.needs],
+                    "differences": list(p.differences),
+                    "unknown": list(p.unknown),
+                }
+                for p in self.passes
+            ],
+            "plan": self.plan.to_dict(),
+        }
+
+
+def verify_call(operation: Operation, arguments: Mapping[str, Any], target: str) -> TargetReport:
+    """Plan the call, then compile its forward pass, and in mode train its gradient.
+
+    The operation's mesh is of described devices, of those that are here, or abstract: then the passes are only lowered.
+    `arguments` are those of `operation.plan`, with ShapeDtypeStructs for arrays.
+    """
+    plan = operation.plan(**arguments)
+    tpu = plan.problem.platform == "tpu"
+    device = device_of(plan.problem.device_kind) if tpu else None
+    default, most = vmem_of(plan.problem.device_kind)[:2] if tpu else (0, 0)
+    passes: list[PassReport] = []
+    warnings: list[str] = []
+    if plan.implementation is not None:
+        limit = getattr(plan.config, "vmem_limit_bytes", None)
+        if device is not None and limit is not None and limit > most:
+            warnings.append(
+                f"vmem_limit_bytes={limit} ({bytes_text(limit)}) is more than {device.kind} has: the compiler takes "
+                f"{bytes_text(most)} without a word"
+            )
+        backward = plan.problem.mode == "__train__"
+        for name in ("forward", "forward and backward") if backward else ("forward",):
+            passes.append(_verify_pass(operation, arguments, plan, device, name, most))
+        peak = max(p.peak_bytes for p in passes)
+        if device is not None and peak > device.hbm_bytes:
+            warnings.append(
+                f"{bytes_text(peak)} at the peak is more than the device's {bytes_text(device.hbm_bytes)} of HBM"
+            )
+    return TargetReport(target, plan, device, default, most, tuple(passes), tuple(warnings))
+
+
+def _verify_pass(
+    operation: Operation, arguments: Mapping[str, Any], plan: Plan, device: Device | None, name: str, vmem_most: int
+) -> PassReport:
+    mesh = operation.metadata.mesh
+    start = time.perf_counter()
+    here = isinstance(mesh, Mesh)
+    try:
+        program, arrays = call_program(operation, arguments, plan, "backward" in name)
+        traced = program.trace(arrays)
+        if not here:
+            traced.lower(lowering_platforms=("tpu",))
+            return PassReport(name, False, None, seconds=time.perf_counter() - start)
+        compiled = traced.lower().compile()
+    except AttnOpsError:
+        raise
+    except Exception as error:
+        found = failure(error)
+        if found.memory != "vmem":
+            return PassReport(name, here, found, seconds=time.perf_counter() - start)
+        better = advice(operation, arguments, plan, found, name, vmem_most)
+        return PassReport(name, here, found, better, held(plan, found), time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    text = program_text(compiled)
+    memory, work = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    flops, moved = float(work.get("flops", 0.0)), float(work.get("bytes accessed", 0.0))
+    # attnops' kernels ask for exact float32 products; elsewhere one bfloat16 pass is JAX's default.
+    exact = plan.problem.runtime_dtype == "float32" and getattr(plan.config, "kernel", None) == "attnops"
+    arithmetic, traffic = 0.0, 0.0
+    if device is not None:
+        arithmetic, traffic = device.roofline(flops, moved, exact and plan.method == "forward_tpu")
+    sent = None if text is None else collectives(text)
+    least = least_traffic(plan, "backward" in name)
+    sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
+    return PassReport(
+        name,
+        True,
+        None,
+        None,
+        (),
+        seconds,
+        None if text is None else kernels(text),
+        *sizes,
+        sum(sizes) - memory.alias_size_in_bytes,
+        flops,
+        moved,
+        max(arithmetic, traffic),
+        "" if device is None else "arithmetic" if arithmetic >= traffic else "HBM",
+        flops / moved if moved else 0.0,
+        sent,
+        least.needs,
+        () if sent is None else least.differences(sent),
+        least.unknown,
+    )

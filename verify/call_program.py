@@ -1,0 +1,69 @@
+"""A planned call, and the call with its gradients, as programs to compile: arrays laid out on the mesh as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..operators import Operation
+from ..registry import Plan
+from .program import is_differentiable, outputs
+
+__all__ = ["call_program"]
+
+
+def call_program(
+    operation: Operation, arguments: Mapping[str, Any], plan: Plan, backward: bool
+) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
+    """(the jitted call, or it with its gradients; its arrays, laid out as planned).
+
+    Backward, the arrays hold the gradients of the outputs too, and the gradients come back where their arrays lie: so what is
+    sent is sent for attention, not for a loss.
+    """
+    mesh = operation.metadata.mesh
+
+    def laid_out(name: str, x: Any) -> jax.ShapeDtypeStruct:
+        return _on(mesh, x, plan.placement.given(name, x.shape))
+
+    def holds_arrays(x: Any) -> bool:
+        leaves = jax.tree.leaves(x)  # a mask may hold arrays; a static one has no leaves
+        return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
+
+    arrays = {
+        name: jax.tree.map(lambda leaf, name=name: laid_out(name, leaf), x)
+        for name, x in arguments.items()
+        if holds_arrays(x)
+    }
+    static = {name: x for name, x in arguments.items() if name not in arrays}
+
+    def forward(given: dict[str, Any]) -> Any:
+        return outputs(operation, given | static)
+
+    if not backward:
+        return jax.jit(forward), arrays
+    made = jax.eval_shape(forward, arrays)
+    names = ["output", *["weights"] * ("return_weights" in plan.problem.features), *["lse"] * (len(made) > 1)]
+    packed = plan.problem.layout == "thd"
+    specs = [plan.placement.spec(name) for name in names[: len(made)]]
+    specs = [PartitionSpec(*spec[1:]) if packed else spec for spec in specs]
+    cotangents = tuple(_on(mesh, x, spec) for x, spec in zip(made, specs, strict=True))
+    smooth = {name: x for name, x in arrays.items() if is_differentiable(name, x)}
+
+    def both(given: dict[str, Any]) -> Any:
+        d_outputs = given.pop("d_outputs")
+        others = {name: x for name, x in given.items() if name not in smooth}
+        found, back = jax.vjp(lambda x: forward(x | others), {name: given[name] for name in smooth})
+        return found, back(d_outputs)[0]
+
+    where = None
+    if isinstance(mesh, Mesh):
+        where = tuple(x.sharding for x in cotangents), {name: x.sharding for name, x in smooth.items()}
+    return jax.jit(both, out_shardings=where), arrays | {"d_outputs": cotangents}
+
+
+def _on(mesh: Any, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    sharding = None if mesh is None else NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -1,0 +1,307 @@
+"""The least that a placed call has to send between devices, by the strategy that its plan declares; a compiled program is held
+against it.
+
+Forward, each operand goes from its declared split to the one inside the operation: axes that are gone there have to be
+gathered. A ring sends each hop what it has of K and V, and zigzag order costs two permutes of half an array each way; an
+exchange of heads sends each tensor once; keys that stay split send what merges the outputs. Backward, a gradient goes the
+way back, and is summed over the axes that split the work but not its array.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ..registry import AttentionProblem, Placement, Plan
+from .collectives import Collective
+
+__all__ = ["Need", "Traffic", "least_traffic"]
+
+# Bytes, and the share of all that is sent, below which nobody counts: ids that two operands share, a scalar of the compiler's.
+_SMALL, _SHARE = 4096, 0.01
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a device has to send of one kind of collective, and for what."""
+
+    kind: str
+    sent_bytes: float
+    what: str
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """An operand inside the operation: its whole shape, bytes of an element, and the axes of each dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    declared: tuple[tuple[str, ...], ...]
+    inside: tuple[tuple[str, ...], ...]
+    gradient: bool
+
+
+class Traffic(NamedTuple):
+    """The needs of a program, and why they aren't all known, if so: then it isn't held against them."""
+
+    needs: tuple[Need, ...]
+    unknown: tuple[str, ...] = ()
+
+    def differences(self, found: tuple[Collective, ...]) -> tuple[str, ...]:
+        """Where a program sends another number of bytes than it has to, a line for each kind of collective."""
+        if self.unknown:
+            return ()
+        total = sum(need.sent_bytes for need in self.needs)
+        lines = []
+        for kind in sorted({c.kind for c in found} | {n.kind for n in self.needs}):
+            sent = sum(c.sent_bytes for c in found if c.kind == kind)
+            least = sum(n.sent_bytes for n in self.needs if n.kind == kind)
+            if abs(sent - least) > max(_SHARE * total, _SMALL):
+                lines.append(f"{kind}: {sent:.0f} bytes are sent by a device, {least:.0f} are needed")
+        return tuple(lines)
+
+
+def least_traffic(plan: Plan, backward: bool) -> Traffic:
+    """The needs of the forward pass, or of both passes with the outputs and all gradients given back as declared."""
+    count = _Count(plan)
+    needs = [*count.forward(), *(count.backward() if backward else ())]
+    return Traffic(tuple(need for need in needs if need.sent_bytes), tuple(dict.fromkeys(count.unknown)))
+
+
+class _Count:
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.problem, self.placement = plan, plan.problem, plan.placement
+        self.split = plan.placement.sequence
+        self.sizes = {axis.name: axis.size for axis in plan.problem.mesh}
+        self.unknown: list[str] = []
+        self.cpu = plan.problem.platform == "cpu"
+        self.item = _sent_as(plan.problem.runtime_dtype, self.cpu)
+        self.wide = max(self.item, 4)
+        self.tensors = tuple(_tensors(plan.problem, plan.placement, self.item))
+
+    def forward(self) -> Iterator[Need]:
+        for tensor in self.tensors:
+            yield from self._moved(tensor, tensor.declared, tensor.inside, tensor.itemsize, tensor.name)
+        yield from self._of_strategy()
+
+    def backward(self) -> Iterator[Need]:
+        work = set(self.placement.axes) | (set(self.split.axes) if self.split.strategy == "merge" else set())
+        for tensor in self.tensors:
+            if not tensor.gradient:
+                continue
+            name = f"gradient of {tensor.name}"
+            if tensor.name == "bias" and self.item < 4:
+                self.unknown.append("the gradient of the bias has the bias's dtype, which a plan doesn't hold")
+            inside, declared = _flat(tensor.inside), _flat(tensor.declared)
+            summed = work - inside
+            local = self._bytes(tensor, inside, tensor.itemsize)
+            if apart := summed & declared:  # it was gathered
+                size = self._size(apart)
+                yield Need("reduce-scatter", local * (size - 1) / size, name)
+                local /= size
+            if whole := summed - declared:
+                size = self._size(whole)
+                yield Need("all-reduce", 2 * local * (size - 1) / size, name)
+            if tensor.name in ("key", "value") and self.placement.kv_repeat > 1:
+                yield from self._copies(tensor, local)
+                continue
+            back = tuple(tuple(a for a in dim if a not in apart) for dim in tensor.declared)
+            yield from self._moved(tensor, tensor.inside, back, tensor.itemsize, name)
+        yield from self._of_strategy_backward()
+
+    def _copies(self, tensor: _Tensor, local: float) -> Iterator[Need]:
+        """The gradients of a repeated head's copies are added up, and come back to whoever had the head."""
+        kv_heads, repeat = self.problem.kv_heads, self.placement.kv_repeat
+        devices = self._size(set(tensor.inside[self._heads]))
+        if devices != kv_heads * repeat:
+            self.unknown.append(f"copies of {tensor.name}'s {kv_heads} heads lie unevenly on {devices} devices")
+        name = f"gradient of {tensor.name}"
+        yield Need("all-reduce", 2 * local * (repeat - 1) / repeat, name)
+        yield Need("all-gather", local * (kv_heads - 1), name)
+
+    # -- what the strategy sends -----------------------------------------------------------------------------------
+
+    def _of_strategy(self) -> Iterator[Need]:
+        split, named = self.split, {t.name: t for t in self.tensors}
+        keys = [t for n, t in named.items() if n in ("key", "value", "key_scale", "value_scale")]
+        local = {t.name: self._bytes(t, _flat(t.inside), t.itemsize) for t in self.tensors}
+        output, lse = self._output(), self._lse()
+        returned = lse if "lse" in self.problem.features else 0
+        if split.gathers:
+            for tensor in keys:
+                yield Need("all-gather", local[tensor.name] * (split.shards - 1), tensor.name)
+        if split.head_axes:
+            share = (split.head_size - 1) / split.head_size
+            for tensor in (named["query"], *keys):
+                yield Need("all-to-all", local[tensor.name] * share, tensor.name)
+            yield Need("all-to-all", (output + returned) * share, "output")
+        if split.ring_axes:
+            hops = len(split.hops) - 1
+            for tensor in keys:
+                yield Need("collective-permute", local[tensor.name] * hops, f"{tensor.name} around the ring")
+        if split.zigzag:
+            for tensor in (named["query"], *keys):
+                yield Need("collective-permute", local[tensor.name] * self._swapped, f"{tensor.name} in zigzag order")
+            of_sinks = lse if "softmax_aux" in named else 0
+            both = output + max(returned, of_sinks)
+            yield Need("collective-permute", both * self._swapped, "output in order again")
+            rows = sum(local[t.name] for t in self.tensors if t.name.startswith("mask") and self._has_rows(t))
+            yield Need("collective-permute", rows * self._swapped, "the mask's rows in zigzag order")
+        if split.strategy == "merge":
+            share = 2 * (split.shards - 1) / split.shards
+            wide = output * self.wide / self.item
+            yield Need("all-reduce", (wide + 2 * lse) * share, "merging outputs by lse")
+
+    def _of_strategy_backward(self) -> Iterator[Need]:
+        split, named = self.split, {t.name: t for t in self.tensors}
+        keys = [t for n, t in named.items() if n in ("key", "value")]
+        local = {t.name: self._bytes(t, _flat(t.inside), t.itemsize) for t in self.tensors}
+        smooth = [t for t in (named["query"], *keys) if t.gradient]
+        output, lse = self._output(), self._lse()
+        returned = lse if "lse" in self.problem.features or ("softmax_aux" in named and split.zigzag) else 0
+        if split.gathers:
+            scales = [t for n, t in named.items() if n.endswith("_scale")]
+            for tensor in (*keys, *scales):
+                if tensor.gradient:
+                    yield Need("reduce-scatter", local[tensor.name] * (split.shards - 1), f"gradient of {tensor.name}")
+        if split.head_axes:
+            share = (split.head_size - 1) / split.head_size
+            yield Need("all-to-all", (output + returned) * share, "gradient of the output")
+            for tensor in smooth:
+                yield Need("all-to-all", local[tensor.name] * share, f"gradient of {tensor.name}")
+        if split.ring_axes:
+            hops = len(split.hops) - 1
+            for tensor in keys:
+                # One hop goes the same way in both passes, and XLA:CPU then takes what it has; it doesn't keep to barriers.
+                if not (self.cpu and hops == 1):
+                    yield Need("collective-permute", local[tensor.name] * hops, f"{tensor.name} around the ring again")
+                if hops:  # sums in float32, but for the way home
+                    sums = local[tensor.name] * (hops * self.wide / self.item + 1)
+                    yield Need("collective-permute", sums, f"gradient of {tensor.name} around the ring")
+        if split.zigzag:
+            yield Need("collective-permute", (output + returned) * self._swapped, "gradient of the output")
+            for tensor in smooth:
+                yield Need("collective-permute", local[tensor.name] * self._swapped, f"gradient of {tensor.name}")
+
+    # -- sizes -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _swapped(self) -> float:
+        """How much of an array moves, into zigzag order: of two devices' the first halves stay."""
+        return 0.5 if self.split.ring_size == 2 else 1.0
+
+    def _moved(
+        self,
+        tensor: _Tensor,
+        before: tuple[tuple[str, ...], ...],
+        after: tuple[tuple[str, ...], ...],
+        itemsize: int,
+        what: str,
+    ) -> Iterator[Need]:
+        """From one split to another: axes that are gone are gathered, those that change their dimension exchanged."""
+        gone = _flat(before) - _flat(after)
+        kept = [(a, i) for i, dim in enumerate(before) for a in dim if a not in gone]
+        other = {a for a, i in kept if a not in after[i]}
+        local = self._bytes(tensor, _flat(before), itemsize)
+        if other:
+            self.unknown.append(
+                f"{tensor.name} is split otherwise inside than declared, and XLA chooses how it gets there"
+            )
+        if gone:
+            yield Need("all-gather", local * (self._size(gone) - 1), what)
+
+    def _bytes(self, tensor: _Tensor, axes: set[str], itemsize: int) -> float:
+        return math.prod(tensor.shape) * itemsize / self._size(axes)
+
+    def _size(self, axes: set[str]) -> int:
+        return math.prod(self.sizes[a] for a in axes)
+
+    @property
+    def _heads(self) -> int:
+        return self.problem.kernel_layout.index("h")
+
+    def _output(self) -> float:
+        shape = self.problem.shape_of("output")
+        return math.prod(shape) * self.item / self._size(_flat(_entries(self.placement.spec("output"), 4)))
+
+    def _lse(self) -> float:
+        problem = self.problem
+        whole = problem.batch * problem.q_heads * problem.q_len * jnp.dtype(problem.softmax_dtype).itemsize
+        return whole / self._size(_flat(_entries(self.placement.spec("lse"), 3)))
+
+    def _has_rows(self, tensor: _Tensor) -> bool:
+        index = int(tensor.name.removeprefix("mask "))
+        leaf = self.problem.leaves[index]
+        return any(dim == "q" and n > 1 for dim, n in zip(leaf.dims, leaf.shape, strict=True))
+
+
+def _sent_as(dtype: str, cpu: bool) -> int:
+    """Bytes of an element on its way: XLA:CPU works on 16-bit floats as float32, and sends them so."""
+    size = jnp.dtype(dtype).itemsize
+    return max(size, 4) if cpu and size == 2 else size
+
+
+def _tensors(problem: AttentionProblem, placement: Placement, item: int) -> Iterator[_Tensor]:
+    """All operands, in the shapes that they have inside: four dimensions, repeated heads."""
+    for name in ("query", "key", "value"):
+        fitted = placement.fitted[name]
+        declared = placement.given(name, problem.shape_of(name))
+        shape = fitted.shape if len(fitted.shape) == 4 else (1, *fitted.shape)
+        narrow = name in problem.quantised
+        size = problem.itemsize_of(name) if narrow else item
+        yield _Tensor(
+            name,
+            shape,
+            size,
+            _entries(declared, 4),
+            _entries(placement.spec(name), 4),
+            not (narrow and problem.quantised[name] == "int8"),
+        )
+    for name in problem.scales:
+        axes = _entries(placement.spec(name), 3)
+        kv = placement.fitted["key"].shape[problem.layout.index("h")]
+        yield _Tensor(name, (problem.batch, kv, problem.kv_len), 4, axes, axes, True)
+    if problem.bias_shape is not None:
+        declared = placement.given("bias", problem.bias_shape)
+        yield _Tensor(
+            "bias",
+            problem.bias_shape,
+            problem.itemsize,
+            _entries(declared, 4),
+            _entries(placement.spec("bias"), 4),
+            True,
+        )
+    if problem.sinks_shape is not None:
+        declared = placement.given("softmax_aux", problem.sinks_shape)
+        inside = _entries(placement.spec("softmax_aux"), 1)
+        yield _Tensor("softmax_aux", (problem.q_heads,), 4, _entries(declared, 1)[:1], inside, True)
+    for index, leaf in enumerate(problem.leaves):
+        of_leaf = placement.fitted.get(leaf.name)
+        spec = PartitionSpec() if of_leaf is None else of_leaf.spec
+        rank = len(leaf.shape)
+        yield _Tensor(
+            f"mask {index}",
+            leaf.shape,
+            jnp.dtype(leaf.dtype).itemsize,
+            _entries(spec, rank),
+            _entries(placement.spec(f"leaf{index}"), rank),
+            False,
+        )
+
+
+def _entries(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
+    """The axes of each dimension; of a packed tensor, which has no batch, the first has none."""
+    entries = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec)
+    if len(entries) == rank - 1:
+        return ((), *entries)
+    return (*entries, *((),) * (rank - len(entries)))
+
+
+def _flat(entries: tuple[tuple[str, ...], ...]) -> set[str]:
+    return {axis for entry in entries for axis in entry}
