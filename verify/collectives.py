@@ -19,6 +19,8 @@ _CALLED = re.compile(
     r"(?:to_apply|calls|body|condition|branch_computations|called_computations)=\{?((?:%[\w.\-]+(?:, )?)+)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONDITION = re.compile(r"condition=%([\w.\-]+)")
+_BELOW = re.compile(r"ROOT .* compare\(%[\w.\-]+, %(?P<limit>[\w.\-]+)\), direction=LT")
 _BITS = re.compile(r"\d+")
 
 
@@ -66,7 +68,7 @@ def collectives(text: str) -> tuple[Collective, ...]:
                     key = match["kind"], size, group, match["start"] is not None
                     found[key] = found.get(key, 0) + times
             if " while(" in line or " call(" in line or " conditional(" in line or "-start(" in line:
-                trips = int(m[1]) if " while(" in line and (m := _TRIPS.search(line)) else 1
+                trips = _trips(line, bodies) if " while(" in line else 1
                 for called in _CALLED.findall(line):
                     for one in re.findall(r"%([\w.\-]+)", called):
                         if one in bodies:
@@ -76,6 +78,19 @@ def collectives(text: str) -> tuple[Collective, ...]:
         walk(entry, 1)
     made = (Collective(kind, count, size, group, apart) for (kind, size, group, apart), count in found.items())
     return tuple(sorted(made, key=lambda c: (c.kind, -c.result_bytes)))
+
+
+def _trips(line: str, bodies: dict[str, tuple[bool, list[str]]]) -> int:
+    """How often a loop runs: as it says itself, else up to what its condition compares its counter with; 1 if neither."""
+    if known := _TRIPS.search(line):
+        return int(known[1])
+    condition = _CONDITION.search(line)
+    lines = bodies[condition[1]][1] if condition and condition[1] in bodies else []
+    for one in lines:
+        if below := _BELOW.search(one):
+            limit = re.compile(rf"%{re.escape(below['limit'])} = s32\[\]\S* constant\((\d+)\)")
+            return next((int(found[1]) for other in lines if (found := limit.search(other))), 1)
+    return 1
 
 
 def sent_bytes(found: tuple[Collective, ...]) -> float:

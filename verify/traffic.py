@@ -96,7 +96,7 @@ class _Count:
             if not tensor.gradient:
                 continue
             name = f"gradient of {tensor.name}"
-            if tensor.name == "bias" and self.item < 4:
+            if tensor.name == "bias" and jnp.dtype(self.problem.runtime_dtype).itemsize < 4:
                 self.unknown.append("the gradient of the bias has the bias's dtype, which a plan doesn't hold")
             inside, declared = _flat(tensor.inside), _flat(tensor.declared)
             summed = work - inside
@@ -132,7 +132,7 @@ class _Count:
         keys = [t for n, t in named.items() if n in ("key", "value", "key_scale", "value_scale")]
         local = {t.name: self._bytes(t, _flat(t.inside), t.itemsize) for t in self.tensors}
         output, lse = self._output(), self._lse()
-        returned = lse if "lse" in self.problem.features else 0
+        returned = lse if "return_lse" in self.problem.features else 0
         if split.gathers:
             for tensor in keys:
                 yield Need("all-gather", local[tensor.name] * (split.shards - 1), tensor.name)
@@ -164,7 +164,7 @@ class _Count:
         local = {t.name: self._bytes(t, _flat(t.inside), t.itemsize) for t in self.tensors}
         smooth = [t for t in (named["query"], *keys) if t.gradient]
         output, lse = self._output(), self._lse()
-        returned = lse if "lse" in self.problem.features or ("softmax_aux" in named and split.zigzag) else 0
+        returned = lse if "return_lse" in self.problem.features or ("softmax_aux" in named and split.zigzag) else 0
         if split.gathers:
             scales = [t for n, t in named.items() if n.endswith("_scale")]
             for tensor in (*keys, *scales):
@@ -272,7 +272,7 @@ def _tensors(problem: AttentionProblem, placement: Placement, item: int) -> Iter
         yield _Tensor(
             "bias",
             problem.bias_shape,
-            problem.itemsize,
+            item,
             _entries(declared, 4),
             _entries(placement.spec("bias"), 4),
             True,

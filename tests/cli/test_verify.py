@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from attnops import cli_verify
+from attnops import OperationMetadata, OperationRegistry, cli_verify
 from attnops.errors import ConfigError
 from attnops.verify.compiled import failure, kernels, program_text
 from attnops.verify.generations import abstract_target, device_of
+from attnops.verify.traffic import least_traffic
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
 SIZES = {"batch": 4, "q_len": 1024, "q_heads": 8, "kv_heads": 4, "head_dim": 128, "dtype": "bfloat16", "causal": True}
@@ -132,7 +134,6 @@ def test_refusals_and_bad_targets(attnops: Callable[..., Any], config: Callable[
     ):
         result = attnops("verify", path, "--target", target)
         assert (result.status, says in result.err) == (2, True), result.err
-    assert attnops("verify", path).status == 2
 
 
 @needs_libtpu
@@ -190,3 +191,31 @@ def test_native_operations_are_verified_too(attnops: Callable[..., Any], config:
     assert [p["kernels"] for p in report["passes"]] == [[], []]
     assert report["passed"]
     assert jax.default_backend() == "cpu"
+
+
+def test_the_command_on_virtual_devices(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    path = config("splash", {"sequence_parallel": "ulysses"}, q_len=256, q_heads=8, kv_heads=8, head_dim=16, batch=2)
+    result = attnops("verify", path, "--mesh", "fsdp=2,sp=4", "--mode", "prefill")
+    assert (result.status, result.err) == (0, "")
+    for part in ("8 cpu devices", "passes", "needed by all-to-all", "what is sent is what is needed"):
+        assert part in result.out
+    (report,) = json.loads(attnops("verify", path, "--mesh", "fsdp=2,sp=4", "--json").out)
+    assert report["device"] is None
+    assert [p["differences"] for p in report["passes"]] == [[], []]
+    # q, k, v and the output of 1 x 64 x 8 x 16 float32, three quarters of each
+    assert sum(need["sent_bytes"] for need in report["passes"][0]["needs"]) == 4 * 64 * 8 * 16 * 4 * 3 / 4
+
+
+def test_the_command_fails_where_they_differ(
+    attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program of another strategy than the one that is declared."""
+    ring = OperationRegistry.create("splash", OperationMetadata(mesh={"sp": 8}, sequence_parallel="ring", tuning="off"))
+    x = jax.ShapeDtypeStruct((1, 256, 8, 16), jnp.float32)
+    needs = least_traffic(ring.plan(x, x, x), False)
+    monkeypatch.setattr("attnops.verify.call.least_traffic", lambda plan, backward: needs)
+    path = config("splash", q_len=256, q_heads=8, kv_heads=8, head_dim=16, batch=1, causal=True)
+    result = attnops("verify", path, "--mesh", "sp=8", "--mode", "prefill")
+    assert result.status == 1
+    assert "DIFFERS in all-gather" in result.out
+    assert "forward: all-gather: 229376 bytes are sent by a device, 0 are needed" in result.err

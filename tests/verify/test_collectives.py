@@ -90,7 +90,17 @@ TEXT = """HloModule m
   %x = f32[4]{0} collective-permute(%p), channel_id=1, source_target_pairs={{0,1},{1,0}}
 }
 
+%counting (p: (s32[])) -> pred[] {
+  %limit.3 = s32[]{:T(128)} constant(7), metadata={op_name="x"}
+  ROOT %lt = pred[]{:T(512)} compare(%counter, %limit.3), direction=LT
+}
+
+%other_body (p: (s32[])) -> (s32[]) {
+  %y = (f32[6]{0}, f32[6]{0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}
+}
+
 ENTRY %main (a: f32[4]) -> f32[4] {
+  %v = (s32[]{:T(128)}) while(%t), condition=%counting, body=%other_body
   %w = (f32[4]{0}) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
   %g = bf16[16,2]{1,0} all-gather(%a), channel_id=2, replica_groups=[2,4]<=[8], dimensions={0}
   %r = (f32[3]{0}, f32[5]{0}) all-reduce(%a, %b), channel_id=3, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
@@ -105,6 +115,7 @@ def test_forms_of_the_text() -> None:
         Collective("all-gather", 1, 64, 4, False),
         Collective("all-gather", 1, 64, 4, True),
         Collective("all-reduce", 1, 32, 4, False),
+        Collective("collective-permute", 7, 24, 2, True),
         Collective("collective-permute", 5, 16, 2, False),
     )
     assert collectives("") == ()
