@@ -19,6 +19,7 @@ _CALLED = re.compile(
     r"(?:to_apply|calls|body|condition|branch_computations|called_computations)=\{?((?:%[\w.\-]+(?:, )?)+)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CHANNEL = re.compile(r"channel_id=(\d+)")
 _CONDITION = re.compile(r"condition=%([\w.\-]+)")
 _BELOW = re.compile(r"ROOT .* compare\(%[\w.\-]+, %(?P<limit>[\w.\-]+)\), direction=LT")
 _BITS = re.compile(r"\d+")
@@ -60,22 +61,32 @@ def collectives(text: str) -> tuple[Collective, ...]:
     found: dict[tuple[str, int, int, bool], int] = {}
     entry = next((name for name, (is_entry, _) in bodies.items() if is_entry), None)
 
-    def walk(name: str, times: int) -> None:
+    def walk(name: str, times: int, apart: bool, channels: set[str] | None) -> None:
+        """`channels`: those seen already by the fusions of one computation; None outside of fusions."""
+        seen: set[str] = set()
         for line in bodies[name][1]:
             if match := _OPERATION.search(line):
+                channel = _CHANNEL.search(line)
+                if channels is not None and channel:
+                    if channel[1] in channels:
+                        continue
+                    channels.add(channel[1])
                 size, group = _result_bytes(match), _group(line)
                 if group > 1:
-                    key = match["kind"], size, group, match["start"] is not None
+                    key = match["kind"], size, group, apart or match["start"] is not None
                     found[key] = found.get(key, 0) + times
-            if " while(" in line or " call(" in line or " conditional(" in line or "-start(" in line:
+            fused, started = " fusion(" in line, "-start(" in line
+            if fused or started or " while(" in line or " call(" in line or " conditional(" in line:
                 trips = _trips(line, bodies) if " while(" in line else 1
                 for called in _CALLED.findall(line):
                     for one in re.findall(r"%([\w.\-]+)", called):
                         if one in bodies:
-                            walk(one, times * trips)
+                            # A collective inside fusions goes on beside them: each of them names its channel.
+                            inside = (channels if channels is not None else seen) if fused else channels
+                            walk(one, times * trips, apart or fused or started, inside)
 
     if entry is not None:
-        walk(entry, 1)
+        walk(entry, 1, False, None)
     made = (Collective(kind, count, size, group, apart) for (kind, size, group, apart), count in found.items())
     return tuple(sorted(made, key=lambda c: (c.kind, -c.result_bytes)))
 

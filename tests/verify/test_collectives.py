@@ -99,7 +99,17 @@ TEXT = """HloModule m
   %y = (f32[6]{0}, f32[6]{0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}
 }
 
+%first_of_two (p: bf16[4]) -> bf16[24] {
+  %u = bf16[24]{0} all-gather(%p), channel_id=12, replica_groups=[1,8]<=[8], dimensions={0}
+}
+
+%second_of_two (p: bf16[4]) -> bf16[24] {
+  %u.1 = bf16[24]{0} all-gather(%p), channel_id=12, replica_groups=[1,8]<=[8], dimensions={0}
+}
+
 ENTRY %main (a: f32[4]) -> f32[4] {
+  %u.2 = bf16[24]{0} fusion(%a), kind=kCustom, calls=%first_of_two
+  %u.3 = bf16[24]{0} fusion(%u.2), kind=kCustom, calls=%second_of_two
   %v = (s32[]{:T(128)}) while(%t), condition=%counting, body=%other_body
   %w = (f32[4]{0}) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
   %g = bf16[16,2]{1,0} all-gather(%a), channel_id=2, replica_groups=[2,4]<=[8], dimensions={0}
@@ -114,6 +124,7 @@ def test_forms_of_the_text() -> None:
     assert collectives(TEXT) == (
         Collective("all-gather", 1, 64, 4, False),
         Collective("all-gather", 1, 64, 4, True),
+        Collective("all-gather", 1, 48, 8, True),
         Collective("all-reduce", 1, 32, 4, False),
         Collective("collective-permute", 7, 24, 2, True),
         Collective("collective-permute", 5, 16, 2, False),
