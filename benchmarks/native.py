@@ -44,14 +44,15 @@ STOP_RATIO, STOP_SECONDS, GOAL_SECONDS = 3.0, 3.0, 90.0
 class Worker:
     """One implementation's process: the threads of one library must not wait in the way of another's."""
 
-    def __init__(self, python: str) -> None:
-        self.python = python
+    def __init__(self, python: str, script: str = "native_worker.py") -> None:
+        self.command = [python, str(HERE / script)]
         self.start()
 
     def start(self) -> None:
-        command = [self.python, str(HERE / "native_worker.py")]
         quiet = subprocess.DEVNULL
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet, text=True)
+        self.process = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet, text=True
+        )
 
     def ask(self, limit: float = SETUP_SECONDS, **request: Any) -> dict[str, Any]:
         """The answer; after `limit` seconds the process is replaced by a fresh one, and the answer is {"stopped": limit}."""
