@@ -14,6 +14,7 @@ from ..registry.quantised import QUANTISED
 from ..sharding import MeshAxis, axes_of, canonical_layout, canonical_mode, describe_mesh, devices_platform
 from ..sharding.mesh import AnyMesh, gpu_vendor
 from .arguments import Arrays, Options, bound_mask, join_mask, shaped
+from .manual_sequence import of_the_whole, split_by_caller
 from .mask_notes import dense_notes
 from .shapes import check_dtypes, check_extras, check_key, check_scales, leaf_shape, sizes_of, with_segments
 
@@ -34,8 +35,14 @@ def describe(
         **{n: shaped(n, v) for n, v in arrays._asdict().items() if v is not None and n != "mask_leaves"}
     )
     sizes = sizes_of(shapes, layout)
+    mode = _mode(options.mode, sizes["t"], sizes["s"])
+    axes, strategy = axes_of(mesh), operation.sequence_parallel or metadata.policy.sequence_parallel
+    rules = metadata.get_shardings(mode, layout, softmax_aux=0 if shapes.softmax_aux is None else shapes.softmax_aux)
+    by_caller = split_by_caller(rules, layout, axes, strategy)
+    if any(by_caller):
+        shapes = of_the_whole(shapes, options, layout, axes, *by_caller)
+        sizes = sizes_of(shapes, layout)
     batch, q_len, kv_len = sizes["b"], sizes["t"], sizes["s"]
-    mode = _mode(options.mode, q_len, kv_len)
     shapes = packed(with_segments(shapes, layout, batch, q_len, kv_len), layout)
     check_dtypes(shapes, metadata)
     check_scales(shapes, layout)
@@ -43,7 +50,8 @@ def describe(
 
     mask = join_mask(shapes, options, metadata.causal)
     offset_given = options.query_offset is not None or shapes.query_offset is not None
-    _check_manual_sequence(metadata, axes_of(mesh), q_len, mask, offset_given)
+    if not any(by_caller):
+        _check_manual_sequence(metadata, axes, q_len, mask, offset_given)
     mask, offset, dynamic = bound_mask(mask, shapes, options, mode, q_len, kv_len)
     mask, leaves = mask.split()
     leaf_shapes = tuple(leaf_shape(leaf.name, leaf.array, leaf.dims, sizes) for leaf in leaves)
@@ -78,8 +86,6 @@ def describe(
     }
     config, config_notes = _config(operation, metadata)
     platform, kind, source = _platform(metadata, mesh)
-    axes = axes_of(mesh)
-    rules = metadata.get_shardings(mode, layout, softmax_aux=0 if shapes.softmax_aux is None else shapes.softmax_aux)
     vma = any(map(varying_axes, jax.tree.leaves(arrays)))
     nested = [
         "the gradient recomputes the forward pass: called inside a shard_map with check_vma=True over part of the mesh"
@@ -119,11 +125,14 @@ def describe(
         device_kind=kind,
         platform_source=source,
         vma=vma,
+        manual_sequence=by_caller if any(by_caller) else None,
         notes=(
             *config_notes,
             *nested,
             *dense_notes(leaf_shapes),
-            *_notes(metadata, options, arrays, shapes, mask, offset, dynamic, probability, platform, source, mesh),
+            *_notes(
+                metadata, options, arrays, shapes, mask, offset, dynamic, probability, platform, source, mesh, by_caller
+            ),
         ),
     )
 
@@ -216,7 +225,8 @@ def _check_manual_sequence(
     if manual and mask.needs_offset and not given and q_len > 1:
         raise InputError(
             f"the sequence axis {'+'.join(manual)} is Manual here (this runs inside your own shard_map), so where the "
-            f"local queries stand can't be known and the mask {mask.describe()} depends on it; pass query_offset."
+            f"local queries stand can't be known and the mask {mask.describe()} depends on it; pass query_offset, or "
+            "declare sequence_parallel='ring' or 'ulysses', which count this axis in."
         )
 
 
@@ -227,7 +237,7 @@ def _flat(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _notes(
     metadata: OperationMetadata, options: Options, arrays: Arrays, shapes: Arrays, mask: Mask, offset: int | None,
     dynamic: bool, probability: float, platform: str, source: str,
-    mesh: AnyMesh | None,
+    mesh: AnyMesh | None, by_caller: tuple[tuple[str, ...], ...],
 ) -> list[str]:  # fmt: skip
     """What was given and has no effect, or was decided for the caller: told, not dropped."""
     notes = []
@@ -245,7 +255,8 @@ def _notes(
     declared = metadata.declared_mesh
     if declared is not None and mesh is not declared and axes_of(declared) != axes_of(mesh):
         notes.append(f"the mesh of the context is in force: {describe_mesh(mesh)}, declared {describe_mesh(declared)}")
-    manual = [a.name for a in axes_of(mesh) if a.kind == "manual" and a.size > 1]
+    counted = {a for axes in by_caller for a in axes}
+    manual = [a.name for a in axes_of(mesh) if a.kind == "manual" and a.size > 1 and a.name not in counted]
     if manual and probability > 0 and not options.deterministic:
         notes.append(
             f"every shard of the Manual axes {'+'.join(manual)} draws the same dropout; fold their index into the key"

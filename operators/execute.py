@@ -20,6 +20,7 @@ from .arguments import Arrays, Options, join_mask, run_time_offset
 from .describe import packed
 from .local import LocalCall, LocalOutput, Ring
 from .local_mask import Dropout, LocalMask, dropout_seed
+from .manual_sequence import share_of_heads, whole_leaves, without_manual
 from .merge import merged_over_devices
 from .split_sequence import bring_together, take_apart
 
@@ -52,6 +53,10 @@ def execute(operation: Operation, plan: Plan, mesh: AnyMesh | None, options: Opt
     specs = _specs(operands, placement)
 
     def body(local: Operands) -> tuple[jax.Array, ...]:
+        local = local._replace(
+            leaves=whole_leaves(local.leaves, problem, placement),
+            softmax_aux=share_of_heads(local.softmax_aux, problem, placement),
+        )
         local = bring_together(local, placement, problem.kernel_layout)
         call = _local_call(plan, options, local, operation.metadata.scan_ring_attention)
         method = getattr(operation, plan.method or "")
@@ -59,20 +64,23 @@ def execute(operation: Operation, plan: Plan, mesh: AnyMesh | None, options: Opt
         result = take_apart(result, placement, problem.kernel_layout)
         return tuple(x for x in result if x is not None)
 
-    if problem.vma and len(axes) < len(problem.mesh):
-        # jax 0.10 and 0.12 can't lower the residuals of a shard_map inside a shard_map with check_vma=True ("already
-        # bound by a parent sdy.manual_computation op"); with the forward recomputed there are none but the inputs.
-        body = jax.checkpoint(body)
     names = ["output", *["weights"] * options.return_weights, *["lse"] * options.return_lse]
     if mesh is not None and math.prod(a.size for a in axes) > 1:
+        if problem.vma and len(axes) < len(problem.mesh):
+            # jax 0.10 and 0.12 can't lower the residuals of a shard_map inside a shard_map with check_vma=True ("already
+            # bound by a parent sdy.manual_computation op"); with the forward recomputed there are none but the inputs.
+            body = jax.checkpoint(body)
+        specs, placed = without_manual((specs, tuple(placement.spec(name) for name in names)), problem)
         operands = jax.tree.map(lambda x, s: pin(x, s, mesh), operands, specs)
         outputs = jax.shard_map(
             body,
             mesh=mesh,
             in_specs=(specs,),
-            out_specs=tuple(placement.spec(name) for name in names),
+            out_specs=placed,
             axis_names={a.name for a in axes},
-            check_vma=operation.check_vma(plan.method or "", plan.config),
+            # What a shard_map around this doesn't say of its axes can't be checked here, where they are sent over.
+            check_vma=operation.check_vma(plan.method or "", plan.config)
+            and (problem.vma or problem.manual_sequence is None),
         )(operands)
     else:
         outputs = body(operands)
@@ -93,6 +101,7 @@ def _prepare(
     """Bring the arrays into canonical form."""
     dtype = jnp.dtype(problem.runtime_dtype)
     heads_at = problem.kernel_layout.index("h")
+    kv_len = arrays.key.shape[problem.layout.index("t")]
 
     def tensor(name: str, x: jax.Array) -> jax.Array:
         x = jnp.asarray(x) if name in problem.quantised else jnp.asarray(x, dtype)
@@ -116,8 +125,8 @@ def _prepare(
         offset,
         dropout_seed(arrays.dropout_rng) if problem.dropout_prob > 0 else None,
         tuple(jnp.asarray(leaf.array) for leaf in leaves),
-        _scale(arrays.key_scale, problem, placement, mesh),
-        _scale(arrays.value_scale, problem, placement, mesh),
+        _scale(arrays.key_scale, kv_len, problem, placement, mesh),
+        _scale(arrays.value_scale, kv_len, problem, placement, mesh),
     )
 
 
@@ -139,7 +148,7 @@ def _one_sink_a_head(sinks: jax.Array, problem: AttentionProblem, mesh: AnyMesh 
 
 
 def _scale(
-    scale: jax.Array | None, problem: AttentionProblem, placement: Placement, mesh: AnyMesh | None
+    scale: jax.Array | None, kv_len: int, problem: AttentionProblem, placement: Placement, mesh: AnyMesh | None
 ) -> jax.Array | None:
     """A scale as float32 [batch, kv heads, kv], with the heads repeated as those of its tensor."""
     if scale is None:
@@ -147,7 +156,7 @@ def _scale(
     scale = jnp.squeeze(jnp.asarray(scale, jnp.float32), -1)
     scale = scale[None] if problem.layout == "thd" else scale
     scale = scale if problem.layout == "bhtd" else scale.swapaxes(1, 2)
-    scale = jnp.broadcast_to(scale, (problem.batch, problem.kv_heads, problem.kv_len))
+    scale = jnp.broadcast_to(scale, (problem.batch, problem.kv_heads, kv_len))
     if placement.kv_repeat == 1:
         return scale
     batch = placement.spec("key")[0]

@@ -81,10 +81,11 @@ def place_problem(
     ring_order: str | None = None,
 ) -> Placement:
     """Fit the problem's rules to its shapes and mesh. Errors: ShardingError when strict or kv_heads='error' say so."""
+    counted = {axis for axes in problem.manual_sequence or () for axis in axes}
     fitted = fit(
         problem.rules,
         _shapes(problem),
-        problem.mesh,
+        tuple(axis._replace(kind="auto") if axis.name in counted else axis for axis in problem.mesh),
         mode=problem.mode,
         layout=problem.layout,
         strict=strict,

@@ -32,7 +32,8 @@ class AttentionProblem:
 
     `layout` is the caller's; thd counts as batch 1. `input_dtype` is the query's. `key_scale_shape` and
     `value_scale_shape` are in the caller's layout, None without a scale. `query_offset` is an int, or None where it is known
-    only at run time or nothing depends on it. `platform_source` says where the platform was read.
+    only at run time or nothing depends on it. `platform_source` says where the platform was read. `manual_sequence`: the
+    Manual axes over which the caller has split (queries, keys), where a strategy counts them in; lengths are those of all.
     """
 
     operation: type[PlannedOperation]
@@ -69,6 +70,7 @@ class AttentionProblem:
     device_kind: str
     platform_source: str
     vma: bool = False
+    manual_sequence: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     notes: tuple[str, ...] = ()
 
     @property

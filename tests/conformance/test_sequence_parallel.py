@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
-from attnops import Causal, Full, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops import Causal, Full, InputError, OperationMetadata, OperationRegistry, SlidingWindow
 
 from . import cases, harness
 
@@ -287,3 +287,122 @@ def test_a_rings_residuals_have_the_declared_name() -> None:
     text = str(jax.make_jaxpr(jax.grad(lambda q: attend(q, q, q).attention_outputs.sum()))(x))
     assert text.count("name=kept") == 2  # output and lse
     assert "name=attnops_output" not in text
+
+
+MANUAL = [
+    (case, strategy, mesh, manual, vma)
+    for case in ("causal", "segment_ids", "kv_lengths", "sinks_per_kv_head", "lse", "causal_window", "soft_cap")
+    for strategy, mesh, manual in (
+        ("zigzag", "sp4_ones", ("sp",)),
+        ("ring", "fsdp2_tp2_sp2", ("fsdp", "sp")),
+        ("zigzag", "fsdp2_tp2_sp2", ("sp",)),
+        ("ulysses", "fsdp2_tp2_sp2", ("fsdp", "tp", "sp")),
+        ("ulysses_ring", "cp2_sp2_tp2", ("cp", "sp")),
+    )
+    for vma in (True, False)
+]
+MANUAL_OFTEN = {
+    ("segment_ids", "zigzag", "sp4_ones", True),
+    ("lse", "ring", "fsdp2_tp2_sp2", False),
+    ("kv_lengths", "ulysses", "fsdp2_tp2_sp2", True),
+    ("segment_ids", "ulysses_ring", "cp2_sp2_tp2", False),
+    ("soft_cap", "zigzag", "fsdp2_tp2_sp2", True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "mesh", "manual", "vma"),
+    [
+        pytest.param(
+            *key,
+            marks=[] if (*key[:3], key[4]) in MANUAL_OFTEN else [pytest.mark.slow],
+            id=f"{'-'.join(map(str, key))}",
+        )
+        for key in MANUAL
+    ],
+)
+def test_a_sequence_that_the_caller_has_split(name: str, strategy: str, mesh: str, manual: Any, vma: bool) -> None:
+    """Inside the caller's own shard_map over the sequence (and other axes) the strategy is in force all the same."""
+    case, on, layout = cases.build(name, "bthd", SIZES), _mesh(MESHES[mesh]), "bthd"
+    attend = harness.RUNNABLE[NATIVE].make("float32", on, **_fields(strategy))
+    tensors = harness.draw(case, "float32")
+    sequence = tuple(a for a in ("cp", "sp") if a in MESHES[mesh])
+    batch, heads = ("fsdp" if "fsdp" in manual else None), ("tp" if "tp" in manual else None)
+    tensor = PartitionSpec(batch, sequence, heads)
+    specs = {
+        "query": tensor, "key": tensor, "value": tensor, "q_segment_ids": PartitionSpec(batch, sequence),
+        "kv_segment_ids": PartitionSpec(batch, sequence), "kv_lengths": PartitionSpec(batch),
+        "softmax_aux": PartitionSpec(heads),
+    }  # fmt: skip
+    arrays = dict(zip(("query", "key", "value"), harness.handed_over(case, tensors, "float32", layout), strict=True))
+    static = {n: v for n, v in case.call.items() if not isinstance(v, np.ndarray)}
+    arrays |= {n: v for n, v in case.call.items() if isinstance(v, np.ndarray)}
+    smooth = ("query", "key", "value", *case.differentiate)
+    out = [tensor, PartitionSpec(batch, heads, sequence)] if case.call.get("return_lse") else [tensor]
+
+    @jax.jit
+    def gradients(arrays: dict[str, Any]) -> Any:
+        def total(given: dict[str, Any]) -> Any:
+            call = arrays | given
+            local = jax.shard_map(
+                lambda x: _output_and_lse(attend(**x, **static)),
+                mesh=on,
+                in_specs=({n: specs[n] for n in call},),
+                out_specs=out,
+                axis_names=set(manual),
+                check_vma=vma,
+            )
+            output, *lse = local(call)
+            sums = (output * tensors.d_output).sum()
+            for x in lse:
+                sums += jnp.where(jnp.isfinite(x), x * tensors.d_lse, 0).sum()
+            return sums, (output, *lse)
+
+        return jax.grad(total, has_aux=True)({n: arrays[n] for n in smooth})
+
+    found, (output, *lse) = gradients(jax.tree.map(jnp.asarray, arrays))
+    published = harness.RUNNABLE[NATIVE].capability.tolerance["float32"]
+    result = harness.Result(
+        np.asarray(output, np.float64),
+        None,
+        np.asarray(lse[0], np.float64) if lse else None,
+        {n: np.asarray(g, np.float64) for n, g in found.items()},
+    )
+    harness.agree(result, harness.expect(case, tensors), published.forward, published.backward, shards=True)
+
+
+def _output_and_lse(made: Any) -> list[jax.Array]:
+    return [x for x in (made.attention_outputs, made.lse) if x is not None]
+
+
+def test_a_cache_that_the_caller_has_split() -> None:
+    """Decoding inside the caller's shard_map: whole queries, parts of the keys, and no gather of the cache."""
+    case, mesh = cases.build("one_query", "bthd", SIZES), _mesh({"sp": 8})
+    attend = harness.RUNNABLE[NATIVE].make("float32", mesh, sequence_parallel="ring")
+    tensors = harness.draw(case, "float32")
+    whole, split = PartitionSpec(), PartitionSpec(None, "sp")
+    decode = jax.jit(
+        jax.shard_map(
+            lambda q, k, v, n: attend(q, k, v, causal=False, kv_lengths=n, mode="autoregressive").attention_outputs,
+            mesh=mesh,
+            in_specs=(whole, split, split, whole),
+            out_specs=whole,
+        )
+    )
+    arrays = (*tensors[:3], case.call["kv_lengths"])
+    assert "all-gather" not in decode.lower(*arrays).compile().as_text()
+    np.testing.assert_allclose(decode(*arrays), harness.expect(case, tensors).output, atol=4e-6)
+
+
+def test_a_part_of_a_dense_mask_is_refused() -> None:
+    mesh = _mesh({"sp": 8})
+    attend = OperationRegistry.create("vanilla", OperationMetadata(mesh=mesh, sequence_parallel="ring"))
+    x, mask = jnp.ones((1, 64, 2, 8)), jnp.ones((1, 1, 64, 64), bool)
+    local = jax.shard_map(
+        lambda x, m: attend(x, x, x, mask=m).attention_outputs,
+        mesh=mesh,
+        in_specs=(PartitionSpec(None, "sp"), PartitionSpec(None, None, "sp")),
+        out_specs=PartitionSpec(None, "sp"),
+    )
+    with pytest.raises(InputError, match=r"sp is Manual here .* it can't be told which part this is"):
+        jax.jit(local)(x, mask)

@@ -1,0 +1,118 @@
+"""A sequence that the caller's own shard_map has split: with a declared strategy, its axes count as if attnops had split them.
+
+The call's arrays are then parts of the sequence, and the problem is that of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..errors import InputError
+from ..masks.base import Leaf
+from ..registry import AttentionProblem, Placement
+from ..registry.sequence import declared_axes
+from ..sharding import AttnShardingRules, MeshAxis
+from .arguments import Arrays, Options
+
+__all__ = ["of_the_whole", "share_of_heads", "split_by_caller", "whole_leaves", "without_manual"]
+
+
+def split_by_caller(
+    rules: AttnShardingRules, layout: str, axes: Sequence[MeshAxis], strategy: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The Manual axes that split (queries, keys); none for the strategy 'gather', whose keys are all that there are."""
+    if strategy == "gather":
+        return (), ()
+    manual, at = {a.name for a in axes if a.kind == "manual" and a.size > 1}, layout.index("t")
+    query, key = (tuple(a for a in declared_axes(spec, at) if a in manual) for spec in (rules.query, rules.key))
+    return query, key
+
+
+def of_the_whole(
+    shapes: Arrays, options: Options, layout: str, axes: Sequence[MeshAxis], query: Sequence[str], key: Sequence[str]
+) -> Arrays:
+    """The shapes of the whole sequence. Errors: InputError for what can't be told from a part: a dense mask or bias."""
+    sizes = {a.name: a.size for a in axes}
+    times = {"q": math.prod(sizes[a] for a in query), "kv": math.prod(sizes[a] for a in key)}
+    over, at = "+".join(dict.fromkeys((*query, *key))), layout.index("t")
+    leaves: tuple[Leaf, ...] = () if options.mask is None else options.mask.merge(shapes.mask_leaves).split()[1]
+    dense = [leaf.name for leaf in leaves if {"q", "kv"} <= set(leaf.dims)]
+    if shapes.bias is not None or dense:
+        raise InputError(
+            f"the sequence axis {over} is Manual here (this runs inside your own shard_map), and of {', '.join(dense) or 'bias'} "
+            "it can't be told which part this is; give a mask by its structure (Causal(), SegmentIds, kv_lengths, ...), or let "
+            "attnops split the sequence."
+        )
+
+    def tensor(x: Any, kind: str) -> Any:
+        """A tensor or a scale; a scale of length 1 counts for all keys."""
+        return x if x is None or x.shape[at] == 1 != shapes.key.shape[at] else _longer(x, at, times[kind])
+
+    def of_leaf(leaf: Leaf) -> Any:
+        x = leaf.array
+        for axis, dim in enumerate(leaf.dims):
+            x = _longer(x, axis, times[dim]) if dim in times else x
+        return x
+
+    last = len(layout.replace("h", "").replace("d", "")) - 1  # ids are [batch, time] or [tokens]
+    q_ids, kv_ids = shapes.q_segment_ids, shapes.kv_segment_ids
+    return shapes._replace(
+        query=_longer(shapes.query, at, times["q"]),
+        key=tensor(shapes.key, "kv"),
+        value=tensor(shapes.value, "kv"),
+        key_scale=tensor(shapes.key_scale, "kv"),
+        value_scale=tensor(shapes.value_scale, "kv"),
+        q_segment_ids=None if q_ids is None else _longer(q_ids, last, times["q"]),
+        kv_segment_ids=None if kv_ids is None else _longer(kv_ids, last, times["kv"]),
+        mask_leaves=tuple(of_leaf(leaf) for leaf in leaves),
+    )
+
+
+def whole_leaves(
+    leaves: tuple[jax.Array, ...], problem: AttentionProblem, placement: Placement
+) -> tuple[jax.Array, ...]:
+    """The mask's arrays as the operation wants them: where the caller's split is finer, they are brought together."""
+    manual = problem.manual_sequence
+    if not manual:
+        return leaves
+    found = []
+    for index, (x, leaf) in enumerate(zip(leaves, problem.leaves, strict=True)):
+        inside = placement.spec(f"leaf{index}")
+        for axis, (dim, split) in enumerate(zip(leaf.dims, (*inside, *(None,) * len(leaf.dims)), strict=False)):
+            if dim in ("q", "kv"):
+                kept = () if split is None else (split,) if isinstance(split, str) else tuple(split)
+                gone = tuple(a for a in manual[dim == "kv"] if a not in kept)
+                x = lax.all_gather(x, gone, axis=axis, tiled=True) if gone else x
+        found.append(x)
+    return tuple(found)
+
+
+def share_of_heads(x: jax.Array | None, problem: AttentionProblem, placement: Placement) -> jax.Array | None:
+    """Of an array with one element a head: those that an exchange over the caller's axes leaves to this device."""
+    manual = {a for axes in problem.manual_sequence or () for a in axes}
+    axes = tuple(a for a in placement.sequence.head_axes if a in manual)
+    if x is None or not axes:
+        return x
+    count = x.shape[0] // math.prod(a.size for a in problem.mesh if a.name in axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * count, count)
+
+
+def without_manual(specs: Any, problem: AttentionProblem) -> Any:
+    """Specs for the shard_map inside, which knows nothing of the caller's axes."""
+    manual = {a.name for a in problem.mesh if a.kind == "manual"}
+
+    def kept(spec: PartitionSpec) -> PartitionSpec:
+        entries = (tuple(a for a in declared_axes(spec, i) if a not in manual) for i in range(len(spec)))
+        return PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries))
+
+    return jax.tree.map(kept, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def _longer(x: Any, axis: int, times: int) -> Any:
+    return jax.ShapeDtypeStruct((*x.shape[:axis], x.shape[axis] * times, *x.shape[axis + 1 :]), x.dtype)
