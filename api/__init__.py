@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         InputError,
         InputTypeError,
         MaskError,
+        ProcessError,
         RefusedError,
         ShardingError,
         UnknownNameError,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from attnops.registry.declaration import Declaration
     from attnops.registry.model_declaration import LayerDeclaration, ModelDeclaration
     from attnops.sharding import AttnShardingRules, fit
+    from attnops.sharding.processes import check_processes, watch_processes
 
 __version__ = "0.1.0"
 
@@ -89,6 +91,7 @@ __all__ = [
     "Policy",
     "Positions",
     "Prefix",
+    "ProcessError",
     "Reason",
     "RefusedError",
     "Rule",
@@ -99,11 +102,13 @@ __all__ = [
     "SplashConfig",
     "UnknownNameError",
     "VanillaConfig",
+    "check_processes",
     "fit",
     "implementation",
     "mask_from_dict",
     "plan",
     "register_mask_function",
+    "watch_processes",
     "window_tokens",
 ]
 
@@ -117,6 +122,8 @@ _FILES = {
     "SdpaConfig": "operators.sdpa",
     "SplashConfig": "operators.splash",
     "VanillaConfig": "operators.vanilla",
+    "check_processes": "sharding.processes",
+    "watch_processes": "sharding.processes",
 }
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "InputError",
     "InputTypeError",
     "MaskError",
+    "ProcessError",
     "RefusedError",
     "ShardingError",
     "UnknownNameError",
@@ -46,6 +47,14 @@ class MaskError(AttnOpsError, ValueError):
 
 class ShardingError(AttnOpsError, ValueError):
     """A PartitionSpec that doesn't fit its tensor or its mesh, where that was declared an error."""
+
+
+class ProcessError(AttnOpsError, RuntimeError):
+    """Processes of one job that disagree, or of which some are missing or lost; `processes` has the ids of those named."""
+
+    def __init__(self, message: str, processes: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.processes = tuple(processes)
 
 
 class RefusedError(AttnOpsError, NotImplementedError):
