@@ -1,7 +1,7 @@
 """A sequence split over eight devices: attnops' strategies and their rivals. Time, temporary memory, what is sent, balance.
 
     python benchmarks/parallel.py [--python ejkernel=PATH] [--python tokamax=PATH] [--json FILE] [--only TEXT]
-    python benchmarks/parallel.py --report --json FILE
+    python benchmarks/parallel.py --report --json FILE        (or --markdown: the tables of docs/sequence-parallel.md)
 
 The devices are virtual: one machine's cores do the work of all eight. So a time here is the SUM of what the devices do, over
 the cores, with every copy between them in memory; it isn't the time of the slowest device, nor has it a network in it. A
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -32,18 +31,15 @@ from typing import Any
 
 import numpy as np
 from native import Worker, machine
+from parallel_tables import OURS, RIVALS, TOPOLOGY, WINDOW, describe, markdown, pairs, show, summary
 
 from attnops.verify.collectives import collectives, sent_bytes
 
-OURS = ("gather", "ring", "zigzag", "ulysses", "ulysses_ring")
-RIVALS = ("jit sequence", "jit heads", "ejkernel", "ejkernel window")
 SCRIPT = "parallel_worker.py"
-DEVICES, WINDOW = 8, 1024
 SECONDS, MOST_ROUNDS = 4.0, 7  # of an implementation in a cell
 STOP_RATIO, STOP_SECONDS = 3.0, 5.0
 MOST_BYTES = 12 << 30  # of whole logits, on all devices
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
-TOPOLOGY = "v5e:2x4"
 
 
 def _cell(mask: str, length: int, dtype: str = "float32", dim: int = 64, heads: int = 8, **more: Any) -> dict[str, Any]:
@@ -57,13 +53,6 @@ def cells() -> list[dict[str, Any]]:
     both += [_cell("causal", 8192)]
     forward = [_cell("full", 8192), _cell("window", 8192), _cell("causal", 8192, "bfloat16"), _cell("causal", 16384)]
     return [c | {"backward": b} for c in both for b in (False, True)] + [c | {"backward": False} for c in forward]
-
-
-def describe(cell: dict[str, Any]) -> str:
-    """`causal 8192 8/8 D 64 float32 fwd+bwd`."""
-    direction = "fwd+bwd" if cell["backward"] else "fwd"
-    heads = f"{cell['heads']}/{cell['kv_heads']}"
-    return f"{cell['mask']} {cell['length']} {heads} D {cell['dim']} {cell['dtype']} {direction}"
 
 
 def left_out(name: str, cell: dict[str, Any]) -> str | None:
@@ -189,15 +178,6 @@ def measure_balance(workers: dict[str, Worker]) -> list[dict[str, Any]]:
     return rows
 
 
-def pairs(cell: dict[str, Any]) -> int:
-    """Of a query and a key that it sees, of one head."""
-    length = cell["length"]
-    if cell["mask"] == "full":
-        return length**2
-    window = WINDOW if cell["mask"] == "window" else length
-    return sum(min(i + 1, window) for i in range(length))
-
-
 def measure_described(workers: dict[str, Worker], folder: Path) -> list[dict[str, Any]]:
     """Programs compiled for TPUs that aren't here."""
     rows = []
@@ -231,119 +211,6 @@ def interpreted(worker: Worker, folder: Path) -> dict[str, Any]:
     return {"cell": cell, **{key: found[key] for key in ("errors", "error", "stopped") if key in found}}
 
 
-# -- telling -----------------------------------------------------------------------------------------------------------
-
-
-def ratio(row: dict[str, Any], ours: str, rival: str, what: str = "seconds") -> float | None:
-    """Ours over theirs, an upper bound where the rival was stopped, None where one of them has no number."""
-    mine, theirs = row["results"].get(ours, {}), row["results"].get(rival, {})
-    other = theirs.get(what, theirs.get("stopped") if what == "seconds" else None)
-    return mine[what] / other if other and mine.get(what) else None
-
-
-def table(rows: list[dict[str, Any]], what: str) -> str:
-    """A line a cell, a column an implementation: ms, or MiB of a device."""
-    names = [name for name in (*OURS, *RIVALS) if any(name in row["results"] for row in rows)]
-    lines = [f"{'cell':<42}" + "".join(f"{name:>{max(9, len(name) + 2)}}" for name in names)]
-    for row in rows:
-        line = f"{describe(row['cell']):<42}"
-        for name in names:
-            found = row["results"].get(name, {})
-            value = found.get(what)
-            if what == "seconds":
-                text = (
-                    f"{value * 1e3:.0f}" if value else f">{found['stopped'] * 1e3:.0f}" if "stopped" in found else "-"
-                )
-                text = "wrong" if found.get("wrong") else text
-            else:
-                text = "-" if value is None else f"{value / 2**20:.1f}"
-            line += f"{text:>{max(9, len(name) + 2)}}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each strategy against each rival, and zigzag against the plain ring: cells, faster in, geometric means."""
-    found = []
-    for ours, rival in [(o, r) for o in OURS for r in RIVALS] + [
-        ("zigzag", "ring"),
-        ("ring", "gather"),
-        ("ulysses", "gather"),
-    ]:
-        ratios = [x for row in rows if (x := ratio(row, ours, rival)) is not None]
-        temps = [x for row in rows if (x := ratio(row, ours, rival, "temp")) is not None]
-        if ratios:
-            mean, temp = (math.exp(statistics.fmean(map(math.log, some))) for some in (ratios, temps))
-            found.append(
-                {"ours": ours, "against": rival, "cells": len(ratios), "faster in": sum(x < 1 for x in ratios),
-                 "time": round(mean, 3), "worst": round(max(ratios), 2), "temp": round(temp, 3),
-                 "stopped in": sum("stopped" in row["results"].get(rival, {}) for row in rows)}
-            )  # fmt: skip
-    return found
-
-
-def show(found: dict[str, Any]) -> None:
-    print(json.dumps({key: found[key] for key in ("machine", "versions", "left out")}))
-    rows = found["rows"]
-    print(
-        f"\n{DEVICES} virtual devices on {found['machine']['cores']} cores: the sum of the devices' work, ms (medians)"
-    )
-    print(table(rows, "seconds"))
-    print("> = stopped after; wrong = its numbers differ from the float64 reference; - = see 'why not'")
-    print("\nTemporary memory of a device, MiB")
-    print(table(rows, "temp"))
-    print("\nSent by a device, MiB")
-    print(table(rows, "sent"))
-    print("\nRatios, geometric means; below 1 the first is faster, or takes less temporary memory")
-    print(f"{'':32}{'cells':>6}{'faster in':>10}{'time':>8}{'worst':>8}{'temp':>8}{'stopped in':>11}")
-    for one in summary(rows):
-        head = f"{one['ours']} / {one['against']}"
-        print(
-            f"{head:32}{one['cells']:>6}{one['faster in']:>10}{one['time']:>8.2f}{one['worst']:>8.2f}{one['temp']:>8.2f}"
-            f"{one['stopped in']:>11}"
-        )
-    reasons = {
-        (name, reason): describe(row["cell"])
-        for row in rows
-        for name, one in row["results"].items()
-        if (
-            reason := one.get("error")
-            or one.get("left out")
-            or (f"wrong: errors {one['errors']}" if one.get("wrong") else None)
-        )
-    }
-    print("\nWhy not (the last such cell)")
-    for (name, reason), cell in reasons.items():
-        print(f"{name:16} {cell}: {reason}")
-    print(
-        "\nBalance: operations of the matrix products that a device runs; 'lockstep' = the sum of each hop's busiest device"
-    )
-    print(
-        f"{'cell':34}{'pass':10}{'':14}{'hops':>5}{'done/needed':>12}{'busiest/mean':>13}{'lockstep/mean':>14}  GFLOP a device"
-    )
-    for row in found["balance"]:
-        head = f"{describe(row['cell'])[: -len(' fwd+bwd')]:34}{row['pass']:10}{row['name']:16}"
-        if "error" in row:
-            print(head, row["error"])
-            continue
-        each = " ".join(f"{n / 1e9:.2f}" for n in row["operations"])
-        print(
-            f"{head}{len(row['hops']):>3}{row['done over needed']:>12.3f}{row['busiest over mean']:>13.3f}"
-            f"{row['lockstep over mean']:>14.3f}  {each}"
-        )
-    print(f"\nCompiled for a described TPU {TOPOLOGY}, not run: MiB of a device")
-    for row in found["described"]:
-        mib = {key: f"{row[key] / 2**20:.1f}" for key in ("temp", "sent", "overlapped") if key in row}
-        numbers = (
-            f"temp {mib['temp']:>8}  sent {mib['sent']:>7}  of it overlapped {mib['overlapped']:>7}"
-            if mib
-            else row.get("error", row)
-        )
-        print(f"{describe(row['cell']):42}{row['name']:16}{numbers}")
-    if "tokamax" in found:
-        print(f"\ntokamax's ring, interpreted, {describe(found['tokamax']['cell'])}: {found['tokamax']}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="a rival's own interpreter")
@@ -351,11 +218,15 @@ def main() -> None:
     parser.add_argument("--skip", action="append", default=[], choices=("time", "balance", "described"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--report", action="store_true", help="only print the JSON file's results")
+    parser.add_argument(
+        "--markdown", action="store_true", help="only print the JSON file's results, as the manual has them"
+    )
     options = parser.parse_args()
-    if options.report:
+    if options.report or options.markdown:
         if not options.json:
-            parser.error("--report wants --json FILE")
-        show(json.loads(options.json.read_text()))
+            parser.error("--report and --markdown want --json FILE")
+        found = json.loads(options.json.read_text())
+        print(markdown(found)) if options.markdown else show(found)
         return
     own = dict(pair.split("=", 1) for pair in options.python)
     if unknown := sorted(set(own) - {"ejkernel", "tokamax"}):

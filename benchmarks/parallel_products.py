@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,7 +84,9 @@ def executed(call: Callable[[], Any], text: str) -> dict[int, dict[int, int]]:
     """Run `call`, which runs the compiled program of this text once; device -> hop -> operations of its products."""
     multiplying = products(text)
     devices: dict[int, dict[int, int]] = {i: defaultdict(int) for i in range(jax.device_count())}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        # jaxlib's types of these have no module, of which Python 3.13 warns; as an error that ends the process.
+        warnings.filterwarnings("ignore", "builtin type", DeprecationWarning)
         with jax.profiler.trace(folder):
             jax.block_until_ready(call())
         (path,) = Path(folder).glob("**/*.xplane.pb")
