@@ -58,7 +58,13 @@ def sizes(way: str, chips: int) -> dict[str, int]:
 
 
 CELLS = [
-    *(f"attention/{way}/{chips}/{kind}" for chips in TARGETS for kind in TARGETS[chips] for way in WAYS),
+    *(
+        f"attention/{way}/{chips}/{kind}"
+        for chips in TARGETS
+        for kind in TARGETS[chips]
+        for way in WAYS
+        if WAYS[way].inner < chips  # else nothing is left to split the sequence over
+    ),
     *(f"layer/{way}/256/{kind}" for kind in TARGETS[256] for way in WAYS),
 ]
 
@@ -196,7 +202,7 @@ def report(found: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for chips in TARGETS:
-        for way in WAYS:
+        for way in (way for way in WAYS if WAYS[way].inner < chips):
             row = [str(chips), way, ",".join(f"{n}={s}" for n, s in sizes(way, chips).items())]
             for kind in TARGETS[chips]:
                 row += _attention_columns(cells.get(f"attention/{way}/{chips}/{kind}"))

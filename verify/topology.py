@@ -59,5 +59,9 @@ def described_mesh(topology: str, sizes: Mapping[str, int] | None = None) -> Mes
             f"mesh {got} has {math.prod(sizes.values())} devices and topology {topology} {len(devices)}; wanted sizes "
             f"that multiply to {len(devices)}."
         )
-    ordered: np.ndarray = np.asarray(devices).reshape(tuple(sizes.values()))
-    return Mesh(ordered, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    kinds = (AxisType.Auto,) * len(sizes)
+    try:  # neighbours on an axis are neighbours on the chips, as on a real pod
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=list(devices))
+    except (NotImplementedError, ValueError, AssertionError):  # a shape that jax finds no order for
+        ordered: np.ndarray = np.asarray(devices).reshape(tuple(sizes.values()))
+        return Mesh(ordered, tuple(sizes), axis_types=kinds)
