@@ -186,7 +186,7 @@ def _local_call(plan: Plan, options: Options, local: Operands, scan: bool | None
     split = placement.sequence
     ring = None
     if split.ring_axes:
-        ring = Ring(split.ring_axes, split.ring_size, split.hops, bool(scan), split.zigzag)
+        ring = Ring(split.ring_axes, split.ring_size, split.hops, bool(scan), split.zigzag, split.whole_pairs)
     # A device's own lengths; a kernel may get them in pieces.
     q_len, kv_len = (n * split.pieces for n in (placement.local.q_len, placement.local.kv_len))
     shard, shards = _index(placement.q_axes, problem)

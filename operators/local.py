@@ -28,6 +28,7 @@ class Ring:
     """axis: the mesh axes that split the sequence, as one. hops: how far, in shards, the keys have come at each step that some
     device has something to see in; the first is 0. scan: one compiled step for all, else one for each. zigzag: this device's
     rows and keys are the k-th of 2 * size pieces and the k-th from the end, where else they are the k-th of size.
+    whole_pairs: there a piece of the rows sees all of each piece of the keys before it, so that no mask is looked at.
     """
 
     axes: tuple[str, ...]
@@ -35,6 +36,7 @@ class Ring:
     hops: tuple[int, ...]
     scan: bool
     zigzag: bool = False
+    whole_pairs: bool = False
 
     @property
     def pieces(self) -> int:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..masks import Full
 from .kernels.operands import Operands, Places, Traced
 from .kernels.part import PartKernel, differentiable
 from .local import Ring, by_row
@@ -82,15 +83,19 @@ def with_sinks(output: jax.Array, lse: jax.Array, sinks: jax.Array, layout: str)
 
 
 class _Pair(NamedTuple):
-    """Which piece of this device's queries sees which piece of the keys that are there; traced where devices differ."""
+    """Which piece of this device's queries sees which piece of the keys that are there; traced where devices differ.
+
+    behind: the queries' piece is a later one than the keys'.
+    """
 
     query: int | jax.Array
     keys: int | jax.Array
+    behind: bool = False
 
 
 def _first_pairs(ring: Ring) -> tuple[_Pair, ...]:
     """With this device's own keys; the first ones begin each piece of the queries."""
-    return (_Pair(0, 0), _Pair(1, 0), _Pair(1, 1)) if ring.zigzag else (_Pair(0, 0),)
+    return (_Pair(0, 0), _Pair(1, 0, True), _Pair(1, 1)) if ring.zigzag else (_Pair(0, 0),)
 
 
 def _pairs(ring: Ring, distance: Any) -> tuple[_Pair, ...]:
@@ -99,7 +104,7 @@ def _pairs(ring: Ring, distance: Any) -> tuple[_Pair, ...]:
         return (_Pair(0, 0),)
     # Keys of a later device: their early piece is later than our early queries, their late piece earlier than our late ones.
     same = jnp.where(lax.axis_index(ring.axes) < distance, 1, 0)
-    return _Pair(1, 0), _Pair(same, same)
+    return _Pair(1, 0, True), _Pair(same, same, True)
 
 
 def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
@@ -219,6 +224,8 @@ def _seen(static: _Static, traced: Traced, pair: _Pair, distance: Any) -> tuple[
         _cut(x, dims, start, kv_len, pair.query, ring) for x, dims in zip(traced.leaves, static.dims, strict=True)
     )
     places = replace(places, q_len=q_len, kv_len=kv_len, k_start=None)
+    if pair.behind and ring.whole_pairs:
+        places, leaves = replace(places, mask=Full()), ()
     traced = traced._replace(leaves=leaves, k_start=start)
     if ring.zigzag:
         places = replace(places, q_start=None)

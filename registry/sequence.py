@@ -25,6 +25,7 @@ class SequenceSplit:
     head_axes: those of them around which keys travel, and those that split heads instead of the sequence inside.
     hops: how far keys come around the ring, in shards, 0 first: where some device may see something.
     zigzag: a device works on two pieces of the sequence, the k-th from its begin and the k-th from its end.
+    whole_pairs: on a zigzag ring, every piece of the queries sees all of every piece of the keys before it.
     gathers: keys enter the operation split as the queries are, and are brought together inside.
     declared: the axes that the rules name for the queries' sequence, whether they fit or not.
     """
@@ -38,6 +39,7 @@ class SequenceSplit:
     head_size: int = 1
     hops: tuple[int, ...] = ()
     zigzag: bool = False
+    whole_pairs: bool = False
     gathers: bool = False
     declared: tuple[str, ...] = ()
 
@@ -103,6 +105,7 @@ def split_sequence(
     heads = {"ulysses": query_axes, "ulysses_ring": tuple(a for a in query_axes if a == declared[-1])}.get(strategy, ())
     ring = () if strategy == "gather" else tuple(a for a in query_axes if a not in heads)
     hops = _hops(problem, size(ring)) if ring else ()
+    zigzag = bool(ring) and _zigzag(problem, size(ring), hops, order)
     return SequenceSplit(
         strategy,
         query_axes,
@@ -112,7 +115,8 @@ def split_sequence(
         heads,
         size(heads),
         hops,
-        bool(ring) and _zigzag(problem, size(ring), hops, order),
+        zigzag,
+        zigzag and problem.mask.is_static and is_triangular(problem, size(ring), whole=True),
         strategy == "gather" and key_axes == query_axes,
         declared,
     )
@@ -145,12 +149,15 @@ def _zigzag(problem: AttentionProblem, shards: int, hops: tuple[int, ...], order
     return is_triangular(problem, shards)
 
 
-def is_triangular(problem: AttentionProblem, shards: int) -> bool:
-    """Whether, of twice as many pieces as shards, none is seen from a piece before it, whatever the call's arrays hold."""
+def is_triangular(problem: AttentionProblem, shards: int, *, whole: bool = False) -> bool:
+    """Whether, of twice as many pieces as shards, none is seen from a piece before it, whatever the call's arrays hold; and,
+    if asked, all of it from those behind.
+    """
     pieces = 2 * shards
     if problem.dynamic_query_offset or problem.q_len % pieces or problem.kv_len % pieces:
         return False
-    return not np.triu(_live(problem, pieces), 1).any()
+    live = _live(problem, pieces)
+    return not np.triu(live, 1).any() and (not whole or bool((live[np.tril_indices(pieces, -1)] == 2).all()))
 
 
 @functools.lru_cache(maxsize=256)
