@@ -276,6 +276,43 @@ def test_a_cache_that_is_split_along_the_sequence_stays_where_it_is(name: str, k
     _check(NATIVE, "ring", case, mesh, layout)
 
 
+@pytest.mark.parametrize("strategy", [s if s == "zigzag" else pytest.param(s, marks=pytest.mark.slow) for s in FIELDS])
+@pytest.mark.parametrize(
+    "kv_heads", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_heads_split_over_more_fewer_or_as_many_devices_as_kv_heads(kv_heads: int, strategy: str) -> None:
+    case = cases.build("gqa", "bthd", replace(SIZES, kv_heads=kv_heads))
+    case.kv_heads = kv_heads
+    sizes = {"cp": 2, "sp": 2, "tp": 2} if strategy == "ulysses_ring" else {"tp": 2, "sp": 4}
+    plan = _plan(NATIVE, case, _mesh(sizes), "bthd", **_fields(strategy))
+    assert plan.placement.kv_repeat == (2 if kv_heads == 1 else 1)
+    prefix = _fields(strategy)["sequence_parallel"]
+    if "ulysses" in strategy and kv_heads < 8:
+        assert _codes(plan) == {f"{prefix}.kv_heads"}
+    else:
+        _check(NATIVE, strategy, case, _mesh(sizes), "bthd")
+
+
+@pytest.mark.parametrize("strategy", FIELDS)
+@pytest.mark.parametrize("mode", ["prefill", "insert"])
+def test_other_modes(mode: str, strategy: str) -> None:
+    """Prefill is split as training is; insert as decoding is, where only the keys are."""
+    case, mesh = cases.build("causal", "bthd", SIZES), _mesh(MESHES[MAIN[strategy]])
+    case.call |= {"mode": mode}
+    fields = _fields(strategy)
+    if strategy == "ulysses_ring":
+        fields = fields | {"partition_axis": TWO_AXES["partition_axis"] | {"decode_key_sequence_axis": ["cp", "sp"]}}
+    plan = _plan(NATIVE, case, mesh, "bthd", **fields)
+    whole = "" if strategy == "gather" else "merge"
+    assert plan.placement.sequence.strategy == (whole if mode == "insert" else fields["sequence_parallel"])
+    attend = harness.RUNNABLE[NATIVE].make("float32", mesh, **fields)
+    tensors = harness.draw(case, "float32")
+    arrays = harness.handed_over(case, tensors, "float32", "bthd")
+    got = jax.jit(lambda *x: attend(*x, **case.call).attention_outputs)(*arrays)
+    want = harness.expect(case, tensors).output
+    np.testing.assert_allclose(got, want, atol=4e-6 * np.abs(want).max())
+
+
 def test_a_rings_residuals_have_the_declared_name() -> None:
     config = {"interpret": True, "block_q": 128, "block_kv": 128, "residual_checkpoint_name": "kept"}
     metadata = OperationMetadata(
