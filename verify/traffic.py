@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from ..registry import AttentionProblem, Placement, Plan
+from ..registry import Plan
 from .collectives import Collective
+from .placed_tensors import PlacedTensor, all_axes, axes_by_dim, placed_tensors, sent_itemsize
 
 __all__ = ["Need", "Traffic", "least_traffic"]
 
@@ -33,18 +33,6 @@ class Need:
     kind: str
     sent_bytes: float
     what: str
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """An operand inside the operation: its whole shape, bytes of an element, and the axes of each dimension."""
-
-    name: str
-    shape: tuple[int, ...]
-    itemsize: int
-    declared: tuple[tuple[str, ...], ...]
-    inside: tuple[tuple[str, ...], ...]
-    gradient: bool
 
 
 class Traffic(NamedTuple):
@@ -81,9 +69,9 @@ class _Count:
         self.sizes = {axis.name: axis.size for axis in plan.problem.mesh}
         self.unknown: list[str] = []
         self.cpu = plan.problem.platform == "cpu"
-        self.item = _sent_as(plan.problem.runtime_dtype, self.cpu)
+        self.item = sent_itemsize(plan.problem.runtime_dtype, self.cpu)
         self.wide = max(self.item, 4)
-        self.tensors = tuple(_tensors(plan.problem, plan.placement, self.item))
+        self.tensors = tuple(placed_tensors(plan.problem, plan.placement, self.item))
 
     def forward(self) -> Iterator[Need]:
         for tensor in self.tensors:
@@ -98,7 +86,7 @@ class _Count:
             name = f"gradient of {tensor.name}"
             if tensor.name == "bias" and jnp.dtype(self.problem.runtime_dtype).itemsize < 4:
                 self.unknown.append("the gradient of the bias has the bias's dtype, which a plan doesn't hold")
-            inside, declared = _flat(tensor.inside), _flat(tensor.declared)
+            inside, declared = all_axes(tensor.inside), all_axes(tensor.declared)
             summed = work - inside
             local = self._bytes(tensor, inside, tensor.itemsize)
             if apart := summed & declared:  # it was gathered
@@ -115,7 +103,7 @@ class _Count:
             yield from self._moved(tensor, tensor.inside, back, tensor.itemsize, name)
         yield from self._of_strategy_backward()
 
-    def _copies(self, tensor: _Tensor, local: float) -> Iterator[Need]:
+    def _copies(self, tensor: PlacedTensor, local: float) -> Iterator[Need]:
         """The gradients of a repeated head's copies are added up, and come back to whoever had the head."""
         kv_heads, repeat = self.problem.kv_heads, self.placement.kv_repeat
         devices = self._size(set(tensor.inside[self._heads]))
@@ -130,7 +118,7 @@ class _Count:
     def _of_strategy(self) -> Iterator[Need]:
         split, named = self.split, {t.name: t for t in self.tensors}
         keys = [t for n, t in named.items() if n in ("key", "value", "key_scale", "value_scale")]
-        local = {t.name: self._bytes(t, _flat(t.inside), t.itemsize) for t in self.tensors}
+        local = {t.name: self._bytes(t, all_axes(t.inside), t.itemsize) for t in self.tensors}
         output, lse = self._output(), self._lse()
         returned = lse if "return_lse" in self.problem.features else 0
         if split.gathers:
@@ -161,7 +149,7 @@ class _Count:
     def _of_strategy_backward(self) -> Iterator[Need]:
         split, named = self.split, {t.name: t for t in self.tensors}
         keys = [t for n, t in named.items() if n in ("key", "value")]
-        local = {t.name: self._bytes(t, _flat(t.inside), t.itemsize) for t in self.tensors}
+        local = {t.name: self._bytes(t, all_axes(t.inside), t.itemsize) for t in self.tensors}
         smooth = [t for t in (named["query"], *keys) if t.gradient]
         output, lse = self._output(), self._lse()
         returned = lse if "return_lse" in self.problem.features or ("softmax_aux" in named and split.zigzag) else 0
@@ -198,17 +186,17 @@ class _Count:
 
     def _moved(
         self,
-        tensor: _Tensor,
+        tensor: PlacedTensor,
         before: tuple[tuple[str, ...], ...],
         after: tuple[tuple[str, ...], ...],
         itemsize: int,
         what: str,
     ) -> Iterator[Need]:
         """From one split to another: axes that are gone are gathered, those that change their dimension exchanged."""
-        gone = _flat(before) - _flat(after)
+        gone = all_axes(before) - all_axes(after)
         kept = [(a, i) for i, dim in enumerate(before) for a in dim if a not in gone]
         other = {a for a, i in kept if a not in after[i]}
-        local = self._bytes(tensor, _flat(before), itemsize)
+        local = self._bytes(tensor, all_axes(before), itemsize)
         if other:
             self.unknown.append(
                 f"{tensor.name} is split otherwise inside than declared, and XLA chooses how it gets there"
@@ -216,7 +204,7 @@ class _Count:
         if gone:
             yield Need("all-gather", local * (self._size(gone) - 1), what)
 
-    def _bytes(self, tensor: _Tensor, axes: set[str], itemsize: int) -> float:
+    def _bytes(self, tensor: PlacedTensor, axes: set[str], itemsize: int) -> float:
         return math.prod(tensor.shape) * itemsize / self._size(axes)
 
     def _size(self, axes: set[str]) -> int:
@@ -228,80 +216,14 @@ class _Count:
 
     def _output(self) -> float:
         shape = self.problem.shape_of("output")
-        return math.prod(shape) * self.item / self._size(_flat(_entries(self.placement.spec("output"), 4)))
+        return math.prod(shape) * self.item / self._size(all_axes(axes_by_dim(self.placement.spec("output"), 4)))
 
     def _lse(self) -> float:
         problem = self.problem
         whole = problem.batch * problem.q_heads * problem.q_len * jnp.dtype(problem.softmax_dtype).itemsize
-        return whole / self._size(_flat(_entries(self.placement.spec("lse"), 3)))
+        return whole / self._size(all_axes(axes_by_dim(self.placement.spec("lse"), 3)))
 
-    def _has_rows(self, tensor: _Tensor) -> bool:
+    def _has_rows(self, tensor: PlacedTensor) -> bool:
         index = int(tensor.name.removeprefix("mask "))
         leaf = self.problem.leaves[index]
         return any(dim == "q" and n > 1 for dim, n in zip(leaf.dims, leaf.shape, strict=True))
-
-
-def _sent_as(dtype: str, cpu: bool) -> int:
-    """Bytes of an element on its way: XLA:CPU works on 16-bit floats as float32, and sends them so."""
-    size = jnp.dtype(dtype).itemsize
-    return max(size, 4) if cpu and size == 2 else size
-
-
-def _tensors(problem: AttentionProblem, placement: Placement, item: int) -> Iterator[_Tensor]:
-    """All operands, in the shapes that they have inside: four dimensions, repeated heads."""
-    for name in ("query", "key", "value"):
-        fitted = placement.fitted[name]
-        declared = placement.given(name, problem.shape_of(name))
-        shape = fitted.shape if len(fitted.shape) == 4 else (1, *fitted.shape)
-        narrow = name in problem.quantised
-        size = problem.itemsize_of(name) if narrow else item
-        yield _Tensor(
-            name,
-            shape,
-            size,
-            _entries(declared, 4),
-            _entries(placement.spec(name), 4),
-            not (narrow and problem.quantised[name] == "int8"),
-        )
-    for name in problem.scales:
-        axes = _entries(placement.spec(name), 3)
-        kv = placement.fitted["key"].shape[problem.layout.index("h")]
-        yield _Tensor(name, (problem.batch, kv, problem.kv_len), 4, axes, axes, True)
-    if problem.bias_shape is not None:
-        declared = placement.given("bias", problem.bias_shape)
-        yield _Tensor(
-            "bias",
-            problem.bias_shape,
-            item,
-            _entries(declared, 4),
-            _entries(placement.spec("bias"), 4),
-            True,
-        )
-    if problem.sinks_shape is not None:
-        declared = placement.given("softmax_aux", problem.sinks_shape)
-        inside = _entries(placement.spec("softmax_aux"), 1)
-        yield _Tensor("softmax_aux", (problem.q_heads,), 4, _entries(declared, 1)[:1], inside, True)
-    for index, leaf in enumerate(problem.leaves):
-        of_leaf = placement.fitted.get(leaf.name)
-        spec = PartitionSpec() if of_leaf is None else of_leaf.spec
-        rank = len(leaf.shape)
-        yield _Tensor(
-            f"mask {index}",
-            leaf.shape,
-            jnp.dtype(leaf.dtype).itemsize,
-            _entries(spec, rank),
-            _entries(placement.spec(f"leaf{index}"), rank),
-            False,
-        )
-
-
-def _entries(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
-    """The axes of each dimension; of a packed tensor, which has no batch, the first has none."""
-    entries = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec)
-    if len(entries) == rank - 1:
-        return ((), *entries)
-    return (*entries, *((),) * (rank - len(entries)))
-
-
-def _flat(entries: tuple[tuple[str, ...], ...]) -> set[str]:
-    return {axis for entry in entries for axis in entry}
