@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +18,36 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from attnops import Causal, OperationMetadata, OperationRegistry, check_processes
 
-# The outermost axis crosses the border between processes.
-MESHES = {
-    "gather": {"sp": 2, "fsdp": 2, "tp": 2},
-    "ring": {"sp": 4, "tp": 2},
-    "ulysses": {"sp": 2, "fsdp": 2, "tp": 2},
-    "data": {"fsdp": 4, "tp": 2},  # the gradients are what crosses
+
+class Case(NamedTuple):
+    """A mesh, whose outermost axis crosses the border between processes, and what is declared."""
+
+    mesh: dict[str, int]
+    fields: dict[str, Any]
+    strategy: str  # that has to be in force
+    zigzag: bool = False
+
+
+_SP_OUTSIDE = {"sp": 2, "fsdp": 2, "tp": 2}
+_TWO_AXES = {"partition_axis": {"query_sequence_axis": ["cp", "sp"], "key_sequence_axis": ["cp", "sp"]}}
+CASES = {
+    "gather": Case(_SP_OUTSIDE, {"sequence_parallel": "gather"}, "gather"),
+    "ring": Case({"sp": 4, "tp": 2}, {"sequence_parallel": "ring", "ring_order": "contiguous"}, "ring"),
+    "zigzag": Case({"sp": 4, "tp": 2}, {"sequence_parallel": "ring"}, "ring", True),
+    "ulysses": Case(_SP_OUTSIDE, {"sequence_parallel": "ulysses"}, "ulysses"),
+    "ulysses_ring": Case(
+        {"cp": 2, "sp": 2, "tp": 2}, {"sequence_parallel": "ulysses_ring", **_TWO_AXES}, "ulysses_ring", True
+    ),
+    "data": Case({"fsdp": 4, "tp": 2}, {}, ""),  # the gradients are what crosses
 }
+DECODED = ("gather", "zigzag")
 
 
-def put(array: Any, mesh: Mesh, *spec: Any) -> jax.Array:
+def put(array: Any, mesh: Mesh, *spec: str) -> jax.Array:
     """A global array, of which each process makes its own part."""
     array = np.asarray(array)
-    spec = tuple(axis if axis in mesh.axis_names else None for axis in spec)
+    axes = [tuple(a for a in axis.split() if a in mesh.axis_names) for axis in spec]
+    spec = tuple(axis[0] if len(axis) == 1 else axis or None for axis in axes)
     return jax.make_array_from_callback(array.shape, NamedSharding(mesh, PartitionSpec(*spec)), lambda i: array[i])
 
 
@@ -38,10 +55,14 @@ def whole(array: jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
-def train(metadata: OperationMetadata, mesh: Mesh) -> dict[str, np.ndarray]:
+def train(case: Case, metadata: OperationMetadata, mesh: Mesh) -> dict[str, np.ndarray]:
     attend, drawn = OperationRegistry.create("vanilla", metadata), layer.draw()
-    x, wanted = (put(v, mesh, "fsdp", "sp") for v in (drawn.x, drawn.wanted))
+    x, wanted = (put(v, mesh, "fsdp", "cp sp") for v in (drawn.x, drawn.wanted))
     weights = {name: put(w, mesh) for name, w in drawn.weights.items()}
+    shapes = [(layer.BATCH, layer.LENGTH, *shape[1:]) for shape in layer.SHAPES.values()]
+    plan = attend.plan(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes), mask=Causal())
+    split = plan.placement.sequence
+    assert (split.strategy, split.zigzag) == (case.strategy, case.zigzag), split
 
     def loss_of(weights: Any, x: jax.Array, wanted: jax.Array) -> jax.Array:
         q, k, v = (jnp.einsum("btw,whd->bthd", x, weights[name]) for name in layer.SHAPES)
@@ -87,16 +108,15 @@ def main(coordinator: str, count: int, process: int, result: str, kind: str, *ca
     jax.distributed.initialize(coordinator, count, process, initialization_timeout=30, heartbeat_timeout_seconds=60)
     found: dict[str, np.ndarray] = {}
     for name in cases:
-        sizes = MESHES[name]
+        case, sizes = CASES[name], CASES[name].mesh
         types = (AxisType[kind.capitalize()],) * len(sizes)
         mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
         owners = [frozenset(d.process_index for d in part.flat) for part in mesh.devices]
         assert mesh.size == jax.device_count()
         assert len(set(owners)) > 1, "the outermost axis stays within a process"
-        strategy = "gather" if name == "data" else name
-        metadata = OperationMetadata(mesh=mesh, sequence_parallel=strategy, fallback="error", tuning="off")
-        found |= {f"{name}.{key}": value for key, value in train(metadata, mesh).items()}
-        if name in ("gather", "ring"):
+        metadata = OperationMetadata(mesh=mesh, fallback="error", tuning="off", **case.fields)
+        found |= {f"{name}.{key}": value for key, value in train(case, metadata, mesh).items()}
+        if name in DECODED:
             found[f"{name}.decoded"] = decode(metadata, mesh)
     np.savez(result, **found)
 

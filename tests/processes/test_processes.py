@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import process_compute
 import process_layer
 import pytest
 from process_jobs import free_port, run_job, told
 
 TOLERANCE = 1e-5  # of the largest value; float32
 STEP_TOLERANCE = 2e-4  # ... of the change of a weight, a hundredth of the weight
-DECODED = ("gather", "ring")
-OFTEN = ("ring", "ulysses")
-EVERY = ("gather", "ring", "ulysses", "data")
+OFTEN = ("zigzag", "ulysses")
 
 
 def _run(
@@ -46,7 +45,7 @@ def _check(found: list[dict[str, np.ndarray]], cases: tuple[str, ...]) -> None:
     want: dict[str, Any] = {}
     for case in cases:
         want |= {f"{case}.{name}": value for name, value in trained.items()}
-        if case in DECODED:
+        if case in process_compute.DECODED:
             want[f"{case}.decoded"] = decoded
     for process, values in enumerate(found):
         assert values.keys() == want.keys()
@@ -64,4 +63,5 @@ def test_two_processes_train_and_decode(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "devices", "kind"), [(2, 4, "explicit"), (4, 2, "auto")])
 def test_other_jobs_train_and_decode(tmp_path: Path, count: int, devices: int, kind: str) -> None:
-    _check(_run(tmp_path, count, devices, kind, EVERY, optimised=True), EVERY)
+    every = tuple(process_compute.CASES)
+    _check(_run(tmp_path, count, devices, kind, every, optimised=True), every)
