@@ -1,7 +1,7 @@
 """A sequence split over eight devices: attnops' strategies and their rivals. Time, temporary memory, what is sent, balance.
 
     python benchmarks/parallel.py [--python ejkernel=PATH] [--python tokamax=PATH] [--json FILE] [--only TEXT]
-    python benchmarks/parallel.py --report --json FILE        (or --markdown: the tables of docs/sequence-parallel.md)
+    python benchmarks/parallel.py --report --json FILE [--page docs/sequence-parallel.md]
 
 The devices are virtual: one machine's cores do the work of all eight. So a time here is the SUM of what the devices do, over
 the cores, with every copy between them in memory; it isn't the time of the slowest device, nor has it a network in it. A
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from native import Worker, machine
-from parallel_tables import OURS, RIVALS, TOPOLOGY, WINDOW, describe, markdown, pairs, show, summary
+from native import HERE, Worker, machine
+from parallel_tables import OURS, RIVALS, TOPOLOGY, WINDOW, describe, fill, pairs, show, summary
 
 from attnops.verify.collectives import collectives, sent_bytes
 
@@ -218,15 +219,12 @@ def main() -> None:
     parser.add_argument("--skip", action="append", default=[], choices=("time", "balance", "described"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--report", action="store_true", help="only print the JSON file's results")
-    parser.add_argument(
-        "--markdown", action="store_true", help="only print the JSON file's results, as the manual has them"
-    )
+    parser.add_argument("--page", type=Path, help="put the tables into this page of the manual")
     options = parser.parse_args()
-    if options.report or options.markdown:
+    if options.report:
         if not options.json:
-            parser.error("--report and --markdown want --json FILE")
-        found = json.loads(options.json.read_text())
-        print(markdown(found)) if options.markdown else show(found)
+            parser.error("--report wants --json FILE")
+        tell(json.loads(options.json.read_text()), options.page)
         return
     own = dict(pair.split("=", 1) for pair in options.python)
     if unknown := sorted(set(own) - {"ejkernel", "tokamax"}):
@@ -236,6 +234,7 @@ def main() -> None:
     workers = {name: Worker(own.get(name.split()[0], sys.executable), SCRIPT) for name in names}
     found: dict[str, Any] = {
         "machine": machine(),
+        "commit": commit(),
         "versions": {},
         "left out": {},
         "rows": [],
@@ -280,7 +279,20 @@ def main() -> None:
         print(f"[{time.monotonic() - started:6.0f} s] done", file=sys.stderr)
     for worker in workers.values():
         worker.process.kill()
+    tell(found, options.page)
+
+
+def commit() -> str | None:
+    """Of the checkout that this file lies in."""
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def tell(found: dict[str, Any], page: Path | None) -> None:
     show(found)
+    if page:
+        fill(page, found)
 
 
 if __name__ == "__main__":

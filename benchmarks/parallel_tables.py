@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 OURS = ("gather", "ring", "zigzag", "ulysses", "ulysses_ring")
@@ -125,15 +126,20 @@ def _balance(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
 def _described(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
     yield ["cell", "", "temp", "sent", "of it overlapped"]
     for row in rows:
-        reason = [row.get("error", f"not compiled in {row.get('stopped', 0):.0f} s"), "-", "-"]
-        numbers = [_value(row, what) for what in ("temp", "sent", "overlapped")] if "temp" in row else reason
+        numbers = (
+            [_value(row, what) for what in ("temp", "sent", "overlapped")] if "temp" in row else ["none", "-", "-"]
+        )
         yield [describe(row["cell"]), row["name"], *numbers]
+
+
+def _failure(row: dict[str, Any]) -> str:
+    return row.get("error", f"not compiled in {row.get('stopped', 0):.0f} s")
 
 
 def _aligned(lines: Iterator[list[str]]) -> str:
     table = list(lines)
     widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    left = {0, 1, 2} if table[0][:2] == ["cell", "pass"] else {0}
+    left = {0, 1, 2} if table[0][:2] == ["cell", "pass"] else {0, 1} if table[0][:2] == ["cell", ""] else {0}
     return "\n".join(
         "  ".join(x.ljust(n) if i in left else x.rjust(n) for i, (x, n) in enumerate(zip(line, widths, strict=True)))
         for line in table
@@ -148,7 +154,7 @@ def _markdown(lines: Iterator[list[str]]) -> str:
 def show(found: dict[str, Any]) -> None:
     """Everything, on the terminal."""
     rows, cores = found["rows"], found["machine"]["cores"]
-    print(json.dumps({key: found[key] for key in ("machine", "versions", "left out")}))
+    print(json.dumps({key: found[key] for key in ("machine", "commit", "versions", "left out")}))
     print(f"\n{DEVICES} virtual devices on {cores} cores: ms (medians), the sum of the devices' work over the cores")
     print(_aligned(_cells(rows, "seconds")))
     print("> = stopped after; wrong = its numbers differ from the float64 reference; - = told below")
@@ -167,13 +173,26 @@ def show(found: dict[str, Any]) -> None:
     print(_aligned(_balance(found["balance"])))
     print(f"\nCompiled for a described TPU {TOPOLOGY}, not run: MiB of a device, in HBM (XLA keeps some in VMEM)")
     print(_aligned(_described(found["described"])))
+    for name, reason in {(row["name"], _failure(row)) for row in found["described"] if "temp" not in row}:
+        print(f"{name}: {reason}")
     if "tokamax" in found:
         print(f"\ntokamax's ring in the interpreter, {describe(found['tokamax']['cell'])}: {found['tokamax']}")
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """The manual's tables."""
+def fill(page: Path, found: dict[str, Any]) -> None:
+    """Put the tables where the manual's page has `<!-- parallel: NAME -->` and, after the old one, `<!-- end -->`."""
     rows = found["rows"]
-    parts = [_cells(rows, "seconds"), _cells(rows, "temp"), _cells(rows, "sent"), _ratios(rows)]
-    parts += [_balance(found["balance"]), _described(found["described"])]
-    return "\n\n".join(map(_markdown, parts))
+    tables = {
+        "seconds": _cells(rows, "seconds"),
+        "temp": _cells(rows, "temp"),
+        "sent": _cells(rows, "sent"),
+        "ratios": _ratios(rows),
+        "balance": _balance(found["balance"]),
+        "described": _described(found["described"]),
+    }
+    text = page.read_text()
+    for name, lines in tables.items():
+        begin, end = f"<!-- parallel: {name} -->\n", "<!-- end -->"
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{_markdown(lines)}\n\n{end}{rest.split(end, 1)[1]}"
+    page.write_text(text)
