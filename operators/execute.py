@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Operands", "execute"]
 
+_UNROLLED = 8  # hops, where it isn't declared
+
 
 class Operands(NamedTuple):
     """The arrays that cross into shard_map, in canonical form (4-D q, k, v; one sink per head; a scale for every key)."""
@@ -186,7 +188,9 @@ def _local_call(plan: Plan, options: Options, local: Operands, scan: bool | None
     split = placement.sequence
     ring = None
     if split.ring_axes:
-        ring = Ring(split.ring_axes, split.ring_size, split.hops, bool(scan), split.zigzag, split.whole_pairs)
+        # Unrolled, a program grows with the hops; and XLA:CPU, where nothing overlaps, keeps the buffers of each.
+        looped = problem.platform == "cpu" or len(split.hops) > _UNROLLED if scan is None else scan
+        ring = Ring(split.ring_axes, split.ring_size, split.hops, looped, split.zigzag, split.whole_pairs)
     # A device's own lengths; a kernel may get them in pieces.
     q_len, kv_len = (n * split.pieces for n in (placement.local.q_len, placement.local.kv_len))
     shard, shards = _index(placement.q_axes, problem)

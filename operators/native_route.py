@@ -35,6 +35,7 @@ _ONE_TILE = 512  # lengths up to this are one tile,
 _ONE_TILE_BYTES = 8 << 20  # of as many heads as this holds
 _TILE_CELLS = 1 << 18  # logits of a tile of one head: the fewest that XLA:CPU spreads over its threads
 _ACCELERATOR_CELLS = 1 << 25  # of a tile over all heads: 128 MiB in float32
+_RING_BLOCK = 128  # no smaller blocks than that in a ring
 _DECODE_ROWS = 16  # query rows of all heads together, up to which block-diagonal products are cheap
 _DECODE_KEYS = 2048
 _PIECES = 8
@@ -83,13 +84,18 @@ def _blocks(
         # An accelerator wants all heads at once; the tile is then bounded by its memory.
         most_q = most_kv = 512
         heads = _divisor(local.kv_heads, _ACCELERATOR_CELLS // (group * most_q * most_kv))
-    elif max(local.q_len, local.kv_len) <= _ONE_TILE:
+    elif max(local.q_len, local.kv_len) <= _ONE_TILE and not placement.sequence.ring_axes:
         most_q = most_kv = _ONE_TILE
         heads = _divisor(local.kv_heads, _ONE_TILE_BYTES // (4 * group * local.q_len * local.kv_len))
     else:
         # One kv head at a time. Where blocks are skipped, smaller ones skip more.
         rows = 1024 if isinstance(problem.mask, Full) or group > 1 else 512
         most_q, most_kv, heads = max(8, rows // group), _TILE_CELLS // rows, 1
+        if placement.sequence.ring_axes:  # two blocks at least, for one alone isn't skipped where nothing is seen
+            most_q, most_kv = (
+                min(most, max(_RING_BLOCK, math.ceil(length / 2)))
+                for most, length in ((most_q, local.q_len), (most_kv, local.kv_len))
+            )
     sizes = _balanced(local.q_len, block_q or most_q), _balanced(local.kv_len, block_kv or most_kv)
     return *sizes, heads, *sizes
 

@@ -124,16 +124,15 @@ def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.A
             output, lse = _put(output, both, pair.query, ring, rows), _put(lse, both_lse, pair.query, ring, 2)
         return output, lse
 
-    def step(carry: Any, distance: Any, by: int) -> Any:
-        keys, found = carry
-        keys = _moved(keys, ring, by)
-        return keys, more(found, _pairs(ring, distance), keys, distance)
+    def work(keys: _Keys, found: Any, distance: Any, by: int) -> Any:
+        del by  # nothing but keys travels
+        return more(found, _pairs(ring, distance), keys, distance)
 
     keys, first = (operands.key, operands.value), _first_pairs(ring)
     begun = [attend(pair, keys, 0) for pair in first[: ring.pieces]]
     output, lse = (jnp.concatenate(x, axis) for x, axis in zip(zip(*begun, strict=True), (rows, 2), strict=True))
     found = more((output, lse), first[ring.pieces :], keys, 0)
-    output, lse = _along(ring, ring.hops, step, (keys, found))[1]
+    output, lse = _along(ring, ring.hops, work, keys, found)
     return output.astype(operands.query.dtype), lse
 
 
@@ -163,10 +162,10 @@ def _backward(
             d_value = _added(d_value, share.value, pair.keys, ring, rows)
         return d_query, d_key, d_value
 
-    def step(carry: Any, distance: Any, by: int) -> Any:
-        keys, (d_query, d_key, d_value) = carry
-        keys, (d_key, d_value) = _moved((keys, (d_key, d_value)), ring, by)
-        return keys, more((d_query, d_key, d_value), _pairs(ring, distance), keys, distance)
+    def work(keys: _Keys, found: Any, distance: Any, by: int) -> Any:
+        d_query, d_key, d_value = found
+        d_key, d_value = _moved((d_key, d_value), ring, by)
+        return more((d_query, d_key, d_value), _pairs(ring, distance), keys, distance)
 
     # The keys wait for the gradient, and go around the other way: else XLA takes these hops for those of the forward pass,
     # and keeps every part for them. (XLA:CPU doesn't keep to the barrier.)
@@ -174,22 +173,33 @@ def _backward(
     wide = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in (operands.query, key, value)]
     found = more(wide, _first_pairs(ring), (key, value), 0)
     hops = (0, *reversed(ring.hops[1:]))
-    _, (d_query, d_key, d_value) = _along(ring, hops, step, ((key, value), found))
+    d_query, d_key, d_value = _along(ring, hops, work, (key, value), found)
     d_key, d_value = _moved((d_key.astype(key.dtype), d_value.astype(value.dtype)), ring, -hops[-1])  # home
     return Operands(d_query.astype(operands.query.dtype), d_key, d_value, None, None)
 
 
-def _along(ring: Ring, hops: tuple[int, ...], step: Any, carry: Any) -> Any:
-    """Fold over the hops after the first: step(carry, distance, how far the keys move before it)."""
+def _along(ring: Ring, hops: tuple[int, ...], work: Any, keys: _Keys, found: Any) -> Any:
+    """Fold over the hops after the first: work(keys, found, distance, how far they moved to get here).
+
+    In a loop the keys of the next hop are sent before the work on these, and don't wait for it.
+    """
     moves = [after - before for before, after in itertools.pairwise(hops)]
     alike = next((i for i in range(len(moves)) if len(set(moves[i:])) == 1), len(moves))
-    loop = ring.scan and len(moves) - alike > 1
+    loop = ring.scan and len(moves) - alike > 2
     for distance, by in zip(hops[1 : alike + 1] if loop else hops[1:], moves, strict=False):
-        carry = step(carry, distance, by)
+        keys = _moved(keys, ring, by)
+        found = work(keys, found, distance, by)
     if not loop:
-        return carry
-    distances = jnp.asarray(hops[alike + 1 :], jnp.int32)
-    return lax.scan(lambda carry, distance: (step(carry, distance, moves[-1]), None), carry, distances)[0]
+        return found
+
+    def step(carry: Any, distance: Any) -> Any:
+        keys, found = carry
+        return (_moved(keys, ring, by), work(keys, found, distance, by)), None
+
+    by = moves[-1]
+    carry = _moved(keys, ring, by), found
+    (keys, found), _ = lax.scan(step, carry, jnp.asarray(hops[alike + 1 : -1], jnp.int32))
+    return work(keys, found, hops[-1], by)
 
 
 def merged(
