@@ -55,6 +55,8 @@ def attnops(strategy: str, order: str | None = None) -> Callable[[dict[str, Any]
         from attnops import Causal, Full, OperationMetadata, OperationRegistry, SlidingWindow
 
         fields: dict[str, Any] = {"sequence_parallel": strategy, "ring_order": order, "runtime_dtype": cell["dtype"]}
+        if cell.get("unrolled"):  # the hops of a loop can't be told apart
+            fields["scan_ring_attention"] = False
         axes: tuple[str, ...] = ("sp",)
         mesh = mesh_of(devices, {"sp": len(devices)})
         if strategy == "ulysses_ring":
@@ -247,7 +249,7 @@ def answer(asked: dict[str, Any], programs: dict[str, Program]) -> dict[str, Any
         programs[name].run()
         return {"seconds": time.perf_counter() - start}
     if asked["do"] == "balance":
-        return Program(name, asked["cell"]).balance()
+        return Program(name, asked["cell"] | {"unrolled": True}).balance()
     if asked["do"] == "described":
         memory, text = described(name, asked["cell"], asked["topology"])
         Path(asked["text"]).write_text(text)

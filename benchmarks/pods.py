@@ -72,14 +72,17 @@ CELLS = [
 def compile_cell(name: str) -> dict[str, Any]:
     """What the compiler says of a cell."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from attnops import OperationMetadata, OperationRegistry
+    from attnops import OperationMetadata, OperationRegistry, RefusedError
     from attnops.verify.topology import described_mesh
 
     kind, way, chips, generation = name.split("/")
     mesh = described_mesh(TARGETS[int(chips)][generation], sizes(way, int(chips)))
     metadata = OperationMetadata(mesh=mesh, tuning="off", fallback="error", **WAYS[way].fields)
     attend = OperationRegistry.create("splash", metadata)
-    return (_attention if kind == "attention" else _layer)(attend, mesh)
+    try:
+        return (_attention if kind == "attention" else _layer)(attend, mesh)
+    except RefusedError as error:
+        return {"refused": str(error)}
 
 
 def _attention(attend: Any, mesh: Any) -> dict[str, Any]:

@@ -56,20 +56,23 @@ def test_products_of_a_text() -> None:
 
 
 # Lengths in tiles of 512: of 16 x 16 of them a causal mask leaves 136; in a ring of whole shards a device has 1, 3, ... of them
-# more than the one before, each hop's busiest device has all four, but for the first hop's, which has three.
+# more than the one before, each hop's busiest device has all four, but for the first hop's, which has three. In zigzag order the pieces
+# are one tile long, and are cut in four: of each of the 16 on the diagonal a quarter is left out.
 @pytest.mark.parametrize(
     ("mask", "order", "tiles", "busiest", "lockstep"),
     [
         (Full(), "contiguous", 256, 1, 1),
         pytest.param(Causal(), "contiguous", 136, 31 / 17, 31 / 17, marks=pytest.mark.slow),
-        pytest.param(Causal(), "zigzag", 136, 1, 1, marks=pytest.mark.slow),
+        pytest.param(Causal(), "zigzag", 132, 1, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_ring_multiplies_what_its_tiles_need(
     mask: Any, order: str, tiles: int, busiest: float, lockstep: float
 ) -> None:
     mesh = jax.make_mesh((8,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
-    metadata = OperationMetadata(mesh=mesh, sequence_parallel="ring", ring_order=order, runtime_dtype="float32")
+    # Unrolled: the hops of a loop can't be told apart.
+    fields = {"sequence_parallel": "ring", "ring_order": order, "scan_ring_attention": False}
+    metadata = OperationMetadata(mesh=mesh, runtime_dtype="float32", **fields)
     attend = OperationRegistry.create("vanilla", metadata)
     x = jax.device_put(jnp.ones((1, 8192, 1, 16)), jax.NamedSharding(mesh, jax.P(None, "sp")))
     program = jax.jit(lambda x: attend(x, x, x, mask=mask).attention_outputs).lower(x).compile()
