@@ -1,7 +1,7 @@
 """Split sequences on pods that aren't here: what each strategy sends and holds, from programs compiled for described TPUs.
 
     python benchmarks/pods.py [--only NAME ...] [--json FILE [--resume]]
-    python benchmarks/pods.py --report --json FILE
+    python benchmarks/pods.py --report --json FILE [--page docs/sequence-parallel.md]
 
 Two kinds of cells. `attention`: the attention of Llama-3 70B (64 heads, 8 kv heads, 128 wide) on one sequence of 131072
 tokens in bfloat16, causal, with all gradients, at 8, 64 and 256 chips of v5p and v5e. `layer`: the whole decoder layer with
@@ -28,6 +28,7 @@ TARGETS = {
 }
 TWO_AXES = {"query_sequence_axis": ["cp", "sp"], "key_sequence_axis": ["cp", "sp"]}
 CELL_SECONDS = 1500
+_BEGIN, _END = "<!-- pods -->", "<!-- end of pods -->"
 
 
 class Way(NamedTuple):
@@ -261,6 +262,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--page", type=Path, help="put the tables into this page of the manual")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.cell:
@@ -280,7 +282,11 @@ def main() -> None:
             print(name, json.dumps(found["cells"][name])[:300], file=sys.stderr, flush=True)
             if options.json:
                 options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(report(found))
+    text = report(found)
+    print(text)
+    if options.page:
+        before, _, rest = options.page.read_text().partition(_BEGIN)
+        options.page.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{rest.partition(_END)[2]}")
 
 
 if __name__ == "__main__":

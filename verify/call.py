@@ -94,7 +94,7 @@ class TargetReport:
                     "collectives": None
                     if p.collectives is None
                     else [vars(c) | {"sent_bytes": c.sent_bytes} for c in p.collectives],
-                    "needs": [vars(need) for need in p.needs],
+                    "needs": [need._asdict() for need in p.needs],
                     "differences": list(p.differences),
                     "unknown": list(p.unknown),
                 }

@@ -30,9 +30,11 @@ def _operations(text: str) -> Counter[str]:
 
 def _by_hand(mesh: jax.sharding.Mesh, sequence: str | None):
     query = PartitionSpec("fsdp", sequence, "tp", None)
-    key = PartitionSpec("fsdp", None, "tp", None)
+    key = PartitionSpec("fsdp", sequence, "tp", None)
 
     def body(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if sequence is not None:
+            k, v = (jax.lax.all_gather(x, sequence, axis=1, tiled=True) for x in (k, v))
         length = q.shape[1]
         start = 0 if sequence is None else jax.lax.axis_index(sequence) * length
         rows = (np.arange(length, dtype=np.int32) + start)[:, None]

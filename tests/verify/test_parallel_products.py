@@ -56,8 +56,8 @@ def test_products_of_a_text() -> None:
 
 
 # Lengths in tiles of 512: of 16 x 16 of them a causal mask leaves 136; in a ring of whole shards a device has 1, 3, ... of them
-# more than the one before, each hop's busiest device has all four, but for the first hop's, which has three. In zigzag order the pieces
-# are one tile long, and are cut in four: of each of the 16 on the diagonal a quarter is left out.
+# more than the one before, each hop's busiest device has all four, but for the first hop's, which has three. In zigzag order
+# the pieces are one tile long, and are cut in four: of each of the 16 on the diagonal a quarter is left out.
 @pytest.mark.parametrize(
     ("mask", "order", "tiles", "busiest", "lockstep"),
     [
