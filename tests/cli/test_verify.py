@@ -68,6 +68,7 @@ def test_a_program_whose_text_can_not_be_read_compiles_all_the_same(
     assert report["passes"][0]["temp_bytes"] > 0
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_too_much_vmem_is_told_with_what_would_do(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
     blocks = {"block_q": 2048, "block_kv": 2048, "block_kv_compute": 2048, "vmem_limit_bytes": None}

@@ -67,8 +67,8 @@ SPLASH_CASES = {name: layout for name, layout in CASES.items() if name != "every
     "lse": "bthd",
 }
 OFTEN_SPLASH = {
-    *((name, "fsdp2_tp2_sp2", "auto") for name in SPLASH_CASES),
-    *((name, "fsdp2_tp2_sp2", "explicit") for name in ("causal_window", "segment_ids", "bias")),
+    *((name, "fsdp2_tp2_sp2", "auto") for name in ("causal_window", "dense_mask", "bias", "gqa", "int8_kv")),
+    ("segment_ids", "fsdp2_tp2_sp2", "explicit"),
     *(("segment_ids", mesh, "auto") for mesh in MESHES),
 }
 LONGER = replace(SIZES, length=320)

@@ -214,7 +214,7 @@ def test_the_local_call_computes_what_the_call_does() -> None:
     assert (np.asarray(drawn["q_positions"][1]) == np.arange(160)).all()
 
 
-@pytest.mark.parametrize("layout", ["bthd", "bhtd", "thd"])
+@pytest.mark.parametrize("layout", ["bthd", pytest.param("bhtd", marks=pytest.mark.slow), "thd"])
 def test_the_local_call_of_quantised_keys_and_values(layout: str) -> None:
     """Dtypes and scales as they are given, a device's part of them; integers get no gradient, and scales have one."""
     x = {"bthd": (2, 160, 4, 16), "bhtd": (2, 4, 160, 16), "thd": (160, 4, 16)}[layout]
