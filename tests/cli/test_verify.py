@@ -186,6 +186,7 @@ def test_kernels_are_found_over_newlines() -> None:
     assert kernels(text) == (("mine", 12, 64),)
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_native_operations_are_verified_too(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
     (report,) = json.loads(attnops("verify", config("vanilla", **SIZES), "--target", "v5e:2x2", "--json").out)

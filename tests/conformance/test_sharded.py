@@ -69,7 +69,7 @@ SPLASH_CASES = {name: layout for name, layout in CASES.items() if name != "every
 OFTEN_SPLASH = {
     *((name, "fsdp2_tp2_sp2", "auto") for name in ("causal_window", "dense_mask", "bias", "gqa", "int8_kv")),
     ("segment_ids", "fsdp2_tp2_sp2", "explicit"),
-    *(("segment_ids", mesh, "auto") for mesh in MESHES),
+    *(("segment_ids", mesh, "auto") for mesh in ("fsdp2_tp2_sp2", "sp8", "tp4_sp2")),
 }
 LONGER = replace(SIZES, length=320)
 
@@ -98,7 +98,11 @@ def test_splash(name: str, mesh: str, kind: str) -> None:
     _check("splash.forward_tpu", cases.build(name, layout, LONGER), _mesh(MESHES[mesh], KINDS[kind]), layout)
 
 
-@pytest.mark.parametrize("name", ["causal_window", "segment_ids", "kv_lengths", "sinks_per_kv_head", "prefix"])
+@pytest.mark.parametrize(
+    "name",
+    ["segment_ids", "prefix"]
+    + [pytest.param(n, marks=pytest.mark.slow) for n in ("causal_window", "kv_lengths", "sinks_per_kv_head")],
+)
 @pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernel", ["jax", pytest.param("tokamax", marks=harness.NEEDS_TOKAMAX)])
 def test_splash_of_others(kernel: str, name: str, kind: str) -> None:
