@@ -137,7 +137,9 @@ def _pass_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | T
         return [(one.name, f"lowers in {one.seconds:.1f} s")]
     rows = [(one.name, f"compiles in {one.seconds:.1f} s")]
     if one.kernels is None:
-        rows.append((one.name, "VMEM isn't known: this jaxlib can't read the program that libtpu made"))
+        rows.append(
+            (one.name, "VMEM isn't known, nor what is sent: this jaxlib can't read the program that libtpu made")
+        )
     for kernel, times in collections.Counter(one.kernels or ()).items():
         used = "an unknown part" if kernel.vmem_used is None else bytes_text(kernel.vmem_used)
         limit = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
@@ -170,7 +172,7 @@ def _sent_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | T
         rows.append(
             (
                 one.name,
-                f"{sent.count} {sent.kind} of {bytes_text(sent.result_bytes)} over {sent.group} devices: "
+                f"{sent.count} {sent.kind} of {bytes_text(sent.result_bytes)} over {'+'.join(sent.axes)}: "
                 f"{bytes_text(round(sent.sent_bytes))} sent by a device{apart}",
             )
         )

@@ -164,9 +164,10 @@ def _verify_pass(
     arithmetic, traffic = 0.0, 0.0
     if device is not None:
         arithmetic, traffic = device.roofline(flops, moved, exact and plan.method == "forward_tpu")
-    sent = None if text is None else collectives(text)
+    sizes = {axis.name: axis.size for axis in plan.problem.mesh}
+    sent = None if text is None else collectives(text, sizes)
     least = least_traffic(plan, "backward" in name)
-    sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
+    parts = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
     return PassReport(
         name,
         True,
@@ -175,8 +176,8 @@ def _verify_pass(
         (),
         seconds,
         None if text is None else kernels(text),
-        *sizes,
-        sum(sizes) - memory.alias_size_in_bytes,
+        *parts,
+        sum(parts) - memory.alias_size_in_bytes,
         flops,
         moved,
         max(arithmetic, traffic),

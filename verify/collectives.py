@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
+from .device_groups import axes_along, device_groups
 
 __all__ = ["Collective", "collectives", "sent_bytes"]
 
@@ -22,6 +22,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _CONDITION = re.compile(r"condition=%([\w.\-]+)")
 _BELOW = re.compile(r"ROOT .* compare\(%[\w.\-]+, %(?P<limit>[\w.\-]+)\), direction=LT")
+_DEVICES = re.compile(r"num_partitions=(\d+)")
 _BITS = re.compile(r"\d+")
 
 
@@ -29,7 +30,8 @@ _BITS = re.compile(r"\d+")
 class Collective:
     """One kind of collective with arrays of one size: how often it runs, bytes of its result on a device, devices of a group.
 
-    overlapped: it is started and awaited apart, so that work can go on meanwhile.
+    overlapped: it is started and awaited apart, so that work can go on meanwhile. axes: the mesh axes along which the devices of
+    a group lie, () where the mesh isn't given.
     """
 
     kind: str
@@ -37,6 +39,7 @@ class Collective:
     result_bytes: int
     group: int
     overlapped: bool
+    axes: tuple[str, ...] = ()
 
     @property
     def sent_bytes(self) -> float:
@@ -52,13 +55,15 @@ class Collective:
         return self.count * each
 
 
-def collectives(text: str) -> tuple[Collective, ...]:
+def collectives(text: str, sizes: Mapping[str, int] | None = None) -> tuple[Collective, ...]:
     """The collectives of a compiled program's text; in a loop each counts as often as it is known to run.
 
-    A collective over one device sends nothing and is left out.
+    A collective over one device sends nothing and is left out. `sizes` are those of the program's mesh, to tell the axes.
     """
     bodies = dict(_computations(text))
-    found: dict[tuple[str, int, int, bool], int] = {}
+    said = _DEVICES.search(text)
+    devices = int(said[1]) if said else 1
+    found: dict[tuple[str, int, int, bool, tuple[str, ...]], int] = {}
     entry = next((name for name, (is_entry, _) in bodies.items() if is_entry), None)
 
     def walk(name: str, times: int, apart: bool, channels: set[str] | None) -> None:
@@ -71,9 +76,11 @@ def collectives(text: str) -> tuple[Collective, ...]:
                     if channel[1] in channels:
                         continue
                     channels.add(channel[1])
-                size, group = _result_bytes(match), _group(line)
+                groups = device_groups(line, devices)
+                group = max(map(len, groups), default=1)
                 if group > 1:
-                    key = match["kind"], size, group, apart or match["start"] is not None
+                    axes = axes_along(groups, sizes) if sizes else ()
+                    key = match["kind"], _result_bytes(match), group, apart or match["start"] is not None, axes
                     found[key] = found.get(key, 0) + times
             fused, started = " fusion(" in line, "-start(" in line
             if fused or started or " while(" in line or " call(" in line or " conditional(" in line:
@@ -87,8 +94,10 @@ def collectives(text: str) -> tuple[Collective, ...]:
 
     if entry is not None:
         walk(entry, 1, False, None)
-    made = (Collective(kind, count, size, group, apart) for (kind, size, group, apart), count in found.items())
-    return tuple(sorted(made, key=lambda c: (c.kind, -c.result_bytes)))
+    made = (
+        Collective(kind, count, size, group, apart, axes) for (kind, size, group, apart, axes), count in found.items()
+    )
+    return tuple(sorted(made, key=lambda c: (c.kind, -c.result_bytes, c.axes)))
 
 
 def _trips(line: str, bodies: dict[str, tuple[bool, list[str]]]) -> int:
@@ -130,17 +139,3 @@ def _result_bytes(match: re.Match[str]) -> int:
         if array["sizes"] or not match["start"]:  # a start's scalars are its counters
             sizes.append(math.prod(int(n) for n in array["sizes"].split(",") if n) * bits // 8)
     return sum(sizes[len(sizes) // 2 :]) if match["start"] and len(sizes) > 1 else sum(sizes)
-
-
-def _group(line: str) -> int:
-    """How many devices take part together."""
-    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
-        return 2 if any(a != b for a, b in re.findall(r"\{(\d+),(\d+)", pairs[0])) else 1
-    if mesh := re.search(r"replica_groups=mesh\[(.*?)\] *\{(.*?)\}", line):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
-        return int(np.prod([int(sizes[name]) for name in re.findall(r"'([^']+)'", mesh[2])]))
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", line):
-        return int(iota[2])
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return len(listed[1].split(","))
-    return 2  # {} is all devices

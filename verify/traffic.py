@@ -65,7 +65,7 @@ def least_traffic(plan: Plan, backward: bool) -> Traffic:
 
 class _Count:
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.problem, self.placement = plan, plan.problem, plan.placement
+        self.problem, self.placement = plan.problem, plan.placement
         self.split = plan.placement.sequence
         self.sizes = {axis.name: axis.size for axis in plan.problem.mesh}
         self.unknown: list[str] = []
@@ -76,7 +76,7 @@ class _Count:
 
     def forward(self) -> Iterator[Need]:
         for tensor in self.tensors:
-            yield from self._moved(tensor, tensor.declared, tensor.inside, tensor.itemsize, tensor.name)
+            yield from self._moved(tensor, tensor.declared, tensor.inside, tensor.name)
         yield from self._of_strategy()
 
     def backward(self) -> Iterator[Need]:
@@ -89,7 +89,7 @@ class _Count:
                 self.unknown.append("the gradient of the bias has the bias's dtype, which a plan doesn't hold")
             inside, declared = all_axes(tensor.inside), all_axes(tensor.declared)
             summed = work - inside
-            local = self._bytes(tensor, inside, tensor.itemsize)
+            local = self._bytes(tensor, inside)
             if apart := summed & declared:  # it was gathered
                 size = self._size(apart)
                 yield Need("reduce-scatter", local * (size - 1) / size, name)
@@ -101,7 +101,7 @@ class _Count:
                 yield from self._copies(tensor, local)
                 continue
             back = tuple(tuple(a for a in dim if a not in apart) for dim in tensor.declared)
-            yield from self._moved(tensor, tensor.inside, back, tensor.itemsize, name)
+            yield from self._moved(tensor, tensor.inside, back, name)
         yield from self._of_strategy_backward()
 
     def _copies(self, tensor: PlacedTensor, local: float) -> Iterator[Need]:
@@ -116,7 +116,7 @@ class _Count:
     def _of_strategy(self) -> Iterator[Need]:
         split, named = self.split, {t.name: t for t in self.tensors}
         keys = [t for n, t in named.items() if n in ("key", "value", "key_scale", "value_scale")]
-        local = {t.name: self._bytes(t, all_axes(t.inside), t.itemsize) for t in self.tensors}
+        local = {t.name: self._bytes(t, all_axes(t.inside)) for t in self.tensors}
         output, lse = self._output(), self._lse()
         returned = lse if "return_lse" in self.problem.features else 0
         if split.gathers:
@@ -147,7 +147,7 @@ class _Count:
     def _of_strategy_backward(self) -> Iterator[Need]:
         split, named = self.split, {t.name: t for t in self.tensors}
         keys = [t for n, t in named.items() if n in ("key", "value")]
-        local = {t.name: self._bytes(t, all_axes(t.inside), t.itemsize) for t in self.tensors}
+        local = {t.name: self._bytes(t, all_axes(t.inside)) for t in self.tensors}
         smooth = [t for t in (named["query"], *keys) if t.gradient]
         output, lse = self._output(), self._lse()
         returned = lse if "return_lse" in self.problem.features or ("softmax_aux" in named and split.zigzag) else 0
@@ -170,6 +170,8 @@ class _Count:
                 if hops:  # sums in float32, but for the way home
                     sums = local[tensor.name] * (hops * self.wide / self.item + 1)
                     yield Need("collective-permute", sums, f"gradient of {tensor.name} around the ring")
+        if split.strategy == "merge":
+            self.unknown.append("the gradient of outputs that are merged over devices: what XLA sends isn't worked out")
         if split.zigzag:
             yield Need("collective-permute", (output + returned) * self._swapped, "gradient of the output")
             for tensor in smooth:
@@ -187,14 +189,13 @@ class _Count:
         tensor: PlacedTensor,
         before: tuple[tuple[str, ...], ...],
         after: tuple[tuple[str, ...], ...],
-        itemsize: int,
         what: str,
     ) -> Iterator[Need]:
         """From one split to another: axes that are gone are gathered, those that change their dimension exchanged."""
         gone = all_axes(before) - all_axes(after)
         kept = [(a, i) for i, dim in enumerate(before) for a in dim if a not in gone]
         other = {a for a, i in kept if a not in after[i]}
-        local = self._bytes(tensor, all_axes(before), itemsize)
+        local = self._bytes(tensor, all_axes(before))
         if other:
             self.unknown.append(
                 f"{tensor.name} is split otherwise inside than declared, and XLA chooses how it gets there"
@@ -202,15 +203,11 @@ class _Count:
         if gone:
             yield Need("all-gather", local * (self._size(gone) - 1), what)
 
-    def _bytes(self, tensor: PlacedTensor, axes: set[str], itemsize: int) -> float:
-        return math.prod(tensor.shape) * itemsize / self._size(axes)
+    def _bytes(self, tensor: PlacedTensor, axes: set[str]) -> float:
+        return math.prod(tensor.shape) * tensor.itemsize / self._size(axes)
 
     def _size(self, axes: set[str]) -> int:
         return math.prod(self.sizes[a] for a in axes)
-
-    @property
-    def _heads(self) -> int:
-        return self.problem.kernel_layout.index("h")
 
     def _output(self) -> float:
         shape = self.problem.shape_of("output")

@@ -199,11 +199,12 @@ def test_the_command_on_virtual_devices(attnops: Callable[..., Any], config: Cal
     path = config("splash", {"sequence_parallel": "ulysses"}, q_len=256, q_heads=8, kv_heads=8, head_dim=16, batch=2)
     result = attnops("verify", path, "--mesh", "fsdp=2,sp=4", "--mode", "prefill")
     assert (result.status, result.err) == (0, "")
-    for part in ("8 cpu devices", "passes", "needed by all-to-all", "what is sent is what is needed"):
+    for part in ("8 cpu devices", "passes", "over sp: ", "needed by all-to-all", "what is sent is what is needed"):
         assert part in result.out
     (report,) = json.loads(attnops("verify", path, "--mesh", "fsdp=2,sp=4", "--json").out)
     assert report["device"] is None
     assert [p["differences"] for p in report["passes"]] == [[], []]
+    assert [(c["kind"], c["axes"]) for c in report["passes"][0]["collectives"]] == [("all-to-all", ["sp"])]
     # q, k, v and the output of 1 x 64 x 8 x 16 float32, three quarters of each
     assert sum(need["sent_bytes"] for need in report["passes"][0]["needs"]) == 4 * 64 * 8 * 16 * 4 * 3 / 4
 

@@ -12,6 +12,7 @@ import pytest
 from attnops import Causal, Mask, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.sharding import virtual_mesh
 from attnops.verify.collectives import Collective, collectives, sent_bytes
+from attnops.verify.device_groups import axes_along, device_groups
 from attnops.verify.topology import described_mesh
 
 LENGTH, HEADS, DIM = 512, 8, 16
@@ -130,3 +131,32 @@ def test_forms_of_the_text() -> None:
         Collective("collective-permute", 5, 16, 2, False),
     )
     assert collectives("") == ()
+
+
+# Devices 0 to 7 of a mesh a=2, b=4: those of one b are n and n + 4.
+ALONG_A, ALONG_B = ((0, 4), (1, 5), (2, 6), (3, 7)), ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+@pytest.mark.parametrize(
+    ("line", "groups", "axes"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add", ALONG_B, ("b",)),
+        ("replica_groups=[2,4]<=[8], dimensions={0}", ALONG_B, ("b",)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", ALONG_A, ("a",)),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", ALONG_B, ("b",)),
+        ("replica_groups=mesh['x'=2,'y'=4] {'x'}", ALONG_A, ("a",)),
+        ("replica_groups=mesh['all'=8] {'all'}", (tuple(range(8)),), ("a", "b")),
+        ("replica_groups={}, to_apply=%add", (tuple(range(8)),), ("a", "b")),
+        ("source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,4}}", ((0, 1), (1, 2), (2, 3), (3, 0)), ("b",)),
+        ("source_target_pairs={{0,4},{4,0}}", ((0, 4), (4, 0)), ("a",)),
+        ("source_target_pairs={{0,0},{1,1}}", (), ()),
+    ],
+)
+def test_who_takes_part_and_along_which_axes(line: str, groups: Any, axes: Any) -> None:
+    assert device_groups(line, 8) == groups
+    assert axes_along(groups, {"a": 2, "b": 4}) == axes
+
+
+def test_a_form_that_nobody_knows_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no groups of devices can be read from 'replica_groups=new'"):
+        device_groups("replica_groups=new", 8)
