@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec
 from ..errors import InputError
 from ..masks.base import Leaf
 from ..registry import AttentionProblem, Placement
-from ..registry.sequence import declared_axes
-from ..sharding import AttnShardingRules, MeshAxis
+from ..sharding import AttnShardingRules, MeshAxis, axes_at, only
 from .arguments import Arrays, Options
 
 __all__ = ["of_the_whole", "share_of_heads", "split_by_caller", "whole_leaves", "without_manual"]
@@ -30,7 +29,7 @@ def split_by_caller(
     if strategy == "gather":
         return (), ()
     manual, at = {a.name for a in axes if a.kind == "manual" and a.size > 1}, layout.index("t")
-    query, key = (tuple(a for a in declared_axes(spec, at) if a in manual) for spec in (rules.query, rules.key))
+    query, key = (tuple(a for a in axes_at(spec, at) if a in manual) for spec in (rules.query, rules.key))
     return query, key
 
 
@@ -84,10 +83,9 @@ def whole_leaves(
     found = []
     for index, (x, leaf) in enumerate(zip(leaves, problem.leaves, strict=True)):
         inside = placement.spec(f"leaf{index}")
-        for axis, (dim, split) in enumerate(zip(leaf.dims, (*inside, *(None,) * len(leaf.dims)), strict=False)):
+        for axis, dim in enumerate(leaf.dims):
             if dim in ("q", "kv"):
-                kept = () if split is None else (split,) if isinstance(split, str) else tuple(split)
-                gone = tuple(a for a in manual[dim == "kv"] if a not in kept)
+                gone = tuple(a for a in manual[dim == "kv"] if a not in axes_at(inside, axis))
                 x = lax.all_gather(x, gone, axis=axis, tiled=True) if gone else x
         found.append(x)
     return tuple(found)
@@ -105,13 +103,8 @@ def share_of_heads(x: jax.Array | None, problem: AttentionProblem, placement: Pl
 
 def without_manual(specs: Any, problem: AttentionProblem) -> Any:
     """Specs for the shard_map inside, which knows nothing of the caller's axes."""
-    manual = {a.name for a in problem.mesh if a.kind == "manual"}
-
-    def kept(spec: PartitionSpec) -> PartitionSpec:
-        entries = (tuple(a for a in declared_axes(spec, i) if a not in manual) for i in range(len(spec)))
-        return PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries))
-
-    return jax.tree.map(kept, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    ours = {a.name for a in problem.mesh if a.kind != "manual"}
+    return jax.tree.map(lambda spec: only(spec, ours), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def _longer(x: Any, axis: int, times: int) -> Any:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from ..sharding import FittedRules, FittedSpec, TensorShape, fit
+from ..sharding import FittedRules, FittedSpec, TensorShape, axes_at, fit
 from .problem import AttentionProblem
-from .sequence import SequenceSplit, declared_axes, split_sequence
+from .sequence import SequenceSplit, split_sequence
 
 __all__ = ["LocalShape", "Placement", "place_problem"]
 
@@ -103,7 +103,7 @@ def place_problem(
         ring_order,
         query.axes(at["t"]),
         key.axes(at["t"]),
-        declared_axes(problem.rules.query, at["t"]),
+        axes_at(problem.rules.query, at["t"]),
     )
     whole_queries = split.strategy == "merge"
     q_axes = () if whole_queries else tuple(a for a in split.axes if a not in split.head_axes)

@@ -7,11 +7,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from .problem import AttentionProblem
 
-__all__ = ["RING_ORDERS", "STRATEGIES", "SequenceSplit", "declared_axes", "is_triangular", "split_sequence"]
+__all__ = ["RING_ORDERS", "STRATEGIES", "SequenceSplit", "is_triangular", "split_sequence"]
 
 STRATEGIES = ("gather", "ring", "ulysses", "ulysses_ring")
 RING_ORDERS = ("contiguous", "zigzag")
@@ -120,12 +119,6 @@ def split_sequence(
         strategy == "gather" and key_axes == query_axes,
         declared,
     )
-
-
-def declared_axes(spec: PartitionSpec, index: int) -> tuple[str, ...]:
-    """The axes that a spec names for a dimension."""
-    entry = spec[index] if index < len(spec) else None
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _hops(problem: AttentionProblem, shards: int) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Where tensors live: modes, layouts, the ten PartitionSpecs, fitting them to shapes and a mesh, placing arrays."""
 
-from .fit import Dropped, FittedRules, FittedSpec, TensorShape, fit, kv_repeat
+from .fit import Dropped, FittedRules, FittedSpec, TensorShape, axes_at, fit, kv_repeat
 from .mesh import (
     MeshAxis,
     axes_of,
@@ -13,7 +13,7 @@ from .mesh import (
     virtual_mesh,
 )
 from .modes import LAYOUTS, MODES, canonical_layout, canonical_mode
-from .place import pin, place
+from .place import only, pin, place
 from .rules import AttnShardingRules, resolve_rules, tensor_dims
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "FittedSpec",
     "MeshAxis",
     "TensorShape",
+    "axes_at",
     "axes_of",
     "canonical_layout",
     "canonical_mode",
@@ -35,6 +36,7 @@ __all__ = [
     "kv_repeat",
     "mesh_from_dict",
     "mesh_to_dict",
+    "only",
     "parse_mesh",
     "pin",
     "place",

@@ -18,7 +18,7 @@ from .mesh import AnyMesh, MeshAxis, axes_of, describe_mesh
 from .modes import canonical_layout, canonical_mode
 from .rules import AttnShardingRules, tensor_dims
 
-__all__ = ["Dropped", "FittedRules", "FittedSpec", "TensorShape", "fit", "kv_repeat"]
+__all__ = ["Dropped", "FittedRules", "FittedSpec", "TensorShape", "axes_at", "fit", "kv_repeat"]
 
 # The axis names that every eformer PartitionAxis speaks of unless told otherwise. A mesh without one of them is an
 # ordinary mesh; a name outside of them was declared by somebody, so its absence is worth an error when strict.
@@ -62,8 +62,7 @@ class FittedSpec:
 
     def axes(self, index: int) -> tuple[str, ...]:
         """Mesh axes over which dimension `index` is split, () if it isn't."""
-        entry = self.spec[index] if index < len(self.spec) else None
-        return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        return axes_at(self.spec, index)
 
 
 @dataclass(frozen=True)
@@ -143,6 +142,12 @@ def fit(
     return result
 
 
+def axes_at(spec: PartitionSpec, index: int) -> tuple[str, ...]:
+    """The axes that a spec names for a dimension, () for none."""
+    entry = spec[index] if index < len(spec) else None
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def kv_repeat(kv_heads: int, shards: int) -> int:
     """How often each KV head must be repeated so that `shards` devices get whole heads."""
     return shards // math.gcd(kv_heads, shards)
@@ -191,8 +196,7 @@ def _fit_one(
     used: set[str] = set()
     local = list(shape)
     for index, length in enumerate(shape):
-        entry = spec[index] if index < len(spec) else None
-        wanted = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        wanted = axes_at(spec, index)
         kept: list[str] = []
         for name in wanted:
             why = _why_dropped(name, local[index], length, used, axes)

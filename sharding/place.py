@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .mesh import AnyMesh, same_devices
 
-__all__ = ["pin", "place"]
+__all__ = ["only", "pin", "place"]
 
 
 def pin(array: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None) -> jax.Array:
@@ -25,10 +25,10 @@ def pin(array: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None) -> jax.Arra
     auto = {n for n, k in kinds.items() if k is AxisType.Auto}
     if explicit:
         # Explicit axes are part of the array's type: they are changed by reshard, and reshard refuses Auto axes.
-        array = jax.sharding.reshard(array, NamedSharding(mesh, _only(spec, explicit)))
+        array = jax.sharding.reshard(array, NamedSharding(mesh, only(spec, explicit)))
     if auto:
         # ... and the constraint refuses Explicit ones, so on a mixed mesh each sees its own axes.
-        array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, _only(spec, auto)))
+        array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, only(spec, auto)))
     return array
 
 
@@ -41,7 +41,9 @@ def place(array: jax.Array | np.ndarray, spec: PartitionSpec, mesh: Mesh) -> jax
     return array
 
 
-def _only(spec: PartitionSpec, names: Set[str]) -> PartitionSpec:
+def only(spec: PartitionSpec, names: Set[str]) -> PartitionSpec:
+    """The spec without any axes but these."""
+
     def keep(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         if entry is None:
             return None

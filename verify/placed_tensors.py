@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ..registry import AttentionProblem, Placement
+from ..sharding import axes_at
 
 __all__ = ["PlacedTensor", "all_axes", "axes_by_dim", "placed_tensors", "sent_itemsize"]
 
@@ -81,7 +82,7 @@ def placed_tensors(problem: AttentionProblem, placement: Placement, item: int) -
 
 def axes_by_dim(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
     """The axes of each dimension; of a packed tensor, which has no batch, the first has none."""
-    entries = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec)
+    entries = tuple(axes_at(spec, index) for index in range(len(spec)))
     if len(entries) == rank - 1:
         return ((), *entries)
     return (*entries, *((),) * (rank - len(entries)))
