@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -35,8 +34,7 @@ class Arrays(NamedTuple):
     mask_leaves: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """Everything static of a call, as given. `mask` is a structure whose arrays stand in Arrays.mask_leaves."""
 
     mask: Mask | None

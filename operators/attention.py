@@ -83,12 +83,14 @@ class Attention:
         """Attend; `call` is what Operation.__call__ takes."""
         options = self.options(query, key, value, **call)
         output = self.operation(query, key, value, **options)
+        decided = output.plan
+        assert decided is not None  # the call itself tells it
         with self._lock:
-            new = output.plan not in self._plans and len(self._plans) < _KEPT_PLANS
+            new = decided not in self._plans and len(self._plans) < _KEPT_PLANS
         if new:  # planned once more: plan() also looks at the values of a mask array
             noted = self.operation.plan(query, key, value, **options)
             with self._lock:
-                self._plans[output.plan] = noted
+                self._plans[decided] = noted
         return output
 
     def plan(self, query: Any, key: Any, value: Any, **call: Any) -> Plan:

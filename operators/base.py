@@ -6,12 +6,11 @@ A subclass writes `forward_native`, which runs anywhere, and `forward_tpu`, `for
 
 from __future__ import annotations
 
-import threading
+import functools
+import operator
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,28 +18,32 @@ from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
 
 from ..errors import ConfigError, FallbackWarning, InputError, InputTypeError
 from ..masks import Mask
-from ..registry import (
-    AttentionProblem,
-    OperationMetadata,
-    Placement,
-    Plan,
-    PlannedOperation,
-    plan,
-)
+from ..registry import OperationMetadata, Placement, Plan, PlannedOperation, plan
+from ..registry.tune_cache import kept_here
 from ..sharding import current_mesh, describe_mesh, devices_platform, place
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, split_arguments
 from .describe import describe, varying_axes
-from .execute import execute
-from .local import LocalOutput
 from .mask_notes import value_notes
 from .output import AttentionOutput
+from .program import Program, attention
+from .recent import Recent
 
 __all__ = ["Operation"]
 
-_CACHED_CALLS = 512
-_warned: set[AttentionProblem] = set()
-_warn_lock = threading.Lock()
+
+class _Prepared(NamedTuple):
+    """What is decided of a call before its arrays' values are looked at. devices: where committed arrays are put, if at all."""
+
+    plan: Plan
+    program: Program
+    devices: Mesh | None
+
+
+# Of all operations: equal ones share what was planned. What is compiled is in jax's own cache.
+_prepared: Recent[_Prepared] = Recent(1024)
+_wide = operator.attrgetter("jax_enable_x64")  # also what a context manager has set; jax's types don't name it
+_array_types: set[type] = set()  # those met; jax.Array itself is asked slowly
 
 
 class Operation(PlannedOperation):
@@ -53,7 +56,17 @@ class Operation(PlannedOperation):
                 "OperationMetadata(...), .from_config(config) or .from_json(text)."
             )
         self.metadata = OperationMetadata() if metadata is None else metadata
-        self._calls: dict[Any, tuple[Plan, Callable[[Arrays], LocalOutput], Mesh | None]] = {}
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return type(self) is type(other) and self.metadata == other.metadata
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.metadata))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.metadata!r})"
 
     # -- calling -----------------------------------------------------------------------------------------------------
 
@@ -99,18 +112,26 @@ class Operation(PlannedOperation):
             return_weights=return_weights, return_lse=return_lse, mode=mode, layout=layout,
         )  # fmt: skip
         mesh = self._mesh()
-        signature = (mesh, options, *(_signature(x) for x in arrays[:-1]), *(_signature(x) for x in arrays.mask_leaves))
-        found = self._calls.get(signature)
+        # All that planning and its checks read; jax itself keys what is compiled.
+        call = (
+            self,
+            mesh,
+            None if mesh is None else get_abstract_mesh(),
+            options,
+            _wide(jax.config),
+            kept_here(),
+            *[None if x is None else _signature(x) for x in arrays[:-1]],
+            *[_signature(x) for x in arrays.mask_leaves],
+        )
+        found = _prepared.find(call)
         if found is None:
             found = self._prepare(arrays, options, mesh)
-            if len(self._calls) >= _CACHED_CALLS:
-                self._calls.clear()
-            self._calls[signature] = found
-        decided, run, devices = found
+            _prepared.put(call, found)
+        decided, program, devices = found
         if devices is not None:
             arrays = _on_devices(arrays, decided.placement, devices)
         try:
-            result = run(arrays)
+            result = attention(program, arrays)
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
@@ -189,11 +210,10 @@ class Operation(PlannedOperation):
     def _plan(self, arrays: Arrays, options: Options, mesh: AnyMesh | None) -> Plan:
         return plan(describe(type(self), self.metadata, arrays, options, mesh), self.metadata.policy)
 
-    def _prepare(
-        self, arrays: Arrays, options: Options, mesh: AnyMesh | None
-    ) -> tuple[Plan, Callable[[Arrays], LocalOutput], Mesh | None]:
+    def _prepare(self, arrays: Arrays, options: Options, mesh: AnyMesh | None) -> _Prepared:
         decided = self._plan(arrays, options, mesh).require()
-        self._warn(decided)
+        if decided.kind == "fallback" and decided.policy.fallback == "warn":
+            _warn(decided)
         tracing = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(arrays)):
             raise InputTypeError("a ShapeDtypeStruct has no values to attend with; pass arrays, or call plan().")
@@ -215,23 +235,17 @@ class Operation(PlannedOperation):
                 f"planned for {problem.platform} (from {problem.platform_source}), but this process runs on "
                 f"{jax.default_backend()}; leave that out to run here, or plan() it and lower it for {problem.platform}."
             )
-        run = jax.jit(partial(execute, self, decided, mesh, options))
-        return decided, run, mesh if isinstance(mesh, Mesh) else None
+        return _Prepared(decided, Program(self, decided, mesh, options), mesh if isinstance(mesh, Mesh) else None)
 
-    def _warn(self, decided: Plan) -> None:
-        if decided.kind != "fallback" or decided.policy.fallback != "warn":
-            return
-        with _warn_lock:
-            if decided.problem in _warned:
-                return
-        warnings.warn(
-            f"{decided.implementation} runs instead of the platform's own method.\n{decided.refusal()}\n"
-            "Declare fallback='allow' to accept this, fallback='error' to forbid it.",
-            FallbackWarning,
-            stacklevel=4,
-        )
-        with _warn_lock:
-            _warned.add(decided.problem)  # afterwards: a warning that was made an error is raised each time
+
+@functools.lru_cache(maxsize=1024)  # once; a warning that was made an error is raised each time
+def _warn(decided: Plan) -> None:
+    warnings.warn(
+        f"{decided.implementation} runs instead of the platform's own method.\n{decided.refusal()}\n"
+        "Declare fallback='allow' to accept this, fallback='error' to forbid it.",
+        FallbackWarning,
+        stacklevel=4,
+    )
 
 
 def _here(platform: str) -> bool:
@@ -240,14 +254,15 @@ def _here(platform: str) -> bool:
 
 
 def _signature(x: Any) -> Any:
-    """What a plan can depend on of an array: shape and dtype; inside shard_map also the axes over which it varies."""
-    if x is None:
-        return None
+    """What planning reads of an array: shape and dtype; inside shard_map also the axes over which it varies."""
+    if type(x) in _array_types:
+        return x.shape, x.dtype
     if isinstance(x, jax.core.Tracer):
         return x.shape, x.dtype, varying_axes(x)
-    if isinstance(x, np.ndarray):
-        return x.shape, jax.dtypes.canonicalize_dtype(x.dtype)  # depends on jax_enable_x64
-    return getattr(x, "shape", type(x)), getattr(x, "dtype", None)
+    if isinstance(x, jax.Array | np.ndarray):
+        _array_types.add(type(x))
+        return x.shape, x.dtype
+    return type(x)  # is refused, and so never found
 
 
 def _concrete(x: Any) -> bool:

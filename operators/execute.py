@@ -7,13 +7,13 @@ build the mask with the shard's own global offset.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..registry import AttentionProblem, Placement, Plan
+from ..registry import AttentionProblem, Placement, Plan, PlannedOperation
 from ..sharding import pin
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, join_mask, run_time_offset
@@ -23,9 +23,6 @@ from .local_mask import Dropout, LocalMask, dropout_seed
 from .manual_sequence import share_of_heads, whole_leaves, without_manual
 from .merge import merged_over_devices
 from .split_sequence import bring_together, take_apart
-
-if TYPE_CHECKING:
-    from .base import Operation
 
 __all__ = ["Operands", "execute"]
 
@@ -47,7 +44,9 @@ class Operands(NamedTuple):
     value_scale: jax.Array | None
 
 
-def execute(operation: Operation, plan: Plan, mesh: AnyMesh | None, options: Options, arrays: Arrays) -> LocalOutput:
+def execute(
+    operation: PlannedOperation, plan: Plan, mesh: AnyMesh | None, options: Options, arrays: Arrays
+) -> LocalOutput:
     """Run a plan on arrays; traceable. Returns outputs in the caller's layout."""
     problem, placement = plan.problem, plan.placement
     operands = _prepare(problem, placement, options, arrays, operation.metadata.causal, mesh)

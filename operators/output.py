@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 
@@ -11,7 +12,12 @@ from ..registry import Plan
 __all__ = ["AttentionOutput"]
 
 
-@jax.tree_util.register_dataclass
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["attention_outputs", "attention_weights", "lse"],
+    meta_fields=[],
+    drop_fields=["plan"],
+)
 @dataclass(frozen=True)
 class AttentionOutput:
     """The results of one attention call; a JAX pytree.
@@ -21,10 +27,11 @@ class AttentionOutput:
         less than 1; a fully masked row is 0.
     lse: [batch, heads, q] (thd: [heads, q]), in the softmax dtype, or None. A fully masked row has -inf, or, with sinks,
         the log-sum-exp of its head's sinks.
-    plan: what ran and why.
+    plan: what ran and why. It is told by the call itself and is no part of the tree: branches of lax.cond may have different
+        plans, and what comes out of jit, scan or tree_map has None here.
     """
 
     attention_outputs: jax.Array
     attention_weights: jax.Array | None = None
     lse: jax.Array | None = None
-    plan: Plan = field(kw_only=True, metadata={"static": True})
+    plan: Plan | None = field(default=None, kw_only=True)

@@ -11,6 +11,7 @@ from .config import OperationConfig
 from .quantised import dequantised_copy
 
 if TYPE_CHECKING:
+    from .metadata import OperationMetadata
     from .placement import Placement
     from .plan import Padding
     from .problem import AttentionProblem
@@ -33,6 +34,7 @@ class PlannedOperation:
 
     name: ClassVar[str]
     config: ClassVar[type[OperationConfig]]
+    metadata: OperationMetadata  # of an instance: what was declared
     # The one way in which an operation handles a split sequence; None: as the policy says.
     sequence_parallel: ClassVar[str | None] = None
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..errors import ConfigError, RefusedError
 from ..sharding import AttnShardingRules
+from . import tune_cache
 from .capability import Reason
 from .config import OperationConfig
 from .explain import explain, spec_text
@@ -97,10 +98,14 @@ class Plan:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
-        return self is other or (self.problem == other.problem and self.policy == other.policy)
+        return self is other or self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash((self.problem, self.policy))
+
+    def _key(self) -> tuple[object, ...]:
+        # All else follows from these.
+        return self.problem, self.policy, self.tuning
 
     def __repr__(self) -> str:
         return f"Plan({self.implementation or 'refused'}: {self.problem.describe()})"
@@ -180,12 +185,17 @@ class Plan:
 _DEFAULT = Policy()
 
 
-@functools.lru_cache(maxsize=4096)
 def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
-    """Decide what runs, from the problem, the policy and the tuned choices that are kept; cached per problem and policy.
+    """Decide what runs, from the problem, the policy and the tuned choices that are kept; cached until one is kept.
 
     Errors: ShardingError where the policy says so. A problem that nothing can run gives a plan of kind 'refused'.
     """
+    return _decide(problem, policy, tune_cache.state(problem.device))
+
+
+@functools.lru_cache(maxsize=4096)
+def _decide(problem: AttentionProblem, policy: Policy, kept: object) -> Plan:
+    del kept
     operation = problem.operation
     strategy = operation.sequence_parallel or policy.sequence_parallel
     placement = place_problem(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -23,11 +24,13 @@ try:
 except ImportError:  # Windows: files are whole all the same, but of two writers at once the later one wins
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["ENVIRONMENT", "Choice", "Found", "Measured", "best_of", "folder", "keep", "load"]
+__all__ = ["ENVIRONMENT", "Choice", "Found", "Measured", "best_of", "folder", "keep", "kept_here", "load", "state"]
 
 ENVIRONMENT = "ATTNOPS_TUNE_CACHE"
 _VERSION = 1
 _KINDS = ("device", "static")  # a time on the device beats an estimate
+_counter = itertools.count(1)
+_kept = 0
 
 
 class Measured(NamedTuple):
@@ -71,6 +74,21 @@ def folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "attnops" / "tune"
 
 
+def kept_here() -> int:
+    """A number that changes whenever this process keeps something: for caches of what was decided by it."""
+    return _kept
+
+
+def state(device: str) -> tuple[str, int, int]:
+    """What changes when anybody keeps something for a device: where it is kept, when that folder last changed, `kept_here`."""
+    place = os.path.join(folder(), _folder_name(device))
+    try:
+        changed = os.stat(place).st_mtime_ns
+    except OSError:  # nothing kept yet, or nothing that can be read
+        changed = 0
+    return place, changed, _kept
+
+
 def load(key: Mapping[str, Any]) -> Found:
     """What is kept under a key; never fails: what can't be read is a miss with its reason."""
     path = _path(key)
@@ -93,6 +111,7 @@ def keep(key: Mapping[str, Any], measured: list[Measured], *, finished: str | No
 
     Errors: InputError where the folder can't be written to.
     """
+    global _kept
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,6 +130,7 @@ def keep(key: Mapping[str, Any], measured: list[Measured], *, finished: str | No
         raise InputError(
             f"{path}: can't be written: {error.strerror or error}; set {ENVIRONMENT} to a folder of yours."
         ) from None
+    _kept = next(_counter)
     return load(key)
 
 
@@ -140,9 +160,12 @@ def _finished(path: Path, before: Found) -> list[str]:
 
 def _path(key: Mapping[str, Any]) -> Path:
     text = json.dumps(key, sort_keys=True)
-    device = re.sub(r"[^A-Za-z0-9.-]+", "_", str(key["device"]))
     name = f"{key['operation']}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
-    return folder() / device / name
+    return folder() / _folder_name(key["device"]) / name
+
+
+def _folder_name(device: object) -> str:
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", str(device))
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..errors import AttnOpsError, ConfigError, RefusedError
-from ..registry import AttentionProblem, Placement, Plan, plan
+from ..registry import AttentionProblem, Placement, Plan
 from ..registry.explain import fields_text
 from ..registry.tune_cache import Choice, Found, Measured, best_of, keep, load
 from ..registry.tuning import tune_key
@@ -90,7 +90,6 @@ def tune_plan(
         )
     way = _way(problem, how)
     candidates, found, reused = _search(decided.method, problem, decided.placement, way, most, progress)
-    plan.cache_clear()  # plans made before knew nothing of it
     return TuneReport(decided, way, candidates, found, reused)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from attnops import plan
 from attnops.registry import tune_cache
 
 SIZES = {"q_len": 640, "q_heads": 2, "head_dim": 16, "mode": "prefill"}
@@ -19,7 +18,6 @@ SPLASH = {"runtime_dtype": "bfloat16", "operation_configs": {"splash": {"block_k
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(tune_cache.ENVIRONMENT, str(tmp_path / "kept"))
-    plan.cache_clear()
     return tmp_path / "kept"
 
 

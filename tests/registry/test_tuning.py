@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import Causal, ConfigError, OperationMetadata, OperationRegistry, Plan, plan
+from attnops import Causal, ConfigError, OperationMetadata, OperationRegistry, Plan
 from attnops.operators.splash_table import look_up, table_key
 from attnops.registry import tune_cache
+from attnops.registry.plan import _decide
 from attnops.registry.tune_cache import Measured
 from attnops.registry.tuning import tune_key
 from attnops.sharding import virtual_mesh
@@ -23,7 +25,6 @@ from attnops.verify import reference_attention
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(tune_cache.ENVIRONMENT, str(tmp_path))
-    plan.cache_clear()
     return tmp_path
 
 
@@ -40,7 +41,6 @@ def _key(decided: Plan) -> dict[str, Any]:
 
 def _keep(decided: Plan, **fields: Any) -> None:
     tune_cache.keep(_key(decided), [Measured("forward", fields, "static", 1.0)], finished="static")
-    plan.cache_clear()
 
 
 def test_a_miss_takes_the_heuristic_and_says_so() -> None:
@@ -61,12 +61,23 @@ def test_a_hit_is_taken_and_says_where_it_is_kept(folder: Path) -> None:
     assert decided.problem.config.model_fields_set == set()  # the declaration is as it was
 
 
+def test_what_another_process_keeps_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _plan()
+    with monkeypatch.context() as patch:
+        patch.setattr(tune_cache, "_counter", itertools.repeat(tune_cache.kept_here()))  # as if it wasn't done here
+        _keep(before, block_q=256)
+    assert _plan().config.block_q == 256
+    assert _plan() is _plan()
+    assert _plan() != before
+
+
 def test_the_chosen_sizes_are_what_runs() -> None:
     x = jax.random.normal(jax.random.key(0), (1, 256, 2, 16))
     configs = {"splash": {"interpret": True}}
     attend = OperationRegistry.create("splash", OperationMetadata(operation_configs=configs, fallback="error"))
+    assert attend(x, x, x).plan.config.block_q == 256
     _keep(attend.plan(x, x, x), block_q=128, block_kv=128)
-    found = attend(x, x, x)
+    found = attend(x, x, x)  # a warm operation takes it too
     assert found.plan.config.block_q == 128
     rows = np.arange(256)
     reference = [np.asarray(x, np.float64)] * 3
@@ -156,7 +167,6 @@ def test_a_broken_file_is_told_in_the_plan() -> None:
     path = tune_cache.load(_key(_plan())).path
     path.parent.mkdir(parents=True)
     path.write_text("{")
-    plan.cache_clear()
     decided = _plan()
     assert decided.tuning is not None
     assert decided.tuning.source == "heuristic"
@@ -190,7 +200,7 @@ def test_the_table_is_read_where_nothing_is_declared(monkeypatch: pytest.MonkeyP
     row = {"block_q": 256, "block_kv": 256, "block_q_dkv": 128}
     table = {"compiler": "libtpu 1.2.3", "choices": {table_key(decided.problem, decided.placement): row}}
     monkeypatch.setattr("attnops.operators.splash_table._table", lambda: table)
-    plan.cache_clear()
+    _decide.cache_clear()
     found = _plan()
     assert found.tuning is not None
     assert (found.tuning.source, dict(found.tuning.fields)) == ("table", row)

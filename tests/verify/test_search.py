@@ -22,7 +22,6 @@ from attnops import (
     Plan,
     Positions,
     SlidingWindow,
-    plan,
     register_mask_function,
 )
 from attnops.masks import MaskFunction
@@ -44,7 +43,6 @@ SHAPES = json.loads((Path(__file__).parents[1] / "data" / "model_shapes.json").r
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(tune_cache.ENVIRONMENT, str(tmp_path))
-    plan.cache_clear()
     return tmp_path
 
 

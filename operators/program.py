@@ -1,0 +1,46 @@
+"""Program: all that is static of a planned call, and the one jitted function that runs every such call.
+
+Equal programs are one entry of jax's own caches, whichever object asked: a model whose layers each make their operation
+traces, lowers and compiles it once, as `jax.jit` does for any function that is called twice.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from ..registry import Plan, PlannedOperation
+from ..sharding.mesh import AnyMesh
+from .arguments import Arrays, Options
+from .execute import execute
+from .local import LocalOutput
+
+__all__ = ["Program", "attention"]
+
+
+class Program:
+    """An operation, its plan, the mesh and the options of a call. Compared by value; the hash is made once."""
+
+    __slots__ = ("_hash", "mesh", "operation", "options", "plan")
+
+    def __init__(self, operation: PlannedOperation, plan: Plan, mesh: AnyMesh | None, options: Options) -> None:
+        self.operation, self.plan, self.mesh, self.options = operation, plan, mesh, options
+        self._hash = hash(self._key())
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Program) and self._hash == other._hash and self._key() == other._key()
+
+    def _key(self) -> tuple[object, ...]:
+        return self.operation, self.plan, self.mesh, self.options
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def attention(program: Program, arrays: Arrays) -> LocalOutput:
+    """Run a planned call. In a profile and in a program's text it goes by this name."""
+    return execute(program.operation, program.plan, program.mesh, program.options, arrays)
