@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import PartitionSpec
 
 from ..sharding import AttnShardingRules
+from .repeated import repeated_lines
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -135,6 +136,7 @@ def explain(plan: Plan) -> str:
         where = declared if declared == fitted or not fitted else f"{declared} -> {fitted}"
         lines.append(f"  {tensor:<15} {where}" + (f"  {shape} -> {local}  {size}" if shape else ""))
     lines.extend(f"  dropped: {text}" for text in dropped_lines(plan))
+    lines.extend(f"repeated  {text}" for text in repeated_lines(placement.repeated))
     lines.extend(f"inside    {change}" for change in placement.changes)
     lines.extend(f"note      {note}" for note in plan.notes)
     return "\n".join(lines)

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from ..sharding import FittedRules, FittedSpec, TensorShape, axes_at, fit
+from ..sharding import FittedRules, FittedSpec, TensorShape, axes_at, fit, refuse_unfit
 from .problem import AttentionProblem
+from .repeated import RepeatedAxis, repeated_axes, repeated_lines
 from .sequence import SequenceSplit, split_sequence
 
 __all__ = ["LocalShape", "Placement", "place_problem"]
@@ -36,6 +37,7 @@ class Placement:
 
     `head_axes` and `q_axes` split what a device works on; `local` has the sizes that a kernel works on at once, which on a
     zigzag ring are those of one piece. `outer_kv_heads` are a device's own, before an all-to-all splits them further.
+    `repeated`: the mesh axes over which devices do the same work.
     """
 
     fitted: FittedRules
@@ -48,6 +50,7 @@ class Placement:
     changes: tuple[str, ...]
     sequence: SequenceSplit
     outer_kv_heads: int
+    repeated: tuple[RepeatedAxis, ...]
 
     def given(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """Where an array of the call is put before the call starts.
@@ -66,11 +69,6 @@ class Placement:
         """The spec of an operand or output inside the operation."""
         return dict(self.run)[operand]
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Every mesh axis that splits something inside the operation."""
-        return (*self.batch_axes, *self.q_axes, *self.head_axes)
-
 
 def place_problem(
     problem: AttentionProblem,
@@ -80,7 +78,10 @@ def place_problem(
     strategy: str = "gather",
     ring_order: str | None = None,
 ) -> Placement:
-    """Fit the problem's rules to its shapes and mesh. Errors: ShardingError when strict or kv_heads='error' say so."""
+    """Fit the problem's rules to its shapes and mesh. Errors: ShardingError when strict or kv_heads='error' say so.
+
+    `strict` refuses what doesn't fit as declared, and a mesh over which work is only repeated.
+    """
     counted = {axis for axes in problem.manual_sequence or () for axis in axes}
     fitted = fit(
         problem.rules,
@@ -88,7 +89,6 @@ def place_problem(
         tuple(axis._replace(kind="auto") if axis.name in counted else axis for axis in problem.mesh),
         mode=problem.mode,
         layout=problem.layout,
-        strict=strict,
         kv_heads=kv_heads,
     )
     fitted = replace(fitted, specs=(*fitted.specs, *_scale_specs(problem, fitted)))
@@ -109,6 +109,9 @@ def place_problem(
     q_axes = () if whole_queries else tuple(a for a in split.axes if a not in split.head_axes)
     kv_axes = split.axes if whole_queries else ()
     head_axes = (*outer_heads, *split.head_axes)
+    repeated = repeated_axes(problem, fitted, {*batch_axes, *q_axes, *kv_axes, *head_axes})
+    if strict:
+        refuse_unfit(fitted, problem.mode, problem.layout, problem.mesh, repeated_lines(repeated))
     of = {name: math.prod(sizes[a] for a in axes) for name, axes in _named(batch_axes, q_axes, head_axes)}
     kv_all = problem.kv_heads * fitted.kv_repeat
     local = LocalShape(
@@ -130,7 +133,7 @@ def place_problem(
     )
     outer_kv_heads = kv_all // math.prod(sizes[a] for a in outer_heads)
     return Placement(
-        fitted, batch_axes, head_axes, q_axes, local, fitted.kv_repeat, run, changes, split, outer_kv_heads
+        fitted, batch_axes, head_axes, q_axes, local, fitted.kv_repeat, run, changes, split, outer_kv_heads, repeated
     )
 
 
