@@ -43,7 +43,7 @@ def print_plan(plan: Plan, notes: tuple[str, ...] = (), platform_source: str | N
         rows.append(("padding", f"per device q +{pad.q_len}, kv +{pad.kv_len}: {waste}"))
     console.print(fields(rows), "", sep="\n")
     _print_tensors(plan)
-    rows = [*placement_rows(plan), *[("note", note) for note in (*plan.notes, *notes)]]
+    rows = [*placement_rows(plan, brief=False), *[("note", note) for note in (*plan.notes, *notes)]]
     if rows:
         console.print("", fields(rows), sep="\n")
 
@@ -59,9 +59,9 @@ def brief_rows(plan: Plan) -> list[tuple[str, str | Text]]:
     return [*rows, *placement_rows(plan)]
 
 
-def placement_rows(plan: Plan) -> list[tuple[str, str]]:
+def placement_rows(plan: Plan, *, brief: bool = True) -> list[tuple[str, str]]:
     """Mesh axes that are dropped, those over which work is repeated, and where tensors are elsewhere inside the operation."""
-    rows = [("dropped", line) for line in dropped_lines(plan)]
+    rows = [("dropped", line) for line in dropped_lines(plan, brief=brief)]
     rows += [("repeated", line) for line in repeated_lines(plan.placement.repeated)]
     return rows + [("inside", change) for change in plan.placement.changes]
 

@@ -50,7 +50,7 @@ class Placement:
     changes: tuple[str, ...]
     sequence: SequenceSplit
     outer_kv_heads: int
-    repeated: tuple[RepeatedAxis, ...]
+    repeated: tuple[RepeatedAxis, ...] = ()
 
     def given(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """Where an array of the call is put before the call starts.
@@ -68,6 +68,12 @@ class Placement:
     def spec(self, operand: str) -> PartitionSpec:
         """The spec of an operand or output inside the operation."""
         return dict(self.run)[operand]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every mesh axis that splits work: batch, queries, heads, or keys that each device attends to in part."""
+        keys = self.sequence.axes if self.sequence.strategy == "merge" else ()
+        return (*self.batch_axes, *self.q_axes, *self.head_axes, *keys)
 
 
 def place_problem(
@@ -109,9 +115,6 @@ def place_problem(
     q_axes = () if whole_queries else tuple(a for a in split.axes if a not in split.head_axes)
     kv_axes = split.axes if whole_queries else ()
     head_axes = (*outer_heads, *split.head_axes)
-    repeated = repeated_axes(problem, fitted, {*batch_axes, *q_axes, *kv_axes, *head_axes})
-    if strict:
-        refuse_unfit(fitted, problem.mode, problem.layout, problem.mesh, repeated_lines(repeated))
     of = {name: math.prod(sizes[a] for a in axes) for name, axes in _named(batch_axes, q_axes, head_axes)}
     kv_all = problem.kv_heads * fitted.kv_repeat
     local = LocalShape(
@@ -132,9 +135,13 @@ def place_problem(
         *_bias_changes(problem, head_axes),
     )
     outer_kv_heads = kv_all // math.prod(sizes[a] for a in outer_heads)
-    return Placement(
-        fitted, batch_axes, head_axes, q_axes, local, fitted.kv_repeat, run, changes, split, outer_kv_heads, repeated
+    placement = Placement(
+        fitted, batch_axes, head_axes, q_axes, local, fitted.kv_repeat, run, changes, split, outer_kv_heads
     )
+    repeated = repeated_axes(problem, fitted, set(placement.axes))
+    if strict:
+        refuse_unfit(fitted, problem.mode, problem.layout, problem.mesh, repeated_lines(repeated))
+    return replace(placement, repeated=repeated)
 
 
 def _named(*axes: tuple[str, ...]) -> zip[tuple[str, tuple[str, ...]]]:

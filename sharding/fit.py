@@ -146,7 +146,7 @@ def refuse_unfit(
     """What `strict` refuses, as one ShardingError: drops that aren't harmless, and a line each in `repeated` of other axes."""
     serious = [d for d in fitted.dropped if not d.harmless]
     counts = [f"{len(serious)} axes can't be used as declared"] * bool(serious)
-    counts += [f"over {len(repeated)} mesh axes work is repeated"] * bool(repeated)
+    counts += [f"work is repeated over {len(repeated)} of the mesh's axes"] * bool(repeated)
     if not counts:
         return
     lines = [f"{d.tensor}, dimension {d.dim}, axis {d.axis!r}: {d.reason}. {d.mend}." for d in serious]
