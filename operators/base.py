@@ -35,6 +35,7 @@ from .execute import execute
 from .local import LocalOutput
 from .mask_notes import value_notes
 from .output import AttentionOutput
+from .placement_notes import moved_notes
 
 __all__ = ["Operation"]
 
@@ -158,10 +159,12 @@ class Operation(PlannedOperation):
             value_scale=value_scale, dropout_prob=dropout_prob, dropout_rng=dropout_rng, deterministic=deterministic,
             return_weights=return_weights, return_lse=return_lse, mode=mode, layout=layout,
         )  # fmt: skip
-        decided = self._plan(arrays, options, self._mesh())
+        mesh = self._mesh()
+        decided = self._plan(arrays, options, mesh)
         problem = decided.problem
-        # Not in describe: a call's plan is kept for all calls of its shapes, whatever values come.
+        # Not in describe: a call's plan is kept for all calls of its shapes, whatever values come, and wherever they lie.
         notes = value_notes(decided.notes, problem.mask, arrays.mask_leaves, problem.q_len, problem.kv_len)
+        notes += moved_notes(decided, arrays, mesh)
         return decided if notes == decided.notes else replace(decided, notes=notes)
 
     def explain(self, query: Any, key: Any, value: Any, **call: Any) -> str:
