@@ -187,6 +187,7 @@ def test_layouts(layout: str) -> None:
     source = NamedSharding(mesh, P(None, "fsdp"))
     (note,) = moved(operation.plan(bare(shape), comes(source, shape), bare(shape), **call))
     want = lacking(shape, source, NamedSharding(mesh, fits))
+    assert f"is moved to {({'bhtd': 'P(fsdp, tp, sp, -)', 'thd': 'P(sp, tp, -)'})[layout]}: " in note
     most, total = said(note)
     assert most == max(want.values())
     assert total in (-1, sum(want.values()))
