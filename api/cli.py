@@ -77,7 +77,9 @@ def plan(
     topology: Annotated[
         str | None, typer.Option("--topology", help="Plan for a TPU topology, such as v5e:2x2.", show_default=False)
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse specs that don't fit as declared.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse specs that don't fit, and axes that split no work.")
+    ] = False,
     fallback: Annotated[
         str | None, typer.Option("--fallback", help="warn, error or allow.", show_default=False)
     ] = None,

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from attnops.cli_plan import print_plan, rejected_rows
+from attnops.cli_plan import placement_rows, print_plan, rejected_rows
 from attnops.cli_target import plan_metadata
 from attnops.cli_text import fields, table, text
 from attnops.errors import ConfigError
@@ -163,12 +163,22 @@ def print_model(found: ModelPlans, *, whole: bool) -> None:
             _size(plan),
         )
     console.print(columns)
-    rows: list[tuple[str, str | Text]] = []
-    for layer, plan in found.plans:
-        rows += [("not", f"{layer.kind}: {reason}") for _, reason in rejected_rows(plan)]
-    rows += [("note", note) for note in found.notes]
+    rows = [*_told(found.plans), *[("note", note) for note in found.notes]]
     if rows:
         console.print("", fields(rows), sep="\n")
+
+
+def _told(plans: Sequence[tuple[LayerDeclaration, Plan]]) -> list[tuple[str, str | Text]]:
+    """What the plans have to tell beside the table, each line once, with the kinds of layers that it is about if not all."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for layer, plan in plans:
+        notes = [("note", note) for note in plan.notes]
+        for row in dict.fromkeys((*rejected_rows(plan), *placement_rows(plan), *notes)):
+            kinds.setdefault(row, []).append(layer.kind)
+    ordered = sorted(kinds.items(), key=lambda item: ("not", "dropped", "repeated", "inside", "note").index(item[0][0]))
+    return [
+        (label, line if len(about) == len(plans) else f"{', '.join(about)}: {line}") for (label, line), about in ordered
+    ]
 
 
 def _numbers(layers: Sequence[int], count: int) -> str:

@@ -7,8 +7,9 @@ from rich.text import Text
 from attnops.cli_text import fields, table, text
 from attnops.registry import Plan
 from attnops.registry.explain import bytes_text, config_lines, dropped_lines, tensor_rows
+from attnops.registry.repeated import repeated_lines
 
-__all__ = ["brief_rows", "print_plan", "rejected_rows", "runs_row"]
+__all__ = ["brief_rows", "placement_rows", "print_plan", "rejected_rows", "runs_row"]
 
 _WHY = {
     "platform": ("the platform's own implementation", "green"),
@@ -42,9 +43,7 @@ def print_plan(plan: Plan, notes: tuple[str, ...] = (), platform_source: str | N
         rows.append(("padding", f"per device q +{pad.q_len}, kv +{pad.kv_len}: {waste}"))
     console.print(fields(rows), "", sep="\n")
     _print_tensors(plan)
-    rows = [("dropped", line) for line in dropped_lines(plan)]
-    rows += [("inside", change) for change in plan.placement.changes]
-    rows += [("note", note) for note in (*plan.notes, *notes)]
+    rows = [*placement_rows(plan, brief=False), *[("note", note) for note in (*plan.notes, *notes)]]
     if rows:
         console.print("", fields(rows), sep="\n")
 
@@ -57,7 +56,13 @@ def brief_rows(plan: Plan) -> list[tuple[str, str | Text]]:
     if query is not None and plan.problem.devices > 1:
         shape = "x".join(map(str, query.local_shape))
         rows.append(("device", f"query {shape} ({bytes_text(query.local_bytes)}) on each of {plan.problem.devices}"))
-    rows += [("dropped", line) for line in dropped_lines(plan)]
+    return [*rows, *placement_rows(plan)]
+
+
+def placement_rows(plan: Plan, *, brief: bool = True) -> list[tuple[str, str]]:
+    """Mesh axes that are dropped, those over which work is repeated, and where tensors are elsewhere inside the operation."""
+    rows = [("dropped", line) for line in dropped_lines(plan, brief=brief)]
+    rows += [("repeated", line) for line in repeated_lines(plan.placement.repeated)]
     return rows + [("inside", change) for change in plan.placement.changes]
 
 

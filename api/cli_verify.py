@@ -118,8 +118,7 @@ def _rows(report: TargetReport) -> list[tuple[str, str | Text]]:
             f"{bytes_text(report.vmem_default)} of VMEM by default and {bytes_text(report.vmem_most)} at most"
         )
     rows: list[tuple[str, str | Text]] = [(report.target, Text.assemble((word, style), about))]
-    # What is dropped, and why, is the plan's to tell.
-    rows += [row for row in brief_rows(plan) if row[0] != "dropped"]
+    rows += [*brief_rows(plan), *[("note", note) for note in plan.notes]]
     if any(not p.compiled for p in report.passes):
         rows.append(("note", NO_LIBTPU))
     rows += [("warning", Text(warning, style="yellow")) for warning in report.warnings]

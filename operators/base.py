@@ -26,6 +26,7 @@ from .arguments import Arrays, Options, split_arguments
 from .describe import describe, varying_axes
 from .mask_notes import value_notes
 from .output import AttentionOutput
+from .placement_notes import moved_notes
 from .program import Program, attention
 from .recent import Recent
 
@@ -122,6 +123,7 @@ class Operation(PlannedOperation):
             kept_here(),
             *[None if x is None else _signature(x) for x in arrays[:-1]],
             *[_signature(x) for x in arrays.mask_leaves],
+            None if mesh is None else tuple(map(_place, jax.tree.leaves(arrays))),
         )
         found = _prepared.find(call)
         if found is None:
@@ -179,10 +181,12 @@ class Operation(PlannedOperation):
             value_scale=value_scale, dropout_prob=dropout_prob, dropout_rng=dropout_rng, deterministic=deterministic,
             return_weights=return_weights, return_lse=return_lse, mode=mode, layout=layout,
         )  # fmt: skip
-        decided = self._plan(arrays, options, self._mesh())
+        mesh = self._mesh()
+        decided = self._plan(arrays, options, mesh)
         problem = decided.problem
-        # Not in describe: a call's plan is kept for all calls of its shapes, whatever values come.
+        # Not in describe: a call's plan is kept for all calls of its shapes, whatever values come, and wherever they lie.
         notes = value_notes(decided.notes, problem.mask, arrays.mask_leaves, problem.q_len, problem.kv_len)
+        notes += moved_notes(decided, arrays, mesh)
         return decided if notes == decided.notes else replace(decided, notes=notes)
 
     def explain(self, query: Any, key: Any, value: Any, **call: Any) -> str:
@@ -235,7 +239,10 @@ class Operation(PlannedOperation):
                 f"planned for {problem.platform} (from {problem.platform_source}), but this process runs on "
                 f"{jax.default_backend()}; leave that out to run here, or plan() it and lower it for {problem.platform}."
             )
-        return _Prepared(decided, Program(self, decided, mesh, options), mesh if isinstance(mesh, Mesh) else None)
+        program, notes = Program(self, decided, mesh, options), moved_notes(decided, arrays, mesh)
+        if notes:
+            decided = replace(decided, notes=(*decided.notes, *notes))
+        return _Prepared(decided, program, mesh if isinstance(mesh, Mesh) else None)
 
 
 @functools.lru_cache(maxsize=1024)  # once; a warning that was made an error is raised each time
@@ -263,6 +270,13 @@ def _signature(x: Any) -> Any:
         _array_types.add(type(x))
         return x.shape, x.dtype
     return type(x)  # is refused, and so never found
+
+
+def _place(x: Any) -> Any:
+    """What the notes of a plan tell of where an array is: its sharding where somebody has said so."""
+    if isinstance(x, jax.core.Tracer):
+        return jax.typeof(x).sharding
+    return x.sharding if isinstance(x, jax.Array) and x.committed else None
 
 
 def _concrete(x: Any) -> bool:

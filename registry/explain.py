@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import PartitionSpec
 
 from ..sharding import AttnShardingRules
+from .repeated import repeated_lines
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -88,12 +89,18 @@ def config_lines(plan: Plan) -> list[str]:
     ]
 
 
-def dropped_lines(plan: Plan) -> list[str]:
-    """One line per dropped mesh axis, dimension and reason, naming the tensors; those without effect come last."""
+def dropped_lines(plan: Plan, *, brief: bool = False) -> list[str]:
+    """One line per dropped mesh axis, dimension and reason, naming the tensors; harmless ones come last.
+
+    `brief` leaves out axes that split nothing anyway: a standard one that the mesh doesn't have, one of size 1, a Manual one.
+    """
     if not plan.problem.mesh:
         return []  # without a mesh there is nothing that could be split
+    could = {axis.name for axis in plan.problem.mesh if axis.size > 1 and axis.kind != "manual"}
     groups: dict[tuple[bool, str, str, str, str], list[str]] = {}
     for drop in plan.placement.fitted.dropped:
+        if brief and drop.harmless and drop.axis not in could:
+            continue
         key = (drop.harmless, drop.axis, drop.dim, drop.reason, "" if drop.harmless else f". {drop.mend}")
         groups.setdefault(key, []).append(drop.tensor)
     ordered = sorted(groups.items(), key=lambda item: item[0][0])
@@ -135,6 +142,7 @@ def explain(plan: Plan) -> str:
         where = declared if declared == fitted or not fitted else f"{declared} -> {fitted}"
         lines.append(f"  {tensor:<15} {where}" + (f"  {shape} -> {local}  {size}" if shape else ""))
     lines.extend(f"  dropped: {text}" for text in dropped_lines(plan))
+    lines.extend(f"repeated  {text}" for text in repeated_lines(placement.repeated))
     lines.extend(f"inside    {change}" for change in placement.changes)
     lines.extend(f"note      {note}" for note in plan.notes)
     return "\n".join(lines)

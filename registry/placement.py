@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from ..sharding import FittedRules, FittedSpec, TensorShape, axes_at, fit
+from ..sharding import FittedRules, FittedSpec, TensorShape, axes_at, fit, refuse_unfit
 from .problem import AttentionProblem
+from .repeated import RepeatedAxis, repeated_axes, repeated_lines
 from .sequence import SequenceSplit, split_sequence
 
 __all__ = ["LocalShape", "Placement", "place_problem"]
@@ -36,6 +37,7 @@ class Placement:
 
     `head_axes` and `q_axes` split what a device works on; `local` has the sizes that a kernel works on at once, which on a
     zigzag ring are those of one piece. `outer_kv_heads` are a device's own, before an all-to-all splits them further.
+    `repeated`: the mesh axes over which devices do the same work.
     """
 
     fitted: FittedRules
@@ -48,6 +50,7 @@ class Placement:
     changes: tuple[str, ...]
     sequence: SequenceSplit
     outer_kv_heads: int
+    repeated: tuple[RepeatedAxis, ...] = ()
 
     def given(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """Where an array of the call is put before the call starts.
@@ -68,8 +71,9 @@ class Placement:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every mesh axis that splits something inside the operation."""
-        return (*self.batch_axes, *self.q_axes, *self.head_axes)
+        """Every mesh axis that splits work: batch, queries, heads, or keys that each device attends to in part."""
+        keys = self.sequence.axes if self.sequence.strategy == "merge" else ()
+        return (*self.batch_axes, *self.q_axes, *self.head_axes, *keys)
 
 
 def place_problem(
@@ -80,7 +84,10 @@ def place_problem(
     strategy: str = "gather",
     ring_order: str | None = None,
 ) -> Placement:
-    """Fit the problem's rules to its shapes and mesh. Errors: ShardingError when strict or kv_heads='error' say so."""
+    """Fit the problem's rules to its shapes and mesh. Errors: ShardingError when strict or kv_heads='error' say so.
+
+    `strict` refuses what doesn't fit as declared, and a mesh over which work is only repeated.
+    """
     counted = {axis for axes in problem.manual_sequence or () for axis in axes}
     fitted = fit(
         problem.rules,
@@ -88,7 +95,6 @@ def place_problem(
         tuple(axis._replace(kind="auto") if axis.name in counted else axis for axis in problem.mesh),
         mode=problem.mode,
         layout=problem.layout,
-        strict=strict,
         kv_heads=kv_heads,
     )
     fitted = replace(fitted, specs=(*fitted.specs, *_scale_specs(problem, fitted)))
@@ -129,9 +135,13 @@ def place_problem(
         *_bias_changes(problem, head_axes),
     )
     outer_kv_heads = kv_all // math.prod(sizes[a] for a in outer_heads)
-    return Placement(
+    placement = Placement(
         fitted, batch_axes, head_axes, q_axes, local, fitted.kv_repeat, run, changes, split, outer_kv_heads
     )
+    repeated = repeated_axes(problem, fitted, set(placement.axes))
+    if strict:
+        refuse_unfit(fitted, problem.mode, problem.layout, problem.mesh, repeated_lines(repeated))
+    return replace(placement, repeated=repeated)
 
 
 def _named(*axes: tuple[str, ...]) -> zip[tuple[str, tuple[str, ...]]]:

@@ -15,6 +15,7 @@ from .explain import explain, spec_text
 from .operation import METHODS
 from .placement import Placement, place_problem
 from .problem import AttentionProblem
+from .repeated import repeated_work
 from .route import Route
 from .sequence import RING_ORDERS, STRATEGIES
 from .sequence_reasons import sequence_reasons
@@ -31,7 +32,7 @@ class Policy:
 
     fallback: 'warn' (run forward_native and say so once), 'error', or 'allow' (run it, without a word).
     kv_heads: 'replicate' or 'error' when the mesh splits query heads further than there are kv heads.
-    strict: refuse every spec that doesn't fit as declared.
+    strict: refuse every spec that doesn't fit as declared, and a mesh axis over which devices only do the same work.
     sequence_parallel: how queries that are split over devices see all keys: 'gather' brings the keys together on each device,
     'ring' sends them around, 'ulysses' splits heads instead of the sequence meanwhile, 'ulysses_ring' does both, over two axes.
     ring_order: 'contiguous' or 'zigzag', in which every device has a piece from the begin and one from the end; None lets
@@ -166,6 +167,7 @@ class Plan:
             "inside": {name: spec_text(spec) for name, spec in placement.run},
             "device_problem": placement.local._asdict(),
             "kv_repeat": placement.kv_repeat,
+            "repeated_work": repeated_work(placement.repeated),
             "sequence_parallel": placement.sequence.strategy,
             "ring_order": ("zigzag" if placement.sequence.zigzag else "contiguous")
             if placement.sequence.ring_axes

@@ -1,6 +1,6 @@
 """Where tensors live: modes, layouts, the ten PartitionSpecs, fitting them to shapes and a mesh, placing arrays."""
 
-from .fit import Dropped, FittedRules, FittedSpec, TensorShape, axes_at, fit, kv_repeat
+from .fit import Dropped, FittedRules, FittedSpec, TensorShape, axes_at, fit, kv_repeat, refuse_unfit
 from .mesh import (
     MeshAxis,
     axes_of,
@@ -40,6 +40,7 @@ __all__ = [
     "parse_mesh",
     "pin",
     "place",
+    "refuse_unfit",
     "resolve_rules",
     "tensor_dims",
     "virtual_mesh",

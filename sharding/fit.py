@@ -7,7 +7,7 @@ takes an axis that doesn't divide without a word, `device_put`, `shard_map` and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from .mesh import AnyMesh, MeshAxis, axes_of, describe_mesh
 from .modes import canonical_layout, canonical_mode
 from .rules import AttnShardingRules, tensor_dims
 
-__all__ = ["Dropped", "FittedRules", "FittedSpec", "TensorShape", "axes_at", "fit", "kv_repeat"]
+__all__ = ["Dropped", "FittedRules", "FittedSpec", "TensorShape", "axes_at", "fit", "kv_repeat", "refuse_unfit"]
 
 # The axis names that every eformer PartitionAxis speaks of unless told otherwise. A mesh without one of them is an
 # ordinary mesh; a name outside of them was declared by somebody, so its absence is worth an error when strict.
@@ -109,7 +109,7 @@ def fit(
     if kv_heads not in ("replicate", "error"):
         raise ShardingError(f"kv_heads={kv_heads!r}; wanted 'replicate' or 'error'.")
     axes = {a.name: a for a in axes_of(mesh)}
-    where = f"mode={mode.strip('_')}, layout={layout}, mesh {describe_mesh(tuple(axes.values()))}"
+    where = _where(mode, layout, tuple(axes.values()))
     sized = {name: _sized(value) for name, value in shapes.items()}
     known = AttnShardingRules._fields
     for tensor in sized:
@@ -135,11 +135,27 @@ def fit(
             shape = (*shape[:at], shape[at] * repeat, *shape[at + 1 :])
         fitted.append(_fit_one(tensor, spec, shape, itemsize, dims, axes))
     result = FittedRules(tuple(fitted), repeat)
-    serious = [d for d in result.dropped if not d.harmless]
-    if strict and serious:
-        lines = "\n".join(f"  {d.tensor}, dimension {d.dim}, axis {d.axis!r}: {d.reason}. {d.mend}." for d in serious)
-        raise ShardingError(f"strict sharding ({where}): {len(serious)} axes can't be used as declared:\n{lines}")
+    if strict:
+        refuse_unfit(result, mode, layout, tuple(axes.values()))
     return result
+
+
+def refuse_unfit(
+    fitted: FittedRules, mode: str, layout: str, mesh: tuple[MeshAxis, ...], repeated: Sequence[str] = ()
+) -> None:
+    """What `strict` refuses, as one ShardingError: drops that aren't harmless, and a line each in `repeated` of other axes."""
+    serious = [d for d in fitted.dropped if not d.harmless]
+    counts = [f"{len(serious)} axes can't be used as declared"] * bool(serious)
+    counts += [f"work is repeated over {len(repeated)} of the mesh's axes"] * bool(repeated)
+    if not counts:
+        return
+    lines = [f"{d.tensor}, dimension {d.dim}, axis {d.axis!r}: {d.reason}. {d.mend}." for d in serious]
+    told = "\n".join(f"  {line}" for line in (*lines, *repeated))
+    raise ShardingError(f"strict sharding ({_where(mode, layout, mesh)}): {', and '.join(counts)}:\n{told}")
+
+
+def _where(mode: str, layout: str, mesh: tuple[MeshAxis, ...]) -> str:
+    return f"mode={mode.strip('_')}, layout={layout}, mesh {describe_mesh(mesh)}"
 
 
 def axes_at(spec: PartitionSpec, index: int) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ class _Count:
         yield from self._of_strategy()
 
     def backward(self) -> Iterator[Need]:
-        work = set(self.placement.axes) | (set(self.split.axes) if self.split.strategy == "merge" else set())
+        work = set(self.placement.axes)
         for tensor in self.tensors:
             if not tensor.gradient:
                 continue

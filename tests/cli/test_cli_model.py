@@ -32,6 +32,39 @@ def test_table(attnops: Callable[..., Any]) -> None:
     assert "the default of gemma3_text" in " ".join(result.out.split())
 
 
+def test_drops_repeats_and_notes_stand_below_the_table(attnops: Callable[..., Any]) -> None:
+    arguments = ("plan", "--model", GEMMA, "--q-len", 64, "--batch", 6, "--mesh", "fsdp=4,tp=8,oops=2")
+    result = attnops(*arguments, "--platform", "tpu")
+    assert result.status == 0
+    said = " ".join(result.out.split())
+    for once in (
+        "dropped axis 'fsdp' of batch in query3d, query, key, value, output: 6 is not divisible by fsdp=4. Make it",
+        "mesh axis 'fsdp' (4) splits nothing: with 'oops' (2), 8 devices do the same work",
+        "mesh axis 'oops' (2) splits nothing: with 'fsdp' (4), 8 devices do the same work",
+        "inside key, value: each kv head repeated 2 times so that 8 devices get whole heads",
+        "note mode derived from the lengths",
+    ):
+        assert said.count(once) == 1, once
+    assert "so it splits nothing" not in said  # of axes that nobody gave this mesh
+    for layer in json.loads(attnops(*arguments, "--platform", "tpu", "--json").out)["layers"]:
+        assert layer["plan"]["repeated_work"]["devices"] == 8
+        assert layer["plan"]["kv_repeat"] == 2
+    strict = attnops("plan", "--model", GEMMA, "--q-len", 64, "--mesh", "fssdp=2", "--strict")
+    assert strict.status == 1
+    assert "Did you mean 'fsdp'?" in strict.err
+
+
+def test_what_is_said_of_one_kind_of_layers_names_it(attnops: Callable[..., Any]) -> None:
+    result = attnops(
+        "plan", "--model", GEMMA, "--operation", "ring", "--q-len", 8192, "--mesh", "sp=8", "--platform", "tpu"
+    )
+    said = " ".join(result.out.split())
+    assert result.status == 0
+    # A query sees the 1023 keys before it: those of its own part of 1024, and of the one before.
+    assert "local 1024: key, value: travel around sp in 1 of 7 hops" in said
+    assert "global: key, value: travel around sp in 7 of 7 hops" in said
+
+
 def test_json(attnops: Callable[..., Any]) -> None:
     result = attnops("plan", "--model", GEMMA, "--q-len", 256, "--platform", "tpu", "--json")
     data = json.loads(result.out)

@@ -150,6 +150,24 @@ def test_refusals_exit_with_1(attnops: Callable[..., Any], config: Callable[...,
     assert (result.status, "soft cap" in result.err) == (1, True)
 
 
+def test_an_axis_that_splits_nothing(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    misspelt = ("plan", config(batch=4), "--mesh", "fssdp=2,tp=2")
+    said = "mesh axis 'fssdp' (2) splits nothing: 2 devices do the same work"
+    result = attnops(*misspelt)
+    assert result.status == 0
+    assert said in " ".join(result.out.split())
+    (axis,) = json.loads(attnops(*misspelt, "--json").out)["repeated_work"]["axes"]
+    assert (axis["axis"], axis["size"], axis["splits"]) == ("fssdp", 2, [])
+    result = attnops(*misspelt, "--strict")
+    assert (result.status, result.out) == (1, "")
+    assert said in result.err
+    assert "Did you mean 'fsdp'?" in result.err
+    result = attnops("plan", config(batch=1), "--mesh", "fsdp=4", "--strict")
+    assert result.status == 1
+    assert "4 devices do the same work; batch of query: 1 is not divisible by fsdp=4" in result.err
+    assert attnops("plan", config(batch=4), "--mesh", "fsdp=2,tp=2", "--strict").status == 0
+
+
 def test_repeated_kv_heads_and_padding_are_told(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
     path = config("splash", kv_heads=2, q_len=130)
     out = attnops("plan", path, "--mesh", "tp=4,dp=1,fsdp=1,sp=1", "--platform", "tpu").out

@@ -123,6 +123,31 @@ def test_without_libtpu_it_is_lowered(
     assert attnops("verify", config("splash", **SIZES), "--target", "v4:2x2x1", "--mesh", "fsdp=3").status == 1
 
 
+def test_drops_repeats_and_notes_are_told(
+    attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_verify, "has_libtpu", lambda: False)
+    call = SIZES | {"batch": 3, "q_len": 128, "q_heads": 2, "kv_heads": 1, "head_dim": 16}
+    arguments = ("verify", config("vanilla", {"blocksize_b": 2}, **call), "--target", "v5e:2x4")
+    arguments += ("--mode", "prefill", "--mesh", "fsdp=2,tp=2,fssdp=2")
+    result = attnops(*arguments)
+    assert (result.status, result.err) == (0, "")
+    said = " ".join(result.out.split())
+    for once in (
+        "dropped axis 'fsdp' of batch in query3d, query, key, value, output: 3 is not divisible by fsdp=2. Make it",
+        "mesh axis 'fssdp' (2) splits nothing: with 'fsdp' (2), 4 devices do the same work",
+        "each kv head repeated 2 times",
+        "blocksize_b=2 is not read by vanilla",
+    ):
+        assert said.count(once) == 1, once
+    (report,) = json.loads(attnops(*arguments, "--json").out)
+    assert report["plan"]["repeated_work"]["devices"] == 4
+    strict = config("vanilla", {"strict": True}, **call | {"batch": 2})
+    result = attnops("verify", strict, "--target", "v5e:2x2", "--mesh", "fssdp=2,tp=2")
+    assert result.status == 1
+    assert "Did you mean 'fsdp'?" in result.err
+
+
 def test_refusals_and_bad_targets(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
     path = config("splash", {"fallback": "error"}, **SIZES | {"return_weights": True})
     result = attnops("verify", path, "--target", "v5e:2x2")

@@ -1,0 +1,72 @@
+"""What each device holds of an array under a sharding, and what it lacks where the array is to lie otherwise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
+
+from .fit import axes_at
+
+__all__ = ["Parts", "comparable", "lacking", "parts_of"]
+
+
+class Parts(NamedTuple):
+    """Of each device the part of an array that it holds: begin and end along each dimension, integers [devices, dims].
+
+    `devices` are those of the mesh, or their positions in it where it has none.
+    """
+
+    devices: tuple[Any, ...]
+    begin: np.ndarray
+    end: np.ndarray
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Elements on each device."""
+        return (self.end - self.begin).prod(axis=1)
+
+
+def comparable(source: Sharding, target: NamedSharding) -> bool:
+    """Whether it can be told which device of one is which of the other: both have devices, or the same mesh axes."""
+    if not (_abstract(source) or _abstract(target)):
+        return True
+    return isinstance(source, NamedSharding) and dict(source.mesh.shape) == dict(target.mesh.shape)
+
+
+def parts_of(sharding: Sharding, shape: tuple[int, ...], *, positions: bool = False) -> Parts | None:
+    """Who holds what of an array; None where the shape doesn't divide. `positions` numbers devices in place of naming them."""
+    if not isinstance(sharding, NamedSharding):
+        found = sharding.devices_indices_map(shape)
+        ends = [[part.indices(length)[:2] for part, length in zip(i, shape, strict=True)] for i in found.values()]
+        bounds = np.array(ends, np.int64).reshape(len(found), len(shape), 2)
+        return Parts(tuple(found), bounds[..., 0], bounds[..., 1])
+    sizes = dict(sharding.mesh.shape)
+    count = math.prod(sizes.values())
+    at = dict(zip(sizes, np.unravel_index(np.arange(count), tuple(sizes.values())), strict=True))
+    begin = np.zeros((count, len(shape)), np.int64)
+    end = np.tile(np.array(shape, np.int64), (count, 1))
+    for dim, length in enumerate(shape):
+        number, pieces = np.zeros(count, np.int64), 1
+        for axis in axes_at(sharding.spec, dim):
+            number, pieces = number * sizes[axis] + at[axis], pieces * sizes[axis]
+        if length % pieces:
+            return None
+        begin[:, dim] = number * (length // pieces)
+        end[:, dim] = begin[:, dim] + length // pieces
+    named = positions or isinstance(sharding.mesh, AbstractMesh)
+    return Parts(tuple(range(count)) if named else tuple(np.ravel(sharding.mesh.devices)), begin, end)
+
+
+def lacking(source: Parts, target: Parts) -> np.ndarray:
+    """Elements that each device of the target needs and doesn't hold, integers [devices]."""
+    held = {device: row for row, device in enumerate(source.devices)}
+    rows = np.array([held.get(device, -1) for device in target.devices])
+    both = np.minimum(source.end[rows], target.end) - np.maximum(source.begin[rows], target.begin)
+    return target.sizes - np.where(rows < 0, 0, both.clip(min=0).prod(axis=1))
+
+
+def _abstract(sharding: Sharding) -> bool:
+    return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
