@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
 
 from ..errors import ConfigError, FallbackWarning, InputError, InputTypeError
 from ..masks import Mask
-from ..registry import OperationMetadata, Placement, Plan, PlannedOperation, plan
+from ..registry import OperationMetadata, Plan, PlannedOperation, plan
 from ..registry.tune_cache import kept_here
 from ..sharding import current_mesh, describe_mesh, devices_platform, place
 from ..sharding.mesh import AnyMesh
@@ -131,7 +131,7 @@ class Operation(PlannedOperation):
             _prepared.put(call, found)
         decided, program, devices = found
         if devices is not None:
-            arrays = _on_devices(arrays, decided.placement, devices)
+            arrays = _on_devices(arrays, decided, devices)
         try:
             result = attention(program, arrays)
         except TypeError as error:
@@ -283,13 +283,15 @@ def _concrete(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
 
-def _on_devices(arrays: Arrays, placement: Placement, mesh: Mesh) -> Arrays:
+def _on_devices(arrays: Arrays, decided: Plan, mesh: Mesh) -> Arrays:
     """Move concrete arrays that were committed to other devices to the mesh's, laid out as they are wanted there."""
     if not any(_concrete(x) and x.committed for x in jax.tree.leaves(arrays)):
         return arrays
 
     def put(name: str, x: Any) -> Any:
-        return place(x, placement.given(name, x.shape), mesh) if _concrete(x) else x
+        return place(x, decided.placement.given(name, x.shape), mesh) if _concrete(x) else x
 
     moved = {name: put(name, x) for name, x in arrays._asdict().items() if name != "mask_leaves"}
-    return Arrays(**moved, mask_leaves=tuple(put("", x) for x in arrays.mask_leaves))
+    # The mask's own arrays come first among those of the whole mask.
+    leaves = zip(decided.problem.leaves, arrays.mask_leaves, strict=False)
+    return Arrays(**moved, mask_leaves=tuple(put("mask" if leaf.name == "mask" else "", x) for leaf, x in leaves))

@@ -270,3 +270,15 @@ def test_the_plan_of_a_call_tells_what_it_moved() -> None:
         assert plan is not None
         assert moved(plan) == moved(operation.plan(declared, key, declared))
         assert len(moved(plan)) == (key is not declared)
+
+
+def test_a_mask_from_elsewhere_is_put_where_it_is_declared() -> None:
+    mask = jax.device_put(np.tril(np.ones((4, 1, 32, 32), bool)), jax.devices()[3])
+    x = jnp.ones(SHAPE)
+    operation = attend(mesh_of())
+    (note,) = moved(operation.plan(x, x, x, mask=mask), "mask (mask)")
+    wanted = NamedSharding(mesh_of(), P("fsdp", None, "sp"))
+    sent = {device: count // 4 for device, count in lacking(mask.shape, mask.sharding, wanted).items()}  # booleans
+    assert said(note) == (max(sent.values()), sum(sent.values()))
+    out = operation(x, x, x, mask=mask).attention_outputs
+    assert jnp.allclose(out, operation(x, x, x, mask=np.asarray(mask)).attention_outputs)
