@@ -11,11 +11,16 @@ import numpy as np
 
 from ..errors import MaskError
 
-__all__ = ["LIMIT", "int_array", "is_host", "same_width", "whole", "whole_or_none"]
+__all__ = [
+    "LIMIT", "beyond_int32", "brief", "int_array", "is_host", "is_integer", "known_values", "least_and_most", "same_width", "whole",
+    "whole_or_none",
+]  # fmt: skip
 
 # Positions are int32 on devices. With every declared number within 2**30, sums and differences of an index
 # and a declared number can't wrap round.
 LIMIT = 2**30
+_INT32 = np.iinfo(np.int32)
+_WITHIN_INT32 = frozenset(map(np.dtype, ("int8", "int16", "int32", "uint8", "uint16")))
 
 
 def whole(value: Any, what: str, *, minimum: int = -LIMIT, none: str = "") -> int:
@@ -31,10 +36,15 @@ def whole(value: Any, what: str, *, minimum: int = -LIMIT, none: str = "") -> in
         raise MaskError(f"{what}={value!r} is a {type(value).__name__}; wanted {wanted}: {mend}") from None
     mend = f": use None for {none}" if none else ""
     if number < minimum:
-        raise MaskError(f"{what}={number}; wanted an int of at least {minimum}{mend}")
+        raise MaskError(f"{what}={brief(number)}; wanted an int of at least {minimum}{mend}")
     if number > LIMIT:
-        raise MaskError(f"{what}={number}; wanted at most 2**30, or int32 indices wrap round{mend}")
+        raise MaskError(f"{what}={brief(number)}; wanted at most 2**30, or int32 indices wrap round{mend}")
     return number
+
+
+def brief(number: int) -> str:
+    """A number for a message, without thousands of digits; Python itself refuses to write more than 4300."""
+    return str(number) if number.bit_length() <= 128 else f"(a number of {number.bit_length()} bits)"
 
 
 def whole_or_none(value: Any, what: str, none: str, *, minimum: int = -LIMIT) -> int | None:
@@ -43,18 +53,52 @@ def whole_or_none(value: Any, what: str, none: str, *, minimum: int = -LIMIT) ->
 
 
 def int_array(value: Any, what: str, dims: tuple[str, ...]) -> None:
-    """Refuse anything that isn't a signed (or short unsigned) integer array of exactly these dimensions."""
+    """Refuse anything that isn't an array of integers within int32 and of exactly these dimensions."""
     wanted = f"an integer array [{', '.join(dims)}]"
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise MaskError(f"{what} is a {type(value).__name__}; wanted {wanted}: pass np.asarray({what})")
-    if not jnp.issubdtype(value.dtype, jnp.integer):
+    if not is_integer(value.dtype):
         raise MaskError(f"{what} has dtype {value.dtype}; wanted {wanted}: use {what}.astype('int32')")
-    if value.dtype in (np.dtype("uint32"), np.dtype("uint64")):
-        # No integer type holds both these and int32 indices while jax has 64 bits off.
-        raise MaskError(f"{what} has dtype {value.dtype}; wanted it signed: use {what}.astype('int32')")
     if len(value.shape) != len(dims):
         mend = f"reshape it, e.g. {what}[None] for a batch of one"
         raise MaskError(f"{what} has shape {tuple(value.shape)}; wanted {wanted}: {mend}")
+    reason = beyond_int32(value, what)
+    if reason:
+        raise MaskError(reason)
+
+
+def is_integer(dtype: Any) -> bool:
+    """Whether a dtype is one of whole numbers, which bools and NumPy's time spans are not."""
+    return jnp.issubdtype(dtype, jnp.integer) and dtype.kind != "m"
+
+
+def beyond_int32(value: Any, what: str) -> str:
+    """Why an integer array may hold a number that int32 doesn't, "" where it can't: by its dtype, else by its values."""
+    if value.dtype in _WITHIN_INT32 or value.dtype.itemsize < 4:
+        return ""
+    values, wanted = known_values(value), "wanted whole numbers that fit in int32, as on devices"
+    if values is None:
+        return f"{what} has dtype {value.dtype} and unknown values; {wanted}: use {what}.astype('int32')"
+    found = least_and_most(values)
+    wide = next((n for n in found if not _INT32.min <= n <= _INT32.max), None)
+    return "" if wide is None else f"{what} holds {wide}; {wanted}: number them anew, from 0"
+
+
+def known_values(value: Any) -> np.ndarray | None:
+    """The values of an array on the host; None for a tracer, a shape, and what lies in other processes.
+
+    Of an array on an accelerator this waits for what computes it, and copies it.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value)
+    if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array) or not value.is_fully_addressable:
+        return None
+    return np.asarray(value)
+
+
+def least_and_most(values: np.ndarray) -> tuple[int, ...]:
+    """The least and the largest of integers; nothing of none."""
+    return (int(values.min()), int(values.max())) if values.size else ()
 
 
 def is_host(*values: Any) -> bool:
@@ -63,12 +107,10 @@ def is_host(*values: Any) -> bool:
 
 
 def same_width(first: Any, second: Any) -> tuple[Any, Any]:
-    """Bring two integer arrays to one dtype, int32 or wider.
+    """Bring two integer arrays to int32, in which all numbers of a mask that was checked fit.
 
     Explicitly, as strict dtype promotion asks for; and before subtracting, where uint8 and int8 would wrap round.
     """
     if not is_host(first, second):
         first, second = jnp.asarray(first), jnp.asarray(second)
-    # NumPy's rule: jnp's own promotion refuses under strict, even when asked.
-    dtype = np.result_type(first.dtype, second.dtype, np.int32)
-    return first.astype(dtype), second.astype(dtype)
+    return first.astype(np.int32), second.astype(np.int32)

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
 
 from ..errors import ConfigError, FallbackWarning, InputError, InputTypeError
@@ -30,6 +29,7 @@ from ..registry import (
 from ..sharding import current_mesh, describe_mesh, devices_platform, place
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, split_arguments
+from .call_values import checked_values
 from .describe import describe, varying_axes
 from .execute import execute
 from .local import LocalOutput
@@ -98,8 +98,10 @@ class Operation(PlannedOperation):
             value_scale=value_scale, dropout_prob=dropout_prob, dropout_rng=dropout_rng, deterministic=deterministic,
             return_weights=return_weights, return_lse=return_lse, mode=mode, layout=layout,
         )  # fmt: skip
+        arrays = checked_values(arrays, options)
         mesh = self._mesh()
-        signature = (mesh, options, *(_signature(x) for x in arrays[:-1]), *(_signature(x) for x in arrays.mask_leaves))
+        wide = jax.config.jax_enable_x64
+        signature = (mesh, options, wide, *(_signature(x) for x in arrays[:-1]), *(_signature(x) for x in arrays.mask_leaves))
         found = self._calls.get(signature)
         if found is None:
             found = self._prepare(arrays, options, mesh)
@@ -158,6 +160,7 @@ class Operation(PlannedOperation):
             value_scale=value_scale, dropout_prob=dropout_prob, dropout_rng=dropout_rng, deterministic=deterministic,
             return_weights=return_weights, return_lse=return_lse, mode=mode, layout=layout,
         )  # fmt: skip
+        arrays = checked_values(arrays, options)
         decided = self._plan(arrays, options, self._mesh())
         problem = decided.problem
         # Not in describe: a call's plan is kept for all calls of its shapes, whatever values come.
@@ -245,8 +248,6 @@ def _signature(x: Any) -> Any:
         return None
     if isinstance(x, jax.core.Tracer):
         return x.shape, x.dtype, varying_axes(x)
-    if isinstance(x, np.ndarray):
-        return x.shape, jax.dtypes.canonicalize_dtype(x.dtype)  # depends on jax_enable_x64
     return getattr(x, "shape", type(x)), getattr(x, "dtype", None)
 
 
