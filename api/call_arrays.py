@@ -31,6 +31,7 @@ _TRACED = {
     "kv_lengths": "kv_lengths",
     "query_offset": "query_offset",
 }
+_INDICES = ("q_segment_ids", "kv_segment_ids", "kv_lengths", "query_offset")
 _FLOATS = ("float32", "bfloat16", "float16")
 INPUT_NAMES = ("query", "key", "value", *_TRACED, "expected")
 
@@ -97,12 +98,12 @@ def _cast(name: str, array: np.ndarray, call: CallDeclaration, path: Path, notes
             why = "call.dtype" if call.is_set("dtype") else "float64 is not on"
             notes.append(f"{name} of {path.name} cast from {array.dtype.name} to {wanted} ({why})")
         return array.astype(jnp.dtype(wanted))
-    if is_integer(array.dtype):
+    if name in _INDICES and is_integer(array.dtype):
         reason = beyond_int32(array, name)
         if reason:
             raise InputError(f"{path}: {reason}.")
         return array.astype(np.int32)
-    if array.dtype.kind == "f" and array.dtype.itemsize == 8:
+    if array.dtype == np.float64:
         notes.append(f"{name} of {path.name} cast from float64 to float32")
         return array.astype(np.float32)
     return array

@@ -81,7 +81,8 @@ def beyond_int32(value: Any, what: str) -> str:
         return f"{what} has dtype {value.dtype} and unknown values; {wanted}: use {what}.astype('int32')"
     found = least_and_most(values)
     wide = next((n for n in found if not _INT32.min <= n <= _INT32.max), None)
-    return "" if wide is None else f"{what} holds {wide}; {wanted}: number them anew, from 0"
+    mend = "number the ids anew, from 0" if "segment" in what else "count from the first key of the call"
+    return "" if wide is None else f"{what} holds {wide}; {wanted}: {mend}"
 
 
 def known_values(value: Any) -> np.ndarray | None:
