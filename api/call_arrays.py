@@ -12,7 +12,7 @@ import numpy as np
 
 from attnops.errors import InputError
 from attnops.inputs import read_arrays
-from attnops.masks.checks import beyond_int32, is_integer
+from attnops.masks.int_arrays import beyond_int32, is_integer
 from attnops.operators.call_values import check_lengths, check_offsets
 from attnops.registry.call_declaration import CallDeclaration
 from attnops.registry.quantised import QUANTISED, scale_shape

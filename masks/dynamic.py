@@ -11,7 +11,8 @@ import numpy as np
 
 from ..errors import MaskError
 from .base import Mask
-from .checks import int_array, is_host, same_width, whole_or_none
+from .checks import is_host, whole_or_none
+from .int_arrays import int_array, same_width
 from .reach import Blocks, Reach
 from .slots import DynamicMask, Slot
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import MaskError
-from .checks import beyond_int32, is_host, is_integer, least_and_most, whole
+from .checks import is_host, whole
+from .int_arrays import beyond_int32, is_integer, least_and_most
 
 if TYPE_CHECKING:
     from .base import Mask

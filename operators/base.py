@@ -101,7 +101,13 @@ class Operation(PlannedOperation):
         arrays = checked_values(arrays, options)
         mesh = self._mesh()
         wide = jax.config.jax_enable_x64
-        signature = (mesh, options, wide, *(_signature(x) for x in arrays[:-1]), *(_signature(x) for x in arrays.mask_leaves))
+        signature = (
+            mesh,
+            options,
+            wide,
+            *(_signature(x) for x in arrays[:-1]),
+            *(_signature(x) for x in arrays.mask_leaves),
+        )
         found = self._calls.get(signature)
         if found is None:
             found = self._prepare(arrays, options, mesh)

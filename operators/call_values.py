@@ -15,7 +15,8 @@ from jax.sharding import get_abstract_mesh
 
 from ..errors import InputError, InputTypeError
 from ..masks import Mask
-from ..masks.checks import LIMIT, beyond_int32, is_integer, known_values, least_and_most
+from ..masks.checks import LIMIT
+from ..masks.int_arrays import beyond_int32, is_integer, known_values, least_and_most
 from .arguments import Arrays, Options, is_array
 
 __all__ = ["check_lengths", "check_offsets", "checked_values"]

@@ -14,9 +14,10 @@ from ..registry.quantised import QUANTISED
 from ..sharding import MeshAxis, axes_of, canonical_layout, canonical_mode, describe_mesh, devices_platform
 from ..sharding.mesh import AnyMesh, gpu_vendor
 from .arguments import Arrays, Options, bound_mask, join_mask, shaped
+from .dtype_notes import width_notes
 from .manual_sequence import of_the_whole, split_by_caller
 from .mask_notes import dense_notes
-from .shapes import check_dtypes, check_extras, check_key, check_scales, leaf_shape, sizes_of, width_notes, with_segments
+from .shapes import check_dtypes, check_extras, check_key, check_scales, leaf_shape, sizes_of, with_segments
 
 if TYPE_CHECKING:
     from .base import Operation

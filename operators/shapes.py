@@ -6,17 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..errors import ConfigError, InputError, InputTypeError
-from ..masks.checks import LIMIT, brief, is_integer
+from ..masks.checks import LIMIT, brief
+from ..masks.int_arrays import is_integer
 from ..registry import LeafShape, OperationMetadata
 from ..registry.quantised import QUANTISED
 from .arguments import Arrays, Options
 
 __all__ = [
-    "broadcastable", "check_dtypes", "check_extras", "check_key", "check_scales", "leaf_shape", "sizes_of", "width_notes",
-    "with_segments",
+    "broadcastable", "check_dtypes", "check_extras", "check_key", "check_scales", "leaf_shape", "sizes_of", "with_segments",
 ]  # fmt: skip
 
 
@@ -92,22 +91,6 @@ def check_dtypes(arrays: Arrays, metadata: OperationMetadata) -> None:
     if metadata.runtime_dtype is None and len(set(dtypes.values())) > 1:
         got = ", ".join(f"{n} {d.name}" for n, d in dtypes.items())
         raise InputTypeError(f"dtypes differ: {got}; cast them, or declare runtime_dtype and they are cast to it.")
-
-
-def width_notes(arrays: Arrays, metadata: OperationMetadata) -> list[str]:
-    """What is computed in float32 though it came as float64; query, key and value become the declared run-time dtype."""
-    notes = []
-    softmax = f"{metadata.runtime_softmax_dtype.name} (runtime_softmax_dtype)"
-    used = {"bias": softmax, "softmax_aux": softmax, "key_scale": "float32", "value_scale": "float32"}
-    for name in ("query", "key", "value", *used):
-        x = getattr(arrays, name)
-        if x is None or x.dtype != np.float64:
-            continue
-        if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
-            notes.append(f"{name} is float64, computed in float32: jax_enable_x64 is off")
-        elif name in used and not used[name].startswith("float64"):
-            notes.append(f"{name} is float64, computed in {used[name]}")
-    return notes
 
 
 def check_scales(arrays: Arrays, layout: str) -> None:

@@ -175,7 +175,15 @@ def test_a_mask_keeps_its_function():
     assert (kept.get(Causal() & same), kept.get(Causal() & new)) == ("a plan", None)
     assert (kept.get(same.bind(2)), kept.get(new.bind(2))) == ("another", None)
     tree = jax.tree.map(lambda x: x, {"mask": old})["mask"]
-    for mask in (old, old.bind(0), old.bind(1).with_offset(0), copy.copy(old), copy.deepcopy(old), tree, Full() & ~~old):
+    for mask in (
+        old,
+        old.bind(0),
+        old.bind(1).with_offset(0),
+        copy.copy(old),
+        copy.deepcopy(old),
+        tree,
+        Full() & ~~old,
+    ):
         np.testing.assert_array_equal(mask.materialise(*where), Causal().materialise(*where))
     for mask in (pickle.loads(pickle.dumps(old)), mask_from_dict(old.to_dict())):  # by name
         assert mask == new

@@ -236,7 +236,9 @@ EDGES = [-(2**31), -(2**31) + 1, -(2**30), -3, 0, 2, 5, 2**30, 2**31 - 2, 2**31 
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
-@pytest.mark.parametrize(("left", "right"), [(None, 0), (3, 0), (0, None), (None, 2), (2**30, 2**30), (0, 2**30)], ids=str)
+@pytest.mark.parametrize(
+    ("left", "right"), [(None, 0), (3, 0), (0, None), (None, 2), (2**30, 2**30), (0, 2**30)], ids=str
+)
 def test_no_position_wraps_round(left, right, array):
     """Against Python's integers; and blocks of 3 x 4 are dead or full only where their cells are."""
     query, key = np.array(EDGES)[:, None], np.array(EDGES)
@@ -269,12 +271,18 @@ def test_no_position_wraps_round(left, right, array):
         (lambda: Lengths(np.zeros((1, 1), int)), r"integer array \[batch\]"),
         (lambda: Lengths([3]), r"np\.asarray\(kv_lengths\)"),
         (lambda: Lengths(np.full(1, 2**31)), "kv_lengths holds 2147483648; wanted whole numbers that fit in int32"),
-        (lambda: SegmentIds(np.full((1, 3), -(2**31) - 1), np.zeros((1, 3), int)), "q_segment_ids holds -2147483649; .* anew"),
+        (
+            lambda: SegmentIds(np.full((1, 3), -(2**31) - 1), np.zeros((1, 3), int)),
+            "q_segment_ids holds -2147483649; .* anew",
+        ),
         (lambda: Lengths(jax.ShapeDtypeStruct((1,), np.uint32)), r"uint32 and unknown values; .* kv_lengths\.astype"),
         (lambda: Lengths(jax.ShapeDtypeStruct((1,), np.int64)), r"int64 and unknown values; .* kv_lengths\.astype"),
         (lambda: Lengths(np.zeros(1, "m8[s]")), r"timedelta64\[s\]; wanted an integer array"),
         (lambda: Causal().materialise(slice(0, 2), slice(0, 2), query_offset=np.array([2**40])), "holds 1099511627776"),
-        (lambda: Causal().materialise(slice(0, 2), slice(0, 2), query_offset=np.array([-(2**31)])), r"-2147483648; .* at least"),
+        (
+            lambda: Causal().materialise(slice(0, 2), slice(0, 2), query_offset=np.array([-(2**31)])),
+            r"-2147483648; .* at least",
+        ),
         (lambda: Positions(POS_Q, POS_K, None, None), r"Full\(\)"),
         (lambda: Positions(POS_Q, POS_K, -1), "use None for no bound"),
         (

@@ -68,7 +68,9 @@ def _visible(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def _means_something(name: str, x: np.ndarray) -> bool:
-    low, high = {"lengths": (0, K), "mask_lengths": (0, K), "offset": (-(2**30), 2**30)}.get(name, (-(2**31), 2**31 - 1))
+    low, high = {"lengths": (0, K), "mask_lengths": (0, K), "offset": (-(2**30), 2**30)}.get(
+        name, (-(2**31), 2**31 - 1)
+    )
     return x.dtype.kind in "iu" and all(low <= n <= high for n in x.ravel().tolist())
 
 
@@ -128,7 +130,11 @@ def test_wrong_values(name: str, x: Any, error: type[Exception], message: str) -
         kinds.append(jnp.asarray(x))
     for attend in (cold, cold, WARM):
         for given_x in kinds:
-            for ask in (attend, attend.plan, jax.jit(lambda *qkv: attend(*qkv, **_call(name, given_x)).attention_outputs)):  # noqa: B023
+            for ask in (
+                attend,
+                attend.plan,
+                jax.jit(lambda *qkv: attend(*qkv, **_call(name, given_x)).attention_outputs),
+            ):  # noqa: B023
                 with pytest.raises(error, match=message):
                     ask(*QKV, **({} if ask not in (attend, attend.plan) else _call(name, given_x)))
     WARM(*QKV, **_call(name, SMALL[name]))  # what comes after is no worse for it
@@ -142,7 +148,9 @@ def test_integers_whose_values_are_not_known(name: str) -> None:
     argument = {"ids": "q_segment_ids", "lengths": "kv_lengths", "offset": "query_offset"}[name]
     for dtype in (np.int64, np.uint32):
         shape = jax.ShapeDtypeStruct(SHAPES[name], dtype)
-        with pytest.raises(InputTypeError, match=rf"{argument} has dtype u?int\d+ and unknown values; .*astype\('int32'\)"):
+        with pytest.raises(
+            InputTypeError, match=rf"{argument} has dtype u?int\d+ and unknown values; .*astype\('int32'\)"
+        ):
             WARM.plan(*QKV, **_call(name, shape))
     narrow = jax.ShapeDtypeStruct(SHAPES[name], np.int16)
     assert WARM.plan(*QKV, **_call(name, narrow)).kind != "refused"
@@ -193,7 +201,9 @@ def test_lengths_of_the_whole_in_the_callers_part() -> None:
     want = reference_attention(q, k, v, scale=8**-0.5, mask=np.broadcast_to(seen, (B, 1, 8, 8))).output
     np.testing.assert_allclose(got, want, atol=3e-6)
     with pytest.raises(InputError, match="kv_lengths holds -1"):
-        jax.jit(jax.shard_map(lambda *x: local(*x, at=-lengths // 8), mesh=mesh, in_specs=split, out_specs=split))(q, k, v)
+        jax.jit(jax.shard_map(lambda *x: local(*x, at=-lengths // 8), mesh=mesh, in_specs=split, out_specs=split))(
+            q, k, v
+        )
 
 
 @pytest.mark.parametrize("field", ["runtime_dtype", "runtime_softmax_dtype"])
@@ -223,7 +233,9 @@ def test_float64_that_becomes_float32_is_told() -> None:
         assert said(attend, q.astype(np.float64), **extras) == set(map(off, ("query", *extras)))
         assert said(attend, q, **narrow | {"bias": extras["bias"]}) == {off("bias")}
     with jax.enable_x64(True):
-        rounded = {f"{name} is float64, computed in float32 (runtime_softmax_dtype)" for name in ("bias", "softmax_aux")}
+        rounded = {
+            f"{name} is float64, computed in float32 (runtime_softmax_dtype)" for name in ("bias", "softmax_aux")
+        }
         scales = {f"{name}_scale is float64, computed in float32" for name in ("key", "value")}
         assert said(attend, q.astype(np.float64), **extras) == rounded | scales
         assert said(_create(runtime_softmax_dtype="float64"), q.astype(np.float64), **extras) == scales
@@ -231,7 +243,9 @@ def test_float64_that_becomes_float32_is_told() -> None:
     assert set(map(off, ("query", "key", "value"))) <= set(attend.plan(*shapes).notes)
 
 
-@pytest.mark.parametrize("dtype", ["O", "U3", "S3", "V4", ">f4", "longdouble", "clongdouble", "m8[s]", "M8[s]", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["O", "U3", "S3", "V4", ">f4", "longdouble", "clongdouble", "m8[s]", "M8[s]", "complex64"]
+)
 def test_dtypes_that_jax_does_not_have(dtype: str) -> None:
     x = np.zeros(QKV[0].shape, dtype)
     for call in ({}, {"bias": x[:1, :1, :1, :1]}, {"softmax_aux": x[0, 0, 0, :1]}, {"kv_lengths": x[:, 0, 0, 0]}):
