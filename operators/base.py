@@ -100,7 +100,7 @@ class Operation(PlannedOperation):
         )  # fmt: skip
         arrays = checked_values(arrays, options)
         mesh = self._mesh()
-        wide = jax.config.jax_enable_x64
+        wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
         signature = (
             mesh,
             options,

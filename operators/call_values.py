@@ -100,7 +100,8 @@ def _at_hand(x: Any) -> np.ndarray | None:
         return x
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
         return None
-    return known_values(x) if all(device.platform == "cpu" for device in x.sharding.device_set) else None
+    devices: Any = x.sharding.device_set
+    return known_values(x) if all(device.platform == "cpu" for device in devices) else None
 
 
 def _is_part() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -107,6 +108,11 @@ def test_refused_or_exact(case: tuple[str, np.ndarray]) -> None:
     _check(WARM, *case)
 
 
+def _traced(attend: Any, *qkv: np.ndarray, **call: Any) -> jax.Array:
+    """The rest of the call as constants of a traced function."""
+    return jax.jit(lambda *x: attend(*x, **call).attention_outputs)(*qkv)
+
+
 WRONG = [
     ("ids", np.full((B, Q), 2**32), InputError, "q_segment_ids holds 4294967296; .* int32, .*: number the ids anew, from 0"),
     ("lengths", np.array([2**32 + 3, 4]), InputError, "kv_lengths holds 4294967299; .* int32"),
@@ -125,18 +131,14 @@ WRONG = [
 @pytest.mark.parametrize(("name", "x", "error", "message"), WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)])
 def test_wrong_values(name: str, x: Any, error: type[Exception], message: str) -> None:
     """Cold and warm, in plans, and as constants of a traced function; of jax on a CPU as of NumPy."""
-    cold, kinds = _create(), [x]
+    cold, calls = _create(), [_call(name, x)]
     if isinstance(x, np.ndarray) and x.dtype.itemsize <= 4:
-        kinds.append(jnp.asarray(x))
+        calls.append(_call(name, jnp.asarray(x)))
     for attend in (cold, cold, WARM):
-        for given_x in kinds:
-            for ask in (
-                attend,
-                attend.plan,
-                jax.jit(lambda *qkv: attend(*qkv, **_call(name, given_x)).attention_outputs),
-            ):  # noqa: B023
+        for call in calls:
+            for ask in (attend, attend.plan, partial(_traced, attend)):
                 with pytest.raises(error, match=message):
-                    ask(*QKV, **({} if ask not in (attend, attend.plan) else _call(name, given_x)))
+                    ask(*QKV, **call)
     WARM(*QKV, **_call(name, SMALL[name]))  # what comes after is no worse for it
     with pytest.raises(error, match=message):
         WARM(*QKV, **_call(name, x))
