@@ -12,6 +12,8 @@ import numpy as np
 
 from attnops.errors import InputError
 from attnops.inputs import read_arrays
+from attnops.masks.int_arrays import beyond_int32, is_integer
+from attnops.operators.call_values import check_lengths, check_offsets
 from attnops.registry.call_declaration import CallDeclaration
 from attnops.registry.quantised import QUANTISED, scale_shape
 
@@ -29,6 +31,7 @@ _TRACED = {
     "kv_lengths": "kv_lengths",
     "query_offset": "query_offset",
 }
+_INDICES = ("q_segment_ids", "kv_segment_ids", "kv_lengths", "query_offset")
 _FLOATS = ("float32", "bfloat16", "float16")
 INPUT_NAMES = ("query", "key", "value", *_TRACED, "expected")
 
@@ -95,10 +98,10 @@ def _cast(name: str, array: np.ndarray, call: CallDeclaration, path: Path, notes
             why = "call.dtype" if call.is_set("dtype") else "float64 is not on"
             notes.append(f"{name} of {path.name} cast from {array.dtype.name} to {wanted} ({why})")
         return array.astype(jnp.dtype(wanted))
-    if array.dtype.kind in "iu" and array.dtype.itemsize > 2 and array.dtype != np.int32:
-        bounds = np.iinfo(np.int32)
-        if array.size and (array.min() < bounds.min or array.max() > bounds.max):
-            raise InputError(f"{path}: {name} has values that don't fit in 32 bits, as indices must.")
+    if name in _INDICES and is_integer(array.dtype):
+        reason = beyond_int32(array, name)
+        if reason:
+            raise InputError(f"{path}: {reason}.")
         return array.astype(np.int32)
     if array.dtype == np.float64:
         notes.append(f"{name} of {path.name} cast from float64 to float32")
@@ -170,3 +173,11 @@ def _agree_on_traced(call: CallDeclaration, arrays: dict[str, Any], path: Path) 
         raise InputError(
             f"{path}: holds query_offset, and call.query_offset={call.query_offset} is declared; keep one."
         )
+    # Here, not only by the call: a plan gets the shapes alone.
+    try:
+        if "kv_lengths" in arrays:
+            check_lengths("kv_lengths", arrays["kv_lengths"], arrays["key"].shape[call.layout.index("t")])
+        if "query_offset" in arrays:
+            check_offsets("query_offset", arrays["query_offset"])
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None

@@ -279,7 +279,7 @@ def run(
     ] = None,
     mesh: _Mesh = None,
     mode: _Mode = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of drawn inputs and of dropout.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**64 - 1, help="Of drawn inputs and of dropout.")] = 0,
     check: Annotated[bool, typer.Option("--check", help="Compare with float64, and with `expected`.")] = False,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed runs; the median is shown.")] = 5,
     explain: Annotated[bool, typer.Option("--explain", help="Print the whole plan.")] = False,

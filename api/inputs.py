@@ -101,7 +101,8 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
                 raise InputError(f"{path}: holds one array; wanted an archive of named ones, as np.savez writes.")
             with file:
                 for name in file.files:
-                    found[name] = file[name]
+                    array = file[name]  # jax has this machine's byte order alone
+                    found[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         if isinstance(error, InputError):
             raise

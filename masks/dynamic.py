@@ -11,8 +11,9 @@ import numpy as np
 
 from ..errors import MaskError
 from .base import Mask
-from .checks import int_array, same_width, whole_or_none
-from .reach import Blocks, Reach, between
+from .checks import is_host, whole_or_none
+from .int_arrays import int_array, same_width
+from .reach import Blocks, Reach
 from .slots import DynamicMask, Slot
 
 __all__ = ["Dense", "Lengths", "Positions", "SegmentIds"]
@@ -83,8 +84,7 @@ class Lengths(DynamicMask):
 class Positions(DynamicMask):
     """Key is visible when q_pos - left <= kv_pos <= q_pos + right: query int [batch, q], kv int [batch, kv].
 
-    left and right are static inclusive distances, None for no bound. Differences of positions must fit the
-    integer type, except that left=None, right=0 (causal by position) takes any values.
+    left and right are static inclusive distances, None for no bound.
     """
 
     kind: ClassVar[str] = "positions"
@@ -122,16 +122,19 @@ class Positions(DynamicMask):
     @staticmethod
     def related(leaf: Any, parts: Sequence[Any], cols: Any) -> Any:
         query, kv = parts
-        above = None if leaf.left is None else kv >= query if leaf.left == 0 else kv - query >= -leaf.left
-        below = None if leaf.right is None else kv <= query if leaf.right == 0 else kv - query <= leaf.right
+        above = None if leaf.left is None else kv >= _first(query, leaf.left)
+        below = None if leaf.right is None else kv <= _last(query, leaf.right)
         return above if below is None else below if above is None else above & below
 
     def reach(self, blocks: Blocks) -> Reach:
         query, kv = same_width(self.query, self.kv)
         q, k = blocks.of_rows(query), blocks.of_keys(kv)
-        if self.left is None and self.right == 0:  # by comparison, as in test: any values will do
-            return Reach(k.lo <= q.hi, k.hi <= q.lo)
-        return between(q, k, self.left, self.right)
+        some = every = True
+        if self.left is not None:
+            some, every = k.hi >= _first(q.lo, self.left), k.lo >= _first(q.hi, self.left)
+        if self.right is not None:
+            some, every = some & (k.lo <= _last(q.hi, self.right)), every & (k.hi <= _last(q.lo, self.right))
+        return Reach(some, every)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +175,21 @@ class Dense(DynamicMask):
 
     def _broadcasts(self, size: int) -> bool:
         return size == 1
+
+
+# The bounds of a window, not the difference of two positions: no value of int32 makes these wrap round.
+
+
+def _first(query: Any, left: int) -> Any:
+    """The least key position within `left` of the query's."""
+    least = np.iinfo(query.dtype).min + left
+    return query if left == 0 else (np if is_host(query) else jnp).maximum(query, least) - left
+
+
+def _last(query: Any, right: int) -> Any:
+    """The largest key position within `right` of the query's."""
+    most = np.iinfo(query.dtype).max - right
+    return query if right == 0 else (np if is_host(query) else jnp).minimum(query, most) + right
 
 
 def _same_batch(mask: SegmentIds | Positions) -> None:

@@ -20,7 +20,6 @@ __all__ = ["MaskFunction", "mask_function_names", "register_mask_function"]
 Function = TypeVar("Function", bound=Callable[[Any, Any], Any])
 
 _functions: dict[str, Callable[[Any, Any], Any]] = {}
-_generation: dict[str, int] = {}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
@@ -28,7 +27,7 @@ def register_mask_function(name: str, *, override: bool = False) -> Callable[[Fu
     """Register fn(query_position, key_index) -> bool, elementwise on integer arrays of any one library.
 
     The function must be pure: it is called on the host for planning and inside kernels for running.
-    Registering a name twice raises MaskError unless override=True.
+    Registering a name twice raises MaskError unless override=True; masks made before keep the function that they have.
     """
     _check_name(name)
 
@@ -37,7 +36,6 @@ def register_mask_function(name: str, *, override: bool = False) -> Callable[[Fu
             mend = "choose another name, or pass override=True to replace it"
             raise MaskError(f"mask function {name!r} is already registered; {mend}")
         _functions[name] = function
-        _generation[name] = _generation.get(name, 0) + 1
         return function
 
     return register
@@ -48,9 +46,14 @@ def mask_function_names() -> tuple[str, ...]:
     return tuple(sorted(_functions))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MaskFunction(OffsetMask):
-    """Key j is visible when the function registered under `name` says so of (x, j)."""
+    """Key j is visible when the function registered under `name` says so of (x, j).
+
+    The mask holds the function that has the name when the mask is made: plans and compiled programs are kept by mask, so
+    what a mask says doesn't change. Two are equal that have name, offset and function in common; JSON and pickle have the
+    name. Errors: MaskError for a name that nobody registered.
+    """
 
     kind: ClassVar[str] = "mask_function"
     name: str
@@ -59,19 +62,43 @@ class MaskFunction(OffsetMask):
     def __post_init__(self) -> None:
         _check_name(self.name)
         self._check_offset()
-
-    def __hash__(self) -> int:
-        # Plans are cached by mask. Replacing a function (override=True) must miss plans of the old one.
-        return hash((self.name, self.offset, _generation.get(self.name, 0)))
-
-    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
-        function = _functions.get(self.name)
-        if function is None:
+        if self.name not in _functions:
             known = ", ".join(mask_function_names()) or "none"
-            mend = f"register it with @register_mask_function({self.name!r})"
+            mend = f"register it first, with @register_mask_function({self.name!r})"
             hint = nearest(self.name, _functions)
             raise MaskError(f"no mask function is named {self.name!r} (registered: {known}); {mend}.{hint}")
-        x = self.place(rows, positions)
+        object.__setattr__(self, "_held", _functions[self.name])  # no field: a file can't say it
+
+    @property
+    def function(self) -> Callable[[Any, Any], Any]:
+        """The function that it holds."""
+        held: Callable[[Any, Any], Any] = vars(self)["_held"]
+        return held
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MaskFunction):
+            return NotImplemented
+        return (self.name, self.offset) == (other.name, other.offset) and self.function is other.function
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.offset))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.name, self.offset)
+
+    def __copy__(self) -> MaskFunction:
+        return self  # immutable; by __reduce__ it could get another function
+
+    def __deepcopy__(self, memo: Any) -> MaskFunction:
+        return self
+
+    def with_offset(self, offset: int | None) -> MaskFunction:
+        moved = type(self)(self.name, offset)
+        object.__setattr__(moved, "_held", self.function)
+        return moved
+
+    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
+        function, x = self.function, self.place(rows, positions)
         if is_host(x, cols):
             # A function written in jnp would trace when planning happens under jit.
             with jax.ensure_compile_time_eval():

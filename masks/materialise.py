@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import MaskError
 from .checks import is_host, whole
+from .int_arrays import beyond_int32, is_integer, least_and_most
 
 if TYPE_CHECKING:
     from .base import Mask
@@ -34,9 +35,14 @@ def _offset(query_offset: Any) -> Any:
     if not hasattr(query_offset, "dtype") or isinstance(query_offset, np.generic):
         return whole(query_offset, "query_offset")
     shape = query_offset.shape
-    if len(shape) > 1 or not jnp.issubdtype(query_offset.dtype, jnp.integer):
+    if len(shape) > 1 or not is_integer(query_offset.dtype):
         got = f"{query_offset.dtype}{list(shape)}"
         raise MaskError(f"query_offset is {got}; wanted an int or an integer array [batch]: use Positions for more")
+    reason = beyond_int32(query_offset, "query_offset")
+    if reason:
+        raise MaskError(reason)
+    for number in least_and_most(query_offset) if is_host(query_offset) else ():
+        whole(number, "query_offset")
     offset = query_offset.astype(np.int32)
     return offset[:, None, None, None] if shape else offset
 

@@ -15,6 +15,10 @@ from ..sharding.modes import GENERATION
 
 __all__ = ["Arrays", "Options", "bound_mask", "is_array", "join_mask", "shaped", "split_arguments"]
 
+_NOT_IN_JAX = (
+    np.longdouble, np.clongdouble, np.object_, np.str_, np.bytes_, np.void, np.timedelta64, np.datetime64
+)  # fmt: skip
+
 
 class Arrays(NamedTuple):
     """Every array of a call (or its ShapeDtypeStruct), None where it wasn't given. A pytree."""
@@ -63,6 +67,8 @@ def shaped(name: str, value: Any) -> jax.ShapeDtypeStruct:
         raise InputTypeError(f"{name} is a {type(value).__name__}; wanted a jax or numpy array.")
     dtype = value.dtype
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        if dtype.type in _NOT_IN_JAX or not dtype.isnative:
+            raise InputTypeError(f"{name} has dtype {dtype}, which jax doesn't have; cast it, e.g. to float32.")
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.ShapeDtypeStruct(value.shape, dtype)
 

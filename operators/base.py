@@ -23,6 +23,7 @@ from ..registry.tune_cache import kept_here
 from ..sharding import current_mesh, describe_mesh, devices_platform, place
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, split_arguments
+from .call_values import checked_values
 from .describe import describe, varying_axes
 from .mask_notes import value_notes
 from .output import AttentionOutput
@@ -112,6 +113,7 @@ class Operation(PlannedOperation):
             value_scale=value_scale, dropout_prob=dropout_prob, dropout_rng=dropout_rng, deterministic=deterministic,
             return_weights=return_weights, return_lse=return_lse, mode=mode, layout=layout,
         )  # fmt: skip
+        arrays = checked_values(arrays, options)
         mesh = self._mesh()
         # All that planning and its checks read; jax itself keys what is compiled.
         call = (
@@ -181,7 +183,7 @@ class Operation(PlannedOperation):
             value_scale=value_scale, dropout_prob=dropout_prob, dropout_rng=dropout_rng, deterministic=deterministic,
             return_weights=return_weights, return_lse=return_lse, mode=mode, layout=layout,
         )  # fmt: skip
-        mesh = self._mesh()
+        arrays, mesh = checked_values(arrays, options), self._mesh()
         decided = self._plan(arrays, options, mesh)
         problem = decided.problem
         # Not in describe: a call's plan is kept for all calls of its shapes, whatever values come, and wherever they lie.

@@ -14,6 +14,7 @@ from ..registry.quantised import QUANTISED
 from ..sharding import MeshAxis, axes_of, canonical_layout, canonical_mode, describe_mesh, devices_platform
 from ..sharding.mesh import AnyMesh, gpu_vendor
 from .arguments import Arrays, Options, bound_mask, join_mask, shaped
+from .dtype_notes import width_notes
 from .manual_sequence import of_the_whole, split_by_caller
 from .mask_notes import dense_notes
 from .shapes import check_dtypes, check_extras, check_key, check_scales, leaf_shape, sizes_of, with_segments
@@ -63,7 +64,7 @@ def describe(
     if dropping and arrays.dropout_rng is None:
         raise InputError(f"dropout_prob={probability} with deterministic=False needs dropout_rng=jax.random.key(...).")
     if dropping:
-        check_key(shapes.dropout_rng)
+        check_key(arrays.dropout_rng)
     scale = metadata.softmax_scale if options.softmax_scale is None else options.softmax_scale
     scale = 1 / math.sqrt(sizes["d"]) if scale is None else scale
     if not math.isfinite(scale):
@@ -129,6 +130,7 @@ def describe(
         notes=(
             *config_notes,
             *nested,
+            *width_notes(arrays, metadata),
             *dense_notes(leaf_shapes),
             *_notes(
                 metadata, options, arrays, shapes, mask, offset, dynamic, probability, platform, source, mesh, by_caller

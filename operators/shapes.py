@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from ..errors import InputError, InputTypeError
+from ..errors import ConfigError, InputError, InputTypeError
+from ..masks.checks import LIMIT, brief
+from ..masks.int_arrays import is_integer
 from ..registry import LeafShape, OperationMetadata
 from ..registry.quantised import QUANTISED
 from .arguments import Arrays, Options
@@ -64,12 +68,20 @@ def with_segments(arrays: Arrays, layout: str, batch: int, q_len: int, kv_len: i
 
 
 def _need_integers(name: str, array: jax.ShapeDtypeStruct) -> None:
-    if not jnp.issubdtype(array.dtype, jnp.integer):
+    if not is_integer(array.dtype):
         raise InputTypeError(f"{name} has dtype {array.dtype.name}; wanted integers.")
 
 
 def check_dtypes(arrays: Arrays, metadata: OperationMetadata) -> None:
-    """Check that query, key and value are floats of one dtype, but for a quantised key and value."""
+    """Check that query, key and value are floats of one dtype, but for a quantised key and value; and what is declared."""
+    for name in ("runtime_dtype", "runtime_softmax_dtype"):
+        declared = getattr(metadata, name)
+        if declared is not None and jax.dtypes.canonicalize_dtype(declared) != declared:
+            raise ConfigError(
+                f"{name}={declared.name!r}, and jax_enable_x64 is off, so jax would compute in "
+                f"{jax.dtypes.canonicalize_dtype(declared).name}; turn it on before the call, with "
+                "jax.config.update('jax_enable_x64', True) or JAX_ENABLE_X64=1, or declare float32."
+            )
     dtypes = {name: getattr(arrays, name).dtype for name in ("query", "key", "value")}
     dtypes = {name: d for name, d in dtypes.items() if name == "query" or d.name not in QUANTISED}
     for name, dtype in dtypes.items():
@@ -127,12 +139,14 @@ def check_extras(arrays: Arrays, options: Options, sizes: dict[str, int]) -> Non
             _need_integers(name, array)
             if array.shape != (b,) and not (name == "query_offset" and array.shape == ()):
                 raise InputError(f"{name} has shape {array.shape}; wanted ({b},), one number a batch row.")
-    if options.query_offset is not None and abs(options.query_offset) >= 2**31:
-        raise InputError(f"query_offset={options.query_offset}; wanted a number that fits in 32 bits.")
+    if options.query_offset is not None and abs(options.query_offset) > LIMIT:
+        raise InputError(
+            f"query_offset={brief(options.query_offset)}; wanted at most 2**30 either way, or int32 positions wrap round."
+        )
 
 
-def check_key(rng: jax.ShapeDtypeStruct) -> None:
-    """Check that the dropout key is one key: jax.random.key(...) or a raw uint32 one."""
+def check_key(rng: Any) -> None:
+    """Check that the dropout key, as given, is one key: jax.random.key(...) or a raw uint32 one."""
     typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
     if not (typed and rng.shape == ()) and not (rng.dtype == jnp.uint32 and len(rng.shape) == 1):
         raise InputTypeError(

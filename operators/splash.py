@@ -56,13 +56,6 @@ _RULES = (
         "Leave runtime_softmax_dtype at float32.",
     ),
     Rule(
-        "splash.id_dtype",
-        "mask",
-        lambda p, c: all(leaf.dtype not in ("int64", "uint64", "uint32") for leaf in p.leaves),
-        "segment ids, lengths or positions beyond int32: the kernel has 32 bits and a sign",
-        "Cast them to int32.",
-    ),
-    Rule(
         "splash.sum_by_product",
         "sum_by_product",
         lambda p, c: (

@@ -16,15 +16,15 @@ from pydantic_core.core_schema import ValidationInfo
 
 from ..errors import ConfigError
 from ..masks import Dense, MaskField
+from ..masks.checks import LIMIT
 from ..sharding import MODES, canonical_mode
 from .quantised import quantise, scale_shape
 
 __all__ = ["CallDeclaration", "call_arguments"]
 
-_LIMIT = 2**31 - 1  # indices are int32 on devices
-_Size = Annotated[int, Field(strict=True, ge=1, le=_LIMIT)]
-_Distance = Annotated[int, Field(strict=True, ge=0, le=_LIMIT)]
-_Offset = Annotated[int, Field(strict=True, ge=-_LIMIT, le=_LIMIT)]
+_Size = Annotated[int, Field(strict=True, ge=1, le=LIMIT)]
+_Distance = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
+_Offset = Annotated[int, Field(strict=True, ge=-LIMIT, le=LIMIT)]
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _SHAPES = {"bias": (4, 4), "dense_mask": (4, 4), "softmax_aux": (1, 2)}
 _SIZES = ("batch", "q_len", "kv_len", "q_heads", "kv_heads", "head_dim", "value_dim")
@@ -174,6 +174,11 @@ class CallDeclaration(BaseModel):
                 raise ConfigError(
                     f"call.kv_lengths has {len(self.kv_lengths)} lengths; wanted one a batch row, {n['batch']}."
                 )
+            if self.kv_lengths is not True and max(self.kv_lengths) > n["kv_len"]:
+                raise ConfigError(
+                    f"call.kv_lengths holds {max(self.kv_lengths)}; wanted 0 to {n['kv_len']}, as many keys as call.kv_len "
+                    "says: count the keys of each row that are written."
+                )
             found["kv_lengths"] = jax.ShapeDtypeStruct((n["batch"],), jnp.int32)
         if self.dense_mask is not None:
             found["mask"] = jax.ShapeDtypeStruct(tuple(self.dense_mask), jnp.bool_)
@@ -250,7 +255,7 @@ def call_arguments(call: CallDeclaration, arrays: Mapping[str, Any], *, mode: st
 
 
 def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LIMIT
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LIMIT
 
 
 def _segments(random: np.random.Generator, shape: tuple[int, ...], count: int) -> np.ndarray:

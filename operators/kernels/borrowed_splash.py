@@ -70,7 +70,6 @@ class MaskInKernel:
     """
 
     mask: Mask
-    version: int  # a mask's hash, unlike its equality, knows when a registered mask function was replaced
 
     def __call__(self, rows: Array, cols: Array) -> Array:
         return self.mask.test(rows, rows, cols) & (rows >= 0)
@@ -130,7 +129,7 @@ class BorrowedCall(NamedTuple):
             sinks = jnp.maximum(sinks, _NO_SINK)
         elif self.may_have_dead_rows or q_padded > q_len:
             sinks = jnp.full((query.shape[1],), _NO_SINK, jnp.float32)
-        function = None if isinstance(mask, Full) else MaskInKernel(mask, hash(mask))
+        function = None if isinstance(mask, Full) else MaskInKernel(mask)
         local = jnp.arange(q_padded, dtype=jnp.int32)
         rows = None if function is None else jnp.where(local < q_len, self.shard * q_len + local, -1)
         segments = self._segments(q_padded, kv_padded)

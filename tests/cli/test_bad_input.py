@@ -25,6 +25,11 @@ def _refused(result: Any, *says: str) -> None:
         assert part in result.err
 
 
+def _call(more: bytes, metadata: bytes = b"") -> bytes:
+    call = b'{"q_len": 8, "q_heads": 2, "head_dim": 4, ' + more + b"}"
+    return b'{"operation": "vanilla", "metadata": {' + metadata + b'}, "call": ' + call + b"}"
+
+
 @pytest.mark.parametrize("command", ["plan", "run"])
 @pytest.mark.parametrize(
     ("content", "says"),
@@ -40,6 +45,15 @@ def _refused(result: Any, *says: str) -> None:
         (b'{"operation": "vanilla", "metadata": {"mesh": 4}}', "mesh=4"),
         (b'{"operation": "vanilla", "metadata": {"operation_configs": {"splash": {"block_q": 7}}}}', "block_q=7"),
         (b'{"operation": "vanilla", "call": {"q_len": 4, "q_heads": 3, "kv_heads": 2, "head_dim": 4}}', "multiple"),
+        (_call(b'"kv_lengths": [9]'), "call.kv_lengths holds 9; wanted 0 to 8"),
+        (_call(b'"kv_lengths": [-1]'), "call.kv_lengths=[-1]; wanted a list of lengths"),
+        (_call(b'"query_offset": 1073741825'), "call.query_offset=1073741825"),
+        (_call(b'"sliding_window": [1073741825, 0]'), "call.sliding_window=[1073741825, 0]"),
+        (_call(b'"mask": {"kind": "mask_function", "name": "nobody"}'), "no mask function is named 'nobody'"),
+        (
+            _call(b'"causal": true', b'"runtime_softmax_dtype": "float64"'),
+            "runtime_softmax_dtype='float64', and jax_enable_x64 is off",
+        ),
         (b"\xff\xfe{", "not UTF-8"),
         (b"", "not JSON"),
     ],
@@ -87,6 +101,7 @@ def test_options_of_one_command(attnops: Callable[..., Any], tmp_path: Path) -> 
         (("run", config, "--mesh", "tp=16"), "needs 16 devices and 8 are there"),
         (("run", config, "--mesh", "tp=5000"), "at most 256 virtual ones"),
         (("run", config, "--repeats", "0"), "--repeats"),
+        (("run", config, "--seed", str(2**64)), "--seed"),
         (("run", config, "--output", tmp_path / "none" / "x.npz"), "doesn't exist"),
         (("run", config, "--output", tmp_path / "x.csv"), ".npz or .safetensors"),
         (("plan", config, "--platform", "tpuu"), "wanted one of tpu"),
@@ -121,7 +136,15 @@ def _arrays(**changes: np.ndarray | None) -> dict[str, np.ndarray]:
         (_arrays(mask=np.ones((2, 1, 8, 8), np.float32)), "mask has dtype float32"),
         (_arrays(mask=np.ones((3, 1, 8, 8), bool)), "broadcast"),
         (_arrays(kv_lengths=np.ones((3,), np.int32)), "kv_lengths"),
-        (_arrays(kv_lengths=np.array([2**40, 1])), "32 bits"),
+        (
+            _arrays(kv_lengths=np.array([2**40, 1])),
+            "kv_lengths holds 1099511627776; wanted whole numbers that fit in int32",
+        ),
+        (_arrays(kv_lengths=np.array([-1, 1])), "kv_lengths holds -1; wanted 0 to 8"),
+        (_arrays(kv_lengths=np.array([9, 1], np.uint8)), "kv_lengths holds 9; wanted 0 to 8"),
+        (_arrays(query_offset=np.array([2**30 + 1, 1])), "query_offset holds 1073741825; wanted at most 2**30"),
+        (_arrays(q_segment_ids=np.full((2, 8), 2**32, np.uint64)), "q_segment_ids holds 4294967296"),
+        (_arrays(q_segment_ids=np.ones((2, 8), bool)), "q_segment_ids has dtype bool; wanted integers"),
         (_arrays(bias=np.ones((1, 2, 8, 9), np.float32)), "bias has shape"),
         (_arrays(softmax_aux=np.ones((5,), np.float32)), "softmax_aux has shape"),
         (_arrays(key=np.ones((2, 8, 2, 4), np.int8)), "key is int8 and key_scale is missing"),

@@ -165,6 +165,20 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert [p.name for p in tmp_path.iterdir()] == ["out.npz"]
 
 
+def test_integers_of_any_width_and_order(
+    attnops: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Lengths less than the queries, of a type that wraps below 0; the check holds them against the reference."""
+    rng, path = np.random.default_rng(0), tmp_path / "in.npz"
+    arrays = {n: rng.standard_normal((2, t, 4, 8)).astype(">f4") for n, t in (("query", 4), ("key", 16), ("value", 16))}
+    for dtype in ("u1", ">i8", "u8"):
+        np.savez(path, **arrays, kv_lengths=np.array([3, 16], dtype))  # type: ignore[arg-type]
+        sizes = {"q_len": 4, "kv_len": 16, "mode": "insert"}
+        result = attnops("run", config(**sizes), "--inputs", path, "--check", "--repeats", 1)
+        assert (result.status, result.err) == (0, "")
+        assert "pass  output against float64 reference" in result.out
+
+
 def test_bfloat16_goes_through_safetensors(
     attnops: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
 ) -> None:

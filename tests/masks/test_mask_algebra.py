@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import brute_masks as brute
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,7 @@ from attnops.masks import (
     Prefix,
     SegmentIds,
     SlidingWindow,
+    mask_from_dict,
     mask_function_names,
     register_mask_function,
 )
@@ -143,24 +145,48 @@ def test_refusals(make, message):
 
 
 def test_mask_function_registry():
-    mask = MaskFunction("test_new_one")
     with pytest.raises(MaskError, match=r"@register_mask_function\('test_new_one'\)"):
-        mask.materialise(slice(0, 2), slice(0, 2))
+        MaskFunction("test_new_one")
     with pytest.raises(MaskError, match="Did you mean 'test_thirds'"):
-        MaskFunction("test_third").live_blocks(1, 1, q_len=1, kv_len=1)
+        mask_from_dict({"kind": "mask_function", "name": "test_third"})
     with pytest.raises(MaskError, match="override=True"):
         register_mask_function("test_thirds")(lambda x, j: x == j)
-    before = hash(mask)
     register_mask_function("test_new_one", override=True)(lambda x, j: x == j)
     assert "test_new_one" in mask_function_names()
-    assert hash(mask) != before, "plans for the old function must be missed"
+    mask = MaskFunction("test_new_one")
     assert mask.materialise(slice(0, 2), slice(0, 2))[0, 0].tolist() == [[True, False], [False, True]]
     register_mask_function("test_new_one", override=True)(lambda x, j: x * 1.0)
     with pytest.raises(MaskError, match="comparison"):
-        mask.materialise(slice(0, 2), slice(0, 2))
+        MaskFunction("test_new_one").materialise(slice(0, 2), slice(0, 2))
     register_mask_function("test_new_one", override=True)(lambda x, j: np.zeros(7, bool))
     with pytest.raises(MaskError, match="elementwise"):
-        mask.live_blocks(4, 4, q_len=4, kv_len=4)
+        MaskFunction("test_new_one").live_blocks(4, 4, q_len=4, kv_len=4)
+
+
+def test_a_mask_keeps_its_function():
+    where = slice(0, 4), slice(0, 4)
+    register_mask_function("test_kept", override=True)(lambda x, j: j <= x)
+    old, same = MaskFunction("test_kept"), MaskFunction("test_kept")
+    kept, before = {Causal() & old: "a plan", old.bind(2): "another"}, (hash(old), hash(Causal() & old))
+    register_mask_function("test_kept", override=True)(lambda x, j: j >= x)
+    new = MaskFunction("test_kept")
+    assert (hash(old), hash(Causal() & old)) == before == (hash(new), hash(Causal() & new))
+    assert old == same != new
+    assert (kept.get(Causal() & same), kept.get(Causal() & new)) == ("a plan", None)
+    assert (kept.get(same.bind(2)), kept.get(new.bind(2))) == ("another", None)
+    tree = jax.tree.map(lambda x: x, {"mask": old})["mask"]
+    for mask in (
+        old,
+        old.bind(0),
+        old.bind(1).with_offset(0),
+        copy.copy(old),
+        copy.deepcopy(old),
+        tree,
+        Full() & ~~old,
+    ):
+        np.testing.assert_array_equal(mask.materialise(*where), Causal().materialise(*where))
+    for mask in (pickle.loads(pickle.dumps(old)), mask_from_dict(old.to_dict())):  # by name
+        assert mask == new
 
 
 def test_bounds_hold():

@@ -21,6 +21,7 @@ from attnops.masks import (
     SlidingWindow,
     register_mask_function,
 )
+from attnops.masks.reach import Blocks, Extent
 
 B, H, Q, K = 2, 3, 9, 11
 rng = np.random.default_rng(0)
@@ -231,6 +232,30 @@ def test_traced_offsets_work():
     assert seen[0, 0].tolist() == [[True, True, False, False], [True, True, True, False]]
 
 
+EDGES = [-(2**31), -(2**31) + 1, -(2**30), -3, 0, 2, 5, 2**30, 2**31 - 2, 2**31 - 1]
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+@pytest.mark.parametrize(
+    ("left", "right"), [(None, 0), (3, 0), (0, None), (None, 2), (2**30, 2**30), (0, 2**30)], ids=str
+)
+def test_no_position_wraps_round(left, right, array):
+    """Against Python's integers; and blocks of 3 x 4 are dead or full only where their cells are."""
+    query, key = np.array(EDGES)[:, None], np.array(EDGES)
+    want = np.ones((10, 10), bool)
+    want &= True if left is None else key >= query - left
+    want &= True if right is None else key <= query + right
+    mask = Positions(*(array(np.array([EDGES], np.int32)) for _ in range(2)), left=left, right=right)
+    np.testing.assert_array_equal(np.asarray(mask.materialise(slice(0, 10), slice(0, 10)))[0, 0], want)
+    starts = np.arange(0, 10, 3)[:, None], np.arange(0, 10, 4)[None, :]
+    rows, cols = (Extent(at, np.minimum(at + n, 10) - 1) for at, n in zip(starts, (3, 4), strict=True))
+    some, every = (np.asarray(x)[0] for x in mask.reach(Blocks(rows, rows, cols, 3, 4)))
+    for (i, j), seen in np.ndenumerate(some):
+        cells = want[3 * i : 3 * i + 3, 4 * j : 4 * j + 4]
+        assert seen or not cells.any()
+        assert cells.all() or not every[i, j]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -245,7 +270,19 @@ def test_traced_offsets_work():
         (lambda: SegmentIds(np.zeros((1, 3)), np.zeros((1, 3), int)), r"astype\('int32'\)"),
         (lambda: Lengths(np.zeros((1, 1), int)), r"integer array \[batch\]"),
         (lambda: Lengths([3]), r"np\.asarray\(kv_lengths\)"),
-        (lambda: Lengths(np.zeros(1, np.uint32)), r"signed: use kv_lengths\.astype"),
+        (lambda: Lengths(np.full(1, 2**31)), "kv_lengths holds 2147483648; wanted whole numbers that fit in int32"),
+        (
+            lambda: SegmentIds(np.full((1, 3), -(2**31) - 1), np.zeros((1, 3), int)),
+            "q_segment_ids holds -2147483649; .* anew",
+        ),
+        (lambda: Lengths(jax.ShapeDtypeStruct((1,), np.uint32)), r"uint32 and unknown values; .* kv_lengths\.astype"),
+        (lambda: Lengths(jax.ShapeDtypeStruct((1,), np.int64)), r"int64 and unknown values; .* kv_lengths\.astype"),
+        (lambda: Lengths(np.zeros(1, "m8[s]")), r"timedelta64\[s\]; wanted an integer array"),
+        (lambda: Causal().materialise(slice(0, 2), slice(0, 2), query_offset=np.array([2**40])), "holds 1099511627776"),
+        (
+            lambda: Causal().materialise(slice(0, 2), slice(0, 2), query_offset=np.array([-(2**31)])),
+            r"-2147483648; .* at least",
+        ),
         (lambda: Positions(POS_Q, POS_K, None, None), r"Full\(\)"),
         (lambda: Positions(POS_Q, POS_K, -1), "use None for no bound"),
         (

@@ -94,13 +94,6 @@ def test_sinks_of_nothing_have_finite_gradients(operation: str) -> None:
         assert jnp.isfinite(gradient).all()
 
 
-def test_64_bit_ids_are_refused_by_the_kernel_that_has_32() -> None:
-    with jax.enable_x64(True):
-        ids = np.array([[1] * 8 + [1 + 2**32] * 8] * 2)
-        plan = _attend("splash", operation_configs=INTERPRETED, fallback="allow").plan(*_qkv(), q_segment_ids=ids)
-        assert [r.code for x in plan.rejected for r in x.reasons] == ["splash.id_dtype"]
-
-
 @pytest.mark.parametrize("offset", [np.int32(3), np.array(3), jnp.array(3)], ids=["scalar", "numpy", "jax"])
 def test_a_scalar_offset_counts_for_every_row(offset: Any) -> None:
     i, j = np.arange(16)[:, None], np.arange(16)[None, :]

@@ -1,0 +1,77 @@
+"""Arrays of ids, lengths, positions and offsets: whole numbers that int32, the width of indices on devices, holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import MaskError
+from .checks import is_host
+
+__all__ = ["beyond_int32", "int_array", "is_integer", "known_values", "least_and_most", "same_width"]
+
+_INT32 = np.iinfo(np.int32)
+_WITHIN_INT32 = frozenset(map(np.dtype, ("int8", "int16", "int32", "uint8", "uint16")))
+
+
+def int_array(value: Any, what: str, dims: tuple[str, ...]) -> None:
+    """Refuse anything that isn't an array of integers within int32 and of exactly these dimensions."""
+    wanted = f"an integer array [{', '.join(dims)}]"
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise MaskError(f"{what} is a {type(value).__name__}; wanted {wanted}: pass np.asarray({what})")
+    if not is_integer(value.dtype):
+        raise MaskError(f"{what} has dtype {value.dtype}; wanted {wanted}: use {what}.astype('int32')")
+    if len(value.shape) != len(dims):
+        mend = f"reshape it, e.g. {what}[None] for a batch of one"
+        raise MaskError(f"{what} has shape {tuple(value.shape)}; wanted {wanted}: {mend}")
+    reason = beyond_int32(value, what)
+    if reason:
+        raise MaskError(reason)
+
+
+def is_integer(dtype: Any) -> bool:
+    """Whether a dtype is one of whole numbers, which bools and NumPy's time spans are not."""
+    return jnp.issubdtype(dtype, jnp.integer) and dtype.kind != "m"
+
+
+def beyond_int32(value: Any, what: str) -> str:
+    """Why an integer array may hold a number that int32 doesn't, "" where it can't: by its dtype, else by its values."""
+    if value.dtype in _WITHIN_INT32 or value.dtype.itemsize < 4:
+        return ""
+    values, wanted = known_values(value), "wanted whole numbers that fit in int32, as on devices"
+    if values is None:
+        return f"{what} has dtype {value.dtype} and unknown values; {wanted}: use {what}.astype('int32')"
+    found = least_and_most(values)
+    wide = next((n for n in found if not _INT32.min <= n <= _INT32.max), None)
+    mend = "number the ids anew, from 0" if "segment" in what else "count from the first key of the call"
+    return "" if wide is None else f"{what} holds {wide}; {wanted}: {mend}"
+
+
+def known_values(value: Any) -> np.ndarray | None:
+    """The values of an array on the host; None for a tracer, a shape, and what lies in other processes.
+
+    Of an array on an accelerator this waits for what computes it, and copies it.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value)
+    if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array) or not value.is_fully_addressable:
+        return None
+    return np.asarray(value)
+
+
+def least_and_most(values: np.ndarray) -> tuple[int, ...]:
+    """The least and the largest of integers; nothing of none."""
+    return (int(values.min()), int(values.max())) if values.size else ()
+
+
+def same_width(first: Any, second: Any) -> tuple[Any, Any]:
+    """Bring two integer arrays to int32, in which all numbers of a mask that was checked fit.
+
+    Explicitly, as strict dtype promotion asks for; and before subtracting, where uint8 and int8 would wrap round.
+    """
+    if not is_host(first, second):
+        first, second = jnp.asarray(first), jnp.asarray(second)
+    return first.astype(np.int32), second.astype(np.int32)

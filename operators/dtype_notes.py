@@ -1,0 +1,27 @@
+"""What a plan says of arrays that are computed with in fewer bits than they came in."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from ..registry import OperationMetadata
+from .arguments import Arrays
+
+__all__ = ["width_notes"]
+
+
+def width_notes(arrays: Arrays, metadata: OperationMetadata) -> list[str]:
+    """What is computed in float32 though it came as float64; query, key and value become the declared run-time dtype."""
+    notes = []
+    softmax = f"{metadata.runtime_softmax_dtype.name} (runtime_softmax_dtype)"
+    used = {"bias": softmax, "softmax_aux": softmax, "key_scale": "float32", "value_scale": "float32"}
+    for name in ("query", "key", "value", *used):
+        x = getattr(arrays, name)
+        if x is None or x.dtype != np.float64:
+            continue
+        if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+            notes.append(f"{name} is float64, computed in float32: jax_enable_x64 is off")
+        elif name in used and not used[name].startswith("float64"):
+            notes.append(f"{name} is float64, computed in {used[name]}")
+    return notes
