@@ -44,6 +44,7 @@ class Mask:
     __array_ufunc__ = None
     # How pydantic reads and writes a mask: set by schema.py, which stands above all nodes.
     field_schema: ClassVar[Callable[[type[Mask], GetCoreSchemaHandler], CoreSchema]]
+    __pydantic_serializer__: ClassVar[Any]
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[Mask], handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -150,3 +150,5 @@ def _field_schema(wanted: type[Mask], handler: GetCoreSchemaHandler) -> core_sch
 
 
 Mask.field_schema = _field_schema
+# Where pydantic looks at the value and not at the field's type (Any, serialize_as_any), it would write a bare dataclass.
+Mask.__pydantic_serializer__ = TypeAdapter(Mask).serializer

@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator, model_validator
+from pydantic import ConfigDict, Field, StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ..errors import ConfigError
 from ..masks import Dense, Mask
 from ..sharding import MODES, canonical_mode
+from .given import GivenModel
 from .quantised import quantise, scale_shape
 
 __all__ = ["CallDeclaration", "call_arguments"]
@@ -30,10 +31,10 @@ _SHAPES = {"bias": (4, 4), "dense_mask": (4, 4), "softmax_aux": (1, 2)}
 _SIZES = ("batch", "q_len", "kv_len", "q_heads", "kv_heads", "head_dim", "value_dim")
 
 
-class CallDeclaration(BaseModel):
+class CallDeclaration(GivenModel):
     """The call: sizes count elements; `kv_len`, `kv_heads`, `value_dim` are those of the query where left out."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, title="call")
+    model_config = ConfigDict(title="call")
 
     batch: _Size = 1
     q_len: _Size | None = None
@@ -123,10 +124,6 @@ class CallDeclaration(BaseModel):
             return value
         count = f"{low}" if low == high else f"{low} or {high}"
         raise ValueError(f"call.{name}={value!r}; wanted a shape: a list of {count} positive integers")
-
-    def is_set(self, field: str) -> bool:
-        """Whether a field was given, be it as null."""
-        return field in self.model_fields_set
 
     def sizes(self) -> dict[str, int]:
         """Every size by field name. Errors: ConfigError for sizes that are left out."""

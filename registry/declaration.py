@@ -6,30 +6,33 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator
+from pydantic import ConfigDict, Field, StrictBool, ValidationError, field_validator
 
 from ..errors import ConfigError
 from .call_declaration import CallDeclaration, call_arguments
 from .config import explain_validation
 from .declaration_schema import declaration_json_schema
+from .given import GivenModel
 from .metadata import OperationMetadata
 from .strict_json import parse_json, read_text
 
 __all__ = ["CallDeclaration", "Declaration", "declaration_json_schema"]
 
 
-class Declaration(BaseModel):
+class Declaration(GivenModel):
     """What a config file says. `metadata` is what OperationMetadata.from_dict takes; `enabled` false leaves attention to the
     framework behind whose adapter the file stands.
 
     Errors of every way in: ConfigError that names the source, the field, what was got and what is wanted.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, title="attnops declaration")
+    model_config = ConfigDict(title="attnops declaration", populate_by_name=True)
+
+    tags: ClassVar = frozenset({"schema_version"})
 
     schema_uri: str | None = Field(None, alias="$schema")
     schema_version: Literal[1] = 1
@@ -74,8 +77,7 @@ class Declaration(BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that were given; `from_dict` of it gives an equal declaration."""
-        data = self.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        return {"schema_version": self.schema_version, **data}
+        return self.model_dump(mode="json", by_alias=True)
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """Return `to_dict` as JSON text."""

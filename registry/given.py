@@ -1,0 +1,91 @@
+"""GivenModel: a pydantic model of which only what was given is written, because unset and None are two things."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, SerializerFunctionWrapHandler
+from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
+from pydantic_core.core_schema import SerializationInfo
+
+__all__ = ["GivenModel"]
+
+
+class GivenModel(BaseModel):
+    """Frozen, hashable where its values are, no unknown fields. Validating and writing keep which fields were given.
+
+    Every way out (model_dump, model_dump_json, also inside another model) writes the given fields and those of `tags`, and
+    no others. So it is with exclude_unset, exclude_none and exclude_defaults: a None that was given, or a value that equals
+    the default, is a choice, and without it the declaration would mean something else. include and exclude leave out what
+    they name. An instance is validated again wherever one is taken, as model_copy and model_construct validate nothing.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always")
+
+    # Fields that say what the data is: always written, and no choice, so given or not they are equal.
+    tags: ClassVar[frozenset[str]] = frozenset()
+
+    def is_set(self, field: str) -> bool:
+        """Whether the field was given, be it as None."""
+        return field in self.model_fields_set
+
+    def every_field(self) -> dict[str, Any]:
+        """The JSON values of all fields, those too that were never given."""
+        known = type(self).model_fields
+        return type(self).model_construct(set(known), **{n: getattr(self, n) for n in known}).model_dump(mode="json")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: Any = handler(source)
+        if cls.__pydantic_complete__:  # the class's own schema, which has been through here
+            return schema  # type: ignore[no-any-return]
+
+        def write(value: Any, fields: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+            return _given(cls, value, fields, info)
+
+        written = core_schema.wrap_serializer_function_ser_schema(write, info_arg=True)
+        return {**schema, "serialization": written}
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other) or not isinstance(other, GivenModel):
+            return NotImplemented
+        return self.__dict__ == other.__dict__ and self._choices() == other._choices()
+
+    def __hash__(self) -> int:
+        return hash((type(self), tuple(self.__dict__.values()), self._choices()))
+
+    def _choices(self) -> frozenset[str]:
+        return frozenset(self.model_fields_set) - self.tags
+
+    @classmethod
+    def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:
+        """pydantic's own, which validates nothing; but a name that is no field is kept, to be refused where it is used."""
+        made = super().model_construct(_fields_set, **values)
+        made.__dict__.update({name: value for name, value in values.items() if name not in _names(cls)})
+        return made
+
+
+def _given(
+    cls: type[GivenModel], value: Any, fields: SerializerFunctionWrapHandler, info: SerializationInfo
+) -> dict[str, Any]:
+    if not isinstance(value, cls):  # one branch of a union after the other is tried
+        raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is not a {cls.__name__}")
+    if type(value) is not cls or info.exclude_unset or info.exclude_none or info.exclude_defaults:
+        return value.model_dump(  # its own fields, and all that were given
+            mode=info.mode,
+            include=info.include,
+            exclude=info.exclude,
+            context=info.context,
+            by_alias=info.by_alias,
+            round_trip=info.round_trip,
+        )
+    kept = value.model_fields_set | cls.tags
+    known: Mapping[str, Any] = cls.model_fields
+    unset = {key for name, field in known.items() if name not in kept for key in (name, field.serialization_alias)}
+    return {key: item for key, item in fields(value).items() if key not in unset}
+
+
+def _names(cls: type[GivenModel]) -> set[str]:
+    known: Mapping[str, Any] = cls.model_fields
+    return {key for name, field in known.items() for key in (name, field.alias) if key}
