@@ -126,7 +126,8 @@ class CallDeclaration(GivenModel):
         raise ValueError(f"call.{name}={value!r}; wanted a shape: a list of {count} positive integers")
 
     def sizes(self) -> dict[str, int]:
-        """Every size by field name. Errors: ConfigError for sizes that are left out."""
+        """Every size by field name. Errors: ConfigError for sizes that are left out, and as `checked`."""
+        self.checked()
         missing = [name for name in ("q_len", "q_heads", "head_dim") if getattr(self, name) is None]
         if missing:
             raise ConfigError(f"{', '.join('call.' + m for m in missing)} missing; declare it, or give an inputs file.")
@@ -216,6 +217,7 @@ class CallDeclaration(GivenModel):
 
 def call_arguments(call: CallDeclaration, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
     """The keyword arguments of Operation.__call__ and Operation.plan for these arrays (or ShapeDtypeStructs)."""
+    call = call.checked()
     mask: Any = call.mask
     if "mask" in arrays:
         mask = arrays["mask"] if mask is None else mask & Dense(arrays["mask"])

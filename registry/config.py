@@ -16,13 +16,13 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from ..errors import AttnOpsError, ConfigError, nearest
-from .given import GivenModel
+from ..errors import AttnOpsError, ConfigError
+from .given import GivenModel, explain_validation
 
 if TYPE_CHECKING:
     from .registry import OperationRegistry
 
-__all__ = ["OperationConfig", "explain_validation"]
+__all__ = ["OperationConfig"]
 
 
 class OperationConfig(GivenModel):
@@ -47,7 +47,9 @@ class OperationConfig(GivenModel):
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
         if cls._is_abstract():
-            raise ConfigError(f"{cls.__name__} is the config of no operation; wanted that of one: {', '.join(cls.registry.names())}.")
+            raise ConfigError(
+                f"{cls.__name__} is the config of no operation; wanted that of one: {', '.join(cls.registry.names())}."
+            )
         return super().__new__(cls)
 
     @classmethod
@@ -91,7 +93,9 @@ class OperationConfig(GivenModel):
         """
         if isinstance(value, OperationConfig) and not isinstance(value, cls):
             raise ConfigError(f"{type(value).__name__} is the config of {value.operation!r}, wanted {cls.__name__}.")
-        data: Any = value if isinstance(value, cls) else dict(value if isinstance(value, Mapping) else _attributes(value))
+        data: Any = (
+            value if isinstance(value, cls) else dict(value if isinstance(value, Mapping) else _attributes(value))
+        )
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -110,39 +114,6 @@ def _by_tag(wanted: type[OperationConfig], value: Any) -> OperationConfig:
     if not issubclass(own, wanted):
         raise ValueError(f"{own.__name__} is no {wanted.__name__}")
     return own.model_validate(value)
-
-
-def explain_validation(error: ValidationError, model: type[BaseModel]) -> str:
-    """Turn pydantic's report into one line: what was got, what is wanted, the nearest name for a typo."""
-    lines = []
-    for item in error.errors(include_url=False):
-        where = ".".join(str(part) for part in item["loc"]) or "value"
-        if item["type"] == "extra_forbidden":
-            known = _names(model, item["loc"][:-1])
-            close = nearest(str(item["loc"][-1]), known)
-            lines.append(
-                f"unknown field {where!r}" + (f"; wanted one of {', '.join(known)}." if known else ".") + close
-            )
-        elif item["type"] == "missing":
-            lines.append(f"{where} is missing")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            got = "" if item["type"] == "value_error" else f"{where}={item['input']!r}: "
-            lines.append(got + message)
-    return "; ".join(lines)
-
-
-def _names(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
-    """The fields of the (nested) model at `path`, or nothing where it isn't a model."""
-    for part in path:
-        field = model.model_fields.get(str(part))
-        annotation = field.annotation if field else None
-        options = getattr(annotation, "__args__", (annotation,))
-        nested = [a for a in options if isinstance(a, type) and issubclass(a, BaseModel)]
-        if not nested:
-            return []
-        model = nested[0]
-    return sorted(model.model_fields)
 
 
 def _attributes(value: object) -> dict[str, Any]:

@@ -14,9 +14,8 @@ from pydantic import ConfigDict, Field, StrictBool, ValidationError, field_valid
 
 from ..errors import ConfigError
 from .call_declaration import CallDeclaration, call_arguments
-from .config import explain_validation
 from .declaration_schema import declaration_json_schema
-from .given import GivenModel
+from .given import GivenModel, explain_validation
 from .metadata import OperationMetadata
 from .strict_json import parse_json, read_text
 
@@ -38,7 +37,7 @@ class Declaration(GivenModel):
     schema_version: Literal[1] = 1
     operation: str
     enabled: StrictBool = True
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] = Field(default_factory=dict)
     call: CallDeclaration = CallDeclaration()
 
     @field_validator("metadata", mode="after")
@@ -85,19 +84,19 @@ class Declaration(GivenModel):
 
     def operation_metadata(self, changes: Mapping[str, Any] | None = None) -> OperationMetadata:
         """Build the metadata, with some fields changed. Starts jax's backend where a mesh is declared."""
-        return OperationMetadata.from_dict(self.metadata | dict(changes or {}))
+        return OperationMetadata.from_dict(self.checked().metadata | dict(changes or {}))
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """See CallDeclaration.shapes."""
-        return self.call.shapes()
+        return self.checked().call.shapes()
 
     def draw(self, seed: int) -> dict[str, np.ndarray]:
         """See CallDeclaration.draw."""
-        return self.call.draw(seed)
+        return self.checked().call.draw(seed)
 
     def call_arguments(self, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
         """The keyword arguments of the call for these arrays; a mode given here takes the place of the declared one."""
-        return call_arguments(self.call, arrays, mode=mode)
+        return call_arguments(self.checked().call, arrays, mode=mode)
 
 
 def _json_value(at: str, value: Any) -> Any:

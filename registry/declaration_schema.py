@@ -13,7 +13,6 @@ __all__ = ["config_json_schema", "declaration_json_schema"]
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-
 def config_json_schema(operation: str) -> dict[str, Any]:
     """JSON Schema of one operation's config. Errors: UnknownNameError."""
     return {"$schema": _DIALECT, **OperationRegistry.get(operation).config.model_json_schema()}

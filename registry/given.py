@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, SerializerFunctionWrapHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, SerializerFunctionWrapHandler, ValidationError
 from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
 from pydantic_core.core_schema import SerializationInfo
 
-__all__ = ["GivenModel"]
+from ..errors import ConfigError, nearest
+
+__all__ = ["GivenModel", "explain_validation"]
 
 
 class GivenModel(BaseModel):
@@ -29,6 +31,15 @@ class GivenModel(BaseModel):
     def is_set(self, field: str) -> bool:
         """Whether the field was given, be it as None."""
         return field in self.model_fields_set
+
+    def checked(self) -> Self:
+        """Itself, validated again: model_copy and model_construct validate nothing. Errors: ConfigError."""
+        try:
+            return type(self).model_validate(self)
+        except ValidationError as error:
+            raise ConfigError(
+                f"{self.model_config.get('title') or type(self).__name__}: {explain_validation(error, type(self))}"
+            ) from None
 
     def every_field(self) -> dict[str, Any]:
         """The JSON values of all fields, those too that were never given."""
@@ -89,3 +100,36 @@ def _given(
 def _names(cls: type[GivenModel]) -> set[str]:
     known: Mapping[str, Any] = cls.model_fields
     return {key for name, field in known.items() for key in (name, field.alias) if key}
+
+
+def explain_validation(error: ValidationError, model: type[BaseModel]) -> str:
+    """Turn pydantic's report into one line: what was got, what is wanted, the nearest name for a typo."""
+    lines = []
+    for item in error.errors(include_url=False):
+        where = ".".join(str(part) for part in item["loc"]) or "value"
+        if item["type"] == "extra_forbidden":
+            known = _fields_at(model, item["loc"][:-1])
+            close = nearest(str(item["loc"][-1]), known)
+            lines.append(
+                f"unknown field {where!r}" + (f"; wanted one of {', '.join(known)}." if known else ".") + close
+            )
+        elif item["type"] == "missing":
+            lines.append(f"{where} is missing")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            got = "" if item["type"] == "value_error" else f"{where}={item['input']!r}: "
+            lines.append(got + message)
+    return "; ".join(lines)
+
+
+def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
+    """The fields of the (nested) model at `path`, or nothing where it isn't a model."""
+    for part in path:
+        field = model.model_fields.get(str(part))
+        annotation = field.annotation if field else None
+        options = getattr(annotation, "__args__", (annotation,))
+        nested = [a for a in options if isinstance(a, type) and issubclass(a, BaseModel)]
+        if not nested:
+            return []
+        model = nested[0]
+    return sorted(model.model_fields)
