@@ -1,0 +1,43 @@
+"""Where a call without a mesh runs: on the devices of its committed arrays, else jax's default device, else its backend."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+
+from ..sharding.mesh import gpu_vendor
+
+__all__ = ["Ambient", "ambient_platform"]
+
+
+class Ambient(NamedTuple):
+    """A platform ('tpu', 'cpu', 'cuda', 'rocm', or 'gpu' of no known vendor), the kind of its device, and where it was read."""
+
+    platform: str
+    device_kind: str
+    source: str
+
+
+def ambient_platform(arrays: Iterable[Any]) -> Ambient:
+    """The platform on which jax runs a jitted call of these arrays, as jax itself decides it.
+
+    The first committed array that is no tracer says it, else `jax.default_device`, else the default backend: under jit what
+    the arrays will be is not known. Takes what isn't an array (None, a ShapeDtypeStruct) and passes over it. Cheap: part of
+    the key under which an operation keeps its calls.
+    """
+    for x in arrays:
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
+            return _of_device(next(iter(x.sharding.device_set)), "the arrays' devices")
+    default = jax.config.jax_default_device
+    if default is not None:
+        device = jax.devices(default)[0] if isinstance(default, str) else default
+        return _of_device(device, "jax.default_device")
+    return _of_device(jax.devices()[0], "jax's default backend")
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_device(device: jax.Device, source: str) -> Ambient:
+    return Ambient(gpu_vendor(device.platform, device.client), device.device_kind, source)
