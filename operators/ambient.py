@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..errors import InputError
 from ..sharding.mesh import gpu_vendor
 
 __all__ = ["Ambient", "ambient_platform"]
@@ -19,6 +20,13 @@ class Ambient(NamedTuple):
     platform: str
     device_kind: str
     source: str
+
+    def serves(self, platform: str) -> bool:
+        """Whether this is a platform that was planned for; 'gpu' is one of any vendor."""
+        vendors = ("gpu", "cuda", "rocm")
+        return platform == self.platform or (
+            "gpu" in (platform, self.platform) and {platform, self.platform} <= {*vendors}
+        )
 
 
 def ambient_platform(arrays: Iterable[Any]) -> Ambient:
@@ -33,9 +41,17 @@ def ambient_platform(arrays: Iterable[Any]) -> Ambient:
             return _of_device(next(iter(x.sharding.device_set)), "the arrays' devices")
     default = jax.config.jax_default_device
     if default is not None:
-        device = jax.devices(default)[0] if isinstance(default, str) else default
-        return _of_device(device, "jax.default_device")
+        return _of_device(_first(default) if isinstance(default, str) else default, "jax.default_device")
     return _of_device(jax.devices()[0], "jax's default backend")
+
+
+def _first(platform: str) -> jax.Device:
+    try:
+        return jax.devices(platform)[0]
+    except RuntimeError as error:
+        raise InputError(
+            f"jax.default_device is {platform!r}, and there is none here ({error}); leave it out."
+        ) from None
 
 
 @functools.lru_cache(maxsize=1024)

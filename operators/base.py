@@ -29,6 +29,7 @@ from ..registry import (
 )
 from ..sharding import current_mesh, describe_mesh, devices_platform, place
 from ..sharding.mesh import AnyMesh
+from .ambient import ambient_platform
 from .arguments import Arrays, Options, split_arguments
 from .describe import describe, varying_axes
 from .execute import execute
@@ -99,7 +100,14 @@ class Operation(PlannedOperation):
             return_weights=return_weights, return_lse=return_lse, mode=mode, layout=layout,
         )  # fmt: skip
         mesh = self._mesh()
-        signature = (mesh, options, *(_signature(x) for x in arrays[:-1]), *(_signature(x) for x in arrays.mask_leaves))
+        here = ambient_platform((*arrays[:-1], *arrays.mask_leaves))
+        signature = (
+            mesh,
+            here,
+            options,
+            *(_signature(x) for x in arrays[:-1]),
+            *(_signature(x) for x in arrays.mask_leaves),
+        )
         found = self._calls.get(signature)
         if found is None:
             found = self._prepare(arrays, options, mesh)
@@ -210,10 +218,12 @@ class Operation(PlannedOperation):
                     f"declared mesh {describe_mesh(mesh)}, but the context's (jax.set_mesh) is {describe_mesh(context)}, and "
                     "jax takes no other inside it; declare none, or the same."
                 )
-        if not tracing and mesh is None and not _here(problem.platform):
+        here = ambient_platform(jax.tree.leaves(arrays))
+        if not tracing and mesh is None and not here.serves(problem.platform):
             raise InputError(
-                f"planned for {problem.platform} (from {problem.platform_source}), but this process runs on "
-                f"{jax.default_backend()}; leave that out to run here, or plan() it and lower it for {problem.platform}."
+                f"planned for {problem.platform} (from {problem.platform_source}), but this call runs on "
+                f"{here.platform} (from {here.source}); leave that out to run here, or plan() it and lower it for "
+                f"{problem.platform}."
             )
         run = jax.jit(partial(execute, self, decided, mesh, options))
         return decided, run, mesh if isinstance(mesh, Mesh) else None
@@ -232,11 +242,6 @@ class Operation(PlannedOperation):
         )
         with _warn_lock:
             _warned.add(decided.problem)  # afterwards: a warning that was made an error is raised each time
-
-
-def _here(platform: str) -> bool:
-    """Whether this process's default devices are of a platform."""
-    return jax.default_backend() == ("gpu" if platform in ("cuda", "rocm") else platform)
 
 
 def _signature(x: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import pickle
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -51,9 +52,8 @@ LEAVES = st.one_of(
     st.builds(Prefix, st.integers(0, 9)),
 )
 MASKS = st.recursive(
-    LEAVES, lambda m: st.one_of(m.map(Not), st.tuples(m, m).map(lambda p: p[0] & p[1]), st.tuples(m, m).map(lambda p: p[0] | p[1])),
-    max_leaves=5,
-)  # fmt: skip
+    LEAVES, lambda m: st.one_of(m.map(Not), st.builds(operator.and_, m, m), st.builds(operator.or_, m, m)), max_leaves=5
+)
 
 
 def choices(annotation: Any) -> list[Any]:
@@ -195,7 +195,9 @@ def test_metadata_comes_back(fields: dict[str, Any], asked: dict[str, Any]) -> N
 def test_declarations_come_back(declaration: Declaration, asked: dict[str, Any]) -> None:
     comes_back(Declaration, declaration, asked)
     comes_back(CallDeclaration, declaration.call, asked)
-    assert Declaration.from_dict(declaration.model_dump()) == declaration == Declaration.from_json(declaration.to_json())
+    assert (
+        Declaration.from_dict(declaration.model_dump()) == declaration == Declaration.from_json(declaration.to_json())
+    )
 
 
 @settings(QUICK, max_examples=6)
@@ -394,7 +396,7 @@ def test_every_field_has_what_was_never_given() -> None:
 
 
 def test_the_base_is_no_config() -> None:
-    with pytest.raises(ConfigError, match="the config of no operation; wanted that of one: .*splash"):
+    with pytest.raises(ConfigError, match=r"the config of no operation; wanted that of one: .*splash"):
         OperationConfig(operation="splash")
 
 
