@@ -77,10 +77,9 @@ def targeted(declaration: Declaration, options: TargetOptions) -> Declaration:
 
 def plan_metadata(declaration: Declaration) -> OperationMetadata:
     """The metadata with a mesh that needs no devices, be they here or not."""
-    mesh = declaration.metadata.get("mesh")
     if declared_sizes(None, declaration) is None:
         return declaration.operation_metadata()
-    return declaration.operation_metadata({"mesh": _named_axes(mesh) | {"abstract": True}})
+    return declaration.operation_metadata({"mesh": _named_axes(declaration.metadata["mesh"]) | {"abstract": True}})
 
 
 def _named_axes(mesh: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from ..sharding.mesh import gpu_vendor
 
 __all__ = ["Ambient", "ambient_platform"]
 
+_config: Any = jax.config  # its options are attributes that no type checker sees
+
 
 class Ambient(NamedTuple):
     """A platform ('tpu', 'cpu', 'cuda', 'rocm', or 'gpu' of no known vendor), the kind of its device, and where it was read."""
@@ -39,7 +41,7 @@ def ambient_platform(arrays: Iterable[Any]) -> Ambient:
     for x in arrays:
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
             return _of_device(next(iter(x.sharding.device_set)), "the arrays' devices")
-    default = jax.config.jax_default_device
+    default = _config.jax_default_device
     if default is not None:
         return _of_device(_first(default) if isinstance(default, str) else default, "jax.default_device")
     return _of_device(jax.devices()[0], "jax's default backend")

@@ -56,7 +56,7 @@ class OperationConfig(GivenModel):
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
         schema: Any = super().__get_pydantic_core_schema__(source, handler)
         if cls.__pydantic_complete__ or not cls._is_abstract():
-            return schema  # type: ignore[no-any-return]
+            return schema
 
         def read(value: Any, _: ValidatorFunctionWrapHandler) -> OperationConfig:
             return _by_tag(cls, value)

@@ -29,7 +29,7 @@ class Declaration(GivenModel):
     Errors of every way in: ConfigError that names the source, the field, what was got and what is wanted.
     """
 
-    model_config = ConfigDict(title="attnops declaration", populate_by_name=True)
+    model_config = ConfigDict(title="attnops declaration")
 
     tags: ClassVar = frozenset({"schema_version"})
 

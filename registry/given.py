@@ -23,7 +23,10 @@ class GivenModel(BaseModel):
     they name. An instance is validated again wherever one is taken, as model_copy and model_construct validate nothing.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always")
+    # By name too: an instance that is validated again has its fields under their names.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always", populate_by_name=True
+    )
 
     # Fields that say what the data is: always written, and no choice, so given or not they are equal.
     tags: ClassVar[frozenset[str]] = frozenset()
@@ -43,14 +46,14 @@ class GivenModel(BaseModel):
 
     def every_field(self) -> dict[str, Any]:
         """The JSON values of all fields, those too that were never given."""
-        known = type(self).model_fields
-        return type(self).model_construct(set(known), **{n: getattr(self, n) for n in known}).model_dump(mode="json")
+        whole = self.model_copy(update={name: getattr(self, name) for name in type(self).model_fields})
+        return whole.model_dump(mode="json")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
         schema: Any = handler(source)
         if cls.__pydantic_complete__:  # the class's own schema, which has been through here
-            return schema  # type: ignore[no-any-return]
+            return schema
 
         def write(value: Any, fields: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
             return _given(cls, value, fields, info)
@@ -70,7 +73,7 @@ class GivenModel(BaseModel):
         return frozenset(self.model_fields_set) - self.tags
 
     @classmethod
-    def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:
+    def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:  # type: ignore[override]
         """pydantic's own, which validates nothing; but a name that is no field is kept, to be refused where it is used."""
         made = super().model_construct(_fields_set, **values)
         made.__dict__.update({name: value for name, value in values.items() if name not in _names(cls)})
@@ -83,10 +86,12 @@ def _given(
     if not isinstance(value, cls):  # one branch of a union after the other is tried
         raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is not a {cls.__name__}")
     if type(value) is not cls or info.exclude_unset or info.exclude_none or info.exclude_defaults:
+        include: Any = info.include
+        exclude: Any = info.exclude
         return value.model_dump(  # its own fields, and all that were given
             mode=info.mode,
-            include=info.include,
-            exclude=info.exclude,
+            include=include,
+            exclude=exclude,
             context=info.context,
             by_alias=info.by_alias,
             round_trip=info.round_trip,

@@ -101,7 +101,19 @@ def test_what_the_files_say(attnops: Callable[..., Any], tmp_path: Path) -> None
     """Sizes alone where no platform was asked for, so that the file runs wherever there are as many devices."""
     model = tmp_path / "model.json"
     model.write_text(json.dumps({name: value for name, value in MODEL.items() if name != "alibi"}))
-    base = ("plan", "--model", model, "--q-len", 16, "--batch", 2, "--mesh", "fsdp=2,dp=1,tp=2,sp=1", "--operation", "vanilla")
+    base = (
+        "plan",
+        "--model",
+        model,
+        "--q-len",
+        16,
+        "--batch",
+        2,
+        "--mesh",
+        "fsdp=2,dp=1,tp=2,sp=1",
+        "--operation",
+        "vanilla",
+    )
     assert attnops(*base, "--write", tmp_path / "here", "--strict").status == 0
     metadata = Declaration.load(tmp_path / "here" / "global.json").metadata
     assert metadata["mesh"] == {"fsdp": 2, "dp": 1, "tp": 2, "sp": 1}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, Field, PlainSerializer, TypeAdapter, ValidationError, create_model
 from test_metadata_json import METADATA
 from toy_operations import ToyConfig
 
@@ -393,6 +393,24 @@ def test_every_field_has_what_was_never_given() -> None:
     assert ToyConfig(block=3).every_field() == {"operation": "toy", "schema_version": 1, "block": 3, "label": "plain"}
     assert VanillaConfig(path="plain").model_dump() == {"operation": "vanilla", "schema_version": 1, "path": "plain"}
     assert set(SplashConfig().every_field()) == set(SplashConfig.model_fields)
+
+
+def test_a_plug_ins_config_may_have_aliases_and_fields_written_in_their_own_way() -> None:
+    class Aliased(OperationConfig):
+        operation: Literal["aliased"] = "aliased"
+        block: Annotated[int | None, Field(alias="blockSize")] = None
+        factor: Annotated[float, PlainSerializer(str)] = 1.0
+
+    for config in (Aliased(blockSize=3), Aliased(block=None, factor=2.0), Aliased()):
+        for asked in WAYS:
+            comes_back(Aliased, config, asked)
+        assert Aliased.coerce(config) == config == Aliased.coerce(config.to_dict())
+    assert Aliased(blockSize=3).model_dump(by_alias=True)["blockSize"] == 3
+    assert Aliased(blockSize=3).every_field() == {
+        "operation": "aliased", "schema_version": 1, "block": 3, "factor": "1.0",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="block"):
+        Aliased.coerce(Aliased().model_copy(update={"block": "big"}))
 
 
 def test_the_base_is_no_config() -> None:
