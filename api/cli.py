@@ -145,15 +145,13 @@ def plan(
     from attnops.call_arrays import call_shapes
     from attnops.cli_enabled import enabled_json, enabled_notes
     from attnops.cli_plan import print_plan
-    from attnops.cli_target import plan_metadata
+    from attnops.cli_target import TargetOptions, plan_metadata, targeted
     from attnops.registry import OperationRegistry
     from attnops.registry.declaration import Declaration
 
-    declaration = Declaration.load(config)
+    declaration = targeted(Declaration.load(config), TargetOptions(mesh, platform, topology, strict, fallback))
     declared = OperationRegistry.get(declaration.operation)
-    metadata = plan_metadata(
-        declaration, mesh=mesh, platform=platform, topology=topology, strict=strict, fallback=fallback
-    )
+    metadata = plan_metadata(declaration)
     shapes = call_shapes(declaration.call, inputs)
     arguments = declaration.call_arguments(shapes.arrays, mode=mode)
     try:

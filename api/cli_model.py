@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
 from attnops.cli_plan import placement_rows, print_plan, rejected_rows
-from attnops.cli_target import plan_metadata
+from attnops.cli_target import TargetOptions, plan_metadata, targeted
 from attnops.cli_text import fields, table, text
 from attnops.errors import ConfigError
 from attnops.registry import OperationRegistry, Plan
 from attnops.registry.explain import bytes_text
-from attnops.registry.model_declaration import LayerDeclaration, ModelDeclaration, is_cached
+from attnops.registry.model_declaration import LayerDeclaration, ModelDeclaration, is_cached, write_layers
 
 __all__ = ["ModelOptions", "ModelPlans", "model_json", "plan_model", "print_model"]
 
@@ -88,27 +88,22 @@ def plan_model(options: ModelOptions) -> ModelPlans:
         kv_len=kv_len,
         **reading,
     )
+    target = TargetOptions(options.mesh, options.platform, options.topology, options.strict, options.fallback)
     chosen: Sequence[LayerDeclaration] = model.distinct if options.layer is None else [model.layer(options.layer)]
+    # What is planned is what is written, so every option that changes the plan is in the file.
+    layers = tuple(replace(layer, declaration=targeted(layer.declaration, target)) for layer in chosen)
     if options.write is not None:
-        paths = model.write(options.write)
+        paths = write_layers(layers, options.write)
         notes.append(f"written: {', '.join(map(str, paths))}")
-    plans = tuple((layer, _plan(layer, options)) for layer in chosen)
+    plans = tuple((layer, _plan(layer)) for layer in layers)
     source = "--topology" if options.topology else "--platform" if options.platform else None
     return ModelPlans(model, plans, (*model.notes, *notes), source)
 
 
-def _plan(layer: LayerDeclaration, options: ModelOptions) -> Plan:
+def _plan(layer: LayerDeclaration) -> Plan:
     declaration = layer.declaration
-    metadata = plan_metadata(
-        declaration,
-        mesh=options.mesh,
-        platform=options.platform,
-        topology=options.topology,
-        strict=options.strict,
-        fallback=options.fallback,
-    )
     operation = OperationRegistry.get(declaration.operation)
-    return operation(metadata).plan(**declaration.call_arguments(declaration.shapes(), mode=options.mode))
+    return operation(plan_metadata(declaration)).plan(**declaration.call_arguments(declaration.shapes()))
 
 
 def model_json(found: ModelPlans) -> dict[str, Any]:

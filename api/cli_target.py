@@ -6,19 +6,20 @@ import contextlib
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.sharding import Mesh
 
 from attnops.errors import ConfigError, ShardingError
 from attnops.registry import METHODS, OperationMetadata
 from attnops.registry.declaration import Declaration
-from attnops.sharding import describe_mesh, parse_mesh, virtual_mesh
+from attnops.sharding import describe_mesh, mesh_to_dict, parse_mesh, virtual_mesh
 from attnops.sharding.mesh import gpu_vendor
 from attnops.verify.topology import described_mesh
 
-__all__ = ["declared_sizes", "here", "plan_metadata", "run_metadata"]
+__all__ = ["TargetOptions", "declared_sizes", "here", "plan_metadata", "run_metadata", "targeted"]
 
 # More virtual devices than this are a slip of the hand: each costs a thread pool.
 _MOST_VIRTUAL = 256
@@ -30,32 +31,62 @@ def here() -> tuple[str, str]:
     return gpu_vendor(device.platform, device.client), device.device_kind
 
 
-def plan_metadata(
-    declaration: Declaration,
-    *,
-    mesh: str | None,
-    platform: str | None,
-    topology: str | None,
-    strict: bool,
-    fallback: str | None,
-) -> OperationMetadata:
-    """The metadata as the plan's options change it. No device is needed.
+@dataclass(frozen=True)
+class TargetOptions:
+    """The options that say what is planned for; None, or False, where one wasn't given."""
+
+    mesh: str | None = None
+    platform: str | None = None
+    topology: str | None = None
+    strict: bool = False
+    fallback: str | None = None
+
+
+def targeted(declaration: Declaration, options: TargetOptions) -> Declaration:
+    """The declaration as these options change it: what is planned, and what a file has to say for the same plan.
 
     Errors: ConfigError and ShardingError for options that have no meaning.
     """
+    platform, topology = options.platform, options.topology
     if platform is not None and platform not in METHODS:
         raise ConfigError(f"--platform {platform}: wanted one of {', '.join(METHODS)}.")
     if topology is not None and platform not in (None, "tpu"):
         raise ConfigError(f"--topology {topology} describes TPUs, --platform says {platform}; leave one of them out.")
-    changes: dict[str, Any] = _policy(strict, fallback)
-    sizes = declared_sizes(mesh, declaration)
-    if platform is not None:
-        changes |= {"platform": None, "backend": platform}
+    sizes = declared_sizes(options.mesh, declaration)
+    metadata = dict(declaration.metadata)
+    if options.strict:
+        metadata["strict"] = True
+    if options.fallback is not None:
+        metadata["fallback"] = options.fallback
     if topology is not None:
-        changes |= {"platform": None, "backend": None, "mesh": described_mesh(topology, sizes)}
-    elif sizes is not None and (mesh is not None or platform is not None):
-        changes["mesh"] = _abstract(sizes, platform or _declared_platform(declaration.metadata))
-    return declaration.operation_metadata(changes)
+        metadata["mesh"] = mesh_to_dict(described_mesh(topology, sizes))
+    elif options.mesh is not None:
+        metadata["mesh"] = parse_mesh(options.mesh)
+    if platform is not None or topology is not None:
+        metadata = {name: value for name, value in metadata.items() if name not in ("platform", "backend")}
+    if platform is not None and topology is None:
+        metadata["backend"] = platform
+        if sizes is not None:  # a mesh says itself where it is
+            metadata["mesh"] = _named_axes(metadata["mesh"]) | {
+                "platform": platform,
+                "device_kind": None,
+                "num_cores": None,
+            }
+    return declaration.model_copy(update={"metadata": metadata}).checked()
+
+
+def plan_metadata(declaration: Declaration) -> OperationMetadata:
+    """The metadata with a mesh that needs no devices, be they here or not."""
+    if declared_sizes(None, declaration) is None:
+        return declaration.operation_metadata()
+    return declaration.operation_metadata({"mesh": _named_axes(declaration.metadata["mesh"]) | {"abstract": True}})
+
+
+def _named_axes(mesh: Mapping[str, Any]) -> dict[str, Any]:
+    """The one spelling of a mesh that has room for its platform."""
+    if "axis_names" in mesh or "axis_sizes" in mesh:
+        return dict(mesh)
+    return {"axis_names": list(mesh), "axis_sizes": list(mesh.values())}
 
 
 def run_metadata(declaration: Declaration, *, mesh: str | None) -> OperationMetadata:
@@ -85,11 +116,6 @@ def run_metadata(declaration: Declaration, *, mesh: str | None) -> OperationMeta
     return metadata
 
 
-def _policy(strict: bool, fallback: str | None) -> dict[str, Any]:
-    changes: dict[str, Any] = {"strict": True} if strict else {}
-    return changes if fallback is None else changes | {"fallback": fallback}
-
-
 def declared_sizes(mesh: str | None, declaration: Declaration) -> dict[str, int] | None:
     """The mesh's sizes: the option's, else the config's."""
     if mesh is not None:
@@ -104,20 +130,6 @@ def declared_sizes(mesh: str | None, declaration: Declaration) -> dict[str, int]
     # A mesh without meaning is left for OperationMetadata, which says what is wrong with it.
     sound = found and all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in found.values())
     return found if sound else None
-
-
-def _declared_platform(metadata: Mapping[str, Any]) -> str | None:
-    return metadata.get("backend") or metadata.get("platform")
-
-
-def _abstract(sizes: Mapping[str, int], platform: str | None) -> AbstractMesh:
-    kind = platform
-    if platform is None:
-        platform, kind = here()
-    device = AbstractDevice(device_kind=kind or platform, num_cores=None, platform=platform)
-    return AbstractMesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), abstract_device=device
-    )
 
 
 def _make_cpu_devices(count: int) -> None:

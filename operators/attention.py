@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from pydantic import GetCoreSchemaHandler, TypeAdapter
+from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
 
-from ..errors import ConfigError, InputError
+from ..errors import AttnOpsError, ConfigError, InputError
 from ..masks import Dense, Mask
 from ..registry import OperationMetadata, OperationRegistry, Plan
 from ..registry.declaration import Declaration
@@ -57,7 +59,7 @@ class Attention:
             declared = Declaration.load(declared)
         elif not isinstance(declared, Declaration):
             declared = Declaration.from_dict(declared)
-        self.declaration = declared
+        self.declaration = declared = declared.checked()
         operation: Any = OperationRegistry.get(declared.operation)
         self.operation: Operation = operation(declared.operation_metadata(metadata))
         self._stated = frozenset({**declared.metadata, **metadata})
@@ -167,21 +169,52 @@ class Attention:
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def __reduce__(self) -> Any:
+    def declared(self) -> Declaration:
+        """The declaration with what the program said in its place; an Attention of it equals this one."""
         unsaid = OperationMetadata().to_dict()
         metadata = {
             name: value
             for name, value in self.operation.metadata.to_dict().items()
             if name != "schema_version" and (name in self._stated or value != unsaid[name])
         }
-        return _made_again, (self.declaration.to_dict(), metadata)
+        return self.declaration.model_copy(update={"metadata": metadata}).checked()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.declared().to_dict(),)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[Self], handler: GetCoreSchemaHandler) -> CoreSchema:
+        declaration = handler.generate_schema(Declaration)
+
+        def read(value: Any) -> Attention:
+            if isinstance(value, cls):
+                return value
+            if not isinstance(value, Declaration | Mapping):
+                raise ConfigError(
+                    f"got {type(value).__name__}; wanted an Attention, a Declaration, or an object of its fields."
+                )
+            try:
+                return cls(value)
+            except AttnOpsError as error:  # some of which are no ValueError, as pydantic wants it
+                raise ValueError(str(error)) from None
+
+        def write(value: Any) -> Declaration:
+            if not isinstance(value, cls):  # one branch of a union after the other is tried
+                raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is no {cls.__name__}")
+            return value.declared()
+
+        return core_schema.no_info_plain_validator_function(
+            read,
+            json_schema_input_schema=declaration,
+            serialization=core_schema.plain_serializer_function_ser_schema(write, return_schema=declaration),
+        )
 
     def __repr__(self) -> str:
         return f"Attention({self.declaration.to_json(indent=None)})"
 
 
-def _made_again(declaration: dict[str, Any], metadata: dict[str, Any]) -> Attention:
-    return Attention(declaration, **metadata)
+# Where pydantic looks at the value and not at the field's type (Any, serialize_as_any).
+Attention.__pydantic_serializer__ = TypeAdapter(Attention).serializer  # type: ignore[attr-defined]
 
 
 def _both(declared: Mask, given: Any) -> Mask:

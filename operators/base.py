@@ -22,6 +22,7 @@ from ..registry import OperationMetadata, Plan, PlannedOperation, plan
 from ..registry.tune_cache import kept_here
 from ..sharding import current_mesh, describe_mesh, devices_platform, place
 from ..sharding.mesh import AnyMesh
+from .ambient import ambient_platform
 from .arguments import Arrays, Options, split_arguments
 from .call_values import checked_values
 from .describe import describe, varying_axes
@@ -115,17 +116,18 @@ class Operation(PlannedOperation):
         )  # fmt: skip
         arrays = checked_values(arrays, options)
         mesh = self._mesh()
+        given = [x for x in (*arrays[:-1], *arrays.mask_leaves) if x is not None]
         # All that planning and its checks read; jax itself keys what is compiled.
         call = (
             self,
             mesh,
-            None if mesh is None else get_abstract_mesh(),
+            ambient_platform(given) if mesh is None else get_abstract_mesh(),
             options,
             _wide(jax.config),
             kept_here(),
             *[None if x is None else _signature(x) for x in arrays[:-1]],
-            *[_signature(x) for x in arrays.mask_leaves],
-            None if mesh is None else tuple(map(_place, jax.tree.leaves(arrays))),
+            *map(_signature, arrays.mask_leaves),
+            None if mesh is None else tuple(map(_place, given)),
         )
         found = _prepared.find(call)
         if found is None:
@@ -236,10 +238,12 @@ class Operation(PlannedOperation):
                     f"declared mesh {describe_mesh(mesh)}, but the context's (jax.set_mesh) is {describe_mesh(context)}, and "
                     "jax takes no other inside it; declare none, or the same."
                 )
-        if not tracing and mesh is None and not _here(problem.platform):
+        here = ambient_platform(jax.tree.leaves(arrays))
+        if not tracing and mesh is None and not here.serves(problem.platform):
             raise InputError(
-                f"planned for {problem.platform} (from {problem.platform_source}), but this process runs on "
-                f"{jax.default_backend()}; leave that out to run here, or plan() it and lower it for {problem.platform}."
+                f"planned for {problem.platform} (from {problem.platform_source}), but this call runs on "
+                f"{here.platform} (from {here.source}); leave that out to run here, or plan() it and lower it for "
+                f"{problem.platform}."
             )
         program, notes = Program(self, decided, mesh, options), moved_notes(decided, arrays, mesh)
         if notes:
@@ -255,11 +259,6 @@ def _warn(decided: Plan) -> None:
         FallbackWarning,
         stacklevel=4,
     )
-
-
-def _here(platform: str) -> bool:
-    """Whether this process's default devices are of a platform."""
-    return jax.default_backend() == ("gpu" if platform in ("cuda", "rocm") else platform)
 
 
 def _signature(x: Any) -> Any:

@@ -12,7 +12,8 @@ from ..masks import Mask
 from ..registry import AttentionProblem, OperationConfig, OperationMetadata
 from ..registry.quantised import QUANTISED
 from ..sharding import MeshAxis, axes_of, canonical_layout, canonical_mode, describe_mesh, devices_platform
-from ..sharding.mesh import AnyMesh, gpu_vendor
+from ..sharding.mesh import AnyMesh
+from .ambient import ambient_platform
 from .arguments import Arrays, Options, bound_mask, join_mask, shaped
 from .dtype_notes import width_notes
 from .manual_sequence import of_the_whole, split_by_caller
@@ -86,7 +87,7 @@ def describe(
         "quantized_kv": any(x.dtype.name in QUANTISED for x in (shapes.key, shapes.value)),
     }
     config, config_notes = _config(operation, metadata)
-    platform, kind, source = _platform(metadata, mesh)
+    platform, kind, source = _platform(metadata, mesh, arrays)
     vma = any(map(varying_axes, jax.tree.leaves(arrays)))
     nested = [
         "the gradient recomputes the forward pass: called inside a shard_map with check_vma=True over part of the mesh"
@@ -193,9 +194,10 @@ def _config(operation: type[Operation], metadata: OperationMetadata) -> tuple[Op
         raise ConfigError(f"{sources} can't feed the config of {operation.name}: {error}") from None
 
 
-def _platform(metadata: OperationMetadata, mesh: AnyMesh | None) -> tuple[str, str, str]:
-    """(platform, device kind, where it was read): the mesh's devices, else backend, else jax's default backend."""
+def _platform(metadata: OperationMetadata, mesh: AnyMesh | None, arrays: Arrays) -> tuple[str, str, str]:
+    """(platform, device kind, where it was read): the mesh's devices, else backend or platform, else where jax would run it."""
     found = devices_platform(mesh)
+    here = ambient_platform(jax.tree.leaves(arrays))
     if found is not None:
         platform, kind, source = *found, "the mesh's devices"
     elif metadata.backend is not None:
@@ -203,11 +205,10 @@ def _platform(metadata: OperationMetadata, mesh: AnyMesh | None) -> tuple[str, s
     elif metadata.platform is not None:
         platform, kind, source = metadata.platform, "", "metadata.platform"
     else:
-        device = jax.devices()[0]
-        platform, kind, source = gpu_vendor(device.platform, device.client), device.device_kind, "jax's default backend"
-    if platform == "gpu" and jax.default_backend() == "gpu":
+        platform, kind, source = here
+    if platform == "gpu" and here.platform in ("cuda", "rocm"):
         # jax calls every vendor's GPUs 'gpu'; those of this process say whose they are.
-        platform, kind = gpu_vendor("gpu", jax.devices()[0].client), jax.devices()[0].device_kind
+        platform, kind = here.platform, here.device_kind
     wanted = metadata.platform
     if wanted is not None and wanted != platform and not (wanted == "gpu" and platform in ("cuda", "rocm")):
         raise InputError(

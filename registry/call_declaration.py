@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator, model_validator
+from pydantic import ConfigDict, Field, StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ..errors import ConfigError
-from ..masks import Dense, MaskField
+from ..masks import Dense, Mask
 from ..masks.checks import LIMIT
 from ..sharding import MODES, canonical_mode
+from .given import GivenModel
 from .quantised import quantise, scale_shape
 
 __all__ = ["CallDeclaration", "call_arguments"]
@@ -30,10 +31,10 @@ _SHAPES = {"bias": (4, 4), "dense_mask": (4, 4), "softmax_aux": (1, 2)}
 _SIZES = ("batch", "q_len", "kv_len", "q_heads", "kv_heads", "head_dim", "value_dim")
 
 
-class CallDeclaration(BaseModel):
+class CallDeclaration(GivenModel):
     """The call: sizes count elements; `kv_len`, `kv_heads`, `value_dim` are those of the query where left out."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, title="call")
+    model_config = ConfigDict(title="call")
 
     batch: _Size = 1
     q_len: _Size | None = None
@@ -45,7 +46,7 @@ class CallDeclaration(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     layout: Literal["bthd", "bhtd", "thd"] = "bthd"
     mode: Annotated[str | None, Field(json_schema_extra={"examples": [m.strip("_") for m in MODES]})] = None
-    mask: MaskField | None = None
+    mask: Mask | None = None
     causal: StrictBool | None = None
     sliding_window: _Distance | tuple[_Distance | None, _Distance | None] | None = None
     query_offset: _Offset | None = None
@@ -124,12 +125,9 @@ class CallDeclaration(BaseModel):
         count = f"{low}" if low == high else f"{low} or {high}"
         raise ValueError(f"call.{name}={value!r}; wanted a shape: a list of {count} positive integers")
 
-    def is_set(self, field: str) -> bool:
-        """Whether a field was given, be it as null."""
-        return field in self.model_fields_set
-
     def sizes(self) -> dict[str, int]:
-        """Every size by field name. Errors: ConfigError for sizes that are left out."""
+        """Every size by field name. Errors: ConfigError for sizes that are left out, and as `checked`."""
+        self.checked()
         missing = [name for name in ("q_len", "q_heads", "head_dim") if getattr(self, name) is None]
         if missing:
             raise ConfigError(f"{', '.join('call.' + m for m in missing)} missing; declare it, or give an inputs file.")
@@ -224,6 +222,7 @@ class CallDeclaration(BaseModel):
 
 def call_arguments(call: CallDeclaration, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
     """The keyword arguments of Operation.__call__ and Operation.plan for these arrays (or ShapeDtypeStructs)."""
+    call = call.checked()
     mask: Any = call.mask
     if "mask" in arrays:
         mask = arrays["mask"] if mask is None else mask & Dense(arrays["mask"])

@@ -4,38 +4,80 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+)
+from pydantic_core import CoreSchema, core_schema
 
-from ..errors import ConfigError, nearest
+from ..errors import AttnOpsError, ConfigError
+from .given import GivenModel, explain_validation
 
-__all__ = ["OperationConfig", "explain_validation"]
+if TYPE_CHECKING:
+    from .registry import OperationRegistry
+
+__all__ = ["OperationConfig"]
 
 
-class OperationConfig(BaseModel):
+class OperationConfig(GivenModel):
     """Base of the operation configs: frozen, hashable, no unknown fields.
 
     A field that was never given is unset (`config.is_set`), which is not None: unset lets attnops choose, None asks
     for the kernel's own default. Equality, hash and JSON keep the difference.
+
+    A subclass gives `operation` its name as the default. One that doesn't, as this class, is no operation's config: as the
+    type of a field it takes that of any operation, and reads it by its tag.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(validate_default=True)
 
+    tags: ClassVar = frozenset({"operation", "schema_version"})
     # metadata's blocksize_* defaults -> the field of this config that they feed
     feeds: ClassVar[Mapping[str, str]] = {}
+    registry: ClassVar[type[OperationRegistry]]  # set by registry.py, which stands above
 
     operation: str
     schema_version: Literal[1] = 1
 
-    def is_set(self, field: str) -> bool:
-        """Whether the field was given, be it as None."""
-        return field in self.model_fields_set
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        if cls._is_abstract():
+            raise ConfigError(
+                f"{cls.__name__} is the config of no operation; wanted that of one: {', '.join(cls.registry.names())}."
+            )
+        return super().__new__(cls)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: Any = super().__get_pydantic_core_schema__(source, handler)
+        if cls.__pydantic_complete__ or not cls._is_abstract():
+            return schema
+
+        def read(value: Any, _: ValidatorFunctionWrapHandler) -> OperationConfig:
+            return _by_tag(cls, value)
+
+        return core_schema.no_info_wrap_validator_function(read, schema, serialization=schema["serialization"])
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        if not cls._is_abstract():
+            return handler(schema)
+        known = cls.registry.configs().values()
+        of_each = [handler(own.__pydantic_core_schema__) for own in known if issubclass(own, cls)]
+        return {"anyOf": of_each, "required": ["operation"]}
+
+    @classmethod
+    def _is_abstract(cls) -> bool:
+        return cls.__pydantic_fields__["operation"].is_required()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that were given, with the operation's tag; `coerce` of it gives an equal config."""
-        tag = {"operation": self.operation, "schema_version": self.schema_version}
-        return tag | self.model_dump(mode="json", exclude_unset=True)
+        return self.model_dump(mode="json")
 
     def with_fields(self, changes: Mapping[str, Any]) -> Self:
         """Return a validated copy with some fields changed."""
@@ -49,60 +91,29 @@ class OperationConfig(BaseModel):
         Errors: ConfigError for unknown names (with the nearest known one) and for values that make no sense. An
         object's attributes are all read: one that isn't a field is refused, not passed over.
         """
-        if isinstance(value, cls):
-            return value
-        if isinstance(value, OperationConfig):
+        if isinstance(value, OperationConfig) and not isinstance(value, cls):
             raise ConfigError(f"{type(value).__name__} is the config of {value.operation!r}, wanted {cls.__name__}.")
-        fields = value if isinstance(value, Mapping) else _attributes(value)
+        data: Any = (
+            value if isinstance(value, cls) else dict(value if isinstance(value, Mapping) else _attributes(value))
+        )
         try:
-            return cls.model_validate(dict(fields))
+            return cls.model_validate(data)
         except ValidationError as error:
             raise ConfigError(f"{cls.__name__}: {explain_validation(error, cls)}") from None
 
-    def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other) or not isinstance(other, OperationConfig):
-            return NotImplemented
-        return self.__dict__ == other.__dict__ and self._given() == other._given()
 
-    def __hash__(self) -> int:
-        return hash((type(self), tuple(self.__dict__.values()), self._given()))
-
-    def _given(self) -> frozenset[str]:
-        # The tag and the version carry no choice: given or not, they say the same.
-        return frozenset(self.model_fields_set) - {"operation", "schema_version"}
-
-
-def explain_validation(error: ValidationError, model: type[BaseModel]) -> str:
-    """Turn pydantic's report into one line: what was got, what is wanted, the nearest name for a typo."""
-    lines = []
-    for item in error.errors(include_url=False):
-        where = ".".join(str(part) for part in item["loc"]) or "value"
-        if item["type"] == "extra_forbidden":
-            known = _names(model, item["loc"][:-1])
-            close = nearest(str(item["loc"][-1]), known)
-            lines.append(
-                f"unknown field {where!r}" + (f"; wanted one of {', '.join(known)}." if known else ".") + close
-            )
-        elif item["type"] == "missing":
-            lines.append(f"{where} is missing")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            got = "" if item["type"] == "value_error" else f"{where}={item['input']!r}: "
-            lines.append(got + message)
-    return "; ".join(lines)
-
-
-def _names(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
-    """The fields of the (nested) model at `path`, or nothing where it isn't a model."""
-    for part in path:
-        field = model.model_fields.get(str(part))
-        annotation = field.annotation if field else None
-        options = getattr(annotation, "__args__", (annotation,))
-        nested = [a for a in options if isinstance(a, type) and issubclass(a, BaseModel)]
-        if not nested:
-            return []
-        model = nested[0]
-    return sorted(model.model_fields)
+def _by_tag(wanted: type[OperationConfig], value: Any) -> OperationConfig:
+    """The config of any operation, from its tag. Errors: ValueError, as pydantic wants it."""
+    tag = value.get("operation") if isinstance(value, Mapping) else getattr(value, "operation", None)
+    if not isinstance(tag, str):
+        raise ValueError("no 'operation', which says whose config this is")
+    try:
+        own = type(value) if isinstance(value, OperationConfig) else wanted.registry.get(tag).config
+    except AttnOpsError as error:  # UnknownNameError is a LookupError
+        raise ValueError(str(error)) from None
+    if not issubclass(own, wanted):
+        raise ValueError(f"{own.__name__} is no {wanted.__name__}")
+    return own.model_validate(value)
 
 
 def _attributes(value: object) -> dict[str, Any]:

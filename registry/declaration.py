@@ -6,36 +6,38 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator
+from pydantic import ConfigDict, Field, StrictBool, ValidationError, field_validator
 
 from ..errors import ConfigError
 from .call_declaration import CallDeclaration, call_arguments
-from .config import explain_validation
 from .declaration_schema import declaration_json_schema
+from .given import GivenModel, explain_validation
 from .metadata import OperationMetadata
 from .strict_json import parse_json, read_text
 
 __all__ = ["CallDeclaration", "Declaration", "declaration_json_schema"]
 
 
-class Declaration(BaseModel):
+class Declaration(GivenModel):
     """What a config file says. `metadata` is what OperationMetadata.from_dict takes; `enabled` false leaves attention to the
     framework behind whose adapter the file stands.
 
     Errors of every way in: ConfigError that names the source, the field, what was got and what is wanted.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, title="attnops declaration")
+    model_config = ConfigDict(title="attnops declaration")
+
+    tags: ClassVar = frozenset({"schema_version"})
 
     schema_uri: str | None = Field(None, alias="$schema")
     schema_version: Literal[1] = 1
     operation: str
     enabled: StrictBool = True
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] = Field(default_factory=dict)
     call: CallDeclaration = CallDeclaration()
 
     @field_validator("metadata", mode="after")
@@ -74,8 +76,7 @@ class Declaration(BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that were given; `from_dict` of it gives an equal declaration."""
-        data = self.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        return {"schema_version": self.schema_version, **data}
+        return self.model_dump(mode="json", by_alias=True)
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """Return `to_dict` as JSON text."""
@@ -83,19 +84,19 @@ class Declaration(BaseModel):
 
     def operation_metadata(self, changes: Mapping[str, Any] | None = None) -> OperationMetadata:
         """Build the metadata, with some fields changed. Starts jax's backend where a mesh is declared."""
-        return OperationMetadata.from_dict(self.metadata | dict(changes or {}))
+        return OperationMetadata.from_dict(self.checked().metadata | dict(changes or {}))
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """See CallDeclaration.shapes."""
-        return self.call.shapes()
+        return self.checked().call.shapes()
 
     def draw(self, seed: int) -> dict[str, np.ndarray]:
         """See CallDeclaration.draw."""
-        return self.call.draw(seed)
+        return self.checked().call.draw(seed)
 
     def call_arguments(self, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
         """The keyword arguments of the call for these arrays; a mode given here takes the place of the declared one."""
-        return call_arguments(self.call, arrays, mode=mode)
+        return call_arguments(self.checked().call, arrays, mode=mode)
 
 
 def _json_value(at: str, value: Any) -> Any:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from eformer.escale import PartitionAxis, PartitionManager
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic_core import CoreSchema
 
 from ..errors import ConfigError, nearest
 from ..sharding import AttnShardingRules, current_mesh, mesh_to_dict, resolve_rules
@@ -31,6 +33,7 @@ from .fields import (
     platform_of,
     renamed,
 )
+from .metadata_field import field_json_schema, field_schema
 from .model_metadata import arguments_of
 from .plan import Policy
 from .registry import OperationRegistry
@@ -331,6 +334,18 @@ class OperationMetadata:
                 f"metadata: not JSON at line {error.lineno}, column {error.colno}: {error.msg}."
             ) from None
 
+    # -- pydantic ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[Self], handler: GetCoreSchemaHandler) -> CoreSchema:
+        del handler
+        return field_schema(source)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        del schema
+        return field_json_schema(handler)
+
     # -- identity --------------------------------------------------------------------------------------------------
 
     def _arguments(self) -> dict[str, Any]:
@@ -383,3 +398,7 @@ class OperationMetadata:
 
     def __repr__(self) -> str:
         return f"OperationMetadata({', '.join(f'{k}={v!r}' for k, v in self._arguments().items())})"
+
+
+# Where pydantic looks at the value and not at the field's type (Any, serialize_as_any), it would write a bare dataclass.
+OperationMetadata.__pydantic_serializer__ = TypeAdapter(OperationMetadata).serializer  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +15,7 @@ from .model_attention import LayerAttention, ModelAttention, model_attention
 from .model_config import as_dict, read_model_config
 from .model_metadata import metadata_of
 
-__all__ = ["LayerDeclaration", "ModelDeclaration", "is_cached"]
+__all__ = ["LayerDeclaration", "ModelDeclaration", "is_cached", "write_layers"]
 
 
 @dataclass(frozen=True)
@@ -100,16 +100,21 @@ class ModelDeclaration:
 
     def write(self, folder: str | Path) -> tuple[Path, ...]:
         """Write one declaration file for each distinct layer, named for its kind. Errors: ConfigError."""
-        folder, paths = Path(folder), []
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for layer in self.distinct:
-                path = folder / f"{layer.name}.json"
-                path.write_text(layer.declaration.to_json() + "\n", encoding="utf-8")
-                paths.append(path)
-        except OSError as error:
-            raise ConfigError(f"{folder}: {error.strerror or error}; wanted a folder to write to.") from None
-        return tuple(paths)
+        return write_layers(self.distinct, folder)
+
+
+def write_layers(layers: Sequence[LayerDeclaration], folder: str | Path) -> tuple[Path, ...]:
+    """Write the declaration of each of these layers, named for its kind. Errors: ConfigError."""
+    folder, paths = Path(folder), []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for layer in layers:
+            path = folder / f"{layer.name}.json"
+            path.write_text(layer.declaration.to_json() + "\n", encoding="utf-8")
+            paths.append(path)
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror or error}; wanted a folder to write to.") from None
+    return tuple(paths)
 
 
 def _of_framework(own: dict[str, Any]) -> dict[str, Any]:

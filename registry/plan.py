@@ -161,7 +161,7 @@ class Plan:
             "mask": problem.mask.describe(),
             "features": sorted(problem.features),
             "dtypes": {"query": problem.input_dtype, "key": problem.key_dtype, "value": problem.value_dtype},
-            "config": self.config.model_dump(mode="json"),
+            "config": self.config.every_field(),
             "mesh": [axis._asdict() for axis in problem.mesh],
             "tensors": tensors,
             "inside": {name: spec_text(spec) for name, spec in placement.run},

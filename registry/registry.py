@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import inspect
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from ..errors import ConfigError, UnknownNameError, nearest
+from ..errors import AttnOpsError, ConfigError, UnknownNameError, nearest
 from .config import OperationConfig
 
 if TYPE_CHECKING:
@@ -96,11 +97,23 @@ class OperationRegistry:
         return tuple(sorted(cls._registered.keys() | _entry_points().keys()))
 
     @classmethod
+    def configs(cls) -> dict[str, type[OperationConfig]]:
+        """The config classes by operation name, but of those operations that can't be imported here."""
+        found = {}
+        for name in cls.names():
+            with contextlib.suppress(AttnOpsError):
+                found[name] = cls.get(name).config
+        return found
+
+    @classmethod
     def unregister(cls, name: str) -> None:
         """Take an operation registered in this process out again. Errors: UnknownNameError."""
         with cls._lock:
             if cls._registered.pop(name, None) is None:
                 raise UnknownNameError(f"operation {name!r} was not registered in this process.")
+
+
+OperationConfig.registry = OperationRegistry
 
 
 @functools.cache

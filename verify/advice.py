@@ -26,7 +26,7 @@ def advice(
 ) -> str:
     """The largest choice that compiles: more VMEM if there is more, else smaller blocks. Each is tried, none is guessed."""
     config, tag = plan.config, plan.problem.operation.name
-    blocks = {n: v for n, v in config.model_dump().items() if n.startswith("block_") and isinstance(v, int)}
+    blocks = {n: v for n, v in config.every_field().items() if n.startswith("block_") and isinstance(v, int)}
     tries: list[dict[str, int]] = []
     if "vmem_limit_bytes" in type(config).model_fields:
         enough = -(-int((found.needed or 0) * 1.25) >> 20) << 20

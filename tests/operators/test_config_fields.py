@@ -70,7 +70,8 @@ def test_what_is_splash_by_another_name_takes_its_fields_to_the_same_methods(nam
 
     def resolved(of: str) -> dict[str, Any]:
         metadata = OperationMetadata(mesh=mesh, operation_configs={of: {field: value}}, tuning="off")
-        return OperationRegistry.create(of, metadata).plan(x, x, x).config.model_dump(exclude={"operation"})
+        found = OperationRegistry.create(of, metadata).plan(x, x, x).config.every_field()
+        return {name: item for name, item in found.items() if name != "operation"}
 
     assert resolved(name) == resolved("splash")
     assert resolved(name)[field] == value

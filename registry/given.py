@@ -1,0 +1,140 @@
+"""GivenModel: a pydantic model of which only what was given is written, because unset and None are two things."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, SerializerFunctionWrapHandler, ValidationError
+from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
+from pydantic_core.core_schema import SerializationInfo
+
+from ..errors import ConfigError, nearest
+
+__all__ = ["GivenModel", "explain_validation"]
+
+
+class GivenModel(BaseModel):
+    """Frozen, hashable where its values are, no unknown fields. Validating and writing keep which fields were given.
+
+    Every way out (model_dump, model_dump_json, also inside another model) writes the given fields and those of `tags`, and
+    no others. So it is with exclude_unset, exclude_none and exclude_defaults: a None that was given, or a value that equals
+    the default, is a choice, and without it the declaration would mean something else. include and exclude leave out what
+    they name. An instance is validated again wherever one is taken, as model_copy and model_construct validate nothing.
+    """
+
+    # By name too: an instance that is validated again has its fields under their names.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always", populate_by_name=True
+    )
+
+    # Fields that say what the data is: always written, and no choice, so given or not they are equal.
+    tags: ClassVar[frozenset[str]] = frozenset()
+
+    def is_set(self, field: str) -> bool:
+        """Whether the field was given, be it as None."""
+        return field in self.model_fields_set
+
+    def checked(self) -> Self:
+        """Itself, validated again: model_copy and model_construct validate nothing. Errors: ConfigError."""
+        try:
+            return type(self).model_validate(self)
+        except ValidationError as error:
+            raise ConfigError(
+                f"{self.model_config.get('title') or type(self).__name__}: {explain_validation(error, type(self))}"
+            ) from None
+
+    def every_field(self) -> dict[str, Any]:
+        """The JSON values of all fields, those too that were never given."""
+        whole = self.model_copy(update={name: getattr(self, name) for name in type(self).model_fields})
+        return whole.model_dump(mode="json")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: Any = handler(source)
+        if cls.__pydantic_complete__:  # the class's own schema, which has been through here
+            return schema
+
+        def write(value: Any, fields: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+            return _given(cls, value, fields, info)
+
+        written = core_schema.wrap_serializer_function_ser_schema(write, info_arg=True)
+        return {**schema, "serialization": written}
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other) or not isinstance(other, GivenModel):
+            return NotImplemented
+        return self.__dict__ == other.__dict__ and self._choices() == other._choices()
+
+    def __hash__(self) -> int:
+        return hash((type(self), tuple(self.__dict__.values()), self._choices()))
+
+    def _choices(self) -> frozenset[str]:
+        return frozenset(self.model_fields_set) - self.tags
+
+    @classmethod
+    def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:  # type: ignore[override]
+        """pydantic's own, which validates nothing; but a name that is no field is kept, to be refused where it is used."""
+        made = super().model_construct(_fields_set, **values)
+        made.__dict__.update({name: value for name, value in values.items() if name not in _names(cls)})
+        return made
+
+
+def _given(
+    cls: type[GivenModel], value: Any, fields: SerializerFunctionWrapHandler, info: SerializationInfo
+) -> dict[str, Any]:
+    if not isinstance(value, cls):  # one branch of a union after the other is tried
+        raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is not a {cls.__name__}")
+    if type(value) is not cls or info.exclude_unset or info.exclude_none or info.exclude_defaults:
+        include: Any = info.include
+        exclude: Any = info.exclude
+        return value.model_dump(  # its own fields, and all that were given
+            mode=info.mode,
+            include=include,
+            exclude=exclude,
+            context=info.context,
+            by_alias=info.by_alias,
+            round_trip=info.round_trip,
+        )
+    kept = value.model_fields_set | cls.tags
+    known: Mapping[str, Any] = cls.model_fields
+    unset = {key for name, field in known.items() if name not in kept for key in (name, field.serialization_alias)}
+    return {key: item for key, item in fields(value).items() if key not in unset}
+
+
+def _names(cls: type[GivenModel]) -> set[str]:
+    known: Mapping[str, Any] = cls.model_fields
+    return {key for name, field in known.items() for key in (name, field.alias) if key}
+
+
+def explain_validation(error: ValidationError, model: type[BaseModel]) -> str:
+    """Turn pydantic's report into one line: what was got, what is wanted, the nearest name for a typo."""
+    lines = []
+    for item in error.errors(include_url=False):
+        where = ".".join(str(part) for part in item["loc"]) or "value"
+        if item["type"] == "extra_forbidden":
+            known = _fields_at(model, item["loc"][:-1])
+            close = nearest(str(item["loc"][-1]), known)
+            lines.append(
+                f"unknown field {where!r}" + (f"; wanted one of {', '.join(known)}." if known else ".") + close
+            )
+        elif item["type"] == "missing":
+            lines.append(f"{where} is missing")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            got = "" if item["type"] == "value_error" else f"{where}={item['input']!r}: "
+            lines.append(got + message)
+    return "; ".join(lines)
+
+
+def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
+    """The fields of the (nested) model at `path`, or nothing where it isn't a model."""
+    for part in path:
+        field = model.model_fields.get(str(part))
+        annotation = field.annotation if field else None
+        options = getattr(annotation, "__args__", (annotation,))
+        nested = [a for a in options if isinstance(a, type) and issubclass(a, BaseModel)]
+        if not nested:
+            return []
+        model = nested[0]
+    return sorted(model.model_fields)
