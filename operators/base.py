@@ -27,6 +27,7 @@ from ..registry import (
     PlannedOperation,
     plan,
 )
+from ..registry.sequence import declared_strategy
 from ..sharding import current_mesh, describe_mesh, devices_platform, place
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, split_arguments
@@ -53,6 +54,7 @@ class Operation(PlannedOperation):
                 "OperationMetadata(...), .from_config(config) or .from_json(text)."
             )
         self.metadata = OperationMetadata() if metadata is None else metadata
+        declared_strategy(type(self), self.metadata.policy.sequence_parallel)  # raises for a contradiction
         self._calls: dict[Any, tuple[Plan, Callable[[Arrays], LocalOutput], Mesh | None]] = {}
 
     # -- calling -----------------------------------------------------------------------------------------------------
