@@ -11,7 +11,7 @@ from .algebra import And, Not, Or
 from .base import Leaf, Mask
 from .dynamic import Dense, Lengths, Positions, SegmentIds
 from .functions import MaskFunction, mask_function_names, register_mask_function
-from .schema import MaskField, mask_json_schema
+from .schema import mask_json_schema
 from .serial import mask_from_dict
 from .slots import DynamicMask, Slot
 from .static import Causal, Chunked, Full, Prefix, SlidingWindow, window_tokens
@@ -26,7 +26,6 @@ __all__ = [
     "Leaf",
     "Lengths",
     "Mask",
-    "MaskField",
     "MaskFunction",
     "Not",
     "Or",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,6 +13,10 @@ from . import blocks, materialise
 from .checks import LIMIT, whole
 from .intervals import Intervals
 from .reach import Blocks, Reach
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+    from pydantic_core import CoreSchema
 
 __all__ = ["Leaf", "Mask"]
 
@@ -38,6 +42,19 @@ class Mask:
     parts: ClassVar[tuple[tuple[str, str, tuple[str, ...]], ...]] = ()
     # Makes `numpy_array & mask` come to __rand__ instead of turning into an array of objects.
     __array_ufunc__ = None
+    # How pydantic reads and writes a mask, and its JSON Schema: set by schema.py, which stands above all nodes.
+    field_schema: ClassVar[Callable[[type[Mask]], CoreSchema]]
+    field_json_schema: ClassVar[Callable[[GetJsonSchemaHandler], dict[str, Any]]]
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[Mask], handler: GetCoreSchemaHandler) -> CoreSchema:
+        del handler
+        return Mask.field_schema(source)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        del schema
+        return Mask.field_json_schema(handler)
 
     def __and__(self, other: Any) -> Mask:
         from .algebra import And

@@ -1,4 +1,4 @@
-"""JSON Schema of masks, and MaskField for pydantic models.
+"""JSON Schema of masks, and masks as fields of pydantic models.
 
 The schema is what editors complete with; `mask_from_dict` is what decides, and says what is wrong.
 """
@@ -9,7 +9,8 @@ import copy
 import functools
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter, with_config
+from pydantic import ConfigDict, Field, GetJsonSchemaHandler, TypeAdapter, with_config
+from pydantic_core import PydanticSerializationUnexpectedValue, core_schema
 from typing_extensions import TypeAliasType, TypedDict  # typing's own need Python 3.12 here
 
 from ..errors import MaskError
@@ -17,7 +18,7 @@ from .base import Mask
 from .checks import LIMIT
 from .serial import mask_from_dict
 
-__all__ = ["MaskField", "mask_json_schema"]
+__all__ = ["mask_json_schema"]
 
 _CLOSED = with_config(ConfigDict(extra="forbid"))
 _Distance = Annotated[int, Field(ge=0, le=LIMIT)]
@@ -113,21 +114,44 @@ def mask_json_schema() -> dict[str, Any]:
 
 
 @functools.cache
+def _adapter() -> TypeAdapter[Any]:
+    return TypeAdapter(MaskDict)
+
+
+@functools.cache
 def _schema() -> dict[str, Any]:
-    return TypeAdapter(MaskDict).json_schema()
+    return _adapter().json_schema()
 
 
-def _validate(value: Any) -> Mask:
-    if not isinstance(value, Mask):
-        return mask_from_dict(value)
-    if not value.is_static:
-        raise MaskError(f"{value} holds arrays, which a config can't; pass it in the call")
-    return value
+def _validate(wanted: type[Mask], value: Any) -> Mask:
+    mask = value if isinstance(value, Mask) else mask_from_dict(value)
+    if not mask.is_static:
+        raise MaskError(f"{mask} holds arrays, which a config can't; pass it in the call")
+    if not isinstance(mask, wanted):
+        raise MaskError(f"{mask} is a {type(mask).__name__}; wanted a {wanted.__name__}, as the field is declared")
+    return mask
 
 
-MaskField = Annotated[
-    Mask,
-    PlainValidator(_validate, json_schema_input_type=MaskDict),
-    PlainSerializer(lambda mask: mask.to_dict(), return_type=MaskDict),
-]
-"""A static mask as a pydantic field: takes a Mask, its dict, "causal" or "full"; serialises to the dict."""
+def _write(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mask):  # one branch of a union after the other is tried
+        raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is not a mask")
+    return value.to_dict()
+
+
+def _field_schema(wanted: type[Mask]) -> core_schema.CoreSchema:
+    """A field of a pydantic model: takes a static mask, its dict, "causal" or "full"; is written as the dict.
+
+    The dict is written whole, whatever is asked of the model: exclude_none would turn SlidingWindow(3, None) into
+    SlidingWindow(3), which sees no key ahead.
+    """
+    return core_schema.no_info_plain_validator_function(
+        functools.partial(_validate, wanted), serialization=core_schema.plain_serializer_function_ser_schema(_write)
+    )
+
+
+def _field_json_schema(handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    return handler(_adapter().core_schema)
+
+
+Mask.field_schema = _field_schema
+Mask.field_json_schema = _field_json_schema

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator, 
 from pydantic_core.core_schema import ValidationInfo
 
 from ..errors import ConfigError
-from ..masks import Dense, MaskField
+from ..masks import Dense, Mask
 from ..sharding import MODES, canonical_mode
 from .quantised import quantise, scale_shape
 
@@ -45,7 +45,7 @@ class CallDeclaration(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     layout: Literal["bthd", "bhtd", "thd"] = "bthd"
     mode: Annotated[str | None, Field(json_schema_extra={"examples": [m.strip("_") for m in MODES]})] = None
-    mask: MaskField | None = None
+    mask: Mask | None = None
     causal: StrictBool | None = None
     sliding_window: _Distance | tuple[_Distance | None, _Distance | None] | None = None
     query_offset: _Offset | None = None

@@ -13,7 +13,7 @@ from .explain import bytes_text
 from .placement import Placement, place_problem
 from .problem import AttentionProblem
 from .sequence import declared_strategy
-from .sequence_reasons import sequence_reasons
+from .sequence_reasons import MERGING, sequence_reasons
 
 if TYPE_CHECKING:
     from .plan import Policy
@@ -49,8 +49,8 @@ def placements(problem: AttentionProblem, policy: Policy) -> Callable[[str], Pla
     def choose(method: str) -> Placement:
         reasons = sequence_reasons(problem, merged, method, None)
         if reasons:
-            why = "; ".join(reason.message for reason in reasons)
-            return _because(gathered, f"keys are gathered: {why}")
+            against = "; ".join(reason.message.removeprefix(f"{MERGING}: ") for reason in reasons)
+            return _because(gathered, f"keys are gathered, and outputs not merged: {against}")
         if merging >= gathering:
             return _because(gathered, f"keys are gathered: {sizes}")
         return _because(merged, f"outputs are merged: {sizes}")

@@ -16,7 +16,7 @@ from attnops.masks import (
     Causal,
     Full,
     Lengths,
-    MaskField,
+    Mask,
     Not,
     Prefix,
     SlidingWindow,
@@ -26,7 +26,7 @@ from attnops.masks import (
 
 
 class Config(BaseModel, frozen=True, extra="forbid"):
-    mask: MaskField | None = None
+    mask: Mask | None = None
 
 
 @given(brute.trees(brute.LEAVES | brute.FUNCTIONS))
