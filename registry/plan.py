@@ -230,6 +230,8 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
         padding = operation.padding(method, problem, placement, config)
         notes.extend(operation.remarks(method, problem, placement, config))
         notes.extend(sequence_notes(problem, policy, placement))
+        if tuning is None and policy.tuning in ("tune", "error"):
+            notes.append(f"tuning={policy.tuning!r} has no effect: {name} has no sizes to choose for this call")
         route = None if capability.route is None else capability.route(problem, placement, config)
         decided = replace(
             decided,
