@@ -28,9 +28,7 @@ def declared_config(operation: type[Operation], metadata: OperationMetadata) -> 
     return config, notes
 
 
-def _with_kernels(
-    config: OperationConfig, operation: type[Operation], metadata: OperationMetadata
-) -> OperationConfig:
+def _with_kernels(config: OperationConfig, operation: type[Operation], metadata: OperationMetadata) -> OperationConfig:
     kernels = metadata.operation_configs.get(operation.kernel_config or "")
     if kernels is None:
         return config

@@ -12,7 +12,16 @@ from ..masks import Mask
 from ..registry import AttentionProblem, OperationMetadata
 from ..registry.quantised import QUANTISED
 from ..registry.sequence import declared_strategy
-from ..sharding import AttnShardingRules, MeshAxis, axes_at, axes_of, canonical_layout, canonical_mode, describe_mesh, devices_platform
+from ..sharding import (
+    AttnShardingRules,
+    MeshAxis,
+    axes_at,
+    axes_of,
+    canonical_layout,
+    canonical_mode,
+    describe_mesh,
+    devices_platform,
+)
 from ..sharding.mesh import AnyMesh, gpu_vendor
 from .arguments import Arrays, Options, bound_mask, join_mask, shaped
 from .declared_config import declared_config
@@ -133,7 +142,19 @@ def describe(
             *nested,
             *dense_notes(leaf_shapes),
             *_notes(
-                metadata, options, arrays, shapes, mask, offset, dynamic, probability, platform, source, mesh, by_caller, rules
+                metadata,
+                options,
+                arrays,
+                shapes,
+                mask,
+                offset,
+                dynamic,
+                probability,
+                platform,
+                source,
+                mesh,
+                by_caller,
+                rules,
             ),
         ),
     )

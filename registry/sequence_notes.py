@@ -25,7 +25,9 @@ def sequence_notes(problem: AttentionProblem, policy: Policy, placement: Placeme
         )
     if not split.ring_axes:
         declared = {"ring_order": policy.ring_order, "scan_ring_attention": policy.scan_ring_attention}
-        notes += [f"{name}={value!r} has no effect: no ring is run" for name, value in declared.items() if value is not None]
+        notes += [
+            f"{name}={value!r} has no effect: no ring is run" for name, value in declared.items() if value is not None
+        ]
     elif policy.scan_ring_attention and loop_from(split.hops) is None:
         notes.append(
             f"scan_ring_attention=True has no effect: a ring's hops {split.hops} are too few or too uneven for a loop, and are "

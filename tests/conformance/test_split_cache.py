@@ -96,9 +96,7 @@ def _marks(key: tuple[str, ...]) -> list[Any]:
     ("name", "which", "mesh", "layout", "kind", "queries"),
     [pytest.param(*key, id="-".join(key).replace(" ", "-"), marks=_marks(key)) for key in PRODUCT],
 )
-def test_a_cache_stays_where_it_lies(
-    name: str, which: str, mesh: str, layout: str, kind: str, queries: str
-) -> None:
+def test_a_cache_stays_where_it_lies(name: str, which: str, mesh: str, layout: str, kind: str, queries: str) -> None:
     case, sizes = _built(name, layout), MESHES[mesh]
     on = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(KINDS[kind],) * len(sizes))
     attend = harness.RUNNABLE[which].make("float32", on, **(SPLIT_QUERIES if queries == "split" else {}))

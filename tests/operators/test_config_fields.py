@@ -86,7 +86,9 @@ def test_configs_of_a_strategy_and_of_its_kernel_are_one_or_refused(name: str) -
     x = jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.float32)
 
     def plan(own: dict[str, Any], kernels: dict[str, Any]) -> Any:
-        metadata = OperationMetadata(operation_configs={name: own, "splash": {"interpret": True, **kernels}}, tuning="off")
+        metadata = OperationMetadata(
+            operation_configs={name: own, "splash": {"interpret": True, **kernels}}, tuning="off"
+        )
         return OperationRegistry.create(name, metadata).plan(x, x, x)
 
     config = plan({"block_q": 128, "block_kv": 256}, {"block_kv": 256, "block_kv_compute": 128}).config

@@ -6,9 +6,9 @@ from the signatures.
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +24,20 @@ from attnops.sharding import virtual_mesh
 BATCH, HEADS, DIM = 2, 4, 16
 
 
-class Situation(NamedTuple):
+@dataclass(frozen=True)
+class Situation:
     """Where something is declared: an operation, what is declared and passed beside it, and lengths."""
 
     operation: str = "vanilla"
-    metadata: dict[str, Any] = {}
-    call: dict[str, Any] = {}
+    metadata: dict[str, Any] = field(default_factory=dict)
+    call: dict[str, Any] = field(default_factory=dict)
     q_len: int = 256
     kv_len: int = 256
     route: str | None = None
     strategy: str = ""
-    instead: dict[str, Any] = {}  # values for fields whose usual one is what is chosen here anyway
+    instead: dict[str, Any] = field(
+        default_factory=dict
+    )  # values for fields whose usual one is what is chosen here anyway
 
 
 SP = {"mesh": {"sp": 4}}
@@ -166,7 +169,9 @@ def test_what_is_given_is_read_or_refused_or_named_in_a_note(where: str) -> None
         for name, value in (METADATA | at.instead).items()
         if name in METADATA and name not in at.metadata and _dropped(at, base, name, {name: value}, {})
     ]
-    dropped += [name for name in CALL if name not in at.call and _dropped(at, base, name, {}, {name: _argument(name, at)})]
+    dropped += [
+        name for name in CALL if name not in at.call and _dropped(at, base, name, {}, {name: _argument(name, at)})
+    ]
     if at.operation == "vanilla":
         declared = at.metadata.get("operation_configs", {}).get("vanilla", {})
         dropped += [
@@ -196,7 +201,7 @@ def _plan(operation: str = "vanilla", shared: int = HEADS, batch: int = BATCH, *
 
 
 def test_what_is_for_where_something_does_not_fit() -> None:
-    with pytest.raises(AttnOpsError, match="metadata.platform='tpu'"):
+    with pytest.raises(AttnOpsError, match=r"metadata\.platform='tpu'"):
         _plan(platform="tpu", mesh=virtual_mesh({"fsdp": 2}))
     weights = {"call": {"return_weights": True}, **INTERPRETED}
     assert [_plan("splash", fallback=f, **weights).kind for f in ("warn", "error")] == ["fallback", "refused"]
