@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
 from ..errors import ConfigError, FallbackWarning, InputError, InputTypeError
 from ..masks import Mask
 from ..registry import OperationMetadata, Plan, PlannedOperation, plan
+from ..registry.sequence import declared_strategy
 from ..registry.tune_cache import kept_here
 from ..sharding import current_mesh, describe_mesh, devices_platform, place
 from ..sharding.mesh import AnyMesh
@@ -59,6 +60,7 @@ class Operation(PlannedOperation):
                 "OperationMetadata(...), .from_config(config) or .from_json(text)."
             )
         self.metadata = OperationMetadata() if metadata is None else metadata
+        declared_strategy(type(self), self.metadata.policy.sequence_parallel)  # raises for a contradiction
 
     def __eq__(self, other: object) -> bool:
         if self is other:

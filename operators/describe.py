@@ -7,14 +7,25 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from ..errors import ConfigError, InputError
+from ..errors import InputError
 from ..masks import Mask
-from ..registry import AttentionProblem, OperationConfig, OperationMetadata
+from ..registry import AttentionProblem, OperationMetadata
 from ..registry.quantised import QUANTISED
-from ..sharding import MeshAxis, axes_of, canonical_layout, canonical_mode, describe_mesh, devices_platform
+from ..registry.sequence import declared_strategy
+from ..sharding import (
+    AttnShardingRules,
+    MeshAxis,
+    axes_at,
+    axes_of,
+    canonical_layout,
+    canonical_mode,
+    describe_mesh,
+    devices_platform,
+)
 from ..sharding.mesh import AnyMesh
 from .ambient import ambient_platform
 from .arguments import Arrays, Options, bound_mask, join_mask, shaped
+from .declared_config import declared_config
 from .dtype_notes import width_notes
 from .manual_sequence import of_the_whole, split_by_caller
 from .mask_notes import dense_notes
@@ -38,7 +49,7 @@ def describe(
     )
     sizes = sizes_of(shapes, layout)
     mode = _mode(options.mode, sizes["t"], sizes["s"])
-    axes, strategy = axes_of(mesh), operation.sequence_parallel or metadata.policy.sequence_parallel
+    axes, strategy = axes_of(mesh), declared_strategy(operation, metadata.policy.sequence_parallel)
     rules = metadata.get_shardings(mode, layout, softmax_aux=0 if shapes.softmax_aux is None else shapes.softmax_aux)
     by_caller = split_by_caller(rules, layout, axes, strategy)
     if any(by_caller):
@@ -86,7 +97,7 @@ def describe(
         "dynamic_query_offset": dynamic,
         "quantized_kv": any(x.dtype.name in QUANTISED for x in (shapes.key, shapes.value)),
     }
-    config, config_notes = _config(operation, metadata)
+    config, config_notes = declared_config(operation, metadata)
     platform, kind, source = _platform(metadata, mesh, arrays)
     vma = any(map(varying_axes, jax.tree.leaves(arrays)))
     nested = [
@@ -134,7 +145,19 @@ def describe(
             *width_notes(arrays, metadata),
             *dense_notes(leaf_shapes),
             *_notes(
-                metadata, options, arrays, shapes, mask, offset, dynamic, probability, platform, source, mesh, by_caller
+                metadata,
+                options,
+                arrays,
+                shapes,
+                mask,
+                offset,
+                dynamic,
+                probability,
+                platform,
+                source,
+                mesh,
+                by_caller,
+                rules,
             ),
         ),
     )
@@ -162,36 +185,6 @@ def _mode(mode: str | None, q_len: int, kv_len: int) -> str:
     if mode is None:
         mode = "autoregressive" if q_len == 1 and kv_len > 1 else "train"
     return canonical_mode(mode)
-
-
-def _config(operation: type[Operation], metadata: OperationMetadata) -> tuple[OperationConfig, list[str]]:
-    """The declared config, with the metadata's block sizes where the config declares none."""
-    config = metadata.operation_configs.get(operation.name)
-    config = operation.config.coerce({}) if config is None else config
-    fed, notes = {}, []
-    for source in ("blocksize_q", "blocksize_k", "blocksize_b"):
-        value = getattr(metadata, source)
-        if value is None:
-            continue
-        field = config.feeds.get(source)
-        if field is None:
-            notes.append(f"{source}={value} is not read by {operation.name}")
-        elif config.is_set(field):
-            notes.append(f"{source}={value} gives way to the config's {field}={getattr(config, field)}")
-        else:
-            fed[field] = value
-    strategy = operation.sequence_parallel or metadata.policy.sequence_parallel
-    of_rings = {"scan_ring_attention": metadata.scan_ring_attention, "ring_order": metadata.policy.ring_order}
-    for source, value in of_rings.items():
-        if value is not None and strategy not in ("ring", "ulysses_ring"):
-            notes.append(f"{source}={value} is not read by {operation.name}: it runs no ring")
-    try:
-        return (config.with_fields(fed) if fed else config), notes
-    except ConfigError as error:
-        sources = ", ".join(
-            f"{s}={getattr(metadata, s)}" for s in ("blocksize_q", "blocksize_k") if getattr(metadata, s)
-        )
-        raise ConfigError(f"{sources} can't feed the config of {operation.name}: {error}") from None
 
 
 def _platform(metadata: OperationMetadata, mesh: AnyMesh | None, arrays: Arrays) -> tuple[str, str, str]:
@@ -240,7 +233,7 @@ def _flat(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _notes(
     metadata: OperationMetadata, options: Options, arrays: Arrays, shapes: Arrays, mask: Mask, offset: int | None,
     dynamic: bool, probability: float, platform: str, source: str,
-    mesh: AnyMesh | None, by_caller: tuple[tuple[str, ...], ...],
+    mesh: AnyMesh | None, by_caller: tuple[tuple[str, ...], ...], rules: AttnShardingRules,
 ) -> list[str]:  # fmt: skip
     """What was given and has no effect, or was decided for the caller: told, not dropped."""
     notes = []
@@ -260,17 +253,28 @@ def _notes(
         notes.append(f"the mesh of the context is in force: {describe_mesh(mesh)}, declared {describe_mesh(declared)}")
     counted = {a for axes in by_caller for a in axes}
     manual = [a.name for a in axes_of(mesh) if a.kind == "manual" and a.size > 1 and a.name not in counted]
+    of_keys = set(axes_at(rules.key, canonical_layout(options.layout).index("t"))) & set(manual)
+    if of_keys and metadata.policy.sequence_parallel == "auto":
+        notes.append(
+            f"the keys of this call count as all keys: {'+'.join(sorted(of_keys))} is Manual here; if they are parts of a "
+            "sequence, declare sequence_parallel='ring' or 'ulysses', which count this axis in"
+        )
     if manual and probability > 0 and not options.deterministic:
         notes.append(
             f"every shard of the Manual axes {'+'.join(manual)} draws the same dropout; fold their index into the key"
         )
     if options.deterministic and probability > 0:
         notes.append(f"dropout_prob={probability} is off: deterministic=True")
-    elif options.deterministic and arrays.dropout_rng is not None:
-        notes.append("dropout_rng is not used: deterministic=True")
+    elif not options.deterministic and probability == 0:
+        notes.append("deterministic=False has no effect: dropout_prob is 0")
+    if arrays.dropout_rng is not None and (options.deterministic or probability == 0):
+        why = "deterministic=True" if options.deterministic else "dropout_prob is 0"
+        notes.append(f"dropout_rng is not used: {why}")
     structured = options.mask is not None and not options.mask_is_array
     if structured and options.causal is None and metadata.causal and "causal" not in mask.features():
         notes.append("metadata.causal is a default for calls without a Mask object; this call's mask is not causal")
+    if options.causal is False and structured and "causal" in mask.features():
+        notes.append("causal=False has no effect: it takes nothing from a Mask object, and this one is causal")
     given = options.query_offset is not None or arrays.query_offset is not None
     if given and offset is None and not dynamic:
         notes.append("query_offset has no effect: no part of the mask depends on it")

@@ -59,7 +59,7 @@ def execute(
             softmax_aux=share_of_heads(local.softmax_aux, problem, placement),
         )
         local = bring_together(local, placement, problem.kernel_layout)
-        call = _local_call(plan, options, local, operation.metadata.scan_ring_attention)
+        call = _local_call(plan, options, local)
         method = getattr(operation, plan.method or "")
         result = merged_over_devices(call, method) if placement.sequence.strategy == "merge" else method(call)
         result = take_apart(result, placement, problem.kernel_layout)
@@ -88,6 +88,8 @@ def execute(
     named = dict(zip(names, outputs, strict=True))
     if problem.layout == "thd":
         named = {name: x[0] for name, x in named.items()}
+    if placement.sequence.gathered_queries:
+        named["output"] = pin(named["output"], placement.fitted["output"].spec, mesh)
     return LocalOutput(**named)
 
 
@@ -182,9 +184,9 @@ def _index(axes: tuple[str, ...], problem: AttentionProblem) -> tuple[int | jax.
     return index, math.prod(sizes[name] for name in axes)
 
 
-def _local_call(plan: Plan, options: Options, local: Operands, scan: bool | None) -> LocalCall:
+def _local_call(plan: Plan, options: Options, local: Operands) -> LocalCall:
     problem, placement = plan.problem, plan.placement
-    split = placement.sequence
+    split, scan = placement.sequence, plan.policy.scan_ring_attention
     ring = None
     if split.ring_axes:
         # Unrolled, a program grows with the hops; and XLA:CPU, where nothing overlaps, keeps the buffers of each.

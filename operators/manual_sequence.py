@@ -25,8 +25,8 @@ __all__ = ["of_the_whole", "share_of_heads", "split_by_caller", "whole_leaves", 
 def split_by_caller(
     rules: AttnShardingRules, layout: str, axes: Sequence[MeshAxis], strategy: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The Manual axes that split (queries, keys); none for the strategy 'gather', whose keys are all that there are."""
-    if strategy == "gather":
+    """The Manual axes that split (queries, keys); none for 'gather' and 'auto', for which a call's keys are all there are."""
+    if strategy in ("auto", "gather"):
         return (), ()
     manual, at = {a.name for a in axes if a.kind == "manual" and a.size > 1}, layout.index("t")
     query, key = (tuple(a for a in axes_at(spec, at) if a in manual) for spec in (rules.query, rules.key))

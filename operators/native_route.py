@@ -58,13 +58,11 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
     if declared == "plain":
         return NativeRoute("plain", f"declared; the logits take {size}")
     rows = local.q_heads * local.q_len
-    few = rows <= _DECODE_ROWS and local.kv_len >= _DECODE_KEYS
+    # Of keys that stay split, a part is worked on as the whole would be: whole logits would copy it.
+    seen = problem.kv_len if placement.sequence.strategy == "merge" else local.kv_len
+    few = rows <= _DECODE_ROWS and seen >= _DECODE_KEYS
     if declared == "decode" or (declared is None and few):
-        why = (
-            "declared"
-            if declared
-            else f"{rows} query rows over all heads, at most {_DECODE_ROWS}, see {local.kv_len} keys"
-        )
+        why = "declared" if declared else f"{rows} query rows over all heads, at most {_DECODE_ROWS}, see {seen} keys"
         piece = max(_DECODE_KEYS, math.ceil(local.kv_len / _PIECES))
         piece = min(getattr(ours, "block_kv", None) or piece, local.kv_len)
         return NativeRoute("decode", why, blocks[0], piece, *blocks[2:])

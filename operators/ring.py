@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..masks import Full
+from ..registry.sequence import loop_from
 from .kernels.operands import Operands, Places, Traced
 from .kernels.part import PartKernel, differentiable
 from .local import Ring, by_row
@@ -184,12 +185,11 @@ def _along(ring: Ring, hops: tuple[int, ...], work: Any, keys: _Keys, found: Any
     In a loop the keys of the next hop are sent before the work on these, and don't wait for it.
     """
     moves = [after - before for before, after in itertools.pairwise(hops)]
-    alike = next((i for i in range(len(moves)) if len(set(moves[i:])) == 1), len(moves))
-    loop = ring.scan and len(moves) - alike > 2
-    for distance, by in zip(hops[1 : alike + 1] if loop else hops[1:], moves, strict=False):
+    alike = loop_from(hops) if ring.scan else None
+    for distance, by in zip(hops[1:] if alike is None else hops[1 : alike + 1], moves, strict=False):
         keys = _moved(keys, ring, by)
         found = work(keys, found, distance, by)
-    if not loop:
+    if alike is None:
         return found
 
     def step(carry: Any, distance: Any) -> Any:

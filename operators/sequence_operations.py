@@ -11,13 +11,13 @@ __all__ = ["RingAttention", "RingConfig", "UlyssesAttention", "UlyssesConfig"]
 
 
 class RingConfig(SplashConfig):
-    """The splash kernel's config; see SplashConfig."""
+    """The splash kernel's config; see SplashConfig. What is declared for 'splash' counts too."""
 
     operation: Literal["ring"] = "ring"  # type: ignore[assignment]
 
 
 class UlyssesConfig(SplashConfig):
-    """The splash kernel's config; see SplashConfig."""
+    """The splash kernel's config; see SplashConfig. What is declared for 'splash' counts too."""
 
     operation: Literal["ulysses"] = "ulysses"  # type: ignore[assignment]
 
@@ -28,6 +28,7 @@ class RingAttention(Splash):
     name = "ring"
     config = RingConfig
     sequence_parallel: ClassVar[str | None] = "ring"
+    kernel_config: ClassVar[str | None] = "splash"
 
 
 class UlyssesAttention(Splash):
@@ -36,3 +37,4 @@ class UlyssesAttention(Splash):
     name = "ulysses"
     config = UlyssesConfig
     sequence_parallel: ClassVar[str | None] = "ulysses"
+    kernel_config: ClassVar[str | None] = "splash"

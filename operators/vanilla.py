@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import PositiveInt
 
 from ..registry import ALL_FEATURES, AttentionProblem, OperationConfig, Placement, Rule, implementation
+from ..registry.explain import fields_text
 from .base import Operation
 from .kernels.blockwise import Blocking, BlockwisePart, blockwise_attention
 from .kernels.decode import Pieces
@@ -106,6 +107,22 @@ class Vanilla(Operation):
         """On one part by each of its paths; on one after the other by blocks."""
         by_blocks = getattr(config, "path", None) in (None, "blockwise")
         return method == "forward_native" and (by_blocks or strategy == "merge")
+
+    @classmethod
+    def remarks(
+        cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
+    ) -> tuple[str, ...]:
+        """Also the block sizes that the route doesn't read."""
+        notes = super().remarks(method, problem, placement, config)
+        if not isinstance(config, VanillaConfig):
+            return notes
+        route = native_route(problem, placement, config).name
+        sizes = {name: size for name in ("block_q", "block_kv") if (size := getattr(config, name)) is not None}
+        if route == "plain" and sizes:
+            return (*notes, f"{fields_text(sizes)} has no effect: the route is plain, which has no blocks")
+        if route == "decode" and "block_q" in sizes:
+            return (*notes, f"block_q={sizes['block_q']} is for the backward pass alone: the route is decode")
+        return notes
 
     @classmethod
     def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:

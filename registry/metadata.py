@@ -123,7 +123,7 @@ class OperationMetadata:
         kv_heads: str = "replicate",
         strict: bool = False,
         tuning: str = "heuristic",
-        sequence_parallel: str = "gather",
+        sequence_parallel: str = "auto",
         ring_order: str | None = None,
     ) -> None:
         given = dict(locals())
@@ -186,7 +186,8 @@ class OperationMetadata:
         put("scan_ring_attention", boolean("scan_ring_attention", self.scan_ring_attention, optional=True))
         for name in ("blocksize_q", "blocksize_k", "blocksize_b"):
             put(name, block_size(name, getattr(self, name)))
-        put("policy", Policy(fallback, kv_heads, strict, tuning, sequence_parallel, ring_order))  # type: ignore[arg-type]
+        policy: Any = (fallback, kv_heads, strict, tuning, sequence_parallel, ring_order, self.scan_ring_attention)
+        put("policy", Policy(*policy))
         put("_hash", None)
 
     # -- where values come from ------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ class PlannedOperation:
     metadata: OperationMetadata  # of an instance: what was declared
     # The one way in which an operation handles a split sequence; None: as the policy says.
     sequence_parallel: ClassVar[str | None] = None
+    # The operation whose kernel this one runs, if so: what is declared in that one's config counts here too.
+    kernel_config: ClassVar[str | None] = None
 
     @classmethod
     def implements(cls, method: str) -> bool:

@@ -13,11 +13,13 @@ from .capability import Reason
 from .config import OperationConfig
 from .explain import explain, spec_text
 from .operation import METHODS
-from .placement import Placement, place_problem
+from .placement import Placement
 from .problem import AttentionProblem
 from .repeated import repeated_work
 from .route import Route
 from .sequence import RING_ORDERS, STRATEGIES
+from .sequence_choice import placements
+from .sequence_notes import sequence_notes
 from .sequence_reasons import sequence_reasons
 from .tuning import Tuning, choose
 
@@ -33,10 +35,12 @@ class Policy:
     fallback: 'warn' (run forward_native and say so once), 'error', or 'allow' (run it, without a word).
     kv_heads: 'replicate' or 'error' when the mesh splits query heads further than there are kv heads.
     strict: refuse every spec that doesn't fit as declared, and a mesh axis over which devices only do the same work.
-    sequence_parallel: how queries that are split over devices see all keys: 'gather' brings the keys together on each device,
-    'ring' sends them around, 'ulysses' splits heads instead of the sequence meanwhile, 'ulysses_ring' does both, over two axes.
+    sequence_parallel: how queries see all keys where the sequence is split over devices: 'gather' brings the keys together on
+    each device, 'ring' sends them around, 'ulysses' splits heads instead of the sequence meanwhile, 'ulysses_ring' does both,
+    over two axes. 'auto' gathers, but leaves a cache where it lies, and merges outputs, where that sends less.
     ring_order: 'contiguous' or 'zigzag', in which every device has a piece from the begin and one from the end; None lets
     the plan choose.
+    scan_ring_attention: whether a ring's hops are one loop or compiled one by one; None lets attnops choose.
     tuning: where no tuned sizes are kept: 'heuristic', 'tune' (search them now, and keep them) or 'error'; 'off' looks for none.
     """
 
@@ -44,8 +48,9 @@ class Policy:
     kv_heads: Literal["replicate", "error"] = "replicate"
     strict: bool = False
     tuning: Literal["heuristic", "tune", "error", "off"] = "heuristic"
-    sequence_parallel: Literal["gather", "ring", "ulysses", "ulysses_ring"] = "gather"
+    sequence_parallel: Literal["auto", "gather", "ring", "ulysses", "ulysses_ring"] = "auto"
     ring_order: Literal["contiguous", "zigzag"] | None = None
+    scan_ring_attention: bool | None = None
 
     def __post_init__(self) -> None:
         for name, value, wanted in (
@@ -55,6 +60,7 @@ class Policy:
             ("tuning", self.tuning, ("heuristic", "tune", "error", "off")),
             ("sequence_parallel", self.sequence_parallel, STRATEGIES),
             ("ring_order", RING_ORDERS[0] if self.ring_order is None else self.ring_order, RING_ORDERS),
+            ("scan_ring_attention", self.scan_ring_attention or False, (True, False)),
         ):
             if type(value) is not type(wanted[0]) or value not in wanted:
                 raise ConfigError(f"{name}={value!r}; wanted one of {', '.join(map(repr, wanted))}.")
@@ -199,12 +205,10 @@ def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
 def _decide(problem: AttentionProblem, policy: Policy, kept: object) -> Plan:
     del kept
     operation = problem.operation
-    strategy = operation.sequence_parallel or policy.sequence_parallel
-    placement = place_problem(
-        problem, strict=policy.strict, kv_heads=policy.kv_heads, strategy=strategy, ring_order=policy.ring_order
-    )
+    place = placements(problem, policy)
     platform = operation.kernel_platform(problem)
     own = tuple(m for m in METHODS.get(platform, ()) if operation.implements(m))
+    placement = place(own[0] if own else "forward_native")
     notes = list(problem.notes)
     if platform != problem.platform:
         notes.append(f"kernel of {platform} run on {problem.platform} by its config (interpreted)")
@@ -217,7 +221,7 @@ def _decide(problem: AttentionProblem, policy: Policy, kept: object) -> Plan:
             reason = Reason("policy.fallback", "fallback", "fallback is an error by policy", "Declare fallback='warn'.")
             rejected.append(Rejected(name, (reason,)))
             break
-        capability = operation.capability(method)
+        capability, placement = operation.capability(method), place(method)
         reasons = (
             *capability.reasons(problem, problem.config),
             *sequence_reasons(problem, placement, method, policy.ring_order),
@@ -237,6 +241,9 @@ def _decide(problem: AttentionProblem, policy: Policy, kept: object) -> Plan:
             )
         padding = operation.padding(method, problem, placement, config)
         notes.extend(operation.remarks(method, problem, placement, config))
+        notes.extend(sequence_notes(problem, policy, placement))
+        if tuning is None and policy.tuning in ("tune", "error"):
+            notes.append(f"tuning={policy.tuning!r} has no effect: {name} has no sizes to choose for this call")
         route = None if capability.route is None else capability.route(problem, placement, config)
         decided = replace(
             decided,
@@ -244,6 +251,7 @@ def _decide(problem: AttentionProblem, policy: Policy, kept: object) -> Plan:
             implementation=name,
             method=method,
             config=config,
+            placement=placement,
             padding=padding,
             route=route,
             tuning=tuning,

@@ -69,7 +69,9 @@ def _repeated(axis: MeshAxis, problem: AttentionProblem, fitted: FittedRules) ->
     if splits:
         reason = f"a device works on the whole of what it splits of {', '.join(splits)}"
         if axis.name in fitted["key"].axes(problem.layout.index("t")):
-            mend = "Declare sequence_parallel='ring', with which each device attends to its own part of the keys"
+            mend = (
+                "Declare sequence_parallel='auto' or 'ring', with which each device attends to its own part of the keys"
+            )
         else:
             mend = f"Split batch, queries or heads over {axis.name!r}, or take it out of the mesh"
         return RepeatedAxis(axis.name, axis.size, splits, reason, mend)

@@ -1,24 +1,49 @@
-"""SequenceSplit: how queries that are split over devices see all keys, worked out from what is declared and what fits."""
+"""SequenceSplit: how queries see all keys where the sequence is split over devices, by what is declared and what fits."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..errors import ConfigError
 from .problem import AttentionProblem
 
-__all__ = ["RING_ORDERS", "STRATEGIES", "SequenceSplit", "is_triangular", "split_sequence"]
+if TYPE_CHECKING:
+    from .operation import PlannedOperation
 
-STRATEGIES = ("gather", "ring", "ulysses", "ulysses_ring")
+__all__ = [
+    "RING_ORDERS",
+    "STRATEGIES",
+    "SequenceSplit",
+    "declared_strategy",
+    "is_triangular",
+    "loop_from",
+    "split_sequence",
+]
+
+STRATEGIES = ("auto", "gather", "ring", "ulysses", "ulysses_ring")
 RING_ORDERS = ("contiguous", "zigzag")
+
+
+def declared_strategy(operation: type[PlannedOperation], declared: str) -> str:
+    """The operation's own strategy, else what metadata declares. Errors: ConfigError where both have one and they differ."""
+    own = operation.sequence_parallel
+    if own is not None and declared not in ("auto", own):
+        raise ConfigError(
+            f"operation {operation.name!r} is sequence_parallel={own!r} by its name, and {declared!r} is declared; leave "
+            f"sequence_parallel out, or create an operation that takes it, such as 'splash'."
+        )
+    return own or declared
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """strategy: '' where nothing is split, one of STRATEGIES, or 'merge': whole queries, and keys that stay split.
+    """strategy: '' where nothing is split, one of STRATEGIES but 'auto', or 'merge': whole queries, and keys that stay split.
 
     axes: the mesh axes that split the queries outside the operation (for 'merge' the keys); shards: their size. ring_axes,
     head_axes: those of them around which keys travel, and those that split heads instead of the sequence inside.
@@ -27,6 +52,7 @@ class SequenceSplit:
     whole_pairs: on a zigzag ring, every piece of the queries sees all of every piece of the keys before it.
     gathers: keys enter the operation split as the queries are, and are brought together inside.
     declared: the axes that the rules name for the queries' sequence, whether they fit or not.
+    gathered_queries: for 'merge', the axes that split the queries outside, which are whole inside.
     """
 
     strategy: str = ""
@@ -41,6 +67,7 @@ class SequenceSplit:
     whole_pairs: bool = False
     gathers: bool = False
     declared: tuple[str, ...] = ()
+    gathered_queries: tuple[str, ...] = ()
 
     @property
     def pieces(self) -> int:
@@ -51,6 +78,9 @@ class SequenceSplit:
         """What happens to the tensors inside the operation, a line a step."""
         over, around, heads = ("+".join(axes) for axes in (self.axes, self.ring_axes, self.head_axes))
         found = []
+        if self.gathered_queries:
+            gathered = "+".join(self.gathered_queries)
+            found.append(f"query: gathered along q_len over {gathered}: every query attends to each part of the keys")
         if self.strategy == "merge":
             found.append(f"key, value: stay split over {over}; each device attends to its part, outputs merged by lse")
         if self.head_axes:
@@ -90,17 +120,20 @@ def split_sequence(
 ) -> SequenceSplit:
     """The split of the axes that fit the queries' and the keys' sequence; `declared` are all that the rules name.
 
-    'ulysses_ring' splits heads over the last declared axis and sends keys around the others.
+    'ulysses_ring' splits heads over the last declared axis and sends keys around the others. 'merge' leaves keys where they are,
+    whether queries are split or not.
     """
     sizes = {axis.name: axis.size for axis in problem.mesh}
 
     def size(axes: tuple[str, ...]) -> int:
         return math.prod(sizes[a] for a in axes)
 
-    if not query_axes:
+    if not query_axes and not key_axes:
+        return SequenceSplit(declared=declared)
+    if strategy == "merge" or not query_axes:
         if strategy == "gather" or not key_axes:
-            return SequenceSplit(declared=declared)
-        return SequenceSplit("merge", key_axes, size(key_axes), declared=declared)
+            return SequenceSplit("gather", declared=declared)
+        return SequenceSplit("merge", key_axes, size(key_axes), declared=declared, gathered_queries=query_axes)
     heads = {"ulysses": query_axes, "ulysses_ring": tuple(a for a in query_axes if a == declared[-1])}.get(strategy, ())
     ring = () if strategy == "gather" else tuple(a for a in query_axes if a not in heads)
     hops = _hops(problem, size(ring)) if ring else ()
@@ -119,6 +152,13 @@ def split_sequence(
         strategy == "gather" and key_axes == query_axes,
         declared,
     )
+
+
+def loop_from(hops: tuple[int, ...]) -> int | None:
+    """The hop from which on a ring's steps are alike and enough for one loop; None where they are compiled one by one."""
+    moves = [after - before for before, after in itertools.pairwise(hops)]
+    alike = next((i for i in range(len(moves)) if len(set(moves[i:])) == 1), len(moves))
+    return alike if len(moves) - alike > 2 else None
 
 
 def _hops(problem: AttentionProblem, shards: int) -> tuple[int, ...]:

@@ -11,7 +11,9 @@ from .sequence import is_triangular
 if TYPE_CHECKING:
     from .placement import Placement
 
-__all__ = ["sequence_reasons"]
+__all__ = ["MERGING", "sequence_reasons"]
+
+MERGING = "keys that stay split"  # how reasons against it begin
 
 _NOT_AROUND = {
     "bias": "a dense bias",
@@ -55,7 +57,7 @@ def sequence_reasons(
 
 def _said(placement: Placement) -> str:
     split = placement.sequence
-    return "keys that stay split" if split.strategy == "merge" else f"sequence_parallel={split.strategy!r}"
+    return MERGING if split.strategy == "merge" else f"sequence_parallel={split.strategy!r}"
 
 
 def _of_all(problem: AttentionProblem, placement: Placement) -> list[Reason]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from attnops import OperationMetadata, OperationRegistry, SplashConfig
+from attnops import ConfigError, OperationMetadata, OperationRegistry, SplashConfig
 
 ELSEWHERE = {"splash": "test_splash_config.py"}
 AS_SPLASH = ("ring", "ulysses")  # its methods and fields under other names
@@ -75,6 +75,45 @@ def test_what_is_splash_by_another_name_takes_its_fields_to_the_same_methods(nam
 
     assert resolved(name) == resolved("splash")
     assert resolved(name)[field] == value
+    # What is declared for the kernel's operation counts, alone and beside fields of its own.
+    metadata = OperationMetadata(mesh=mesh, operation_configs={"splash": {field: value}, name: {}}, tuning="off")
+    found = OperationRegistry.create(name, metadata).plan(x, x, x)
+    assert {n: v for n, v in found.config.every_field().items() if n != "operation"} == resolved("splash")
+    assert not any("is not read" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("name", AS_SPLASH)
+def test_configs_of_a_strategy_and_of_its_kernel_are_one_or_refused(name: str) -> None:
+    x = jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.float32)
+
+    def plan(own: dict[str, Any], kernels: dict[str, Any]) -> Any:
+        metadata = OperationMetadata(
+            operation_configs={name: own, "splash": {"interpret": True, **kernels}}, tuning="off"
+        )
+        return OperationRegistry.create(name, metadata).plan(x, x, x)
+
+    config = plan({"block_q": 128, "block_kv": 256}, {"block_kv": 256, "block_kv_compute": 128}).config
+    assert (config.operation, config.block_q, config.block_kv, config.block_kv_compute) == (name, 128, 256, 128)
+    with pytest.raises(ConfigError, match=f"'{name}' has block_q=128 and 'splash', whose kernel it runs, block_q=256"):
+        plan({"block_q": 128}, {"block_q": 256})
+    with pytest.raises(ConfigError, match=r"together: .*block_kv=128 is not a multiple of block_kv_compute=256"):
+        plan({"block_kv": 128}, {"block_kv_compute": 256})
+
+
+@pytest.mark.parametrize(
+    ("operation", "configs", "notes"),
+    [
+        ("splash", {"vanilla": {"path": "plain"}}, ["operation_configs['vanilla'] (path) is not read by splash"]),
+        ("vanilla", {"ring": {"block_q": 128}}, ["operation_configs['ring'] (block_q) is not read by vanilla"]),
+        ("ring", {"ulysses": {"block_q": 128}}, ["operation_configs['ulysses'] (block_q) is not read by ring"]),
+        ("ring", {"splash": {"block_q": 128}}, ["forward_native doesn't read the config's block_q"]),
+        ("vanilla", {"sdpa": {}, "splash": {}}, []),  # nothing is declared there
+    ],
+)
+def test_a_config_that_nobody_reads_is_named(operation: str, configs: dict[str, Any], notes: list[str]) -> None:
+    x = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.float32)
+    plan = OperationRegistry.create(operation, OperationMetadata(operation_configs=configs, tuning="off")).plan(x, x, x)
+    assert [note for note in plan.notes if "read" in note] == notes
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_every_attribute_holds_what_was_given():
     assert metadata.scan_ring_attention is True
     assert (metadata.blocksize_q, metadata.blocksize_k, metadata.blocksize_b) == (64, 128, 1)
     assert type(metadata.blocksize_k) is int
-    assert metadata.policy == Policy("error", "error", True)
+    assert metadata.policy == Policy("error", "error", True, scan_ring_attention=True)
 
 
 def test_the_constructor_calls_of_the_class_that_this_descends_from():

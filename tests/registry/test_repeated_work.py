@@ -179,7 +179,7 @@ def test_a_cache_that_is_gathered() -> None:
 
     (axis,) = plan("gather").placement.repeated
     assert (axis.axis, axis.size, axis.splits) == ("sp", 4, ("key", "value"))
-    assert "sequence_parallel='ring'" in axis.mend
+    assert "sequence_parallel='auto' or 'ring'" in axis.mend
     assert plan("ring", strict=True).placement.repeated == ()
     with pytest.raises(ShardingError, match="4 devices do the same work"):
         plan("gather", strict=True)
@@ -206,3 +206,17 @@ def test_a_packed_row_is_split_by_no_batch_axis() -> None:
     plan = attend.plan(tokens, tokens, tokens, q_segment_ids=ids, layout="thd")
     assert [axis.axis for axis in plan.placement.repeated] == ["fsdp"]
     assert "Did you mean" not in plan.placement.repeated[0].mend  # of 'dp': it is named, for a batch
+
+
+def test_strict_judges_the_strategy_that_is_chosen() -> None:
+    """A split cache whose outputs are merged repeats no work, though gathering it would."""
+    axis = PartitionAxis(decode_key_sequence_axis="sp", decode_query_sequence_axis=None)
+    query, cache = (jax.ShapeDtypeStruct((1, n, 2, 8), jnp.float32) for n in (1, 64))
+    for strategy, refused in (("auto", False), ("gather", True)):
+        metadata = OperationMetadata(mesh={"sp": 4}, partition_axis=axis, strict=True, sequence_parallel=strategy)
+        operation = OperationRegistry.create("vanilla", metadata)
+        if not refused:
+            assert not operation.plan(query, cache, cache).placement.repeated
+            continue
+        with pytest.raises(ShardingError, match="devices do the same work"):
+            operation.plan(query, cache, cache)

@@ -55,7 +55,13 @@ CELLS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any], int]] = {
         {},
         8,
     ),
-    "a split cache": ({"fsdp": 2, "sp": 4}, RING, {"mode": "autoregressive"}, 8),
+    "a split cache": ({"fsdp": 2, "sp": 4}, {}, {"mode": "autoregressive"}, 8),
+    "a split cache, split queries": (
+        {"fsdp": 2, "sp": 4},
+        {"partition_axis": {"decode_query_sequence_axis": "sp"}},
+        {"mode": "insert"},
+        8,
+    ),
 }
 OFTEN = {
     "gather, ids and sinks",
@@ -64,6 +70,7 @@ OFTEN = {
     "ring of two",
     "ulysses_ring",
     "a split cache",
+    "a split cache, split queries",
 }
 
 
@@ -71,7 +78,7 @@ def _report(cell: str, dtype: str, on: str | None) -> TargetReport:
     sizes, fields, call, kv_heads = CELLS[cell]
     mesh = virtual_mesh(sizes) if on is None else described_mesh(on, sizes)
     attend = OperationRegistry.create("splash", OperationMetadata(mesh=mesh, tuning="off", **fields))
-    q_len = 8 if call.get("mode") == "autoregressive" else 512
+    q_len = 8 if "split cache" in cell else 512
     q = jax.ShapeDtypeStruct((4, q_len, 8, 64), dtype)
     k = jax.ShapeDtypeStruct((4, 512, kv_heads, 64), dtype)
     return verify_call(attend, {"query": q, "key": k, "value": k, **call}, on or "here")

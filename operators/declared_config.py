@@ -1,0 +1,77 @@
+"""The config that an operation runs with, from all that metadata declares; and what it declares for nobody here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+from ..registry import OperationConfig, OperationMetadata
+
+if TYPE_CHECKING:
+    from .base import Operation
+
+__all__ = ["declared_config"]
+
+
+def declared_config(operation: type[Operation], metadata: OperationMetadata) -> tuple[OperationConfig, list[str]]:
+    """(the config, notes): its own and that of the kernel that it runs, then metadata's block sizes where neither has one.
+
+    Errors: ConfigError where the two configs disagree, or a block size doesn't go with the others.
+    """
+    config = metadata.operation_configs.get(operation.name)
+    config = operation.config.coerce({}) if config is None else config
+    config = _with_kernels(config, operation, metadata)
+    config, notes = _fed(config, operation, metadata)
+    for name, other in sorted(metadata.operation_configs.items()):
+        if name not in (operation.name, operation.kernel_config) and (given := _given(other)):
+            notes.append(f"operation_configs[{name!r}] ({', '.join(given)}) is not read by {operation.name}")
+    return config, notes
+
+
+def _with_kernels(config: OperationConfig, operation: type[Operation], metadata: OperationMetadata) -> OperationConfig:
+    kernels = metadata.operation_configs.get(operation.kernel_config or "")
+    if kernels is None:
+        return config
+    given = _given(kernels)
+    for field in given:
+        ours, theirs = getattr(config, field), getattr(kernels, field)
+        if config.is_set(field) and ours != theirs:
+            raise ConfigError(
+                f"operation_configs: {operation.name!r} has {field}={ours!r} and {kernels.operation!r}, whose kernel it runs, "
+                f"{field}={theirs!r}; make them agree, or leave {field} out of one."
+            )
+    try:
+        return config.with_fields({field: getattr(kernels, field) for field in given})
+    except ConfigError as error:
+        raise ConfigError(
+            f"operation_configs: {operation.name!r} and {kernels.operation!r}, whose kernel it runs, together: {error}"
+        ) from None
+
+
+def _fed(
+    config: OperationConfig, operation: type[Operation], metadata: OperationMetadata
+) -> tuple[OperationConfig, list[str]]:
+    fed, notes = {}, []
+    for source in ("blocksize_q", "blocksize_k", "blocksize_b"):
+        value = getattr(metadata, source)
+        if value is None:
+            continue
+        field = config.feeds.get(source)
+        if field is None:
+            notes.append(f"{source}={value} is not read by {operation.name}")
+        elif config.is_set(field):
+            notes.append(f"{source}={value} gives way to the config's {field}={getattr(config, field)}")
+        else:
+            fed[field] = value
+            notes.append(f"{source}={value} is taken as the config's {field}")
+    try:
+        return (config.with_fields(fed) if fed else config), notes
+    except ConfigError as error:
+        sources = ", ".join(
+            f"{s}={getattr(metadata, s)}" for s in ("blocksize_q", "blocksize_k") if getattr(metadata, s)
+        )
+        raise ConfigError(f"{sources} can't feed the config of {operation.name}: {error}") from None
+
+
+def _given(config: OperationConfig) -> list[str]:
+    return sorted(config.model_fields_set - {"operation", "schema_version"})

@@ -1,0 +1,36 @@
+"""What was declared about a split sequence and has no effect on a call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .problem import AttentionProblem
+from .sequence import loop_from
+
+if TYPE_CHECKING:
+    from .placement import Placement
+    from .plan import Policy
+
+__all__ = ["sequence_notes"]
+
+
+def sequence_notes(problem: AttentionProblem, policy: Policy, placement: Placement) -> tuple[str, ...]:
+    """A note for each such field."""
+    split, operation, notes = placement.sequence, problem.operation, []
+    if not split.strategy and operation.sequence_parallel is not None:
+        notes.append(f"nothing splits the sequence of this call, so {operation.name} has nothing to do for it")
+    if not split.strategy and policy.sequence_parallel != "auto":
+        notes.append(
+            f"sequence_parallel={policy.sequence_parallel!r} has no effect: nothing splits the sequence of this call"
+        )
+    if not split.ring_axes:
+        declared = {"ring_order": policy.ring_order, "scan_ring_attention": policy.scan_ring_attention}
+        notes += [
+            f"{name}={value!r} has no effect: no ring is run" for name, value in declared.items() if value is not None
+        ]
+    elif policy.scan_ring_attention and loop_from(split.hops) is None:
+        notes.append(
+            f"scan_ring_attention=True has no effect: a ring's hops {split.hops} are too few or too uneven for a loop, and are "
+            "compiled one by one"
+        )
+    return tuple(notes)
