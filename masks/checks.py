@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import MaskError
+from ..errors import MaskError, a_type, shown
 
 __all__ = ["LIMIT", "int_array", "is_host", "same_width", "whole", "whole_or_none"]
 
@@ -22,18 +22,21 @@ def whole(value: Any, what: str, *, minimum: int = -LIMIT, none: str = "") -> in
     """Return `value` as an int in [minimum, 2**30]; `none` says what None would mean, for the messages."""
     wanted = f"an int, or None for {none}" if none else "an int"
     if isinstance(value, (bool, np.bool_)):
-        raise MaskError(f"{what}={value!r} is a bool; wanted {wanted}: write the number")
+        raise MaskError(f"{what}={shown(value)} is a bool; wanted {wanted}: write the number")
     try:
         number = operator.index(value)
     except Exception:  # floats and strings have no index; a tracer raises an error of jax's own
-        traced = isinstance(value, jax.core.Tracer)
-        mend = "traced numbers go into Lengths, Positions or Dense" if traced else f"use int({what})"
-        raise MaskError(f"{what}={value!r} is a {type(value).__name__}; wanted {wanted}: {mend}") from None
+        mend = "give the number itself"
+        if isinstance(value, jax.core.Tracer):
+            mend = "traced numbers go into Lengths, Positions or Dense"
+        elif isinstance(value, float | np.floating) and float(value).is_integer():
+            mend = f"write {shown(int(value))}"
+        raise MaskError(f"{what}={shown(value)} is {a_type(value)}; wanted {wanted}: {mend}") from None
     mend = f": use None for {none}" if none else ""
     if number < minimum:
-        raise MaskError(f"{what}={number}; wanted an int of at least {minimum}{mend}")
+        raise MaskError(f"{what}={shown(number)}; wanted an int of at least {minimum}{mend}")
     if number > LIMIT:
-        raise MaskError(f"{what}={number}; wanted at most 2**30, or int32 indices wrap round{mend}")
+        raise MaskError(f"{what}={shown(number)}; wanted at most 2**30, or int32 indices wrap round{mend}")
     return number
 
 
@@ -46,7 +49,7 @@ def int_array(value: Any, what: str, dims: tuple[str, ...]) -> None:
     """Refuse anything that isn't a signed (or short unsigned) integer array of exactly these dimensions."""
     wanted = f"an integer array [{', '.join(dims)}]"
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise MaskError(f"{what} is a {type(value).__name__}; wanted {wanted}: pass np.asarray({what})")
+        raise MaskError(f"{what} is {a_type(value)}; wanted {wanted}: pass np.asarray({what})")
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise MaskError(f"{what} has dtype {value.dtype}; wanted {wanted}: use {what}.astype('int32')")
     if value.dtype in (np.dtype("uint32"), np.dtype("uint64")):

@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, shown
 from ..masks import Dense, Mask
 from ..registry import OperationMetadata, OperationRegistry, Plan
 from ..registry.declaration import Declaration
+from ..registry.other_names import CALL_ARGUMENTS
 from ..sharding import canonical_mode
-from .arguments import is_array
+from .arguments import is_array, refuse_arguments
 from .base import Operation
 from .output import AttentionOutput
 
@@ -38,6 +39,7 @@ _HEADS_AND_DIMS = {
     "value_dim": ("value", "d"),
 }
 _KEPT_PLANS = 64
+_ARGUMENTS = frozenset(CALL_ARGUMENTS)
 
 
 class Attention:
@@ -101,6 +103,8 @@ class Attention:
 
     def options(self, query: Any, key: Any, value: Any, **call: Any) -> dict[str, Any]:
         """What the call says and what the file declares, as one."""
+        if not _ARGUMENTS.issuperset(call):
+            refuse_arguments(call)
         declared = self.declaration.call
         if not self.enabled:
             raise ConfigError(
@@ -114,7 +118,7 @@ class Attention:
                 continue
             if given is not None and (is_array(given) or _plain(name, given) != _plain(name, said)):
                 raise ConfigError(
-                    f"{name}: the file declares {said!r}, the call says {given!r}; leave one of them out."
+                    f"{name}: the file declares {shown(said)}, the call says {shown(given)}; leave one of them out."
                 )
             found[name] = said
         wanted = {argument: name for name, argument in _DECLARED_ARRAYS.items() if getattr(declared, name) is not None}

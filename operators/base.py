@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
 import jax
 import numpy as np
@@ -29,7 +29,8 @@ from ..registry import (
 )
 from ..sharding import current_mesh, describe_mesh, devices_platform, place
 from ..sharding.mesh import AnyMesh
-from .arguments import Arrays, Options, split_arguments
+from .arguments import Arrays, Options, refuse_arguments, split_arguments
+from .call_devices import explain_devices
 from .describe import describe, varying_axes
 from .execute import execute
 from .local import LocalOutput
@@ -83,6 +84,7 @@ class Operation(PlannedOperation):
         return_lse: bool = False,
         mode: str | None = None,
         layout: str = "bthd",
+        **unknown: Never,
     ) -> AttentionOutput:
         """Attend.
 
@@ -91,6 +93,8 @@ class Operation(PlannedOperation):
         Errors: InputError, InputTypeError (bad arguments), ShardingError (strict specs), RefusedError (nothing can run
         it). Warns FallbackWarning once per distinct problem where the platform's own method refuses.
         """
+        if unknown:
+            refuse_arguments(unknown)
         arrays, options = split_arguments(
             query, key, value, mask=mask, bias=bias, causal=causal, sliding_window=sliding_window,
             q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, kv_lengths=kv_lengths, query_offset=query_offset,
@@ -111,6 +115,9 @@ class Operation(PlannedOperation):
             arrays = _on_devices(arrays, decided.placement, devices)
         try:
             result = run(arrays)
+        except ValueError as error:
+            explain_devices(arrays, error)
+            raise
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
@@ -146,11 +153,14 @@ class Operation(PlannedOperation):
         return_lse: bool = False,
         mode: str | None = None,
         layout: str = "bthd",
+        **unknown: Never,
     ) -> Plan:
         """Return the plan of the same call, made from arrays or ShapeDtypeStructs; nothing runs.
 
         A plan of kind 'refused' is returned, not raised.
         """
+        if unknown:
+            refuse_arguments(unknown)
         arrays, options = split_arguments(
             query, key, value, mask=mask, bias=bias, causal=causal, sliding_window=sliding_window,
             q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, kv_lengths=kv_lengths, query_offset=query_offset,

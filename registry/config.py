@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, shown
+from .other_names import other_name
 
 __all__ = ["OperationConfig", "explain_validation"]
 
@@ -52,7 +53,9 @@ class OperationConfig(BaseModel):
         if isinstance(value, cls):
             return value
         if isinstance(value, OperationConfig):
-            raise ConfigError(f"{type(value).__name__} is the config of {value.operation!r}, wanted {cls.__name__}.")
+            raise ConfigError(
+                f"{type(value).__name__} is the config of {shown(value.operation)}, wanted {cls.__name__}."
+            )
         fields = value if isinstance(value, Mapping) else _attributes(value)
         try:
             return cls.model_validate(dict(fields))
@@ -79,15 +82,15 @@ def explain_validation(error: ValidationError, model: type[BaseModel]) -> str:
         where = ".".join(str(part) for part in item["loc"]) or "value"
         if item["type"] == "extra_forbidden":
             known = _names(model, item["loc"][:-1])
-            close = nearest(str(item["loc"][-1]), known)
+            close = other_name(item["loc"][-1], known, str(item["loc"][-2]) if len(item["loc"]) == 2 else "")
             lines.append(
-                f"unknown field {where!r}" + (f"; wanted one of {', '.join(known)}." if known else ".") + close
+                f"unknown field {shown(where)}" + (f"; wanted one of {', '.join(known)}." if known else ".") + close
             )
         elif item["type"] == "missing":
             lines.append(f"{where} is missing")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            got = "" if item["type"] == "value_error" else f"{where}={item['input']!r}: "
+            got = "" if item["type"] == "value_error" else f"{where}={shown(item['input'])}: "
             lines.append(got + message)
     return "; ".join(lines)
 
@@ -112,4 +115,4 @@ def _attributes(value: object) -> dict[str, Any]:
         return dict(value._asdict())
     if hasattr(value, "__dict__"):
         return {k: v for k, v in vars(value).items() if not k.startswith("_")}
-    raise ConfigError(f"got {value!r}; wanted a config, a dict, or an object with attributes.")
+    raise ConfigError(f"got {shown(value)}; wanted a config, a dict, or an object with attributes.")

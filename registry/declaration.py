@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator
 
-from ..errors import ConfigError
+from ..errors import ConfigError, a_type, shown
 from .call_declaration import CallDeclaration, call_arguments
 from .config import explain_validation
 from .declaration_schema import declaration_json_schema
@@ -48,11 +48,11 @@ class Declaration(BaseModel):
         """Build one from JSON values."""
         if not isinstance(data, Mapping):
             raise ConfigError(
-                f'{source}: got {type(data).__name__}; wanted an object, {{"operation": "splash", "call": ...}}.'
+                f'{source}: got {a_type(data)}; wanted an object, {{"operation": "splash", "call": ...}}.'
             )
         if "model_type" in data and "operation" not in data:
             raise ConfigError(
-                f"{source}: this is a model's config (model_type {data['model_type']!r}); wanted a declaration. "
+                f"{source}: this is a model's config (model_type {shown(data['model_type'])}); wanted a declaration. "
                 "ModelDeclaration.from_config, or `attnops plan --model`, makes declarations of it."
             )
         try:
@@ -106,5 +106,5 @@ def _json_value(at: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_json_value(f"{at}[{index}]", item) for index, item in enumerate(value)]
     if value is not None and not isinstance(value, str | int | float | bool):
-        raise ValueError(f"{at} is a {type(value).__name__}; wanted a JSON value, as OperationMetadata.to_dict() gives")
+        raise ValueError(f"{at} is {a_type(value)}; wanted a JSON value, as OperationMetadata.to_dict() gives")
     return value

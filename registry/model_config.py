@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, a_type, nearest, shown
 from .model_families import COMPOSITES, FAMILIES, PARTS, Family
 from .model_keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
 from .strict_json import parse_json, read_text
@@ -76,7 +76,7 @@ def read_model_config(
         name = f"{name}: text_config"
     for key in ignore:
         if key not in data:
-            raise ConfigError(f"{name}: ignore names {key!r}, which the config doesn't have." + nearest(key, data))
+            raise ConfigError(f"{name}: ignore names {shown(key)}, which the config doesn't have." + nearest(key, data))
     model = _family(data, name, family, part)
     fields, given = _fields(data, name, model, ignore, notes)
     if not nested:
@@ -102,7 +102,7 @@ def as_dict(config: Any) -> tuple[dict[str, Any], str]:
         path = path / "config.json" if path.is_dir() else path
         data = parse_json(read_text(path, "the config.json of a model"), str(path))
         if not isinstance(data, dict):
-            raise ConfigError(f"{path}: got {type(data).__name__}; wanted the config.json of a model: an object.")
+            raise ConfigError(f"{path}: got {a_type(data)}; wanted the config.json of a model: an object.")
         return data, str(path)
     if isinstance(config, Mapping):
         return {str(key): value for key, value in config.items()}, "model config"
@@ -120,9 +120,9 @@ def _text_part(data: dict[str, Any], name: str, family: str | None, notes: list[
     kind, text = data.get("model_type"), data["text_config"]
     if not isinstance(text, Mapping):
         text, _ = as_dict(text)
-    if kind not in COMPOSITES:
+    if not isinstance(kind, str) or kind not in COMPOSITES:
         raise ConfigError(
-            f"{name}: model_type {kind!r} has a text_config, and attnops doesn't know what else its layers see; known: "
+            f"{name}: model_type {shown(kind)} has a text_config, and attnops doesn't know what else its layers see; known: "
             f"{', '.join(COMPOSITES)}. If its masks are those of text alone, give the text_config itself."
             + nearest(str(kind), COMPOSITES)
         )
@@ -139,6 +139,10 @@ def _text_part(data: dict[str, Any], name: str, family: str | None, notes: list[
 
 def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | None) -> str:
     kind = data.get("model_type") if family is None else family
+    if kind is not None and not isinstance(kind, str):
+        raise ConfigError(
+            f"{name}: {'family' if family else 'model_type'}={shown(kind)}; wanted one name, such as 'llama'."
+        )
     known = sorted({*PARTS, *(known for known in FAMILIES if " " not in known)})
     if kind is None or kind == "":
         raise ConfigError(
@@ -149,7 +153,7 @@ def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | 
         wanted = (
             f"wanted one of {', '.join(PARTS[kind])}" if kind in PARTS else f"{kind} has one attention: leave it out"
         )
-        raise ConfigError(f"{name}: part={part!r}; {wanted}.")
+        raise ConfigError(f"{name}: part={shown(part)}; {wanted}.")
     if kind in PARTS:
         if part is None:
             raise ConfigError(f"{name}: {kind} has three attentions; say part= one of {', '.join(PARTS[kind])}.")
@@ -157,7 +161,7 @@ def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | 
     if kind not in known:
         mend = "" if family else " If it attends as one of them does, say so with family=."
         raise ConfigError(
-            f"{name}: {'family' if family else 'model_type'} {kind!r} is not one that attnops can read; known: "
+            f"{name}: {'family' if family else 'model_type'} {shown(kind)} is not one that attnops can read; known: "
             f"{', '.join(known)}." + (nearest(str(kind), known) or mend)
         )
     return str(kind)
@@ -177,7 +181,7 @@ def _fields(
         if own in known and key not in renamed:
             if own in said_by and None not in (fields[own], value) and fields[own] != value:
                 raise ConfigError(
-                    f"{name}: {said_by[own]}={fields[own]!r} and {key}={value!r} say two things; keep one."
+                    f"{name}: {said_by[own]}={shown(fields[own])} and {key}={shown(value)} say two things; keep one."
                 )
             if own in said_by and value is None:
                 continue
@@ -185,18 +189,20 @@ def _fields(
             continue
         kind = kind_of_key(key)
         if key in NOTED and not is_quiet(key, value):
-            notes.append(f"{key}={value!r}: {NOTED[key]}")
+            notes.append(f"{key}={shown(value)}: {NOTED[key]}")
         if kind == "refused" and not is_quiet(key, value):
-            raise ConfigError(f"{name}: {key}={value!r}: {REFUSED[key][1]}, which attnops can't read from a config.")
+            raise ConfigError(
+                f"{name}: {key}={shown(value)}: {REFUSED[key][1]}, which attnops can't read from a config."
+            )
         if kind == "attention" and not _quiet(key, value, data):
             raise ConfigError(
-                f"{name}: {key}={value!r}, and models of type {model} don't read {key}. Take it out, say family= if it "
+                f"{name}: {key}={shown(value)}, and models of type {model} don't read {key}. Take it out, say family= if it "
                 f"is another one, or name it in ignore=.{nearest(key, known)}"
             )
         nothing = is_quiet(key, value) or (value == 0 and "drop" in key)
         if kind == "suspicious" and not nothing:
             raise ConfigError(
-                f"{name}: {key}={value!r} may be attention's, and attnops doesn't know it. If it isn't, name it in ignore=."
+                f"{name}: {key}={shown(value)} may be attention's, and attnops doesn't know it. If it isn't, name it in ignore=."
                 + nearest(key, ATTENTION)
             )
         if kind == "unknown" and not is_quiet(key, value):

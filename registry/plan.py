@@ -6,7 +6,7 @@ import functools
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from ..errors import ConfigError, RefusedError
+from ..errors import ConfigError, RefusedError, shown
 from ..sharding import AttnShardingRules
 from .capability import Reason
 from .config import OperationConfig
@@ -55,7 +55,7 @@ class Policy:
             ("ring_order", RING_ORDERS[0] if self.ring_order is None else self.ring_order, RING_ORDERS),
         ):
             if type(value) is not type(wanted[0]) or value not in wanted:
-                raise ConfigError(f"{name}={value!r}; wanted one of {', '.join(map(repr, wanted))}.")
+                raise ConfigError(f"{name}={shown(value)}; wanted one of {', '.join(map(repr, wanted))}.")
 
 
 class Rejected(NamedTuple):

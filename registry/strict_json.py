@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 __all__ = ["parse_json", "read_text"]
 
@@ -38,7 +38,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {key!r} stands twice in one object; the first would be lost. Keep one.")
+            raise ValueError(f"the key {shown(key)} stands twice in one object; the first would be lost. Keep one.")
         found[key] = value
     return found
 

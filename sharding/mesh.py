@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh, get_mesh
 
-from ..errors import ConfigError, ShardingError, nearest
+from ..errors import ConfigError, ShardingError, nearest, shown
 
 __all__ = [
     "AnyMesh",
@@ -117,9 +117,9 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
         if not name.isidentifier() or not size.isdecimal() or int(size) < 1:
-            raise ShardingError(f"mesh {text!r}: {part!r} is not AXIS=SIZE; wanted for example fsdp=2,tp=4.")
+            raise ShardingError(f"mesh {shown(text)}: {shown(part)} is not AXIS=SIZE; wanted for example fsdp=2,tp=4.")
         if name in sizes:
-            raise ShardingError(f"mesh {text!r} names the axis {name!r} twice; give each axis once.")
+            raise ShardingError(f"mesh {shown(text)} names the axis {shown(name)} twice; give each axis once.")
         sizes[name] = int(size)
     return sizes
 
@@ -171,10 +171,10 @@ def mesh_from_dict(data: Mapping[str, Any]) -> AnyMesh:
     known = ("axis_names", "axis_sizes", "axis_types", "platform", "device_kind", "num_cores", "abstract")
     for key in data:
         if key not in known:
-            raise ConfigError(f"mesh: unknown key {key!r}; wanted {', '.join(known)}." + nearest(key, known))
+            raise ConfigError(f"mesh: unknown key {shown(key)}; wanted {', '.join(known)}." + nearest(key, known))
     for key in known[:3]:
         if not isinstance(data.get(key) or (), list | tuple):
-            raise ConfigError(f"mesh: {key}={data[key]!r}; wanted a list, one of each per axis.")
+            raise ConfigError(f"mesh: {key}={shown(data[key])}; wanted a list, one of each per axis.")
     names, sizes = tuple(data.get("axis_names") or ()), tuple(data.get("axis_sizes") or ())
     kinds = tuple(data.get("axis_types") or ("auto",) * len(names))
     if not names or not len(names) == len(sizes) == len(kinds):
@@ -191,7 +191,9 @@ def mesh_from_dict(data: Mapping[str, Any]) -> AnyMesh:
     platform, kind = data.get("platform"), data.get("device_kind")
     if not (platform is None or platform in _PLATFORMS or _is_here(platform)):
         wanted = ", ".join(_PLATFORMS)
-        raise ConfigError(f"mesh: platform={platform!r}; wanted one of {wanted}." + nearest(str(platform), _PLATFORMS))
+        raise ConfigError(
+            f"mesh: platform={shown(platform)}; wanted one of {wanted}." + nearest(str(platform), _PLATFORMS)
+        )
     if not data.get("abstract") and _devices_here(platform, math.prod(sizes)):
         return jax.make_mesh(sizes, names, axis_types=types, devices=jax.devices()[: math.prod(sizes)])
     cores = data.get("num_cores")
@@ -217,7 +219,7 @@ def _devices_here(platform: str | None, count: int) -> bool:
 def _check_sizes(sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
-            raise ShardingError(f"mesh axis {name!r} has size {size!r}; wanted a positive integer.")
+            raise ShardingError(f"mesh axis {shown(name)} has size {shown(size)}; wanted a positive integer.")
 
 
 def _sizes_text(sizes: Mapping[str, int]) -> str:

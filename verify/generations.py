@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, nearest, shown
 
 __all__ = ["Device", "abstract_target", "clock_rate", "device_of", "has_libtpu", "products_a_cycle", "topology_of"]
 
@@ -95,7 +95,7 @@ def _of_kind(kind: str) -> _Generation:
     found = next((g for g in _GENERATIONS.values() if g.kind == kind), None)
     if found is None:
         known = ", ".join(g.kind for g in _GENERATIONS.values())
-        raise ConfigError(f"device kind {kind!r} is no TPU that can be described; known: {known}.")
+        raise ConfigError(f"device kind {shown(kind)} is no TPU that can be described; known: {known}.")
     return found
 
 
@@ -104,7 +104,7 @@ def abstract_target(target: str) -> tuple[str, int]:
     match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)+)", target)
     if match is None or match[1] not in _GENERATIONS:
         raise ConfigError(
-            f"target {target!r}; wanted a generation and a shape, such as v5e:2x2; generations: "
+            f"target {shown(target)}; wanted a generation and a shape, such as v5e:2x2; generations: "
             f"{', '.join(_GENERATIONS)}.{nearest(target.partition(':')[0], _GENERATIONS)}"
         )
     generation = _GENERATIONS[match[1]]

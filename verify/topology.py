@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from ..errors import ConfigError, ShardingError, nearest
+from ..errors import ConfigError, ShardingError, nearest, shown
 from .generations import has_libtpu
 
 __all__ = ["TOPOLOGIES", "described_mesh"]
@@ -37,7 +37,9 @@ def described_mesh(topology: str, sizes: Mapping[str, int] | None = None) -> Mes
     doesn't know; ShardingError when the sizes don't multiply to the number of devices.
     """
     if not has_libtpu():
-        raise ConfigError(f"topology {topology!r} needs libtpu, which isn't installed; pip install 'attnops[tpu]'.")
+        raise ConfigError(
+            f"topology {shown(topology)} needs libtpu, which isn't installed; pip install 'attnops[tpu]'."
+        )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from jax.experimental import topologies
@@ -49,7 +51,7 @@ def described_mesh(topology: str, sizes: Mapping[str, int] | None = None) -> Mes
         reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         names = ", ".join(TOPOLOGIES)
         raise ConfigError(
-            f"topology {topology!r} is not known to libtpu ({reason}); names that work: {names}."
+            f"topology {shown(topology)} is not known to libtpu ({reason}); names that work: {names}."
             + nearest(topology, TOPOLOGIES)
         ) from None
     sizes = {"fsdp": len(devices)} if sizes is None else dict(sizes)
