@@ -169,7 +169,7 @@ def _node(cls: type[Mask], value: Any) -> Mask:
 def _masks(masks: Iterable[Any], owner: str) -> list[Mask]:
     if isinstance(masks, Mask):
         raise MaskError(f"{owner} got one {type(masks).__name__}; wanted a tuple of masks: write a & b, a | b")
-    if not isinstance(masks, Iterable) or isinstance(masks, str | bytes | Mapping):
+    if not isinstance(masks, Iterable) or isinstance(masks, str | bytes | Mapping) or getattr(masks, "ndim", 1) == 0:
         raise MaskError(f"{owner} got {a_type(masks)}; wanted a tuple of masks: write a & b, a | b")
     found = list(masks)
     for mask in found:

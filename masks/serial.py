@@ -46,7 +46,7 @@ def _read(data: Any, at: str, depth: int) -> Mask:
     if not isinstance(kind, str) or kind not in _KINDS:
         if kind in _DYNAMIC:
             raise MaskError(f"{at}.kind is {shown(kind)}, which holds arrays; a config can't: pass it in the call")
-        hint = nearest(str(kind), _KINDS)
+        hint = nearest(kind, _KINDS)
         raise MaskError(f"{at}.kind is {shown(kind)}; wanted one of {', '.join(_KINDS)}.{hint}")
     if kind in _LEAVES:
         return _leaf(_LEAVES[kind], data, at)
@@ -80,7 +80,7 @@ def _fields(data: dict[Any, Any], at: str, required: tuple[str, ...], optional: 
     known = (*required, *optional)
     for key in data:
         if key != "kind" and key not in known:
-            names, hint = ", ".join(("kind", *known)), nearest(str(key), known)
+            names, hint = ", ".join(("kind", *known)), nearest(key, known)
             raise MaskError(f"{at} has an unknown key {shown(key)}; {data['kind']} has {names}.{hint}")
     for key in required:
         if key not in data:

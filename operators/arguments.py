@@ -212,7 +212,7 @@ def _number(name: str, value: Any) -> float | None:
     try:
         return float(value)
     except OverflowError:
-        raise InputError(f"{name} is a number of {len(str(value))} digits; wanted one that fits in a float.") from None
+        raise InputError(f"{name}={shown(value)}; wanted a number that fits in a float.") from None
 
 
 def _integer(name: str, value: Any) -> int | None:

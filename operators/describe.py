@@ -31,7 +31,7 @@ def describe(
     layout = canonical_layout(options.layout)
     for name in ("query", "key", "value"):
         shaped(name, getattr(arrays, name))
-    shapes = jax.tree.map(lambda x: x, arrays)._replace(
+    shapes = arrays._replace(
         **{n: shaped(n, v) for n, v in arrays._asdict().items() if v is not None and n != "mask_leaves"}
     )
     sizes = sizes_of(shapes, layout)

@@ -21,6 +21,8 @@ from .strict_json import parse_json, read_text
 
 __all__ = ["CallDeclaration", "Declaration", "declaration_json_schema"]
 
+_DEEPEST = 64
+
 
 class Declaration(BaseModel):
     """What a config file says. `metadata` is what OperationMetadata.from_dict takes; `enabled` false leaves attention to the
@@ -98,13 +100,18 @@ class Declaration(BaseModel):
         return call_arguments(self.call, arrays, mode=mode)
 
 
-def _json_value(at: str, value: Any) -> Any:
+def _json_value(at: str, value: Any, depth: int = 1) -> Any:
+    if depth > _DEEPEST:
+        raise ValueError(f"metadata is nested deeper than {_DEEPEST}; wanted fields of OperationMetadata")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{at}={value}; wanted a finite number")
     if isinstance(value, dict):
-        return {str(key): _json_value(f"{at}.{key}", item) for key, item in value.items()}
+        odd = [key for key in value if not isinstance(key, str)]
+        if odd:  # str() of it may be another key
+            raise ValueError(f"{at} has the key {shown(odd[0])}; wanted strings, as in JSON")
+        return {key: _json_value(f"{at}.{key}", item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_value(f"{at}[{index}]", item) for index, item in enumerate(value)]
+        return [_json_value(f"{at}[{index}]", item, depth + 1) for index, item in enumerate(value)]
     if value is not None and not isinstance(value, str | int | float | bool):
         raise ValueError(f"{at} is {a_type(value)}; wanted a JSON value, as OperationMetadata.to_dict() gives")
     return value

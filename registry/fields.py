@@ -142,7 +142,7 @@ def platform_of(name: str, value: Any, *, of_framework: bool = False) -> str | N
     value = getattr(value, "value", value)  # enums
     if value is None:
         return None
-    text = str(value).lower()
+    text = value.lower() if isinstance(value, str) else ""
     if of_framework and text in _KERNEL_LANGUAGES:
         return None
     if text not in METHODS:

@@ -6,6 +6,7 @@ carried is refused. `registry/model_keys.py` has the table.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -67,8 +68,9 @@ def read_model_config(
     """
     data, own_name = as_dict(config)
     name = own_name if name is None else name
-    if isinstance(ignore, str):
-        ignore = (ignore,)
+    ignore = (ignore,) if isinstance(ignore, str) else ignore
+    if not isinstance(ignore, Collection) or not all(isinstance(key, str) for key in ignore):
+        raise ConfigError(f"{name}: ignore={shown(ignore)}; wanted the names of keys.")
     notes: list[str] = []
     nested = data.get("text_config") is not None
     if nested:
@@ -99,13 +101,17 @@ def as_dict(config: Any) -> tuple[dict[str, Any], str]:
     """A config's keys, and what messages call it."""
     if isinstance(config, str | os.PathLike):
         path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
+        with contextlib.suppress(OSError, ValueError):  # a name that no file can have: read_text says so
+            path = path / "config.json" if path.is_dir() else path
         data = parse_json(read_text(path, "the config.json of a model"), str(path))
         if not isinstance(data, dict):
             raise ConfigError(f"{path}: got {a_type(data)}; wanted the config.json of a model: an object.")
         return data, str(path)
     if isinstance(config, Mapping):
-        return {str(key): value for key, value in config.items()}, "model config"
+        odd = [key for key in config if not isinstance(key, str)]
+        if odd:
+            raise ConfigError(f"model config: has the key {shown(odd[0])}; wanted strings, as in a config.json.")
+        return dict(config), "model config"
     name = type(config).__name__
     found = config.to_dict() if callable(getattr(config, "to_dict", None)) else getattr(config, "__dict__", None)
     if not isinstance(found, Mapping):
@@ -118,23 +124,33 @@ def as_dict(config: Any) -> tuple[dict[str, Any], str]:
 
 def _text_part(data: dict[str, Any], name: str, family: str | None, notes: list[str]) -> dict[str, Any]:
     kind, text = data.get("model_type"), data["text_config"]
+    if isinstance(text, str | os.PathLike | list | tuple | int | float):
+        raise ConfigError(f"{name}: text_config={shown(text)}; wanted an object.")
     if not isinstance(text, Mapping):
         text, _ = as_dict(text)
     if not isinstance(kind, str) or kind not in COMPOSITES:
         raise ConfigError(
             f"{name}: model_type {shown(kind)} has a text_config, and attnops doesn't know what else its layers see; known: "
             f"{', '.join(COMPOSITES)}. If its masks are those of text alone, give the text_config itself."
-            + nearest(str(kind), COMPOSITES)
+            + nearest(kind, COMPOSITES)
         )
     notes.append(f"text_config of {kind} is read; its other parts, if they attend, do so by configs of their own")
     if COMPOSITES[kind] is not None:
         notes.append(f"{kind}: {COMPOSITES[kind]}")
+    beside = [key for key, value in data.items() if not _of_the_whole(key) and not is_quiet(key, value)]
+    if beside:
+        notes.append(f"not read, as they stand beside text_config and not in it: {', '.join(sorted(beside))}")
     text = dict(text)
     if "dtype" not in text and "torch_dtype" not in text:
         text |= {key: data[key] for key in ("dtype", "torch_dtype") if key in data}
     if "model_type" not in text and family is None:
         raise ConfigError(f'{name}: text_config has no model_type; add it, or say family="llama" or what it is.')
     return text
+
+
+def _of_the_whole(key: str) -> bool:
+    """Whether a key beside text_config is read, is another part, or is known to be none of attention's."""
+    return key in ("model_type", "dtype", "torch_dtype") or key.endswith("_config") or kind_of_key(key) == "other"
 
 
 def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | None) -> str:
@@ -149,7 +165,7 @@ def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | 
             f"{name}: no model_type, so this is no model's config as transformers saves it; wanted one of "
             f"{', '.join(known)}, or family=."
         )
-    if part is not None and (kind not in PARTS or part not in PARTS[kind]):
+    if part is not None and (not isinstance(part, str) or kind not in PARTS or part not in PARTS[kind]):
         wanted = (
             f"wanted one of {', '.join(PARTS[kind])}" if kind in PARTS else f"{kind} has one attention: leave it out"
         )
@@ -162,7 +178,7 @@ def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | 
         mend = "" if family else " If it attends as one of them does, say so with family=."
         raise ConfigError(
             f"{name}: {'family' if family else 'model_type'} {shown(kind)} is not one that attnops can read; known: "
-            f"{', '.join(known)}." + (nearest(str(kind), known) or mend)
+            f"{', '.join(known)}." + (nearest(kind, known) or mend)
         )
     return str(kind)
 

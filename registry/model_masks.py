@@ -15,6 +15,8 @@ __all__ = ["LayerAttention", "is_causal", "layer_attentions"]
 # Keys that say by a rule what layer_types lists.
 _PATTERNS = ("sliding_window_pattern", "max_window_layers", "global_attn_every_n_layers")
 
+_MOST_LAYERS = 10_000  # each is looked at; more are a slip of the hand
+
 
 @dataclass(frozen=True)
 class LayerAttention:
@@ -48,7 +50,7 @@ def is_causal(config: ModelConfig) -> bool:
 
 def _kinds(config: ModelConfig, notes: list[str]) -> list[str]:
     """Each layer's kind, by layer_types where the config has them, else by the family's rule."""
-    f, count = config.fields, whole(config, "num_hidden_layers")
+    f, count = config.fields, whole(config, "num_hidden_layers", most=_MOST_LAYERS)
     for key in ("sliding_window_pattern", "no_rope_layer_interval", "global_attn_every_n_layers"):
         if key in f and not (config.family == "exaone4" and f["sliding_window"] is None):  # there it is then 0
             whole(config, key)

@@ -19,11 +19,12 @@ def dtype_name(value: Any) -> str:
     return str(text).removeprefix("torch.")
 
 
-def whole(config: ModelConfig, key: str, least: int = 1) -> int:
-    """A whole number from `least` on."""
+def whole(config: ModelConfig, key: str, least: int = 1, most: int = _LIMIT) -> int:
+    """A whole number from `least` to `most`."""
     value = config.fields[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LIMIT:
-        raise config.error(f"{key}={shown(value)}; wanted a whole number from {least} on.")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        upto = "on" if most == _LIMIT else f"to {most}"
+        raise config.error(f"{key}={shown(value)}; wanted a whole number from {least} {upto}.")
     return value
 
 

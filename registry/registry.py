@@ -66,7 +66,7 @@ class OperationRegistry:
             names = cls.names()
             raise UnknownNameError(
                 f"operation {shown(name)} is not registered; known: {', '.join(names) or 'none (is attnops installed?)'}."
-                + nearest(str(name), names)
+                + nearest(name, names)
             )
         if len(entries) > 1:
             raise ConfigError(

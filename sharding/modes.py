@@ -27,7 +27,7 @@ def canonical_mode(mode: str) -> str:
     if isinstance(mode, str) and mode in _BY_NAME:
         return _BY_NAME[mode]
     raise InputError(
-        f"mode={shown(mode)} is not a mode; wanted one of {', '.join(sorted(_BY_NAME))}." + nearest(str(mode), _BY_NAME)
+        f"mode={shown(mode)} is not a mode; wanted one of {', '.join(sorted(_BY_NAME))}." + nearest(mode, _BY_NAME)
     )
 
 
@@ -37,5 +37,5 @@ def canonical_layout(layout: str) -> Layout:
         if layout == known:
             return known
     raise InputError(
-        f"layout={shown(layout)} is not a layout; wanted one of {', '.join(LAYOUTS)}." + nearest(str(layout), LAYOUTS)
+        f"layout={shown(layout)} is not a layout; wanted one of {', '.join(LAYOUTS)}." + nearest(layout, LAYOUTS)
     )

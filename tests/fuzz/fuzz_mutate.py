@@ -93,10 +93,12 @@ def _change(random: Random, tree: Any, keys: tuple[str, ...]) -> Any:
     parent = tree
     for key in path[:-1]:
         parent = parent[key]
-    key, kind = path[-1], random.randrange(12)
-    if kind < 4:
+    key, kind = path[-1], random.randrange(15)
+    if kind < 3:
         parent[key] = odd_value(random)
-    elif kind == 4:
+    elif kind == 3 or kind > 12:
+        parent[key] = _likely(random, parent[key])
+    elif kind in (4, 12):
         del parent[key]
     elif kind == 5 and isinstance(parent, dict):
         parent[_other_name(random, key, keys)] = parent.pop(key)
@@ -116,7 +118,7 @@ def _change(random: Random, tree: Any, keys: tuple[str, ...]) -> Any:
         parent[key] = copy.deepcopy(value)
     elif kind == 9 and isinstance(parent[key], list | dict):
         parent[key] = [parent[key], parent[key]] if random.random() < 0.3 else type(parent[key])()
-    elif kind == 10 and isinstance(parent[key], int | float):
+    elif kind == 10 and isinstance(parent[key], int | float) and abs(parent[key]) < 2**63:
         parent[key] = random.choice(
             (-parent[key], parent[key] * 1000, str(parent[key]), parent[key] + 0.5, [parent[key]])
         )
@@ -127,10 +129,33 @@ def _change(random: Random, tree: Any, keys: tuple[str, ...]) -> Any:
     return tree
 
 
+def _likely(random: Random, value: Any) -> Any:
+    """Another value of the same type, that may well make sense."""
+    if isinstance(value, bool) or value is None:
+        return random.choice((True, False, None))
+    if isinstance(value, int):
+        return random.choice((0, 1, 2, 3, 4, 8, 16, 64, 127, 128, 256, 512, 1024, value + 1, value * 2))
+    if isinstance(value, float):
+        return random.choice((0.0, 0.1, 0.5, 1.0, 2, value * 2))
+    if isinstance(value, str):
+        return random.choice(WORDS)
+    if isinstance(value, list) and value:
+        return random.choice((value[:-1], value * 2, value[::-1], [*value, value[0]]))
+    return value
+
+
 def _other_name(random: Random, name: Any, keys: tuple[str, ...]) -> str:
     """A slip of the finger, another known name, or anything."""
     text = str(name)
     return random.choice(
-        (text[:-1], text + "s", text.upper(), text.replace("_", ""), " " + text, text[::-1], *keys[:0], odd_string(random),
-         random.choice(keys) if keys else "x")
-    )  # fmt: skip
+        (
+            text[:-1],
+            text + "s",
+            text.upper(),
+            text.replace("_", ""),
+            " " + text,
+            text[::-1],
+            odd_string(random),
+            random.choice(keys or ("x",)),
+        )
+    )
