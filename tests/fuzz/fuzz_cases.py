@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from fuzz_known import CALL_FIELDS, METADATA_FIELDS, unknown_in_declaration, unknown_in_metadata
-from fuzz_mutate import WORDS, mutated, odd_string, odd_value
+from fuzz_mutate import WORDS, as_json, mutated, odd_string, odd_value
 
 import attnops
 from attnops import (
@@ -263,10 +263,7 @@ def _called(function: Callable[..., Any], keywords: dict[Any, Any]) -> Any:
 
 def _text(random: Random, data: Any) -> str:
     """JSON text, sometimes with a slip in the text itself."""
-    try:
-        text = json.dumps(data)
-    except RecursionError:
-        text = "[" * 5000
+    text = as_json(data)
     at = random.randrange(len(text) + 1)
     kind = random.randrange(6)
     if kind == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from fuzz_cases import DECLARATIONS, MODELS, SECONDS, within
-from fuzz_mutate import DEPTH, WORDS, mutated, odd_string, odd_value
+from fuzz_mutate import DEPTH, WORDS, as_json, mutated, odd_string, odd_value
 
 from attnops.cli import main
 
@@ -135,8 +134,8 @@ def _files(random: Random, folder: Path) -> dict[str, str]:
 def _json(random: Random, data: object) -> str:
     kind = random.random()
     if kind < 0.05:
-        return random.choice(("", "null", "[]", "5", "{", "[" * DEPTH, '"x"', "\ufeff{}", json.dumps(odd_value(random))))
-    return json.dumps(mutated(random, data) if kind < 0.5 else data)
+        return random.choice(("", "null", "[]", "5", "{", "[" * DEPTH, '"x"', "\ufeff{}", as_json(odd_value(random))))
+    return as_json(mutated(random, data) if kind < 0.5 else data)
 
 
 @contextlib.contextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import string
 from random import Random
 from typing import Any
 
-__all__ = ["DEPTH", "WORDS", "deep", "mutated", "odd_string", "odd_value", "places"]
+__all__ = ["DEPTH", "WORDS", "as_json", "deep", "mutated", "odd_string", "odd_value", "places"]
 
 DEPTH = 3000  # deeper than Python's stack; json.loads alone refuses it
 
@@ -83,7 +84,21 @@ def mutated(random: Random, tree: Any, keys: tuple[str, ...] = ()) -> Any:
     tree = copy.deepcopy(tree)
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         tree = _change(random, tree, keys)
+    if random.random() < 0.01 and isinstance(tree, dict) and tree:  # last: nothing walks into it
+        *way, key = random.choice(places(tree))
+        parent = tree
+        for step in way:
+            parent = parent[step]
+        parent[key] = deep(random)
     return tree
+
+
+def as_json(value: Any) -> str:
+    """JSON text, also of what is nested deeper than json.dumps can follow."""
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        return "[" * DEPTH + "]" * DEPTH
 
 
 def _change(random: Random, tree: Any, keys: tuple[str, ...]) -> Any:
@@ -122,8 +137,6 @@ def _change(random: Random, tree: Any, keys: tuple[str, ...]) -> Any:
         parent[key] = random.choice(
             (-parent[key], parent[key] * 1000, str(parent[key]), parent[key] + 0.5, [parent[key]])
         )
-    elif kind == 11 and random.random() < 0.1:
-        parent[key] = deep(random)
     elif keys and isinstance(parent, dict):
         parent[random.choice(keys)] = random.choice((odd_value(random), random.choice(WORDS), random.randint(0, 9)))
     return tree
