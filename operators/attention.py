@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ..errors import ConfigError, InputError, shown
@@ -15,8 +14,8 @@ from ..masks import Dense, Mask
 from ..registry import OperationMetadata, OperationRegistry, Plan
 from ..registry.declaration import Declaration
 from ..registry.other_names import CALL_ARGUMENTS
-from ..sharding import canonical_mode
-from .arguments import is_array, refuse_arguments
+from ..sharding import canonical_layout, canonical_mode
+from .arguments import is_array, refuse_arguments, shaped
 from .base import Operation
 from .output import AttentionOutput
 
@@ -133,7 +132,8 @@ class Attention:
             found["mask"] = _both(declared.mask, found.get("mask"))
         # What is no array is the operation's to refuse.
         arrays = {n: x for n, x in (("query", query), ("key", key), ("value", value)) if is_array(x)}
-        self._check_sizes(arrays, found.get("layout") or "bthd")
+        layout = found.get("layout")
+        self._check_sizes(arrays, "bthd" if layout is None else canonical_layout(layout))
         self._check_dtypes(arrays)
         return found
 
@@ -151,7 +151,7 @@ class Attention:
         for name, array in arrays.items():
             quantised = declared.kv_dtype is not None and name != "query"
             field = "kv_dtype" if quantised else "dtype"
-            dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+            dtype = shaped(name, array).dtype
             if declared.is_set(field) and dtype != jnp.dtype(getattr(declared, field)):
                 raise InputError(
                     f"{name} is {dtype}; the file declares call.{field}={getattr(declared, field)!r}. Cast it, or "

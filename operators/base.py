@@ -257,7 +257,8 @@ def _signature(x: Any) -> Any:
         return x.shape, x.dtype, varying_axes(x)
     if isinstance(x, np.ndarray):
         return x.shape, jax.dtypes.canonicalize_dtype(x.dtype)  # depends on jax_enable_x64
-    return getattr(x, "shape", type(x)), getattr(x, "dtype", None)
+    shape = getattr(x, "shape", None)  # of what is no array, it may be anything, and describe refuses it
+    return shape if type(shape) is tuple else type(x), getattr(x, "dtype", None)
 
 
 def _concrete(x: Any) -> bool:

@@ -197,9 +197,7 @@ def mesh_from_dict(data: Mapping[str, Any]) -> AnyMesh:
         raise ConfigError(f"mesh: abstract={shown(data['abstract'])}; wanted true or false.")
     if not (platform is None or platform in _PLATFORMS or _is_here(platform)):
         wanted = ", ".join(_PLATFORMS)
-        raise ConfigError(
-            f"mesh: platform={shown(platform)}; wanted one of {wanted}." + nearest(platform, _PLATFORMS)
-        )
+        raise ConfigError(f"mesh: platform={shown(platform)}; wanted one of {wanted}." + nearest(platform, _PLATFORMS))
     if not data.get("abstract") and _devices_here(platform, math.prod(sizes)):
         return jax.make_mesh(sizes, names, axis_types=types, devices=jax.devices()[: math.prod(sizes)])
     device = AbstractDevice(device_kind=kind or platform, num_cores=cores, platform=platform) if platform else None

@@ -33,7 +33,7 @@ def canonical_mode(mode: str) -> str:
 
 def canonical_layout(layout: str) -> Layout:
     """Return the layout unchanged if it is one of bthd, bhtd, thd; InputError otherwise."""
-    for known in LAYOUTS:
+    for known in LAYOUTS if isinstance(layout, str) else ():
         if layout == known:
             return known
     raise InputError(

@@ -31,7 +31,7 @@ from attnops import (
     mask_from_dict,
 )
 
-__all__ = ["API_CASES", "DECLARATIONS", "MODELS", "SECONDS", "outcome", "within"]
+__all__ = ["API_CASES", "DECLARATIONS", "MODELS", "SECONDS", "TooSlow", "outcome", "within"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 10
@@ -93,6 +93,18 @@ _DECLARED_KEYS = (
     "left",
     "size",
 )
+
+
+class _Hostile:
+    """An object that can't be shown, tested or hashed."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("no")
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class TooSlow(BaseException):
@@ -181,6 +193,38 @@ def metadata_case(random: Random) -> tuple[Any, Callable[[], None]]:
     return data, work
 
 
+def config_case(random: Random) -> tuple[Any, Callable[[], None]]:
+    """An operation's config: read, written, and planned with for a TPU and here."""
+    name = random.choice(("splash", "splash", "vanilla", "sdpa", "ring", "ulysses"))
+    fields = OperationRegistry.get(name).config.model_fields
+    given: dict[str, Any] = {}
+    for field in random.sample(sorted(fields), k=min(len(fields), random.choice((1, 2, 3)))):
+        blocks = (128, 256, 384, 512, 1024, 2048, 4096)
+        given[field] = random.choice(
+            (random.choice(blocks), random.choice(blocks), True, False, None, _odd_object(random))
+        )
+        if field in ("kernel", "path", "operation") or field.endswith("_layout"):
+            given[field] = random.choice(
+                ("jax", "tokamax", "attnops", "seq_minor", "plain", "blockwise", name, given[field])
+            )
+    if random.random() < 0.2:
+        given[random.choice((odd_string(random), "block_size", "blocks_q"))] = 128
+    backend = random.choice(("tpu", "cpu", "cuda"))
+    lengths = random.choice((1, 7, 128, 1000, 4096)), random.choice((128, 1000, 4096))
+    query = jax.ShapeDtypeStruct((1, lengths[0], 4, 64), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, lengths[1], 2, 64), jnp.bfloat16)
+
+    def work() -> None:
+        metadata = OperationMetadata(operation_configs={name: given}, backend=backend, tuning="off")
+        assert set(given) <= set(fields), f"accepted, with {sorted(set(given) - set(fields))}"
+        assert OperationMetadata.from_json(metadata.to_json()) == metadata, "another one after a round trip"
+        plan = OperationRegistry.get(name)(metadata).plan(query, key, key, query_offset=0)
+        json.dumps(plan.to_dict(), allow_nan=False)
+        assert plan.explain()
+
+    return (name, given, backend, lengths), work
+
+
 def mask_case(random: Random) -> tuple[Any, Callable[[], None]]:
     """A mask from JSON values, or built with values of any type."""
     base = random.choice([_RICH[0]["call"]["mask"], {"kind": "mask_function", "name": "fuzz.none", "offset": 1}])
@@ -245,16 +289,52 @@ def call_case(random: Random) -> tuple[Any, Callable[[], None]]:
         "dropout_prob", "dropout_rng", "deterministic", "return_weights", "return_lse", "mode", "layout",
     )  # fmt: skip
     for name in random.sample(names, k=random.choice((1, 1, 2, 3))):
-        given[name] = _odd_object(random)
+        given[name] = _odd_object(random) if random.random() < 0.6 else _likely(random, name)
     unknown = [random.choice((odd_string(random), "is_causal", "casual", "scale"))] if random.random() < 0.1 else []
     given |= dict.fromkeys((name for name in unknown if name not in names), 1)
 
+    way = random.choice(("plan", "call", "declared"))
+    declared = {"operation": operation.name, "call": {"causal": True, "kv_heads": 2, "softmax_scale": 0.5}}
+
     def work() -> None:
-        plan = operation(OperationMetadata()).plan(**given)
+        if way == "call":  # without values nothing runs
+            operation(OperationMetadata())(**given)
+        plan = (attnops.Attention(declared) if way == "declared" else operation(OperationMetadata())).plan(**given)
         assert set(given) <= set(names), f"accepted, with {sorted(set(given) - set(names))}"
         assert plan.explain()
 
     return given, work
+
+
+def _likely(random: Random, name: str) -> Any:
+    """A value that the argument of this name may well have."""
+    many = {
+        "query": "2,16,4,8 float32; 2,1,4,8 bfloat16; 2,4,16,8 float32; 16,4,8 float32",
+        "key": "2,16,2,8 int8; 2,16,4,8 float32",
+        "value": "2,16,2,8 int8; 2,16,2,16 float32",
+        "bias": "2,4,16,16 float32; 1,1,1,16 bfloat16; 4,16,16 float32",
+        "q_segment_ids": "2,16 int32; 16 int32",
+        "kv_segment_ids": "2,16 int32; 2,15 int32",
+        "kv_lengths": "2 int32; 2 float32; 3 int32",
+        "query_offset": "2 int32; 1,1 int32",
+        "softmax_aux": "4 float32; 2,3 float32; 5 float32",
+        "mask": "1,1,16,16 bool; 2,16 bool",
+        "key_scale": "2,16,2,1 float32",
+        "value_scale": "1,1,1,1 float32",
+        "dropout_rng": "2 uint32",
+    }
+    few: dict[str, tuple[Any, ...]] = {
+        "sliding_window": (3, (3, None), (0, 0), None, (None, None), -1),
+        "softmax_scale": (1, 0.5, 0, -1.0),
+        "logits_soft_cap": (30, 1.5, 0),
+        "dropout_prob": (0.0, 0.5, 1),
+        "mode": ("train", "prefill", "insert"),
+        "layout": ("bthd", "bhtd", "thd"),
+    }
+    if name not in many:
+        return random.choice(few.get(name, (True, False)))
+    shape, dtype = random.choice(many[name].split("; ")).split(" ")
+    return jax.ShapeDtypeStruct(tuple(map(int, shape.split(","))), jnp.dtype(dtype))
 
 
 def _called(function: Callable[..., Any], keywords: dict[Any, Any]) -> Any:
@@ -305,13 +385,16 @@ def _odd_object(random: Random) -> Any:
     if kind == 12:
         return {1: 2, None: 3} if random.random() < 0.5 else {("a",): 1}
     if kind == 13:
-        return lambda *_: 1
+        return random.choice(
+            (lambda *_: 1, _Hostile(), jax.sharding.AbstractMesh((2,), ("tp",)), attnops.OperationMetadata())
+        )
     return random.choice((odd_string(random), random.choice(WORDS), random.randint(-3, 20)))
 
 
 API_CASES: dict[str, Callable[[Random], tuple[Any, Callable[[], None]]]] = {
     "declaration": declaration_case,
     "metadata": metadata_case,
+    "config": config_case,
     "mask": mask_case,
     "model": model_case,
     "call": call_case,

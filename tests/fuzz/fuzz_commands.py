@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -49,7 +47,9 @@ class Ended(NamedTuple):
 
 def run_command(arguments: list[str]) -> Ended:
     """Run it in this process, with streams that encode as a terminal's do."""
-    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=errors) for errors in ("strict", "backslashreplace")]
+    streams = [
+        io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=errors) for errors in ("strict", "backslashreplace")
+    ]
     with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]), within(SECONDS):
         try:
             status = main(arguments)
@@ -120,7 +120,9 @@ def _files(random: Random, folder: Path) -> dict[str, str]:
     (folder / "model.json").write_text(_json(random, random.choice(MODELS)), encoding="utf-8", errors="surrogatepass")
     arrays = {name: np.ones((1, 8, 2, 4), np.float32) for name in ("query", "key", "value")}
     if random.random() < 0.3:
-        arrays[random.choice(("query", "mask", "bias", "x", "kv_lengths"))] = np.ones(random.choice(((), (1,), (1, 8, 2, 4))))
+        arrays[random.choice(("query", "mask", "bias", "x", "kv_lengths"))] = np.ones(
+            random.choice(((), (1,), (1, 8, 2, 4)))
+        )
     np.savez(folder / "in.npz", **arrays)  # type: ignore[arg-type]
     if random.random() < 0.15:
         name = random.choice(("a.json", "model.json", "in.npz"))
@@ -136,11 +138,3 @@ def _json(random: Random, data: object) -> str:
     if kind < 0.05:
         return random.choice(("", "null", "[]", "5", "{", "[" * DEPTH, '"x"', "\ufeff{}", as_json(odd_value(random))))
     return as_json(mutated(random, data) if kind < 0.5 else data)
-
-
-@contextlib.contextmanager
-def folder_for(path: Path) -> Iterator[Path]:
-    """Work in an empty folder."""
-    with contextlib.chdir(path):
-        yield path
-    assert sys.stdout is not None

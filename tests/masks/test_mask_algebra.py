@@ -159,7 +159,7 @@ def test_mask_function_registry():
     with pytest.raises(MaskError, match="comparison"):
         mask.materialise(slice(0, 2), slice(0, 2))
     register_mask_function("test_new_one", override=True)(lambda x, j: np.zeros(7, bool))
-    with pytest.raises(MaskError, match="wanted one that broadcasts to .*: compare element by element"):
+    with pytest.raises(MaskError, match=r"wanted one that broadcasts to .*: compare element by element"):
         mask.live_blocks(4, 4, q_len=4, kv_len=4)
 
 

@@ -66,7 +66,7 @@ def test_a_loop_over_values_works_on_the_host_alone():
     register_mask_function("test_loop", override=True)(_loop)
     mask = MaskFunction("test_loop")
     assert mask.materialise(slice(0, 3), slice(0, 3))[0, 0].tolist() == np.tri(3, dtype=bool).tolist()
-    with pytest.raises(MaskError, match="'test_loop' raised Tracer.*asks for the value"):
+    with pytest.raises(MaskError, match=r"'test_loop' raised Tracer.*asks for the value"):
         jax.jit(lambda offset: mask.materialise(slice(0, 3), slice(0, 3), query_offset=offset))(jnp.int32(0))
 
 
