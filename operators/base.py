@@ -27,6 +27,7 @@ from ..registry import (
     PlannedOperation,
     plan,
 )
+from ..registry.other_names import takes_no_more
 from ..sharding import current_mesh, describe_mesh, devices_platform, place
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, refuse_arguments, split_arguments
@@ -58,6 +59,7 @@ class Operation(PlannedOperation):
 
     # -- calling -----------------------------------------------------------------------------------------------------
 
+    @takes_no_more
     def __call__(
         self,
         query: jax.Array,
@@ -127,6 +129,7 @@ class Operation(PlannedOperation):
             ) from error
         return AttentionOutput(result.output, result.weights, result.lse, plan=decided)
 
+    @takes_no_more
     def plan(
         self,
         query: Any,

@@ -78,7 +78,7 @@ def dtype_of(name: str, value: Any, *, optional: bool = False) -> np.dtype | Non
     if dtype is None:
         raise ConfigError(f"{name}={shown(value)} is not a dtype; wanted for example 'bfloat16' or jnp.float32.")
     if dtype.name not in ("float64", "float32", "bfloat16", "float16"):
-        raise ConfigError(f"{name}={shown(dtype.name)}; wanted float32, bfloat16, float16 or float64.")
+        raise ConfigError(f"{name}={dtype.name}; wanted float32, bfloat16, float16 or float64.")
     return jnp.dtype(dtype.name)  # in the machine's byte order
 
 

@@ -32,7 +32,7 @@ from .fields import (
     renamed,
 )
 from .model_metadata import arguments_of
-from .other_names import CALL_ARGUMENTS, other_name, refuse_unknown
+from .other_names import CALL_ARGUMENTS, other_name, refuse_unknown, takes_no_more
 from .plan import Policy
 from .registry import OperationRegistry
 from .unset import UNSET, Unset, or_default
@@ -98,6 +98,7 @@ class OperationMetadata:
     _stored_mesh: AnyMesh | None
     _hash: int | None
 
+    @takes_no_more
     def __init__(
         self,
         runtime_dtype: Any = UNSET,

@@ -6,12 +6,15 @@ flax.linen.MultiHeadDotProductAttention; flash_attn_func; transformers' attentio
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import NoReturn
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NoReturn, TypeVar
 
 from ..errors import InputTypeError, nearest, shown
 
-__all__ = ["CALL_ARGUMENTS", "other_name", "refuse_unknown"]
+__all__ = ["CALL_ARGUMENTS", "other_name", "refuse_unknown", "takes_no_more"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 CALL_ARGUMENTS = (
     "query", "key", "value", "mask", "bias", "causal", "sliding_window", "q_segment_ids", "kv_segment_ids", "kv_lengths",
@@ -91,6 +94,14 @@ _METADATA = {
     "block_kv": "blocksize_k, or a field of operation_configs, such as {'splash': {'block_kv': 512}}",
     "sequence_axis": "sequence_axis_name", "paxis": "partition_axis",
 }  # fmt: skip
+
+
+def takes_no_more(function: Function) -> Function:
+    """Mark a function whose `**unknown` is there to be refused: its signature ends before it, as for whoever calls it."""
+    whole = inspect.signature(function)
+    taken = [p for p in whole.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = whole.replace(parameters=taken)  # type: ignore[attr-defined]
+    return function
 
 
 def other_name(name: object, known: Iterable[str], kind: str) -> str:

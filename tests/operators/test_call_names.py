@@ -19,6 +19,7 @@ from attnops import (
 )
 from attnops.errors import a_type, first_line, shown
 from attnops.registry import other_names
+from attnops.registry.metadata import METADATA_ARGUMENTS
 
 QUERY = np.ones((1, 8, 2, 4), np.float32)
 ATTEND = OperationRegistry.get("vanilla")()
@@ -95,12 +96,10 @@ def test_a_file():
 def test_the_names_are_those_of_the_signatures():
     """Editors complete from the signatures, and the messages list the same names."""
     for method in (Operation.__call__, Operation.plan):
-        parameters = list(inspect.signature(method).parameters.values())[1:]
-        named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-        assert tuple(named) == other_names.CALL_ARGUMENTS
+        assert tuple(inspect.signature(method).parameters)[1:] == other_names.CALL_ARGUMENTS
     assert not set(other_names._CALL) & set(other_names.CALL_ARGUMENTS)
-    known = [p.name for p in inspect.signature(OperationMetadata).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    assert not set(other_names._METADATA) & set(known)
+    assert tuple(inspect.signature(OperationMetadata).parameters) == METADATA_ARGUMENTS
+    assert not set(other_names._METADATA) & set(METADATA_ARGUMENTS)
 
 
 def test_unknown_beside_known():
