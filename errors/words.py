@@ -50,7 +50,7 @@ def _repr(value: Any, longest: int, depth: int) -> str:
 
 
 def _collection(value: Any, longest: int, depth: int) -> str:
-    first, last = {list: "[]", tuple: "()", dict: "{}"}.get(type(value), "{}")
+    first, last = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
     if depth > 3:
         return f"{first}...{last}"
     parts: list[str] = []

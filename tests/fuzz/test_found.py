@@ -103,7 +103,7 @@ def test_keys_beside_a_text_config_are_told() -> None:
 def test_keys_that_are_no_strings() -> None:
     """str() of one made another of it."""
     for metadata in ({1: 2}, {"mesh": {1: 2, "1": 4}}, {"partition_axis": {None: "x"}}):
-        with pytest.raises(ConfigError, match="wanted strings, as in JSON|valid string"):
+        with pytest.raises(ConfigError, match=r"wanted strings, as in JSON|valid string"):
             Declaration.from_dict({"operation": "vanilla", "metadata": metadata})
     with pytest.raises(ConfigError, match="wanted strings"):
         ModelDeclaration.from_config(LLAMA | {1: 2})
