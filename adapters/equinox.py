@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 from jaxtyping import Array, Bool, Float
 
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, a_type
 from ..operators.attention import Attention
 from .extra import extra
 from .front import Declared, attend, declared_attention
@@ -93,7 +93,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             heads = processed
         inference = self.dropout.inference if inference is None else inference
         if not isinstance(inference, bool):
-            raise InputError(f"inference is a {type(inference).__name__}; wanted True or False: it is compiled in.")
+            raise InputError(f"inference is {a_type(inference)}; wanted True or False: it is compiled in.")
         if self.dropout.p > 0 and not inference and key is None:
             raise InputError(f"dropout of {self.dropout.p} needs key=jax.random.key(...); or say inference=True.")
         found = attend(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, a_type
 from ..operators.arguments import is_array
 from ..operators.attention import Attention
 from ..registry.declaration import Declaration
@@ -138,7 +138,7 @@ def _four(name: str, x: Any, cells: tuple[int, ...]) -> Any:
 
 def _boolean(mask: Any) -> Any:
     if not is_array(mask):
-        raise InputError(f"mask is a {type(mask).__name__}; wanted an array that broadcasts to [..., heads, q, kv].")
+        raise InputError(f"mask is {a_type(mask)}; wanted an array that broadcasts to [..., heads, q, kv].")
     return mask if mask.dtype == bool else mask != 0
 
 

@@ -5,6 +5,7 @@ jax is imported inside the commands, after the options are known to make sense.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -298,6 +299,9 @@ class _Refused(AttnOpsError):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status. What attnops raises on purpose becomes one message on stderr."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that the terminal's encoding lacks is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
     with warnings.catch_warnings():
         warnings.filterwarnings("always", category=FallbackWarning)
         warnings.showwarning = _short_warning(warnings.showwarning)

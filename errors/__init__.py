@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
+
+from .words import a_type, first_line, shown
 
 __all__ = [
     "AttnOpsError",
@@ -21,8 +24,13 @@ __all__ = [
     "RefusedError",
     "ShardingError",
     "UnknownNameError",
+    "a_type",
+    "first_line",
     "nearest",
+    "shown",
 ]
+
+_LONGEST_NAME = 200  # to compare with longer ones takes seconds
 
 
 class AttnOpsError(Exception):
@@ -73,7 +81,9 @@ class FallbackWarning(UserWarning):
     """A platform's own implementation refused, and forward_native runs instead."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` for the closest known name, or an empty string."""
+def nearest(name: Any, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the closest known name, or an empty string; also for what is no name at all."""
+    if not isinstance(name, str) or len(name) > _LONGEST_NAME:
+        return ""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""

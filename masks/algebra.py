@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 
-from ..errors import MaskError
+from ..errors import MaskError, a_type
 from .base import Mask
 from .intervals import Intervals, complement, intersect, unite
 from .reach import Blocks, Reach
@@ -169,11 +169,13 @@ def _node(cls: type[Mask], value: Any) -> Mask:
 def _masks(masks: Iterable[Any], owner: str) -> list[Mask]:
     if isinstance(masks, Mask):
         raise MaskError(f"{owner} got one {type(masks).__name__}; wanted a tuple of masks: write a & b, a | b")
+    if not isinstance(masks, Iterable) or isinstance(masks, str | bytes | Mapping) or getattr(masks, "ndim", 1) == 0:
+        raise MaskError(f"{owner} got {a_type(masks)}; wanted a tuple of masks: write a & b, a | b")
     found = list(masks)
     for mask in found:
         if not isinstance(mask, Mask):
-            got, mend = type(mask).__name__, "wrap a boolean array in Dense(array)"
-            raise MaskError(f"{owner} got a {got}; wanted masks: {mend} of shape [batch, heads, q, kv]")
+            got, mend = a_type(mask), "wrap a boolean array in Dense(array)"
+            raise MaskError(f"{owner} got {got}; wanted masks: {mend} of shape [batch, heads, q, kv]")
     return found
 
 

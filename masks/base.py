@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import MaskError
+from ..errors import MaskError, a_type
 from . import blocks, materialise
 from .checks import LIMIT, whole
 from .intervals import Intervals
@@ -252,4 +252,4 @@ def _mask(other: Any) -> Mask:
 
 def _refuse_operand(other: Any) -> NoReturn:
     mend = "wrap a boolean array in Dense(array) of shape [batch, heads, q, kv]"
-    raise MaskError(f"a mask combines with masks only, not with a {type(other).__name__}; {mend}")
+    raise MaskError(f"a mask combines with masks only, not with {a_type(other)}; {mend}")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import MaskError
 from .checks import whole
 
 if TYPE_CHECKING:
@@ -150,9 +149,4 @@ def _pieces(start: int, stop: int, step: int) -> Iterator[NDArray[np.int32]]:
 def _visible(mask: Mask, grid: Grid, rows: NDArray[Any], keys: NDArray[Any]) -> NDArray[np.bool_]:
     column, row = rows.astype(np.int32)[:, None], keys[None, :]
     seen = mask.test(column, column + np.int32(grid.query_offset), row)
-    try:
-        return np.broadcast_to(seen, (len(rows), len(keys)))
-    except ValueError:
-        got, wanted = np.shape(seen), (len(rows), len(keys))
-        mend = "a mask function must work elementwise"
-        raise MaskError(f"{mask} gave shape {got}; wanted {wanted}: {mend}") from None
+    return np.broadcast_to(seen, (len(rows), len(keys)))

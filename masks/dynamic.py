@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import MaskError
+from ..errors import MaskError, a_type
 from .base import Mask
 from .checks import is_host, whole_or_none
 from .int_arrays import int_array, same_width
@@ -151,7 +151,7 @@ class Dense(DynamicMask):
     def check(self) -> None:
         array, wanted = self.array, "a bool array of rank 4, broadcastable to [batch, heads, q, kv]"
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            raise MaskError(f"mask is a {type(array).__name__}; wanted {wanted}: pass np.asarray(mask)")
+            raise MaskError(f"mask is {a_type(array)}; wanted {wanted}: pass np.asarray(mask)")
         if array.dtype != np.bool_:
             mend = "an additive mask goes into `bias`; for a 0/1 mask use mask.astype(bool)"
             raise MaskError(f"mask has dtype {array.dtype}; wanted {wanted}, True = may attend: {mend}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import numpy as np
 
-from ..errors import MaskError, nearest
+from ..errors import MaskError, a_type, first_line, nearest, shown
 from .checks import is_host
 from .reach import Blocks, Reach
 from .static import OffsetMask
@@ -32,9 +33,10 @@ def register_mask_function(name: str, *, override: bool = False) -> Callable[[Fu
     _check_name(name)
 
     def register(function: Function) -> Function:
+        _check_function(name, function)
         if name in _functions and not override:
             mend = "choose another name, or pass override=True to replace it"
-            raise MaskError(f"mask function {name!r} is already registered; {mend}")
+            raise MaskError(f"mask function {shown(name)} is already registered; {mend}")
         _functions[name] = function
         return function
 
@@ -64,9 +66,9 @@ class MaskFunction(OffsetMask):
         self._check_offset()
         if self.name not in _functions:
             known = ", ".join(mask_function_names()) or "none"
-            mend = f"register it first, with @register_mask_function({self.name!r})"
+            mend = f"register it first, with @register_mask_function({shown(self.name)})"
             hint = nearest(self.name, _functions)
-            raise MaskError(f"no mask function is named {self.name!r} (registered: {known}); {mend}.{hint}")
+            raise MaskError(f"no mask function is named {shown(self.name)} (registered: {known}); {mend}.{hint}")
         object.__setattr__(self, "_held", _functions[self.name])  # no field: a file can't say it
 
     @property
@@ -98,18 +100,45 @@ class MaskFunction(OffsetMask):
         return moved
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
-        function, x = self.function, self.place(rows, positions)
-        if is_host(x, cols):
+        x = self.place(rows, positions)
+        seen = self._call(x, cols)
+        if getattr(seen, "dtype", None) != np.bool_:
+            got = f"an array of {seen.dtype}" if hasattr(seen, "dtype") else a_type(seen)
+            mend = "end it with a comparison of the two"
+            raise MaskError(f"mask function {shown(self.name)} returned {got}; wanted an array of bool: {mend}")
+        wanted = np.broadcast_shapes(np.shape(x), np.shape(cols))
+        ends = zip(seen.shape[::-1], wanted[::-1], strict=False)
+        lost = len(seen.shape) < min(np.ndim(x), np.ndim(cols))
+        if lost or len(seen.shape) > len(wanted) or any(n not in (1, m) for n, m in ends):
+            # One answer for many pairs, as of np.all, would be another one for another block.
+            raise MaskError(
+                f"mask function {shown(self.name)} returned shape {seen.shape} for positions {np.shape(x)} and keys "
+                f"{np.shape(cols)}; wanted one that broadcasts to {wanted}: compare element by element"
+            )
+        return seen
+
+    def _call(self, x: Any, cols: Any) -> Any:
+        """The function's own answer, or a MaskError that names it."""
+        try:
+            if not is_host(x, cols):
+                return self.function(x, cols)
             # A function written in jnp would trace when planning happens under jit.
             with jax.ensure_compile_time_eval():
-                seen = np.asarray(function(x, cols))
-        else:
-            seen = function(x, cols)
-        if getattr(seen, "dtype", None) != np.bool_:
-            got = getattr(seen, "dtype", type(seen).__name__)
-            mend = "end it with a comparison"
-            raise MaskError(f"mask function {self.name!r} returned {got}; wanted bool: {mend}")
-        return seen
+                return np.asarray(self.function(x, cols))
+        except (MaskError, MemoryError):
+            raise
+        except Exception as error:
+            asks = isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError)
+            asks = asks or "truth value" in str(error)
+            mend = (
+                "it asks for the value of an array, as `if`, `and`, `or`, `not` and bool() do; write & | ~ and jnp.where"
+                if asks
+                else "it is called with two integer arrays, of NumPy or traced by jax"
+            )
+            raise MaskError(
+                f"mask function {shown(self.name)} raised {type(error).__name__}: {first_line(error)}; wanted "
+                f"fn(query_position, key_index) -> bool, element by element: {mend}"
+            ) from error
 
     def reach(self, blocks: Blocks) -> Reach:
         # Elementwise is all that is known of the function: nothing follows for a block.
@@ -117,7 +146,24 @@ class MaskFunction(OffsetMask):
         return Reach(some == some, some != some)
 
 
+def _check_function(name: str, function: Any) -> None:
+    wanted = "wanted fn(query_position, key_index) -> bool"
+    if not callable(function):
+        raise MaskError(f"mask function {shown(name)} is {a_type(function)}; {wanted}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of some built-in functions nothing is known
+        return
+    try:
+        signature.bind(0, 0)
+    except TypeError as error:
+        raise MaskError(
+            f"mask function {shown(name)} takes {shown(str(signature)).strip(chr(39))}, so it can't be called with two arguments "
+            f"({error}); {wanted}"
+        ) from None
+
+
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         mend = "e.g. 'my_mask' or 'my_package.my_mask'"
-        raise MaskError(f"mask function name {name!r} isn't usable; wanted an identifier, dots allowed: {mend}")
+        raise MaskError(f"mask function name {shown(name)} isn't usable; wanted an identifier, dots allowed: {mend}")

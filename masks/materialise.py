@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import MaskError
+from ..errors import MaskError, shown
 from .checks import is_host, whole
 from .int_arrays import beyond_int32, is_integer, least_and_most
 
@@ -49,9 +49,9 @@ def _offset(query_offset: Any) -> Any:
 
 def _bounded(bounds: slice, name: str) -> slice:
     if not isinstance(bounds, slice) or bounds.stop is None or bounds.step not in (None, 1):
-        raise MaskError(f"{name}={bounds!r}; wanted slice(start, stop) of global indices, without a step")
+        raise MaskError(f"{name}={shown(bounds)}; wanted slice(start, stop) of global indices, without a step")
     start = whole(bounds.start or 0, f"{name} start", minimum=0)
     stop = whole(bounds.stop, f"{name} stop", minimum=0)
     if stop < start:
-        raise MaskError(f"{name}={bounds!r} ends before it starts; wanted start <= stop")
+        raise MaskError(f"{name}={shown(bounds)} ends before it starts; wanted start <= stop")
     return slice(start, stop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..errors import MaskError, nearest
+from ..errors import MaskError, a_type, nearest, shown
 from .algebra import And, Not, Or
 from .base import Mask
 from .functions import MaskFunction
@@ -39,22 +39,22 @@ def _read(data: Any, at: str, depth: int) -> Mask:
         return _short(data, at)
     if not isinstance(data, dict):
         wanted = 'an object such as {"kind": "causal"}, or "causal", or "full"'
-        raise MaskError(f"{at} is {repr(data)[:80]} ({type(data).__name__}); wanted {wanted}")
+        raise MaskError(f"{at} is {shown(data)}; wanted {wanted}")
     if "kind" not in data:
         raise MaskError(f'{at} has no kind; wanted one of {", ".join(_KINDS)}: add "kind"')
     kind = data["kind"]
     if not isinstance(kind, str) or kind not in _KINDS:
         if kind in _DYNAMIC:
-            raise MaskError(f"{at}.kind is {kind!r}, which holds arrays; a config can't: pass it in the call")
-        hint = nearest(str(kind), _KINDS)
-        raise MaskError(f"{at}.kind is {kind!r}; wanted one of {', '.join(_KINDS)}.{hint}")
+            raise MaskError(f"{at}.kind is {shown(kind)}, which holds arrays; a config can't: pass it in the call")
+        hint = nearest(kind, _KINDS)
+        raise MaskError(f"{at}.kind is {shown(kind)}; wanted one of {', '.join(_KINDS)}.{hint}")
     if kind in _LEAVES:
         return _leaf(_LEAVES[kind], data, at)
     if kind == Not.kind:
         return Not(_read(_fields(data, at, ("mask",), ())["mask"], f"{at}.mask", depth + 1))
     parts = _fields(data, at, ("masks",), ())["masks"]
     if not isinstance(parts, (list, tuple)):
-        raise MaskError(f"{at}.masks is a {type(parts).__name__}; wanted a list of masks: put it in [ ]")
+        raise MaskError(f"{at}.masks is {a_type(parts)}; wanted a list of masks: put it in [ ]")
     masks = [_read(part, f"{at}.masks[{i}]", depth + 1) for i, part in enumerate(parts)]
     return And(masks) if kind == And.kind else Or(masks)
 
@@ -62,7 +62,7 @@ def _read(data: Any, at: str, depth: int) -> Mask:
 def _short(name: str, at: str) -> Mask:
     if name not in _SHORT:
         mend = f'anything else is an object with "kind".{nearest(name, _SHORT)}'
-        raise MaskError(f'{at} is {name!r}; wanted "causal" or "full": {mend}')
+        raise MaskError(f'{at} is {shown(name)}; wanted "causal" or "full": {mend}')
     return _SHORT[name]
 
 
@@ -80,9 +80,9 @@ def _fields(data: dict[Any, Any], at: str, required: tuple[str, ...], optional: 
     known = (*required, *optional)
     for key in data:
         if key != "kind" and key not in known:
-            names, hint = ", ".join(("kind", *known)), nearest(str(key), known)
-            raise MaskError(f"{at} has an unknown key {key!r}; {data['kind']} has {names}.{hint}")
+            names, hint = ", ".join(("kind", *known)), nearest(key, known)
+            raise MaskError(f"{at} has an unknown key {shown(key)}; {data['kind']} has {names}.{hint}")
     for key in required:
         if key not in data:
-            raise MaskError(f'{at} has no {key!r}; {data["kind"]} wants it: add "{key}"')
+            raise MaskError(f'{at} has no {shown(key)}; {data["kind"]} wants it: add "{key}"')
     return {key: data[key] for key in known if key in data}

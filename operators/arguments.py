@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import InputError, InputTypeError
+from ..errors import InputError, InputTypeError, a_type, shown
 from ..masks import And, Causal, Dense, Full, Lengths, Mask, SegmentIds, SlidingWindow
+from ..registry.metadata import METADATA_ARGUMENTS
+from ..registry.other_names import CALL_ARGUMENTS, refuse_unknown
 from ..sharding.modes import GENERATION
 
-__all__ = ["Arrays", "Options", "bound_mask", "is_array", "join_mask", "shaped", "split_arguments"]
+__all__ = ["Arrays", "Options", "bound_mask", "is_array", "join_mask", "refuse_arguments", "shaped", "split_arguments"]
 
 _NOT_IN_JAX = (
     np.longdouble, np.clongdouble, np.object_, np.str_, np.bytes_, np.void, np.timedelta64, np.datetime64
@@ -56,6 +59,11 @@ class Options(NamedTuple):
     layout: str
 
 
+def refuse_arguments(unknown: Iterable[str]) -> NoReturn:
+    """Raise for keywords that a call doesn't have. Errors: InputTypeError that says what they are called here."""
+    refuse_unknown([name for name in unknown if name not in CALL_ARGUMENTS], CALL_ARGUMENTS, "call", METADATA_ARGUMENTS)
+
+
 def is_array(value: object) -> bool:
     """Whether a value has a shape and a dtype: an array, a tracer or a ShapeDtypeStruct."""
     return isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
@@ -64,7 +72,7 @@ def is_array(value: object) -> bool:
 def shaped(name: str, value: Any) -> jax.ShapeDtypeStruct:
     """Return shape and canonical dtype. Errors: InputTypeError for what isn't an array."""
     if not is_array(value):
-        raise InputTypeError(f"{name} is a {type(value).__name__}; wanted a jax or numpy array.")
+        raise InputTypeError(f"{name} is {a_type(value)}; wanted a jax or numpy array.")
     dtype = value.dtype
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         if dtype.type in _NOT_IN_JAX or not dtype.isnative:
@@ -90,7 +98,7 @@ def split_arguments(
             structure, mask_is_array = Dense(mask), True
         else:
             raise InputTypeError(
-                f"mask is a {type(mask).__name__}; wanted a Mask (such as Causal()) or a boolean array that broadcasts "
+                f"mask is {a_type(mask)}; wanted a Mask (such as Causal()) or a boolean array that broadcasts "
                 "to [batch, heads, q, kv]."
             )
         if not structure.is_static:
@@ -204,22 +212,22 @@ def _number(name: str, value: Any) -> float | None:
     if is_array(value):
         raise InputTypeError(f"{name} is an array; wanted a Python number: it is part of what gets compiled.")
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
-        raise InputTypeError(f"{name}={value!r}; wanted a number.")
+        raise InputTypeError(f"{name}={shown(value)}; wanted a number.")
     try:
         return float(value)
     except OverflowError:
-        raise InputError(f"{name} is a number of {len(str(value))} digits; wanted one that fits in a float.") from None
+        raise InputError(f"{name}={shown(value)}; wanted a number that fits in a float.") from None
 
 
 def _integer(name: str, value: Any) -> int | None:
     if value is None or type(value) is int:
         return value
     if isinstance(value, bool):
-        raise InputTypeError(f"{name}={value!r}; wanted an integer or an integer array [batch].")
+        raise InputTypeError(f"{name}={shown(value)}; wanted an integer or an integer array [batch].")
     try:
         return operator.index(value)
     except TypeError:
-        raise InputTypeError(f"{name}={value!r}; wanted an integer or an integer array [batch].") from None
+        raise InputTypeError(f"{name}={shown(value)}; wanted an integer or an integer array [batch].") from None
 
 
 def _flag(name: str, value: Any, *, optional: bool = False) -> Any:
@@ -227,13 +235,13 @@ def _flag(name: str, value: Any, *, optional: bool = False) -> Any:
         return value
     if isinstance(value, np.bool_):
         return bool(value)
-    raise InputTypeError(f"{name} is {value!r}; wanted True or False" + (" or None." if optional else "."))
+    raise InputTypeError(f"{name} is {shown(value)}; wanted True or False" + (" or None." if optional else "."))
 
 
 def _name(name: str, value: Any, *, optional: bool = False) -> Any:
     if isinstance(value, str) or (value is None and optional):
         return value
-    raise InputTypeError(f"{name} is a {type(value).__name__}; wanted a string" + (" or None." if optional else "."))
+    raise InputTypeError(f"{name} is {a_type(value)}; wanted a string" + (" or None." if optional else "."))
 
 
 def _window(value: Any) -> tuple[int | None, int | None] | None:
@@ -242,12 +250,14 @@ def _window(value: Any) -> tuple[int | None, int | None] | None:
         return None
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
-        raise InputError(f"sliding_window={value!r}; wanted an integer or (left, right) inclusive distances.")
+        raise InputError(f"sliding_window={shown(value)}; wanted an integer or (left, right) inclusive distances.")
     for side in sides:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int | np.integer)):
-            raise InputTypeError(f"sliding_window={value!r}; wanted an integer or (left, right) inclusive distances.")
+            raise InputTypeError(
+                f"sliding_window={shown(value)}; wanted an integer or (left, right) inclusive distances."
+            )
     left, right = (None if side is None else int(side) for side in sides)
     for side in (left, right):
         if side is not None and side < 0:
-            raise InputError(f"sliding_window={value!r}; wanted distances of 0 or more, None for no limit.")
+            raise InputError(f"sliding_window={shown(value)}; wanted distances of 0 or more, None for no limit.")
     return left, right

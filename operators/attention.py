@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 from pydantic import GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
 
-from ..errors import AttnOpsError, ConfigError, InputError
+from ..errors import AttnOpsError, ConfigError, InputError, shown
 from ..masks import Dense, Mask
 from ..registry import OperationMetadata, OperationRegistry, Plan
 from ..registry.declaration import Declaration
-from ..sharding import canonical_mode
-from .arguments import is_array
+from ..registry.other_names import CALL_ARGUMENTS
+from ..sharding import canonical_layout, canonical_mode
+from .arguments import is_array, refuse_arguments, shaped
 from .base import Operation
 from .output import AttentionOutput
 
@@ -40,6 +40,7 @@ _HEADS_AND_DIMS = {
     "value_dim": ("value", "d"),
 }
 _KEPT_PLANS = 64
+_ARGUMENTS = frozenset(CALL_ARGUMENTS)
 
 
 class Attention:
@@ -105,6 +106,8 @@ class Attention:
 
     def options(self, query: Any, key: Any, value: Any, **call: Any) -> dict[str, Any]:
         """What the call says and what the file declares, as one."""
+        if not _ARGUMENTS.issuperset(call):
+            refuse_arguments(call)
         declared = self.declaration.call
         if not self.enabled:
             raise ConfigError(
@@ -118,7 +121,7 @@ class Attention:
                 continue
             if given is not None and (is_array(given) or _plain(name, given) != _plain(name, said)):
                 raise ConfigError(
-                    f"{name}: the file declares {said!r}, the call says {given!r}; leave one of them out."
+                    f"{name}: the file declares {shown(said)}, the call says {shown(given)}; leave one of them out."
                 )
             found[name] = said
         wanted = {argument: name for name, argument in _DECLARED_ARRAYS.items() if getattr(declared, name) is not None}
@@ -133,7 +136,8 @@ class Attention:
             found["mask"] = _both(declared.mask, found.get("mask"))
         # What is no array is the operation's to refuse.
         arrays = {n: x for n, x in (("query", query), ("key", key), ("value", value)) if is_array(x)}
-        self._check_sizes(arrays, found.get("layout") or "bthd")
+        layout = found.get("layout")
+        self._check_sizes(arrays, "bthd" if layout is None else canonical_layout(layout))
         self._check_dtypes(arrays)
         return found
 
@@ -151,7 +155,7 @@ class Attention:
         for name, array in arrays.items():
             quantised = declared.kv_dtype is not None and name != "query"
             field = "kv_dtype" if quantised else "dtype"
-            dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+            dtype = shaped(name, array).dtype
             if declared.is_set(field) and dtype != jnp.dtype(getattr(declared, field)):
                 raise InputError(
                     f"{name} is {dtype}; the file declares call.{field}={getattr(declared, field)!r}. Cast it, or "

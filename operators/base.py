@@ -10,7 +10,7 @@ import functools
 import operator
 import warnings
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import jax
 import numpy as np
@@ -19,12 +19,14 @@ from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
 from ..errors import ConfigError, FallbackWarning, InputError, InputTypeError
 from ..masks import Mask
 from ..registry import OperationMetadata, Plan, PlannedOperation, plan
+from ..registry.other_names import takes_no_more
 from ..registry.sequence import declared_strategy
 from ..registry.tune_cache import kept_here
 from ..sharding import current_mesh, describe_mesh, devices_platform, place
 from ..sharding.mesh import AnyMesh
 from .ambient import ambient_platform
-from .arguments import Arrays, Options, split_arguments
+from .arguments import Arrays, Options, refuse_arguments, split_arguments
+from .call_devices import explain_devices
 from .call_values import checked_values
 from .describe import describe, varying_axes
 from .mask_notes import value_notes
@@ -75,6 +77,7 @@ class Operation(PlannedOperation):
 
     # -- calling -----------------------------------------------------------------------------------------------------
 
+    @takes_no_more
     def __call__(
         self,
         query: jax.Array,
@@ -101,6 +104,7 @@ class Operation(PlannedOperation):
         return_lse: bool = False,
         mode: str | None = None,
         layout: str = "bthd",
+        **unknown: Never,
     ) -> AttentionOutput:
         """Attend.
 
@@ -109,6 +113,8 @@ class Operation(PlannedOperation):
         Errors: InputError, InputTypeError (bad arguments), ShardingError (strict specs), RefusedError (nothing can run
         it). Warns FallbackWarning once per distinct problem where the platform's own method refuses.
         """
+        if unknown:
+            refuse_arguments(unknown)
         arrays, options = split_arguments(
             query, key, value, mask=mask, bias=bias, causal=causal, sliding_window=sliding_window,
             q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, kv_lengths=kv_lengths, query_offset=query_offset,
@@ -140,6 +146,9 @@ class Operation(PlannedOperation):
             arrays = _on_devices(arrays, decided, devices)
         try:
             result = attention(program, arrays)
+        except ValueError as error:
+            explain_devices(arrays, error)
+            raise
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
@@ -149,6 +158,7 @@ class Operation(PlannedOperation):
             ) from error
         return AttentionOutput(result.output, result.weights, result.lse, plan=decided)
 
+    @takes_no_more
     def plan(
         self,
         query: Any,
@@ -175,11 +185,14 @@ class Operation(PlannedOperation):
         return_lse: bool = False,
         mode: str | None = None,
         layout: str = "bthd",
+        **unknown: Never,
     ) -> Plan:
         """Return the plan of the same call, made from arrays or ShapeDtypeStructs; nothing runs.
 
         A plan of kind 'refused' is returned, not raised.
         """
+        if unknown:
+            refuse_arguments(unknown)
         arrays, options = split_arguments(
             query, key, value, mask=mask, bias=bias, causal=causal, sliding_window=sliding_window,
             q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, kv_lengths=kv_lengths, query_offset=query_offset,

@@ -44,9 +44,8 @@ def describe(
     layout = canonical_layout(options.layout)
     for name in ("query", "key", "value"):
         shaped(name, getattr(arrays, name))
-    shapes = jax.tree.map(lambda x: x, arrays)._replace(
-        **{n: shaped(n, v) for n, v in arrays._asdict().items() if v is not None and n != "mask_leaves"}
-    )
+    given = {n: shaped(n, v) for n, v in arrays._asdict().items() if v is not None and n != "mask_leaves"}
+    shapes = Arrays(**given, mask_leaves=arrays.mask_leaves)
     sizes = sizes_of(shapes, layout)
     mode = _mode(options.mode, sizes["t"], sizes["s"])
     axes, strategy = axes_of(mesh), declared_strategy(operation, metadata.policy.sequence_parallel)

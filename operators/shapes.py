@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..errors import ConfigError, InputError, InputTypeError
-from ..masks.checks import LIMIT, brief
+from ..errors import ConfigError, InputError, InputTypeError, shown
+from ..masks.checks import LIMIT
 from ..masks.int_arrays import is_integer
 from ..registry import LeafShape, OperationMetadata
 from ..registry.quantised import QUANTISED
@@ -141,7 +141,7 @@ def check_extras(arrays: Arrays, options: Options, sizes: dict[str, int]) -> Non
                 raise InputError(f"{name} has shape {array.shape}; wanted ({b},), one number a batch row.")
     if options.query_offset is not None and abs(options.query_offset) > LIMIT:
         raise InputError(
-            f"query_offset={brief(options.query_offset)}; wanted at most 2**30 either way, or int32 positions wrap round."
+            f"query_offset={shown(options.query_offset)}; wanted at most 2**30 either way, or int32 positions wrap round."
         )
 
 

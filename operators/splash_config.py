@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import PositiveInt, StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
+from ..errors import shown
 from ..registry import OperationConfig
 
 __all__ = ["LACKING", "LANES", "SplashConfig"]
@@ -94,7 +95,7 @@ class SplashConfig(OperationConfig):
         in_sublanes = info.field_name == "block_q" and info.data.get("kernel") in ("jax", "tokamax")
         unit = 8 if in_sublanes else LANES
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{info.field_name}={value!r} is not a positive integer (a multiple of {unit})")
+            raise ValueError(f"{info.field_name}={shown(value)} is not a positive integer (a multiple of {unit})")
         if value % unit:
             near = sorted({max(unit, value // unit * unit), (value // unit + 1) * unit})
             raise ValueError(

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..masks import Dense, Mask
 from ..masks.checks import LIMIT
 from ..sharding import MODES, canonical_mode
@@ -80,7 +80,7 @@ class CallDeclaration(GivenModel):
     def _scales_of_something(self) -> Self:
         if self.kv_dtype is None and self.kv_scales is not None and self.is_set("kv_scales"):
             raise ValueError(
-                f"call.kv_scales={self.kv_scales!r} without call.kv_dtype; declare it, or leave kv_scales out"
+                f"call.kv_scales={shown(self.kv_scales)} without call.kv_dtype; declare it, or leave kv_scales out"
             )
         if self.kv_dtype == "int8" and self.kv_scales is None:
             raise ValueError("call.kv_scales=None with call.kv_dtype='int8', which needs scales; leave kv_scales out")
@@ -100,7 +100,7 @@ class CallDeclaration(GivenModel):
         right = len(sides) == (2 if isinstance(value, list | tuple) else 1)
         if not right or not all(side is None or _whole(side, 0) for side in sides):
             raise ValueError(
-                f"call.sliding_window={value!r}; wanted a distance, or [left, right] with null for no bound"
+                f"call.sliding_window={shown(value)}; wanted a distance, or [left, right] with null for no bound"
             )
         return value
 
@@ -110,7 +110,7 @@ class CallDeclaration(GivenModel):
         if value is None or value is True or (isinstance(value, list | tuple) and all(_whole(n, 0) for n in value)):
             return value
         raise ValueError(
-            f"call.kv_lengths={value!r}; wanted a list of lengths, one a batch row, or true for drawn ones"
+            f"call.kv_lengths={shown(value)}; wanted a list of lengths, one a batch row, or true for drawn ones"
         )
 
     @field_validator(*_SHAPES, mode="before")
@@ -123,7 +123,7 @@ class CallDeclaration(GivenModel):
         ):
             return value
         count = f"{low}" if low == high else f"{low} or {high}"
-        raise ValueError(f"call.{name}={value!r}; wanted a shape: a list of {count} positive integers")
+        raise ValueError(f"call.{name}={shown(value)}; wanted a shape: a list of {count} positive integers")
 
     def sizes(self) -> dict[str, int]:
         """Every size by field name. Errors: ConfigError for sizes that are left out, and as `checked`."""

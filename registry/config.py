@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from ..errors import AttnOpsError, ConfigError
+from ..errors import AttnOpsError, ConfigError, shown
 from .given import GivenModel, explain_validation
 
 if TYPE_CHECKING:
@@ -92,7 +92,9 @@ class OperationConfig(GivenModel):
         object's attributes are all read: one that isn't a field is refused, not passed over.
         """
         if isinstance(value, OperationConfig) and not isinstance(value, cls):
-            raise ConfigError(f"{type(value).__name__} is the config of {value.operation!r}, wanted {cls.__name__}.")
+            raise ConfigError(
+                f"{type(value).__name__} is the config of {shown(value.operation)}, wanted {cls.__name__}."
+            )
         data: Any = (
             value if isinstance(value, cls) else dict(value if isinstance(value, Mapping) else _attributes(value))
         )
@@ -123,4 +125,4 @@ def _attributes(value: object) -> dict[str, Any]:
         return dict(value._asdict())
     if hasattr(value, "__dict__"):
         return {k: v for k, v in vars(value).items() if not k.startswith("_")}
-    raise ConfigError(f"got {value!r}; wanted a config, a dict, or an object with attributes.")
+    raise ConfigError(f"got {shown(value)}; wanted a config, a dict, or an object with attributes.")

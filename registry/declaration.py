@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from pydantic import ConfigDict, Field, StrictBool, ValidationError, field_validator
 
-from ..errors import ConfigError
+from ..errors import ConfigError, a_type, shown
 from .call_declaration import CallDeclaration, call_arguments
 from .declaration_schema import declaration_json_schema
 from .given import GivenModel, explain_validation
@@ -20,6 +20,8 @@ from .metadata import OperationMetadata
 from .strict_json import parse_json, read_text
 
 __all__ = ["CallDeclaration", "Declaration", "declaration_json_schema"]
+
+_DEEPEST = 64
 
 
 class Declaration(GivenModel):
@@ -50,11 +52,11 @@ class Declaration(GivenModel):
         """Build one from JSON values."""
         if not isinstance(data, Mapping):
             raise ConfigError(
-                f'{source}: got {type(data).__name__}; wanted an object, {{"operation": "splash", "call": ...}}.'
+                f'{source}: got {a_type(data)}; wanted an object, {{"operation": "splash", "call": ...}}.'
             )
         if "model_type" in data and "operation" not in data:
             raise ConfigError(
-                f"{source}: this is a model's config (model_type {data['model_type']!r}); wanted a declaration. "
+                f"{source}: this is a model's config (model_type {shown(data['model_type'])}); wanted a declaration. "
                 "ModelDeclaration.from_config, or `attnops plan --model`, makes declarations of it."
             )
         try:
@@ -99,13 +101,18 @@ class Declaration(GivenModel):
         return call_arguments(self.checked().call, arrays, mode=mode)
 
 
-def _json_value(at: str, value: Any) -> Any:
+def _json_value(at: str, value: Any, depth: int = 1) -> Any:
+    if depth > _DEEPEST:
+        raise ValueError(f"metadata is nested deeper than {_DEEPEST}; wanted fields of OperationMetadata")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{at}={value}; wanted a finite number")
     if isinstance(value, dict):
-        return {str(key): _json_value(f"{at}.{key}", item) for key, item in value.items()}
+        odd = [key for key in value if not isinstance(key, str)]
+        if odd:  # str() of it may be another key
+            raise ValueError(f"{at} has the key {shown(odd[0])}; wanted strings, as in JSON")
+        return {key: _json_value(f"{at}.{key}", item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_value(f"{at}[{index}]", item) for index, item in enumerate(value)]
+        return [_json_value(f"{at}[{index}]", item, depth + 1) for index, item in enumerate(value)]
     if value is not None and not isinstance(value, str | int | float | bool):
-        raise ValueError(f"{at} is a {type(value).__name__}; wanted a JSON value, as OperationMetadata.to_dict() gives")
+        raise ValueError(f"{at} is {a_type(value)}; wanted a JSON value, as OperationMetadata.to_dict() gives")
     return value

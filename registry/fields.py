@@ -7,13 +7,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from eformer.common_types import NOT_GIVEN
 from eformer.escale import PartitionAxis
 from jax.sharding import AbstractMesh, Mesh
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, nearest, shown
 from ..sharding import mesh_from_dict
 from ..sharding.mesh import AnyMesh
 from .config import OperationConfig
@@ -57,7 +58,7 @@ def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"metadata: {twice!r} stands twice in one object; give it once.")
+        raise ConfigError(f"metadata: {shown(twice)} stands twice in one object; give it once.")
     return fields
 
 
@@ -70,37 +71,40 @@ def dtype_of(name: str, value: Any, *, optional: bool = False) -> np.dtype | Non
     if value is None and optional:
         return None
     try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        raise ConfigError(f"{name}={value!r} is not a dtype; wanted for example 'bfloat16' or jnp.float32.") from None
+        # An array is no dtype, though NumPy takes its.
+        dtype = None if isinstance(value, jax.Array | np.ndarray | np.generic) else jnp.dtype(value)
+    except Exception:  # what NumPy raises depends on what it takes the value for: TypeError, ValueError, SyntaxError
+        dtype = None
+    if dtype is None:
+        raise ConfigError(f"{name}={shown(value)} is not a dtype; wanted for example 'bfloat16' or jnp.float32.")
     if dtype.name not in ("float64", "float32", "bfloat16", "float16"):
         raise ConfigError(f"{name}={dtype.name}; wanted float32, bfloat16, float16 or float64.")
-    return dtype
+    return jnp.dtype(dtype.name)  # in the machine's byte order
 
 
 def axis_of(value: PartitionAxis | Mapping[str, Any]) -> PartitionAxis:
     if isinstance(value, PartitionAxis):
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(f"partition_axis={value!r}; wanted an eformer PartitionAxis or a dict of its fields.")
+        raise ConfigError(f"partition_axis={shown(value)}; wanted an eformer PartitionAxis or a dict of its fields.")
     known = [f.name for f in dataclasses.fields(PartitionAxis)]
     for name in value:
         if name not in known:
-            raise ConfigError(f"partition_axis: unknown field {name!r}." + nearest(name, known))
+            raise ConfigError(f"partition_axis: unknown field {shown(name)}." + nearest(name, known))
     given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items()}
     return PartitionAxis(**given)
 
 
 def partition_axis_of(value: Any, sequence_axis: str | Unset) -> PartitionAxis:
     if sequence_axis is not UNSET and not isinstance(sequence_axis, str):
-        raise ConfigError(f"sequence_axis_name={sequence_axis!r}; wanted the name of a mesh axis.")
+        raise ConfigError(f"sequence_axis_name={shown(sequence_axis)}; wanted the name of a mesh axis.")
     if value is UNSET or value is None:
         return PartitionAxis() if sequence_axis is UNSET else PartitionAxis(sequence_parallel_axis=sequence_axis)
     axis = axis_of(value)
     if sequence_axis is not UNSET and axis.sequence_parallel_axis != sequence_axis:
         raise ConfigError(
-            f"sequence_axis_name={sequence_axis!r} but partition_axis.sequence_parallel_axis="
-            f"{axis.sequence_parallel_axis!r}; make them agree, or leave sequence_axis_name out."
+            f"sequence_axis_name={shown(sequence_axis)} but partition_axis.sequence_parallel_axis="
+            f"{shown(axis.sequence_parallel_axis)}; make them agree, or leave sequence_axis_name out."
         )
     return _checked(axis)
 
@@ -111,7 +115,9 @@ def _checked(axis: PartitionAxis) -> PartitionAxis:
         value = getattr(axis, field.name)
         names = value if isinstance(value, list | tuple) else () if value is None else (value,)
         if not all(isinstance(n, str) and n for n in names):
-            raise ConfigError(f"partition_axis.{field.name}={value!r}; wanted a mesh axis, a tuple of them, or None.")
+            raise ConfigError(
+                f"partition_axis.{field.name}={shown(value)}; wanted a mesh axis, a tuple of them, or None."
+            )
         if isinstance(value, list):
             lists[field.name] = tuple(value)  # as JSON gives it back, so that the two are equal
     return dataclasses.replace(axis, **lists) if lists else axis
@@ -136,11 +142,11 @@ def platform_of(name: str, value: Any, *, of_framework: bool = False) -> str | N
     value = getattr(value, "value", value)  # enums
     if value is None:
         return None
-    text = str(value).lower()
+    text = value.lower() if isinstance(value, str) else ""
     if of_framework and text in _KERNEL_LANGUAGES:
         return None
     if text not in METHODS:
-        raise ConfigError(f"{name}={value!r}; wanted one of {', '.join(METHODS)}." + nearest(text, METHODS))
+        raise ConfigError(f"{name}={shown(value)}; wanted one of {', '.join(METHODS)}." + nearest(text, METHODS))
     return text
 
 
@@ -148,7 +154,7 @@ def configs_of(value: Any) -> Mapping[str, OperationConfig]:
     if value is None:
         return Configs()
     if not isinstance(value, Mapping):
-        raise ConfigError(f"operation_configs={value!r}; wanted a mapping of operation name to config.")
+        raise ConfigError(f"operation_configs={shown(value)}; wanted a mapping of operation name to config.")
     return Configs({str(n): OperationRegistry.get(str(n)).config.coerce(c) for n, c in value.items()})
 
 
@@ -159,20 +165,20 @@ def mesh_of(value: Any) -> AnyMesh | None:
         if "axis_names" in value or "axis_sizes" in value:
             return mesh_from_dict(value)
         return mesh_from_dict({"axis_names": list(value), "axis_sizes": list(value.values())})
-    raise ConfigError(f"mesh={value!r}; wanted a jax.sharding.Mesh, an AbstractMesh, or {{axis: size}}.")
+    raise ConfigError(f"mesh={shown(value)}; wanted a jax.sharding.Mesh, an AbstractMesh, or {{axis: size}}.")
 
 
 def number(name: str, value: Any, *, optional: bool = False) -> Any:
     if value is None and optional:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
-        raise ConfigError(f"{name}={value!r}; wanted a number.")
+        raise ConfigError(f"{name}={shown(value)}; wanted a number.")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ConfigError(f"{name}={value!r}; wanted a finite number.")
+        raise ConfigError(f"{name}={shown(value)}; wanted a finite number.")
     return number
 
 
@@ -180,7 +186,7 @@ def boolean(name: str, value: Any, *, optional: bool = False) -> bool | None:
     if value is None and optional:
         return None
     if not isinstance(value, bool | np.bool_):
-        raise ConfigError(f"{name}={value!r}; wanted True or False.")
+        raise ConfigError(f"{name}={shown(value)}; wanted True or False.")
     return bool(value)
 
 
@@ -188,7 +194,7 @@ def block_size(name: str, value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ConfigError(f"{name}={value!r}; wanted a positive integer.")
+        raise ConfigError(f"{name}={shown(value)}; wanted a positive integer.")
     return int(value)
 
 

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, SerializerFunc
 from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
 from pydantic_core.core_schema import SerializationInfo
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, shown
+from .other_names import other_name
 
 __all__ = ["GivenModel", "explain_validation"]
 
@@ -114,15 +115,15 @@ def explain_validation(error: ValidationError, model: type[BaseModel]) -> str:
         where = ".".join(str(part) for part in item["loc"]) or "value"
         if item["type"] == "extra_forbidden":
             known = _fields_at(model, item["loc"][:-1])
-            close = nearest(str(item["loc"][-1]), known)
+            close = other_name(item["loc"][-1], known, str(item["loc"][-2]) if len(item["loc"]) == 2 else "")
             lines.append(
-                f"unknown field {where!r}" + (f"; wanted one of {', '.join(known)}." if known else ".") + close
+                f"unknown field {shown(where)}" + (f"; wanted one of {', '.join(known)}." if known else ".") + close
             )
         elif item["type"] == "missing":
             lines.append(f"{where} is missing")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            got = "" if item["type"] == "value_error" else f"{where}={item['input']!r}: "
+            got = "" if item["type"] == "value_error" else f"{where}={shown(item['input'])}: "
             lines.append(got + message)
     return "; ".join(lines)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection, Mapping
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from eformer.escale import PartitionAxis, PartitionManager
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, a_type, nearest, shown
 from ..sharding import AttnShardingRules, current_mesh, mesh_to_dict, resolve_rules
 from ..sharding.mesh import AnyMesh
 from .config import OperationConfig
@@ -35,11 +35,12 @@ from .fields import (
 )
 from .metadata_field import field_json_schema, field_schema
 from .model_metadata import arguments_of
+from .other_names import CALL_ARGUMENTS, other_name, refuse_unknown, takes_no_more
 from .plan import Policy
 from .registry import OperationRegistry
 from .unset import UNSET, Unset, or_default
 
-__all__ = ["PICKUP", "OperationMetadata"]
+__all__ = ["METADATA_ARGUMENTS", "PICKUP", "OperationMetadata"]
 
 # Where a value comes from when it isn't given: the attribute of base_config that model configs use for it.
 PICKUP = {
@@ -100,6 +101,7 @@ class OperationMetadata:
     _stored_mesh: AnyMesh | None
     _hash: int | None
 
+    @takes_no_more
     def __init__(
         self,
         runtime_dtype: Any = UNSET,
@@ -125,12 +127,16 @@ class OperationMetadata:
         tuning: str = "heuristic",
         sequence_parallel: str = "auto",
         ring_order: str | None = None,
+        **unknown: Never,
     ) -> None:
         given = dict(locals())
+        if unknown:
+            refuse_unknown(unknown, METADATA_ARGUMENTS, "metadata", CALL_ARGUMENTS)
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen: the one way to assign
         put("base_config", base_config)
         for name in given.keys() - {
             "self",
+            "unknown",
             "base_config",
             "partition_manager",
             "mesh",
@@ -201,7 +207,7 @@ class OperationMetadata:
         """
         known = {f.name for f in dataclasses.fields(self)} - {"_hash", "policy"}
         if attr_name not in known:
-            raise AttributeError(f"OperationMetadata has no attribute {attr_name!r}." + nearest(attr_name, known))
+            raise AttributeError(f"OperationMetadata has no attribute {shown(attr_name)}." + nearest(attr_name, known))
         if getattr(self, attr_name) is not UNSET:
             return
         value: Any = UNSET
@@ -274,7 +280,7 @@ class OperationMetadata:
             if name == "base_config":
                 raise ConfigError("replace: base_config can't replace what is declared; use from_config(config, ...).")
             if name not in arguments and name != "partition_manager":
-                raise ConfigError(f"replace: unknown argument {name!r}." + nearest(name, arguments))
+                raise ConfigError(f"replace: unknown argument {shown(name)}." + nearest(name, arguments))
         if "partition_axis" in changes or "partition_manager" in changes:
             arguments["sequence_axis_name"] = UNSET
             if "partition_manager" in changes:
@@ -306,18 +312,17 @@ class OperationMetadata:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Build metadata from a dict as `to_dict` writes it; keys may be left out. Errors: ConfigError for unknown ones."""
         if not isinstance(data, Mapping):
-            raise ConfigError(f"metadata: got {type(data).__name__}; wanted an object of fields.")
+            raise ConfigError(f"metadata: got {a_type(data)}; wanted an object of fields.")
         fields = dict(data)
         version = fields.pop("schema_version", _SCHEMA_VERSION)
         if version != _SCHEMA_VERSION:
-            raise ConfigError(f"metadata: schema_version={version!r}; this attnops reads {_SCHEMA_VERSION}.")
-        known = [
-            name for name in cls.__init__.__annotations__ if name not in ("return", "base_config", "partition_manager")
-        ]
+            raise ConfigError(f"metadata: schema_version={shown(version)}; this attnops reads {_SCHEMA_VERSION}.")
+        known = [name for name in METADATA_ARGUMENTS if name not in ("base_config", "partition_manager")]
         for name in fields:
             if name not in known:
                 raise ConfigError(
-                    f"metadata: unknown field {name!r}; wanted {', '.join(known)}." + nearest(name, known)
+                    f"metadata: unknown field {shown(name)}; wanted {', '.join(known)}."
+                    + other_name(name, known, "metadata")
                 )
         return cls(**fields)
 
@@ -403,3 +408,7 @@ class OperationMetadata:
 
 # Where pydantic looks at the value and not at the field's type (Any, serialize_as_any), it would write a bare dataclass.
 OperationMetadata.__pydantic_serializer__ = TypeAdapter(OperationMetadata).serializer  # type: ignore[attr-defined]
+METADATA_ARGUMENTS = tuple(
+    name for name in OperationMetadata.__init__.__annotations__ if name not in ("return", "unknown")
+)
+"""The arguments of OperationMetadata, in order."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import shown
 from .model_config import ModelConfig
 from .model_masks import LayerAttention, is_causal, layer_attentions
 from .model_values import dtype_name, flag, number, positive, probability, whole
@@ -80,7 +81,9 @@ def _dims(config: ModelConfig, q_heads: int, kv_heads: int) -> tuple[int, int]:
         # transformers writes qk_rope_head_dim as head_dim, the part that is rotated
         for key, meant in (("qk_head_dim", (both,)), ("head_dim", (rope, both))):
             if f[key] is not None and f[key] not in meant:
-                raise config.error(f"{key}={f[key]!r}, and qk_nope_head_dim and qk_rope_head_dim add up to {both}.")
+                raise config.error(
+                    f"{key}={shown(f[key])}, and qk_nope_head_dim and qk_rope_head_dim add up to {both}."
+                )
         if kv_heads != q_heads:
             raise config.error(
                 f"num_key_value_heads={kv_heads} with latent attention, where every one of {q_heads} heads has its own key."
@@ -112,7 +115,7 @@ def _scale(config: ModelConfig, head_dim: int) -> float | None:
         raise config.error("rope_parameters and rope_scaling say two things; keep one.")
     rope = f["rope_parameters"] or f["rope_scaling"] or {}
     if not isinstance(rope, Mapping):
-        raise config.error(f"rope_scaling={rope!r}; wanted an object.")
+        raise config.error(f"rope_scaling={shown(rope)}; wanted an object.")
     # yarn of DeepSeek: the logits grow with the context, by the square of what its paper calls the temperature
     if rope.get("rope_type", rope.get("type", "default")) == "default" or not rope.get("mscale_all_dim"):
         return None
@@ -128,6 +131,6 @@ def _dtype(config: ModelConfig) -> str | None:
     name = dtype_name(value)
     if name not in _DTYPES:
         raise config.error(
-            f"dtype={name!r}; wanted one of {', '.join(_DTYPES)}: give dtype= with what the model computes in."
+            f"dtype={shown(name)}; wanted one of {', '.join(_DTYPES)}: give dtype= with what the model computes in."
         )
     return name

@@ -6,13 +6,14 @@ carried is refused. `registry/model_keys.py` has the table.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, a_type, nearest, shown
 from .model_families import COMPOSITES, FAMILIES, PARTS, Family
 from .model_keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
 from .strict_json import parse_json, read_text
@@ -67,8 +68,9 @@ def read_model_config(
     """
     data, own_name = as_dict(config)
     name = own_name if name is None else name
-    if isinstance(ignore, str):
-        ignore = (ignore,)
+    ignore = (ignore,) if isinstance(ignore, str) else ignore
+    if not isinstance(ignore, Collection) or not all(isinstance(key, str) for key in ignore):
+        raise ConfigError(f"{name}: ignore={shown(ignore)}; wanted the names of keys.")
     notes: list[str] = []
     nested = data.get("text_config") is not None
     if nested:
@@ -76,7 +78,7 @@ def read_model_config(
         name = f"{name}: text_config"
     for key in ignore:
         if key not in data:
-            raise ConfigError(f"{name}: ignore names {key!r}, which the config doesn't have." + nearest(key, data))
+            raise ConfigError(f"{name}: ignore names {shown(key)}, which the config doesn't have." + nearest(key, data))
     model = _family(data, name, family, part)
     fields, given = _fields(data, name, model, ignore, notes)
     if not nested:
@@ -99,13 +101,17 @@ def as_dict(config: Any) -> tuple[dict[str, Any], str]:
     """A config's keys, and what messages call it."""
     if isinstance(config, str | os.PathLike):
         path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
+        with contextlib.suppress(OSError, ValueError):  # a name that no file can have: read_text says so
+            path = path / "config.json" if path.is_dir() else path
         data = parse_json(read_text(path, "the config.json of a model"), str(path))
         if not isinstance(data, dict):
-            raise ConfigError(f"{path}: got {type(data).__name__}; wanted the config.json of a model: an object.")
+            raise ConfigError(f"{path}: got {a_type(data)}; wanted the config.json of a model: an object.")
         return data, str(path)
     if isinstance(config, Mapping):
-        return {str(key): value for key, value in config.items()}, "model config"
+        odd = [key for key in config if not isinstance(key, str)]
+        if odd:
+            raise ConfigError(f"model config: has the key {shown(odd[0])}; wanted strings, as in a config.json.")
+        return dict(config), "model config"
     name = type(config).__name__
     found = config.to_dict() if callable(getattr(config, "to_dict", None)) else getattr(config, "__dict__", None)
     if not isinstance(found, Mapping):
@@ -118,17 +124,22 @@ def as_dict(config: Any) -> tuple[dict[str, Any], str]:
 
 def _text_part(data: dict[str, Any], name: str, family: str | None, notes: list[str]) -> dict[str, Any]:
     kind, text = data.get("model_type"), data["text_config"]
+    if isinstance(text, str | os.PathLike | list | tuple | int | float):
+        raise ConfigError(f"{name}: text_config={shown(text)}; wanted an object.")
     if not isinstance(text, Mapping):
         text, _ = as_dict(text)
-    if kind not in COMPOSITES:
+    if not isinstance(kind, str) or kind not in COMPOSITES:
         raise ConfigError(
-            f"{name}: model_type {kind!r} has a text_config, and attnops doesn't know what else its layers see; known: "
+            f"{name}: model_type {shown(kind)} has a text_config, and attnops doesn't know what else its layers see; known: "
             f"{', '.join(COMPOSITES)}. If its masks are those of text alone, give the text_config itself."
-            + nearest(str(kind), COMPOSITES)
+            + nearest(kind, COMPOSITES)
         )
     notes.append(f"text_config of {kind} is read; its other parts, if they attend, do so by configs of their own")
     if COMPOSITES[kind] is not None:
         notes.append(f"{kind}: {COMPOSITES[kind]}")
+    beside = [key for key, value in data.items() if not _of_the_whole(key) and not is_quiet(key, value)]
+    if beside:
+        notes.append(f"not read, as they stand beside text_config and not in it: {', '.join(sorted(beside))}")
     text = dict(text)
     if "dtype" not in text and "torch_dtype" not in text:
         text |= {key: data[key] for key in ("dtype", "torch_dtype") if key in data}
@@ -137,19 +148,28 @@ def _text_part(data: dict[str, Any], name: str, family: str | None, notes: list[
     return text
 
 
+def _of_the_whole(key: str) -> bool:
+    """Whether a key beside text_config is read, is another part, or is known to be none of attention's."""
+    return key in ("model_type", "dtype", "torch_dtype") or key.endswith("_config") or kind_of_key(key) == "other"
+
+
 def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | None) -> str:
     kind = data.get("model_type") if family is None else family
+    if kind is not None and not isinstance(kind, str):
+        raise ConfigError(
+            f"{name}: {'family' if family else 'model_type'}={shown(kind)}; wanted one name, such as 'llama'."
+        )
     known = sorted({*PARTS, *(known for known in FAMILIES if " " not in known)})
     if kind is None or kind == "":
         raise ConfigError(
             f"{name}: no model_type, so this is no model's config as transformers saves it; wanted one of "
             f"{', '.join(known)}, or family=."
         )
-    if part is not None and (kind not in PARTS or part not in PARTS[kind]):
+    if part is not None and (not isinstance(part, str) or kind not in PARTS or part not in PARTS[kind]):
         wanted = (
             f"wanted one of {', '.join(PARTS[kind])}" if kind in PARTS else f"{kind} has one attention: leave it out"
         )
-        raise ConfigError(f"{name}: part={part!r}; {wanted}.")
+        raise ConfigError(f"{name}: part={shown(part)}; {wanted}.")
     if kind in PARTS:
         if part is None:
             raise ConfigError(f"{name}: {kind} has three attentions; say part= one of {', '.join(PARTS[kind])}.")
@@ -157,8 +177,8 @@ def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | 
     if kind not in known:
         mend = "" if family else " If it attends as one of them does, say so with family=."
         raise ConfigError(
-            f"{name}: {'family' if family else 'model_type'} {kind!r} is not one that attnops can read; known: "
-            f"{', '.join(known)}." + (nearest(str(kind), known) or mend)
+            f"{name}: {'family' if family else 'model_type'} {shown(kind)} is not one that attnops can read; known: "
+            f"{', '.join(known)}." + (nearest(kind, known) or mend)
         )
     return str(kind)
 
@@ -177,7 +197,7 @@ def _fields(
         if own in known and key not in renamed:
             if own in said_by and None not in (fields[own], value) and fields[own] != value:
                 raise ConfigError(
-                    f"{name}: {said_by[own]}={fields[own]!r} and {key}={value!r} say two things; keep one."
+                    f"{name}: {said_by[own]}={shown(fields[own])} and {key}={shown(value)} say two things; keep one."
                 )
             if own in said_by and value is None:
                 continue
@@ -185,18 +205,20 @@ def _fields(
             continue
         kind = kind_of_key(key)
         if key in NOTED and not is_quiet(key, value):
-            notes.append(f"{key}={value!r}: {NOTED[key]}")
+            notes.append(f"{key}={shown(value)}: {NOTED[key]}")
         if kind == "refused" and not is_quiet(key, value):
-            raise ConfigError(f"{name}: {key}={value!r}: {REFUSED[key][1]}, which attnops can't read from a config.")
+            raise ConfigError(
+                f"{name}: {key}={shown(value)}: {REFUSED[key][1]}, which attnops can't read from a config."
+            )
         if kind == "attention" and not _quiet(key, value, data):
             raise ConfigError(
-                f"{name}: {key}={value!r}, and models of type {model} don't read {key}. Take it out, say family= if it "
+                f"{name}: {key}={shown(value)}, and models of type {model} don't read {key}. Take it out, say family= if it "
                 f"is another one, or name it in ignore=.{nearest(key, known)}"
             )
         nothing = is_quiet(key, value) or (value == 0 and "drop" in key)
         if kind == "suspicious" and not nothing:
             raise ConfigError(
-                f"{name}: {key}={value!r} may be attention's, and attnops doesn't know it. If it isn't, name it in ignore=."
+                f"{name}: {key}={shown(value)} may be attention's, and attnops doesn't know it. If it isn't, name it in ignore=."
                 + nearest(key, ATTENTION)
             )
         if kind == "unknown" and not is_quiet(key, value):

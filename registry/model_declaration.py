@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..sharding.modes import GENERATION, canonical_mode
 from .declaration import Declaration
 from .metadata import PICKUP, OperationMetadata
@@ -16,6 +16,8 @@ from .model_config import as_dict, read_model_config
 from .model_metadata import metadata_of
 
 __all__ = ["LayerDeclaration", "ModelDeclaration", "is_cached", "write_layers"]
+
+_LIMIT = 2**31 - 1  # indices are int32 on devices
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ class ModelDeclaration:
         decode or insert has kv_lengths. family, part, ignore: see read_model_config. Errors: ConfigError.
         """
         data, name = as_dict(config)
+        for argument, size in (("batch", batch), ("q_len", q_len), ("kv_len", kv_len)):
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _LIMIT):
+                raise ConfigError(f"{argument}={shown(size)}; wanted a whole number from 1 on, in 31 bits.")
+        if metadata is not None and not isinstance(metadata, Mapping):
+            raise ConfigError(f"metadata={shown(metadata)}; wanted a dict of OperationMetadata's fields.")
         own = {key: data.pop(key) for key in PICKUP.values() if key in data}
         read = read_model_config(data, family=family, part=part, ignore=ignore, name=name)
         found = model_attention(read, dtype)
@@ -95,7 +102,7 @@ class ModelDeclaration:
         """The declaration of layer `number`, from 0. Errors: ConfigError for a layer that the model doesn't have."""
         count = len(self.layers)
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
-            raise ConfigError(f"layer {number!r}: this {self.family} model has layers 0 to {count - 1}.")
+            raise ConfigError(f"layer {shown(number)}: this {self.family} model has layers 0 to {count - 1}.")
         return self.layers[number]
 
     def write(self, folder: str | Path) -> tuple[Path, ...]:

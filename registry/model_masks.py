@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import shown
 from ..masks import Causal, Chunked, Full, Mask, SlidingWindow
 from .model_config import ModelConfig
 from .model_families import CHUNKED, GLOBAL, LOCAL
@@ -13,6 +14,8 @@ __all__ = ["LayerAttention", "is_causal", "layer_attentions"]
 
 # Keys that say by a rule what layer_types lists.
 _PATTERNS = ("sliding_window_pattern", "max_window_layers", "global_attn_every_n_layers")
+
+_MOST_LAYERS = 10_000  # each is looked at; more are a slip of the hand
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ def is_causal(config: ModelConfig) -> bool:
         return flag(config, "is_decoder") if "is_decoder" in f else False
     if f.get("use_bidirectional_attention") and config.family != "gemma3_text":
         raise config.error(
-            f"use_bidirectional_attention={f['use_bidirectional_attention']!r}: transformers builds a causal mask for "
+            f"use_bidirectional_attention={shown(f['use_bidirectional_attention'])}: transformers builds a causal mask for "
             f"{config.family} all the same; take it out, and say is_causal=false if none is wanted."
         )
     if f.get("use_bidirectional_attention"):
@@ -47,7 +50,7 @@ def is_causal(config: ModelConfig) -> bool:
 
 def _kinds(config: ModelConfig, notes: list[str]) -> list[str]:
     """Each layer's kind, by layer_types where the config has them, else by the family's rule."""
-    f, count = config.fields, whole(config, "num_hidden_layers")
+    f, count = config.fields, whole(config, "num_hidden_layers", most=_MOST_LAYERS)
     for key in ("sliding_window_pattern", "no_rope_layer_interval", "global_attn_every_n_layers"):
         if key in f and not (config.family == "exaone4" and f["sliding_window"] is None):  # there it is then 0
             whole(config, key)
@@ -67,7 +70,7 @@ def _kinds(config: ModelConfig, notes: list[str]) -> list[str]:
     for number, kind in enumerate(types):
         if kind not in (GLOBAL, LOCAL, CHUNKED):
             raise config.error(
-                f"layer_types[{number}] is {kind!r}; wanted {GLOBAL}, {LOCAL} or {CHUNKED}. Layers of other kinds, such as "
+                f"layer_types[{number}] is {shown(kind)}; wanted {GLOBAL}, {LOCAL} or {CHUNKED}. Layers of other kinds, such as "
                 "linear attention, are none that attnops has."
             )
     said = [key for key in _PATTERNS if key in config.given and f.get(key)]

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import ConfigError, ConfigWarning
+from ..errors import ConfigError, ConfigWarning, a_type
 from .fields import pick
 from .model_attention import ModelAttention, model_attention
 from .model_config import as_dict, is_model_config, read_model_config
@@ -68,9 +68,7 @@ def _is_read(config: Any, own_names: Mapping[str, str], reading: Mapping[str, An
         return True
     said = [name for name, value in reading.items() if value]
     if said:
-        raise ConfigError(
-            f"from_config: {', '.join(said)} for a {type(config).__name__}, of which only its own names are read."
-        )
+        raise ConfigError(f"from_config: {', '.join(said)} for {a_type(config)}, of which only its own names are read.")
     return False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..errors import shown
 from .model_config import ModelConfig
 
 __all__ = ["dtype_name", "flag", "number", "positive", "probability", "whole"]
@@ -18,11 +19,12 @@ def dtype_name(value: Any) -> str:
     return str(text).removeprefix("torch.")
 
 
-def whole(config: ModelConfig, key: str, least: int = 1) -> int:
-    """A whole number from `least` on."""
+def whole(config: ModelConfig, key: str, least: int = 1, most: int = _LIMIT) -> int:
+    """A whole number from `least` to `most`."""
     value = config.fields[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LIMIT:
-        raise config.error(f"{key}={value!r}; wanted a whole number from {least} on.")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        upto = "on" if most == _LIMIT else f"to {most}"
+        raise config.error(f"{key}={shown(value)}; wanted a whole number from {least} {upto}.")
     return value
 
 
@@ -34,7 +36,7 @@ def positive(config: ModelConfig, key: str) -> float:
 def number(config: ModelConfig, key: str, value: Any) -> float:
     """The same, of a value that stands deeper."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise config.error(f"{key}={value!r}; wanted a positive number.")
+        raise config.error(f"{key}={shown(value)}; wanted a positive number.")
     return float(value)
 
 
@@ -42,7 +44,7 @@ def probability(config: ModelConfig, key: str) -> float:
     """In [0, 1)."""
     value = config.fields[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise config.error(f"{key}={value!r}; wanted a probability in [0, 1).")
+        raise config.error(f"{key}={shown(value)}; wanted a probability in [0, 1).")
     return float(value)
 
 
@@ -50,5 +52,5 @@ def flag(config: ModelConfig, key: str) -> bool:
     """True or False."""
     value = config.fields[key]
     if not isinstance(value, bool):
-        raise config.error(f"{key}={value!r}; wanted true or false.")
+        raise config.error(f"{key}={shown(value)}; wanted true or false.")
     return value

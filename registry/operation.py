@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from .capability import Capability
 from .config import OperationConfig
 from .quantised import dequantised_copy
@@ -50,7 +50,7 @@ class PlannedOperation:
         """The forward methods that are written. Errors: ConfigError for one without @implementation."""
         written = tuple(m for m in _ALL if cls.implements(m))
         if "forward_native" not in written:
-            raise ConfigError(f"operation {cls.name!r} has no forward_native; it is needed.")
+            raise ConfigError(f"operation {shown(cls.name)} has no forward_native; it is needed.")
         for method in written:
             cls.capability(method)
         return written

@@ -6,7 +6,7 @@ import functools
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from ..errors import ConfigError, RefusedError
+from ..errors import ConfigError, RefusedError, shown
 from ..sharding import AttnShardingRules
 from . import tune_cache
 from .capability import Reason
@@ -63,7 +63,7 @@ class Policy:
             ("scan_ring_attention", self.scan_ring_attention or False, (True, False)),
         ):
             if type(value) is not type(wanted[0]) or value not in wanted:
-                raise ConfigError(f"{name}={value!r}; wanted one of {', '.join(map(repr, wanted))}.")
+                raise ConfigError(f"{name}={shown(value)}; wanted one of {', '.join(map(repr, wanted))}.")
 
 
 class Rejected(NamedTuple):

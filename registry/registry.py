@@ -9,7 +9,7 @@ import inspect
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from ..errors import AttnOpsError, ConfigError, UnknownNameError, nearest
+from ..errors import AttnOpsError, ConfigError, UnknownNameError, a_type, nearest, shown
 from .config import OperationConfig
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ class OperationRegistry:
             # A class of the name's own entry point that registers itself while it is imported is that very operation.
             same = [operation] if known is not None else [f"{operation.__module__}:{operation.__qualname__}"]
             if taken and taken != same and not override:
-                raise ConfigError(f"operation {name!r} exists already ({taken[0]}); pass override=True to replace it.")
+                raise ConfigError(
+                    f"operation {shown(name)} exists already ({taken[0]}); pass override=True to replace it."
+                )
             cls._registered[name] = operation
         return operation
 
@@ -56,7 +58,7 @@ class OperationRegistry:
         import fails (the other operations are not touched by that).
         """
         if not isinstance(name, str):
-            raise UnknownNameError(f"an operation is asked for by its name, got a {type(name).__name__}.")
+            raise UnknownNameError(f"an operation is asked for by its name, got {a_type(name)}.")
         found = cls._registered.get(name)
         if found is not None:
             return found
@@ -64,24 +66,24 @@ class OperationRegistry:
         if not entries:
             names = cls.names()
             raise UnknownNameError(
-                f"operation {name!r} is not registered; known: {', '.join(names) or 'none (is attnops installed?)'}."
-                + nearest(str(name), names)
+                f"operation {shown(name)} is not registered; known: {', '.join(names) or 'none (is attnops installed?)'}."
+                + nearest(name, names)
             )
         if len(entries) > 1:
             raise ConfigError(
-                f"operation {name!r} is offered by {' and by '.join(map(_where, entries))}; uninstall all but one, or "
+                f"operation {shown(name)} is offered by {' and by '.join(map(_where, entries))}; uninstall all but one, or "
                 "register the one that you want with override=True."
             )
         (entry,) = entries
         try:
             operation = entry.load()
         except Exception as error:  # a plug-in can fail in any way; its name is what the user needs
-            text = f"operation {name!r} ({_where(entry)}) can't be imported: {type(error).__name__}: {error}"
+            text = f"operation {shown(name)} ({_where(entry)}) can't be imported: {type(error).__name__}: {error}"
             raise ConfigError(text) from error
         declared = _check(operation)
         if declared != name:
             raise ConfigError(
-                f"entry point {name!r} ({entry.value}) is an operation named {declared!r}; make them agree."
+                f"entry point {shown(name)} ({entry.value}) is an operation named {shown(declared)}; make them agree."
             )
         with cls._lock:
             return cls._registered.setdefault(name, operation)
@@ -110,7 +112,7 @@ class OperationRegistry:
         """Take an operation registered in this process out again. Errors: UnknownNameError."""
         with cls._lock:
             if cls._registered.pop(name, None) is None:
-                raise UnknownNameError(f"operation {name!r} was not registered in this process.")
+                raise UnknownNameError(f"operation {shown(name)} was not registered in this process.")
 
 
 OperationConfig.registry = OperationRegistry
@@ -133,15 +135,17 @@ def _check(operation: Any) -> str:
     name = getattr(operation, "name", None)
     if not inspect.isclass(operation) or not isinstance(name, str) or not name.replace("_", "").isalnum():
         raise ConfigError(
-            f"{operation!r} is not an operation class; wanted one with a `name` of letters, digits and _."
+            f"{shown(operation)} is not an operation class; wanted one with a `name` of letters, digits and _."
         )
     found: Any = operation
     for attribute in ("config", "forward_native", "declared_methods"):
         if not hasattr(found, attribute):
             raise ConfigError(
-                f"operation {name!r} has no `{attribute}`; wanted an Operation subclass, see docs/add-an-operation.md."
+                f"operation {shown(name)} has no `{attribute}`; wanted an Operation subclass, see docs/add-an-operation.md."
             )
     if not inspect.isclass(found.config) or not issubclass(found.config, OperationConfig):
-        raise ConfigError(f"operation {name!r} has config={found.config!r}; wanted a subclass of OperationConfig.")
+        raise ConfigError(
+            f"operation {shown(name)} has config={shown(found.config)}; wanted a subclass of OperationConfig."
+        )
     found.declared_methods()  # a method without declared abilities is an error now, not at the first call
     return name

@@ -7,9 +7,11 @@ import math
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 __all__ = ["parse_json", "read_text"]
+
+_LONGEST_NAME = 300
 
 
 def parse_json(text: str, source: str) -> Any:
@@ -29,16 +31,17 @@ def read_text(path: Path, wanted: str) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8.") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}; wanted {wanted}.") from None
+        raise ConfigError(f"{_name(path)}: not UTF-8 at byte {error.start}; save the file as UTF-8.") from None
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have, with a zero in it
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{_name(path)}: {reason}; wanted {wanted}.") from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {key!r} stands twice in one object; the first would be lost. Keep one.")
+            raise ValueError(f"the key {shown(key)} stands twice in one object; the first would be lost. Keep one.")
         found[key] = value
     return found
 
@@ -52,3 +55,8 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text} is too large for a float; wanted a finite one.")
     return value
+
+
+def _name(path: Path) -> str:
+    """A path as it was given, cut where no file can have such a name."""
+    return text if len(text := str(path)) <= _LONGEST_NAME else f"{text[:_LONGEST_NAME]}..."

@@ -11,7 +11,7 @@ import importlib.metadata
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from . import tune_cache
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _tuner() -> Any:
     entries = list(importlib.metadata.entry_points(group=_GROUP))
     if len(entries) != 1:
         raise ConfigError(
-            f"tuning='tune' wants one entry point in {_GROUP!r}; installed: "
+            f"tuning='tune' wants one entry point in {shown(_GROUP)}; installed: "
             f"{', '.join(entry.value for entry in entries) or 'none (is attnops installed?)'}."
         )
     return entries[0].load()

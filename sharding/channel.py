@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..errors import InputError
+from ..errors import InputError, shown
 
 __all__ = ["GRACE", "Address", "Channel", "parse_address"]
 
@@ -32,7 +32,7 @@ def parse_address(text: str) -> Address:
     host, _, port = text.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise InputError(f"address={text!r}; wanted HOST:PORT of process 0, for example 10.0.0.1:1235.")
+        raise InputError(f"address={shown(text)}; wanted HOST:PORT of process 0, for example 10.0.0.1:1235.")
     return Address(host, int(port))
 
 

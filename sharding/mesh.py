@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh, get_mesh
 
-from ..errors import ConfigError, ShardingError, nearest
+from ..errors import ConfigError, ShardingError, nearest, shown
 
 __all__ = [
     "AnyMesh",
@@ -117,9 +117,9 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
         if not name.isidentifier() or not size.isdecimal() or int(size) < 1:
-            raise ShardingError(f"mesh {text!r}: {part!r} is not AXIS=SIZE; wanted for example fsdp=2,tp=4.")
+            raise ShardingError(f"mesh {shown(text)}: {shown(part)} is not AXIS=SIZE; wanted for example fsdp=2,tp=4.")
         if name in sizes:
-            raise ShardingError(f"mesh {text!r} names the axis {name!r} twice; give each axis once.")
+            raise ShardingError(f"mesh {shown(text)} names the axis {shown(name)} twice; give each axis once.")
         sizes[name] = int(size)
     return sizes
 
@@ -171,30 +171,35 @@ def mesh_from_dict(data: Mapping[str, Any]) -> AnyMesh:
     known = ("axis_names", "axis_sizes", "axis_types", "platform", "device_kind", "num_cores", "abstract")
     for key in data:
         if key not in known:
-            raise ConfigError(f"mesh: unknown key {key!r}; wanted {', '.join(known)}." + nearest(key, known))
+            raise ConfigError(f"mesh: unknown key {shown(key)}; wanted {', '.join(known)}." + nearest(key, known))
     for key in known[:3]:
         if not isinstance(data.get(key) or (), list | tuple):
-            raise ConfigError(f"mesh: {key}={data[key]!r}; wanted a list, one of each per axis.")
+            raise ConfigError(f"mesh: {key}={shown(data[key])}; wanted a list, one of each per axis.")
     names, sizes = tuple(data.get("axis_names") or ()), tuple(data.get("axis_sizes") or ())
     kinds = tuple(data.get("axis_types") or ("auto",) * len(names))
     if not names or not len(names) == len(sizes) == len(kinds):
         raise ConfigError(
-            f"mesh: axis_names={names}, axis_sizes={sizes}, axis_types={kinds}; wanted one of each per axis."
+            f"mesh: axis_names={shown(names)}, axis_sizes={shown(sizes)}, axis_types={shown(kinds)}; wanted one of each per axis."
         )
     if not all(isinstance(n, str) and n for n in names) or len(set(names)) < len(names):
-        raise ConfigError(f"mesh: axis_names={names}; wanted distinct, non-empty names.")
+        raise ConfigError(f"mesh: axis_names={shown(names)}; wanted distinct, non-empty names.")
     if not all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sizes):
-        raise ConfigError(f"mesh: axis_sizes={sizes}; wanted positive integers.")
+        raise ConfigError(f"mesh: axis_sizes={shown(sizes)}; wanted positive integers.")
     if not all(isinstance(k, str) and k in _TYPES for k in kinds):
-        raise ConfigError(f"mesh: axis_types={kinds}; wanted {', '.join(_TYPES)}.")
+        raise ConfigError(f"mesh: axis_types={shown(kinds)}; wanted {', '.join(_TYPES)}.")
     types = tuple(_TYPES[k] for k in kinds)
-    platform, kind = data.get("platform"), data.get("device_kind")
+    platform, kind, cores = (data.get(key) for key in ("platform", "device_kind", "num_cores"))
+    if not (kind is None or isinstance(kind, str)):
+        raise ConfigError(f"mesh: device_kind={shown(kind)}; wanted a string, as jax.Device.device_kind.")
+    if not (cores is None or (isinstance(cores, int) and not isinstance(cores, bool) and cores > 0)):
+        raise ConfigError(f"mesh: num_cores={shown(cores)}; wanted a positive integer.")
+    if not isinstance(data.get("abstract", False), bool):
+        raise ConfigError(f"mesh: abstract={shown(data['abstract'])}; wanted true or false.")
     if not (platform is None or platform in _PLATFORMS or _is_here(platform)):
         wanted = ", ".join(_PLATFORMS)
-        raise ConfigError(f"mesh: platform={platform!r}; wanted one of {wanted}." + nearest(str(platform), _PLATFORMS))
+        raise ConfigError(f"mesh: platform={shown(platform)}; wanted one of {wanted}." + nearest(platform, _PLATFORMS))
     if not data.get("abstract") and _devices_here(platform, math.prod(sizes)):
         return jax.make_mesh(sizes, names, axis_types=types, devices=jax.devices()[: math.prod(sizes)])
-    cores = data.get("num_cores")
     device = AbstractDevice(device_kind=kind or platform, num_cores=cores, platform=platform) if platform else None
     return AbstractMesh(sizes, names, axis_types=types, abstract_device=device)
 
@@ -217,7 +222,7 @@ def _devices_here(platform: str | None, count: int) -> bool:
 def _check_sizes(sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
-            raise ShardingError(f"mesh axis {name!r} has size {size!r}; wanted a positive integer.")
+            raise ShardingError(f"mesh axis {shown(name)} has size {shown(size)}; wanted a positive integer.")
 
 
 def _sizes_text(sizes: Mapping[str, int]) -> str:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from eformer.common_types import MODE_DECODE, MODE_INSERT, MODE_PREFILL, MODE_TRAIN
 
-from ..errors import InputError, nearest
+from ..errors import InputError, nearest, shown
 
 __all__ = ["GENERATION", "LAYOUTS", "MODES", "Layout", "canonical_layout", "canonical_mode"]
 
@@ -27,15 +27,15 @@ def canonical_mode(mode: str) -> str:
     if isinstance(mode, str) and mode in _BY_NAME:
         return _BY_NAME[mode]
     raise InputError(
-        f"mode={mode!r} is not a mode; wanted one of {', '.join(sorted(_BY_NAME))}." + nearest(str(mode), _BY_NAME)
+        f"mode={shown(mode)} is not a mode; wanted one of {', '.join(sorted(_BY_NAME))}." + nearest(mode, _BY_NAME)
     )
 
 
 def canonical_layout(layout: str) -> Layout:
     """Return the layout unchanged if it is one of bthd, bhtd, thd; InputError otherwise."""
-    for known in LAYOUTS:
+    for known in LAYOUTS if isinstance(layout, str) else ():
         if layout == known:
             return known
     raise InputError(
-        f"layout={layout!r} is not a layout; wanted one of {', '.join(LAYOUTS)}." + nearest(str(layout), LAYOUTS)
+        f"layout={shown(layout)} is not a layout; wanted one of {', '.join(LAYOUTS)}." + nearest(layout, LAYOUTS)
     )

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ..errors import InputError, ProcessError
+from ..errors import InputError, ProcessError, shown
 from .agreement import compare, facts_of
 from .channel import Channel, parse_address
 from .mesh import AnyMesh
@@ -92,7 +92,7 @@ def _meet(
 ) -> tuple[Place, dict[int, Channel]]:
     """Who this process is, and channels to the others when all have come and agree; none in a job of one process."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
-        raise InputError(f"timeout={timeout!r}; wanted seconds, above 0.")
+        raise InputError(f"timeout={shown(timeout)}; wanted seconds, above 0.")
     if (process_id is None) != (num_processes is None):
         raise InputError(f"process_id={process_id}, num_processes={num_processes}; give both, or neither.")
     if num_processes is None or isinstance(mesh, Mesh):
@@ -103,7 +103,9 @@ def _meet(
             raise ProcessError(f"{text}; call jax.distributed.initialize with the same numbers first.", [here[0]])
         process_id, num_processes = here
     if not isinstance(process_id, int) or not 0 <= process_id < num_processes:
-        raise InputError(f"process_id={process_id!r} of num_processes={num_processes}; wanted 0 to num_processes - 1.")
+        raise InputError(
+            f"process_id={shown(process_id)} of num_processes={num_processes}; wanted 0 to num_processes - 1."
+        )
     facts = facts_of(mesh, agree or {})
     coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS")
     if address is not None:

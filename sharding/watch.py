@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from ..errors import InputError, ProcessError
+from ..errors import InputError, ProcessError, shown
 from .channel import GRACE, Channel
 from .rendezvous import Place, by_name
 
@@ -48,7 +48,7 @@ class Watch:
         Errors: the computation's own; ProcessError that names who is lost, or who hasn't come to this wait in time.
         """
         if timeout is not None and not 0 < timeout < float("inf"):
-            raise InputError(f"timeout={timeout!r}; wanted seconds, above 0, or None.")
+            raise InputError(f"timeout={shown(timeout)}; wanted seconds, above 0, or None.")
         number = self._waits[self._place.process] + 1
         self._waits[self._place.process] = number
         if self._place.process:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, nearest, shown
 
 __all__ = ["Device", "abstract_target", "clock_rate", "device_of", "has_libtpu", "products_a_cycle", "topology_of"]
 
@@ -35,6 +35,7 @@ _GENERATIONS = {
     "v6e": _Generation("TPU v6 lite", 1, 1, "v6e:2x2", 1.75e9, 262144),
     "tpu7x": _Generation("TPU7x", 2, 1, "tpu7x:2x2x1", 2.0e9, 262144),
 }
+_LONGEST_SHAPE = 40
 
 
 class Device(NamedTuple):
@@ -95,16 +96,16 @@ def _of_kind(kind: str) -> _Generation:
     found = next((g for g in _GENERATIONS.values() if g.kind == kind), None)
     if found is None:
         known = ", ".join(g.kind for g in _GENERATIONS.values())
-        raise ConfigError(f"device kind {kind!r} is no TPU that can be described; known: {known}.")
+        raise ConfigError(f"device kind {shown(kind)} is no TPU that can be described; known: {known}.")
     return found
 
 
 def abstract_target(target: str) -> tuple[str, int]:
     """(device kind, number of devices) of a topology's name, without libtpu. Errors: ConfigError for another form."""
-    match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)+)", target)
-    if match is None or match[1] not in _GENERATIONS:
+    match = re.fullmatch(r"([a-z0-9]+):([1-9][0-9]*(?:x[1-9][0-9]*)+)", target)
+    if match is None or match[1] not in _GENERATIONS or len(match[2]) > _LONGEST_SHAPE:
         raise ConfigError(
-            f"target {target!r}; wanted a generation and a shape, such as v5e:2x2; generations: "
+            f"target {shown(target)}; wanted a generation and a shape, such as v5e:2x2; generations: "
             f"{', '.join(_GENERATIONS)}.{nearest(target.partition(':')[0], _GENERATIONS)}"
         )
     generation = _GENERATIONS[match[1]]

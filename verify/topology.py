@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 from collections.abc import Mapping
 
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from ..errors import ConfigError, ShardingError, nearest
+from ..errors import ConfigError, ShardingError, nearest, shown
 from .generations import has_libtpu
 
 __all__ = ["TOPOLOGIES", "described_mesh"]
@@ -26,6 +27,9 @@ _ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+# libtpu's own form. It takes '' for a topology of its choice, and a size of 0 ends the process (SIGFPE, libtpu 0.0.51).
+_FORM = re.compile(r"[A-Za-z0-9_ ]+[=_:]([1-9][0-9]*(?:x[1-9][0-9]*)*)(?:_twisted|_untwisted)?")
+_MOST_CHIPS = 2**16  # seven times the largest pod; each device is an object
 # Two threads that ask first at the same time would both load libtpu, and one be refused.
 _loading = threading.Lock()
 
@@ -37,7 +41,10 @@ def described_mesh(topology: str, sizes: Mapping[str, int] | None = None) -> Mes
     doesn't know; ShardingError when the sizes don't multiply to the number of devices.
     """
     if not has_libtpu():
-        raise ConfigError(f"topology {topology!r} needs libtpu, which isn't installed; pip install 'attnops[tpu]'.")
+        raise ConfigError(
+            f"topology {shown(topology)} needs libtpu, which isn't installed; pip install 'attnops[tpu]'."
+        )
+    _check_form(topology)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from jax.experimental import topologies
@@ -49,7 +56,7 @@ def described_mesh(topology: str, sizes: Mapping[str, int] | None = None) -> Mes
         reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         names = ", ".join(TOPOLOGIES)
         raise ConfigError(
-            f"topology {topology!r} is not known to libtpu ({reason}); names that work: {names}."
+            f"topology {shown(topology)} is not known to libtpu ({reason}); names that work: {names}."
             + nearest(topology, TOPOLOGIES)
         ) from None
     sizes = {"fsdp": len(devices)} if sizes is None else dict(sizes)
@@ -65,3 +72,12 @@ def described_mesh(topology: str, sizes: Mapping[str, int] | None = None) -> Mes
     except (NotImplementedError, ValueError, AssertionError):  # a shape that jax finds no order for
         ordered: np.ndarray = np.asarray(devices).reshape(tuple(sizes.values()))
         return Mesh(ordered, tuple(sizes), axis_types=kinds)
+
+
+def _check_form(topology: str) -> None:
+    match = _FORM.fullmatch(topology)
+    if match is None or math.prod(int(size[:9]) for size in match[1].split("x")) > _MOST_CHIPS:
+        raise ConfigError(
+            f"topology {shown(topology)}; wanted a generation and sizes from 1 on, of at most {_MOST_CHIPS} chips; names that "
+            f"work: {', '.join(TOPOLOGIES)}." + nearest(topology, TOPOLOGIES)
+        )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..errors import AttnOpsError, ConfigError, RefusedError
+from ..errors import AttnOpsError, ConfigError, RefusedError, shown
 from ..registry import AttentionProblem, Placement, Plan
 from ..registry.explain import fields_text
 from ..registry.tune_cache import Choice, Found, Measured, best_of, keep, load
@@ -98,7 +98,7 @@ def _way(problem: AttentionProblem, how: str | None) -> str:
     kind = problem.device_kind
     here = here and kind in ("", problem.platform, jax.devices()[0].device_kind)
     if how not in (None, "static", "device"):
-        raise ConfigError(f"how={how!r}; wanted 'static' or 'device'.")
+        raise ConfigError(f"how={shown(how)}; wanted 'static' or 'device'.")
     if how == "device" and not here:
         raise ConfigError(
             f"planned for {problem.device}, and this machine has {jax.devices()[0].device_kind}; run it there, or search by "

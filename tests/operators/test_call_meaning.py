@@ -198,7 +198,7 @@ def test_wrong_arguments(call: dict[str, Any], error: type[Exception], message: 
 
 def test_no_values() -> None:
     q, k, v = _qkv()
-    with pytest.raises(InputTypeError, match="query is a NoneType"):
+    with pytest.raises(InputTypeError, match="query is None"):
         _attend()(None, k, v)
     with pytest.raises(InputTypeError, match=r"call plan\(\)"):
         _attend()(jax.ShapeDtypeStruct(q.shape, q.dtype), k, v)

@@ -207,8 +207,8 @@ def test_base_config_is_not_written_but_all_that_was_taken_from_it_is():
         ('{"schema_version": 2}', ConfigError, "schema_version=2; this attnops reads 1"),
         ('{"causal": tru}', ConfigError, "line 1, column 12"),
         ('{"causal": true,\n "strict": }', ConfigError, "line 2, column 12"),
-        ("[]", ConfigError, "got list; wanted an object"),
-        ('"text"', ConfigError, "got str; wanted an object"),
+        ("[]", ConfigError, "got a list; wanted an object"),
+        ('"text"', ConfigError, "got a str; wanted an object"),
     ],
 )
 def test_a_broken_file_is_refused(text, error, message):

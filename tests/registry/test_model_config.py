@@ -383,7 +383,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model_type": "gemma4", "text_config": {}}, "doesn't know what else its layers see"),
     ({"model_type": "llava", "text_config": {}}, "text_config has no model_type"),
-    ({"model_type": "llava", "text_config": [1]}, "got list"),
+    ({"model_type": "llava", "text_config": [1]}, r"text_config=\[1\]; wanted an object"),
 ]
 
 

@@ -1,0 +1,47 @@
+"""A call whose arrays lie on different devices: what jax says of the compiled function, said of the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from ..errors import InputError
+from .arguments import Arrays
+
+__all__ = ["explain_devices"]
+
+_MOST = 8  # devices that are named
+
+
+def explain_devices(arrays: Arrays, error: ValueError) -> None:
+    """Raise InputError that names the arguments if their devices are why a call failed; return if they aren't.
+
+    For the way out of a call that jax refused: one that runs pays nothing for it.
+    """
+    held: dict[frozenset[jax.Device], list[str]] = {}
+    for name, array in _named(arrays):
+        # A tracer has no devices, and what isn't committed goes where the others are.
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.committed:
+            held.setdefault(frozenset(array.sharding.device_set), []).append(name)
+    if len(held) < 2:
+        return
+    lying = "; ".join(f"{', '.join(names)} on {_devices_text(devices)}" for devices, names in held.items())
+    raise InputError(
+        f"the arrays of a call are committed to different devices: {lying}. Bring them together, for example with "
+        f"jax.device_put({next(reversed(held.values()))[0]}, {next(iter(held.values()))[0]}.sharding), or declare a mesh."
+    ) from error
+
+
+def _named(arrays: Arrays) -> Iterator[tuple[str, Any]]:
+    for name, value in arrays._asdict().items():
+        if name == "mask_leaves":
+            yield from (("mask", leaf) for leaf in value)
+        else:
+            yield name, value
+
+
+def _devices_text(devices: frozenset[jax.Device]) -> str:
+    names = [str(device) for device in sorted(devices, key=lambda device: device.id)]
+    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")

@@ -1,0 +1,133 @@
+"""Keywords that nothing takes: what is called so elsewhere, and what it is called here.
+
+Sources: jax.nn.dot_product_attention; torch.nn.functional.scaled_dot_product_attention and MultiheadAttention;
+flax.linen.MultiHeadDotProductAttention; flash_attn_func; transformers' attention functions; tokamax.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NoReturn, TypeVar
+
+from ..errors import InputTypeError, nearest, shown
+
+__all__ = ["CALL_ARGUMENTS", "other_name", "refuse_unknown", "takes_no_more"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+CALL_ARGUMENTS = (
+    "query", "key", "value", "mask", "bias", "causal", "sliding_window", "q_segment_ids", "kv_segment_ids", "kv_lengths",
+    "query_offset", "softmax_scale", "logits_soft_cap", "softmax_aux", "key_scale", "value_scale", "dropout_prob", "dropout_rng",
+    "deterministic", "return_weights", "return_lse", "mode", "layout",
+)  # fmt: skip
+"""What a call takes; a test holds it against the signature of Operation.__call__."""
+
+_SCALE = "softmax_scale, which multiplies q.k; left out, it is 1/sqrt(head_dim)"
+_CAP = "logits_soft_cap: cap * tanh(logits / cap), and None, not 0, for none"
+_SINKS = "softmax_aux, [heads] or [heads, sinks]"
+_DROPOUT = "dropout_prob; weights are dropped with deterministic=False and dropout_rng=jax.random.key(...) only"
+_TRAINING = "deterministic, with the opposite meaning: deterministic=False drops weights, by dropout_rng"
+_LENGTHS = "kv_lengths, int [batch]: how many keys of each row count"
+_PACKED = "layout='thd' with q_segment_ids and kv_segment_ids, one id a token"
+_WEIGHTS = "return_weights=True, and attention_weights of the output"
+_LSE = "return_lse=True, and lse of the output"
+_WINDOW = (
+    "sliding_window: inclusive distances (left, right), None, not -1, for no bound; mask=window_tokens(n) are the last n keys, "
+    "the query's own counted"
+)
+_MASK = "mask, a Mask or a boolean array of rank 4, True where a query may attend; what is added to the logits is bias"
+_PADDING = "mask, a boolean array of rank 4, True where a key counts: one of [batch, kv] is mask[:, None, None, :]; or kv_lengths"
+_BIAS = "bias, which is added to the logits"
+_SEGMENTS = "q_segment_ids and kv_segment_ids, one of which serves both where q and kv are as long"
+_RNG = "dropout_rng, a key of jax.random"
+_OFFSET = "query_offset, the position of the first query among the keys"
+_BLOCKS = "a field of operation_configs of OperationMetadata, such as {'splash': {'block_q': 512}}"
+_CLASS = "The operation is chosen by its class, OperationRegistry.get('splash'); what runs it follows from the platform"
+
+# A text that starts with a capital letter is a sentence of its own; the others go on from "Here it is".
+_CALL = {
+    "is_causal": "causal; left out, it is OperationMetadata's, True unless declared otherwise. Where q and kv differ in length, "
+    "query_offset says how they are aligned",
+    "scale": _SCALE, "sm_scale": _SCALE, "scaling": _SCALE, "softmax_scaling": _SCALE,
+    "local_window_size": "sliding_window, with the same meaning: inclusive distances (left, right), or one for both sides",
+    "window_size": _WINDOW, "window": _WINDOW, "local_window": _WINDOW,
+    "attn_mask": _MASK, "attention_mask": f"{_MASK}. One of 0 and 1, [batch, kv], is mask[:, None, None, :] != 0",
+    "padding_mask": _PADDING, "key_padding_mask": f"{_PADDING}. torch's is True where a key does not count",
+    "attn_bias": _BIAS, "attention_bias": _BIAS,
+    "alibi_slopes": "bias: slope * distance, of shape [1, heads, q, kv]",
+    "dropout_p": _DROPOUT, "dropout_rate": _DROPOUT, "dropout": _DROPOUT,
+    "dropout_key": _RNG, "dropout_seed": _RNG, "rng": _RNG, "rngs": _RNG,
+    "train": _TRAINING, "training": _TRAINING, "is_training": _TRAINING,
+    "enable_gqa": "Leave it out: fewer kv heads than query heads are shared wherever they divide",
+    "query_seq_lengths": "Queries beyond a row's length attend as all others do: disregard their output, or mask them by "
+    "q_segment_ids",
+    "key_value_seq_lengths": _LENGTHS, "kv_seq_lengths": _LENGTHS, "seq_lengths": _LENGTHS, "cache_seqlens": _LENGTHS,
+    "lengths": _LENGTHS,
+    "cu_seqlens": _PACKED, "cu_seqlens_q": _PACKED, "cu_seqlens_k": _PACKED,
+    "segment_ids": _SEGMENTS, "decoder_segment_ids": _SEGMENTS,
+    "softcap": _CAP, "soft_cap": _CAP, "logit_cap": _CAP, "logits_softcap": _CAP, "logit_softcap": _CAP,
+    "attn_logits_soft_cap": _CAP, "attn_logit_softcapping": _CAP,
+    "sinks": _SINKS, "sink": _SINKS, "s_aux": _SINKS, "attention_sinks": _SINKS, "learnable_sink": _SINKS,
+    "need_weights": _WEIGHTS, "output_attentions": _WEIGHTS, "return_attn_probs": _WEIGHTS,
+    "return_attention_weights": _WEIGHTS,
+    "return_residual": _LSE, "return_residuals": _LSE, "return_softmax_lse": _LSE, "save_residuals": _LSE,
+    "k_scale": "key_scale, which multiplies the stored key", "k_descale": "key_scale, which multiplies the stored key",
+    "v_scale": "value_scale, which multiplies the stored value", "v_descale": "value_scale, which multiplies the stored value",
+    "q_offset": _OFFSET, "cache_position": _OFFSET,
+    "positions": "mask=Positions(query, kv, left=..., right=...)",
+    "position_ids": "Rotary embeddings are applied before the call; where positions say who sees whom, it is mask=Positions(...)",
+    "implementation": _CLASS,
+    "precision": "Products take their precision from jax.default_matmul_precision",
+    "dtype": "runtime_dtype of OperationMetadata", "softmax_dtype": "runtime_softmax_dtype of OperationMetadata",
+    "broadcast_dropout": "Every weight is dropped by itself; leave it out",
+    "block_q": _BLOCKS, "block_kv": _BLOCKS, "block_sizes": _BLOCKS,
+}  # fmt: skip
+_METADATA = {
+    "dtype": "runtime_dtype", "attn_dtype": "runtime_dtype; attn_dtype is an attribute of base_config",
+    "softmax_dtype": "runtime_softmax_dtype",
+    "attn_softmax_dtype": "runtime_softmax_dtype; attn_softmax_dtype is an attribute of base_config",
+    "is_causal": "causal, for calls without a Mask object; a call's own goes before it",
+    "dropout": "dropout_prob", "dropout_p": "dropout_prob", "dropout_rate": "dropout_prob", "attention_dropout": "dropout_prob",
+    "implementation": _CLASS,
+    "block_q": "blocksize_q, or a field of operation_configs, such as {'splash': {'block_q': 512}}",
+    "block_kv": "blocksize_k, or a field of operation_configs, such as {'splash': {'block_kv': 512}}",
+    "sequence_axis": "sequence_axis_name", "paxis": "partition_axis",
+}  # fmt: skip
+
+
+def takes_no_more(function: Function) -> Function:
+    """Mark a function whose `**unknown` is there to be refused: its signature ends before it, as for whoever calls it."""
+    whole = inspect.signature(function)
+    taken = [p for p in whole.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = whole.replace(parameters=taken)  # type: ignore[attr-defined]
+    return function
+
+
+def other_name(name: object, known: Iterable[str], kind: str) -> str:
+    """A sentence on an unknown name of a 'call' or of 'metadata': what it is called here, or the nearest known name."""
+    if not isinstance(name, str) or kind not in ("call", "metadata"):
+        return nearest(name, known)
+    found = (_METADATA | {"scale": _SCALE, "sm_scale": _SCALE} if kind == "metadata" else _CALL).get(name)
+    if found is None and kind == "metadata" and name in _CALL:
+        return f"{_sentence(_CALL[name])} It belongs to the call."
+    return nearest(name, known) if found is None else _sentence(found)
+
+
+def refuse_unknown(
+    unknown: Collection[str], known: Collection[str], kind: str, elsewhere: Collection[str] = ()
+) -> NoReturn:
+    """Raise for keywords that a 'call' or 'metadata' doesn't have; `elsewhere` are the names that the other of them has.
+
+    Errors: InputTypeError, a TypeError as Python raises for a keyword that a function doesn't take.
+    """
+    owner, other = ("OperationMetadata", "the call") if kind == "metadata" else ("a call", "OperationMetadata")
+    lines = []
+    for name in unknown:
+        hint = f" It is an argument of {other}." if name in elsewhere else other_name(name, known, kind)
+        lines.append(f"{shown(name)} is no argument of {owner}." + (hint or f" Wanted {', '.join(known)}."))
+    raise InputTypeError(" ".join(lines))
+
+
+def _sentence(text: str) -> str:
+    return f" {text}." if text[:1].isupper() else f" Here it is {text}."
