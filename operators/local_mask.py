@@ -83,6 +83,15 @@ class LocalMask:
         return visible if visible.ndim == 4 else visible[(None,) * (4 - visible.ndim)]
 
     @property
+    def all_rows_see(self) -> bool:
+        """Whether it is known, without a test of each weight, that every row sees a key."""
+        offset = 0 if self.query_offset is None else self.query_offset
+        known = isinstance(self.q_start, int) and isinstance(offset, int) and self._from_the_first_key
+        if not known or not self.mask.is_static or any(atom.kind == "mask_function" for atom in self.mask.atoms()):
+            return False
+        return not self.mask.may_have_dead_rows(self.q_len, self.kv_len, q_start=self.q_start, query_offset=offset)  # type: ignore[arg-type]
+
+    @property
     def _from_the_first_key(self) -> bool:
         return isinstance(self.k_start, int) and self.k_start == 0
 
