@@ -69,7 +69,12 @@ def model(make: Callable[[], Attend], layers: int, length: int, dtype: str) -> t
         return x.astype(jnp.float32).sum()
 
     width = HEADS * DIM
-    shapes = {"q": (width, HEADS, DIM), "k": (width, KV_HEADS, DIM), "v": (width, KV_HEADS, DIM), "o": (HEADS, DIM, width)}
+    shapes = {
+        "q": (width, HEADS, DIM),
+        "k": (width, KV_HEADS, DIM),
+        "v": (width, KV_HEADS, DIM),
+        "o": (HEADS, DIM, width),
+    }
     layer = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
     return jax.jit(jax.grad(loss)), ([layer] * layers, jax.ShapeDtypeStruct((BATCH, length, width), dtype))
 

@@ -60,7 +60,9 @@ def visits(mask: LocalMask, block_q: int, block_kv: int, *, apart: bool = True) 
     both = partial + is_full.sum(-1, keepdims=True).astype(np.int32)
     if not isinstance(kinds, np.ndarray):
         return Visits(jnp.concatenate([partial, both, order], -1), True, apart)
-    order = order[..., : int(both.max()) - 2]  # in a window a row sees few blocks: the others need not be in the program
+    order = order[
+        ..., : int(both.max()) - 2
+    ]  # in a window a row sees few blocks: the others need not be in the program
     return Visits(np.concatenate([partial, both, order], -1), bool(is_partial.any()), bool(is_full.any()))
 
 

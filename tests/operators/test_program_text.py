@@ -38,7 +38,9 @@ MOST = 100_000  # bytes; jax.nn's causal attention has 5,200 forward and 9,500 w
 
 def _lowered(route: str, mask: Mask, length: int, mode: str, gradient: bool) -> Any:
     operation, config = ROUTES[route]
-    metadata = OperationMetadata(operation_configs={operation: config} if config else {}, fallback="allow", backend="cpu")
+    metadata = OperationMetadata(
+        operation_configs={operation: config} if config else {}, fallback="allow", backend="cpu"
+    )
     attend = OperationRegistry.create(operation, metadata)
 
     def forward(q, k, v):
@@ -82,7 +84,11 @@ def test_compiled_program_holds_no_mask(route: str) -> None:
     program = _lowered(route, MASKS["chunked"], 2048, "train", False).compile()
     constants = [line for line in program.as_text().splitlines() if " constant(" in line]
     assert constants
-    sizes = [np.prod([int(n) for n in dims.split(",") if n]) for line in constants for dims in re.findall(r"\[([\d,]*)\]", line)]
+    sizes = [
+        np.prod([int(n) for n in dims.split(",") if n])
+        for line in constants
+        for dims in re.findall(r"\[([\d,]*)\]", line)
+    ]
     assert max(sizes) <= 2048
     assert program.memory_analysis().generated_code_size_in_bytes < 1 << 20
 
