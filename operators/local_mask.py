@@ -118,9 +118,13 @@ class Dropout:
 
     def keep_all(self, batch: int, heads: int, rows: int, keys: slice) -> jax.Array:
         """Return [batch, heads, rows, keys], True where a weight is kept."""
-        sizes = (batch, heads, rows, keys.stop - keys.start)
-        index = [numbers(tuple(n if i == axis else 1 for i in range(4)), axis) for axis, n in enumerate(sizes)]
-        return self.keep(*index[:3], shifted(index[3], keys.start))
+        width = keys.stop - keys.start
+        return self.keep(
+            numbers((batch, 1, 1, 1), 0),
+            numbers((1, heads, 1, 1), 1),
+            numbers((1, 1, rows, 1), 2),
+            shifted(numbers((1, 1, 1, width), 3), keys.start),
+        )
 
     def keep(self, batch: Any, head: Any, row: Any, col: Any) -> jax.Array:
         """Return True where a weight is kept, for local indices of any shapes that broadcast together."""

@@ -27,7 +27,7 @@ def shifted(x: Any, by: Any) -> Any:
     return x if isinstance(by, int) and by == 0 else x + by
 
 
-def where(seen: jax.Array, x: jax.Array, otherwise: float) -> jax.Array:
+def where(seen: jax.Array | np.ndarray, x: jax.Array, otherwise: float) -> jax.Array:
     """x where `seen`, which broadcasts to x, else a number."""
     if seen.shape != x.shape:
         seen = lax.broadcast_in_dim(seen, x.shape, tuple(range(x.ndim - seen.ndim, x.ndim)))
