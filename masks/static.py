@@ -58,7 +58,9 @@ class OffsetMask(StaticLeaf):
 
     def place(self, rows: Any, positions: Any) -> Any:
         """Where the row stands among the keys."""
-        return positions if self.offset is None else rows + self.offset
+        if self.offset is None:
+            return positions
+        return rows + self.offset if self.offset else rows
 
     def places(self, blocks: Blocks) -> Extent:
         """`place` of whole blocks."""

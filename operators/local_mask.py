@@ -11,9 +11,13 @@ import numpy as np
 
 from ..masks import And, Full, Mask
 from ..masks.reach import Blocks, Extent
+from .kernels.lean import numbers, shifted
 from .threefry import threefry
 
 __all__ = ["Dropout", "LocalMask", "dropout_seed"]
+
+
+_CONSTANT = 128  # weights of a mask that is a constant
 
 
 @dataclass(frozen=True)
@@ -66,16 +70,35 @@ class LocalMask:
             return None
         keys = keys or slice(0, self.kv_len)
         mask = self.mask.narrow(slice(0, self.q_len), keys)
-        rows = (np.arange(self.q_len, dtype=np.int32) + self.q_start)[:, None]
+        width = keys.stop - keys.start
+        # NumPy's numbers make a static mask a constant of the program, of two digits a weight: 33 MB for 4096 x 4096. Numbers
+        # that the program makes are a few instructions, which are fused into what is done with the logits. Up to this size
+        # the constant is the smaller of the two.
+        count = _host_numbers if self.q_len * width <= _CONSTANT else numbers
+        rows = shifted(count((self.q_len, 1), 0), self.q_start)
         offset = 0 if self.query_offset is None else self.query_offset
-        positions = rows + (offset if isinstance(offset, int) else offset[:, None, None, None])
-        cols = np.arange(keys.start, keys.stop, dtype=np.int32)[None, :] + self.k_start
+        positions = shifted(rows, offset if isinstance(offset, int) else offset[:, None, None, None])
+        cols = shifted(shifted(count((1, width), 1), keys.start), self.k_start)
         visible = mask.test(rows, positions, cols)
         return visible if visible.ndim == 4 else visible[(None,) * (4 - visible.ndim)]
 
     @property
+    def all_rows_see(self) -> bool:
+        """Whether it is known, without a test of each weight, that every row sees a key."""
+        offset = 0 if self.query_offset is None else self.query_offset
+        known = isinstance(self.q_start, int) and isinstance(offset, int) and self._from_the_first_key
+        if not known or not self.mask.is_static or any(atom.kind == "mask_function" for atom in self.mask.atoms()):
+            return False
+        return not self.mask.may_have_dead_rows(self.q_len, self.kv_len, q_start=self.q_start, query_offset=offset)  # type: ignore[arg-type]
+
+    @property
     def _from_the_first_key(self) -> bool:
         return isinstance(self.k_start, int) and self.k_start == 0
+
+
+def _host_numbers(shape: tuple[int, ...], axis: int) -> np.ndarray:
+    """`numbers`, as a constant."""
+    return np.arange(shape[axis], dtype=np.int32).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -93,10 +116,20 @@ class Dropout:
     q_start: int | jax.Array
     k_start: int | jax.Array = 0
 
+    def keep_all(self, batch: int, heads: int, rows: int, keys: slice) -> jax.Array:
+        """Return [batch, heads, rows, keys], True where a weight is kept."""
+        width = keys.stop - keys.start
+        return self.keep(
+            numbers((batch, 1, 1, 1), 0),
+            numbers((1, heads, 1, 1), 1),
+            numbers((1, 1, rows, 1), 2),
+            shifted(numbers((1, 1, 1, width), 3), keys.start),
+        )
+
     def keep(self, batch: Any, head: Any, row: Any, col: Any) -> jax.Array:
         """Return True where a weight is kept, for local indices of any shapes that broadcast together."""
         first, second = self.head_keys(batch, head)
-        return self.kept(first, second, row + self.q_start, col + self.k_start, self.probability)
+        return self.kept(first, second, shifted(row, self.q_start), shifted(col, self.k_start), self.probability)
 
     def head_keys(self, batch: Any, head: Any) -> tuple[jax.Array, jax.Array]:
         """One key a head, uint32: made on few elements, so that one draw a weight is left."""

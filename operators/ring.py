@@ -23,7 +23,7 @@ from jax import lax
 from ..masks import Full
 from ..registry.sequence import loop_from
 from .kernels.operands import Operands, Places, Traced
-from .kernels.part import PartKernel, differentiable
+from .kernels.part import PartKernel, attend_part, differentiable, differentiate_part
 from .local import Ring, by_row
 from .local_mask import Dropout, LocalMask
 
@@ -114,7 +114,7 @@ def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.A
 
     def attend(pair: _Pair, keys: _Keys, distance: Any) -> tuple[jax.Array, jax.Array]:
         places, here = _seen(static, traced, pair, distance)
-        output, lse = static.kernel.attend(places, _of_pair(static, operands, pair, keys), here)
+        output, lse = attend_part(static.kernel, places, _of_pair(static, operands, pair, keys), here)
         return output.astype(lse.dtype), lse
 
     def more(found: tuple[jax.Array, jax.Array], pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
@@ -157,7 +157,7 @@ def _backward(
             part = _of_pair(static, operands, pair, keys)
             of_rows = ((output, rows), (lse, 2), (d_output, rows), (d_lse, 2))
             results = (_piece(x, pair.query, ring, axis) for x, axis in of_rows)
-            share = static.kernel.differentiate(places, part, here, *results)
+            share = differentiate_part(static.kernel, places, part, here, *results)
             d_query = _added(d_query, share.query, pair.query, ring, rows)
             d_key = _added(d_key, share.key, pair.keys, ring, rows)
             d_value = _added(d_value, share.value, pair.keys, ring, rows)

@@ -84,8 +84,7 @@ class Vanilla(Operation):
         keep = None
         if call.dropout is not None:
             local = call.placement.local
-            sizes = (local.batch, local.q_heads, local.q_len, local.kv_len)
-            keep = call.dropout.keep(*np.ogrid[tuple(map(slice, sizes))])
+            keep = call.dropout.keep_all(local.batch, local.q_heads, local.q_len, slice(0, local.kv_len))
         output, weights, lse = plain_attention(
             call.query,
             call.key,

@@ -22,11 +22,12 @@ from jax import lax
 
 from ..local_mask import Dropout, LocalMask
 from .decode import Pieces, decode_forward
+from .lean import cut, cut_along, dot, fold, put, split_index, where
 from .operands import Operands, Places, Traced, put_together
 from .part import LSE_NAME, OUTPUT_NAME, differentiable
-from .tiles import Tile, TileSource, visits
+from .tiles import Tile, TileSource, is_arithmetic, visits
 from .varying import vary, varying
-from .xla_seam import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, held_in_loop, product
+from .xla_seam import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, held_in_loop
 
 __all__ = ["Blocking", "BlockwisePart", "bias_gradient", "blockwise_attention"]
 
@@ -150,7 +151,9 @@ def bias_gradient(
 class _Pass:
     """One pass's view of the operands: shapes, tiles in and out, and the logits of a tile."""
 
-    def __init__(self, static: _Static, blocking: Blocking, operands: Operands, traced: Traced) -> None:
+    def __init__(
+        self, static: _Static, blocking: Blocking, operands: Operands, traced: Traced, *, apart: bool = True
+    ) -> None:
         self.static, self.blocking, self.operands = static, blocking, operands
         self.time = static.layout.index("t")
         self.head = static.layout.index("h")
@@ -170,7 +173,7 @@ class _Pass:
         self.compute = compute_dtype(query.dtype, self.dtype, static.platform)
         mask, dropout = put_together(static.places, traced)
         self.source = TileSource(mask, dropout, blocking.block_q, blocking.block_kv)
-        self.visits = visits(mask, blocking.block_q, blocking.block_kv)
+        self.visits = visits(mask, blocking.block_q, blocking.block_kv, apart=apart)
         self.bias = None if operands.bias is None else self.source.pad(operands.bias)
         self.axes = varying(operands)
 
@@ -181,10 +184,10 @@ class _Pass:
     def each_group(self, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
         """Fold over (batch row, group of kv heads)."""
         count = self.batch * self.groups
-        return _fold(count, lambda n, c: step(n // self.groups, n % self.groups, c), carry)
+        return fold(count, lambda n, c: step(*split_index(n, self.groups, self.batch), c), carry)
 
     def each_q_block(self, step: Callable[[Any, Any], Any], carry: Any) -> Any:
-        return _fold(self.q_blocks, step, carry)
+        return fold(self.q_blocks, step, carry)
 
     def each_live(self, batch: Any, q_block: Any, step: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
         """Fold over the kv blocks that a query block sees: (kv block, carry, whether a mask is needed)."""
@@ -192,16 +195,22 @@ class _Pass:
         if self.kv_blocks == 1:  # its mask says all: no loop, whatever is known only at run time
             known = plan.some_partial or plan.some_full
             return step(0, carry, plan.some_partial) if known else carry
-        row = batch if plan.order.shape[0] > 1 else 0
-        order, partial, live = (_at(x, row, q_block) for x in (plan.order, plan.partial, plan.live))
+        table = plan.table
+        if isinstance(table, np.ndarray) and (table == table[:1, :1]).all():
+            row = jnp.asarray(table[0, 0])  # all query blocks see the same: nothing to look up but the kv block
+            partial, live = table[0, 0, :2]
+        else:
+            place = (batch if table.shape[0] > 1 else 0, q_block, 0)
+            row = cut(jnp.asarray(table), place, (1, 1, table.shape[2])).reshape(-1)
+            partial, live = (lax.index_in_dim(row, n, keepdims=False) for n in (0, 1))
 
         def visit(masked: bool) -> Callable[[Any, Any], Any]:
-            return lambda n, c: step(lax.dynamic_index_in_dim(order, n, keepdims=False), c, masked)
+            return lambda n, c: step(lax.squeeze(cut_along(row, n, 1), (0,)), c, masked)
 
         if plan.some_partial:
-            carry = lax.fori_loop(0, partial, visit(True), carry)
+            carry = lax.fori_loop(np.int32(2), partial, visit(True), carry)
         if plan.some_full:
-            carry = lax.fori_loop(partial if plan.some_partial else 0, live, visit(False), carry)
+            carry = lax.fori_loop(partial if plan.some_partial else np.int32(2), live, visit(False), carry)
         return carry
 
     def take(self, x: jax.Array, batch: Any, group: Any, heads: int, length: int) -> jax.Array:
@@ -217,15 +226,15 @@ class _Pass:
         platform, dim = self.static.platform, x.shape[-1]
         x = held_in_loop(x, head, row, platform)
         if self.head == 1:
-            return as_bits(lax.dynamic_slice(x, (batch, head, row, 0), (1, heads, rows, dim))[0], platform)
+            return as_bits(lax.squeeze(cut(x, (batch, head, row, 0), (1, heads, rows, dim)), (0,)), platform)
         # Of bthd as [batch, time, heads * dim]: XLA:CPU copies these runs 5 to 10 % of a forward pass faster.
-        flat = lax.dynamic_slice(x.reshape(*x.shape[:2], -1), (batch, row, head * dim), (1, rows, heads * dim))
+        flat = cut(x.reshape(*x.shape[:2], -1), (batch, row, head * dim), (1, rows, heads * dim))
         return as_bits(flat, platform).reshape(rows, heads, dim).transpose(1, 0, 2)
 
     def keys(self, x: jax.Array, kv_block: Any) -> jax.Array:
         """The keys (or values) of a tile, from what `take` gave: [kv heads, block_kv, dim]."""
         size = self.blocking.block_kv
-        return from_bits(lax.dynamic_slice_in_dim(x, kv_block * size, size, axis=1), self.compute)
+        return from_bits(cut_along(x, kv_block * size, size, 1), self.compute)
 
     def padded_queries(self, x: jax.Array) -> jax.Array:
         """Fill the queries up to whole blocks."""
@@ -246,17 +255,17 @@ class _Pass:
         part = as_bits(part.astype(self.operands.query.dtype), self.static.platform)
         starts = [batch, 0, 0, 0]
         starts[self.time], starts[self.head] = q_block * self.blocking.block_q, group * self.tile_heads
-        return lax.dynamic_update_slice(whole, part, starts)
+        return put(whole, part, starts)
 
     def row_values(self, x: jax.Array, batch: Any, group: Any, q_block: Any) -> jax.Array:
         """One number a row of a tile, of [batch, heads, padded q]: [kv heads, group * block_q]."""
         starts = (batch, group * self.tile_heads, q_block * self.blocking.block_q)
-        part = lax.dynamic_slice(x, starts, (1, self.tile_heads, self.blocking.block_q))
+        part = cut(x, starts, (1, self.tile_heads, self.blocking.block_q))
         return part.reshape(self.blocking.heads, self.rows)
 
     def put_row_values(self, whole: jax.Array, rows: jax.Array, batch: Any, group: Any, q_block: Any) -> jax.Array:
         part = rows.reshape(1, self.tile_heads, self.blocking.block_q).astype(whole.dtype)
-        return lax.dynamic_update_slice(whole, part, (batch, group * self.tile_heads, q_block * self.blocking.block_q))
+        return put(whole, part, (batch, group * self.tile_heads, q_block * self.blocking.block_q))
 
     def tile(self, batch: Any, group: Any, q_block: Any, kv_block: Any) -> Tile:
         return Tile(batch, group * self.tile_heads, self.tile_heads, q_block, kv_block)
@@ -268,7 +277,7 @@ class _Pass:
     def logits(self, query: jax.Array, key: jax.Array, tile: Tile, masked: bool) -> tuple[jax.Array, float, Any]:
         """(x, factor, tanh): the logits in base 2 are x * factor; tanh is the soft cap's, for its gradient."""
         static = self.static
-        raw = product("hqd,hkd->hqk", query, key, self.dtype)
+        raw = dot(query, key, 2, self.dtype)
         x, factor, capped = raw, static.scale * LOG2E, None
         if static.soft_cap is not None:
             capped = jnp.tanh(raw * (static.scale / static.soft_cap))
@@ -281,7 +290,7 @@ class _Pass:
             if seen is not None:
                 if factor <= 0:
                     x, factor = x * factor, 1.0
-                x = jnp.where(seen, self.spread(x), -jnp.inf).reshape(x.shape)
+                x = where(seen, self.spread(x), -jnp.inf).reshape(x.shape)
         return (x, factor, capped) if factor > 0 else (x * factor, 1.0, capped)
 
     def exp2(self, x: jax.Array) -> jax.Array:
@@ -291,21 +300,8 @@ class _Pass:
         """Weights, or their gradients, after dropout."""
         if keep is None:
             return x
-        kept = jnp.where(keep, self.spread(x), 0) / (1.0 - self.static.places.dropout)
+        kept = where(keep, self.spread(x), 0) / (1.0 - self.static.places.dropout)
         return kept.reshape(x.shape).astype(x.dtype)
-
-
-def _fold(count: int, step: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """A loop of known length; of length one, no loop."""
-    return step(0, carry) if count == 1 else lax.fori_loop(0, count, step, carry)
-
-
-def _at(table: jax.Array | np.ndarray, *index: Any) -> jax.Array:
-    """table[index], for traced indices."""
-    found = jnp.asarray(table)
-    for i in index:
-        found = lax.dynamic_index_in_dim(found, i, keepdims=False)
-    return found
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
@@ -346,12 +342,12 @@ def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.A
                 x, factor, _ = work.logits(q, work.keys(key, kv_block), tile, masked)
                 new_peak = jnp.maximum(peak, x.max(axis=-1) * factor)
                 # A row that has seen nothing yet keeps shift 0: its exponentials are 0, not NaN.
-                shift = jnp.where(new_peak == -jnp.inf, 0, new_peak)
+                shift = where(new_peak != -jnp.inf, new_peak, 0)
                 p = work.exp2(x * factor - shift[..., None])
                 shrink = jnp.exp2(peak - shift)
                 total = total * shrink + p.sum(axis=-1)
                 p = work.dropped(p, work.source.keep(tile)).astype(work.compute)
-                step = product("hqk,hkd->hqd", p, work.keys(value, kv_block), work.dtype)
+                step = dot(p, work.keys(value, kv_block), 1, work.dtype)
                 return acc * shrink[..., None] + step, new_peak, total
 
             carry = (
@@ -359,9 +355,9 @@ def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.A
                 *_first_row_sums(work, batch, group),
             )
             acc, peak, total = work.each_live(batch, q_block, of_tile, carry)
-            dead = total == 0
-            safe = jnp.where(dead, 1, total)
-            lse = jnp.where(dead, -jnp.inf, (peak + jnp.log2(safe)) * LN2)
+            live = total != 0
+            safe = where(live, total, 1)
+            lse = where(live, peak * LN2 + jnp.log(safe), -jnp.inf)
             return (
                 work.put_queries(outputs[0], acc / safe[..., None], batch, group, q_block),
                 work.put_row_values(outputs[1], lse, batch, group, q_block),
@@ -373,8 +369,13 @@ def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.A
     output = as_bits(work.full(shape, 0, operands.query.dtype), static.platform)
     lse = work.full((work.batch, work.heads, work.q_padded), 0, work.dtype)
     output, lse = work.each_group(of_group, (output, lse))
-    output = from_bits(lax.slice_in_dim(output, 0, static.places.q_len, axis=work.time), operands.query.dtype)
-    return output, lse[..., : static.places.q_len]
+    output = from_bits(_first(output, static.places.q_len, work.time), operands.query.dtype)
+    return output, _first(lse, static.places.q_len, 2)
+
+
+def _first(x: jax.Array, length: int, axis: int) -> jax.Array:
+    """x without what it was filled up with."""
+    return x if x.shape[axis] == length else lax.slice_in_dim(x, 0, length, axis=axis)
 
 
 def _first_row_sums(work: _Pass, batch: Any, group: Any) -> tuple[jax.Array, jax.Array]:
@@ -382,7 +383,7 @@ def _first_row_sums(work: _Pass, batch: Any, group: Any) -> tuple[jax.Array, jax
     heads, rows = work.blocking.heads, work.rows
     if work.operands.sinks is None:
         return work.full((heads, rows), -jnp.inf, work.dtype), work.full((heads, rows), 0, work.dtype)
-    sinks = lax.dynamic_slice_in_dim(work.operands.sinks, group * work.tile_heads, work.tile_heads) * LOG2E
+    sinks = cut_along(work.operands.sinks, group * work.tile_heads, work.tile_heads) * LOG2E
     peak = jnp.broadcast_to(sinks[:, None], (work.tile_heads, work.blocking.block_q)).reshape(heads, rows)
     return peak.astype(work.dtype), work.full((heads, rows), 1, work.dtype)
 
@@ -399,12 +400,17 @@ def _backward(
     d_output: jax.Array,
     d_lse: jax.Array,
 ) -> Operands:
-    work = _Pass(static, static.backward, operands, traced)
+    # In the forward pass XLA:CPU reads and writes a masked tile once more before the row's greatest logit is found. Here the
+    # mask is part of the exponential, so that tiles with a mask and without need not be two loops of five products each.
+    apart = not is_arithmetic(static.places.mask)
+    work = _Pass(static, static.backward, operands, traced, apart=apart)
     heads, blocks, size = work.blocking.heads, work.kv_blocks, work.blocking.block_kv
     time, head = work.time, work.head
     query, output, d_output = (work.padded_queries(x) for x in (operands.query, output, d_output))
     short = work.q_padded - static.places.q_len
-    d_lse, padded_lse = (jnp.pad(x, ((0, 0), (0, 0), (0, short))) for x in (d_lse.astype(work.dtype), lse))
+    d_lse, padded_lse = d_lse.astype(work.dtype), lse
+    if short:
+        d_lse, padded_lse = (jnp.pad(x, ((0, 0), (0, 0), (0, short))) for x in (d_lse, padded_lse))
     d_sinks = None if operands.sinks is None else jnp.zeros_like(operands.sinks)
 
     def of_group(batch: Any, group: Any, gradients: Any) -> Any:
@@ -419,7 +425,7 @@ def _backward(
             row_lse = work.row_values(padded_lse, batch, group, q_block)
             delta = (out.astype(work.dtype) * d_out.astype(work.dtype)).sum(-1)
             delta = delta - work.row_values(d_lse, batch, group, q_block)
-            shift = jnp.where(row_lse == -jnp.inf, 0, row_lse) * LOG2E
+            shift = where(row_lse != -jnp.inf, row_lse, 0) * LOG2E
             # Left factors with the contracted dimension last: XLA:CPU would copy the other factor otherwise, a tile large.
             q_across, d_out_across = lax.optimization_barrier((q.swapaxes(1, 2), d_out.swapaxes(1, 2)))
 
@@ -430,16 +436,16 @@ def _backward(
                 x, factor, capped = work.logits(q, k, tile, masked)
                 p = work.exp2(x * factor - shift[..., None])
                 keep = work.source.keep(tile)
-                d_p = work.dropped(product("hqd,hkd->hqk", d_out, v, work.dtype), keep)
+                d_p = work.dropped(dot(d_out, v, 2, work.dtype), keep)
                 d_x = p * (d_p - delta[..., None])
                 if d_bias is not None:
                     d_bias = _add_bias_gradient(work, d_bias, d_x, tile)
                 if capped is not None:
                     d_x = d_x * (1 - capped * capped)
                 p, d_x = work.dropped(p, keep).astype(work.compute), d_x.astype(work.compute)
-                d_q = d_q + product("hqk,hkd->hqd", d_x, k, work.dtype)
-                d_value = _add_block(d_value, product("hdq,hqk->hdk", d_out_across, p, work.dtype), kv_block)
-                d_key = _add_block(d_key, product("hdq,hqk->hdk", q_across, d_x, work.dtype), kv_block)
+                d_q = d_q + dot(d_x, k, 1, work.dtype)
+                d_value = _add_block(d_value, dot(d_out_across, p, 1, work.dtype), kv_block)
+                d_key = _add_block(d_key, dot(q_across, d_x, 1, work.dtype), kv_block)
                 return d_q, d_key, d_value, d_bias
 
             start = work.full((heads, work.rows, work.dim), 0, work.dtype)
@@ -470,10 +476,9 @@ def _backward(
         order = (1, 0, 3, 2) if head == 1 else (0, 3, 1, 2)
         part = as_bits(blocks_across.astype(operands.key.dtype), static.platform).transpose(order)
         part = part.reshape((heads, work.kv_padded, dim) if head == 1 else (work.kv_padded, heads, dim))[None]
-        part = lax.slice_in_dim(part, 0, static.places.kv_len, axis=time)
         starts = [batch, 0, 0, 0]
         starts[head] = group * heads
-        return lax.dynamic_update_slice(whole, part, starts)
+        return put(whole, _first(part, static.places.kv_len, time), starts)
 
     d_bias = None if work.bias is None else work.full(work.bias.shape, 0, work.dtype)
     gradients = (
@@ -482,7 +487,7 @@ def _backward(
         None if d_sinks is None else work.full(d_sinks.shape, 0, work.dtype),
     )
     d_query, d_key, d_value, d_bias, d_sinks = work.each_group(of_group, gradients)
-    d_query = lax.slice_in_dim(d_query, 0, static.places.q_len, axis=time)
+    d_query = _first(d_query, static.places.q_len, time)
     d_query, d_key, d_value = (
         from_bits(bits, x.dtype) for bits, x in zip((d_query, d_key, d_value), operands[:3], strict=True)
     )
@@ -495,8 +500,8 @@ def _backward(
 
 def _add_block(whole: jax.Array, part: jax.Array, block: Any) -> jax.Array:
     """whole[block] += part."""
-    old = lax.dynamic_index_in_dim(whole, block, keepdims=False)
-    return lax.dynamic_update_index_in_dim(whole, old + part, block, 0)
+    old = cut_along(whole, block, 1)
+    return put(whole, old + part[None], (block, *(0,) * part.ndim))
 
 
 def _add_bias_gradient(work: _Pass, d_bias: jax.Array, d_logits: jax.Array, tile: Tile) -> jax.Array:
@@ -504,16 +509,15 @@ def _add_bias_gradient(work: _Pass, d_bias: jax.Array, d_logits: jax.Array, tile
     old = work.source.cut(d_bias, tile)
     part = work.spread(d_logits)
     part = part.sum(axis=tuple(i for i in range(3) if old.shape[i] == 1 and part.shape[i] > 1), keepdims=True)
-    return lax.dynamic_update_slice(d_bias, (old + part)[None], work.source.start(d_bias, tile))
+    return put(d_bias, (old + part)[None], work.source.start(d_bias, tile))
 
 
 def _add_sink_gradient(work: _Pass, d_sinks: jax.Array, lse: jax.Array, delta: jax.Array, group: Any) -> jax.Array:
     """Add the rows of a query block: a sink's weight is exp(sink - lse) and its value 0. Padded rows have delta 0."""
     assert work.operands.sinks is not None
     start = group * work.tile_heads
-    sinks = lax.dynamic_slice_in_dim(work.operands.sinks, start, work.tile_heads)
+    sinks = cut_along(work.operands.sinks, start, work.tile_heads)
     lse = lse.reshape(work.tile_heads, -1)
-    weight = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks[:, None] - lse))  # a dead row's sink is -inf, too
+    weight = where(lse != -jnp.inf, jnp.exp(sinks[:, None] - lse), 0)  # a dead row's sink is -inf, too
     part = -(weight * delta.reshape(work.tile_heads, -1)).sum(-1)
-    old = lax.dynamic_slice_in_dim(d_sinks, start, work.tile_heads)
-    return lax.dynamic_update_slice_in_dim(d_sinks, old + part, start, 0)
+    return put(d_sinks, cut_along(d_sinks, start, work.tile_heads) + part, (start,))

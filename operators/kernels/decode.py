@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from ..local_mask import Dropout, LocalMask
+from .lean import where
 from .varying import vary, varying
 from .xla_seam import (
     LN2,
@@ -121,27 +122,30 @@ def decode_forward(
                 columns = bias if bias.shape[-1] == 1 else bias[..., first:last]
                 x = x + columns.astype(softmax_dtype) * LOG2E
             if (seen := mask.array(slice(first, last))) is not None:
-                x = jnp.where(seen, x, -jnp.inf)
+                x = where(jnp.asarray(seen), x, -jnp.inf)
             new_peak = jnp.maximum(peak, x.max(axis=-1))
-            shift = jnp.where(new_peak == -jnp.inf, 0, new_peak)
+            shift = where(new_peak != -jnp.inf, new_peak, 0)
             p = exp2(x - shift[..., None], platform, accurate=compute.itemsize >= 4)
             shrink = jnp.exp2(peak - shift)
             total = total * shrink + p.sum(axis=-1)
             if dropout is not None:
-                places = np.ogrid[:batch, :heads, :q_len, first:last]
-                p = jnp.where(dropout.keep(*places), p, 0) / (1.0 - dropout.probability)
+                keep = dropout.keep_all(batch, heads, q_len, slice(first, last))
+                p = where(keep, p, 0) / (1.0 - dropout.probability)
             values = lax.slice_in_dim(value, first, last, axis=time).astype(compute)
             acc = acc * shrink.reshape(batch, -1, 1) + values_of(p.astype(compute), values)
             return acc, new_peak, total
 
         carry = visit(carry) if live is None else lax.cond(live[index], visit, lambda c: c, carry)
     acc, peak, total = carry
-    dead = total == 0
-    safe = jnp.where(dead, 1, total)
-    lse = jnp.where(dead, -jnp.inf, (peak + jnp.log2(safe)) * LN2)
+    alive = total != 0
+    safe = where(alive, total, 1)
+    lse = where(alive, peak * LN2 + jnp.log(safe), -jnp.inf)
     if flat:  # a row's own head out of all heads
         acc = acc.reshape(batch, kv_heads, group * q_len, kv_heads, -1)
-        acc = jnp.stack([acc[:, h, :, h] for h in range(kv_heads)], axis=1)
+        own_parts = [
+            lax.slice_in_dim(lax.slice_in_dim(acc, h, h + 1, axis=1), h, h + 1, axis=3) for h in range(kv_heads)
+        ]
+        acc = lax.concatenate(own_parts, 1)
     output = (acc.reshape(batch, heads, q_len, -1) / safe[..., None]).astype(query.dtype)
     return output if at == 1 else output.swapaxes(1, 2), lse
 

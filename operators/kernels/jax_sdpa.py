@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from .lean import where
+
 __all__ = ["jax_sdpa"]
 
 
@@ -19,6 +21,7 @@ def jax_sdpa(
     *,
     scale: float,
     mask: Bool[Array, "#batch #heads #q #kv"] | np.ndarray | None,
+    all_rows_see: bool,
     bias: Float[Array, "#batch #heads #q #kv"] | None,
     is_causal: bool,
     window: tuple[int, int] | None,
@@ -27,7 +30,7 @@ def jax_sdpa(
     """Attend with jax.nn.dot_product_attention.
 
     What it does otherwise and is put right here: a fully masked row gives the mean of the values there (0 here), and a
-    bias of -inf along a whole row gives NaN (it counts as masked here).
+    bias of -inf along a whole row gives NaN (it counts as masked here). all_rows_see: the mask leaves no row without a key.
     """
     dtype = query.dtype
     if dtype == jnp.float16 and implementation == "xla":
@@ -35,9 +38,9 @@ def jax_sdpa(
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     mask = None if mask is None else jnp.asarray(mask)
     if bias is not None:
-        minus_inf = jnp.isneginf(bias)
-        mask = ~minus_inf if mask is None else mask & ~minus_inf
-        bias = jnp.where(minus_inf, 0, bias).astype(jnp.float32 if implementation == "xla" else dtype)
+        finite = bias != -jnp.inf
+        mask = finite if mask is None else mask & finite
+        bias = where(finite, bias, 0).astype(jnp.float32 if implementation == "xla" else dtype)
     heads = query.shape[2]
     if mask is not None and mask.shape[1] not in (1, heads):
         raise AssertionError(f"mask of {mask.shape[1]} heads for {heads}")
@@ -45,7 +48,7 @@ def jax_sdpa(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal, local_window_size=window,
         implementation=implementation,
     ).astype(dtype)  # fmt: skip
-    if mask is None:
+    if mask is None or (all_rows_see and bias is None):
         return output
     live = mask.any(axis=-1).swapaxes(1, 2)[..., None]  # [batch, q, heads, 1]
-    return jnp.where(live, output, 0)
+    return where(live, output, 0)

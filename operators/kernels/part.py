@@ -17,7 +17,7 @@ from ..local_mask import Dropout, LocalMask
 from .operands import Operands, Places, Traced, no_gradients, take_apart
 from .varying import alike
 
-__all__ = ["LSE_NAME", "OUTPUT_NAME", "PartKernel", "differentiable"]
+__all__ = ["LSE_NAME", "OUTPUT_NAME", "PartKernel", "attend_part", "differentiable", "differentiate_part"]
 
 # What a jax.checkpoint policy can save by name.
 OUTPUT_NAME, LSE_NAME = "attnops_output", "attnops_lse"
@@ -69,20 +69,36 @@ class _Static:
     places: Places
 
 
+# jax keeps what it has traced of a jitted function by its static arguments and the shapes of the others. So a kernel is traced
+# once for the primal and the forward rule of a call, for the hops of a ring and for all layers; and a program has it once.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def attend_part(kernel: PartKernel, places: Places, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+    """`kernel.attend`, traced once."""
+    return kernel.attend(places, operands, traced)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def differentiate_part(
+    kernel: PartKernel, places: Places, operands: Operands, traced: Traced, *rest: jax.Array
+) -> Operands:
+    """`kernel.differentiate`, traced once."""
+    return kernel.differentiate(places, operands, traced, *rest)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-    return static.kernel.attend(static.places, operands, traced)
+    return attend_part(static.kernel, static.places, operands, traced)
 
 
 def _attend_forward(static: _Static, operands: Operands, traced: Traced) -> tuple[Any, Any]:
-    made = static.kernel.attend(static.places, operands, traced)
+    made = attend_part(static.kernel, static.places, operands, traced)
     output, lse = (checkpoint_name(x, name) for x, name in zip(made, static.kernel.names, strict=True))
     return (output, lse), (operands, traced, output, lse)
 
 
 def _attend_backward(static: _Static, residuals: Any, cotangents: Any) -> tuple[Operands, Traced]:
     operands, traced, output, lse = residuals
-    gradients = static.kernel.differentiate(static.places, operands, traced, output, lse, *cotangents)
+    gradients = differentiate_part(static.kernel, static.places, operands, traced, output, lse, *cotangents)
     return gradients, no_gradients(traced)
 
 

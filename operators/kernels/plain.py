@@ -5,7 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Shaped
+
+from .lean import dot, where
 
 __all__ = ["plain_attention"]
 
@@ -36,8 +39,7 @@ def plain_attention(
     (batch, heads, q_len, dim), (kv_heads, kv_len) = q.shape, k.shape[1:3]
     q = q.reshape(batch, kv_heads, heads // kv_heads * q_len, dim)
 
-    logits = jnp.einsum("bkrd,bksd->bkrs", q, k, preferred_element_type=softmax_dtype).astype(softmax_dtype)
-    logits, factor = logits.reshape(batch, heads, q_len, kv_len), scale
+    logits, factor = dot(q, k, 3, softmax_dtype).reshape(batch, heads, q_len, kv_len), scale
     if soft_cap is not None:
         logits, factor = soft_cap * jnp.tanh(logits * (scale / soft_cap)), 1.0
     if bias is not None:
@@ -45,7 +47,7 @@ def plain_attention(
     if factor <= 0:
         logits, factor = logits * factor, 1.0
     if mask is not None:
-        logits = jnp.where(mask, logits, -jnp.inf)
+        logits = where(mask, logits, -jnp.inf)
 
     # The result doesn't depend on the shift, so the gradient needn't go through it. A row of -inf keeps shift 0: its
     # exponentials are then 0 instead of NaN.
@@ -53,20 +55,19 @@ def plain_attention(
     if sinks is not None:
         sinks = sinks.astype(softmax_dtype)[:, None, None]
         shift = jnp.maximum(shift, jax.lax.stop_gradient(sinks))
-    shift = jnp.where(jnp.isfinite(shift), shift, 0)
+    shift = where(lax.is_finite(shift), shift, 0)
     exponentials = jnp.exp(logits * factor - shift)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - shift)
-    dead = total == 0
-    safe = jnp.where(dead, 1, total)
+    alive = total != 0
+    safe = where(alive, total, 1)
     weights = exponentials / safe
-    lse = jnp.where(dead, -jnp.inf, jnp.log(safe) + shift)[..., 0]
+    lse = lax.squeeze(where(alive, jnp.log(safe) + shift, -jnp.inf), (3,))
 
-    kept = weights if keep is None else jnp.where(keep, weights / keep_probability, 0)
+    kept = weights if keep is None else where(keep, weights / keep_probability, 0)
     kept = kept.astype(v.dtype).reshape(batch, kv_heads, -1, kv_len)
-    output = jnp.einsum("bkrs,bksd->bkrd", kept, v, preferred_element_type=softmax_dtype).astype(query.dtype)
-    output = output.reshape(batch, heads, q_len, value.shape[-1])
+    output = dot(kept, v, 2, softmax_dtype).astype(query.dtype).reshape(batch, heads, q_len, value.shape[-1])
     return output if layout == "bhtd" else output.swapaxes(1, 2), weights, lse
 
 

@@ -11,43 +11,59 @@ from jax import lax
 
 from ...masks import Full, Mask
 from ..local_mask import Dropout, LocalMask
+from .lean import cut, cut_along, numbers, shifted
 
-__all__ = ["Tile", "TileSource", "Visits", "visits"]
+__all__ = ["Tile", "TileSource", "Visits", "is_arithmetic", "visits"]
 
 
 class Visits(NamedTuple):
-    """Which kv blocks each query block visits: `order` [batch | 1, q blocks, kv blocks] holds the partial ones first, then
-    the full ones; `partial` and `live` [batch | 1, q blocks] count the partial ones, and both.
+    """Which kv blocks each query block visits: a row of `table` [batch | 1, q blocks, 2 + most kv blocks].
+
+    From the third place on it holds the partial ones, then the full ones; its first two numbers are the place after the
+    partial ones, and that after both. One row, because each slice of a table is a part of every program.
 
     `some_partial` and `some_full` are False where the host knows that no block is such.
     """
 
-    order: jax.Array | np.ndarray
-    partial: jax.Array | np.ndarray
-    live: jax.Array | np.ndarray
+    table: jax.Array | np.ndarray
     some_partial: bool
     some_full: bool
 
 
-def visits(mask: LocalMask, block_q: int, block_kv: int) -> Visits:
-    """Sort each query block's kv blocks by kind. A last block that is padded counts as partial."""
+# Leaves whose test is a few operations on numbers of rows and of keys, which are fused into what is done with a logit anyway.
+_ARITHMETIC = frozenset({"causal", "sliding_window", "chunked", "prefix", "segment_ids", "kv_lengths", "positions"})
+_MOST_LEAVES = 4
+
+
+def is_arithmetic(mask: Mask) -> bool:
+    """Whether a tile's mask costs next to nothing: no function of the user's, no plane to read, few parts."""
+    atoms = list(mask.atoms())
+    return len(atoms) <= _MOST_LEAVES and all(atom.kind in _ARITHMETIC for atom in atoms)
+
+
+def visits(mask: LocalMask, block_q: int, block_kv: int, *, apart: bool = True) -> Visits:
+    """Sort each query block's kv blocks by kind. A last block that is padded counts as partial.
+
+    apart=False counts full ones as partial, too: they are then one loop, half of the program.
+    """
     kinds = mask.kinds(block_q, block_kv)
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
+    if not apart and not (isinstance(kinds, np.ndarray) and (kinds != 1).all()):
+        kinds = xp.minimum(kinds, 1)
     if mask.kv_len % block_kv:
         last = np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1
         kinds = xp.where(last, xp.minimum(kinds, 1), kinds)
     is_partial, is_full = kinds == 1, kinds == 2
     rank = xp.where(is_partial, 0, xp.where(is_full, 1, 2))
     order = xp.argsort(rank, axis=-1, stable=True).astype(np.int32)
-    partial = is_partial.sum(-1).astype(np.int32)
-    known = isinstance(kinds, np.ndarray)
-    return Visits(
-        order,
-        partial,
-        (partial + is_full.sum(-1)).astype(np.int32),
-        bool(is_partial.any()) if known else True,
-        bool(is_full.any()) if known else True,
-    )
+    partial = 2 + is_partial.sum(-1, keepdims=True).astype(np.int32)
+    both = partial + is_full.sum(-1, keepdims=True).astype(np.int32)
+    if not isinstance(kinds, np.ndarray):
+        return Visits(jnp.concatenate([partial, both, order], -1), True, apart)
+    order = order[
+        ..., : int(both.max()) - 2
+    ]  # in a window a row sees few blocks: the others need not be in the program
+    return Visits(np.concatenate([partial, both, order], -1), bool(is_partial.any()), bool(is_full.any()))
 
 
 class Tile(NamedTuple):
@@ -75,9 +91,9 @@ class TileSource:
         if not isinstance(mask, Full):
             offset = 0 if self.mask.query_offset is None else self.mask.query_offset
             if not isinstance(offset, int):
-                offset = lax.dynamic_index_in_dim(offset, tile.batch, keepdims=False)
-            rows = rows + self.mask.q_start
-            seen = mask.test(rows, rows + offset, cols + self.mask.k_start)
+                offset = lax.squeeze(cut_along(offset, tile.batch, 1), (0,))
+            rows = shifted(rows, self.mask.q_start)
+            seen = mask.test(rows, shifted(rows, offset), shifted(cols, self.mask.k_start))
             seen = seen[0] if seen.ndim == 4 else seen[None]
         if self.mask.kv_len % self.block_kv:
             inside = (cols < self.mask.kv_len)[None]
@@ -89,7 +105,7 @@ class TileSource:
         if self.dropout is None:
             return None
         rows, cols = self._indices(tile)
-        heads = tile.head + np.arange(tile.heads, dtype=np.int32)[:, None, None]
+        heads = numbers((tile.heads, 1, 1), 0, tile.head)
         return self.dropout.keep(tile.batch, heads, rows, cols)
 
     def pad(self, array: jax.Array) -> jax.Array:
@@ -105,8 +121,8 @@ class TileSource:
         return self._place(array, ("batch", "heads", "q", "kv"), tile, broadcasts=True)[0]
 
     def _indices(self, tile: Tile) -> tuple[jax.Array, jax.Array]:
-        rows = tile.q_block * self.block_q + np.arange(self.block_q, dtype=np.int32)[:, None]
-        cols = tile.kv_block * self.block_kv + np.arange(self.block_kv, dtype=np.int32)[None, :]
+        rows = numbers((self.block_q, 1), 0, tile.q_block * self.block_q)
+        cols = numbers((1, self.block_kv), 1, tile.kv_block * self.block_kv)
         return rows, cols
 
     def _pad_atom(self, atom: Mask) -> Mask:
@@ -133,7 +149,7 @@ class TileSource:
 
     def _cut(self, array: jax.Array, dims: tuple[str, ...], tile: Tile, broadcasts: bool) -> jax.Array:
         starts, sizes = self._place(array, dims, tile, broadcasts)
-        return lax.dynamic_slice(array, starts, sizes)
+        return cut(array, starts, sizes)
 
     def _place(
         self, array: jax.Array, dims: tuple[str, ...], tile: Tile, broadcasts: bool

@@ -7,7 +7,6 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -36,9 +35,10 @@ def _by_hand(mesh: jax.sharding.Mesh, sequence: str | None):
         if sequence is not None:
             k, v = (jax.lax.all_gather(x, sequence, axis=1, tiled=True) for x in (k, v))
         length = q.shape[1]
-        start = 0 if sequence is None else jax.lax.axis_index(sequence) * length
-        rows = (np.arange(length, dtype=np.int32) + start)[:, None]
-        mask = np.arange(T, dtype=np.int32)[None, :] <= rows
+        rows, cols = jax.lax.broadcasted_iota(jnp.int32, (length, 1), 0), jax.lax.broadcasted_iota(jnp.int32, (1, T), 1)
+        if sequence is not None:
+            rows = rows + jax.lax.axis_index(sequence) * length
+        mask = cols <= rows
         return plain_attention(
             q, k, v, layout="bthd", scale=D**-0.5, mask=mask[None, None], bias=None, soft_cap=None, sinks=None, keep=None,
             keep_probability=1.0, softmax_dtype=jnp.dtype("float32"),

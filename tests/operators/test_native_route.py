@@ -113,7 +113,7 @@ PROGRAMS = {
     "causal": ({"q_len": 2048, "kv_len": 2048, "mask": Causal()}, 4, 8),
     "window": ({"q_len": 4096, "kv_len": 4096, "mask": Causal() & SlidingWindow(left=1023)}, 4, 10),
     "packed": ({"q_len": 4096, "kv_len": 4096, "mask": Causal(), "segments": True}, 4, 10),
-    "causal_gradient": ({"q_len": 2048, "kv_len": 2048, "mask": Causal(), "gradient": True}, 14, 24),
+    "causal_gradient": ({"q_len": 2048, "kv_len": 2048, "mask": Causal(), "gradient": True}, 4 + 5, 24),
     "decode": ({"q_len": 1, "kv_len": 32768}, 2, 4),
     "decode_one_row_a_head": ({"q_len": 1, "kv_len": 32768, "kv_heads": 8}, 8, 4),
 }

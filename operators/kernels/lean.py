@@ -1,0 +1,74 @@
+"""Loops, slices, selections and products as single instructions.
+
+What jax.numpy and the defaults of jax.lax put around them (a function each for `where`, `//` and `%`, five instructions for
+an index that may be negative, a second counter and a function for a loop) was two thirds of the native path's program, and
+every layer of a model traces, lowers and compiles it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+__all__ = ["cut", "cut_along", "dot", "fold", "numbers", "put", "shifted", "split_index", "where"]
+
+
+def numbers(shape: tuple[int, ...], axis: int, start: Any = 0, dtype: Any = np.int32) -> jax.Array:
+    """start, start + 1, ... along an axis; made by the program, where an array of them would be as long as the axis."""
+    return shifted(lax.broadcasted_iota(dtype, shape, axis), start)
+
+
+def shifted(x: Any, by: Any) -> Any:
+    """x + by, or x where that is known to be the same."""
+    return x if isinstance(by, int) and by == 0 else x + by
+
+
+def where(seen: jax.Array | np.ndarray, x: jax.Array, otherwise: float) -> jax.Array:
+    """x where `seen`, which broadcasts to x, else a number."""
+    if seen.shape != x.shape:
+        seen = lax.broadcast_in_dim(seen, x.shape, tuple(range(x.ndim - seen.ndim, x.ndim)))
+    return lax.select(seen, x, lax.full_like(x, otherwise))
+
+
+def dot(a: jax.Array, b: jax.Array, axis: int, dtype: np.dtype) -> jax.Array:
+    """The products [..., i, j] of a [..., i, x] and b [..., j, x] or [..., x, j], whose x is at `axis`; dtype: of the sum."""
+    rows = tuple(range(a.ndim - 2))
+    return lax.dot_general(a, b, (((a.ndim - 1,), (axis,)), (rows, rows)), preferred_element_type=dtype)
+
+
+def cut(x: jax.Array, starts: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
+    """A slice at traced places, none of them negative."""
+    return lax.dynamic_slice(x, _indices(starts), sizes, allow_negative_indices=False)
+
+
+def cut_along(x: jax.Array, start: Any, size: int, axis: int = 0) -> jax.Array:
+    """The same along one axis."""
+    starts, sizes = [0] * x.ndim, list(x.shape)
+    starts[axis], sizes[axis] = start, size
+    return cut(x, starts, sizes)
+
+
+def put(x: jax.Array, part: jax.Array, starts: Sequence[Any]) -> jax.Array:
+    """x with a part in place of what is there, none of the places negative."""
+    return lax.dynamic_update_slice(x, part, _indices(starts), allow_negative_indices=False)
+
+
+def split_index(n: Any, size: int, count: int) -> tuple[Any, Any]:
+    """(n // size, n % size) of 0 <= n < size * count."""
+    if size == 1 or count == 1:
+        return (n, 0) if size == 1 else (0, n)
+    return lax.div(n, np.int32(size)), lax.rem(n, np.int32(size))
+
+
+def fold(count: int, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """step(n, carry) for n below a known number; of one step, no loop. jax drops what nobody reads of the carry."""
+    return step(0, carry) if count == 1 else lax.fori_loop(np.int32(0), np.int32(count), step, carry)
+
+
+def _indices(starts: Sequence[Any]) -> tuple[Any, ...]:
+    # Of one integer type, also under jax_enable_x64.
+    return tuple(np.int32(n) if isinstance(n, int) else n for n in starts)
