@@ -156,7 +156,7 @@ class _Pass:
             -(-n // b) * b for n, b in ((logits.places.q_len, block_q), (logits.places.kv_len, block_kv))
         )
         self.dim, self.value_dim = operands.query.shape[-1], operands.value.shape[-1]
-        add_to_frame(frame, logits, mask, operands.bias, dropout, q_heads)
+        add_to_frame(frame, logits, mask, operands.bias, dropout)
         layouts = (blocks.q_layout, blocks.k_layout, blocks.v_layout)
         self.queries("query", operands.query, layouts[0])
         for name, x, layout in zip(("key", "value"), operands[1:3], layouts[1:], strict=True):
