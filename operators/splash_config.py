@@ -14,7 +14,7 @@ __all__ = ["LACKING", "LANES", "SplashConfig"]
 LANES = 128
 _KV_BLOCKS = (
     "block_kv", "block_kv_compute", "block_kv_compute_in", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dkv_sums",
-    "block_kv_dq",
+    "block_kv_dq", "block_kv_dq_compute",
 )  # fmt: skip
 _Q_BLOCKS = ("block_q", "block_q_dkv", "block_q_dq")
 _INSIDE = (
@@ -22,10 +22,12 @@ _INSIDE = (
     ("block_kv_compute_in", "block_kv_compute"),
     ("block_kv_dkv_compute", "block_kv_dkv"),
     ("block_kv_dkv", "block_kv_dkv_sums"),
+    ("block_kv_dq_compute", "block_kv_dq"),
 )
 # What a kernel has no place for.
 _ATTNOPS_ONLY = (
-    "block_kv_compute_in", "heads_per_tile", "block_kv_dkv_sums", "vmem_limit_bytes", "sum_by_product", "stationary_weights",
+    "block_kv_compute_in", "heads_per_tile", "block_kv_dkv_sums", "block_kv_dq_compute", "vmem_limit_bytes", "sum_by_product",
+    "stationary_weights",
 )  # fmt: skip
 LACKING: dict[str, tuple[str, ...]] = {
     "attnops": (),
@@ -72,6 +74,7 @@ class SplashConfig(OperationConfig):
     block_kv_dkv_sums: int | None = None
     block_q_dq: int | None = None
     block_kv_dq: int | None = None
+    block_kv_dq_compute: int | None = None
     use_fused_bwd_kernel: StrictBool | None = None
     q_layout: Layout = "head_dim_minor"
     k_layout: Layout = "head_dim_minor"
@@ -119,7 +122,7 @@ class SplashConfig(OperationConfig):
                     "out, or leave kernel out"
                 )
         if self.use_fused_bwd_kernel or self.block_kv_dkv_sums is not None:
-            for name in ("block_q_dq", "block_kv_dq"):
+            for name in ("block_q_dq", "block_kv_dq", "block_kv_dq_compute"):
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"{name}={getattr(self, name)} would be read by nobody: the fused backward has no dq pass"

@@ -289,7 +289,8 @@ def _backward(
         made = make("dkv", sizes, False, True)
         assert blocks.block_q_dq is not None
         assert blocks.block_kv_dq is not None
-        made |= make("dq", (blocks.block_q_dq, blocks.block_kv_dq, blocks.block_kv_dq), True, False)
+        assert blocks.block_kv_dq_compute is not None
+        made |= make("dq", (blocks.block_q_dq, blocks.block_kv_dq, blocks.block_kv_dq_compute), True, False)
     d_query = made["d_query"].reshape(*operands.query.shape[:2], -1, operands.query.shape[-1])
     d_sinks = None
     if operands.sinks is not None:

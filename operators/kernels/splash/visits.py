@@ -18,7 +18,7 @@ from ...local_mask import LocalMask
 
 __all__ = [
     "FIRST", "LAST", "LIVE", "MOST_KV_BLOCKS", "MOST_Q_BLOCKS", "MOST_WORDS", "PARTIAL", "Known", "Visits",
-    "fewest_visits", "kv_block_of", "most_visits", "q_block_of", "visit_list",
+    "fewest_visits", "kv_block_of", "live_tiles", "most_visits", "q_block_of", "visit_list",
 ]  # fmt: skip
 
 # What a word's low bits say: the first and the last visit of a block of the slow axis; a tile with something visible; one
@@ -105,7 +105,7 @@ def visit_list(mask: LocalMask, block_q: int, block_kv: int, slow: str, kv_block
     if isinstance(kinds, np.ndarray):
         listed = words[visited].astype(np.int32)
         return Visits(listed, 1, len(listed), len(listed), bool((kinds == 1).any()), bool((kinds == 2).any()))
-    length = most_visits(Known.of(mask), block_q, block_kv, slow, kv_blocks)
+    length = most_visits(live_tiles(Known.of(mask), block_q, block_kv), slow, kv_blocks)
     return _sorted_on_device(words.astype(jnp.int32), visited, length)
 
 
@@ -122,22 +122,26 @@ def _sorted_on_device(words: jax.Array, visited: jax.Array, length: int) -> Visi
     return Visits(listed.reshape(-1), rows, length, counts.max(), True, True)
 
 
-def most_visits(known: Known, block_q: int, block_kv: int, slow: str, kv_blocks: slice = slice(None)) -> int:
-    """The most visits of a list; exactly as many where all of the mask is static and has row intervals."""
+def live_tiles(known: Known, block_q: int, block_kv: int) -> np.ndarray:
+    """The tiles that may have something visible, bool [q blocks, kv blocks]."""
     outer = known.outer()
     if outer is None:
-        return -(-known.q_len // block_q) * len(range(-(-known.kv_len // block_kv))[kv_blocks])
+        return np.broadcast_to(True, (-(-known.q_len // block_q), -(-known.kv_len // block_kv)))
     places = {"q_start": known.q_start, "k_start": known.k_start, "query_offset": known.query_offset}
-    live = outer.live_blocks(block_q, block_kv, q_len=known.q_len, kv_len=known.kv_len, **places)[:, kv_blocks] > 0
+    return outer.live_blocks(block_q, block_kv, q_len=known.q_len, kv_len=known.kv_len, **places) > 0  # type: ignore[arg-type]
+
+
+def most_visits(live: np.ndarray, slow: str, kv_blocks: slice = slice(None)) -> int:
+    """The most visits of a list; exactly as many where all of the mask is static and has row intervals."""
     # Of a block of the slow axis as many as are live, and one where none is.
-    return int(np.maximum(live.sum(axis=1 if slow == "q" else 0), 1).sum())
+    return int(np.maximum(live[:, kv_blocks].sum(axis=1 if slow == "q" else 0), 1).sum())
 
 
 def fewest_visits(known: Known, block_q: int, block_kv: int) -> int:
-    """At least so many has `most_visits`, of all kv blocks: the tiles that the first row of each block sees. In no time."""
+    """Some of the live tiles: those that the first row of each query block sees. Many rows are not looked at."""
     outer = known.outer()
     if outer is None:
-        return most_visits(known, block_q, block_kv, "q")
+        return live_tiles(known, block_q, block_kv).size
     rows = np.arange(0, known.q_len, block_q, dtype=np.int64) + known.q_start
     intervals = outer.row_intervals(rows, (known.k_start or 0) + known.kv_len, query_offset=known.query_offset or 0)
     assert intervals is not None  # static, and without mask functions
