@@ -18,7 +18,10 @@ __all__ = ["resolve_attnops", "tile_cost"]
 # By the static cycles of the compiled kernels (docs/splash.md): half of a 1024-block in a product at a time leaves the
 # compiler room to overlap the softmax of one half with the products of the other.
 _SIZES, _COMPUTE = (1024, 512, 256, 128), 512
-_LARGE = (2048, 4096)  # so that lists of long sequences, or of many rows, find room in scalar memory; no faster elsewhere
+_LARGE = (
+    2048,
+    4096,
+)  # so that lists of long sequences, or of many rows, find room in scalar memory; no faster elsewhere
 _COMPUTE_IN = {"TPU7x": 256}  # 5 % fewer cycles than with 512 there; 4 % more on a v5e
 # In weights of a tile without a mask: what a masked one costs, and a step of the grid beside its tile (half a microsecond;
 # not measured on a TPU). Two passes make seven products where the fused one makes five.
@@ -85,7 +88,9 @@ def tile_cost(problem: AttentionProblem, placement: Placement, block_q: int, blo
     """The work of a pass in weights: large blocks take few steps, small ones skip more."""
     if "mask_function" in problem.features:  # would be evaluated weight by weight
         return 1 / (block_q * block_kv)
-    kinds = problem.mask.live_blocks(block_q, block_kv, query_offset=problem.query_offset or 0, **_sample(problem, placement))
+    kinds = problem.mask.live_blocks(
+        block_q, block_kv, query_offset=problem.query_offset or 0, **_sample(problem, placement)
+    )
     partial, full = float((kinds == 1).sum()), float((kinds == 2).sum())
     return (full + _PARTIAL * partial) * block_q * block_kv + (full + partial) * _STEP
 

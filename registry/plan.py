@@ -191,7 +191,8 @@ _DEFAULT = Policy()
 def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
     """Decide what runs, from the problem, the policy and the tuned choices that are kept; cached per problem and policy.
 
-    Errors: ShardingError where the policy says so. A problem that nothing can run gives a plan of kind 'refused'.
+    Errors: ShardingError, or ConfigError for sizes that aren't kept, where the policy says so. A problem that nothing can run
+    gives a plan of kind 'refused'; so does, with fallback='error', a config that can't be resolved for it.
     """
     operation = problem.operation
     strategy = operation.sequence_parallel or policy.sequence_parallel

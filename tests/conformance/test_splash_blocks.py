@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -209,7 +208,10 @@ def test_blocks_that_can_not_work_together(config: dict[str, Any], message: str)
     ("config", "message"),
     [
         ({"heads_per_tile": 3}, "heads_per_tile=3 doesn't divide the 2 query heads .* wanted one of 1, 2"),
-        ({"block_kv": None, "block_kv_compute_in": 384}, "block_kv_compute=128 is not a multiple of block_kv_compute_in=384"),
+        (
+            {"block_kv": None, "block_kv_compute_in": 384},
+            "block_kv_compute=128 is not a multiple of block_kv_compute_in=384",
+        ),
         ({"kernel": "jax", "block_q": 1000, "block_q_dkv": 896, "block_q_dq": 1152}, "share no small multiple"),
     ],
 )

@@ -126,7 +126,7 @@ def test_split_keys(way: str, kernel: str, kind: str) -> None:
     mesh = jax.make_mesh((SHARDS,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:SHARDS])
     attend = harness.RUNNABLE[kernel].make("float32", mesh, tuning="off", **fields)
     offset = np.asarray(call.get("query_offset", KV - q_len))
-    rows = np.arange(KV - q_len, KV)  # of arrays that have rows
+    rows = np.arange(q_len) + int(offset.flat[0])  # of arrays that have rows
     positions = np.arange(q_len)[:, None] + offset.reshape(-1, 1, 1, 1)
     seen = KINDS[kind].seen(positions if offset.ndim else positions[0, 0], np.arange(KV), rows)
     heads = 4 if way == "ulysses" else 2

@@ -45,8 +45,9 @@ COMMON: dict[str, Any] = {
 CHANGES: dict[str, dict[str, Any]] = {
     "attnops": COMMON | {
         "kernel": "jax", "block_kv": 256, "block_kv_compute": 512, "block_kv_compute_in": 128, "heads_per_tile": 2,
-        "block_kv_dkv": 256, "block_kv_dq_compute": 128, "use_base2_exp": False, "fuse_reciprocal": False, "use_experimental_scheduler": True,
+        "block_kv_dkv": 256, "use_base2_exp": False, "fuse_reciprocal": False, "use_experimental_scheduler": True,
         "sum_by_product": True, "vmem_limit_bytes": 48 << 20, "stationary_weights": True, "block_kv_dkv_sums": 256,
+        "block_kv_dq_compute": 128,
     },
     "jax": COMMON | {"kernel": "attnops", "block_q": 64, "block_kv": 512, "block_kv_compute": 128, "block_kv_dkv": 512},
     "tokamax": COMMON | {
