@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from ..errors import ConfigError
 from ..registry import AttentionProblem, Placement
 from .splash_config import LANES, SplashConfig
@@ -24,7 +26,7 @@ class _Pass(NamedTuple):
 
 
 class ScalarMemory:
-    """The count of one problem; what was counted for blocks that several configs share is kept."""
+    """The count of one problem; the tiles of blocks that several passes and configs share are found once."""
 
     def __init__(self, problem: AttentionProblem, placement: Placement) -> None:
         from .kernels.splash.visits import Known  # imports Pallas, so only where the kernel is planned
@@ -44,7 +46,7 @@ class ScalarMemory:
             "dropout": 4 * (problem.dropout_prob > 0),
             "sinks": local.q_heads * (problem.sinks_shape is not None),
         }
-        self._found: dict[tuple[int, int, str, int], int] = {}
+        self._live: dict[tuple[int, int], np.ndarray] = {}
 
     def check(self, config: SplashConfig) -> None:
         """Errors: ConfigError for blocks whose numbers a visit's word can't hold, or more words than scalar memory does."""
@@ -106,12 +108,11 @@ class ScalarMemory:
         """The longest list of a batch row: of all keys, or of a part of them."""
         from .kernels.splash.visits import live_tiles, most_visits
 
-        asked = (block_q, block_kv, slow, keys)
-        if asked not in self._found:
-            live, blocks = live_tiles(self.known, block_q, block_kv), math.ceil(keys / block_kv)
-            parts = range(0, live.shape[1], blocks)
-            self._found[asked] = max(most_visits(live, slow, slice(first, first + blocks)) for first in parts)
-        return self._found[asked]
+        if (block_q, block_kv) not in self._live:
+            self._live[block_q, block_kv] = live_tiles(self.known, block_q, block_kv)
+        live, blocks = self._live[block_q, block_kv], math.ceil(keys / block_kv)
+        parts = range(0, live.shape[1], blocks)
+        return max(most_visits(live, slow, slice(first, first + blocks)) for first in parts)
 
 
 def _passes(config: SplashConfig, kv_len: int) -> tuple[_Pass, ...]:

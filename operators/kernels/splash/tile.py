@@ -138,8 +138,11 @@ class Tile:
         if "dropout" not in self.refs:
             return [None] * len(self.frame.heads.in_tile)
         ref = self.refs["dropout"]
-        seed, batch, first_head = [ref[i].astype(jnp.uint32) for i in (0, 1)], self.step.batch + ref[2], ref[3]
-        return [Dropout.head_key(*seed, batch, first_head + self.head(head)) for head in self.frame.heads.in_tile]
+        first, second = (ref[i].astype(jnp.uint32) for i in (0, 1))
+        batch, first_head = self.step.batch + ref[2], ref[3]
+        return [
+            Dropout.head_key(first, second, batch, first_head + self.head(head)) for head in self.frame.heads.in_tile
+        ]
 
     def keep(self, key: HeadKey, start: int, width: int) -> jax.Array | None:
         """Which weights dropout keeps; None without dropout."""

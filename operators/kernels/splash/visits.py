@@ -142,10 +142,11 @@ def fewest_visits(known: Known, block_q: int, block_kv: int) -> int:
     outer = known.outer()
     if outer is None:
         return live_tiles(known, block_q, block_kv).size
-    rows = np.arange(0, known.q_len, block_q, dtype=np.int64) + known.q_start
-    intervals = outer.row_intervals(rows, (known.k_start or 0) + known.kv_len, query_offset=known.query_offset or 0)
+    q_start, k_start = known.q_start or 0, known.k_start or 0
+    rows = np.arange(0, known.q_len, block_q, dtype=np.int64) + q_start
+    intervals = outer.row_intervals(rows, k_start + known.kv_len, query_offset=known.query_offset or 0)
     assert intervals is not None  # static, and without mask functions
-    lo, hi = (np.maximum(x - (known.k_start or 0), 0) for x in intervals)
+    lo, hi = (np.maximum(x - k_start, 0) for x in intervals)
     found, done = 0, np.zeros(len(rows), np.int64)
     for first, end in zip(lo // block_kv, np.where(lo < hi, -(-hi // block_kv), 0), strict=True):
         found += int(np.maximum(end - np.maximum(first, done), 0).sum())
