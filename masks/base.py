@@ -232,14 +232,22 @@ class Mask:
         return self.intervals(rows, rows + whole(query_offset, "query_offset"), kv_len)
 
     def live_blocks(
-        self, block_q: int, block_kv: int, *, q_len: int, kv_len: int, q_start: int = 0, query_offset: int = 0
+        self,
+        block_q: int,
+        block_kv: int,
+        *,
+        q_len: int,
+        kv_len: int,
+        q_start: int = 0,
+        query_offset: int = 0,
+        k_start: int = 0,
     ) -> NDArray[np.int8]:
         """0 dead, 1 partial, 2 full for each block: int8 [ceil(q_len / block_q), ceil(kv_len / block_kv)].
 
-        Rows are q_start..q_start+q_len; what is beyond the end of rows or keys doesn't count. Exact for
-        static masks; with dynamic leaves, dead and full are certain and partial is everything else.
+        Rows are q_start..q_start+q_len, keys k_start..k_start+kv_len; what is beyond their ends doesn't count.
+        Exact for static masks; with dynamic leaves, dead and full are certain and partial is everything else.
         """
-        return blocks.live_blocks(self, blocks.Grid(block_q, block_kv, q_len, kv_len, q_start, query_offset))
+        return blocks.live_blocks(self, blocks.Grid(block_q, block_kv, q_len, kv_len, q_start, query_offset, k_start))
 
     def may_have_dead_rows(self, q_len: int, kv_len: int, *, q_start: int = 0, query_offset: int = 0) -> bool:
         """Whether some row of q_start..q_start+q_len sees no key; with dynamic leaves, whether one may."""

@@ -25,7 +25,7 @@ _CELLS = 1 << 22
 
 @dataclass(frozen=True)
 class Grid:
-    """Blocks over rows q_start..q_start+q_len and keys 0..kv_len."""
+    """Blocks over rows q_start..q_start+q_len and keys k_start..k_start+kv_len."""
 
     block_q: int
     block_kv: int
@@ -33,9 +33,10 @@ class Grid:
     kv_len: int
     q_start: int
     query_offset: int
+    k_start: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_q", "block_kv", "q_len", "kv_len", "q_start"):
+        for name in ("block_q", "block_kv", "q_len", "kv_len", "q_start", "k_start"):
             minimum = 1 if name.startswith("block") else 0
             object.__setattr__(self, name, whole(getattr(self, name), name, minimum=minimum))
         object.__setattr__(self, "query_offset", whole(self.query_offset, "query_offset"))
@@ -87,9 +88,18 @@ def may_have_dead_rows(mask: Mask, grid: Grid) -> bool:
 def _static_blocks(mask: Mask, grid: Grid) -> NDArray[np.int8]:
     found = np.zeros(grid.shape, np.int8)
     for where, rows in grid.slabs():
-        known = mask.row_intervals(rows, grid.kv_len, query_offset=grid.query_offset)
+        known = _intervals(mask, grid, rows)
         found[where] = _evaluated(mask, grid, rows) if known is None else _counted(known, grid)
     return found
+
+
+def _intervals(mask: Mask, grid: Grid, rows: NDArray[np.int64]) -> Intervals | None:
+    """The visible keys of each row, counted from the grid's first; those of before it are empty intervals."""
+    known = mask.row_intervals(rows, grid.k_start + grid.kv_len, query_offset=grid.query_offset)
+    if known is None or not grid.k_start:
+        return known
+    lo, hi = (np.maximum(x - grid.k_start, 0) for x in known)
+    return lo, hi
 
 
 def _counted(known: Intervals, grid: Grid) -> NDArray[np.int8]:
@@ -121,7 +131,7 @@ def _evaluated(mask: Mask, grid: Grid, rows: NDArray[np.int64]) -> NDArray[np.in
     from .algebra import And
 
     known = And([part for part in mask.conjuncts() if "mask_function" not in part.features()])
-    outer = known.row_intervals(rows, grid.kv_len, query_offset=grid.query_offset)
+    outer = _intervals(known, grid, rows)
     assert outer is not None  # static, and without mask functions
     found = _counted(outer, grid)
     for i, blocks in enumerate(found):
@@ -147,6 +157,6 @@ def _pieces(start: int, stop: int, step: int) -> Iterator[NDArray[np.int32]]:
 
 
 def _visible(mask: Mask, grid: Grid, rows: NDArray[Any], keys: NDArray[Any]) -> NDArray[np.bool_]:
-    column, row = rows.astype(np.int32)[:, None], keys[None, :]
+    column, row = rows.astype(np.int32)[:, None], keys[None, :] + np.int32(grid.k_start)
     seen = mask.test(column, column + np.int32(grid.query_offset), row)
     return np.broadcast_to(seen, (len(rows), len(keys)))

@@ -45,9 +45,15 @@ class LocalMask:
         offset = 0 if self.query_offset is None else self.query_offset
         static, dynamic = self.mask.split_static()
         known: np.ndarray | jax.Array | None = None
-        if isinstance(self.q_start, int) and isinstance(offset, int) and self._from_the_first_key:
+        if isinstance(self.q_start, int) and isinstance(self.k_start, int) and isinstance(offset, int):
             known = static.live_blocks(
-                block_q, block_kv, q_len=self.q_len, kv_len=self.kv_len, q_start=self.q_start, query_offset=offset
+                block_q,
+                block_kv,
+                q_len=self.q_len,
+                kv_len=self.kv_len,
+                q_start=self.q_start,
+                query_offset=offset,
+                k_start=self.k_start,
             )[None]
             if not dynamic:
                 return known
@@ -85,15 +91,12 @@ class LocalMask:
     @property
     def all_rows_see(self) -> bool:
         """Whether it is known, without a test of each weight, that every row sees a key."""
-        offset = 0 if self.query_offset is None else self.query_offset
-        known = isinstance(self.q_start, int) and isinstance(offset, int) and self._from_the_first_key
-        if not known or not self.mask.is_static or any(atom.kind == "mask_function" for atom in self.mask.atoms()):
+        start, offset = self.q_start, 0 if self.query_offset is None else self.query_offset
+        if not isinstance(start, int) or not isinstance(offset, int) or not isinstance(self.k_start, int):
+            return False  # traced
+        if self.k_start != 0 or not self.mask.is_static or "mask_function" in self.mask.features():
             return False
-        return not self.mask.may_have_dead_rows(self.q_len, self.kv_len, q_start=self.q_start, query_offset=offset)  # type: ignore[arg-type]
-
-    @property
-    def _from_the_first_key(self) -> bool:
-        return isinstance(self.k_start, int) and self.k_start == 0
+        return not self.mask.may_have_dead_rows(self.q_len, self.kv_len, q_start=start, query_offset=offset)
 
 
 def _host_numbers(shape: tuple[int, ...], axis: int) -> np.ndarray:
@@ -133,8 +136,13 @@ class Dropout:
 
     def head_keys(self, batch: Any, head: Any) -> tuple[jax.Array, jax.Array]:
         """One key a head, uint32: made on few elements, so that one draw a weight is left."""
-        batch, head = (jnp.asarray(i).astype(jnp.uint32) for i in (batch + self.batch_start, head + self.head_start))
-        return threefry(self.seed[0], self.seed[1], batch, head)
+        return self.head_key(self.seed[0], self.seed[1], batch + self.batch_start, head + self.head_start)
+
+    @staticmethod
+    def head_key(first: Any, second: Any, batch: Any, head: Any) -> tuple[jax.Array, jax.Array]:
+        """`head_keys` for the seed's words and for a batch row and a head of the whole problem; also inside kernels."""
+        batch, head = (jnp.asarray(index).astype(jnp.uint32) for index in (batch, head))
+        return threefry(first, second, batch, head)
 
     @staticmethod
     def kept(first: Any, second: Any, row: Any, col: Any, probability: float) -> jax.Array:

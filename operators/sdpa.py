@@ -110,7 +110,7 @@ class ScaledDotProduct(Operation):
     def forward_native(self, call: LocalCall) -> LocalOutput:
         """Run the XLA implementation; a causal mask as a flag, other masks as an array."""
         # Not local_window_size: jax.nn makes two arrays of indices for it, constants of 64 KB of text at 4096.
-        causal = call.mask.mask == Causal(0) and call.q_shards == 1 and isinstance(call.mask.k_start, int)
+        causal = call.mask.mask == Causal(0) and call.q_shards == 1
         return _run(call, "xla", (True, None) if causal else None)
 
 

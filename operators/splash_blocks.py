@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 
 from ..errors import ConfigError
 from ..registry import AttentionProblem, OperationConfig, Placement
 from .splash_config import LANES, SplashConfig
+from .splash_scalars import ScalarMemory
 from .splash_sizes import Sizes, choose_block, dividing_block
 from .splash_vmem import ROOM, counted_vmem, vmem_need, vmem_room
 
@@ -15,11 +18,15 @@ __all__ = ["resolve_attnops", "tile_cost"]
 # By the static cycles of the compiled kernels (docs/splash.md): half of a 1024-block in a product at a time leaves the
 # compiler room to overlap the softmax of one half with the products of the other.
 _SIZES, _COMPUTE = (1024, 512, 256, 128), 512
+_LARGE = (
+    2048,
+    4096,
+)  # so that lists of long sequences, or of many rows, find room in scalar memory; no faster elsewhere
 _COMPUTE_IN = {"TPU7x": 256}  # 5 % fewer cycles than with 512 there; 4 % more on a v5e
 # In weights of a tile without a mask: what a masked one costs, and a step of the grid beside its tile (half a microsecond;
 # not measured on a TPU). Two passes make seven products where the fused one makes five.
 _PARTIAL, _STEP, _APART = 1.3, 1 << 17, 1.4
-_SAMPLE = 1 << 14  # a mask's first rows and keys, from which its costs are known
+_SAMPLE = 1 << 14  # rows and keys from which a mask's costs are known
 _PARTS = 8  # of the keys, each a kernel that has to be compiled
 _MIB = 1 << 20
 
@@ -28,73 +35,42 @@ def resolve_attnops(problem: AttentionProblem, placement: Placement, config: Spl
     """Fill in every field for attnops' kernels. Errors: ConfigError for sizes that can't work together, or too many tiles."""
     from .kernels.splash.vmem import vmem_of
 
-    vmem = vmem_of(problem.device_kind)
-    found = [_way(problem, placement, config, most, fused) for most in _SIZES for fused in _backward_ways(config)]
-    errors = [way for way in found if isinstance(way, ConfigError)]
-    ways = [way for way in found if isinstance(way, SplashConfig)]
-    resolved, need = None, 0
-    # The cheapest that fits. The smallest comes last whatever it costs: that it doesn't fit is noted in the plan.
-    for way in (*sorted(ways, key=lambda way: _cost(problem, placement, way)), *ways[-1:]):
+    vmem, scalars = vmem_of(problem.device_kind), ScalarMemory(problem, placement)
+    needs: list[tuple[int, SplashConfig]] = []
+    errors: list[ConfigError] = []
+    for way in _ways(problem, placement, config):
         try:
-            _check_visits(problem, placement, way)  # takes its time where there are many tiles, so not of all of them
+            if isinstance(way, ConfigError):
+                raise way
+            scalars.check(way)  # takes its time where there are many tiles, so it isn't asked of all ways
+            needs.append((vmem_need(problem, placement, way), way))
         except ConfigError as error:
             errors.append(error)
             continue
-        resolved, need = way, vmem_need(problem, placement, way)
-        if need <= vmem_room(problem, config):
+        if needs[-1][0] <= vmem_room(problem, config):
             break
-    if resolved is None:
-        raise errors[0]
-    if not config.is_set("vmem_limit_bytes") and need > vmem.default:
-        resolved = resolved.with_fields({"vmem_limit_bytes": min(vmem.most, math.ceil(need / _MIB) * _MIB)})
-    return resolved
+    else:
+        if not needs:
+            raise errors[-1]  # of the largest blocks
+        needs.append(min(needs, key=lambda one: one[0]))  # that it doesn't fit is noted in the plan
+    need, resolved = needs[-1]
+    if config.is_set("vmem_limit_bytes") or need <= vmem.default:
+        return resolved
+    return resolved.with_fields({"vmem_limit_bytes": min(vmem.most, math.ceil(need / _MIB) * _MIB)})
 
 
-def _way(
-    problem: AttentionProblem, placement: Placement, config: SplashConfig, most: int, fused: bool
-) -> SplashConfig | ConfigError:
-    """The config with blocks of at most `most`, or why there is none."""
-    try:
-        return _with_blocks(problem, placement, config, most, fused)
-    except ConfigError as error:
-        return error
-
-
-def _check_visits(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> None:
-    """Refuse blocks whose numbers a visit's word can't hold, and lists that scalar memory can't."""
-    from .kernels.splash.visits import MOST_KV_BLOCKS, MOST_Q_BLOCKS, MOST_WORDS
-
-    local = placement.local
-    traced = bool(problem.leaves) or problem.dynamic_query_offset
-    for suffix in ("", "_dkv", "_dq"):
-        blocks, counts = [], []
-        for axis, length, most in (("q", local.q_len, MOST_Q_BLOCKS), ("kv", local.kv_len, MOST_KV_BLOCKS)):
-            name = f"block_{axis}{suffix}"
-            block = getattr(config, name)
-            if block is None:
-                break
-            blocks.append(block)
-            counts.append(math.ceil(length / block))
-            if counts[-1] > most:
-                raise ConfigError(
-                    f"SplashConfig: {name}={block} cuts {length} rows into {counts[-1]} blocks; wanted at most {most}: "
-                    f"{name}={math.ceil(length / most / LANES) * LANES} or more."
-                )
-        rows = local.batch if traced else 1
-        if len(blocks) < 2 or rows * counts[0] * (counts[1] + 1) <= MOST_WORDS:
-            continue
-        tiles = counts[0] * counts[1]
-        if "mask_function" not in problem.features and not placement.q_axes and not problem.dynamic_query_offset:
-            kinds = problem.mask.live_blocks(
-                *blocks, q_len=local.q_len, kv_len=local.kv_len, query_offset=problem.query_offset or 0
-            )
-            tiles = int((kinds > 0).sum())
-        words = rows * (tiles + (counts[0] if traced else 0))
-        if words > MOST_WORDS:
-            raise ConfigError(
-                f"SplashConfig: block_q{suffix}={blocks[0]}, block_kv{suffix}={blocks[1]} make {words} visits, whose list "
-                f"scalar memory can't hold; wanted at most {MOST_WORDS}: larger blocks make fewer."
-            )
+def _ways(
+    problem: AttentionProblem, placement: Placement, config: SplashConfig
+) -> Iterator[SplashConfig | ConfigError]:
+    """Configs in the order in which they are tried, and why some sizes give none: the cheapest first, the large ones last."""
+    for sizes in (_SIZES, *((size,) for size in _LARGE)):
+        found = []
+        for most, fused in itertools.product(sizes, _backward_ways(config)):
+            try:
+                found.append(_with_blocks(problem, placement, config, most, fused))
+            except ConfigError as error:
+                yield error
+        yield from sorted(found, key=lambda way: _cost(problem, placement, way))
 
 
 def _cost(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> float:
@@ -113,14 +89,18 @@ def tile_cost(problem: AttentionProblem, placement: Placement, block_q: int, blo
     if "mask_function" in problem.features:  # would be evaluated weight by weight
         return 1 / (block_q * block_kv)
     kinds = problem.mask.live_blocks(
-        block_q,
-        block_kv,
-        q_len=min(placement.local.q_len, _SAMPLE),
-        kv_len=min(placement.local.kv_len, _SAMPLE),
-        query_offset=problem.query_offset or 0,
+        block_q, block_kv, query_offset=problem.query_offset or 0, **_sample(problem, placement)
     )
     partial, full = float((kinds == 1).sum()), float((kinds == 2).sum())
     return (full + _PARTIAL * partial) * block_q * block_kv + (full + partial) * _STEP
+
+
+def _sample(problem: AttentionProblem, placement: Placement) -> dict[str, int]:
+    """Some rows and keys of a device: where rows or keys are split, of the last rows, and of the keys around their places."""
+    q_len, kv_len = (min(length, _SAMPLE) for length in (placement.local.q_len, placement.local.kv_len))
+    q_start = problem.q_len - q_len if placement.q_axes else 0
+    k_start = min(max(0, q_start + q_len + (problem.query_offset or 0) - kv_len), problem.kv_len - kv_len)
+    return {"q_len": q_len, "kv_len": kv_len, "q_start": q_start, "k_start": k_start}
 
 
 def _backward_ways(config: SplashConfig) -> tuple[bool, ...]:
@@ -129,7 +109,7 @@ def _backward_ways(config: SplashConfig) -> tuple[bool, ...]:
         return (bool(config.use_fused_bwd_kernel),)
     if config.block_kv_dkv_sums is not None:
         return (True,)
-    apart = config.is_set("block_q_dq") or config.is_set("block_kv_dq")
+    apart = any(config.is_set(name) for name in ("block_q_dq", "block_kv_dq", "block_kv_dq_compute"))
     return (False,) if apart else (True, False)
 
 
@@ -152,7 +132,10 @@ def _with_blocks(
     sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", min(_COMPUTE, most))
     if not fused:
         sizes.fill("block_q_dq", sizes["block_q_dkv"])
-        sizes.fill("block_kv_dq", choose_block(kv_len, min(_COMPUTE, most)))
+        # In large blocks only where small ones would be too many: a step of this pass has few products.
+        keys = most if most in _LARGE else min(_COMPUTE, most)
+        sizes.fill("block_kv_dq", choose_block(kv_len, keys, math.lcm(LANES, config.block_kv_dq_compute or 1)))
+        sizes.fill_inner("block_kv_dq_compute", "block_kv_dq", min(_COMPUTE, most))
     switches = {
         "use_fused_bwd_kernel": fused,
         "sum_by_product": _sums_by_product(problem, config),

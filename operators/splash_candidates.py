@@ -18,18 +18,19 @@ __all__ = ["BACKWARD", "FORWARD", "candidates", "tuned_fields"]
 FORWARD = ("block_q", "block_kv", "block_kv_compute", "block_kv_compute_in", "sum_by_product")
 BACKWARD = (
     "use_fused_bwd_kernel", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq",
-    "stationary_weights",
+    "block_kv_dq_compute", "stationary_weights",
 )  # fmt: skip
 _BLOCKS, _COMPUTE = (2048, 1024, 512, 256, 128), (512, 1024, 256)
 
 
 def tuned_fields(problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
-    """The fields that nobody declared, of those that a search chooses; none where queries are split over devices.
+    """The fields that nobody declared, of those that a search chooses; none where queries or keys are split over devices.
 
     There each device has its own tiles, and one device's call is not the problem's.
     """
     config = problem.config
-    if not isinstance(config, SplashConfig) or config.kernel != "attnops" or placement.q_axes:
+    split = placement.q_axes or placement.sequence.strategy == "merge"
+    if not isinstance(config, SplashConfig) or config.kernel != "attnops" or split:
         return ()
     return tuple(name for name in (*FORWARD, *BACKWARD) if not config.is_set(name))
 
@@ -110,8 +111,9 @@ def _backward(problem: AttentionProblem, placement: Placement, config: SplashCon
             yield {"block_kv_dkv_compute": compute, "use_fused_bwd_kernel": True}
         yield {"stationary_weights": not chosen, "use_fused_bwd_kernel": True}
         for compute in (n for n in _COMPUTE if block_kv % n == 0):
-            apart = {"use_fused_bwd_kernel": False, "block_q_dq": block_q, "block_kv_dq": min(block_kv, compute)}
-            yield {"block_kv_dkv_compute": compute} | apart
+            keys = min(block_kv, compute)
+            apart = {"block_q_dq": block_q, "block_kv_dq": keys, "block_kv_dq_compute": keys}
+            yield {"block_kv_dkv_compute": compute, "use_fused_bwd_kernel": False} | apart
 
     pairs = _pairs(problem, placement, config, "_dkv")
     return _diagonal([[{"block_q_dkv": q, "block_kv_dkv": kv} | way for way in inside(q, kv)] for q, kv in pairs])

@@ -15,7 +15,7 @@ __all__ = ["LACKING", "LANES", "SplashConfig"]
 LANES = 128
 _KV_BLOCKS = (
     "block_kv", "block_kv_compute", "block_kv_compute_in", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dkv_sums",
-    "block_kv_dq",
+    "block_kv_dq", "block_kv_dq_compute",
 )  # fmt: skip
 _Q_BLOCKS = ("block_q", "block_q_dkv", "block_q_dq")
 _INSIDE = (
@@ -23,10 +23,12 @@ _INSIDE = (
     ("block_kv_compute_in", "block_kv_compute"),
     ("block_kv_dkv_compute", "block_kv_dkv"),
     ("block_kv_dkv", "block_kv_dkv_sums"),
+    ("block_kv_dq_compute", "block_kv_dq"),
 )
 # What a kernel has no place for.
 _ATTNOPS_ONLY = (
-    "block_kv_compute_in", "heads_per_tile", "block_kv_dkv_sums", "vmem_limit_bytes", "sum_by_product", "stationary_weights",
+    "block_kv_compute_in", "heads_per_tile", "block_kv_dkv_sums", "block_kv_dq_compute", "vmem_limit_bytes", "sum_by_product",
+    "stationary_weights",
 )  # fmt: skip
 LACKING: dict[str, tuple[str, ...]] = {
     "attnops": (),
@@ -46,14 +48,15 @@ class SplashConfig(OperationConfig):
     then refused.
     block_q, block_kv: what the forward pass holds in VMEM at once. block_kv_compute: the keys of one product with the
     queries. block_kv_compute_in: the part of them that goes through the exponential and the product with the values at a
-    time. heads_per_tile: query heads worked on together; None is 1. *_dkv: blocks of the gradient of k and v, *_dq of that
-    of q. use_fused_bwd_kernel: all three in one pass, with the *_dkv blocks; None is False, but for tokamax, which has no
-    other way. block_kv_dkv_sums: the keys whose gradients it sums in VMEM at a time, one pass after the other where there are
-    more; None is all of them. *_layout: 'seq_minor' hands the tensor over transposed. use_base2_exp: hold logits times
-    log2 e. fuse_reciprocal: divide by the softmax's sum in the kernel, else after it. sum_by_product: make that sum in the
-    product with the values, by a column of ones; None is False. stationary_weights: make the backward's three gradients
-    transposed, so that the weights fill the matrix unit; None is False. use_experimental_scheduler: the compiler's LP
-    scheduler. vmem_limit_bytes: what the kernels may take of VMEM; None is the compiler's default.
+    time. heads_per_tile: query heads worked on together; None is 1. *_dkv: blocks of the gradient of k and v, *_dq of that of
+    q, with *_compute the keys worked on at a time. use_fused_bwd_kernel: all three in one pass, with the *_dkv blocks; None
+    is False, but for tokamax, which has no other way. block_kv_dkv_sums: the keys whose gradients it sums in VMEM at a time,
+    one pass after the other where there are more; None is all of them. *_layout: 'seq_minor' hands the tensor over
+    transposed. use_base2_exp: hold logits times log2 e. fuse_reciprocal: divide by the softmax's sum in the kernel, else
+    after it. sum_by_product: make that sum in the product with the values, by a column of ones; None is False.
+    stationary_weights: make the backward's three gradients transposed, so that the weights fill the matrix unit; None is
+    False. use_experimental_scheduler: the compiler's LP scheduler. vmem_limit_bytes: what the kernels may take of VMEM; None
+    is the compiler's default.
     residual_checkpoint_name: the name of the output and its log-sum-exp for jax.checkpoint policies. interpret: run the
     kernel in Pallas' interpreter, on any platform; for tests.
     """
@@ -73,6 +76,7 @@ class SplashConfig(OperationConfig):
     block_kv_dkv_sums: int | None = None
     block_q_dq: int | None = None
     block_kv_dq: int | None = None
+    block_kv_dq_compute: int | None = None
     use_fused_bwd_kernel: StrictBool | None = None
     q_layout: Layout = "head_dim_minor"
     k_layout: Layout = "head_dim_minor"
@@ -120,7 +124,7 @@ class SplashConfig(OperationConfig):
                     "out, or leave kernel out"
                 )
         if self.use_fused_bwd_kernel or self.block_kv_dkv_sums is not None:
-            for name in ("block_q_dq", "block_kv_dq"):
+            for name in ("block_q_dq", "block_kv_dq", "block_kv_dq_compute"):
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"{name}={getattr(self, name)} would be read by nobody: the fused backward has no dq pass"

@@ -70,7 +70,10 @@ class PlannedOperation:
 
     @classmethod
     def resolve_config(cls, method: str, problem: AttentionProblem, placement: Placement) -> OperationConfig:
-        """Return the config with every default filled in for this method and these local shapes."""
+        """Return the config with every default filled in for this method and these local shapes.
+
+        Errors: ConfigError where there is none; a plan has it as a reason against the method.
+        """
         del method, placement
         return problem.config
 

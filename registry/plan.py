@@ -190,13 +190,21 @@ class Plan:
         }
 
 
+def _unresolved(problem: AttentionProblem, error: ConfigError) -> Reason:
+    """Why a config can't be filled in for a problem; the error tells what is wanted."""
+    declared = problem.config.model_fields_set - {"operation", "schema_version"}
+    fix = "Declare other sizes, or leave them out." if declared else "Split the call over more devices."
+    return Reason("config", "operation_configs", str(error).removesuffix("."), fix)
+
+
 _DEFAULT = Policy()
 
 
 def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
     """Decide what runs, from the problem, the policy and the tuned choices that are kept; cached until one is kept.
 
-    Errors: ShardingError where the policy says so. A problem that nothing can run gives a plan of kind 'refused'.
+    Errors: ShardingError, or ConfigError for sizes that aren't kept, where the policy says so. A problem that nothing can run
+    gives a plan of kind 'refused'; so does, with fallback='error', a config that can't be resolved for it.
     """
     return _decide(problem, policy, tune_cache.state(problem.device))
 
@@ -229,11 +237,15 @@ def _decide(problem: AttentionProblem, policy: Policy, kept: object) -> Plan:
         if reasons:
             rejected.append(Rejected(name, reasons))
             continue
+        try:
+            config = operation.resolve_config(method, problem, placement)
+        except ConfigError as error:
+            rejected.append(Rejected(name, (_unresolved(problem, error),)))
+            continue
         tuning = choose(operation, method, problem, placement, policy.tuning)
-        asked = problem
         if tuning is not None and tuning.fields:
             asked = replace(problem, config=problem.config.with_fields(tuning.fields))
-        config = operation.resolve_config(method, asked, placement)
+            config = operation.resolve_config(method, asked, placement)
         kind: Kind = "platform" if method in own else "routed" if routed else "fallback" if own else "native"
         if kind == "native":
             notes.append(

@@ -86,7 +86,7 @@ def tune_plan(
     if not operation.tuned_fields(decided.method, problem, decided.placement):
         raise ConfigError(
             f"{decided.implementation} has no sizes to search for this call: they are all declared, or the way that it takes "
-            "has none, or the queries are split over devices."
+            "has none, or queries or keys are split over devices."
         )
     way = _way(problem, how)
     candidates, found, reused = _search(decided.method, problem, decided.placement, way, most, progress)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -80,7 +80,13 @@ BLOCKS = {
     "compute_in": {"block_kv": 256, "block_kv_compute": 256, "block_kv_compute_in": 128, "use_fused_bwd_kernel": False},
     "natural": {"block_kv": 128, "use_base2_exp": False, "fuse_reciprocal": False},
     "layouts": {"block_q": 128, "q_layout": "seq_minor", "k_layout": "seq_minor", "v_layout": "seq_minor"},
-    "layouts_dq": {"q_layout": "seq_minor", "k_layout": "seq_minor", "use_fused_bwd_kernel": False},
+    "layouts_dq": {
+        "q_layout": "seq_minor",
+        "k_layout": "seq_minor",
+        "use_fused_bwd_kernel": False,
+        "block_kv_dq": 256,
+        "block_kv_dq_compute": 128,
+    },
     "two_heads": {"block_q": 128, "block_kv": 128, "heads_per_tile": 2},
     "four_heads": {"block_q": 128, "block_kv": 128, "heads_per_tile": 4, "use_fused_bwd_kernel": False},
 }
@@ -179,13 +185,12 @@ def _check(case: Case, blocks: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"kernel": "jax", "block_q": 1000, "block_q_dkv": 896, "block_q_dq": 1152}, "share no small multiple"),
         ({"block_kv": None, "block_kv_compute": 256}, "block_kv=128 is not a multiple of block_kv_compute=256"),
         ({"kernel": "jax", "block_q": 64, "q_layout": "seq_minor"}, "q_layout='seq_minor' wants"),
-        ({"heads_per_tile": 3}, "heads_per_tile=3 doesn't divide the 2 query heads .* wanted one of 1, 2"),
         ({"block_kv_compute": 256, "block_kv_compute_in": 384}, "not a multiple of block_kv_compute_in=384"),
         ({"kernel": "jax", "heads_per_tile": 1}, "can't be carried by kernel='jax'"),
         ({"kernel": "tokamax", "use_fused_bwd_kernel": False}, "whose backward is the fused one"),
+        ({"block_kv_dq_compute": 256, "block_kv_dq": 384}, "not a multiple of block_kv_dq_compute=256"),
     ],
 )
 def test_blocks_that_can_not_work_together(config: dict[str, Any], message: str) -> None:
@@ -199,14 +204,28 @@ def test_blocks_that_can_not_work_together(config: dict[str, Any], message: str)
         declared_and_planned()
 
 
-def test_more_blocks_than_a_visit_can_name_are_refused() -> None:
-    x = jax.ShapeDtypeStruct((1, 1 << 20, 1, 16), jnp.bfloat16)
-    configs = {"splash": {"block_kv": 128}}
-    attend = OperationRegistry.create("splash", OperationMetadata(backend="tpu", operation_configs=configs))
-    with pytest.raises(
-        ConfigError, match="block_kv=128 cuts 1048576 rows into 8192 blocks; wanted at most 4096: block_kv=256"
-    ):
-        attend.plan(x, x, x)
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"heads_per_tile": 3}, "heads_per_tile=3 doesn't divide the 2 query heads .* wanted one of 1, 2"),
+        (
+            {"block_kv": None, "block_kv_compute_in": 384},
+            "block_kv_compute=128 is not a multiple of block_kv_compute_in=384",
+        ),
+        ({"kernel": "jax", "block_q": 1000, "block_q_dkv": 896, "block_q_dq": 1152}, "share no small multiple"),
+    ],
+)
+def test_blocks_that_do_not_work_with_the_call_are_a_reason(config: dict[str, Any], message: str) -> None:
+    x = np.ones((1, 1024, 2, 16), np.float32)
+    configs = {"splash": {"interpret": True, **config}}
+    for fallback, method in (("error", None), ("allow", "forward_native")):
+        metadata = OperationMetadata(operation_configs=configs, fallback=fallback)
+        plan = OperationRegistry.create("splash", metadata).plan(x, x, x)
+        assert plan.method == method
+        (reason,) = plan.rejected[0].reasons
+        assert (reason.code, reason.field) == ("config", "operation_configs")
+        assert re.search(message, reason.message)
+        assert "leave them out" in reason.fix
 
 
 def test_a_lone_compute_block_draws_the_others_after_it() -> None:

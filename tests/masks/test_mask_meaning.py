@@ -52,15 +52,18 @@ def test_row_intervals(spec, q_len, kv_len, start, query_offset):
 
 @given(
     brute.trees(brute.LEAVES | brute.FUNCTIONS),
-    st.tuples(lengths, lengths, st.integers(1, 17), st.integers(1, 17), st.integers(0, 20)),
+    st.tuples(lengths, lengths, st.integers(1, 17), st.integers(1, 17), st.integers(0, 20), st.integers(0, 30)),
     st.integers(-20, 45),
 )
 @many
 def test_live_blocks_and_dead_rows(spec, sizes, query_offset):
-    q_len, kv_len, block_q, block_kv, q_start = sizes
-    mask = brute.build(spec)
-    seen = brute.dense(spec, range(q_start, q_start + q_len), range(kv_len), query_offset)
+    q_len, kv_len, block_q, block_kv, q_start, k_start = sizes
+    mask, rows = brute.build(spec), range(q_start, q_start + q_len)
     at = {"q_start": q_start, "query_offset": query_offset}
+    later = brute.dense(spec, rows, range(k_start, k_start + kv_len), query_offset)
+    found = mask.live_blocks(block_q, block_kv, q_len=q_len, kv_len=kv_len, k_start=k_start, **at)
+    assert found.tolist() == brute.blocks(later, block_q, block_kv)
+    seen = brute.dense(spec, rows, range(kv_len), query_offset)
     found = mask.live_blocks(block_q, block_kv, q_len=q_len, kv_len=kv_len, **at)
     assert found.dtype == np.int8
     assert found.tolist() == brute.blocks(seen, block_q, block_kv)

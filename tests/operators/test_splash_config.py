@@ -26,7 +26,7 @@ BASE: dict[str, dict[str, Any]] = {
     "attnops": {
         "block_q": 256, "block_kv": 512, "block_kv_compute": 256, "block_kv_compute_in": 256, "heads_per_tile": 1,
         "block_q_dkv": 256, "block_kv_dkv": 512, "block_kv_dkv_compute": 256, "block_q_dq": 256, "block_kv_dq": 256,
-        "use_fused_bwd_kernel": False, "vmem_limit_bytes": 32 << 20,
+        "block_kv_dq_compute": 256, "use_fused_bwd_kernel": False, "vmem_limit_bytes": 32 << 20,
     },
     "jax": {
         "kernel": "jax", "block_q": 256, "block_kv": 256, "block_kv_compute": 256, "block_q_dkv": 256, "block_kv_dkv": 256,
@@ -47,6 +47,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "kernel": "jax", "block_kv": 256, "block_kv_compute": 512, "block_kv_compute_in": 128, "heads_per_tile": 2,
         "block_kv_dkv": 256, "use_base2_exp": False, "fuse_reciprocal": False, "use_experimental_scheduler": True,
         "sum_by_product": True, "vmem_limit_bytes": 48 << 20, "stationary_weights": True, "block_kv_dkv_sums": 256,
+        "block_kv_dq_compute": 128,
     },
     "jax": COMMON | {"kernel": "attnops", "block_q": 64, "block_kv": 512, "block_kv_compute": 128, "block_kv_dkv": 512},
     "tokamax": COMMON | {
@@ -90,9 +91,11 @@ def test_field_reaches_the_kernel(field: str, kernel: tuple[str, str]) -> None:
         return
     changed = BASE[name] | {field: CHANGES[name][field]}  # a new field without a change here fails
     if field == "use_fused_bwd_kernel":
-        changed = {n: value for n, value in changed.items() if not n.endswith("_dq")}
+        changed = {n: value for n, value in changed.items() if "_dq" not in n}
+    if field == "block_kv_dq" and name == "attnops":  # what lies in it goes with it
+        changed["block_kv_dq_compute"] = changed[field]
     if field == "block_kv_dkv_sums":  # of the fused backward alone
-        fused = {n: value for n, value in changed.items() if not n.endswith("_dq")}
+        fused = {n: value for n, value in changed.items() if "_dq" not in n}
         fused |= {"use_fused_bwd_kernel": True, "block_kv_dkv": 256}
         base = _lowered({n: value for n, value in fused.items() if n != field})
         changed = fused
@@ -123,7 +126,7 @@ def _limits(text: str) -> list[int]:
     return [int(size) for size in re.findall(r"scoped_memory_configs[^\]]*?size\\?[^\]]*?: (\d+)\}\]", text)]
 
 
-@pytest.mark.parametrize("name", ["block_q_dq", "block_kv_dq"])
+@pytest.mark.parametrize("name", ["block_q_dq", "block_kv_dq", "block_kv_dq_compute"])
 def test_dq_blocks_are_refused_with_the_fused_backward(name: str) -> None:
     with pytest.raises(ConfigError, match="read by nobody"):
         SplashConfig.coerce({name: 128, "use_fused_bwd_kernel": True})
@@ -132,7 +135,9 @@ def test_dq_blocks_are_refused_with_the_fused_backward(name: str) -> None:
 def _resolved(config: dict[str, Any], length: int = 4096, kind: str = "TPU v5 lite", dim: int = 128) -> Any:
     metadata = OperationMetadata(mesh=_mesh(kind), operation_configs={"splash": config})
     x = jax.ShapeDtypeStruct((1, length, 2, dim), jnp.bfloat16)
-    return OperationRegistry.create("splash", metadata).plan(x, x, x).config
+    plan = OperationRegistry.create("splash", metadata).plan(x, x, x)
+    assert plan.method == "forward_tpu", plan.refusal()
+    return plan.config
 
 
 @pytest.mark.parametrize(
@@ -173,7 +178,10 @@ def test_weights_stay_where_a_head_dim_leaves_columns_idle(kind: str, dim: int, 
         ({"block_kv_compute": None, "block_kv": 1024}, {"block_kv_compute": 1024}),
         ({"block_kv": 2048}, {"block_kv_compute": 512}),
         ({"use_fused_bwd_kernel": None}, {"use_fused_bwd_kernel": False, "block_q_dq": 1024, "block_kv_dq": 512}),
-        ({"block_kv_dq": 256}, {"use_fused_bwd_kernel": False, "block_kv_dq": 256}),
+        ({"block_kv_dq": 256}, {"use_fused_bwd_kernel": False, "block_kv_dq": 256, "block_kv_dq_compute": 256}),
+        ({"block_kv_dq": 1024}, {"block_kv_dq": 1024, "block_kv_dq_compute": 512}),
+        ({"block_kv_dq": 1024, "block_kv_dq_compute": None}, {"block_kv_dq_compute": 1024}),
+        ({"block_kv_dq_compute": 384}, {"use_fused_bwd_kernel": False, "block_kv_dq": 384}),
         ({"block_q_dq": None}, {"use_fused_bwd_kernel": False, "block_q_dq": 128}),
         ({"block_kv_compute_in": 256}, {"block_kv": 1024, "block_kv_compute": 512, "block_kv_compute_in": 256}),
         ({"block_kv_compute_in": 384}, {"block_kv": 384, "block_kv_compute": 384}),
@@ -221,16 +229,6 @@ def test_what_may_not_fit_is_noted() -> None:
     assert any("MiB of VMEM and may take 128.0" in note for note in attend.plan(x, x, x).notes)
     small = OperationRegistry.create("splash", OperationMetadata(mesh=MESH)).plan(x, x, x)
     assert not any("VMEM" in note for note in small.notes)
-
-
-def test_more_visits_than_scalar_memory_holds_are_refused() -> None:
-    with pytest.raises(ConfigError, match="block_q=128, block_kv=128 make 524800 visits"):
-        _resolved({"block_q": None, "block_kv": None}, 131072)
-    window = OperationRegistry.create(
-        "splash", OperationMetadata(mesh=MESH, operation_configs={"splash": {"block_q": None, "block_kv": None}})
-    )
-    x = jax.ShapeDtypeStruct((1, 131072, 2, 128), jnp.bfloat16)
-    assert window.plan(x, x, x, sliding_window=(127, 0)).method == "forward_tpu"  # 2 of 1024 blocks a row
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,14 @@ LENGTH, HEADS, KV_HEADS, DIM = 200, 2, 1, 16  # two blocks of 128, the second of
 BLOCKS = SplashBlocks(
     block_q=128, block_kv=128, block_kv_compute=128, block_kv_compute_in=128, heads_per_tile=1, block_q_dkv=128,
     block_kv_dkv=128, block_kv_dkv_compute=128, block_kv_dkv_sums=None, block_q_dq=None, block_kv_dq=None,
+    block_kv_dq_compute=None,
     use_fused_bwd_kernel=True, q_layout="head_dim_minor", k_layout="head_dim_minor", v_layout="head_dim_minor",
     use_base2_exp=True, fuse_reciprocal=True, sum_by_product=False, use_experimental_scheduler=False,
     vmem_limit_bytes=None, stationary_weights=False,
 )  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "fused": {},
-    "apart": {"use_fused_bwd_kernel": False, "block_q_dq": 128, "block_kv_dq": 128},
+    "apart": {"use_fused_bwd_kernel": False, "block_q_dq": 128, "block_kv_dq": 128, "block_kv_dq_compute": 128},
     "parts": {"block_kv_dkv_sums": 128},
     "two_heads": {"heads_per_tile": 2},
     "int8": {},  # keys and values as they are and a scale for each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,16 +77,38 @@ def test_every_live_tile_once(name: str, slow: str, q_len: int, kv_len: int, blo
     assert visits.some_full == any(not f & PARTIAL for f in want.values())
 
 
+# Masks of positions, for places that the call gives.
+ELSEWHERE = {"causal": Causal(), "window": SlidingWindow(30, 5), "chunked": Causal() & Chunked(70), "not": ~Causal()}
+
+
+@pytest.mark.parametrize(
+    "traced", [("q_start",), ("k_start",), ("query_offset",), ("q_start", "k_start")], ids="-".join
+)
 @pytest.mark.parametrize("slow", ["q", "kv"])
-@pytest.mark.parametrize("name", [n for n in MASKS if n != "full"])
-def test_a_traced_place_gives_the_same_list(name: str, slow: str) -> None:
-    def words(q_start: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-        visits = visit_list(LocalMask(MASKS[name], q_start, 150, 200, 10), 32, 48, slow)
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in ("prefix", "window_elsewhere") else pytest.param(n, marks=pytest.mark.slow)
+        for n in (*(n for n in MASKS if n != "full"), *(f"{n}_elsewhere" for n in ELSEWHERE))
+    ],
+)
+def test_a_traced_place_gives_the_same_list(name: str, slow: str, traced: tuple[str, ...]) -> None:
+    mask = ELSEWHERE[name.removesuffix("_elsewhere")] if name.endswith("_elsewhere") else MASKS[name]
+    places = {"q_start": 60, "k_start": 50, "query_offset": 10}
+
+    def words(given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        at: dict[str, Any] = {**places, **given}
+        if "query_offset" in given:  # a number a batch row
+            at["query_offset"] = at["query_offset"][None]
+        visits = visit_list(LocalMask(mask, q_len=150, kv_len=200, **at), 32, 48, slow)
         return jnp.asarray(visits.words), jnp.asarray(visits.covered)
 
-    known, _ = words(60)
-    traced, covered = jax.jit(words)(60)
-    np.testing.assert_array_equal(traced[: int(covered)], known)
+    rows, keys = np.arange(60, 210)[:, None], np.arange(50, 250)[None]
+    visible = np.broadcast_to(mask.test(rows, rows + 10, keys), (150, 200))
+    known, _ = words({})
+    _check(np.asarray(known), _brute(visible, 32, 48), slow, 5)
+    found, covered = jax.jit(words)({place: jnp.int32(places[place]) for place in traced})
+    np.testing.assert_array_equal(found[: int(covered)], known)
 
 
 def test_a_list_for_each_batch_row() -> None:

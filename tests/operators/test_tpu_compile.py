@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
 from attnops.verify.topology import TOPOLOGIES, described_mesh
@@ -111,6 +111,36 @@ def test_compiles_with_what_is_declared(v5e: Any, dtype: str, dim: int, config: 
     for name, value in (config or {}).items():
         assert getattr(plan.config, name) == value
     assert jax.jit(function).lower(*arguments).compile().as_text().count("tpu_custom_call") >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("size", [2048, 4096])
+def test_large_blocks_compile(size: int, topology: str) -> None:
+    """Those of long sequences, in the VMEM that is asked for: here declared, for lists of such lengths compile for minutes."""
+    blocks = dict.fromkeys(("block_q", "block_kv", "block_q_dq", "block_kv_dq"), size)
+    mesh = described_mesh(topology, {"fsdp": 2, "tp": 2})
+    function, arguments, plan = _program(mesh, Causal(), "bfloat16", blocks, (2, 2 * size, 2, 2, 128))
+    assert not any("VMEM" in note for note in plan.notes)
+    assert plan.config.block_kv_dq_compute == 512
+    assert jax.jit(function).lower(*arguments).compile().as_text().count("tpu_custom_call") == 3
+
+
+@pytest.mark.slow
+def test_dropout_of_many_rows_and_heads_compiles() -> None:
+    """4096 rows of 32 heads a device: a key for each would be a MiB of scalar memory, which is all that there is."""
+    mesh = described_mesh("v5p:2x2x1", {"fsdp": 4})
+    attend = OperationRegistry.create("splash", OperationMetadata(mesh=mesh, fallback="error", tuning="off"))
+
+    def loss(q: jax.Array, rng: jax.Array) -> jax.Array:
+        made = attend(q, q, q, dropout_prob=0.1, dropout_rng=rng, deterministic=False)
+        return made.attention_outputs.astype(jnp.float32).sum()
+
+    rows, everywhere = (NamedSharding(mesh, spec) for spec in (PartitionSpec("fsdp"), PartitionSpec()))
+    x = jax.ShapeDtypeStruct((4 * 4096, 128, 32, 64), jnp.bfloat16, sharding=rows)
+    rng = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere)
+    compiled = jax.jit(jax.value_and_grad(loss)).lower(x, rng).compile()
+    assert compiled.as_text().count("tpu_custom_call") == 2
 
 
 IDS = jax.ShapeDtypeStruct((2, 600), jnp.int32)

@@ -156,7 +156,7 @@ class _Pass:
             -(-n // b) * b for n, b in ((logits.places.q_len, block_q), (logits.places.kv_len, block_kv))
         )
         self.dim, self.value_dim = operands.query.shape[-1], operands.value.shape[-1]
-        add_to_frame(frame, logits, mask, operands.bias, dropout, q_heads)
+        add_to_frame(frame, logits, mask, operands.bias, dropout)
         layouts = (blocks.q_layout, blocks.k_layout, blocks.v_layout)
         self.queries("query", operands.query, layouts[0])
         for name, x, layout in zip(("key", "value"), operands[1:3], layouts[1:], strict=True):
@@ -289,7 +289,8 @@ def _backward(
         made = make("dkv", sizes, False, True)
         assert blocks.block_q_dq is not None
         assert blocks.block_kv_dq is not None
-        made |= make("dq", (blocks.block_q_dq, blocks.block_kv_dq, blocks.block_kv_dq), True, False)
+        assert blocks.block_kv_dq_compute is not None
+        made |= make("dq", (blocks.block_q_dq, blocks.block_kv_dq, blocks.block_kv_dq_compute), True, False)
     d_query = made["d_query"].reshape(*operands.query.shape[:2], -1, operands.query.shape[-1])
     d_sinks = None
     if operands.sinks is not None:

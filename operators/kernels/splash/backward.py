@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .forward import product
 from .frame import Frame, Input
-from .tile import Logits, Tile
+from .tile import HeadKey, Logits, Tile
 from .visits import FIRST, LAST, LIVE, PARTIAL
 
 __all__ = ["add_key_gradients", "add_query_gradient", "backward_kernel"]
@@ -90,18 +90,19 @@ def backward_kernel(
             clear("key_sum", "value_sum")
 
     def visit(masked: bool) -> None:
+        dropout = tile.dropout_keys()
         for start in range(0, frame.block_kv, compute):
             for number, head in enumerate(heads):
-                differentiate(number, head, start, masked)
+                differentiate(number, head, start, masked, dropout[number])
 
-    def differentiate(number: int, head: tuple[int, int], start: int, masked: bool) -> None:
+    def differentiate(number: int, head: tuple[int, int], start: int, masked: bool, dropout: HeadKey) -> None:
         kv_head, keys = head[0], slice(start, start + compute)
         query, d_out = refs["query"][head], refs["d_output"][head]
         key = refs["key"][kv_head, :, keys] if k_time else refs["key"][kv_head, keys, :]
         value = refs["value"][kv_head, :, keys] if v_time else refs["value"][kv_head, keys, :]
         x, capped = tile.weigh(product(key, query, 1 - k_time, 1 - q_time), head, start, masked)
         p = logits.exp(x - refs["lse"][head])
-        keep = tile.keep(head, start, compute)
+        keep = tile.keep(dropout, start, compute)
         d_p = tile.dropped(product(value, d_out, 1 - v_time, 1), keep)
         d_x = p * (d_p - refs["delta"][head])
         if capped is not None:

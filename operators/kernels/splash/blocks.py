@@ -9,7 +9,7 @@ __all__ = ["SplashBlocks"]
 
 @dataclass(frozen=True)
 class SplashBlocks:
-    """Sizes in rows. `block_q_dq` and `block_kv_dq` are None with the fused backward.
+    """Sizes in rows. Those with `_dq` are None with the fused backward.
 
     block_kv_compute: the keys of one product of queries and keys. block_kv_compute_in: the part of them that goes through
     the exponential and the product with the values at a time. heads_per_tile: query heads of a tile; beyond a group, whole
@@ -27,6 +27,7 @@ class SplashBlocks:
     block_kv_dkv_sums: int | None
     block_q_dq: int | None
     block_kv_dq: int | None
+    block_kv_dq_compute: int | None
     use_fused_bwd_kernel: bool
     q_layout: str
     k_layout: str

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .frame import Frame
-from .tile import Logits, Tile
+from .tile import HeadKey, Logits, Tile
 from .visits import FIRST, LAST, LIVE, PARTIAL
 
 __all__ = ["forward_kernel", "forward_outputs", "forward_scratch", "product"]
@@ -86,11 +86,12 @@ def forward_kernel(
             total[number] = jnp.full(total.shape[1:], jnp.where(sink > _NOTHING, 1.0, 0.0), jnp.float32)
 
     def visit(masked: bool) -> None:
+        dropout = tile.dropout_keys()
         for start in range(0, frame.block_kv, compute):
             for number, head in enumerate(heads):
-                attend(number, head, start, masked)
+                attend(number, head, start, masked, dropout[number])
 
-    def attend(number: int, head: tuple[int, int], start: int, masked: bool) -> None:
+    def attend(number: int, head: tuple[int, int], start: int, masked: bool, dropout: HeadKey) -> None:
         keys = slice(start, start + compute)
         key = refs["key"][head[0], :, keys] if k_time else refs["key"][head[0], keys, :]
         query = refs["query"][head]
@@ -106,7 +107,7 @@ def forward_kernel(
             if not sum_by_product:
                 part = p.sum(axis=1, keepdims=True)
                 row_sum = part if row_sum is None else row_sum + part
-            p = tile.dropped(p, tile.keep(head, start + inner, compute_in))
+            p = tile.dropped(p, tile.keep(dropout, start + inner, compute_in))
             keys = slice(start + inner, start + inner + compute_in)
             value = refs["value"][head[0], :, keys] if v_time else refs["value"][head[0], keys, :]
             if "value_scale" in refs:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ....masks import Full, Mask, Slot
@@ -20,9 +19,12 @@ from ...local_mask import Dropout, LocalMask
 from ..operands import Places
 from .frame import Frame, Input, Step
 
-__all__ = ["LOG2E", "Logits", "Tile", "add_to_frame"]
+__all__ = ["LOG2E", "HeadKey", "Logits", "Tile", "add_to_frame"]
 
 LOG2E = 1 / math.log(2)
+
+# Two words; None without dropout.
+HeadKey = tuple[jax.Array, jax.Array] | None
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Logits:
 
 
 def add_to_frame(
-    frame: Frame, logits: Logits, mask: LocalMask, bias: jax.Array | None, dropout: Dropout | None, q_heads: int
+    frame: Frame, logits: Logits, mask: LocalMask, bias: jax.Array | None, dropout: Dropout | None
 ) -> None:
     """Add what a tile needs of the mask, the bias and the dropout to the kernel's operands."""
     if logits.places.q_start is None:
@@ -73,10 +75,10 @@ def add_to_frame(
         bias = _by_group(bias if bias.dtype in (jnp.float32, jnp.bfloat16) else bias.astype(jnp.float32), frame)
         frame.inputs["bias"] = Input(bias, frame.dense_block(bias.shape), "both")
     if dropout is not None:
-        batch, head = np.ogrid[: frame.batch, :q_heads]
-        frame.scalars["dropout_key"] = lax.bitcast_convert_type(
-            jnp.stack(dropout.head_keys(batch, head), axis=-1).reshape(-1), jnp.int32
-        )
+        # The seed and where the device's rows and heads begin; a head's key is made from them where it is needed.
+        starts = (jnp.asarray(x, jnp.int32).reshape(1) for x in (dropout.batch_start, dropout.head_start))
+        seed = lax.bitcast_convert_type(dropout.seed, jnp.int32)
+        frame.scalars["dropout"] = jnp.concatenate([seed, *starts])
 
 
 def _padded(x: jax.Array, blocks: dict[int, int]) -> jax.Array:
@@ -131,15 +133,23 @@ class Tile:
         """Weights, or their gradients, after dropout."""
         return x if keep is None else jnp.where(keep, x * (1.0 / (1.0 - self.logits.places.dropout)), 0.0)
 
-    def keep(self, head: tuple[int, int], start: int, width: int) -> jax.Array | None:
+    def dropout_keys(self) -> list[HeadKey]:
+        """Dropout's key of each head of the tile, made once a visit."""
+        if "dropout" not in self.refs:
+            return [None] * len(self.frame.heads.in_tile)
+        ref = self.refs["dropout"]
+        first, second = (ref[i].astype(jnp.uint32) for i in (0, 1))
+        batch, first_head = self.step.batch + ref[2], ref[3]
+        return [
+            Dropout.head_key(first, second, batch, first_head + self.head(head)) for head in self.frame.heads.in_tile
+        ]
+
+    def keep(self, key: HeadKey, start: int, width: int) -> jax.Array | None:
         """Which weights dropout keeps; None without dropout."""
-        if "dropout_key" not in self.refs:
+        if key is None:
             return None
-        heads = self.frame.heads.kv_heads * self.frame.heads.group
-        at = 2 * (self.step.batch * heads + self.head(head))
-        first, second = (self.refs["dropout_key"][at + i].astype(jnp.uint32) for i in (0, 1))
         rows, cols = self._indices(start, width)
-        return Dropout.kept(first, second, self._row(rows), self._key(cols), self.logits.places.dropout)
+        return Dropout.kept(*key, self._row(rows), self._key(cols), self.logits.places.dropout)
 
     def head(self, head: tuple[int, int]) -> Any:
         """The query head's number."""

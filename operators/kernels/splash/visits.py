@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ....masks import And, Mask
 from ...local_mask import LocalMask
 
 __all__ = [
-    "FIRST", "LAST", "LIVE", "MOST_KV_BLOCKS", "MOST_Q_BLOCKS", "MOST_WORDS", "PARTIAL", "Visits", "kv_block_of",
-    "q_block_of", "visit_list",
+    "FIRST", "LAST", "LIVE", "MOST_KV_BLOCKS", "MOST_Q_BLOCKS", "MOST_WORDS", "PARTIAL", "Known", "Visits",
+    "fewest_visits", "kv_block_of", "live_tiles", "most_visits", "q_block_of", "visit_list",
 ]  # fmt: skip
 
 # What a word's low bits say: the first and the last visit of a block of the slow axis; a tile with something visible; one
@@ -25,7 +26,36 @@ __all__ = [
 FIRST, LAST, LIVE, PARTIAL = 1, 2, 4, 8
 _KV_BITS = 12
 MOST_KV_BLOCKS, MOST_Q_BLOCKS = 1 << _KV_BITS, 1 << (31 - 4 - _KV_BITS)
-MOST_WORDS = 7 << 15  # seven eighths of a MiB: of all generations' scalar memory, something is left for the rest
+MOST_WORDS = 7 << 15  # seven eighths of a MiB: of all generations' scalar memory, something is left for the compiler
+
+
+class Known(NamedTuple):
+    """A device's mask, and what the host knows of where its rows and keys lie: starts and offset are None where traced.
+
+    An offset that no part of the mask looks at is 0.
+    """
+
+    mask: Mask
+    q_len: int
+    kv_len: int
+    q_start: int | None
+    k_start: int | None
+    query_offset: int | None
+
+    @classmethod
+    def of(cls, mask: LocalMask) -> Known:
+        """Of the mask that a kernel is given."""
+        offset = 0 if mask.query_offset is None else mask.query_offset
+        places = (x if isinstance(x, int) else None for x in (mask.q_start, mask.k_start, offset))
+        return cls(mask.mask, mask.q_len, mask.kv_len, *places)
+
+    def outer(self) -> Mask | None:
+        """A mask with row intervals that lets all be seen that is seen; None where a traced place leaves nothing known."""
+        if self.q_start is None or self.k_start is None or self.query_offset is None:
+            return None
+        # A mask function is known weight by weight alone.
+        parts = self.mask.split_static()[0].conjuncts()
+        return And([part for part in parts if "mask_function" not in part.features()])
 
 
 class Visits(NamedTuple):
@@ -75,14 +105,12 @@ def visit_list(mask: LocalMask, block_q: int, block_kv: int, slow: str, kv_block
     if isinstance(kinds, np.ndarray):
         listed = words[visited].astype(np.int32)
         return Visits(listed, 1, len(listed), len(listed), bool((kinds == 1).any()), bool((kinds == 2).any()))
-    return _sorted_on_device(mask, words.astype(jnp.int32), visited, block_q, block_kv, slow)
+    length = most_visits(live_tiles(Known.of(mask), block_q, block_kv), slow, kv_blocks)
+    return _sorted_on_device(words.astype(jnp.int32), visited, length)
 
 
-def _sorted_on_device(
-    mask: LocalMask, words: jax.Array, visited: jax.Array, block_q: int, block_kv: int, slow: str
-) -> Visits:
-    rows, slow_blocks, fast_blocks = words.shape
-    length = min(slow_blocks * fast_blocks, _most(mask, block_q, block_kv) + slow_blocks)
+def _sorted_on_device(words: jax.Array, visited: jax.Array, length: int) -> Visits:
+    rows = len(words)
     words, visited = words.reshape(rows, -1), visited.reshape(rows, -1)
     place = jnp.where(visited, visited.cumsum(-1) - 1, length)
     row = np.arange(rows)[:, None]
@@ -94,13 +122,33 @@ def _sorted_on_device(
     return Visits(listed.reshape(-1), rows, length, counts.max(), True, True)
 
 
-def _most(mask: LocalMask, block_q: int, block_kv: int) -> int:
-    """The most tiles that can be live, as far as the host knows."""
-    offset = 0 if mask.query_offset is None else mask.query_offset
-    if not isinstance(mask.q_start, int) or not isinstance(offset, int):
-        return -(-mask.q_len // block_q) * -(-mask.kv_len // block_kv)
-    static = mask.mask.split_static()[0]
-    kinds = static.live_blocks(
-        block_q, block_kv, q_len=mask.q_len, kv_len=mask.kv_len, q_start=mask.q_start, query_offset=offset
-    )
-    return int((kinds > 0).sum())
+def live_tiles(known: Known, block_q: int, block_kv: int) -> np.ndarray:
+    """The tiles that may have something visible, bool [q blocks, kv blocks]."""
+    outer = known.outer()
+    if outer is None:
+        return np.broadcast_to(True, (-(-known.q_len // block_q), -(-known.kv_len // block_kv)))
+    places = {"q_start": known.q_start, "k_start": known.k_start, "query_offset": known.query_offset}
+    return outer.live_blocks(block_q, block_kv, q_len=known.q_len, kv_len=known.kv_len, **places) > 0  # type: ignore[arg-type]
+
+
+def most_visits(live: np.ndarray, slow: str, kv_blocks: slice = slice(None)) -> int:
+    """The most visits of a list; exactly as many where all of the mask is static and has row intervals."""
+    # Of a block of the slow axis as many as are live, and one where none is.
+    return int(np.maximum(live[:, kv_blocks].sum(axis=1 if slow == "q" else 0), 1).sum())
+
+
+def fewest_visits(known: Known, block_q: int, block_kv: int) -> int:
+    """Some of the live tiles: those that the first row of each query block sees. Many rows are not looked at."""
+    outer = known.outer()
+    if outer is None:
+        return live_tiles(known, block_q, block_kv).size
+    q_start, k_start = known.q_start or 0, known.k_start or 0
+    rows = np.arange(0, known.q_len, block_q, dtype=np.int64) + q_start
+    intervals = outer.row_intervals(rows, k_start + known.kv_len, query_offset=known.query_offset or 0)
+    assert intervals is not None  # static, and without mask functions
+    lo, hi = (np.maximum(x - k_start, 0) for x in intervals)
+    found, done = 0, np.zeros(len(rows), np.int64)
+    for first, end in zip(lo // block_kv, np.where(lo < hi, -(-hi // block_kv), 0), strict=True):
+        found += int(np.maximum(end - np.maximum(first, done), 0).sum())
+        done = np.maximum(done, end)
+    return found

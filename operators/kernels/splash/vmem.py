@@ -79,7 +79,7 @@ def backward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, dict[str, in
     of_keys = blocks.block_q_dkv, blocks.block_kv_dkv, blocks.block_kv_dkv_compute
     if blocks.use_fused_bwd_kernel:
         return {"backward": _backward_pass(shape, *of_keys, "dkv", True, True, blocks.block_kv_dkv_sums)}
-    of_query = blocks.block_q_dq or 0, blocks.block_kv_dq or 0, blocks.block_kv_dq or 0
+    of_query = blocks.block_q_dq or 0, blocks.block_kv_dq or 0, blocks.block_kv_dq_compute or 0
     return {
         "dkv": _backward_pass(shape, *of_keys, "dkv", False, True),
         "dq": _backward_pass(shape, *of_query, "dq", True, False),
@@ -112,8 +112,7 @@ def _backward_pass(
         length = min(math.ceil(shape.kv_len / keys) * keys, at_a_time or shape.kv_len + keys) if of_query else keys
         where = f"{length if in_parts else f'all {shape.kv_len}'} keys: block_kv_dkv_sums" if of_query else kv
         parts[f"gradients of key and value and their sums ({where})"] = kv_tile * length * dims * (2 * size + 4)
-    inner = f"{kv}_compute" if of_keys else kv
-    return parts | {f"logits, weights and their gradients ({q} x {inner})": _working(rows, compute, size) * 2}
+    return parts | {f"logits, weights and their gradients ({q} x {kv}_compute)": _working(rows, compute, size) * 2}
 
 
 def _working(rows: int, compute: int, itemsize: int) -> int:

@@ -1,0 +1,127 @@
+"""What splash's kernels prefetch into scalar memory, counted: the lists of visits, and numbers that every step reads."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..registry import AttentionProblem, Placement
+from .splash_config import LANES, SplashConfig
+
+if TYPE_CHECKING:
+    from .kernels.splash.visits import Known
+
+__all__ = ["ScalarMemory"]
+
+
+class _Pass(NamedTuple):
+    """A pass's blocks by their names' ending, the axis by which it goes, and the keys that it takes at a time."""
+
+    suffix: str
+    slow: str
+    keys: int
+
+
+class ScalarMemory:
+    """The count of one problem; the tiles of blocks that several passes and configs share are found once."""
+
+    def __init__(self, problem: AttentionProblem, placement: Placement) -> None:
+        from .kernels.splash.visits import Known  # imports Pallas, so only where the kernel is planned
+
+        local, split = placement.local, placement.sequence
+        # As execute.py makes them: a start is traced where that length is split, or travels.
+        q_start = None if placement.q_axes else 0
+        k_start = None if split.ring_axes or split.strategy == "merge" else 0
+        offset = None if problem.dynamic_query_offset else problem.query_offset or 0
+        self.known: Known = Known(problem.mask, local.q_len, local.kv_len, q_start, k_start, offset)
+        by_row = problem.dynamic_query_offset or any(leaf.shape[0] > 1 for leaf in problem.leaves)
+        self.rows = local.batch if by_row else 1
+        self.numbers = {
+            "places": (q_start is None) + (k_start is None),
+            "query offsets": local.batch * problem.dynamic_query_offset,
+            "lengths": local.batch * sum(leaf.dims == ("batch",) for leaf in problem.leaves),
+            "dropout": 4 * (problem.dropout_prob > 0),
+            "sinks": local.q_heads * (problem.sinks_shape is not None),
+        }
+        self._live: dict[tuple[int, int], np.ndarray] = {}
+
+    def check(self, config: SplashConfig) -> None:
+        """Errors: ConfigError for blocks whose numbers a visit's word can't hold, or more words than scalar memory does."""
+        for one in _passes(config, self.known.kv_len):
+            self._check_blocks(config, one.suffix)
+        for one in _passes(config, self.known.kv_len):
+            self._check_words(config, one)
+
+    def words(self, config: SplashConfig) -> dict[str, int]:
+        """The name of each kernel of a resolved config -> words of scalar memory, as far as its mask's lists are known."""
+        names = {"": "forward", "_dkv": "backward" if config.use_fused_bwd_kernel else "dkv", "_dq": "dq"}
+        found = {}
+        for one in _passes(config, self.known.kv_len):
+            visits = self.rows * self._visits(*_blocks(config, one.suffix), one.slow, one.keys)
+            found[f"attnops_splash_{names[one.suffix]}"] = visits + sum(self._numbers(one).values())
+        return found
+
+    def _check_blocks(self, config: SplashConfig, suffix: str) -> None:
+        from .kernels.splash.visits import MOST_KV_BLOCKS, MOST_Q_BLOCKS
+
+        lengths = (self.known.q_len, MOST_Q_BLOCKS), (self.known.kv_len, MOST_KV_BLOCKS)
+        for axis, block, (length, most) in zip(("q", "kv"), _blocks(config, suffix), lengths, strict=True):
+            count = math.ceil(length / block)
+            if count > most:
+                name = f"block_{axis}{suffix}"
+                raise ConfigError(
+                    f"SplashConfig: {name}={block} cuts {length} rows into {count} blocks; wanted at most {most}: "
+                    f"{name}={math.ceil(length / most / LANES) * LANES} or more."
+                )
+
+    def _check_words(self, config: SplashConfig, one: _Pass) -> None:
+        from .kernels.splash.visits import MOST_WORDS, fewest_visits
+
+        block_q, block_kv = _blocks(config, one.suffix)
+        numbers = {name: count for name, count in self._numbers(one).items() if count}
+        room = MOST_WORDS - sum(numbers.values())
+        tiles = math.ceil(self.known.q_len / block_q) * math.ceil(one.keys / block_kv)
+        if self.rows * tiles <= room:
+            return
+        # Where already the tiles of some rows are too many, all of them aren't looked for.
+        at_least = fewest_visits(self.known, block_q, block_kv) if one.keys >= self.known.kv_len else 0
+        exact = self.rows * at_least <= room
+        visits = self.rows * (self._visits(block_q, block_kv, one.slow, one.keys) if exact else at_least)
+        if visits <= room:
+            return
+        beside = "".join(f", beside {count} words of {name}" for name, count in numbers.items())
+        rows = f" for {self.rows} batch rows" if self.rows > 1 else ""
+        raise ConfigError(
+            f"SplashConfig: block_q{one.suffix}={block_q}, block_kv{one.suffix}={block_kv} make {visits} visits{rows}"
+            f"{'' if exact else ' or more'}, whose list scalar memory can't hold{beside}; wanted at most {max(room, 0)}: larger "
+            f"blocks{', or fewer batch rows a device,' if self.rows > 1 or room < 0 else ''} make fewer."
+        )
+
+    def _numbers(self, one: _Pass) -> dict[str, int]:
+        """All but the list: sinks are read by the forward pass alone."""
+        return {name: 0 if name == "sinks" and one.suffix else count for name, count in self.numbers.items()}
+
+    def _visits(self, block_q: int, block_kv: int, slow: str, keys: int) -> int:
+        """The longest list of a batch row: of all keys, or of a part of them."""
+        from .kernels.splash.visits import live_tiles, most_visits
+
+        if (block_q, block_kv) not in self._live:
+            self._live[block_q, block_kv] = live_tiles(self.known, block_q, block_kv)
+        live, blocks = self._live[block_q, block_kv], math.ceil(keys / block_kv)
+        parts = range(0, live.shape[1], blocks)
+        return max(most_visits(live, slow, slice(first, first + blocks)) for first in parts)
+
+
+def _passes(config: SplashConfig, kv_len: int) -> tuple[_Pass, ...]:
+    """Those of a resolved config."""
+    forward = _Pass("", "q", kv_len)
+    if config.use_fused_bwd_kernel:
+        return forward, _Pass("_dkv", "q", config.block_kv_dkv_sums or kv_len)
+    return forward, _Pass("_dkv", "kv", kv_len), _Pass("_dq", "q", kv_len)
+
+
+def _blocks(config: SplashConfig, suffix: str) -> tuple[int, int]:
+    return getattr(config, f"block_q{suffix}"), getattr(config, f"block_kv{suffix}")
