@@ -88,7 +88,7 @@ ELSEWHERE = {"causal": Causal(), "window": SlidingWindow(30, 5), "chunked": Caus
 @pytest.mark.parametrize(
     "name",
     [
-        n if n in ("prefix", "window_elsewhere") else pytest.param(n, marks=pytest.mark.slow)
+        n if n in ("prefix", "not_elsewhere") else pytest.param(n, marks=pytest.mark.slow)
         for n in (*(n for n in MASKS if n != "full"), *(f"{n}_elsewhere" for n in ELSEWHERE))
     ],
 )
