@@ -53,8 +53,9 @@ class FlaxAttention:
         """Attend to arrays of one dtype, [..., length, heads, dim]. Errors: ConfigError, InputError say what is refused."""
         if not all(one in _DEFAULT_PRECISION for one in (precision if isinstance(precision, tuple) else (precision,))):
             raise ConfigError(
-                f"precision={precision!r}: attnops takes the precision of its products from jax_default_matmul_precision; "
-                "leave it out of the module, and run the step under jax.default_matmul_precision(...)."
+                f"precision={precision!r}: attnops' products keep all bits of their dtype, so that runtime_dtype says how exact "
+                "they are; leave precision out of the module. For its other layers, run the step under "
+                "jax.default_matmul_precision(...)."
             )
         if dropout_rate > 0 and not deterministic and broadcast_dropout:
             raise ConfigError(

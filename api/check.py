@@ -12,15 +12,16 @@ from attnops.materials import Materials, canonical, materials
 from attnops.operators import AttentionOutput
 from attnops.operators.local_mask import Dropout, dropout_seed
 from attnops.registry import AttentionProblem, Plan
-from attnops.verify import reference_attention
+from attnops.verify.closeness import lse_size, output_size, row_error, row_sizes
+from attnops.verify.reference import Forward, forward
 
-__all__ = ["Comparison", "check_expected", "check_reference"]
+__all__ = ["Comparison", "check"]
 
 _PIECE = 2**20  # logits of one piece: the reference holds about ten float64 arrays of that many
 
 
 class Comparison(NamedTuple):
-    """One tensor against another. `relative` is max_abs over the largest absolute value of the other."""
+    """One tensor against another. `relative` is the largest error of a row over the row's size (verify.closeness)."""
 
     what: str
     against: str
@@ -35,38 +36,50 @@ class Comparison(NamedTuple):
 
 
 class _Worst:
-    """The largest error and the largest reference value so far; anything not finite where it shouldn't be is inf."""
+    """The largest error so far, by itself and over its row's size; anything not finite where it shouldn't be is inf."""
 
-    def __init__(self) -> None:
-        self.error = self.largest = 0.0
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+        self.error = self.relative = 0.0
 
-    def add(self, got: np.ndarray, want: np.ndarray) -> None:
+    def add(self, got: np.ndarray, want: np.ndarray, sizes: np.ndarray) -> None:
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
         finite = np.isfinite(want)
         same = np.array_equal(np.where(finite, 0.0, got), np.where(finite, 0.0, want))  # -inf only against -inf
-        difference = np.abs(got[finite] - want[finite])
-        if not same or not np.isfinite(difference).all():
-            self.error = np.inf
-        elif difference.size:
-            self.error = max(self.error, float(difference.max()))
-            self.largest = max(self.largest, float(np.abs(want[finite]).max()))
+        got, want = np.where(finite, got, 0.0), np.where(finite, want, 0.0)
+        relative = row_error(got, want, sizes, self.dtype) if same else np.inf
+        self.relative = max(self.relative, relative)
+        self.error = max(self.error, float(np.abs(got - want).max(initial=0.0)) if np.isfinite(relative) else np.inf)
 
     def compared(self, what: str, against: str, tolerance: float | None, remark: str = "") -> Comparison:
-        relative = self.error / self.largest if self.largest else self.error
-        return Comparison(what, against, self.error, relative, tolerance, remark)
+        return Comparison(what, against, self.error, self.relative, tolerance, remark)
 
 
-def check_reference(plan: Plan, output: AttentionOutput, arrays: Mapping[str, Any]) -> list[Comparison]:
-    """Compare output, and lse and weights where they were asked for, with verify.reference_attention."""
+def check(
+    plan: Plan,
+    output: AttentionOutput,
+    arrays: Mapping[str, Any],
+    expected: np.ndarray | None = None,
+    source: str = "",
+) -> list[Comparison]:
+    """Compare output, and lse and weights where they were asked for, with verify.reference_attention; and the output with the
+    `expected` of a source, without rows of padding queries. Errors: InputError for `expected` of another shape.
+    """
     problem, given = plan.problem, materials(plan.problem, arrays)
     packed = problem.layout == "thd"
-    got = canonical(np.asarray(output.attention_outputs), problem.layout)
+    got, theirs = canonical(np.asarray(output.attention_outputs), problem.layout), None
+    if expected is not None:
+        if expected.shape != output.attention_outputs.shape:
+            wanted = output.attention_outputs.shape
+            raise InputError(f"{source}: expected has shape {expected.shape}; wanted the output's, {wanted}.")
+        theirs = canonical(expected, problem.layout)
     others = {
         name: np.asarray(x)[None] if packed else np.asarray(x)
         for name, x in (("lse", output.lse), ("weights", output.attention_weights))
         if x is not None
     }
-    worst = {name: _Worst() for name in ("output", *others)}
+    worst = {name: _Worst(x.dtype) for name, x in {"output": got, **others, "expected": got}.items()}
+    real = _real_queries(problem, arrays)
     step = max(1, _PIECE // (problem.group * problem.kv_len))
     for start in range(0, problem.q_len, step):
         rows = slice(start, min(start + step, problem.q_len))
@@ -74,30 +87,25 @@ def check_reference(plan: Plan, output: AttentionOutput, arrays: Mapping[str, An
         for row in range(problem.batch):
             for kv_head in range(problem.kv_heads):
                 heads = slice(kv_head * problem.group, (kv_head + 1) * problem.group)
-                want = _piece(problem, given, seen, arrays, row, kv_head, heads, rows)
-                worst["output"].add(got[row, rows, heads], want.output[0])
+                made = _piece(problem, given, seen, arrays, row, kv_head, heads, rows)
+                terms, found = output_size(made.dropped, made.value)[0], got[row, rows, heads]
+                want = np.einsum("bhqk,bkhd->bqhd", made.dropped, made.value)[0]
+                worst["output"].add(found, want, row_sizes(want, terms))
                 if "lse" in others:
-                    worst["lse"].add(others["lse"][row, heads, rows], want.lse[0])
+                    worst["lse"].add(others["lse"][row, heads, rows], made.lse[0], lse_size(made.lse[0]))
                 if "weights" in others:
-                    worst["weights"].add(others["weights"][row, heads, rows], want.weights[0])
+                    weights = made.weights[0]
+                    worst["weights"].add(others["weights"][row, heads, rows], weights, row_sizes(weights))
+                if theirs is not None:
+                    here, known = real[row, rows], theirs[row, rows, heads]
+                    worst["expected"].add(found[here], known[here], row_sizes(known, terms)[here])
     tolerance = _tolerance(plan)
     remark = "" if tolerance is not None else f"no tolerance is published for {problem.runtime_dtype}"
-    return [w.compared(name, "float64 reference", tolerance, remark) for name, w in worst.items()]
-
-
-def check_expected(
-    plan: Plan, output: AttentionOutput, arrays: Mapping[str, Any], expected: np.ndarray, source: str
-) -> Comparison:
-    """Compare the output with given values, without rows of padding queries. Errors: InputError for another shape."""
-    problem, got = plan.problem, np.asarray(output.attention_outputs)
-    if expected.shape != got.shape:
-        raise InputError(f"{source}: expected has shape {expected.shape}; wanted the output's, {got.shape}.")
-    got, want = canonical(got, problem.layout), canonical(expected, problem.layout)
-    real = _real_queries(problem, arrays)
-    remark = "" if real.all() else f"{int((~real).sum())} rows of padding queries left out"
-    worst = _Worst()
-    worst.add(got[real], want[real])
-    return worst.compared("output", f"expected of {source}", _tolerance(plan), remark)
+    checks = [worst[name].compared(name, "float64 reference", tolerance, remark) for name in ("output", *others)]
+    if theirs is not None:
+        remark = "" if real.all() else f"{int((~real).sum())} rows of padding queries left out"
+        checks.append(worst["expected"].compared("output", f"expected of {source}", tolerance, remark))
+    return checks
 
 
 def _tolerance(plan: Plan) -> float | None:
@@ -121,14 +129,14 @@ def _real_queries(problem: AttentionProblem, arrays: Mapping[str, Any]) -> np.nd
 def _piece(
     problem: AttentionProblem, given: Materials, seen: np.ndarray, arrays: Mapping[str, Any], row: int, kv_head: int,
     heads: slice, rows: slice,
-) -> Any:  # fmt: skip
+) -> Forward:  # fmt: skip
     one, count = slice(row, row + 1), problem.group
     keep = None
     if problem.dropout_prob > 0:
         dropout = Dropout(dropout_seed(arrays["dropout_rng"]), problem.dropout_prob, row, heads.start, rows.start)
         head, at, key = np.arange(count), np.arange(rows.stop - rows.start), np.arange(problem.kv_len)
         keep = np.asarray(dropout.keep(0, head[:, None, None], at[:, None], key))[None]
-    return reference_attention(
+    return forward(
         given.query[one, rows, heads],
         given.key[one, :, kv_head : kv_head + 1],
         given.value[one, :, kv_head : kv_head + 1],

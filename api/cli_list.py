@@ -81,7 +81,7 @@ def print_listing(data: dict[str, Any]) -> None:
     for title, implementation in columns:
         for dtype, value in implementation["tolerance"].items():
             bounds.add_row(title.replace("\n", "."), dtype, f"{value['forward']:g}", f"{value['backward']:g}")
-    title = "Published error against the float64 reference, relative to its largest value"
+    title = "Published error against the float64 reference, row by row, relative to the row's size"
     console.print("", Text(title, style="bold underline"), bounds, sep="\n")
     for name, entry in data["operations"].items():
         if "error" in entry:

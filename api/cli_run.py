@@ -14,7 +14,7 @@ from rich.text import Text
 
 from attnops.baseline import NotExpressible, baseline
 from attnops.call_arrays import call_arrays
-from attnops.check import Comparison, check_expected, check_reference
+from attnops.check import Comparison, check
 from attnops.cli_enabled import enabled_notes
 from attnops.cli_plan import brief_rows, print_plan
 from attnops.cli_target import run_metadata
@@ -66,9 +66,8 @@ def run(options: RunOptions) -> int:
     checks: list[Comparison] = []
     if options.check:
         with _progress("check against the float64 reference", options):
-            checks += check_reference(plan, output, arrays)
-        if expected is not None and options.inputs is not None:
-            checks.append(check_expected(plan, output, arrays, expected, options.inputs.name))
+            source = "" if options.inputs is None else options.inputs.name
+            checks += check(plan, output, arrays, expected, source)
     elif expected is not None:
         notes = (*notes, "expected is in the inputs file; --check compares with it")
     unsound = _not_finite(output.attention_outputs, arrays)
@@ -164,8 +163,8 @@ def _verdict(comparison: Comparison) -> str:
     tolerance = "no tolerance" if comparison.tolerance is None else f"tolerance {comparison.tolerance:g}"
     remark = f" ({comparison.remark})" if comparison.remark else ""
     return (
-        f"{comparison.what} against {comparison.against}: max error {comparison.max_abs:.2e}, relative "
-        f"{comparison.relative:.2e}, {tolerance}{remark}"
+        f"{comparison.what} against {comparison.against}: max error {comparison.max_abs:.2e}, "
+        f"{comparison.relative:.2e} of a row's size, {tolerance}{remark}"
     )
 
 

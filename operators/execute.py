@@ -18,6 +18,7 @@ from ..sharding import pin
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, join_mask, run_time_offset
 from .describe import packed
+from .kernels.lse import logsumexp
 from .local import LocalCall, LocalOutput, Ring
 from .local_mask import Dropout, LocalMask, dropout_seed
 from .manual_sequence import share_of_heads, whole_leaves, without_manual
@@ -145,7 +146,7 @@ def _one_sink_a_head(sinks: jax.Array, problem: AttentionProblem, mesh: AnyMesh 
     """Join several sinks of a head into one: sum of exp(s) is exp(logsumexp(s)), exactly and differentiably."""
     sinks = jnp.asarray(sinks, jnp.dtype(problem.softmax_dtype))
     if sinks.ndim == 2:
-        sinks = jax.nn.logsumexp(sinks, axis=-1)
+        sinks = logsumexp(sinks)
     group = problem.q_heads // sinks.shape[0]
     return sinks if group == 1 else jnp.repeat(pin(sinks, PartitionSpec(None), mesh), group)
 

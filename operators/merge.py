@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jax import lax
 
+from .kernels.lse import divisor, log_of_sum, shift_of
 from .local import LocalCall, LocalOutput, by_row
 
 __all__ = ["merged_over_devices"]
@@ -20,15 +21,12 @@ def merged_over_devices(call: LocalCall, method: Callable[[LocalCall], LocalOutp
     assert result.lse is not None
     lse = result.lse
     sinks = None if call.sinks is None else call.sinks[None, :, None].astype(lse.dtype)
-    peak = lax.pmax(lax.stop_gradient(lse), axes)
-    if sinks is not None:
-        peak = jnp.maximum(peak, lax.stop_gradient(sinks))
-    peak = jnp.where(peak == -jnp.inf, 0, peak)
-    share = jnp.exp(lse - peak)
+    greatest = lax.pmax(lax.stop_gradient(lse), axes)
+    shift = shift_of(greatest) if sinks is None else shift_of(greatest, sinks)
+    share = jnp.exp(lse - shift)
     total = lax.psum(share, axes)
     if sinks is not None:
-        total = total + jnp.exp(sinks - peak)
-    safe = jnp.where(total == 0, 1, total)
-    output = lax.psum(result.output.astype(lse.dtype) * by_row(share, call.layout), axes) / by_row(safe, call.layout)
-    merged = jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
-    return LocalOutput(output.astype(result.output.dtype), None, merged if call.return_lse else None)
+        total = total + jnp.exp(sinks - shift)
+    weighted = lax.psum(result.output.astype(lse.dtype) * by_row(share, call.layout), axes)
+    output = (weighted / by_row(divisor(total), call.layout)).astype(result.output.dtype)
+    return LocalOutput(output, None, log_of_sum(total, shift) if call.return_lse else None)

@@ -22,6 +22,7 @@ from jax import lax
 
 from ..masks import Full
 from ..registry.sequence import loop_from
+from .kernels.lse import divisor, log_of_sum, shift_of
 from .kernels.operands import Operands, Places, Traced
 from .kernels.part import PartKernel, attend_part, differentiable, differentiate_part
 from .local import Ring, by_row
@@ -79,8 +80,12 @@ def ring_attention(
 
 def with_sinks(output: jax.Array, lse: jax.Array, sinks: jax.Array, layout: str) -> tuple[jax.Array, jax.Array]:
     """What a sink [heads] makes of the output and the lse of all keys: it joins the denominator."""
-    both = jnp.logaddexp(lse, sinks[None, :, None].astype(lse.dtype))
-    return (output * by_row(jnp.exp(lse - both), layout)).astype(output.dtype), both
+    sink = sinks[None, :, None].astype(lse.dtype)
+    shift = shift_of(lse, sink)
+    of_keys = jnp.exp(lse - shift)
+    total = of_keys + jnp.exp(sink - shift)
+    share = of_keys / divisor(total)
+    return (output * by_row(share, layout)).astype(output.dtype), log_of_sum(total, shift)
 
 
 class _Pair(NamedTuple):
@@ -206,13 +211,12 @@ def merged(
     output: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array, layout: str
 ) -> tuple[jax.Array, jax.Array]:
     """(output, lse) over the keys of both; outputs float32. A row that sees nothing in either stays 0 and -inf."""
-    peak = jnp.maximum(lse, other_lse)
-    peak = jnp.where(peak == -jnp.inf, 0, peak)
-    first, second = jnp.exp(lse - peak), jnp.exp(other_lse - peak)
+    shift = shift_of(lse, other_lse)
+    first, second = jnp.exp(lse - shift), jnp.exp(other_lse - shift)
     total = first + second
-    safe = jnp.where(total == 0, 1, total)
-    both = jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
-    return output * by_row(first / safe, layout) + other * by_row(second / safe, layout), both
+    safe = divisor(total)
+    joined = output * by_row(first / safe, layout) + other * by_row(second / safe, layout)
+    return joined, log_of_sum(total, shift)
 
 
 def _of_pair(static: _Static, operands: Operands, pair: _Pair, keys: _Keys) -> Operands:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 from ..masks import Causal, Full, Mask, SlidingWindow
-from ..registry import STATIC_MASKS, AttentionProblem, OperationConfig, Rule, implementation
+from ..registry import STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule, implementation
 from .base import Operation
 from .kernels.jax_sdpa import jax_sdpa
 from .local import LocalCall, LocalOutput
+from .precision_notes import ambient_precision
 
 __all__ = ["ScaledDotProduct", "SdpaConfig"]
 
@@ -88,6 +89,13 @@ class ScaledDotProduct(Operation):
 
     name = "sdpa"
     config = SdpaConfig
+
+    @classmethod
+    def remarks(
+        cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
+    ) -> tuple[str, ...]:
+        """Also at what precision jax multiplies."""
+        return (*super().remarks(method, problem, placement, config), *ambient_precision(problem))
 
     @implementation(
         consumes=_FEATURES,

@@ -10,6 +10,7 @@ from ..errors import ConfigError
 from ..registry import ALL_FEATURES, STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule
 from ..registry.explain import bytes_text
 from .local import LocalCall
+from .precision_notes import ambient_precision
 from .splash_config import LANES, SplashConfig
 from .splash_sizes import Sizes, choose_block
 
@@ -115,7 +116,7 @@ def run_borrowed(
     call: LocalCall, config: SplashConfig, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> jax.Array:
     """Run the declared kernel on [batch, heads, length, dim]."""
-    from .kernels.borrowed_splash import BorrowedBlocks, BorrowedCall
+    from .kernels.borrowed_splash import BorrowedBlocks, BorrowedCall, in_32_bits
 
     if config.kernel == "jax":
         from .kernels.jax_splash import jax_splash_attention as attend
@@ -138,11 +139,15 @@ def run_borrowed(
         shard=call.q_shard,
         shards=call.q_shards,
     )
-    return attend(
+    blocks = BorrowedBlocks(**{name: getattr(config, name) for name in BorrowedBlocks.__dataclass_fields__})
+    return in_32_bits(
+        lambda call: attend(
+            call,
+            blocks,
+            residual_checkpoint_name=config.residual_checkpoint_name,
+            interpret=config.interpret,
+        ),
         borrowed,
-        BorrowedBlocks(**{name: getattr(config, name) for name in BorrowedBlocks.__dataclass_fields__}),
-        residual_checkpoint_name=config.residual_checkpoint_name,
-        interpret=config.interpret,
     )
 
 
@@ -152,9 +157,9 @@ def borrowed_padding(config: SplashConfig, name: str) -> int:
 
 
 def borrowed_remarks(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> tuple[str, ...]:
-    """What a plan with tokamax's kernel notes."""
+    """What a plan with another's kernel notes."""
     if config.kernel != "tokamax":
-        return ()
+        return ambient_precision(problem)
     from .kernels.tokamax_splash import untried
 
     local, notes = placement.local, [untried()]
@@ -170,4 +175,4 @@ def borrowed_remarks(problem: AttentionProblem, placement: Placement, config: Sp
         notes.append("fuse_reciprocal=False counts where tokamax's kernel is differentiated; else it divides inside")
     if config.use_experimental_scheduler:
         notes.append("use_experimental_scheduler=True reaches the forward pass of tokamax's kernel, not its backward")
-    return tuple(note for note in notes if note is not None)
+    return (*(note for note in notes if note is not None), *ambient_precision(problem))

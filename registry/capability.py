@@ -78,7 +78,7 @@ class Rule:
 
 
 class Tolerance(NamedTuple):
-    """Published error against the float64 reference, relative to the largest reference value."""
+    """Published error against the float64 reference, row by row: relative to each row's own size (verify/closeness.py)."""
 
     forward: float
     backward: float

@@ -50,8 +50,11 @@ def tables() -> str:
         "left out.",
         _rules(distinct),
         "## Published tolerances",
-        "The largest error against the float64 reference, divided by the largest absolute value of the reference; "
-        "forward for outputs, backward for gradients.",
+        "Held row by row: the largest error in a row against the float64 reference, divided by the row's own size; forward for "
+        "outputs, backward for gradients. A row is what one query and head gets, or the gradient of one query or one key and "
+        "head; a log-sum-exp, and the gradient of a sink, is held by itself. A row's size is its largest absolute value, and no "
+        "less than the root of the sum of the squares of the terms that make it up: rounding the terms leaves about so much in "
+        "their sum, also where they cancel. That of a log-sum-exp is no less than 1.",
         _tolerances(distinct),
     ]
     return "\n\n".join(parts)

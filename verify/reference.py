@@ -17,11 +17,25 @@ class ReferenceOutput(NamedTuple):
     lse: np.ndarray
 
 
-def _forward(
+class Forward(NamedTuple):
+    """What both passes share, a kv head's tensors repeated for each of its query heads; `sunk` are the sinks' weights."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    raw: np.ndarray
+    weights: np.ndarray
+    sunk: np.ndarray
+    dropped: np.ndarray
+    lse: np.ndarray
+
+
+def forward(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float, mask: np.ndarray | None,
     bias: np.ndarray | None, soft_cap: float | None, sinks: np.ndarray | None, keep: np.ndarray | None,
     keep_probability: float,
-) -> tuple[np.ndarray, ...]:  # fmt: skip
+) -> Forward:  # fmt: skip
+    """See reference_attention, whose arguments these are."""
     q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
     batch, q_len, heads, _ = q.shape
     kv_len, group = k.shape[1], heads // k.shape[2]
@@ -47,7 +61,7 @@ def _forward(
         lse = (np.log(total) + shift)[..., 0]
     weights = probabilities[..., :kv_len]
     dropped = weights if keep is None else np.where(keep, weights / keep_probability, 0)
-    return q, k, v, raw, weights, probabilities[..., kv_len:], dropped, lse
+    return Forward(q, k, v, raw, weights, probabilities[..., kv_len:], dropped, lse)
 
 
 def reference_attention(
@@ -68,7 +82,7 @@ def reference_attention(
     `mask` is True where a query may attend; `mask`, `bias` and `keep` broadcast to [batch, heads, q, kv].
     """
     given = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
-    _, _, v, _, weights, _, dropped, lse = _forward(query, key, value, *given)
+    _, _, v, _, weights, _, dropped, lse = forward(query, key, value, *given)
     return ReferenceOutput(np.einsum("bhqk,bkhd->bqhd", dropped, v), weights, lse)
 
 
@@ -89,7 +103,7 @@ def reference_gradients(
 ) -> dict[str, np.ndarray]:
     """Gradients of sum(output * d_output) + sum(lse * d_lse), by hand: query, key, value, and bias, softmax_aux if given."""
     given = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
-    q, k, v, raw, weights, sunk, dropped, _ = _forward(query, key, value, *given)
+    q, k, v, raw, weights, sunk, dropped, _ = forward(query, key, value, *given)
     d_output = np.asarray(d_output, np.float64)
     d_dropped = np.einsum("bqhd,bkhd->bhqk", d_output, v)
     d_weights = d_dropped if keep is None else np.where(keep, d_dropped / keep_probability, 0)

@@ -10,7 +10,6 @@ that recomputes the weights from the lse is that of Dao et al., "FlashAttention"
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -137,10 +136,7 @@ def bias_gradient(
     Where a compiler drops what nobody reads, it costs nothing unless it is asked for.
     """
     static = _Static("bhtd", scale, soft_cap, np.dtype(np.float32), platform, blocking, blocking, places)
-    # The kernel's float32 products are exact, so these have to be: their weights are compared with its lse.
-    exact = operands.query.dtype == np.float32
-    with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-        gradient = _backward(static, operands, traced, *results, *cotangents).bias
+    gradient = _backward(static, operands, traced, *results, *cotangents).bias
     assert gradient is not None
     return gradient
 
@@ -408,9 +404,13 @@ def _backward(
     time, head = work.time, work.head
     query, output, d_output = (work.padded_queries(x) for x in (operands.query, output, d_output))
     short = work.q_padded - static.places.q_len
-    d_lse, padded_lse = d_lse.astype(work.dtype), lse
+    # A row without keys has no weights, nor has a padded one: exp(x - inf) is 0.
+    d_lse, padded_lse = d_lse.astype(work.dtype), where(lse != -jnp.inf, lse, jnp.inf)
     if short:
-        d_lse, padded_lse = (jnp.pad(x, ((0, 0), (0, 0), (0, short))) for x in (d_lse, padded_lse))
+        d_lse, padded_lse = (
+            jnp.pad(x, ((0, 0), (0, 0), (0, short)), constant_values=fill)
+            for x, fill in ((d_lse, 0), (padded_lse, jnp.inf))
+        )
     d_sinks = None if operands.sinks is None else jnp.zeros_like(operands.sinks)
 
     def of_group(batch: Any, group: Any, gradients: Any) -> Any:
@@ -425,7 +425,7 @@ def _backward(
             row_lse = work.row_values(padded_lse, batch, group, q_block)
             delta = (out.astype(work.dtype) * d_out.astype(work.dtype)).sum(-1)
             delta = delta - work.row_values(d_lse, batch, group, q_block)
-            shift = where(row_lse != -jnp.inf, row_lse, 0) * LOG2E
+            shift = row_lse * LOG2E
             # Left factors with the contracted dimension last: XLA:CPU would copy the other factor otherwise, a tile large.
             q_across, d_out_across = lax.optimization_barrier((q.swapaxes(1, 2), d_out.swapaxes(1, 2)))
 
@@ -513,11 +513,10 @@ def _add_bias_gradient(work: _Pass, d_bias: jax.Array, d_logits: jax.Array, tile
 
 
 def _add_sink_gradient(work: _Pass, d_sinks: jax.Array, lse: jax.Array, delta: jax.Array, group: Any) -> jax.Array:
-    """Add the rows of a query block: a sink's weight is exp(sink - lse) and its value 0. Padded rows have delta 0."""
+    """Add the rows of a query block: a sink's weight is exp(sink - lse) and its value 0."""
     assert work.operands.sinks is not None
     start = group * work.tile_heads
     sinks = cut_along(work.operands.sinks, start, work.tile_heads)
-    lse = lse.reshape(work.tile_heads, -1)
-    weight = where(lse != -jnp.inf, jnp.exp(sinks[:, None] - lse), 0)  # a dead row's sink is -inf, too
+    weight = jnp.exp(sinks[:, None] - lse.reshape(work.tile_heads, -1))
     part = -(weight * delta.reshape(work.tile_heads, -1)).sum(-1)
     return put(d_sinks, cut_along(d_sinks, start, work.tile_heads) + part, (start,))

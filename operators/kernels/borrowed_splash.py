@@ -13,6 +13,7 @@ Three things are added:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from ...masks import And, Full, Mask, Prefix
 
-__all__ = ["BorrowedBlocks", "BorrowedCall", "MaskInKernel", "Operands", "block_kinds", "small"]
+__all__ = ["BorrowedBlocks", "BorrowedCall", "MaskInKernel", "Operands", "block_kinds", "in_32_bits", "small"]
 
 # Far below every logit, far above the kernels' own mask value (-2.4e38): exp(real - sink) and exp(mask - sink) are exact.
 _NO_SINK = -1e30
@@ -151,6 +152,34 @@ class BorrowedCall(NamedTuple):
             kv = jnp.where(jnp.arange(kv_len) < kv_lengths[:, None], kv, nobody)
         pad = lambda x, n: jnp.pad(x, ((0, 0), (0, n - x.shape[1])))  # noqa: E731 - padded keys are masked by Prefix
         return pad(q, q_padded), pad(kv, kv_padded)
+
+
+def in_32_bits(attend: Callable[[BorrowedCall], Array], call: BorrowedCall) -> Array:
+    """Run a kernel, forward and backward, as without jax_enable_x64: Python numbers would be of 64 bits, which Mosaic hasn't."""
+    arrays = {name: x for name, x in call._asdict().items() if isinstance(x, jax.Array)}
+    return _in_32_bits(lambda given: attend(call._replace(**given)), arrays)
+
+
+_Attend = Callable[[dict[str, Array]], Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_32_bits(attend: _Attend, arrays: dict[str, Array]) -> Array:
+    with jax.enable_x64(False):
+        return attend(arrays)
+
+
+def _in_32_bits_fwd(attend: _Attend, arrays: dict[str, Array]) -> tuple[Array, Any]:
+    with jax.enable_x64(False):
+        return jax.vjp(attend, arrays)
+
+
+def _in_32_bits_bwd(attend: _Attend, pull: Any, d_output: Array) -> Any:
+    with jax.enable_x64(False):  # the kernels' backward pass is traced only here
+        return pull(d_output)
+
+
+_in_32_bits.defvjp(_in_32_bits_fwd, _in_32_bits_bwd)
 
 
 @jax.custom_vjp

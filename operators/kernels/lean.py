@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax import lax
 
+from .precision import exact
+
 __all__ = ["cut", "cut_along", "dot", "fold", "numbers", "put", "shifted", "split_index", "where"]
 
 
@@ -35,9 +37,13 @@ def where(seen: jax.Array | np.ndarray, x: jax.Array, otherwise: float) -> jax.A
 
 
 def dot(a: jax.Array, b: jax.Array, axis: int, dtype: np.dtype) -> jax.Array:
-    """The products [..., i, j] of a [..., i, x] and b [..., j, x] or [..., x, j], whose x is at `axis`; dtype: of the sum."""
+    """The products [..., i, j] of a [..., i, x] and b [..., j, x] or [..., x, j], whose x is at `axis`; dtype: of the sum.
+
+    The factors are of one dtype, and none is rounded.
+    """
     rows = tuple(range(a.ndim - 2))
-    return lax.dot_general(a, b, (((a.ndim - 1,), (axis,)), (rows, rows)), preferred_element_type=dtype)
+    sizes = ((a.ndim - 1,), (axis,)), (rows, rows)
+    return lax.dot_general(a, b, sizes, precision=exact(a.dtype), preferred_element_type=dtype)
 
 
 def cut(x: jax.Array, starts: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
@@ -66,9 +72,17 @@ def split_index(n: Any, size: int, count: int) -> tuple[Any, Any]:
 
 def fold(count: int, step: Callable[[Any, Any], Any], carry: Any) -> Any:
     """step(n, carry) for n below a known number; of one step, no loop. jax drops what nobody reads of the carry."""
-    return step(0, carry) if count == 1 else lax.fori_loop(np.int32(0), np.int32(count), step, carry)
+    if count == 1:
+        return step(0, carry)
+    return lax.fori_loop(0, count, lambda n, carry: step(_int32(n), carry), carry)
 
 
 def _indices(starts: Sequence[Any]) -> tuple[Any, ...]:
-    # Of one integer type, also under jax_enable_x64.
-    return tuple(np.int32(n) if isinstance(n, int) else n for n in starts)
+    return tuple(map(_int32, starts))
+
+
+def _int32(n: Any) -> Any:
+    """A number as all others are counted: with jax_enable_x64 those of Python and of loops have 64 bits."""
+    if isinstance(n, int | np.integer):
+        return np.int32(n)
+    return n if n.dtype == np.int32 else lax.convert_element_type(n, np.int32)

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Shaped
 
 from .lean import dot, where
+from .lse import divisor, log_of_sum, shift_of
 
 __all__ = ["plain_attention"]
 
@@ -49,21 +50,16 @@ def plain_attention(
     if mask is not None:
         logits = where(mask, logits, -jnp.inf)
 
-    # The result doesn't depend on the shift, so the gradient needn't go through it. A row of -inf keeps shift 0: its
-    # exponentials are then 0 instead of NaN.
     shift = jnp.max(jax.lax.stop_gradient(logits), axis=-1, keepdims=True) * factor
     if sinks is not None:
         sinks = sinks.astype(softmax_dtype)[:, None, None]
-        shift = jnp.maximum(shift, jax.lax.stop_gradient(sinks))
-    shift = where(lax.is_finite(shift), shift, 0)
+    shift = shift_of(shift) if sinks is None else shift_of(shift, sinks)
     exponentials = jnp.exp(logits * factor - shift)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - shift)
-    alive = total != 0
-    safe = where(alive, total, 1)
-    weights = exponentials / safe
-    lse = lax.squeeze(where(alive, jnp.log(safe) + shift, -jnp.inf), (3,))
+    weights = exponentials / divisor(total)
+    lse = lax.squeeze(log_of_sum(total, shift), (3,))
 
     kept = weights if keep is None else where(keep, weights / keep_probability, 0)
     kept = kept.astype(v.dtype).reshape(batch, kv_heads, -1, kv_len)

@@ -14,6 +14,8 @@ import numpy as np
 from jax import lax
 from numpy.polynomial import chebyshev
 
+from .precision import exact
+
 __all__ = [
     "LN2",
     "LOG2E",
@@ -45,8 +47,8 @@ def compute_dtype(dtype: np.dtype, softmax_dtype: np.dtype, platform: str) -> np
 
 
 def product(form: str, a: jax.Array, b: jax.Array, dtype: np.dtype) -> jax.Array:
-    """einsum with an accumulator of `dtype`."""
-    return jnp.einsum(form, a, b, preferred_element_type=dtype)
+    """einsum of two factors of one dtype with an accumulator of `dtype`; no factor is rounded."""
+    return jnp.einsum(form, a, b, precision=exact(a.dtype), preferred_element_type=dtype)
 
 
 def few_rows_product(rows: jax.Array, keys: jax.Array, dtype: np.dtype, platform: str) -> jax.Array:
@@ -81,7 +83,7 @@ def lone_row_product(row: jax.Array, keys: jax.Array, dtype: np.dtype) -> jax.Ar
     """
     terms = keys.astype(dtype) * row.astype(dtype)
     lanes = sum((terms[..., i : i + _LANES] for i in range(_LANES, terms.shape[-1], _LANES)), terms[..., :_LANES])
-    return lax.optimization_barrier(lanes) @ jnp.ones(_LANES, dtype)
+    return jnp.matmul(lax.optimization_barrier(lanes), jnp.ones(_LANES, dtype), precision=exact(dtype))
 
 
 def lone_row_sum(weights: jax.Array, values: jax.Array, axis: int, dtype: np.dtype) -> jax.Array:

@@ -14,6 +14,7 @@ import pytest
 
 from attnops import cli_run
 from attnops.inputs import read_arrays, write_arrays
+from attnops.verify import reference_attention
 
 MESH = ("--mesh", "fsdp=2,tp=2,sp=2")
 CALLS: dict[str, dict[str, Any]] = {
@@ -102,6 +103,23 @@ def _inputs(path: Path, **more: np.ndarray) -> Path:
     arrays = {name: random.standard_normal((2, 16, 4, 8), np.float32) for name in ("query", "key", "value")}
     write_arrays(path, arrays | more)
     return path
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.9])
+def test_a_row_counts_by_its_own_size(
+    attnops: Callable[..., Any], config: Callable[..., Path], tmp_path: Path, factor: float
+) -> None:
+    """The last of 256 rows is a sixteenth of the first; a tenth of it is half a hundredth of that."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 256, 2, 8)).astype(jnp.bfloat16).astype(np.float32) for _ in range(3))
+    expected = reference_attention(q, k, v, scale=8**-0.5, mask=np.tri(256, dtype=bool)).output.astype(np.float32)
+    expected[:, -1] *= factor
+    write_arrays(tmp_path / "in.npz", {"query": q, "key": k, "value": v, "expected": expected})
+    call = {"q_len": 256, "q_heads": 2, "dtype": "bfloat16"}
+    result = attnops("run", config(**call), "--inputs", tmp_path / "in.npz", "--check", "--repeats", 1)
+    assert result.status == (0 if factor == 1 else 1)
+    assert ("FAIL  output against expected" in result.out) == (factor != 1)
+    assert "pass  output against float64 reference" in result.out
 
 
 def test_a_wrong_output_fails(attnops: Callable[..., Any], config: Callable[..., Path], tmp_path: Path) -> None:

@@ -304,8 +304,8 @@ def soft_cap(rng: np.random.Generator, s: Sizes) -> Case:
 def sinks(rng: np.random.Generator, s: Sizes) -> Case:
     values = rng.standard_normal(s.heads).astype(np.float32)
     i, j = _grid(s.length, s.length)
-    call = {"softmax_aux": values, "mask": ~Causal(-4)}  # the last rows see nothing but the sinks
-    return Case("", frozenset({"sinks", "causal"}), call, j > i - 4, {"sinks": values}, ("softmax_aux",))
+    call = {"softmax_aux": values, "mask": ~Causal(4)}  # the last rows see nothing but the sinks
+    return Case("", frozenset({"sinks", "causal"}), call, j > i + 4, {"sinks": values}, ("softmax_aux",))
 
 
 @_case
@@ -314,6 +314,27 @@ def sinks_several(rng: np.random.Generator, s: Sizes) -> Case:
     return Case(
         "", frozenset({"sinks"}), {"softmax_aux": values, "causal": False}, None, {"sinks": values}, ("softmax_aux",)
     )
+
+
+@_case
+def sinks_of_minus_infinity(rng: np.random.Generator, s: Sizes) -> Case:
+    """Sinks that are none, in all heads; the last rows see nothing at all."""
+    values = np.full(s.heads, -np.inf, np.float32)
+    i, j = _grid(s.length, s.length)
+    call = {"softmax_aux": values, "mask": ~Causal(4)}
+    return Case("", frozenset({"sinks", "causal"}), call, j > i + 4, {"sinks": values}, ("softmax_aux",))
+
+
+@_case
+def sinks_some_of_minus_infinity(rng: np.random.Generator, s: Sizes) -> Case:
+    """Of several sinks a head all are none, or some, or no one; and the lse is asked for."""
+    values = rng.standard_normal((s.heads, 3)).astype(np.float32)
+    values[::2] = -np.inf
+    values[1, :2] = -np.inf
+    i, j = _grid(s.length, s.length)
+    call = {"softmax_aux": values, "mask": ~Causal(4), "return_lse": True}
+    features = frozenset({"sinks", "causal", "return_lse"})
+    return Case("", features, call, j > i + 4, {"sinks": values}, ("softmax_aux",))
 
 
 @_case

@@ -12,6 +12,7 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.verify import reference_attention, reference_gradients
+from attnops.verify.closeness import lse_size, row_error, row_sizes, term_sizes
 
 from .cases import DIM, Case, in_layout
 
@@ -138,6 +139,8 @@ class Result(NamedTuple):
     lse: np.ndarray | None
     gradients: dict[str, np.ndarray]
     rounded: dict[str, Any] | None = None  # gradients that have an fp8 dtype
+    dtype: Any = np.float32  # of the output and its tensors' gradients
+    sizes: dict[str, np.ndarray] | None = None  # of the reference: the roots of sums of squared terms
 
 
 def run(attend: Any, case: Case, tensors: Tensors, dtype: str, layout: str, placed: Any = None) -> Result:
@@ -164,7 +167,9 @@ def run(attend: Any, case: Case, tensors: Tensors, dtype: str, layout: str, plac
             total = (result.attention_outputs.astype(jnp.float32) * d_output).sum()
             if tensors.d_lse is not None:
                 d_lse = jnp.asarray(tensors.d_lse if layout != "thd" else tensors.d_lse[0])
-                total += jnp.where(jnp.isfinite(result.lse), result.lse * d_lse, 0).sum()
+                total += (
+                    result.lse * d_lse
+                ).sum()  # also of -inf: whatever comes back for such a row, its gradient is 0
             return total, (result.attention_outputs, result.attention_weights, result.lse)
 
         return jax.grad(loss, has_aux=True)(inputs)
@@ -179,6 +184,7 @@ def run(attend: Any, case: Case, tensors: Tensors, dtype: str, layout: str, plac
             for n, g in gradients.items()
         },
         {n: g.dtype for n, g in gradients.items() if g.dtype.itemsize == 1},
+        output.dtype,
     )
 
 
@@ -190,41 +196,56 @@ def expect(case: Case, tensors: Tensors, dim: int = DIM, **more: Any) -> Result:
     out = reference_attention(*qkv, **arguments)
     d_lse = None if tensors.d_lse is None else np.where(np.isfinite(out.lse), tensors.d_lse, 0)
     gradients = reference_gradients(*qkv, tensors.d_output, d_lse, **arguments)
+    sizes = term_sizes(*qkv, tensors.d_output, d_lse, **arguments)
     for name, scale in scales.items():
-        of_scale = gradients[name] * getattr(tensors, name)
+        of_scale, size_of_scale = (x[name] * getattr(tensors, name) for x in (gradients, sizes))
         if scale.ndim:
             alone = tuple(i for i, n in enumerate(scale.shape) if n == 1)
             gradients[f"{name}_scale"] = of_scale.sum(axis=alone, keepdims=True)
-        gradients[name] = gradients[name] * scale
-    return Result(out.output, out.weights, out.lse, gradients)
+            sizes[f"{name}_scale"] = np.sqrt((size_of_scale**2).sum(axis=alone, keepdims=True))
+        gradients[name], sizes[name] = gradients[name] * scale, sizes[name] * scale
+    return Result(out.output, out.weights, out.lse, gradients, sizes=sizes)
 
 
 def agree(got: Result, want: Result, forward: float, backward: float, shards: bool = False) -> None:
-    """Assert that everything agrees within the published tolerance, relative to the largest reference value.
+    """Assert that everything agrees within the published tolerance, row by row (attnops.verify.closeness).
 
     An fp8 gradient is also rounded to fp8; of `shards`, each device's share of it is, and they may be larger than their sum.
     """
-    _close("output", got.output, want.output, forward)
+    terms = want.sizes or {}
+    _close("output", got.output, want.output, row_sizes(want.output, terms["output"]), forward, got.dtype)
     if got.weights is not None:
-        _close("weights", got.weights, want.weights, forward)
+        _close("weights", got.weights, want.weights, row_sizes(want.weights), forward)
     if got.lse is not None:
         assert (np.isneginf(got.lse) == np.isneginf(want.lse)).all()
         finite = np.isfinite(want.lse)
-        _close("lse", got.lse[finite], want.lse[finite], forward)
+        _close("lse", got.lse[finite], want.lse[finite], lse_size(want.lse[finite]), forward)
     for name, gradient in got.gradients.items():
-        _close(f"gradient of {name}", gradient, want.gradients[name], backward, (got.rounded or {}).get(name), shards)
+        expected = want.gradients[name]
+        # Of sinks there is one number a head, and heads have nothing to do with one another.
+        alone = (x[..., None] if name == "softmax_aux" else x for x in (gradient, expected, terms[name]))
+        gradient, expected, size = alone
+        sizes, rounded = row_sizes(expected, size), (got.rounded or {}).get(name)
+        _close(f"gradient of {name}", gradient, expected, sizes, backward, got.dtype, rounded, shards)
 
 
 def _close(
-    what: str, got: np.ndarray, want: np.ndarray, tolerance: float, rounded: Any = None, shards: bool = False
+    what: str,
+    got: np.ndarray,
+    want: np.ndarray,
+    sizes: np.ndarray,
+    tolerance: float,
+    dtype: Any = np.float32,
+    rounded: Any = None,
+    shards: bool = False,
 ) -> None:
     assert got.shape == want.shape, f"{what}: shape {got.shape}, reference {want.shape}"
     assert np.isfinite(got).all(), f"{what} has NaN or infinity"
-    error = np.abs(got - want)
     if rounded is not None and shards:
         tolerance = 2 * float(jnp.finfo(rounded).eps)
     elif rounded is not None:  # half a step of fp8 beside the tolerance
         step = np.maximum(float(jnp.finfo(rounded).eps) * np.abs(want), float(jnp.finfo(rounded).smallest_subnormal))
-        error = np.maximum(error - (0.5 + tolerance) * step, 0)
-    error = error.max() / max(np.abs(want).max(), 1e-6)
-    assert error <= tolerance, f"{what}: error {error:.2e} of the largest reference value, tolerance {tolerance:.1e}"
+        step *= 0.5 + tolerance
+        got = got + np.clip(want - got, -step, step)
+    error = row_error(got, want, sizes, dtype)
+    assert error <= tolerance, f"{what}: error {error:.2e} of a row's size, tolerance {tolerance:.1e}"

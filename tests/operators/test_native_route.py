@@ -19,7 +19,7 @@ from attnops import (
     SegmentIds,
     SlidingWindow,
 )
-from attnops.verify import reference_attention
+from attnops.verify import reference_attention, reference_gradients
 
 
 def _attend(operation: str = "vanilla", **config):
@@ -184,6 +184,20 @@ def test_named_residuals_spare_the_second_forward_pass(tensors: list[jax.Array])
     named = jax.checkpoint_policies.save_only_these_names("attnops_output", "attnops_lse")
     again = products(jax.checkpoint_policies.nothing_saveable)
     assert products(named) < again
+
+
+def test_a_large_sink_and_a_block_that_is_padded(tensors: list[jax.Array]) -> None:
+    """exp(100) is beyond float32: a padded row must have no weight, not one of exp(100) times 0."""
+    q, k, v = (x[0] for x in tensors)
+    sinks = jnp.array([100.0, 3.0, 0.0, -100.0], jnp.float32)
+    blockwise = _attend(path="blockwise", block_q=64, block_kv=64)
+
+    def loss(sinks):
+        return blockwise(q, k, v, mask=Full(), softmax_aux=sinks).attention_outputs.sum()
+
+    ones, given = np.ones(q.shape), (np.asarray(x) for x in (q, k, v))
+    want = reference_gradients(*given, ones, scale=q.shape[-1] ** -0.5, sinks=np.asarray(sinks))["softmax_aux"]
+    np.testing.assert_allclose(jax.grad(loss)(sinks), want, rtol=1e-5, atol=1e-30)
 
 
 def test_forward_mode(tensors: list[jax.Array]) -> None:

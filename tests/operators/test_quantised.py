@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from attnops import InputError, InputTypeError, OperationMetadata, OperationRegistry
 from attnops.registry.quantised import GRANULARITIES, QUANTISED, quantise
 from attnops.verify import reference_attention, reference_gradients
+from attnops.verify.closeness import row_error, row_sizes, term_sizes
 
 SHAPE = {"bthd": (2, 16, 2, 8), "bhtd": (2, 2, 16, 8), "thd": (16, 2, 8)}
 LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
@@ -164,13 +165,14 @@ def test_integers_have_no_gradient_and_scales_have_one(operation: str) -> None:
     d_q, d_k, d_v, *d_scales = back(jnp.asarray(d_output))
     whole = [x.astype(np.float64) * s for x, s in zip((k, v), scales, strict=True)]
     np.testing.assert_allclose(made, reference_attention(q, *whole, scale=8**-0.5).output, atol=3e-6)
-    want = reference_gradients(q, *whole, d_output, scale=8**-0.5)
-    np.testing.assert_allclose(d_q, want["query"], atol=1e-5 * np.abs(want["query"]).max())
+    want, terms = (of(q, *whole, d_output, scale=8**-0.5) for of in (reference_gradients, term_sizes))
+    assert row_error(d_q, want["query"], row_sizes(want["query"], terms["query"])) < 1e-5
     for name, d_x, d_scale, x, scale in zip(("key", "value"), (d_k, d_v), d_scales, (k, v), scales, strict=True):
         assert d_x.dtype == jax.dtypes.float0
         shared = tuple(i for i, n in enumerate(scale.shape) if n == 1)
         of_scale = (want[name] * x).sum(axis=shared, keepdims=True)
-        np.testing.assert_allclose(d_scale, of_scale, atol=3e-5 * np.abs(of_scale).max())
+        size = np.sqrt(((terms[name] * x) ** 2).sum(axis=shared, keepdims=True))
+        assert row_error(d_scale, of_scale, row_sizes(of_scale, size)) < 3e-5
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)

@@ -234,6 +234,50 @@ def test_the_global_precision_does_not_reach_bfloat16(v5e: Any, precision: str) 
         assert "tpu_custom_call" in jax.jit(function).lower(*arguments).compile().as_text()
 
 
+WITH_64_BITS: dict[str, tuple[Any, ...]] = {  # config, names of traced operands
+    "plain": (None,),
+    "operands": (None, "segment_ids", "kv_lengths", "query_offset", "sinks", "bias", "dropout"),
+    "apart": ({"use_fused_bwd_kernel": False}, "kv_lengths"),
+    "jax": (JAX, "segment_ids", "sinks"),
+    "tokamax": ({"kernel": "tokamax"}, "kv_lengths"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ("operands", "jax") else [pytest.mark.slow]) for n in WITH_64_BITS]
+)
+def test_compiles_with_64_bits(v5e: Any, name: str) -> None:
+    """Mosaic has no integers of 64 bits, which Python numbers are with jax_enable_x64."""
+    if name == "tokamax":
+        pytest.importorskip("tokamax")
+    config, *operands = WITH_64_BITS[name]
+    there = NamedSharding(Mesh(v5e.devices.reshape(-1)[:1], ("one",)), jax.P())
+    attend = OperationRegistry.create(
+        "splash",
+        OperationMetadata(
+            mesh=there.mesh, operation_configs={"splash": config} if config else {}, fallback="error", tuning="off"
+        ),
+    )
+    given: dict[str, Any] = {}
+    for operand in operands:
+        given |= TRACED[operand]
+    laid_out = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)  # noqa: E731
+    traced = {n: laid_out(v) for n, v in given.items() if isinstance(v, jax.ShapeDtypeStruct)}
+    static = {n: v for n, v in given.items() if n not in traced}
+    x = laid_out(jax.ShapeDtypeStruct((2, 600, 8, 128), jnp.bfloat16))
+    smooth = [n for n in ("bias", "softmax_aux") if n in traced]
+
+    def loss(tensors: Any, part: Any, traced: Any) -> jax.Array:
+        return attend(*tensors, **(traced | part), **static).attention_outputs.astype(jnp.float32).sum()
+
+    with jax.enable_x64(True):
+        program = jax.jit(jax.grad(loss, (0, 1)))
+        compiled = program.lower((x, x, x), {n: traced[n] for n in smooth}, traced).compile()
+    assert compiled.as_text().count("tpu_custom_call") >= 2
+    wanted = (*(jnp.bfloat16,) * 3, *(traced[n].dtype for n in smooth))
+    assert tuple(g.dtype for g in jax.tree.leaves(compiled.out_info)) == wanted
+
+
 @pytest.mark.parametrize("axes", [{"fsdp"}, {"fsdp", "tp"}], ids=["part", "whole"])
 def test_compiles_inside_a_checked_shard_map(v5e: Any, axes: set[str]) -> None:
     """check_vma=True in the caller's shard_map, over a part of the mesh or all of it."""

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..precision import exact
 from .frame import Frame
 from .tile import HeadKey, Logits, Tile
 from .visits import FIRST, LAST, LIVE, PARTIAL
@@ -27,10 +28,8 @@ _NOTHING = float(jnp.finfo(jnp.float32).min)
 
 def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     """Matrix product over an axis of each, summed in float32."""
-    # Not None, which would be what jax_default_matmul_precision says: Mosaic takes nothing else for bfloat16.
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = (((a_axis,), (b_axis,)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, dims, precision=exact(a.dtype), preferred_element_type=jnp.float32)
 
 
 def forward_outputs(frame: Frame, q_padded: int, value_dim: int, dtype: Any, normalised: bool) -> None:

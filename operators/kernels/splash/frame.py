@@ -186,7 +186,11 @@ class Frame:
             interpret=interpret,
             name=name,
         )
-        return dict(zip(self.outputs, call(*arrays), strict=True))
+        # With jax_enable_x64 a Python number among the indices would be of 64 bits, and Mosaic has none of these. What
+        # comes and goes has 32 or fewer.
+        with jax.enable_x64(False):
+            made = call(*arrays)
+        return dict(zip(self.outputs, made, strict=True))
 
     def cost(self, dims: int) -> pl.CostEstimate:
         """The work of the live tiles; `dims` are the summed depths of a weight's products."""

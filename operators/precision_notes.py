@@ -1,0 +1,16 @@
+"""What a plan notes of JAX's own settings, where the products are another library's."""
+
+from __future__ import annotations
+
+from ..registry import AttentionProblem
+
+__all__ = ["ambient_precision"]
+
+
+def ambient_precision(problem: AttentionProblem) -> tuple[str, ...]:
+    """Of float32 on an accelerator: its published tolerance wants a setting. On a CPU the setting changes nothing."""
+    if problem.platform == "cpu" or problem.runtime_dtype != "float32":
+        return ()
+    return (
+        "products of float32 tensors are made as jax_default_matmul_precision says; the published tolerance is that of 'highest'",
+    )

@@ -1,0 +1,106 @@
+"""How far a result is from the reference, row by row: the rule that published tolerances are in.
+
+A row is the last axis: the output of one query and head, the gradient of one key and head. Its error is the largest one in
+it, over the row's own size; so a row that is small is held as tightly as one that is large.
+
+A row's size is its largest absolute value, and no less than the root of the sum of the squares of the terms that make it up.
+That is the floor: rounding errors of terms are independent of one another, so what they leave in a sum grows with that root,
+also where the terms themselves cancel. In the first row of a causal mask, say, the gradient of the query is exactly 0, as the
+difference of two numbers that are not.
+Where a soft cap is all but flat, its slope is such a difference too.
+
+A log-sum-exp is held number by number, and its size is no less than 1: its error is the relative error of the sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .reference import Forward, forward
+
+__all__ = ["lse_size", "output_size", "row_error", "row_sizes", "term_sizes"]
+
+# 1 - tanh**2, the slope of a soft cap, is known to 2e-7 in float32, however small it is: to 6e-6 of this.
+_FLAT = 2**-5
+_TINY = float(np.finfo(np.float32).tiny)  # what is smaller may be flushed to 0
+
+
+def row_error(got: np.ndarray, want: np.ndarray, sizes: np.ndarray, dtype: Any = np.float32) -> float:
+    """The largest |got - want| / size, 0 if there is nothing; `sizes` broadcast. What isn't finite in `got` is infinitely far.
+
+    dtype: what `got` was stored in; less than its smallest step (6e-8 in float16) is no error.
+    """
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if not np.isfinite(got).all():
+        return np.inf
+    excess = np.maximum(np.abs(got - want) - max(_TINY, float(jnp.finfo(dtype).smallest_subnormal)), 0)
+    return float((excess / np.maximum(sizes, _TINY)).max(initial=0.0))
+
+
+def row_sizes(want: np.ndarray, terms: np.ndarray | None = None) -> np.ndarray:
+    """[..., 1]: of each row the largest absolute value, and no less than that of `terms`."""
+    largest = np.abs(want) if terms is None else np.maximum(np.abs(want), terms)
+    return np.asarray(largest.max(axis=-1, keepdims=True, initial=0.0))
+
+
+def lse_size(want: np.ndarray) -> np.ndarray:
+    """Number by number."""
+    return np.maximum(np.abs(want), 1.0)
+
+
+def output_size(weights: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """The root of the sum of squared terms of each output, [batch, q, heads, value_dim].
+
+    weights [batch, heads, q, kv] as they meet the values (after dropout), value [batch, kv, kv_heads, value_dim].
+    """
+    value = np.repeat(np.asarray(value, np.float64), weights.shape[1] // value.shape[2], axis=2)
+    return np.sqrt(np.einsum("bhqk,bkhd->bqhd", weights**2, value**2))
+
+
+def term_sizes(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    d_output: np.ndarray,
+    d_lse: np.ndarray | None = None,
+    *,
+    scale: float,
+    mask: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    soft_cap: float | None = None,
+    sinks: np.ndarray | None = None,
+    keep: np.ndarray | None = None,
+    keep_probability: float = 1.0,
+) -> dict[str, np.ndarray]:
+    """The same of the output, and of each gradient of `reference_gradients`, in its shape. Takes what that takes."""
+    made: Forward = forward(query, key, value, scale, mask, bias, soft_cap, sinks, keep, keep_probability)
+    squared_d_output = np.asarray(d_output, np.float64) ** 2
+    # d_logits = weights * (d_weights - inner + d_lse), each of which is a sum in its turn.
+    d_weights = np.einsum("bqhd,bkhd->bhqk", squared_d_output, made.value**2)
+    if keep is not None:
+        d_weights = np.where(keep, d_weights / keep_probability**2, 0)
+    output = np.einsum("bhqk,bkhd->bqhd", made.dropped, made.value)
+    inner = np.einsum("bqhd,bqhd->bhq", output**2, squared_d_output)[..., None]
+    through_lse = 0.0 if d_lse is None else np.asarray(d_lse, np.float64)[..., None] ** 2
+    d_logits = made.weights**2 * (d_weights + inner + through_lse)
+    d_raw = d_logits
+    if soft_cap is not None:
+        d_raw = d_logits * np.maximum(1 - np.tanh(made.raw / soft_cap) ** 2, _FLAT) ** 2
+
+    kv_heads = np.shape(key)[2]
+    shared = lambda x: x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]).sum(axis=3)  # noqa: E731
+    squares = {
+        "query": np.einsum("bhqk,bkhd->bqhd", d_raw, made.key**2) * scale**2,
+        "key": shared(np.einsum("bhqk,bqhd->bkhd", d_raw, made.query**2) * scale**2),
+        "value": shared(np.einsum("bhqk,bqhd->bkhd", made.dropped**2, squared_d_output)),
+    }
+    if bias is not None:
+        axes = tuple(i for i, n in enumerate(np.shape(bias)) if n == 1)
+        squares["bias"] = d_logits.sum(axis=axes, keepdims=True)
+    if sinks is not None:
+        d_sunk = (made.sunk**2 * (inner + through_lse)).sum(axis=(0, 2))
+        squares["softmax_aux"] = d_sunk.reshape(len(sinks), -1, d_sunk.shape[-1]).sum(axis=1).reshape(np.shape(sinks))
+    return {"output": output_size(made.dropped, value)} | {name: np.sqrt(x) for name, x in squares.items()}
