@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import lax
 
-__all__ = ["cut", "cut_along", "dot", "fold", "numbers", "put", "shifted", "split_index", "where"]
+__all__ = ["cut", "cut_along", "dot", "fold", "loop", "numbers", "put", "shifted", "split_index", "where"]
 
 
 def numbers(shape: tuple[int, ...], axis: int, start: Any = 0, dtype: Any = np.int32) -> jax.Array:
@@ -66,9 +66,14 @@ def split_index(n: Any, size: int, count: int) -> tuple[Any, Any]:
 
 def fold(count: int, step: Callable[[Any, Any], Any], carry: Any) -> Any:
     """step(n, carry) for n below a known number; of one step, no loop. jax drops what nobody reads of the carry."""
-    return step(0, carry) if count == 1 else lax.fori_loop(np.int32(0), np.int32(count), step, carry)
+    return step(0, carry) if count == 1 else loop(0, count, step, carry)
+
+
+def loop(first: Any, last: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """step(n, carry) for n from first to last - 1, each known or traced. n is int32, also under jax_enable_x64."""
+    return lax.fori_loop(first, last, lambda n, c: step(lax.convert_element_type(n, np.int32), c), carry)
 
 
 def _indices(starts: Sequence[Any]) -> tuple[Any, ...]:
     # Of one integer type, also under jax_enable_x64.
-    return tuple(np.int32(n) if isinstance(n, int) else n for n in starts)
+    return tuple(np.int32(n) if isinstance(n, int) else lax.convert_element_type(n, np.int32) for n in starts)
