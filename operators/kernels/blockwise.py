@@ -21,7 +21,7 @@ from jax import lax
 
 from ..local_mask import Dropout, LocalMask
 from .decode import Pieces, decode_forward
-from .lean import cut, cut_along, dot, fold, put, split_index, where
+from .lean import cut, cut_along, dot, fold, loop, put, split_index, where
 from .operands import Operands, Places, Traced, put_together
 from .part import LSE_NAME, OUTPUT_NAME, differentiable
 from .tiles import Tile, TileSource, is_arithmetic, visits
@@ -194,7 +194,7 @@ class _Pass:
         table = plan.table
         if isinstance(table, np.ndarray) and (table == table[:1, :1]).all():
             row = jnp.asarray(table[0, 0])  # all query blocks see the same: nothing to look up but the kv block
-            partial, live = table[0, 0, :2]
+            partial, live = (int(n) for n in table[0, 0, :2])
         else:
             place = (batch if table.shape[0] > 1 else 0, q_block, 0)
             row = cut(jnp.asarray(table), place, (1, 1, table.shape[2])).reshape(-1)
@@ -204,9 +204,9 @@ class _Pass:
             return lambda n, c: step(lax.squeeze(cut_along(row, n, 1), (0,)), c, masked)
 
         if plan.some_partial:
-            carry = lax.fori_loop(np.int32(2), partial, visit(True), carry)
+            carry = loop(2, partial, visit(True), carry)
         if plan.some_full:
-            carry = lax.fori_loop(partial if plan.some_partial else np.int32(2), live, visit(False), carry)
+            carry = loop(partial if plan.some_partial else 2, live, visit(False), carry)
         return carry
 
     def take(self, x: jax.Array, batch: Any, group: Any, heads: int, length: int) -> jax.Array:

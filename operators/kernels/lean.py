@@ -16,7 +16,7 @@ from jax import lax
 
 from .precision import exact
 
-__all__ = ["cut", "cut_along", "dot", "fold", "numbers", "put", "shifted", "split_index", "where"]
+__all__ = ["cut", "cut_along", "dot", "fold", "loop", "numbers", "put", "shifted", "split_index", "where"]
 
 
 def numbers(shape: tuple[int, ...], axis: int, start: Any = 0, dtype: Any = np.int32) -> jax.Array:
@@ -72,9 +72,12 @@ def split_index(n: Any, size: int, count: int) -> tuple[Any, Any]:
 
 def fold(count: int, step: Callable[[Any, Any], Any], carry: Any) -> Any:
     """step(n, carry) for n below a known number; of one step, no loop. jax drops what nobody reads of the carry."""
-    if count == 1:
-        return step(0, carry)
-    return lax.fori_loop(0, count, lambda n, carry: step(_int32(n), carry), carry)
+    return step(0, carry) if count == 1 else loop(0, count, step, carry)
+
+
+def loop(first: Any, last: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """step(n, carry) for n from first to last - 1, each known or traced. n is int32, also under jax_enable_x64."""
+    return lax.fori_loop(first, last, lambda n, carry: step(_int32(n), carry), carry)
 
 
 def _indices(starts: Sequence[Any]) -> tuple[Any, ...]:

@@ -225,6 +225,27 @@ def test_error_is_at_most_twice_that_of_the_plain_formulation(path: str) -> None
     assert error(path) <= 2 * error("plain")
 
 
+@pytest.mark.parametrize("path", ["plain", "blockwise", "decode"])
+def test_indices_under_x64(path: str) -> None:
+    """Loops count in 64 bits there, and tables and ids hold 32."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 50, n, 16)).astype(np.float32) for n in (4, 2, 2))
+    ids = np.sort(rng.integers(0, 3, (2, 50)), axis=-1).astype(np.int32)
+    attend = _attend(path=path, block_q=16, block_kv=24)
+    with jax.enable_x64(True):
+
+        def loss(q, k, v):
+            out = attend(q, k, v, mask=Causal(), q_segment_ids=ids, kv_segment_ids=ids).attention_outputs
+            return (out**2).sum() / 2
+
+        got = jax.grad(loss, (0, 1, 2))(*map(jnp.asarray, (q, k, v)))
+    visible = np.tril(np.ones((50, 50), bool)) & (ids[:, :, None] == ids[:, None, :])
+    want = reference_attention(q, k, v, scale=0.25, mask=visible[:, None]).output
+    gradients = reference_gradients(q, k, v, d_output=want, scale=0.25, mask=visible[:, None])
+    for ours, name in zip(got, ("query", "key", "value"), strict=True):
+        np.testing.assert_allclose(ours, gradients[name], atol=2e-5)
+
+
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 6e-3)])
 @pytest.mark.parametrize("kv_len", [5003, pytest.param(40000, marks=pytest.mark.slow)])
