@@ -48,7 +48,7 @@ def test_without_tokamax_the_plan_says_what_to_install(
     assert reason.code == "splash.tokamax.installed"
     assert "pip install 'attnops[tokamax]'" in str(reason)
     assert plan.implementation == "splash.forward_native"
-    np.testing.assert_allclose(attend(x, x, x).attention_outputs, 1.0, rtol=1e-6)
+    np.testing.assert_allclose(attend(x, x, x).attention_outputs, 1.0, rtol=4e-6)
 
 
 @NEEDS_TOKAMAX
