@@ -70,7 +70,7 @@ class _Static:
 
 
 # jax keeps what it has traced of a jitted function by its static arguments and the shapes of the others. So a kernel is traced
-# once for the primal and the forward rule of a call, for the hops of a ring and for all layers; and a program has it once.
+# once for the hops of a ring and for all layers of a model, whatever made their operations; and a program has it once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def attend_part(kernel: PartKernel, places: Places, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
     """`kernel.attend`, traced once."""
