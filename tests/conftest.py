@@ -5,7 +5,9 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 DEVICES = 8
@@ -36,3 +38,13 @@ if _imported_too_early:  # a plugin did it: fine as long as the settings above s
 settings.register_profile("attnops", deadline=None, max_examples=40, derandomize=True)
 settings.register_profile("attnops-search", deadline=None, max_examples=40)
 settings.load_profile("attnops")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_a_file() -> Iterator[None]:
+    """Forget what a file has compiled: thousands of programs are gigabytes, which Python's collector goes through again and
+    again."""
+    yield
+    import jax
+
+    jax.clear_caches()

@@ -243,6 +243,9 @@ def _close(
     assert np.isfinite(got).all(), f"{what} has NaN or infinity"
     if rounded is not None and shards:
         tolerance = 2 * float(jnp.finfo(rounded).eps)
+        # The shares of eight devices at most, each rounded to a multiple of fp8's smallest number.
+        step = 8 * 0.5 * float(jnp.finfo(rounded).smallest_subnormal)
+        got = got + np.clip(want - got, -step, step)
     elif rounded is not None:  # half a step of fp8 beside the tolerance
         step = np.maximum(float(jnp.finfo(rounded).eps) * np.abs(want), float(jnp.finfo(rounded).smallest_subnormal))
         step *= 0.5 + tolerance

@@ -190,9 +190,15 @@ def test_the_mesh_of_the_context(how: str) -> None:
     with jax.set_mesh(mesh):
         attend = harness.RUNNABLE["vanilla.forward_native"].make("float32")
         tensors = harness.draw(case, "float32")
-        call = jax.jit(lambda *x: attend(*x)) if how == "inside_jit" else attend
-        result = call(*tensors[:3])
-    assert result.plan.placement.q_axes == ("sp",)
+        plans = []
+
+        def call(*x: jax.Array) -> Any:
+            result = attend(*x)
+            plans.append(result.plan)
+            return result
+
+        result = (jax.jit(call) if how == "inside_jit" else call)(*tensors[:3])
+    assert plans[0].placement.q_axes == ("sp",)
     assert result.attention_outputs.sharding.shard_shape((4, 64, 8, 16)) == (2, 32, 4, 16)
 
 

@@ -156,7 +156,7 @@ def test_a_gathered_cache_goes_at_once_to_where_it_is_wanted() -> None:
     """Declared split over sp, wanted whole along the sequence: the bytes are those of the way that it really takes."""
     mesh, token = mesh_of(), bare((4, 1, 4, 8))
     entry = NamedSharding(mesh, P("fsdp", None, "tp"))
-    operation = attend(mesh)
+    operation = attend(mesh, sequence_parallel="gather")
     assert moved(operation.plan(token, comes(NamedSharding(mesh, P("fsdp", "sp", "tp"))), bare())) == []
     (note,) = moved(operation.plan(token, comes(entry), bare()))
     assert "is taken as P(fsdp, -, tp, -) (declared P(fsdp, sp, tp, -)): nothing is sent" in note

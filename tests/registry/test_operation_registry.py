@@ -90,7 +90,10 @@ def loaded(*modules):
 assert attnops.OperationRegistry.names(), "no names"
 names = attnops.OperationRegistry.names()
 operations = [m for m in loaded("attnops.operators") if m.rsplit(".", 1)[1] in names]
-print(operations, loaded("attnops.operators.kernels", "jax.experimental.pallas", "tensorflow", "torch", "flax"))
+# The small functions under all kernels are no kernels.
+under = [f"attnops.operators.kernels{name}" for name in ("", ".lean", ".lse", ".precision")]
+kernels = [m for m in loaded("attnops.operators.kernels") if m not in under]
+print(operations, kernels + loaded("jax.experimental.pallas", "tensorflow", "torch", "flax"))
 attnops.OperationRegistry.get("splash")
 print([f"attnops.operators.{name}" in sys.modules for name in ("splash", "sdpa")], loaded("jax.experimental.pallas"))
 """
