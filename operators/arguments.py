@@ -64,6 +64,9 @@ def refuse_arguments(unknown: Iterable[str]) -> NoReturn:
     refuse_unknown([name for name in unknown if name not in CALL_ARGUMENTS], CALL_ARGUMENTS, "call", METADATA_ARGUMENTS)
 
 
+_DEFAULTS = Options(None, False, None, None, None, None, None, None, True, False, False, None, "bthd")
+
+
 def is_array(value: object) -> bool:
     """Whether a value has a shape and a dtype: an array, a tracer or a ShapeDtypeStruct."""
     return isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
@@ -120,6 +123,13 @@ def split_arguments(
         value_scale,
         leaves,
     )
+    if (
+        causal is None and sliding_window is None and query_offset is None and softmax_scale is None
+        and logits_soft_cap is None and dropout_prob is None and deterministic is True and return_weights is False
+        and return_lse is False and mode is None and type(layout) is str and layout == "bthd"
+    ):  # fmt: skip
+        # Nothing to check: most calls, in a third of the time.
+        return arrays, _DEFAULTS if structure is None else Options(structure, mask_is_array, *_DEFAULTS[2:])
     options = Options(
         mask=structure,
         mask_is_array=mask_is_array,
