@@ -64,15 +64,27 @@ VARIANTS = ("int8_value", "fp8_key")
 OFTEN_ONLY = {*harness.PATHS, *harness.KERNELS, "splash.forward_tpu"}
 
 
+# The layouts and dtypes beside bthd in float32 that some cases are tried in: by turns, two each, so that each pair of them has
+# cases of every kind.
+TURNS = (
+    (("bhtd", "float32"), ("bthd", "bfloat16")),
+    (("thd", "float32"), ("bthd", "float16")),
+    (("bhtd", "bfloat16"), ("thd", "float32")),
+    (("thd", "bfloat16"), ("bhtd", "float16")),
+)
+
+
 def _often(which: str, name: str, layout: str, dtype: str) -> bool:
-    """Every case in bthd and float32; some in every other layout and in every dtype. The rest is for `make test-all`."""
+    """Every case in bthd and float32; some in other layouts and dtypes, too. The rest is for `make test-all`."""
     if name not in FEW.get(which, (name,)):
         return False
     if name in VARIANTS:
         return layout == "bthd" and dtype == "float32" and which in ("vanilla.forward_native", "splash.forward_tpu")
     if name not in (OFTEN if which in OFTEN_ONLY else SOME):
         return layout == "bthd" and dtype == "float32"
-    return layout == "bthd" or dtype == "float32"
+    if name in OFTEN:
+        return layout == "bthd" or dtype == "float32"
+    return (layout, dtype) in (("bthd", "float32"), *TURNS[SOME.index(name) % len(TURNS)])
 
 
 def _marks(which: str, name: str, layout: str, dtype: str) -> list[pytest.MarkDecorator]:
