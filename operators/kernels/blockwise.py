@@ -192,6 +192,8 @@ class _Pass:
             known = plan.some_partial or plan.some_full
             return step(0, carry, plan.some_partial) if known else carry
         table = plan.table
+        partial: Any  # where they begin and end in a row, known or traced
+        live: Any
         if isinstance(table, np.ndarray) and (table == table[:1, :1]).all():
             row = jnp.asarray(table[0, 0])  # all query blocks see the same: nothing to look up but the kv block
             partial, live = (int(n) for n in table[0, 0, :2])
