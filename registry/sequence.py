@@ -136,8 +136,8 @@ def split_sequence(
         return SequenceSplit("merge", key_axes, size(key_axes), declared=declared, gathered_queries=query_axes)
     heads = {"ulysses": query_axes, "ulysses_ring": tuple(a for a in query_axes if a == declared[-1])}.get(strategy, ())
     ring = () if strategy == "gather" else tuple(a for a in query_axes if a not in heads)
-    hops = _hops(problem, size(ring)) if ring else ()
-    zigzag = bool(ring) and _zigzag(problem, size(ring), hops, order)
+    zigzag = bool(ring) and _zigzag(problem, size(ring), order)
+    hops = _hops(problem, size(ring), zigzag=zigzag) if ring else ()
     return SequenceSplit(
         strategy,
         query_axes,
@@ -161,23 +161,25 @@ def loop_from(hops: tuple[int, ...]) -> int | None:
     return alike if len(moves) - alike > 2 else None
 
 
-def _hops(problem: AttentionProblem, shards: int) -> tuple[int, ...]:
+def _hops(problem: AttentionProblem, shards: int, *, zigzag: bool) -> tuple[int, ...]:
     """The distances at which some device may see something."""
     every = tuple(range(shards))
+    pieces = 2 * shards if zigzag else shards
     if problem.dynamic_query_offset or "mask_function" in problem.features:
         return every
-    if problem.kv_len % shards or problem.q_len % shards:
+    if problem.kv_len % pieces or problem.q_len % pieces:
         return every
-    live = _live(problem, shards)
-    rows = np.arange(shards)
-    return (0, *(d for d in every[1:] if (live[rows, (rows - d) % shards] > 0).any()))
+    rows, keys = np.nonzero(_live(problem, pieces))
+    if zigzag:  # of twice as many pieces, a device has one from the begin and its counterpart from the end
+        rows, keys = (np.minimum(x, pieces - 1 - x) for x in (rows, keys))
+    return tuple(sorted({0, *((rows - keys) % shards).tolist()}))
 
 
-def _zigzag(problem: AttentionProblem, shards: int, hops: tuple[int, ...], order: str | None) -> bool:
+def _zigzag(problem: AttentionProblem, shards: int, order: str | None) -> bool:
     """Where it is declared, and unset where it evens the work out: no hop falls away, and the later a row the more it sees."""
     if order is not None:
         return order == "zigzag"
-    if len(hops) < shards or "mask_function" in problem.features:
+    if len(_hops(problem, shards, zigzag=False)) < shards or "mask_function" in problem.features:
         return False
     return is_triangular(problem, shards)
 

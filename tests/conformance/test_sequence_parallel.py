@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from attnops import Causal, Full, InputError, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops import Causal, Chunked, Full, InputError, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
 from attnops.verify.closeness import row_error, row_sizes
 
 from . import cases, harness
@@ -177,6 +177,31 @@ def test_hops_that_can_not_matter_are_left_out(mask: Any, hops: tuple[int, ...])
     plan = OperationRegistry.create("vanilla", metadata).plan(x, x, x, mask=mask)
     assert plan.placement.sequence.hops == hops
     assert f"in {len(hops) - 1} of 7 hops" in plan.explain()
+
+
+@pytest.mark.parametrize(
+    ("mask", "seen"),
+    [
+        (Causal(), lambda i, j: j <= i),
+        (Causal() & SlidingWindow(20, 0), lambda i, j: (j <= i) & (j >= i - 20)),
+        (Causal() & SlidingWindow(11, 0), lambda i, j: (j <= i) & (j >= i - 11)),
+        (Causal() & Chunked(30), lambda i, j: (j <= i) & (j // 30 == i // 30)),
+        (Causal() & Chunked(10), lambda i, j: (j <= i) & (j // 10 == i // 10)),
+        (Causal() & (Prefix(30) | SlidingWindow(3, 0)), lambda i, j: (j <= i) & ((j < 30) | (j >= i - 3))),
+    ],
+)
+def test_a_zigzag_ring_goes_as_far_as_some_piece_sees(mask: Any, seen: Any) -> None:
+    """Late pieces lie in falling order: their neighbours come from the other side."""
+    metadata = OperationMetadata(mesh=_mesh(MESHES["sp8"]), sequence_parallel="ring", ring_order="zigzag", tuning="off")
+    x = jax.ShapeDtypeStruct((1, 160, 2, 16), jnp.float32)
+    plan = OperationRegistry.create("vanilla", metadata).plan(x, x, x, mask=mask)
+    place = np.arange(160)
+    device = np.minimum(place // 10, 15 - place // 10)
+    wanted = {0} | {
+        int((device[i] - device[j]) % 8)
+        for i, j in np.argwhere(np.broadcast_to(seen(place[:, None], place), (160, 160)))
+    }
+    assert set(plan.placement.sequence.hops) == wanted
 
 
 def test_a_window_that_wraps_around_the_ring() -> None:
