@@ -1,8 +1,8 @@
 """Attention in blocks with an online softmax, forward and backward, on plain XLA.
 
-For each group of kv heads: its K and V are copied together once, then each query block goes over the kv blocks that its
-rows can see; first those that need a mask, then those that don't. The logits exist one tile at a time. Logits are held in
-base 2 (times log2 e), as exp2 is the cheaper exponential.
+The K and V of a group of kv heads (of all groups, where they are small) are copied together once: a stage. Then each query
+block goes over the kv blocks that its rows can see; first those that need a mask, then those that don't. The logits exist one
+tile at a time. Logits are held in base 2 (times log2 e), as exp2 is the cheaper exponential.
 
 The recurrence is that of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); the backward pass
 that recomputes the weights from the lse is that of Dao et al., "FlashAttention" (2022).
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -144,11 +144,32 @@ def bias_gradient(
 # -- both passes -------------------------------------------------------------------------------------------------------
 
 
+class Block(NamedTuple):
+    """Where a query block is: batch row, group of kv heads, place of the group in its stage, and block of the queries."""
+
+    batch: Any
+    group: Any
+    slot: Any
+    q_block: Any
+
+
+# The keys, values and sums that lie ready together, in bytes. A loop around two others costs XLA:CPU as much compile time as
+# a fifth of a layer with projections; long keys are copied group by group, so that the copies take no memory to speak of.
+_STAGED_TOGETHER = 2**24
+
+
 class _Pass:
     """One pass's view of the operands: shapes, tiles in and out, and the logits of a tile."""
 
     def __init__(
-        self, static: _Static, blocking: Blocking, operands: Operands, traced: Traced, *, apart: bool = True
+        self,
+        static: _Static,
+        blocking: Blocking,
+        operands: Operands,
+        traced: Traced,
+        *,
+        apart: bool = True,
+        sums: bool = False,
     ) -> None:
         self.static, self.blocking, self.operands = static, blocking, operands
         self.time = static.layout.index("t")
@@ -167,6 +188,9 @@ class _Pass:
         self.kv_padded = self.kv_blocks * blocking.block_kv
         self.dtype = np.dtype(static.softmax_dtype)
         self.compute = compute_dtype(query.dtype, self.dtype, static.platform)
+        staged = self.batch * self.kv_heads * self.kv_padded * (self.dim + self.value_dim)
+        together = staged * (self.compute.itemsize + sums * self.dtype.itemsize) <= _STAGED_TOGETHER
+        self.stages, self.slots = (1, self.batch * self.groups) if together else (self.batch * self.groups, 1)
         mask, dropout = put_together(static.places, traced)
         self.source = TileSource(mask, dropout, blocking.block_q, blocking.block_kv)
         self.visits = visits(mask, blocking.block_q, blocking.block_kv, apart=apart)
@@ -177,47 +201,68 @@ class _Pass:
         """A constant that varies over the mesh as the operands do, so that it can be a loop's first value."""
         return vary(jnp.full(shape, value, dtype), self.axes)
 
-    def each_group(self, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
-        """Fold over (batch row, group of kv heads)."""
-        count = self.batch * self.groups
-        return fold(count, lambda n, c: step(*split_index(n, self.groups, self.batch), c), carry)
+    def each_stage(self, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """Fold over the stages: one for each (batch row, group of kv heads), or one for all."""
+        return fold(self.stages, step, carry)
 
-    def each_q_block(self, step: Callable[[Any, Any], Any], carry: Any) -> Any:
-        return fold(self.q_blocks, step, carry)
+    def each_q_block(self, stage: Any, step: Callable[[Block, Any], Any], carry: Any) -> Any:
+        """Fold over the query blocks of a stage."""
 
-    def each_live(self, batch: Any, q_block: Any, step: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
+        def visit(n: Any, carry: Any) -> Any:
+            slot, q_block = split_index(n, self.q_blocks, self.slots)
+            place = split_index(stage if self.slots == 1 else slot, self.groups, self.batch)
+            return step(Block(*place, slot, q_block), carry)
+
+        return fold(self.slots * self.q_blocks, visit, carry)
+
+    def each_live(self, at: Block, step: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
         """Fold over the kv blocks that a query block sees: (kv block, carry, whether a mask is needed)."""
         plan = self.visits
         if self.kv_blocks == 1:  # its mask says all: no loop, whatever is known only at run time
             known = plan.some_partial or plan.some_full
             return step(0, carry, plan.some_partial) if known else carry
-        table = plan.table
-        partial: Any  # where they begin and end in a row, known or traced
-        live: Any
-        if isinstance(table, np.ndarray) and (table == table[:1, :1]).all():
-            row = jnp.asarray(table[0, 0])  # all query blocks see the same: nothing to look up but the kv block
-            partial, live = (int(n) for n in table[0, 0, :2])
-        else:
-            place = (batch if table.shape[0] > 1 else 0, q_block, 0)
-            row = cut(jnp.asarray(table), place, (1, 1, table.shape[2])).reshape(-1)
-            partial, live = (lax.index_in_dim(row, n, keepdims=False) for n in (0, 1))
+        first, ends, block = self._range(at)
 
         def visit(masked: bool) -> Callable[[Any, Any], Any]:
-            return lambda n, c: step(lax.squeeze(cut_along(row, n, 1), (0,)), c, masked)
+            return lambda n, c: step(block(n), c, masked)
 
         if plan.some_partial:
-            carry = loop(2, partial, visit(True), carry)
+            carry = loop(first, ends[0], visit(True), carry)
         if plan.some_full:
-            carry = loop(partial if plan.some_partial else 2, live, visit(False), carry)
+            carry = loop(ends[0] if plan.some_partial else first, ends[1], visit(False), carry)
         return carry
 
-    def take(self, x: jax.Array, batch: Any, group: Any, heads: int, length: int) -> jax.Array:
-        """All rows of some heads, together: [heads, length, dim] in the compute dtype, as bits."""
-        part = self._cut(x, batch, group * heads, heads, 0, x.shape[self.time])
+    def _range(self, at: Block) -> tuple[Any, tuple[Any, Any], Callable[[Any], Any]]:
+        """The kv blocks of a query block: n of the first, n after the partial ones and after all, and the block of each n."""
+        table = self.visits.table
+        begin: Any
+        end: Any
+        if isinstance(table, np.ndarray) and (table == table[:1, :1]).all():
+            row = jnp.asarray(table[0, 0])  # all query blocks see the same: nothing to look up but the kv block
+            begin, end = (int(n) for n in table[0, 0, :2])
+        else:
+            place = (at.batch if table.shape[0] > 1 else 0, at.q_block, 0)
+            row = cut(jnp.asarray(table), place, (1, 1, table.shape[2])).reshape(-1)
+            begin, end = (lax.index_in_dim(row, n, keepdims=False) for n in (0, 1))
+        if self.visits.neighbours:
+            known = isinstance(table, np.ndarray) and (table[..., 0] == table[0, 0, 0]).all()
+            return int(table[0, 0, 0]) if known else begin, (end, end), lambda n: n
+        return 2, (begin, end), lambda n: lax.squeeze(cut_along(row, n, 1), (0,))
+
+    def take(self, x: jax.Array, stage: Any) -> jax.Array:
+        """The keys or values of a stage: [slots, heads, padded keys, dim] in the compute dtype, as bits."""
+        heads, length, dim = self.blocking.heads, x.shape[self.time], x.shape[-1]
+        if self.slots == 1:
+            batch, group = split_index(stage, self.groups, self.batch)
+            part = self._cut(x, batch, group * heads, heads, 0, length)
+        else:
+            part = as_bits(x, self.static.platform)
+            part = part if self.head == 1 else part.transpose(0, 2, 1, 3)
+        part = part.reshape(self.slots, heads, length, dim)
         if self.compute != x.dtype:
             part = from_bits(part, x.dtype).astype(self.compute)
-        short = length - part.shape[1]
-        return jnp.pad(part, ((0, 0), (0, short), (0, 0))) if short else part
+        short = self.kv_padded - length
+        return jnp.pad(part, ((0, 0), (0, 0), (0, short), (0, 0))) if short else part
 
     def _cut(self, x: jax.Array, batch: Any, head: Any, heads: int, row: Any, rows: int) -> jax.Array:
         """Some heads' rows, as bits: [heads, rows, dim]."""
@@ -229,48 +274,64 @@ class _Pass:
         flat = cut(x.reshape(*x.shape[:2], -1), (batch, row, head * dim), (1, rows, heads * dim))
         return as_bits(flat, platform).reshape(rows, heads, dim).transpose(1, 0, 2)
 
-    def keys(self, x: jax.Array, kv_block: Any) -> jax.Array:
+    def keys(self, x: jax.Array, at: Block, kv_block: Any) -> jax.Array:
         """The keys (or values) of a tile, from what `take` gave: [kv heads, block_kv, dim]."""
         size = self.blocking.block_kv
-        return from_bits(cut_along(x, kv_block * size, size, 1), self.compute)
+        part = cut(x, (at.slot, 0, kv_block * size, 0), (1, x.shape[1], size, x.shape[-1]))
+        return from_bits(lax.squeeze(part, (0,)), self.compute)
 
     def padded_queries(self, x: jax.Array) -> jax.Array:
         """Fill the queries up to whole blocks."""
         short = self.q_padded - x.shape[self.time]
         return jnp.pad(x, [(0, short if i == self.time else 0) for i in range(4)]) if short else x
 
-    def queries(self, x: jax.Array, batch: Any, group: Any, q_block: Any) -> jax.Array:
+    def queries(self, x: jax.Array, at: Block) -> jax.Array:
         """The query rows of a tile: [kv heads, group * block_q, dim]."""
         size = self.blocking.block_q
-        part = self._cut(x, batch, group * self.tile_heads, self.tile_heads, q_block * size, size)
+        part = self._cut(x, at.batch, at.group * self.tile_heads, self.tile_heads, at.q_block * size, size)
         part = from_bits(part, x.dtype).astype(self.compute)
         return part.reshape(self.blocking.heads, self.rows, x.shape[-1])
 
-    def put_queries(self, whole: jax.Array, rows: jax.Array, batch: Any, group: Any, q_block: Any) -> jax.Array:
+    def put_queries(self, whole: jax.Array, rows: jax.Array, at: Block) -> jax.Array:
         """Write the rows of a tile into an array in the layout."""
         part = rows.reshape(self.tile_heads, self.blocking.block_q, rows.shape[-1])
         part = (part if self.head == 1 else part.transpose(1, 0, 2))[None]
         part = as_bits(part.astype(self.operands.query.dtype), self.static.platform)
-        starts = [batch, 0, 0, 0]
-        starts[self.time], starts[self.head] = q_block * self.blocking.block_q, group * self.tile_heads
+        starts = [at.batch, 0, 0, 0]
+        starts[self.time], starts[self.head] = at.q_block * self.blocking.block_q, at.group * self.tile_heads
         return put(whole, part, starts)
 
-    def row_values(self, x: jax.Array, batch: Any, group: Any, q_block: Any) -> jax.Array:
+    def row_values(self, x: jax.Array, at: Block) -> jax.Array:
         """One number a row of a tile, of [batch, heads, padded q]: [kv heads, group * block_q]."""
-        starts = (batch, group * self.tile_heads, q_block * self.blocking.block_q)
-        part = cut(x, starts, (1, self.tile_heads, self.blocking.block_q))
+        part = cut(x, self._rows_of(at), (1, self.tile_heads, self.blocking.block_q))
         return part.reshape(self.blocking.heads, self.rows)
 
-    def put_row_values(self, whole: jax.Array, rows: jax.Array, batch: Any, group: Any, q_block: Any) -> jax.Array:
+    def put_row_values(self, whole: jax.Array, rows: jax.Array, at: Block) -> jax.Array:
         part = rows.reshape(1, self.tile_heads, self.blocking.block_q).astype(whole.dtype)
-        return put(whole, part, (batch, group * self.tile_heads, q_block * self.blocking.block_q))
+        return put(whole, part, self._rows_of(at))
 
-    def tile(self, batch: Any, group: Any, q_block: Any, kv_block: Any) -> Tile:
-        return Tile(batch, group * self.tile_heads, self.tile_heads, q_block, kv_block)
+    def _rows_of(self, at: Block) -> tuple[Any, Any, Any]:
+        """Where a tile's rows begin in [batch, heads, padded q]."""
+        return at.batch, at.group * self.tile_heads, at.q_block * self.blocking.block_q
+
+    def tile(self, at: Block, kv_block: Any) -> Tile:
+        return Tile(at.batch, at.group * self.tile_heads, self.tile_heads, at.q_block, kv_block)
 
     def spread(self, x: jax.Array) -> jax.Array:
         """[kv heads, group * block_q, n] as [heads, block_q, n]."""
         return x.reshape(self.tile_heads, self.blocking.block_q, x.shape[-1])
+
+    def rows_of(self, seen: jax.Array) -> jax.Array:
+        """bool [1 | heads, 1 | block_q, n] as it broadcasts to [kv heads, group * block_q, n].
+
+        The logits stay as they are: XLA:CPU would carry the view of them on by one instruction in each of its rounds.
+        """
+        heads, rows, n = seen.shape
+        if heads == 1 and (rows == 1 or self.group == 1):
+            return seen
+        kv_heads = 1 if heads == 1 else self.blocking.heads
+        spread = (kv_heads * self.group, self.blocking.block_q, n)
+        return lax.broadcast_in_dim(seen, spread, (0, 1, 2)).reshape(kv_heads, self.rows, n)
 
     def logits(self, query: jax.Array, key: jax.Array, tile: Tile, masked: bool) -> tuple[jax.Array, float, Any]:
         """(x, factor, tanh): the logits in base 2 are x * factor; tanh is the soft cap's, for its gradient."""
@@ -288,7 +349,7 @@ class _Pass:
             if seen is not None:
                 if factor <= 0:
                     x, factor = x * factor, 1.0
-                x = where(seen, self.spread(x), -jnp.inf).reshape(x.shape)
+                x = where(self.rows_of(seen), x, -jnp.inf)
         return (x, factor, capped) if factor > 0 else (x * factor, 1.0, capped)
 
     def exp2(self, x: jax.Array) -> jax.Array:
@@ -327,17 +388,16 @@ def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.A
     heads, rows = work.blocking.heads, work.rows
     query = work.padded_queries(operands.query)
 
-    def of_group(batch: Any, group: Any, outputs: tuple[jax.Array, jax.Array]) -> Any:
-        key = work.take(operands.key, batch, group, heads, work.kv_padded)
-        value = work.take(operands.value, batch, group, heads, work.kv_padded)
+    def of_stage(stage: Any, outputs: tuple[jax.Array, jax.Array]) -> Any:
+        key, value = work.take(operands.key, stage), work.take(operands.value, stage)
 
-        def of_q_block(q_block: Any, outputs: tuple[jax.Array, jax.Array]) -> Any:
-            q = work.queries(query, batch, group, q_block)
+        def of_q_block(at: Block, outputs: tuple[jax.Array, jax.Array]) -> Any:
+            q = work.queries(query, at)
 
             def of_tile(kv_block: Any, carry: Any, masked: bool) -> Any:
                 acc, peak, total = carry
-                tile = work.tile(batch, group, q_block, kv_block)
-                x, factor, _ = work.logits(q, work.keys(key, kv_block), tile, masked)
+                tile = work.tile(at, kv_block)
+                x, factor, _ = work.logits(q, work.keys(key, at, kv_block), tile, masked)
                 new_peak = jnp.maximum(peak, x.max(axis=-1) * factor)
                 # A row that has seen nothing yet keeps shift 0: its exponentials are 0, not NaN.
                 shift = where(new_peak != -jnp.inf, new_peak, 0)
@@ -345,28 +405,28 @@ def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.A
                 shrink = jnp.exp2(peak - shift)
                 total = total * shrink + p.sum(axis=-1)
                 p = work.dropped(p, work.source.keep(tile)).astype(work.compute)
-                step = dot(p, work.keys(value, kv_block), 1, work.dtype)
+                step = dot(p, work.keys(value, at, kv_block), 1, work.dtype)
                 return acc * shrink[..., None] + step, new_peak, total
 
             carry = (
                 work.full((heads, rows, work.value_dim), 0, work.dtype),
-                *_first_row_sums(work, batch, group),
+                *_first_row_sums(work, at.group),
             )
-            acc, peak, total = work.each_live(batch, q_block, of_tile, carry)
+            acc, peak, total = work.each_live(at, of_tile, carry)
             live = total != 0
             safe = where(live, total, 1)
             lse = where(live, peak * LN2 + jnp.log(safe), -jnp.inf)
             return (
-                work.put_queries(outputs[0], acc / safe[..., None], batch, group, q_block),
-                work.put_row_values(outputs[1], lse, batch, group, q_block),
+                work.put_queries(outputs[0], acc / safe[..., None], at),
+                work.put_row_values(outputs[1], lse, at),
             )
 
-        return work.each_q_block(of_q_block, outputs)
+        return work.each_q_block(stage, of_q_block, outputs)
 
     shape = (*query.shape[:-1], work.value_dim)
     output = as_bits(work.full(shape, 0, operands.query.dtype), static.platform)
     lse = work.full((work.batch, work.heads, work.q_padded), 0, work.dtype)
-    output, lse = work.each_group(of_group, (output, lse))
+    output, lse = work.each_stage(of_stage, (output, lse))
     output = from_bits(_first(output, static.places.q_len, work.time), operands.query.dtype)
     return output, _first(lse, static.places.q_len, 2)
 
@@ -376,7 +436,7 @@ def _first(x: jax.Array, length: int, axis: int) -> jax.Array:
     return x if x.shape[axis] == length else lax.slice_in_dim(x, 0, length, axis=axis)
 
 
-def _first_row_sums(work: _Pass, batch: Any, group: Any) -> tuple[jax.Array, jax.Array]:
+def _first_row_sums(work: _Pass, group: Any) -> tuple[jax.Array, jax.Array]:
     """(peak, total) of rows that have seen no key: a sink is a key without a value."""
     heads, rows = work.blocking.heads, work.rows
     if work.operands.sinks is None:
@@ -401,7 +461,7 @@ def _backward(
     # In the forward pass XLA:CPU reads and writes a masked tile once more before the row's greatest logit is found. Here the
     # mask is part of the exponential, so that tiles with a mask and without need not be two loops of five products each.
     apart = not is_arithmetic(static.places.mask)
-    work = _Pass(static, static.backward, operands, traced, apart=apart)
+    work = _Pass(static, static.backward, operands, traced, apart=apart, sums=True)
     heads, blocks, size = work.blocking.heads, work.kv_blocks, work.blocking.block_kv
     time, head = work.time, work.head
     query, output, d_output = (work.padded_queries(x) for x in (operands.query, output, d_output))
@@ -415,26 +475,23 @@ def _backward(
         )
     d_sinks = None if operands.sinks is None else jnp.zeros_like(operands.sinks)
 
-    def of_group(batch: Any, group: Any, gradients: Any) -> Any:
-        key = work.take(operands.key, batch, group, heads, work.kv_padded)
-        value = work.take(operands.value, batch, group, heads, work.kv_padded)
+    def of_stage(stage: Any, gradients: Any) -> Any:
+        key, value = work.take(operands.key, stage), work.take(operands.value, stage)
 
-        def of_q_block(q_block: Any, carry: Any) -> Any:
+        def of_q_block(at: Block, carry: Any) -> Any:
             d_key, d_value, d_query, d_bias, d_sinks = carry
-            q = work.queries(query, batch, group, q_block)
-            d_out = work.queries(d_output, batch, group, q_block)
-            out = work.queries(output, batch, group, q_block)
-            row_lse = work.row_values(padded_lse, batch, group, q_block)
+            q, d_out, out = (work.queries(x, at) for x in (query, d_output, output))
+            row_lse = work.row_values(padded_lse, at)
             delta = (out.astype(work.dtype) * d_out.astype(work.dtype)).sum(-1)
-            delta = delta - work.row_values(d_lse, batch, group, q_block)
+            delta = delta - work.row_values(d_lse, at)
             shift = row_lse * LOG2E
             # Left factors with the contracted dimension last: XLA:CPU would copy the other factor otherwise, a tile large.
             q_across, d_out_across = lax.optimization_barrier((q.swapaxes(1, 2), d_out.swapaxes(1, 2)))
 
             def of_tile(kv_block: Any, carry: Any, masked: bool) -> Any:
                 d_q, d_key, d_value, d_bias = carry
-                tile = work.tile(batch, group, q_block, kv_block)
-                k, v = work.keys(key, kv_block), work.keys(value, kv_block)
+                tile = work.tile(at, kv_block)
+                k, v = work.keys(key, at, kv_block), work.keys(value, at, kv_block)
                 x, factor, capped = work.logits(q, k, tile, masked)
                 p = work.exp2(x * factor - shift[..., None])
                 keep = work.source.keep(tile)
@@ -446,41 +503,44 @@ def _backward(
                     d_x = d_x * (1 - capped * capped)
                 p, d_x = work.dropped(p, keep).astype(work.compute), d_x.astype(work.compute)
                 d_q = d_q + dot(d_x, k, 1, work.dtype)
-                d_value = _add_block(d_value, dot(d_out_across, p, 1, work.dtype), kv_block)
-                d_key = _add_block(d_key, dot(q_across, d_x, 1, work.dtype), kv_block)
+                d_value = _add_block(d_value, dot(d_out_across, p, 1, work.dtype), at, kv_block)
+                d_key = _add_block(d_key, dot(q_across, d_x, 1, work.dtype), at, kv_block)
                 return d_q, d_key, d_value, d_bias
 
             start = work.full((heads, work.rows, work.dim), 0, work.dtype)
-            d_q, d_key, d_value, d_bias = work.each_live(batch, q_block, of_tile, (start, d_key, d_value, d_bias))
-            d_query = work.put_queries(d_query, d_q * static.scale, batch, group, q_block)
+            d_q, d_key, d_value, d_bias = work.each_live(at, of_tile, (start, d_key, d_value, d_bias))
+            d_query = work.put_queries(d_query, d_q * static.scale, at)
             if d_sinks is not None:
-                d_sinks = _add_sink_gradient(work, d_sinks, row_lse, delta, group)
+                d_sinks = _add_sink_gradient(work, d_sinks, row_lse, delta, at.group)
             return d_key, d_value, d_query, d_bias, d_sinks
 
         d_query, d_key, d_value, d_bias, d_sinks = gradients
         start = (
-            work.full((blocks, heads, work.dim, size), 0, work.dtype),
-            work.full((blocks, heads, work.value_dim, size), 0, work.dtype),
+            work.full((work.slots, blocks, heads, work.dim, size), 0, work.dtype),
+            work.full((work.slots, blocks, heads, work.value_dim, size), 0, work.dtype),
         )
-        carry = work.each_q_block(of_q_block, (*start, d_query, d_bias, d_sinks))
+        carry = work.each_q_block(stage, of_q_block, (*start, d_query, d_bias, d_sinks))
         of_key, of_value, d_query, d_bias, d_sinks = carry
         return (
             d_query,
-            put_keys(d_key, of_key * static.scale, batch, group),
-            put_keys(d_value, of_value, batch, group),
+            put_keys(d_key, of_key * static.scale, stage),
+            put_keys(d_value, of_value, stage),
             d_bias,
             d_sinks,
         )
 
-    def put_keys(whole: jax.Array, blocks_across: jax.Array, batch: Any, group: Any) -> jax.Array:
-        """Write [kv blocks, kv heads, dim, block_kv] into an array in the layout."""
-        dim = whole.shape[-1]
-        order = (1, 0, 3, 2) if head == 1 else (0, 3, 1, 2)
-        part = as_bits(blocks_across.astype(operands.key.dtype), static.platform).transpose(order)
-        part = part.reshape((heads, work.kv_padded, dim) if head == 1 else (work.kv_padded, heads, dim))[None]
-        starts = [batch, 0, 0, 0]
-        starts[head] = group * heads
-        return put(whole, _first(part, static.places.kv_len, time), starts)
+    def put_keys(whole: jax.Array, sums: jax.Array, stage: Any) -> jax.Array:
+        """Write a stage's [slots, kv blocks, kv heads, dim, block_kv] into an array in the layout."""
+        batch, dim = (work.batch if work.stages == 1 else 1), whole.shape[-1]
+        sums = as_bits(sums.astype(operands.key.dtype), static.platform).reshape(batch, -1, *sums.shape[1:])
+        part = sums.transpose((0, 1, 3, 2, 5, 4) if head == 1 else (0, 2, 5, 1, 3, 4))
+        part = part.reshape((batch, -1, work.kv_padded, dim) if head == 1 else (batch, work.kv_padded, -1, dim))
+        part = _first(part, static.places.kv_len, time)
+        if work.stages == 1:
+            return part
+        starts = [*split_index(stage, work.groups, work.batch), 0, 0]
+        starts[1], starts[head] = 0, starts[1] * heads
+        return put(whole, part, starts)
 
     d_bias = None if work.bias is None else work.full(work.bias.shape, 0, work.dtype)
     gradients = (
@@ -488,7 +548,7 @@ def _backward(
         d_bias,
         None if d_sinks is None else work.full(d_sinks.shape, 0, work.dtype),
     )
-    d_query, d_key, d_value, d_bias, d_sinks = work.each_group(of_group, gradients)
+    d_query, d_key, d_value, d_bias, d_sinks = work.each_stage(of_stage, gradients)
     d_query = _first(d_query, static.places.q_len, time)
     d_query, d_key, d_value = (
         from_bits(bits, x.dtype) for bits, x in zip((d_query, d_key, d_value), operands[:3], strict=True)
@@ -500,10 +560,10 @@ def _backward(
     return Operands(d_query, d_key, d_value, d_bias, d_sinks)
 
 
-def _add_block(whole: jax.Array, part: jax.Array, block: Any) -> jax.Array:
-    """whole[block] += part."""
-    old = cut_along(whole, block, 1)
-    return put(whole, old + part[None], (block, *(0,) * part.ndim))
+def _add_block(whole: jax.Array, part: jax.Array, at: Block, kv_block: Any) -> jax.Array:
+    """whole[slot, kv block] += part."""
+    start = (at.slot, kv_block, *(0,) * part.ndim)
+    return put(whole, cut(whole, start, (1, 1, *part.shape)) + part[None, None], start)
 
 
 def _add_bias_gradient(work: _Pass, d_bias: jax.Array, d_logits: jax.Array, tile: Tile) -> jax.Array:

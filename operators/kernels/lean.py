@@ -67,6 +67,10 @@ def split_index(n: Any, size: int, count: int) -> tuple[Any, Any]:
     """(n // size, n % size) of 0 <= n < size * count."""
     if size == 1 or count == 1:
         return (n, 0) if size == 1 else (0, n)
+    if isinstance(n, int):
+        return divmod(n, size)
+    if size & (size - 1) == 0:  # a signed division by a power of two is ten instructions, for the sign's sake
+        return lax.shift_right_logical(n, np.int32(size.bit_length() - 1)), lax.bitwise_and(n, np.int32(size - 1))
     return lax.div(n, np.int32(size)), lax.rem(n, np.int32(size))
 
 

@@ -20,7 +20,8 @@ class Visits(NamedTuple):
     """Which kv blocks each query block visits: a row of `table` [batch | 1, q blocks, 2 + most kv blocks].
 
     From the third place on it holds the partial ones, then the full ones; its first two numbers are the place after the
-    partial ones, and that after both. One row, because each slice of a table is a part of every program.
+    partial ones, and that after both. One row, because each slice of a table is a part of every program. Where all are of one
+    kind and every row's are neighbours, the table [batch | 1, q blocks, 2] has only the first and the one after the last.
 
     `some_partial` and `some_full` are False where the host knows that no block is such.
     """
@@ -28,6 +29,7 @@ class Visits(NamedTuple):
     table: jax.Array | np.ndarray
     some_partial: bool
     some_full: bool
+    neighbours: bool
 
 
 # Leaves whose test is a few operations on numbers of rows and of keys, which are fused into what is done with a logit anyway.
@@ -44,26 +46,45 @@ def is_arithmetic(mask: Mask) -> bool:
 def visits(mask: LocalMask, block_q: int, block_kv: int, *, apart: bool = True) -> Visits:
     """Sort each query block's kv blocks by kind. A last block that is padded counts as partial.
 
-    apart=False counts full ones as partial, too: they are then one loop, half of the program.
+    apart=False counts full ones as partial, too: they are then one loop, half of the program. So does a mask that costs next
+    to nothing where few blocks are full.
     """
     kinds = mask.kinds(block_q, block_kv)
-    xp: Any = np if isinstance(kinds, np.ndarray) else jnp
-    if not apart and not (isinstance(kinds, np.ndarray) and (kinds != 1).all()):
-        kinds = xp.minimum(kinds, 1)
+    if not isinstance(kinds, np.ndarray):
+        return _known_at_run_time(kinds, mask.kv_len % block_kv != 0, apart)
     if mask.kv_len % block_kv:
-        last = np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1
-        kinds = xp.where(last, xp.minimum(kinds, 1), kinds)
+        kinds = kinds.copy()
+        kinds[..., -1] = np.minimum(kinds[..., -1], 1)
+    partial, full = (kinds == 1).sum(), (kinds == 2).sum()
+    if partial and (not apart or (2 * full <= partial and is_arithmetic(mask.mask))):
+        kinds = np.minimum(kinds, 1)
+    some_partial, some_full = bool((kinds == 1).any()), bool((kinds == 2).any())
+    first, last = (kinds > 0).argmax(-1), kinds.shape[-1] - (kinds[..., ::-1] > 0).argmax(-1)
+    live = (kinds > 0).sum(-1)
+    last = np.where(live, last, first)
+    if not (some_partial and some_full) and (last - first == live).all():
+        return Visits(np.stack([first, last], -1).astype(np.int32), some_partial, some_full, True)
+    table = _sorted_by_kind(kinds, np)
+    most = int(table[..., 1].max())  # in a window a row sees few blocks: the others need not be in the program
+    return Visits(table[..., :most], some_partial, some_full, False)
+
+
+def _known_at_run_time(kinds: jax.Array, padded: bool, apart: bool) -> Visits:
+    """The same of kinds that are traced."""
+    if not apart:
+        kinds = jnp.minimum(kinds, 1)
+    if padded:
+        kinds = kinds.at[..., -1].min(1)
+    return Visits(_sorted_by_kind(kinds, jnp), True, apart, False)
+
+
+def _sorted_by_kind(kinds: Any, xp: Any) -> Any:
     is_partial, is_full = kinds == 1, kinds == 2
     rank = xp.where(is_partial, 0, xp.where(is_full, 1, 2))
     order = xp.argsort(rank, axis=-1, stable=True).astype(np.int32)
     partial = 2 + is_partial.sum(-1, keepdims=True).astype(np.int32)
     both = partial + is_full.sum(-1, keepdims=True).astype(np.int32)
-    if not isinstance(kinds, np.ndarray):
-        return Visits(jnp.concatenate([partial, both, order], -1), True, apart)
-    order = order[
-        ..., : int(both.max()) - 2
-    ]  # in a window a row sees few blocks: the others need not be in the program
-    return Visits(np.concatenate([partial, both, order], -1), bool(is_partial.any()), bool(is_full.any()))
+    return xp.concatenate([partial, both, order], -1)
 
 
 class Tile(NamedTuple):
