@@ -40,51 +40,45 @@ def _segment_ids_twice(case: cases.Case) -> bool:
     return {"dynamic_or", "segment_ids"} <= case.features
 
 
-# Of forward_native's further paths and splash's kernels `make test` tries these in every layout and dtype, and every
-# case in one of each.
+# What `make test` runs; the rest of the product is for `make test-all`. Every case runs in float32, whose tolerance notices most,
+# in one layout, by turns; these and some others, by turns,
+# run in half precision too.
 OFTEN = ("causal_window", "segment_ids", "gqa")
-# Kernels of others behind the same wrapping: for them these are enough in `make test`.
+HALVES = (("bthd", "bfloat16"), ("bhtd", "float16"), ("thd", "bfloat16"), ("bthd", "float16"), ("bhtd", "bfloat16"))
+# Kernels of others behind the same wrapping: for them these are enough.
 _FEW = (*OFTEN, "full", "chunked", "kv_lengths", "sinks", "soft_cap", "value_dim", "bias")
 FEW = {"splash.forward_tpu tokamax": _FEW, "splash.forward_tpu jax": _FEW}
-# Of the others: beside bthd in float32, in which every case is tried.
-SOME = (
-    *_FEW,
+# What an implementation has no code of its own for: each of these is tried in two of them.
+SHARED = (
     "causal_bottom_right",
+    "window",
+    "chunked_power_of_two",
     "prefix",
-    "dense_mask",
-    "positions",
-    "cache",
-    "lse",
-    "weights",
-    "int8_kv",
-    "fp8_kv",
+    "negated",
+    "mask_function",
+    "segment_ids_unsorted",
+    "dense_mask_and_causal",
+    "bias_broadcast",
+    "mqa",
+    "cross",
+    "int8_value",
+    "fp8_key",
 )
-# Variants of int8_kv and fp8_kv, which are tried in every way.
-VARIANTS = ("int8_value", "fp8_key")
-OFTEN_ONLY = {*harness.PATHS, *harness.KERNELS, "splash.forward_tpu"}
-
-
-# The layouts and dtypes beside bthd in float32 that some cases are tried in: by turns, two each, so that each pair of them has
-# cases of every kind.
-TURNS = (
-    (("bhtd", "float32"), ("bthd", "bfloat16")),
-    (("thd", "float32"), ("bthd", "float16")),
-    (("bhtd", "bfloat16"), ("thd", "float32")),
-    (("thd", "bfloat16"), ("bhtd", "float16")),
-)
+EVERY = sorted(harness.RUNNABLE)
+OWN = [which for which in EVERY if which not in FEW]
 
 
 def _often(which: str, name: str, layout: str, dtype: str) -> bool:
-    """Every case in bthd and float32; some in other layouts and dtypes, too. The rest is for `make test-all`."""
     if name not in FEW.get(which, (name,)):
         return False
-    if name in VARIANTS:
-        return layout == "bthd" and dtype == "float32" and which in ("vanilla.forward_native", "splash.forward_tpu")
-    if name not in (OFTEN if which in OFTEN_ONLY else SOME):
-        return layout == "bthd" and dtype == "float32"
+    turn = cases.names().index(name) + EVERY.index(which)
+    if name in SHARED and (SHARED.index(name) - OWN.index(which)) % len(OWN) > 1:
+        return False
+    if dtype == "float32":
+        return name == OFTEN[0] or layout == LAYOUTS[turn % len(LAYOUTS)]
     if name in OFTEN:
-        return layout == "bthd" or dtype == "float32"
-    return (layout, dtype) in (("bthd", "float32"), *TURNS[SOME.index(name) % len(TURNS)])
+        return (layout, dtype) == HALVES[turn % len(HALVES)]
+    return turn % 6 == 0 and (layout, dtype) == HALVES[turn // 6 % len(HALVES)]
 
 
 def _marks(which: str, name: str, layout: str, dtype: str) -> list[pytest.MarkDecorator]:

@@ -82,7 +82,7 @@ MODELS = [
         shape,
         which,
         id=f"{shape['name'].replace(' ', '_')}-{which}",
-        marks=[] if which == NATIVE or FIRST[_kind(shape)] == shape["name"] else [pytest.mark.slow],
+        marks=[] if FIRST[_kind(shape)] == shape["name"] else [pytest.mark.slow],
     )
     for shape in SHAPES
     for which in (NATIVE, SPLASH)

@@ -69,22 +69,18 @@ def _product() -> Iterator[tuple[str, str, str, str, str, str]]:
 
 # What `make test` runs of the product, in the case's own layout; the rest is for `make test-all`.
 OFTEN = {
-    *(
-        (NATIVE, "ring", n, "fsdp2_tp2_sp2", "auto")
-        for n in ("gqa", "segment_ids", "sinks_per_kv_head", "prefix", *_RING)
-    ),
-    *((NATIVE, "ulysses", n, "fsdp2_tp2_sp2", "auto") for n in ("gqa", "segment_ids", "bias", "everything", "int8_kv")),
-    *((NATIVE, "ulysses_ring", n, "cp2_sp2_tp2", "auto") for n in ("gqa", "segment_ids", "bias")),
+    *((NATIVE, "ring", n, "fsdp2_tp2_sp2", "auto") for n in ("segment_ids", "sinks_per_kv_head", *_RING)),
+    *((NATIVE, "ulysses", n, "fsdp2_tp2_sp2", "auto") for n in ("gqa", "bias", "everything", "int8_kv")),
+    *((NATIVE, "ulysses_ring", n, "cp2_sp2_tp2", "auto") for n in ("segment_ids", "bias")),
     *((NATIVE, "ulysses_ring", n, "cp2_sp2_tp2", "explicit") for n in ("lse",)),
-    *((NATIVE, s, "sinks_some_of_minus_infinity", "sp4_ones", "auto") for s in ("ring", "zigzag")),
-    (NATIVE, "ulysses", "sinks_some_of_minus_infinity", "fsdp2_tp2_sp2", "auto"),
+    (NATIVE, "ring", "sinks_some_of_minus_infinity", "sp4_ones", "auto"),
     (SPLASH, "ring", "sinks_of_minus_infinity", "sp4_ones", "auto"),
     (NATIVE, "zigzag", "segment_ids", "sp4_ones", "auto"),
     *((NATIVE, "zigzag", n, "fsdp2_tp2_sp2", "explicit") for n in ("soft_cap",)),
     *((NATIVE, "gather", n, "fsdp2_tp2_sp2", "auto") for n in ("gqa", "int8_kv")),
     *((NATIVE, "ring", n, "sp4_ones", "auto") for n in ("causal_window", "dense_mask")),
-    *((SPLASH, strategy, "causal_window", "fsdp2_tp2_sp2", "auto") for strategy in ("ring", "ulysses")),
-    *((SPLASH, "ring", n, "fsdp2_tp2_sp2", "auto") for n in ("segment_ids", "lse")),
+    (SPLASH, "ulysses", "causal_window", "fsdp2_tp2_sp2", "auto"),
+    (SPLASH, "ring", "lse", "fsdp2_tp2_sp2", "auto"),
     (SPLASH, "zigzag", "segment_ids", "fsdp2_tp2_sp2", "auto"),
 }
 PRODUCT = [
@@ -365,7 +361,6 @@ MANUAL_OFTEN = {
     ("segment_ids", "zigzag", "sp4_ones", True),
     ("lse", "ring", "fsdp2_tp2_sp2", False),
     ("kv_lengths", "ulysses", "fsdp2_tp2_sp2", True),
-    ("segment_ids", "ulysses_ring", "cp2_sp2_tp2", False),
 }
 
 

@@ -60,17 +60,18 @@ def _check(which: str, case: cases.Case, mesh: Any, layout: str, placed: Any = N
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 # What `make test` runs of the product; the rest is for `make test-all`.
 OFTEN = {
-    *((name, "fsdp2_tp2_sp2", kind) for name in CASES for kind in KINDS),
-    *((name, mesh, "auto") for name in ("causal", "gqa", "segment_ids", "everything") for mesh in MESHES),
+    *((name, "fsdp2_tp2_sp2", list(KINDS)[i % 2]) for i, name in enumerate(CASES)),
+    *(("segment_ids", "fsdp2_tp2_sp2", kind) for kind in KINDS),
+    *((("gqa", "everything", "causal")[i % 3], mesh, "auto") for i, mesh in enumerate(MESHES)),
 }
 SPLASH_CASES = {name: layout for name, layout in CASES.items() if name != "everything"} | {
     "bias": "bthd",
     "lse": "bthd",
 }
 OFTEN_SPLASH = {
-    *((name, "fsdp2_tp2_sp2", "auto") for name in ("causal_window", "dense_mask", "bias", "gqa", "int8_kv")),
+    *((name, "fsdp2_tp2_sp2", "auto") for name in ("causal_window", "bias", "int8_kv")),
     ("segment_ids", "fsdp2_tp2_sp2", "explicit"),
-    *(("segment_ids", mesh, "auto") for mesh in ("fsdp2_tp2_sp2", "sp8", "tp4_sp2")),
+    *(("segment_ids", mesh, "auto") for mesh in ("sp8", "tp4_sp2")),
 }
 LONGER = replace(SIZES, length=320)
 
@@ -101,8 +102,8 @@ def test_splash(name: str, mesh: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["segment_ids", "prefix"]
-    + [pytest.param(n, marks=pytest.mark.slow) for n in ("causal_window", "kv_lengths", "sinks_per_kv_head")],
+    ["segment_ids"]
+    + [pytest.param(n, marks=pytest.mark.slow) for n in ("prefix", "causal_window", "kv_lengths", "sinks_per_kv_head")],
 )
 @pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernel", ["jax", pytest.param("tokamax", marks=harness.NEEDS_TOKAMAX)])
@@ -119,16 +120,29 @@ PATH_CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", PATH_CASES)
-@pytest.mark.parametrize("which", harness.PATHS)
+@pytest.mark.parametrize(
+    ("which", "name", "kind"),
+    [
+        pytest.param(
+            *(which, name, kind),
+            id=f"{which}-{name}-{kind}",
+            # Each case in one of the paths, by turns.
+            marks=[] if kind == "auto" and (i + j) % 2 == 0 else [pytest.mark.slow],
+        )
+        for i, which in enumerate(harness.PATHS)
+        for j, name in enumerate(PATH_CASES)
+        for kind in KINDS
+    ],
+)
 def test_native_paths(which: str, name: str, kind: str) -> None:
     case = cases.build(name, PATH_CASES[name], replace(SIZES, length=160))
     _check(which, case, _mesh(MESHES["fsdp2_tp2_sp2"], KINDS[kind]), PATH_CASES[name])
 
 
 @pytest.mark.parametrize("sizes", [MESHES["fsdp2_tp2_sp2"], MESHES["tp8"]], ids=["fsdp2_tp2_sp2", "tp8"])
-@pytest.mark.parametrize("name", ["causal", "gqa", "segment_ids", "dense_mask"])
+@pytest.mark.parametrize(
+    "name", ["gqa", "segment_ids", *(pytest.param(n, marks=pytest.mark.slow) for n in ("causal", "dense_mask"))]
+)
 def test_sdpa(name: str, sizes: dict[str, int]) -> None:
     _check("sdpa.forward_native", cases.build(name, CASES[name], SIZES), _mesh(sizes), CASES[name])
 

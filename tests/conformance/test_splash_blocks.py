@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -102,6 +103,14 @@ EACH_KERNEL = [
 ]
 
 
+def _often(choices: dict[str, dict[str, Any]], *names: str) -> list[Any]:
+    """All of them; those that are not named for `make test-all` only."""
+    return [
+        pytest.param(blocks, id=name, marks=[] if name in names else [pytest.mark.slow])
+        for name, blocks in choices.items()
+    ]
+
+
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("name", CAUSAL_OFTEN)
 def test_blocks(name: str, blocks: dict[str, Any]) -> None:
@@ -109,15 +118,27 @@ def test_blocks(name: str, blocks: dict[str, Any]) -> None:
     _check(replace(case, heads=4, kv_heads=2), blocks)
 
 
-@pytest.mark.parametrize("blocks", ["q_dkv", "fused", "layouts", "layouts_dq", "two_heads"])
-@pytest.mark.parametrize("stationary", [False, True])
+@pytest.mark.parametrize(
+    ("blocks", "stationary"),
+    [
+        pytest.param(*key, marks=[] if key in (("fused", False), ("layouts_dq", False)) else [pytest.mark.slow])
+        for key in itertools.product(("q_dkv", "fused", "layouts", "layouts_dq", "two_heads"), (False, True))
+    ],
+)
 def test_products_with_either_factor_in_the_matrix_unit(blocks: str, stationary: bool) -> None:
     case = replace(_case(*MASKS["causal"], 300, 300), heads=4, kv_heads=2)
     _check(case, BLOCKS[blocks] | {"stationary_weights": stationary})
 
 
-@pytest.mark.parametrize("layout", ["head_dim_minor", "seq_minor"])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(
+            *key, marks=[] if key in (("causal", "head_dim_minor"), ("window", "seq_minor")) else [pytest.mark.slow]
+        )
+        for key in itertools.product(MASKS, ("head_dim_minor", "seq_minor"))
+    ],
+)
 def test_sums_by_the_product_with_the_values(name: str, layout: str) -> None:
     case = replace(_case(*MASKS[name], 300, 300), value_dim=128)
     _check(case, {"block_kv": 256, "block_kv_compute_in": 128, "sum_by_product": True, "v_layout": layout})
@@ -133,14 +154,14 @@ def test_sums_by_product_refuse_what_they_can_not_do() -> None:
     assert attend.plan(x, x, x).implementation == "splash.forward_tpu"
 
 
-@pytest.mark.parametrize("blocks", OF_JAX.values(), ids=OF_JAX)
+@pytest.mark.parametrize("blocks", _often(OF_JAX, "q_both", "fused", "compute"))
 @pytest.mark.parametrize("name", CAUSAL_OFTEN)
 def test_unequal_blocks(name: str, blocks: dict[str, Any]) -> None:
     _check(_case(*MASKS[name], 300, 300), blocks | {"kernel": "jax"})
 
 
 @harness.NEEDS_TOKAMAX
-@pytest.mark.parametrize("blocks", OF_TOKAMAX.values(), ids=OF_TOKAMAX)
+@pytest.mark.parametrize("blocks", _often(OF_TOKAMAX, "q_dkv", "compute", "layouts"))
 @pytest.mark.parametrize("name", CAUSAL_OFTEN)
 def test_unequal_blocks_of_tokamax(name: str, blocks: dict[str, Any]) -> None:
     _check(_case(*MASKS[name], 300, 300), blocks | {"kernel": "tokamax"})

@@ -128,7 +128,9 @@ def test_split_keys(way: str, kernel: str, kind: str) -> None:
     q_len, fields, call = WAYS[way]
     mesh = jax.make_mesh((SHARDS,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:SHARDS])
     attend = harness.RUNNABLE[kernel].make("float32", mesh, tuning="off", **fields)
-    offset = np.asarray(call.get("query_offset", KV - q_len))
+    # New queries stand at the end of what is filled of the cache.
+    at_end = LENGTHS - q_len if kind == "lengths" and call.get("mode") == "insert" else KV - q_len
+    offset = np.asarray(call.get("query_offset", at_end))
     rows = np.arange(q_len) + int(offset.flat[0])  # of arrays that have rows
     positions = np.arange(q_len)[:, None] + offset.reshape(-1, 1, 1, 1)
     seen = KINDS[kind].seen(positions if offset.ndim else positions[0, 0], np.arange(KV), rows)

@@ -149,8 +149,16 @@ def tensors() -> list[jax.Array]:
     return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
 
 
-@pytest.mark.parametrize("path", ["plain", "blockwise", "decode"])
-@pytest.mark.parametrize("segments", [False, True], ids=["static", "segments"])
+@pytest.mark.parametrize(
+    ("segments", "path"),
+    [
+        pytest.param(
+            segments, path, id=f"{name}-{path}", marks=[] if segments == (path == "blockwise") else [pytest.mark.slow]
+        )
+        for segments, name in ((False, "static"), (True, "segments"))
+        for path in ("plain", "blockwise", "decode")
+    ],
+)
 def test_vmap(tensors: list[jax.Array], path: str, segments: bool) -> None:
     attend = _attend(path=path, block_q=64, block_kv=64)
     ids = jnp.sort(jax.random.randint(jax.random.key(1), (3, 1, 150), 0, 4), axis=-1).astype(jnp.int32)

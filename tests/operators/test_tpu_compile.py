@@ -89,13 +89,13 @@ JAX = {"kernel": "jax"}
     ("dtype", "dim", "config", "call"),
     [
         ("float32", 128, None, {}),
-        ("bfloat16", 72, None, {}),
+        pytest.param("bfloat16", 72, None, {}, marks=pytest.mark.slow),
         ("bfloat16", 256, None, {"logits_soft_cap": 30.0}),
         ("bfloat16", 64, {"use_fused_bwd_kernel": False}, {}),
         ("bfloat16", 128, {"q_layout": "seq_minor", "k_layout": "seq_minor", "v_layout": "seq_minor"}, {}),
         ("bfloat16", 128, {"block_q": 256, "block_kv": 512, "block_kv_compute": 256, "block_kv_compute_in": 128}, {}),
         ("bfloat16", 128, {"heads_per_tile": 4, "use_base2_exp": False, "fuse_reciprocal": False}, {}),
-        ("bfloat16", 128, {"block_kv_dkv": 256, "block_kv_dkv_sums": 256}, {}),
+        pytest.param("bfloat16", 128, {"block_kv_dkv": 256, "block_kv_dkv_sums": 256}, {}, marks=pytest.mark.slow),
         ("bfloat16", 128, {"use_experimental_scheduler": True, "vmem_limit_bytes": 24 << 20}, {}),
         pytest.param("float32", 128, JAX, {}, marks=pytest.mark.slow),
         ("bfloat16", 256, JAX, {"logits_soft_cap": 30.0}),
@@ -158,8 +158,21 @@ TRACED = {
 }
 
 
-@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fused", "apart"])
-@pytest.mark.parametrize("name", TRACED)
+TRACED["together"] = {
+    n: x for of in ("segment_ids", "kv_lengths", "query_offset", "sinks") for n, x in TRACED[of].items()
+}
+# What `make test` compiles, with the passes fused.
+TRACED_OFTEN = ("together", "bias", "dense_mask_of_rows", "dropout")
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [
+        pytest.param(n, fused, id=f"{n}-{kind}", marks=[] if fused and n in TRACED_OFTEN else [pytest.mark.slow])
+        for n in TRACED
+        for fused, kind in ((True, "fused"), (False, "apart"))
+    ],
+)
 def test_traced_operands_compile(v5e: Any, name: str, fused: bool) -> None:
     """One program for all lengths, ids and places: they are operands."""
     configs = {"splash": {"use_fused_bwd_kernel": fused}}
@@ -181,7 +194,7 @@ def test_traced_operands_compile(v5e: Any, name: str, fused: bool) -> None:
 
 
 def _generation(topology: str) -> Any:
-    often = topology.startswith(("v5e:2x2", "v6e"))
+    often = topology.startswith("v6e")
     return pytest.param(topology, marks=[] if often else [pytest.mark.slow])
 
 
@@ -226,7 +239,7 @@ def test_quantised_keys_and_values_compile(topology: str, dim: int, key: str, va
     assert all(words[dtype] in forward for dtype in (key, value))
 
 
-@pytest.mark.parametrize("precision", ["high", "highest"])
+@pytest.mark.parametrize("precision", ["highest", pytest.param("high", marks=pytest.mark.slow)])
 def test_the_global_precision_does_not_reach_bfloat16(v5e: Any, precision: str) -> None:
     """Mosaic takes bfloat16 operands at the default precision only."""
     function, arguments, _ = _program(v5e, Causal(), "bfloat16", None, (2, 256, 8, 4, 128))
@@ -244,7 +257,7 @@ WITH_64_BITS: dict[str, tuple[Any, ...]] = {  # config, names of traced operands
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ("operands", "jax") else [pytest.mark.slow]) for n in WITH_64_BITS]
+    "name", [pytest.param(n, marks=[] if n in ("apart", "jax") else [pytest.mark.slow]) for n in WITH_64_BITS]
 )
 def test_compiles_with_64_bits(v5e: Any, name: str) -> None:
     """Mosaic has no integers of 64 bits, which Python numbers are with jax_enable_x64."""
@@ -278,7 +291,9 @@ def test_compiles_with_64_bits(v5e: Any, name: str) -> None:
     assert tuple(g.dtype for g in jax.tree.leaves(compiled.out_info)) == wanted
 
 
-@pytest.mark.parametrize("axes", [{"fsdp"}, {"fsdp", "tp"}], ids=["part", "whole"])
+@pytest.mark.parametrize(
+    "axes", [{"fsdp"}, pytest.param({"fsdp", "tp"}, marks=pytest.mark.slow)], ids=["part", "whole"]
+)
 def test_compiles_inside_a_checked_shard_map(v5e: Any, axes: set[str]) -> None:
     """check_vma=True in the caller's shard_map, over a part of the mesh or all of it."""
     attend = OperationRegistry.create("splash", OperationMetadata(mesh=v5e, fallback="error"))

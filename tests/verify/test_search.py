@@ -94,7 +94,13 @@ def test_without_a_gradient_only_the_forward_pass_is_searched() -> None:
     assert list(_candidates(_plan(mode="prefill"))) == ["forward"]
 
 
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s["seq_q"] > 1], ids=lambda s: s["name"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(s, id=s["name"], marks=[] if i % 4 == 0 else [pytest.mark.slow])
+        for i, s in enumerate(s for s in SHAPES if s["seq_q"] > 1)
+    ],
+)
 def test_candidates_fit_and_mean_something_for_real_models(shape: dict[str, Any]) -> None:
     mask: Any = Causal() if shape["causal"] else Full()
     if shape["window"]:
