@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from attnops import Causal
 from attnops.operators.kernels import blockwise
+from attnops.operators.local_mask import LocalMask
+from attnops.verify.reference import reference_attention, reference_gradients
 
 from . import cases, harness
 
@@ -42,3 +47,36 @@ def test_groups_one_by_one(name: str, layout: str, dtype: str) -> None:
     got = harness.run(implementation.make(dtype), case, tensors, dtype, layout)
     published = implementation.capability.tolerance[dtype]
     harness.agree(got, harness.expect(case, tensors), published.forward, published.backward)
+
+
+@pytest.mark.parametrize("layout", ["bthd", "bhtd"])
+def test_several_groups_of_several_heads(layout: str) -> None:
+    """Which a route takes for many heads and short blocks."""
+    shapes = {"query": (2, 100, 8, 16), "key": (2, 100, 4, 16), "value": (2, 100, 4, 16), "d_output": (2, 100, 8, 16)}
+    rng = np.random.default_rng(4)
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    laid_out = {name: jnp.asarray(x if layout == "bthd" else x.swapaxes(1, 2)) for name, x in arrays.items()}
+    blocking = blockwise.Blocking(48, 32, 2)
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        nothing = dict.fromkeys(("bias", "soft_cap", "sinks", "dropout"))
+        return blockwise.blockwise_attention(
+            *(query, key, value),
+            **nothing,
+            layout=layout,
+            scale=0.25,
+            mask=LocalMask(Causal(), 0, 100, 100, 0),
+            softmax_dtype=np.dtype(np.float32),
+            platform="cpu",
+            forward=blocking,
+            backward=blocking,
+        )[0]
+
+    output, gradient = jax.vjp(jax.jit(attend), *(laid_out[name] for name in ("query", "key", "value")))
+    seen = np.tril(np.ones((100, 100), bool))
+    call = [arrays[name] for name in ("query", "key", "value")]
+    expected = reference_attention(*call, scale=0.25, mask=seen).output
+    gradients = reference_gradients(*call, arrays["d_output"], None, scale=0.25, mask=seen)
+    wanted = [expected, *(gradients[name] for name in ("query", "key", "value"))]
+    for got, want in zip([output, *gradient(laid_out["d_output"])], wanted, strict=True):
+        np.testing.assert_allclose(got if layout == "bthd" else got.swapaxes(1, 2), want, rtol=1e-5, atol=1e-5)
