@@ -19,7 +19,11 @@ from attnops.operators.kernels.splash.visits import (
     LAST,
     LIVE,
     PARTIAL,
+    Known,
+    fewest_visits,
     kv_block_of,
+    live_tiles,
+    most_visits,
     q_block_of,
     visit_list,
 )
@@ -109,6 +113,23 @@ def test_a_traced_place_gives_the_same_list(name: str, slow: str, traced: tuple[
     _check(np.asarray(known), _brute(visible, 32, 48), slow, 5)
     found, covered = jax.jit(words)({place: jnp.int32(places[place]) for place in traced})
     np.testing.assert_array_equal(found[: int(covered)], known)
+
+
+@pytest.mark.parametrize("k_start", [0, 96, 130, 400])
+@pytest.mark.parametrize("name", [*MASKS, "not_causal"])
+def test_bounds_of_a_list_at_keys_that_lie_elsewhere(name: str, k_start: int) -> None:
+    """The most are as many as there are; the fewest are those that first rows see."""
+    mask = ~Causal() if name == "not_causal" else MASKS[name]
+    known = Known(mask, 150, 200, 60, k_start, 10)
+    rows, keys = np.arange(60, 210)[:, None], np.arange(k_start, k_start + 200)[None]
+    visible = np.broadcast_to(mask.test(rows, rows + 10, keys), (150, 200))
+    wanted = np.zeros((5, 5), bool)
+    for place in _brute(visible, 32, 48):
+        wanted[place] = True
+    np.testing.assert_array_equal(live_tiles(known, 32, 48), wanted)
+    assert most_visits(wanted, "q") == np.maximum(wanted.sum(1), 1).sum()
+    firsts = [np.unique(np.flatnonzero(visible[row]) // 48) for row in range(0, 150, 32)]
+    assert fewest_visits(known, 32, 48) == sum(map(len, firsts))
 
 
 def test_a_list_for_each_batch_row() -> None:
