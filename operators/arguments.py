@@ -12,8 +12,8 @@ import numpy as np
 
 from ..errors import InputError, InputTypeError, a_type, shown
 from ..masks import And, Causal, Dense, Full, Lengths, Mask, SegmentIds, SlidingWindow
+from ..planning.other_names import CALL_ARGUMENTS, refuse_unknown
 from ..registry.metadata import METADATA_ARGUMENTS
-from ..registry.other_names import CALL_ARGUMENTS, refuse_unknown
 from ..sharding.modes import GENERATION
 
 __all__ = ["Arrays", "Options", "bound_mask", "is_array", "join_mask", "refuse_arguments", "shaped", "split_arguments"]

@@ -13,9 +13,10 @@ from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core
 
 from ..errors import AttnOpsError, ConfigError, InputError, shown
 from ..masks import Dense, Mask
-from ..registry import OperationMetadata, OperationRegistry, Plan
+from ..planning import Plan
+from ..planning.other_names import CALL_ARGUMENTS
+from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
-from ..registry.other_names import CALL_ARGUMENTS
 from ..sharding import canonical_layout, canonical_mode
 from .arguments import is_array, refuse_arguments, shaped
 from .base import Operation

@@ -18,10 +18,11 @@ from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
 
 from ..errors import ConfigError, FallbackWarning, InputError, InputTypeError
 from ..masks import Mask
-from ..registry import OperationMetadata, Plan, PlannedOperation, plan
-from ..registry.other_names import takes_no_more
-from ..registry.sequence import declared_strategy
-from ..registry.tune_cache import kept_here
+from ..planning import Plan, PlannedOperation, plan
+from ..planning.other_names import takes_no_more
+from ..planning.sequence import declared_strategy
+from ..planning.tune_cache import kept_here
+from ..registry import OperationMetadata
 from ..sharding import current_mesh, describe_mesh, devices_platform, place
 from ..sharding.mesh import AnyMesh
 from .ambient import ambient_platform
@@ -260,7 +261,8 @@ class Operation(PlannedOperation):
                 f"{here.platform} (from {here.source}); leave that out to run here, or plan() it and lower it for "
                 f"{problem.platform}."
             )
-        program, notes = Program(self, decided, mesh, options), moved_notes(decided, arrays, mesh)
+        program = Program(self, decided, mesh, options, default_causal=self.metadata.causal)
+        notes = moved_notes(decided, arrays, mesh)
         if notes:
             decided = replace(decided, notes=(*decided.notes, *notes))
         return _Prepared(decided, program, mesh if isinstance(mesh, Mesh) else None)

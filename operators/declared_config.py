@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from ..registry import OperationConfig, OperationMetadata
+from ..planning import OperationConfig
+from ..registry import OperationMetadata
 
 if TYPE_CHECKING:
     from .base import Operation

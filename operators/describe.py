@@ -9,9 +9,10 @@ import jax
 
 from ..errors import InputError
 from ..masks import Mask
-from ..registry import AttentionProblem, OperationMetadata
-from ..registry.quantised import QUANTISED
-from ..registry.sequence import declared_strategy
+from ..planning import AttentionProblem
+from ..planning.quantised import QUANTISED
+from ..planning.sequence import declared_strategy
+from ..registry import OperationMetadata
 from ..sharding import (
     AttnShardingRules,
     MeshAxis,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..registry import AttentionProblem, Placement, Plan, PlannedOperation
+from ..planning import AttentionProblem, Placement, Plan, PlannedOperation
 from ..sharding import pin
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, join_mask, run_time_offset
@@ -46,11 +46,20 @@ class Operands(NamedTuple):
 
 
 def execute(
-    operation: PlannedOperation, plan: Plan, mesh: AnyMesh | None, options: Options, arrays: Arrays
+    operation: PlannedOperation,
+    plan: Plan,
+    mesh: AnyMesh | None,
+    options: Options,
+    arrays: Arrays,
+    *,
+    default_causal: bool,
 ) -> LocalOutput:
-    """Run a plan on arrays; traceable. Returns outputs in the caller's layout."""
+    """Run a plan on arrays; traceable. Returns outputs in the caller's layout.
+
+    default_causal: what counts where neither the call nor a mask says.
+    """
     problem, placement = plan.problem, plan.placement
-    operands = _prepare(problem, placement, options, arrays, operation.metadata.causal, mesh)
+    operands = _prepare(problem, placement, options, arrays, default_causal, mesh)
     axes = [a for a in problem.mesh if a.kind != "manual"]
     specs = _specs(operands, placement)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from ..registry import AttentionProblem, OperationConfig, Placement, Route
+from ..planning import AttentionProblem, OperationConfig, Placement, Route
 from .local_mask import Dropout, LocalMask
 from .quantised import dequantised
 

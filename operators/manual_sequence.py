@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from ..errors import InputError
 from ..masks.base import Leaf
-from ..registry import AttentionProblem, Placement
+from ..planning import AttentionProblem, Placement
 from ..sharding import AttnShardingRules, MeshAxis, axes_at, only
 from .arguments import Arrays, Options
 

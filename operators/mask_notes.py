@@ -11,7 +11,7 @@ import numpy as np
 
 from ..masks import Mask
 from ..masks.recognise import recognise
-from ..registry.problem import LeafShape
+from ..planning.problem import LeafShape
 
 __all__ = ["dense_notes", "value_notes"]
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..masks import Full
-from ..registry import AttentionProblem, OperationConfig, Placement, Route
+from ..planning import AttentionProblem, OperationConfig, Placement, Route
 
 __all__ = ["NativeRoute", "native_route"]
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import jax
 
-from ..registry import Plan
+from ..planning import Plan
 
 __all__ = ["AttentionOutput"]
 

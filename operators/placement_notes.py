@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ..errors import InputError
-from ..registry import Plan
-from ..registry.explain import bytes_text, spec_text
+from ..planning import Plan
+from ..planning.explain import bytes_text, spec_text
 from ..sharding.mesh import AnyMesh, describe_mesh, same_devices
 from ..sharding.moved import Parts, comparable, lacking, parts_of
 from .arguments import Arrays

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..registry import AttentionProblem
+from ..planning import AttentionProblem
 
 __all__ = ["ambient_precision"]
 

@@ -10,7 +10,7 @@ import functools
 
 import jax
 
-from ..registry import Plan, PlannedOperation
+from ..planning import Plan, PlannedOperation
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options
 from .execute import execute
@@ -22,10 +22,13 @@ __all__ = ["Program", "attention"]
 class Program:
     """An operation, its plan, the mesh and the options of a call. Compared by value; the hash is made once."""
 
-    __slots__ = ("_hash", "mesh", "operation", "options", "plan")
+    __slots__ = ("_hash", "default_causal", "mesh", "operation", "options", "plan")
 
-    def __init__(self, operation: PlannedOperation, plan: Plan, mesh: AnyMesh | None, options: Options) -> None:
+    def __init__(
+        self, operation: PlannedOperation, plan: Plan, mesh: AnyMesh | None, options: Options, *, default_causal: bool
+    ) -> None:
         self.operation, self.plan, self.mesh, self.options = operation, plan, mesh, options
+        self.default_causal = default_causal
         self._hash = hash(self._key())
 
     def __eq__(self, other: object) -> bool:
@@ -34,7 +37,7 @@ class Program:
         return isinstance(other, Program) and self._hash == other._hash and self._key() == other._key()
 
     def _key(self) -> tuple[object, ...]:
-        return self.operation, self.plan, self.mesh, self.options
+        return self.operation, self.plan, self.mesh, self.options, self.default_causal
 
     def __hash__(self) -> int:
         return self._hash
@@ -43,4 +46,6 @@ class Program:
 @functools.partial(jax.jit, static_argnums=0)
 def attention(program: Program, arrays: Arrays) -> LocalOutput:
     """Run a planned call. In a profile and in a program's text it goes by this name."""
-    return execute(program.operation, program.plan, program.mesh, program.options, arrays)
+    return execute(
+        program.operation, program.plan, program.mesh, program.options, arrays, default_causal=program.default_causal
+    )

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..masks import Full
-from ..registry.sequence import loop_from
+from ..planning.sequence import loop_from
 from .kernels.lse import divisor, log_of_sum, shift_of
 from .kernels.operands import Operands, Places, Traced
 from .kernels.part import PartKernel, attend_part, differentiable, differentiate_part

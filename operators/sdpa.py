@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ..masks import Causal, Full, Mask, SlidingWindow
-from ..registry import STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule, implementation
+from ..planning import STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule, implementation
 from .base import Operation
 from .kernels.jax_sdpa import jax_sdpa
 from .local import LocalCall, LocalOutput

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from ..errors import ConfigError, InputError, InputTypeError, shown
 from ..masks.checks import LIMIT
 from ..masks.int_arrays import is_integer
-from ..registry import LeafShape, OperationMetadata
-from ..registry.quantised import QUANTISED
+from ..planning import LeafShape
+from ..planning.quantised import QUANTISED
+from ..registry import OperationMetadata
 from .arguments import Arrays, Options
 
 __all__ = [

@@ -8,16 +8,8 @@ from typing import Any
 
 import jax
 
-from ..registry import (
-    ALL_FEATURES,
-    AttentionProblem,
-    OperationConfig,
-    Padding,
-    Placement,
-    Rule,
-    implementation,
-)
-from ..registry.quantised import dequantised_copy
+from ..planning import ALL_FEATURES, AttentionProblem, OperationConfig, Padding, Placement, Rule, implementation
+from ..planning.quantised import dequantised_copy
 from . import splash_candidates, splash_table
 from .base import Operation
 from .local import LocalCall, LocalOutput

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from ..errors import ConfigError
-from ..registry import AttentionProblem, OperationConfig, Placement
+from ..planning import AttentionProblem, OperationConfig, Placement
 from .splash_config import LANES, SplashConfig
 from .splash_scalars import ScalarMemory
 from .splash_sizes import Sizes, choose_block, dividing_block

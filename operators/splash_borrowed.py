@@ -7,8 +7,8 @@ import math
 import jax
 
 from ..errors import ConfigError
-from ..registry import ALL_FEATURES, STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule
-from ..registry.explain import bytes_text
+from ..planning import ALL_FEATURES, STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule
+from ..planning.explain import bytes_text
 from .local import LocalCall
 from .precision_notes import ambient_precision
 from .splash_config import LANES, SplashConfig

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ConfigError
-from ..registry import AttentionProblem, OperationConfig, Placement
+from ..planning import AttentionProblem, OperationConfig, Placement
 from .splash_blocks import resolve_attnops, tile_cost
 from .splash_config import LANES, SplashConfig
 from .splash_vmem import fits

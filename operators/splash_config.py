@@ -8,7 +8,7 @@ from pydantic import PositiveInt, StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ..errors import shown
-from ..registry import OperationConfig
+from ..planning import OperationConfig
 
 __all__ = ["LACKING", "LANES", "SplashConfig"]
 

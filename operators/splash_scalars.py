@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..errors import ConfigError
-from ..registry import AttentionProblem, Placement
+from ..planning import AttentionProblem, Placement
 from .splash_config import LANES, SplashConfig
 
 if TYPE_CHECKING:

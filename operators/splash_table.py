@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..registry import STATIC_MASKS, AttentionProblem, Placement
+from ..planning import STATIC_MASKS, AttentionProblem, Placement
 from .splash_candidates import FORWARD
 from .splash_config import SplashConfig
 

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from ..registry import AttentionProblem, Placement
+from ..planning import AttentionProblem, Placement
 from .splash_config import SplashConfig
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 from jax import lax
 
-from ..registry import Placement
+from ..planning import Placement
 from .local import LocalOutput
 
 if TYPE_CHECKING:

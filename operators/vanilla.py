@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import PositiveInt
 
-from ..registry import ALL_FEATURES, AttentionProblem, OperationConfig, Placement, Rule, implementation
-from ..registry.explain import fields_text
+from ..planning import ALL_FEATURES, AttentionProblem, OperationConfig, Placement, Rule, implementation
+from ..planning.explain import fields_text
 from .base import Operation
 from .kernels.blockwise import Blocking, BlockwisePart, blockwise_attention
 from .kernels.decode import Pieces

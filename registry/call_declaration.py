@@ -17,9 +17,9 @@ from pydantic_core.core_schema import ValidationInfo
 from ..errors import ConfigError, shown
 from ..masks import Dense, Mask
 from ..masks.checks import LIMIT
+from ..planning.given import GivenModel
+from ..planning.quantised import quantise, scale_shape
 from ..sharding import MODES, canonical_mode
-from .given import GivenModel
-from .quantised import quantise, scale_shape
 
 __all__ = ["CallDeclaration", "call_arguments"]
 

@@ -15,10 +15,10 @@ from eformer.escale import PartitionAxis
 from jax.sharding import AbstractMesh, Mesh
 
 from ..errors import ConfigError, nearest, shown
+from ..planning.config import OperationConfig
+from ..planning.operation import METHODS
 from ..sharding import mesh_from_dict
 from ..sharding.mesh import AnyMesh
-from .config import OperationConfig
-from .operation import METHODS
 from .registry import OperationRegistry
 from .unset import UNSET, Unset
 

@@ -15,9 +15,11 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema
 
 from ..errors import ConfigError, a_type, nearest, shown
+from ..planning.config import OperationConfig
+from ..planning.other_names import CALL_ARGUMENTS, other_name, refuse_unknown, takes_no_more
+from ..planning.plan import Policy
 from ..sharding import AttnShardingRules, current_mesh, mesh_to_dict, resolve_rules
 from ..sharding.mesh import AnyMesh
-from .config import OperationConfig
 from .fields import (
     axis_of,
     block_size,
@@ -35,8 +37,6 @@ from .fields import (
 )
 from .metadata_field import field_json_schema, field_schema
 from .model_metadata import arguments_of
-from .other_names import CALL_ARGUMENTS, other_name, refuse_unknown, takes_no_more
-from .plan import Policy
 from .registry import OperationRegistry
 from .unset import UNSET, Unset, or_default
 

@@ -11,9 +11,9 @@ from pydantic import GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
 
 from ..errors import AttnOpsError
-from .operation import METHODS
+from ..planning.operation import METHODS
+from ..planning.sequence import RING_ORDERS, STRATEGIES
 from .registry import OperationRegistry
-from .sequence import RING_ORDERS, STRATEGIES
 
 if TYPE_CHECKING:
     from .metadata import OperationMetadata

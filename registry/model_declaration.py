@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..errors import ConfigError, shown
+from ..models.attention import LayerAttention, ModelAttention, model_attention
+from ..models.config import as_dict, read_model_config
 from ..sharding.modes import GENERATION, canonical_mode
 from .declaration import Declaration
 from .metadata import PICKUP, OperationMetadata
-from .model_attention import LayerAttention, ModelAttention, model_attention
-from .model_config import as_dict, read_model_config
 from .model_metadata import metadata_of
 
 __all__ = ["LayerDeclaration", "ModelDeclaration", "is_cached", "write_layers"]

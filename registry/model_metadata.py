@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError, ConfigWarning, a_type
+from ..models.attention import ModelAttention, model_attention
+from ..models.config import as_dict, is_model_config, read_model_config
 from .fields import pick
-from .model_attention import ModelAttention, model_attention
-from .model_config import as_dict, is_model_config, read_model_config
 from .unset import UNSET
 
 __all__ = ["arguments_of", "metadata_of"]

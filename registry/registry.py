@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..errors import AttnOpsError, ConfigError, UnknownNameError, a_type, nearest, shown
-from .config import OperationConfig
+from ..planning.config import OperationConfig
 
 if TYPE_CHECKING:
     # For the caller's type checker alone: `get` gives back a class that can be called.

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.operators.splash_table import TABLE, table_key
-from attnops.registry import Plan
+from attnops.planning import Plan
 from attnops.verify.call import verify_call
 from attnops.verify.clock_worker import ClockWorker
 from attnops.verify.generations import clock_rate

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from attnops.operators import Operation
-from attnops.registry import FEATURES, METHODS, Capability, OperationRegistry
+from attnops.planning import FEATURES, METHODS, Capability
+from attnops.registry import OperationRegistry
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 BEGIN = "<!-- begin: written by tools/support_table.py -->"

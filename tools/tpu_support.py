@@ -38,8 +38,8 @@ from attnops import (
     SegmentIds,
     register_mask_function,
 )
-from attnops.registry import FEATURES
-from attnops.registry.tune_cache import ENVIRONMENT as TUNE_CACHE
+from attnops.planning import FEATURES
+from attnops.planning.tune_cache import ENVIRONMENT as TUNE_CACHE
 from attnops.verify.call import verify_call
 from attnops.verify.topology import described_mesh
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..operators import Operation
-from ..registry import Plan
+from ..planning import Plan
 from .call_program import call_program
 from .compiled import Failure
 

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from ..errors import AttnOpsError
 from ..operators import Operation
 from ..operators.kernels.splash.vmem import vmem_of
-from ..registry import Plan
-from ..registry.explain import bytes_text
+from ..planning import Plan
+from ..planning.explain import bytes_text
 from .advice import advice, held
 from .call_program import call_program
 from .collectives import Collective, collectives

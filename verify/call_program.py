@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..operators import Operation
-from ..registry import Plan
+from ..planning import Plan
 from .program import is_differentiable, outputs
 
 __all__ = ["call_program"]

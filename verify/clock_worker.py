@@ -169,6 +169,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # This file runs as __main__, but what it pickles has to be known by its importable name.
-    from attnops.verify.clock_worker import main as run
+    from .clock_worker import main as run
 
     run()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..registry.explain import bytes_text
+from ..planning.explain import bytes_text
 
 __all__ = ["Failure", "KernelUse", "failure", "kernels", "program_text"]
 

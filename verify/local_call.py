@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from ..errors import ConfigError
 from ..operators import Operation
-from ..registry import AttentionProblem, OperationMetadata, OperationRegistry, Placement
+from ..planning import AttentionProblem, Placement
+from ..registry import OperationMetadata, OperationRegistry
 from ..sharding.mesh import AnyMesh
 from .program import outputs, outputs_and_gradients
 

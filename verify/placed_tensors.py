@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..registry import AttentionProblem, Placement
+from ..planning import AttentionProblem, Placement
 from ..sharding import axes_at
 
 __all__ = ["PlacedTensor", "all_axes", "axes_by_dim", "placed_tensors", "sent_itemsize"]

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ..errors import ConfigError
-from ..registry import AttentionProblem, OperationConfig, Placement
+from ..planning import AttentionProblem, OperationConfig, Placement
 from .generations import products_a_cycle
 from .static_clock import TileCycles
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from ..registry import Plan
+from ..planning import Plan
 from .collectives import Collective
 from .placed_tensors import PlacedTensor, all_axes, axes_by_dim, placed_tensors, sent_itemsize
 

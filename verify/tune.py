@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import jax
 
 from ..errors import AttnOpsError, ConfigError, RefusedError, shown
-from ..registry import AttentionProblem, Placement, Plan
-from ..registry.explain import fields_text
-from ..registry.tune_cache import Choice, Found, Measured, best_of, keep, load
-from ..registry.tuning import tune_key
+from ..planning import AttentionProblem, Placement, Plan
+from ..planning.explain import fields_text
+from ..planning.tune_cache import Choice, Found, Measured, best_of, keep, load
+from ..planning.tuning import tune_key
 from .clock_worker import ClockWorker
 from .compiled import failure
 from .generations import clock_rate, has_libtpu, topology_of

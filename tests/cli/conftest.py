@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from attnops.cli import main
+from attnops.cli.app import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

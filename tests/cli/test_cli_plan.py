@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attnops import OperationRegistry
-from attnops.cli import app
+from attnops.cli.app import app
 from attnops.verify.topology import TOPOLOGIES, described_mesh
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")

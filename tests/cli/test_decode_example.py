@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from attnops.baseline import Baseline, baseline
-from attnops.call_arrays import call_arrays
-from attnops.cli_target import run_metadata
+from attnops.cli.baseline import Baseline, baseline
+from attnops.cli.call_arrays import call_arrays
+from attnops.cli.run_call import compile_call, compile_declared, on_devices
+from attnops.cli.target import run_metadata
 from attnops.registry import OperationRegistry
 from attnops.registry.declaration import Declaration
-from attnops.run import compile_call, compile_declared, on_devices
 from attnops.verify.collectives import collectives, sent_bytes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "llama3_8b_decode.json"

@@ -13,7 +13,7 @@ import pytest
 import typer.main
 
 from attnops import Declaration
-from attnops.cli import app
+from attnops.cli.app import app
 
 MODEL = {
     "model_type": "gemma2", "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32,

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import cli_run
-from attnops.inputs import read_arrays, write_arrays
+from attnops.cli.app import run as cli_run
+from attnops.cli.inputs import read_arrays, write_arrays
 from attnops.verify import reference_attention
 
 MESH = ("--mesh", "fsdp=2,tp=2,sp=2")
@@ -250,9 +250,9 @@ def test_interrupted(attnops: Callable[..., Any], config: Callable[..., Path], m
 def test_placed_before_it_is_timed(config: Callable[..., Path]) -> None:
     """The inputs lie on all eight devices as the plan says, not on the first one."""
     from attnops import OperationRegistry
-    from attnops.cli_target import run_metadata
+    from attnops.cli.run_call import on_devices
+    from attnops.cli.target import run_metadata
     from attnops.registry.declaration import Declaration
-    from attnops.run import on_devices
 
     made = Declaration.load(config(batch=2, kv_heads=1))
     operation = OperationRegistry.create("vanilla", run_metadata(made, mesh=MESH[1]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attnops.registry import tune_cache
+from attnops.planning import tune_cache
 
 SIZES = {"q_len": 640, "q_heads": 2, "head_dim": 16, "mode": "prefill"}
 BLOCKWISE = {"operation_configs": {"vanilla": {"path": "blockwise"}}}

@@ -25,7 +25,7 @@ import pytest
 from eformer.escale import PartitionAxis
 
 from attnops import Operation, OperationMetadata, OperationRegistry, Policy
-from attnops.cli import main
+from attnops.cli.app import main
 from attnops.operators.splash import SplashConfig
 from attnops.operators.vanilla import VanillaConfig
 from attnops.registry.declaration import CallDeclaration, Declaration

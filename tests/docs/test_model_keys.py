@@ -7,8 +7,8 @@ import re
 import pages
 import pytest
 
-from attnops.registry.model_families import COMPOSITES, FAMILIES, PARTS
-from attnops.registry.model_keys import ATTENTION, OTHER, REFUSED
+from attnops.models.families import COMPOSITES, FAMILIES, PARTS
+from attnops.models.keys import ATTENTION, OTHER, REFUSED
 
 PAGE = pages.ROOT / "docs" / "model-configs.md"
 MODELS = pages.ROOT / "tests" / "data" / "models"

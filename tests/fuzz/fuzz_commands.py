@@ -12,7 +12,7 @@ import numpy as np
 from fuzz_cases import DECLARATIONS, MODELS, SECONDS, within
 from fuzz_mutate import DEPTH, WORDS, as_json, mutated, odd_string, odd_value
 
-from attnops.cli import main
+from attnops.cli.app import main
 
 __all__ = ["Ended", "command_case", "run_command"]
 

@@ -27,7 +27,7 @@ from attnops import (
     ModelDeclaration,
     OperationMetadata,
 )
-from attnops.cli import main
+from attnops.cli.app import main
 from attnops.masks import And
 from attnops.verify.topology import described_mesh
 

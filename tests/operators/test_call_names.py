@@ -18,7 +18,7 @@ from attnops import (
     OperationRegistry,
 )
 from attnops.errors import a_type, first_line, shown
-from attnops.registry import other_names
+from attnops.planning import other_names
 from attnops.registry.metadata import METADATA_ARGUMENTS
 
 QUERY = np.ones((1, 8, 2, 4), np.float32)

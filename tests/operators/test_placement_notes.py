@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from attnops import InputError, Operation, OperationMetadata, OperationRegistry
-from attnops.registry import Plan
+from attnops.planning import Plan
 from attnops.verify.collectives import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 from attnops.errors import ConfigError, UnknownNameError
 from attnops.operators.splash import SplashConfig
 from attnops.operators.vanilla import VanillaConfig
-from attnops.registry import UNSET, OperationMetadata, Policy
+from attnops.planning import Policy
+from attnops.registry import UNSET, OperationMetadata
 from attnops.sharding import virtual_mesh
 
 CP = PartitionAxis(sequence_parallel_axis="cp", tensor_parallel_axis="model")

@@ -25,7 +25,7 @@ from attnops import (
     SlidingWindow,
 )
 from attnops.errors import ConfigError, ConfigWarning, InputError
-from attnops.registry.model_families import COMPOSITES, FAMILIES
+from attnops.models.families import COMPOSITES, FAMILIES
 
 MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
 SHAPES = json.loads((MODELS.parent / "model_shapes.json").read_text())["shapes"]

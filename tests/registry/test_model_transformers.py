@@ -15,8 +15,8 @@ from transformers_probe import CASES, LENGTH, TRUTH, config_of, layers_of
 
 from attnops import ModelDeclaration, OperationMetadata
 from attnops.errors import ConfigWarning
-from attnops.registry.model_families import FAMILIES, PARTS
-from attnops.registry.model_keys import ATTENTION, OTHER, REFUSED, kind_of_key
+from attnops.models.families import FAMILIES, PARTS
+from attnops.models.keys import ATTENTION, OTHER, REFUSED, kind_of_key
 
 RECORD = json.loads(TRUTH.read_text())
 IDS = [f"{number}-{case['config']['model_type']} {case['part']}".strip() for number, case in enumerate(RECORD["cases"])]

@@ -18,7 +18,8 @@ from toy_operations import ToyConfig
 from attnops.errors import ConfigError
 from attnops.operators.splash import SplashConfig
 from attnops.operators.vanilla import VanillaConfig
-from attnops.registry import OperationConfig, OperationRegistry
+from attnops.planning import OperationConfig
+from attnops.registry import OperationRegistry
 
 FIELDS = {"block_q": 256, "block_kv": None, "q_layout": "seq_minor"}
 

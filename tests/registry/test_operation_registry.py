@@ -13,7 +13,8 @@ import toy_operations as toy
 from attnops.errors import ConfigError, UnknownNameError
 from attnops.operators import Operation
 from attnops.operators.vanilla import Vanilla, VanillaConfig
-from attnops.registry import ALL_FEATURES, OperationMetadata, OperationRegistry, implementation, registry
+from attnops.planning import ALL_FEATURES, implementation
+from attnops.registry import OperationMetadata, OperationRegistry, registry
 
 
 @pytest.fixture(autouse=True)

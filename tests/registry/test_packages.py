@@ -7,22 +7,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-ROOMS = {folder.split("/")[0] for folder in SETUPTOOLS["package-dir"].values()}
+FOLDERS = {package: package.replace(".", "/").removeprefix("attnops").lstrip("/") for package in SETUPTOOLS["packages"]}
+OUTSIDE = {"tests", "docs", "examples", "benchmarks", "tools", "build", "dist", "site"}
+ROOMS = sorted(
+    path
+    for path in ROOT.iterdir()
+    if path.is_dir() and path.name not in OUTSIDE and not path.name.startswith((".", "_"))
+)
 
 
 def test_every_folder_with_code_is_packed() -> None:
-    folders = {path.parent.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py")}
-    assert folders == set(SETUPTOOLS["package-dir"].values())
-    assert set(SETUPTOOLS["packages"]) == set(SETUPTOOLS["package-dir"])
+    folders = {path.parent.relative_to(ROOT).as_posix() for room in ROOMS for path in room.rglob("*.py")}
+    assert folders | {""} == set(FOLDERS.values())
 
 
 def test_every_file_that_is_not_code_is_packed() -> None:
     data = {
         path.relative_to(ROOT).as_posix()
         for room in ROOMS
-        for path in (ROOT / room).rglob("*")
+        for path in room.rglob("*")
         if path.is_file() and path.suffix not in (".py", ".pyc")
+    } | {"py.typed"}
+    packed = {
+        f"{FOLDERS[package]}/{name}".lstrip("/")
+        for package, names in SETUPTOOLS["package-data"].items()
+        for name in names
     }
-    directory = SETUPTOOLS["package-dir"]
-    packed = {f"{directory[package]}/{name}" for package, names in SETUPTOOLS["package-data"].items() for name in names}
     assert data == packed

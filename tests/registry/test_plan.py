@@ -16,8 +16,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from attnops.errors import ConfigError, FallbackWarning, RefusedError, ShardingError
 from attnops.masks import Causal, SlidingWindow
 from attnops.operators.splash import Splash
-from attnops.registry import ALL_FEATURES, FEATURES, OperationMetadata, Policy, plan
-from attnops.registry.plan import METHODS
+from attnops.planning import ALL_FEATURES, FEATURES, Policy, plan
+from attnops.planning.plan import METHODS
+from attnops.registry import OperationMetadata
 from attnops.sharding import AttnShardingRules
 
 TPU = AbstractDevice(device_kind="TPU v5p", num_cores=None, platform="tpu")

@@ -24,7 +24,7 @@ from attnops.masks import Causal, Chunked, Full, Lengths, Mask, Not, Prefix, Sli
 from attnops.operators.sequence_operations import RingConfig
 from attnops.operators.splash import SplashConfig
 from attnops.operators.vanilla import VanillaConfig
-from attnops.registry import OperationConfig
+from attnops.planning import OperationConfig
 from attnops.registry.declaration import CallDeclaration, Declaration
 
 # What may be asked of pydantic's methods without naming a field to leave out.

@@ -15,7 +15,7 @@ from eformer.escale import PartitionAxis
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from attnops import OperationMetadata, OperationRegistry, ShardingError
-from attnops.registry import Plan
+from attnops.planning import Plan
 
 MESHES: tuple[dict[str, int], ...] = (
     {"fsdp": 4, "tp": 2},

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from attnops.errors import InputError
-from attnops.registry import tune_cache
-from attnops.registry.tune_cache import Measured, keep, load
+from attnops.planning import tune_cache
+from attnops.planning.tune_cache import Measured, keep, load
 
 KEY = {"operation": "splash", "device": "TPU v5 lite", "shapes": {"q_len": 128}}
 
@@ -70,7 +70,7 @@ def test_every_part_of_a_key_counts() -> None:
 
 _WRITER = """
 import sys
-from attnops.registry.tune_cache import Measured, keep
+from attnops.planning.tune_cache import Measured, keep
 for i in range(12):
     keep({"operation": "splash", "device": "d"}, [Measured("forward", {"writer": int(sys.argv[1]), "i": i}, "static", 1.0)])
 """

@@ -13,10 +13,10 @@ import pytest
 
 from attnops import Causal, ConfigError, OperationMetadata, OperationRegistry, Plan
 from attnops.operators.splash_table import look_up, table_key
-from attnops.registry import tune_cache
-from attnops.registry.plan import _decide
-from attnops.registry.tune_cache import Measured
-from attnops.registry.tuning import tune_key
+from attnops.planning import tune_cache
+from attnops.planning.plan import _decide
+from attnops.planning.tune_cache import Measured
+from attnops.planning.tuning import tune_key
 from attnops.sharding import virtual_mesh
 from attnops.verify import reference_attention
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from attnops.operators import Operation
 from attnops.operators.vanilla import Vanilla
-from attnops.registry import ALL_FEATURES, OperationConfig, Rule, implementation
+from attnops.planning import ALL_FEATURES, OperationConfig, Rule, implementation
 
 PLATFORM_METHODS = ("forward_tpu", "forward_gpu", "forward_cuda", "forward_rocm", "forward_cpu")
 

@@ -27,7 +27,7 @@ from attnops import (
 from attnops.masks import MaskFunction
 from attnops.operators.kernels.splash.vmem import vmem_of
 from attnops.operators.splash_candidates import BACKWARD, FORWARD
-from attnops.registry import tune_cache
+from attnops.planning import tune_cache
 from attnops.sharding import virtual_mesh
 from attnops.verify import tune as tune_module
 from attnops.verify.clock_worker import ClockWorker

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from attnops.operators import AttentionOutput, Operation
-from attnops.registry import Plan
-from attnops.registry.declaration import Declaration
+from ..operators import AttentionOutput, Operation
+from ..planning import Plan
+from ..registry.declaration import Declaration
 
 __all__ = ["Compiled", "compile_call", "compile_declared", "on_devices", "time_calls"]
 

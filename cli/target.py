@@ -12,12 +12,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from attnops.errors import ConfigError, ShardingError
-from attnops.registry import METHODS, OperationMetadata
-from attnops.registry.declaration import Declaration
-from attnops.sharding import describe_mesh, mesh_to_dict, parse_mesh, virtual_mesh
-from attnops.sharding.mesh import gpu_vendor
-from attnops.verify.topology import described_mesh
+from ..errors import ConfigError, ShardingError
+from ..planning import METHODS
+from ..registry import OperationMetadata
+from ..registry.declaration import Declaration
+from ..sharding import describe_mesh, mesh_to_dict, parse_mesh, virtual_mesh
+from ..sharding.mesh import gpu_vendor
+from ..verify.topology import described_mesh
 
 __all__ = ["TargetOptions", "declared_sizes", "here", "plan_metadata", "run_metadata", "targeted"]
 

@@ -11,7 +11,6 @@ from .config import OperationConfig
 from .quantised import dequantised_copy
 
 if TYPE_CHECKING:
-    from .metadata import OperationMetadata
     from .placement import Placement
     from .plan import Padding
     from .problem import AttentionProblem
@@ -34,7 +33,6 @@ class PlannedOperation:
 
     name: ClassVar[str]
     config: ClassVar[type[OperationConfig]]
-    metadata: OperationMetadata  # of an instance: what was declared
     # The one way in which an operation handles a split sequence; None: as the policy says.
     sequence_parallel: ClassVar[str | None] = None
     # The operation whose kernel this one runs, if so: what is declared in that one's config counts here too.

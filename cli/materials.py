@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.masks import Mask
-from attnops.registry import AttentionProblem
+from ..masks import Mask
+from ..planning import AttentionProblem
 
 __all__ = ["Materials", "canonical", "materials"]
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.masks import Causal, Mask, SlidingWindow
-from attnops.materials import materials
-from attnops.registry import FEATURES, AttentionProblem, Plan
+from ..masks import Causal, Mask, SlidingWindow
+from ..planning import FEATURES, AttentionProblem, Plan
+from .materials import materials
 
 __all__ = ["Baseline", "NotExpressible", "baseline"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.errors import InputError
+from ..errors import InputError
 
 if TYPE_CHECKING:
     from types import ModuleType

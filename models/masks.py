@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ..errors import shown
 from ..masks import Causal, Chunked, Full, Mask, SlidingWindow
-from .model_config import ModelConfig
-from .model_families import CHUNKED, GLOBAL, LOCAL
-from .model_values import flag, whole
+from .config import ModelConfig
+from .families import CHUNKED, GLOBAL, LOCAL
+from .values import flag, whole
 
 __all__ = ["LayerAttention", "is_causal", "layer_attentions"]
 

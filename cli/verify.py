@@ -14,18 +14,18 @@ from typing import NamedTuple
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from rich.text import Text
 
-from attnops.call_arrays import call_shapes
-from attnops.cli_plan import brief_rows
-from attnops.cli_target import declared_sizes, here, run_metadata
-from attnops.cli_text import errors, fields, text
-from attnops.errors import ShardingError
-from attnops.registry import OperationMetadata, OperationRegistry
-from attnops.registry.declaration import Declaration
-from attnops.registry.explain import bytes_text
-from attnops.sharding.mesh import AnyMesh
-from attnops.verify.call import PassReport, TargetReport, verify_call
-from attnops.verify.generations import abstract_target, has_libtpu
-from attnops.verify.topology import described_mesh
+from ..errors import ShardingError
+from ..planning.explain import bytes_text
+from ..registry import OperationMetadata, OperationRegistry
+from ..registry.declaration import Declaration
+from ..sharding.mesh import AnyMesh
+from ..verify.call import PassReport, TargetReport, verify_call
+from ..verify.generations import abstract_target, has_libtpu
+from ..verify.topology import described_mesh
+from .call_arrays import call_shapes
+from .plan import brief_rows
+from .target import declared_sizes, here, run_metadata
+from .text import errors, fields, text
 
 __all__ = ["VerifyOptions", "print_reports", "target_mesh", "verify"]
 

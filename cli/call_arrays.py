@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.errors import InputError
-from attnops.inputs import read_arrays
-from attnops.masks.int_arrays import beyond_int32, is_integer
-from attnops.operators.call_values import check_lengths, check_offsets
-from attnops.registry.call_declaration import CallDeclaration
-from attnops.registry.quantised import QUANTISED, scale_shape
+from ..errors import InputError
+from ..masks.int_arrays import beyond_int32, is_integer
+from ..operators.call_values import check_lengths, check_offsets
+from ..planning.quantised import QUANTISED, scale_shape
+from ..registry.call_declaration import CallDeclaration
+from .inputs import read_arrays
 
 __all__ = ["CallArrays", "call_arrays", "call_shapes"]
 

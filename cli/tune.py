@@ -12,16 +12,16 @@ import jax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from attnops.call_arrays import call_shapes
-from attnops.cli_target import run_metadata
-from attnops.cli_text import errors, fields, table, text
-from attnops.cli_verify import target_mesh
-from attnops.errors import ConfigError
-from attnops.registry import OperationRegistry
-from attnops.registry.declaration import Declaration
-from attnops.registry.explain import bytes_text, fields_text
-from attnops.registry.tune_cache import ENVIRONMENT, Measured
-from attnops.verify.tune import TuneReport, tune_plan
+from ..errors import ConfigError
+from ..planning.explain import bytes_text, fields_text
+from ..planning.tune_cache import ENVIRONMENT, Measured
+from ..registry import OperationRegistry
+from ..registry.declaration import Declaration
+from ..verify.tune import TuneReport, tune_plan
+from .call_arrays import call_shapes
+from .target import run_metadata
+from .text import errors, fields, table, text
+from .verify import target_mesh
 
 __all__ = ["TuneOptions", "print_tuned", "tune", "tuned_json"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from attnops.registry.declaration import Declaration
+from ..registry.declaration import Declaration
 
 __all__ = ["enabled_json", "enabled_notes"]
 

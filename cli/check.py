@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnops.errors import InputError
-from attnops.materials import Materials, canonical, materials
-from attnops.operators import AttentionOutput
-from attnops.operators.local_mask import Dropout, dropout_seed
-from attnops.registry import AttentionProblem, Plan
-from attnops.verify.closeness import lse_size, output_size, row_error, row_sizes
-from attnops.verify.reference import Forward, forward
+from ..errors import InputError
+from ..operators import AttentionOutput
+from ..operators.local_mask import Dropout, dropout_seed
+from ..planning import AttentionProblem, Plan
+from ..verify.closeness import lse_size, output_size, row_error, row_sizes
+from ..verify.reference import Forward, forward
+from .materials import Materials, canonical, materials
 
 __all__ = ["Comparison", "check"]
 

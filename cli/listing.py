@@ -6,10 +6,11 @@ from typing import Any
 
 from rich.text import Text
 
-from attnops.cli_text import table, text
-from attnops.errors import AttnOpsError
-from attnops.operators import Operation
-from attnops.registry import FEATURES, METHODS, OperationRegistry
+from ..errors import AttnOpsError
+from ..operators import Operation
+from ..planning import FEATURES, METHODS
+from ..registry import OperationRegistry
+from .text import table, text
 
 __all__ = ["listing", "print_listing"]
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnops.errors import AttnOpsError, ConfigError, FallbackWarning, RefusedError, ShardingError
+from ..errors import AttnOpsError, ConfigError, FallbackWarning, RefusedError, ShardingError
 
 __all__ = ["app", "main"]
 
@@ -45,7 +45,7 @@ _Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing
 @app.command("list")
 def list_operations(as_json: _Json = False) -> None:
     """Show the operations, which method runs on which platform, and what each can do."""
-    from attnops.cli_list import listing, print_listing
+    from .listing import listing, print_listing
 
     data = listing()
     if as_json:
@@ -59,7 +59,7 @@ def schema(
     operation: Annotated[str | None, typer.Argument(help="One operation's config.", show_default=False)] = None,
 ) -> None:
     """Print the JSON Schema of the declaration file, or of one operation's config."""
-    from attnops.registry.declaration_schema import config_json_schema, declaration_json_schema
+    from ..registry.declaration_schema import config_json_schema, declaration_json_schema
 
     _print_json(declaration_json_schema() if operation is None else config_json_schema(operation))
 
@@ -143,12 +143,12 @@ def plan(
     if given:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ConfigError(f"{names} without --model; in {config} the declaration says that.")
-    from attnops.call_arrays import call_shapes
-    from attnops.cli_enabled import enabled_json, enabled_notes
-    from attnops.cli_plan import print_plan
-    from attnops.cli_target import TargetOptions, plan_metadata, targeted
-    from attnops.registry import OperationRegistry
-    from attnops.registry.declaration import Declaration
+    from ..registry import OperationRegistry
+    from ..registry.declaration import Declaration
+    from .call_arrays import call_shapes
+    from .enabled import enabled_json, enabled_notes
+    from .plan import print_plan
+    from .target import TargetOptions, plan_metadata, targeted
 
     declaration = targeted(Declaration.load(config), TargetOptions(mesh, platform, topology, strict, fallback))
     declared = OperationRegistry.get(declaration.operation)
@@ -170,7 +170,7 @@ def plan(
 
 
 def _plan_model(options: dict[str, Any], as_json: bool) -> None:
-    from attnops.cli_model import ModelOptions, model_json, plan_model, print_model
+    from .model import ModelOptions, model_json, plan_model, print_model
 
     try:
         found = plan_model(ModelOptions(**options))
@@ -204,9 +204,9 @@ def verify(
     as_json: _Json = False,
 ) -> None:
     """Compile for TPUs that aren't here, or for a mesh of virtual devices: does it fit, what does it take, what does it send."""
-    from attnops.cli_enabled import enabled_json, enabled_notes
-    from attnops.cli_verify import VerifyOptions, print_reports
-    from attnops.cli_verify import verify as verify_command
+    from .enabled import enabled_json, enabled_notes
+    from .verify import VerifyOptions, print_reports
+    from .verify import verify as verify_command
 
     try:
         reports = verify_command(VerifyOptions(config, tuple(target or ()), inputs, mesh, mode, fallback))
@@ -254,9 +254,9 @@ def tune(
     as_json: _Json = False,
 ) -> None:
     """Search block sizes, for TPUs that aren't here or on this machine's device, and keep the best for later plans."""
-    from attnops.cli_enabled import enabled_json, enabled_notes
-    from attnops.cli_tune import TuneOptions, print_tuned, tuned_json
-    from attnops.cli_tune import tune as tune_command
+    from .enabled import enabled_json, enabled_notes
+    from .tune import TuneOptions, print_tuned, tuned_json
+    from .tune import tune as tune_command
 
     reports = tune_command(TuneOptions(config, tuple(target or ()), inputs, mesh, mode, how, most, cache))
     notes = enabled_notes(config)
@@ -285,8 +285,8 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but what goes wrong.")] = False,
 ) -> None:
     """Run the declared call on this machine's devices, virtual CPU devices where the mesh needs more."""
-    from attnops.cli_run import RunOptions
-    from attnops.cli_run import run as run_command
+    from .run import RunOptions
+    from .run import run as run_command
 
     options = RunOptions(config, inputs, output, mesh, mode, seed, check, repeats, explain, quiet)
     raise typer.Exit(run_command(options))

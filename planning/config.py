@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import (
     BaseModel,
@@ -19,10 +19,23 @@ from pydantic_core import CoreSchema, core_schema
 from ..errors import AttnOpsError, ConfigError, shown
 from .given import GivenModel, explain_validation
 
-if TYPE_CHECKING:
-    from .registry import OperationRegistry
-
 __all__ = ["OperationConfig"]
+
+
+class Operations(Protocol):
+    """What a config has to know of the operations that exist."""
+
+    def names(self) -> tuple[str, ...]:
+        """Of all."""
+        ...
+
+    def configs(self) -> Mapping[str, type[OperationConfig]]:
+        """The config classes by operation."""
+        ...
+
+    def get(self, name: str) -> Any:
+        """The class of one."""
+        ...
 
 
 class OperationConfig(GivenModel):
@@ -40,7 +53,7 @@ class OperationConfig(GivenModel):
     tags: ClassVar = frozenset({"operation", "schema_version"})
     # metadata's blocksize_* defaults -> the field of this config that they feed
     feeds: ClassVar[Mapping[str, str]] = {}
-    registry: ClassVar[type[OperationRegistry]]  # set by registry.py, which stands above
+    registry: ClassVar[Operations]  # set by the registry, which stands above
 
     operation: str
     schema_version: Literal[1] = 1

@@ -10,13 +10,14 @@ from typing import Any
 
 from rich.text import Text
 
-from attnops.cli_plan import placement_rows, print_plan, rejected_rows
-from attnops.cli_target import TargetOptions, plan_metadata, targeted
-from attnops.cli_text import fields, table, text
-from attnops.errors import ConfigError
-from attnops.registry import OperationRegistry, Plan
-from attnops.registry.explain import bytes_text
-from attnops.registry.model_declaration import LayerDeclaration, ModelDeclaration, is_cached, write_layers
+from ..errors import ConfigError
+from ..planning import Plan
+from ..planning.explain import bytes_text
+from ..registry import OperationRegistry
+from ..registry.model_declaration import LayerDeclaration, ModelDeclaration, is_cached, write_layers
+from .plan import placement_rows, print_plan, rejected_rows
+from .target import TargetOptions, plan_metadata, targeted
+from .text import fields, table, text
 
 __all__ = ["ModelOptions", "ModelPlans", "model_json", "plan_model", "print_model"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from attnops.cli_text import fields, table, text
-from attnops.registry import Plan
-from attnops.registry.explain import bytes_text, config_lines, dropped_lines, tensor_rows
-from attnops.registry.repeated import repeated_lines
+from ..planning import Plan
+from ..planning.explain import bytes_text, config_lines, dropped_lines, tensor_rows
+from ..planning.repeated import repeated_lines
+from .text import fields, table, text
 
 __all__ = ["brief_rows", "placement_rows", "print_plan", "rejected_rows", "runs_row"]
 

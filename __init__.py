@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attnops.errors import (
+    from .errors import (
         AttnOpsError,
         ConfigError,
         ConfigWarning,
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         ShardingError,
         UnknownNameError,
     )
-    from attnops.masks import (
+    from .masks import (
         Causal,
         Chunked,
         Dense,
@@ -35,27 +35,17 @@ if TYPE_CHECKING:
         register_mask_function,
         window_tokens,
     )
-    from attnops.operators import AttentionOutput, LocalCall, LocalOutput, Operation
-    from attnops.operators.attention import Attention
-    from attnops.operators.sdpa import SdpaConfig
-    from attnops.operators.splash import SplashConfig
-    from attnops.operators.vanilla import VanillaConfig
-    from attnops.registry import (
-        AttentionProblem,
-        OperationConfig,
-        OperationMetadata,
-        OperationRegistry,
-        Plan,
-        Policy,
-        Reason,
-        Rule,
-        implementation,
-        plan,
-    )
-    from attnops.registry.declaration import Declaration
-    from attnops.registry.model_declaration import LayerDeclaration, ModelDeclaration
-    from attnops.sharding import AttnShardingRules, fit
-    from attnops.sharding.processes import check_processes, watch_processes
+    from .operators import AttentionOutput, LocalCall, LocalOutput, Operation
+    from .operators.attention import Attention
+    from .operators.sdpa import SdpaConfig
+    from .operators.splash import SplashConfig
+    from .operators.vanilla import VanillaConfig
+    from .planning import AttentionProblem, OperationConfig, Plan, Policy, Reason, Rule, implementation, plan
+    from .registry import OperationMetadata, OperationRegistry
+    from .registry.declaration import Declaration
+    from .registry.model_declaration import LayerDeclaration, ModelDeclaration
+    from .sharding import AttnShardingRules, fit
+    from .sharding.processes import check_processes, watch_processes
 
 __version__ = "0.1.0"
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import shown
-from .model_config import ModelConfig
-from .model_masks import LayerAttention, is_causal, layer_attentions
-from .model_values import dtype_name, flag, number, positive, probability, whole
+from .config import ModelConfig
+from .masks import LayerAttention, is_causal, layer_attentions
+from .values import dtype_name, flag, number, positive, probability, whole
 
 __all__ = ["LayerAttention", "ModelAttention", "model_attention"]
 

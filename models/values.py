@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ..errors import shown
-from .model_config import ModelConfig
+from .config import ModelConfig
 
 __all__ = ["dtype_name", "flag", "number", "positive", "probability", "whole"]
 

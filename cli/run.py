@@ -12,19 +12,20 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.text import Text
 
-from attnops.baseline import NotExpressible, baseline
-from attnops.call_arrays import call_arrays
-from attnops.check import Comparison, check
-from attnops.cli_enabled import enabled_notes
-from attnops.cli_plan import brief_rows, print_plan
-from attnops.cli_target import run_metadata
-from attnops.cli_text import errors, fields, text
-from attnops.inputs import check_output_path, write_arrays
-from attnops.materials import canonical
-from attnops.registry import OperationRegistry, Plan
-from attnops.registry.declaration import Declaration
-from attnops.registry.explain import bytes_text
-from attnops.run import Compiled, compile_call, compile_declared, on_devices, time_calls
+from ..planning import Plan
+from ..planning.explain import bytes_text
+from ..registry import OperationRegistry
+from ..registry.declaration import Declaration
+from .baseline import NotExpressible, baseline
+from .call_arrays import call_arrays
+from .check import Comparison, check
+from .enabled import enabled_notes
+from .inputs import check_output_path, write_arrays
+from .materials import canonical
+from .plan import brief_rows, print_plan
+from .run_call import Compiled, compile_call, compile_declared, on_devices, time_calls
+from .target import run_metadata
+from .text import errors, fields, text
 
 __all__ = ["RunOptions", "run"]
 

@@ -1,7 +1,7 @@
 """A model's config, read: from a file, a dict or an object to the fields that its family speaks of attention with.
 
 Every key of a config is read, known to speak of other things, or named in a note; what concerns attention and can't be
-carried is refused. `registry/model_keys.py` has the table.
+carried is refused. `models/keys.py` has the table.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, a_type, nearest, shown
-from .model_families import COMPOSITES, FAMILIES, PARTS, Family
-from .model_keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
-from .strict_json import parse_json, read_text
+from ..errors.strict_json import parse_json, read_text
+from .families import COMPOSITES, FAMILIES, PARTS, Family
+from .keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
 
 __all__ = ["ModelConfig", "as_dict", "is_model_config", "read_model_config"]
 

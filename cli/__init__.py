@@ -1,0 +1,5 @@
+"""The `attnops` command."""
+
+from .app import main
+
+__all__ = ["main"]

@@ -1,0 +1,33 @@
+"""What will run, where every tensor lies, and why: problems, capabilities, placements, plans."""
+
+from .capability import ALL_FEATURES, FEATURES, STATIC_MASKS, Capability, Reason, Rule, Tolerance, implementation
+from .config import OperationConfig
+from .operation import METHODS, PlannedOperation
+from .placement import LocalShape, Placement
+from .plan import Padding, Plan, Policy, Rejected, plan
+from .problem import AttentionProblem, LeafShape
+from .route import Route
+
+__all__ = [
+    "ALL_FEATURES",
+    "FEATURES",
+    "METHODS",
+    "STATIC_MASKS",
+    "AttentionProblem",
+    "Capability",
+    "LeafShape",
+    "LocalShape",
+    "OperationConfig",
+    "Padding",
+    "Placement",
+    "Plan",
+    "PlannedOperation",
+    "Policy",
+    "Reason",
+    "Rejected",
+    "Route",
+    "Rule",
+    "Tolerance",
+    "implementation",
+    "plan",
+]
