@@ -102,7 +102,7 @@ __all__ = [
     "window_tokens",
 ]
 
-_ROOMS = ("errors", "masks", "operators", "registry", "sharding", "verify")
+_ROOMS = ("errors", "masks", "operators", "planning", "registry", "sharding", "verify")
 # Names that stand in a file of a room and not in its table of contents: who doesn't ask for them doesn't import them.
 _FILES = {
     "Attention": "operators.attention",
