@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops.cli.app import run as cli_run
+from attnops.cli import run as cli_run
 from attnops.cli.inputs import read_arrays, write_arrays
 from attnops.verify import reference_attention
 

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attnops import OperationMetadata, OperationRegistry, cli_verify
+from attnops import OperationMetadata, OperationRegistry
+from attnops.cli import verify as cli_verify
 from attnops.errors import ConfigError
 from attnops.verify.compiled import failure, kernels, program_text
 from attnops.verify.generations import abstract_target, device_of
