@@ -25,6 +25,7 @@ MIB = 1 << 20
 
 
 @needs_libtpu
+@pytest.mark.slow
 def test_a_call_on_two_generations(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
     path = config("splash", **SIZES)
     result = attnops("verify", path, "--target", "v5e:2x2", "--target", "v6e:2x2")

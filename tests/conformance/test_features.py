@@ -46,7 +46,7 @@ def _segment_ids_twice(case: cases.Case) -> bool:
 OFTEN = ("causal_window", "segment_ids", "gqa")
 HALVES = (("bthd", "bfloat16"), ("bhtd", "float16"), ("thd", "bfloat16"), ("bthd", "float16"), ("bhtd", "bfloat16"))
 # Kernels of others behind the same wrapping: for them these are enough.
-_FEW = (*OFTEN, "full", "chunked", "kv_lengths", "sinks", "soft_cap", "value_dim", "bias")
+_FEW = (*OFTEN, "full", "kv_lengths", "sinks", "soft_cap")
 FEW = {"splash.forward_tpu tokamax": _FEW, "splash.forward_tpu jax": _FEW}
 # What an implementation has no code of its own for: each of these is tried in two of them.
 SHARED = (

@@ -74,7 +74,6 @@ OFTEN = {
     *((NATIVE, "ulysses_ring", n, "cp2_sp2_tp2", "auto") for n in ("segment_ids", "bias")),
     *((NATIVE, "ulysses_ring", n, "cp2_sp2_tp2", "explicit") for n in ("lse",)),
     (NATIVE, "ring", "sinks_some_of_minus_infinity", "sp4_ones", "auto"),
-    (SPLASH, "ring", "sinks_of_minus_infinity", "sp4_ones", "auto"),
     (NATIVE, "zigzag", "segment_ids", "sp4_ones", "auto"),
     *((NATIVE, "zigzag", n, "fsdp2_tp2_sp2", "explicit") for n in ("soft_cap",)),
     *((NATIVE, "gather", n, "fsdp2_tp2_sp2", "auto") for n in ("gqa", "int8_kv")),
@@ -358,7 +357,6 @@ MANUAL = [
     for vma in (True, False)
 ]
 MANUAL_OFTEN = {
-    ("segment_ids", "zigzag", "sp4_ones", True),
     ("lse", "ring", "fsdp2_tp2_sp2", False),
     ("kv_lengths", "ulysses", "fsdp2_tp2_sp2", True),
 }

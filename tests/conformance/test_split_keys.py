@@ -113,7 +113,6 @@ KERNELS = ("vanilla.forward_native blockwise", "splash.forward_tpu")
 OFTEN = {
     ("merge_few", "splash.forward_tpu", "window"),
     ("merge_early", "splash.forward_tpu", "not_causal"),
-    ("zigzag", "vanilla.forward_native blockwise", "chunked"),  # needs hops that no ring in order needs
 }
 
 
