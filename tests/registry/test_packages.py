@@ -8,12 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 FOLDERS = {package: package.replace(".", "/").removeprefix("attnops").lstrip("/") for package in SETUPTOOLS["packages"]}
-OUTSIDE = {"tests", "docs", "examples", "benchmarks", "tools", "build", "dist", "site"}
-ROOMS = sorted(
-    path
-    for path in ROOT.iterdir()
-    if path.is_dir() and path.name not in OUTSIDE and not path.name.startswith((".", "_"))
-)
+ROOMS = sorted(path.parent for path in ROOT.glob("*/__init__.py"))
 
 
 def test_every_folder_with_code_is_packed() -> None:
