@@ -19,7 +19,7 @@ def link() -> None:
     """Make the link."""
     LINK.parent.mkdir(exist_ok=True)
     if not LINK.is_symlink():
-        LINK.symlink_to(ROOT, target_is_directory=True)
+        LINK.symlink_to("..", target_is_directory=True)
 
 
 def main() -> int:

@@ -144,7 +144,7 @@ def bias_gradient(
 # -- both passes -------------------------------------------------------------------------------------------------------
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Where a query block is: batch row, group of kv heads, place of the group in its stage, and block of the queries."""
 
     batch: Any
@@ -153,8 +153,8 @@ class Block(NamedTuple):
     q_block: Any
 
 
-# The keys, values and sums that lie ready together, in bytes. A loop around two others costs XLA:CPU as much compile time as
-# a fifth of a layer with projections; long keys are copied group by group, so that the copies take no memory to speak of.
+# The keys, values and sums that lie ready together, in bytes. A third level of loops costs XLA:CPU as much compile time as a
+# fifth of a layer with projections; long keys are copied group by group, so that the copies take little memory.
 _STAGED_TOGETHER = 2**24
 
 
@@ -205,17 +205,17 @@ class _Pass:
         """Fold over the stages: one for each (batch row, group of kv heads), or one for all."""
         return fold(self.stages, step, carry)
 
-    def each_q_block(self, stage: Any, step: Callable[[Block, Any], Any], carry: Any) -> Any:
+    def each_q_block(self, stage: Any, step: Callable[[QueryBlock, Any], Any], carry: Any) -> Any:
         """Fold over the query blocks of a stage."""
 
         def visit(n: Any, carry: Any) -> Any:
             slot, q_block = split_index(n, self.q_blocks, self.slots)
             place = split_index(stage if self.slots == 1 else slot, self.groups, self.batch)
-            return step(Block(*place, slot, q_block), carry)
+            return step(QueryBlock(*place, slot, q_block), carry)
 
         return fold(self.slots * self.q_blocks, visit, carry)
 
-    def each_live(self, at: Block, step: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
+    def each_live(self, at: QueryBlock, step: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
         """Fold over the kv blocks that a query block sees: (kv block, carry, whether a mask is needed)."""
         plan = self.visits
         if self.kv_blocks == 1:  # its mask says all: no loop, whatever is known only at run time
@@ -232,7 +232,7 @@ class _Pass:
             carry = loop(ends[0] if plan.some_partial else first, ends[1], visit(False), carry)
         return carry
 
-    def _range(self, at: Block) -> tuple[Any, tuple[Any, Any], Callable[[Any], Any]]:
+    def _range(self, at: QueryBlock) -> tuple[Any, tuple[Any, Any], Callable[[Any], Any]]:
         """The kv blocks of a query block: n of the first, n after the partial ones and after all, and the block of each n."""
         table = self.visits.table
         begin: Any
@@ -274,7 +274,7 @@ class _Pass:
         flat = cut(x.reshape(*x.shape[:2], -1), (batch, row, head * dim), (1, rows, heads * dim))
         return as_bits(flat, platform).reshape(rows, heads, dim).transpose(1, 0, 2)
 
-    def keys(self, x: jax.Array, at: Block, kv_block: Any) -> jax.Array:
+    def keys(self, x: jax.Array, at: QueryBlock, kv_block: Any) -> jax.Array:
         """The keys (or values) of a tile, from what `take` gave: [kv heads, block_kv, dim]."""
         size = self.blocking.block_kv
         part = cut(x, (at.slot, 0, kv_block * size, 0), (1, x.shape[1], size, x.shape[-1]))
@@ -285,14 +285,14 @@ class _Pass:
         short = self.q_padded - x.shape[self.time]
         return jnp.pad(x, [(0, short if i == self.time else 0) for i in range(4)]) if short else x
 
-    def queries(self, x: jax.Array, at: Block) -> jax.Array:
+    def queries(self, x: jax.Array, at: QueryBlock) -> jax.Array:
         """The query rows of a tile: [kv heads, group * block_q, dim]."""
         size = self.blocking.block_q
         part = self._cut(x, at.batch, at.group * self.tile_heads, self.tile_heads, at.q_block * size, size)
         part = from_bits(part, x.dtype).astype(self.compute)
         return part.reshape(self.blocking.heads, self.rows, x.shape[-1])
 
-    def put_queries(self, whole: jax.Array, rows: jax.Array, at: Block) -> jax.Array:
+    def put_queries(self, whole: jax.Array, rows: jax.Array, at: QueryBlock) -> jax.Array:
         """Write the rows of a tile into an array in the layout."""
         part = rows.reshape(self.tile_heads, self.blocking.block_q, rows.shape[-1])
         part = (part if self.head == 1 else part.transpose(1, 0, 2))[None]
@@ -301,30 +301,30 @@ class _Pass:
         starts[self.time], starts[self.head] = at.q_block * self.blocking.block_q, at.group * self.tile_heads
         return put(whole, part, starts)
 
-    def row_values(self, x: jax.Array, at: Block) -> jax.Array:
+    def row_values(self, x: jax.Array, at: QueryBlock) -> jax.Array:
         """One number a row of a tile, of [batch, heads, padded q]: [kv heads, group * block_q]."""
-        part = cut(x, self._rows_of(at), (1, self.tile_heads, self.blocking.block_q))
+        part = cut(x, self._row_starts(at), (1, self.tile_heads, self.blocking.block_q))
         return part.reshape(self.blocking.heads, self.rows)
 
-    def put_row_values(self, whole: jax.Array, rows: jax.Array, at: Block) -> jax.Array:
+    def put_row_values(self, whole: jax.Array, rows: jax.Array, at: QueryBlock) -> jax.Array:
         part = rows.reshape(1, self.tile_heads, self.blocking.block_q).astype(whole.dtype)
-        return put(whole, part, self._rows_of(at))
+        return put(whole, part, self._row_starts(at))
 
-    def _rows_of(self, at: Block) -> tuple[Any, Any, Any]:
+    def _row_starts(self, at: QueryBlock) -> tuple[Any, Any, Any]:
         """Where a tile's rows begin in [batch, heads, padded q]."""
         return at.batch, at.group * self.tile_heads, at.q_block * self.blocking.block_q
 
-    def tile(self, at: Block, kv_block: Any) -> Tile:
+    def tile(self, at: QueryBlock, kv_block: Any) -> Tile:
         return Tile(at.batch, at.group * self.tile_heads, self.tile_heads, at.q_block, kv_block)
 
     def spread(self, x: jax.Array) -> jax.Array:
         """[kv heads, group * block_q, n] as [heads, block_q, n]."""
         return x.reshape(self.tile_heads, self.blocking.block_q, x.shape[-1])
 
-    def rows_of(self, seen: jax.Array) -> jax.Array:
+    def mask_rows(self, seen: jax.Array) -> jax.Array:
         """bool [1 | heads, 1 | block_q, n] as it broadcasts to [kv heads, group * block_q, n].
 
-        The logits stay as they are: XLA:CPU would carry the view of them on by one instruction in each of its rounds.
+        Reshaping the logits instead would cost compile time: XLA's simplifier moves a reshape past one instruction a round.
         """
         heads, rows, n = seen.shape
         if heads == 1 and (rows == 1 or self.group == 1):
@@ -349,7 +349,7 @@ class _Pass:
             if seen is not None:
                 if factor <= 0:
                     x, factor = x * factor, 1.0
-                x = where(self.rows_of(seen), x, -jnp.inf)
+                x = where(self.mask_rows(seen), x, -jnp.inf)
         return (x, factor, capped) if factor > 0 else (x * factor, 1.0, capped)
 
     def exp2(self, x: jax.Array) -> jax.Array:
@@ -391,7 +391,7 @@ def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.A
     def of_stage(stage: Any, outputs: tuple[jax.Array, jax.Array]) -> Any:
         key, value = work.take(operands.key, stage), work.take(operands.value, stage)
 
-        def of_q_block(at: Block, outputs: tuple[jax.Array, jax.Array]) -> Any:
+        def of_q_block(at: QueryBlock, outputs: tuple[jax.Array, jax.Array]) -> Any:
             q = work.queries(query, at)
 
             def of_tile(kv_block: Any, carry: Any, masked: bool) -> Any:
@@ -478,7 +478,7 @@ def _backward(
     def of_stage(stage: Any, gradients: Any) -> Any:
         key, value = work.take(operands.key, stage), work.take(operands.value, stage)
 
-        def of_q_block(at: Block, carry: Any) -> Any:
+        def of_q_block(at: QueryBlock, carry: Any) -> Any:
             d_key, d_value, d_query, d_bias, d_sinks = carry
             q, d_out, out = (work.queries(x, at) for x in (query, d_output, output))
             row_lse = work.row_values(padded_lse, at)
@@ -560,7 +560,7 @@ def _backward(
     return Operands(d_query, d_key, d_value, d_bias, d_sinks)
 
 
-def _add_block(whole: jax.Array, part: jax.Array, at: Block, kv_block: Any) -> jax.Array:
+def _add_block(whole: jax.Array, part: jax.Array, at: QueryBlock, kv_block: Any) -> jax.Array:
     """whole[slot, kv block] += part."""
     start = (at.slot, kv_block, *(0,) * part.ndim)
     return put(whole, cut(whole, start, (1, 1, *part.shape)) + part[None, None], start)

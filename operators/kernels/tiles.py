@@ -74,7 +74,8 @@ def _known_at_run_time(kinds: jax.Array, padded: bool, apart: bool) -> Visits:
     if not apart:
         kinds = jnp.minimum(kinds, 1)
     if padded:
-        kinds = kinds.at[..., -1].min(1)
+        last = np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1
+        kinds = jnp.where(last, jnp.minimum(kinds, 1), kinds)
     return Visits(_sorted_by_kind(kinds, jnp), True, apart, False)
 
 

@@ -40,11 +40,17 @@ def _segment_ids_twice(case: cases.Case) -> bool:
     return {"dynamic_or", "segment_ids"} <= case.features
 
 
-# What `make test` runs; the rest of the product is for `make test-all`. Every case runs in float32, whose tolerance notices most,
-# in one layout, by turns; these and some others, by turns,
-# run in half precision too.
+# What `make test` runs; the rest of the product is for `make test-all`. Every case runs in float32, whose tolerance notices
+# most, in one layout, by turns. These, and some of the others by turns, run in half precision too.
 OFTEN = ("causal_window", "segment_ids", "gqa")
-HALVES = (("bthd", "bfloat16"), ("bhtd", "float16"), ("thd", "bfloat16"), ("bthd", "float16"), ("bhtd", "bfloat16"))
+HALVES = (
+    ("bthd", "bfloat16"),
+    ("bhtd", "float16"),
+    ("thd", "bfloat16"),
+    ("bthd", "float16"),
+    ("bhtd", "bfloat16"),
+    ("thd", "float16"),
+)
 # Kernels of others behind the same wrapping: for them these are enough.
 _FEW = (*OFTEN, "full", "kv_lengths", "sinks", "soft_cap")
 FEW = {"splash.forward_tpu tokamax": _FEW, "splash.forward_tpu jax": _FEW}

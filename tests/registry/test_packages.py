@@ -5,6 +5,8 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+import attnops
+
 ROOT = Path(__file__).resolve().parents[2]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 FOLDERS = {package: package.replace(".", "/").removeprefix("attnops").lstrip("/") for package in SETUPTOOLS["packages"]}
@@ -29,3 +31,20 @@ def test_every_file_that_is_not_code_is_packed() -> None:
         for name in names
     }
     assert data == packed
+
+
+# What users import; a name that goes is a change that the changelog tells.
+PUBLIC = """
+    Attention AttentionOutput AttentionProblem AttnOpsError AttnShardingRules Causal Chunked ConfigError
+    ConfigWarning Declaration Dense FallbackWarning Full InputError InputTypeError LayerDeclaration Lengths
+    LocalCall LocalOutput Mask MaskError MaskFunction ModelDeclaration Operation OperationConfig
+    OperationMetadata OperationRegistry Plan Policy Positions Prefix ProcessError Reason RefusedError Rule
+    SdpaConfig SegmentIds ShardingError SlidingWindow SplashConfig UnknownNameError VanillaConfig
+    check_processes fit implementation mask_from_dict plan register_mask_function watch_processes window_tokens
+"""
+
+
+def test_public_names() -> None:
+    assert sorted(attnops.__all__) == sorted(PUBLIC.split())
+    for name in PUBLIC.split():
+        assert getattr(attnops, name) is not None
