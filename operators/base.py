@@ -20,7 +20,7 @@ from ..errors import ConfigError, FallbackWarning, InputError, InputTypeError
 from ..masks import Mask
 from ..planning import Plan, PlannedOperation, plan
 from ..planning.other_names import takes_no_more
-from ..planning.sequence import declared_strategy
+from ..planning.sequence.split import declared_strategy
 from ..planning.tune_cache import kept_here
 from ..registry import OperationMetadata
 from ..sharding import current_mesh, describe_mesh, devices_platform, place

@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..masks import Mask
 from ..planning import AttentionProblem
 from ..planning.quantised import QUANTISED
-from ..planning.sequence import declared_strategy
+from ..planning.sequence.split import declared_strategy
 from ..registry import OperationMetadata
 from ..sharding import (
     AttnShardingRules,
@@ -28,8 +28,8 @@ from .ambient import ambient_platform
 from .arguments import Arrays, Options, bound_mask, join_mask, shaped
 from .declared_config import declared_config
 from .dtype_notes import width_notes
-from .manual_sequence import of_the_whole, split_by_caller
 from .mask_notes import dense_notes
+from .sequence.manual import of_the_whole, split_by_caller
 from .shapes import check_dtypes, check_extras, check_key, check_scales, leaf_shape, sizes_of, with_segments
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from .kernels.decode import Pieces
 from .kernels.plain import plain_attention
 from .local import LocalCall, LocalOutput
 from .native_route import NativeRoute, native_route
-from .ring_call import around_the_ring
+from .sequence.ring_call import around_the_ring
 
 __all__ = ["Vanilla", "VanillaConfig"]
 

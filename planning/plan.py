@@ -17,10 +17,10 @@ from .placement import Placement
 from .problem import AttentionProblem
 from .repeated import repeated_work
 from .route import Route
-from .sequence import RING_ORDERS, STRATEGIES
-from .sequence_choice import placements
-from .sequence_notes import sequence_notes
-from .sequence_reasons import sequence_reasons
+from .sequence.choice import placements
+from .sequence.notes import sequence_notes
+from .sequence.reasons import sequence_reasons
+from .sequence.split import RING_ORDERS, STRATEGIES
 from .tuning import Tuning, choose
 
 __all__ = ["Padding", "Plan", "Policy", "Rejected", "plan"]

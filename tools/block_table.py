@@ -1,7 +1,7 @@
 """Choose block sizes for the shapes of real models on every TPU generation, and ship them.
 
     python tools/block_table.py --search WORK.json     compile what isn't in WORK.json yet; then write the table
-    python tools/block_table.py --write WORK.json      only write operators/splash_table.json and docs/block-choices.md
+    python tools/block_table.py --write WORK.json      only write operators/shipped.json and docs/block-choices.md
 
 For each shape of tests/data/model_shapes.json (bfloat16, mode train, one device) the first candidates of both passes of attnops'
 splash kernels are compared by static cycles. The cycles of a tile don't depend on the length, so they are read from compiling
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
-from attnops.operators.splash_table import TABLE, table_key
+from attnops.operators.splash.shipped import TABLE, table_key
 from attnops.planning import Plan
 from attnops.verify.call import verify_call
 from attnops.verify.clock_worker import ClockWorker

@@ -26,7 +26,7 @@ from attnops import (
 )
 from attnops.masks import MaskFunction
 from attnops.operators.kernels.splash.vmem import vmem_of
-from attnops.operators.splash_candidates import BACKWARD, FORWARD
+from attnops.operators.splash.candidates import BACKWARD, FORWARD
 from attnops.planning import tune_cache
 from attnops.sharding import virtual_mesh
 from attnops.verify import tune as tune_module

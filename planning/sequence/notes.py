@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .problem import AttentionProblem
-from .sequence import loop_from
+from ..problem import AttentionProblem
+from .split import loop_from
 
 if TYPE_CHECKING:
-    from .placement import Placement
-    from .plan import Policy
+    from ..placement import Placement
+    from ..plan import Policy
 
 __all__ = ["sequence_notes"]
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import ConfigError
-from .problem import AttentionProblem
+from ...errors import ConfigError
+from ..problem import AttentionProblem
 
 if TYPE_CHECKING:
-    from .operation import PlannedOperation
+    from ..operation import PlannedOperation
 
 __all__ = [
     "RING_ORDERS",

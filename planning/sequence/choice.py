@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from ..sharding.modes import GENERATION
-from .explain import bytes_text
-from .placement import Placement, place_problem
-from .problem import AttentionProblem
-from .sequence import declared_strategy
-from .sequence_reasons import MERGING, sequence_reasons
+from ...sharding.modes import GENERATION
+from ..explain import bytes_text
+from ..placement import Placement, place_problem
+from ..problem import AttentionProblem
+from .reasons import MERGING, sequence_reasons
+from .split import declared_strategy
 
 if TYPE_CHECKING:
-    from .plan import Policy
+    from ..plan import Policy
 
 __all__ = ["placements"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .capability import Reason
-from .problem import AttentionProblem
-from .sequence import is_triangular
+from ..capability import Reason
+from ..problem import AttentionProblem
+from .split import is_triangular
 
 if TYPE_CHECKING:
-    from .placement import Placement
+    from ..placement import Placement
 
 __all__ = ["MERGING", "sequence_reasons"]
 
