@@ -20,7 +20,8 @@ def listing() -> dict[str, Any]:
     operations = {}
     for name in OperationRegistry.names():
         try:
-            operations[name] = _operation(OperationRegistry.get(name))
+            operation: Any = OperationRegistry.get(name)
+            operations[name] = _operation(operation)
         except AttnOpsError as error:
             operations[name] = {"error": str(error)}
     classes = {name: OperationRegistry.get(name) for name, entry in operations.items() if "error" not in entry}

@@ -50,7 +50,8 @@ def run(options: RunOptions) -> int:
     if options.output is not None:
         check_output_path(options.output)
     declaration = Declaration.load(options.config)
-    operation = OperationRegistry.get(declaration.operation)(run_metadata(declaration, mesh=options.mesh))
+    kind: Any = OperationRegistry.get(declaration.operation)
+    operation = kind(run_metadata(declaration, mesh=options.mesh))
     arrays, expected, notes = call_arrays(declaration.call, options.inputs, options.seed)
     notes = (*notes, *enabled_notes(declaration))
     plan = operation.plan(**declaration.call_arguments(arrays, mode=options.mode)).require()

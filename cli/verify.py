@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from rich.text import Text
@@ -49,7 +49,7 @@ class VerifyOptions(NamedTuple):
 def verify(options: VerifyOptions) -> list[TargetReport]:
     """One report a target; without one, of this machine's devices, virtual ones where the mesh needs them."""
     declaration = Declaration.load(options.config)
-    kind = OperationRegistry.get(declaration.operation)
+    kind: Any = OperationRegistry.get(declaration.operation)
     arrays = call_shapes(declaration.call, options.inputs).arrays
     arguments = declaration.call_arguments(arrays, mode=options.mode)
     reports = []

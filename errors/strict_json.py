@@ -47,7 +47,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a JSON number; wanted a finite one.")
+    raise ValueError(f"{text} is not a JSON number; wanted a finite number.")
 
 
 def _finite(text: str) -> float:

@@ -4,7 +4,8 @@ from .capability import ALL_FEATURES, FEATURES, STATIC_MASKS, Capability, Reason
 from .config import OperationConfig
 from .operation import METHODS, PlannedOperation
 from .placement import LocalShape, Placement
-from .plan import Padding, Plan, Policy, Rejected, plan
+from .plan import Padding, Plan, Rejected, plan
+from .policy import Policy
 from .problem import AttentionProblem, LeafShape
 from .route import Route
 

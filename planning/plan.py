@@ -6,7 +6,7 @@ import functools
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from ..errors import ConfigError, RefusedError, shown
+from ..errors import ConfigError, RefusedError
 from ..sharding import AttnShardingRules
 from . import tune_cache
 from .capability import Reason
@@ -14,56 +14,18 @@ from .config import OperationConfig
 from .explain import explain, spec_text
 from .operation import METHODS
 from .placement import Placement
+from .policy import Policy
 from .problem import AttentionProblem
 from .repeated import repeated_work
 from .route import Route
 from .sequence.choice import placements
 from .sequence.notes import sequence_notes
 from .sequence.reasons import sequence_reasons
-from .sequence.split import RING_ORDERS, STRATEGIES
 from .tuning import Tuning, choose
 
-__all__ = ["Padding", "Plan", "Policy", "Rejected", "plan"]
+__all__ = ["Padding", "Plan", "Rejected", "plan"]
 
 Kind = Literal["platform", "native", "routed", "fallback", "refused"]
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What to do when things don't fit.
-
-    fallback: 'warn' (run forward_native and say so once), 'error', or 'allow' (run it, without a word).
-    kv_heads: 'replicate' or 'error' when the mesh splits query heads further than there are kv heads.
-    strict: refuse every spec that doesn't fit as declared, and a mesh axis over which devices only do the same work.
-    sequence_parallel: how queries see all keys where the sequence is split over devices: 'gather' brings the keys together on
-    each device, 'ring' sends them around, 'ulysses' splits heads instead of the sequence meanwhile, 'ulysses_ring' does both,
-    over two axes. 'auto' gathers, but leaves a cache where it lies, and merges outputs, where that sends less.
-    ring_order: 'contiguous' or 'zigzag', in which every device has a piece from the begin and one from the end; None lets
-    the plan choose.
-    scan_ring_attention: whether a ring's hops are one loop or compiled one by one; None lets attnops choose.
-    tuning: where no tuned sizes are kept: 'heuristic', 'tune' (search them now, and keep them) or 'error'; 'off' looks for none.
-    """
-
-    fallback: Literal["warn", "error", "allow"] = "warn"
-    kv_heads: Literal["replicate", "error"] = "replicate"
-    strict: bool = False
-    tuning: Literal["heuristic", "tune", "error", "off"] = "heuristic"
-    sequence_parallel: Literal["auto", "gather", "ring", "ulysses", "ulysses_ring"] = "auto"
-    ring_order: Literal["contiguous", "zigzag"] | None = None
-    scan_ring_attention: bool | None = None
-
-    def __post_init__(self) -> None:
-        for name, value, wanted in (
-            ("fallback", self.fallback, ("warn", "error", "allow")),
-            ("kv_heads", self.kv_heads, ("replicate", "error")),
-            ("strict", self.strict, (True, False)),
-            ("tuning", self.tuning, ("heuristic", "tune", "error", "off")),
-            ("sequence_parallel", self.sequence_parallel, STRATEGIES),
-            ("ring_order", RING_ORDERS[0] if self.ring_order is None else self.ring_order, RING_ORDERS),
-            ("scan_ring_attention", self.scan_ring_attention or False, (True, False)),
-        ):
-            if type(value) is not type(wanted[0]) or value not in wanted:
-                raise ConfigError(f"{name}={shown(value)}; wanted one of {', '.join(map(repr, wanted))}.")
 
 
 class Rejected(NamedTuple):

@@ -16,10 +16,9 @@ from ..errors import ConfigError, a_type, shown
 from ..errors.strict_json import parse_json, read_text
 from ..planning.given import GivenModel, explain_validation
 from .call_declaration import CallDeclaration, call_arguments
-from .declaration_schema import declaration_json_schema
 from .metadata import OperationMetadata
 
-__all__ = ["CallDeclaration", "Declaration", "declaration_json_schema"]
+__all__ = ["CallDeclaration", "Declaration"]
 
 _DEEPEST = 64
 

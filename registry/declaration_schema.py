@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import AttnOpsError
+from .declaration import Declaration
+from .metadata import OperationMetadata
 from .metadata_field import metadata_json_schema
 from .registry import OperationRegistry
 
@@ -23,8 +25,6 @@ def declaration_json_schema(operation: str | None = None) -> dict[str, Any]:
 
     An operation that can't be imported gets no schema of its own; the others are not touched by that.
     """
-    from .declaration import Declaration
-
     schema = Declaration.model_json_schema(by_alias=True)
     definitions = schema.setdefault("$defs", {})
     names = OperationRegistry.names() if operation is None else (operation,)
@@ -40,7 +40,7 @@ def declaration_json_schema(operation: str | None = None) -> dict[str, Any]:
         definitions |= {f"{name}.{model}": body for model, body in own.pop("$defs", {}).items()}
         definitions[f"config.{name}"] = own
         configs[name] = {"$ref": f"#/$defs/config.{name}"}
-    definitions["metadata"] = metadata_json_schema(configs)
+    definitions["metadata"] = metadata_json_schema(OperationMetadata, configs)
     schema["properties"]["metadata"] = {"$ref": "#/$defs/metadata"}
     schema["properties"]["operation"] = {"enum": list(names), "description": "The operation that runs."}
     return {"$schema": _DIALECT, **schema}

@@ -4,35 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol, Self
 
-from eformer.escale import PartitionAxis
 from pydantic import GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
 
 from ..errors import AttnOpsError
-from ..planning.operation import METHODS
-from ..planning.sequence.split import RING_ORDERS, STRATEGIES
+from ..planning.policy import CHOICES
 from .registry import OperationRegistry
-
-if TYPE_CHECKING:
-    from .metadata import OperationMetadata
 
 __all__ = ["field_json_schema", "field_schema", "metadata_json_schema"]
 
-_FLOAT = {"enum": ["float32", "bfloat16", "float16", "float64"]}
-_BLOCK = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}
-_AXES = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
-_MESH = {
-    "description": "{axis: size}, or axis_names, axis_sizes, axis_types, platform, device_kind.",
-    "anyOf": [{"type": "object"}, {"type": "null"}],
-}
+
+class Metadata(Protocol):
+    """What these need of OperationMetadata, which stands above."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Read it."""
+        ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """Write it."""
+        ...
 
 
-def field_schema(wanted: type[OperationMetadata]) -> CoreSchema:
+def field_schema(wanted: type[Metadata]) -> CoreSchema:
     """Takes metadata, or a dict as `to_dict` writes it; is written as that dict, whole, whatever is asked of the model."""
 
-    def read(value: Any) -> OperationMetadata:
+    def read(value: Any) -> Metadata:
         if isinstance(value, wanted):
             return value  # immutable, and checked when it was made
         try:
@@ -50,38 +52,20 @@ def field_schema(wanted: type[OperationMetadata]) -> CoreSchema:
     )
 
 
-def field_json_schema(handler: GetJsonSchemaHandler) -> dict[str, Any]:
+def field_json_schema(wanted: type[Metadata], handler: GetJsonSchemaHandler) -> dict[str, Any]:
     """JSON Schema of such a field, with the configs of all operations that can be imported here."""
     configs = OperationRegistry.configs()
-    return metadata_json_schema({name: handler(config.__pydantic_core_schema__) for name, config in configs.items()})
+    schemas = {name: handler(config.__pydantic_core_schema__) for name, config in configs.items()}
+    return metadata_json_schema(wanted, schemas)
 
 
-def metadata_json_schema(configs: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON Schema of the dict that OperationMetadata.from_dict takes, around those of the operations' configs."""
-    axes = {field.name: _AXES for field in dataclasses.fields(PartitionAxis)}
-    platform = {"enum": [*METHODS, None]}
-    fields: dict[str, Any] = {
-        "schema_version": {"const": 1},
-        "runtime_dtype": {"enum": [*_FLOAT["enum"], None], "description": "null keeps the query's dtype."},
-        "runtime_softmax_dtype": _FLOAT,
-        "sequence_axis_name": {"type": "string"},
-        "platform": platform,
-        "backend": platform,
-        "partition_axis": {"type": "object", "properties": axes, "additionalProperties": False},
-        "operation_configs": {"type": "object", "properties": configs, "additionalProperties": False},
-        "mesh": _MESH,
-        "softmax_scale": {"type": ["number", "null"]},
-        "dropout_prob": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
-        "causal": {"type": "boolean"},
-        "scan_ring_attention": {"type": ["boolean", "null"]},
-        "blocksize_q": _BLOCK,
-        "blocksize_k": _BLOCK,
-        "blocksize_b": _BLOCK,
-        "fallback": {"enum": ["warn", "error", "allow"]},
-        "kv_heads": {"enum": ["replicate", "error"]},
-        "strict": {"type": "boolean"},
-        "tuning": {"enum": ["heuristic", "tune", "error", "off"]},
-        "sequence_parallel": {"enum": [*STRATEGIES]},
-        "ring_order": {"enum": [*RING_ORDERS, None]},
-    }
+def metadata_json_schema(wanted: type[Metadata], configs: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON Schema of the dict that `wanted.from_dict` takes, around those of the operations' configs."""
+    fields: dict[str, Any] = {"schema_version": {"const": 1}}
+    for field in dataclasses.fields(wanted):
+        kind = field.metadata.get("kind")
+        if kind or field.name in CHOICES:
+            schema = kind.schema if kind else {"enum": [*CHOICES[field.name]]}
+            fields[field.name] = {**schema, "description": field.metadata["doc"]}
+    fields["operation_configs"]["properties"] = configs
     return {"type": "object", "properties": fields, "additionalProperties": False}

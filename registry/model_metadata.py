@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ConfigError, ConfigWarning, a_type
 from ..models.attention import ModelAttention, model_attention
 from ..models.config import as_dict, is_model_config, read_model_config
-from .fields import pick
+from .kinds import pick
 from .unset import UNSET
 
 __all__ = ["arguments_of", "metadata_of"]

@@ -7,26 +7,51 @@ import functools
 import importlib.metadata
 import inspect
 import threading
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import jax
 
 from ..errors import AttnOpsError, ConfigError, UnknownNameError, a_type, nearest, shown
 from ..planning.config import OperationConfig
+from ..planning.plan import Plan
 
-if TYPE_CHECKING:
-    # For the caller's type checker alone: `get` gives back a class that can be called.
-    from ..operators.base import Operation
-    from .metadata import OperationMetadata
-
-__all__ = ["GROUP", "OperationRegistry"]
+__all__ = ["GROUP", "AttentionOperation", "OperationRegistry"]
 
 GROUP = "attnops.operations"
 C = TypeVar("C", bound=type)
 
 
+class Output(Protocol):
+    """What a call gives: operators/output.py says the shapes."""
+
+    attention_outputs: jax.Array
+    attention_weights: jax.Array | None
+    lse: jax.Array | None
+    plan: Plan | None
+
+
+class AttentionOperation(Protocol):
+    """What a caller knows of an operation that he has by its name; operators/base.py writes it, and says what a call takes."""
+
+    name: ClassVar[str]
+    config: ClassVar[type[OperationConfig]]
+
+    def __init__(self, metadata: Any = None) -> None: ...
+
+    @property
+    def metadata(self) -> Any: ...
+
+    def __call__(self, query: Any, key: Any, value: Any, **call: Any) -> Output: ...
+
+    def plan(self, query: Any, key: Any, value: Any, **call: Any) -> Plan: ...
+
+    def explain(self, query: Any, key: Any, value: Any, **call: Any) -> str: ...
+
+
 class OperationRegistry:
     """The operations that exist. Built-ins and plug-ins alike stand in the entry-point group `attnops.operations`."""
 
-    _registered: ClassVar[dict[str, type[Operation]]] = {}
+    _registered: ClassVar[dict[str, type[AttentionOperation]]] = {}
     _lock: ClassVar[threading.RLock] = threading.RLock()
 
     @classmethod
@@ -51,7 +76,7 @@ class OperationRegistry:
         return operation
 
     @classmethod
-    def get(cls, name: str) -> type[Operation]:
+    def get(cls, name: str) -> type[AttentionOperation]:
         """Return the class of that name, importing it if need be.
 
         Errors: UnknownNameError with the known names and the closest one; ConfigError, naming the plug-in, if its
@@ -89,7 +114,7 @@ class OperationRegistry:
             return cls._registered.setdefault(name, operation)
 
     @classmethod
-    def create(cls, name: str, metadata: OperationMetadata | None = None) -> Operation:
+    def create(cls, name: str, metadata: Any = None) -> AttentionOperation:
         """Return an instance: `get(name)(metadata)`."""
         return cls.get(name)(metadata)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import enum
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal
 
-__all__ = ["UNSET", "Unset", "or_default"]
-
-T = TypeVar("T")
+__all__ = ["UNSET", "Unset"]
 
 
 class _Unset(enum.Enum):
@@ -24,8 +22,3 @@ class _Unset(enum.Enum):
 
 UNSET: Final = _Unset.UNSET
 Unset = Literal[_Unset.UNSET]
-
-
-def or_default(value: T | Unset, default: T) -> T:
-    """Return the value, or the default where it is UNSET."""
-    return default if value is UNSET else value

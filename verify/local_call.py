@@ -89,7 +89,8 @@ class LocalProblem:
         """The operation with some fields of its config set."""
         metadata = OperationMetadata.from_dict(self.metadata).replace(mesh=mesh)
         config = metadata.operation_configs[self.operation].with_fields(fields)
-        return OperationRegistry.create(self.operation, metadata.replace(operation_configs={self.operation: config}))
+        kind: Any = OperationRegistry.get(self.operation)
+        return kind(metadata.replace(operation_configs={self.operation: config}))
 
     def program(
         self, fields: Mapping[str, Any], part: str, mesh: AnyMesh | None = None

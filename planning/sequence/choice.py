@@ -16,7 +16,7 @@ from .reasons import MERGING, sequence_reasons
 from .split import declared_strategy
 
 if TYPE_CHECKING:
-    from ..plan import Policy
+    from ..policy import Policy
 
 __all__ = ["placements"]
 

@@ -9,7 +9,7 @@ from .split import loop_from
 
 if TYPE_CHECKING:
     from ..placement import Placement
-    from ..plan import Policy
+    from ..policy import Policy
 
 __all__ = ["sequence_notes"]
 

@@ -17,17 +17,12 @@ if TYPE_CHECKING:
     from ..operation import PlannedOperation
 
 __all__ = [
-    "RING_ORDERS",
-    "STRATEGIES",
     "SequenceSplit",
     "declared_strategy",
     "is_triangular",
     "loop_from",
     "split_sequence",
 ]
-
-STRATEGIES = ("auto", "gather", "ring", "ulysses", "ulysses_ring")
-RING_ORDERS = ("contiguous", "zigzag")
 
 
 def declared_strategy(operation: type[PlannedOperation], declared: str) -> str:
@@ -43,7 +38,7 @@ def declared_strategy(operation: type[PlannedOperation], declared: str) -> str:
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """strategy: '' where nothing is split, one of STRATEGIES but 'auto', or 'merge': whole queries, and keys that stay split.
+    """strategy: '' where nothing is split, a declared one but 'auto', or 'merge': whole queries, and keys that stay split.
 
     axes: the mesh axes that split the queries outside the operation (for 'merge' the keys); shards: their size. ring_axes,
     head_axes: those of them around which keys travel, and those that split heads instead of the sequence inside.

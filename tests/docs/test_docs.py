@@ -28,7 +28,9 @@ from attnops import Operation, OperationMetadata, OperationRegistry, Policy
 from attnops.cli.app import main
 from attnops.operators.splash import SplashConfig
 from attnops.operators.vanilla import VanillaConfig
+from attnops.planning.policy import CHOICES
 from attnops.registry.declaration import CallDeclaration, Declaration
+from attnops.registry.metadata import PICKUP
 
 DOCS = pages.ROOT / "docs"
 each_page = pytest.mark.parametrize("page", pages.PAGES, ids=pages.IDS)
@@ -158,8 +160,22 @@ def test_fields_of_the_metadata() -> None:
     wanted = {name: repr(value) for name, value in values.items()}
     assert metadata.partition_axis == PartitionAxis()
     wanted |= {"partition_axis": "PartitionAxis()", "partition_manager": "unset"}
-    assert pages.table(DOCS / "config.md", "OperationMetadata") == wanted
-    assert {name: repr(value) for name, value in vars(Policy()).items()} == pages.table(DOCS / "plan.md", "Policy")
+    assert list(pages.table(DOCS / "config.md", "OperationMetadata").items()) == list(wanted.items())
+
+
+def test_where_the_metadata_looks_in_a_config() -> None:
+    told = pages.table(DOCS / "config.md", "base_config")
+    named = {name.strip(" `"): of for names, of in told.items() for name in names.split(",")}
+    assert {name: name if of == "the same name" else of for name, of in named.items()} == PICKUP
+
+
+def test_fields_of_the_policy() -> None:
+    told = pages.table(DOCS / "plan.md", "Policy")
+    assert list(told.items()) == [(name, repr(value)) for name, value in vars(Policy()).items()]
+    rows = (DOCS / "plan.md").read_text(encoding="utf-8").partition("<!-- defaults: Policy -->")[2].splitlines()
+    for name, choices in CHOICES.items():
+        row = next(row for row in rows if row.startswith(f"| `{name}` |"))
+        assert all(f"`{choice!r}`" in row for choice in choices if isinstance(choice, str))
 
 
 @pytest.mark.parametrize(

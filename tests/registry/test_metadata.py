@@ -20,11 +20,13 @@ from eformer.common_types import NOT_GIVEN
 from eformer.escale import PartitionAxis, PartitionManager
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from pydantic import TypeAdapter
 
 from attnops.errors import ConfigError, UnknownNameError
 from attnops.operators.splash import SplashConfig
 from attnops.operators.vanilla import VanillaConfig
 from attnops.planning import Policy
+from attnops.planning.policy import CHOICES
 from attnops.registry import UNSET, OperationMetadata
 from attnops.sharding import virtual_mesh
 
@@ -372,6 +374,28 @@ def test_get_operation_config():
 def test_policies(policy):
     with pytest.raises(ConfigError, match=rf"{next(iter(policy))}=.*wanted one of"):
         OperationMetadata(**policy)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_policy_s_field_is_written_once(name):
+    """What Policy declares, metadata takes, holds, writes and speaks of."""
+    for value in CHOICES[name]:
+        metadata = OperationMetadata(**{name: value})
+        assert getattr(metadata, name) == getattr(metadata.policy, name) == metadata.to_dict()[name] == value
+        assert metadata.policy == Policy(**{name: value})
+    assert name in OperationMetadata.__doc__
+    schema = TypeAdapter(OperationMetadata).json_schema()["properties"][name]
+    assert schema["enum"] == [*CHOICES[name]]
+    assert schema["description"]
+    with pytest.raises(ConfigError, match=f"{name}=3; wanted .*{CHOICES[name][-1]!r}"):
+        OperationMetadata(**{name: 3})
+
+
+def test_numpy_s_booleans_are_booleans():
+    metadata = OperationMetadata(strict=np.True_, scan_ring_attention=np.False_)
+    assert (metadata.strict, metadata.scan_ring_attention) == (True, False)
+    assert metadata.policy == Policy(strict=True, scan_ring_attention=False)
+    assert OperationMetadata.from_json(metadata.to_json()) == metadata
 
 
 @pytest.mark.parametrize("bad", ["tp=4", 8, [("tp", 4)], {"tp": 0}, {"tp": True}, {}])

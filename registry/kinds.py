@@ -1,0 +1,234 @@
+"""What a field of OperationMetadata takes, what it becomes, how JSON has it, and the message for anything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from eformer.common_types import NOT_GIVEN
+from eformer.escale import PartitionAxis, PartitionManager
+from jax.sharding import AbstractMesh, Mesh
+
+from ..errors import ConfigError, nearest, shown
+from ..planning.config import OperationConfig
+from ..planning.operation import METHODS
+from ..sharding import mesh_from_dict, mesh_to_dict
+from .registry import OperationRegistry
+from .unset import UNSET, Unset
+
+__all__ = [
+    "AXES", "BLOCK", "CONFIGS", "DTYPE", "DTYPE_OR_NONE", "FLAG", "MESH", "NUMBER_OR_NONE", "PLATFORM", "PROBABILITY", "TEXT",
+    "Kind", "joined_axes", "names_no_device", "pick", "renamed",
+]  # fmt: skip
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class Kind(NamedTuple):
+    """`take` turns a field's name and a value into what is kept, or raises ConfigError; `schema` and `write` are for JSON."""
+
+    take: Callable[[str, Any], Any]
+    schema: Mapping[str, Any]
+    write: Callable[[Any], Any] = _same
+
+
+class Configs(dict[str, OperationConfig]):
+    """The operation configs of a metadata: a dict that doesn't change."""
+
+    def _frozen(self, *args: Any, **changes: Any) -> Any:
+        del args, changes
+        raise TypeError("operation_configs don't change; use metadata.replace(operation_configs=...).")
+
+    __setitem__ = __delitem__ = pop = popitem = clear = update = setdefault = __ior__ = _frozen
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> Any:
+        return _configs, ("", dict(self))
+
+
+def pick(config: Any, name: str) -> Any:
+    value = config.get(name, UNSET) if isinstance(config, Mapping) else getattr(config, name, UNSET)
+    return UNSET if value is NOT_GIVEN or value is Ellipsis else value
+
+
+def _dtype(name: str, value: Any) -> np.dtype:
+    try:
+        # An array is no dtype, though NumPy takes its.
+        dtype = None if isinstance(value, jax.Array | np.ndarray | np.generic) else jnp.dtype(value)
+    except Exception:  # what NumPy raises depends on what it takes the value for: TypeError, ValueError, SyntaxError
+        dtype = None
+    if dtype is None:
+        raise ConfigError(f"{name}={shown(value)} is not a dtype; wanted for example 'bfloat16' or jnp.float32.")
+    if dtype.name not in _FLOATS:
+        raise ConfigError(f"{name}={dtype.name}; wanted float32, bfloat16, float16 or float64.")
+    return jnp.dtype(dtype.name)  # in the machine's byte order
+
+
+def _axes(value: Any) -> PartitionAxis:
+    if isinstance(value, PartitionAxis):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"partition_axis={shown(value)}; wanted an eformer PartitionAxis or a dict of its fields.")
+    known = [f.name for f in dataclasses.fields(PartitionAxis)]
+    for name in value:
+        if name not in known:
+            raise ConfigError(f"partition_axis: unknown field {shown(name)}." + nearest(name, known))
+    given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items()}
+    return PartitionAxis(**given)
+
+
+def joined_axes(axes: Any, name: Any, manager: PartitionManager | Unset, base: Callable[[str], Any]) -> PartitionAxis:
+    """The axis rules, whose sequence axis is `name`. What is given goes before what the base config says, either way."""
+    if manager is not UNSET:
+        if axes is not UNSET and _axes(axes) != manager.paxis:
+            raise ConfigError("partition_manager and partition_axis disagree; give one of them.")
+        axes = manager.paxis
+    if axes is UNSET:
+        axes = base("partition_axis")
+        if name is UNSET:
+            name = base("sequence_axis_name")
+        elif axes is not UNSET and axes is not None:
+            axes = renamed(_axes(axes), name)
+    if name is not UNSET and not isinstance(name, str):
+        raise ConfigError(f"sequence_axis_name={shown(name)}; wanted the name of a mesh axis.")
+    if axes is UNSET or axes is None:
+        axes = PartitionAxis() if name is UNSET else PartitionAxis(sequence_parallel_axis=name)
+    axes = _axes(axes)
+    if name is not UNSET and axes.sequence_parallel_axis != name:
+        raise ConfigError(
+            f"sequence_axis_name={shown(name)} but partition_axis.sequence_parallel_axis="
+            f"{shown(axes.sequence_parallel_axis)}; make them agree, or leave sequence_axis_name out."
+        )
+    return _checked(axes)
+
+
+def _checked(axis: PartitionAxis) -> PartitionAxis:
+    lists: dict[str, Any] = {}
+    for field in dataclasses.fields(axis):
+        value = getattr(axis, field.name)
+        names = value if isinstance(value, list | tuple) else () if value is None else (value,)
+        if not all(isinstance(n, str) and n for n in names):
+            raise ConfigError(
+                f"partition_axis.{field.name}={shown(value)}; wanted a mesh axis, a tuple of them, or None."
+            )
+        if isinstance(value, list):
+            lists[field.name] = tuple(value)  # as JSON gives it back, so that the two are equal
+    return dataclasses.replace(axis, **lists) if lists else axis
+
+
+def renamed(axis: PartitionAxis, name: str) -> PartitionAxis:
+    """The same axis rules with the sequence axis called otherwise."""
+    old = axis.sequence_parallel_axis
+
+    def rename(value: Any) -> Any:
+        return tuple(map(rename, value)) if isinstance(value, list | tuple) else name if value == old else value
+
+    return PartitionAxis(**{f.name: rename(getattr(axis, f.name)) for f in dataclasses.fields(axis)})
+
+
+def names_no_device(value: Any) -> bool:
+    """Whether what a framework's config has under `platform` is the language of its kernels, which asks for no platform."""
+    value = getattr(value, "value", value)  # enums
+    return isinstance(value, str) and value.lower() in ("jax", "pallas", "triton")
+
+
+def _platform(name: str, value: Any) -> str | None:
+    value = getattr(value, "value", value)  # enums
+    if value is None:
+        return None
+    text = value.lower() if isinstance(value, str) else ""
+    if text not in METHODS:
+        raise ConfigError(f"{name}={shown(value)}; wanted one of {', '.join(METHODS)}." + nearest(text, METHODS))
+    return text
+
+
+def _configs(name: str, value: Any) -> Mapping[str, OperationConfig]:
+    if value is None:
+        return Configs()
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={shown(value)}; wanted a mapping of operation name to config.")
+    return Configs({str(n): OperationRegistry.get(str(n)).config.coerce(c) for n, c in value.items()})
+
+
+def _mesh(name: str, value: Any) -> Mesh | AbstractMesh | None:
+    if value is None or isinstance(value, Mesh | AbstractMesh):
+        return None if value is not None and value.empty else value
+    if isinstance(value, Mapping):
+        if "axis_names" in value or "axis_sizes" in value:
+            return mesh_from_dict(value)
+        return mesh_from_dict({"axis_names": list(value), "axis_sizes": list(value.values())})
+    raise ConfigError(f"{name}={shown(value)}; wanted a jax.sharding.Mesh, an AbstractMesh, or {{axis: size}}.")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
+        raise ConfigError(f"{name}={shown(value)}; wanted a number.")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigError(f"{name}={shown(value)}; wanted a finite number.")
+    return number
+
+
+def _probability(name: str, value: Any) -> float:
+    probability = _number(name, value)
+    if not 0.0 <= probability < 1.0:
+        raise ConfigError(f"{name}={probability}; wanted a probability in [0, 1).")
+    return probability
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise ConfigError(f"{name}={shown(value)}; wanted True or False.")
+    return bool(value)
+
+
+def _block(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ConfigError(f"{name}={shown(value)}; wanted a positive integer.")
+    return int(value)
+
+
+def _or(otherwise: Any, take: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    """`take`, and something else for None."""
+    return lambda name, value: otherwise if value is None else take(name, value)
+
+
+def _written_axes(axes: PartitionAxis) -> dict[str, Any]:
+    values = {field.name: getattr(axes, field.name) for field in dataclasses.fields(axes)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+_AXIS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+_RULES = {field.name: _AXIS for field in dataclasses.fields(PartitionAxis)}
+_SIZE = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}
+_RANGE = {"type": "number", "minimum": 0, "exclusiveMaximum": 1}
+
+
+def _object(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "additionalProperties": False}
+
+
+DTYPE = Kind(_or(jnp.dtype(jnp.float32), _dtype), {"enum": [*_FLOATS]}, lambda dtype: dtype.name)
+DTYPE_OR_NONE = Kind(_or(None, _dtype), {"enum": [*_FLOATS, None]}, lambda dtype: dtype and dtype.name)
+TEXT = Kind(lambda _, value: value, {"type": "string"})
+PLATFORM = Kind(_platform, {"enum": [*METHODS, None]})
+AXES = Kind(lambda _, value: value, _object(_RULES), _written_axes)
+CONFIGS = Kind(_configs, _object({}), lambda configs: {name: config.to_dict() for name, config in configs.items()})
+MESH = Kind(_mesh, {"anyOf": [{"type": "object"}, {"type": "null"}]}, lambda mesh: mesh and mesh_to_dict(mesh))
+NUMBER_OR_NONE = Kind(_or(None, _number), {"type": ["number", "null"]})
+PROBABILITY = Kind(_probability, _RANGE)
+FLAG = Kind(_flag, {"type": "boolean"})
+BLOCK = Kind(_or(None, _block), _SIZE)
