@@ -25,34 +25,26 @@ class Policy:
     These are arguments of OperationMetadata too, which takes its fields from here: a new one needs its line, and its reader.
     """
 
+    # fmt: off
     fallback: Literal["warn", "error", "allow"] = _declared(
-        "warn", "'warn' (run forward_native and say so once), 'error', or 'allow' (run it, without a word)."
-    )
+        "warn", "'warn' (run forward_native and say so once), 'error', or 'allow' (run it, without a word).")
     kv_heads: Literal["replicate", "error"] = _declared(
-        "replicate", "'replicate' or 'error' when the mesh splits query heads further than there are kv heads."
-    )
+        "replicate", "'replicate' or 'error' when the mesh splits query heads further than there are kv heads.")
     strict: bool = _declared(
-        False,
-        "Refuse every spec that doesn't fit as declared, and a mesh axis over which devices only do the same work.",
-    )
+        False, "Refuse every spec that doesn't fit as declared, and a mesh axis over which devices only do the same work.")
     tuning: Literal["heuristic", "tune", "error", "off"] = _declared(
-        "heuristic",
-        "Where no tuned sizes are kept: 'heuristic', 'tune' (search them now, and keep them) or 'error'; 'off' looks for none.",
-    )
+        "heuristic", "Where no tuned sizes are kept: 'heuristic', 'tune' (search them now, and keep them) or 'error'; 'off' "
+        "looks for none.")
     sequence_parallel: Literal["auto", "gather", "ring", "ulysses", "ulysses_ring"] = _declared(
-        "auto",
-        "How queries see all keys where the sequence is split over devices: 'gather' brings the keys together on each device, "
-        "'ring' sends them around, 'ulysses' splits heads instead of the sequence meanwhile, 'ulysses_ring' does both, over "
-        "two axes. 'auto' gathers, but leaves a cache where it lies, and merges outputs, where that sends less.",
-    )
+        "auto", "How queries see all keys where the sequence is split over devices: 'gather' brings the keys together on each "
+        "device, 'ring' sends them around, 'ulysses' splits heads instead of the sequence meanwhile, 'ulysses_ring' does both, "
+        "over two axes. 'auto' gathers, but leaves a cache where it lies, and merges outputs, where that sends less.")
     ring_order: Literal["contiguous", "zigzag"] | None = _declared(
-        None,
-        "'contiguous' or 'zigzag', in which every device has a piece from the begin and one from the end; None lets the plan "
-        "choose.",
-    )
+        None, "'contiguous' or 'zigzag', in which every device has a piece from the begin and one from the end; None lets the "
+        "plan choose.")
     scan_ring_attention: bool | None = _declared(
-        None, "Whether a ring's hops are one loop or compiled one by one; None lets attnops choose."
-    )
+        None, "Whether a ring's hops are one loop or compiled one by one; None lets attnops choose.")
+    # fmt: on
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

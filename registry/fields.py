@@ -13,20 +13,7 @@ from eformer.escale import PartitionAxis, PartitionManager
 from ..planning.config import OperationConfig
 from ..sharding import current_mesh
 from ..sharding.mesh import AnyMesh
-from .kinds import (
-    AXES,
-    BLOCK,
-    CONFIGS,
-    DTYPE,
-    DTYPE_OR_NONE,
-    FLAG,
-    MESH,
-    NUMBER_OR_NONE,
-    PLATFORM,
-    PROBABILITY,
-    TEXT,
-    Kind,
-)
+from . import kinds
 from .unset import UNSET, Unset
 
 __all__ = ["MetadataFields", "ReadAs"]
@@ -44,7 +31,7 @@ class Declared(Protocol[Held, Taken]):
 
 
 def _declared(
-    kind: Kind | None,
+    kind: kinds.Kind | None,
     default: Any,
     doc: str,
     *,
@@ -74,71 +61,44 @@ def _mesh(metadata: Any) -> AnyMesh | None:
     return current_mesh() if stored is None else stored
 
 
-def _manager(metadata: Any) -> PartitionManager:
-    return PartitionManager(metadata.partition_axis)  # making one registers it as eformer's last one
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class MetadataFields:
     """All but base_config and partition_manager are in files too. A new field needs its line here, and a reader."""
 
+    # fmt: off
     runtime_dtype: Declared[np.dtype | None, Any] = _declared(
-        DTYPE_OR_NONE,
-        None,
-        "Dtype of q, k, v inside the operation and of its output; None keeps the query's.",
-        pickup="attn_dtype",
-    )
+        kinds.DTYPE_OR_NONE, None, "Dtype of q, k, v inside the operation and of its output; None keeps the query's.",
+        pickup="attn_dtype")
     runtime_softmax_dtype: Declared[np.dtype, Any] = _declared(
-        DTYPE, None, "Dtype of logits and softmax; float32 by default.", pickup="attn_softmax_dtype"
-    )
+        kinds.DTYPE, None, "Dtype of logits and softmax; float32 by default.", pickup="attn_softmax_dtype")
     sequence_axis_name: Declared[str, str] = _declared(
-        TEXT,
-        UNSET,
-        "Mesh axis of the sequence; by default partition_axis.sequence_parallel_axis.",
-        pickup="sequence_axis_name",
-    )
+        kinds.TEXT, UNSET, "Mesh axis of the sequence; by default partition_axis.sequence_parallel_axis.",
+        pickup="sequence_axis_name")
     platform: Declared[str | None, str | None] = _declared(
-        PLATFORM,
-        None,
-        "The platform that is expected ('tpu', 'gpu', 'cuda', 'rocm', 'cpu'); a mesh that disagrees is an error.",
-        pickup="platform",
-    )
+        kinds.PLATFORM, None,
+        "The platform that is expected ('tpu', 'cuda', 'rocm', 'gpu', 'cpu'); a mesh that disagrees is an error.", pickup="platform")
     backend: Declared[str | None, str | None] = _declared(
-        PLATFORM,
-        None,
-        "The platform to plan for where there is no mesh with devices; by default jax's default backend.",
-        pickup="backend",
-    )
+        kinds.PLATFORM, None, "The platform to plan for where there is no mesh with devices; by default jax's.", pickup="backend")
     partition_axis: Declared[PartitionAxis, PartitionAxis | Mapping[str, Any]] = _declared(
-        AXES, UNSET, "An eformer PartitionAxis, or a dict of its fields.", pickup="partition_axis"
-    )
-    partition_manager: Declared[PartitionManager, PartitionManager] = _declared(
-        None, UNSET, "An eformer PartitionManager, as another way to give partition_axis.", read=_manager
-    )
+        kinds.AXES, UNSET, "An eformer PartitionAxis, or a dict of its fields.", pickup="partition_axis")
+    partition_manager: Declared[PartitionManager, PartitionManager] = _declared(  # making one registers it as eformer's last one
+        None, UNSET, "An eformer PartitionManager: another way to give partition_axis.",
+        read=lambda m: PartitionManager(m.partition_axis))
     base_config: Any = dataclasses.field(
-        default=None, metadata={"doc": "Any config object; what is not given here is taken from its attributes."}
-    )
+        default=None, metadata={"doc": "Any config object; what is not given here is taken from its attributes."})
     operation_configs: Declared[Mapping[str, OperationConfig], Mapping[str, Any] | None] = _declared(
-        CONFIGS, None, "{operation name: config, dict or object}.", pickup="operation_configs"
-    )
+        kinds.CONFIGS, None, "{operation name: config, dict or object}.", pickup="operation_configs")
     mesh: Declared[AnyMesh | None, AnyMesh | Mapping[str, int] | None] = _declared(
-        MESH,
-        None,
-        "A Mesh, an AbstractMesh, or {axis: size}, in a file also axis_names, axis_sizes, axis_types, platform, device_kind; "
-        "by default the mesh of the context at each call.",
-        pickup="mesh",
-        read=_mesh,
-    )
+        kinds.MESH, None, "A Mesh, an AbstractMesh, {axis: size}, or an object of axis_names, axis_sizes, axis_types, platform, "
+        "device_kind; by default the mesh of the context at each call.", pickup="mesh", read=_mesh)
     softmax_scale: Declared[float | None, float | None] = _declared(
-        NUMBER_OR_NONE, None, "Multiplies q.k once; None is 1/sqrt(head_dim)."
-    )
+        kinds.NUMBER_OR_NONE, None, "Multiplies q.k once; None is 1/sqrt(head_dim).")
     dropout_prob: Declared[float, float] = _declared(
-        PROBABILITY, 0.0, "Probability of dropping an attention weight, in [0, 1)."
-    )
-    causal: Declared[bool, bool] = _declared(FLAG, True, "Whether a call without a Mask object is causal.")
+        kinds.PROBABILITY, 0.0, "Probability of dropping an attention weight, in [0, 1).")
+    causal: Declared[bool, bool] = _declared(kinds.FLAG, True, "Whether a call without a Mask object is causal.")
     scan_ring_attention: bool | None = None  # Policy's; here is its place among the arguments
     blocksize_q: Declared[int | None, int | None] = _declared(
-        BLOCK, None, "Block size of queries that operation configs take where they declare none."
-    )
-    blocksize_k: Declared[int | None, int | None] = _declared(BLOCK, None, "The same of keys.")
-    blocksize_b: Declared[int | None, int | None] = _declared(BLOCK, None, "The same of the batch.")
+        kinds.BLOCK, None, "Block size of queries that operation configs take where they declare none.")
+    blocksize_k: Declared[int | None, int | None] = _declared(kinds.BLOCK, None, "The same of keys.")
+    blocksize_b: Declared[int | None, int | None] = _declared(kinds.BLOCK, None, "The same of the batch.")
+    # fmt: on

@@ -27,16 +27,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 class Kind(NamedTuple):
     """`take` turns a field's name and a value into what is kept, or raises ConfigError; `schema` and `write` are for JSON."""
 
     take: Callable[[str, Any], Any]
     schema: Mapping[str, Any]
-    write: Callable[[Any], Any] = _same
+    write: Callable[[Any], Any] = lambda value: value
 
 
 class Configs(dict[str, OperationConfig]):
@@ -213,8 +209,6 @@ def _written_axes(axes: PartitionAxis) -> dict[str, Any]:
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _AXIS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _RULES = {field.name: _AXIS for field in dataclasses.fields(PartitionAxis)}
-_SIZE = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}
-_RANGE = {"type": "number", "minimum": 0, "exclusiveMaximum": 1}
 
 
 def _object(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,6 +223,6 @@ AXES = Kind(lambda _, value: value, _object(_RULES), _written_axes)
 CONFIGS = Kind(_configs, _object({}), lambda configs: {name: config.to_dict() for name, config in configs.items()})
 MESH = Kind(_mesh, {"anyOf": [{"type": "object"}, {"type": "null"}]}, lambda mesh: mesh and mesh_to_dict(mesh))
 NUMBER_OR_NONE = Kind(_or(None, _number), {"type": ["number", "null"]})
-PROBABILITY = Kind(_probability, _RANGE)
+PROBABILITY = Kind(_probability, {"type": "number", "minimum": 0, "exclusiveMaximum": 1})
 FLAG = Kind(_flag, {"type": "boolean"})
-BLOCK = Kind(_or(None, _block), _SIZE)
+BLOCK = Kind(_or(None, _block), {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]})

@@ -10,7 +10,6 @@ from typing import Any, Self, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
-from eformer.escale import PartitionManager
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema
 
@@ -26,7 +25,7 @@ from .kinds import Kind, joined_axes, names_no_device, pick, renamed
 from .metadata_field import field_json_schema, field_schema
 from .model_metadata import arguments_of
 from .registry import OperationRegistry
-from .unset import UNSET, Unset
+from .unset import UNSET
 
 __all__ = ["METADATA_ARGUMENTS", "PICKUP", "OperationMetadata"]
 
@@ -38,13 +37,12 @@ T = TypeVar("T")
 def _declaration(cls: type[T]) -> type[T]:
     """A frozen dataclass that refuses other keywords with a hint; its fields are read and documented as they are declared."""
     made: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
-    start, known = made.__init__, tuple(field.name for field in dataclasses.fields(made))
+    start = made.__init__
 
     @functools.wraps(start)
     def init(self: Any, *args: Any, **given: Any) -> None:
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            refuse_unknown(unknown, known, "metadata", CALL_ARGUMENTS)
+        if unknown := [name for name in given if name not in METADATA_ARGUMENTS]:
+            refuse_unknown(unknown, METADATA_ARGUMENTS, "metadata", CALL_ARGUMENTS)
         start(self, *args, **given)
 
     made.__init__ = init
@@ -68,10 +66,8 @@ class OperationMetadata(Policy, MetadataFields):  # type: ignore[misc]
     def __post_init__(self) -> None:
         super().__post_init__()  # the policy's
         put, base = self.__dict__, self.base_config
-        manager: PartitionManager | Unset = put["partition_manager"]
-        axes = joined_axes(
-            put["partition_axis"], put["sequence_axis_name"], manager, lambda name: pick(base, PICKUP[name])
-        )
+        given = put["partition_axis"], put["sequence_axis_name"], put["partition_manager"]
+        axes = joined_axes(*given, lambda name: pick(base, PICKUP[name]))
         put |= {"partition_axis": axes, "sequence_axis_name": axes.sequence_parallel_axis}
         for name, kind in _KINDS.items():
             said = _FIELDS[name].metadata

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any
 
 from pydantic import GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
@@ -16,25 +16,10 @@ from .registry import OperationRegistry
 __all__ = ["field_json_schema", "field_schema", "metadata_json_schema"]
 
 
-class Metadata(Protocol):
-    """What these need of OperationMetadata, which stands above."""
-
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read it."""
-        ...
-
-    def to_dict(self) -> dict[str, Any]:
-        """Write it."""
-        ...
-
-
-def field_schema(wanted: type[Metadata]) -> CoreSchema:
+def field_schema(wanted: type[Any]) -> CoreSchema:
     """Takes metadata, or a dict as `to_dict` writes it; is written as that dict, whole, whatever is asked of the model."""
 
-    def read(value: Any) -> Metadata:
+    def read(value: Any) -> Any:
         if isinstance(value, wanted):
             return value  # immutable, and checked when it was made
         try:
@@ -52,14 +37,14 @@ def field_schema(wanted: type[Metadata]) -> CoreSchema:
     )
 
 
-def field_json_schema(wanted: type[Metadata], handler: GetJsonSchemaHandler) -> dict[str, Any]:
+def field_json_schema(wanted: type[Any], handler: GetJsonSchemaHandler) -> dict[str, Any]:
     """JSON Schema of such a field, with the configs of all operations that can be imported here."""
     configs = OperationRegistry.configs()
     schemas = {name: handler(config.__pydantic_core_schema__) for name, config in configs.items()}
     return metadata_json_schema(wanted, schemas)
 
 
-def metadata_json_schema(wanted: type[Metadata], configs: Mapping[str, Any]) -> dict[str, Any]:
+def metadata_json_schema(wanted: type[Any], configs: Mapping[str, Any]) -> dict[str, Any]:
     """JSON Schema of the dict that `wanted.from_dict` takes, around those of the operations' configs."""
     fields: dict[str, Any] = {"schema_version": {"const": 1}}
     for field in dataclasses.fields(wanted):
