@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import types
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
 
 from ..errors import ConfigError, shown
 
-__all__ = ["CHOICES", "Policy"]
+__all__ = ["CHOICES", "Policy", "with_fields"]
 
 
 def _declared(default: Any, doc: str) -> Any:
@@ -69,5 +69,11 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
     return tuple(choice for part in typing.get_args(annotation) for choice in _choices(part))
 
 
+def with_fields(cls: type) -> str:
+    """The docstring of a dataclass, and what its fields declare of themselves."""
+    return "\n".join([cls.__doc__ or "", *(f"    {f.name}: {f.metadata['doc']}" for f in fields(cls))])
+
+
+Policy.__doc__ = with_fields(Policy)
 CHOICES = {name: _choices(annotation) for name, annotation in typing.get_type_hints(Policy).items()}
 """The values that each field may have."""

@@ -76,7 +76,8 @@ class MetadataFields:
         pickup="sequence_axis_name")
     platform: Declared[str | None, str | None] = _declared(
         kinds.PLATFORM, None,
-        "The platform that is expected ('tpu', 'cuda', 'rocm', 'gpu', 'cpu'); a mesh that disagrees is an error.", pickup="platform")
+        "The platform that is expected ('tpu', 'cuda', 'rocm', 'gpu', 'cpu'); a mesh that disagrees is an error.",
+        pickup="platform")
     backend: Declared[str | None, str | None] = _declared(
         kinds.PLATFORM, None, "The platform to plan for where there is no mesh with devices; by default jax's.", pickup="backend")
     partition_axis: Declared[PartitionAxis, PartitionAxis | Mapping[str, Any]] = _declared(

@@ -17,7 +17,7 @@ from ..errors import ConfigError, a_type, nearest, shown
 from ..errors.strict_json import parse_json
 from ..planning.config import OperationConfig
 from ..planning.other_names import CALL_ARGUMENTS, other_name, refuse_unknown
-from ..planning.policy import CHOICES, Policy
+from ..planning.policy import CHOICES, Policy, with_fields
 from ..sharding import AttnShardingRules, resolve_rules
 from ..sharding.mesh import AnyMesh
 from .fields import MetadataFields, ReadAs
@@ -46,12 +46,10 @@ def _declaration(cls: type[T]) -> type[T]:
         start(self, *args, **given)
 
     made.__init__ = init
-    lines = [made.__doc__ or "", "    Args (all keyword or in this order, each may be left out):"]
+    made.__doc__ = with_fields(made)
     for field in dataclasses.fields(made):
-        lines.append(f"        {field.name}: {field.metadata['doc']}")
         if field.metadata.get("read"):
             setattr(made, field.name, ReadAs(field.name, field.metadata["read"]))
-    made.__doc__ = "\n".join(lines)
     return made
 
 
@@ -60,7 +58,8 @@ def _declaration(cls: type[T]) -> type[T]:
 class OperationMetadata(Policy, MetadataFields):  # type: ignore[misc]
     """One attention declaration; immutable, hashable, usable as a static argument of jit.
 
-    Errors: ConfigError (a ValueError) names the field, what was got, what is wanted.
+    Errors: ConfigError (a ValueError) names the field, what was got, what is wanted. All arguments are keywords, or in this
+    order; each may be left out.
     """
 
     def __post_init__(self) -> None:
