@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..masks import Mask
 from ..planning import AttentionProblem
 from ..planning.quantised import QUANTISED
-from ..planning.sequence.split import declared_strategy
+from ..planning.sequence.choice import declared_strategy
 from ..registry import OperationMetadata
 from ..sharding import (
     AttnShardingRules,
@@ -104,7 +104,7 @@ def describe(
         "the gradient recomputes the forward pass: called inside a shard_map with check_vma=True over part of the mesh"
     ] * (vma and any(a.kind != "manual" and a.size > 1 for a in axes))
     return AttentionProblem(
-        operation=operation,
+        operation=operation.name,
         config=config,
         batch=batch,
         q_len=q_len,

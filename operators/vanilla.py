@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import PositiveInt
 
 from ..planning import ALL_FEATURES, AttentionProblem, OperationConfig, Placement, Rule, implementation
-from ..planning.explain import fields_text
+from ..planning.text import fields_text
 from .base import Operation
 from .kernels.blockwise import Blocking, BlockwisePart, blockwise_attention
 from .kernels.decode import Pieces
