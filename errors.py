@@ -21,6 +21,7 @@ __all__ = [
     "ProcessError",
     "RefusedError",
     "ShardingError",
+    "UnfitError",
     "UnknownNameError",
     "a_type",
     "first_line",
@@ -56,6 +57,10 @@ class MaskError(AttnOpsError, ValueError):
 
 class ShardingError(AttnOpsError, ValueError):
     """A PartitionSpec that doesn't fit its tensor or its mesh, where that was declared an error."""
+
+
+class UnfitError(ShardingError):
+    """Specs that don't fit, where the declaration makes that a refusal (strict, kv_heads='error')."""
 
 
 class ProcessError(AttnOpsError, RuntimeError):

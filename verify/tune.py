@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..errors import AttnOpsError, ConfigError, RefusedError, shown
+from ..operators.ambient import ambient_platform
 from ..planning import AttentionProblem, Placement, Plan, PlannedOperation
 from ..planning.text import fields_text
 from ..planning.tune_cache import Choice, Found, Measured, best_of, keep, load
@@ -96,19 +97,19 @@ def tune_plan(
 
 
 def _way(problem: AttentionProblem, how: str | None) -> str:
-    here = jax.default_backend() == ("gpu" if problem.platform in ("cuda", "rocm") else problem.platform)
-    kind = problem.device_kind
-    here = here and kind in ("", problem.platform, jax.devices()[0].device_kind)
+    ours = ambient_platform(())
+    kinds = ("", problem.platform, ours.device_kind)
+    here = ours.serves(problem.platform) and problem.device_kind in kinds
     if how not in (None, "static", "device"):
         raise ConfigError(f"how={shown(how)}; wanted 'static' or 'device'.")
     if how == "device" and not here:
         raise ConfigError(
-            f"planned for {problem.device}, and this machine has {jax.devices()[0].device_kind}; run it there, or search by "
+            f"planned for {problem.device}, and this machine has {ours.device_kind}; run it there, or search by "
             "static clock."
         )
     if how == "device" or (how is None and here):
         return "device"
-    topology_of(kind)  # refuses what isn't a TPU
+    topology_of(problem.device_kind)  # refuses what isn't a TPU
     if not has_libtpu():
         raise ConfigError(
             f"searching for {problem.device} off the device needs libtpu, which isn't installed; pip install 'attnops[tpu]'."
