@@ -11,12 +11,11 @@ from typing import Any, cast
 
 import jax
 
-from .algebra import And, Not, Or
-from .base import Mask
+from .algebra import And, Full, Mask, Not, Or
 from .dynamic import Dense, Lengths, Positions, SegmentIds
 from .functions import MaskFunction
 from .slots import DynamicMask, Slot
-from .static import Causal, Chunked, Full, Prefix, SlidingWindow
+from .static import Causal, Chunked, Prefix, SlidingWindow
 
 __all__: list[str] = []
 
