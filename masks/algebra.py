@@ -16,13 +16,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import MaskError, a_type
-from . import blocks, materialise
+from .blocks import Grid, has_dead_rows, live_blocks
 from .bounds import BlockBounds, Blocks
 from .checks import LIMIT, whole
 from .intervals import Intervals, complement, intersect, single, unite
+from .materialise import materialise
 from .node import Node
 
-__all__ = ["And", "Full", "Mask", "Not", "Or"]
+__all__ = ["And", "Full", "Mask", "Not", "Or", "raw"]
 
 
 class Mask(Node["Mask"]):
@@ -73,7 +74,7 @@ class Mask(Node["Mask"]):
 
         query_offset: int, or integer array [batch]. NumPy comes out unless arrays or offset are jax's.
         """
-        return materialise.materialise(self, q_slice, kv_slice, query_offset)
+        return materialise(self, q_slice, kv_slice, query_offset)
 
     def row_intervals(self, rows: ArrayLike, kv_len: int, *, query_offset: int = 0) -> Intervals | None:
         """The visible keys of each row as (lo, hi), int64 [K, rows], K >= 1; None where only a test can tell.
@@ -100,13 +101,13 @@ class Mask(Node["Mask"]):
         Rows are q_start..q_start+q_len, keys k_start..k_start+kv_len; what is beyond their ends doesn't count.
         Exact for static masks; with dynamic leaves, dead and full are certain and partial is everything else.
         """
-        grid = blocks.Grid(block_q, block_kv, q_len, kv_len, q_start, query_offset, k_start)
-        return blocks.live_blocks(*self.bounds(), grid)
+        grid = Grid(block_q, block_kv, q_len, kv_len, q_start, query_offset, k_start)
+        return live_blocks(*self.bounds(), grid)
 
     def may_have_dead_rows(self, q_len: int, kv_len: int, *, q_start: int = 0, query_offset: int = 0) -> bool:
         """Whether some row of q_start..q_start+q_len sees no key; with dynamic leaves, whether one may."""
-        grid = blocks.Grid(1, LIMIT, q_len, kv_len, q_start, query_offset)
-        return blocks.has_dead_rows(self.bounds()[0], grid)
+        grid = Grid(1, LIMIT, q_len, kv_len, q_start, query_offset)
+        return has_dead_rows(self.bounds()[0], grid)
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class _Several(Mask):
     # __new__ instead of __init__, because the normal form may be a node of another class.
     def __new__(cls, masks: Iterable[Mask]) -> Mask:  # type: ignore[misc]
         flat = cls.flat(_masks(masks, cls.__name__))
-        return flat[0] if len(flat) == 1 else _node(cls, "masks", tuple(flat))
+        return flat[0] if len(flat) == 1 else raw(cls, masks=tuple(flat))
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return (self.masks,)
@@ -220,7 +221,7 @@ class Not(Mask):
 
     def __new__(cls, mask: Mask) -> Mask:  # type: ignore[misc]
         (mask,) = _masks((mask,), "Not")
-        return mask.mask if isinstance(mask, Not) else _node(cls, "mask", mask)
+        return mask.mask if isinstance(mask, Not) else raw(cls, mask=mask)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return (self.mask,)
@@ -255,10 +256,12 @@ class Not(Mask):
         return {"kind": self.kind, "mask": self.mask.to_dict()}
 
 
-def _node(cls: type[Mask], field: str, value: Any) -> Mask:
-    node = object.__new__(cls)
-    object.__setattr__(node, field, value)
-    return node
+def raw(cls: type[Any], **fields: Any) -> Any:
+    """A mask with these fields, neither checked nor brought into normal form."""
+    mask = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(mask, name, value)
+    return mask
 
 
 def _masks(masks: Iterable[Any], owner: str) -> list[Mask]:

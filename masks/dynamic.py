@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import MaskError, a_type
 from .algebra import Mask
 from .bounds import BlockBounds, Blocks, Extent, between, equal
-from .checks import is_host, whole_or_none
+from .checks import check_distances, is_host
 from .int_arrays import same_width
 from .slots import DynamicMask, Slot
 
@@ -79,11 +79,7 @@ class Positions(DynamicMask):
     right: int | None = 0
 
     def __post_init__(self) -> None:
-        if self.left is None and self.right is None:
-            raise MaskError("Positions(left=None, right=None) bounds nothing; leave it out, or use Full()")
-        for side in ("left", "right"):
-            distance = whole_or_none(getattr(self, side), f"Positions {side}", "no bound", minimum=0)
-            object.__setattr__(self, side, distance)
+        check_distances(self)
         super().__post_init__()
 
     def slot(self) -> Slot:

@@ -10,9 +10,9 @@ from .algebra import And, Full, Mask, Not, Or
 from .functions import MaskFunction
 from .static import Causal, Chunked, Prefix, SlidingWindow
 
-__all__ = ["MAX_DEPTH", "mask_from_dict"]
+__all__ = ["mask_from_dict"]
 
-MAX_DEPTH = 64
+_MAX_DEPTH = 64
 
 _LEAVES: dict[str, type[Any]] = {cls.kind: cls for cls in (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction)}
 _SHORT: dict[str, Mask] = {"causal": Causal(), "full": Full()}
@@ -30,8 +30,8 @@ def mask_from_dict(data: Any) -> Mask:
 
 
 def _read(data: Any, at: str, depth: int) -> Mask:
-    if depth > MAX_DEPTH:
-        raise MaskError(f"the mask is nested deeper than {MAX_DEPTH}; put all parts of an and (or) into one list")
+    if depth > _MAX_DEPTH:
+        raise MaskError(f"the mask is nested deeper than {_MAX_DEPTH}; put all parts of an and (or) into one list")
     if isinstance(data, str):
         return _short(data, at)
     if not isinstance(data, dict):

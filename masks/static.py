@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from numpy.typing import NDArray
 
-from ..errors import MaskError
 from .algebra import Mask
 from .bounds import BlockBounds, Blocks, Extent, between, equal
-from .checks import whole, whole_or_none
+from .checks import check_distances, whole, whole_or_none
 from .intervals import Intervals, single
 
 __all__ = ["Causal", "Chunked", "OffsetMask", "Prefix", "SlidingWindow", "window_tokens"]
@@ -81,11 +80,7 @@ class SlidingWindow(OffsetMask):
     offset: int | None = None
 
     def __post_init__(self) -> None:
-        if self.left is None and self.right is None:
-            raise MaskError("SlidingWindow(left=None, right=None) bounds nothing; use Full()")
-        for side in ("left", "right"):
-            distance = whole_or_none(getattr(self, side), f"SlidingWindow {side}", "no bound", minimum=0)
-            object.__setattr__(self, side, distance)
+        check_distances(self)
         self._check_offset()
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
