@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, a_type, nearest, shown
-from ..errors.strict_json import parse_json, read_text
+from ..strict_json import parse_json, read_text
 from .families import COMPOSITES, FAMILIES, PARTS, Family
 from .keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
 

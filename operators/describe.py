@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..masks import Mask
 from ..planning import AttentionProblem
 from ..planning.quantised import QUANTISED
-from ..planning.sequence import declared_strategy
+from ..planning.sequence.choice import declared_strategy
 from ..registry import OperationMetadata
 from ..sharding import (
     AttnShardingRules,
@@ -28,8 +28,8 @@ from .ambient import ambient_platform
 from .arguments import Arrays, Options, bound_mask, join_mask, shaped
 from .declared_config import declared_config
 from .dtype_notes import width_notes
-from .manual_sequence import of_the_whole, split_by_caller
 from .mask_notes import dense_notes
+from .sequence.manual import of_the_whole, split_by_caller
 from .shapes import check_dtypes, check_extras, check_key, check_scales, leaf_shape, sizes_of, with_segments
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def describe(
         "the gradient recomputes the forward pass: called inside a shard_map with check_vma=True over part of the mesh"
     ] * (vma and any(a.kind != "manual" and a.size > 1 for a in axes))
     return AttentionProblem(
-        operation=operation,
+        operation=operation.name,
         config=config,
         batch=batch,
         q_len=q_len,

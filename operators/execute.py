@@ -21,9 +21,9 @@ from .describe import packed
 from .kernels.lse import logsumexp
 from .local import LocalCall, LocalOutput, Ring
 from .local_mask import Dropout, LocalMask, dropout_seed
-from .manual_sequence import share_of_heads, whole_leaves, without_manual
-from .merge import merged_over_devices
-from .split_sequence import bring_together, take_apart
+from .sequence.gather import bring_together, take_apart
+from .sequence.manual import share_of_heads, whole_leaves, without_manual
+from .sequence.split_kv import merged_over_devices
 
 __all__ = ["Operands", "execute"]
 

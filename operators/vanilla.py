@@ -11,14 +11,14 @@ import numpy as np
 from pydantic import PositiveInt
 
 from ..planning import ALL_FEATURES, AttentionProblem, OperationConfig, Placement, Rule, implementation
-from ..planning.explain import fields_text
+from ..planning.text import fields_text
 from .base import Operation
 from .kernels.blockwise import Blocking, BlockwisePart, blockwise_attention
 from .kernels.decode import Pieces
 from .kernels.plain import plain_attention
 from .local import LocalCall, LocalOutput
 from .native_route import NativeRoute, native_route
-from .ring_call import around_the_ring
+from .sequence.ring_call import around_the_ring
 
 __all__ = ["Vanilla", "VanillaConfig"]
 

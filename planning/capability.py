@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-if TYPE_CHECKING:
-    from .config import OperationConfig
-    from .placement import Placement
-    from .problem import AttentionProblem
-    from .route import Route
+from .config import OperationConfig
+from .placement import Placement
+from .problem import AttentionProblem
+from .route import Route
 
 __all__ = ["ALL_FEATURES", "FEATURES", "STATIC_MASKS", "Capability", "Reason", "Rule", "Tolerance", "implementation"]
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from ..sharding import FittedRules, FittedSpec, TensorShape, axes_at, fit, refuse_unfit
 from .problem import AttentionProblem
 from .repeated import RepeatedAxis, repeated_axes, repeated_lines
-from .sequence import SequenceSplit, split_sequence
+from .sequence.split import SequenceSplit, split_sequence
 
 __all__ = ["LocalShape", "Placement", "place_problem"]
 

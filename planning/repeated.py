@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import nearest
 from ..sharding import FittedRules, MeshAxis, axes_at
-
-if TYPE_CHECKING:
-    from .problem import AttentionProblem
+from .problem import AttentionProblem
 
 __all__ = ["RepeatedAxis", "repeated_axes", "repeated_lines", "repeated_work"]
 

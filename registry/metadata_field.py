@@ -12,7 +12,7 @@ from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core
 
 from ..errors import AttnOpsError
 from ..planning.operation import METHODS
-from ..planning.sequence import RING_ORDERS, STRATEGIES
+from ..planning.sequence.split import RING_ORDERS, STRATEGIES
 from .registry import OperationRegistry
 
 if TYPE_CHECKING:

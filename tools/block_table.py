@@ -1,7 +1,7 @@
 """Choose block sizes for the shapes of real models on every TPU generation, and ship them.
 
     python tools/block_table.py --search WORK.json     compile what isn't in WORK.json yet; then write the table
-    python tools/block_table.py --write WORK.json      only write operators/splash_table.json and docs/block-choices.md
+    python tools/block_table.py --write WORK.json      only write operators/shipped.json and docs/block-choices.md
 
 For each shape of tests/data/model_shapes.json (bfloat16, mode train, one device) the first candidates of both passes of attnops'
 splash kernels are compared by static cycles. The cycles of a tile don't depend on the length, so they are read from compiling
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
-from attnops.operators.splash_table import TABLE, table_key
+from attnops.operators.splash.shipped import TABLE, table_key
 from attnops.planning import Plan
 from attnops.verify.call import verify_call
 from attnops.verify.clock_worker import ClockWorker
@@ -149,7 +149,7 @@ def cost(work: Work, decided: Plan, part: str, fields: dict[str, Any]) -> int | 
     problem, placement = decided.problem, decided.placement
     assert decided.method is not None
     asked = replace(problem, config=problem.config.with_fields(fields))
-    config = problem.operation.resolve_config(decided.method, asked, placement)
+    config = decided.operation.resolve_config(decided.method, asked, placement)
     total = 0
     for kernel in kernels_of(part, config):
         cycles = work.tile(decided, part, kernel, fields)
@@ -167,7 +167,7 @@ def search(work: Work, shape: dict[str, Any], generation: str) -> None:
     key = table_key(decided.problem, decided.placement)
     if key in work.data["choices"]:
         return
-    offered = decided.problem.operation.candidates(decided.method or "", decided.problem, decided.placement)
+    offered = decided.operation.candidates(decided.method or "", decided.problem, decided.placement)
     ranked: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     ratio: dict[str, float] = {}
     for part, ways in offered.items():

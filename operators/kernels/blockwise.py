@@ -20,13 +20,13 @@ import numpy as np
 from jax import lax
 
 from ..local_mask import Dropout, LocalMask
+from .cpu_tuning import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, held_in_loop
 from .decode import Pieces, decode_forward
 from .lean import cut, cut_along, dot, fold, loop, put, split_index, where
 from .operands import Operands, Places, Traced, put_together
 from .part import LSE_NAME, OUTPUT_NAME, differentiable
-from .tiles import Tile, TileSource, is_arithmetic, visits
+from .tiles import Tile, TileSource, is_arithmetic, tile_table
 from .varying import vary, varying
-from .xla_seam import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, held_in_loop
 
 __all__ = ["Blocking", "BlockwisePart", "bias_gradient", "blockwise_attention"]
 
@@ -193,7 +193,7 @@ class _Pass:
         self.stages, self.slots = (1, self.batch * self.groups) if together else (self.batch * self.groups, 1)
         mask, dropout = put_together(static.places, traced)
         self.source = TileSource(mask, dropout, blocking.block_q, blocking.block_kv)
-        self.visits = visits(mask, blocking.block_q, blocking.block_kv, apart=apart)
+        self.table = tile_table(mask, blocking.block_q, blocking.block_kv, apart=apart)
         self.bias = None if operands.bias is None else self.source.pad(operands.bias)
         self.axes = varying(operands)
 
@@ -217,7 +217,7 @@ class _Pass:
 
     def each_live(self, at: QueryBlock, step: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
         """Fold over the kv blocks that a query block sees: (kv block, carry, whether a mask is needed)."""
-        plan = self.visits
+        plan = self.table
         if self.kv_blocks == 1:  # its mask says all: no loop, whatever is known only at run time
             known = plan.some_partial or plan.some_full
             return step(0, carry, plan.some_partial) if known else carry
@@ -234,7 +234,7 @@ class _Pass:
 
     def _range(self, at: QueryBlock) -> tuple[Any, tuple[Any, Any], Callable[[Any], Any]]:
         """The kv blocks of a query block: n of the first, n after the partial ones and after all, and the block of each n."""
-        table = self.visits.table
+        table = self.table.table
         begin: Any
         end: Any
         if isinstance(table, np.ndarray) and (table == table[:1, :1]).all():
@@ -244,7 +244,7 @@ class _Pass:
             place = (at.batch if table.shape[0] > 1 else 0, at.q_block, 0)
             row = cut(jnp.asarray(table), place, (1, 1, table.shape[2])).reshape(-1)
             begin, end = (lax.index_in_dim(row, n, keepdims=False) for n in (0, 1))
-        if self.visits.neighbours:
+        if self.table.neighbours:
             known = isinstance(table, np.ndarray) and (table[..., 0] == table[0, 0, 0]).all()
             return int(table[0, 0, 0]) if known else begin, (end, end), lambda n: n
         return 2, (begin, end), lambda n: lax.squeeze(cut_along(row, n, 1), (0,))

@@ -16,9 +16,7 @@ import numpy as np
 from jax import lax
 
 from ..local_mask import Dropout, LocalMask
-from .lean import where
-from .varying import vary, varying
-from .xla_seam import (
+from .cpu_tuning import (
     LN2,
     LOG2E,
     compute_dtype,
@@ -29,6 +27,8 @@ from .xla_seam import (
     lone_row_sum,
     product,
 )
+from .lean import where
+from .varying import vary, varying
 
 __all__ = ["Pieces", "decode_forward"]
 

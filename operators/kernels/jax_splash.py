@@ -12,7 +12,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float
 
 from ...masks import Full, Mask
-from .borrowed_splash import BorrowedBlocks, BorrowedCall, block_kinds, small
+from .external_splash import ExternalBlocks, ExternalCall, block_kinds, small
 
 __all__ = ["jax_splash_attention"]
 
@@ -20,7 +20,7 @@ _LAYOUTS = {"head_dim_minor": splash.QKVLayout.HEAD_DIM_MINOR, "seq_minor": spla
 
 
 def jax_splash_attention(
-    call: BorrowedCall, blocks: BorrowedBlocks, *, residual_checkpoint_name: str | None, interpret: bool
+    call: ExternalCall, blocks: ExternalBlocks, *, residual_checkpoint_name: str | None, interpret: bool
 ) -> Float[Array, "batch heads q value_dim"]:
     """Attend with jax's kernel, forward and gradient."""
     q_len, kv_len = call.query.shape[2], call.key.shape[2]
@@ -48,7 +48,7 @@ def jax_splash_attention(
     return given.attend(lambda q, k, v, ids, sinks: kernel(q, k, v, ids and splash.SegmentIds(*ids), sinks), q_len)
 
 
-def _sizes(blocks: BorrowedBlocks) -> splash.BlockSizes:
+def _sizes(blocks: ExternalBlocks) -> splash.BlockSizes:
     return splash.BlockSizes(
         block_q=blocks.block_q,
         block_kv=blocks.block_kv,
@@ -110,7 +110,7 @@ def _shrink(live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return index, place < counts
 
 
-def _info(tables: tuple[np.ndarray, np.ndarray] | None, rows: Array | None, call: BorrowedCall) -> mask_info.MaskInfo:
+def _info(tables: tuple[np.ndarray, np.ndarray] | None, rows: Array | None, call: ExternalCall) -> mask_info.MaskInfo:
     if tables is None:
         return mask_info.MaskInfo(None, None, None, None, None)
     index, live = (jnp.asarray(t) for t in tables)

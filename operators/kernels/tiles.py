@@ -13,10 +13,10 @@ from ...masks import Full, Mask
 from ..local_mask import Dropout, LocalMask
 from .lean import cut, cut_along, numbers, shifted
 
-__all__ = ["Tile", "TileSource", "Visits", "is_arithmetic", "visits"]
+__all__ = ["Tile", "TileSource", "TileTable", "is_arithmetic", "tile_table"]
 
 
-class Visits(NamedTuple):
+class TileTable(NamedTuple):
     """Which kv blocks each query block visits: a row of `table` [batch | 1, q blocks, 2 + most kv blocks].
 
     From the third place on it holds the partial ones, then the full ones; its first two numbers are the place after the
@@ -43,7 +43,7 @@ def is_arithmetic(mask: Mask) -> bool:
     return len(atoms) <= _MOST_LEAVES and all(atom.kind in _ARITHMETIC for atom in atoms)
 
 
-def visits(mask: LocalMask, block_q: int, block_kv: int, *, apart: bool = True) -> Visits:
+def tile_table(mask: LocalMask, block_q: int, block_kv: int, *, apart: bool = True) -> TileTable:
     """Sort each query block's kv blocks by kind. A last block that is padded counts as partial.
 
     apart=False counts full ones as partial, too: they are then one loop, half of the program. So does a mask that costs next
@@ -63,20 +63,20 @@ def visits(mask: LocalMask, block_q: int, block_kv: int, *, apart: bool = True) 
     live = (kinds > 0).sum(-1)
     last = np.where(live, last, first)
     if not (some_partial and some_full) and (last - first == live).all():
-        return Visits(np.stack([first, last], -1).astype(np.int32), some_partial, some_full, True)
+        return TileTable(np.stack([first, last], -1).astype(np.int32), some_partial, some_full, True)
     table = _sorted_by_kind(kinds, np)
     most = int(table[..., 1].max())  # in a window a row sees few blocks: the others need not be in the program
-    return Visits(table[..., :most], some_partial, some_full, False)
+    return TileTable(table[..., :most], some_partial, some_full, False)
 
 
-def _known_at_run_time(kinds: jax.Array, padded: bool, apart: bool) -> Visits:
+def _known_at_run_time(kinds: jax.Array, padded: bool, apart: bool) -> TileTable:
     """The same of kinds that are traced."""
     if not apart:
         kinds = jnp.minimum(kinds, 1)
     if padded:
         last = np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1
         kinds = jnp.where(last, jnp.minimum(kinds, 1), kinds)
-    return Visits(_sorted_by_kind(kinds, jnp), True, apart, False)
+    return TileTable(_sorted_by_kind(kinds, jnp), True, apart, False)
 
 
 def _sorted_by_kind(kinds: Any, xp: Any) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ...masks import Full, Mask
-from .borrowed_splash import BorrowedBlocks, BorrowedCall, Operands, block_kinds, small
+from .external_splash import ExternalBlocks, ExternalCall, Operands, block_kinds, small
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -51,7 +51,7 @@ def _version() -> str:
 
 
 def tokamax_splash_attention(
-    call: BorrowedCall, blocks: BorrowedBlocks, *, residual_checkpoint_name: str | None, interpret: bool
+    call: ExternalCall, blocks: ExternalBlocks, *, residual_checkpoint_name: str | None, interpret: bool
 ) -> Float[Array, "batch heads q value_dim"]:
     """Attend with tokamax's kernel, forward and gradient. Its backward is the fused one."""
     splash, mask_info, base = _modules()
@@ -91,7 +91,7 @@ def _modules() -> tuple[ModuleType, ModuleType, ModuleType]:
 
 
 def _config(
-    splash: ModuleType, blocks: BorrowedBlocks, soft_cap: float | None, name: str | None, interpret: bool
+    splash: ModuleType, blocks: ExternalBlocks, soft_cap: float | None, name: str | None, interpret: bool
 ) -> Any:
     layouts = {"head_dim_minor": splash.QKVLayout.HEAD_DIM_MINOR, "seq_minor": splash.QKVLayout.SEQ_MINOR}
     return splash.SplashConfig(
@@ -163,7 +163,7 @@ def _tables(
     return _Tables(small(rows, q_blocks - 1), small(cols, kv_blocks - 1), small(listed, 2), steps, live)
 
 
-def _alive(tables: _Tables | None, given: Operands, call: BorrowedCall, blocks: BorrowedBlocks) -> Array | None:
+def _alive(tables: _Tables | None, given: Operands, call: ExternalCall, blocks: ExternalBlocks) -> Array | None:
     """Whether the forward pass has a tile in which ids may meet; None without ids.
 
     0.0.17 leaves out tiles in which they can't, by the blocks' least and greatest ids. Where that leaves none at all, its
@@ -184,11 +184,11 @@ def _alive(tables: _Tables | None, given: Operands, call: BorrowedCall, blocks: 
     return (meet[rows, cols] & (rows >= 0)).any()
 
 
-def _of_shard(x: np.ndarray | None, call: BorrowedCall) -> Array | None:
+def _of_shard(x: np.ndarray | None, call: ExternalCall) -> Array | None:
     return None if x is None else jax.lax.dynamic_index_in_dim(jnp.asarray(x), call.shard, keepdims=False)
 
 
-def _info(mask_info: ModuleType, tables: _Tables | None, given: Operands, call: BorrowedCall) -> Any:
+def _info(mask_info: ModuleType, tables: _Tables | None, given: Operands, call: ExternalCall) -> Any:
     if tables is None:
         return mask_info.MaskInfo(None, None, None, None, None, None, None)
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from attnops import AttentionProblem, RefusedError
-from attnops.operators.splash_borrowed import BORROWED_FEATURES
+from attnops.operators.splash.external import EXTERNAL_FEATURES
 
 from . import cases, harness
 
@@ -30,7 +30,7 @@ def _refusal(
         codes |= {"splash.one_query"} if case.q_len == 1 else set()
         codes |= {"splash.dtype"} if dtype == "float16" else set()
         if kernel := (implementation.config or {}).get("kernel"):
-            missing = (case.features & implementation.capability.consumes) - BORROWED_FEATURES
+            missing = (case.features & implementation.capability.consumes) - EXTERNAL_FEATURES
             codes |= {f"splash.{kernel}.{feature}" for feature in missing}
             codes |= {f"splash.{kernel}.one_of_each"} if _segment_ids_twice(case) else set()
     return codes

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from attnops import Mask, OperationMetadata, OperationRegistry
-from attnops.planning.explain import bytes_text
+from attnops.planning.text import bytes_text
 from attnops.sharding import virtual_mesh
 from attnops.verify.collectives import collectives, sent_bytes
 

@@ -18,7 +18,7 @@ OFTEN = {
     ("splash.forward_tpu", "segment_ids", "float32"),
 }
 NAMES = ("everything", "bias", "segment_ids", "cache", "sinks_several", "kv_lengths", "int8_kv")
-OF_BORROWED = ("segment_ids", "sinks_several", "kv_lengths")
+OF_EXTERNAL = ("segment_ids", "sinks_several", "kv_lengths")
 CASES = [
     pytest.param(
         *(which, name, dtype),
@@ -31,7 +31,7 @@ CASES = [
     for which in harness.RUNNABLE
     for name in NAMES
     for dtype in ("float32", "float64")
-    if which not in harness.KERNELS or name in OF_BORROWED
+    if which not in harness.KERNELS or name in OF_EXTERNAL
     if dtype == "float32" or which.startswith("vanilla")
 ]
 

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 import block_table
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.operators.splash_table import TABLE, table_key
+from attnops.operators.splash.shipped import TABLE, table_key
 from attnops.verify.call import verify_call
 
 CHOICES = json.loads(TABLE.read_text())["choices"]

@@ -131,7 +131,7 @@ def test_splash_says_what_its_gradient_works_on() -> None:
 def test_blocks_count_what_is_loaded() -> None:
     """int8 blocks take half of bfloat16's VMEM, so that what is counted of a forward pass shrinks."""
     from attnops.operators.kernels.splash.vmem import forward_parts
-    from attnops.operators.splash_vmem import _shape, blocks_of
+    from attnops.operators.splash.vmem_count import _shape, blocks_of
 
     shape, scale = (1, 4096, 8, 128), _struct((1, 4096, 8, 1), "float32")
     attend, found = _attend("splash", backend="tpu"), {}

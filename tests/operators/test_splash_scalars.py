@@ -27,9 +27,9 @@ from attnops import (
     register_mask_function,
 )
 from attnops.operators.kernels.splash.frame import Frame
-from attnops.operators.kernels.splash.visits import MOST_WORDS
-from attnops.operators.splash_blocks import tile_cost
-from attnops.operators.splash_scalars import ScalarMemory
+from attnops.operators.kernels.splash.schedule import MOST_WORDS
+from attnops.operators.splash.block_choice import tile_cost
+from attnops.operators.splash.scalar_memory import ScalarMemory
 
 
 @register_mask_function("scalars_stripes")

@@ -16,8 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from attnops.errors import ConfigError, FallbackWarning, RefusedError, ShardingError
 from attnops.masks import Causal, SlidingWindow
 from attnops.operators.splash import Splash
-from attnops.planning import ALL_FEATURES, FEATURES, Policy, plan
-from attnops.planning.plan import METHODS
+from attnops.planning import ALL_FEATURES, FEATURES, METHODS, Policy, plan
 from attnops.registry import OperationMetadata
 from attnops.sharding import AttnShardingRules
 
@@ -184,8 +183,8 @@ def test_cached():
     attend = toy.make({"forward_cpu"})()
     first = attend.plan(*toy.shapes())
     assert attend.plan(*toy.shapes()) is first
-    assert plan(first.problem, first.policy) is first
-    assert plan(first.problem, Policy(fallback="error")) is not first
+    assert plan(first.operation, first.problem, first.policy) is first
+    assert plan(first.operation, first.problem, Policy(fallback="error")) is not first
     assert attend.plan(*toy.shapes(q_len=16)) is not first
     assert hash(first.problem) == hash(attend.plan(*toy.shapes()).problem)
 

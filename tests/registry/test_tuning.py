@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from attnops import Causal, ConfigError, OperationMetadata, OperationRegistry, Plan
-from attnops.operators.splash_table import look_up, table_key
+from attnops.operators.splash.shipped import look_up, table_key
 from attnops.planning import tune_cache
-from attnops.planning.plan import _decide
+from attnops.planning.decide import _decide
 from attnops.planning.tune_cache import Measured
 from attnops.planning.tuning import tune_key
 from attnops.sharding import virtual_mesh
@@ -198,7 +198,7 @@ def test_the_table_is_read_where_nothing_is_declared(monkeypatch: pytest.MonkeyP
     decided = _plan()
     row = {"block_q": 256, "block_kv": 256, "block_q_dkv": 128}
     table = {"compiler": "libtpu 1.2.3", "choices": {table_key(decided.problem, decided.placement): row}}
-    monkeypatch.setattr("attnops.operators.splash_table._table", lambda: table)
+    monkeypatch.setattr("attnops.operators.splash.shipped._table", lambda: table)
     _decide.cache_clear()
     found = _plan()
     assert found.tuning is not None

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .attention import SplashPart, splash_attention
-from .blocks import SplashBlocks
+from .block_sizes import SplashBlocks
 
 __all__ = ["SplashBlocks", "SplashPart", "splash_attention"]

@@ -18,11 +18,11 @@ from ..blockwise import Blocking, bias_gradient
 from ..operands import Operands, Places, Traced, put_together
 from ..part import LSE_NAME, OUTPUT_NAME, differentiable
 from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
-from .blocks import SplashBlocks
+from .block_sizes import SplashBlocks
 from .forward import forward_kernel, forward_outputs, forward_scratch
 from .frame import Frame, Heads, Input
+from .schedule import tile_schedule
 from .tile import Logits, add_to_frame
-from .visits import visit_list
 
 __all__ = ["SplashPart", "splash_attention"]
 
@@ -150,7 +150,7 @@ class _Pass:
         kv_heads = operands.key.shape[1]
         heads = Heads.tiled(kv_heads, q_heads // kv_heads, blocks.heads_per_tile)
         mask, dropout = put_together(logits.places, traced)
-        visits = visit_list(mask, block_q, block_kv, slow, kv_blocks)
+        visits = tile_schedule(mask, block_q, block_kv, slow, kv_blocks)
         self.frame = frame = Frame(batch, heads, block_q, block_kv, visits, slow)
         self.q_padded, self.kv_padded = (
             -(-n // b) * b for n, b in ((logits.places.q_len, block_q), (logits.places.kv_len, block_kv))

@@ -19,8 +19,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .forward import product
 from .frame import Frame, Input
+from .schedule import FIRST, LAST, LIVE, PARTIAL
 from .tile import HeadKey, Logits, Tile
-from .visits import FIRST, LAST, LIVE, PARTIAL
 
 __all__ = ["add_key_gradients", "add_query_gradient", "backward_kernel"]
 

@@ -16,8 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..precision import exact
 from .frame import Frame
+from .schedule import FIRST, LAST, LIVE, PARTIAL
 from .tile import HeadKey, Logits, Tile
-from .visits import FIRST, LAST, LIVE, PARTIAL
 
 __all__ = ["forward_kernel", "forward_outputs", "forward_scratch", "product"]
 

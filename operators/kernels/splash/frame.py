@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..varying import vary, varying
-from .visits import Visits, kv_block_of, q_block_of
+from .schedule import TileSchedule, kv_block_of, q_block_of
 
 __all__ = ["Frame", "Heads", "Input", "Step"]
 
@@ -78,7 +78,7 @@ class Frame:
     'kv') the last two are swapped, so that all query heads of a group go over a kv block before the next one comes.
     """
 
-    def __init__(self, batch: int, heads: Heads, block_q: int, block_kv: int, visits: Visits, slow: str) -> None:
+    def __init__(self, batch: int, heads: Heads, block_q: int, block_kv: int, visits: TileSchedule, slow: str) -> None:
         self.batch, self.heads, self.block_q, self.block_kv = batch, heads, block_q, block_kv
         self.visits, self.slow = visits, slow
         self.group_last = slow == "kv"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .blocks import SplashBlocks
+from .block_sizes import SplashBlocks
 from .frame import Heads
 
 __all__ = ["Shape", "Vmem", "backward_parts", "forward_parts", "vmem_of"]

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
 from attnops.masks import Lengths
-from attnops.operators.kernels.splash.visits import (
+from attnops.operators.kernels.splash.schedule import (
     FIRST,
     LAST,
     LIVE,
     PARTIAL,
     Known,
-    fewest_visits,
+    fewest_steps,
     kv_block_of,
     live_tiles,
-    most_visits,
+    most_steps,
     q_block_of,
-    visit_list,
+    tile_schedule,
 )
 from attnops.operators.local_mask import LocalMask
 
@@ -71,7 +71,7 @@ def _check(words: np.ndarray, want: dict[tuple[int, int], int], slow: str, slow_
 @settings(max_examples=25, deadline=None)
 def test_every_live_tile_once(name: str, slow: str, q_len: int, kv_len: int, block_q: int, block_kv: int) -> None:
     mask = MASKS[name]
-    visits = visit_list(LocalMask(mask, 0, q_len, kv_len, None), block_q, block_kv, slow)
+    visits = tile_schedule(LocalMask(mask, 0, q_len, kv_len, None), block_q, block_kv, slow)
     visible = np.broadcast_to(mask.materialise(slice(0, q_len), slice(0, kv_len))[0, 0], (q_len, kv_len))
     want = _brute(visible, block_q, block_kv)
     blocks = -(-q_len // block_q) if slow == "q" else -(-kv_len // block_kv)
@@ -104,7 +104,7 @@ def test_a_traced_place_gives_the_same_list(name: str, slow: str, traced: tuple[
         at: dict[str, Any] = {**places, **given}
         if "query_offset" in given:  # a number a batch row
             at["query_offset"] = at["query_offset"][None]
-        visits = visit_list(LocalMask(mask, q_len=150, kv_len=200, **at), 32, 48, slow)
+        visits = tile_schedule(LocalMask(mask, q_len=150, kv_len=200, **at), 32, 48, slow)
         return jnp.asarray(visits.words), jnp.asarray(visits.covered)
 
     rows, keys = np.arange(60, 210)[:, None], np.arange(50, 250)[None]
@@ -127,16 +127,16 @@ def test_bounds_of_a_list_at_keys_that_lie_elsewhere(name: str, k_start: int) ->
     for place in _brute(visible, 32, 48):
         wanted[place] = True
     np.testing.assert_array_equal(live_tiles(known, 32, 48), wanted)
-    assert most_visits(wanted, "q") == np.maximum(wanted.sum(1), 1).sum()
+    assert most_steps(wanted, "q") == np.maximum(wanted.sum(1), 1).sum()
     firsts = [np.unique(np.flatnonzero(visible[row]) // 48) for row in range(0, 150, 32)]
-    assert fewest_visits(known, 32, 48) == sum(map(len, firsts))
+    assert fewest_steps(known, 32, 48) == sum(map(len, firsts))
 
 
 def test_a_list_for_each_batch_row() -> None:
     lengths = np.array([0, 50, 200])
 
     def words(lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-        visits = visit_list(LocalMask(Lengths(lengths) & Causal(0), 0, 150, 200, None), 32, 48, "q")
+        visits = tile_schedule(LocalMask(Lengths(lengths) & Causal(0), 0, 150, 200, None), 32, 48, "q")
         assert visits.rows == 3
         assert visits.length < 5 * 5  # what the static part rules out has no place
         return visits.words.reshape(3, -1), visits.covered
@@ -157,9 +157,9 @@ def test_a_list_for_each_batch_row() -> None:
 def test_128k_tokens_are_planned_from_a_closed_form() -> None:
     """No [q, kv] array, and as many words as there are live tiles."""
     mask = LocalMask(Causal(0), 0, 1 << 17, 1 << 17, None)
-    assert visit_list(mask, 1024, 1024, "q").length == 128 * 129 // 2
+    assert tile_schedule(mask, 1024, 1024, "q").length == 128 * 129 // 2
     windowed = LocalMask(Causal(0) & SlidingWindow(4095, 0, offset=0), 0, 1 << 17, 1 << 17, None)
-    assert visit_list(windowed, 1024, 1024, "kv").length == 128 * 5 - (1 + 2 + 3 + 4)
+    assert tile_schedule(windowed, 1024, 1024, "kv").length == 128 * 5 - (1 + 2 + 3 + 4)
 
 
 def test_configs_and_plans_pickle() -> None:

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import PositiveInt, StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from ..errors import shown
-from ..planning import OperationConfig
+from ...errors import shown
+from ...planning import OperationConfig
 
 __all__ = ["LACKING", "LANES", "SplashConfig"]
 

@@ -6,12 +6,12 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from ..errors import ConfigError
-from ..planning import AttentionProblem, OperationConfig, Placement
-from .splash_config import LANES, SplashConfig
-from .splash_scalars import ScalarMemory
-from .splash_sizes import Sizes, choose_block, dividing_block
-from .splash_vmem import ROOM, counted_vmem, vmem_need, vmem_room
+from ...errors import ConfigError
+from ...planning import AttentionProblem, OperationConfig, Placement
+from .config import LANES, SplashConfig
+from .scalar_memory import ScalarMemory
+from .sizes import Sizes, choose_block, dividing_block
+from .vmem_count import ROOM, counted_vmem, vmem_need, vmem_room
 
 __all__ = ["resolve_attnops", "tile_cost"]
 
@@ -33,7 +33,7 @@ _MIB = 1 << 20
 
 def resolve_attnops(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> OperationConfig:
     """Fill in every field for attnops' kernels. Errors: ConfigError for sizes that can't work together, or too many tiles."""
-    from .kernels.splash.vmem import vmem_of
+    from ..kernels.splash.vmem import vmem_of
 
     vmem, scalars = vmem_of(problem.device_kind), ScalarMemory(problem, placement)
     needs: list[tuple[int, SplashConfig]] = []

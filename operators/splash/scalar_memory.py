@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..errors import ConfigError
-from ..planning import AttentionProblem, Placement
-from .splash_config import LANES, SplashConfig
+from ...errors import ConfigError
+from ...planning import AttentionProblem, Placement
+from .config import LANES, SplashConfig
 
 if TYPE_CHECKING:
-    from .kernels.splash.visits import Known
+    from ..kernels.splash.schedule import Known
 
 __all__ = ["ScalarMemory"]
 
@@ -29,7 +29,7 @@ class ScalarMemory:
     """The count of one problem; the tiles of blocks that several passes and configs share are found once."""
 
     def __init__(self, problem: AttentionProblem, placement: Placement) -> None:
-        from .kernels.splash.visits import Known  # imports Pallas, so only where the kernel is planned
+        from ..kernels.splash.schedule import Known  # imports Pallas, so only where the kernel is planned
 
         local, split = placement.local, placement.sequence
         # As execute.py makes them: a start is traced where that length is split, or travels.
@@ -65,7 +65,7 @@ class ScalarMemory:
         return found
 
     def _check_blocks(self, config: SplashConfig, suffix: str) -> None:
-        from .kernels.splash.visits import MOST_KV_BLOCKS, MOST_Q_BLOCKS
+        from ..kernels.splash.schedule import MOST_KV_BLOCKS, MOST_Q_BLOCKS
 
         lengths = (self.known.q_len, MOST_Q_BLOCKS), (self.known.kv_len, MOST_KV_BLOCKS)
         for axis, block, (length, most) in zip(("q", "kv"), _blocks(config, suffix), lengths, strict=True):
@@ -78,7 +78,7 @@ class ScalarMemory:
                 )
 
     def _check_words(self, config: SplashConfig, one: _Pass) -> None:
-        from .kernels.splash.visits import MOST_WORDS, fewest_visits
+        from ..kernels.splash.schedule import MOST_WORDS, fewest_steps
 
         block_q, block_kv = _blocks(config, one.suffix)
         numbers = {name: count for name, count in self._numbers(one).items() if count}
@@ -87,7 +87,7 @@ class ScalarMemory:
         if self.rows * tiles <= room:
             return
         # Where already the tiles of some rows are too many, all of them aren't looked for.
-        at_least = fewest_visits(self.known, block_q, block_kv) if one.keys >= self.known.kv_len else 0
+        at_least = fewest_steps(self.known, block_q, block_kv) if one.keys >= self.known.kv_len else 0
         exact = self.rows * at_least <= room
         visits = self.rows * (self._visits(block_q, block_kv, one.slow, one.keys) if exact else at_least)
         if visits <= room:
@@ -106,13 +106,13 @@ class ScalarMemory:
 
     def _visits(self, block_q: int, block_kv: int, slow: str, keys: int) -> int:
         """The longest list of a batch row: of all keys, or of a part of them."""
-        from .kernels.splash.visits import live_tiles, most_visits
+        from ..kernels.splash.schedule import live_tiles, most_steps
 
         if (block_q, block_kv) not in self._live:
             self._live[block_q, block_kv] = live_tiles(self.known, block_q, block_kv)
         live, blocks = self._live[block_q, block_kv], math.ceil(keys / block_kv)
         parts = range(0, live.shape[1], blocks)
-        return max(most_visits(live, slow, slice(first, first + blocks)) for first in parts)
+        return max(most_steps(live, slow, slice(first, first + blocks)) for first in parts)
 
 
 def _passes(config: SplashConfig, kv_len: int) -> tuple[_Pass, ...]:

@@ -8,17 +8,19 @@ from typing import Any
 
 import jax
 
-from ..planning import ALL_FEATURES, AttentionProblem, OperationConfig, Padding, Placement, Rule, implementation
-from ..planning.quantised import dequantised_copy
-from . import splash_candidates, splash_table
-from .base import Operation
-from .local import LocalCall, LocalOutput
-from .ring_call import around_the_ring
-from .splash_blocks import resolve_attnops
-from .splash_borrowed import BORROWED_RULES, borrowed_padding, borrowed_remarks, resolve_borrowed, run_borrowed
-from .splash_config import LANES, SplashConfig
-from .splash_vmem import blocks_of, too_much_vmem, vmem_parts
-from .vanilla import Vanilla
+from ...planning import ALL_FEATURES, AttentionProblem, OperationConfig, Padding, Placement, Rule, implementation
+from ...planning.operation import dequantised_copy
+from ..base import Operation
+from ..local import LocalCall, LocalOutput
+from ..sequence.ring_call import around_the_ring
+from ..vanilla import Vanilla
+from . import shipped
+from .block_choice import resolve_attnops
+from .candidates import candidates as tried_sizes
+from .candidates import tuned_fields
+from .config import LANES, SplashConfig
+from .external import EXTERNAL_RULES, external_padding, external_remarks, resolve_external, run_external
+from .vmem_count import blocks_of, too_much_vmem, vmem_parts
 
 __all__ = ["Splash", "SplashConfig"]
 
@@ -58,7 +60,7 @@ _RULES = (
         f"is a multiple of {LANES} (got {{p.value_dim}})",
         "Leave sum_by_product out.",
     ),
-    *BORROWED_RULES,
+    *EXTERNAL_RULES,
     Rule(
         "splash.interpret.check_vma",
         "interpret",
@@ -90,7 +92,7 @@ class Splash(Operation):
         if config.kernel == "attnops":
             output, lse = _run_attnops(call, config, *tensors)
         else:
-            output, lse = run_borrowed(call, config, *tensors), None
+            output, lse = run_external(call, config, *tensors), None
         return LocalOutput(output.swapaxes(1, 2) if swap else output, None, lse if call.return_lse else None)
 
     forward_native = Vanilla.forward_native
@@ -107,7 +109,7 @@ class Splash(Operation):
         config = problem.config
         if method != "forward_tpu" or not isinstance(config, SplashConfig):
             return config
-        return (resolve_attnops if config.kernel == "attnops" else resolve_borrowed)(problem, placement, config)
+        return (resolve_attnops if config.kernel == "attnops" else resolve_external)(problem, placement, config)
 
     @classmethod
     def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
@@ -118,21 +120,21 @@ class Splash(Operation):
     @classmethod
     def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
         """The unset sizes and switches of attnops' kernels."""
-        return splash_candidates.tuned_fields(problem, placement) if method == "forward_tpu" else ()
+        return tuned_fields(problem, placement) if method == "forward_tpu" else ()
 
     @classmethod
     def candidates(
         cls, method: str, problem: AttentionProblem, placement: Placement
     ) -> Mapping[str, tuple[dict[str, Any], ...]]:
         """Block sizes that may fit, of both passes."""
-        return splash_candidates.candidates(problem, placement) if cls.tuned_fields(method, problem, placement) else {}
+        return tried_sizes(problem, placement) if cls.tuned_fields(method, problem, placement) else {}
 
     @classmethod
     def table_choice(
         cls, method: str, problem: AttentionProblem, placement: Placement
     ) -> tuple[str, Mapping[str, Any]] | None:
-        """The choice in splash_table.json, where nothing about blocks is declared."""
-        return splash_table.look_up(problem, placement) if method == "forward_tpu" else None
+        """The choice in shipped.json, where nothing about blocks is declared."""
+        return shipped.look_up(problem, placement) if method == "forward_tpu" else None
 
     @classmethod
     def remarks(
@@ -145,7 +147,7 @@ class Splash(Operation):
         if method != "forward_tpu" or not isinstance(config, SplashConfig):
             return notes
         if config.kernel != "attnops":
-            return (*notes, *borrowed_remarks(problem, placement, config))
+            return (*notes, *external_remarks(problem, placement, config))
         large = too_much_vmem(problem, placement, config)
         return notes if large is None or config.interpret else (*notes, large)
 
@@ -176,7 +178,7 @@ class Splash(Operation):
         q_len, kv_len = placement.local.q_len, placement.local.kv_len
         q_block, kv_block = (getattr(config, name) for name in ("block_q", "block_kv"))
         if config.kernel != "attnops":
-            q_block, kv_block = (borrowed_padding(config, name) for name in ("q", "kv"))
+            q_block, kv_block = (external_padding(config, name) for name in ("q", "kv"))
         q_padded, kv_padded = math.ceil(q_len / q_block) * q_block, math.ceil(kv_len / kv_block) * kv_block
         return Padding(q_padded - q_len, kv_padded - kv_len, 1 - q_len * kv_len / (q_padded * kv_padded))
 
@@ -184,7 +186,7 @@ class Splash(Operation):
 def _run_attnops(
     call: LocalCall, config: SplashConfig, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    from .kernels.splash import SplashPart, splash_attention  # imports Pallas, so only where the kernel runs
+    from ..kernels.splash import SplashPart, splash_attention  # imports Pallas, so only where the kernel runs
 
     if call.ring is not None:
         kernel = SplashPart(

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .problem import AttentionProblem
-from .sequence import loop_from
+from ..operation import PlannedOperation
+from ..placement import Placement
+from ..problem import AttentionProblem
+from .split import loop_from
 
 if TYPE_CHECKING:
-    from .placement import Placement
-    from .plan import Policy
+    from ..plan import Policy
 
 __all__ = ["sequence_notes"]
 
 
-def sequence_notes(problem: AttentionProblem, policy: Policy, placement: Placement) -> tuple[str, ...]:
+def sequence_notes(
+    operation: type[PlannedOperation], problem: AttentionProblem, policy: Policy, placement: Placement
+) -> tuple[str, ...]:
     """A note for each such field."""
-    split, operation, notes = placement.sequence, problem.operation, []
+    split, notes = placement.sequence, []
     if not split.strategy and operation.sequence_parallel is not None:
         notes.append(f"nothing splits the sequence of this call, so {operation.name} has nothing to do for it")
     if not split.strategy and policy.sequence_parallel != "auto":

@@ -26,14 +26,14 @@ from jaxtyping import Array, Float, Int
 
 from ...masks import And, Full, Mask, Prefix
 
-__all__ = ["BorrowedBlocks", "BorrowedCall", "MaskInKernel", "Operands", "block_kinds", "in_32_bits", "small"]
+__all__ = ["ExternalBlocks", "ExternalCall", "MaskInKernel", "Operands", "block_kinds", "in_32_bits", "small"]
 
 # Far below every logit, far above the kernels' own mask value (-2.4e38): exp(real - sink) and exp(mask - sink) are exact.
 _NO_SINK = -1e30
 
 
 @dataclass(frozen=True)
-class BorrowedBlocks:
+class ExternalBlocks:
     """Sizes, layouts and switches, all resolved. `block_q_dq` and `block_kv_dq` are None with the fused backward.
 
     jax's kernel reads none of use_base2_exp, fuse_reciprocal and use_experimental_scheduler.
@@ -99,7 +99,7 @@ class Operands(NamedTuple):
         return output[:, :, :q_len]
 
 
-class BorrowedCall(NamedTuple):
+class ExternalCall(NamedTuple):
     """One device's call. Arrays are [batch, heads, length, dim].
 
     `mask` is static with every offset declared. The queries are shard `shard` of `shards` equal parts of the whole
@@ -154,7 +154,7 @@ class BorrowedCall(NamedTuple):
         return pad(q, q_padded), pad(kv, kv_padded)
 
 
-def in_32_bits(attend: Callable[[BorrowedCall], Array], call: BorrowedCall) -> Array:
+def in_32_bits(attend: Callable[[ExternalCall], Array], call: ExternalCall) -> Array:
     """Run a kernel, forward and backward, as without jax_enable_x64: Python numbers would be of 64 bits, which Mosaic hasn't."""
     arrays = {name: x for name, x in call._asdict().items() if isinstance(x, jax.Array)}
     return _in_32_bits(lambda given: attend(call._replace(**given)), arrays)

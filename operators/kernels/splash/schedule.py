@@ -17,8 +17,8 @@ from ....masks import And, Mask
 from ...local_mask import LocalMask
 
 __all__ = [
-    "FIRST", "LAST", "LIVE", "MOST_KV_BLOCKS", "MOST_Q_BLOCKS", "MOST_WORDS", "PARTIAL", "Known", "Visits",
-    "fewest_visits", "kv_block_of", "live_tiles", "most_visits", "q_block_of", "visit_list",
+    "FIRST", "LAST", "LIVE", "MOST_KV_BLOCKS", "MOST_Q_BLOCKS", "MOST_WORDS", "PARTIAL", "Known", "TileSchedule",
+    "fewest_steps", "kv_block_of", "live_tiles", "most_steps", "q_block_of", "tile_schedule",
 ]  # fmt: skip
 
 # What a word's low bits say: the first and the last visit of a block of the slow axis; a tile with something visible; one
@@ -58,7 +58,7 @@ class Known(NamedTuple):
         return And([part for part in parts if "mask_function" not in part.features()])
 
 
-class Visits(NamedTuple):
+class TileSchedule(NamedTuple):
     """`words` int32 [rows * length]: a list for each batch row, or one for all; `length` is that of a list, `covered` the
     part of it that the grid covers. `some_partial`, `some_full`: False where the host knows that no tile is such.
     """
@@ -81,7 +81,9 @@ def kv_block_of(word: Any) -> Any:
     return (word >> 4) & (MOST_KV_BLOCKS - 1)
 
 
-def visit_list(mask: LocalMask, block_q: int, block_kv: int, slow: str, kv_blocks: slice = slice(None)) -> Visits:
+def tile_schedule(
+    mask: LocalMask, block_q: int, block_kv: int, slow: str, kv_blocks: slice = slice(None)
+) -> TileSchedule:
     """List the tiles that have something visible, by query block (`slow` is 'q') or by kv block ('kv').
 
     A block of the slow axis with nothing visible is visited once all the same: its output has to be written. A last kv
@@ -104,12 +106,12 @@ def visit_list(mask: LocalMask, block_q: int, block_kv: int, slow: str, kv_block
     words = (((q_block << _KV_BITS) | kv_block) << 4) + flags
     if isinstance(kinds, np.ndarray):
         listed = words[visited].astype(np.int32)
-        return Visits(listed, 1, len(listed), len(listed), bool((kinds == 1).any()), bool((kinds == 2).any()))
-    length = most_visits(live_tiles(Known.of(mask), block_q, block_kv), slow, kv_blocks)
+        return TileSchedule(listed, 1, len(listed), len(listed), bool((kinds == 1).any()), bool((kinds == 2).any()))
+    length = most_steps(live_tiles(Known.of(mask), block_q, block_kv), slow, kv_blocks)
     return _sorted_on_device(words.astype(jnp.int32), visited, length)
 
 
-def _sorted_on_device(words: jax.Array, visited: jax.Array, length: int) -> Visits:
+def _sorted_on_device(words: jax.Array, visited: jax.Array, length: int) -> TileSchedule:
     rows = len(words)
     words, visited = words.reshape(rows, -1), visited.reshape(rows, -1)
     place = jnp.where(visited, visited.cumsum(-1) - 1, length)
@@ -119,7 +121,7 @@ def _sorted_on_device(words: jax.Array, visited: jax.Array, length: int) -> Visi
     # Beyond its end a list repeats its last place and does nothing there: blocks that stay the same are not fetched again.
     end = jnp.take_along_axis(listed, counts[:, None] - 1, axis=1) & ~(FIRST | LAST | LIVE | PARTIAL)
     listed = jnp.where(np.arange(length) < counts[:, None], listed, end)
-    return Visits(listed.reshape(-1), rows, length, counts.max(), True, True)
+    return TileSchedule(listed.reshape(-1), rows, length, counts.max(), True, True)
 
 
 def live_tiles(known: Known, block_q: int, block_kv: int) -> np.ndarray:
@@ -131,13 +133,13 @@ def live_tiles(known: Known, block_q: int, block_kv: int) -> np.ndarray:
     return outer.live_blocks(block_q, block_kv, q_len=known.q_len, kv_len=known.kv_len, **places) > 0  # type: ignore[arg-type]
 
 
-def most_visits(live: np.ndarray, slow: str, kv_blocks: slice = slice(None)) -> int:
+def most_steps(live: np.ndarray, slow: str, kv_blocks: slice = slice(None)) -> int:
     """The most visits of a list; exactly as many where all of the mask is static and has row intervals."""
     # Of a block of the slow axis as many as are live, and one where none is.
     return int(np.maximum(live[:, kv_blocks].sum(axis=1 if slow == "q" else 0), 1).sum())
 
 
-def fewest_visits(known: Known, block_q: int, block_kv: int) -> int:
+def fewest_steps(known: Known, block_q: int, block_kv: int) -> int:
     """Some of the live tiles: those that the first row of each query block sees. Many rows are not looked at."""
     outer = known.outer()
     if outer is None:

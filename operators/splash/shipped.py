@@ -1,4 +1,4 @@
-"""The shipped choices of block sizes: splash_table.json, written by tools/block_table.py."""
+"""The shipped choices of block sizes: shipped.json, written by tools/block_table.py."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..planning import STATIC_MASKS, AttentionProblem, Placement
-from .splash_candidates import FORWARD
-from .splash_config import SplashConfig
+from ...planning import STATIC_MASKS, AttentionProblem, Placement
+from .candidates import FORWARD
+from .config import SplashConfig
 
 __all__ = ["TABLE", "look_up", "table_key"]
 
-TABLE = Path(__file__).with_name("splash_table.json")
+TABLE = Path(__file__).with_name("shipped.json")
 # What a config may declare without touching the choice.
 _FREE = frozenset({"operation", "schema_version", "kernel", "residual_checkpoint_name", "interpret"})
 # Features that a kernel's sizes don't depend on, or that stand in the key as sizes or as the mask.

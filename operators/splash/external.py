@@ -6,19 +6,19 @@ import math
 
 import jax
 
-from ..errors import ConfigError
-from ..planning import ALL_FEATURES, STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule
-from ..planning.explain import bytes_text
-from .local import LocalCall
-from .precision_notes import ambient_precision
-from .splash_config import LANES, SplashConfig
-from .splash_sizes import Sizes, choose_block
+from ...errors import ConfigError
+from ...planning import ALL_FEATURES, STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule
+from ...planning.text import bytes_text
+from ..local import LocalCall
+from ..precision_notes import ambient_precision
+from .config import LANES, SplashConfig
+from .sizes import Sizes, choose_block
 
 __all__ = [
-    "BORROWED_FEATURES", "BORROWED_RULES", "borrowed_padding", "borrowed_remarks", "resolve_borrowed", "run_borrowed",
+    "EXTERNAL_FEATURES", "EXTERNAL_RULES", "external_padding", "external_remarks", "resolve_external", "run_external",
 ]  # fmt: skip
 
-BORROWED_FEATURES = STATIC_MASKS | {"segment_ids", "kv_lengths", "logits_soft_cap", "sinks", "gqa", "value_dim"}
+EXTERNAL_FEATURES = STATIC_MASKS | {"segment_ids", "kv_lengths", "logits_soft_cap", "sinks", "gqa", "value_dim"}
 _KERNELS = ("jax", "tokamax")
 _BLOCK = 512
 _LEAVE_OUT = "Leave kernel out: attnops' own has it."
@@ -40,7 +40,7 @@ def _lacks(kernel: str, feature: str) -> Rule:
 
 def _rules(kernel: str) -> tuple[Rule, ...]:
     return (
-        *(_lacks(kernel, feature) for feature in sorted(ALL_FEATURES - {"return_weights"} - BORROWED_FEATURES)),
+        *(_lacks(kernel, feature) for feature in sorted(ALL_FEATURES - {"return_weights"} - EXTERNAL_FEATURES)),
         Rule(
             f"splash.{kernel}.one_of_each",
             "mask",
@@ -62,12 +62,12 @@ def _rules(kernel: str) -> tuple[Rule, ...]:
 
 
 def _installed() -> bool:
-    from .kernels.tokamax_splash import installed
+    from ..kernels.tokamax_splash import installed
 
     return installed()
 
 
-BORROWED_RULES = (
+EXTERNAL_RULES = (
     *(rule for kernel in _KERNELS for rule in _rules(kernel)),
     Rule(
         "splash.tokamax.installed",
@@ -79,7 +79,7 @@ BORROWED_RULES = (
 )
 
 
-def resolve_borrowed(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> OperationConfig:
+def resolve_external(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> OperationConfig:
     """Fill in every block size for jax's or tokamax's kernel, whose passes share one padded length."""
     q_len, kv_len = placement.local.q_len, placement.local.kv_len
     cap = _BLOCK if max(problem.head_dim, problem.value_dim) <= 256 else _BLOCK // 2
@@ -112,19 +112,19 @@ def resolve_borrowed(problem: AttentionProblem, placement: Placement, config: Sp
     return resolved
 
 
-def run_borrowed(
+def run_external(
     call: LocalCall, config: SplashConfig, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> jax.Array:
     """Run the declared kernel on [batch, heads, length, dim]."""
-    from .kernels.borrowed_splash import BorrowedBlocks, BorrowedCall, in_32_bits
+    from ..kernels.external_splash import ExternalBlocks, ExternalCall, in_32_bits
 
     if config.kernel == "jax":
-        from .kernels.jax_splash import jax_splash_attention as attend
+        from ..kernels.jax_splash import jax_splash_attention as attend
     else:
-        from .kernels.tokamax_splash import tokamax_splash_attention as attend
+        from ..kernels.tokamax_splash import tokamax_splash_attention as attend
     static, dynamic = call.mask.mask.split_static()
     arrays = {leaf.name: leaf.array for mask in dynamic for leaf in mask.split()[1]}
-    borrowed = BorrowedCall(
+    borrowed = ExternalCall(
         query,
         key,
         value,
@@ -139,7 +139,7 @@ def run_borrowed(
         shard=call.q_shard,
         shards=call.q_shards,
     )
-    blocks = BorrowedBlocks(**{name: getattr(config, name) for name in BorrowedBlocks.__dataclass_fields__})
+    blocks = ExternalBlocks(**{name: getattr(config, name) for name in ExternalBlocks.__dataclass_fields__})
     return in_32_bits(
         lambda call: attend(
             call,
@@ -151,16 +151,16 @@ def run_borrowed(
     )
 
 
-def borrowed_padding(config: SplashConfig, name: str) -> int:
+def external_padding(config: SplashConfig, name: str) -> int:
     """The block of which a length ('q' or 'kv') is padded to a multiple: the passes share one padded length."""
     return math.lcm(*(getattr(config, f"block_{name}{suffix}") or 1 for suffix in ("", "_dkv", "_dq")))
 
 
-def borrowed_remarks(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> tuple[str, ...]:
+def external_remarks(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> tuple[str, ...]:
     """What a plan with another's kernel notes."""
     if config.kernel != "tokamax":
         return ambient_precision(problem)
-    from .kernels.tokamax_splash import untried
+    from ..kernels.tokamax_splash import untried
 
     local, notes = placement.local, [untried()]
     if problem.mode == "__train__" and config.block_kv_dkv is not None:

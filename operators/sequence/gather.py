@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 from jax import lax
 
-from ..planning import Placement
-from .local import LocalOutput
+from ...planning import Placement
+from ..local import LocalOutput
 
 if TYPE_CHECKING:
-    from .execute import Operands
+    from ..execute import Operands
 
 __all__ = ["bring_together", "take_apart"]
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jax import lax
 
-from .kernels.lse import divisor, log_of_sum, shift_of
-from .local import LocalCall, LocalOutput, by_row
+from ..kernels.lse import divisor, log_of_sum, shift_of
+from ..local import LocalCall, LocalOutput, by_row
 
 __all__ = ["merged_over_devices"]
 

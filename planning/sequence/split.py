@@ -6,21 +6,15 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import ConfigError
-from .problem import AttentionProblem
-
-if TYPE_CHECKING:
-    from .operation import PlannedOperation
+from ..problem import AttentionProblem
 
 __all__ = [
     "RING_ORDERS",
     "STRATEGIES",
     "SequenceSplit",
-    "declared_strategy",
     "is_triangular",
     "loop_from",
     "split_sequence",
@@ -28,17 +22,6 @@ __all__ = [
 
 STRATEGIES = ("auto", "gather", "ring", "ulysses", "ulysses_ring")
 RING_ORDERS = ("contiguous", "zigzag")
-
-
-def declared_strategy(operation: type[PlannedOperation], declared: str) -> str:
-    """The operation's own strategy, else what metadata declares. Errors: ConfigError where both have one and they differ."""
-    own = operation.sequence_parallel
-    if own is not None and declared not in ("auto", own):
-        raise ConfigError(
-            f"operation {operation.name!r} is sequence_parallel={own!r} by its name, and {declared!r} is declared; leave "
-            f"sequence_parallel out, or create an operation that takes it, such as 'splash'."
-        )
-    return own or declared
 
 
 @dataclass(frozen=True)

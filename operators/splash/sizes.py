@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..errors import ConfigError
-from .splash_config import LANES, SplashConfig
+from ...errors import ConfigError
+from .config import LANES, SplashConfig
 
 __all__ = ["Sizes", "choose_block", "dividing_block"]
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import jax
 
-from ..masks import Mask
-from .kernels.operands import Operands
-from .kernels.part import PartKernel
-from .local import LocalCall, Ring
+from ...masks import Mask
+from ..kernels.operands import Operands
+from ..kernels.part import PartKernel
+from ..local import LocalCall, Ring
 from .ring import ring_attention, with_sinks
 from .zigzag import contiguous, zigzag
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
-from ..planning import AttentionProblem, Placement
-from .splash_config import SplashConfig
+from ...errors import ConfigError
+from ...planning import AttentionProblem, Placement
+from .config import SplashConfig
 
 if TYPE_CHECKING:
-    from .kernels.splash import SplashBlocks
-    from .kernels.splash.vmem import Shape
+    from ..kernels.splash import SplashBlocks
+    from ..kernels.splash.vmem import Shape
 
 __all__ = ["ROOM", "blocks_of", "counted_vmem", "fits", "too_much_vmem", "vmem_need", "vmem_parts", "vmem_room"]
 
@@ -22,7 +22,7 @@ _MIB = 1 << 20
 
 def blocks_of(config: SplashConfig) -> SplashBlocks:
     """The sizes of a resolved config, as the kernels take them."""
-    from .kernels.splash import SplashBlocks  # imports Pallas, so only where the kernel is planned
+    from ..kernels.splash import SplashBlocks  # imports Pallas, so only where the kernel is planned
 
     return SplashBlocks(**{name: getattr(config, name) for name in SplashBlocks.__dataclass_fields__})
 
@@ -35,7 +35,7 @@ def vmem_need(problem: AttentionProblem, placement: Placement, config: SplashCon
 
 def vmem_parts(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> dict[str, dict[str, int]]:
     """Each kernel of a resolved config -> bytes of VMEM by what they hold, as far as they can be counted."""
-    from .kernels.splash.vmem import backward_parts, forward_parts
+    from ..kernels.splash.vmem import backward_parts, forward_parts
 
     shape, blocks = _shape(problem, placement, config), blocks_of(config)
     return {"forward": forward_parts(shape, blocks), **backward_parts(shape, blocks)}
@@ -65,7 +65,7 @@ def too_much_vmem(problem: AttentionProblem, placement: Placement, config: Splas
 
 def vmem_room(problem: AttentionProblem, config: SplashConfig) -> int:
     """What the kernels may take: what is declared, as far as the device has it; all that it has where nothing is."""
-    from .kernels.splash.vmem import vmem_of
+    from ..kernels.splash.vmem import vmem_of
 
     vmem = vmem_of(problem.device_kind)
     if config.vmem_limit_bytes is None:
@@ -74,8 +74,8 @@ def vmem_room(problem: AttentionProblem, config: SplashConfig) -> int:
 
 
 def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> Shape:
-    from .kernels.splash.frame import Heads
-    from .kernels.splash.vmem import Shape
+    from ..kernels.splash.frame import Heads
+    from ..kernels.splash.vmem import Shape
 
     local = placement.local
     group, tile = local.q_heads // local.kv_heads, config.heads_per_tile or 1

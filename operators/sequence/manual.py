@@ -13,11 +13,11 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..errors import InputError
-from ..masks import Leaf
-from ..planning import AttentionProblem, Placement
-from ..sharding import AttnShardingRules, MeshAxis, axes_at, only
-from .arguments import Arrays, Options
+from ...errors import InputError
+from ...masks import Leaf
+from ...planning import AttentionProblem, Placement
+from ...sharding import AttnShardingRules, MeshAxis, axes_at, only
+from ..arguments import Arrays, Options
 
 __all__ = ["of_the_whole", "share_of_heads", "split_by_caller", "whole_leaves", "without_manual"]
 

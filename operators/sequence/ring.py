@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..masks import Full
-from ..planning.sequence import loop_from
-from .kernels.lse import divisor, log_of_sum, shift_of
-from .kernels.operands import Operands, Places, Traced
-from .kernels.part import PartKernel, attend_part, differentiable, differentiate_part
-from .local import Ring, by_row
-from .local_mask import Dropout, LocalMask
+from ...masks import Full
+from ...planning.sequence.split import loop_from
+from ..kernels.lse import divisor, log_of_sum, shift_of
+from ..kernels.operands import Operands, Places, Traced
+from ..kernels.part import PartKernel, attend_part, differentiable, differentiate_part
+from ..local import Ring, by_row
+from ..local_mask import Dropout, LocalMask
 
 __all__ = ["merged", "ring_attention", "with_sinks"]
 
