@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import MaskError, a_type, shown
 
-__all__ = ["LIMIT", "is_host", "whole", "whole_or_none"]
+__all__ = ["LIMIT", "check_distances", "is_host", "whole", "whole_or_none"]
 
 # Positions are int32 on devices. With every declared number within 2**30, sums and differences of an index
 # and a declared number can't wrap round.
@@ -42,6 +42,16 @@ def whole(value: Any, what: str, *, minimum: int = -LIMIT, none: str = "") -> in
 def whole_or_none(value: Any, what: str, none: str, *, minimum: int = -LIMIT) -> int | None:
     """The same, where None is a value with the meaning `none`."""
     return None if value is None else whole(value, what, minimum=minimum, none=none)
+
+
+def check_distances(window: Any) -> None:
+    """Check the inclusive distances `left` and `right` of a leaf, of which one may be None, and make them ints."""
+    name = type(window).__name__
+    if window.left is None and window.right is None:
+        raise MaskError(f"{name}(left=None, right=None) bounds nothing; use Full()")
+    for side in ("left", "right"):
+        distance = whole_or_none(getattr(window, side), f"{name} {side}", "no bound", minimum=0)
+        object.__setattr__(window, side, distance)
 
 
 def is_host(*values: Any) -> bool:

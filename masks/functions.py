@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from ..errors import MaskError, a_type, first_line, nearest, shown
+from .bounds import BlockBounds, Blocks
 from .checks import is_host
-from .reach import Blocks, Reach
 from .static import OffsetMask
 
 __all__ = ["MaskFunction", "mask_function_names", "register_mask_function"]
@@ -100,7 +100,7 @@ class MaskFunction(OffsetMask):
         return moved
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
-        x = self.place(rows, positions)
+        x = self.position(rows, positions)
         seen = self._call(x, cols)
         if getattr(seen, "dtype", None) != np.bool_:
             got = f"an array of {seen.dtype}" if hasattr(seen, "dtype") else a_type(seen)
@@ -140,10 +140,10 @@ class MaskFunction(OffsetMask):
                 f"fn(query_position, key_index) -> bool, element by element: {mend}"
             ) from error
 
-    def reach(self, blocks: Blocks) -> Reach:
+    def block_bounds(self, blocks: Blocks) -> BlockBounds:
         # Elementwise is all that is known of the function: nothing follows for a block.
         some = blocks.rows.lo + blocks.cols.lo
-        return Reach(some == some, some != some)
+        return BlockBounds(some == some, some != some)
 
 
 def _check_function(name: str, function: Any) -> None:
