@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from ..planning import AttentionProblem, OperationConfig, Placement, Route
+from .dequantise import dequantised
 from .local_mask import Dropout, LocalMask
-from .quantised import dequantised
 
 __all__ = ["LocalCall", "LocalOutput", "Ring", "by_row"]
 

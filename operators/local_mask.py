@@ -11,7 +11,7 @@ import numpy as np
 
 from ..masks import And, Full, Mask
 from ..masks.bounds import Blocks, Extent
-from .kernels.lean import numbers, shifted
+from .kernels.primitives import numbers, shifted
 from .threefry import threefry
 
 __all__ = ["Dropout", "LocalMask", "dropout_seed"]

@@ -23,7 +23,7 @@ from jax import lax
 from ...masks import Full
 from ...planning.sequence.split import loop_from
 from ..kernels.lse import divisor, log_of_sum, shift_of
-from ..kernels.operands import Operands, Places, Traced
+from ..kernels.operands import Operands, StaticPart, Traced
 from ..kernels.part import PartKernel, attend_part, differentiable, differentiate_part
 from ..local import Ring, by_row
 from ..local_mask import Dropout, LocalMask
@@ -50,20 +50,20 @@ class _Around:
     def names(self) -> tuple[str, str]:
         return self.kernel.names
 
-    def attend(self, places: Places, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-        return _forward(_Static(self.kernel, self.ring, places, self.dims), operands, traced)
+    def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+        return _forward(_RingStatic(self.kernel, self.ring, static_part, self.dims), operands, traced)
 
-    def differentiate(self, places: Places, operands: Operands, traced: Traced, *rest: jax.Array) -> Operands:
+    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, *rest: jax.Array) -> Operands:
         output, lse, d_output, d_lse = rest
-        static = _Static(self.kernel, self.ring, places, self.dims)
+        static = _RingStatic(self.kernel, self.ring, static_part, self.dims)
         return _backward(static, operands, traced, output, lse, d_output, d_lse)
 
 
 @dataclass(frozen=True)
-class _Static:
+class _RingStatic:
     kernel: PartKernel
     ring: Ring
-    places: Places
+    static_part: StaticPart
     dims: tuple[tuple[str, ...], ...]
 
 
@@ -113,13 +113,13 @@ def _pairs(ring: Ring, distance: Any) -> tuple[_Pair, ...]:
     return _Pair(1, 0, True), _Pair(same, same, True)
 
 
-def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+def _forward(static: _RingStatic, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
     layout, ring = static.kernel.layout, static.ring
     rows = layout.index("t")
 
     def attend(pair: _Pair, keys: _Keys, distance: Any) -> tuple[jax.Array, jax.Array]:
-        places, here = _seen(static, traced, pair, distance)
-        output, lse = attend_part(static.kernel, places, _of_pair(static, operands, pair, keys), here)
+        static_part, here = _seen(static, traced, pair, distance)
+        output, lse = attend_part(static.kernel, static_part, _of_pair(static, operands, pair, keys), here)
         return output.astype(lse.dtype), lse
 
     def more(found: tuple[jax.Array, jax.Array], pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
@@ -143,7 +143,7 @@ def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.A
 
 
 def _backward(
-    static: _Static,
+    static: _RingStatic,
     operands: Operands,
     traced: Traced,
     output: jax.Array,
@@ -158,11 +158,11 @@ def _backward(
     def more(found: Any, pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
         d_query, d_key, d_value = found
         for pair in pairs:
-            places, here = _seen(static, traced, pair, distance)
+            static_part, here = _seen(static, traced, pair, distance)
             part = _of_pair(static, operands, pair, keys)
             of_rows = ((output, rows), (lse, 2), (d_output, rows), (d_lse, 2))
             results = (_piece(x, pair.query, ring, axis) for x, axis in of_rows)
-            share = differentiate_part(static.kernel, places, part, here, *results)
+            share = differentiate_part(static.kernel, static_part, part, here, *results)
             d_query = _added(d_query, share.query, pair.query, ring, rows)
             d_key = _added(d_key, share.key, pair.keys, ring, rows)
             d_value = _added(d_value, share.value, pair.keys, ring, rows)
@@ -219,7 +219,7 @@ def merged(
     return joined, log_of_sum(total, shift)
 
 
-def _of_pair(static: _Static, operands: Operands, pair: _Pair, keys: _Keys) -> Operands:
+def _of_pair(static: _RingStatic, operands: Operands, pair: _Pair, keys: _Keys) -> Operands:
     ring, rows = static.ring, static.kernel.layout.index("t")
     return operands._replace(
         query=_piece(operands.query, pair.query, ring, rows),
@@ -228,23 +228,23 @@ def _of_pair(static: _Static, operands: Operands, pair: _Pair, keys: _Keys) -> O
     )
 
 
-def _seen(static: _Static, traced: Traced, pair: _Pair, distance: Any) -> tuple[Places, Traced]:
+def _seen(static: _RingStatic, traced: Traced, pair: _Pair, distance: Any) -> tuple[StaticPart, Traced]:
     """The places of a pair, for keys that have come `distance` shards, and what is traced of it."""
-    ring, places = static.ring, static.places
+    ring, static_part = static.ring, static.static_part
     here = lax.axis_index(ring.axes)
-    q_len, kv_len = (n // ring.pieces for n in (places.q_len, places.kv_len))
+    q_len, kv_len = (n // ring.pieces for n in (static_part.q_len, static_part.kv_len))
     start = (_place(ring, (here - distance) % ring.size, pair.keys) * kv_len).astype(jnp.int32)
     leaves = tuple(
         _cut(x, dims, start, kv_len, pair.query, ring) for x, dims in zip(traced.leaves, static.dims, strict=True)
     )
-    places = replace(places, q_len=q_len, kv_len=kv_len, k_start=None)
+    static_part = replace(static_part, q_len=q_len, kv_len=kv_len, k_start=None)
     if pair.behind and ring.whole_pairs:
-        places, leaves = replace(places, mask=Full()), ()
+        static_part, leaves = replace(static_part, mask=Full()), ()
     traced = traced._replace(leaves=leaves, k_start=start)
     if ring.zigzag:
-        places = replace(places, q_start=None)
+        static_part = replace(static_part, q_start=None)
         traced = traced._replace(q_start=(_place(ring, here, pair.query) * q_len).astype(jnp.int32))
-    return places, traced
+    return static_part, traced
 
 
 def _place(ring: Ring, device: Any, piece: Any) -> Any:
