@@ -272,8 +272,8 @@ def _masks(masks: Iterable[Any], owner: str) -> list[Mask]:
     found = list(masks)
     for mask in found:
         if not isinstance(mask, Mask):
-            mend = "wrap a boolean array in Dense(array) of shape [batch, heads, q, kv]"
-            raise MaskError(f"a mask combines with masks only, not with {a_type(mask)}; {mend}")
+            hint = "wrap a boolean array in Dense(array) of shape [batch, heads, q, kv]"
+            raise MaskError(f"a mask combines with masks only, not with {a_type(mask)}; {hint}")
     return found
 
 

@@ -25,17 +25,17 @@ def whole(value: Any, what: str, *, minimum: int = -LIMIT, none: str = "") -> in
     try:
         number = operator.index(value)
     except Exception:  # floats and strings have no index; a tracer raises an error of jax's own
-        mend = "give the number itself"
+        hint = "give the number itself"
         if isinstance(value, jax.core.Tracer):
-            mend = "traced numbers go into Lengths, Positions or Dense"
+            hint = "traced numbers go into Lengths, Positions or Dense"
         elif isinstance(value, float | np.floating) and float(value).is_integer():
-            mend = f"write {shown(int(value))}"
-        raise MaskError(f"{what}={shown(value)} is {a_type(value)}; wanted {wanted}: {mend}") from None
-    mend = f": use None for {none}" if none else ""
+            hint = f"write {shown(int(value))}"
+        raise MaskError(f"{what}={shown(value)} is {a_type(value)}; wanted {wanted}: {hint}") from None
+    hint = f": use None for {none}" if none else ""
     if number < minimum:
-        raise MaskError(f"{what}={shown(number)}; wanted an int of at least {minimum}{mend}")
+        raise MaskError(f"{what}={shown(number)}; wanted an int of at least {minimum}{hint}")
     if number > LIMIT:
-        raise MaskError(f"{what}={shown(number)}; wanted at most 2**30, or int32 indices wrap round{mend}")
+        raise MaskError(f"{what}={shown(number)}; wanted at most 2**30, or int32 indices wrap round{hint}")
     return number
 
 

@@ -122,11 +122,11 @@ class Dense(DynamicMask):
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             raise MaskError(f"mask is {a_type(array)}; wanted {wanted}: pass np.asarray(mask)")
         if array.dtype != np.bool_:
-            mend = "an additive mask goes into `bias`; for a 0/1 mask use mask.astype(bool)"
-            raise MaskError(f"mask has dtype {array.dtype}; wanted {wanted}, True = may attend: {mend}")
+            hint = "an additive mask goes into `bias`; for a 0/1 mask use mask.astype(bool)"
+            raise MaskError(f"mask has dtype {array.dtype}; wanted {wanted}, True = may attend: {hint}")
         if len(array.shape) != 4:
-            mend = "mask[:, None, None, :] for a [batch, kv] padding mask, mask[None, None] for [q, kv]"
-            raise MaskError(f"mask has shape {tuple(array.shape)}; wanted {wanted}: use {mend}")
+            hint = "mask[:, None, None, :] for a [batch, kv] padding mask, mask[None, None] for [q, kv]"
+            raise MaskError(f"mask has shape {tuple(array.shape)}; wanted {wanted}: use {hint}")
 
     def slot(self) -> Slot:
         return Slot(self.kind, broadcast=tuple(size == 1 for size in getattr(self.array, "shape", ())))

@@ -58,8 +58,8 @@ def _read(data: Any, at: str, depth: int) -> Mask:
 
 def _short(name: str, at: str) -> Mask:
     if name not in _SHORT:
-        mend = f'anything else is an object with "kind".{nearest(name, _SHORT)}'
-        raise MaskError(f'{at} is {shown(name)}; wanted "causal" or "full": {mend}')
+        hint = f'anything else is an object with "kind".{nearest(name, _SHORT)}'
+        raise MaskError(f'{at} is {shown(name)}; wanted "causal" or "full": {hint}')
     return _SHORT[name]
 
 

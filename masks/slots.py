@@ -75,8 +75,8 @@ class DynamicMask(_Unknown):
             int_array(array, name, dims)
         batches = [array.shape[0] for array in self.arrays()]
         if batches[0] != batches[-1]:
-            got, mend = f"{batches[0]} for queries, {batches[-1]} for keys", "e.g. with jnp.broadcast_to"
-            raise MaskError(f"{self.kind} has batch {got}; wanted the same: repeat the one with batch 1, {mend}")
+            got, hint = f"{batches[0]} for queries, {batches[-1]} for keys", "e.g. with jnp.broadcast_to"
+            raise MaskError(f"{self.kind} has batch {got}; wanted the same: repeat the one with batch 1, {hint}")
 
     def usable(self) -> None:
         """Refuse arrays that can't be computed with; jax rebuilds leaves without calling check."""

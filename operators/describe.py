@@ -41,7 +41,7 @@ __all__ = ["describe", "packed", "varying_axes"]
 def describe(
     operation: type[Operation], metadata: OperationMetadata, arrays: Arrays, options: Options, mesh: AnyMesh | None
 ) -> AttentionProblem:
-    """Build the problem of a call. Errors: InputError and InputTypeError name the argument, got, wanted, the mend."""
+    """Build the problem of a call. Errors: InputError and InputTypeError name the argument, got, wanted, the hint."""
     layout = canonical_layout(options.layout)
     for name in ("query", "key", "value"):
         shaped(name, getattr(arrays, name))

@@ -105,7 +105,7 @@ class Vanilla(Operation):
     def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
         """On one part by each of its paths; on one after the other by blocks."""
         by_blocks = getattr(config, "path", None) in (None, "blockwise")
-        return method == "forward_native" and (by_blocks or strategy == "merge")
+        return method == "forward_native" and (by_blocks or strategy == "split_kv")
 
     @classmethod
     def remarks(

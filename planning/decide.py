@@ -22,8 +22,8 @@ __all__ = ["plan"]
 def _unresolved(problem: AttentionProblem, error: ConfigError) -> Reason:
     """Why a config can't be filled in for a problem; the error tells what is wanted."""
     declared = problem.config.model_fields_set - {"operation", "schema_version"}
-    fix = "Declare other sizes, or leave them out." if declared else "Split the call over more devices."
-    return Reason("config", "operation_configs", str(error).removesuffix("."), fix)
+    hint = "Declare other sizes, or leave them out." if declared else "Split the call over more devices."
+    return Reason("config", "operation_configs", str(error).removesuffix("."), hint)
 
 
 _DEFAULT = Policy()

@@ -136,7 +136,7 @@ class PlannedOperation:
     def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
         """Whether a method with this config can work on a part of the keys: not by itself.
 
-        strategy: 'merge', where it is given a part, or 'ring', where it takes one after the other (LocalCall.ring).
+        strategy: 'split_kv', where it is given a part, or 'ring', where it takes one after the other (LocalCall.ring).
         """
         del method, config, strategy
         return False

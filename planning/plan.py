@@ -42,7 +42,7 @@ class Policy:
     over two axes. 'auto' gathers, but leaves a cache where it lies, and merges outputs, where that sends less.
     ring_order: 'contiguous' or 'zigzag', in which every device has a piece from the begin and one from the end; None lets
     the plan choose.
-    scan_ring_attention: whether a ring's hops are one loop or compiled one by one; None lets attnops choose.
+    scan_ring_attention: whether a ring's steps are one loop or compiled one by one; None lets attnops choose.
     tuning: where no tuned sizes are kept: 'heuristic', 'tune' (search them now, and keep them) or 'error'; 'off' looks for none.
     """
 
@@ -239,12 +239,12 @@ def dropped_lines(plan: Plan, *, brief: bool = False) -> list[str]:
     for drop in plan.placement.fitted.dropped:
         if brief and drop.harmless and drop.axis not in could:
             continue
-        key = (drop.harmless, drop.axis, drop.dim, drop.reason, "" if drop.harmless else f". {drop.mend}")
+        key = (drop.harmless, drop.axis, drop.dim, drop.reason, "" if drop.harmless else f". {drop.hint}")
         groups.setdefault(key, []).append(drop.tensor)
     ordered = sorted(groups.items(), key=lambda item: item[0][0])
     return [
-        f"axis {axis!r} of {dim} in {', '.join(tensors)}: {reason}{mend}."
-        for (_, axis, dim, reason, mend), tensors in ordered
+        f"axis {axis!r} of {dim} in {', '.join(tensors)}: {reason}{hint}."
+        for (_, axis, dim, reason, hint), tensors in ordered
     ]
 
 

@@ -45,7 +45,7 @@ class Dropped:
     index: int
     axis: str
     reason: str
-    mend: str
+    hint: str
     harmless: bool = False
 
 
@@ -149,7 +149,7 @@ def refuse_unfit(
     counts += [f"work is repeated over {len(repeated)} of the mesh's axes"] * bool(repeated)
     if not counts:
         return
-    lines = [f"{d.tensor}, dimension {d.dim}, axis {d.axis!r}: {d.reason}. {d.mend}." for d in serious]
+    lines = [f"{d.tensor}, dimension {d.dim}, axis {d.axis!r}: {d.reason}. {d.hint}." for d in serious]
     told = "\n".join(f"  {line}" for line in (*lines, *repeated))
     raise UnfitError(f"strict sharding ({_where(mode, layout, mesh)}): {', and '.join(counts)}:\n{told}")
 

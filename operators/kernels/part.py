@@ -70,7 +70,7 @@ class _PartStatic:
 
 
 # jax keeps what it has traced of a jitted function by its static arguments and the shapes of the others. So a kernel is traced
-# once for the hops of a ring and for all layers of a model, whatever made their operations; and a program has it once.
+# once for the steps of a ring and for all layers of a model, whatever made their operations; and a program has it once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def attend_part(
     kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced

@@ -3,7 +3,7 @@
 The backward pass sends keys and values around once more, and with them the sums of their own gradients. Nothing of another
 device is kept: the memory is that of one part of the keys, in both passes.
 
-On a zigzag ring a device has two pieces of the sequence (zigzag.py). After the first hop two pairs of a piece of its queries
+On a zigzag ring a device has two pieces of the sequence (zigzag.py). After the first step two pairs of a piece of its queries
 with a piece of the keys are left, on every device: its later queries with the earlier keys, and, by where the keys come
 from, either the earlier with the earlier or the later with the later; which of them is traced, what is done is not.
 
@@ -138,7 +138,7 @@ def _forward(static: _RingStatic, operands: Operands, traced: Traced) -> tuple[j
     begun = [attend(pair, keys, 0) for pair in first[: ring.pieces]]
     output, lse = (jnp.concatenate(x, axis) for x, axis in zip(zip(*begun, strict=True), (rows, 2), strict=True))
     found = more((output, lse), first[ring.pieces :], keys, 0)
-    output, lse = _along(ring, ring.hops, work, keys, found)
+    output, lse = _along(ring, ring.steps, work, keys, found)
     return output.astype(operands.query.dtype), lse
 
 
@@ -173,25 +173,25 @@ def _backward(
         d_key, d_value = _moved((d_key, d_value), ring, by)
         return more((d_query, d_key, d_value), _pairs(ring, distance), keys, distance)
 
-    # The keys wait for the gradient, and go around the other way: else XLA takes these hops for those of the forward pass,
+    # The keys wait for the gradient, and go around the other way: else XLA takes these steps for those of the forward pass,
     # and keeps every part for them. (XLA:CPU doesn't keep to the barrier.)
     key, value, d_output = lax.optimization_barrier((operands.key, operands.value, d_output))
     wide = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in (operands.query, key, value)]
     found = more(wide, _first_pairs(ring), (key, value), 0)
-    hops = (0, *reversed(ring.hops[1:]))
-    d_query, d_key, d_value = _along(ring, hops, work, (key, value), found)
-    d_key, d_value = _moved((d_key.astype(key.dtype), d_value.astype(value.dtype)), ring, -hops[-1])  # home
+    steps = (0, *reversed(ring.steps[1:]))
+    d_query, d_key, d_value = _along(ring, steps, work, (key, value), found)
+    d_key, d_value = _moved((d_key.astype(key.dtype), d_value.astype(value.dtype)), ring, -steps[-1])  # home
     return Operands(d_query.astype(operands.query.dtype), d_key, d_value, None, None)
 
 
-def _along(ring: Ring, hops: tuple[int, ...], work: Any, keys: _Keys, found: Any) -> Any:
-    """Fold over the hops after the first: work(keys, found, distance, how far they moved to get here).
+def _along(ring: Ring, steps: tuple[int, ...], work: Any, keys: _Keys, found: Any) -> Any:
+    """Fold over the steps after the first: work(keys, found, distance, how far they moved to get here).
 
-    In a loop the keys of the next hop are sent before the work on these, and don't wait for it.
+    In a loop the keys of the next step are sent before the work on these, and don't wait for it.
     """
-    moves = [after - before for before, after in itertools.pairwise(hops)]
-    alike = loop_from(hops) if ring.scan else None
-    for distance, by in zip(hops[1:] if alike is None else hops[1 : alike + 1], moves, strict=False):
+    moves = [after - before for before, after in itertools.pairwise(steps)]
+    alike = loop_from(steps) if ring.scan else None
+    for distance, by in zip(steps[1:] if alike is None else steps[1 : alike + 1], moves, strict=False):
         keys = _moved(keys, ring, by)
         found = work(keys, found, distance, by)
     if alike is None:
@@ -203,8 +203,8 @@ def _along(ring: Ring, hops: tuple[int, ...], work: Any, keys: _Keys, found: Any
 
     by = moves[-1]
     carry = _moved(keys, ring, by), found
-    (keys, found), _ = lax.scan(step, carry, jnp.asarray(hops[alike + 1 : -1], jnp.int32))
-    return work(keys, found, hops[-1], by)
+    (keys, found), _ = lax.scan(step, carry, jnp.asarray(steps[alike + 1 : -1], jnp.int32))
+    return work(keys, found, steps[-1], by)
 
 
 def merged(

@@ -32,7 +32,7 @@ _RULES = (
         "q_len",
         lambda p, c: p.q_len > 1,
         f"q_len={{p.q_len}}: the kernel's query blocks have {LANES} rows, so {LANES - 1} of them would be padding",
-        "Nothing to mend: one query against a cache runs faster elsewhere.",
+        "Nothing to change: one query against a cache runs faster elsewhere.",
         routes=True,
     ),
     Rule(

@@ -38,7 +38,7 @@ def placements(
 ) -> Callable[[str], Placement]:
     """A function from a method to the placement that it would get.
 
-    'auto' is 'gather', but while generating, where keys are split: there it is 'merge' if the method can, and if that sends
+    'auto' is 'gather', but while generating, where keys are split: there it is 'split_kv' if the method can, and if that sends
     fewer bytes. Errors: ShardingError where the policy says so, ConfigError for a strategy that contradicts the operation.
     """
     declared = declared_strategy(operation, policy.sequence_parallel)
@@ -52,8 +52,8 @@ def placements(
         only = place("gather" if declared == "auto" else declared)
         return lambda _: only
     # What is strict holds for the one that is chosen.
-    merged = place("merge", strict=False)
-    if merged.sequence.strategy != "merge":  # the keys aren't split
+    merged = place("split_kv", strict=False)
+    if merged.sequence.strategy != "split_kv":  # the keys aren't split
         only = place("gather")
         return lambda _: only
     merging, gathering = _sent(problem, merged)
@@ -66,7 +66,7 @@ def placements(
             return because("gather", f"keys are gathered, and outputs not merged: {against}")
         if merging >= gathering:
             return because("gather", f"keys are gathered: {sizes}")
-        return because("merge", f"outputs are merged: {sizes}")
+        return because("split_kv", f"outputs are merged: {sizes}")
 
     def because(strategy: str, why: str) -> Placement:
         placement = place(strategy)

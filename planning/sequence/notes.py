@@ -31,9 +31,9 @@ def sequence_notes(
         notes += [
             f"{name}={value!r} has no effect: no ring is run" for name, value in declared.items() if value is not None
         ]
-    elif policy.scan_ring_attention and loop_from(split.hops) is None:
+    elif policy.scan_ring_attention and loop_from(split.steps) is None:
         notes.append(
-            f"scan_ring_attention=True has no effect: a ring's hops {split.hops} are too few or too uneven for a loop, and are "
+            f"scan_ring_attention=True has no effect: a ring's steps {split.steps} are too few or too uneven for a loop, and are "
             "compiled one by one"
         )
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""What stands against a strategy for a split sequence: a reason each, with its mend."""
+"""What stands against a strategy for a split sequence: a reason each, with its hint."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sequence_reasons(
 
 def _said(placement: Placement) -> str:
     split = placement.sequence
-    return MERGING if split.strategy == "merge" else f"sequence_parallel={split.strategy!r}"
+    return MERGING if split.strategy == "split_kv" else f"sequence_parallel={split.strategy!r}"
 
 
 def _of_all(problem: AttentionProblem, placement: Placement) -> list[Reason]:
@@ -91,9 +91,9 @@ def _of_keys_in_parts(
 ) -> list[Reason]:
     """What a ring, and keys that stay split, ask of a kernel."""
     split, said, found = placement.sequence, _said(placement), []
-    if not split.ring_axes and split.strategy != "merge":
+    if not split.ring_axes and split.strategy != "split_kv":
         return []
-    if not operation.works_on_parts(method, problem.config, "ring" if split.ring_axes else "merge"):
+    if not operation.works_on_parts(method, problem.config, "ring" if split.ring_axes else "split_kv"):
         found.append(
             Reason(
                 f"{split.strategy}.parts",

@@ -55,13 +55,13 @@ def test_all_reasons_are_kept_with_the_values_met():
     assert {r.code for r in rejected.reasons} == {"feature.bias", "feature.sinks", "toy.length", "toy.block"}
     by_code = {r.code: r for r in rejected.reasons}
     assert by_code["toy.length"].message == "q_len=8 is not a multiple of 3"
-    assert by_code["toy.length"].fix == "Pad to 9."
-    assert by_code["toy.block"].fix == "Declare block=16, not None."
+    assert by_code["toy.length"].hint == "Pad to 9."
+    assert by_code["toy.block"].hint == "Declare block=16, not None."
     for text in (decided.refusal(), decided.explain()):
         for reason in rejected.reasons:
             assert f"[{reason.code}]" in text
             assert reason.message in text
-            assert reason.fix in text
+            assert reason.hint in text
 
 
 @pytest.mark.parametrize("feature", sorted(FEATURES))
@@ -74,7 +74,7 @@ def test_a_feature_that_is_not_consumed_is_refused_in_words(feature):
     (reason,) = capability.reasons(Problem(), toy.ToyConfig())
     assert reason.code == f"feature.{feature}"
     assert FEATURES[feature] in reason.message
-    assert reason.fix
+    assert reason.hint
 
 
 def test_nothing_can_run():
