@@ -64,7 +64,7 @@ class UnfitError(ShardingError):
 
 
 class ProcessError(AttnOpsError, RuntimeError):
-    """Processes of one job that disagree, or of which some are missing or lost; `processes` has the ids of those named."""
+    """Processes of one job that disagree on what they declare; `processes` has the ids of those that differ from the most."""
 
     def __init__(self, message: str, processes: Iterable[int] = ()) -> None:
         super().__init__(message)

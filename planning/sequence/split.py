@@ -99,7 +99,7 @@ def split_sequence(
 ) -> SequenceSplit:
     """The split of the axes that fit the queries' and the keys' sequence; `declared` are all that the rules name.
 
-    'ulysses_ring' splits heads over the last declared axis and sends keys around the others. 'split_kv' leaves keys where they are,
+    'ulysses_ring' splits heads over the last declared axis and sends keys around the others. 'split_kv' leaves keys in place,
     whether queries are split or not.
     """
     sizes = {axis.name: axis.size for axis in problem.mesh}
