@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
 from ..errors import ConfigError, InputTypeError, ProcessError, a_type, shown
-from ..errors.strict_json import parse_json
+from ..strict_json import parse_json
 from .mesh import AnyMesh, axes_of, describe_mesh, devices_platform
 
 __all__ = ["check_processes"]
