@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .registry.declaration import Declaration
     from .registry.model_declaration import LayerDeclaration, ModelDeclaration
     from .sharding import AttnShardingRules, fit
-    from .sharding.processes import check_processes, watch_processes
+    from .sharding.processes import check_processes
 
 __version__ = "0.1.0"
 
@@ -98,7 +98,6 @@ __all__ = [
     "mask_from_dict",
     "plan",
     "register_mask_function",
-    "watch_processes",
     "window_tokens",
 ]
 
@@ -113,7 +112,6 @@ _FILES = {
     "SplashConfig": "operators.splash",
     "VanillaConfig": "operators.vanilla",
     "check_processes": "sharding.processes",
-    "watch_processes": "sharding.processes",
 }
 
 

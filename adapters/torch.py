@@ -214,8 +214,8 @@ def _output_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, e
     try:
         return (*np.broadcast_shapes(*leading), shapes[0][-2], shapes[2][-1])
     except ValueError:
-        mend = "" if enable_gqa else " Grouped heads need enable_gqa=True."
-        raise InputError(f"{said}: the dimensions before the last two don't broadcast.{mend}") from None
+        hint = "" if enable_gqa else " Grouped heads need enable_gqa=True."
+        raise InputError(f"{said}: the dimensions before the last two don't broadcast.{hint}") from None
 
 
 def _check_broadcasts(shape: tuple[int, ...], cells: tuple[int, ...]) -> None:

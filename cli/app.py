@@ -11,12 +11,12 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from ..errors import AttnOpsError, ConfigError, FallbackWarning, RefusedError, ShardingError
+from ..errors import AttnOpsError, ConfigError, FallbackWarning, RefusedError, UnfitError
+from . import options as o
 
 __all__ = ["app", "main"]
 
@@ -32,18 +32,11 @@ app = typer.Typer(
 # typer carries click inside from 0.22 on and has it as a dependency before; either way this is its ClickException.
 _UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
-_OF_MODEL: dict[str, Any] = {"rich_help_panel": "With --model"}
-_Config = Annotated[Path, typer.Argument(help="Declaration file (JSON).", show_default=False)]
-_Inputs = Annotated[Path | None, typer.Option("--inputs", help="Arrays, .npz or .safetensors.", show_default=False)]
-_Mesh = Annotated[str | None, typer.Option("--mesh", help="Mesh axes, such as fsdp=2,tp=2,sp=2.", show_default=False)]
-_Mode = Annotated[
-    str | None, typer.Option("--mode", help="train, prefill, autoregressive or insert.", show_default=False)
-]
-_Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else.")]
-
 
 @app.command("list")
-def list_operations(as_json: _Json = False) -> None:
+def list_operations(
+    as_json: o.Json = False,
+) -> None:
     """Show the operations, which method runs on which platform, and what each can do."""
     from .listing import listing, print_listing
 
@@ -56,7 +49,7 @@ def list_operations(as_json: _Json = False) -> None:
 
 @app.command()
 def schema(
-    operation: Annotated[str | None, typer.Argument(help="One operation's config.", show_default=False)] = None,
+    operation: o.OneOperation = None,
 ) -> None:
     """Print the JSON Schema of the declaration file, or of one operation's config."""
     from ..registry.declaration_schema import config_json_schema, declaration_json_schema
@@ -66,62 +59,26 @@ def schema(
 
 @app.command()
 def plan(
-    config: Annotated[
-        Path | None, typer.Argument(help="Declaration file (JSON), or none with --model.", show_default=False)
-    ] = None,
-    inputs: _Inputs = None,
-    mesh: _Mesh = None,
-    mode: _Mode = None,
-    platform: Annotated[
-        str | None, typer.Option("--platform", help="Plan for tpu, cuda, rocm, gpu or cpu.", show_default=False)
-    ] = None,
-    topology: Annotated[
-        str | None, typer.Option("--topology", help="Plan for a TPU topology, such as v5e:2x2.", show_default=False)
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse specs that don't fit, and axes that split no work.")
-    ] = False,
-    fallback: Annotated[
-        str | None, typer.Option("--fallback", help="warn, error or allow.", show_default=False)
-    ] = None,
-    as_json: _Json = False,
-    model: Annotated[
-        Path | None,
-        typer.Option("--model", help="A model's config.json, in the place of CONFIG.", show_default=False, **_OF_MODEL),
-    ] = None,
-    operation: Annotated[
-        str | None, typer.Option("--operation", help="That runs. By default splash.", show_default=False, **_OF_MODEL)
-    ] = None,
-    family: Annotated[
-        str | None, typer.Option("--family", help="Read it as this model_type.", show_default=False, **_OF_MODEL)
-    ] = None,
-    part: Annotated[
-        str | None,
-        typer.Option(
-            "--part", help="Of an encoder-decoder: encoder, decoder or cross.", show_default=False, **_OF_MODEL
-        ),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option("--ignore", help="A key to pass over.", show_default=False, **_OF_MODEL)
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="In the place of the config's.", show_default=False, **_OF_MODEL)
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch", min=1, help="Of the call.", show_default=False, **_OF_MODEL)
-    ] = None,
-    q_len: Annotated[
-        int | None, typer.Option("--q-len", min=1, help="Queries.", show_default=False, **_OF_MODEL)
-    ] = None,
-    kv_len: Annotated[
-        int | None, typer.Option("--kv-len", min=1, help="Keys.", show_default=False, **_OF_MODEL)
-    ] = None,
-    layer: Annotated[
-        int | None, typer.Option("--layer", min=0, help="One layer, in full.", show_default=False, **_OF_MODEL)
-    ] = None,
-    write: Annotated[
-        Path | None, typer.Option("--write", help="Write declarations here.", show_default=False, **_OF_MODEL)
-    ] = None,
+    config: o.ConfigOrModel = None,
+    inputs: o.Inputs = None,
+    mesh: o.Mesh = None,
+    mode: o.Mode = None,
+    platform: o.Platform = None,
+    topology: o.Topology = None,
+    strict: o.Strict = False,
+    fallback: o.Fallback = None,
+    as_json: o.Json = False,
+    model: o.Model = None,
+    operation: o.Operation = None,
+    family: o.Family = None,
+    part: o.Part = None,
+    ignore: o.Ignore = None,
+    dtype: o.Dtype = None,
+    batch: o.Batch = None,
+    q_len: o.QLen = None,
+    kv_len: o.KvLen = None,
+    layer: o.Layer = None,
+    write: o.Write = None,
 ) -> None:
     """Show what would run and why, and where every tensor would live. Needs no devices."""
     of_model = {
@@ -155,10 +112,7 @@ def plan(
     metadata = plan_metadata(declaration)
     shapes = call_shapes(declaration.call, inputs)
     arguments = declaration.call_arguments(shapes.arrays, mode=mode)
-    try:
-        decided = declared(metadata).plan(**arguments)
-    except ShardingError as error:
-        raise _Refused(str(error)) from None
+    decided = declared(metadata).plan(**arguments)
     notes = enabled_notes(declaration)
     if as_json:
         _print_json(enabled_json(decided.to_dict(), notes))
@@ -172,10 +126,7 @@ def plan(
 def _plan_model(options: dict[str, Any], as_json: bool) -> None:
     from .model import ModelOptions, model_json, plan_model, print_model
 
-    try:
-        found = plan_model(ModelOptions(**options))
-    except ShardingError as error:
-        raise _Refused(str(error)) from None
+    found = plan_model(ModelOptions(**options))
     if as_json:
         _print_json(model_json(found))
     else:
@@ -186,32 +137,20 @@ def _plan_model(options: dict[str, Any], as_json: bool) -> None:
 
 @app.command()
 def verify(
-    config: _Config,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--target",
-            help="A TPU topology, such as v5e:2x2; may be repeated. Left out: this machine's devices, virtual ones on CPU.",
-            show_default=False,
-        ),
-    ] = None,
-    inputs: _Inputs = None,
-    mesh: _Mesh = None,
-    mode: _Mode = None,
-    fallback: Annotated[
-        str | None, typer.Option("--fallback", help="warn, error or allow.", show_default=False)
-    ] = None,
-    as_json: _Json = False,
+    config: o.Config,
+    target: o.VerifyTarget = None,
+    inputs: o.Inputs = None,
+    mesh: o.Mesh = None,
+    mode: o.Mode = None,
+    fallback: o.Fallback = None,
+    as_json: o.Json = False,
 ) -> None:
     """Compile for TPUs that aren't here, or for a mesh of virtual devices: does it fit, what does it take, what does it send."""
     from .enabled import enabled_json, enabled_notes
     from .verify import VerifyOptions, print_reports
     from .verify import verify as verify_command
 
-    try:
-        reports = verify_command(VerifyOptions(config, tuple(target or ()), inputs, mesh, mode, fallback))
-    except ShardingError as error:
-        raise _Refused(str(error)) from None
+    reports = verify_command(VerifyOptions(config, tuple(target or ()), inputs, mesh, mode, fallback))
     notes = enabled_notes(config)
     if as_json:
         _print_json([enabled_json(report.to_dict(), notes) for report in reports])
@@ -232,26 +171,15 @@ def _why(report: Any) -> str:
 
 @app.command()
 def tune(
-    config: _Config,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--target",
-            help="A TPU topology, such as v5e:2x2; may be repeated. Left out: this machine's device.",
-            show_default=False,
-        ),
-    ] = None,
-    inputs: _Inputs = None,
-    mesh: _Mesh = None,
-    mode: _Mode = None,
-    how: Annotated[
-        str | None, typer.Option("--how", help="static (the compiler's cycles) or device.", show_default=False)
-    ] = None,
-    most: Annotated[int, typer.Option("--most", min=1, help="Candidates of each pass.")] = 16,
-    cache: Annotated[
-        Path | None, typer.Option("--cache", help="The folder of kept choices.", show_default=False)
-    ] = None,
-    as_json: _Json = False,
+    config: o.Config,
+    target: o.TuneTarget = None,
+    inputs: o.Inputs = None,
+    mesh: o.Mesh = None,
+    mode: o.Mode = None,
+    how: o.How = None,
+    most: o.Most = 16,
+    cache: o.Cache = None,
+    as_json: o.Json = False,
 ) -> None:
     """Search block sizes, for TPUs that aren't here or on this machine's device, and keep the best for later plans."""
     from .enabled import enabled_json, enabled_notes
@@ -271,18 +199,16 @@ def tune(
 
 @app.command()
 def run(
-    config: _Config,
-    inputs: _Inputs = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", help="Write the results, .npz or .safetensors.", show_default=False)
-    ] = None,
-    mesh: _Mesh = None,
-    mode: _Mode = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**64 - 1, help="Of drawn inputs and of dropout.")] = 0,
-    check: Annotated[bool, typer.Option("--check", help="Compare with float64, and with `expected`.")] = False,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed runs; the median is shown.")] = 5,
-    explain: Annotated[bool, typer.Option("--explain", help="Print the whole plan.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but what goes wrong.")] = False,
+    config: o.Config,
+    inputs: o.Inputs = None,
+    output: o.Output = None,
+    mesh: o.Mesh = None,
+    mode: o.Mode = None,
+    seed: o.Seed = 0,
+    check: o.Check = False,
+    repeats: o.Repeats = 5,
+    explain: o.Explain = False,
+    quiet: o.Quiet = False,
 ) -> None:
     """Run the declared call on this machine's devices, virtual CPU devices where the mesh needs more."""
     from .run import RunOptions
@@ -310,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             # typer answers an interrupt with 130 and no word; older ones raise Abort.
             return status if status != 130 else _fail("interrupted.", 130)
-        except (_Refused, RefusedError) as error:
+        except (_Refused, RefusedError, UnfitError) as error:
             return _fail(str(error), 1)
         except AttnOpsError as error:
             return _fail(str(error), 2)

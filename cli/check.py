@@ -109,7 +109,7 @@ def check(
 
 
 def _tolerance(plan: Plan) -> float | None:
-    published = plan.problem.operation.capability(plan.method or "").tolerance.get(plan.problem.runtime_dtype)
+    published = plan.operation.capability(plan.method or "").tolerance.get(plan.problem.runtime_dtype)
     return None if published is None else published.forward
 
 

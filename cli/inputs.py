@@ -114,8 +114,8 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
         raise InputError(f"{path}: not a readable .npz: {text}.") from None
     for name, array in found.items():
         if array.dtype.kind == "V":
-            mend = ".npz has no bfloat16 and no fp8; use .safetensors, or save float32"
-            raise InputError(f"{path}: {name} has dtype {array.dtype}: {mend}.")
+            hint = ".npz has no bfloat16 and no fp8; use .safetensors, or save float32"
+            raise InputError(f"{path}: {name} has dtype {array.dtype}: {hint}.")
     return found
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..errors import ConfigError
 from ..planning import Plan
-from ..planning.explain import bytes_text
+from ..planning.text import bytes_text
 from ..registry import OperationRegistry
 from ..registry.model_declaration import LayerDeclaration, ModelDeclaration, is_cached, write_layers
 from .plan import placement_rows, print_plan, rejected_rows
@@ -202,7 +202,7 @@ def _blocks(plan: Plan) -> str:
     if plan.method is None:
         return "-"
     sizes: Any = plan.route
-    if sizes is None and plan.problem.operation.reads_config(plan.method):
+    if sizes is None and plan.operation.reads_config(plan.method):
         sizes = plan.config
     found = [getattr(sizes, name, None) for name in ("block_q", "block_kv")]
     words = ([plan.route.name] if plan.route is not None else []) + (["x".join(map(str, found))] if all(found) else [])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from rich.text import Text
 
 from ..planning import Plan
-from ..planning.explain import bytes_text, config_lines, dropped_lines, tensor_rows
+from ..planning.plan import config_lines, dropped_lines, tensor_rows
 from ..planning.repeated import repeated_lines
+from ..planning.text import bytes_text
 from .text import fields, table, text
 
 __all__ = ["brief_rows", "placement_rows", "print_plan", "rejected_rows", "runs_row"]
@@ -33,7 +34,7 @@ def print_plan(plan: Plan, notes: tuple[str, ...] = (), platform_source: str | N
         rows.append(("soft cap", f"{problem.logits_soft_cap:g}"))
     if problem.dropout_prob > 0:
         rows.append(("dropout", f"{problem.dropout_prob:g}"))
-    if plan.method is not None and problem.operation.reads_config(plan.method):
+    if plan.method is not None and plan.operation.reads_config(plan.method):
         rows += [("config", line) for line in config_lines(plan)]
     if plan.tuning is not None:
         rows.append(("tuning", f"{plan.tuning.source}: {plan.tuning.why}"))

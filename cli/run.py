@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from rich.text import Text
 
 from ..planning import Plan
-from ..planning.explain import bytes_text
+from ..planning.text import bytes_text
 from ..registry import OperationRegistry
 from ..registry.declaration import Declaration
 from .baseline import NotExpressible, baseline

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from ..errors import ConfigError
-from ..planning.explain import bytes_text, fields_text
+from ..planning.text import bytes_text, fields_text
 from ..planning.tune_cache import ENVIRONMENT, Measured
 from ..registry import OperationRegistry
 from ..registry.declaration import Declaration

@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from rich.text import Text
 
 from ..errors import ShardingError
-from ..planning.explain import bytes_text
+from ..planning.text import bytes_text
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from ..sharding.mesh import AnyMesh

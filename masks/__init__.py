@@ -6,15 +6,15 @@ Lengths, Positions, Dense. Combined with & | ~ into And, Or, Not. See Mask for w
 
 from __future__ import annotations
 
-from . import trees as trees  # registers the pytrees
-from .algebra import And, Not, Or
-from .base import Leaf, Mask
+from . import pytrees as pytrees  # registers the pytrees
+from .algebra import And, Full, Mask, Not, Or
 from .dynamic import Dense, Lengths, Positions, SegmentIds
 from .functions import MaskFunction, mask_function_names, register_mask_function
+from .node import Leaf
 from .schema import mask_json_schema
 from .serial import mask_from_dict
 from .slots import DynamicMask, Slot
-from .static import Causal, Chunked, Full, Prefix, SlidingWindow, window_tokens
+from .static import Causal, Chunked, Prefix, SlidingWindow, window_tokens
 
 __all__ = [
     "And",

@@ -1,7 +1,7 @@
-"""And, Or, Not: they put themselves in a normal form, so that equal declarations compare equal.
+"""The algebra: Mask, and And, Or, Not and Full, of which `&`, `|` and `~` make masks in a normal form.
 
-And and Or are flat and of at least two masks. And drops Full, Or becomes Full if one is; And of nothing is
-Full and Or of nothing is ~Full. ~~m is m.
+Equal declarations compare equal: And and Or are flat and of at least two masks. And drops Full, Or becomes Full if one
+is; And of nothing is Full and Or of nothing is ~Full. ~~m is m.
 """
 
 from __future__ import annotations
@@ -10,111 +10,206 @@ import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
-from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from ..errors import MaskError, a_type
-from .base import Mask
-from .intervals import Intervals, complement, intersect, unite
-from .reach import Blocks, Reach
-from .static import Full
+from .blocks import Grid, has_dead_rows, live_blocks
+from .bounds import BlockBounds, Blocks
+from .checks import LIMIT, whole
+from .intervals import Intervals, complement, intersect, single, unite
+from .materialise import materialise
+from .node import Node
 
-__all__ = ["And", "Not", "Or"]
+__all__ = ["And", "Full", "Mask", "Not", "Or", "raw"]
 
 
-# __new__ instead of __init__, because the normal form may be a node of another class.
+class Mask(Node["Mask"]):
+    """What may attend to what. Combine with `&`, `|` and `~`; True means that the query may see the key.
+
+    Row i and key j are global indices and `position = i + query_offset`. A leaf with `offset=None` looks at
+    the position; one with an explicit offset looks at `i + offset`.
+    """
+
+    # Makes `numpy_array & mask` come to __rand__ instead of turning into an array of objects.
+    __array_ufunc__ = None
+    # How pydantic reads and writes a mask: set by schema.py, which stands above all nodes.
+    __get_pydantic_core_schema__: ClassVar[Any]
+    __pydantic_serializer__: ClassVar[Any]
+
+    def __and__(self, other: Any) -> Mask:
+        return And((self, other))
+
+    def __or__(self, other: Any) -> Mask:
+        return Or((self, other))
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def __rand__(self, other: Any) -> Mask:
+        return And((other, self))
+
+    def __ror__(self, other: Any) -> Mask:
+        return Or((other, self))
+
+    def __bool__(self) -> NoReturn:
+        raise MaskError("a mask has no truth value; use & | ~ for `and` `or` `not`, or `mask is not None`")
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def bounds(self) -> tuple[Mask, Mask]:
+        """Static masks (lower, upper) with lower ⊆ self ⊆ upper, whatever the dynamic leaves hold; a static mask twice."""
+        return self, self
+
+    def split_static(self) -> tuple[Mask, tuple[Mask, ...]]:
+        """(the And of the conjuncts without dynamic leaves, the other conjuncts)."""
+        parts = self.conjuncts()
+        return And([m for m in parts if m.is_static]), tuple(m for m in parts if not m.is_static)
+
+    def materialise(self, q_slice: slice, kv_slice: slice, *, query_offset: Any = 0) -> Any:
+        """What is visible, bool [batch | 1, heads | 1, q, kv], for global half-open slices: the meaning.
+
+        query_offset: int, or integer array [batch]. NumPy comes out unless arrays or offset are jax's.
+        """
+        return materialise(self, q_slice, kv_slice, query_offset)
+
+    def row_intervals(self, rows: ArrayLike, kv_len: int, *, query_offset: int = 0) -> Intervals | None:
+        """The visible keys of each row as (lo, hi), int64 [K, rows], K >= 1; None where only a test can tell.
+
+        Half-open, within [0, kv_len), sorted along K, disjoint and not adjacent; unused ones come last as
+        lo == hi == kv_len. Exact for static masks without MaskFunction.
+        """
+        rows = np.asarray(rows, np.int64)
+        return self.intervals(rows, rows + whole(query_offset, "query_offset"), kv_len)
+
+    def live_blocks(
+        self,
+        block_q: int,
+        block_kv: int,
+        *,
+        q_len: int,
+        kv_len: int,
+        q_start: int = 0,
+        query_offset: int = 0,
+        k_start: int = 0,
+    ) -> NDArray[np.int8]:
+        """0 dead, 1 partial, 2 full for each block: int8 [ceil(q_len / block_q), ceil(kv_len / block_kv)].
+
+        Rows are q_start..q_start+q_len, keys k_start..k_start+kv_len; what is beyond their ends doesn't count.
+        Exact for static masks; with dynamic leaves, dead and full are certain and partial is everything else.
+        """
+        grid = Grid(block_q, block_kv, q_len, kv_len, q_start, query_offset, k_start)
+        return live_blocks(*self.bounds(), grid)
+
+    def may_have_dead_rows(self, q_len: int, kv_len: int, *, q_start: int = 0, query_offset: int = 0) -> bool:
+        """Whether some row of q_start..q_start+q_len sees no key; with dynamic leaves, whether one may."""
+        grid = Grid(1, LIMIT, q_len, kv_len, q_start, query_offset)
+        return has_dead_rows(self.bounds()[0], grid)
+
+
+@dataclass(frozen=True)
+class Full(Mask):
+    """Every key is visible."""
+
+    kind: ClassVar[str] = "full"
+
+    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
+        return (rows - rows) == (cols - cols)
+
+    def block_bounds(self, blocks: Blocks) -> BlockBounds:
+        seen = self.test(blocks.rows.lo, None, blocks.cols.lo)
+        return BlockBounds(seen, seen)
+
+    def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
+        return single(0, kv_len, len(rows), kv_len)
+
+    def conjuncts(self) -> tuple[Mask, ...]:
+        return ()
+
+
 @dataclass(frozen=True, init=False)
-class And(Mask):
-    """Visible where every mask says so."""
+class _Several(Mask):
+    """And and Or: what their masks say, joined."""
 
-    kind: ClassVar[str] = "and"
+    join: ClassVar[Any]  # of two tests, or two block bounds
+    join_intervals: ClassVar[Any]
     masks: tuple[Mask, ...]
 
+    # __new__ instead of __init__, because the normal form may be a node of another class.
     def __new__(cls, masks: Iterable[Mask]) -> Mask:  # type: ignore[misc]
-        flat = [part for mask in _masks(masks, "And") for part in mask.conjuncts()]
-        if len(flat) < 2:
-            return flat[0] if flat else Full()
-        return _node(cls, tuple(flat))
+        flat = cls.flat(_masks(masks, cls.__name__))
+        return flat[0] if len(flat) == 1 else raw(cls, masks=tuple(flat))
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return (self.masks,)
 
+    @staticmethod
+    def flat(masks: Sequence[Mask]) -> Sequence[Mask]:
+        """The same in normal form, at least one."""
+        raise NotImplementedError
+
     def children(self) -> tuple[Mask, ...]:
         return self.masks
+
+    def with_children(self, children: Sequence[Mask]) -> Mask:
+        return type(self)(children)
+
+    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
+        return functools.reduce(self.join, (m.test(rows, positions, cols) for m in self.masks))
+
+    def block_bounds(self, blocks: Blocks) -> BlockBounds:
+        return functools.reduce(self.join, (m.block_bounds(blocks) for m in self.masks))
+
+    def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals | None:
+        sets = [m.intervals(rows, positions, kv_len) for m in self.masks]
+        return None if any(found is None for found in sets) else self.join_intervals(sets, kv_len)
+
+    def bounds(self) -> tuple[Mask, Mask]:
+        if self.is_static:
+            return self, self
+        lower, upper = zip(*(m.bounds() for m in self.masks), strict=True)
+        return type(self)(lower), type(self)(upper)
+
+    def describe(self) -> str:
+        return f" {self.label} ".join(_term(m) for m in self.masks)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "masks": [m.to_dict() for m in self.masks]}
+
+
+@dataclass(frozen=True, init=False)
+class And(_Several):
+    """Visible where every mask says so."""
+
+    kind: ClassVar[str] = "and"
+    label: ClassVar[str] = "&"
+    join = operator.and_
+    join_intervals = staticmethod(intersect)
+
+    @staticmethod
+    def flat(masks: Sequence[Mask]) -> Sequence[Mask]:
+        return [part for mask in masks for part in mask.conjuncts()] or [Full()]
 
     def conjuncts(self) -> tuple[Mask, ...]:
         return self.masks
 
-    def with_children(self, children: Sequence[Mask]) -> Mask:
-        return And(children)
-
-    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
-        return functools.reduce(operator.and_, (m.test(rows, positions, cols) for m in self.masks))
-
-    def reach(self, blocks: Blocks) -> Reach:
-        some, every = zip(*(m.reach(blocks) for m in self.masks), strict=True)
-        return Reach(functools.reduce(operator.and_, some), functools.reduce(operator.and_, every))
-
-    def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals | None:
-        sets = _interval_sets(self.masks, rows, positions, kv_len)
-        return None if sets is None else functools.reduce(lambda a, b: intersect(a, b, kv_len), sets)
-
-    def bounds(self) -> tuple[Mask, Mask]:
-        pairs = [m.bounds() for m in self.masks]
-        return And([lower for lower, _ in pairs]), And([upper for _, upper in pairs])
-
-    def describe(self) -> str:
-        return " & ".join(_term(m) for m in self.masks)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": "and", "masks": [m.to_dict() for m in self.masks]}
-
 
 @dataclass(frozen=True, init=False)
-class Or(Mask):
+class Or(_Several):
     """Visible where some mask says so."""
 
     kind: ClassVar[str] = "or"
-    masks: tuple[Mask, ...]
+    label: ClassVar[str] = "|"
+    join = operator.or_
+    join_intervals = staticmethod(unite)
 
-    def __new__(cls, masks: Iterable[Mask]) -> Mask:  # type: ignore[misc]
-        flat = [p for mask in _masks(masks, "Or") for p in (mask.masks if isinstance(mask, Or) else (mask,))]
-        if any(isinstance(mask, Full) for mask in flat):
-            return Full()
-        if len(flat) < 2:
-            return flat[0] if flat else Not(Full())
-        return _node(cls, tuple(flat))
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return (self.masks,)
-
-    def children(self) -> tuple[Mask, ...]:
-        return self.masks
-
-    def with_children(self, children: Sequence[Mask]) -> Mask:
-        return Or(children)
-
-    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
-        return functools.reduce(operator.or_, (m.test(rows, positions, cols) for m in self.masks))
-
-    def reach(self, blocks: Blocks) -> Reach:
-        some, every = zip(*(m.reach(blocks) for m in self.masks), strict=True)
-        return Reach(functools.reduce(operator.or_, some), functools.reduce(operator.or_, every))
-
-    def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals | None:
-        sets = _interval_sets(self.masks, rows, positions, kv_len)
-        return None if sets is None else unite(sets, kv_len)
-
-    def bounds(self) -> tuple[Mask, Mask]:
-        pairs = [m.bounds() for m in self.masks]
-        return Or([lower for lower, _ in pairs]), Or([upper for _, upper in pairs])
-
-    def describe(self) -> str:
-        return " | ".join(_term(m) for m in self.masks)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": "or", "masks": [m.to_dict() for m in self.masks]}
+    @staticmethod
+    def flat(masks: Sequence[Mask]) -> Sequence[Mask]:
+        parts = [part for mask in masks for part in (mask.masks if isinstance(mask, Or) else (mask,))]
+        return [Full()] if any(isinstance(part, Full) for part in parts) else parts or [Not(Full())]
 
 
 @dataclass(frozen=True, init=False)
@@ -126,7 +221,7 @@ class Not(Mask):
 
     def __new__(cls, mask: Mask) -> Mask:  # type: ignore[misc]
         (mask,) = _masks((mask,), "Not")
-        return mask.mask if isinstance(mask, Not) else _node(cls, mask)
+        return mask.mask if isinstance(mask, Not) else raw(cls, mask=mask)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return (self.mask,)
@@ -141,15 +236,16 @@ class Not(Mask):
         seen = self.mask.test(rows, positions, cols)
         return not seen if isinstance(seen, bool) else ~seen  # ~True is -2
 
-    def reach(self, blocks: Blocks) -> Reach:
-        some, every = self.mask.reach(blocks)
-        return Reach(~every, ~some)
+    def block_bounds(self, blocks: Blocks) -> BlockBounds:
+        return ~self.mask.block_bounds(blocks)
 
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals | None:
         inner = self.mask.intervals(rows, positions, kv_len)
         return None if inner is None else complement(inner, kv_len)
 
     def bounds(self) -> tuple[Mask, Mask]:
+        if self.is_static:
+            return self, self
         lower, upper = self.mask.bounds()
         return Not(upper), Not(lower)
 
@@ -157,13 +253,15 @@ class Not(Mask):
         return f"~{_term(self.mask)}"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": "not", "mask": self.mask.to_dict()}
+        return {"kind": self.kind, "mask": self.mask.to_dict()}
 
 
-def _node(cls: type[Mask], value: Any) -> Mask:
-    node = object.__new__(cls)
-    object.__setattr__(node, "mask" if cls is Not else "masks", value)
-    return node
+def raw(cls: type[Any], **fields: Any) -> Any:
+    """A mask with these fields, neither checked nor brought into normal form."""
+    mask = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(mask, name, value)
+    return mask
 
 
 def _masks(masks: Iterable[Any], owner: str) -> list[Mask]:
@@ -174,22 +272,10 @@ def _masks(masks: Iterable[Any], owner: str) -> list[Mask]:
     found = list(masks)
     for mask in found:
         if not isinstance(mask, Mask):
-            got, mend = a_type(mask), "wrap a boolean array in Dense(array)"
-            raise MaskError(f"{owner} got {got}; wanted masks: {mend} of shape [batch, heads, q, kv]")
+            hint = "wrap a boolean array in Dense(array) of shape [batch, heads, q, kv]"
+            raise MaskError(f"a mask combines with masks only, not with {a_type(mask)}; {hint}")
     return found
 
 
 def _term(mask: Mask) -> str:
-    return f"({mask.describe()})" if isinstance(mask, (And, Or)) else mask.describe()
-
-
-def _interval_sets(
-    masks: tuple[Mask, ...], rows: NDArray[Any], positions: NDArray[Any], kv_len: int
-) -> list[Intervals] | None:
-    sets: list[Intervals] = []
-    for mask in masks:
-        found = mask.intervals(rows, positions, kv_len)
-        if found is None:
-            return None
-        sets.append(found)
-    return sets
+    return f"({mask.describe()})" if isinstance(mask, _Several) else mask.describe()

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .checks import whole
+from .intervals import Intervals, intersect, single
+from .node import Node
 
-if TYPE_CHECKING:
-    from .base import Mask
-    from .intervals import Intervals
-
-__all__ = ["Grid", "live_blocks", "may_have_dead_rows"]
+__all__ = ["Grid", "has_dead_rows", "live_blocks"]
 
 # Rows and cells looked at together. They bound the memory, not the answer; 2**14 rows of int64 stay in the
 # cache, which took causal 128k x 128k in 512 blocks from 9 to 3 ms.
@@ -55,21 +53,19 @@ class Grid:
             yield slice(first, last), rows + self.q_start
 
 
-def live_blocks(mask: Mask, grid: Grid) -> NDArray[np.int8]:
-    """See Mask.live_blocks."""
-    if mask.is_static:
-        return _static_blocks(mask, grid)
-    lower, upper = mask.bounds()
-    found = np.minimum(_static_blocks(upper, grid), 1)
-    found[_static_blocks(lower, grid) == 2] = 2
+def live_blocks(lower: Node[Any], upper: Node[Any], grid: Grid) -> NDArray[np.int8]:
+    """See Mask.live_blocks; of a mask between two static ones, or of the static one that both are."""
+    found = _static_blocks(upper, grid)
+    if lower is not upper:
+        found = np.minimum(found, 1)
+        found[_static_blocks(lower, grid) == 2] = 2
     return found
 
 
-def may_have_dead_rows(mask: Mask, grid: Grid) -> bool:
-    """See Mask.may_have_dead_rows."""
-    lower = mask.bounds()[0]
+def has_dead_rows(mask: Node[Any], grid: Grid) -> bool:
+    """Whether some row sees no key by a static mask. The grid's keys are counted from the first."""
     for _, rows in grid.slabs():
-        known = lower.row_intervals(rows, grid.kv_len, query_offset=grid.query_offset)
+        known = _intervals(mask, grid, rows)
         if known is not None:
             if (known[0][0] >= known[1][0]).any():
                 return True
@@ -79,13 +75,13 @@ def may_have_dead_rows(mask: Mask, grid: Grid) -> bool:
             some = rows[first : first + step]
             seen = np.zeros(len(some), bool)
             for keys in _pieces(0, grid.kv_len, max(1, _CELLS // len(some))):
-                seen |= _visible(lower, grid, some, keys).any(axis=1)
+                seen |= _visible(mask, grid, some, keys).any(axis=1)
             if not seen.all():
                 return True
     return False
 
 
-def _static_blocks(mask: Mask, grid: Grid) -> NDArray[np.int8]:
+def _static_blocks(mask: Node[Any], grid: Grid) -> NDArray[np.int8]:
     found = np.zeros(grid.shape, np.int8)
     for where, rows in grid.slabs():
         known = _intervals(mask, grid, rows)
@@ -93,18 +89,16 @@ def _static_blocks(mask: Mask, grid: Grid) -> NDArray[np.int8]:
     return found
 
 
-def _intervals(mask: Mask, grid: Grid, rows: NDArray[np.int64]) -> Intervals | None:
-    """The visible keys of each row, counted from the grid's first; those of before it are empty intervals."""
-    known = mask.row_intervals(rows, grid.k_start + grid.kv_len, query_offset=grid.query_offset)
-    if known is None or not grid.k_start:
-        return known
-    lo, hi = (np.maximum(x - grid.k_start, 0) for x in known)
-    return lo, hi
+def _intervals(mask: Node[Any], grid: Grid, rows: NDArray[np.int64]) -> Intervals | None:
+    """The visible keys of each row, counted from key 0."""
+    return mask.intervals(rows, rows + grid.query_offset, grid.k_start + grid.kv_len)
 
 
 def _counted(known: Intervals, grid: Grid) -> NDArray[np.int8]:
     """Blocks from intervals: each row adds 1 where a run of touched (covered) blocks begins, -1 after it."""
     lo, hi = known
+    if grid.k_start:  # what ends before the grid's first key becomes empty
+        lo, hi = np.maximum(lo - grid.k_start, 0), np.maximum(hi - grid.k_start, 0)
     block, width = grid.block_kv, grid.shape[1] + 1
     rows = lo.shape[1]
     count = -(-rows // grid.block_q)
@@ -126,13 +120,11 @@ def _counted(known: Intervals, grid: Grid) -> NDArray[np.int8]:
     return any_row.astype(np.int8) + all_rows
 
 
-def _evaluated(mask: Mask, grid: Grid, rows: NDArray[np.int64]) -> NDArray[np.int8]:
+def _evaluated(mask: Node[Any], grid: Grid, rows: NDArray[np.int64]) -> NDArray[np.int8]:
     """Blocks from the test, one block row at a time, only where the conjuncts with intervals leave any."""
-    from .algebra import And
-
-    known = And([part for part in mask.conjuncts() if "mask_function" not in part.features()])
-    outer = _intervals(known, grid, rows)
-    assert outer is not None  # static, and without mask functions
+    end = grid.k_start + grid.kv_len
+    known = [_intervals(part, grid, rows) for part in mask.conjuncts()]
+    outer = intersect([single(0, end, len(rows), end), *(x for x in known if x is not None)], end)
     found = _counted(outer, grid)
     for i, blocks in enumerate(found):
         some = rows[i * grid.block_q : (i + 1) * grid.block_q]
@@ -146,8 +138,8 @@ def _evaluated(mask: Mask, grid: Grid, rows: NDArray[np.int64]) -> NDArray[np.in
             edges = np.arange(0, len(keys), grid.block_kv)
             any_key = np.logical_or.reduceat(seen.any(axis=0), edges)
             all_keys = np.logical_and.reduceat(seen.all(axis=0), edges)
-            place = int(keys[0]) // grid.block_kv
-            blocks[place : place + len(edges)] = any_key.astype(np.int8) + all_keys
+            first = int(keys[0]) // grid.block_kv
+            blocks[first : first + len(edges)] = any_key.astype(np.int8) + all_keys
     return found
 
 
@@ -156,7 +148,7 @@ def _pieces(start: int, stop: int, step: int) -> Iterator[NDArray[np.int32]]:
         yield np.arange(first, min(first + step, stop), dtype=np.int32)
 
 
-def _visible(mask: Mask, grid: Grid, rows: NDArray[Any], keys: NDArray[Any]) -> NDArray[np.bool_]:
+def _visible(mask: Node[Any], grid: Grid, rows: NDArray[Any], keys: NDArray[Any]) -> NDArray[np.bool_]:
     column, row = rows.astype(np.int32)[:, None], keys[None, :] + np.int32(grid.k_start)
     seen = mask.test(column, column + np.int32(grid.query_offset), row)
     return np.broadcast_to(seen, (len(rows), len(keys)))

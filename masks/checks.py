@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import MaskError, a_type, shown
 
-__all__ = ["LIMIT", "is_host", "whole", "whole_or_none"]
+__all__ = ["LIMIT", "check_distances", "is_host", "whole", "whole_or_none"]
 
 # Positions are int32 on devices. With every declared number within 2**30, sums and differences of an index
 # and a declared number can't wrap round.
@@ -25,23 +25,33 @@ def whole(value: Any, what: str, *, minimum: int = -LIMIT, none: str = "") -> in
     try:
         number = operator.index(value)
     except Exception:  # floats and strings have no index; a tracer raises an error of jax's own
-        mend = "give the number itself"
+        hint = "give the number itself"
         if isinstance(value, jax.core.Tracer):
-            mend = "traced numbers go into Lengths, Positions or Dense"
+            hint = "traced numbers go into Lengths, Positions or Dense"
         elif isinstance(value, float | np.floating) and float(value).is_integer():
-            mend = f"write {shown(int(value))}"
-        raise MaskError(f"{what}={shown(value)} is {a_type(value)}; wanted {wanted}: {mend}") from None
-    mend = f": use None for {none}" if none else ""
+            hint = f"write {shown(int(value))}"
+        raise MaskError(f"{what}={shown(value)} is {a_type(value)}; wanted {wanted}: {hint}") from None
+    hint = f": use None for {none}" if none else ""
     if number < minimum:
-        raise MaskError(f"{what}={shown(number)}; wanted an int of at least {minimum}{mend}")
+        raise MaskError(f"{what}={shown(number)}; wanted an int of at least {minimum}{hint}")
     if number > LIMIT:
-        raise MaskError(f"{what}={shown(number)}; wanted at most 2**30, or int32 indices wrap round{mend}")
+        raise MaskError(f"{what}={shown(number)}; wanted at most 2**30, or int32 indices wrap round{hint}")
     return number
 
 
 def whole_or_none(value: Any, what: str, none: str, *, minimum: int = -LIMIT) -> int | None:
     """The same, where None is a value with the meaning `none`."""
     return None if value is None else whole(value, what, minimum=minimum, none=none)
+
+
+def check_distances(window: Any) -> None:
+    """Check the inclusive distances `left` and `right` of a leaf, of which one may be None, and make them ints."""
+    name = type(window).__name__
+    if window.left is None and window.right is None:
+        raise MaskError(f"{name}(left=None, right=None) bounds nothing; use Full()")
+    for side in ("left", "right"):
+        distance = whole_or_none(getattr(window, side), f"{name} {side}", "no bound", minimum=0)
+        object.__setattr__(window, side, distance)
 
 
 def is_host(*values: Any) -> bool:

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import MaskError, a_type
-from .base import Mask
-from .checks import is_host, whole_or_none
-from .int_arrays import int_array, same_width
-from .reach import Blocks, Reach
+from .algebra import Mask
+from .bounds import BlockBounds, Blocks, Extent, between, equal
+from .checks import check_distances, is_host
+from .int_arrays import same_width
 from .slots import DynamicMask, Slot
 
 __all__ = ["Dense", "Lengths", "Positions", "SegmentIds"]
@@ -28,14 +28,6 @@ class SegmentIds(DynamicMask):
     query: Any
     kv: Any
 
-    def __post_init__(self) -> None:
-        self.check()
-
-    def check(self) -> None:
-        int_array(self.query, "q_segment_ids", ("batch", "q"))
-        int_array(self.kv, "kv_segment_ids", ("batch", "kv"))
-        _same_batch(self)
-
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         self.usable()
         return self.related(self, same_width(self.query[:, None, :, None], self.kv[:, None, None, :]), cols)
@@ -44,11 +36,9 @@ class SegmentIds(DynamicMask):
     def related(leaf: Any, parts: Sequence[Any], cols: Any) -> Any:
         return parts[0] == parts[1]
 
-    def reach(self, blocks: Blocks) -> Reach:
+    def block_bounds(self, blocks: Blocks) -> BlockBounds:
         query, kv = same_width(self.query, self.kv)
-        q, k = blocks.of_rows(query), blocks.of_keys(kv)
-        one = (q.lo == q.hi) & (k.lo == k.hi)
-        return Reach((q.lo <= k.hi) & (k.lo <= q.hi), one & (q.lo == k.lo))
+        return equal(blocks.of_rows(query), blocks.of_keys(kv))
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +49,6 @@ class Lengths(DynamicMask):
     parts = (("kv", "kv_lengths", ("batch",)),)
     kv: Any
 
-    def __post_init__(self) -> None:
-        self.check()
-
-    def check(self) -> None:
-        int_array(self.kv, "kv_lengths", ("batch",))
-
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         self.usable()
         cols, lengths = same_width(cols, self.kv[:, None, None, None])
@@ -74,10 +58,10 @@ class Lengths(DynamicMask):
     def related(leaf: Any, parts: Sequence[Any], cols: Any) -> Any:
         return cols < parts[0]
 
-    def reach(self, blocks: Blocks) -> Reach:
+    def block_bounds(self, blocks: Blocks) -> BlockBounds:
         lengths = jnp.asarray(self.kv)[:, None, None]
         some, every = (same_width(edge, lengths) for edge in blocks.cols)
-        return Reach(some[0] < some[1], every[0] < every[1])
+        return BlockBounds(some[0] < some[1], every[0] < every[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,17 +79,8 @@ class Positions(DynamicMask):
     right: int | None = 0
 
     def __post_init__(self) -> None:
-        if self.left is None and self.right is None:
-            raise MaskError("Positions(left=None, right=None) bounds nothing; leave it out, or use Full()")
-        for side in ("left", "right"):
-            distance = whole_or_none(getattr(self, side), f"Positions {side}", "no bound", minimum=0)
-            object.__setattr__(self, side, distance)
-        self.check()
-
-    def check(self) -> None:
-        int_array(self.query, "q_positions", ("batch", "q"))
-        int_array(self.kv, "kv_positions", ("batch", "kv"))
-        _same_batch(self)
+        check_distances(self)
+        super().__post_init__()
 
     def slot(self) -> Slot:
         return Slot(self.kind, left=self.left, right=self.right)
@@ -126,15 +101,12 @@ class Positions(DynamicMask):
         below = None if leaf.right is None else kv <= _last(query, leaf.right)
         return above if below is None else below if above is None else above & below
 
-    def reach(self, blocks: Blocks) -> Reach:
+    def block_bounds(self, blocks: Blocks) -> BlockBounds:
         query, kv = same_width(self.query, self.kv)
         q, k = blocks.of_rows(query), blocks.of_keys(kv)
-        some = every = True
-        if self.left is not None:
-            some, every = k.hi >= _first(q.lo, self.left), k.lo >= _first(q.hi, self.left)
-        if self.right is not None:
-            some, every = some & (k.lo <= _last(q.hi, self.right)), every & (k.hi <= _last(q.lo, self.right))
-        return Reach(some, every)
+        least = None if self.left is None else Extent(_first(q.lo, self.left), _first(q.hi, self.left))
+        most = None if self.right is None else Extent(_last(q.lo, self.right), _last(q.hi, self.right))
+        return between(least, k, most)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,19 +117,16 @@ class Dense(DynamicMask):
     parts = (("array", "mask", ("batch", "heads", "q", "kv")),)
     array: Any
 
-    def __post_init__(self) -> None:
-        self.check()
-
     def check(self) -> None:
         array, wanted = self.array, "a bool array of rank 4, broadcastable to [batch, heads, q, kv]"
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             raise MaskError(f"mask is {a_type(array)}; wanted {wanted}: pass np.asarray(mask)")
         if array.dtype != np.bool_:
-            mend = "an additive mask goes into `bias`; for a 0/1 mask use mask.astype(bool)"
-            raise MaskError(f"mask has dtype {array.dtype}; wanted {wanted}, True = may attend: {mend}")
+            hint = "an additive mask goes into `bias`; for a 0/1 mask use mask.astype(bool)"
+            raise MaskError(f"mask has dtype {array.dtype}; wanted {wanted}, True = may attend: {hint}")
         if len(array.shape) != 4:
-            mend = "mask[:, None, None, :] for a [batch, kv] padding mask, mask[None, None] for [q, kv]"
-            raise MaskError(f"mask has shape {tuple(array.shape)}; wanted {wanted}: use {mend}")
+            hint = "mask[:, None, None, :] for a [batch, kv] padding mask, mask[None, None] for [q, kv]"
+            raise MaskError(f"mask has shape {tuple(array.shape)}; wanted {wanted}: use {hint}")
 
     def slot(self) -> Slot:
         return Slot(self.kind, broadcast=tuple(size == 1 for size in getattr(self.array, "shape", ())))
@@ -170,7 +139,7 @@ class Dense(DynamicMask):
     def related(leaf: Any, parts: Sequence[Any], cols: Any) -> Any:
         return parts[0]
 
-    def reach(self, blocks: Blocks) -> Reach:
+    def block_bounds(self, blocks: Blocks) -> BlockBounds:
         return blocks.of_cells(self.array)
 
     def _broadcasts(self, size: int) -> bool:
@@ -190,10 +159,3 @@ def _last(query: Any, right: int) -> Any:
     """The largest key position within `right` of the query's."""
     most = np.iinfo(query.dtype).max - right
     return query if right == 0 else (np if is_host(query) else jnp).minimum(query, most) + right
-
-
-def _same_batch(mask: SegmentIds | Positions) -> None:
-    query, kv = mask.query.shape[0], mask.kv.shape[0]
-    if query != kv:
-        mend = "repeat the one with batch 1, e.g. with jnp.broadcast_to"
-        raise MaskError(f"{mask.kind} has batch {query} for queries, {kv} for keys; wanted the same: {mend}")

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from ..errors import MaskError, a_type, first_line, nearest, shown
+from .bounds import BlockBounds, Blocks
 from .checks import is_host
-from .reach import Blocks, Reach
 from .static import OffsetMask
 
 __all__ = ["MaskFunction", "mask_function_names", "register_mask_function"]
@@ -35,8 +35,8 @@ def register_mask_function(name: str, *, override: bool = False) -> Callable[[Fu
     def register(function: Function) -> Function:
         _check_function(name, function)
         if name in _functions and not override:
-            mend = "choose another name, or pass override=True to replace it"
-            raise MaskError(f"mask function {shown(name)} is already registered; {mend}")
+            hint = "choose another name, or pass override=True to replace it"
+            raise MaskError(f"mask function {shown(name)} is already registered; {hint}")
         _functions[name] = function
         return function
 
@@ -66,9 +66,9 @@ class MaskFunction(OffsetMask):
         self._check_offset()
         if self.name not in _functions:
             known = ", ".join(mask_function_names()) or "none"
-            mend = f"register it first, with @register_mask_function({shown(self.name)})"
-            hint = nearest(self.name, _functions)
-            raise MaskError(f"no mask function is named {shown(self.name)} (registered: {known}); {mend}.{hint}")
+            hint = f"register it first, with @register_mask_function({shown(self.name)})"
+            close = nearest(self.name, _functions)
+            raise MaskError(f"no mask function is named {shown(self.name)} (registered: {known}); {hint}.{close}")
         object.__setattr__(self, "_held", _functions[self.name])  # no field: a file can't say it
 
     @property
@@ -100,12 +100,12 @@ class MaskFunction(OffsetMask):
         return moved
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
-        x = self.place(rows, positions)
+        x = self.position(rows, positions)
         seen = self._call(x, cols)
         if getattr(seen, "dtype", None) != np.bool_:
             got = f"an array of {seen.dtype}" if hasattr(seen, "dtype") else a_type(seen)
-            mend = "end it with a comparison of the two"
-            raise MaskError(f"mask function {shown(self.name)} returned {got}; wanted an array of bool: {mend}")
+            hint = "end it with a comparison of the two"
+            raise MaskError(f"mask function {shown(self.name)} returned {got}; wanted an array of bool: {hint}")
         wanted = np.broadcast_shapes(np.shape(x), np.shape(cols))
         ends = zip(seen.shape[::-1], wanted[::-1], strict=False)
         lost = len(seen.shape) < min(np.ndim(x), np.ndim(cols))
@@ -130,20 +130,20 @@ class MaskFunction(OffsetMask):
         except Exception as error:
             asks = isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError)
             asks = asks or "truth value" in str(error)
-            mend = (
+            hint = (
                 "it asks for the value of an array, as `if`, `and`, `or`, `not` and bool() do; write & | ~ and jnp.where"
                 if asks
                 else "it is called with two integer arrays, of NumPy or traced by jax"
             )
             raise MaskError(
                 f"mask function {shown(self.name)} raised {type(error).__name__}: {first_line(error)}; wanted "
-                f"fn(query_position, key_index) -> bool, element by element: {mend}"
+                f"fn(query_position, key_index) -> bool, element by element: {hint}"
             ) from error
 
-    def reach(self, blocks: Blocks) -> Reach:
+    def block_bounds(self, blocks: Blocks) -> BlockBounds:
         # Elementwise is all that is known of the function: nothing follows for a block.
         some = blocks.rows.lo + blocks.cols.lo
-        return Reach(some == some, some != some)
+        return BlockBounds(some == some, some != some)
 
 
 def _check_function(name: str, function: Any) -> None:
@@ -165,5 +165,5 @@ def _check_function(name: str, function: Any) -> None:
 
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        mend = "e.g. 'my_mask' or 'my_package.my_mask'"
-        raise MaskError(f"mask function name {shown(name)} isn't usable; wanted an identifier, dots allowed: {mend}")
+        hint = "e.g. 'my_mask' or 'my_package.my_mask'"
+        raise MaskError(f"mask function name {shown(name)} isn't usable; wanted an identifier, dots allowed: {hint}")

@@ -25,8 +25,8 @@ def int_array(value: Any, what: str, dims: tuple[str, ...]) -> None:
     if not is_integer(value.dtype):
         raise MaskError(f"{what} has dtype {value.dtype}; wanted {wanted}: use {what}.astype('int32')")
     if len(value.shape) != len(dims):
-        mend = f"reshape it, e.g. {what}[None] for a batch of one"
-        raise MaskError(f"{what} has shape {tuple(value.shape)}; wanted {wanted}: {mend}")
+        hint = f"reshape it, e.g. {what}[None] for a batch of one"
+        raise MaskError(f"{what} has shape {tuple(value.shape)}; wanted {wanted}: {hint}")
     reason = beyond_int32(value, what)
     if reason:
         raise MaskError(reason)
@@ -46,8 +46,8 @@ def beyond_int32(value: Any, what: str) -> str:
         return f"{what} has dtype {value.dtype} and unknown values; {wanted}: use {what}.astype('int32')"
     found = least_and_most(values)
     wide = next((n for n in found if not _INT32.min <= n <= _INT32.max), None)
-    mend = "number the ids anew, from 0" if "segment" in what else "count from the first key of the call"
-    return "" if wide is None else f"{what} holds {wide}; {wanted}: {mend}"
+    hint = "number the ids anew, from 0" if "segment" in what else "count from the first key of the call"
+    return "" if wide is None else f"{what} holds {wide}; {wanted}: {hint}"
 
 
 def known_values(value: Any) -> np.ndarray | None:

@@ -6,6 +6,7 @@ intervals come last and are lo == hi == end: so lo and hi are sorted, and the co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,12 @@ def single(lo: NDArray[Any] | int, hi: NDArray[Any] | int, rows: int, end: int) 
     return _park(lo, hi, end)
 
 
-def intersect(first: Intervals, second: Intervals, end: int) -> Intervals:
-    """What is in both."""
+def intersect(sets: Sequence[Intervals], end: int) -> Intervals:
+    """What is in all."""
+    return functools.reduce(lambda first, second: _both(first, second, end), sets)
+
+
+def _both(first: Intervals, second: Intervals, end: int) -> Intervals:
     lo = np.maximum(first[0][:, None], second[0][None])
     hi = np.minimum(first[1][:, None], second[1][None])
     rows = lo.shape[-1]
@@ -65,18 +70,18 @@ def _normalise(lo: NDArray[np.int64], hi: NDArray[np.int64], end: int) -> Interv
     if (lo[1:] < lo[:-1]).any():
         order = np.argsort(lo, axis=0, kind="stable")
         lo, hi = np.take_along_axis(lo, order, 0), np.take_along_axis(hi, order, 0)
-    reach = np.maximum.accumulate(hi, axis=0)
+    furthest = np.maximum.accumulate(hi, axis=0)
     filled = lo < hi
     starts = filled.copy()
-    starts[1:] &= lo[1:] > reach[:-1]
-    place = np.cumsum(starts, axis=0) - 1
-    used = max(1, int(place[-1].max()) + 1)
+    starts[1:] &= lo[1:] > furthest[:-1]
+    index = np.cumsum(starts, axis=0) - 1
+    used = max(1, int(index[-1].max()) + 1)
     if (starts == filled).all():
         return lo[:used], hi[:used]
     out_lo = np.full((used + 1, rows), end, np.int64)
     out_hi = np.full((used + 1, rows), end, np.int64)
     column = np.arange(rows)
-    for k in range(count):  # the extra last row takes what place -1 (no interval yet) would write
-        out_lo[np.where(starts[k], place[k], used), column] = lo[k]
-        out_hi[np.where(filled[k], place[k], used), column] = reach[k]
+    for k in range(count):  # the extra last row takes what index -1 (no interval yet) would write
+        out_lo[np.where(starts[k], index[k], used), column] = lo[k]
+        out_hi[np.where(filled[k], index[k], used), column] = furthest[k]
     return out_lo[:used], out_hi[:used]

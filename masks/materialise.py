@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,14 +10,12 @@ import numpy as np
 from ..errors import MaskError, shown
 from .checks import is_host, whole
 from .int_arrays import beyond_int32, is_integer, least_and_most
-
-if TYPE_CHECKING:
-    from .base import Mask
+from .node import Node
 
 __all__ = ["materialise"]
 
 
-def materialise(mask: Mask, q_slice: slice, kv_slice: slice, query_offset: Any) -> Any:
+def materialise(mask: Node[Any], q_slice: slice, kv_slice: slice, query_offset: Any) -> Any:
     """See Mask.materialise."""
     q_slice, kv_slice = _bounded(q_slice, "q_slice"), _bounded(kv_slice, "kv_slice")
     # int32 on both sides, the width of indices on devices: strict dtype promotion has nothing to refuse.

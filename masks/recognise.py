@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .base import Mask
-from .static import Causal, Full, Prefix, SlidingWindow
+from .algebra import Full, Mask
+from .static import Causal, Prefix, SlidingWindow
 
 __all__ = ["recognise"]
 

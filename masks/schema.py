@@ -14,7 +14,7 @@ from pydantic_core import PydanticSerializationUnexpectedValue, core_schema
 from typing_extensions import TypeAliasType, TypedDict  # typing's own need Python 3.12 here
 
 from ..errors import MaskError
-from .base import Mask
+from .algebra import Mask
 from .checks import LIMIT
 from .serial import mask_from_dict
 
@@ -149,6 +149,6 @@ def _field_schema(wanted: type[Mask], handler: GetCoreSchemaHandler) -> core_sch
     )
 
 
-Mask.field_schema = _field_schema
+Mask.__get_pydantic_core_schema__ = staticmethod(_field_schema)
 # Where pydantic looks at the value and not at the field's type (Any, serialize_as_any), it would write a bare dataclass.
 Mask.__pydantic_serializer__ = TypeAdapter(Mask).serializer

@@ -6,18 +6,15 @@ import dataclasses
 from typing import Any
 
 from ..errors import MaskError, a_type, nearest, shown
-from .algebra import And, Not, Or
-from .base import Mask
+from .algebra import And, Full, Mask, Not, Or
 from .functions import MaskFunction
-from .static import Causal, Chunked, Full, Prefix, SlidingWindow, StaticLeaf
+from .static import Causal, Chunked, Prefix, SlidingWindow
 
-__all__ = ["MAX_DEPTH", "mask_from_dict"]
+__all__ = ["mask_from_dict"]
 
-MAX_DEPTH = 64
+_MAX_DEPTH = 64
 
-_LEAVES: dict[str, type[StaticLeaf]] = {
-    cls.kind: cls for cls in (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction)
-}
+_LEAVES: dict[str, type[Any]] = {cls.kind: cls for cls in (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction)}
 _SHORT: dict[str, Mask] = {"causal": Causal(), "full": Full()}
 _DYNAMIC = ("segment_ids", "kv_lengths", "positions", "dense_mask")
 _KINDS = (*_LEAVES, And.kind, Or.kind, Not.kind)
@@ -33,8 +30,8 @@ def mask_from_dict(data: Any) -> Mask:
 
 
 def _read(data: Any, at: str, depth: int) -> Mask:
-    if depth > MAX_DEPTH:
-        raise MaskError(f"the mask is nested deeper than {MAX_DEPTH}; put all parts of an and (or) into one list")
+    if depth > _MAX_DEPTH:
+        raise MaskError(f"the mask is nested deeper than {_MAX_DEPTH}; put all parts of an and (or) into one list")
     if isinstance(data, str):
         return _short(data, at)
     if not isinstance(data, dict):
@@ -61,12 +58,12 @@ def _read(data: Any, at: str, depth: int) -> Mask:
 
 def _short(name: str, at: str) -> Mask:
     if name not in _SHORT:
-        mend = f'anything else is an object with "kind".{nearest(name, _SHORT)}'
-        raise MaskError(f'{at} is {shown(name)}; wanted "causal" or "full": {mend}')
+        hint = f'anything else is an object with "kind".{nearest(name, _SHORT)}'
+        raise MaskError(f'{at} is {shown(name)}; wanted "causal" or "full": {hint}')
     return _SHORT[name]
 
 
-def _leaf(cls: type[StaticLeaf], data: dict[Any, Any], at: str) -> Mask:
+def _leaf(cls: type[Any], data: dict[Any, Any], at: str) -> Mask:
     fields = dataclasses.fields(cls)
     required = tuple(f.name for f in fields if f.default is dataclasses.MISSING)
     optional = tuple(f.name for f in fields if f.default is not dataclasses.MISSING)

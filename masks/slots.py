@@ -9,10 +9,9 @@ from typing import Any, ClassVar, NoReturn
 import jax
 
 from ..errors import InputTypeError, MaskError
-from .algebra import Not
-from .base import Mask
-from .reach import Blocks
-from .static import Full
+from .algebra import Full, Mask, Not
+from .bounds import Blocks
+from .int_arrays import int_array
 
 __all__ = ["DynamicMask", "Slot"]
 
@@ -42,6 +41,9 @@ class DynamicMask(_Unknown):
     def __init_subclass__(cls) -> None:
         _classes[cls.kind] = cls
 
+    def __post_init__(self) -> None:
+        self.check()
+
     def __hash__(self) -> NoReturn:
         raise InputTypeError(f"{self} holds arrays and has no hash; use the structure, mask.split()[0]")
 
@@ -68,8 +70,13 @@ class DynamicMask(_Unknown):
         return self.slot().describe()
 
     def check(self) -> None:
-        """Refuse arrays of the wrong rank or dtype."""
-        raise NotImplementedError
+        """Refuse arrays of the wrong rank or dtype: here, any but integers of one batch."""
+        for array, (_, name, dims) in zip(self.arrays(), self.parts, strict=True):
+            int_array(array, name, dims)
+        batches = [array.shape[0] for array in self.arrays()]
+        if batches[0] != batches[-1]:
+            got, hint = f"{batches[0]} for queries, {batches[-1]} for keys", "e.g. with jnp.broadcast_to"
+            raise MaskError(f"{self.kind} has batch {got}; wanted the same: repeat the one with batch 1, {hint}")
 
     def usable(self) -> None:
         """Refuse arrays that can't be computed with; jax rebuilds leaves without calling check."""
@@ -118,6 +125,9 @@ class Slot(_Unknown):
     def arrays(self) -> tuple[Any, ...]:
         return (None,) * len(self.parts)
 
+    def slot(self) -> Slot:
+        return self
+
     def fill(self, arrays: Sequence[Any]) -> Mask:
         return _classes[self.kind].from_slot(self, arrays)
 
@@ -136,7 +146,7 @@ class Slot(_Unknown):
     def test(self, rows: Any, positions: Any, cols: Any) -> NoReturn:
         raise MaskError(f"{self} is a slot without arrays; call structure.merge(arrays) first")
 
-    def reach(self, blocks: Blocks) -> NoReturn:
+    def block_bounds(self, blocks: Blocks) -> NoReturn:
         self.test(None, None, None)
 
     def cut(self, q_slice: slice, kv_slice: slice) -> NoReturn:

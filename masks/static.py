@@ -1,8 +1,7 @@
-"""The static leaves: hashable, serialisable, known before any array is."""
+"""The static leaves beside Full: hashable, serialisable, known before any array is."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,41 +9,16 @@ import jax
 import jax.numpy as jnp
 from numpy.typing import NDArray
 
-from ..errors import MaskError
-from .base import Mask
-from .checks import whole, whole_or_none
+from .algebra import Mask
+from .bounds import BlockBounds, Blocks, Extent, between, equal
+from .checks import check_distances, whole, whole_or_none
 from .intervals import Intervals, single
-from .reach import Blocks, Extent, Reach, between
 
-__all__ = [
-    "Causal",
-    "Chunked",
-    "Full",
-    "OffsetMask",
-    "Prefix",
-    "SlidingWindow",
-    "StaticLeaf",
-    "window_tokens",
-]
-
-
-@dataclass(frozen=True)
-class StaticLeaf(Mask):
-    """A leaf whose dataclass fields say everything about it."""
-
-    label: ClassVar[str] = ""
-
-    def describe(self) -> str:
-        fields = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
-        text = ", ".join(f"{name}={value!r}" for name, value in fields if (name, value) != ("offset", None))
-        return f"{self.label or self.kind}({text})" if text else self.label or self.kind
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind} | {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+__all__ = ["Causal", "Chunked", "OffsetMask", "Prefix", "SlidingWindow", "window_tokens"]
 
 
 # Not a dataclass itself, or `offset` would come first among the fields of its subclasses.
-class OffsetMask(StaticLeaf):
+class OffsetMask(Mask):
     """A static leaf that compares the row's position, or the row plus its own offset, with the key."""
 
     offset: int | None
@@ -56,39 +30,19 @@ class OffsetMask(StaticLeaf):
     def with_offset(self, offset: int | None) -> Mask:
         return type(self)(**{**vars(self), "offset": offset})
 
-    def place(self, rows: Any, positions: Any) -> Any:
-        """Where the row stands among the keys."""
+    def position(self, rows: Any, positions: Any) -> Any:
+        """The row's index plus the offset; by default the position that the call gives."""
         if self.offset is None:
             return positions
         return rows + self.offset if self.offset else rows
 
-    def places(self, blocks: Blocks) -> Extent:
-        """`place` of whole blocks."""
-        return Extent(*(self.place(row, at) for row, at in zip(blocks.rows, blocks.positions, strict=True)))
+    def block_positions(self, blocks: Blocks) -> Extent:
+        """`position` of whole blocks."""
+        return Extent(*(self.position(row, at) for row, at in zip(blocks.rows, blocks.positions, strict=True)))
 
     def _check_offset(self) -> None:
         none = "the position that the call gives"
         object.__setattr__(self, "offset", whole_or_none(self.offset, f"{type(self).__name__} offset", none))
-
-
-@dataclass(frozen=True)
-class Full(StaticLeaf):
-    """Every key is visible."""
-
-    kind: ClassVar[str] = "full"
-
-    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
-        return (rows - rows) == (cols - cols)
-
-    def reach(self, blocks: Blocks) -> Reach:
-        seen = self.test(blocks.rows.lo, None, blocks.cols.lo)
-        return Reach(seen, seen)
-
-    def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
-        return single(0, kv_len, len(rows), kv_len)
-
-    def conjuncts(self) -> tuple[Mask, ...]:
-        return ()
 
 
 @dataclass(frozen=True)
@@ -102,14 +56,14 @@ class Causal(OffsetMask):
         self._check_offset()
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
-        return cols <= self.place(rows, positions)
+        return cols <= self.position(rows, positions)
 
-    def reach(self, blocks: Blocks) -> Reach:
-        x = self.places(blocks)
-        return Reach(blocks.cols.lo <= x.hi, blocks.cols.hi <= x.lo)
+    def block_bounds(self, blocks: Blocks) -> BlockBounds:
+        x = self.block_positions(blocks)
+        return BlockBounds(blocks.cols.lo <= x.hi, blocks.cols.hi <= x.lo)
 
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
-        return single(0, self.place(rows, positions) + 1, len(rows), kv_len)
+        return single(0, self.position(rows, positions) + 1, len(rows), kv_len)
 
 
 @dataclass(frozen=True)
@@ -126,26 +80,25 @@ class SlidingWindow(OffsetMask):
     offset: int | None = None
 
     def __post_init__(self) -> None:
-        if self.left is None and self.right is None:
-            raise MaskError("SlidingWindow(left=None, right=None) bounds nothing; use Full()")
-        for side in ("left", "right"):
-            distance = whole_or_none(getattr(self, side), f"SlidingWindow {side}", "no bound", minimum=0)
-            object.__setattr__(self, side, distance)
+        check_distances(self)
         self._check_offset()
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
-        ahead = cols - self.place(rows, positions)
+        ahead = cols - self.position(rows, positions)
         if self.left is None:
             return ahead <= self.right
         if self.right is None:
             return ahead >= -self.left
         return (ahead >= -self.left) & (ahead <= self.right)
 
-    def reach(self, blocks: Blocks) -> Reach:
-        return between(self.places(blocks), blocks.cols, self.left, self.right)
+    def block_bounds(self, blocks: Blocks) -> BlockBounds:
+        x, keys = self.block_positions(blocks), blocks.cols
+        least = None if self.left is None else Extent(-self.left, -self.left)
+        most = None if self.right is None else Extent(self.right, self.right)
+        return between(least, Extent(keys.lo - x.hi, keys.hi - x.lo), most)
 
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
-        x = self.place(rows, positions)
+        x = self.position(rows, positions)
         lo = 0 if self.left is None else x - self.left
         hi = kv_len if self.right is None else x + self.right + 1
         return single(lo, hi, len(rows), kv_len)
@@ -172,26 +125,25 @@ class Chunked(OffsetMask):
         self._check_offset()
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
-        x = self.place(rows, positions)
+        x = self.position(rows, positions)
         if self.size & (self.size - 1) == 0:
             shift = self.size.bit_length() - 1  # an arithmetic shift rounds down, negative x too
             return (x >> shift) == (cols >> shift)
         # lax.div is one instruction but rounds -1 / size to 0; x >= 0 puts that right.
         return (_divide(x, self.size) == _divide(cols, self.size)) & (x >= 0)
 
-    def reach(self, blocks: Blocks) -> Reach:
+    def block_bounds(self, blocks: Blocks) -> BlockBounds:
         # `//` rounds down in NumPy and in jnp. No key is negative, so a row at a negative x matches none.
-        x, keys = (Extent(e.lo // self.size, e.hi // self.size) for e in (self.places(blocks), blocks.cols))
-        one = (x.lo == x.hi) & (keys.lo == keys.hi)
-        return Reach((x.lo <= keys.hi) & (keys.lo <= x.hi), one & (x.lo == keys.lo))
+        x, keys = (Extent(e.lo // self.size, e.hi // self.size) for e in (self.block_positions(blocks), blocks.cols))
+        return equal(x, keys)
 
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
-        start = self.place(rows, positions) // self.size * self.size
+        start = self.position(rows, positions) // self.size * self.size
         return single(start, start + self.size, len(rows), kv_len)
 
 
 @dataclass(frozen=True)
-class Prefix(StaticLeaf):
+class Prefix(Mask):
     """Keys before `length` are visible; 0 makes none visible."""
 
     kind: ClassVar[str] = "prefix"
@@ -203,8 +155,8 @@ class Prefix(StaticLeaf):
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         return cols < self.length
 
-    def reach(self, blocks: Blocks) -> Reach:
-        return Reach(blocks.cols.lo < self.length, blocks.cols.hi < self.length)
+    def block_bounds(self, blocks: Blocks) -> BlockBounds:
+        return BlockBounds(blocks.cols.lo < self.length, blocks.cols.hi < self.length)
 
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
         return single(0, self.length, len(rows), kv_len)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, a_type, nearest, shown
-from ..errors.strict_json import parse_json, read_text
+from ..strict_json import parse_json, read_text
 from .families import COMPOSITES, FAMILIES, PARTS, Family
 from .keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
 
@@ -175,10 +175,10 @@ def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | 
             raise ConfigError(f"{name}: {kind} has three attentions; say part= one of {', '.join(PARTS[kind])}.")
         return f"{kind} {part}"
     if kind not in known:
-        mend = "" if family else " If it attends as one of them does, say so with family=."
+        hint = "" if family else " If it attends as one of them does, say so with family=."
         raise ConfigError(
             f"{name}: {'family' if family else 'model_type'} {shown(kind)} is not one that attnops can read; known: "
-            f"{', '.join(known)}." + (nearest(kind, known) or mend)
+            f"{', '.join(known)}." + (nearest(kind, known) or hint)
         )
     return str(kind)
 

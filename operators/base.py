@@ -20,7 +20,7 @@ from ..errors import ConfigError, FallbackWarning, InputError, InputTypeError
 from ..masks import Mask
 from ..planning import Plan, PlannedOperation, plan
 from ..planning.other_names import takes_no_more
-from ..planning.sequence.split import declared_strategy
+from ..planning.sequence.choice import declared_strategy
 from ..planning.tune_cache import kept_here
 from ..registry import OperationMetadata
 from ..sharding import current_mesh, describe_mesh, devices_platform, place
@@ -232,7 +232,8 @@ class Operation(PlannedOperation):
         return current if same and len(kinds) <= 1 and not get_abstract_mesh().empty else declared
 
     def _plan(self, arrays: Arrays, options: Options, mesh: AnyMesh | None) -> Plan:
-        return plan(describe(type(self), self.metadata, arrays, options, mesh), self.metadata.policy)
+        operation = type(self)
+        return plan(operation, describe(operation, self.metadata, arrays, options, mesh), self.metadata.policy)
 
     def _prepare(self, arrays: Arrays, options: Options, mesh: AnyMesh | None) -> _Prepared:
         decided = self._plan(arrays, options, mesh).require()

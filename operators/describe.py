@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..masks import Mask
 from ..planning import AttentionProblem
 from ..planning.quantised import QUANTISED
-from ..planning.sequence.split import declared_strategy
+from ..planning.sequence.choice import declared_strategy
 from ..registry import OperationMetadata
 from ..sharding import (
     AttnShardingRules,
@@ -41,7 +41,7 @@ __all__ = ["describe", "packed", "varying_axes"]
 def describe(
     operation: type[Operation], metadata: OperationMetadata, arrays: Arrays, options: Options, mesh: AnyMesh | None
 ) -> AttentionProblem:
-    """Build the problem of a call. Errors: InputError and InputTypeError name the argument, got, wanted, the mend."""
+    """Build the problem of a call. Errors: InputError and InputTypeError name the argument, got, wanted, the hint."""
     layout = canonical_layout(options.layout)
     for name in ("query", "key", "value"):
         shaped(name, getattr(arrays, name))
@@ -104,7 +104,7 @@ def describe(
         "the gradient recomputes the forward pass: called inside a shard_map with check_vma=True over part of the mesh"
     ] * (vma and any(a.kind != "manual" and a.size > 1 for a in axes))
     return AttentionProblem(
-        operation=operation,
+        operation=operation.name,
         config=config,
         batch=batch,
         q_len=q_len,

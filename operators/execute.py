@@ -27,7 +27,7 @@ from .sequence.split_kv import merged_over_devices
 
 __all__ = ["Operands", "execute"]
 
-_UNROLLED = 8  # hops, where it isn't declared
+_UNROLLED = 8  # steps, where it isn't declared
 
 
 class Operands(NamedTuple):
@@ -71,7 +71,7 @@ def execute(
         local = bring_together(local, placement, problem.kernel_layout)
         call = _local_call(plan, options, local)
         method = getattr(operation, plan.method or "")
-        result = merged_over_devices(call, method) if placement.sequence.strategy == "merge" else method(call)
+        result = merged_over_devices(call, method) if placement.sequence.strategy == "split_kv" else method(call)
         result = take_apart(result, placement, problem.kernel_layout)
         return tuple(x for x in result if x is not None)
 
@@ -199,14 +199,14 @@ def _local_call(plan: Plan, options: Options, local: Operands) -> LocalCall:
     split, scan = placement.sequence, plan.policy.scan_ring_attention
     ring = None
     if split.ring_axes:
-        # Unrolled, a program grows with the hops; and XLA:CPU, where nothing overlaps, keeps the buffers of each.
-        looped = problem.platform == "cpu" or len(split.hops) > _UNROLLED if scan is None else scan
-        ring = Ring(split.ring_axes, split.ring_size, split.hops, looped, split.zigzag, split.whole_pairs)
+        # Unrolled, a program grows with the steps; and XLA:CPU, where nothing overlaps, keeps the buffers of each.
+        looped = problem.platform == "cpu" or len(split.steps) > _UNROLLED if scan is None else scan
+        ring = Ring(split.ring_axes, split.ring_size, split.steps, looped, split.zigzag, split.whole_pairs)
     # A device's own lengths; a kernel may get them in pieces.
     q_len, kv_len = (n * split.pieces for n in (placement.local.q_len, placement.local.kv_len))
     shard, shards = _index(placement.q_axes, problem)
     k_start: int | jax.Array = 0
-    if split.strategy == "merge":
+    if split.strategy == "split_kv":
         k_start = _index(split.axes, problem)[0] * kv_len
     q_start = shard * q_len
     offset = local.query_offset if problem.dynamic_query_offset else problem.query_offset

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from ..planning import AttentionProblem, OperationConfig, Placement, Route
+from .dequantise import dequantised
 from .local_mask import Dropout, LocalMask
-from .quantised import dequantised
 
 __all__ = ["LocalCall", "LocalOutput", "Ring", "by_row"]
 
@@ -25,7 +25,7 @@ class LocalOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """axis: the mesh axes that split the sequence, as one. hops: how far, in shards, the keys have come at each step that some
+    """axis: the mesh axes that split the sequence, as one. steps: how far, in shards, the keys have come at each step that some
     device has something to see in; the first is 0. scan: one compiled step for all, else one for each. zigzag: this device's
     rows and keys are the k-th of 2 * size pieces and the k-th from the end, where else they are the k-th of size.
     whole_pairs: there a piece of the rows sees all of each piece of the keys before it, so that no mask is looked at.
@@ -33,7 +33,7 @@ class Ring:
 
     axes: tuple[str, ...]
     size: int
-    hops: tuple[int, ...]
+    steps: tuple[int, ...]
     scan: bool
     zigzag: bool = False
     whole_pairs: bool = False

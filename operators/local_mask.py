@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..masks import And, Full, Mask
-from ..masks.reach import Blocks, Extent
-from .kernels.lean import numbers, shifted
+from ..masks.bounds import Blocks, Extent
+from .kernels.primitives import numbers, shifted
 from .threefry import threefry
 
 __all__ = ["Dropout", "LocalMask", "dropout_seed"]
@@ -65,7 +65,7 @@ class LocalMask:
         along = offset if isinstance(offset, int) else offset[:, None, None]
         keys = Extent(first_key + self.k_start, last_key + self.k_start)
         blocks = Blocks(rows, Extent(rows.lo + along, rows.hi + along), keys, block_q, block_kv)
-        some, every = (self.mask if known is None else And(dynamic)).reach(blocks)
+        some, every = (self.mask if known is None else And(dynamic)).block_bounds(blocks)
         found = jnp.where(every & some, 2, jnp.where(some, 1, 0)).astype(jnp.int8)
         found = jnp.broadcast_to(found, (found.shape[0] if found.ndim == 3 else 1, *blocks.shape))
         return found if known is None else jnp.minimum(found, known)

@@ -59,7 +59,7 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
         return NativeRoute("plain", f"declared; the logits take {size}")
     rows = local.q_heads * local.q_len
     # Of keys that stay split, a part is worked on as the whole would be: whole logits would copy it.
-    seen = problem.kv_len if placement.sequence.strategy == "merge" else local.kv_len
+    seen = problem.kv_len if placement.sequence.strategy == "split_kv" else local.kv_len
     few = rows <= _DECODE_ROWS and seen >= _DECODE_KEYS
     if declared == "decode" or (declared is None and few):
         why = "declared" if declared else f"{rows} query rows over all heads, at most {_DECODE_ROWS}, see {seen} keys"

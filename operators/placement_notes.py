@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ..errors import InputError
 from ..planning import Plan
-from ..planning.explain import bytes_text, spec_text
+from ..planning.text import bytes_text, spec_text
 from ..sharding.mesh import AnyMesh, describe_mesh, same_devices
 from ..sharding.moved import Parts, comparable, lacking, parts_of
 from .arguments import Arrays

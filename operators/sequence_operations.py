@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from .splash import Splash
 from .splash.config import SplashConfig
-from .splash.operation import Splash
 
 __all__ = ["RingAttention", "RingConfig", "UlyssesAttention", "UlyssesConfig"]
 

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import PositiveInt
 
 from ..planning import ALL_FEATURES, AttentionProblem, OperationConfig, Placement, Rule, implementation
-from ..planning.explain import fields_text
+from ..planning.text import fields_text
 from .base import Operation
 from .kernels.blockwise import Blocking, BlockwisePart, blockwise_attention
 from .kernels.decode import Pieces
@@ -105,7 +105,7 @@ class Vanilla(Operation):
     def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
         """On one part by each of its paths; on one after the other by blocks."""
         by_blocks = getattr(config, "path", None) in (None, "blockwise")
-        return method == "forward_native" and (by_blocks or strategy == "merge")
+        return method == "forward_native" and (by_blocks or strategy == "split_kv")
 
     @classmethod
     def remarks(

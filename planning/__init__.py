@@ -2,9 +2,10 @@
 
 from .capability import ALL_FEATURES, FEATURES, STATIC_MASKS, Capability, Reason, Rule, Tolerance, implementation
 from .config import OperationConfig
-from .operation import METHODS, PlannedOperation
+from .decide import plan
+from .operation import METHODS, Padding, PlannedOperation
 from .placement import LocalShape, Placement
-from .plan import Padding, Plan, Rejected, plan
+from .plan import Plan, Rejected
 from .policy import Policy
 from .problem import AttentionProblem, LeafShape
 from .route import Route

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-if TYPE_CHECKING:
-    from .config import OperationConfig
-    from .placement import Placement
-    from .problem import AttentionProblem
-    from .route import Route
+from .config import OperationConfig
+from .placement import Placement
+from .problem import AttentionProblem
+from .route import Route
 
 __all__ = ["ALL_FEATURES", "FEATURES", "STATIC_MASKS", "Capability", "Reason", "Rule", "Tolerance", "implementation"]
 
@@ -42,20 +41,20 @@ STATIC_MASKS = frozenset({"causal", "sliding_window", "chunked", "prefix", "mask
 
 
 class Reason(NamedTuple):
-    """Why an implementation can't run a problem: a stable code, the field, the values met, and the mend."""
+    """Why an implementation can't run a problem: a stable code, the field, the values met, and the hint."""
 
     code: str
     field: str
     message: str
-    fix: str
+    hint: str
 
     def __str__(self) -> str:
-        return f"{self.message} [{self.code}]. {self.fix}"
+        return f"{self.message} [{self.code}]. {self.hint}"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition that a problem must meet. `message` and `fix` are formatted with p=problem and c=config.
+    """A condition that a problem must meet. `message` and `hint` are formatted with p=problem and c=config.
 
     `test` is pure and returns True where the problem is fine. `routes`: where it fails another method is the better one
     for such a problem, so leaving it to that one is dispatch and no fallback.
@@ -65,7 +64,7 @@ class Rule:
     field: str
     test: Callable[[AttentionProblem, OperationConfig], bool]
     message: str
-    fix: str
+    hint: str
     routes: bool = False
 
     def check(self, problem: AttentionProblem, config: OperationConfig) -> Reason | None:
@@ -73,7 +72,7 @@ class Rule:
         if self.test(problem, config):
             return None
         return Reason(
-            self.code, self.field, self.message.format(p=problem, c=config), self.fix.format(p=problem, c=config)
+            self.code, self.field, self.message.format(p=problem, c=config), self.hint.format(p=problem, c=config)
         )
 
 
@@ -101,7 +100,7 @@ class Capability:
     def reasons(self, problem: AttentionProblem, config: OperationConfig) -> tuple[Reason, ...]:
         """Return every reason against this problem, () when it can run."""
         missing = [
-            Reason(f"feature.{name}", name, f"does not support {FEATURES[name]}", _mend(name))
+            Reason(f"feature.{name}", name, f"does not support {FEATURES[name]}", _hint(name))
             for name in sorted(problem.features - self.consumes)
         ]
         failing = (rule.check(problem, config) for rule in self.rules)
@@ -138,7 +137,7 @@ def implementation(
     return declare
 
 
-def _mend(feature: str) -> str:
+def _hint(feature: str) -> str:
     return {
         "return_weights": "Leave return_weights out, or use 'vanilla'.",
         "quantized_kv": "Dequantise key and value before the call, or use 'vanilla'.",

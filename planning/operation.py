@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
 
 from ..errors import ConfigError, shown
 from .capability import Capability
 from .config import OperationConfig
-from .quantised import dequantised_copy
+from .placement import Placement
+from .problem import AttentionProblem
+from .text import bytes_text
 
-if TYPE_CHECKING:
-    from .placement import Placement
-    from .plan import Padding
-    from .problem import AttentionProblem
-
-__all__ = ["METHODS", "PlannedOperation"]
+__all__ = ["METHODS", "Padding", "PlannedOperation", "dequantised_copy"]
 
 # A platform's own methods, best first; forward_native stands behind all of them.
 METHODS: dict[str, tuple[str, ...]] = {
@@ -26,6 +25,25 @@ METHODS: dict[str, tuple[str, ...]] = {
     "cpu": ("forward_cpu",),
 }
 _ALL = (*dict.fromkeys(m for own in METHODS.values() for m in own), "forward_native")
+
+
+class Padding(NamedTuple):
+    """Rows that a kernel adds on each device, and the share of its work that they are."""
+
+    q_len: int
+    kv_len: int
+    waste: float
+
+
+def dequantised_copy(problem: AttentionProblem, placement: Placement) -> str:
+    """`a dequantised copy of key and value (bfloat16, 12.0 MiB a device, beside 6.0 MiB as given)`."""
+    local, dims = placement.local, {"key": problem.head_dim, "value": problem.value_dim}
+    given = local.batch * local.kv_heads * local.kv_len * sum(dims[name] for name in problem.quantised)
+    copied = given * jnp.dtype(problem.runtime_dtype).itemsize
+    return (
+        f"a dequantised copy of {' and '.join(problem.quantised)} ({problem.runtime_dtype}, {bytes_text(copied)} a device, "
+        f"beside {bytes_text(given)} as given)"
+    )
 
 
 class PlannedOperation:
@@ -118,7 +136,7 @@ class PlannedOperation:
     def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
         """Whether a method with this config can work on a part of the keys: not by itself.
 
-        strategy: 'merge', where it is given a part, or 'ring', where it takes one after the other (LocalCall.ring).
+        strategy: 'split_kv', where it is given a part, or 'ring', where it takes one after the other (LocalCall.ring).
         """
         del method, config, strategy
         return False

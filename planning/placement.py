@@ -72,7 +72,7 @@ class Placement:
     @property
     def axes(self) -> tuple[str, ...]:
         """Every mesh axis that splits work: batch, queries, heads, or keys that each device attends to in part."""
-        keys = self.sequence.axes if self.sequence.strategy == "merge" else ()
+        keys = self.sequence.axes if self.sequence.strategy == "split_kv" else ()
         return (*self.batch_axes, *self.q_axes, *self.head_axes, *keys)
 
 
@@ -111,7 +111,7 @@ def place_problem(
         key.axes(at["t"]),
         axes_at(problem.rules.query, at["t"]),
     )
-    whole_queries = split.strategy == "merge"
+    whole_queries = split.strategy == "split_kv"
     q_axes = () if whole_queries else tuple(a for a in split.axes if a not in split.head_axes)
     kv_axes = split.axes if whole_queries else ()
     head_axes = (*outer_heads, *split.head_axes)

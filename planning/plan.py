@@ -1,31 +1,33 @@
-"""plan(problem, policy): the one function that decides what runs, and keeps why."""
+"""Plan: what was decided of a call and why, as data, as text that a person reads, and as JSON."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from ..errors import ConfigError, RefusedError
+from ..errors import RefusedError
 from ..sharding import AttnShardingRules
-from . import tune_cache
 from .capability import Reason
 from .config import OperationConfig
-from .explain import explain, spec_text
-from .operation import METHODS
+from .operation import Padding, PlannedOperation
 from .placement import Placement
 from .policy import Policy
 from .problem import AttentionProblem
-from .repeated import repeated_work
+from .repeated import repeated_lines, repeated_work
 from .route import Route
-from .sequence.choice import placements
-from .sequence.notes import sequence_notes
-from .sequence.reasons import sequence_reasons
-from .tuning import Tuning, choose
+from .text import bytes_text, spec_text
+from .tuning import Tuning
 
-__all__ = ["Padding", "Plan", "Rejected", "plan"]
+__all__ = ["Kind", "Plan", "Rejected", "config_lines", "dropped_lines", "explain", "tensor_rows"]
 
 Kind = Literal["platform", "native", "routed", "fallback", "refused"]
+_WHY = {
+    "platform": "the platform's own implementation",
+    "native": "dispatch: nothing better is written for this platform",
+    "routed": "dispatch: the platform's own implementation leaves such calls to it",
+    "fallback": "FALLBACK: the platform's own implementation refused",
+    "refused": "REFUSED: no implementation may run this",
+}
 
 
 class Rejected(NamedTuple):
@@ -33,14 +35,6 @@ class Rejected(NamedTuple):
 
     implementation: str
     reasons: tuple[Reason, ...]
-
-
-class Padding(NamedTuple):
-    """Rows that a kernel adds on each device, and the share of its work that they are."""
-
-    q_len: int
-    kv_len: int
-    waste: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +45,7 @@ class Plan:
     method leaves such calls to forward_native), 'fallback' (it refused) or 'refused' (`implementation` is then None).
     """
 
+    operation: type[PlannedOperation]
     problem: AttentionProblem
     policy: Policy
     kind: Kind
@@ -74,7 +69,7 @@ class Plan:
 
     def _key(self) -> tuple[object, ...]:
         # All else follows from these.
-        return self.problem, self.policy, self.tuning
+        return self.operation, self.problem, self.policy, self.tuning
 
     def __repr__(self) -> str:
         return f"Plan({self.implementation or 'refused'}: {self.problem.describe()})"
@@ -118,7 +113,7 @@ class Plan:
                 "dropped": [] if fitted is None else [asdict(d) for d in fitted.dropped],
             }
         return {
-            "operation": problem.operation.name,
+            "operation": problem.operation,
             "implementation": self.implementation,
             "kind": self.kind,
             "platform": problem.platform,
@@ -152,83 +147,106 @@ class Plan:
         }
 
 
-def _unresolved(problem: AttentionProblem, error: ConfigError) -> Reason:
-    """Why a config can't be filled in for a problem; the error tells what is wanted."""
-    declared = problem.config.model_fields_set - {"operation", "schema_version"}
-    fix = "Declare other sizes, or leave them out." if declared else "Split the call over more devices."
-    return Reason("config", "operation_configs", str(error).removesuffix("."), fix)
-
-
-_DEFAULT = Policy()
-
-
-def plan(problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
-    """Decide what runs, from the problem, the policy and the tuned choices that are kept; cached until one is kept.
-
-    Errors: ShardingError, or ConfigError for sizes that aren't kept, where the policy says so. A problem that nothing can run
-    gives a plan of kind 'refused'; so does, with fallback='error', a config that can't be resolved for it.
-    """
-    return _decide(problem, policy, tune_cache.state(problem.device))
-
-
-@functools.lru_cache(maxsize=4096)
-def _decide(problem: AttentionProblem, policy: Policy, kept: object) -> Plan:
-    del kept
-    operation = problem.operation
-    place = placements(problem, policy)
-    platform = operation.kernel_platform(problem)
-    own = tuple(m for m in METHODS.get(platform, ()) if operation.implements(m))
-    placement = place(own[0] if own else "forward_native")
-    notes = list(problem.notes)
-    if platform != problem.platform:
-        notes.append(f"kernel of {platform} run on {problem.platform} by its config (interpreted)")
-    rejected: list[Rejected] = []
-    routed = bool(own) and all(operation.capability(m).leaves(problem, problem.config) for m in own)
-    decided = Plan(problem, policy, "refused", None, None, problem.config, placement, (), None, None, None, ())
-    for method in (*own, "forward_native"):
-        name = f"{operation.name}.{method}"
-        if method == "forward_native" and own and not routed and policy.fallback == "error":
-            reason = Reason("policy.fallback", "fallback", "fallback is an error by policy", "Declare fallback='warn'.")
-            rejected.append(Rejected(name, (reason,)))
-            break
-        capability, placement = operation.capability(method), place(method)
-        reasons = (
-            *capability.reasons(problem, problem.config),
-            *sequence_reasons(problem, placement, method, policy.ring_order),
-        )
-        if reasons:
-            rejected.append(Rejected(name, reasons))
-            continue
-        try:
-            config = operation.resolve_config(method, problem, placement)
-        except ConfigError as error:
-            rejected.append(Rejected(name, (_unresolved(problem, error),)))
-            continue
-        tuning = choose(operation, method, problem, placement, policy.tuning)
-        if tuning is not None and tuning.fields:
-            asked = replace(problem, config=problem.config.with_fields(tuning.fields))
-            config = operation.resolve_config(method, asked, placement)
-        kind: Kind = "platform" if method in own else "routed" if routed else "fallback" if own else "native"
-        if kind == "native":
-            notes.append(
-                f"{operation.name} has no kernel of its own on {problem.platform}: forward_native is its dispatch"
+def tensor_rows(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
+    """Rows (tensor, declared spec, fitted spec, shape, per-device shape, per-device bytes) of the ten tensors and of scales."""
+    rows = []
+    for tensor in AttnShardingRules._fields:
+        declared, fitted = getattr(plan.problem.rules, tensor), plan.placement.fitted.get(tensor)
+        if declared is None:
+            rows.append((tensor, "none", "", "", "", ""))
+        elif fitted is None:
+            rows.append((tensor, spec_text(declared), "not in this call", "", "", ""))
+        else:
+            rows.append(
+                (
+                    tensor,
+                    spec_text(declared),
+                    spec_text(fitted.spec),
+                    _shape(fitted.shape),
+                    _shape(fitted.local_shape),
+                    bytes_text(fitted.local_bytes),
+                )
             )
-        padding = operation.padding(method, problem, placement, config)
-        notes.extend(operation.remarks(method, problem, placement, config))
-        notes.extend(sequence_notes(problem, policy, placement))
-        if tuning is None and policy.tuning in ("tune", "error"):
-            notes.append(f"tuning={policy.tuning!r} has no effect: {name} has no sizes to choose for this call")
-        route = None if capability.route is None else capability.route(problem, placement, config)
-        decided = replace(
-            decided,
-            kind=kind,
-            implementation=name,
-            method=method,
-            config=config,
-            placement=placement,
-            padding=padding,
-            route=route,
-            tuning=tuning,
+    for name in plan.problem.scales:
+        fitted = plan.placement.fitted[name]
+        shapes = _shape(fitted.shape), _shape(fitted.local_shape), bytes_text(fitted.local_bytes)
+        rows.append((name, f"as {name.removesuffix('_scale')}", spec_text(fitted.spec), *shapes))
+    return rows
+
+
+def config_lines(plan: Plan) -> list[str]:
+    """`block_q=512 (declared)` and so on, every field of the resolved config: what is declared first, then what is tuned."""
+    declared = plan.problem.config
+    tuned = {} if plan.tuning is None else plan.tuning.fields
+
+    def origin(name: str) -> str:
+        return "declared" if declared.is_set(name) else "tuned" if name in tuned else "default"
+
+    fields = [name for name in type(plan.config).model_fields if name not in ("operation", "schema_version")]
+    return [
+        f"{name}={getattr(plan.config, name)} ({origin(name)})"
+        for name in sorted(fields, key=lambda name: (not declared.is_set(name), name not in tuned))
+    ]
+
+
+def dropped_lines(plan: Plan, *, brief: bool = False) -> list[str]:
+    """One line per dropped mesh axis, dimension and reason, naming the tensors; harmless ones come last.
+
+    `brief` leaves out axes that split nothing anyway: a standard one that the mesh doesn't have, one of size 1, a Manual one.
+    """
+    if not plan.problem.mesh:
+        return []  # without a mesh there is nothing that could be split
+    could = {axis.name for axis in plan.problem.mesh if axis.size > 1 and axis.kind != "manual"}
+    groups: dict[tuple[bool, str, str, str, str], list[str]] = {}
+    for drop in plan.placement.fitted.dropped:
+        if brief and drop.harmless and drop.axis not in could:
+            continue
+        key = (drop.harmless, drop.axis, drop.dim, drop.reason, "" if drop.harmless else f". {drop.hint}")
+        groups.setdefault(key, []).append(drop.tensor)
+    ordered = sorted(groups.items(), key=lambda item: item[0][0])
+    return [
+        f"axis {axis!r} of {dim} in {', '.join(tensors)}: {reason}{hint}."
+        for (_, axis, dim, reason, hint), tensors in ordered
+    ]
+
+
+def explain(plan: Plan) -> str:
+    """Return the whole decision as plain text."""
+    problem, placement = plan.problem, plan.placement
+    lines = [
+        problem.describe(),
+        f"runs      {plan.implementation or 'nothing'} ({_WHY[plan.kind]})",
+        f"platform  {problem.platform}, from {problem.platform_source}",
+        f"mask      {problem.mask.describe()}",
+        f"scale     {problem.softmax_scale:.6g}, softmax in {problem.softmax_dtype}",
+    ]
+    if problem.logits_soft_cap is not None:
+        lines.append(f"soft cap  {problem.logits_soft_cap:g}")
+    reads = plan.method is not None and plan.operation.reads_config(plan.method)
+    if reads and (fields := config_lines(plan)):
+        lines.append("config    " + ", ".join(fields))
+    if plan.tuning is not None:
+        lines.append(f"tuning    {plan.tuning.source}: {plan.tuning.why}")
+    if plan.route is not None:
+        lines.append(f"route     {plan.route.describe()}")
+    if plan.padding is not None:
+        pad = plan.padding
+        lines.append(
+            f"padding   per device q +{pad.q_len}, kv +{pad.kv_len}: {pad.waste:.1%} of the work is on padding"
         )
-        break
-    return replace(decided, rejected=tuple(rejected), notes=tuple(notes))
+    for rejected in plan.rejected:
+        lines.append(f"not       {rejected.implementation}:")
+        lines.extend(f"            {reason}" for reason in rejected.reasons)
+    lines.append("tensors   declared -> fitted, shape -> per device, bytes per device")
+    for tensor, declared, fitted, shape, local, size in tensor_rows(plan):
+        where = declared if declared == fitted or not fitted else f"{declared} -> {fitted}"
+        lines.append(f"  {tensor:<15} {where}" + (f"  {shape} -> {local}  {size}" if shape else ""))
+    lines.extend(f"  dropped: {text}" for text in dropped_lines(plan))
+    lines.extend(f"repeated  {text}" for text in repeated_lines(placement.repeated))
+    lines.extend(f"inside    {change}" for change in placement.changes)
+    lines.extend(f"note      {note}" for note in plan.notes)
+    return "\n".join(lines)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))

@@ -43,7 +43,7 @@ class Policy:
         None, "'contiguous' or 'zigzag', in which every device has a piece from the begin and one from the end; None lets the "
         "plan choose.")
     scan_ring_attention: bool | None = _declared(
-        None, "Whether a ring's hops are one loop or compiled one by one; None lets attnops choose.")
+        None, "Whether a ring's steps are one loop or compiled one by one; None lets attnops choose.")
     # fmt: on
 
     def __post_init__(self) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..masks import Mask
 from ..sharding import AttnShardingRules, MeshAxis, describe_mesh
 from .config import OperationConfig
 from .quantised import QUANTISED
-
-if TYPE_CHECKING:
-    from .operation import PlannedOperation
 
 __all__ = ["AttentionProblem", "LeafShape"]
 
@@ -36,7 +33,7 @@ class AttentionProblem:
     Manual axes over which the caller has split (queries, keys), where a strategy counts them in; lengths are those of all.
     """
 
-    operation: type[PlannedOperation]
+    operation: str
     config: OperationConfig
     batch: int
     q_len: int
@@ -134,7 +131,7 @@ class AttentionProblem:
         kind = f" ({self.device_kind})" if self.device_kind not in (self.platform, "") else ""
         kv = "".join(f", {name} {dtype}" for name, dtype in self.quantised.items())
         return (
-            f"{self.operation.name} on {self.platform}{kind}: batch {self.batch}, q {self.q_len}, kv {self.kv_len}, {heads}, "
+            f"{self.operation} on {self.platform}{kind}: batch {self.batch}, q {self.q_len}, kv {self.kv_len}, {heads}, "
             f"{dims}, {self.runtime_dtype}{kv}, {self.layout}, mode {self.mode.strip('_')}, mesh {describe_mesh(self.mesh)}"
         )
 

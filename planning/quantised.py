@@ -1,36 +1,17 @@
-"""int8 and fp8 keys and values: their dtypes, their scales, and what a plan says where a method dequantises them."""
+"""int8 and fp8 keys and values: their dtypes and their scales."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 
-from .explain import bytes_text
-
-if TYPE_CHECKING:
-    from .placement import Placement
-    from .problem import AttentionProblem
-
-__all__ = ["GRANULARITIES", "QUANTISED", "dequantised_copy", "quantise", "scale_shape"]
+__all__ = ["GRANULARITIES", "QUANTISED", "quantise", "scale_shape"]
 
 QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
 # What has a scale of its own -> the axes of a layout along which scales differ.
 GRANULARITIES = {"tensor": "", "head": "h", "token": "bt", "token_head": "bth"}
-_ITEMSIZE = {"float64": 8, "float32": 4}
-
-
-def dequantised_copy(problem: AttentionProblem, placement: Placement) -> str:
-    """`a dequantised copy of key and value (bfloat16, 12.0 MiB a device, beside 6.0 MiB as given)`."""
-    local, dims = placement.local, {"key": problem.head_dim, "value": problem.value_dim}
-    given = local.batch * local.kv_heads * local.kv_len * sum(dims[name] for name in problem.quantised)
-    copied = given * _ITEMSIZE.get(problem.runtime_dtype, 2)
-    return (
-        f"a dequantised copy of {' and '.join(problem.quantised)} ({problem.runtime_dtype}, {bytes_text(copied)} a device, "
-        f"beside {bytes_text(given)} as given)"
-    )
 
 
 def scale_shape(shape: Sequence[int], granularity: str, layout: str) -> tuple[int, ...]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import nearest
 from ..sharding import FittedRules, MeshAxis, axes_at
-
-if TYPE_CHECKING:
-    from .problem import AttentionProblem
+from .problem import AttentionProblem
 
 __all__ = ["RepeatedAxis", "repeated_axes", "repeated_lines", "repeated_work"]
 
@@ -25,7 +23,7 @@ class RepeatedAxis(NamedTuple):
     size: int
     splits: tuple[str, ...]
     reason: str
-    mend: str
+    hint: str
 
 
 def repeated_axes(problem: AttentionProblem, fitted: FittedRules, working: Set[str]) -> tuple[RepeatedAxis, ...]:
@@ -44,7 +42,7 @@ def repeated_work(repeated: Sequence[RepeatedAxis]) -> dict[str, Any]:
 
 
 def repeated_lines(repeated: Sequence[RepeatedAxis]) -> list[str]:
-    """One line an axis: what it splits, how many devices do the same work, why, and the mend."""
+    """One line an axis: what it splits, how many devices do the same work, why, and the hint."""
     lines = []
     for axis in repeated:
         what = f"{', '.join(axis.splits)} as declared, but no work" if axis.splits else "nothing"
@@ -52,7 +50,7 @@ def repeated_lines(repeated: Sequence[RepeatedAxis]) -> list[str]:
         beside = f"with {others}, " if others else ""
         lines.append(
             f"mesh axis {axis.axis!r} ({axis.size}) splits {what}: {beside}{_devices(repeated)} devices do the same work; "
-            f"{axis.reason}. {axis.mend}."
+            f"{axis.reason}. {axis.hint}."
         )
     return lines
 
@@ -69,23 +67,23 @@ def _repeated(axis: MeshAxis, problem: AttentionProblem, fitted: FittedRules) ->
     if splits:
         reason = f"a device works on the whole of what it splits of {', '.join(splits)}"
         if axis.name in fitted["key"].axes(problem.layout.index("t")):
-            mend = (
+            hint = (
                 "Declare sequence_parallel='auto' or 'ring', with which each device attends to its own part of the keys"
             )
         else:
-            mend = f"Split batch, queries or heads over {axis.name!r}, or take it out of the mesh"
-        return RepeatedAxis(axis.name, axis.size, splits, reason, mend)
+            hint = f"Split batch, queries or heads over {axis.name!r}, or take it out of the mesh"
+        return RepeatedAxis(axis.name, axis.size, splits, reason, hint)
     drops = [drop for spec in given for drop in spec.dropped if drop.axis == axis.name]
     if drops:
         # Of the first tensor alone, which is the query where it is declared for it: the others follow it.
         reasons = dict.fromkeys(f"{d.dim} of {d.tensor}: {d.reason}" for d in drops if d.tensor == drops[0].tensor)
-        mend = f"Choose sizes that {axis.name!r} divides, split another dimension over it, or take it out of the mesh"
-        return RepeatedAxis(axis.name, axis.size, (), ", ".join(reasons), mend)
+        hint = f"Choose sizes that {axis.name!r} divides, split another dimension over it, or take it out of the mesh"
+        return RepeatedAxis(axis.name, axis.size, (), ", ".join(reasons), hint)
     named = _named(problem)
     absent = named - {other.name for other in problem.mesh}
-    hint = "" if axis.name in named else nearest(axis.name, sorted(absent))
-    mend = f"{hint} Name it in the partition axis, or take it out of the mesh".strip()
-    return RepeatedAxis(axis.name, axis.size, (), "no tensor of this call is declared split over it", mend)
+    close = "" if axis.name in named else nearest(axis.name, sorted(absent))
+    hint = f"{close} Name it in the partition axis, or take it out of the mesh".strip()
+    return RepeatedAxis(axis.name, axis.size, (), "no tensor of this call is declared split over it", hint)
 
 
 def _named(problem: AttentionProblem) -> set[str]:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError, shown
 from . import tune_cache
-
-if TYPE_CHECKING:
-    from .operation import PlannedOperation
-    from .placement import Placement
-    from .problem import AttentionProblem
+from .operation import PlannedOperation
+from .placement import Placement
+from .problem import AttentionProblem
 
 __all__ = ["Tuning", "choose", "tune_key"]
 
@@ -42,7 +40,7 @@ def tune_key(method: str, problem: AttentionProblem, placement: Placement) -> di
     """All that a measured choice depends on, as JSON values: device, dtypes, one device's shapes, mask, config, versions."""
     local = placement.local
     return {
-        "operation": problem.operation.name,
+        "operation": problem.operation,
         "method": method,
         "device": problem.device,
         "dtype": problem.runtime_dtype,
@@ -90,7 +88,7 @@ def choose(
             f"{problem.describe()}: {missing}, and tuning='error' is declared; {_COMMAND}, or declare 'heuristic'."
         )
     if policy == "tune":
-        choice = _tuner()(method, problem, placement)
+        choice = _tuner()(operation, method, problem, placement)
         return Tuning("cache", f"{choice.how}, searched for this plan and kept in {found.path}", choice.fields)
     return Tuning("heuristic", f"{missing}; {_COMMAND}", {})
 

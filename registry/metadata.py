@@ -14,12 +14,12 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema
 
 from ..errors import ConfigError, a_type, nearest, shown
-from ..errors.strict_json import parse_json
 from ..planning.config import OperationConfig
 from ..planning.other_names import CALL_ARGUMENTS, other_name, refuse_unknown
 from ..planning.policy import CHOICES, Policy, with_fields
 from ..sharding import AttnShardingRules, resolve_rules
 from ..sharding.mesh import AnyMesh
+from ..strict_json import parse_json
 from .fields import MetadataFields, ReadAs
 from .kinds import Kind, joined_axes, names_no_device, pick, renamed
 from .metadata_field import field_json_schema, field_schema

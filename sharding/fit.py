@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from ..errors import ShardingError, nearest
+from ..errors import ShardingError, UnfitError, nearest
 from .mesh import AnyMesh, MeshAxis, axes_of, describe_mesh
 from .modes import canonical_layout, canonical_mode
 from .rules import AttnShardingRules, tensor_dims
@@ -45,7 +45,7 @@ class Dropped:
     index: int
     axis: str
     reason: str
-    mend: str
+    hint: str
     harmless: bool = False
 
 
@@ -149,9 +149,9 @@ def refuse_unfit(
     counts += [f"work is repeated over {len(repeated)} of the mesh's axes"] * bool(repeated)
     if not counts:
         return
-    lines = [f"{d.tensor}, dimension {d.dim}, axis {d.axis!r}: {d.reason}. {d.mend}." for d in serious]
+    lines = [f"{d.tensor}, dimension {d.dim}, axis {d.axis!r}: {d.reason}. {d.hint}." for d in serious]
     told = "\n".join(f"  {line}" for line in (*lines, *repeated))
-    raise ShardingError(f"strict sharding ({_where(mode, layout, mesh)}): {', and '.join(counts)}:\n{told}")
+    raise UnfitError(f"strict sharding ({_where(mode, layout, mesh)}): {', and '.join(counts)}:\n{told}")
 
 
 def _where(mode: str, layout: str, mesh: tuple[MeshAxis, ...]) -> str:
@@ -191,7 +191,7 @@ def _repeat_for(
     factor = kv_repeat(heads, shards)
     if factor > 1 and policy == "error":
         names = ",".join(query.axes(at))
-        raise ShardingError(
+        raise UnfitError(
             f"key has {heads} kv heads and the query heads are split {shards} ways over {names!r} ({where}); wanted a "
             f"multiple of {shards}. Set kv_heads='replicate' (each head repeated {factor} times), or make {names!r} at "
             f"most {heads}."

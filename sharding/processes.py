@@ -1,124 +1,121 @@
-"""Several processes of one job: do all agree before they run, and who was lost while they ran."""
+"""Whether all processes of a job declare the same, before they compute together; they ask each other through jax."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
+from itertools import groupby
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh
 
-from ..errors import InputError, ProcessError, shown
-from .agreement import compare, facts_of
-from .channel import Channel, parse_address
-from .mesh import AnyMesh
-from .rendezvous import Place, meet
-from .watch import Watch
+from ..errors import ConfigError, InputTypeError, ProcessError, a_type, shown
+from ..strict_json import parse_json
+from .mesh import AnyMesh, axes_of, describe_mesh, devices_platform
 
-__all__ = ["check_processes", "watch_processes"]
+__all__ = ["check_processes"]
+
+_MOST = 5  # differences that one error tells
+_LONGEST = 200  # characters of a value in an error
+_DIGEST = 32  # bytes of a SHA-256
 
 
-def check_processes(
-    mesh: AnyMesh | Mapping[str, int] | None = None,
-    agree: Mapping[str, Any] | None = None,
-    *,
-    address: str | None = None,
-    timeout: float = 60.0,
-    process_id: int | None = None,
-    num_processes: int | None = None,
-) -> None:
-    """Return when every process of the job is here and all have the same mesh; else raise, in each of them, in bounded time.
+def check_processes(mesh: AnyMesh | Mapping[str, int] | None = None, agree: Mapping[str, Any] | None = None) -> None:
+    """Return when all processes of the job have called it and declare the same; else raise, in each of them.
 
-    Compared are axis names, sizes and types of `mesh`, the ids of its devices in their order, their platform, the versions
-    of jax and attnops, and the values of `agree`: JSON values, or what has `to_dict()`, as metadata and plans do.
+    Compared are the versions of jax and attnops, the number of devices, axis names, sizes and types of `mesh`, its platform
+    and the ids of its devices in their order, and `agree`: names to JSON values, or to what has `to_dict()`, as metadata and
+    plans do. Call it after `jax.distributed.initialize`, in every process; it is a computation of all devices, and waits for
+    a process that doesn't come as any other. One process has nobody to ask, and returns.
 
-    `address` is HOST:PORT, where process 0 listens and the others can reach it; not the port of jax's coordinator. None
-    takes the host of the environment's JAX_COORDINATOR_ADDRESS and the port after its. `timeout` is in seconds.
-    `process_id` and `num_processes` are jax's unless given; given and without a mesh, nothing here starts jax's backend,
-    so that a process that never came is named before `jax.distributed.initialize`. One process has nobody to ask, and returns.
-
-    Errors: ProcessError, within `timeout` and 2 seconds of the call, that names the processes which are missing, went away,
-    have the same id, or disagree, and on what. InputError, InputTypeError for arguments without a meaning.
+    Errors: ProcessError that names the processes which differ from most others, and on what. InputTypeError, ShardingError
+    for arguments without a meaning, before anything is sent.
     """
-    for channel in _meet(mesh, agree, address, timeout, process_id, num_processes)[1].values():
-        channel.close()
+    facts = _facts(mesh, {} if agree is None else agree)
+    if jax.process_count() == 1:
+        return
+    # Known without asking. process_allgather wants the same number everywhere.
+    owners = Counter(device.process_index for device in jax.devices())
+    _compare({process: {"the number of devices": str(owners[process])} for process in range(jax.process_count())})
+    digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+    text = json.dumps([jax.process_index(), facts]).encode()
+    # All give as many bytes to a gathering: the texts, of any length, come after their lengths, and only if they differ.
+    marks = _gather(digest + len(text).to_bytes(8, "big"))
+    if len({mark[:_DIGEST] for mark in marks}) > 1:
+        longest = max(int.from_bytes(mark[_DIGEST:], "big") for mark in marks)
+        _compare(dict(json.loads(said) for said in _gather(text.ljust(longest))))
 
 
-@contextmanager
-def watch_processes(
-    mesh: AnyMesh | Mapping[str, int] | None = None,
-    agree: Mapping[str, Any] | None = None,
-    *,
-    address: str | None = None,
-    timeout: float = 60.0,
-    process_id: int | None = None,
-    num_processes: int | None = None,
-) -> Iterator[Watch]:
-    """Check as check_processes does, then stay connected: who is lost inside the `with` block is named.
-
-    The block gets a watch: `outputs = watch.wait(step(...))` waits for results, and ends with a ProcessError when a process
-    is lost, though the computation hang; with a `timeout` also when one stays behind. A jax.errors.JaxRuntimeError that
-    leaves the block because of a loss, as those of gloo do, becomes a ProcessError too. A loss is logged when it happens
-    (logger "attnops"). JAX computes asynchronously: wait for results inside the block.
-
-    Errors: those of check_processes; ProcessError, from the computation's error, with the ids of who was lost.
-    """
-    watch = Watch(*_meet(mesh, agree, address, timeout, process_id, num_processes))
-    left_with: BaseException | None = None
-    try:
-        yield watch
-    except jax.errors.JaxRuntimeError as error:
-        left_with = error
-        if not watch.losses():
-            raise
-        left_with = watch.loss(f"it failed with {next(iter(str(error).splitlines()), 'no text')}")
-        raise left_with from error
-    except BaseException as error:
-        left_with = None if isinstance(error, SystemExit) and not error.code else error
-        raise
-    finally:
-        watch.leave(left_with)
+def _gather(data: bytes) -> list[bytes]:
+    """The data of every process. Each has to give the same number of bytes."""
+    return [row.tobytes() for row in multihost_utils.process_allgather(np.frombuffer(data, np.uint8))]
 
 
-def _meet(
-    mesh: AnyMesh | Mapping[str, int] | None,
-    agree: Mapping[str, Any] | None,
-    address: str | None,
-    timeout: float,
-    process_id: int | None,
-    num_processes: int | None,
-) -> tuple[Place, dict[int, Channel]]:
-    """Who this process is, and channels to the others when all have come and agree; none in a job of one process."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
-        raise InputError(f"timeout={shown(timeout)}; wanted seconds, above 0.")
-    if (process_id is None) != (num_processes is None):
-        raise InputError(f"process_id={process_id}, num_processes={num_processes}; give both, or neither.")
-    if num_processes is None or isinstance(mesh, Mesh):
-        here = jax.process_index(), jax.process_count()
-        if num_processes is not None and (process_id, num_processes) != here:
-            given = f"process_id={process_id}, num_processes={num_processes}"
-            text = f"{given}, and jax says that this is process {here[0]} of {here[1]}"
-            raise ProcessError(f"{text}; call jax.distributed.initialize with the same numbers first.", [here[0]])
-        process_id, num_processes = here
-    if not isinstance(process_id, int) or not 0 <= process_id < num_processes:
-        raise InputError(
-            f"process_id={shown(process_id)} of num_processes={num_processes}; wanted 0 to num_processes - 1."
-        )
-    facts = facts_of(mesh, agree or {})
-    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if address is not None:
-        at = parse_address(address)
-    elif coordinator:
-        at = parse_address(coordinator)
-        at = at._replace(port=at.port + 1)
-    elif num_processes == 1:
-        return Place(0, 1, parse_address("localhost:1")), {}
-    else:
-        raise InputError(
-            f"no address for {num_processes} processes to meet at, and JAX_COORDINATOR_ADDRESS isn't set; give "
-            "address='HOST:PORT', a host of process 0 and a port that is free there."
-        )
-    place = Place(process_id, num_processes, at)
-    return place, meet(place, facts, float(timeout), compare) if num_processes > 1 else {}
+def _facts(mesh: AnyMesh | Mapping[str, int] | None, agree: Mapping[str, Any]) -> dict[str, str]:
+    """What this process says of itself, as texts under names."""
+    if not isinstance(mesh, Mesh | AbstractMesh | Mapping | None):
+        raise InputTypeError(f"mesh={shown(mesh)}, {a_type(mesh)}; wanted a mesh, or axis names to sizes.")
+    if not isinstance(agree, Mapping) or not all(isinstance(name, str) for name in agree):
+        raise InputTypeError(f"agree={shown(agree)}; wanted names to values, for example {{'attention': metadata}}.")
+    facts = {"the version of attnops": version("attnops"), "the version of jax": jax.__version__}
+    facts["the mesh"] = describe_mesh(axes_of(mesh))
+    if isinstance(mesh, Mesh | AbstractMesh):
+        facts["the mesh's platform"] = " ".join(devices_platform(mesh) or ("none",))
+    if isinstance(mesh, Mesh):
+        facts |= {f"the mesh's devices[{at}]": str(device.id) for at, device in enumerate(mesh.devices.flat)}
+    leaves: dict[str, str] = {}
+    for name, value in agree.items():
+        path = f"agree[{name!r}]"
+        try:
+            plain = parse_json(json.dumps(value.to_dict() if hasattr(value, "to_dict") else value), "as JSON")
+            leaves |= {at: json.dumps(leaf) for at, leaf in _leaves(path, plain)}
+        except (ConfigError, TypeError, ValueError, RecursionError) as error:
+            text = f"{path}={shown(value)}: {str(error).rstrip('.')}. Wanted a JSON value, or what has to_dict()."
+            raise InputTypeError(text) from error
+    return facts | dict(sorted(leaves.items()))
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Each leaf under its path, so that an error shows the field and not the whole."""
+    if not isinstance(value, dict | list) or not value:
+        yield path, value
+        return
+    for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(f"{path}[{name!r}]", inner)
+
+
+def _compare(said: Mapping[int, Mapping[str, str]]) -> None:
+    """Errors: ProcessError that names who differs from the most; of groups as large as each other, the lowest is it."""
+    outside: set[int] = set()
+    texts: list[str] = []
+    for name in dict.fromkeys(name for process in sorted(said) for name in said[process]):
+        groups: dict[str, list[int]] = {}
+        for process in sorted(said):
+            groups.setdefault(said[process].get(name, "nothing"), []).append(process)
+        most, *others = sorted(groups, key=lambda value: -len(groups[value]))
+        outside.update(process for value in others for process in groups[value])
+        if others:
+            texts.append(f"{name}: " + ", ".join(_has(groups[value], value) for value in (*others, most)))
+    if texts:
+        more = f"; and {len(texts) - _MOST} more" if len(texts) > _MOST else ""
+        text = f"the processes don't agree. {'; '.join(texts[:_MOST])}{more}."
+        text += " All of them have to declare the same, with the devices in the same order."
+        raise ProcessError(text, sorted(outside))
+
+
+def _has(processes: list[int], value: str) -> str:
+    who = f"process {processes[0]} has" if len(processes) == 1 else f"processes {_ranges(processes)} have"
+    return f"{who} {value if len(value) <= _LONGEST else f'{value[:_LONGEST]}...'}"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """'3, 5-7' for 3, 5, 6, 7, which are in order."""
+    by_gap = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])  # the same within a run
+    runs = [[number for _, number in run] for _, run in by_gap]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

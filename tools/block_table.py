@@ -149,7 +149,7 @@ def cost(work: Work, decided: Plan, part: str, fields: dict[str, Any]) -> int | 
     problem, placement = decided.problem, decided.placement
     assert decided.method is not None
     asked = replace(problem, config=problem.config.with_fields(fields))
-    config = problem.operation.resolve_config(decided.method, asked, placement)
+    config = decided.operation.resolve_config(decided.method, asked, placement)
     total = 0
     for kernel in kernels_of(part, config):
         cycles = work.tile(decided, part, kernel, fields)
@@ -167,7 +167,7 @@ def search(work: Work, shape: dict[str, Any], generation: str) -> None:
     key = table_key(decided.problem, decided.placement)
     if key in work.data["choices"]:
         return
-    offered = decided.problem.operation.candidates(decided.method or "", decided.problem, decided.placement)
+    offered = decided.operation.candidates(decided.method or "", decided.problem, decided.placement)
     ranked: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     ratio: dict[str, float] = {}
     for part, ways in offered.items():

@@ -85,7 +85,7 @@ def _features(implementations: list[tuple[str, Capability]]) -> str:
 
 def _rules(implementations: list[tuple[str, Capability]]) -> str:
     rows = (
-        (f"`{name}`", f"`{rule.code}`", f"`{rule.field}`", rule.fix)
+        (f"`{name}`", f"`{rule.code}`", f"`{rule.field}`", rule.hint)
         for name, capability in implementations
         for rule in capability.rules
     )

@@ -16,7 +16,7 @@ __all__ = ["advice", "held"]
 def held(plan: Plan, found: Failure) -> tuple[tuple[str, int], ...]:
     """What the kernel that failed holds, the largest first."""
     problem = plan.problem
-    counted = problem.operation.memory(plan.method or "", problem, plan.placement, plan.config)
+    counted = plan.operation.memory(plan.method or "", problem, plan.placement, plan.config)
     parts = counted.get(found.kernel or "", {})
     return tuple(sorted(((what, size) for what, size in parts.items() if size), key=lambda part: -part[1]))
 
@@ -25,7 +25,7 @@ def advice(
     operation: Operation, arguments: Mapping[str, Any], plan: Plan, found: Failure, name: str, vmem_most: int
 ) -> str:
     """The largest choice that compiles: more VMEM if there is more, else smaller blocks. Each is tried, none is guessed."""
-    config, tag = plan.config, plan.problem.operation.name
+    config, tag = plan.config, plan.operation.name
     blocks = {n: v for n, v in config.every_field().items() if n.startswith("block_") and isinstance(v, int)}
     tries: list[dict[str, int]] = []
     if "vmem_limit_bytes" in type(config).model_fields:

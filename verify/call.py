@@ -15,7 +15,7 @@ from ..errors import AttnOpsError
 from ..operators import Operation
 from ..operators.kernels.splash.vmem import vmem_of
 from ..planning import Plan
-from ..planning.explain import bytes_text
+from ..planning.text import bytes_text
 from .advice import advice, held
 from .call_program import call_program
 from .collectives import Collective, collectives

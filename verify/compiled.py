@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..planning.explain import bytes_text
+from ..planning.text import bytes_text
 
 __all__ = ["Failure", "KernelUse", "failure", "kernels", "program_text"]
 

@@ -79,11 +79,11 @@ class LocalProblem:
         metadata = {
             "runtime_dtype": problem.runtime_dtype,
             "runtime_softmax_dtype": problem.softmax_dtype,
-            "operation_configs": {problem.operation.name: problem.config.to_dict()},
+            "operation_configs": {problem.operation: problem.config.to_dict()},
             "fallback": "error",
             "tuning": "off",
         }
-        return cls(problem.operation.name, metadata, arguments)
+        return cls(problem.operation, metadata, arguments)
 
     def make(self, fields: Mapping[str, Any], mesh: AnyMesh | None = None) -> Operation:
         """The operation with some fields of its config set."""

@@ -2,7 +2,7 @@
 against it.
 
 Forward, each operand goes from its declared split to the one inside the operation: axes that are gone there have to be
-gathered. A ring sends each hop what it has of K and V, and zigzag order costs two permutes of half an array each way; an
+gathered. A ring sends each step what it has of K and V, and zigzag order costs two permutes of half an array each way; an
 exchange of heads sends each tensor once; keys that stay split send what merges the outputs. Backward, a gradient goes the
 way back, and is summed over the axes that split the work but not its array.
 """
@@ -128,9 +128,9 @@ class _Count:
                 yield Need("all-to-all", local[tensor.name] * share, tensor.name)
             yield Need("all-to-all", (output + returned) * share, "output")
         if split.ring_axes:
-            hops = len(split.hops) - 1
+            steps = len(split.steps) - 1
             for tensor in keys:
-                yield Need("collective-permute", local[tensor.name] * hops, f"{tensor.name} around the ring")
+                yield Need("collective-permute", local[tensor.name] * steps, f"{tensor.name} around the ring")
         if split.zigzag:
             for tensor in (named["query"], *keys):
                 yield Need("collective-permute", local[tensor.name] * self._swapped, f"{tensor.name} in zigzag order")
@@ -139,7 +139,7 @@ class _Count:
             yield Need("collective-permute", both * self._swapped, "output in order again")
             rows = sum(local[t.name] for t in self.tensors if t.name.startswith("mask") and self._has_rows(t))
             yield Need("collective-permute", rows * self._swapped, "the mask's rows in zigzag order")
-        if split.strategy == "merge":
+        if split.strategy == "split_kv":
             share = 2 * (split.shards - 1) / split.shards
             wide = output * self.wide / self.item
             yield Need("all-reduce", (wide + 2 * lse) * share, "merging outputs by lse")
@@ -162,15 +162,15 @@ class _Count:
             for tensor in smooth:
                 yield Need("all-to-all", local[tensor.name] * share, f"gradient of {tensor.name}")
         if split.ring_axes:
-            hops = len(split.hops) - 1
+            steps = len(split.steps) - 1
             for tensor in keys:
-                # One hop goes the same way in both passes, and then XLA:CPU of jax 0.10 takes what it has: no barrier is kept.
-                again = Need("collective-permute", local[tensor.name] * hops, f"{tensor.name} around the ring again")
-                yield again._replace(optional=self.cpu and hops == 1)
-                if hops:  # sums in float32, but for the way home
-                    sums = local[tensor.name] * (hops * self.wide / self.item + 1)
+                # One step goes the same way in both passes, and then XLA:CPU of jax 0.10 takes what it has: no barrier is kept.
+                again = Need("collective-permute", local[tensor.name] * steps, f"{tensor.name} around the ring again")
+                yield again._replace(optional=self.cpu and steps == 1)
+                if steps:  # sums in float32, but for the way home
+                    sums = local[tensor.name] * (steps * self.wide / self.item + 1)
                     yield Need("collective-permute", sums, f"gradient of {tensor.name} around the ring")
-        if split.strategy == "merge":
+        if split.strategy == "split_kv":
             self.unknown.append("the gradient of outputs that are merged over devices: what XLA sends isn't worked out")
         if split.zigzag:
             yield Need("collective-permute", (output + returned) * self._swapped, "gradient of the output")

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import jax
 
 from ..errors import AttnOpsError, ConfigError, RefusedError, shown
-from ..planning import AttentionProblem, Placement, Plan
-from ..planning.explain import fields_text
+from ..operators.ambient import ambient_platform
+from ..planning import AttentionProblem, Placement, Plan, PlannedOperation
+from ..planning.text import fields_text
 from ..planning.tune_cache import Choice, Found, Measured, best_of, keep, load
 from ..planning.tuning import tune_key
 from .clock_worker import ClockWorker
@@ -62,9 +63,11 @@ class TuneReport(NamedTuple):
         return self.measured(part)[0]
 
 
-def tune_problem(method: str, problem: AttentionProblem, placement: Placement) -> Choice:
+def tune_problem(
+    operation: type[PlannedOperation], method: str, problem: AttentionProblem, placement: Placement
+) -> Choice:
     """Search with the defaults, for a plan with tuning='tune'. Errors: ConfigError where nothing can be measured."""
-    found = _search(method, problem, placement, _way(problem, None), MOST, None)[1]
+    found = _search(operation, method, problem, placement, _way(problem, None), MOST, None)[1]
     if found.choice is None:
         raise ConfigError(f"{problem.describe()}: no candidate compiles or runs; `attnops tune` tells why.")
     return found.choice
@@ -82,31 +85,31 @@ def tune_plan(
     if decided.method is None:
         raise RefusedError(decided.refusal())
     problem = decided.problem
-    operation = problem.operation
+    operation = decided.operation
     if not operation.tuned_fields(decided.method, problem, decided.placement):
         raise ConfigError(
             f"{decided.implementation} has no sizes to search for this call: they are all declared, or the way that it takes "
             "has none, or queries or keys are split over devices."
         )
     way = _way(problem, how)
-    candidates, found, reused = _search(decided.method, problem, decided.placement, way, most, progress)
+    candidates, found, reused = _search(operation, decided.method, problem, decided.placement, way, most, progress)
     return TuneReport(decided, way, candidates, found, reused)
 
 
 def _way(problem: AttentionProblem, how: str | None) -> str:
-    here = jax.default_backend() == ("gpu" if problem.platform in ("cuda", "rocm") else problem.platform)
-    kind = problem.device_kind
-    here = here and kind in ("", problem.platform, jax.devices()[0].device_kind)
+    ours = ambient_platform(())
+    kinds = ("", problem.platform, ours.device_kind)
+    here = ours.serves(problem.platform) and problem.device_kind in kinds
     if how not in (None, "static", "device"):
         raise ConfigError(f"how={shown(how)}; wanted 'static' or 'device'.")
     if how == "device" and not here:
         raise ConfigError(
-            f"planned for {problem.device}, and this machine has {jax.devices()[0].device_kind}; run it there, or search by "
+            f"planned for {problem.device}, and this machine has {ours.device_kind}; run it there, or search by "
             "static clock."
         )
     if how == "device" or (how is None and here):
         return "device"
-    topology_of(kind)  # refuses what isn't a TPU
+    topology_of(problem.device_kind)  # refuses what isn't a TPU
     if not has_libtpu():
         raise ConfigError(
             f"searching for {problem.device} off the device needs libtpu, which isn't installed; pip install 'attnops[tpu]'."
@@ -115,10 +118,16 @@ def _way(problem: AttentionProblem, how: str | None) -> str:
 
 
 def _search(
-    method: str, problem: AttentionProblem, placement: Placement, how: str, most: int, progress: Progress | None
+    operation: type[PlannedOperation],
+    method: str,
+    problem: AttentionProblem,
+    placement: Placement,
+    how: str,
+    most: int,
+    progress: Progress | None,
 ) -> tuple[dict[str, tuple[dict[str, Any], ...]], Found, int]:
     local = LocalProblem.of(problem, placement)
-    offered = problem.operation.candidates(method, problem, placement)
+    offered = operation.candidates(method, problem, placement)
     candidates = {part: ways[:most] for part, ways in offered.items()}
     key = tune_key(method, problem, placement)
     kept = {one.name for one in load(key).measured if not one.detail.get("lost")}
@@ -127,7 +136,9 @@ def _search(
     tell = progress or (lambda done, of, what: None)
     tell(len(asked) - len(todo), len(asked), "")
     done = len(asked) - len(todo)
-    measured = _by_clock(method, problem, placement, local, todo) if how == "static" else _by_time(local, todo)
+    measured = (
+        _by_clock(operation, method, problem, placement, local, todo) if how == "static" else _by_time(local, todo)
+    )
     for one in measured:
         keep(key, [one])
         done += 1
@@ -139,6 +150,7 @@ def _search(
 
 
 def _by_clock(
+    operation: type[PlannedOperation],
     method: str,
     problem: AttentionProblem,
     placement: Placement,
@@ -155,7 +167,7 @@ def _by_clock(
 
     def one(part: str, fields: dict[str, Any]) -> Measured:
         asked = replace(problem, config=problem.config.with_fields(fields))
-        config = problem.operation.resolve_config(method, asked, placement)
+        config = operation.resolve_config(method, asked, placement)
         cycles, vmem = 0, list[int | None]()
         for kernel in kernels_of(part, config):
             outcome = worker(kernel).ask(problem.device_kind, local, part, fields)

@@ -22,10 +22,10 @@ from jax import lax
 from ..local_mask import Dropout, LocalMask
 from .cpu_tuning import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, held_in_loop
 from .decode import Pieces, decode_forward
-from .lean import cut, cut_along, dot, fold, loop, put, split_index, where
-from .operands import Operands, Places, Traced, put_together
+from .operands import Operands, StaticPart, Traced, join_static
 from .part import LSE_NAME, OUTPUT_NAME, differentiable
-from .tiles import Tile, TileSource, is_arithmetic, tile_table
+from .primitives import cut, cut_along, dot, fold, loop, put, split_index, where
+from .tiles import TilePosition, TileSource, is_arithmetic, tile_table
 from .varying import vary, varying
 
 __all__ = ["Blocking", "BlockwisePart", "bias_gradient", "blockwise_attention"]
@@ -41,7 +41,7 @@ class Blocking:
 
 
 @dataclass(frozen=True)
-class _Static:
+class _BlockwiseStatic:
     """All that is known at trace time."""
 
     layout: str
@@ -51,7 +51,7 @@ class _Static:
     platform: str
     forward: Blocking | Pieces
     backward: Blocking
-    places: Places
+    static_part: StaticPart
 
 
 def blockwise_attention(
@@ -98,13 +98,13 @@ class BlockwisePart:
         """See PartKernel."""
         return OUTPUT_NAME, LSE_NAME
 
-    def attend(self, places: Places, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+    def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
         """See PartKernel."""
-        return _forward(self._static(places), operands, traced)
+        return _forward(self._static(static_part), operands, traced)
 
     def differentiate(
         self,
-        places: Places,
+        static_part: StaticPart,
         operands: Operands,
         traced: Traced,
         output: jax.Array,
@@ -113,14 +113,14 @@ class BlockwisePart:
         d_lse: jax.Array,
     ) -> Operands:
         """See PartKernel."""
-        return _backward(self._static(places), operands, traced, output, lse, d_output, d_lse)
+        return _backward(self._static(static_part), operands, traced, output, lse, d_output, d_lse)
 
-    def _static(self, places: Places) -> _Static:
-        return _Static(**vars(self), places=places)
+    def _static(self, static_part: StaticPart) -> _BlockwiseStatic:
+        return _BlockwiseStatic(**vars(self), static_part=static_part)
 
 
 def bias_gradient(
-    places: Places,
+    static_part: StaticPart,
     operands: Operands,
     traced: Traced,
     results: tuple[jax.Array, jax.Array],
@@ -135,7 +135,7 @@ def bias_gradient(
 
     Where a compiler drops what nobody reads, it costs nothing unless it is asked for.
     """
-    static = _Static("bhtd", scale, soft_cap, np.dtype(np.float32), platform, blocking, blocking, places)
+    static = _BlockwiseStatic("bhtd", scale, soft_cap, np.dtype(np.float32), platform, blocking, blocking, static_part)
     gradient = _backward(static, operands, traced, *results, *cotangents).bias
     assert gradient is not None
     return gradient
@@ -163,7 +163,7 @@ class _Pass:
 
     def __init__(
         self,
-        static: _Static,
+        static: _BlockwiseStatic,
         blocking: Blocking,
         operands: Operands,
         traced: Traced,
@@ -182,8 +182,8 @@ class _Pass:
         self.groups = self.kv_heads // blocking.heads
         self.tile_heads = blocking.heads * self.group
         self.rows = self.group * blocking.block_q  # of one kv head
-        self.q_blocks = -(-static.places.q_len // blocking.block_q)
-        self.kv_blocks = -(-static.places.kv_len // blocking.block_kv)
+        self.q_blocks = -(-static.static_part.q_len // blocking.block_q)
+        self.kv_blocks = -(-static.static_part.kv_len // blocking.block_kv)
         self.q_padded = self.q_blocks * blocking.block_q
         self.kv_padded = self.kv_blocks * blocking.block_kv
         self.dtype = np.dtype(static.softmax_dtype)
@@ -191,7 +191,7 @@ class _Pass:
         staged = self.batch * self.kv_heads * self.kv_padded * (self.dim + self.value_dim)
         together = staged * (self.compute.itemsize + sums * self.dtype.itemsize) <= _STAGED_TOGETHER
         self.stages, self.slots = (1, self.batch * self.groups) if together else (self.batch * self.groups, 1)
-        mask, dropout = put_together(static.places, traced)
+        mask, dropout = join_static(static.static_part, traced)
         self.source = TileSource(mask, dropout, blocking.block_q, blocking.block_kv)
         self.table = tile_table(mask, blocking.block_q, blocking.block_kv, apart=apart)
         self.bias = None if operands.bias is None else self.source.pad(operands.bias)
@@ -314,8 +314,8 @@ class _Pass:
         """Where a tile's rows begin in [batch, heads, padded q]."""
         return at.batch, at.group * self.tile_heads, at.q_block * self.blocking.block_q
 
-    def tile(self, at: QueryBlock, kv_block: Any) -> Tile:
-        return Tile(at.batch, at.group * self.tile_heads, self.tile_heads, at.q_block, kv_block)
+    def tile(self, at: QueryBlock, kv_block: Any) -> TilePosition:
+        return TilePosition(at.batch, at.group * self.tile_heads, self.tile_heads, at.q_block, kv_block)
 
     def spread(self, x: jax.Array) -> jax.Array:
         """[kv heads, group * block_q, n] as [heads, block_q, n]."""
@@ -333,7 +333,9 @@ class _Pass:
         spread = (kv_heads * self.group, self.blocking.block_q, n)
         return lax.broadcast_in_dim(seen, spread, (0, 1, 2)).reshape(kv_heads, self.rows, n)
 
-    def logits(self, query: jax.Array, key: jax.Array, tile: Tile, masked: bool) -> tuple[jax.Array, float, Any]:
+    def logits(
+        self, query: jax.Array, key: jax.Array, tile: TilePosition, masked: bool
+    ) -> tuple[jax.Array, float, Any]:
         """(x, factor, tanh): the logits in base 2 are x * factor; tanh is the soft cap's, for its gradient."""
         static = self.static
         raw = dot(query, key, 2, self.dtype)
@@ -359,16 +361,16 @@ class _Pass:
         """Weights, or their gradients, after dropout."""
         if keep is None:
             return x
-        kept = where(keep, self.spread(x), 0) / (1.0 - self.static.places.dropout)
+        kept = where(keep, self.spread(x), 0) / (1.0 - self.static.static_part.dropout)
         return kept.reshape(x.shape).astype(x.dtype)
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
 
 
-def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
     if isinstance(static.forward, Pieces):
-        mask, dropout = put_together(static.places, traced)
+        mask, dropout = join_static(static.static_part, traced)
         return decode_forward(
             operands.query,
             operands.key,
@@ -427,8 +429,8 @@ def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.A
     output = as_bits(work.full(shape, 0, operands.query.dtype), static.platform)
     lse = work.full((work.batch, work.heads, work.q_padded), 0, work.dtype)
     output, lse = work.each_stage(of_stage, (output, lse))
-    output = from_bits(_first(output, static.places.q_len, work.time), operands.query.dtype)
-    return output, _first(lse, static.places.q_len, 2)
+    output = from_bits(_first(output, static.static_part.q_len, work.time), operands.query.dtype)
+    return output, _first(lse, static.static_part.q_len, 2)
 
 
 def _first(x: jax.Array, length: int, axis: int) -> jax.Array:
@@ -450,7 +452,7 @@ def _first_row_sums(work: _Pass, group: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _backward(
-    static: _Static,
+    static: _BlockwiseStatic,
     operands: Operands,
     traced: Traced,
     output: jax.Array,
@@ -460,12 +462,12 @@ def _backward(
 ) -> Operands:
     # In the forward pass XLA:CPU reads and writes a masked tile once more before the row's greatest logit is found. Here the
     # mask is part of the exponential, so that tiles with a mask and without need not be two loops of five products each.
-    apart = not is_arithmetic(static.places.mask)
+    apart = not is_arithmetic(static.static_part.mask)
     work = _Pass(static, static.backward, operands, traced, apart=apart, sums=True)
     heads, blocks, size = work.blocking.heads, work.kv_blocks, work.blocking.block_kv
     time, head = work.time, work.head
     query, output, d_output = (work.padded_queries(x) for x in (operands.query, output, d_output))
-    short = work.q_padded - static.places.q_len
+    short = work.q_padded - static.static_part.q_len
     # A row without keys has no weights, nor has a padded one: exp(x - inf) is 0.
     d_lse, padded_lse = d_lse.astype(work.dtype), where(lse != -jnp.inf, lse, jnp.inf)
     if short:
@@ -535,7 +537,7 @@ def _backward(
         sums = as_bits(sums.astype(operands.key.dtype), static.platform).reshape(batch, -1, *sums.shape[1:])
         part = sums.transpose((0, 1, 3, 2, 5, 4) if head == 1 else (0, 2, 5, 1, 3, 4))
         part = part.reshape((batch, -1, work.kv_padded, dim) if head == 1 else (batch, work.kv_padded, -1, dim))
-        part = _first(part, static.places.kv_len, time)
+        part = _first(part, static.static_part.kv_len, time)
         if work.stages == 1:
             return part
         starts = [*split_index(stage, work.groups, work.batch), 0, 0]
@@ -549,7 +551,7 @@ def _backward(
         None if d_sinks is None else work.full(d_sinks.shape, 0, work.dtype),
     )
     d_query, d_key, d_value, d_bias, d_sinks = work.each_stage(of_stage, gradients)
-    d_query = _first(d_query, static.places.q_len, time)
+    d_query = _first(d_query, static.static_part.q_len, time)
     d_query, d_key, d_value = (
         from_bits(bits, x.dtype) for bits, x in zip((d_query, d_key, d_value), operands[:3], strict=True)
     )
@@ -566,7 +568,7 @@ def _add_block(whole: jax.Array, part: jax.Array, at: QueryBlock, kv_block: Any)
     return put(whole, cut(whole, start, (1, 1, *part.shape)) + part[None, None], start)
 
 
-def _add_bias_gradient(work: _Pass, d_bias: jax.Array, d_logits: jax.Array, tile: Tile) -> jax.Array:
+def _add_bias_gradient(work: _Pass, d_bias: jax.Array, d_logits: jax.Array, tile: TilePosition) -> jax.Array:
     """Add a tile's gradient, summed over the dimensions in which the bias broadcasts."""
     old = work.source.cut(d_bias, tile)
     part = work.spread(d_logits)

@@ -27,7 +27,7 @@ from .cpu_tuning import (
     lone_row_sum,
     product,
 )
-from .lean import where
+from .primitives import where
 from .varying import vary, varying
 
 __all__ = ["Pieces", "decode_forward"]

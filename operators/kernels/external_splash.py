@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from ...masks import And, Full, Mask, Prefix
 
-__all__ = ["ExternalBlocks", "ExternalCall", "MaskInKernel", "Operands", "block_kinds", "in_32_bits", "small"]
+__all__ = ["ExternalBlocks", "ExternalCall", "ExternalOperands", "MaskInKernel", "block_kinds", "in_32_bits", "small"]
 
 # Far below every logit, far above the kernels' own mask value (-2.4e38): exp(real - sink) and exp(mask - sink) are exact.
 _NO_SINK = -1e30
@@ -76,7 +76,7 @@ class MaskInKernel:
         return self.mask.test(rows, rows, cols) & (rows >= 0)
 
 
-class Operands(NamedTuple):
+class ExternalOperands(NamedTuple):
     """A call's arrays, padded, and its mask, made ready for a kernel.
 
     `function` is the mask in the kernel, None where nothing is masked; `rows` the global number of each query row then.
@@ -120,7 +120,7 @@ class ExternalCall(NamedTuple):
     shard: int | Array
     shards: int
 
-    def operands(self, q_padded: int, kv_padded: int) -> Operands:
+    def operands(self, q_padded: int, kv_padded: int) -> ExternalOperands:
         """Scale, pad, and join what masks."""
         q_len, kv_len = self.query.shape[2], self.key.shape[2]
         query = _pad((self.query * jnp.asarray(self.scale, jnp.float32)).astype(self.query.dtype), q_padded)
@@ -134,7 +134,7 @@ class ExternalCall(NamedTuple):
         local = jnp.arange(q_padded, dtype=jnp.int32)
         rows = None if function is None else jnp.where(local < q_len, self.shard * q_len + local, -1)
         segments = self._segments(q_padded, kv_padded)
-        return Operands(
+        return ExternalOperands(
             query, _pad(self.key, kv_padded), _pad(self.value, kv_padded), segments, sinks, mask, function, rows
         )
 

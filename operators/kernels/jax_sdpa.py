@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from .lean import where
+from .primitives import where
 
 __all__ = ["jax_sdpa"]
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .lean import where
+from .primitives import where
 
 __all__ = ["divisor", "log_of_sum", "logsumexp", "shift_of"]
 

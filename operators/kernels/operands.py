@@ -12,7 +12,7 @@ import numpy as np
 from ...masks import Mask
 from ..local_mask import Dropout, LocalMask
 
-__all__ = ["Operands", "Places", "Traced", "no_gradients", "put_together", "take_apart"]
+__all__ = ["Operands", "StaticPart", "Traced", "join_static", "no_gradients", "split_static"]
 
 
 class Operands(NamedTuple):
@@ -39,7 +39,7 @@ class Traced(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Places:
+class StaticPart:
     """What is known of the mask and the dropout at trace time; starts and `query_offset` are None where traced."""
 
     mask: Mask
@@ -51,12 +51,12 @@ class Places:
     k_start: int | None = 0
 
 
-def take_apart(mask: LocalMask, dropout: Dropout | None) -> tuple[Places, Traced]:
-    """(what is static, what is traced) of a mask and a dropout; `put_together` is the inverse."""
+def split_static(mask: LocalMask, dropout: Dropout | None) -> tuple[StaticPart, Traced]:
+    """(what is static, what is traced) of a mask and a dropout; `join_static` is the inverse."""
     structure, leaves = mask.mask.split()
     placed_q, placed_k = (isinstance(start, int) for start in (mask.q_start, mask.k_start))
     placed_offset = mask.query_offset is None or isinstance(mask.query_offset, int)
-    places = Places(
+    static_part = StaticPart(
         mask=structure,
         q_len=mask.q_len,
         kv_len=mask.kv_len,
@@ -70,28 +70,28 @@ def take_apart(mask: LocalMask, dropout: Dropout | None) -> tuple[Places, Traced
         None if placed_q else jnp.asarray(mask.q_start),
         None if placed_offset else jnp.asarray(mask.query_offset),
         None if dropout is None else dropout.seed,
-        # Places are counted from the shard's own; as arrays, since a traced and a plain number are treated alike here.
+        # StaticPart are counted from the shard's own; as arrays, since a traced and a plain number are treated alike here.
         None
         if dropout is None
         else tuple(jnp.asarray(x, jnp.int32) for x in (dropout.batch_start, dropout.head_start)),  # type: ignore[arg-type]
         None if placed_k else jnp.asarray(mask.k_start),
     )
-    return places, traced
+    return static_part, traced
 
 
-def put_together(places: Places, traced: Traced) -> tuple[LocalMask, Dropout | None]:
+def join_static(static_part: StaticPart, traced: Traced) -> tuple[LocalMask, Dropout | None]:
     """The mask and the dropout."""
     mask = LocalMask(
-        places.mask.merge(traced.leaves),
-        places.q_start if traced.q_start is None else traced.q_start,  # type: ignore[arg-type]
-        places.q_len,
-        places.kv_len,
-        places.query_offset if traced.query_offset is None else traced.query_offset,
-        places.k_start if traced.k_start is None else traced.k_start,  # type: ignore[arg-type]
+        static_part.mask.merge(traced.leaves),
+        static_part.q_start if traced.q_start is None else traced.q_start,  # type: ignore[arg-type]
+        static_part.q_len,
+        static_part.kv_len,
+        static_part.query_offset if traced.query_offset is None else traced.query_offset,
+        static_part.k_start if traced.k_start is None else traced.k_start,  # type: ignore[arg-type]
     )
     if traced.seed is None or traced.starts is None:
         return mask, None
-    return mask, Dropout(traced.seed, places.dropout, *traced.starts, mask.q_start, mask.k_start)
+    return mask, Dropout(traced.seed, static_part.dropout, *traced.starts, mask.q_start, mask.k_start)
 
 
 def no_gradients(traced: Traced) -> Traced:

@@ -14,7 +14,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from ..local_mask import Dropout, LocalMask
-from .operands import Operands, Places, Traced, no_gradients, take_apart
+from .operands import Operands, StaticPart, Traced, no_gradients, split_static
 from .varying import alike
 
 __all__ = ["LSE_NAME", "OUTPUT_NAME", "PartKernel", "attend_part", "differentiable", "differentiate_part"]
@@ -36,13 +36,13 @@ class PartKernel(Protocol):
         """The names of the output and the lse for jax.checkpoint policies."""
         ...
 
-    def attend(self, places: Places, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+    def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
         """(output in the layout, lse [batch, heads, q]) of these keys alone; rows that see none give 0 and -inf."""
         ...
 
     def differentiate(
         self,
-        places: Places,
+        static_part: StaticPart,
         operands: Operands,
         traced: Traced,
         output: jax.Array,
@@ -58,47 +58,49 @@ def differentiable(
     kernel: PartKernel, operands: Operands, mask: LocalMask, dropout: Dropout | None
 ) -> tuple[jax.Array, jax.Array]:
     """(output, lse) of a kernel over the mask's keys, both differentiable in reverse; they are what is kept for it."""
-    places, traced = take_apart(mask, dropout)
+    static_part, traced = split_static(mask, dropout)
     operands, traced = alike((operands, traced))
-    return _attend(_Static(kernel, places), operands, traced)
+    return _attend(_PartStatic(kernel, static_part), operands, traced)
 
 
 @dataclass(frozen=True)
-class _Static:
+class _PartStatic:
     kernel: PartKernel
-    places: Places
+    static_part: StaticPart
 
 
 # jax keeps what it has traced of a jitted function by its static arguments and the shapes of the others. So a kernel is traced
-# once for the hops of a ring and for all layers of a model, whatever made their operations; and a program has it once.
+# once for the steps of a ring and for all layers of a model, whatever made their operations; and a program has it once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def attend_part(kernel: PartKernel, places: Places, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+def attend_part(
+    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced
+) -> tuple[jax.Array, jax.Array]:
     """`kernel.attend`, traced once."""
-    return kernel.attend(places, operands, traced)
+    return kernel.attend(static_part, operands, traced)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def differentiate_part(
-    kernel: PartKernel, places: Places, operands: Operands, traced: Traced, *rest: jax.Array
+    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced, *rest: jax.Array
 ) -> Operands:
     """`kernel.differentiate`, traced once."""
-    return kernel.differentiate(places, operands, traced, *rest)
+    return kernel.differentiate(static_part, operands, traced, *rest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-    return attend_part(static.kernel, static.places, operands, traced)
+def _attend(static: _PartStatic, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+    return attend_part(static.kernel, static.static_part, operands, traced)
 
 
-def _attend_forward(static: _Static, operands: Operands, traced: Traced) -> tuple[Any, Any]:
-    made = attend_part(static.kernel, static.places, operands, traced)
+def _attend_forward(static: _PartStatic, operands: Operands, traced: Traced) -> tuple[Any, Any]:
+    made = attend_part(static.kernel, static.static_part, operands, traced)
     output, lse = (checkpoint_name(x, name) for x, name in zip(made, static.kernel.names, strict=True))
     return (output, lse), (operands, traced, output, lse)
 
 
-def _attend_backward(static: _Static, residuals: Any, cotangents: Any) -> tuple[Operands, Traced]:
+def _attend_backward(static: _PartStatic, residuals: Any, cotangents: Any) -> tuple[Operands, Traced]:
     operands, traced, output, lse = residuals
-    gradients = differentiate_part(static.kernel, static.places, operands, traced, output, lse, *cotangents)
+    gradients = differentiate_part(static.kernel, static.static_part, operands, traced, output, lse, *cotangents)
     return gradients, no_gradients(traced)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Shaped
 
-from .lean import dot, where
 from .lse import divisor, log_of_sum, shift_of
+from .primitives import dot, where
 
 __all__ = ["plain_attention"]
 

@@ -11,9 +11,9 @@ from jax import lax
 
 from ...masks import Full, Mask
 from ..local_mask import Dropout, LocalMask
-from .lean import cut, cut_along, numbers, shifted
+from .primitives import cut, cut_along, numbers, shifted
 
-__all__ = ["Tile", "TileSource", "TileTable", "is_arithmetic", "tile_table"]
+__all__ = ["TilePosition", "TileSource", "TileTable", "is_arithmetic", "tile_table"]
 
 
 class TileTable(NamedTuple):
@@ -88,7 +88,7 @@ def _sorted_by_kind(kinds: Any, xp: Any) -> Any:
     return xp.concatenate([partial, both, order], -1)
 
 
-class Tile(NamedTuple):
+class TilePosition(NamedTuple):
     """Where a tile lies: batch row, first head and number of heads, query block, kv block."""
 
     batch: Any
@@ -105,7 +105,7 @@ class TileSource:
         self.mask, self.dropout, self.block_q, self.block_kv = mask, dropout, block_q, block_kv
         self._padded = mask.mask.map_atoms(self._pad_atom)
 
-    def seen(self, tile: Tile) -> jax.Array | None:
+    def seen(self, tile: TilePosition) -> jax.Array | None:
         """Which weights of the tile are visible: bool [1 | heads, block_q, block_kv]; None for all."""
         mask = self._padded.map_atoms(lambda atom: self._cut_atom(atom, tile))
         rows, cols = self._indices(tile)
@@ -122,7 +122,7 @@ class TileSource:
             seen = inside if seen is None else seen & inside
         return seen
 
-    def keep(self, tile: Tile) -> jax.Array | None:
+    def keep(self, tile: TilePosition) -> jax.Array | None:
         """Which weights dropout keeps: bool [heads, block_q, block_kv]; None without dropout."""
         if self.dropout is None:
             return None
@@ -134,15 +134,15 @@ class TileSource:
         """Fill [batch, heads, q, kv] up to whole blocks; dimensions of 1 stand for all and stay."""
         return self._pad(array, ("batch", "heads", "q", "kv"), broadcasts=True)
 
-    def cut(self, array: jax.Array, tile: Tile) -> jax.Array:
+    def cut(self, array: jax.Array, tile: TilePosition) -> jax.Array:
         """The tile of a padded [batch, heads, q, kv]: [1 | heads, 1 | block_q, 1 | block_kv]."""
         return self._cut(array, ("batch", "heads", "q", "kv"), tile, broadcasts=True)[0]
 
-    def start(self, array: jax.Array, tile: Tile) -> tuple[Any, ...]:
+    def start(self, array: jax.Array, tile: TilePosition) -> tuple[Any, ...]:
         """Where that tile begins."""
         return self._place(array, ("batch", "heads", "q", "kv"), tile, broadcasts=True)[0]
 
-    def _indices(self, tile: Tile) -> tuple[jax.Array, jax.Array]:
+    def _indices(self, tile: TilePosition) -> tuple[jax.Array, jax.Array]:
         rows = numbers((self.block_q, 1), 0, tile.q_block * self.block_q)
         cols = numbers((1, self.block_kv), 1, tile.kv_block * self.block_kv)
         return rows, cols
@@ -154,7 +154,7 @@ class TileSource:
         ]
         return _refill(atom, arrays)
 
-    def _cut_atom(self, atom: Mask, tile: Tile) -> Mask:
+    def _cut_atom(self, atom: Mask, tile: TilePosition) -> Mask:
         arrays = [
             self._cut(x, dims, tile, atom.kind == "dense_mask")
             for x, (_, _, dims) in zip(atom.arrays(), atom.parts, strict=True)
@@ -169,12 +169,12 @@ class TileSource:
         ]
         return jnp.pad(array, [(0, n) for n in short]) if any(short) else array
 
-    def _cut(self, array: jax.Array, dims: tuple[str, ...], tile: Tile, broadcasts: bool) -> jax.Array:
+    def _cut(self, array: jax.Array, dims: tuple[str, ...], tile: TilePosition, broadcasts: bool) -> jax.Array:
         starts, sizes = self._place(array, dims, tile, broadcasts)
         return cut(array, starts, sizes)
 
     def _place(
-        self, array: jax.Array, dims: tuple[str, ...], tile: Tile, broadcasts: bool
+        self, array: jax.Array, dims: tuple[str, ...], tile: TilePosition, broadcasts: bool
     ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         where = {
             "batch": (tile.batch, 1),
@@ -182,10 +182,10 @@ class TileSource:
             "q": (tile.q_block * self.block_q, self.block_q),
             "kv": (tile.kv_block * self.block_kv, self.block_kv),
         }
-        places = [
+        static_part = [
             (0, 1) if broadcasts and size == 1 else where[dim] for dim, size in zip(dims, array.shape, strict=True)
         ]
-        return tuple(start for start, _ in places), tuple(size for _, size in places)
+        return tuple(start for start, _ in static_part), tuple(size for _, size in static_part)
 
 
 def _refill(atom: Mask, arrays: list[jax.Array]) -> Mask:

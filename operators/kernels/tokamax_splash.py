@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ...masks import Full, Mask
-from .external_splash import ExternalBlocks, ExternalCall, Operands, block_kinds, small
+from .external_splash import ExternalBlocks, ExternalCall, ExternalOperands, block_kinds, small
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -163,7 +163,7 @@ def _tables(
     return _Tables(small(rows, q_blocks - 1), small(cols, kv_blocks - 1), small(listed, 2), steps, live)
 
 
-def _alive(tables: _Tables | None, given: Operands, call: ExternalCall, blocks: ExternalBlocks) -> Array | None:
+def _alive(tables: _Tables | None, given: ExternalOperands, call: ExternalCall, blocks: ExternalBlocks) -> Array | None:
     """Whether the forward pass has a tile in which ids may meet; None without ids.
 
     0.0.17 leaves out tiles in which they can't, by the blocks' least and greatest ids. Where that leaves none at all, its
@@ -188,7 +188,7 @@ def _of_shard(x: np.ndarray | None, call: ExternalCall) -> Array | None:
     return None if x is None else jax.lax.dynamic_index_in_dim(jnp.asarray(x), call.shard, keepdims=False)
 
 
-def _info(mask_info: ModuleType, tables: _Tables | None, given: Operands, call: ExternalCall) -> Any:
+def _info(mask_info: ModuleType, tables: _Tables | None, given: ExternalOperands, call: ExternalCall) -> Any:
     if tables is None:
         return mask_info.MaskInfo(None, None, None, None, None, None, None)
 

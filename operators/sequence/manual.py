@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ...errors import InputError
-from ...masks.base import Leaf
+from ...masks import Leaf
 from ...planning import AttentionProblem, Placement
 from ...sharding import AttnShardingRules, MeshAxis, axes_at, only
 from ..arguments import Arrays, Options

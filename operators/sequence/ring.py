@@ -3,7 +3,7 @@
 The backward pass sends keys and values around once more, and with them the sums of their own gradients. Nothing of another
 device is kept: the memory is that of one part of the keys, in both passes.
 
-On a zigzag ring a device has two pieces of the sequence (zigzag.py). After the first hop two pairs of a piece of its queries
+On a zigzag ring a device has two pieces of the sequence (zigzag.py). After the first step two pairs of a piece of its queries
 with a piece of the keys are left, on every device: its later queries with the earlier keys, and, by where the keys come
 from, either the earlier with the earlier or the later with the later; which of them is traced, what is done is not.
 
@@ -23,7 +23,7 @@ from jax import lax
 from ...masks import Full
 from ...planning.sequence.split import loop_from
 from ..kernels.lse import divisor, log_of_sum, shift_of
-from ..kernels.operands import Operands, Places, Traced
+from ..kernels.operands import Operands, StaticPart, Traced
 from ..kernels.part import PartKernel, attend_part, differentiable, differentiate_part
 from ..local import Ring, by_row
 from ..local_mask import Dropout, LocalMask
@@ -50,20 +50,20 @@ class _Around:
     def names(self) -> tuple[str, str]:
         return self.kernel.names
 
-    def attend(self, places: Places, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-        return _forward(_Static(self.kernel, self.ring, places, self.dims), operands, traced)
+    def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+        return _forward(_RingStatic(self.kernel, self.ring, static_part, self.dims), operands, traced)
 
-    def differentiate(self, places: Places, operands: Operands, traced: Traced, *rest: jax.Array) -> Operands:
+    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, *rest: jax.Array) -> Operands:
         output, lse, d_output, d_lse = rest
-        static = _Static(self.kernel, self.ring, places, self.dims)
+        static = _RingStatic(self.kernel, self.ring, static_part, self.dims)
         return _backward(static, operands, traced, output, lse, d_output, d_lse)
 
 
 @dataclass(frozen=True)
-class _Static:
+class _RingStatic:
     kernel: PartKernel
     ring: Ring
-    places: Places
+    static_part: StaticPart
     dims: tuple[tuple[str, ...], ...]
 
 
@@ -113,13 +113,13 @@ def _pairs(ring: Ring, distance: Any) -> tuple[_Pair, ...]:
     return _Pair(1, 0, True), _Pair(same, same, True)
 
 
-def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+def _forward(static: _RingStatic, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
     layout, ring = static.kernel.layout, static.ring
     rows = layout.index("t")
 
     def attend(pair: _Pair, keys: _Keys, distance: Any) -> tuple[jax.Array, jax.Array]:
-        places, here = _seen(static, traced, pair, distance)
-        output, lse = attend_part(static.kernel, places, _of_pair(static, operands, pair, keys), here)
+        static_part, here = _seen(static, traced, pair, distance)
+        output, lse = attend_part(static.kernel, static_part, _of_pair(static, operands, pair, keys), here)
         return output.astype(lse.dtype), lse
 
     def more(found: tuple[jax.Array, jax.Array], pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
@@ -138,12 +138,12 @@ def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.A
     begun = [attend(pair, keys, 0) for pair in first[: ring.pieces]]
     output, lse = (jnp.concatenate(x, axis) for x, axis in zip(zip(*begun, strict=True), (rows, 2), strict=True))
     found = more((output, lse), first[ring.pieces :], keys, 0)
-    output, lse = _along(ring, ring.hops, work, keys, found)
+    output, lse = _along(ring, ring.steps, work, keys, found)
     return output.astype(operands.query.dtype), lse
 
 
 def _backward(
-    static: _Static,
+    static: _RingStatic,
     operands: Operands,
     traced: Traced,
     output: jax.Array,
@@ -158,11 +158,11 @@ def _backward(
     def more(found: Any, pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
         d_query, d_key, d_value = found
         for pair in pairs:
-            places, here = _seen(static, traced, pair, distance)
+            static_part, here = _seen(static, traced, pair, distance)
             part = _of_pair(static, operands, pair, keys)
             of_rows = ((output, rows), (lse, 2), (d_output, rows), (d_lse, 2))
             results = (_piece(x, pair.query, ring, axis) for x, axis in of_rows)
-            share = differentiate_part(static.kernel, places, part, here, *results)
+            share = differentiate_part(static.kernel, static_part, part, here, *results)
             d_query = _added(d_query, share.query, pair.query, ring, rows)
             d_key = _added(d_key, share.key, pair.keys, ring, rows)
             d_value = _added(d_value, share.value, pair.keys, ring, rows)
@@ -173,25 +173,25 @@ def _backward(
         d_key, d_value = _moved((d_key, d_value), ring, by)
         return more((d_query, d_key, d_value), _pairs(ring, distance), keys, distance)
 
-    # The keys wait for the gradient, and go around the other way: else XLA takes these hops for those of the forward pass,
+    # The keys wait for the gradient, and go around the other way: else XLA takes these steps for those of the forward pass,
     # and keeps every part for them. (XLA:CPU doesn't keep to the barrier.)
     key, value, d_output = lax.optimization_barrier((operands.key, operands.value, d_output))
     wide = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in (operands.query, key, value)]
     found = more(wide, _first_pairs(ring), (key, value), 0)
-    hops = (0, *reversed(ring.hops[1:]))
-    d_query, d_key, d_value = _along(ring, hops, work, (key, value), found)
-    d_key, d_value = _moved((d_key.astype(key.dtype), d_value.astype(value.dtype)), ring, -hops[-1])  # home
+    steps = (0, *reversed(ring.steps[1:]))
+    d_query, d_key, d_value = _along(ring, steps, work, (key, value), found)
+    d_key, d_value = _moved((d_key.astype(key.dtype), d_value.astype(value.dtype)), ring, -steps[-1])  # home
     return Operands(d_query.astype(operands.query.dtype), d_key, d_value, None, None)
 
 
-def _along(ring: Ring, hops: tuple[int, ...], work: Any, keys: _Keys, found: Any) -> Any:
-    """Fold over the hops after the first: work(keys, found, distance, how far they moved to get here).
+def _along(ring: Ring, steps: tuple[int, ...], work: Any, keys: _Keys, found: Any) -> Any:
+    """Fold over the steps after the first: work(keys, found, distance, how far they moved to get here).
 
-    In a loop the keys of the next hop are sent before the work on these, and don't wait for it.
+    In a loop the keys of the next step are sent before the work on these, and don't wait for it.
     """
-    moves = [after - before for before, after in itertools.pairwise(hops)]
-    alike = loop_from(hops) if ring.scan else None
-    for distance, by in zip(hops[1:] if alike is None else hops[1 : alike + 1], moves, strict=False):
+    moves = [after - before for before, after in itertools.pairwise(steps)]
+    alike = loop_from(steps) if ring.scan else None
+    for distance, by in zip(steps[1:] if alike is None else steps[1 : alike + 1], moves, strict=False):
         keys = _moved(keys, ring, by)
         found = work(keys, found, distance, by)
     if alike is None:
@@ -203,8 +203,8 @@ def _along(ring: Ring, hops: tuple[int, ...], work: Any, keys: _Keys, found: Any
 
     by = moves[-1]
     carry = _moved(keys, ring, by), found
-    (keys, found), _ = lax.scan(step, carry, jnp.asarray(hops[alike + 1 : -1], jnp.int32))
-    return work(keys, found, hops[-1], by)
+    (keys, found), _ = lax.scan(step, carry, jnp.asarray(steps[alike + 1 : -1], jnp.int32))
+    return work(keys, found, steps[-1], by)
 
 
 def merged(
@@ -219,7 +219,7 @@ def merged(
     return joined, log_of_sum(total, shift)
 
 
-def _of_pair(static: _Static, operands: Operands, pair: _Pair, keys: _Keys) -> Operands:
+def _of_pair(static: _RingStatic, operands: Operands, pair: _Pair, keys: _Keys) -> Operands:
     ring, rows = static.ring, static.kernel.layout.index("t")
     return operands._replace(
         query=_piece(operands.query, pair.query, ring, rows),
@@ -228,23 +228,23 @@ def _of_pair(static: _Static, operands: Operands, pair: _Pair, keys: _Keys) -> O
     )
 
 
-def _seen(static: _Static, traced: Traced, pair: _Pair, distance: Any) -> tuple[Places, Traced]:
+def _seen(static: _RingStatic, traced: Traced, pair: _Pair, distance: Any) -> tuple[StaticPart, Traced]:
     """The places of a pair, for keys that have come `distance` shards, and what is traced of it."""
-    ring, places = static.ring, static.places
+    ring, static_part = static.ring, static.static_part
     here = lax.axis_index(ring.axes)
-    q_len, kv_len = (n // ring.pieces for n in (places.q_len, places.kv_len))
+    q_len, kv_len = (n // ring.pieces for n in (static_part.q_len, static_part.kv_len))
     start = (_place(ring, (here - distance) % ring.size, pair.keys) * kv_len).astype(jnp.int32)
     leaves = tuple(
         _cut(x, dims, start, kv_len, pair.query, ring) for x, dims in zip(traced.leaves, static.dims, strict=True)
     )
-    places = replace(places, q_len=q_len, kv_len=kv_len, k_start=None)
+    static_part = replace(static_part, q_len=q_len, kv_len=kv_len, k_start=None)
     if pair.behind and ring.whole_pairs:
-        places, leaves = replace(places, mask=Full()), ()
+        static_part, leaves = replace(static_part, mask=Full()), ()
     traced = traced._replace(leaves=leaves, k_start=start)
     if ring.zigzag:
-        places = replace(places, q_start=None)
+        static_part = replace(static_part, q_start=None)
         traced = traced._replace(q_start=(_place(ring, here, pair.query) * q_len).astype(jnp.int32))
-    return places, traced
+    return static_part, traced
 
 
 def _place(ring: Ring, device: Any, piece: Any) -> Any:

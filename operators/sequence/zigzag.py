@@ -1,6 +1,6 @@
 """Zigzag order: of 2n pieces of a sequence, device k of n has the k-th from the begin and the k-th from the end.
 
-Under a causal mask every device then has as much to do as every other, and so at each hop of a ring. Each piece has one way
+Under a causal mask every device then has as much to do as every other, and so at each step of a ring. Each piece has one way
 to go, so an array is brought into the order, and back, by two permutes of half of it.
 
 Source: "The Llama 3 Herd of Models" (2024), context parallelism.

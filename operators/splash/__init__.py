@@ -1,6 +1,217 @@
-"""splash: what it declares, which blocks and which memory it takes, and how it is called; the kernels are in kernels/."""
+"""splash: block-sparse flash attention on TPU; elsewhere it is vanilla."""
 
-from .config import SplashConfig
-from .operation import Splash
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ...planning import ALL_FEATURES, AttentionProblem, OperationConfig, Padding, Placement, Rule, implementation
+from ...planning.operation import dequantised_copy
+from ..base import Operation
+from ..local import LocalCall, LocalOutput
+from ..sequence.ring_call import around_the_ring
+from ..vanilla import Vanilla
+from . import shipped
+from .block_choice import resolve_attnops
+from .candidates import candidates as tried_sizes
+from .candidates import tuned_fields
+from .config import LANES, SplashConfig
+from .external import EXTERNAL_RULES, external_padding, external_remarks, resolve_external, run_external
+from .vmem_count import blocks_of, too_much_vmem, vmem_parts
 
 __all__ = ["Splash", "SplashConfig"]
+
+_FEATURES = ALL_FEATURES - {"return_weights"}
+
+_RULES = (
+    Rule(
+        "splash.one_query",
+        "q_len",
+        lambda p, c: p.q_len > 1,
+        f"q_len={{p.q_len}}: the kernel's query blocks have {LANES} rows, so {LANES - 1} of them would be padding",
+        "Nothing to change: one query against a cache runs faster elsewhere.",
+        routes=True,
+    ),
+    Rule(
+        "splash.dtype",
+        "runtime_dtype",
+        lambda p, c: p.runtime_dtype in ("float32", "bfloat16"),
+        "runtime dtype {p.runtime_dtype}: Mosaic has no such vector loads",
+        "Declare runtime_dtype bfloat16 or float32.",
+    ),
+    Rule(
+        "splash.softmax_dtype",
+        "runtime_softmax_dtype",
+        lambda p, c: p.softmax_dtype == "float32",
+        "softmax dtype {p.softmax_dtype}: the kernel's softmax is float32",
+        "Leave runtime_softmax_dtype at float32.",
+    ),
+    Rule(
+        "splash.sum_by_product",
+        "sum_by_product",
+        lambda p, c: (
+            not (isinstance(c, SplashConfig) and c.sum_by_product)
+            or (p.value_dim % LANES == 0 and "dropout" not in p.features)
+        ),
+        "sum_by_product=True wants no dropout (got {p.dropout_prob}), whose weights don't count in the sum, and a value dim that "
+        f"is a multiple of {LANES} (got {{p.value_dim}})",
+        "Leave sum_by_product out.",
+    ),
+    *EXTERNAL_RULES,
+    Rule(
+        "splash.interpret.check_vma",
+        "interpret",
+        lambda p, c: not (p.vma and isinstance(c, SplashConfig) and c.interpret),
+        "called inside a shard_map with check_vma=True, which Pallas' interpreter can't be traced under",
+        "Leave interpret out, or pass check_vma=False to that shard_map.",
+    ),
+)
+
+
+class Splash(Operation):
+    """Pallas TPU kernels behind one declaration: padding, masks, offsets and sharding are taken care of."""
+
+    name = "splash"
+    config = SplashConfig
+
+    @implementation(
+        consumes=_FEATURES,
+        rules=_RULES,
+        # In the interpreter on CPU.
+        tolerance={"float32": (1e-5, 3e-5), "bfloat16": (2e-2, 4e-2)},
+    )
+    def forward_tpu(self, call: LocalCall) -> LocalOutput:
+        """Run the declared kernel, forward and backward."""
+        config = call.config
+        assert isinstance(config, SplashConfig)
+        swap = call.layout == "bthd"
+        tensors = [x.swapaxes(1, 2) if swap else x for x in (call.query, call.key, call.value)]
+        if config.kernel == "attnops":
+            output, lse = _run_attnops(call, config, *tensors)
+        else:
+            output, lse = run_external(call, config, *tensors), None
+        return LocalOutput(output.swapaxes(1, 2) if swap else output, None, lse if call.return_lse else None)
+
+    forward_native = Vanilla.forward_native
+
+    @classmethod
+    def kernel_platform(cls, problem: AttentionProblem) -> str:
+        """The TPU kernel also runs interpreted, where the config says so."""
+        config = problem.config
+        return "tpu" if isinstance(config, SplashConfig) and config.interpret else problem.platform
+
+    @classmethod
+    def resolve_config(cls, method: str, problem: AttentionProblem, placement: Placement) -> OperationConfig:
+        """Fill in every field from the local shapes and the device."""
+        config = problem.config
+        if method != "forward_tpu" or not isinstance(config, SplashConfig):
+            return config
+        return (resolve_attnops if config.kernel == "attnops" else resolve_external)(problem, placement, config)
+
+    @classmethod
+    def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
+        """attnops' own kernels do, and the native path."""
+        del strategy
+        return method == "forward_native" or (isinstance(config, SplashConfig) and config.kernel == "attnops")
+
+    @classmethod
+    def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
+        """The unset sizes and switches of attnops' kernels."""
+        return tuned_fields(problem, placement) if method == "forward_tpu" else ()
+
+    @classmethod
+    def candidates(
+        cls, method: str, problem: AttentionProblem, placement: Placement
+    ) -> Mapping[str, tuple[dict[str, Any], ...]]:
+        """Block sizes that may fit, of both passes."""
+        return tried_sizes(problem, placement) if cls.tuned_fields(method, problem, placement) else {}
+
+    @classmethod
+    def table_choice(
+        cls, method: str, problem: AttentionProblem, placement: Placement
+    ) -> tuple[str, Mapping[str, Any]] | None:
+        """The choice in shipped.json, where nothing about blocks is declared."""
+        return shipped.look_up(problem, placement) if method == "forward_tpu" else None
+
+    @classmethod
+    def remarks(
+        cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
+    ) -> tuple[str, ...]:
+        """Also what may be too large for the device's VMEM, and what another's kernel costs."""
+        notes = super().remarks(method, problem, placement, config)
+        if method == "forward_tpu" and problem.quantised:
+            notes = (*notes, f"the gradient works on {dequantised_copy(problem, placement)}")
+        if method != "forward_tpu" or not isinstance(config, SplashConfig):
+            return notes
+        if config.kernel != "attnops":
+            return (*notes, *external_remarks(problem, placement, config))
+        large = too_much_vmem(problem, placement, config)
+        return notes if large is None or config.interpret else (*notes, large)
+
+    @classmethod
+    def memory(
+        cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
+    ) -> Mapping[str, Mapping[str, int]]:
+        """VMEM of attnops' kernels, by array and block."""
+        if method != "forward_tpu" or not isinstance(config, SplashConfig) or config.kernel != "attnops":
+            return {}
+        parts = vmem_parts(problem, placement, config)
+        return {f"attnops_splash_{name}": part for name, part in parts.items()}
+
+    @classmethod
+    def check_vma(cls, method: str, config: OperationConfig) -> bool:
+        """Not with jax's or tokamax's kernel, and not in Pallas' interpreter."""
+        if method == "forward_tpu" and isinstance(config, SplashConfig):
+            return config.kernel == "attnops" and not config.interpret
+        return super().check_vma(method, config)
+
+    @classmethod
+    def padding(
+        cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
+    ) -> Padding | None:
+        """Rows added to reach whole blocks: of the forward pass, or of all where they share a length."""
+        if method != "forward_tpu" or not isinstance(config, SplashConfig):
+            return None
+        q_len, kv_len = placement.local.q_len, placement.local.kv_len
+        q_block, kv_block = (getattr(config, name) for name in ("block_q", "block_kv"))
+        if config.kernel != "attnops":
+            q_block, kv_block = (external_padding(config, name) for name in ("q", "kv"))
+        q_padded, kv_padded = math.ceil(q_len / q_block) * q_block, math.ceil(kv_len / kv_block) * kv_block
+        return Padding(q_padded - q_len, kv_padded - kv_len, 1 - q_len * kv_len / (q_padded * kv_padded))
+
+
+def _run_attnops(
+    call: LocalCall, config: SplashConfig, query: jax.Array, key: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    from ..kernels.splash import SplashPart, splash_attention  # imports Pallas, so only where the kernel runs
+
+    if call.ring is not None:
+        kernel = SplashPart(
+            call.softmax_scale,
+            call.logits_soft_cap,
+            blocks_of(config),
+            call.problem.platform,
+            config.interpret,
+            config.residual_checkpoint_name,
+        )
+        return around_the_ring(call, kernel, query, key, value)
+    return splash_attention(
+        query,
+        key,
+        value,
+        scale=call.softmax_scale,
+        mask=call.mask,
+        bias=call.bias,
+        soft_cap=call.logits_soft_cap,
+        sinks=call.sinks,
+        key_scale=call.key_scale,
+        value_scale=call.value_scale,
+        dropout=call.dropout,
+        blocks=blocks_of(config),
+        residual_checkpoint_name=config.residual_checkpoint_name,
+        platform=call.problem.platform,
+        interpret=config.interpret,
+    )

@@ -29,7 +29,7 @@ def tuned_fields(problem: AttentionProblem, placement: Placement) -> tuple[str, 
     There each device has its own tiles, and one device's call is not the problem's.
     """
     config = problem.config
-    split = placement.q_axes or placement.sequence.strategy == "merge"
+    split = placement.q_axes or placement.sequence.strategy == "split_kv"
     if not isinstance(config, SplashConfig) or config.kernel != "attnops" or split:
         return ()
     return tuple(name for name in (*FORWARD, *BACKWARD) if not config.is_set(name))

@@ -8,7 +8,7 @@ import jax
 
 from ...errors import ConfigError
 from ...planning import ALL_FEATURES, STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule
-from ...planning.explain import bytes_text
+from ...planning.text import bytes_text
 from ..local import LocalCall
 from ..precision_notes import ambient_precision
 from .config import LANES, SplashConfig

@@ -34,7 +34,7 @@ class ScalarMemory:
         local, split = placement.local, placement.sequence
         # As execute.py makes them: a start is traced where that length is split, or travels.
         q_start = None if placement.q_axes else 0
-        k_start = None if split.ring_axes or split.strategy == "merge" else 0
+        k_start = None if split.ring_axes or split.strategy == "split_kv" else 0
         offset = None if problem.dynamic_query_offset else problem.query_offset or 0
         self.known: Known = Known(problem.mask, local.q_len, local.kv_len, q_start, k_start, offset)
         by_row = problem.dynamic_query_offset or any(leaf.shape[0] > 1 for leaf in problem.leaves)

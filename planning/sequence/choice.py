@@ -8,26 +8,40 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from ...errors import ConfigError
 from ...sharding.modes import GENERATION
-from ..explain import bytes_text
+from ..operation import PlannedOperation
 from ..placement import Placement, place_problem
 from ..problem import AttentionProblem
+from ..text import bytes_text
 from .reasons import MERGING, sequence_reasons
-from .split import declared_strategy
 
 if TYPE_CHECKING:
     from ..policy import Policy
 
-__all__ = ["placements"]
+__all__ = ["declared_strategy", "placements"]
 
 
-def placements(problem: AttentionProblem, policy: Policy) -> Callable[[str], Placement]:
+def declared_strategy(operation: type[PlannedOperation], declared: str) -> str:
+    """The operation's own strategy, else what metadata declares. Errors: ConfigError where both have one and they differ."""
+    own = operation.sequence_parallel
+    if own is not None and declared not in ("auto", own):
+        raise ConfigError(
+            f"operation {operation.name!r} is sequence_parallel={own!r} by its name, and {declared!r} is declared; leave "
+            f"sequence_parallel out, or create an operation that takes it, such as 'splash'."
+        )
+    return own or declared
+
+
+def placements(
+    operation: type[PlannedOperation], problem: AttentionProblem, policy: Policy
+) -> Callable[[str], Placement]:
     """A function from a method to the placement that it would get.
 
-    'auto' is 'gather', but while generating, where keys are split: there it is 'merge' if the method can, and if that sends
+    'auto' is 'gather', but while generating, where keys are split: there it is 'split_kv' if the method can, and if that sends
     fewer bytes. Errors: ShardingError where the policy says so, ConfigError for a strategy that contradicts the operation.
     """
-    declared = declared_strategy(problem.operation, policy.sequence_parallel)
+    declared = declared_strategy(operation, policy.sequence_parallel)
 
     def place(strategy: str, strict: bool = policy.strict) -> Placement:
         return place_problem(
@@ -38,21 +52,21 @@ def placements(problem: AttentionProblem, policy: Policy) -> Callable[[str], Pla
         only = place("gather" if declared == "auto" else declared)
         return lambda _: only
     # What is strict holds for the one that is chosen.
-    merged = place("merge", strict=False)
-    if merged.sequence.strategy != "merge":  # the keys aren't split
+    merged = place("split_kv", strict=False)
+    if merged.sequence.strategy != "split_kv":  # the keys aren't split
         only = place("gather")
         return lambda _: only
     merging, gathering = _sent(problem, merged)
     sizes = f"merging sends {bytes_text(merging)} a device, gathering the keys {bytes_text(gathering)}"
 
     def choose(method: str) -> Placement:
-        reasons = sequence_reasons(problem, merged, method, None)
+        reasons = sequence_reasons(operation, problem, merged, method, None)
         if reasons:
             against = "; ".join(reason.message.removeprefix(f"{MERGING}: ") for reason in reasons)
             return because("gather", f"keys are gathered, and outputs not merged: {against}")
         if merging >= gathering:
             return because("gather", f"keys are gathered: {sizes}")
-        return because("merge", f"outputs are merged: {sizes}")
+        return because("split_kv", f"outputs are merged: {sizes}")
 
     def because(strategy: str, why: str) -> Placement:
         placement = place(strategy)

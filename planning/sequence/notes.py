@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..operation import PlannedOperation
+from ..placement import Placement
 from ..problem import AttentionProblem
 from .split import loop_from
 
 if TYPE_CHECKING:
-    from ..placement import Placement
     from ..policy import Policy
 
 __all__ = ["sequence_notes"]
 
 
-def sequence_notes(problem: AttentionProblem, policy: Policy, placement: Placement) -> tuple[str, ...]:
+def sequence_notes(
+    operation: type[PlannedOperation], problem: AttentionProblem, policy: Policy, placement: Placement
+) -> tuple[str, ...]:
     """A note for each such field."""
-    split, operation, notes = placement.sequence, problem.operation, []
+    split, notes = placement.sequence, []
     if not split.strategy and operation.sequence_parallel is not None:
         notes.append(f"nothing splits the sequence of this call, so {operation.name} has nothing to do for it")
     if not split.strategy and policy.sequence_parallel != "auto":
@@ -28,9 +31,9 @@ def sequence_notes(problem: AttentionProblem, policy: Policy, placement: Placeme
         notes += [
             f"{name}={value!r} has no effect: no ring is run" for name, value in declared.items() if value is not None
         ]
-    elif policy.scan_ring_attention and loop_from(split.hops) is None:
+    elif policy.scan_ring_attention and loop_from(split.steps) is None:
         notes.append(
-            f"scan_ring_attention=True has no effect: a ring's hops {split.hops} are too few or too uneven for a loop, and are "
+            f"scan_ring_attention=True has no effect: a ring's steps {split.steps} are too few or too uneven for a loop, and are "
             "compiled one by one"
         )
     return tuple(notes)

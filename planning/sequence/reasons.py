@@ -1,15 +1,12 @@
-"""What stands against a strategy for a split sequence: a reason each, with its mend."""
+"""What stands against a strategy for a split sequence: a reason each, with its hint."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..capability import Reason
+from ..operation import PlannedOperation
+from ..placement import Placement
 from ..problem import AttentionProblem
 from .split import is_triangular
-
-if TYPE_CHECKING:
-    from ..placement import Placement
 
 __all__ = ["MERGING", "sequence_reasons"]
 
@@ -24,13 +21,13 @@ _ELSEWHERE = "Declare sequence_parallel='gather'."
 
 
 def sequence_reasons(
-    problem: AttentionProblem, placement: Placement, method: str, order: str | None
+    operation: type[PlannedOperation], problem: AttentionProblem, placement: Placement, method: str, order: str | None
 ) -> tuple[Reason, ...]:
     """Why a method can't have the strategy that a placement is made for, with the ring order that is declared."""
     split = placement.sequence
     if split.strategy in ("", "gather"):
         return ()
-    found = [*_of_all(problem, placement), *_of_keys_in_parts(problem, placement, method)]
+    found = [*_of_all(problem, placement), *_of_keys_in_parts(operation, problem, placement, method)]
     if split.strategy == "ulysses_ring" and len(split.declared) < 2:
         found.append(
             Reason(
@@ -57,7 +54,7 @@ def sequence_reasons(
 
 def _said(placement: Placement) -> str:
     split = placement.sequence
-    return MERGING if split.strategy == "merge" else f"sequence_parallel={split.strategy!r}"
+    return MERGING if split.strategy == "split_kv" else f"sequence_parallel={split.strategy!r}"
 
 
 def _of_all(problem: AttentionProblem, placement: Placement) -> list[Reason]:
@@ -89,12 +86,14 @@ def _of_all(problem: AttentionProblem, placement: Placement) -> list[Reason]:
     return found
 
 
-def _of_keys_in_parts(problem: AttentionProblem, placement: Placement, method: str) -> list[Reason]:
+def _of_keys_in_parts(
+    operation: type[PlannedOperation], problem: AttentionProblem, placement: Placement, method: str
+) -> list[Reason]:
     """What a ring, and keys that stay split, ask of a kernel."""
     split, said, found = placement.sequence, _said(placement), []
-    if not split.ring_axes and split.strategy != "merge":
+    if not split.ring_axes and split.strategy != "split_kv":
         return []
-    if not problem.operation.works_on_parts(method, problem.config, "ring" if split.ring_axes else "merge"):
+    if not operation.works_on_parts(method, problem.config, "ring" if split.ring_axes else "split_kv"):
         found.append(
             Reason(
                 f"{split.strategy}.parts",

@@ -6,48 +6,31 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...errors import ConfigError
 from ..problem import AttentionProblem
-
-if TYPE_CHECKING:
-    from ..operation import PlannedOperation
 
 __all__ = [
     "SequenceSplit",
-    "declared_strategy",
     "is_triangular",
     "loop_from",
     "split_sequence",
 ]
 
 
-def declared_strategy(operation: type[PlannedOperation], declared: str) -> str:
-    """The operation's own strategy, else what metadata declares. Errors: ConfigError where both have one and they differ."""
-    own = operation.sequence_parallel
-    if own is not None and declared not in ("auto", own):
-        raise ConfigError(
-            f"operation {operation.name!r} is sequence_parallel={own!r} by its name, and {declared!r} is declared; leave "
-            f"sequence_parallel out, or create an operation that takes it, such as 'splash'."
-        )
-    return own or declared
-
-
 @dataclass(frozen=True)
 class SequenceSplit:
-    """strategy: '' where nothing is split, a declared one but 'auto', or 'merge': whole queries, and keys that stay split.
+    """strategy: '' where nothing is split, a declared one but 'auto', or 'split_kv': whole queries, and keys that stay split.
 
-    axes: the mesh axes that split the queries outside the operation (for 'merge' the keys); shards: their size. ring_axes,
+    axes: the mesh axes that split the queries outside the operation (for 'split_kv' the keys); shards: their size. ring_axes,
     head_axes: those of them around which keys travel, and those that split heads instead of the sequence inside.
-    hops: how far keys come around the ring, in shards, 0 first: where some device may see something.
+    steps: how far keys come around the ring, in shards, 0 first: where some device may see something.
     zigzag: a device works on two pieces of the sequence, the k-th from its begin and the k-th from its end.
     whole_pairs: on a zigzag ring, every piece of the queries sees all of every piece of the keys before it.
     gathers: keys enter the operation split as the queries are, and are brought together inside.
     declared: the axes that the rules name for the queries' sequence, whether they fit or not.
-    gathered_queries: for 'merge', the axes that split the queries outside, which are whole inside.
+    gathered_queries: for 'split_kv', the axes that split the queries outside, which are whole inside.
     """
 
     strategy: str = ""
@@ -57,7 +40,7 @@ class SequenceSplit:
     ring_size: int = 1
     head_axes: tuple[str, ...] = ()
     head_size: int = 1
-    hops: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
     zigzag: bool = False
     whole_pairs: bool = False
     gathers: bool = False
@@ -76,21 +59,17 @@ class SequenceSplit:
         if self.gathered_queries:
             gathered = "+".join(self.gathered_queries)
             found.append(f"query: gathered along q_len over {gathered}: every query attends to each part of the keys")
-        if self.strategy == "merge":
+        if self.strategy == "split_kv":
             found.append(f"key, value: stay split over {over}; each device attends to its part, outputs merged by lse")
         if self.head_axes:
             found.append(
                 f"query, key, value: all-to-all over {heads}: each device gets {self._whole} of a share of the heads"
             )
         if self.ring_axes:
-            skipped = self.ring_size - len(self.hops)
-            seen = (
-                f"; {skipped} of {self.ring_size} steps are left out, where the mask lets nothing be seen"
-                if skipped
-                else ""
-            )
+            skipped = self.ring_size - len(self.steps)
+            seen = f"; {skipped} are left out, where the mask lets nothing be seen" if skipped else ""
             found.append(
-                f"key, value: travel around {around} in {len(self.hops) - 1} of {self.ring_size - 1} hops, outputs merged by "
+                f"key, value: travel around {around} in {len(self.steps) - 1} of {self.ring_size - 1} steps, outputs merged by "
                 f"lse{seen}"
             )
         if self.zigzag:
@@ -115,7 +94,7 @@ def split_sequence(
 ) -> SequenceSplit:
     """The split of the axes that fit the queries' and the keys' sequence; `declared` are all that the rules name.
 
-    'ulysses_ring' splits heads over the last declared axis and sends keys around the others. 'merge' leaves keys where they are,
+    'ulysses_ring' splits heads over the last declared axis and sends keys around the others. 'split_kv' leaves keys in place,
     whether queries are split or not.
     """
     sizes = {axis.name: axis.size for axis in problem.mesh}
@@ -125,14 +104,14 @@ def split_sequence(
 
     if not query_axes and not key_axes:
         return SequenceSplit(declared=declared)
-    if strategy == "merge" or not query_axes:
+    if strategy == "split_kv" or not query_axes:
         if strategy == "gather" or not key_axes:
             return SequenceSplit("gather", declared=declared)
-        return SequenceSplit("merge", key_axes, size(key_axes), declared=declared, gathered_queries=query_axes)
+        return SequenceSplit("split_kv", key_axes, size(key_axes), declared=declared, gathered_queries=query_axes)
     heads = {"ulysses": query_axes, "ulysses_ring": tuple(a for a in query_axes if a == declared[-1])}.get(strategy, ())
     ring = () if strategy == "gather" else tuple(a for a in query_axes if a not in heads)
     zigzag = bool(ring) and _zigzag(problem, size(ring), order)
-    hops = _hops(problem, size(ring), zigzag=zigzag) if ring else ()
+    steps = _steps(problem, size(ring), zigzag=zigzag) if ring else ()
     return SequenceSplit(
         strategy,
         query_axes,
@@ -141,7 +120,7 @@ def split_sequence(
         size(ring),
         heads,
         size(heads),
-        hops,
+        steps,
         zigzag,
         zigzag and problem.mask.is_static and is_triangular(problem, size(ring), whole=True),
         strategy == "gather" and key_axes == query_axes,
@@ -149,14 +128,14 @@ def split_sequence(
     )
 
 
-def loop_from(hops: tuple[int, ...]) -> int | None:
-    """The hop from which on a ring's steps are alike and enough for one loop; None where they are compiled one by one."""
-    moves = [after - before for before, after in itertools.pairwise(hops)]
+def loop_from(steps: tuple[int, ...]) -> int | None:
+    """The step from which on a ring's steps are alike and enough for one loop; None where they are compiled one by one."""
+    moves = [after - before for before, after in itertools.pairwise(steps)]
     alike = next((i for i in range(len(moves)) if len(set(moves[i:])) == 1), len(moves))
     return alike if len(moves) - alike > 2 else None
 
 
-def _hops(problem: AttentionProblem, shards: int, *, zigzag: bool) -> tuple[int, ...]:
+def _steps(problem: AttentionProblem, shards: int, *, zigzag: bool) -> tuple[int, ...]:
     """The distances at which some device may see something."""
     every = tuple(range(shards))
     pieces = 2 * shards if zigzag else shards
@@ -171,10 +150,10 @@ def _hops(problem: AttentionProblem, shards: int, *, zigzag: bool) -> tuple[int,
 
 
 def _zigzag(problem: AttentionProblem, shards: int, order: str | None) -> bool:
-    """Where it is declared, and unset where it evens the work out: no hop falls away, and the later a row the more it sees."""
+    """Where it is declared, and unset where it evens the work out: no step falls away, and the later a row the more it sees."""
     if order is not None:
         return order == "zigzag"
-    if len(_hops(problem, shards, zigzag=False)) < shards or "mask_function" in problem.features:
+    if len(_steps(problem, shards, zigzag=False)) < shards or "mask_function" in problem.features:
         return False
     return is_triangular(problem, shards)
 

@@ -61,8 +61,8 @@ def test_what_is_said_of_one_kind_of_layers_names_it(attnops: Callable[..., Any]
     said = " ".join(result.out.split())
     assert result.status == 0
     # A query sees the 1023 keys before it: those of its own part of 1024, and of the one before.
-    assert "local 1024: key, value: travel around sp in 1 of 7 hops" in said
-    assert "global: key, value: travel around sp in 7 of 7 hops" in said
+    assert "local 1024: key, value: travel around sp in 1 of 7 steps" in said
+    assert "global: key, value: travel around sp in 7 of 7 steps" in said
 
 
 def test_json(attnops: Callable[..., Any]) -> None:

@@ -21,7 +21,7 @@ def test_the_cache_stays_where_it_lies() -> None:
     operation = OperationRegistry.get(declaration.operation)(run_metadata(declaration, mesh="fsdp=2,tp=2,sp=2"))
     arrays, _, _ = call_arrays(declaration.call, None, 0)
     plan = operation.plan(**declaration.call_arguments(arrays, mode="autoregressive"))
-    assert (plan.placement.sequence.strategy, plan.route.name) == ("merge", "decode")
+    assert (plan.placement.sequence.strategy, plan.route.name) == ("split_kv", "decode")
     placed = on_devices(arrays, plan, operation.metadata.mesh)
     ours = compile_declared(operation, declaration, placed, "autoregressive")
     other = baseline(plan, placed)

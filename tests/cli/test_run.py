@@ -262,3 +262,13 @@ def test_placed_before_it_is_timed(config: Callable[..., Path]) -> None:
     placed = on_devices(arrays, operation.plan(**made.call_arguments(arrays)), mesh)
     assert placed["query"].sharding.shard_shape((2, 16, 4, 8)) == (1, 8, 2, 8)
     assert placed["key"].sharding.device_set == set(jax.devices())
+
+
+@pytest.mark.parametrize("command", ["plan", "verify", "run", "tune"])
+def test_specs_that_do_not_fit_are_refused_alike(
+    attnops: Callable[..., Any], config: Callable[..., Path], command: str
+) -> None:
+    """Strict sharding says no in every command with the status of a refusal."""
+    path = config(metadata={"strict": True}, batch=3)
+    result = attnops(command, path, "--mesh", "fsdp=2")
+    assert (result.status, result.err[:24]) == (1, "attnops: strict sharding")

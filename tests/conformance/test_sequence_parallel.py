@@ -156,7 +156,7 @@ def test_the_ring_scanned_or_unrolled(which: str, scan: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "hops"),
+    ("mask", "steps"),
     [
         (Full(), (0, 1, 2, 3, 4, 5, 6, 7)),
         (Causal(), (0, 1, 2, 3, 4, 5, 6, 7)),
@@ -166,12 +166,12 @@ def test_the_ring_scanned_or_unrolled(which: str, scan: bool) -> None:
         (Causal() & SlidingWindow(0, 0), (0,)),
     ],
 )
-def test_hops_that_can_not_matter_are_left_out(mask: Any, hops: tuple[int, ...]) -> None:
+def test_steps_that_can_not_matter_are_left_out(mask: Any, steps: tuple[int, ...]) -> None:
     metadata = OperationMetadata(mesh=_mesh(MESHES["sp8"]), sequence_parallel="ring", tuning="off")
     x = jax.ShapeDtypeStruct((1, 160, 2, 16), jnp.float32)
     plan = OperationRegistry.create("vanilla", metadata).plan(x, x, x, mask=mask)
-    assert plan.placement.sequence.hops == hops
-    assert f"in {len(hops) - 1} of 7 hops" in plan.explain()
+    assert plan.placement.sequence.steps == steps
+    assert f"in {len(steps) - 1} of 7 steps" in plan.explain()
 
 
 @pytest.mark.parametrize(
@@ -196,11 +196,11 @@ def test_a_zigzag_ring_goes_as_far_as_some_piece_sees(mask: Any, seen: Any) -> N
         int((device[i] - device[j]) % 8)
         for i, j in np.argwhere(np.broadcast_to(seen(place[:, None], place), (160, 160)))
     }
-    assert set(plan.placement.sequence.hops) == wanted
+    assert set(plan.placement.sequence.steps) == wanted
 
 
 def test_a_window_that_wraps_around_the_ring() -> None:
-    """Hops 0, 1 and 7: the keys jump, and come home."""
+    """Steps 0, 1 and 7: the keys jump, and come home."""
     rows, cols = np.arange(160)[:, None], np.arange(160)[None]
     case = replace(cases.build("causal", "bthd", SIZES), mask=(abs(rows - cols) <= 5)[None, None])
     case.call = {"mask": SlidingWindow(5, 5)}
@@ -289,7 +289,7 @@ def test_a_ring_leaves_keys_that_are_split_alone_where_they_are(name: str, layou
     attend = harness.RUNNABLE[NATIVE].make("float32", mesh, sequence_parallel="ring")
     tensors = harness.draw(case, "float32")
     plan = attend.plan(*harness.handed_over(case, tensors, "float32", layout), layout=layout, **case.call)
-    assert plan.placement.sequence.strategy == "merge"
+    assert plan.placement.sequence.strategy == "split_kv"
     assert plan.placement.local.kv_len == case.kv_len // 2
     _check(NATIVE, "ring", case, mesh, layout)
 
@@ -321,7 +321,7 @@ def test_other_modes(mode: str, strategy: str) -> None:
     if strategy == "ulysses_ring":
         fields = fields | {"partition_axis": TWO_AXES["partition_axis"] | {"decode_key_sequence_axis": ["cp", "sp"]}}
     plan = _plan(NATIVE, case, mesh, "bthd", **fields)
-    whole = "gather" if strategy == "gather" else "merge"
+    whole = "gather" if strategy == "gather" else "split_kv"
     assert plan.placement.sequence.strategy == (whole if mode == "insert" else fields["sequence_parallel"])
     attend = harness.RUNNABLE[NATIVE].make("float32", mesh, **fields)
     tensors = harness.draw(case, "float32")

@@ -246,7 +246,7 @@ def test_blocks_that_do_not_work_with_the_call_are_a_reason(config: dict[str, An
         (reason,) = plan.rejected[0].reasons
         assert (reason.code, reason.field) == ("config", "operation_configs")
         assert re.search(message, reason.message)
-        assert "leave them out" in reason.fix
+        assert "leave them out" in reason.hint
 
 
 def test_a_lone_compute_block_draws_the_others_after_it() -> None:

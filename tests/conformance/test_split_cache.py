@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from attnops import Mask, OperationMetadata, OperationRegistry
-from attnops.planning.explain import bytes_text
+from attnops.planning.text import bytes_text
 from attnops.sharding import virtual_mesh
 from attnops.verify.collectives import collectives, sent_bytes
 
@@ -106,7 +106,7 @@ def test_a_cache_stays_where_it_lies(name: str, which: str, mesh: str, layout: s
         assert plan.kind == "refused"  # by the path, whatever is split
         return
     split, said = plan.placement.sequence, [line for line in plan.placement.changes if "'auto'" in line]
-    assert split.strategy == ("gather" if name in GATHERED else "merge")
+    assert split.strategy == ("gather" if name in GATHERED else "split_kv")
     assert len(said) == 1
     assert GATHERED.get(name, "outputs are merged: merging sends") in said[0]
     assert split.gathered_queries == (("sp",) if queries == "split" and name not in GATHERED else ())
@@ -133,7 +133,7 @@ def test_dropout_is_that_of_one_device() -> None:
 
     def attended(mesh: Any) -> Any:
         attend = harness.RUNNABLE[PATHS[0]].make("float32", mesh)
-        assert mesh is None or attend.plan(q, k, v, **call).placement.sequence.strategy == "merge"
+        assert mesh is None or attend.plan(q, k, v, **call).placement.sequence.strategy == "split_kv"
         return attend(q, k, v, **call).attention_outputs
 
     np.testing.assert_allclose(attended(virtual_mesh(MESHES["fsdp2_tp2_sp2"])), attended(None), atol=2e-6)
@@ -168,19 +168,19 @@ def _insert(q_len: int, **fields: Any) -> tuple[Any, Any]:
 def test_the_choice_is_what_sends_less(q_len: int) -> None:
     """Held against compiled programs: 2 * 8 * (16 + 2) numbers a query, or 2 * 2 * 16 numbers a key."""
     sent = {}
-    for strategy, means in (("ring", "merge"), ("gather", "gather")):  # a ring with whole queries is a merge
+    for strategy, means in (("ring", "split_kv"), ("gather", "gather")):  # a ring with whole queries is a merge
         plan, compiled = _insert(q_len, sequence_parallel=strategy)
         assert plan.placement.sequence.strategy == means
         found = compiled()
-        assert {c.kind for c in found} == {"all-reduce" if means == "merge" else "all-gather"}
+        assert {c.kind for c in found} == {"all-reduce" if means == "split_kv" else "all-gather"}
         sent[means] = sent_bytes(found)
     chosen = _insert(q_len)[0].placement
     assert chosen.sequence.strategy == min(sent, key=sent.__getitem__)
-    merging, gathering = (bytes_text(sent[means]) for means in ("merge", "gather"))
+    merging, gathering = (bytes_text(sent[means]) for means in ("split_kv", "gather"))
     assert f"merging sends {merging} a device, gathering the keys {gathering}" in chosen.changes[-1]
 
 
-@pytest.mark.parametrize(("q_len", "strategy"), [(72, "merge"), (80, "gather")])
+@pytest.mark.parametrize(("q_len", "strategy"), [(72, "split_kv"), (80, "gather")])
 def test_queries_that_are_split_have_to_be_gathered_too(q_len: int, strategy: str) -> None:
     """8 * 16 numbers more a query."""
     assert _insert(q_len, **SPLIT_QUERIES)[0].placement.sequence.strategy == strategy
@@ -196,7 +196,7 @@ def test_each_method_is_asked_by_itself() -> None:
     assert (plan.implementation, plan.placement.sequence.strategy) == ("splash.forward_tpu", "gather")
     assert "can't work on parts of the keys" in plan.explain()
     plan = attend.plan(q, k, k, mode="insert", bias=jax.ShapeDtypeStruct((1, 1, 8, 4096), jnp.float32))
-    assert (plan.implementation, plan.placement.sequence.strategy) == ("splash.forward_native", "merge")
+    assert (plan.implementation, plan.placement.sequence.strategy) == ("splash.forward_native", "split_kv")
 
 
 @pytest.mark.parametrize("mode", ["train", "prefill"])

@@ -92,15 +92,15 @@ KINDS: dict[str, Kind] = {
 # (queries, what is declared, what the call says): whole queries against split keys, or both split.
 SPLIT_KEYS = {"decode_key_sequence_axis": "sp", "decode_query_sequence_axis": None}
 WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "merge": (Q, {"sequence_parallel": "ring", "partition_axis": SPLIT_KEYS}, {"mode": "insert"}),
-    "merge_early": (Q, {"sequence_parallel": "ring", "partition_axis": SPLIT_KEYS}, {"mode": "insert", "query_offset": 130}),
-    "merge_traced": (
+    "split_kv": (Q, {"sequence_parallel": "ring", "partition_axis": SPLIT_KEYS}, {"mode": "insert"}),
+    "split_kv_early": (Q, {"sequence_parallel": "ring", "partition_axis": SPLIT_KEYS}, {"mode": "insert", "query_offset": 130}),
+    "split_kv_traced": (
         Q,
         {"sequence_parallel": "ring", "partition_axis": SPLIT_KEYS},
         {"mode": "insert", "query_offset": np.array([130, 600], np.int32)},
     ),
-    "merge_few": (8, {"sequence_parallel": "ring", "partition_axis": SPLIT_KEYS}, {"mode": "insert"}),
-    "merge_train": (KV, {"sequence_parallel": "ring", "partition_axis": {"query_sequence_axis": None}}, {}),
+    "split_kv_few": (8, {"sequence_parallel": "ring", "partition_axis": SPLIT_KEYS}, {"mode": "insert"}),
+    "split_kv_train": (KV, {"sequence_parallel": "ring", "partition_axis": {"query_sequence_axis": None}}, {}),
     "gather": (KV, {"sequence_parallel": "gather"}, {}),
     "ring": (KV, {"sequence_parallel": "ring", "ring_order": "contiguous"}, {}),
     "zigzag": (KV, {"sequence_parallel": "ring", "ring_order": "zigzag"}, {}),
@@ -111,8 +111,8 @@ AHEAD = {"full", "window_of_few", "not_causal", "not_window", "or", "lengths", "
 KERNELS = ("vanilla.forward_native blockwise", "splash.forward_tpu")
 # What `make test` runs; the rest is for `make test-all`.
 OFTEN = {
-    ("merge_few", "splash.forward_tpu", "window"),
-    ("merge_early", "splash.forward_tpu", "not_causal"),
+    ("split_kv_few", "splash.forward_tpu", "window"),
+    ("split_kv_early", "splash.forward_tpu", "not_causal"),
 }
 
 
@@ -150,7 +150,7 @@ def test_split_keys(way: str, kernel: str, kind: str) -> None:
     if way == "zigzag" and kind in AHEAD:
         assert [r.code for r in plan.rejected[0].reasons] == ["ring.zigzag"]
         return
-    assert plan.placement.sequence.strategy == ("merge" if "merge" in way else fields["sequence_parallel"])
+    assert plan.placement.sequence.strategy == ("split_kv" if "split_kv" in way else fields["sequence_parallel"])
     got = harness.run(attend, case, tensors, "float32", "bthd")
     published = harness.RUNNABLE[kernel].capability.tolerance["float32"]
     harness.agree(got, harness.expect(case, tensors), published.forward, published.backward, shards=True)

@@ -63,7 +63,7 @@ SLOW = pytest.mark.slow
         pytest.param("vanilla.forward_native", {"sequence_parallel": "ring"}, {"mode": "insert"}, marks=SLOW),
         pytest.param("splash.forward_tpu", {"sequence_parallel": "ring"}, {}, marks=SLOW),
     ],
-    ids=["ring", "ulysses", "merge", "ring-splash"],
+    ids=["ring", "ulysses", "split_kv", "ring-splash"],
 )
 def test_a_split_sequence_with_64_bits(which: str, fields: dict[str, Any], call: dict[str, Any]) -> None:
     case = cases.build("segment_ids", "bthd", cases.Sizes(length=160, kv_heads=4))

@@ -57,7 +57,7 @@ SITUATIONS = {
         metadata={"mesh": {"sp": 2}, "sequence_parallel": "ring"}, strategy="ring", instead={"path": "plain"}
     ),
     "ulysses": Situation(metadata=SP | {"sequence_parallel": "ulysses"}, strategy="ulysses"),
-    "merge": Situation(metadata=SP, call=CACHE, q_len=1, kv_len=4096, route="decode", strategy="merge"),
+    "split_kv": Situation(metadata=SP, call=CACHE, q_len=1, kv_len=4096, route="decode", strategy="split_kv"),
     "splash": Situation("splash", INTERPRETED),
     "splash's native path": Situation("splash", q_len=32, kv_len=32, route="plain"),
     "sdpa": Situation("sdpa"),

@@ -181,7 +181,7 @@ def test_what_finds_no_room_is_a_reason_and_falls_back(name: str) -> None:
     (reason,) = rejected.reasons
     assert (rejected.implementation, reason.code) == ("splash.forward_tpu", "config")
     assert re.search(message, reason.message), reason.message
-    assert reason.fix
+    assert reason.hint
     strict = call | {"fields": {**call.get("fields", {}), "fallback": "error"}}
     refused = _plan(**strict)
     assert (refused.kind, [r.code for one in refused.rejected for r in one.reasons]) == (

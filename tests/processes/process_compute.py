@@ -33,6 +33,7 @@ _TWO_AXES = {"partition_axis": {"query_sequence_axis": ["cp", "sp"], "key_sequen
 CASES = {
     "gather": Case(_SP_OUTSIDE, {"sequence_parallel": "gather"}, "gather"),
     "ring": Case({"sp": 4, "tp": 2}, {"sequence_parallel": "ring", "ring_order": "contiguous"}, "ring"),
+    "zigzag_of_two": Case(_SP_OUTSIDE, {"sequence_parallel": "ring"}, "ring", True),
     "zigzag": Case({"sp": 4, "tp": 2}, {"sequence_parallel": "ring"}, "ring", True),
     "ulysses": Case(_SP_OUTSIDE, {"sequence_parallel": "ulysses"}, "ulysses"),
     "ulysses_ring": Case(
@@ -40,7 +41,7 @@ CASES = {
     ),
     "data": Case({"fsdp": 4, "tp": 2}, {}, ""),  # the gradients are what crosses
 }
-DECODED = ("gather", "zigzag")
+DECODED = ("gather", "zigzag", "zigzag_of_two")
 
 
 def put(array: Any, mesh: Mesh, *spec: str) -> jax.Array:
@@ -103,9 +104,8 @@ def decode(metadata: OperationMetadata, mesh: Mesh) -> np.ndarray:
 
 def main(coordinator: str, count: int, process: int, result: str, kind: str, *cases: str) -> None:
     faulthandler.dump_traceback_later(140 * count, exit=True)
-    host, _, port = coordinator.partition(":")
-    check_processes(address=f"{host}:{int(port) + 1}", process_id=process, num_processes=count)
     jax.distributed.initialize(coordinator, count, process, initialization_timeout=30, heartbeat_timeout_seconds=60)
+    check_processes(agree={"cases": cases, "kind": kind})
     found: dict[str, np.ndarray] = {}
     for name in cases:
         case, sizes = CASES[name], CASES[name].mesh
@@ -115,6 +115,7 @@ def main(coordinator: str, count: int, process: int, result: str, kind: str, *ca
         assert mesh.size == jax.device_count()
         assert len(set(owners)) > 1, "the outermost axis stays within a process"
         metadata = OperationMetadata(mesh=mesh, fallback="error", tuning="off", **case.fields)
+        check_processes(mesh, {name: metadata})
         found |= {f"{name}.{key}": value for key, value in train(case, metadata, mesh).items()}
         if name in DECODED:
             found[f"{name}.decoded"] = decode(metadata, mesh)

@@ -1,8 +1,9 @@
-"""Imports point downward, lazy ones and those for type checkers too."""
+"""The house: imports point downward and never in a circle, lazy ones and those for type checkers too."""
 
 from __future__ import annotations
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,37 +17,51 @@ FLOORS = (
     ("registry",),
     ("planning", "models"),
     ("masks", "sharding"),
+    ("strict_json",),
     ("errors",),
 )
 FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}
-FILES = sorted(path for room in FLOOR for path in (ROOT / room).rglob("*.py"))
+FILES = sorted(path for room in FLOOR for path in [*(ROOT / room).rglob("*.py"), *ROOT.glob(f"{room}.py")])
+NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
 
 
-def _rooms(path: Path) -> set[str]:
-    """The rooms that a file imports from, at any place."""
-    parts = path.relative_to(ROOT).parts[:-1]
-    found = set()
+def _module(name: str) -> tuple[str, ...]:
+    return tuple(name.removesuffix(".py").removesuffix("/__init__").split("/"))
+
+
+MODULES = {_module(name): name for name in NAMES}
+
+
+def _imports(path: Path) -> set[str]:
+    """The files of the package that a file imports, at any place in it."""
+    here, found = path.relative_to(ROOT).parts[:-1], set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            assert not any(name.name.split(".")[0] == "attnops" for name in node.names), (
-                f"{path}: import ..., relatively"
-            )
+            assert not any(name.name.split(".")[0] == "attnops" for name in node.names), f"{path}: import relatively"
         if not isinstance(node, ast.ImportFrom):
             continue
-        assert (node.module or "").split(".")[0] != "attnops" or node.level, f"{path}: from ..., relatively"
+        assert node.level or (node.module or "").split(".")[0] != "attnops", f"{path}: import relatively"
         if node.level:
-            base = (*parts[: len(parts) - node.level + 1], *(node.module or "").split("."))
-            found.add(base[0] or node.names[0].name)
+            base = (*here[: len(here) - node.level + 1], *filter(None, (node.module or "").split(".")))
+            found |= {MODULES.get((*base, name.name)) or MODULES[base] for name in node.names}
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=[path.relative_to(ROOT).as_posix() for path in FILES])
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_arrows_point_downward(path: Path) -> None:
-    name = path.relative_to(ROOT).as_posix()
-    room = name.split("/")[0]
-    up = {other for other in _rooms(path) - {room} if FLOOR.get(other, 99) >= FLOOR[room]}
-    assert not up, f"{name} imports {', '.join(sorted(up))}, which stands no lower than {room}"
+    room = _module(path.relative_to(ROOT).as_posix())[0]
+    up = {name for name in _imports(path) if _module(name)[0] != room and FLOOR[_module(name)[0]] >= FLOOR[room]}
+    assert not up, f"{path.relative_to(ROOT)} imports {', '.join(sorted(up))}, which stand no lower than {room}"
+
+
+def test_no_circles() -> None:
+    known = {name: _imports(path) - {name} for name, path in zip(NAMES, FILES, strict=True)}
+    try:
+        TopologicalSorter(known).prepare()
+    except CycleError as error:
+        pytest.fail(f"files that import each other: {' <- '.join(error.args[1])}")
 
 
 def test_every_room_has_its_floor() -> None:
-    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(FLOOR)
+    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert rooms | {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__"} == set(FLOOR)

@@ -16,8 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from attnops.errors import ConfigError, FallbackWarning, RefusedError, ShardingError
 from attnops.masks import Causal, SlidingWindow
 from attnops.operators.splash import Splash
-from attnops.planning import ALL_FEATURES, FEATURES, Policy, plan
-from attnops.planning.plan import METHODS
+from attnops.planning import ALL_FEATURES, FEATURES, METHODS, Policy, plan
 from attnops.registry import OperationMetadata
 from attnops.sharding import AttnShardingRules
 
@@ -56,13 +55,13 @@ def test_all_reasons_are_kept_with_the_values_met():
     assert {r.code for r in rejected.reasons} == {"feature.bias", "feature.sinks", "toy.length", "toy.block"}
     by_code = {r.code: r for r in rejected.reasons}
     assert by_code["toy.length"].message == "q_len=8 is not a multiple of 3"
-    assert by_code["toy.length"].fix == "Pad to 9."
-    assert by_code["toy.block"].fix == "Declare block=16, not None."
+    assert by_code["toy.length"].hint == "Pad to 9."
+    assert by_code["toy.block"].hint == "Declare block=16, not None."
     for text in (decided.refusal(), decided.explain()):
         for reason in rejected.reasons:
             assert f"[{reason.code}]" in text
             assert reason.message in text
-            assert reason.fix in text
+            assert reason.hint in text
 
 
 @pytest.mark.parametrize("feature", sorted(FEATURES))
@@ -75,7 +74,7 @@ def test_a_feature_that_is_not_consumed_is_refused_in_words(feature):
     (reason,) = capability.reasons(Problem(), toy.ToyConfig())
     assert reason.code == f"feature.{feature}"
     assert FEATURES[feature] in reason.message
-    assert reason.fix
+    assert reason.hint
 
 
 def test_nothing_can_run():
@@ -184,8 +183,8 @@ def test_cached():
     attend = toy.make({"forward_cpu"})()
     first = attend.plan(*toy.shapes())
     assert attend.plan(*toy.shapes()) is first
-    assert plan(first.problem, first.policy) is first
-    assert plan(first.problem, Policy(fallback="error")) is not first
+    assert plan(first.operation, first.problem, first.policy) is first
+    assert plan(first.operation, first.problem, Policy(fallback="error")) is not first
     assert attend.plan(*toy.shapes(q_len=16)) is not first
     assert hash(first.problem) == hash(attend.plan(*toy.shapes()).problem)
 

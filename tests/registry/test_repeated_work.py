@@ -120,7 +120,7 @@ def local_work(run: Any, plan: Plan, *arrays: Any) -> int:
         (eqn,) = [eqn for eqn in traced.eqns if "jaxpr" in eqn.params]
         traced = eqn.params["jaxpr"].jaxpr
     query, key, _ = (v.aval.shape for v in inner[0].params["jaxpr"].invars[-3:])  # behind the constants
-    keys = key[1] if plan.placement.sequence.strategy == "merge" else plan.problem.kv_len
+    keys = key[1] if plan.placement.sequence.strategy == "split_kv" else plan.problem.kv_len
     return math.prod(query[:3]) * keys * plan.problem.devices
 
 
@@ -179,7 +179,7 @@ def test_a_cache_that_is_gathered() -> None:
 
     (axis,) = plan("gather").placement.repeated
     assert (axis.axis, axis.size, axis.splits) == ("sp", 4, ("key", "value"))
-    assert "sequence_parallel='auto' or 'ring'" in axis.mend
+    assert "sequence_parallel='auto' or 'ring'" in axis.hint
     assert plan("ring", strict=True).placement.repeated == ()
     with pytest.raises(ShardingError, match="4 devices do the same work"):
         plan("gather", strict=True)
@@ -205,7 +205,7 @@ def test_a_packed_row_is_split_by_no_batch_axis() -> None:
     attend = OperationRegistry.create("vanilla", OperationMetadata(mesh={"fsdp": 2, "sp": 2}))
     plan = attend.plan(tokens, tokens, tokens, q_segment_ids=ids, layout="thd")
     assert [axis.axis for axis in plan.placement.repeated] == ["fsdp"]
-    assert "Did you mean" not in plan.placement.repeated[0].mend  # of 'dp': it is named, for a batch
+    assert "Did you mean" not in plan.placement.repeated[0].hint  # of 'dp': it is named, for a batch
 
 
 def test_strict_judges_the_strategy_that_is_chosen() -> None:

@@ -14,7 +14,7 @@ import pytest
 from attnops import Causal, ConfigError, OperationMetadata, OperationRegistry, Plan
 from attnops.operators.splash.shipped import look_up, table_key
 from attnops.planning import tune_cache
-from attnops.planning.plan import _decide
+from attnops.planning.decide import _decide
 from attnops.planning.tune_cache import Measured
 from attnops.planning.tuning import tune_key
 from attnops.sharding import virtual_mesh

@@ -24,8 +24,8 @@ class ToyConfig(OperationConfig):
     label: str = "plain"
 
 
-def rule(code, test, message="q_len={p.q_len}", fix="Change q_len."):
-    return Rule(code, "q_len", test, message, fix)
+def rule(code, test, message="q_len={p.q_len}", hint="Change q_len."):
+    return Rule(code, "q_len", test, message, hint)
 
 
 def make(methods=(), *, refusing=(), consumes=ALL_FEATURES, rules=(), native_rules=(), name="toy"):

@@ -66,7 +66,7 @@ def test_an_axis_that_does_not_divide():
     (drop,) = fitted.dropped
     assert (drop.dim, drop.axis, drop.harmless) == ("heads", "tp", False)
     assert "6 is not divisible by tp=4" in drop.reason
-    assert "multiple of 4" in drop.mend
+    assert "multiple of 4" in drop.hint
 
 
 def test_part_of_a_dimension_can_be_kept():
@@ -76,7 +76,7 @@ def test_part_of_a_dimension_can_be_kept():
     (drop,) = fitted.dropped
     assert drop.axis == "b"
     assert "4 (each shard 2) is not divisible by b=4" in drop.reason
-    assert "multiple of 8" in drop.mend
+    assert "multiple of 8" in drop.hint
 
 
 def test_an_axis_used_twice():

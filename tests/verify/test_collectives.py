@@ -57,14 +57,14 @@ def test_a_ring_moves_seven_eighths_of_keys_and_values(scan: bool) -> None:
 
 
 def test_its_gradient_moves_them_again_with_their_gradients() -> None:
-    """Forward 7 hops; backward 7, and of the gradients one more, which is home."""
+    """Forward 7 steps; backward 7, and of the gradients one more, which is home."""
     (found,) = _sent({"sp": 8}, True, sequence_parallel="ring", scan_ring_attention=True, ring_order="contiguous")
     assert (found.kind, found.count, found.result_bytes) == ("collective-permute", 2 * 7 + 2 * 7 + 2 * 8, PART)
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu")
 def test_on_tpus_hops_go_on_beside_the_work() -> None:
-    """The backward pass's hops aren't those of the forward pass, for which every part would have to be kept."""
+    """The backward pass's steps aren't those of the forward pass, for which every part would have to be kept."""
     (found,) = _sent({"sp": 8}, True, on="v5e:2x4", sequence_parallel="ring", ring_order="contiguous")
     assert found == Collective("collective-permute", 2 * 7 + 2 * 7 + 2 * 8, PART, 2, True)
 

@@ -67,7 +67,7 @@ def _plan(
 
 def _candidates(decided: Plan) -> dict[str, tuple[dict[str, Any], ...]]:
     assert decided.method is not None
-    return dict(decided.problem.operation.candidates(decided.method, decided.problem, decided.placement))
+    return dict(decided.operation.candidates(decided.method, decided.problem, decided.placement))
 
 
 def test_the_heuristics_choice_is_the_first_candidate() -> None:
@@ -86,7 +86,7 @@ def test_what_is_declared_is_not_searched() -> None:
     assert not {"block_q", "use_fused_bwd_kernel", "block_kv_dkv"} & {
         n for ways in found.values() for w in ways for n in w
     }
-    operation = decided.problem.operation
+    operation = decided.operation
     assert "block_q" not in operation.tuned_fields("forward_tpu", decided.problem, decided.placement)
 
 

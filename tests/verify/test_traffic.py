@@ -114,7 +114,7 @@ def test_needs_by_hand() -> None:
         Need("collective-permute", 7 * part, "key around the ring"),
         Need("collective-permute", 7 * part, "value around the ring"),
     )
-    # Back: the keys again, their gradients at every hop and once more, which is home.
+    # Back: the keys again, their gradients at every step and once more, which is home.
     assert sum(need.sent_bytes for need in both.needs) == (14 + 14 + 16) * part
     gathered = OperationRegistry.create("splash", OperationMetadata(mesh=sizes, tuning="off"))
     needs = least_traffic(gathered.plan(x, x, x), True).needs

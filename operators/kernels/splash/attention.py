@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
+from ...dequantise import dequantised, quantised_gradients
 from ...local_mask import Dropout, LocalMask
-from ...quantised import dequantised, quantised_gradients
 from ..blockwise import Blocking, bias_gradient
-from ..operands import Operands, Places, Traced, put_together
+from ..operands import Operands, StaticPart, Traced, join_static
 from ..part import LSE_NAME, OUTPUT_NAME, differentiable
 from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
 from .block_sizes import SplashBlocks
@@ -28,7 +28,7 @@ __all__ = ["SplashPart", "splash_attention"]
 
 
 @dataclass(frozen=True)
-class _Static:
+class _SplashStatic:
     """All that is known at trace time."""
 
     logits: Logits
@@ -88,13 +88,13 @@ class SplashPart:
         name = self.residual_checkpoint_name
         return (OUTPUT_NAME, LSE_NAME) if name is None else (name, name)
 
-    def attend(self, places: Places, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+    def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
         """See PartKernel."""
-        return _forward(self._static(places), operands, traced)
+        return _forward(self._static(static_part), operands, traced)
 
     def differentiate(
         self,
-        places: Places,
+        static_part: StaticPart,
         operands: Operands,
         traced: Traced,
         output: jax.Array,
@@ -104,11 +104,13 @@ class SplashPart:
     ) -> Operands:
         """See PartKernel."""
         whole = _dequantised(operands)
-        return _of_quantised(operands, _backward(self._static(places), whole, traced, output, lse, d_output, d_lse))
+        return _of_quantised(
+            operands, _backward(self._static(static_part), whole, traced, output, lse, d_output, d_lse)
+        )
 
-    def _static(self, places: Places) -> _Static:
-        logits = Logits(self.scale, self.soft_cap, self.blocks.use_base2_exp, places)
-        return _Static(logits, self.blocks, self.platform, self.interpret)
+    def _static(self, static_part: StaticPart) -> _SplashStatic:
+        logits = Logits(self.scale, self.soft_cap, self.blocks.use_base2_exp, static_part)
+        return _SplashStatic(logits, self.blocks, self.platform, self.interpret)
 
 
 def _dequantised(operands: Operands) -> Operands:
@@ -136,7 +138,7 @@ class _Pass:
 
     def __init__(
         self,
-        static: _Static,
+        static: _SplashStatic,
         operands: Operands,
         traced: Traced,
         block_q: int,
@@ -149,11 +151,11 @@ class _Pass:
         batch, q_heads = operands.query.shape[:2]
         kv_heads = operands.key.shape[1]
         heads = Heads.tiled(kv_heads, q_heads // kv_heads, blocks.heads_per_tile)
-        mask, dropout = put_together(logits.places, traced)
+        mask, dropout = join_static(logits.static_part, traced)
         visits = tile_schedule(mask, block_q, block_kv, slow, kv_blocks)
         self.frame = frame = Frame(batch, heads, block_q, block_kv, visits, slow)
         self.q_padded, self.kv_padded = (
-            -(-n // b) * b for n, b in ((logits.places.q_len, block_q), (logits.places.kv_len, block_kv))
+            -(-n // b) * b for n, b in ((logits.static_part.q_len, block_q), (logits.static_part.kv_len, block_kv))
         )
         self.dim, self.value_dim = operands.query.shape[-1], operands.value.shape[-1]
         add_to_frame(frame, logits, mask, operands.bias, dropout)
@@ -202,7 +204,7 @@ def _rows_padded(x: jax.Array, length: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0))) if short else x
 
 
-def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+def _forward(static: _SplashStatic, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
     blocks, logits = static.blocks, static.logits
     work = _Pass(static, operands, traced, blocks.block_q, blocks.block_kv, "q")
     if operands.sinks is not None:
@@ -225,12 +227,12 @@ def _forward(static: _Static, operands: Operands, traced: Traced) -> tuple[jax.A
     if not normalised:
         output = (output / made["divisor"].swapaxes(-1, -2)).astype(operands.query.dtype)
     batch, heads = operands.query.shape[:2]
-    output = output.reshape(batch, heads, work.q_padded, work.value_dim)[:, :, : logits.places.q_len]
-    return output, made["lse"].reshape(batch, heads, work.q_padded)[..., : logits.places.q_len]
+    output = output.reshape(batch, heads, work.q_padded, work.value_dim)[:, :, : logits.static_part.q_len]
+    return output, made["lse"].reshape(batch, heads, work.q_padded)[..., : logits.static_part.q_len]
 
 
 def _backward(
-    static: _Static,
+    static: _SplashStatic,
     operands: Operands,
     traced: Traced,
     output: jax.Array,
@@ -252,8 +254,8 @@ def _backward(
         before: jax.Array | None = None,  # the query's gradient from the keys before them
     ) -> dict[str, jax.Array]:
         block_q, block_kv, compute = sizes
-        first, end = (keys.start or 0) // block_kv, -(-(keys.stop or logits.places.kv_len) // block_kv)
-        goes_on = keys.stop is not None and keys.stop < logits.places.kv_len
+        first, end = (keys.start or 0) // block_kv, -(-(keys.stop or logits.static_part.kv_len) // block_kv)
+        goes_on = keys.stop is not None and keys.stop < logits.static_part.kv_len
         work = _Pass(
             static, operands, traced, block_q, block_kv, "q" if of_query else "kv", kv_blocks=slice(first, end)
         )
@@ -283,7 +285,7 @@ def _backward(
     sizes = blocks.block_q_dkv, blocks.block_kv_dkv, blocks.block_kv_dkv_compute
     if blocks.use_fused_bwd_kernel:
         made = _in_parts(
-            functools.partial(make, sizes=sizes, of_query=True, of_keys=True), blocks, logits.places.kv_len
+            functools.partial(make, sizes=sizes, of_query=True, of_keys=True), blocks, logits.static_part.kv_len
         )
     else:
         made = make("dkv", sizes, False, True)
@@ -298,7 +300,7 @@ def _backward(
     d_bias = None
     if operands.bias is not None:
         d_bias = bias_gradient(
-            logits.places,
+            logits.static_part,
             operands,
             traced,
             (output, lse),
@@ -306,12 +308,12 @@ def _backward(
             scale=logits.scale,
             soft_cap=logits.soft_cap,
             platform=static.platform,
-            blocking=Blocking(min(512, logits.places.q_len), min(512, logits.places.kv_len), 1),
+            blocking=Blocking(min(512, logits.static_part.q_len), min(512, logits.static_part.kv_len), 1),
         )
     return Operands(
-        d_query[:, :, : logits.places.q_len],
-        made["d_key"][:, :, : logits.places.kv_len],
-        made["d_value"][:, :, : logits.places.kv_len],
+        d_query[:, :, : logits.static_part.q_len],
+        made["d_key"][:, :, : logits.static_part.kv_len],
+        made["d_value"][:, :, : logits.static_part.kv_len],
         d_bias,
         d_sinks,
     )

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .forward import product
+from .forward import tile_product
 from .frame import Frame, Input
 from .schedule import FIRST, LAST, LIVE, PARTIAL
 from .tile import HeadKey, Logits, Tile
@@ -100,10 +100,10 @@ def backward_kernel(
         query, d_out = refs["query"][head], refs["d_output"][head]
         key = refs["key"][kv_head, :, keys] if k_time else refs["key"][kv_head, keys, :]
         value = refs["value"][kv_head, :, keys] if v_time else refs["value"][kv_head, keys, :]
-        x, capped = tile.weigh(product(key, query, 1 - k_time, 1 - q_time), head, start, masked)
+        x, capped = tile.weigh(tile_product(key, query, 1 - k_time, 1 - q_time), head, start, masked)
         p = logits.exp(x - refs["lse"][head])
         keep = tile.keep(dropout, start, compute)
-        d_p = tile.dropped(product(value, d_out, 1 - v_time, 1), keep)
+        d_p = tile.dropped(tile_product(value, d_out, 1 - v_time, 1), keep)
         d_x = p * (d_p - refs["delta"][head])
         if capped is not None:
             d_x = d_x * (1.0 - capped * capped)
@@ -121,8 +121,8 @@ def backward_kernel(
 
     def with_weights(weights: jax.Array, x: jax.Array, axis: int, x_axis: int) -> jax.Array:
         if not stationary_weights:
-            return product(weights, x, axis, x_axis)
-        return product(x, weights, x_axis, axis).T
+            return tile_product(weights, x, axis, x_axis)
+        return tile_product(x, weights, x_axis, axis).T
 
     live, partial = tile.says(LIVE), tile.says(PARTIAL)
     if frame.visits.some_full:

@@ -19,14 +19,14 @@ from .frame import Frame
 from .schedule import FIRST, LAST, LIVE, PARTIAL
 from .tile import HeadKey, Logits, Tile
 
-__all__ = ["forward_kernel", "forward_outputs", "forward_scratch", "product"]
+__all__ = ["forward_kernel", "forward_outputs", "forward_scratch", "tile_product"]
 
 _LANES = 128
 # The peak of a row that has seen nothing: finite, so that the exponential of -inf minus it is 0 and not NaN.
 _NOTHING = float(jnp.finfo(jnp.float32).min)
 
 
-def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+def tile_product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     """Matrix product over an axis of each, summed in float32."""
     dims = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=exact(a.dtype), preferred_element_type=jnp.float32)
@@ -94,7 +94,7 @@ def forward_kernel(
         keys = slice(start, start + compute)
         key = refs["key"][head[0], :, keys] if k_time else refs["key"][head[0], keys, :]
         query = refs["query"][head]
-        raw = product(query, key.astype(query.dtype), 1 - q_time, 1 - k_time)
+        raw = tile_product(query, key.astype(query.dtype), 1 - q_time, 1 - k_time)
         x, _ = tile.weigh(raw, head, start, masked)
         old_peak = peak[number]
         new_peak = jnp.maximum(old_peak, x.max(axis=1, keepdims=True))
@@ -119,7 +119,7 @@ def forward_kernel(
             if sum_by_product:
                 ones = (_LANES, compute_in) if v_time else (compute_in, _LANES)
                 value = jnp.concatenate([value, jnp.ones(ones, value.dtype)], axis=1 - v_time)
-            part = product(p.astype(value.dtype), value, 1, v_time)
+            part = tile_product(p.astype(value.dtype), value, 1, v_time)
             step = part if step is None else step + part
         assert step is not None
         peak[number] = new_peak

@@ -46,8 +46,8 @@ class Known(NamedTuple):
     def of(cls, mask: LocalMask) -> Known:
         """Of the mask that a kernel is given."""
         offset = 0 if mask.query_offset is None else mask.query_offset
-        places = (x if isinstance(x, int) else None for x in (mask.q_start, mask.k_start, offset))
-        return cls(mask.mask, mask.q_len, mask.kv_len, *places)
+        static_part = (x if isinstance(x, int) else None for x in (mask.q_start, mask.k_start, offset))
+        return cls(mask.mask, mask.q_len, mask.kv_len, *static_part)
 
     def outer(self) -> Mask | None:
         """A mask with row intervals that lets all be seen that is seen; None where a traced place leaves nothing known."""
@@ -129,8 +129,8 @@ def live_tiles(known: Known, block_q: int, block_kv: int) -> np.ndarray:
     outer = known.outer()
     if outer is None:
         return np.broadcast_to(True, (-(-known.q_len // block_q), -(-known.kv_len // block_kv)))
-    places = {"q_start": known.q_start, "k_start": known.k_start, "query_offset": known.query_offset}
-    return outer.live_blocks(block_q, block_kv, q_len=known.q_len, kv_len=known.kv_len, **places) > 0  # type: ignore[arg-type]
+    static_part = {"q_start": known.q_start, "k_start": known.k_start, "query_offset": known.query_offset}
+    return outer.live_blocks(block_q, block_kv, q_len=known.q_len, kv_len=known.kv_len, **static_part) > 0  # type: ignore[arg-type]
 
 
 def most_steps(live: np.ndarray, slow: str, kv_blocks: slice = slice(None)) -> int:

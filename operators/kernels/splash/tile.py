@@ -16,7 +16,7 @@ from jax import lax
 
 from ....masks import Full, Mask, Slot
 from ...local_mask import Dropout, LocalMask
-from ..operands import Places
+from ..operands import StaticPart
 from .frame import Frame, Input, Step
 
 __all__ = ["LOG2E", "HeadKey", "Logits", "Tile", "add_to_frame"]
@@ -37,7 +37,7 @@ class Logits:
     scale: float
     soft_cap: float | None
     base2: bool
-    places: Places
+    static_part: StaticPart
 
     @property
     def unit(self) -> float:
@@ -51,11 +51,11 @@ def add_to_frame(
     frame: Frame, logits: Logits, mask: LocalMask, bias: jax.Array | None, dropout: Dropout | None
 ) -> None:
     """Add what a tile needs of the mask, the bias and the dropout to the kernel's operands."""
-    if logits.places.q_start is None:
+    if logits.static_part.q_start is None:
         frame.scalars["q_start"] = jnp.asarray(mask.q_start, jnp.int32).reshape(1)
-    if logits.places.k_start is None:
+    if logits.static_part.k_start is None:
         frame.scalars["k_start"] = jnp.asarray(mask.k_start, jnp.int32).reshape(1)
-    if logits.places.query_offset is None and mask.query_offset is not None:
+    if logits.static_part.query_offset is None and mask.query_offset is not None:
         frame.scalars["query_offset"] = jnp.asarray(mask.query_offset, jnp.int32)
     for number, leaf in enumerate(mask.mask.split()[1]):
         array = jnp.asarray(leaf.array)
@@ -131,7 +131,7 @@ class Tile:
 
     def dropped(self, x: jax.Array, keep: jax.Array | None) -> jax.Array:
         """Weights, or their gradients, after dropout."""
-        return x if keep is None else jnp.where(keep, x * (1.0 / (1.0 - self.logits.places.dropout)), 0.0)
+        return x if keep is None else jnp.where(keep, x * (1.0 / (1.0 - self.logits.static_part.dropout)), 0.0)
 
     def dropout_keys(self) -> list[HeadKey]:
         """Dropout's key of each head of the tile, made once a visit."""
@@ -149,7 +149,7 @@ class Tile:
         if key is None:
             return None
         rows, cols = self._indices(start, width)
-        return Dropout.kept(*key, self._row(rows), self._key(cols), self.logits.places.dropout)
+        return Dropout.kept(*key, self._row(rows), self._key(cols), self.logits.static_part.dropout)
 
     def head(self, head: tuple[int, int]) -> Any:
         """The query head's number."""
@@ -159,12 +159,12 @@ class Tile:
 
     def _row(self, rows: jax.Array) -> jax.Array:
         """Local rows as rows of the whole problem."""
-        start = self.logits.places.q_start
+        start = self.logits.static_part.q_start
         return rows + (self.refs["q_start"][0] if start is None else start)
 
     def _key(self, cols: jax.Array) -> jax.Array:
         """Local keys as keys of the whole problem."""
-        start = self.logits.places.k_start
+        start = self.logits.static_part.k_start
         return cols if start == 0 else cols + (self.refs["k_start"][0] if start is None else start)
 
     def _indices(self, start: int, width: int) -> tuple[jax.Array, jax.Array]:
@@ -185,7 +185,7 @@ class Tile:
     def _by_head(self) -> bool:
         return any(
             isinstance(atom, Slot) and atom.broadcast and not atom.broadcast[1]
-            for atom in self.logits.places.mask.atoms()
+            for atom in self.logits.static_part.mask.atoms()
         )
 
     def _test(self, head: tuple[int, int], start: int, width: int) -> Any:
@@ -203,13 +203,13 @@ class Tile:
             return _Answer(atom.related(parts, keys))
 
         seen = None
-        if not isinstance(self.logits.places.mask, Full):
+        if not isinstance(self.logits.static_part.mask, Full):
             rows = self._row(rows)
-            offset = self.logits.places.query_offset or 0
+            offset = self.logits.static_part.query_offset or 0
             positions = rows + (self.refs["query_offset"][self.step.batch] if "query_offset" in self.refs else offset)
-            seen = self.logits.places.mask.map_atoms(answer).test(rows, positions, keys)
-        if self.logits.places.kv_len % self.frame.block_kv:
-            inside = cols < self.logits.places.kv_len
+            seen = self.logits.static_part.mask.map_atoms(answer).test(rows, positions, keys)
+        if self.logits.static_part.kv_len % self.frame.block_kv:
+            inside = cols < self.logits.static_part.kv_len
             seen = inside if seen is None else seen & inside
         return seen
 

@@ -1,4 +1,4 @@
-"""What is known of whole blocks while a program runs: from the extents of rows, positions, keys, and traced arrays.
+"""Block bounds: what is known of whole blocks while a program runs, from the extents of rows, positions, keys and arrays.
 
 live_blocks answers on the host and exactly; this answers with traced arrays and offsets, and errs to 'partial'.
 """
@@ -10,14 +10,23 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-__all__ = ["Blocks", "Extent", "Reach", "between"]
+__all__ = ["BlockBounds", "Blocks", "Extent", "between", "equal"]
 
 
-class Reach(NamedTuple):
+class BlockBounds(NamedTuple):
     """Of each block, bool, broadcastable to [batch, q blocks, kv blocks]: may something be seen, and is surely all seen."""
 
     some: Any
     every: Any
+
+    def __and__(self, other: BlockBounds) -> BlockBounds:
+        return BlockBounds(self.some & other.some, self.every & other.every)
+
+    def __or__(self, other: BlockBounds) -> BlockBounds:
+        return BlockBounds(self.some | other.some, self.every | other.every)
+
+    def __invert__(self) -> BlockBounds:
+        return BlockBounds(~self.every, ~self.some)
 
 
 class Extent(NamedTuple):
@@ -43,38 +52,37 @@ class Blocks:
 
     def of_rows(self, array: Any) -> Extent:
         """The extents of an array [batch, q]."""
-        return Extent(*(x[..., None] for x in _extent(array, self.block_q)))
+        return Extent(*(_reduced(array, 1, self.block_q, f)[..., None] for f in (jnp.min, jnp.max)))
 
     def of_keys(self, array: Any) -> Extent:
         """The extents of an array [batch, kv]."""
-        return Extent(*(x[..., None, :] for x in _extent(array, self.block_kv)))
+        return Extent(*(_reduced(array, 1, self.block_kv, f)[..., None, :] for f in (jnp.min, jnp.max)))
 
-    def of_cells(self, array: Any) -> Reach:
+    def of_cells(self, array: Any) -> BlockBounds:
         """(any, all) of a bool array [batch, heads, q, kv] with sizes of 1 where it broadcasts; heads are joined."""
         some, every = array.any(axis=1), array.all(axis=1)
         for axis, block in ((1, self.block_q), (2, self.block_kv)):
-            some, every = (_reduced(x, axis, block, f) for x, f in ((some, jnp.any), (every, jnp.all)))
-        return Reach(some, every)
+            some, every = _reduced(some, axis, block, jnp.any), _reduced(every, axis, block, jnp.all)
+        return BlockBounds(some, every)
 
 
-def between(first: Extent, second: Extent, left: int | None, right: int | None) -> Reach:
-    """Of -left <= second - first <= right; None for no bound."""
-    least, most = second.lo - first.hi, second.hi - first.lo
-    some, every = most == most, least == least
-    if left is not None:
-        some, every = some & (most >= -left), every & (least >= -left)
-    if right is not None:
-        some, every = some & (least <= right), every & (most <= right)
-    return Reach(some, every)
+def equal(first: Extent, second: Extent) -> BlockBounds:
+    """Of first == second."""
+    one = (first.lo == first.hi) & (second.lo == second.hi)
+    return BlockBounds((first.lo <= second.hi) & (second.lo <= first.hi), one & (first.lo == second.lo))
 
 
-def _extent(array: Any, block: int) -> tuple[Any, Any]:
-    array = jnp.asarray(array)
-    return tuple(_reduced(array, array.ndim - 1, block, f) for f in (jnp.min, jnp.max))
+def between(least: Extent | None, values: Extent, most: Extent | None) -> BlockBounds:
+    """Of least <= values <= most; None for no bound, on one side at most."""
+    above = None if least is None else BlockBounds(values.hi >= least.lo, values.lo >= least.hi)
+    below = None if most is None else BlockBounds(values.lo <= most.hi, values.hi <= most.lo)
+    both = [bound for bound in (above, below) if bound is not None]
+    return both[0] & both[-1]
 
 
 def _reduced(array: Any, axis: int, block: int, reduce: Any) -> Any:
     """Reduce each block of an axis; an axis of size 1 stays."""
+    array = jnp.asarray(array)
     size = array.shape[axis]
     if size == 1:
         return array

@@ -11,12 +11,11 @@ from typing import Any, cast
 
 import jax
 
-from .algebra import And, Not, Or
-from .base import Mask
+from .algebra import And, Full, Mask, Not, Or, raw
 from .dynamic import Dense, Lengths, Positions, SegmentIds
 from .functions import MaskFunction
 from .slots import DynamicMask, Slot
-from .static import Causal, Chunked, Full, Prefix, SlidingWindow
+from .static import Causal, Chunked, Prefix, SlidingWindow
 
 __all__: list[str] = []
 
@@ -31,7 +30,7 @@ def _register_node(cls: type[Mask]) -> None:
 
     def unflatten(_: None, children: Iterable[Any]) -> Mask:
         found = tuple(children)
-        return _raw(cls, {"mask": found[0]} if cls is Not else {"masks": found})
+        return raw(cls, mask=found[0]) if cls is Not else raw(cls, masks=found)
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten, lambda mask: (mask.children(), None))
 
@@ -48,19 +47,12 @@ def _register_dynamic(cls: type[DynamicMask]) -> None:
         return list(zip(keys, mask.arrays(), strict=True)), static(mask)
 
     def unflatten(aux: tuple[Hashable, ...], arrays: Iterable[Any]) -> DynamicMask:
-        return _raw(cls, dict(zip(held, arrays, strict=True)) | dict(zip(fixed, aux, strict=True)))
+        return raw(cls, **dict(zip((*held, *fixed), (*arrays, *aux), strict=True)))
 
     def bare(mask: DynamicMask) -> tuple[tuple[Any, ...], tuple[Hashable, ...]]:
         return mask.arrays(), static(mask)
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten, bare)
-
-
-def _raw(cls: type[Any], values: dict[str, Any]) -> Any:
-    mask = object.__new__(cls)
-    for name, value in values.items():
-        object.__setattr__(mask, name, value)
-    return mask
 
 
 for _static in (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction, Slot):

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import ConfigError, shown
+from .errors import ConfigError, shown
 
 __all__ = ["parse_json", "read_text"]
 

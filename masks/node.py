@@ -1,0 +1,168 @@
+"""Node, under all masks: what a node says for itself, and what follows from the tree: leaves, features, arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
+
+from numpy.typing import NDArray
+
+from ..errors import MaskError
+from .bounds import BlockBounds, Blocks
+from .checks import whole
+from .intervals import Intervals
+
+__all__ = ["Leaf", "Node"]
+
+M = TypeVar("M", bound="Node[Any]")
+
+
+class Leaf(NamedTuple):
+    """One array of a mask: its name, the array (None in a structure) and the names of its dimensions."""
+
+    name: str
+    array: Any
+    dims: tuple[str, ...]
+
+
+class Node(Generic[M]):
+    """A node of a tree of masks; M is the type of all of them, `Mask`, which adds how they combine."""
+
+    kind: ClassVar[str]
+    label: ClassVar[str] = ""  # in `describe`, where it isn't the kind
+    is_slot: ClassVar[bool] = False
+    # (field, public name, dimensions) of each array that a dynamic leaf holds.
+    parts: ClassVar[tuple[tuple[str, str, tuple[str, ...]], ...]] = ()
+
+    # What each node says for itself.
+
+    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
+        """Whether row sees key, elementwise, in the arrays' own library (NumPy, jnp, a Pallas kernel).
+
+        rows, positions [..., q, 1] and cols [..., 1, kv]; the answer broadcasts to their common shape, so
+        a Pallas kernel should pass all three as [q, kv]. Dynamic leaves answer as [batch, 1 | heads, q, kv],
+        and their arrays must already be cut to these rows and keys (`narrow`).
+        """
+        raise NotImplementedError
+
+    def block_bounds(self, blocks: Blocks) -> BlockBounds:
+        """What is seen of whole blocks; arrays may be traced, and must be cut to these rows and keys."""
+        raise NotImplementedError
+
+    def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals | None:
+        """`row_intervals` for rows [R] at given positions [R]."""
+        return None
+
+    def describe(self) -> str:
+        """Short, deterministic text, such as `causal(offset=0) & segment_ids`."""
+        fields = {name: value for name, value in self._fields().items() if (name, value) != ("offset", None)}
+        text = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        return f"{self.label or self.kind}({text})" if text else self.label or self.kind
+
+    def to_dict(self) -> dict[str, Any]:
+        """The mask as plain JSON values; dynamic leaves raise MaskError. Inverse: `mask_from_dict`."""
+        return {"kind": self.kind} | self._fields()
+
+    def _fields(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(cast(Any, self))}
+
+    def children(self) -> tuple[M, ...]:
+        """The masks that this node combines; none for a leaf."""
+        return ()
+
+    def with_children(self, children: Sequence[M]) -> M:
+        """This node, which is no leaf, over other children."""
+        raise NotImplementedError
+
+    def conjuncts(self) -> tuple[M, ...]:
+        """Masks whose And is this mask; none for Full."""
+        return (cast(M, self),)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether no leaf holds (or stands for) an array."""
+        return all(child.is_static for child in self.children())
+
+    @property
+    def needs_offset(self) -> bool:
+        """Whether some leaf looks at positions, that is, has no offset of its own."""
+        return any(child.needs_offset for child in self.children())
+
+    # The whole tree.
+
+    def atoms(self) -> Iterator[M]:
+        """The leaves of the tree, left to right."""
+        if not self.children():
+            yield cast(M, self)
+        for child in self.children():
+            yield from child.atoms()
+
+    def map_atoms(self, change: Callable[[M], M]) -> M:
+        """The same tree with every leaf changed."""
+        if not self.children():
+            return change(cast(M, self))
+        return self.with_children([child.map_atoms(change) for child in self.children()])
+
+    def features(self) -> frozenset[str]:
+        """Kinds of static leaves and of dynamic conjuncts; "dynamic_or" for any other dynamic leaf."""
+        found = set()
+        for conjunct in self.conjuncts():
+            for atom in conjunct.atoms():
+                found.add(atom.kind if atom.is_static or atom is conjunct else "dynamic_or")
+        return frozenset(found - {"full"})
+
+    def bind(self, query_offset: int) -> M:
+        """The same mask with every undeclared offset set to `query_offset`."""
+        offset = whole(query_offset, "query_offset")
+        return self.map_atoms(lambda atom: atom.with_offset(offset) if atom.needs_offset else atom)
+
+    def with_offset(self, offset: int | None) -> M:
+        """This leaf with another offset, if it is one that has offsets."""
+        return cast(M, self)
+
+    # Arrays: out, back in, and cut.
+
+    def split(self) -> tuple[M, tuple[Leaf, ...]]:
+        """(hashable structure with a Slot for each dynamic leaf, its arrays); `merge` is the inverse."""
+        leaves: list[Leaf] = []
+        seen: dict[str, int] = {}
+        for atom in self.atoms():
+            for (_, name, dims), array in zip(atom.parts, atom.arrays(), strict=True):
+                seen[name] = seen.get(name, 0) + 1
+                leaves.append(Leaf(name if seen[name] == 1 else f"{name}_{seen[name]}", array, dims))
+        return self.map_atoms(lambda atom: atom.slot() if atom.parts else atom), tuple(leaves)
+
+    def merge(self, arrays: Sequence[Any]) -> M:
+        """The mask with these arrays in its slots, in the order in which `split` gave them."""
+        wanted = sum(len(atom.parts) for atom in self.atoms() if atom.is_slot)
+        if len(arrays) != wanted:
+            raise MaskError(f"got {len(arrays)} arrays for {self}; wanted {wanted}, as split() gave them")
+        queue = iter(arrays)
+
+        def fill(atom: M) -> M:
+            return atom.fill([next(queue) for _ in atom.parts]) if atom.is_slot else atom
+
+        return self.map_atoms(fill)
+
+    def narrow(self, q_slice: slice, kv_slice: slice) -> M:
+        """The mask with its arrays cut to these global rows and keys."""
+        return self.map_atoms(lambda atom: atom.cut(q_slice, kv_slice) if atom.parts else atom)
+
+    # What a leaf with `parts` says of its arrays.
+
+    def arrays(self) -> tuple[Any, ...]:
+        """The arrays that this leaf holds, one for each of `parts`."""
+        return ()
+
+    def slot(self) -> M:
+        """This leaf without its arrays."""
+        raise NotImplementedError
+
+    def fill(self, arrays: Sequence[Any]) -> M:
+        """This slot with its arrays."""
+        raise NotImplementedError
+
+    def cut(self, q_slice: slice, kv_slice: slice) -> M:
+        """`narrow` for one leaf."""
+        raise NotImplementedError

@@ -1,0 +1,104 @@
+"""plan(operation, problem, policy): the one function that decides what runs, and keeps why."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from ..errors import ConfigError
+from . import tune_cache
+from .capability import Reason
+from .operation import METHODS, PlannedOperation
+from .plan import Kind, Plan, Rejected
+from .policy import Policy
+from .problem import AttentionProblem
+from .sequence.choice import placements
+from .sequence.notes import sequence_notes
+from .sequence.reasons import sequence_reasons
+from .tuning import choose
+
+__all__ = ["plan"]
+
+
+def _unresolved(problem: AttentionProblem, error: ConfigError) -> Reason:
+    """Why a config can't be filled in for a problem; the error tells what is wanted."""
+    declared = problem.config.model_fields_set - {"operation", "schema_version"}
+    hint = "Declare other sizes, or leave them out." if declared else "Split the call over more devices."
+    return Reason("config", "operation_configs", str(error).removesuffix("."), hint)
+
+
+_DEFAULT = Policy()
+
+
+def plan(operation: type[PlannedOperation], problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
+    """Decide what runs, from the operation, the problem, the policy and the tuned choices; cached until another choice is kept.
+
+    Errors: ShardingError, or ConfigError for sizes that aren't kept, where the policy says so. A problem that nothing can run
+    gives a plan of kind 'refused'; so does, with fallback='error', a config that can't be resolved for it.
+    """
+    # mypy takes a class with an instance __hash__ for unhashable.
+    return _decide(operation, problem, policy, tune_cache.state(problem.device))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=4096)
+def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy: Policy, kept: object) -> Plan:
+    del kept
+    place = placements(operation, problem, policy)
+    platform = operation.kernel_platform(problem)
+    own = tuple(m for m in METHODS.get(platform, ()) if operation.implements(m))
+    placement = place(own[0] if own else "forward_native")
+    notes = list(problem.notes)
+    if platform != problem.platform:
+        notes.append(f"kernel of {platform} run on {problem.platform} by its config (interpreted)")
+    rejected: list[Rejected] = []
+    routed = bool(own) and all(operation.capability(m).leaves(problem, problem.config) for m in own)
+    decided = Plan(
+        operation, problem, policy, "refused", None, None, problem.config, placement, (), None, None, None, ()
+    )
+    for method in (*own, "forward_native"):
+        name = f"{operation.name}.{method}"
+        if method == "forward_native" and own and not routed and policy.fallback == "error":
+            reason = Reason("policy.fallback", "fallback", "fallback is an error by policy", "Declare fallback='warn'.")
+            rejected.append(Rejected(name, (reason,)))
+            break
+        capability, placement = operation.capability(method), place(method)
+        reasons = (
+            *capability.reasons(problem, problem.config),
+            *sequence_reasons(operation, problem, placement, method, policy.ring_order),
+        )
+        if reasons:
+            rejected.append(Rejected(name, reasons))
+            continue
+        try:
+            config = operation.resolve_config(method, problem, placement)
+        except ConfigError as error:
+            rejected.append(Rejected(name, (_unresolved(problem, error),)))
+            continue
+        tuning = choose(operation, method, problem, placement, policy.tuning)
+        if tuning is not None and tuning.fields:
+            asked = replace(problem, config=problem.config.with_fields(tuning.fields))
+            config = operation.resolve_config(method, asked, placement)
+        kind: Kind = "platform" if method in own else "routed" if routed else "fallback" if own else "native"
+        if kind == "native":
+            notes.append(
+                f"{operation.name} has no kernel of its own on {problem.platform}: forward_native is its dispatch"
+            )
+        padding = operation.padding(method, problem, placement, config)
+        notes.extend(operation.remarks(method, problem, placement, config))
+        notes.extend(sequence_notes(operation, problem, policy, placement))
+        if tuning is None and policy.tuning in ("tune", "error"):
+            notes.append(f"tuning={policy.tuning!r} has no effect: {name} has no sizes to choose for this call")
+        route = None if capability.route is None else capability.route(problem, placement, config)
+        decided = replace(
+            decided,
+            kind=kind,
+            implementation=name,
+            method=method,
+            config=config,
+            placement=placement,
+            padding=padding,
+            route=route,
+            tuning=tuning,
+        )
+        break
+    return replace(decided, rejected=tuple(rejected), notes=tuple(notes))

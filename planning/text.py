@@ -1,0 +1,33 @@
+"""Specs, bytes and fields as the text that plans and errors have of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+__all__ = ["bytes_text", "fields_text", "spec_text"]
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """`P(fsdp+dp, sp, tp, -)`: axes of one dimension joined by +, - for unsplit."""
+
+    def entry(axes: str | tuple[str, ...] | None) -> str:
+        return "-" if axes is None else axes if isinstance(axes, str) else "+".join(axes) or "-"
+
+    return f"P({', '.join(entry(axes) for axes in spec)})"
+
+
+def bytes_text(count: float) -> str:
+    """`12.0 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def fields_text(fields: Mapping[str, Any]) -> str:
+    """`block_q=512, block_kv=256`."""
+    return ", ".join(f"{name}={value}" for name, value in fields.items())
