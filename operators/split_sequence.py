@@ -5,23 +5,19 @@ Source of the exchange of heads: Jacobs et al., "DeepSpeed Ulysses" (2023).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import jax
 from jax import lax
 
 from ..planning import Placement
 from .local import LocalOutput
-
-if TYPE_CHECKING:
-    from .execute import Operands
+from .sharded_operands import ShardedOperands
 
 __all__ = ["bring_together", "take_apart"]
 
-_T = TypeVar("_T", bound="Operands")
 
-
-def bring_together(operands: _T, placement: Placement, layout: str) -> _T:
+def bring_together(operands: ShardedOperands, placement: Placement, layout: str) -> ShardedOperands:
     """All keys for these queries, or longer parts of the sequence for fewer heads.
 
     Operands without a sequence, or with all of it, were split by heads before. The gradient of keys that are gathered

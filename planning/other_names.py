@@ -11,17 +11,11 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn, TypeVar
 
 from ..errors import InputTypeError, nearest, shown
+from .call_arguments import CALL_ARGUMENTS
 
 __all__ = ["CALL_ARGUMENTS", "other_name", "refuse_unknown", "takes_no_more"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-CALL_ARGUMENTS = (
-    "query", "key", "value", "mask", "bias", "causal", "sliding_window", "q_segment_ids", "kv_segment_ids", "kv_lengths",
-    "query_offset", "softmax_scale", "logits_soft_cap", "softmax_aux", "key_scale", "value_scale", "dropout_prob", "dropout_rng",
-    "deterministic", "return_weights", "return_lse", "mode", "layout",
-)  # fmt: skip
-"""What a call takes; a test holds it against the signature of Operation.__call__."""
 
 _SCALE = "softmax_scale, which multiplies q.k; left out, it is 1/sqrt(head_dim)"
 _CAP = "logits_soft_cap: cap * tanh(logits / cap), and None, not 0, for none"
