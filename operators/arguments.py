@@ -114,13 +114,13 @@ def split_arguments(query: Any, key: Any, value: Any, call: CallArguments) -> tu
     options: dict[str, Any] = {}
     for name, given in call.items():
         check = _CHECKS.get(name)
-        if check is None or (name == "query_offset" and is_array(given)):
+        if name == "mask":
+            if given is not None:
+                options["mask"], options["mask_is_array"], arrays["mask_leaves"] = _structure(given)
+        elif check is None or (name == "query_offset" and is_array(given)):
             arrays[name] = given
         else:
             options[name] = check(name, given)
-    mask = arrays.pop("mask", None)
-    if mask is not None:
-        options["mask"], options["mask_is_array"], arrays["mask_leaves"] = _structure(mask)
     return Arrays(query, key, value, **arrays), Options(**options) if options else _DEFAULTS
 
 

@@ -92,7 +92,8 @@ class Operation(PlannedOperation):
         if call:
             arrays = checked_values(arrays, options)
         mesh = self._mesh()
-        given = [x for x in (*arrays[:-1], *arrays.mask_leaves) if x is not None]
+        listed = (*arrays[:-1], *arrays.mask_leaves) if call else arrays[:3]
+        given = [x for x in listed if x is not None]
         # All that planning and its checks read; jax itself keys what is compiled.
         asked = (
             self,
@@ -101,8 +102,7 @@ class Operation(PlannedOperation):
             options,
             _wide(jax.config),
             kept_here(),
-            *[None if x is None else _signature(x) for x in arrays[:-1]],
-            *map(_signature, arrays.mask_leaves),
+            *[None if x is None else _signature(x) for x in listed],
             None if mesh is None else tuple(map(_place, given)),
         )
         found = _prepared.find(asked)
