@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ..errors import ConfigError, InputError, a_type
 from ..operators.arguments import is_array
 from ..operators.attention import Attention
+from ..planning.call_arguments import CallArguments
 from ..registry.declaration import Declaration
 
 __all__ = ["Attended", "Declared", "attend", "declared_attention"]
@@ -48,30 +49,15 @@ def declared_attention(declared: Declared, metadata: Mapping[str, Any]) -> Atten
     return attention
 
 
-def attend(
-    attention: Attention,
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    layout: str,
-    causal: bool = False,
-    query_offset: int | None = None,
-    mask: Any = None,
-    bias: Any = None,
-    softmax_scale: float | None = None,
-    dropout_prob: float = 0.0,
-    dropout_rng: Any = None,
-    deterministic: bool = True,
-    return_weights: bool = False,
-) -> Attended:
-    """Attend with any number of batch dimensions, none included.
+def attend(attention: Attention, query: Any, key: Any, value: Any, **call: Unpack[CallArguments]) -> Attended:
+    """Attend with any number of batch dimensions, none included. `call` says the layout; None is what wasn't said.
 
     Shapes: query [..., q, heads, dim] (layout bthd) or [..., heads, q, dim] (bhtd), key and value likewise; mask (anything
     that compares with 0) and bias broadcast to [..., heads, q, kv] from the right, as NumPy does. causal=False is what
     frameworks have where nothing was said: the file's own word then counts, and without one the call is not causal.
     Errors: InputError for shapes; ConfigError where the file and the framework's call disagree.
     """
+    layout = call["layout"]
     for name, x in (("query", query), ("key", key), ("value", value)):
         if is_array(x) and len(x.shape) < _TRAILING:
             raise InputError(f"{name} has shape {tuple(x.shape)}; wanted [..., {', '.join(_axes(layout))}].")
@@ -81,21 +67,19 @@ def attend(
             raise InputError(f"{name} has batch dimensions {x.shape[:-_TRAILING]}, query has {batch}; wanted the same.")
     at = {axis: index - _TRAILING for index, axis in enumerate(layout[1:])}
     cells = (*batch, query.shape[at["h"]], query.shape[at["t"]], key.shape[at["t"]])
-    _check_dropout(attention, dropout_prob)
-    call: dict[str, Any] = {"layout": layout, "dropout_prob": dropout_prob}
-    if dropout_prob > 0:
-        call |= {"deterministic": deterministic, "dropout_rng": None if deterministic else dropout_rng}
-    if query_offset is not None:
-        call["query_offset"] = query_offset
-    if softmax_scale is not None:
-        call["softmax_scale"] = softmax_scale
-    if return_weights:
-        call["return_weights"] = True
+    call["dropout_prob"] = probability = call.get("dropout_prob") or 0.0
+    _check_dropout(attention, probability)
+    if probability == 0:
+        call.pop("deterministic", None)
+    if call.get("deterministic", True):
+        call.pop("dropout_rng", None)
+    mask, bias = call.get("mask"), call.get("bias")
     with _as_it_is(mask):
         call["mask"] = None if mask is None else _four("mask", _boolean(mask), cells)
     call["bias"] = None if bias is None else _four("bias", bias, cells)
+    call["causal"] = _causal(attention, bool(call.get("causal")))
     four = (jnp.reshape(x, (math.prod(batch), *x.shape[-_TRAILING:])) for x in (query, key, value))
-    found = attention(*four, causal=_causal(attention, causal), **call)
+    found = attention(*four, **call)
     output, weights = found.attention_outputs, found.attention_weights
     output = output.reshape(*batch, *output.shape[1:])
     return Attended(output, None if weights is None else weights.reshape(*batch, *weights.shape[1:]))

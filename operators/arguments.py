@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +14,17 @@ import numpy as np
 
 from ..errors import InputError, InputTypeError, a_type, shown
 from ..masks import And, Causal, Dense, Full, Lengths, Mask, SegmentIds, SlidingWindow
-from ..planning.other_names import CALL_ARGUMENTS, refuse_unknown
+from ..planning.call_arguments import CALL_ARGUMENTS, CallArguments, CallOptions
+from ..planning.other_names import refuse_unknown
 from ..registry.metadata import METADATA_ARGUMENTS
 from ..sharding.modes import GENERATION
 
-__all__ = ["Arrays", "Options", "bound_mask", "is_array", "join_mask", "refuse_arguments", "shaped", "split_arguments"]
+__all__ = [
+    "Arrays", "Options", "bound_mask", "check_names", "is_array", "join_mask", "shaped", "split_arguments",
+    "takes_call_arguments",
+]  # fmt: skip
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _NOT_IN_JAX = (
     np.longdouble, np.clongdouble, np.object_, np.str_, np.bytes_, np.void, np.timedelta64, np.datetime64
@@ -42,29 +50,42 @@ class Arrays(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Everything static of a call, as given. `mask` is a structure whose arrays stand in Arrays.mask_leaves."""
+    """Everything static of a call, with its defaults. `mask` is a structure whose arrays stand in Arrays.mask_leaves."""
 
-    mask: Mask | None
-    mask_is_array: bool
-    causal: bool | None
-    sliding_window: tuple[int | None, int | None] | None
-    query_offset: int | None
-    softmax_scale: float | None
-    logits_soft_cap: float | None
-    dropout_prob: float | None
-    deterministic: bool
-    return_weights: bool
-    return_lse: bool
-    mode: str | None
-    layout: str
-
-
-def refuse_arguments(unknown: Iterable[str]) -> NoReturn:
-    """Raise for keywords that a call doesn't have. Errors: InputTypeError that says what they are called here."""
-    refuse_unknown([name for name in unknown if name not in CALL_ARGUMENTS], CALL_ARGUMENTS, "call", METADATA_ARGUMENTS)
+    mask: Mask | None = None
+    mask_is_array: bool = False
+    causal: bool | None = None
+    sliding_window: tuple[int | None, int | None] | None = None
+    query_offset: int | None = None
+    softmax_scale: float | None = None
+    logits_soft_cap: float | None = None
+    dropout_prob: float | None = None
+    deterministic: bool = True
+    return_weights: bool = False
+    return_lse: bool = False
+    mode: str | None = None
+    layout: str = "bthd"
 
 
-_DEFAULTS = Options(None, False, None, None, None, None, None, None, True, False, False, None, "bthd")
+_DEFAULTS = Options()
+_KNOWN = frozenset(CALL_ARGUMENTS)
+
+
+def takes_call_arguments(function: Function) -> Function:
+    """Show the `**call` of a method as what it takes, for help() and inspect.signature."""
+    whole = inspect.signature(function)
+    shown_as = [p for p in whole.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for name, kind in CallArguments.__annotations__.items():
+        written, default = getattr(kind, "__forward_arg__", kind), Options._field_defaults.get(name)
+        shown_as.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=written))
+    function.__signature__ = whole.replace(parameters=shown_as)  # type: ignore[attr-defined]
+    return function
+
+
+def check_names(call: Mapping[str, Any]) -> None:
+    """Refuse keywords that a call doesn't have. Errors: InputTypeError that says what they are called here."""
+    if not _KNOWN.issuperset(call):
+        refuse_unknown([n for n in call if n not in _KNOWN], CALL_ARGUMENTS, "call", METADATA_ARGUMENTS)
 
 
 def is_array(value: object) -> bool:
@@ -84,68 +105,37 @@ def shaped(name: str, value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, dtype)
 
 
-def split_arguments(
-    query: Any, key: Any, value: Any, *, mask: Any, bias: Any, causal: Any, sliding_window: Any, q_segment_ids: Any,
-    kv_segment_ids: Any, kv_lengths: Any, query_offset: Any, softmax_scale: Any, logits_soft_cap: Any, softmax_aux: Any,
-    key_scale: Any, value_scale: Any, dropout_prob: Any, dropout_rng: Any, deterministic: Any, return_weights: Any,
-    return_lse: Any, mode: Any, layout: Any,
-) -> tuple[Arrays, Options]:  # fmt: skip
+def split_arguments(query: Any, key: Any, value: Any, call: CallArguments) -> tuple[Arrays, Options]:
     """Sort the arguments of a call into arrays and options. Cheap: checks types only where it sorts by them."""
-    leaves: tuple[Any, ...] = ()
-    structure: Mask | None = None
-    mask_is_array = False
-    if mask is not None:
-        if isinstance(mask, Mask):
-            structure = mask
-        elif is_array(mask):
-            structure, mask_is_array = Dense(mask), True
+    if not call:  # most calls
+        return Arrays(query, key, value), _DEFAULTS
+    check_names(call)
+    arrays: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for name, given in call.items():
+        check = _CHECKS.get(name)
+        if name == "mask":
+            if given is not None:
+                options["mask"], options["mask_is_array"], arrays["mask_leaves"] = _structure(given)
+        elif check is None or (name == "query_offset" and is_array(given)):
+            arrays[name] = given
         else:
-            raise InputTypeError(
-                f"mask is {a_type(mask)}; wanted a Mask (such as Causal()) or a boolean array that broadcasts "
-                "to [batch, heads, q, kv]."
-            )
-        if not structure.is_static:
-            structure, split = structure.split()
-            leaves = tuple(leaf.array for leaf in split)
-    offset_array = query_offset if is_array(query_offset) else None
-    arrays = Arrays(
-        query,
-        key,
-        value,
-        bias,
-        softmax_aux,
-        offset_array,
-        dropout_rng,
-        q_segment_ids,
-        kv_segment_ids,
-        kv_lengths,
-        key_scale,
-        value_scale,
-        leaves,
-    )
-    if (
-        causal is None and sliding_window is None and query_offset is None and softmax_scale is None
-        and logits_soft_cap is None and dropout_prob is None and deterministic is True and return_weights is False
-        and return_lse is False and mode is None and type(layout) is str and layout == "bthd"
-    ):  # fmt: skip
-        # Nothing to check: most calls, in a third of the time.
-        return arrays, _DEFAULTS if structure is None else Options(structure, mask_is_array, *_DEFAULTS[2:])
-    options = Options(
-        mask=structure,
-        mask_is_array=mask_is_array,
-        causal=_flag("causal", causal, optional=True),
-        sliding_window=_window(sliding_window),
-        query_offset=None if offset_array is not None else _integer("query_offset", query_offset),
-        softmax_scale=_number("softmax_scale", softmax_scale),
-        logits_soft_cap=_number("logits_soft_cap", logits_soft_cap),
-        dropout_prob=_number("dropout_prob", dropout_prob),
-        deterministic=_flag("deterministic", deterministic),
-        return_weights=_flag("return_weights", return_weights),
-        return_lse=_flag("return_lse", return_lse),
-        mode=_name("mode", mode, optional=True),
-        layout=_name("layout", layout),
-    )
-    return arrays, options
+            options[name] = check(name, given)
+    return Arrays(query, key, value, **arrays), Options(**options) if options else _DEFAULTS
+
+
+def _structure(mask: Any) -> tuple[Mask, bool, tuple[Any, ...]]:
+    """(the mask without its arrays, whether it was an array, its arrays)."""
+    if not isinstance(mask, Mask) and not is_array(mask):
+        raise InputTypeError(
+            f"mask is {a_type(mask)}; wanted a Mask (such as Causal()) or a boolean array that broadcasts "
+            "to [batch, heads, q, kv]."
+        )
+    whole = mask if isinstance(mask, Mask) else Dense(mask)
+    if whole.is_static:
+        return whole, False, ()
+    structure, leaves = whole.split()
+    return structure, whole is not mask, tuple(leaf.array for leaf in leaves)
 
 
 def join_mask(arrays: Arrays, options: Options, default_causal: bool) -> Mask:
@@ -254,20 +244,27 @@ def _name(name: str, value: Any, *, optional: bool = False) -> Any:
     raise InputTypeError(f"{name} is {a_type(value)}; wanted a string" + (" or None." if optional else "."))
 
 
-def _window(value: Any) -> tuple[int | None, int | None] | None:
+def _window(name: str, value: Any) -> tuple[int | None, int | None] | None:
     """A bare integer n is (n, n), as jax.nn.dot_product_attention's local_window_size has it."""
     if value is None:
         return None
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
-        raise InputError(f"sliding_window={shown(value)}; wanted an integer or (left, right) inclusive distances.")
+        raise InputError(f"{name}={shown(value)}; wanted an integer or (left, right) inclusive distances.")
     for side in sides:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int | np.integer)):
-            raise InputTypeError(
-                f"sliding_window={shown(value)}; wanted an integer or (left, right) inclusive distances."
-            )
+            raise InputTypeError(f"{name}={shown(value)}; wanted an integer or (left, right) inclusive distances.")
     left, right = (None if side is None else int(side) for side in sides)
     for side in (left, right):
         if side is not None and side < 0:
-            raise InputError(f"sliding_window={shown(value)}; wanted distances of 0 or more, None for no limit.")
+            raise InputError(f"{name}={shown(value)}; wanted distances of 0 or more, None for no limit.")
     return left, right
+
+
+# By the type that CallOptions declares; a new type needs a check here.
+_OF_TYPE: dict[Any, Callable[[str, Any], Any]] = {
+    bool: _flag, bool | None: partial(_flag, optional=True), float | None: _number,
+    str: _name, str | None: partial(_name, optional=True),
+}  # fmt: skip
+_OF_NAME: dict[str, Callable[[str, Any], Any]] = {"sliding_window": _window, "query_offset": _integer}
+_CHECKS = {name: _OF_NAME.get(name) or _OF_TYPE[kind] for name, kind in get_type_hints(CallOptions).items()}

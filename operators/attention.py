@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import jax.numpy as jnp
 from pydantic import GetCoreSchemaHandler, TypeAdapter
@@ -14,21 +14,17 @@ from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core
 from ..errors import AttnOpsError, ConfigError, InputError, shown
 from ..masks import Dense, Mask
 from ..planning import Plan
-from ..planning.other_names import CALL_ARGUMENTS
+from ..planning.call_arguments import CALL_OPTIONS, CallArguments, CallArray
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from ..sharding import canonical_layout, canonical_mode
-from .arguments import is_array, refuse_arguments, shaped
+from .arguments import check_names, is_array, shaped, takes_call_arguments
 from .base import Operation
 from .output import AttentionOutput
 
 __all__ = ["Attention"]
 
-# Options that a file may declare and a call may give; arrays that a file declares by shape and a call has to give.
-_OPTIONS = (
-    "causal", "sliding_window", "query_offset", "softmax_scale", "logits_soft_cap", "dropout_prob", "deterministic",
-    "return_weights", "return_lse", "mode", "layout",
-)  # fmt: skip
+# Arrays that a file declares by shape and a call has to give.
 _DECLARED_ARRAYS = {
     "segment_ids": "q_segment_ids", "kv_lengths": "kv_lengths", "bias": "bias", "softmax_aux": "softmax_aux",
     "dense_mask": "mask",
@@ -41,7 +37,6 @@ _HEADS_AND_DIMS = {
     "value_dim": ("value", "d"),
 }
 _KEPT_PLANS = 64
-_ARGUMENTS = frozenset(CALL_ARGUMENTS)
 
 
 class Attention:
@@ -83,7 +78,10 @@ class Attention:
         """Whether the file or the program says a field of the metadata, so that its value is more than a default."""
         return field in self._stated
 
-    def __call__(self, query: Any, key: Any, value: Any, **call: Any) -> AttentionOutput:
+    @takes_call_arguments
+    def __call__(
+        self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]
+    ) -> AttentionOutput:
         """Attend; `call` is what Operation.__call__ takes."""
         options = self.options(query, key, value, **call)
         output = self.operation(query, key, value, **options)
@@ -97,26 +95,30 @@ class Attention:
                 self._plans[decided] = noted
         return output
 
-    def plan(self, query: Any, key: Any, value: Any, **call: Any) -> Plan:
+    @takes_call_arguments
+    def plan(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]) -> Plan:
         """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs."""
         return self.operation.plan(query, key, value, **self.options(query, key, value, **call))
 
-    def explain(self, query: Any, key: Any, value: Any, **call: Any) -> str:
+    @takes_call_arguments
+    def explain(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]) -> str:
         """The plan of the same call as text."""
         return self.plan(query, key, value, **call).explain()
 
-    def options(self, query: Any, key: Any, value: Any, **call: Any) -> dict[str, Any]:
+    @takes_call_arguments
+    def options(
+        self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]
+    ) -> dict[str, Any]:
         """What the call says and what the file declares, as one."""
-        if not _ARGUMENTS.issuperset(call):
-            refuse_arguments(call)
+        check_names(call)
         declared = self.declaration.call
         if not self.enabled:
             raise ConfigError(
                 f"this declaration of {self.declaration.operation!r} says enabled=false, so a framework's own attention is "
                 "wanted, and there is none here; call that one, or take 'enabled' out of the file."
             )
-        found = dict(call)
-        for name in _OPTIONS:
+        found: dict[str, Any] = {**call}
+        for name in CALL_OPTIONS:
             said, given = getattr(declared, name), found.get(name)
             if not declared.is_set(name) or said is None:
                 continue

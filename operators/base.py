@@ -10,23 +10,22 @@ import functools
 import operator
 import warnings
 from dataclasses import replace
-from typing import Any, NamedTuple, Never
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
 
 from ..errors import ConfigError, FallbackWarning, InputError, InputTypeError
-from ..masks import Mask
 from ..planning import Plan, PlannedOperation, plan
-from ..planning.other_names import takes_no_more
+from ..planning.call_arguments import CallArguments, CallArray
 from ..planning.sequence.choice import declared_strategy
 from ..planning.tune_cache import kept_here
 from ..registry import OperationMetadata
 from ..sharding import current_mesh, describe_mesh, devices_platform, place
 from ..sharding.mesh import AnyMesh
 from .ambient import ambient_platform
-from .arguments import Arrays, Options, refuse_arguments, split_arguments
+from .arguments import Arrays, Options, split_arguments, takes_call_arguments
 from .call_devices import explain_devices
 from .call_values import checked_values
 from .describe import describe, varying_axes
@@ -78,34 +77,9 @@ class Operation(PlannedOperation):
 
     # -- calling -----------------------------------------------------------------------------------------------------
 
-    @takes_no_more
+    @takes_call_arguments
     def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Mask | jax.Array | None = None,
-        bias: jax.Array | None = None,
-        causal: bool | None = None,
-        sliding_window: int | tuple[int | None, int | None] | None = None,
-        q_segment_ids: jax.Array | None = None,
-        kv_segment_ids: jax.Array | None = None,
-        kv_lengths: jax.Array | None = None,
-        query_offset: int | jax.Array | None = None,
-        softmax_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        softmax_aux: jax.Array | None = None,
-        key_scale: jax.Array | None = None,
-        value_scale: jax.Array | None = None,
-        dropout_prob: float | None = None,
-        dropout_rng: jax.Array | None = None,
-        deterministic: bool = True,
-        return_weights: bool = False,
-        return_lse: bool = False,
-        mode: str | None = None,
-        layout: str = "bthd",
-        **unknown: Never,
+        self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]
     ) -> AttentionOutput:
         """Attend.
 
@@ -114,34 +88,27 @@ class Operation(PlannedOperation):
         Errors: InputError, InputTypeError (bad arguments), ShardingError (strict specs), RefusedError (nothing can run
         it). Warns FallbackWarning once per distinct problem where the platform's own method refuses.
         """
-        if unknown:
-            refuse_arguments(unknown)
-        arrays, options = split_arguments(
-            query, key, value, mask=mask, bias=bias, causal=causal, sliding_window=sliding_window,
-            q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, kv_lengths=kv_lengths, query_offset=query_offset,
-            softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, softmax_aux=softmax_aux, key_scale=key_scale,
-            value_scale=value_scale, dropout_prob=dropout_prob, dropout_rng=dropout_rng, deterministic=deterministic,
-            return_weights=return_weights, return_lse=return_lse, mode=mode, layout=layout,
-        )  # fmt: skip
-        arrays = checked_values(arrays, options)
+        arrays, options = split_arguments(query, key, value, call)
+        if call:
+            arrays = checked_values(arrays, options)
         mesh = self._mesh()
-        given = [x for x in (*arrays[:-1], *arrays.mask_leaves) if x is not None]
+        listed = (*arrays[:-1], *arrays.mask_leaves) if call else arrays[:3]
+        given = [x for x in listed if x is not None]
         # All that planning and its checks read; jax itself keys what is compiled.
-        call = (
+        asked = (
             self,
             mesh,
             ambient_platform(given) if mesh is None else get_abstract_mesh(),
             options,
             _wide(jax.config),
             kept_here(),
-            *[None if x is None else _signature(x) for x in arrays[:-1]],
-            *map(_signature, arrays.mask_leaves),
+            *[None if x is None else _signature(x) for x in listed],
             None if mesh is None else tuple(map(_place, given)),
         )
-        found = _prepared.find(call)
+        found = _prepared.find(asked)
         if found is None:
             found = self._prepare(arrays, options, mesh)
-            _prepared.put(call, found)
+            _prepared.put(asked, found)
         decided, program, devices = found
         if devices is not None:
             arrays = _on_devices(arrays, decided, devices)
@@ -159,48 +126,13 @@ class Operation(PlannedOperation):
             ) from error
         return AttentionOutput(result.output, result.weights, result.lse, plan=decided)
 
-    @takes_no_more
-    def plan(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        *,
-        mask: Any = None,
-        bias: Any = None,
-        causal: bool | None = None,
-        sliding_window: int | tuple[int | None, int | None] | None = None,
-        q_segment_ids: Any = None,
-        kv_segment_ids: Any = None,
-        kv_lengths: Any = None,
-        query_offset: Any = None,
-        softmax_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        softmax_aux: Any = None,
-        key_scale: Any = None,
-        value_scale: Any = None,
-        dropout_prob: float | None = None,
-        dropout_rng: Any = None,
-        deterministic: bool = True,
-        return_weights: bool = False,
-        return_lse: bool = False,
-        mode: str | None = None,
-        layout: str = "bthd",
-        **unknown: Never,
-    ) -> Plan:
+    @takes_call_arguments
+    def plan(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]) -> Plan:
         """Return the plan of the same call, made from arrays or ShapeDtypeStructs; nothing runs.
 
         A plan of kind 'refused' is returned, not raised.
         """
-        if unknown:
-            refuse_arguments(unknown)
-        arrays, options = split_arguments(
-            query, key, value, mask=mask, bias=bias, causal=causal, sliding_window=sliding_window,
-            q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, kv_lengths=kv_lengths, query_offset=query_offset,
-            softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, softmax_aux=softmax_aux, key_scale=key_scale,
-            value_scale=value_scale, dropout_prob=dropout_prob, dropout_rng=dropout_rng, deterministic=deterministic,
-            return_weights=return_weights, return_lse=return_lse, mode=mode, layout=layout,
-        )  # fmt: skip
+        arrays, options = split_arguments(query, key, value, call)
         arrays, mesh = checked_values(arrays, options), self._mesh()
         decided = self._plan(arrays, options, mesh)
         problem = decided.problem
@@ -209,8 +141,9 @@ class Operation(PlannedOperation):
         notes += moved_notes(decided, arrays, mesh)
         return decided if notes == decided.notes else replace(decided, notes=notes)
 
-    def explain(self, query: Any, key: Any, value: Any, **call: Any) -> str:
-        """Return the plan of the same call as text. Takes what `plan` takes; an unknown argument is a TypeError there."""
+    @takes_call_arguments
+    def explain(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]) -> str:
+        """Return the plan of the same call as text."""
         return self.plan(query, key, value, **call).explain()
 
     # -- the way of a call -------------------------------------------------------------------------------------------

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..errors import ConfigError
-from ..planning import OperationConfig
+from ..planning import OperationConfig, PlannedOperation
 from ..registry import OperationMetadata
-
-if TYPE_CHECKING:
-    from .base import Operation
 
 __all__ = ["declared_config"]
 
 
-def declared_config(operation: type[Operation], metadata: OperationMetadata) -> tuple[OperationConfig, list[str]]:
+def declared_config(
+    operation: type[PlannedOperation], metadata: OperationMetadata
+) -> tuple[OperationConfig, list[str]]:
     """(the config, notes): its own and that of the kernel that it runs, then metadata's block sizes where neither has one.
 
     Errors: ConfigError where the two configs disagree, or a block size doesn't go with the others.
@@ -29,7 +26,9 @@ def declared_config(operation: type[Operation], metadata: OperationMetadata) -> 
     return config, notes
 
 
-def _with_kernels(config: OperationConfig, operation: type[Operation], metadata: OperationMetadata) -> OperationConfig:
+def _with_kernels(
+    config: OperationConfig, operation: type[PlannedOperation], metadata: OperationMetadata
+) -> OperationConfig:
     kernels = metadata.operation_configs.get(operation.kernel_config or "")
     if kernels is None:
         return config
@@ -50,7 +49,7 @@ def _with_kernels(config: OperationConfig, operation: type[Operation], metadata:
 
 
 def _fed(
-    config: OperationConfig, operation: type[Operation], metadata: OperationMetadata
+    config: OperationConfig, operation: type[PlannedOperation], metadata: OperationMetadata
 ) -> tuple[OperationConfig, list[str]]:
     fed, notes = {}, []
     for source in ("blocksize_q", "blocksize_k", "blocksize_b"):

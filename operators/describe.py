@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import jax
 
 from ..errors import InputError
 from ..masks import Mask
-from ..planning import AttentionProblem
+from ..planning import AttentionProblem, PlannedOperation
 from ..planning.quantised import QUANTISED
 from ..planning.sequence.choice import declared_strategy
 from ..registry import OperationMetadata
@@ -32,14 +31,15 @@ from .mask_notes import dense_notes
 from .sequence.manual import of_the_whole, split_by_caller
 from .shapes import check_dtypes, check_extras, check_key, check_scales, leaf_shape, sizes_of, with_segments
 
-if TYPE_CHECKING:
-    from .base import Operation
-
 __all__ = ["describe", "packed", "varying_axes"]
 
 
 def describe(
-    operation: type[Operation], metadata: OperationMetadata, arrays: Arrays, options: Options, mesh: AnyMesh | None
+    operation: type[PlannedOperation],
+    metadata: OperationMetadata,
+    arrays: Arrays,
+    options: Options,
+    mesh: AnyMesh | None,
 ) -> AttentionProblem:
     """Build the problem of a call. Errors: InputError and InputTypeError name the argument, got, wanted, the hint."""
     layout = canonical_layout(options.layout)

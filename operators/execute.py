@@ -7,7 +7,7 @@ build the mask with the shard's own global offset.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,28 +21,14 @@ from .describe import packed
 from .kernels.lse import logsumexp
 from .local import LocalCall, LocalOutput, Ring
 from .local_mask import Dropout, LocalMask, dropout_seed
-from .sequence.gather import bring_together, take_apart
+from .sequence.gather import bring_together, split_output
 from .sequence.manual import share_of_heads, whole_leaves, without_manual
 from .sequence.split_kv import merged_over_devices
+from .sharded_operands import ShardedOperands
 
-__all__ = ["Operands", "execute"]
+__all__ = ["execute"]
 
 _UNROLLED = 8  # steps, where it isn't declared
-
-
-class Operands(NamedTuple):
-    """The arrays that cross into shard_map, in canonical form (4-D q, k, v; one sink per head; a scale for every key)."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array | None
-    softmax_aux: jax.Array | None
-    query_offset: jax.Array | None
-    dropout_seed: jax.Array | None
-    leaves: tuple[jax.Array, ...]
-    key_scale: jax.Array | None  # [batch, kv heads, kv], float32
-    value_scale: jax.Array | None
 
 
 def execute(
@@ -63,7 +49,7 @@ def execute(
     axes = [a for a in problem.mesh if a.kind != "manual"]
     specs = _specs(operands, placement)
 
-    def body(local: Operands) -> tuple[jax.Array, ...]:
+    def body(local: ShardedOperands) -> tuple[jax.Array, ...]:
         local = local._replace(
             leaves=whole_leaves(local.leaves, problem, placement),
             softmax_aux=share_of_heads(local.softmax_aux, problem, placement),
@@ -72,7 +58,7 @@ def execute(
         call = _local_call(plan, options, local)
         method = getattr(operation, plan.method or "")
         result = merged_over_devices(call, method) if placement.sequence.strategy == "split_kv" else method(call)
-        result = take_apart(result, placement, problem.kernel_layout)
+        result = split_output(result, placement, problem.kernel_layout)
         return tuple(x for x in result if x is not None)
 
     names = ["output", *["weights"] * options.return_weights, *["lse"] * options.return_lse]
@@ -110,7 +96,7 @@ def _prepare(
     arrays: Arrays,
     default_causal: bool,
     mesh: AnyMesh | None,
-) -> Operands:
+) -> ShardedOperands:
     """Bring the arrays into canonical form."""
     dtype = jnp.dtype(problem.runtime_dtype)
     heads_at = problem.kernel_layout.index("h")
@@ -129,7 +115,7 @@ def _prepare(
     joined = join_mask(whole, options, default_causal)
     _, leaves = joined.split()
     offset = run_time_offset(joined, arrays, problem.batch, problem.q_len) if problem.dynamic_query_offset else None
-    return Operands(
+    return ShardedOperands(
         query,
         key,
         value,
@@ -176,7 +162,7 @@ def _scale(
     return jnp.repeat(pin(scale, PartitionSpec(batch, None, None), mesh), placement.kv_repeat, axis=1)
 
 
-def _specs(operands: Operands, placement: Placement) -> Any:
+def _specs(operands: ShardedOperands, placement: Placement) -> Any:
     """The same tree as the operands, of specs."""
     specs: dict[str, Any] = {
         name: None if x is None else placement.spec(name) for name, x in operands._asdict().items() if name != "leaves"
@@ -194,7 +180,7 @@ def _index(axes: tuple[str, ...], problem: AttentionProblem) -> tuple[int | jax.
     return index, math.prod(sizes[name] for name in axes)
 
 
-def _local_call(plan: Plan, options: Options, local: Operands) -> LocalCall:
+def _local_call(plan: Plan, options: Options, local: ShardedOperands) -> LocalCall:
     problem, placement = plan.problem, plan.placement
     split, scan = placement.sequence, plan.policy.scan_ring_attention
     ring = None

@@ -6,22 +6,12 @@ flax.linen.MultiHeadDotProductAttention; flash_attn_func; transformers' attentio
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Collection, Iterable
+from typing import NoReturn
 
 from ..errors import InputTypeError, nearest, shown
 
-__all__ = ["CALL_ARGUMENTS", "other_name", "refuse_unknown", "takes_no_more"]
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-CALL_ARGUMENTS = (
-    "query", "key", "value", "mask", "bias", "causal", "sliding_window", "q_segment_ids", "kv_segment_ids", "kv_lengths",
-    "query_offset", "softmax_scale", "logits_soft_cap", "softmax_aux", "key_scale", "value_scale", "dropout_prob", "dropout_rng",
-    "deterministic", "return_weights", "return_lse", "mode", "layout",
-)  # fmt: skip
-"""What a call takes; a test holds it against the signature of Operation.__call__."""
+__all__ = ["other_name", "refuse_unknown"]
 
 _SCALE = "softmax_scale, which multiplies q.k; left out, it is 1/sqrt(head_dim)"
 _CAP = "logits_soft_cap: cap * tanh(logits / cap), and None, not 0, for none"
@@ -94,14 +84,6 @@ _METADATA = {
     "block_kv": "blocksize_k, or a field of operation_configs, such as {'splash': {'block_kv': 512}}",
     "sequence_axis": "sequence_axis_name", "paxis": "partition_axis",
 }  # fmt: skip
-
-
-def takes_no_more(function: Function) -> Function:
-    """Mark a function whose `**unknown` is there to be refused: its signature ends before it, as for whoever calls it."""
-    whole = inspect.signature(function)
-    taken = [p for p in whole.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    function.__signature__ = whole.replace(parameters=taken)  # type: ignore[attr-defined]
-    return function
 
 
 def other_name(name: object, known: Iterable[str], kind: str) -> str:

@@ -17,6 +17,7 @@ from pydantic_core.core_schema import ValidationInfo
 from ..errors import ConfigError, shown
 from ..masks import Dense, Mask
 from ..masks.checks import LIMIT
+from ..planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS
 from ..planning.given import GivenModel
 from ..planning.quantised import quantise, scale_shape
 from ..sharding import MODES, canonical_mode
@@ -226,31 +227,9 @@ def call_arguments(call: CallDeclaration, arrays: Mapping[str, Any], *, mode: st
     mask: Any = call.mask
     if "mask" in arrays:
         mask = arrays["mask"] if mask is None else mask & Dense(arrays["mask"])
-    return {
-        "query": arrays["query"],
-        "key": arrays["key"],
-        "value": arrays["value"],
-        "mask": mask,
-        "bias": arrays.get("bias"),
-        "causal": call.causal,
-        "sliding_window": call.sliding_window,
-        "q_segment_ids": arrays.get("q_segment_ids"),
-        "kv_segment_ids": arrays.get("kv_segment_ids"),
-        "kv_lengths": arrays.get("kv_lengths"),
-        "query_offset": arrays.get("query_offset", call.query_offset),
-        "softmax_scale": call.softmax_scale,
-        "logits_soft_cap": call.logits_soft_cap,
-        "softmax_aux": arrays.get("softmax_aux"),
-        "key_scale": arrays.get("key_scale"),
-        "value_scale": arrays.get("value_scale"),
-        "dropout_prob": call.dropout_prob,
-        "dropout_rng": arrays.get("dropout_rng"),
-        "deterministic": call.deterministic,
-        "return_weights": call.return_weights,
-        "return_lse": call.return_lse,
-        "mode": call.mode if mode is None else mode,
-        "layout": call.layout,
-    }
+    options = {name: getattr(call, name) for name in CALL_OPTIONS}
+    found = {name: arrays.get(name, options.get(name)) for name in CALL_ARGUMENTS}
+    return found | {"mask": mask, "mode": call.mode if mode is None else mode}
 
 
 def _whole(value: Any, least: int) -> bool:

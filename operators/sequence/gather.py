@@ -5,23 +5,19 @@ Source of the exchange of heads: Jacobs et al., "DeepSpeed Ulysses" (2023).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import jax
 from jax import lax
 
 from ...planning import Placement
 from ..local import LocalOutput
+from ..sharded_operands import ShardedOperands
 
-if TYPE_CHECKING:
-    from ..execute import Operands
-
-__all__ = ["bring_together", "take_apart"]
-
-_T = TypeVar("_T", bound="Operands")
+__all__ = ["bring_together", "split_output"]
 
 
-def bring_together(operands: _T, placement: Placement, layout: str) -> _T:
+def bring_together(operands: ShardedOperands, placement: Placement, layout: str) -> ShardedOperands:
     """All keys for these queries, or longer parts of the sequence for fewer heads.
 
     Operands without a sequence, or with all of it, were split by heads before. The gradient of keys that are gathered
@@ -43,7 +39,7 @@ def bring_together(operands: _T, placement: Placement, layout: str) -> _T:
     return operands._replace(**changed)
 
 
-def take_apart(result: LocalOutput, placement: Placement, layout: str) -> LocalOutput:
+def split_output(result: LocalOutput, placement: Placement, layout: str) -> LocalOutput:
     """The share of the sequence with all of this device's heads, of a forward method's output and lse."""
     if not placement.sequence.head_axes:
         return result
