@@ -26,6 +26,7 @@ from ..sharding import current_mesh, describe_mesh, devices_platform, place
 from ..sharding.mesh import AnyMesh
 from .ambient import ambient_platform
 from .arguments import Arrays, Options, split_arguments, takes_call_arguments
+from .bounded_cache import BoundedCache
 from .call_devices import explain_devices
 from .call_values import checked_values
 from .describe import describe, varying_axes
@@ -33,7 +34,6 @@ from .mask_notes import value_notes
 from .output import AttentionOutput
 from .placement_notes import moved_notes
 from .program import Program, attention
-from .recent import Recent
 
 __all__ = ["Operation"]
 
@@ -47,7 +47,7 @@ class _Prepared(NamedTuple):
 
 
 # Of all operations: equal ones share what was planned. What is compiled is in jax's own cache.
-_prepared: Recent[_Prepared] = Recent(1024)
+_prepared: BoundedCache[_Prepared] = BoundedCache(1024)
 _wide = operator.attrgetter("jax_enable_x64")  # also what a context manager has set; jax's types don't name it
 _array_types: set[type] = set()  # those met; jax.Array itself is asked slowly
 

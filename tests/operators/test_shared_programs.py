@@ -24,7 +24,7 @@ from attnops import (
     OperationRegistry,
     SlidingWindow,
 )
-from attnops.operators.recent import Recent
+from attnops.operators.bounded_cache import BoundedCache
 from attnops.sharding import virtual_mesh
 from attnops.verify import reference_attention
 
@@ -171,7 +171,7 @@ def test_turning_on_64_bits_is_seen_by_a_warm_operation(kind: Callable[..., Any]
 
 
 def test_recent_forgets_what_is_unused_and_nothing_else() -> None:
-    kept: Recent[int] = Recent(4)
+    kept: BoundedCache[int] = BoundedCache(4)
     for number in range(1, 100):
         kept.put(number, number)
         assert kept.find(1) == 1  # in use all the time

@@ -1,16 +1,16 @@
-"""Recent: a mapping of bounded size that forgets what hasn't been used for long."""
+"""BoundedCache: a mapping of bounded size that forgets what hasn't been used for long."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-__all__ = ["Recent"]
+__all__ = ["BoundedCache"]
 
 Value = TypeVar("Value")
 
 
-class Recent(Generic[Value]):
+class BoundedCache(Generic[Value]):
     """Keeps at least the `size` values that were used last, and at most twice as many. A value is never None.
 
     Two generations in place of a list in order of use: a hit in the young one, which is nearly every hit, is one look-up in
