@@ -21,7 +21,7 @@ from attnops import (
 from attnops.errors import a_type, first_line, shown
 from attnops.operators.arguments import Arrays, Options
 from attnops.planning import other_names
-from attnops.planning.call_arguments import CALL_OPTIONS, CallArguments
+from attnops.planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS, CallArguments
 from attnops.registry.call_declaration import CallDeclaration
 from attnops.registry.metadata import METADATA_ARGUMENTS
 
@@ -100,7 +100,7 @@ def test_a_file():
 def test_the_names_are_those_of_the_signatures():
     """help() and the messages list what an editor completes, which is CallArguments."""
     taken = ("query", "key", "value", *get_type_hints(CallArguments))
-    assert taken == other_names.CALL_ARGUMENTS
+    assert taken == CALL_ARGUMENTS
     for owner, names in (
         (Operation, ("__call__", "plan", "explain")),
         (Attention, ("__call__", "plan", "explain", "options")),
@@ -109,7 +109,7 @@ def test_the_names_are_those_of_the_signatures():
             method = getattr(owner, name)
             assert tuple(inspect.signature(method).parameters)[1:] == taken
             assert get_type_hints(method)["call"] == Unpack[CallArguments]
-    assert not set(other_names._CALL) & set(other_names.CALL_ARGUMENTS)
+    assert not set(other_names._CALL) & set(CALL_ARGUMENTS)
     assert tuple(inspect.signature(OperationMetadata).parameters) == METADATA_ARGUMENTS
     assert not set(other_names._METADATA) & set(METADATA_ARGUMENTS)
 
@@ -117,7 +117,7 @@ def test_the_names_are_those_of_the_signatures():
 def test_every_argument_has_a_place():
     """Each is kept as an array, an option, or (query_offset) either; a file's option has the default of a call's."""
     arrays, options = set(Arrays._fields) - {"mask_leaves"}, set(Options._fields) - {"mask_is_array"}
-    assert arrays | options == set(other_names.CALL_ARGUMENTS)
+    assert arrays | options == set(CALL_ARGUMENTS)
     assert arrays & options == {"query_offset"}
     assert options - {"mask"} == set(CALL_OPTIONS)
     for name in CALL_OPTIONS:

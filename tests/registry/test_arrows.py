@@ -65,3 +65,10 @@ def test_no_circles() -> None:
 def test_every_room_has_its_floor() -> None:
     rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert rooms | {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__"} == set(FLOOR)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("operators/kernels/")])
+def test_a_file_is_short_and_says_what_it_is(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert text.count("\n") <= 300, f"{name} has {text.count(chr(10))} lines; give what it does to two files"
+    assert ast.get_docstring(ast.parse(text)), f"{name} has no first line that says what it is"
