@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from copy import deepcopy
 from typing import Any
 
@@ -51,13 +51,12 @@ class Mirror:
 
     def adopt(self, name: int, ids: list[int], tokens: int) -> None:
         pages = self.brute_match(ids)
-        growth = self._grow(name, 0, lambda: self.pool.adopt(name, ids, tokens), held=set(pages))
+        growth = self._grow(name, 0, lambda: self.pool.adopt(name, ids, tokens), held=frozenset(pages))
         if growth:
             matched = growth.matched
             assert matched == len(pages) * self.size
             assert list(self.pool.pages_of(name)[: len(pages)]) == pages
             self.tokens[name], self.known[name], self.done[name] = ids[:matched], matched, len(pages)
-            self.unused = [page for page in self.unused if page not in pages]
             self.holds(name)
 
     def fork(self, parent: int, child: int) -> None:
@@ -137,23 +136,27 @@ class Mirror:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _grow(self, name: int, tokens: int, call: Callable[[], Growth], held: set[int] = frozenset()) -> Growth | None:
+    def _grow(self, name: int, tokens: int, call: Callable[[], Growth], held: Set[int] = frozenset()) -> Growth | None:
         """Call, and carry out what comes; None if there were too few pages, and then nothing may have changed."""
         before = insides(self.pool) if self.strict else repr(self.pool)
         old = self.pool.pages_of(name) if name in self.pool else ()
         free, available = self.pool.counts().free if self.strict else None, self.pool.available
+        growth, refused = Growth(), None
         try:
             growth = call()
         except CapacityError as error:
-            assert error.wanted > error.available == available - len(held & set(self.unused))
+            refused = error
+        if refused:
+            assert refused.wanted > refused.available == available - len(held & set(self.unused))
             assert before == (insides(self.pool) if self.strict else repr(self.pool))
             self.refused += 1
             return None
+        self.unused = [page for page in self.unused if page not in held]
         self._carry_out(growth, free)
         new = self.pool.pages_of(name)
         replaced = [pair for pair in zip(old, new, strict=False) if pair[0] != pair[1]]
         assert tuple(replaced) == growth.copies
-        assert len(new) == max(len(old), len(held) + len(growth.new_pages) - len(growth.copies) + len(old))
+        assert len(new) == len(old) + len(held) + len(growth.new_pages) - len(growth.copies)
         length = len(self.tokens.get(name, ()))
         if tokens and length % self.size:
             self._unpublish(new[length // self.size])

@@ -389,7 +389,7 @@ def test_too_few_pages(full: PagePool) -> None:
     # What is adopted can't be given away as well.
     refuses(CapacityError, "wants 1 page .* 0 of 5", lambda: full.adopt("d", [7, 8], 1), full)
     with pytest.raises(CapacityError) as caught:
-        full.alloc("c", 4)
+        full.alloc("c", 6)
     assert (caught.value.wanted, caught.value.available) == (2, 1)
     assert full.adopt("d", [7, 8]).matched == 2
 
