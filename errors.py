@@ -12,6 +12,7 @@ from typing import Any
 
 __all__ = [
     "AttnOpsError",
+    "CapacityError",
     "ConfigError",
     "ConfigWarning",
     "FallbackWarning",
@@ -69,6 +70,15 @@ class ProcessError(AttnOpsError, RuntimeError):
     def __init__(self, message: str, processes: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.processes = tuple(processes)
+
+
+class CapacityError(AttnOpsError, RuntimeError):
+    """More pages than a pool has left: `wanted` and `available` say how many; nothing was changed."""
+
+    def __init__(self, message: str, wanted: int = 0, available: int = 0) -> None:
+        super().__init__(message)
+        self.wanted = wanted
+        self.available = available
 
 
 class RefusedError(AttnOpsError, NotImplementedError):

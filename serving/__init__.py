@@ -1,0 +1,6 @@
+"""What a served model needs around its attention: which pages of a KV cache hold which sequence."""
+
+from .page_pool import PagePool
+from .results import Growth, PageCounts, PrefixMatch
+
+__all__ = ["Growth", "PageCounts", "PagePool", "PrefixMatch"]

@@ -1,0 +1,41 @@
+"""What a caller gives a page pool, checked: counts and token ids."""
+
+from __future__ import annotations
+
+import operator
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import InputError, InputTypeError, a_type, shown
+
+__all__ = ["token_array", "whole_number"]
+
+
+def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """An integer of Python or NumPy from `least` to `most`. Errors: InputTypeError, InputError."""
+    if isinstance(value, bool):
+        raise InputTypeError(f"{name} is a bool; wanted an integer.")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InputTypeError(f"{name}={shown(value)} is {a_type(value)}; wanted an integer.") from None
+    if number < least or (most is not None and number > most):
+        wanted = f"{least} or more" if most is None else f"one of {least} to {most}"
+        raise InputError(f"{name}={shown(number)}; wanted {wanted}.")
+    return number
+
+
+def token_array(token_ids: Iterable[int]) -> array[int]:
+    """Token ids as 64-bit integers, from any iterable of integers. Errors: InputTypeError, InputError."""
+    if isinstance(token_ids, str | bytes | bytearray | memoryview | dict):
+        raise InputTypeError(f"token_ids is {a_type(token_ids)}; wanted integers, such as a tokenizer's ids.")
+    try:  # an array's list is made in one step; to go through a jax array one by one takes seconds
+        return array("q", token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids)
+    except OverflowError:
+        raise InputError(f"token_ids={shown(token_ids)}; wanted integers of 64 bits.") from None
+    except TypeError:
+        raise InputTypeError(
+            f"token_ids={shown(token_ids)} is {a_type(token_ids)}; wanted integers in one dimension. "
+            "Hint: one token is [token]; for tokens whose ids aren't known there is append_count."
+        ) from None

@@ -1,0 +1,278 @@
+"""A pool of pages: which pages of a paged KV cache hold which sequence. Plain Python on the host; the device only gets tables."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+
+from ..errors import CapacityError, InputError, InputTypeError, UnknownNameError, shown
+from .arguments import token_array, whole_number
+from .page_owners import PageOwners
+from .pool_check import check_pool
+from .prefix_index import PrefixIndex
+from .results import Growth, PageCounts, PrefixMatch
+from .sequence_state import SequenceState
+
+__all__ = ["PagePool"]
+
+_SLOTS = 2**31 - 1  # page ids, lengths and slots are int32 on devices
+
+
+class PagePool:
+    """Gives the pages of a paged KV cache to sequences, shares them where prefixes agree, and takes them back.
+
+    A sequence has an id of the caller's: anything hashable but None. It grows by `alloc` (room only) and `append` (tokens);
+    what the device has to do for it comes back as a Growth, to be carried out before the tokens are written, in the order
+    of the calls. Nobody writes into a page that another sequence has: the last page of forked sequences is copied for the one
+    that grows first. Sequences whose tokens the device has written are published; then `adopt` starts others on their
+    whole pages. Published pages of no sequence are kept until they are needed, and then go in the order in which they were left.
+
+    pages, page_size: how many pages of how many tokens. max_pages_per_sequence: the width of the page table, if it has one.
+    prefix_sharing=False: nothing is published or matched. scrub_on_free=True: pages that had an owner before are reported in
+    `to_scrub` when they get another.
+
+    A pool is for one cache of one model on one data-parallel shard. Page ids are local to it: a caller with several shards has
+    a pool for each and chooses the shard of each sequence. One thread at a time may use it.
+
+    A call that raises has changed nothing. Errors: CapacityError when too few pages are left; UnknownNameError for a sequence
+    that isn't here; InputError and InputTypeError for arguments.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        *,
+        max_pages_per_sequence: int | None = None,
+        prefix_sharing: bool = True,
+        scrub_on_free: bool = False,
+    ) -> None:
+        self.pages = whole_number("pages", pages, 1)
+        self.page_size = whole_number("page_size", page_size, 1)
+        if self.pages * self.page_size > _SLOTS:
+            raise InputError(
+                f"{shown(pages)} pages of {shown(page_size)} tokens; wanted at most 2**31 - 1 slots (int32)."
+            )
+        if max_pages_per_sequence is not None:
+            max_pages_per_sequence = whole_number("max_pages_per_sequence", max_pages_per_sequence, 1)
+        self.max_pages_per_sequence = max_pages_per_sequence
+        self.prefix_sharing = bool(prefix_sharing)
+        self.scrub_on_free = bool(scrub_on_free)
+        self._sequences: dict[Hashable, SequenceState] = {}
+        self._index = PrefixIndex(self.page_size)
+        self._owners = PageOwners(self.pages, self._index)
+
+    # -- sequences grow -----------------------------------------------------------------------------------------------
+
+    def alloc(self, sequence: Hashable, tokens: int) -> Growth:
+        """Give a sequence, here or new, pages for `tokens` more tokens; its length stays.
+
+        The next `tokens` tokens then need no page any more, unless the sequence is forked before.
+        """
+        tokens = whole_number("tokens", tokens, 0)
+        state = self._find(sequence) or SequenceState()
+        growth = self._grow(sequence, state, tokens)
+        self._sequences[sequence] = state
+        return growth
+
+    def append(self, sequence: Hashable, token_ids: Iterable[int]) -> Growth:
+        """Make a sequence longer by these tokens, with pages for them where it has none."""
+        state, ids = self._get(sequence), token_array(token_ids)
+        growth = self._grow(sequence, state, len(ids))
+        if self.prefix_sharing and len(state.tokens) == state.length:
+            state.tokens.extend(ids)
+        state.length += len(ids)
+        return growth
+
+    def append_count(self, sequence: Hashable, tokens: int) -> Growth:
+        """The same for so many tokens whose ids aren't known; pages from there on are never shared by prefix."""
+        state, tokens = self._get(sequence), whole_number("tokens", tokens, 0)
+        growth = self._grow(sequence, state, tokens)
+        state.length += tokens
+        return growth
+
+    def truncate(self, sequence: Hashable, length: int) -> None:
+        """Cut a sequence to its first `length` tokens, as after refused guesses; pages beyond them are given back."""
+        state = self._get(sequence)
+        state.length = length = whole_number("length", length, 0, state.length)
+        keep = -(-length // self.page_size)
+        self._owners.release(state.pages[keep:])
+        del state.pages[keep:], state.tokens[length:], state.keys[length // self.page_size :]
+
+    def fork(self, parent: Hashable, child: Hashable) -> None:
+        """Start `child` with all tokens of `parent`, on the same pages. Room without tokens stays with the parent."""
+        state = self._get(parent)
+        self._must_be_new(child)
+        new = state.copy(-(-state.length // self.page_size))
+        self._owners.retain(new.pages)
+        self._sequences[child] = new
+
+    def free(self, sequence: Hashable) -> None:
+        """Give back all pages of a sequence and forget it."""
+        pages = self._get(sequence).pages
+        del self._sequences[sequence]
+        self._owners.release(pages)
+
+    # -- prefixes -----------------------------------------------------------------------------------------------------
+
+    def publish(self, sequence: Hashable) -> None:
+        """Let others find this sequence's whole pages from now on: the device has written all its tokens.
+
+        It is a step of its own because sequences of one step may run in any order: one must not read what another one is about
+        to write.
+        """
+        state = self._get(sequence)
+        if self.prefix_sharing:
+            self._index.publish(state.tokens, state.keys, state.pages)
+
+    def match(self, token_ids: Iterable[int]) -> PrefixMatch:
+        """The longest published prefix of these tokens, in whole pages. Nothing changes, and nothing is kept for the caller."""
+        _, pages = self._index.walk(token_array(token_ids))
+        return PrefixMatch(len(pages) * self.page_size, tuple(pages))
+
+    def adopt(self, sequence: Hashable, token_ids: Iterable[int], tokens: int = 0) -> Growth:
+        """Start a sequence on the longest published prefix of these tokens, with pages for `tokens` more beyond it.
+
+        `matched` in the result says how long the sequence is now. Leave out a prompt's last token, as its query has to run.
+        """
+        ids, tokens = token_array(token_ids), whole_number("tokens", tokens, 0)
+        self._must_be_new(sequence)
+        keys, pages = self._index.walk(ids)
+        matched = len(pages) * self.page_size
+        state = SequenceState(matched, array("i", pages), ids[:matched], keys)
+        growth = self._grow(sequence, state, tokens, adopted=pages)
+        self._sequences[sequence] = state
+        return growth._replace(matched=matched)
+
+    # -- for the device -----------------------------------------------------------------------------------------------
+
+    def page_table(self, sequences: Sequence[Hashable | None], width: int | None = None) -> np.ndarray:
+        """int32 [sequences, width]: the pages of each sequence, then the id `pages`, which doesn't exist.
+
+        Scatters drop what goes to that id. A row is empty where None stands for a sequence. `width` is
+        max_pages_per_sequence unless given.
+        """
+        if width is None and self.max_pages_per_sequence is None:
+            raise InputError("page_table has no width. Hint: give width=, or the pool max_pages_per_sequence=.")
+        width = whole_number("width", self.max_pages_per_sequence if width is None else width, 0)
+        states = [None if sequence is None else self._get(sequence) for sequence in sequences]
+        for sequence, state in zip(sequences, states, strict=True):
+            if state is not None and len(state.pages) > width:
+                raise InputError(
+                    f"sequence {shown(sequence)} has {len(state.pages)} pages; the table's width is {width}. "
+                    f"Hint: width={len(state.pages)}, or max_pages_per_sequence={width} for the pool."
+                )
+        table = np.full((len(states), width), self.pages, np.int32)
+        for row, state in zip(table, states, strict=True):
+            if state is not None:
+                row[: len(state.pages)] = state.pages
+        return table
+
+    def kv_lens(self, sequences: Sequence[Hashable | None]) -> np.ndarray:
+        """int32 [sequences]: how many tokens each has, those just appended included; 0 where None stands for a sequence."""
+        return np.array([0 if s is None else self._get(s).length for s in sequences], np.int32)
+
+    # -- what is where ------------------------------------------------------------------------------------------------
+
+    def __contains__(self, sequence: object) -> bool:
+        return sequence in self._sequences
+
+    def __len__(self) -> int:
+        """How many sequences there are."""
+        return len(self._sequences)
+
+    def __repr__(self) -> str:
+        owners = self._owners
+        counts = f"{len(owners.references)} used, {owners.free} free, {len(self._index.unused)} cached"
+        return f"PagePool({self.pages} pages of {self.page_size}: {counts}; {len(self)} sequences)"
+
+    @property
+    def available(self) -> int:
+        """How many pages can be given away: free and cached ones."""
+        return self._owners.available
+
+    def pages_of(self, sequence: Hashable) -> tuple[int, ...]:
+        """The pages of a sequence in the order of its tokens."""
+        return tuple(self._get(sequence).pages)
+
+    def counts(self) -> PageCounts:
+        """How many pages are used, free and cached, and how many slots of used ones are empty. Goes through all tables."""
+        filled: dict[int, int] = {}
+        for state in self._sequences.values():
+            whole, rest = divmod(state.length, self.page_size)
+            filled.update(dict.fromkeys(state.pages[:whole], self.page_size))
+            if rest:
+                filled[state.pages[whole]] = max(rest, filled.get(state.pages[whole], 0))
+        used = len(self._owners.references)
+        padding = used * self.page_size - sum(filled.values())
+        return PageCounts(used, self._owners.free, len(self._index.unused), padding)
+
+    def check(self) -> None:
+        """Prove that no page leaks or is shared wrongly. Errors: AttnOpsError, which says what is wrong with which page."""
+        check_pool(self._owners, self._sequences)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _find(self, sequence: Hashable) -> SequenceState | None:
+        if sequence is None:
+            raise InputTypeError("a sequence's id is None; wanted anything else: None is an empty row of a page table.")
+        try:
+            return self._sequences.get(sequence)
+        except TypeError:
+            raise InputTypeError(
+                f"sequence {shown(sequence)} isn't hashable; wanted an id such as an int or a str."
+            ) from None
+
+    def _get(self, sequence: Hashable) -> SequenceState:
+        state = self._find(sequence)
+        if state is None:
+            raise UnknownNameError(
+                f"no sequence {shown(sequence)} is in the pool ({len(self)} are). "
+                "Hint: alloc, adopt or fork starts one; free forgets it, so it is freed once."
+            )
+        return state
+
+    def _must_be_new(self, sequence: Hashable) -> None:
+        if self._find(sequence) is not None:
+            raise InputError(
+                f"sequence {shown(sequence)} is in the pool already; wanted a new id. Hint: free it first."
+            )
+
+    def _grow(self, sequence: Hashable, state: SequenceState, tokens: int, adopted: Sequence[int] = ()) -> Growth:
+        """Pages for more tokens, or an error before anything is changed; `adopted` are the state's pages, not yet counted."""
+        owners = self._owners
+        inside, offset = divmod(state.length, self.page_size)
+        last = state.pages[inside] if offset and tokens else None  # what is about to be written, beside new pages
+        copied = last is not None and owners.references[last] > 1
+        reached = -(-(state.length + tokens) // self.page_size)
+        if self.max_pages_per_sequence is not None and reached > self.max_pages_per_sequence:
+            raise InputError(
+                f"sequence {shown(sequence)} of {state.length} tokens would get {tokens} more, on {reached} pages; "
+                f"max_pages_per_sequence is {self.max_pages_per_sequence}. Hint: end the sequence, or declare a wider table."
+            )
+        wanted = max(0, reached - len(state.pages)) + copied
+        available = owners.available - sum(page not in owners.references for page in adopted)
+        if wanted > available:
+            raise CapacityError(
+                f"sequence {shown(sequence)} wants {wanted} {'page' if wanted == 1 else 'pages'} for {tokens} more tokens; "
+                f"{available} of {self.pages} can be had, and {self.pages - available} are in use. "
+                "Hint: free a sequence, or make the pool larger.",
+                wanted,
+                available,
+            )
+        owners.retain(adopted)
+        taken = [owners.take() for _ in range(wanted)]
+        new = [page for page, _ in taken]
+        copies: tuple[tuple[int, int], ...] = ()
+        if last is not None and copied:
+            copies = ((last, new[0]),)
+            owners.release([last])
+            state.pages[inside] = new[0]
+        elif last is not None:
+            self._index.withdraw(last)
+        state.pages.extend(new[copied:])
+        # A copy overwrites its whole page, so that one needs no zeros.
+        scrub = tuple(page for page, old in taken[copied:] if old) if self.scrub_on_free else ()
+        return Growth(tuple(new), copies, scrub)

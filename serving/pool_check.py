@@ -1,0 +1,105 @@
+"""The proof that a page pool's books are right: no page leaks, none is shared wrongly, every prefix is what it says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+
+from ..errors import AttnOpsError, shown
+from .page_owners import PageOwners
+from .prefix_index import PrefixIndex, chain_key
+from .sequence_state import SequenceState
+
+__all__ = ["check_pool"]
+
+
+def check_pool(owners: PageOwners, sequences: Mapping[Hashable, SequenceState]) -> None:
+    """Raise an AttnOpsError that names the page or the sequence, unless all books agree."""
+    index, tables = owners.index, Counter[int]()
+    for name, state in sequences.items():
+        _check_sequence(name, state, owners.pages, index.page_size)
+        tables.update(state.pages)
+    _check_places(owners, tables)
+    _check_index(index)
+    for name, state in sequences.items():
+        _check_contents(name, state, tables, index)
+
+
+def _must(holds: bool, what: str) -> None:
+    if not holds:
+        raise AttnOpsError(
+            f"the page pool contradicts itself: {what}. This is a bug in attnops, or its insides were changed."
+        )
+
+
+def _check_sequence(name: Hashable, state: SequenceState, pages: int, size: int) -> None:
+    """Pages exist, stand once in the table, and are enough."""
+    for page in state.pages:
+        _must(0 <= page < pages, f"sequence {shown(name)} has page {page} of {pages}")
+    for page, count in Counter(state.pages).items():
+        _must(count == 1, f"sequence {shown(name)} has page {page} {count} times")
+    room = len(state.pages) * size
+    _must(0 <= state.length <= room, f"sequence {shown(name)} has {state.length} tokens in {room} slots")
+    known = len(state.tokens)
+    _must(known <= state.length, f"sequence {shown(name)} has {state.length} tokens and {known} token ids")
+    _must(len(state.keys) <= known // size, f"sequence {shown(name)} has {len(state.keys)} keys for {known} token ids")
+
+
+def _check_places(owners: PageOwners, tables: Counter[int]) -> None:
+    """Counts are those of the tables, and each page is in one place: used, free or cached."""
+    pages, references, index = owners.pages, owners.references, owners.index
+    free = [*range(owners.next_new, pages), *owners.returned]
+    for page in references.keys() | tables.keys():
+        counted = references.get(page, 0)
+        _must(counted == tables[page], f"page {page} has {counted} references and is in {tables[page]} tables")
+    for page, count in Counter(free).items():
+        _must(count == 1, f"page {page} is free {count} times")
+        _must(page not in references, f"page {page} is both free and used")
+        _must(page not in index.unused, f"page {page} is both free and cached")
+        _must(page not in index.content, f"page {page} is free and still found by its prefix")
+    for page in index.unused:
+        _must(page not in references, f"page {page} is both cached and used")
+        _must(page in index.content, f"page {page} is cached, but no prefix leads to it")
+    for page in index.content:
+        _must(
+            page in references or page in index.unused,
+            f"page {page} is found by its prefix, but neither cached nor used",
+        )
+    places = free, index.unused, references
+    missing = sorted(set(range(pages)).difference(*places))
+    _must(not missing, f"pages {shown(missing)} are neither free nor cached nor used")
+    total = sum(map(len, places))
+    _must(total == pages, f"free, cached and used pages are {total} in all, of {pages}")
+
+
+def _check_index(index: PrefixIndex) -> None:
+    """Every cached prefix page has the key of what it holds, and that key leads to it."""
+    for page, content in index.content.items():
+        wanted = 8 * index.page_size
+        _must(
+            len(content.tokens) == wanted,
+            f"cached page {page} isn't whole: {len(content.tokens)} of {wanted} bytes of ids",
+        )
+        right = content.key == chain_key(content.before, content.tokens)
+        _must(right, f"cached page {page} has a key that isn't the one of its tokens after its prefix")
+        _must(index.page_of.get(content.key) == page, f"the key of cached page {page} doesn't lead to it")
+    for page in index.page_of.values():
+        _must(page in index.content, f"a key leads to page {page}, whose content isn't known")
+
+
+def _check_contents(name: Hashable, state: SequenceState, tables: Counter[int], index: PrefixIndex) -> None:
+    """The keys of a sequence are those of its tokens, its cached pages hold its tokens, and its room is its own."""
+    size, before = index.page_size, b""
+    for number, page in enumerate(state.pages):
+        own = state.tokens[number * size : (number + 1) * size].tobytes()
+        content = index.content.get(page)
+        if content is not None:
+            same = content.tokens.startswith(own) and content.before == before
+            _must(same, f"cached page {page} holds other tokens than sequence {shown(name)}, which has it")
+        if number * size >= state.length:
+            many = f"page {page} is room of sequence {shown(name)} and has {tables[page]} owners"
+            _must(tables[page] == 1, f"{many}; what may be written has one")
+            _must(content is None, f"page {page} is room of sequence {shown(name)} and found by a prefix")
+        before = chain_key(before, own) if len(own) == 8 * size else b"-"
+        if number < len(state.keys):
+            _must(state.keys[number] == before, f"key {number} of sequence {shown(name)} isn't the one of its tokens")

@@ -1,0 +1,82 @@
+"""Which page holds which tokens after which prefix, and which of those pages nobody uses, oldest first."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from hashlib import blake2b
+from typing import NamedTuple
+
+__all__ = ["Content", "PrefixIndex", "chain_key"]
+
+_ROOT = b""
+
+
+class Content(NamedTuple):
+    """What a page holds: its key, the key of the page before it (empty for the first), and its own tokens."""
+
+    key: bytes
+    before: bytes
+    tokens: bytes
+
+
+def chain_key(before: bytes, tokens: bytes) -> bytes:
+    """The key of a page: of its tokens and, through the key of the page before it, of all tokens before them.
+
+    256 bits, because two prefixes of one key would read each other's cache.
+    """
+    return blake2b(before + tokens, digest_size=32).digest()
+
+
+class PrefixIndex:
+    """Pages whose contents can be found by their tokens.
+
+    `unused` are those of no sequence, the one that was left first at the front; `evict` takes it.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.page_of: dict[bytes, int] = {}
+        self.content: dict[int, Content] = {}
+        self.unused: OrderedDict[int, None] = OrderedDict()
+
+    def walk(self, tokens: array[int]) -> tuple[list[bytes], list[int]]:
+        """Keys and pages of the longest prefix of whole pages that is here."""
+        keys: list[bytes] = []
+        pages: list[int] = []
+        size, before = self.page_size, _ROOT
+        for start in range(0, len(tokens) - size + 1, size):
+            before = chain_key(before, tokens[start : start + size].tobytes())
+            page = self.page_of.get(before)
+            if page is None:
+                break
+            keys.append(before)
+            pages.append(page)
+        return keys, pages
+
+    def publish(self, tokens: array[int], keys: list[bytes], pages: array[int]) -> None:
+        """Let whole pages of `tokens` be found from now on; `keys` has those of the first pages and gets the others.
+
+        Where another page holds the same, that one stays the one that is found.
+        """
+        size = self.page_size
+        for number in range(len(keys), len(tokens) // size):
+            before = keys[-1] if keys else _ROOT
+            own = tokens[number * size : (number + 1) * size].tobytes()
+            key = chain_key(before, own)
+            keys.append(key)
+            if key not in self.page_of:
+                self.page_of[key] = pages[number]
+                self.content[pages[number]] = Content(key, before, own)
+
+    def withdraw(self, page: int) -> None:
+        """Let a page be found no more, if it could be: it is about to be written."""
+        content = self.content.pop(page, None)
+        if content is not None:
+            del self.page_of[content.key]
+
+    def evict(self) -> int:
+        """Take the page that has been unused for longest, and forget what it holds."""
+        page, _ = self.unused.popitem(last=False)
+        self.withdraw(page)
+        return page

@@ -1,0 +1,26 @@
+"""What a page pool keeps of one sequence."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+__all__ = ["SequenceState"]
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """Pages, and what of their contents is known.
+
+    `pages` may reach beyond `length`: what alloc has given and no token fills yet. `tokens` has the ids of the first tokens,
+    as far as they are known; `keys` the prefix keys of the first whole pages, as far as they were published or matched.
+    """
+
+    length: int = 0
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    keys: list[bytes] = field(default_factory=list)
+
+    def copy(self, pages: int) -> SequenceState:
+        """The same tokens on the first `pages` pages."""
+        return SequenceState(self.length, self.pages[:pages], self.tokens[:], self.keys[:])
