@@ -7,11 +7,12 @@ import functools
 import importlib.metadata
 import inspect
 import threading
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, Unpack
 
 import jax
 
 from ..errors import AttnOpsError, ConfigError, UnknownNameError, a_type, nearest, shown
+from ..planning.call_arguments import CallArguments, CallArray
 from ..planning.config import OperationConfig
 from ..planning.plan import Plan
 
@@ -41,11 +42,11 @@ class AttentionOperation(Protocol):
     @property
     def metadata(self) -> Any: ...
 
-    def __call__(self, query: Any, key: Any, value: Any, **call: Any) -> Output: ...
+    def __call__(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]) -> Output: ...
 
-    def plan(self, query: Any, key: Any, value: Any, **call: Any) -> Plan: ...
+    def plan(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]) -> Plan: ...
 
-    def explain(self, query: Any, key: Any, value: Any, **call: Any) -> str: ...
+    def explain(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]) -> str: ...
 
 
 class OperationRegistry:
