@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .cpu_tuning import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, product
+from .cpu_tuning import LN2, LOG2E, as_bits, compute_dtype, exp2, few_rows_product, from_bits, product
 from .primitives import where
 
 __all__ = ["Batch", "PagedOperands", "PagedStatic", "Sums", "Tiles", "batch_of", "fetch", "finish"]
@@ -88,11 +88,11 @@ def fetch(pages: jax.Array, ids: jax.Array, platform: str, dtype: Any) -> jax.Ar
     it, it would be a copy of the whole cache.
     """
     pages, ids = lax.optimization_barrier((pages, ids))
-    whole = as_bits(pages, platform)[ids]
+    whole = (as_bits(pages, platform) if dtype == pages.dtype else pages).at[ids].get(mode="promise_in_bounds")
     first = ids.ndim - 1
     whole = whole.transpose(*range(first), first + 2, first, first + 1, first + 3)
     part = whole.reshape(*ids.shape[:-1], pages.shape[2], -1, pages.shape[3])
-    return from_bits(part, pages.dtype).astype(dtype)
+    return (part if part.dtype == pages.dtype else from_bits(part, pages.dtype)).astype(dtype)
 
 
 class Tiles:
@@ -101,8 +101,8 @@ class Tiles:
     Rows stand as [..., kv heads, queries * group, dim]; leading dimensions are those of the ids.
     """
 
-    def __init__(self, static: PagedStatic, operands: PagedOperands) -> None:
-        self.static, self.operands = static, operands
+    def __init__(self, static: PagedStatic, operands: PagedOperands, *, few_rows: bool) -> None:
+        self.static, self.operands, self.few_rows = static, operands, few_rows
         self.pages, self.page, self.kv_heads, self.dim = operands.key_pages.shape
         self.value_dim = operands.value_pages.shape[-1]
         self.group = operands.query.shape[1] // self.kv_heads
@@ -113,6 +113,8 @@ class Tiles:
             if pages.dtype.itemsize > 1:
                 wide = jnp.promote_types(wide, pages.dtype)
         self.dtype = compute_dtype(wide, np.dtype(np.float32), static.platform)
+        if few_rows and static.platform == "cpu":  # products of 3 or 4 rows: bfloat16 ones take 1.5 times as long
+            self.dtype = np.dtype(np.float32)
 
     def rows_of(self, query: jax.Array) -> jax.Array:
         """[..., queries, heads, dim] as rows."""
@@ -174,7 +176,10 @@ class Tiles:
         """Float32 [..., kv heads, rows, keys] in base 2, -inf where not seen."""
         static, operands = self.static, self.operands
         keys = fetch(operands.key_pages, ids, static.platform, self.dtype)
-        x = product("...nx,...sx->...ns", rows, keys, np.dtype(np.float32))
+        if self.few_rows:
+            x = few_rows_product(rows, keys, np.dtype(np.float32), static.platform)
+        else:
+            x = product("...nx,...sx->...ns", rows, keys, np.dtype(np.float32))
         if operands.key_scale is not None:
             x = x * self._scale(operands.key_scale, ids)
         if static.soft_cap is None:
@@ -195,7 +200,7 @@ class Tiles:
         return product("...ns,...sx->...nx", weights.astype(self.dtype), values, np.dtype(np.float32))
 
     def exp2(self, x: jax.Array) -> jax.Array:
-        return exp2(x, self.static.platform, accurate=self.dtype.itemsize >= 4)
+        return exp2(x, self.static.platform, accurate=self.operands.query.dtype.itemsize >= 4)
 
     def _scale(self, scale: jax.Array, ids: jax.Array) -> jax.Array:
         """As it multiplies logits: [kv heads, 1, 1] or [..., kv heads, 1, keys]."""
