@@ -61,7 +61,13 @@ def paged_reference(
         if right is not None:
             mask &= col <= row + right
         made = reference_attention(
-            query[None, rows], key[None], value[None], scale=softmax_scale, mask=mask, soft_cap=logits_soft_cap, sinks=sinks
+            query[None, rows],
+            key[None],
+            value[None],
+            scale=softmax_scale,
+            mask=mask,
+            soft_cap=logits_soft_cap,
+            sinks=sinks,
         )
         output[rows], lse[rows] = made.output[0], made.lse[0].T
         sizes[rows] = output_size(made.weights, value[None])[0]
@@ -73,10 +79,12 @@ def _tokens(pages: np.ndarray, scale: np.ndarray | float | None, table: np.ndarr
     page = pages.shape[1]
     places = np.arange(length)
     ids = np.asarray(table)[places // page]
-    if length and not (0 <= ids.min() and ids.max() < len(pages)):
+    if length and not (ids.min() >= 0 and ids.max() < len(pages)):
         raise IndexError(f"page ids {ids.min()} to {ids.max()} among the sequence's keys; wanted 0 to {len(pages) - 1}")
     whole = np.asarray(pages)[ids, places % page].astype(np.float64)
     if scale is None:
         return whole
     scale = np.asarray(scale, np.float64)
-    return whole * (scale[ids, places % page] if scale.ndim == 3 else np.broadcast_to(scale, pages.shape[2:3]))[..., None]
+    return (
+        whole * (scale[ids, places % page] if scale.ndim == 3 else np.broadcast_to(scale, pages.shape[2:3]))[..., None]
+    )

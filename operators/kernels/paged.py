@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from ...errors import InputError
-from .paged_checks import check_operands, check_window
+from .paged_checks import check_numbers, check_operands, check_window, int32
 from .paged_chunks import attend_chunks
 from .paged_decode import attend_decode
 from .paged_step import Batch, PagedOperands, PagedStatic, batch_of
@@ -37,14 +37,14 @@ def paged_attention(
     cu_q_lens: Int[Array, " sequences_and_one"],
     kv_lens: Int[Array, " sequences"],
     page_table: Int[Array, "sequences width"],
-    num_seqs: Int[Array, "..."] | int,
+    num_seqs: Int[Array, ...] | int,
     softmax_scale: float,
     causal: bool = True,
     sliding_window: tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
-    key_scale: Float[Array, "..."] | float | None = None,
-    value_scale: Float[Array, "..."] | float | None = None,
+    key_scale: Float[Array, ...] | float | None = None,
+    value_scale: Float[Array, ...] | float | None = None,
     max_q_len: int | None = None,
     platform: str | None = None,
     pages_a_block: int | None = None,
@@ -63,12 +63,16 @@ def paged_attention(
     one number, [kv_heads], or [pages, page, kv_heads]. `max_q_len`: no sequence has more queries in this batch; rows beyond it
     aren't attended to and are 0. None: any. The sizes at the end are for tuning; `platform` is jax's default backend.
     """
-    as_int = lambda x: jnp.asarray(x).astype(np.int32)  # noqa: E731
+    sizes = {"max_q_len": max_q_len, "pages_a_block": pages_a_block, "pairs": pairs, "block_q": block_q}
+    check_numbers(softmax_scale, logits_soft_cap, sizes)
+    numbers = {"cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "page_table": page_table, "num_seqs": num_seqs}
     operands = PagedOperands(
-        query, key_pages, value_pages, as_int(cu_q_lens), as_int(kv_lens), as_int(page_table),
-        as_int(num_seqs).reshape(()), sinks, *(None if x is None else jnp.asarray(x) for x in (key_scale, value_scale)),
-    )  # fmt: skip
+        *map(jnp.asarray, (query, key_pages, value_pages)),
+        *(int32(name, x) for name, x in numbers.items()),
+        *(None if x is None else jnp.asarray(x) for x in (sinks, key_scale, value_scale)),
+    )
     check_operands(operands)
+    operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
     left, right = check_window(sliding_window)
     chosen = _sizes(operands)
     static = PagedStatic(
@@ -106,7 +110,9 @@ def _attend(static: PagedStatic, operands: PagedOperands) -> tuple[jax.Array, ja
     pick = lambda x, at: x.at[seq, jnp.minimum(row, at - 1)].get(mode="promise_in_bounds")  # noqa: E731
     if static.max_q_len is not None:
         mine = batch.q_lens > 0
-        output, lse = (pick(x, static.max_q_len) for x in attend_decode(static, operands, batch, mine, static.max_q_len))
+        output, lse = (
+            pick(x, static.max_q_len) for x in attend_decode(static, operands, batch, mine, static.max_q_len)
+        )
         attended = real & (row < static.max_q_len)
     else:
         decoding = batch.q_lens == 1
@@ -132,7 +138,9 @@ def _places(operands: PagedOperands, batch: Batch) -> tuple[jax.Array, jax.Array
     """Of each row of the query: (its sequence, its place there, whether it has one)."""
     tokens, sequences = operands.query.shape[0], operands.kv_lens.shape[0]
     token = jnp.arange(tokens, dtype=np.int32)
-    ends = jnp.where(jnp.arange(sequences) < operands.num_seqs, batch.starts + batch.q_lens, np.int32(tokens))
+    ends = jnp.where(
+        jnp.arange(sequences, dtype=np.int32) < operands.num_seqs, batch.starts + batch.q_lens, np.int32(tokens)
+    )
     seq = jnp.minimum(jnp.sum(ends[None, :] <= token[:, None], axis=1, dtype=np.int32), sequences - 1)
     row = token - batch.starts.at[seq].get(mode="promise_in_bounds")
     real = (row >= 0) & (row < batch.q_lens.at[seq].get(mode="promise_in_bounds"))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ...errors import InputError, InputTypeError, shown
 from .paged_step import PagedOperands
 
-__all__ = ["check_operands", "check_window"]
+__all__ = ["check_numbers", "check_operands", "check_window", "int32"]
 
 _QUERIES = ("float16", "bfloat16", "float32")
 _QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -28,18 +33,46 @@ def check_operands(operands: PagedOperands) -> None:
         raise InputError(f"query has dim {query.shape[2]} and key_pages {key.shape[3]}; wanted one dim for both.")
     heads, kv_heads = query.shape[1], key.shape[2]
     if heads % kv_heads:
-        raise InputError(f"{heads} query heads on {kv_heads} kv heads; wanted a multiple: head h reads kv head h // group.")
+        raise InputError(
+            f"{heads} query heads on {kv_heads} kv heads; wanted a multiple: head h reads kv head h // group."
+        )
     if str(query.dtype) not in _QUERIES:
         raise InputTypeError(f"query is {query.dtype}; wanted one of {', '.join(_QUERIES)}: cast it.")
     for name, pages in (("key_pages", key), ("value_pages", value)):
         if str(pages.dtype) not in (*_QUERIES, *_QUANTISED):
             wanted = ", ".join((*_QUERIES, *_QUANTISED))
-            raise InputTypeError(f"{name} is {pages.dtype}; wanted one of {wanted}: allocate the cache in one of these.")
+            raise InputTypeError(
+                f"{name} is {pages.dtype}; wanted one of {wanted}: allocate the cache in one of these."
+            )
     _check_batch(operands)
     if operands.sinks is not None and operands.sinks.shape != (heads,):
-        raise InputError(f"sinks has the shape {operands.sinks.shape}; wanted [heads] = ({heads},): join several by logsumexp.")
+        raise InputError(
+            f"sinks has the shape {operands.sinks.shape}; wanted [heads] = ({heads},): join several by logsumexp."
+        )
     _check_scale("key", key, operands.key_scale)
     _check_scale("value", value, operands.value_scale)
+
+
+def check_numbers(softmax_scale: object, soft_cap: object, sizes: Mapping[str, object]) -> None:
+    """Of the options that are Python numbers; `sizes`: None or whole numbers from 1 on, by name."""
+    for name, x in (("softmax_scale", softmax_scale), ("logits_soft_cap", soft_cap)):
+        if isinstance(x, bool) or not isinstance(x, int | float | None):
+            raise InputTypeError(f"{name}={shown(x)}; wanted a Python number: it is part of what is compiled.")
+    if softmax_scale is None:
+        raise InputTypeError("softmax_scale=None; wanted a Python number, such as dim ** -0.5.")
+    if isinstance(soft_cap, int | float) and not soft_cap > 0:
+        raise InputError(f"logits_soft_cap={shown(soft_cap)}; wanted a number above 0, or None for no cap.")
+    for name, size in sizes.items():
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise InputError(f"{name}={shown(size)}; wanted a whole number from 1 on, or None.")
+
+
+def int32(name: str, x: Any) -> jax.Array:
+    """An array of lengths or ids, as devices count."""
+    dtype = jnp.result_type(x)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise InputTypeError(f"{name} is {dtype}; wanted int32: lengths and ids are whole numbers.")
+    return jnp.asarray(x).astype(np.int32)
 
 
 def check_window(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
@@ -55,8 +88,8 @@ def check_window(window: tuple[int | None, int | None] | None) -> tuple[int | No
     return ends[0], ends[1]
 
 
-def _rank(name: str, x: object, rank: int, wanted: str) -> None:
-    shape = jnp.shape(x)
+def _rank(name: str, x: jax.Array, rank: int, wanted: str) -> None:
+    shape = x.shape
     if len(shape) != rank or 0 in shape:
         raise InputError(f"{name} has the shape {shape}; wanted {wanted}, each at least 1.")
 
@@ -69,6 +102,9 @@ def _check_batch(operands: PagedOperands) -> None:
     if len(table) != 2 or table[0] != sequences or not table[1]:
         raise InputError(f"page_table has the shape {table}; wanted [{sequences}, width], a row for each of kv_lens.")
 
+    if operands.num_seqs.size != 1:
+        raise InputError(f"num_seqs has the shape {operands.num_seqs.shape}; wanted one number, () or (1,).")
+
 
 def _one(shape: tuple[int, ...], name: str) -> tuple[int]:
     if len(shape) != 1 or not shape[0]:
@@ -76,14 +112,16 @@ def _one(shape: tuple[int, ...], name: str) -> tuple[int]:
     return (shape[0],)
 
 
-def _check_scale(name: str, pages: object, scale: object) -> None:
-    shape, quantised = jnp.shape(pages), str(jnp.result_type(pages)) in _QUANTISED
+def _check_scale(name: str, pages: jax.Array, scale: jax.Array | None) -> None:
+    shape, quantised = pages.shape, str(pages.dtype) in _QUANTISED
     if scale is None:
-        if str(jnp.result_type(pages)) == "int8":
-            raise InputError(f"{name}_pages is int8 and {name}_scale is missing; wanted a number, [kv_heads] or one a token.")
+        if pages.dtype == jnp.int8:
+            raise InputError(
+                f"{name}_pages is int8 and {name}_scale is missing; wanted a number, [kv_heads] or one a token."
+            )
         return
     if not quantised:
-        raise InputError(f"{name}_scale was given for {name}_pages of {jnp.result_type(pages)}; wanted none, or quantised pages.")
+        raise InputError(f"{name}_scale was given for {name}_pages of {pages.dtype}; wanted none, or quantised pages.")
     wanted = ((), shape[2:3], shape[:3])
-    if jnp.shape(scale) not in wanted:
-        raise InputError(f"{name}_scale has the shape {jnp.shape(scale)}; wanted (), {wanted[1]} or {wanted[2]}.")
+    if scale.shape not in wanted:
+        raise InputError(f"{name}_scale has the shape {scale.shape}; wanted (), {wanted[1]} or {wanted[2]}.")

@@ -30,7 +30,7 @@ class DecodePairs(NamedTuple):
     begin: jax.Array  # of a sequence's pairs
     end: jax.Array
     rank: jax.Array  # a sequence's place among those that have pairs
-    count: jax.Array
+    total: jax.Array
 
 
 def decode_pairs(tiles: Tiles, batch: Batch, wanted: jax.Array) -> DecodePairs:
@@ -63,12 +63,12 @@ def attend_decode(
 
     def step(n: Any, carry: Sums) -> Sums:
         number = n * np.int32(pair_count) + jnp.arange(pair_count, dtype=np.int32)
-        real = number < pairs.count
+        real = number < pairs.total
         seq = jnp.sum(pairs.end[None, :] <= number[:, None], axis=1, dtype=np.int32)
-        last = jnp.sum(pairs.end < pairs.count, dtype=np.int32)  # what a pair beyond the end stands for, masked
+        last = jnp.sum(pairs.end < pairs.total, dtype=np.int32)  # what a pair beyond the end stands for, masked
         seq = jnp.where(real, seq, last)
         of = lambda x: x.at[seq].get(mode="promise_in_bounds")  # noqa: E731
-        number = jnp.where(real, number, pairs.count - 1)
+        number = jnp.where(real, number, pairs.total - 1)
         first = of(pairs.first_page) + (number - of(pairs.begin)) * size
         ids, live = tiles.slots(seq, first, of(pairs.end_page))
         kv_len, rows_len = of(batch.kv_lens), of(batch.q_lens)
@@ -90,7 +90,7 @@ def attend_decode(
         window = Sums(acc, peak, total)
         return jax.tree.map(lambda c, part: put(c, part, (rank[0], *[0] * (c.ndim - 1))), carry, window)
 
-    trips = lax.div(pairs.count + np.int32(pair_count - 1), np.int32(pair_count))
+    trips = lax.div(pairs.total + np.int32(pair_count - 1), np.int32(pair_count))
     sums = loop(0, trips, step, jax.tree.map(lambda x: vary(x, axes), start))
     alive = pairs.end > pairs.begin
     mine = Sums(*(x.at[jnp.maximum(pairs.rank, 0)].get(mode="promise_in_bounds") for x in sums))
