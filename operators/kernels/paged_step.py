@@ -147,14 +147,14 @@ class Tiles:
     def slots(self, seq: jax.Array, first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(ids, live), both [..., n], of n pages of sequences `seq` from `first` on.
 
-        A slot that isn't live, beyond `end` or with an id that is out of range, gets the id of its block's first page: nothing
-        else is read for it.
+        A slot that isn't live, beyond `end` or with an id that is out of range, gets the id of one that is: nothing else is read
+        for it.
         """
         at = first[..., None] + jnp.arange(self.static.pages_a_block, dtype=np.int32)
         table = self.operands.page_table
         ids = table.at[seq[..., None], jnp.minimum(at, self.width - 1)].get(mode="promise_in_bounds")
         live = (at < end[..., None]) & (ids >= 0) & (ids < self.pages)
-        own = jnp.clip(ids[..., :1], 0, self.pages - 1)
+        own = jnp.where(live, ids, 0).max(axis=-1, keepdims=True)
         return jnp.where(live, ids, own), live
 
     def seen(self, first: jax.Array, live: jax.Array, positions: jax.Array, kv_len: jax.Array) -> jax.Array:
