@@ -24,7 +24,7 @@ from .varying import alike
 __all__ = ["paged_attention"]
 
 _KEYS = 256  # of a block of pages: within 10 % of the best in most cases
-_STEP_BYTES = 2**19  # of keys, in float32, that a decode step fetches: still in a cache when they are multiplied
+_STEP_BYTES = 2**20  # of keys, in float32, that a decode step fetches: still in a cache when they are multiplied
 _ROWS = 256  # of one kv head in a block of queries
 _MOST_PAIRS = 8
 
@@ -96,10 +96,14 @@ def _sizes(operands: PagedOperands) -> tuple[int, int, int]:
     sequences, width = operands.page_table.shape
     pages = min(max(1, _KEYS // page), width)
     step = 4 * pages * page * kv_heads * dim
-    pairs = min(max(1, _STEP_BYTES // step), sequences, _MOST_PAIRS)
-    rows = max(8, _ROWS * kv_heads // operands.query.shape[1])
-    rows = 1 << (rows.bit_length() - 1)
-    return pages, pairs, min(rows, max(1, operands.query.shape[0]))
+    pairs = min(_power_of_two(max(1, _STEP_BYTES // step)), sequences, _MOST_PAIRS)
+    rows = _power_of_two(max(8, _ROWS * kv_heads // operands.query.shape[1]))
+    return pages, pairs, min(rows, operands.query.shape[0])
+
+
+def _power_of_two(n: int) -> int:
+    """The greatest that is no more than n: batches are powers of two more often than not, and divide by it."""
+    return 1 << (n.bit_length() - 1)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
