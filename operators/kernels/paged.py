@@ -1,0 +1,151 @@
+"""Attention of a ragged batch, prefill chunks and decoding rows, against keys and values that lie in pages; on plain XLA.
+
+Only live pages are read: those that hold keys of a sequence that some of its rows can see. Decoding rows take the decode
+route, chunks go block by block.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
+
+from ...errors import InputError
+from .paged_checks import check_numbers, check_operands, check_window, int32
+from .paged_chunks import attend_chunks
+from .paged_decode import attend_decode
+from .paged_step import Batch, PagedOperands, PagedStatic, batch_of
+from .varying import alike
+
+__all__ = ["paged_attention"]
+
+_KEYS = 256  # of a block of pages: within 10 % of the best in most cases
+_STEP_BYTES = 2**20  # of keys, in float32, that a decode step fetches: still in a cache when they are multiplied
+_ROWS = 256  # of one kv head in a block of queries
+_MOST_PAIRS = 8
+
+
+def paged_attention(
+    query: Float[Array, "tokens heads dim"],
+    key_pages: Shaped[Array, "pages page kv_heads dim"],
+    value_pages: Shaped[Array, "pages page kv_heads value_dim"],
+    *,
+    cu_q_lens: Int[Array, " sequences_and_one"],
+    kv_lens: Int[Array, " sequences"],
+    page_table: Int[Array, "sequences width"],
+    num_seqs: Int[Array, ...] | int,
+    softmax_scale: float,
+    causal: bool = True,
+    sliding_window: tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    key_scale: Float[Array, ...] | float | None = None,
+    value_scale: Float[Array, ...] | float | None = None,
+    max_q_len: int | None = None,
+    platform: str | None = None,
+    pages_a_block: int | None = None,
+    pairs: int | None = None,
+    block_q: int | None = None,
+) -> tuple[Array, Array]:
+    """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]).
+
+    Rows cu_q_lens[s] to cu_q_lens[s + 1] of the query are sequence s's, for s < num_seqs. kv_lens counts its keys after those
+    of this step were written: its row i stands at position kv_lens[s] - q_len + i, and key j lies in page
+    page_table[s, j // page] at j % page. Ids outside of 0 to pages - 1, and what kv_lens says beyond the table's width, are
+    no keys: they aren't seen, and nothing is read in their place. A row that belongs to no sequence or sees nothing is 0, its
+    lse -inf, or with sinks, if it belongs to one, that of its sinks.
+
+    sliding_window: inclusive distances (left, right), None for no limit; `causal` intersects. Scales of int8 or fp8 pages:
+    one number, [kv_heads], or [pages, page, kv_heads]. `max_q_len`: no sequence has more queries in this batch; rows beyond it
+    aren't attended to and are 0. None: any. The sizes at the end are for tuning; `platform` is jax's default backend.
+    """
+    sizes = {"max_q_len": max_q_len, "pages_a_block": pages_a_block, "pairs": pairs, "block_q": block_q}
+    check_numbers(softmax_scale, logits_soft_cap, sizes)
+    numbers = {"cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "page_table": page_table, "num_seqs": num_seqs}
+    operands = PagedOperands(
+        *map(jnp.asarray, (query, key_pages, value_pages)),
+        *(int32(name, x) for name, x in numbers.items()),
+        *(None if x is None else jnp.asarray(x) for x in (sinks, key_scale, value_scale)),
+    )
+    check_operands(operands)
+    operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
+    left, right = check_window(sliding_window)
+    chosen = _sizes(operands)
+    static = PagedStatic(
+        scale=float(softmax_scale),
+        causal=bool(causal),
+        left=left,
+        right=right,
+        soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+        max_q_len=max_q_len,
+        platform=jax.default_backend() if platform is None else platform,
+        pages_a_block=pages_a_block or chosen[0],
+        pairs=pairs or chosen[1],
+        block_q=block_q or chosen[2],
+    )
+    return _attend(static, operands)
+
+
+def _sizes(operands: PagedOperands) -> tuple[int, int, int]:
+    """(pages of a block, pairs of a decode step, rows of a block of queries) by rule."""
+    _, page, kv_heads, dim = operands.key_pages.shape
+    sequences, width = operands.page_table.shape
+    pages = min(max(1, _KEYS // page), width)
+    step = 4 * pages * page * kv_heads * dim
+    pairs = min(_power_of_two(max(1, _STEP_BYTES // step)), sequences, _MOST_PAIRS)
+    rows = _power_of_two(max(8, _ROWS * kv_heads // operands.query.shape[1]))
+    return pages, pairs, min(rows, operands.query.shape[0])
+
+
+def _power_of_two(n: int) -> int:
+    """The greatest that is no more than n: batches are powers of two more often than not, and divide by it."""
+    return 1 << (n.bit_length() - 1)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(static: PagedStatic, operands: PagedOperands) -> tuple[jax.Array, jax.Array]:
+    operands = alike(operands)
+    batch = batch_of(operands)
+    seq, row, real = _places(operands, batch)
+    pick = lambda x, at: x.at[seq, jnp.minimum(row, at - 1)].get(mode="promise_in_bounds")  # noqa: E731
+    if static.max_q_len is not None:
+        mine = batch.q_lens > 0
+        output, lse = (
+            pick(x, static.max_q_len) for x in attend_decode(static, operands, batch, mine, static.max_q_len)
+        )
+        attended = real & (row < static.max_q_len)
+    else:
+        decoding = batch.q_lens == 1
+        lone = attend_decode(static, operands, batch, decoding, 1)
+        chunks = attend_chunks(static, operands, batch, batch.q_lens > 1)
+        alone = decoding.at[seq].get(mode="promise_in_bounds")
+        output, lse = (
+            jnp.where(alone.reshape(-1, *[1] * (b.ndim - 1)), pick(a, 1), b) for a, b in zip(lone, chunks, strict=True)
+        )
+        attended = real
+    return jnp.where(attended[:, None, None], output, 0), jnp.where(attended[:, None], lse, -jnp.inf)
+
+
+@_attend.defjvp
+def _no_gradient(static: PagedStatic, primals: Any, tangents: Any) -> Any:
+    raise InputError(
+        "paged attention was differentiated; wanted a call outside of jax.grad: serving has no gradient. "
+        "Train with the operation vanilla or splash, or put jax.lax.stop_gradient around the arguments."
+    )
+
+
+def _places(operands: PagedOperands, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each row of the query: (its sequence, its place there, whether it has one)."""
+    tokens, sequences = operands.query.shape[0], operands.kv_lens.shape[0]
+    token = jnp.arange(tokens, dtype=np.int32)
+    ends = jnp.where(
+        jnp.arange(sequences, dtype=np.int32) < operands.num_seqs, batch.starts + batch.q_lens, np.int32(tokens)
+    )
+    seq = jnp.minimum(jnp.sum(ends[None, :] <= token[:, None], axis=1, dtype=np.int32), sequences - 1)
+    row = token - batch.starts.at[seq].get(mode="promise_in_bounds")
+    real = (row >= 0) & (row < batch.q_lens.at[seq].get(mode="promise_in_bounds"))
+    return seq, jnp.maximum(row, 0), real

@@ -1,0 +1,108 @@
+"""Decoding rows against pages: a flat list of live (sequence, block of pages) pairs, a few of them at a time.
+
+The loop's trip count is the number of live blocks in the batch, so one long sequence costs its own blocks and no others'. The
+list is never written down: pair n is looked up in the running sum of the sequences' blocks. Pairs that stand together belong
+to sequences that stand together, once those without live pages are left out; so a step merges its sums into one window of the
+carry, by a small selection, without a scatter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .paged_step import Batch, PagedOperands, PagedStatic, Sums, Tiles, finish
+from .primitives import cut_along, loop, put, where
+from .varying import vary, varying
+
+__all__ = ["DecodePairs", "attend_decode", "decode_pairs"]
+
+
+class DecodePairs(NamedTuple):
+    """The live pairs of a batch; int32 [S] each, and their number."""
+
+    first_page: jax.Array
+    end_page: jax.Array
+    begin: jax.Array  # of a sequence's pairs
+    end: jax.Array
+    rank: jax.Array  # a sequence's place among those that have pairs
+    total: jax.Array
+
+
+def decode_pairs(tiles: Tiles, batch: Batch, wanted: jax.Array) -> DecodePairs:
+    """Which pages the queries of each wanted sequence can see, in blocks."""
+    first, end = tiles.range_of(batch.kv_lens - batch.q_lens, batch.kv_lens - 1, batch.kv_lens)
+    size = np.int32(tiles.static.pages_a_block)
+    blocks = jnp.where(wanted, lax.div(end - first + (size - 1), size), 0)
+    ends = jnp.cumsum(blocks, dtype=np.int32)
+    rank = jnp.cumsum(blocks > 0, dtype=np.int32) - 1
+    return DecodePairs(first, end, ends - blocks, ends, rank, ends[-1])
+
+
+def attend_decode(
+    static: PagedStatic, operands: PagedOperands, batch: Batch, wanted: jax.Array, q_len: int
+) -> tuple[jax.Array, jax.Array]:
+    """(output [S, q_len, heads, value_dim], lse [S, q_len, heads]) of each wanted sequence's first `q_len` queries."""
+    tiles = Tiles(static, operands, few_rows=True)
+    pairs = decode_pairs(tiles, batch, wanted)
+    sequences, pair_count, size = len(batch.kv_lens), static.pairs, np.int32(static.pages_a_block)
+    axes = varying(operands)
+    index = batch.starts[:, None] + jnp.arange(q_len, dtype=np.int32)
+    all_rows = tiles.rows_of(operands.query.at[index].get(mode="clip"))
+    shape = all_rows.shape[1:-1]  # kv heads, rows
+    held = sequences + pair_count - 1
+    start = Sums(
+        jnp.zeros((held, *shape, tiles.value_dim), np.float32),
+        jnp.full((held, *shape), -jnp.inf, np.float32),
+        jnp.zeros((held, *shape), np.float32),
+    )
+
+    def step(n: Any, carry: Sums) -> Sums:
+        number = n * np.int32(pair_count) + jnp.arange(pair_count, dtype=np.int32)
+        real = number < pairs.total
+        seq = jnp.sum(pairs.end[None, :] <= number[:, None], axis=1, dtype=np.int32)
+        last = jnp.sum(pairs.end < pairs.total, dtype=np.int32)  # what a pair beyond the end stands for, masked
+        seq = jnp.where(real, seq, last)
+        of = lambda x: x.at[seq].get(mode="promise_in_bounds")  # noqa: E731
+        number = jnp.where(real, number, pairs.total - 1)
+        first = of(pairs.first_page) + (number - of(pairs.begin)) * size
+        ids, live = tiles.slots(seq, first, of(pairs.end_page))
+        kv_len, rows_len = of(batch.kv_lens), of(batch.q_lens)
+        row = jnp.arange(q_len, dtype=np.int32)
+        positions = jnp.where(row < rows_len[:, None], (kv_len - rows_len)[:, None] + row, -1)
+        seen = tiles.seen(first, live & real[:, None], positions, kv_len)
+
+        x = tiles.logits(of(all_rows), ids, seen)
+        rank = of(pairs.rank)
+        place = rank - rank[0]
+        old = jax.tree.map(lambda c: cut_along(c, rank[0], pair_count), carry)
+        own = place == jnp.arange(pair_count, dtype=np.int32)[:, None]  # [places in the window, pairs]
+        peak = jnp.maximum(old.peak, _chosen(own, x.max(axis=-1), -jnp.inf).max(axis=1))
+        shift = where(peak != -jnp.inf, peak, 0)
+        p = tiles.exp2(x - shift.at[place].get(mode="promise_in_bounds")[..., None])
+        shrink = jnp.exp2(old.peak - shift)
+        acc = old.acc * shrink[..., None] + _chosen(own, tiles.values(p, ids, seen), 0).sum(axis=1)
+        total = old.total * shrink + _chosen(own, p.sum(axis=-1), 0).sum(axis=1)
+        window = Sums(acc, peak, total)
+        return jax.tree.map(lambda c, part: put(c, part, (rank[0], *[0] * (c.ndim - 1))), carry, window)
+
+    trips = lax.div(pairs.total + np.int32(pair_count - 1), np.int32(pair_count))
+    sums = loop(0, trips, step, jax.tree.map(lambda x: vary(x, axes), start))
+    alive = pairs.end > pairs.begin
+    mine = Sums(*(x.at[jnp.maximum(pairs.rank, 0)].get(mode="promise_in_bounds") for x in sums))
+    lone = lambda x, empty: jnp.where(alive.reshape(-1, *[1] * (x.ndim - 1)), x, empty)  # noqa: E731
+    mine = Sums(lone(mine.acc, 0), lone(mine.peak, -jnp.inf), lone(mine.total, 0))
+    sinks = None if operands.sinks is None else operands.sinks.reshape(tiles.kv_heads, 1, tiles.group)
+    if sinks is not None:
+        sinks = jnp.broadcast_to(sinks, (tiles.kv_heads, q_len, tiles.group)).reshape(tiles.kv_heads, -1)
+    output, lse = finish(mine, sinks, operands.query.dtype)
+    return tiles.heads_of(output, q_len), tiles.heads_of(lse[..., None], q_len)[..., 0]
+
+
+def _chosen(own: jax.Array, parts: jax.Array, otherwise: float) -> jax.Array:
+    """[places, pairs, ...]: a pair's part where its sequence is, a number elsewhere. A product with 0 would let NaN through."""
+    return jnp.where(own.reshape(*own.shape, *[1] * (parts.ndim - 1)), parts[None], np.float32(otherwise))

@@ -1,0 +1,230 @@
+"""What both routes of paged attention share: the batch's numbers, pages fetched, logits of a step, sums brought to an end.
+
+Logits are held in base 2 (times log2 e), and the softmax in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .cpu_tuning import LN2, LOG2E, as_bits, compute_dtype, exp2, few_rows_product, from_bits, product
+from .primitives import where
+
+__all__ = ["Batch", "PagedOperands", "PagedStatic", "Sums", "Tiles", "batch_of", "fetch", "finish"]
+
+
+@dataclass(frozen=True)
+class PagedStatic:
+    """All that is known at trace time."""
+
+    scale: float
+    causal: bool
+    left: int | None
+    right: int | None
+    soft_cap: float | None
+    max_q_len: int | None
+    platform: str
+    pages_a_block: int
+    pairs: int
+    block_q: int
+
+
+class PagedOperands(NamedTuple):
+    """The arrays of a call; shapes as in `paged_attention`."""
+
+    query: jax.Array
+    key_pages: jax.Array
+    value_pages: jax.Array
+    cu_q_lens: jax.Array
+    kv_lens: jax.Array
+    page_table: jax.Array
+    num_seqs: jax.Array
+    sinks: jax.Array | None
+    key_scale: jax.Array | None
+    value_scale: jax.Array | None
+
+
+class Batch(NamedTuple):
+    """The sequences that count, int32 [S] each; 0 for those that don't."""
+
+    starts: jax.Array  # of a sequence's first row in the query
+    q_lens: jax.Array
+    kv_lens: jax.Array
+    tokens: jax.Array  # int32 scalar: rows of the query that belong to a sequence
+
+
+class Sums(NamedTuple):
+    """Of rows: values times weights [..., rows, value_dim], greatest logit [..., rows], weights [..., rows]."""
+
+    acc: jax.Array
+    peak: jax.Array
+    total: jax.Array
+
+
+def batch_of(operands: PagedOperands) -> Batch:
+    """Read the lengths; what stands beyond num_seqs isn't looked at."""
+    size = operands.kv_lens.shape[0]
+    counts = jnp.arange(size, dtype=np.int32) < operands.num_seqs
+    starts, ends = operands.cu_q_lens[:-1], operands.cu_q_lens[1:]
+    q_lens = jnp.where(counts, ends - starts, 0)
+    return Batch(
+        jnp.where(counts, starts, 0),
+        q_lens,
+        jnp.where(counts, operands.kv_lens, 0),
+        jnp.sum(q_lens, dtype=np.int32),
+    )
+
+
+def fetch(pages: jax.Array, ids: jax.Array, platform: str, dtype: Any) -> jax.Array:
+    """Pages [P, page, kv heads, dim] by ids [..., n], all of them in range: [..., kv heads, n * page, dim].
+
+    One gather that transposes as it goes. The barrier keeps the view of a bfloat16 array as bits inside the loop: in front of
+    it, it would be a copy of the whole cache.
+    """
+    pages, ids = lax.optimization_barrier((pages, ids))
+    whole = (as_bits(pages, platform) if dtype == pages.dtype else pages).at[ids].get(mode="promise_in_bounds")
+    first = ids.ndim - 1
+    whole = whole.transpose(*range(first), first + 2, first, first + 1, first + 3)
+    part = whole.reshape(*ids.shape[:-1], pages.shape[2], -1, pages.shape[3])
+    return (part if part.dtype == pages.dtype else from_bits(part, pages.dtype)).astype(dtype)
+
+
+class Tiles:
+    """Logits and weighted values of some rows against some pages of their sequence.
+
+    Rows stand as [..., kv heads, queries * group, dim]; leading dimensions are those of the ids.
+    """
+
+    def __init__(self, static: PagedStatic, operands: PagedOperands, *, few_rows: bool) -> None:
+        self.static, self.operands, self.few_rows = static, operands, few_rows
+        self.pages, self.page, self.kv_heads, self.dim = operands.key_pages.shape
+        self.value_dim = operands.value_pages.shape[-1]
+        self.group = operands.query.shape[1] // self.kv_heads
+        self.width = operands.page_table.shape[1]
+        self.block = static.pages_a_block * self.page
+        wide = operands.query.dtype
+        for pages in (operands.key_pages, operands.value_pages):
+            if pages.dtype.itemsize > 1:
+                wide = jnp.promote_types(wide, pages.dtype)
+        self.dtype = compute_dtype(wide, np.dtype(np.float32), static.platform)
+        if few_rows and static.platform == "cpu":  # products of 3 or 4 rows: bfloat16 ones take 1.5 times as long
+            self.dtype = np.dtype(np.float32)
+
+    def rows_of(self, query: jax.Array) -> jax.Array:
+        """[..., queries, heads, dim] as rows."""
+        *lead, q_len, _, dim = query.shape
+        query = query.reshape(*lead, q_len, self.kv_heads, self.group, dim)
+        at = len(lead)
+        query = query.transpose(*range(at), at + 1, at, at + 2, at + 3)
+        return query.reshape(*lead, self.kv_heads, q_len * self.group, dim).astype(self.dtype)
+
+    def heads_of(self, rows: jax.Array, q_len: int) -> jax.Array:
+        """Undo `rows_of`: [..., kv heads, queries * group, x] as [..., queries, heads, x]."""
+        *lead, _, _, dim = rows.shape
+        at = len(lead)
+        rows = rows.reshape(*lead, self.kv_heads, q_len, self.group, dim)
+        rows = rows.transpose(*range(at), at + 1, at, at + 2, at + 3)
+        return rows.reshape(*lead, q_len, self.kv_heads * self.group, dim)
+
+    def range_of(self, first: Any, last: Any, kv_len: Any) -> tuple[Any, Any]:
+        """(first page, one past the last page) that queries at the positions first to last can see."""
+        static = self.static
+        begin = jnp.zeros_like(kv_len) if static.left is None else jnp.maximum(first - static.left, 0)
+        end = jnp.minimum(kv_len, self.width * self.page)
+        reach = [n for n in (0 if static.causal else None, static.right) if n is not None]
+        if reach:
+            end = jnp.minimum(end, last + min(reach) + 1)
+        begin_page = lax.div(begin, np.int32(self.page))
+        end_page = lax.div(jnp.maximum(end, 0) + np.int32(self.page - 1), np.int32(self.page))
+        return begin_page, jnp.where(end > begin, end_page, begin_page)
+
+    def slots(self, seq: jax.Array, first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(ids, live), both [..., n], of n pages of sequences `seq` from `first` on.
+
+        A slot that isn't live, beyond `end` or with an id that is out of range, gets the id of one that is: nothing else is read
+        for it.
+        """
+        at = first[..., None] + jnp.arange(self.static.pages_a_block, dtype=np.int32)
+        table = self.operands.page_table
+        ids = table.at[seq[..., None], jnp.minimum(at, self.width - 1)].get(mode="promise_in_bounds")
+        live = (at < end[..., None]) & (ids >= 0) & (ids < self.pages)
+        own = jnp.where(live, ids, 0).max(axis=-1, keepdims=True)
+        return jnp.where(live, ids, own), live
+
+    def seen(self, first: jax.Array, live: jax.Array, positions: jax.Array, kv_len: jax.Array) -> jax.Array:
+        """Bool [..., queries, keys]: positions [..., queries], the pages of a block from `first` on."""
+        static = self.static
+        keys = (first * np.int32(self.page))[..., None] + jnp.arange(self.block, dtype=np.int32)
+        seen = jnp.repeat(live, self.page, axis=-1) & (keys < kv_len[..., None])
+        seen, keys, rows = seen[..., None, :], keys[..., None, :], positions[..., None]
+        seen = seen & (rows >= 0)
+        if static.causal:
+            seen &= keys <= rows
+        if static.left is not None:
+            seen &= keys >= rows - static.left
+        if static.right is not None:
+            seen &= keys <= rows + static.right
+        return seen
+
+    def logits(self, rows: jax.Array, ids: jax.Array, seen: jax.Array) -> jax.Array:
+        """Float32 [..., kv heads, rows, keys] in base 2, -inf where not seen."""
+        static, operands = self.static, self.operands
+        keys = fetch(operands.key_pages, ids, static.platform, self.dtype)
+        if self.few_rows:
+            x = few_rows_product(rows, keys, np.dtype(np.float32), static.platform)
+        else:
+            x = product("...nx,...sx->...ns", rows, keys, np.dtype(np.float32))
+        if operands.key_scale is not None:
+            x = x * self._scale(operands.key_scale, ids)
+        if static.soft_cap is None:
+            x = x * np.float32(static.scale * LOG2E)
+        else:
+            x = np.float32(static.soft_cap * LOG2E) * jnp.tanh(x * np.float32(static.scale / static.soft_cap))
+        return where(self._each_row(seen), x, -jnp.inf)
+
+    def values(self, weights: jax.Array, ids: jax.Array, seen: jax.Array) -> jax.Array:
+        """Weights [..., kv heads, rows, keys] times values. A row of V that nobody sees is 0: a freed page may hold NaN."""
+        operands = self.operands
+        values = fetch(operands.value_pages, ids, self.static.platform, self.dtype)
+        alive = seen.any(axis=-2)[..., None, :]
+        values = jnp.where(alive[..., None], values, 0)
+        if operands.value_scale is not None:
+            scale = self._scale(operands.value_scale, ids)
+            weights = weights * (jnp.where(alive[..., None, :], scale, 0) if operands.value_scale.ndim == 3 else scale)
+        return product("...ns,...sx->...nx", weights.astype(self.dtype), values, np.dtype(np.float32))
+
+    def exp2(self, x: jax.Array) -> jax.Array:
+        return exp2(x, self.static.platform, accurate=self.operands.query.dtype.itemsize >= 4)
+
+    def _scale(self, scale: jax.Array, ids: jax.Array) -> jax.Array:
+        """As it multiplies logits: [kv heads, 1, 1] or [..., kv heads, 1, keys]."""
+        if scale.ndim < 3:
+            return jnp.broadcast_to(scale.astype(np.float32), (self.kv_heads,))[:, None, None]
+        return fetch(scale[..., None], ids, self.static.platform, np.float32)[..., 0][..., None, :]
+
+    def _each_row(self, seen: jax.Array) -> jax.Array:
+        """Of [..., queries, keys] as [..., kv heads, queries * group, keys]."""
+        *lead, q_len, keys = seen.shape
+        shape = (*lead, self.kv_heads, q_len, self.group, keys)
+        return jnp.broadcast_to(seen[..., None, :, None, :], shape).reshape(*lead, self.kv_heads, -1, keys)
+
+
+def finish(sums: Sums, sinks: jax.Array | None, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """(output, lse) of sums over all keys. A sink is a key without a value; `sinks` broadcasts to the rows."""
+    acc, peak, total = sums
+    if sinks is not None:
+        sink = sinks.astype(np.float32) * np.float32(LOG2E)
+        new_peak = jnp.maximum(peak, sink)
+        shift = where(new_peak != -jnp.inf, new_peak, 0)
+        shrink = jnp.exp2(peak - shift)
+        acc, peak, total = acc * shrink[..., None], new_peak, total * shrink + jnp.exp2(sink - shift)
+    alive = total != 0
+    safe = where(alive, total, 1)
+    lse = where(alive, peak * np.float32(LN2) + jnp.log(safe), -jnp.inf)
+    return (acc / safe[..., None]).astype(dtype), lse

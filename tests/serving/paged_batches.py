@@ -1,0 +1,144 @@
+"""Ragged batches over pages, made up: every slot that no token lies in holds NaN, and ids that pad the table are out of range."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.operators.kernels.paged import paged_attention
+from attnops.verify.closeness import lse_size, row_error, row_sizes
+from attnops.verify.paged_reference import PagedReference, paged_reference
+
+TOLERANCE = {"float32": 4e-6, "bfloat16": 1.5e-2, "float16": 2e-3}  # as vanilla publishes
+
+# (queries of the step, keys after it) of each sequence. Keys end at, before and after pages of 8, and some sequences are empty.
+KINDS = {
+    "decode": ((1, 5), (1, 40), (0, 0), (1, 1), (1, 16), (0, 9), (1, 33)),
+    "speculate": ((3, 5), (2, 40), (0, 0), (3, 3), (1, 16), (3, 33)),
+    "prefill": ((13, 13), (8, 24), (0, 0), (7, 40), (16, 33)),
+    "mixed": ((1, 17), (9, 9), (1, 8), (0, 12), (12, 40), (1, 33), (2, 2), (5, 31)),
+}
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """One call: its batch, its shapes and its features."""
+
+    kind: str = "mixed"
+    heads: tuple[int, int] = (6, 2)  # of queries, of keys
+    dims: tuple[int, int] = (64, 64)
+    dtype: str = "float32"
+    window: tuple[int | None, int | None] | None = None
+    causal: bool = True
+    cap: float | None = None
+    sinks: bool = False
+    quantised: str | None = None
+    scale: str = "tensor"  # head, token_head
+    page: int = 8
+    sizes: tuple[int, int, int] | None = (2, 3, 4)  # pages of a block, pairs, block_q; None: by rule
+
+    @property
+    def name(self) -> str:
+        given = {k: v for k, v in vars(self).items() if v != getattr(PagedCase, k)}
+        return "-".join(f"{k}={v}".replace(" ", "") for k, v in given.items()) or "mixed"
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """What isn't an array."""
+        return {
+            "softmax_scale": self.dims[0] ** -0.5,
+            "causal": self.causal,
+            "sliding_window": self.window,
+            "logits_soft_cap": self.cap,
+        }
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """What the kernel takes beyond the reference."""
+        names = ("pages_a_block", "pairs", "block_q")
+        sizes = {} if self.sizes is None else dict(zip(names, self.sizes, strict=True))
+        return sizes | {"max_q_len": {"decode": 1, "speculate": 3}.get(self.kind)}
+
+
+def make(
+    case: PagedCase, sequences: Any = None, *, seed: int = 3, width: int = 6, spare: int = 2
+) -> dict[str, np.ndarray]:
+    """The arrays of a call. The first and the last page belong to nobody; `spare` rows of the batch don't count."""
+    rng = np.random.default_rng(seed)
+    sequences = KINDS[case.kind] if sequences is None else sequences
+    (heads, kv_heads), (dim, value_dim), page = case.heads, case.dims, case.page
+    count, pages = len(sequences), len(sequences) * width + 2
+    size = count + spare
+    dtype = jnp.dtype(case.quantised or case.dtype)
+    tokens = sum(q for q, _ in sequences)
+    cu_q_lens = np.full(size + 1, 2**30, np.int32)
+    cu_q_lens[: count + 1] = np.cumsum([0, *(q for q, _ in sequences)])
+    kv_lens, table = np.full(size, 2**30, np.int32), np.full((size, width), pages, np.int32)
+    junk = 127 if dtype == jnp.int8 else np.nan
+    arrays: dict[str, Any] = {
+        "key_pages": np.full((pages, page, kv_heads, dim), junk, np.float32),
+        "value_pages": np.full((pages, page, kv_heads, value_dim), junk, np.float32),
+    }
+    per_token = case.quantised is not None and case.scale == "token_head"
+    if per_token:
+        arrays |= {n: np.full((pages, page, kv_heads), np.nan, np.float32) for n in ("key_scale", "value_scale")}
+    free = list(1 + rng.permutation(pages - 2))
+    for s, (_, length) in enumerate(sequences):
+        kv_lens[s] = length
+        for j in range(-(-length // page)):
+            table[s, j] = free.pop()
+            used = min(page, length - j * page)
+            for name in ("key_pages", "value_pages"):
+                x = rng.standard_normal((used, *arrays[name].shape[2:]))
+                x = np.clip(np.round(40 * x), -127, 127) if dtype == jnp.int8 else x
+                arrays[name][table[s, j], :used] = x
+            if per_token:
+                for name in ("key_scale", "value_scale"):
+                    arrays[name][table[s, j], :used] = rng.uniform(0.01, 0.03, (used, kv_heads))
+    for name in ("key_pages", "value_pages"):
+        arrays[name] = arrays[name].astype(dtype)
+    if case.quantised is not None and not per_token:
+        shape = (kv_heads,) if case.scale == "head" else ()
+        arrays |= {n: np.asarray(rng.uniform(0.01, 0.03, shape), np.float32) for n in ("key_scale", "value_scale")}
+    if case.sinks:
+        arrays["sinks"] = rng.standard_normal(heads).astype(np.float32)
+    query = rng.standard_normal((tokens + 3, heads, dim)).astype(case.dtype)
+    query[tokens:] = np.nan  # rows of nobody
+    return {"query": query, "cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "page_table": table,
+            "num_seqs": np.asarray([count], np.int32)} | arrays  # fmt: skip
+
+
+def run(case: PagedCase, arrays: dict[str, np.ndarray], **more: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(output, lse) of one compiled program in which every array is traced."""
+    static = case.call | case.static | more
+    output, lse = jax.jit(lambda arrays: paged_attention(**arrays, **static))(arrays)
+    assert output.dtype == case.dtype
+    assert lse.dtype == np.float32
+    return np.asarray(output, np.float64), np.asarray(lse, np.float64)
+
+
+def expect(case: PagedCase, arrays: dict[str, np.ndarray]) -> PagedReference:
+    """The same from the reference, rows of nobody 0."""
+    given = {n: x for n, x in arrays.items() if n not in ("query", "num_seqs")}
+    query = np.asarray(arrays["query"], np.float64)
+    return paged_reference(query, num_seqs=int(arrays["num_seqs"].reshape(())), **given, **case.call)
+
+
+def agree(case: PagedCase, got: tuple[np.ndarray, np.ndarray], want: PagedReference) -> None:
+    """Assert that both agree within the tolerance, row by row; what is to be 0 or -inf is exactly that."""
+    output, lse = got
+    error = row_error(output, want.output, row_sizes(want.output, want.sizes), case.dtype)
+    assert error <= TOLERANCE[case.dtype], f"output: error {error:.2e} of a row's size"
+    assert (np.isneginf(lse) == np.isneginf(want.lse)).all()
+    seen = np.isfinite(want.lse)
+    assert (output[~seen] == 0).all()
+    error = row_error(lse[seen], want.lse[seen], lse_size(want.lse[seen]))
+    assert error <= TOLERANCE[case.dtype], f"lse: error {error:.2e}"
+
+
+def varied(case: PagedCase, **changes: Any) -> PagedCase:
+    return replace(case, **changes)

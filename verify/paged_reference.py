@@ -1,0 +1,90 @@
+"""The meaning of paged attention: float64, plain NumPy. Keys and values are gathered from their pages, then `reference`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .closeness import output_size
+from .reference import reference_attention
+
+__all__ = ["PagedReference", "paged_reference"]
+
+
+class PagedReference(NamedTuple):
+    """output [tokens, heads, value_dim], lse [tokens, heads]; `sizes` of the output's rows, for verify.closeness."""
+
+    output: np.ndarray
+    lse: np.ndarray
+    sizes: np.ndarray
+
+
+def paged_reference(
+    query: np.ndarray,
+    key_pages: np.ndarray,
+    value_pages: np.ndarray,
+    *,
+    cu_q_lens: np.ndarray,
+    kv_lens: np.ndarray,
+    page_table: np.ndarray,
+    num_seqs: int,
+    softmax_scale: float,
+    causal: bool = True,
+    sliding_window: tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: np.ndarray | None = None,
+    key_scale: np.ndarray | float | None = None,
+    value_scale: np.ndarray | float | None = None,
+) -> PagedReference:
+    """Attend sequence by sequence. Shapes and meaning as in `operators.kernels.paged.paged_attention`.
+
+    A page is read where a key of the sequence lies in it, and nowhere else: an id that is out of range is an IndexError here.
+    """
+    tokens, heads, _ = query.shape
+    output = np.zeros((tokens, heads, value_pages.shape[-1]))
+    sizes, lse = np.zeros_like(output), np.full((tokens, heads), -np.inf)
+    left, right = sliding_window or (None, None)
+    for s in range(int(num_seqs)):
+        rows, length = slice(int(cu_q_lens[s]), int(cu_q_lens[s + 1])), int(kv_lens[s])
+        q_len = rows.stop - rows.start
+        if not q_len:
+            continue
+        key = _tokens(key_pages, key_scale, page_table[s], length)
+        value = _tokens(value_pages, value_scale, page_table[s], length)
+        row, col = np.arange(length - q_len, length)[:, None], np.arange(length)[None, :]
+        mask = np.ones((q_len, length), bool)
+        if causal:
+            mask &= col <= row
+        if left is not None:
+            mask &= col >= row - left
+        if right is not None:
+            mask &= col <= row + right
+        made = reference_attention(
+            query[None, rows],
+            key[None],
+            value[None],
+            scale=softmax_scale,
+            mask=mask,
+            soft_cap=logits_soft_cap,
+            sinks=sinks,
+        )
+        output[rows], lse[rows] = made.output[0], made.lse[0].T
+        sizes[rows] = output_size(made.weights, value[None])[0]
+    return PagedReference(output, lse, sizes)
+
+
+def _tokens(pages: np.ndarray, scale: np.ndarray | float | None, table: np.ndarray, length: int) -> np.ndarray:
+    """The keys (or values) of a sequence, [length, kv_heads, dim], times their scale."""
+    page = pages.shape[1]
+    places = np.arange(length)
+    ids = np.asarray(table)[places // page]
+    if length and not (ids.min() >= 0 and ids.max() < len(pages)):
+        raise IndexError(f"page ids {ids.min()} to {ids.max()} among the sequence's keys; wanted 0 to {len(pages) - 1}")
+    whole = np.asarray(pages)[ids, places % page].astype(np.float64)
+    if scale is None:
+        return whole
+    scale = np.asarray(scale, np.float64)
+    return (
+        whole * (scale[ids, places % page] if scale.ndim == 3 else np.broadcast_to(scale, pages.shape[2:3]))[..., None]
+    )
