@@ -1,0 +1,287 @@
+"""A declared KV cache held against a mesh and a kind of device: one pure function to its CachePlan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from ..errors import ConfigError, shown
+from ..sharding import (
+    FittedSpec,
+    MeshAxis,
+    TensorShape,
+    axes_of,
+    describe_mesh,
+    devices_platform,
+    fit_tensor,
+    kv_repeat,
+)
+from ..sharding.mesh import AnyMesh, gpu_vendor
+from .cache_fields import CacheFields, axis_names
+from .cache_plan import CacheArray, CachePlan
+from .capability import Reason
+from .text import bytes_text
+
+__all__ = ["fit_cache"]
+
+_LANES = (
+    128  # XLA pads the last dimension of an array on a TPU to so many; what it chooses for the others loses nothing
+)
+_MIB = 2**20
+_MOST_PAGES = 2**30
+_TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")  # jax tells of one core, and one device may have both
+_PLATFORMS = ("cpu", "cuda", "rocm", "gpu", "tpu")
+
+
+class _Target(NamedTuple):
+    """What a cache is planned for; bytes of scalar memory and of memory, None where they aren't known."""
+
+    platform: str
+    kind: str
+    scalars: int | None
+    memory: int | None
+
+
+class _Sizes(NamedTuple):
+    """The whole cache in numbers."""
+
+    pages: int
+    shards: int
+    repeat: int
+    head_shards: int
+
+
+def fit_cache(cache: CacheFields, mesh: AnyMesh | None, kv_heads: str, device_kind: str | None) -> CachePlan:
+    """See KVCache.plan."""
+    if kv_heads not in ("replicate", "error"):
+        raise ConfigError(f"kv_heads={shown(kv_heads)}; wanted 'replicate' or 'error'.")
+    axes, target = axes_of(mesh), _target(mesh, device_kind)
+    shards, head_shards = _split(cache.pages_axis, axes), _split(cache.kv_head_axis, axes)
+    sizes = _Sizes(0, shards, kv_repeat(cache.kv_heads, head_shards), head_shards)
+    empty = _arrays(cache, sizes, axes, target)
+    sizes = sizes._replace(
+        pages=_pages(cache, sizes, empty, _arrays(cache, sizes._replace(pages=shards), axes, target))
+    )
+    made = CachePlan(
+        cache=cache,
+        mesh=axes,
+        platform=target.platform,
+        device_kind=target.kind,
+        pages=sizes.pages,
+        shards=shards,
+        kv_repeat=sizes.repeat,
+        arrays=_arrays(cache, sizes, axes, target),
+        scalar_limit=target.scalars,
+        memory_limit=target.memory,
+        refused=(),
+        notes=(),
+    )
+    return _with_findings(made, sizes, kv_heads)
+
+
+def _pages(cache: CacheFields, sizes: _Sizes, empty: Sequence[CacheArray], one: Sequence[CacheArray]) -> int:
+    """Pages of the whole cache: as declared, or as many as fit in the bytes of a device, all else counted."""
+    if cache.bytes_per_device is None:
+        return cache.pages or 0
+    fixed, with_one = (sum(array.count * array.device_bytes for array in arrays) for arrays in (empty, one))
+    return max(0, (cache.bytes_per_device - fixed) // (with_one - fixed)) * sizes.shards
+
+
+def _arrays(cache: CacheFields, sizes: _Sizes, axes: tuple[MeshAxis, ...], target: _Target) -> tuple[CacheArray, ...]:
+    heads, pages, tp = cache.kv_heads * sizes.repeat, cache.pages_axis, cache.kv_head_axis
+    found = []
+
+    def add(name: str, spec: PartitionSpec, shape: tuple[int, ...], dims: str, dtype: str, count: int = 1) -> None:
+        size = jnp.dtype(dtype).itemsize
+        fitted = fit_tensor(name, spec, TensorShape(shape, size), tuple(dims.split()), axes)
+        found.append(CacheArray(fitted, dtype, count, _device_bytes(fitted, size, target)))
+
+    for name, dim in (("key_pages", cache.head_dim), ("value_pages", cache.value_size)):
+        shape = (sizes.pages, cache.page_size, heads, dim)
+        dims = "pages page kv_heads head_dim"
+        add(name, PartitionSpec(pages, None, tp, None), shape, dims, cache.stored_dtype, cache.layers)
+    for name in ("key_scale", "value_scale") if cache.quantised is not None else ():
+        match cache.quantised.scale if cache.quantised is not None else "":
+            case "tensor":
+                add(name, PartitionSpec(), (), "", "float32", cache.layers)
+            case "head":
+                add(name, PartitionSpec(tp), (heads,), "kv_heads", "float32", cache.layers)
+            case _:
+                shape = (sizes.pages, cache.page_size, heads)
+                add(name, PartitionSpec(pages, None, tp), shape, "pages page kv_heads", "float32", cache.layers)
+    rows, leading = cache.max_sequences // sizes.shards, (sizes.shards,) if pages is not None else ()
+    for name, shape in (
+        ("page_table", (rows, cache.table_width)),
+        ("cu_q_lens", (rows + 1,)),
+        ("kv_lens", (rows,)),
+        ("num_seqs", ()),
+    ):
+        spec = PartitionSpec(*((pages,) if leading else ()), *(None for _ in shape))
+        dims = " ".join([*("shards" for _ in leading), *("sequences", "pages")[: len(shape)]])
+        add(name, spec, (*leading, *shape), dims, "int32")
+    return tuple(found)
+
+
+def _device_bytes(fitted: FittedSpec, itemsize: int, target: _Target) -> int:
+    if target.platform != "tpu" or len(fitted.shape) != 4:
+        return fitted.local_bytes
+    *rest, lanes = fitted.local_shape
+    return math.prod(rest) * _padded(lanes) * itemsize
+
+
+def _padded(lanes: int) -> int:
+    return -(-lanes // _LANES) * _LANES
+
+
+def _split(declared: Any, axes: tuple[MeshAxis, ...]) -> int:
+    """Into how many parts a mesh splits by the declared axes; Manual ones are the caller's."""
+    return math.prod(axis.size for axis in axes if axis.name in axis_names(declared) and axis.kind != "manual")
+
+
+def _with_findings(plan: CachePlan, sizes: _Sizes, policy: str) -> CachePlan:
+    return replace(plan, refused=tuple(_refusals(plan, sizes, policy)), notes=tuple(_notes(plan, sizes)))
+
+
+def _refusals(plan: CachePlan, sizes: _Sizes, policy: str) -> list[Reason]:
+    cache, found = plan.cache, []
+
+    def refuse(code: str, field: str, message: str, hint: str) -> None:
+        found.append(Reason(code, field, message, hint))
+
+    if cache.page_sequence_axis is not None:
+        refuse(
+            "page_sequence_axis", "page_sequence_axis",
+            f"page_sequence_axis={shown(cache.page_sequence_axis)}: pages of one sequence on several devices are not implemented",
+            "Leave it out; kv_head_axis splits heads, pages_axis splits sequences.",
+        )  # fmt: skip
+    if sizes.repeat > 1 and policy == "error":
+        refuse(
+            "kv_heads", "kv_heads",
+            f"{cache.kv_heads} kv heads are split {sizes.head_shards} ways over {_plus(cache.kv_head_axis)} "
+            f"({describe_mesh(plan.mesh)}), and kv_heads='error'",
+            f"Plan with kv_heads='replicate' (each head stored {sizes.repeat} times), or make the split at most {cache.kv_heads}.",
+        )  # fmt: skip
+    seen = set()
+    for array in plan.arrays:
+        for drop in array.fitted.dropped:
+            if not drop.harmless and (drop.dim, drop.axis) not in seen:
+                seen.add((drop.dim, drop.axis))
+                refuse(
+                    "unfit", drop.dim, f"{array.name}, dimension {drop.dim}, axis {drop.axis!r}: {drop.reason}", f"{drop.hint}."
+                )  # fmt: skip
+    if cache.max_sequences % sizes.shards:
+        refuse(
+            "max_sequences", "max_sequences",
+            f"max_sequences={cache.max_sequences} is not divisible by the {sizes.shards} shards of {_plus(cache.pages_axis)}",
+            f"Make it a multiple of {sizes.shards}.",
+        )  # fmt: skip
+    if plan.local_pages > _MOST_PAGES:
+        refuse(
+            "page_ids", "pages", f"{plan.local_pages} pages a shard; page ids are int32", "Make pages larger, or fewer."
+        )
+    if plan.local_pages < cache.table_width:
+        held = f"{plan.local_pages} pages" + (" a shard" if plan.shards > 1 else "")
+        least = sizes.shards * cache.table_width
+        bytes_ = "" if cache.bytes_per_device is None else f" in {bytes_text(cache.bytes_per_device)} a device"
+        refuse(
+            "pages", "pages" if cache.bytes_per_device is None else "bytes_per_device",
+            f"{held}{bytes_} of {cache.page_size} tokens; one sequence of max_length={cache.max_length} needs {cache.table_width}",
+            f"Wanted at least {least} pages, or a smaller max_length.",
+        )  # fmt: skip
+    scalars = plan.bytes_of("page_table", "cu_q_lens", "kv_lens", "num_seqs")
+    if plan.scalar_limit is not None and scalars > plan.scalar_limit:
+        refuse(
+            "page_table_smem", "max_length",
+            f"the page table of {plan.local_sequences} sequences x {cache.table_width} pages and the lengths are "
+            f"{bytes_text(scalars)}, and scalar memory of a {plan.device_kind or 'TPU'} is {bytes_text(plan.scalar_limit)}",
+            "Make pages larger, max_length or max_sequences smaller, or split sequences over pages_axis.",
+        )  # fmt: skip
+    if plan.memory_limit is not None and plan.bytes_per_device > plan.memory_limit:
+        refuse(
+            "device_memory", "pages" if cache.bytes_per_device is None else "bytes_per_device",
+            f"{bytes_text(plan.bytes_per_device)} a device, and a {plan.device_kind} has {bytes_text(plan.memory_limit)}",
+            "Declare fewer pages, a quantised cache, or a larger mesh.",
+        )  # fmt: skip
+    return found
+
+
+def _notes(plan: CachePlan, sizes: _Sizes) -> list[str]:
+    cache, found = plan.cache, []
+    if sizes.repeat > 1:
+        found.append(
+            f"{cache.kv_heads} kv heads are split {sizes.head_shards} ways: each is stored {sizes.repeat} times, in "
+            f"{plan.stored_heads} heads"
+        )
+    if plan.platform == "tpu":
+        for name, dim in dict.fromkeys((("head_dim", cache.head_dim), ("value_dim", cache.value_size))):
+            if dim % _LANES and (name == "head_dim" or dim != cache.head_dim):
+                found.append(
+                    f"{name} {dim} is padded to {_padded(dim)} lanes on a TPU: {1 - dim / _padded(dim):.0%} of such pages is "
+                    "padding, counted in the bytes"
+                )
+    for field, dim in (("pages_axis", "pages"), ("kv_head_axis", "kv_heads")):
+        told = plan["key_pages"].fitted.dropped if plan.mesh and cache.is_set(field) else ()
+        found += [f"{field} {drop.axis!r}: {drop.reason}" for drop in told if drop.dim == dim and drop.harmless]
+    return found
+
+
+def _plus(axes: Any) -> str:
+    return repr("+".join(axis_names(axes)))
+
+
+def _target(mesh: AnyMesh | None, device_kind: str | None) -> _Target:
+    """Of the given kind, else of the mesh's devices, else of jax's default device."""
+    real: Any = None
+    if device_kind is not None:
+        if not isinstance(device_kind, str) or not device_kind:
+            raise ConfigError(
+                f"device_kind={shown(device_kind)}; wanted jax's name of a device, such as 'TPU v5 lite'."
+            )
+        first = device_kind.split()[0].lower()
+        platform = "tpu" if first.startswith("tpu") else first if first in _PLATFORMS else "gpu"
+        kind = "" if device_kind in _PLATFORMS else device_kind
+    elif (found := devices_platform(mesh)) is not None:
+        platform, kind = found
+        real = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
+    elif mesh is not None:
+        platform, kind = "unknown", ""
+    else:
+        real = _default_device()
+        platform, kind = gpu_vendor(real.platform, real.client), real.device_kind
+    if platform == "tpu":
+        scalars, memory = _tpu_limits(kind)
+        return _Target(platform, kind, scalars, _memory(real) or memory)
+    return _Target(platform, kind, None, _memory(real))
+
+
+def _default_device() -> Any:
+    chosen = jax.config.jax_default_device
+    return chosen if chosen is not None and not isinstance(chosen, str) else jax.devices(chosen)[0]
+
+
+def _memory(device: Any) -> int | None:
+    """Bytes that a device's allocator may use; None where it doesn't tell, as on a CPU and of a device that isn't here."""
+    if getattr(device, "client", None) is None:
+        return None
+    stats = device.memory_stats()
+    return None if not stats else stats.get("bytes_limit")
+
+
+def _tpu_limits(kind: str) -> tuple[int, int | None]:
+    """(scalar memory, memory) of a kind of TPU; of one that jax doesn't know, what all have from v4 on."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    device = AbstractDevice(kind, 1, "tpu")
+    described = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    try:
+        with jax.sharding.use_abstract_mesh(described):
+            info = pltpu.get_tpu_info()
+    except (ValueError, NotImplementedError):
+        return _MIB, None
+    return info.smem_capacity_bytes, info.hbm_capacity_bytes * (2 if kind in _TWO_CORES else 1)
