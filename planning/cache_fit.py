@@ -17,7 +17,6 @@ from ..sharding import (
     MeshAxis,
     TensorShape,
     axes_of,
-    describe_mesh,
     devices_platform,
     fit_tensor,
     kv_repeat,
@@ -25,16 +24,11 @@ from ..sharding import (
 from ..sharding.mesh import AnyMesh, gpu_vendor
 from .cache_fields import CacheFields, axis_names
 from .cache_plan import CacheArray, CachePlan
-from .capability import Reason
-from .text import bytes_text
+from .cache_reasons import Sizes, notes, padded, refusals
 
 __all__ = ["fit_cache"]
 
-_LANES = (
-    128  # XLA pads the last dimension of an array on a TPU to so many; what it chooses for the others loses nothing
-)
 _MIB = 2**20
-_MOST_PAGES = 2**30
 _TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")  # jax tells of one core, and one device may have both
 _PLATFORMS = ("cpu", "cuda", "rocm", "gpu", "tpu")
 
@@ -48,22 +42,13 @@ class _Target(NamedTuple):
     memory: int | None
 
 
-class _Sizes(NamedTuple):
-    """The whole cache in numbers."""
-
-    pages: int
-    shards: int
-    repeat: int
-    head_shards: int
-
-
 def fit_cache(cache: CacheFields, mesh: AnyMesh | None, kv_heads: str, device_kind: str | None) -> CachePlan:
     """See KVCache.plan."""
     if kv_heads not in ("replicate", "error"):
         raise ConfigError(f"kv_heads={shown(kv_heads)}; wanted 'replicate' or 'error'.")
     axes, target = axes_of(mesh), _target(mesh, device_kind)
     shards, head_shards = _split(cache.pages_axis, axes), _split(cache.kv_head_axis, axes)
-    sizes = _Sizes(0, shards, kv_repeat(cache.kv_heads, head_shards), head_shards)
+    sizes = Sizes(0, shards, kv_repeat(cache.kv_heads, head_shards), head_shards)
     empty = _arrays(cache, sizes, axes, target)
     sizes = sizes._replace(
         pages=_pages(cache, sizes, empty, _arrays(cache, sizes._replace(pages=shards), axes, target))
@@ -85,7 +70,7 @@ def fit_cache(cache: CacheFields, mesh: AnyMesh | None, kv_heads: str, device_ki
     return _with_findings(made, sizes, kv_heads)
 
 
-def _pages(cache: CacheFields, sizes: _Sizes, empty: Sequence[CacheArray], one: Sequence[CacheArray]) -> int:
+def _pages(cache: CacheFields, sizes: Sizes, empty: Sequence[CacheArray], one: Sequence[CacheArray]) -> int:
     """Pages of the whole cache: as declared, or as many as fit in the bytes of a device, all else counted."""
     if cache.bytes_per_device is None:
         return cache.pages or 0
@@ -93,7 +78,7 @@ def _pages(cache: CacheFields, sizes: _Sizes, empty: Sequence[CacheArray], one: 
     return max(0, (cache.bytes_per_device - fixed) // (with_one - fixed)) * sizes.shards
 
 
-def _arrays(cache: CacheFields, sizes: _Sizes, axes: tuple[MeshAxis, ...], target: _Target) -> tuple[CacheArray, ...]:
+def _arrays(cache: CacheFields, sizes: Sizes, axes: tuple[MeshAxis, ...], target: _Target) -> tuple[CacheArray, ...]:
     heads, pages, tp = cache.kv_heads * sizes.repeat, cache.pages_axis, cache.kv_head_axis
     found = []
 
@@ -132,11 +117,7 @@ def _device_bytes(fitted: FittedSpec, itemsize: int, target: _Target) -> int:
     if target.platform != "tpu" or len(fitted.shape) != 4:
         return fitted.local_bytes
     *rest, lanes = fitted.local_shape
-    return math.prod(rest) * _padded(lanes) * itemsize
-
-
-def _padded(lanes: int) -> int:
-    return -(-lanes // _LANES) * _LANES
+    return math.prod(rest) * padded(lanes) * itemsize
 
 
 def _split(declared: Any, axes: tuple[MeshAxis, ...]) -> int:
@@ -144,95 +125,8 @@ def _split(declared: Any, axes: tuple[MeshAxis, ...]) -> int:
     return math.prod(axis.size for axis in axes if axis.name in axis_names(declared) and axis.kind != "manual")
 
 
-def _with_findings(plan: CachePlan, sizes: _Sizes, policy: str) -> CachePlan:
-    return replace(plan, refused=tuple(_refusals(plan, sizes, policy)), notes=tuple(_notes(plan, sizes)))
-
-
-def _refusals(plan: CachePlan, sizes: _Sizes, policy: str) -> list[Reason]:
-    cache, found = plan.cache, []
-
-    def refuse(code: str, field: str, message: str, hint: str) -> None:
-        found.append(Reason(code, field, message, hint))
-
-    if cache.page_sequence_axis is not None:
-        refuse(
-            "page_sequence_axis", "page_sequence_axis",
-            f"page_sequence_axis={shown(cache.page_sequence_axis)}: pages of one sequence on several devices are not implemented",
-            "Leave it out; kv_head_axis splits heads, pages_axis splits sequences.",
-        )  # fmt: skip
-    if sizes.repeat > 1 and policy == "error":
-        refuse(
-            "kv_heads", "kv_heads",
-            f"{cache.kv_heads} kv heads are split {sizes.head_shards} ways over {_plus(cache.kv_head_axis)} "
-            f"({describe_mesh(plan.mesh)}), and kv_heads='error'",
-            f"Plan with kv_heads='replicate' (each head stored {sizes.repeat} times), or make the split at most {cache.kv_heads}.",
-        )  # fmt: skip
-    seen = set()
-    for array in plan.arrays:
-        for drop in array.fitted.dropped:
-            if not drop.harmless and (drop.dim, drop.axis) not in seen:
-                seen.add((drop.dim, drop.axis))
-                refuse(
-                    "unfit", drop.dim, f"{array.name}, dimension {drop.dim}, axis {drop.axis!r}: {drop.reason}", f"{drop.hint}."
-                )  # fmt: skip
-    if cache.max_sequences % sizes.shards:
-        refuse(
-            "max_sequences", "max_sequences",
-            f"max_sequences={cache.max_sequences} is not divisible by the {sizes.shards} shards of {_plus(cache.pages_axis)}",
-            f"Make it a multiple of {sizes.shards}.",
-        )  # fmt: skip
-    if plan.local_pages > _MOST_PAGES:
-        refuse(
-            "page_ids", "pages", f"{plan.local_pages} pages a shard; page ids are int32", "Make pages larger, or fewer."
-        )
-    if plan.local_pages < cache.table_width:
-        held = f"{plan.local_pages} pages" + (" a shard" if plan.shards > 1 else "")
-        least = sizes.shards * cache.table_width
-        bytes_ = "" if cache.bytes_per_device is None else f" in {bytes_text(cache.bytes_per_device)} a device"
-        refuse(
-            "pages", "pages" if cache.bytes_per_device is None else "bytes_per_device",
-            f"{held}{bytes_} of {cache.page_size} tokens; one sequence of max_length={cache.max_length} needs {cache.table_width}",
-            f"Wanted at least {least} pages, or a smaller max_length.",
-        )  # fmt: skip
-    scalars = plan.bytes_of("page_table", "cu_q_lens", "kv_lens", "num_seqs")
-    if plan.scalar_limit is not None and scalars > plan.scalar_limit:
-        refuse(
-            "page_table_smem", "max_length",
-            f"the page table of {plan.local_sequences} sequences x {cache.table_width} pages and the lengths are "
-            f"{bytes_text(scalars)}, and scalar memory of a {plan.device_kind or 'TPU'} is {bytes_text(plan.scalar_limit)}",
-            "Make pages larger, max_length or max_sequences smaller, or split sequences over pages_axis.",
-        )  # fmt: skip
-    if plan.memory_limit is not None and plan.bytes_per_device > plan.memory_limit:
-        refuse(
-            "device_memory", "pages" if cache.bytes_per_device is None else "bytes_per_device",
-            f"{bytes_text(plan.bytes_per_device)} a device, and a {plan.device_kind} has {bytes_text(plan.memory_limit)}",
-            "Declare fewer pages, a quantised cache, or a larger mesh.",
-        )  # fmt: skip
-    return found
-
-
-def _notes(plan: CachePlan, sizes: _Sizes) -> list[str]:
-    cache, found = plan.cache, []
-    if sizes.repeat > 1:
-        found.append(
-            f"{cache.kv_heads} kv heads are split {sizes.head_shards} ways: each is stored {sizes.repeat} times, in "
-            f"{plan.stored_heads} heads"
-        )
-    if plan.platform == "tpu":
-        for name, dim in dict.fromkeys((("head_dim", cache.head_dim), ("value_dim", cache.value_size))):
-            if dim % _LANES and (name == "head_dim" or dim != cache.head_dim):
-                found.append(
-                    f"{name} {dim} is padded to {_padded(dim)} lanes on a TPU: {1 - dim / _padded(dim):.0%} of such pages is "
-                    "padding, counted in the bytes"
-                )
-    for field, dim in (("pages_axis", "pages"), ("kv_head_axis", "kv_heads")):
-        told = plan["key_pages"].fitted.dropped if plan.mesh and cache.is_set(field) else ()
-        found += [f"{field} {drop.axis!r}: {drop.reason}" for drop in told if drop.dim == dim and drop.harmless]
-    return found
-
-
-def _plus(axes: Any) -> str:
-    return repr("+".join(axis_names(axes)))
+def _with_findings(plan: CachePlan, sizes: Sizes, policy: str) -> CachePlan:
+    return replace(plan, refused=tuple(refusals(plan, sizes, policy)), notes=tuple(notes(plan, sizes)))
 
 
 def _target(mesh: AnyMesh | None, device_kind: str | None) -> _Target:
@@ -269,7 +163,10 @@ def _memory(device: Any) -> int | None:
     """Bytes that a device's allocator may use; None where it doesn't tell, as on a CPU and of a device that isn't here."""
     if getattr(device, "client", None) is None:
         return None
-    stats = device.memory_stats()
+    try:
+        stats = device.memory_stats()
+    except jax.errors.JaxRuntimeError:  # a described device, or another process's
+        return None
     return None if not stats else stats.get("bytes_limit")
 
 
