@@ -29,6 +29,7 @@ from .cache_reasons import Sizes, notes, padded, refusals
 __all__ = ["fit_cache"]
 
 _MIB = 2**20
+_config: Any = jax.config
 _TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")  # jax tells of one core, and one device may have both
 _PLATFORMS = ("cpu", "cuda", "rocm", "gpu", "tpu")
 
@@ -74,7 +75,7 @@ def _pages(cache: CacheFields, sizes: Sizes, empty: Sequence[CacheArray], one: S
     """Pages of the whole cache: as declared, or as many as fit in the bytes of a device, all else counted."""
     if cache.bytes_per_device is None:
         return cache.pages or 0
-    fixed, with_one = (sum(array.count * array.device_bytes for array in arrays) for arrays in (empty, one))
+    fixed, with_one = (sum(array.copies * array.device_bytes for array in arrays) for arrays in (empty, one))
     return max(0, (cache.bytes_per_device - fixed) // (with_one - fixed)) * sizes.shards
 
 
@@ -87,6 +88,7 @@ def _arrays(cache: CacheFields, sizes: Sizes, axes: tuple[MeshAxis, ...], target
         fitted = fit_tensor(name, spec, TensorShape(shape, size), tuple(dims.split()), axes)
         found.append(CacheArray(fitted, dtype, count, _device_bytes(fitted, size, target)))
 
+    shape: tuple[int, ...]
     for name, dim in (("key_pages", cache.head_dim), ("value_pages", cache.value_size)):
         shape = (sizes.pages, cache.page_size, heads, dim)
         dims = "pages page kv_heads head_dim"
@@ -100,13 +102,14 @@ def _arrays(cache: CacheFields, sizes: Sizes, axes: tuple[MeshAxis, ...], target
             case _:
                 shape = (sizes.pages, cache.page_size, heads)
                 add(name, PartitionSpec(pages, None, tp), shape, "pages page kv_heads", "float32", cache.layers)
-    rows, leading = cache.max_sequences // sizes.shards, (sizes.shards,) if pages is not None else ()
-    for name, shape in (
-        ("page_table", (rows, cache.table_width)),
-        ("cu_q_lens", (rows + 1,)),
-        ("kv_lens", (rows,)),
-        ("num_seqs", ()),
-    ):
+    of_batch: dict[str, tuple[int, ...]] = {
+        "page_table": (cache.max_sequences // sizes.shards, cache.table_width),
+        "cu_q_lens": (cache.max_sequences // sizes.shards + 1,),
+        "kv_lens": (cache.max_sequences // sizes.shards,),
+        "num_seqs": (),
+    }
+    leading = (sizes.shards,) if pages is not None else ()
+    for name, shape in of_batch.items():
         spec = PartitionSpec(*((pages,) if leading else ()), *(None for _ in shape))
         dims = " ".join([*("shards" for _ in leading), *("sequences", "pages")[: len(shape)]])
         add(name, spec, (*leading, *shape), dims, "int32")
@@ -155,7 +158,7 @@ def _target(mesh: AnyMesh | None, device_kind: str | None) -> _Target:
 
 
 def _default_device() -> Any:
-    chosen = jax.config.jax_default_device
+    chosen = _config.jax_default_device
     return chosen if chosen is not None and not isinstance(chosen, str) else jax.devices(chosen)[0]
 
 

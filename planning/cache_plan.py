@@ -15,14 +15,14 @@ __all__ = ["CacheArray", "CachePlan", "array_rows", "fact_rows"]
 
 
 class CacheArray(NamedTuple):
-    """An array of the cache or of a batch over it: where it lies, how many there are, bytes of one on a device.
+    """An array of the cache or of a batch over it: where it lies, how many there are (one a layer), bytes of one on a device.
 
     The bytes count what a device pads, which the fitted spec's own don't.
     """
 
     fitted: FittedSpec
     dtype: str
-    count: int
+    copies: int
     device_bytes: int
 
     @property
@@ -93,7 +93,7 @@ class CachePlan:
 
     def bytes_of(self, *names: str) -> int:
         """Bytes a device of the arrays of these names, or of all."""
-        return sum(array.count * array.device_bytes for array in self.arrays if not names or array.name in names)
+        return sum(array.copies * array.device_bytes for array in self.arrays if not names or array.name in names)
 
     @property
     def bytes_per_device(self) -> int:
@@ -154,7 +154,7 @@ class CachePlan:
                 array.name: {
                     "spec": spec_text(array.fitted.spec),
                     "dtype": array.dtype,
-                    "count": array.count,
+                    "count": array.copies,
                     "shape": list(array.fitted.shape),
                     "device_shape": list(array.fitted.local_shape),
                     "device_bytes": array.device_bytes,
@@ -203,7 +203,7 @@ def array_rows(plan: CachePlan) -> list[tuple[str, str, str, str, str]]:
     rows = []
     for array in plan.arrays:
         fitted = array.fitted
-        many = f"{array.count} x " if array.count > 1 else ""
+        many = f"{array.copies} x " if array.copies > 1 else ""
         shapes = f"{many}{array.dtype}[{_shape(fitted.shape)}]", f"[{_shape(fitted.local_shape)}]"
         rows.append((array.name, spec_text(fitted.spec), *shapes, f"{many}{bytes_text(array.device_bytes)}"))
     return rows

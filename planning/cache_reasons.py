@@ -13,9 +13,7 @@ from .text import bytes_text
 
 __all__ = ["Sizes", "notes", "padded", "refusals"]
 
-_LANES = (
-    128  # XLA pads the last dimension of an array on a TPU to so many; what it chooses for the others loses nothing
-)
+_LANES = 128  # to which XLA pads the last dimension of an array on a TPU; the others lose nothing
 _MOST_PAGES = 2**30
 
 
@@ -106,12 +104,18 @@ def notes(plan: CachePlan, sizes: Sizes) -> list[str]:
             f"{plan.stored_heads} heads"
         )
     if plan.platform == "tpu":
-        for name, dim in dict.fromkeys((("head_dim", cache.head_dim), ("value_dim", cache.value_size))):
-            if dim % _LANES and (name == "head_dim" or dim != cache.head_dim):
+        for name, size in (("head_dim", cache.head_dim), ("value_dim", cache.value_size)):
+            if size % _LANES and (name == "head_dim" or size != cache.head_dim):
                 found.append(
-                    f"{name} {dim} is padded to {padded(dim)} lanes on a TPU: {1 - dim / padded(dim):.0%} of such pages is "
+                    f"{name} {size} is padded to {padded(size)} lanes on a TPU: {1 - size / padded(size):.0%} of such pages is "
                     "padding, counted in the bytes"
                 )
+    spec = plan["key_pages"].fitted
+    used = {*spec.axes(0), *spec.axes(2)}
+    idle = [axis for axis in plan.mesh if axis.size > 1 and axis.kind != "manual" and axis.name not in used]
+    if idle:
+        names = ", ".join(f"{axis.name}={axis.size}" for axis in idle)
+        found.append(f"{names} of the mesh split nothing of the cache: their devices all hold the same")
     for field, dim in (("pages_axis", "pages"), ("kv_head_axis", "kv_heads")):
         told = plan["key_pages"].fitted.dropped if plan.mesh and cache.is_set(field) else ()
         found += [f"{field} {drop.axis!r}: {drop.reason}" for drop in told if drop.dim == dim and drop.harmless]
