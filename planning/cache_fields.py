@@ -13,7 +13,7 @@ from ..errors import ConfigError, a_type, shown
 from ..strict_json import parse_json, read_text
 from .given import GivenModel, explain_validation
 
-__all__ = ["CacheFields", "QuantisedPages"]
+__all__ = ["CacheFields", "QuantisedPages", "axis_names"]
 
 _LIMIT = 2**30  # positions, page ids and their sums are int32 on devices
 _MOST_BYTES = 2**50

@@ -146,9 +146,7 @@ def _target(mesh: AnyMesh | None, device_kind: str | None) -> _Target:
     elif (found := devices_platform(mesh)) is not None:
         platform, kind = found
         real = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
-    elif mesh is not None:
-        platform, kind = "unknown", ""
-    else:
+    else:  # for a mesh without devices too, as calls are planned
         real = _default_device()
         platform, kind = gpu_vendor(real.platform, real.client), real.device_kind
     if platform == "tpu":

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...errors import InputError, InputTypeError, a_type
+from ...planning.cache_fields import axis_names
 from .batch import RaggedBatch
 from .checks import check_later
 from .slots import by_shard, rows_by_shard, token_slots
@@ -58,7 +59,8 @@ def insert(
     def written(name: str) -> tuple[jax.Array, jax.Array | None]:
         stored, scale = getattr(pages, name), getattr(pages, f"{name}_scale")
         tokens = jnp.asarray(key if name == "key" else value)
-        tokens = jnp.repeat(tokens, stored.shape[2] // tokens.shape[1], axis=1)
+        if tokens.shape[1] != stored.shape[2]:
+            tokens = jnp.repeat(tokens, stored.shape[2] // tokens.shape[1], axis=1)
         if cache.quantised is None:
             return write(stored, tokens), None
         if cache.quantised.scale == "token_head":
@@ -96,6 +98,14 @@ def _check_tokens(name: str, tokens: Any, stored: jax.Array, state: CacheState) 
     if tokens.dtype != jnp.dtype(cache.dtype):
         raise InputTypeError(
             f"{name} is {tokens.dtype} and the cache is declared {cache.dtype}; convert it, or declare the cache's dtype so."
+        )
+    axes = set(axis_names(cache.kv_head_axis))
+    here, there = (axes & set(getattr(jax.typeof(x), "vma", ())) for x in (tokens, stored))
+    if there - here and cache.kv_heads > 1:
+        axis = min(there - here)
+        raise InputError(
+            f"{name} is the same on all devices of {axis!r}, over which the pages' heads are split; inside a shard_map {name} is a "
+            "device's own heads, repeated as the cache's are."
         )
     heads, dim = stored.shape[2:]
     fitting = {heads} | ({cache.kv_heads} if heads % cache.kv_heads == 0 else set())

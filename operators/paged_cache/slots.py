@@ -33,7 +33,7 @@ def token_slots(
     none = jnp.iinfo(jnp.int32).max
     starts = jnp.where(jnp.arange(rows + 1) <= num_seqs, cu_q_lens, none)
     token = jnp.arange(tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(starts, token, side="right").astype(jnp.int32) - 1
+    row = (starts[:, None] <= token).sum(0, dtype=jnp.int32) - 1  # the last row that starts here or before
     inside = (row >= 0) & (row < jnp.minimum(num_seqs, rows))
     row = jnp.where(inside, row, 0)
     first, last = cu_q_lens[row], cu_q_lens[row + 1]
