@@ -54,8 +54,8 @@ def refusals(plan: CachePlan, sizes: Sizes, policy: str) -> list[Reason]:
     seen = set()
     for array in plan.arrays:
         for drop in array.fitted.dropped:
-            if not drop.harmless and (drop.dim, drop.axis) not in seen:
-                seen.add((drop.dim, drop.axis))
+            if not drop.harmless and (drop.axis, drop.reason) not in seen:
+                seen.add((drop.axis, drop.reason))
                 refuse(
                     "unfit", drop.dim, f"{array.name}, dimension {drop.dim}, axis {drop.axis!r}: {drop.reason}", f"{drop.hint}."
                 )  # fmt: skip

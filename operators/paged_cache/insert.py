@@ -104,7 +104,7 @@ def _check_tokens(name: str, tokens: Any, stored: jax.Array, state: CacheState) 
     if there - here and cache.kv_heads > 1:
         axis = min(there - here)
         raise InputError(
-            f"{name} is the same on all devices of {axis!r}, over which the pages' heads are split; inside a shard_map {name} is a "
+            f"{name} is the same on all devices of {axis!r}, which split the pages' heads; inside a shard_map {name} is a "
             "device's own heads, repeated as the cache's are."
         )
     heads, dim = stored.shape[2:]
