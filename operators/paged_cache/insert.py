@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from ...errors import InputError, InputTypeError, a_type
 from ...planning.cache_fields import axis_names
+from ..kernels.varying import varying
 from .batch import RaggedBatch
 from .checks import check_later
 from .slots import by_shard, rows_by_shard, token_slots
@@ -100,11 +101,11 @@ def _check_tokens(name: str, tokens: Any, stored: jax.Array, state: CacheState) 
             f"{name} is {tokens.dtype} and the cache is declared {cache.dtype}; convert it, or declare the cache's dtype so."
         )
     axes = set(axis_names(cache.kv_head_axis))
-    here, there = (axes & set(getattr(jax.typeof(x), "vma", ())) for x in (tokens, stored))
-    if there - here and cache.kv_heads > 1:
-        axis = min(there - here)
+    alike = axes & (varying(stored) - varying(tokens))
+    if alike and cache.kv_heads > 1:
+        axis = min(alike)
         raise InputError(
-            f"{name} is the same on all devices of {axis!r}, which split the pages' heads; inside a shard_map {name} is a "
+            f"{name} is the same on all devices of {axis!r}, which splits the pages' heads; inside a shard_map {name} is a "
             "device's own heads, repeated as the cache's are."
         )
     heads, dim = stored.shape[2:]

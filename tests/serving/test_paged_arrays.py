@@ -82,6 +82,7 @@ def model(
 write = jax.jit(insert, static_argnums=1)
 
 
+@settings(max_examples=25)
 @given(batches(), st.integers(0, 1))
 def test_insert_is_the_model(batch: Any, layer: int) -> None:
     """Also: NaN in tokens of no sequence is never written, and another layer is left alone."""
@@ -97,6 +98,7 @@ def test_insert_is_the_model(batch: Any, layer: int) -> None:
         assert not np.asarray(getattr(after.layers[1 - layer], name)).any()
 
 
+@settings(max_examples=20)
 @given(batches(), st.data())
 def test_chunks_are_one_insert(batch: Any, data: Any) -> None:
     q_lens, kv_lens, table = batch
@@ -423,16 +425,16 @@ def test_local_parts_in_a_shard_map() -> None:
 
 
 def test_fewer_heads_than_devices_are_repeated_in_the_cache() -> None:
-    mesh = virtual_mesh({"tp": 8})
+    mesh = virtual_mesh({"tp": 4})
     places, (key, value) = shardings(CACHE, mesh), tokens(9)
     state = init(CACHE, mesh)
-    assert state.layers[0].key.shape == (PAGES, PAGE, 8, DIM)
+    assert state.layers[0].key.shape == (PAGES, PAGE, 4, DIM)
     assert places.query.spec == P(None, "tp", None)
     assert places.key.spec == P(None, None, None)
     done = jax.jit(lambda s, k, v: insert(s, 0, RIGHT, k, v), out_shardings=places.state)(state, key, value)
     one = write(init(CACHE), 0, RIGHT, key, value)
-    np.testing.assert_array_equal(done.layers[0].key, np.repeat(one.layers[0].key, 4, axis=2))
-    np.testing.assert_array_equal(insert(state, 0, RIGHT, *(np.repeat(x, 4, 1) for x in (key, value))).layers[0].value,
+    np.testing.assert_array_equal(done.layers[0].key, np.repeat(one.layers[0].key, 2, axis=2))
+    np.testing.assert_array_equal(insert(state, 0, RIGHT, *(np.repeat(x, 2, 1) for x in (key, value))).layers[0].value,
                                   done.layers[0].value)  # fmt: skip
 
 
@@ -445,7 +447,7 @@ def test_shards_of_pages_in_every_function() -> None:
     before[[2, 8]] = before[[1, 11]]
     np.testing.assert_array_equal(after, before)
     gone = np.asarray(scrub(state, np.array([[1], [8]])).layers[1].value)
-    assert sorted({int(page) for page in np.argwhere((gone == 0).all((1, 2, 3)))}) == [1]
+    assert np.flatnonzero((gone == 0).all((1, 2, 3))).tolist() == [1]  # 8 is the second shard's padding
     saved = extract(state, batch, (1, 0))
     np.testing.assert_array_equal(saved.layers[0].key[0], state.layers[0].key[15])
     back = restore(init(cache, mesh), saved, batch, (1, 0))
@@ -480,7 +482,7 @@ def test_an_abstract_mesh_holds_nothing() -> None:
 # -- dense caches ----------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(-6, 12), min_size=3, max_size=3), st.integers(1, 4), st.booleans())
+@given(st.lists(st.integers(-6, 12), min_size=3, max_size=3), st.sampled_from([1, 3]), st.booleans())
 def test_dense_insert_is_the_model(start: list[int], q_len: int, traced: bool) -> None:
     length, random = 8, np.random.default_rng(0)
     caches = [random.standard_normal((3, length, 2, dim), np.float32) for dim in (3, 5)]
