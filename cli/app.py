@@ -102,6 +102,7 @@ def plan(
         raise ConfigError(f"{names} without --model; in {config} the declaration says that.")
     from ..registry import OperationRegistry
     from ..registry.declaration import Declaration
+    from .cache import plan_cache, print_cache
     from .call_arrays import call_shapes
     from .enabled import enabled_json, enabled_notes
     from .plan import print_plan
@@ -110,17 +111,39 @@ def plan(
     declaration = targeted(Declaration.load(config), TargetOptions(mesh, platform, topology, strict, fallback))
     declared = OperationRegistry.get(declaration.operation)
     metadata = plan_metadata(declaration)
+    cache = plan_cache(declaration, metadata)
+    if cache is not None and not declaration.is_set("call") and inputs is None:
+        _plan_only(cache, enabled_notes(declaration), as_json)
+        return
     shapes = call_shapes(declaration.call, inputs)
     arguments = declaration.call_arguments(shapes.arrays, mode=mode)
     decided = declared(metadata).plan(**arguments)
     notes = enabled_notes(declaration)
     if as_json:
-        _print_json(enabled_json(decided.to_dict(), notes))
+        found = enabled_json(decided.to_dict(), notes)
+        _print_json(found if cache is None else found | {"cache": cache.to_dict()})
     else:
         source = "--topology" if topology else "--platform" if platform else None
         print_plan(decided, (*shapes.notes, *notes), source)
+        if cache is not None:
+            print()
+            print_cache(cache)
     if decided.implementation is None:
         raise _Refused(decided.refusal())
+    if cache is not None:
+        cache.require()
+
+
+def _plan_only(cache: Any, notes: tuple[str, ...], as_json: bool) -> None:
+    """The plan of a file that declares a cache, and no call."""
+    from .cache import print_cache
+    from .enabled import enabled_json
+
+    if as_json:
+        _print_json(enabled_json({"cache": cache.to_dict()}, notes))
+    else:
+        print_cache(cache, notes)
+    cache.require()
 
 
 def _plan_model(options: dict[str, Any], as_json: bool) -> None:
@@ -146,16 +169,17 @@ def verify(
     as_json: o.Json = False,
 ) -> None:
     """Compile for TPUs that aren't here, or for a mesh of virtual devices: does it fit, what does it take, what does it send."""
+    from .cache import cache_notes, noted
     from .enabled import enabled_json, enabled_notes
     from .verify import VerifyOptions, print_reports
     from .verify import verify as verify_command
 
     reports = verify_command(VerifyOptions(config, tuple(target or ()), inputs, mesh, mode, fallback))
-    notes = enabled_notes(config)
+    notes, cached = enabled_notes(config), cache_notes(config)
     if as_json:
-        _print_json([enabled_json(report.to_dict(), notes) for report in reports])
+        _print_json([noted(enabled_json(report.to_dict(), notes), cached) for report in reports])
     else:
-        print_reports(reports, notes)
+        print_reports(reports, (*notes, *cached))
     failed = [report for report in reports if not report.passed]
     if failed:
         raise _Refused("; ".join(_why(report) for report in failed))
@@ -182,16 +206,17 @@ def tune(
     as_json: o.Json = False,
 ) -> None:
     """Search block sizes, for TPUs that aren't here or on this machine's device, and keep the best for later plans."""
+    from .cache import cache_notes, noted
     from .enabled import enabled_json, enabled_notes
     from .tune import TuneOptions, print_tuned, tuned_json
     from .tune import tune as tune_command
 
     reports = tune_command(TuneOptions(config, tuple(target or ()), inputs, mesh, mode, how, most, cache))
-    notes = enabled_notes(config)
+    notes, cached = enabled_notes(config), cache_notes(config)
     if as_json:
-        _print_json([enabled_json(report, notes) for report in tuned_json(reports)])
+        _print_json([noted(enabled_json(report, notes), cached) for report in tuned_json(reports)])
     else:
-        print_tuned(reports, notes)
+        print_tuned(reports, (*notes, *cached))
     failed = [name for name, report in reports if report.found.choice is None]
     if failed:
         raise _Refused(f"{', '.join(failed)}: no candidate compiles or runs; the reasons stand beside them.")

@@ -17,6 +17,7 @@ from ..planning.text import bytes_text
 from ..registry import OperationRegistry
 from ..registry.declaration import Declaration
 from .baseline import NotExpressible, baseline
+from .cache import cache_notes
 from .call_arrays import call_arrays
 from .check import Comparison, check
 from .enabled import enabled_notes
@@ -53,7 +54,7 @@ def run(options: RunOptions) -> int:
     kind: Any = OperationRegistry.get(declaration.operation)
     operation = kind(run_metadata(declaration, mesh=options.mesh))
     arrays, expected, notes = call_arrays(declaration.call, options.inputs, options.seed)
-    notes = (*notes, *enabled_notes(declaration))
+    notes = (*notes, *enabled_notes(declaration), *cache_notes(declaration))
     plan = operation.plan(**declaration.call_arguments(arrays, mode=options.mode)).require()
     mesh = operation.metadata.mesh
     placed = on_devices(arrays, plan, mesh if isinstance(mesh, Mesh) else None)

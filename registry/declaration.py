@@ -1,4 +1,4 @@
-"""Declaration: the config file. An operation's name, its metadata, and one call; exact in JSON both ways."""
+"""Declaration: the config file. An operation's name, its metadata, one call, and a KV cache; exact in JSON both ways."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, StrictBool, ValidationError, field_valid
 
 from ..errors import ConfigError, a_type, shown
 from ..planning.given import GivenModel, explain_validation
+from ..planning.kv_cache import KVCache
 from ..strict_json import parse_json, read_text
 from .call_declaration import CallDeclaration, call_arguments
 from .metadata import OperationMetadata
@@ -25,7 +26,7 @@ _DEEPEST = 64
 
 class Declaration(GivenModel):
     """What a config file says. `metadata` is what OperationMetadata.from_dict takes; `enabled` false leaves attention to the
-    framework behind whose adapter the file stands.
+    framework behind whose adapter the file stands. `cache` is planned beside the call; calls don't read it.
 
     Errors of every way in: ConfigError that names the source, the field, what was got and what is wanted.
     """
@@ -40,6 +41,7 @@ class Declaration(GivenModel):
     enabled: StrictBool = True
     metadata: dict[str, Any] = Field(default_factory=dict)
     call: CallDeclaration = CallDeclaration()
+    cache: KVCache | None = None
 
     @field_validator("metadata", mode="after")
     @classmethod

@@ -1,6 +1,6 @@
 """Where tensors live: modes, layouts, the ten PartitionSpecs, fitting them to shapes and a mesh, placing arrays."""
 
-from .fit import Dropped, FittedRules, FittedSpec, TensorShape, axes_at, fit, kv_repeat, refuse_unfit
+from .fit import Dropped, FittedRules, FittedSpec, TensorShape, axes_at, fit, fit_tensor, kv_repeat, refuse_unfit
 from .mesh import (
     MeshAxis,
     axes_of,
@@ -33,6 +33,7 @@ __all__ = [
     "describe_mesh",
     "devices_platform",
     "fit",
+    "fit_tensor",
     "kv_repeat",
     "mesh_from_dict",
     "mesh_to_dict",

@@ -18,7 +18,17 @@ from .mesh import AnyMesh, MeshAxis, axes_of, describe_mesh
 from .modes import canonical_layout, canonical_mode
 from .rules import AttnShardingRules, tensor_dims
 
-__all__ = ["Dropped", "FittedRules", "FittedSpec", "TensorShape", "axes_at", "fit", "kv_repeat", "refuse_unfit"]
+__all__ = [
+    "Dropped",
+    "FittedRules",
+    "FittedSpec",
+    "TensorShape",
+    "axes_at",
+    "fit",
+    "fit_tensor",
+    "kv_repeat",
+    "refuse_unfit",
+]
 
 # The axis names that every eformer PartitionAxis speaks of unless told otherwise. A mesh without one of them is an
 # ordinary mesh; a name outside of them was declared by somebody, so its absence is worth an error when strict.
@@ -255,3 +265,15 @@ def _why_dropped(
             length == 1,
         )
     return None
+
+
+def fit_tensor(
+    tensor: str,
+    spec: PartitionSpec,
+    shape: TensorShape | tuple[int, ...],
+    dims: tuple[str, ...],
+    mesh: AnyMesh | Mapping[str, int] | tuple[MeshAxis, ...] | None,
+) -> FittedSpec:
+    """Fit the spec of a tensor that no rules know, whose dimensions are called `dims`."""
+    sized = _sized(shape)
+    return _fit_one(tensor, spec, sized.shape, sized.itemsize, dims, {axis.name: axis for axis in axes_of(mesh)})

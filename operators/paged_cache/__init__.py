@@ -1,0 +1,26 @@
+"""The arrays of a declared KV cache, and what is done to them beside attention."""
+
+from .batch import RaggedBatch
+from .dense import dense_insert
+from .insert import insert
+from .offload import SavedSequence, extract, restore
+from .pages import copy, scrub
+from .slots import token_slots
+from .state import CacheShardings, CacheState, LayerPages, init, shardings
+
+__all__ = [
+    "CacheShardings",
+    "CacheState",
+    "LayerPages",
+    "RaggedBatch",
+    "SavedSequence",
+    "copy",
+    "dense_insert",
+    "extract",
+    "init",
+    "insert",
+    "restore",
+    "scrub",
+    "shardings",
+    "token_slots",
+]

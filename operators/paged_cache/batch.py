@@ -1,0 +1,151 @@
+"""RaggedBatch: which tokens of a step belong to which sequence, and in which pages each sequence lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int32
+
+from ...errors import InputError, InputTypeError, a_type, shown
+from ...masks.int_arrays import is_integer, known_values
+from ...planning.cache_plan import CachePlan
+from .checks import batch_problem
+
+__all__ = ["RaggedBatch"]
+
+_INT32 = np.iinfo(np.int32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RaggedBatch:
+    """A step's batch. A cache with a `pages_axis` has a leading dimension more in each, one entry a shard, and page ids that
+    count within the shard.
+
+    cu_q_lens: tokens of row s are cu_q_lens[s] to cu_q_lens[s + 1]. kv_lens: tokens of the sequence after these are appended.
+    page_table: page ids in the order of the sequence; the number of pages is the id of padding. num_seqs: rows that count.
+    """
+
+    cu_q_lens: Int32[Array, "*shards rows+1"]
+    kv_lens: Int32[Array, "*shards rows"]
+    page_table: Int32[Array, "*shards rows width"]
+    num_seqs: Int32[Array, "*shards"]
+
+    @classmethod
+    def make(
+        cls,
+        plan: CachePlan,
+        *,
+        cu_q_lens: Any,
+        kv_lens: Any,
+        page_table: Any,
+        num_seqs: int | None = None,
+        tokens: int | None = None,
+    ) -> RaggedBatch:
+        """A batch of one shard from host values, checked, and padded to the cache's `max_sequences` and `max_length`.
+
+        `page_table` is an array, or a list of page ids for each row. `num_seqs` is by default the number of rows, `tokens` the
+        length of the token arrays, if it is to be checked. Errors: InputTypeError for what are no whole numbers; InputError, with
+        the row, for numbers that int32 doesn't hold, ids out of range, lengths that pages or tokens don't have, and writes to a
+        page that another row reads.
+        """
+        rows, width, padding = plan.local_sequences, plan.cache.table_width, plan.local_pages
+        lens = _numbers("kv_lens", kv_lens)
+        starts = _numbers("cu_q_lens", cu_q_lens)
+        table = _table(page_table, len(lens), width, padding)
+        if len(lens) > rows:
+            raise InputError(f"kv_lens has {len(lens)} rows; wanted at most {rows}, the max_sequences of a shard.")
+        if len(starts) != len(lens) + 1:
+            raise InputError(f"cu_q_lens has {len(starts)} entries for {len(lens)} rows; wanted one more than rows.")
+        if len(table) != len(lens):
+            raise InputError(f"page_table has {len(table)} rows and kv_lens {len(lens)}; wanted as many.")
+        count = int(_numbers("num_seqs", [len(lens) if num_seqs is None else num_seqs])[0])
+        missing = rows - len(lens)
+        host: Any = (
+            np.concatenate([starts, np.full(missing, starts[-1], np.int32)]),
+            np.concatenate([lens, np.zeros(missing, np.int32)]),
+            np.concatenate([table, np.full((missing, width), padding, np.int32)]),
+            np.asarray(count, np.int32),
+        )
+        made = cls(*host)
+        made.check(padding, plan.cache.page_size, tokens)
+        return made.stack([made]) if plan.cache.pages_axis is not None and plan.shards == 1 else made
+
+    @classmethod
+    def stack(cls, batches: Sequence[RaggedBatch]) -> RaggedBatch:
+        """One batch of several shards' own, for a cache with a `pages_axis`: a leading dimension, in the shards' order."""
+        if not batches or any(np.ndim(batch.kv_lens) != 1 for batch in batches):
+            raise InputError("stack wants the batches of all shards, each without a leading dimension.")
+        return jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
+
+    @property
+    def shards(self) -> int | None:
+        """Entries of the leading dimension, None where there is none."""
+        return self.kv_lens.shape[0] if len(self.kv_lens.shape) == 2 else None
+
+    def check(self, pages: int, page_size: int, tokens: int | None = None) -> None:
+        """Check the values that are known, for `pages` pages a shard and `tokens` tokens a shard. Errors: InputError."""
+        self.check_form()
+        starts, lens, table, count = map(known_values, (self.cu_q_lens, self.kv_lens, self.page_table, self.num_seqs))
+        if starts is None or lens is None or table is None or count is None:
+            return
+        if problem := batch_problem(starts, lens, table, count, pages, page_size, tokens):
+            raise InputError(problem)
+
+    def check_form(self) -> None:
+        """Check shapes and dtypes, which are always known. Errors: InputError, InputTypeError."""
+        arrays = {
+            "cu_q_lens": self.cu_q_lens,
+            "kv_lens": self.kv_lens,
+            "page_table": self.page_table,
+            "num_seqs": self.num_seqs,
+        }
+        for name, array in arrays.items():
+            if not hasattr(array, "dtype") or array.dtype != np.int32:
+                got = getattr(array, "dtype", a_type(array))
+                raise InputTypeError(f"{name} is {got}; wanted int32: RaggedBatch.make checks and converts.")
+        lead = self.kv_lens.shape[:-1]
+        rows = self.kv_lens.shape[-1] if self.kv_lens.shape else 0
+        wanted = {"kv_lens": (*lead, rows), "cu_q_lens": (*lead, rows + 1), "num_seqs": lead}
+        table = self.page_table.shape
+        wrong = [name for name, shape in wanted.items() if tuple(arrays[name].shape) != shape]
+        if wrong or len(lead) > 1 or table[:-1] != (*lead, rows):
+            shapes = ", ".join(f"{name} {tuple(array.shape)}" for name, array in arrays.items())
+            raise InputError(
+                f"a batch of {shapes}; wanted cu_q_lens [rows + 1], kv_lens [rows], page_table [rows, width] and num_seqs [], or "
+                "one more leading dimension for the shards in each."
+            )
+
+
+def _numbers(name: str, value: Any) -> np.ndarray:
+    """int32 [n] of whole numbers that int32 holds."""
+    array = np.asarray(value)
+    if array.size == 0:
+        array = array.astype(np.int32)
+    if not is_integer(array.dtype):
+        raise InputTypeError(f"{name} has dtype {array.dtype}; wanted whole numbers, [rows].")
+    if array.ndim != 1:
+        raise InputError(f"{name} has shape {array.shape}; wanted [rows].")
+    wide = np.flatnonzero((array > _INT32.max) | (array < _INT32.min))
+    if wide.size:
+        raise InputError(
+            f"row {wide[0]}: {name} is {shown(int(array[wide[0]]))}; wanted a number that fits in int32, as on devices."
+        )
+    return array.astype(np.int32)
+
+
+def _table(value: Any, rows: int, width: int, padding: int) -> np.ndarray:
+    """int32 [rows, width], padded."""
+    if hasattr(value, "ndim") and value.ndim != 2:
+        raise InputError(f"page_table has shape {value.shape}; wanted [rows, pages].")
+    listed = [_numbers(f"page_table[{row}]", ids) for row, ids in enumerate(value)]
+    made = np.full((len(listed), width), padding, np.int32)
+    for row, ids in enumerate(listed):
+        if np.any(ids[width:] != padding):
+            raise InputError(f"row {row}: {len(ids)} pages; wanted at most {width}, those of max_length tokens.")
+        made[row, : len(ids)] = ids[:width]
+    return made

@@ -1,0 +1,89 @@
+"""What is wrong with a batch whose values are known, with the row; and the same said from inside a compiled step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...errors import InputError
+
+__all__ = ["batch_problem", "check_later"]
+
+
+def batch_problem(
+    cu_q_lens: np.ndarray,
+    kv_lens: np.ndarray,
+    page_table: np.ndarray,
+    num_seqs: np.ndarray,
+    pages: int,
+    page_size: int,
+    tokens: int | None = None,
+) -> str:
+    """The first thing that is wrong, '' where all is well. `pages` and `tokens` count those of a shard."""
+    if kv_lens.ndim == 1:
+        return _shard_problem(cu_q_lens, kv_lens, page_table, int(num_seqs), pages, page_size, tokens)
+    for shard in range(len(kv_lens)):
+        arrays = cu_q_lens[shard], kv_lens[shard], page_table[shard]
+        if problem := _shard_problem(*arrays, int(num_seqs[shard]), pages, page_size, tokens):
+            return f"shard {shard}, {problem}"
+    return ""
+
+
+def check_later(arrays: Sequence[Any], pages: int, page_size: int, tokens: int | None) -> None:
+    """The same check of traced arrays, made on the host while the step runs, which then fails with the message."""
+
+    def check(*values: np.ndarray) -> None:
+        starts, lens, table, count = (np.asarray(value) for value in values)
+        problem = batch_problem(starts, lens, table, count, pages, page_size, tokens)
+        if problem:
+            raise InputError(problem)
+
+    jax.debug.callback(check, *arrays)
+
+
+def _shard_problem(
+    starts: np.ndarray, lens: np.ndarray, table: np.ndarray, count: int, pages: int, page_size: int, tokens: int | None
+) -> str:
+    if not 0 <= count <= len(lens):
+        return f"num_seqs is {count}; wanted 0 to {len(lens)}, the rows of the batch."
+    starts, lens, live_table = (array.astype(np.int64) for array in (starts[: count + 1], lens[:count], table[:count]))
+    q_lens, width = np.diff(starts), table.shape[1]
+    if starts[0] != 0:
+        return f"row 0: cu_q_lens starts at {starts[0]}; wanted 0, the first token."
+    if (row := _first(q_lens < 0)) is not None:
+        return f"row {row}: cu_q_lens falls from {starts[row]} to {starts[row + 1]}; wanted the sum of the rows' query lengths."
+    if tokens is not None and starts[-1] > tokens:
+        row = _first(starts[1:] > tokens)
+        return f"row {row}: cu_q_lens goes to {starts[-1]}, and there are {tokens} tokens; wanted at most as many."
+    if (row := _first(q_lens > lens)) is not None:
+        return (
+            f"row {row}: {q_lens[row]} queries and kv_len {lens[row]}; wanted at least as many: kv_lens count the tokens that "
+            "are appended."
+        )
+    if (at := _first((table < 0) | (table > pages))) is not None:
+        row, slot = divmod(at, width)
+        return f"row {row}: page id {table[row, slot]}; wanted 0 to {pages - 1}, or {pages} for padding."
+    needed = -(-lens // page_size)
+    slots = np.arange(width)
+    live = slots < needed[:, None]
+    given = np.where((live_table == pages).any(1), (live_table == pages).argmax(1), width)
+    if (row := _first(given < needed)) is not None:
+        return (
+            f"row {row}: kv_len {lens[row]} needs {needed[row]} pages of {page_size}, and the table gives {given[row]}."
+        )
+    written = live & (slots >= ((lens - q_lens) // page_size)[:, None]) & (q_lens > 0)[:, None]
+    readers = np.bincount(live_table[live], minlength=pages + 1)
+    if (at := _first(written & (readers[live_table] > 1))) is not None:
+        row, slot = divmod(at, width)
+        page = live_table[row, slot]
+        others = [int(r) for r in np.flatnonzero((live & (live_table == page)).any(1)) if r != row]
+        shared = f"row {others[0]} reads too" if others else "the same row has twice"
+        return f"row {row}: its tokens go to page {page}, which {shared}; copy the page first."
+    return ""
+
+
+def _first(wrong: np.ndarray) -> int | None:
+    return int(wrong.argmax()) if wrong.any() else None

@@ -1,0 +1,76 @@
+"""dense_insert: write tokens into a dense cache [batch, length, heads, dim] at a place for each row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Num
+
+from ...errors import InputError, InputTypeError
+from ...masks.int_arrays import beyond_int32, is_integer, known_values
+
+__all__ = ["dense_insert"]
+
+
+def dense_insert(
+    cache_key: Num[Array, "batch length kv_heads head_dim"],
+    cache_value: Num[Array, "batch length kv_heads value_dim"],
+    key: Num[Array, "batch q_len kv_heads head_dim"],
+    value: Num[Array, "batch q_len kv_heads value_dim"],
+    start: Int[Array, " batch"] | int,
+) -> tuple[jax.Array, jax.Array]:
+    """Return (cache_key, cache_value) with row b's tokens at start[b], start[b] + 1 and so on; one start serves all rows.
+
+    Errors: InputTypeError for another dtype than the cache's, InputError for shapes, and for tokens out of the cache where starts
+    are known. Where they aren't, such tokens are dropped, never clamped.
+    """
+    for name, cache, tokens in (("key", cache_key, key), ("value", cache_value, value)):
+        if cache.dtype != tokens.dtype:
+            raise InputTypeError(f"{name} is {tokens.dtype} and its cache {cache.dtype}; convert one of them.")
+        rows, length, *rest = cache.shape if len(cache.shape) == 4 else (0, 0)
+        if len(cache.shape) != 4 or len(tokens.shape) != 4 or (tokens.shape[0], *tokens.shape[2:]) != (rows, *rest):
+            raise InputError(
+                f"{name} has shape {tuple(tokens.shape)} and its cache {tuple(cache.shape)}; wanted [batch, q_len, heads, dim] "
+                "and [batch, length, heads, dim]."
+            )
+    if cache_key.shape[:2] != cache_value.shape[:2] or key.shape[1] != value.shape[1]:
+        raise InputError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} go into caches {tuple(cache_key.shape)} and "
+            f"{tuple(cache_value.shape)}; wanted as many rows and tokens in both."
+        )
+    batch, length = cache_key.shape[:2]
+    starts = _starts(start, batch, length, key.shape[1])
+    place = starts[:, None] + jnp.arange(key.shape[1], dtype=jnp.int32)
+    place = jnp.where(place < 0, length, place)
+
+    def write(cache: jax.Array, tokens: jax.Array) -> jax.Array:
+        # vmap and not two index arrays: a batch that is split over devices stays so.
+        return jax.vmap(lambda row, at, own: row.at[at].set(own, mode="drop"))(cache, place, tokens)
+
+    return write(cache_key, key), write(cache_value, value)
+
+
+def _starts(start: Any, batch: int, length: int, q_len: int) -> jax.Array:
+    """int32 [batch]."""
+    array = start if hasattr(start, "dtype") else np.asarray(start)
+    if not is_integer(array.dtype):
+        raise InputTypeError(f"start has dtype {array.dtype}; wanted whole numbers, [batch].")
+    if tuple(array.shape) not in ((), (batch,)):
+        raise InputError(f"start has shape {tuple(array.shape)}; wanted [{batch}], one a row, or one number.")
+    known = known_values(array)
+    if known is not None:
+        wrong = np.atleast_1d((known < 0) | (known > length - q_len))
+        if wrong.any():
+            row = int(wrong.argmax())
+            raise InputError(
+                f"row {row}: {q_len} tokens from {np.atleast_1d(known)[row]} on in a cache of {length}; wanted a start from 0 to "
+                f"{length - q_len}."
+            )
+    elif problem := beyond_int32(array, "start"):
+        raise InputError(f"{problem}.")
+    # A traced start so large that start + i wraps round would be written elsewhere.
+    made = jnp.asarray(array).astype(jnp.int32)
+    return jnp.broadcast_to(jnp.where(made > length, length, made), (batch,))

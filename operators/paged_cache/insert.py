@@ -1,0 +1,115 @@
+"""insert: write a batch's keys and values into their pages, quantised where the cache is."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ...errors import InputError, InputTypeError, a_type
+from ...planning.cache_fields import axis_names
+from ..kernels.varying import varying
+from .batch import RaggedBatch
+from .checks import check_later
+from .slots import by_shard, rows_by_shard, token_slots
+from .state import CacheState, LayerPages, layer_of
+
+__all__ = ["insert", "quantised_tokens"]
+
+
+def insert(
+    state: CacheState,
+    layer: int,
+    batch: RaggedBatch,
+    key: Float[Array, "tokens kv_heads head_dim"],
+    value: Float[Array, "tokens kv_heads value_dim"],
+    *,
+    debug: bool = False,
+) -> CacheState:
+    """Return the state with the tokens written: row s's token i at position kv_len - q_len + i of its sequence.
+
+    Tokens that belong to no sequence, and those without a page, are dropped, never clamped. Where batch values are known they
+    are checked first; `debug` checks traced ones on the host while the step runs, which then fails with the message. Heads come
+    as declared, or as the cache stores them. Inside a shard_map everything is a device's own part, heads repeated.
+    Errors: InputTypeError for another dtype than the declared one, InputError for shapes and for values as RaggedBatch.make.
+    """
+    pages = layer_of(state, layer)
+    cache, shards = state.cache, batch.shards
+    batch.check_form()
+    for name, tokens, stored in (("key", key, pages.key), ("value", value, pages.value)):
+        _check_tokens(name, tokens, stored, state)
+    if key.shape[0] != value.shape[0]:
+        raise InputError(f"key has {key.shape[0]} tokens and value {value.shape[0]}; wanted as many.")
+    own_pages = rows_by_shard(shards, pages.key, "pages").shape[0 if shards is None else 1]
+    own_tokens = rows_by_shard(shards, key, "tokens").shape[0 if shards is None else 1]
+    arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
+    batch.check(own_pages, cache.page_size, own_tokens)
+    if debug and any(isinstance(array, jax.core.Tracer) for array in arrays):
+        check_later(arrays, own_pages, cache.page_size, own_tokens)
+
+    slots = partial(token_slots, tokens=own_tokens, pages=own_pages, page_size=cache.page_size)
+    traced = [jnp.asarray(array) for array in arrays]
+    where = slots(*traced) if shards is None else jax.vmap(slots)(*traced)
+
+    def write(stored: jax.Array, tokens: jax.Array) -> jax.Array:
+        return by_shard(shards, _scatter, stored, *where, rows_by_shard(shards, tokens, "tokens"))
+
+    def written(name: str) -> tuple[jax.Array, jax.Array | None]:
+        stored, scale = getattr(pages, name), getattr(pages, f"{name}_scale")
+        tokens = jnp.asarray(key if name == "key" else value)
+        if tokens.shape[1] != stored.shape[2]:
+            tokens = jnp.repeat(tokens, stored.shape[2] // tokens.shape[1], axis=1)
+        if cache.quantised is None:
+            return write(stored, tokens), None
+        if cache.quantised.scale == "token_head":
+            tokens, own_scale = quantised_tokens(tokens, cache.quantised.dtype)
+            return write(stored, tokens), write(scale, own_scale)
+        return write(stored, quantised_tokens(tokens, cache.quantised.dtype, scale)[0]), scale
+
+    (new_key, key_scale), (new_value, value_scale) = written("key"), written("value")
+    return state.with_layer(layer, LayerPages(new_key, new_value, key_scale, value_scale))
+
+
+def quantised_tokens(
+    tokens: Float[Array, "tokens heads dim"], dtype: str, scale: Any = None
+) -> tuple[jax.Array, Float[Array, "tokens heads"]]:
+    """(tokens over their scale in `dtype`, the scale): of each token and head, so that its largest value is the dtype's largest,
+    or a given one, [] or [heads]. What a given scale has no number for becomes the dtype's least or largest."""
+    kind = jnp.dtype(dtype)
+    most = float(jnp.iinfo(kind).max if dtype == "int8" else jnp.finfo(kind).max)
+    wide = tokens.astype(jnp.float32)
+    if scale is None:
+        largest = jnp.abs(wide).max(axis=-1)
+        scale = jnp.where(largest == 0, 1, largest / most)
+    whole = jnp.clip(wide / scale[..., None], -most, most)
+    return (jnp.round(whole) if dtype == "int8" else whole).astype(kind), scale
+
+
+def _scatter(stored: jax.Array, page: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:
+    return stored.at[page, row].set(tokens, mode="drop")
+
+
+def _check_tokens(name: str, tokens: Any, stored: jax.Array, state: CacheState) -> None:
+    cache = state.cache
+    if not hasattr(tokens, "dtype") or not hasattr(tokens, "shape"):
+        raise InputTypeError(f"{name} is {a_type(tokens)}; wanted an array [tokens, kv_heads, dim] of {cache.dtype}.")
+    if tokens.dtype != jnp.dtype(cache.dtype):
+        raise InputTypeError(
+            f"{name} is {tokens.dtype} and the cache is declared {cache.dtype}; convert it, or declare the cache's dtype so."
+        )
+    axes = set(axis_names(cache.kv_head_axis))
+    alike = axes & (varying(stored) - varying(tokens))
+    if alike and cache.kv_heads > 1:
+        axis = min(alike)
+        raise InputError(
+            f"{name} is the same on all devices of {axis!r}, which splits the pages' heads; inside a shard_map {name} is a "
+            "device's own heads, repeated as the cache's are."
+        )
+    heads, dim = stored.shape[2:]
+    fitting = {heads} | ({cache.kv_heads} if heads % cache.kv_heads == 0 else set())
+    if len(tokens.shape) != 3 or tokens.shape[1] not in fitting or tokens.shape[2] != dim:
+        wanted = " or ".join(f"[tokens, {count}, {dim}]" for count in sorted(fitting))
+        raise InputError(f"{name} has shape {tuple(tokens.shape)}; wanted {wanted}, the cache's own heads and size.")

@@ -1,0 +1,148 @@
+"""A sequence's keys and values taken out of its pages, to be kept elsewhere, and brought back into pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from ...errors import InputError, InputTypeError, shown
+from ...masks.int_arrays import known_values
+from .batch import RaggedBatch
+from .slots import rows_by_shard
+from .state import CacheState, LayerPages
+
+__all__ = ["SavedSequence", "extract", "restore"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SavedSequence:
+    """A sequence's pages in its own order, [pages, page, kv_heads, dim] a layer, zeros behind its last token; scales that are
+    the cache's own stand as they were. A pytree: jax.device_get brings it to the host."""
+
+    layers: tuple[LayerPages, ...]
+    length: Int32[Array, ""]
+
+
+def extract(state: CacheState, batch: RaggedBatch, sequence: int | tuple[int, int]) -> SavedSequence:
+    """A copy of what a batch's row has in its pages; `sequence` is the row, or (shard, row) where batches have shards.
+
+    Where the batch's values are known it has the pages that the row's tokens are in, else as many as a row of the table.
+    Errors: InputError for a row that isn't there, and for pages out of range where they are known.
+    """
+    table, length, first, count = _row(state, batch, sequence)
+    size = state.cache.page_size
+    known, known_length = known_values(table), known_values(length)
+    if known is not None and known_length is not None:
+        table = _needed(known, int(known_length), size, count, sequence)
+    ids = jnp.asarray(table)
+    inside = (ids >= 0) & (ids < count)
+    written = jnp.arange(ids.shape[0] * size).reshape(-1, size) < length
+
+    def take(array: jax.Array | None) -> jax.Array | None:
+        if array is None or array.ndim < 3:
+            return array
+        found = array[jnp.where(inside, ids + first, 0)]
+        there = (inside[:, None] & written).reshape(*written.shape, *(1,) * (array.ndim - 2))
+        return jnp.where(there, found, jnp.zeros((), array.dtype))
+
+    layers = tuple(LayerPages(*map(take, pages)) for pages in state.layers)  # type: ignore[arg-type]
+    return SavedSequence(layers, jnp.asarray(length, jnp.int32))
+
+
+def restore(state: CacheState, saved: SavedSequence, batch: RaggedBatch, sequence: int | tuple[int, int]) -> CacheState:
+    """Return the state with a saved sequence in the pages that a batch's row has, which may be others than before.
+
+    The row may have more tokens than were saved: those that the batch appends. Pages out of range are dropped. Errors: InputError
+    for a sequence of another cache, and, where values are known, for too few pages and for one that another row has too.
+    """
+    table, length, first, count = _row(state, batch, sequence)
+    size, total = state.cache.page_size, state.pages
+    _check_same(state, saved)
+    known, kept = known_values(table), known_values(saved.length)
+    if known is not None and kept is not None:
+        needed = _needed(known, int(kept), size, count, sequence)
+        _check_alone(batch, needed, sequence, size)
+        known_length = known_values(length)
+        if known_length is not None and int(known_length) < int(kept):
+            raise InputError(f"sequence {sequence}: kv_len {int(known_length)}, and {int(kept)} tokens were saved.")
+    slots = min(saved.layers[0].key.shape[0], table.shape[0])
+    ids = jnp.asarray(table)[:slots]
+    used = (ids >= 0) & (ids < count) & (jnp.arange(slots) * size < saved.length)
+    where = jnp.where(used, ids + first, total)
+
+    def put(array: jax.Array | None, own: jax.Array | None) -> jax.Array | None:
+        if array is None or own is None or array.ndim < 3:
+            return array
+        return array.at[where].set(jnp.asarray(own)[:slots], mode="drop")
+
+    layers = (LayerPages(*map(put, pages, own)) for pages, own in zip(state.layers, saved.layers, strict=True))  # type: ignore[arg-type]
+    return CacheState(tuple(layers), state.cache)
+
+
+def _row(state: CacheState, batch: RaggedBatch, sequence: Any) -> tuple[Any, Any, int, int]:
+    """(page ids, kv_len, the first page of its shard, the pages of a shard) of a batch's row."""
+    batch.check_form()
+    shards = batch.shards
+    index = sequence if isinstance(sequence, tuple) else (sequence,)
+    sizes = batch.kv_lens.shape
+    if not all(isinstance(part, int | np.integer) and not isinstance(part, bool) for part in index):
+        raise InputTypeError(f"sequence={shown(sequence)}; wanted an int known while tracing, or (shard, row).")
+    if len(index) != len(sizes) or not all(0 <= part < size for part, size in zip(index, sizes, strict=True)):
+        form = (
+            f"0 to {sizes[-1] - 1}"
+            if shards is None
+            else f"(0 to {sizes[0] - 1}, 0 to {sizes[-1] - 1}), a shard and a row"
+        )
+        raise InputError(f"sequence={shown(sequence)}; wanted {form}.")
+    count = rows_by_shard(shards, state.layers[0].key, "pages").shape[0 if shards is None else 1]
+    return batch.page_table[index], batch.kv_lens[index], 0 if shards is None else int(index[0]) * count, count
+
+
+def _needed(table: np.ndarray, length: int, size: int, count: int, sequence: Any) -> np.ndarray:
+    """The ids of the pages that so many tokens are in. Errors: InputError for some that the table doesn't give."""
+    needed = -(-length // size)
+    ids = table[:needed]
+    if length < 0 or len(ids) < needed or ((ids < 0) | (ids >= count)).any():
+        raise InputError(
+            f"sequence {sequence}: {length} tokens need {needed} pages with ids 0 to {count - 1}; the table gives "
+            f"{shown(ids.tolist())}."
+        )
+    return ids
+
+
+def _check_alone(batch: RaggedBatch, ids: np.ndarray, sequence: Any, size: int) -> None:
+    tables, lens = known_values(batch.page_table), known_values(batch.kv_lens)
+    if tables is None or lens is None:
+        return
+    shard = sequence[:-1] if isinstance(sequence, tuple) else ()
+    row = sequence[-1] if isinstance(sequence, tuple) else sequence
+    for other, (table, length) in enumerate(zip(tables[shard], lens[shard], strict=True)):
+        both = np.intersect1d(ids, table[: -(-int(length) // size)]) if other != row else ids[:0]
+        if both.size:
+            raise InputError(
+                f"sequence {sequence}: page {both[0]} is row {other}'s too; give the row pages of its own."
+            )
+
+
+def _check_same(state: CacheState, saved: SavedSequence) -> None:
+    """Errors: InputError for layers, shapes, dtypes and fixed scales that aren't the cache's."""
+    if len(saved.layers) != len(state.layers):
+        raise InputError(f"{len(saved.layers)} layers were saved; the cache has {len(state.layers)}.")
+    for layer, (pages, own) in enumerate(zip(state.layers, saved.layers, strict=True)):
+        for name, stored, kept in zip(LayerPages._fields, pages, own, strict=True):
+            forms = [
+                None if x is None else (x.shape[1:] if x.ndim >= 3 else x.shape, str(x.dtype)) for x in (stored, kept)
+            ]
+            if forms[0] != forms[1]:
+                raise InputError(f"layer {layer}, {name}: saved {forms[1]}, and the cache has {forms[0]}.")
+            if stored is None or stored.ndim >= 3:
+                continue
+            values = [known_values(x) for x in (stored, kept)]
+            if values[0] is not None and values[1] is not None and not np.array_equal(values[0], values[1]):
+                raise InputError(f"layer {layer}, {name}: saved with other scales than the cache has.")

@@ -1,0 +1,101 @@
+"""Whole pages, in all layers: copied, before a shared one is written, and zeroed, once they are free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from ...errors import InputError, InputTypeError
+from ...masks.int_arrays import beyond_int32, is_integer, known_values
+from .slots import by_shard, rows_by_shard
+from .state import CacheState, LayerPages
+
+__all__ = ["copy", "every_layer", "scrub"]
+
+
+def copy(state: CacheState, pairs: Int32[Array, "*shards pairs 2"]) -> CacheState:
+    """Copy page `from` to page `to` for each (from, to), in every layer; all are read before one is written.
+
+    The number of pages is the id of padding: a pair with an id out of range is dropped. Errors: InputError where values are
+    known: ids out of range, a page that is written twice.
+    """
+    pairs = _ids(state, "pairs", pairs, (2,))
+    known = known_values(pairs)
+    if known is not None:
+        _check_pairs(known, _own_pages(state, _shards(pairs, 3)))
+
+    def change(pages: jax.Array, own: jax.Array) -> jax.Array:
+        count = pages.shape[0]
+        source, target = own[:, 0], own[:, 1]
+        right = (source >= 0) & (source < count) & (target >= 0)
+        return pages.at[jnp.where(right, target, count)].set(pages[jnp.where(right, source, 0)], mode="drop")
+
+    return every_layer(state, lambda pages: by_shard(_shards(pairs, 3), change, pages, jnp.asarray(pairs)))
+
+
+def scrub(state: CacheState, pages: Int32[Array, "*shards pages"]) -> CacheState:
+    """Zero pages in every layer, and their scales. The number of pages is the id of padding, and dropped as ids out of range
+    are. Errors: InputError for ids out of range where they are known."""
+    ids = _ids(state, "pages", pages, ())
+
+    def change(stored: jax.Array, own: jax.Array) -> jax.Array:
+        return stored.at[jnp.where(own < 0, stored.shape[0], own)].set(jnp.zeros((), stored.dtype), mode="drop")
+
+    return every_layer(state, lambda stored: by_shard(_shards(ids, 2), change, stored, jnp.asarray(ids)))
+
+
+def every_layer(state: CacheState, change: Callable[[jax.Array], jax.Array]) -> CacheState:
+    """The state with every array of pages changed, those of scales that go with pages too."""
+
+    def changed(array: jax.Array | None) -> jax.Array | None:
+        return array if array is None or array.ndim < 3 else change(array)
+
+    return CacheState(tuple(LayerPages(*map(changed, pages)) for pages in state.layers), state.cache)  # type: ignore[arg-type]
+
+
+def _shards(ids: Any, rank: int) -> int | None:
+    return ids.shape[0] if len(ids.shape) == rank else None
+
+
+def _own_pages(state: CacheState, shards: int | None) -> int:
+    return rows_by_shard(shards, state.layers[0].key, "pages").shape[0 if shards is None else 1]
+
+
+def _ids(state: CacheState, name: str, value: Any, last: tuple[int, ...]) -> Any:
+    """An array of page ids; known ones within 0 and the number of pages."""
+    array = value if hasattr(value, "dtype") else np.asarray(value)
+    if array.size == 0:
+        array = np.zeros(array.shape if array.ndim > len(last) else (0, *last), np.int32)
+    form = f"[{', '.join(['n', *map(str, last)])}], or [shards, {', '.join(['n', *map(str, last)])}]"
+    if not is_integer(array.dtype):
+        raise InputTypeError(f"{name} has dtype {array.dtype}; wanted page ids, {form}.")
+    rank = len(array.shape) - len(last)
+    if rank not in (1, 2) or tuple(array.shape[rank:]) != last:
+        raise InputError(f"{name} has shape {tuple(array.shape)}; wanted {form}.")
+    if problem := beyond_int32(array, name):
+        raise InputError(f"{problem}.")
+    shards = array.shape[0] if rank == 2 else None
+    count = _own_pages(state, shards)
+    known = known_values(array)
+    if known is not None and ((known < 0) | (known > count)).any():
+        wrong = np.argwhere((known < 0) | (known > count))[0]
+        raise InputError(
+            f"{name}[{', '.join(map(str, wrong))}] is {known[tuple(wrong)]}; wanted 0 to {count - 1}, or {count} for padding."
+        )
+    return array.astype(np.int32)
+
+
+def _check_pairs(pairs: np.ndarray, count: int) -> None:
+    """Errors: InputError for a page that is written twice, and for padding that is copied to a page."""
+    for own in pairs if pairs.ndim == 3 else pairs[None]:
+        source, target = own[own[:, 1] < count].T
+        pages, times = np.unique(target, return_counts=True)
+        if (times > 1).any():
+            raise InputError(f"pairs: page {pages[times > 1][0]} is written twice; wanted each page once.")
+        if (source == count).any():
+            raise InputError(f"pairs: {count}, the id of padding, is copied to page {target[source == count][0]}.")

@@ -1,0 +1,156 @@
+"""CacheState: the pages of every layer as a pytree; how it is made, and where it and its batches lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Num
+
+from ...errors import InputError, InputTypeError, ShardingError, a_type, shown
+from ...planning.cache_plan import CachePlan
+from ...planning.kv_cache import KVCache
+from ...sharding import axes_at
+from .batch import RaggedBatch
+
+__all__ = ["CacheShardings", "CacheState", "LayerPages", "init", "layer_of", "shardings"]
+
+
+class LayerPages(NamedTuple):
+    """One layer's pages. Scales are None, [] (one of the tensor), [kv_heads], or [pages, page, kv_heads]."""
+
+    key: Num[Array, "pages page kv_heads head_dim"]
+    value: Num[Array, "pages page kv_heads value_dim"]
+    key_scale: Float[Array, ...] | None = None
+    value_scale: Float[Array, ...] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CacheState:
+    """Every layer's pages, an array a layer, and the declaration that they follow. A pytree: donate it to the step that
+    writes it, and only the pages that are written are touched."""
+
+    layers: tuple[LayerPages, ...]
+    cache: KVCache = field(metadata={"static": True})
+
+    @property
+    def pages(self) -> int:
+        """Pages of an array, all shards counted."""
+        return self.layers[0].key.shape[0]
+
+    def with_layer(self, layer: int, pages: LayerPages) -> CacheState:
+        """The state with another layer's pages in the place of one's own."""
+        return CacheState((*self.layers[:layer], pages, *self.layers[layer + 1 :]), self.cache)
+
+
+class CacheShardings(NamedTuple):
+    """NamedShardings of a cache's arrays: `state` and `batch` have the structure of what they place. `query`, `key` and
+    `value` are those of tokens [tokens, heads, dim]."""
+
+    state: CacheState
+    batch: RaggedBatch
+    query: NamedSharding
+    key: NamedSharding
+    value: NamedSharding
+
+
+def layer_of(state: CacheState, layer: Any) -> LayerPages:
+    """The pages of a layer. Errors: InputTypeError for what is no number known while tracing, InputError for one out of range."""
+    if not isinstance(layer, int | np.integer) or isinstance(layer, bool):
+        raise InputTypeError(
+            f"layer={shown(layer)} is {a_type(layer)}; wanted an int: each layer has arrays of its own, so go through them in "
+            "a Python loop."
+        )
+    if not 0 <= layer < len(state.layers):
+        raise InputError(
+            f"layer={layer}; wanted 0 to {len(state.layers) - 1}: the cache has {len(state.layers)} layers."
+        )
+    return state.layers[layer]
+
+
+def init(
+    cache: KVCache,
+    mesh: Mesh | None = None,
+    *,
+    kv_heads: Literal["replicate", "error"] = "replicate",
+    key_scale: Any = None,
+    value_scale: Any = None,
+) -> CacheState:
+    """Make the cache's arrays, zeros, placed on the mesh, or on jax's default device.
+
+    `key_scale`, `value_scale`: for quantised caches with a scale a tensor or a head, which are fixed before anything is written:
+    a number, or an array that broadcasts to [layers] or [layers, kv_heads]. Errors: RefusedError where the plan says no;
+    InputError for scales that are missing, or have no use.
+    """
+    plan = cache.plan(mesh, kv_heads=kv_heads).require()
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ShardingError("init needs a mesh of devices, and got an abstract one; give jax.make_mesh's.")
+    scales = {name: _fixed_scale(plan, name, given) for name, given in (("key", key_scale), ("value", value_scale))}
+
+    def place(name: str) -> Any:
+        return None if mesh is None else NamedSharding(mesh, plan[name].fitted.spec)
+
+    def zeros(name: str) -> jax.Array | None:
+        array = plan.get(name)
+        return None if array is None else jnp.zeros(array.fitted.shape, array.dtype, device=place(name))
+
+    def scale(tensor: str, layer: int) -> jax.Array | None:
+        fixed, name = scales[tensor], f"{tensor}_scale"
+        return zeros(name) if fixed is None else jax.device_put(fixed[layer], place(name))
+
+    layers = []
+    for layer in range(cache.layers):
+        key, value = zeros("key_pages"), zeros("value_pages")
+        assert key is not None
+        assert value is not None
+        layers.append(LayerPages(key, value, scale("key", layer), scale("value", layer)))
+    return CacheState(tuple(layers), cache)
+
+
+def shardings(cache: KVCache, mesh: Mesh, *, kv_heads: Literal["replicate", "error"] = "replicate") -> CacheShardings:
+    """Where all arrays of a cache lie on a mesh, as jax.device_put and jit's in_shardings take it.
+
+    Heads of `query` are split as those of the pages are; those of `key` and `value`, which come as declared, only where they
+    needn't be repeated. Errors: RefusedError where the plan says no.
+    """
+    plan = cache.plan(mesh, kv_heads=kv_heads).require()
+
+    def of(name: str) -> Any:
+        array = plan.get(name)
+        return None if array is None else NamedSharding(mesh, array.fitted.spec)
+
+    layer = LayerPages(of("key_pages"), of("value_pages"), of("key_scale"), of("value_scale"))
+    batch = RaggedBatch(of("cu_q_lens"), of("kv_lens"), of("page_table"), of("num_seqs"))
+    spec = plan["key_pages"].fitted.spec
+    tokens, heads = (axes_at(spec, index) or None for index in (0, 2))
+    query = NamedSharding(mesh, PartitionSpec(tokens, heads, None))
+    key = query if plan.kv_repeat == 1 else NamedSharding(mesh, PartitionSpec(tokens, None, None))
+    return CacheShardings(CacheState((layer,) * cache.layers, cache), batch, query, key, key)
+
+
+def _fixed_scale(plan: CachePlan, tensor: str, given: Any) -> np.ndarray | None:
+    """float32 [layers] or [layers, stored heads] of a scale that is declared to be fixed, else None."""
+    quantised, name = plan.cache.quantised, f"{tensor}_scale"
+    if quantised is None or quantised.scale == "token_head":
+        if given is not None:
+            why = "the cache isn't quantised" if quantised is None else "scales are a token and head's own"
+            raise InputError(f"{name} is given, and {why}; leave it out.")
+        return None
+    if given is None:
+        raise InputError(
+            f"{name} is missing: the cache's scale is a {quantised.scale}'s, and fixed before anything is written; give a "
+            "number, the largest value to be stored over the largest of the dtype."
+        )
+    shape = (plan.cache.layers,) if quantised.scale == "tensor" else (plan.cache.layers, plan.cache.kv_heads)
+    try:
+        scale = np.broadcast_to(np.asarray(given, np.float32), shape)
+    except (TypeError, ValueError):
+        raise InputError(f"{name}={shown(given)}; wanted a number, or an array that broadcasts to {shape}.") from None
+    if not (np.isfinite(scale) & (scale > 0)).all():
+        raise InputError(f"{name}={shown(given)}; wanted finite numbers above 0.")
+    return scale if quantised.scale == "tensor" else np.repeat(scale, plan.kv_repeat, axis=1)

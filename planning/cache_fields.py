@@ -1,0 +1,143 @@
+"""CacheFields: what is declared of a KV cache, in Python and in JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
+
+from ..errors import ConfigError, a_type, shown
+from ..strict_json import parse_json, read_text
+from .given import GivenModel, explain_validation
+
+__all__ = ["CacheFields", "QuantisedPages", "axis_names"]
+
+_LIMIT = 2**30  # positions, page ids and their sums are int32 on devices
+_MOST_BYTES = 2**50
+
+_Size = Annotated[int, Field(strict=True, ge=1, le=_LIMIT)]
+_Bytes = Annotated[int, Field(strict=True, ge=1, le=_MOST_BYTES)]
+
+
+def _named_once(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    names = (value,) if isinstance(value, str) else value or ()
+    if (value is not None and not names) or not all(names) or len(set(names)) < len(names):
+        raise ValueError(f"{shown(value)}; wanted a mesh axis, several distinct ones, or null for none")
+    return value
+
+
+_Axes = Annotated[str | tuple[str, ...] | None, AfterValidator(_named_once)]
+
+
+class QuantisedPages(GivenModel):
+    """How pages hold keys and values that aren't stored in the cache's own dtype.
+
+    `scale` says what has a scale of its own: the whole tensor or each head, given to `init` and kept, or each token and head,
+    made of what is inserted.
+    """
+
+    model_config = ConfigDict(title="cache.quantised")
+
+    dtype: Literal["int8", "float8_e4m3fn", "float8_e5m2"]
+    scale: Literal["tensor", "head", "token_head"] = "token_head"
+
+
+class CacheFields(GivenModel):
+    """The fields of KVCache. Sizes count elements of the whole cache, over all devices; `bytes_per_device` alone is a device's.
+
+    Errors of every way in: ConfigError that names the source, the field, what was got and what is wanted; pydantic's own
+    ValidationError from the constructor.
+    """
+
+    model_config = ConfigDict(title="cache")
+
+    layers: _Size
+    kv_heads: _Size
+    head_dim: _Size
+    value_dim: Annotated[_Size | None, Field(description="null: head_dim.")] = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    quantised: QuantisedPages | None = None
+    page_size: Annotated[_Size, Field(description="Tokens of a page.")] = 16
+    pages: Annotated[_Size | None, Field(description="Of the whole cache; or bytes_per_device says.")] = None
+    bytes_per_device: Annotated[
+        _Bytes | None, Field(description="As many pages as fit in so much, scales and page table counted.")
+    ] = None
+    max_sequences: Annotated[_Size, Field(description="Rows of a batch, over all devices.")]
+    max_length: Annotated[_Size, Field(description="Tokens of the longest sequence.")]
+    layout: Annotated[Literal["split"], Field(description="[pages, page, kv heads, head dim], twice.")] = "split"
+    pages_axis: Annotated[_Axes, Field(description="Mesh axes that split pages and batch: data parallel.")] = None
+    kv_head_axis: Annotated[_Axes, Field(description="Mesh axes that split the kv heads.")] = "tp"
+    page_sequence_axis: Annotated[
+        _Axes, Field(description="Mesh axes that split a sequence's pages; plans refuse it as yet.")
+    ] = None
+    scrub_on_free: Annotated[StrictBool, Field(description="Whether freed pages are zeroed.")] = False
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if (self.pages is None) == (self.bytes_per_device is None):
+            got = "neither" if self.pages is None else "both"
+            raise ValueError(
+                f"{got} of pages and bytes_per_device is given; wanted one: it says how large the cache is"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _axes_once(self) -> Self:
+        seen: dict[str, str] = {}
+        for field in ("pages_axis", "kv_head_axis", "page_sequence_axis"):
+            for name in axis_names(getattr(self, field)):
+                if name in seen:
+                    raise ValueError(f"{field} and {seen[name]} both name {shown(name)}; use each mesh axis once")
+                seen[name] = field
+        return self
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], source: str = "cache") -> Self:
+        """Build one from JSON values."""
+        if not isinstance(data, Mapping):
+            raise ConfigError(f'{source}: got {a_type(data)}; wanted an object, {{"layers": 32, "kv_heads": 8, ...}}.')
+        try:
+            return cls.model_validate(dict(data))
+        except ValidationError as error:
+            raise ConfigError(f"{source}: {explain_validation(error, cls)}") from None
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "cache") -> Self:
+        """Build one from JSON text. A key that stands twice, NaN and Infinity are refused, as nothing may be lost."""
+        return cls.from_dict(parse_json(text, source), source)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file in UTF-8. Errors: ConfigError also for a file that can't be read."""
+        return cls.from_json(read_text(Path(path), "a JSON file with a cache"), str(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that were given; `from_dict` of it gives an equal cache."""
+        return self.model_dump(mode="json")
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return `to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a value's row."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of the pages."""
+        return self.dtype if self.quantised is None else self.quantised.dtype
+
+    @property
+    def table_width(self) -> int:
+        """Pages of the longest sequence, which a row of the page table has room for."""
+        return -(-self.max_length // self.page_size)
+
+
+def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The names of a declared axis field."""
+    return () if axes is None else (axes,) if isinstance(axes, str) else axes

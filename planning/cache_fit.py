@@ -1,0 +1,185 @@
+"""A declared KV cache held against a mesh and a kind of device: one pure function to its CachePlan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from ..errors import ConfigError, shown
+from ..sharding import (
+    FittedSpec,
+    MeshAxis,
+    TensorShape,
+    axes_of,
+    devices_platform,
+    fit_tensor,
+    kv_repeat,
+)
+from ..sharding.mesh import AnyMesh, gpu_vendor
+from .cache_fields import CacheFields, axis_names
+from .cache_plan import CacheArray, CachePlan
+from .cache_reasons import Sizes, notes, padded, refusals
+
+__all__ = ["fit_cache"]
+
+_MIB = 2**20
+_config: Any = jax.config
+_TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")  # jax tells of one core, and one device may have both
+_PLATFORMS = ("cpu", "cuda", "rocm", "gpu", "tpu")
+
+
+class _Target(NamedTuple):
+    """What a cache is planned for; bytes of scalar memory and of memory, None where they aren't known."""
+
+    platform: str
+    kind: str
+    scalars: int | None
+    memory: int | None
+
+
+def fit_cache(cache: CacheFields, mesh: AnyMesh | None, kv_heads: str, device_kind: str | None) -> CachePlan:
+    """See KVCache.plan."""
+    if kv_heads not in ("replicate", "error"):
+        raise ConfigError(f"kv_heads={shown(kv_heads)}; wanted 'replicate' or 'error'.")
+    axes, target = axes_of(mesh), _target(mesh, device_kind)
+    shards, head_shards = _split(cache.pages_axis, axes), _split(cache.kv_head_axis, axes)
+    sizes = Sizes(0, shards, kv_repeat(cache.kv_heads, head_shards), head_shards)
+    empty = _arrays(cache, sizes, axes, target)
+    sizes = sizes._replace(
+        pages=_pages(cache, sizes, empty, _arrays(cache, sizes._replace(pages=shards), axes, target))
+    )
+    made = CachePlan(
+        cache=cache,
+        mesh=axes,
+        platform=target.platform,
+        device_kind=target.kind,
+        pages=sizes.pages,
+        shards=shards,
+        kv_repeat=sizes.repeat,
+        arrays=_arrays(cache, sizes, axes, target),
+        scalar_limit=target.scalars,
+        memory_limit=target.memory,
+        refused=(),
+        notes=(),
+    )
+    return _with_findings(made, sizes, kv_heads)
+
+
+def _pages(cache: CacheFields, sizes: Sizes, empty: Sequence[CacheArray], one: Sequence[CacheArray]) -> int:
+    """Pages of the whole cache: as declared, or as many as fit in the bytes of a device, all else counted."""
+    if cache.bytes_per_device is None:
+        return cache.pages or 0
+    fixed, with_one = (sum(array.copies * array.device_bytes for array in arrays) for arrays in (empty, one))
+    return max(0, (cache.bytes_per_device - fixed) // (with_one - fixed)) * sizes.shards
+
+
+def _arrays(cache: CacheFields, sizes: Sizes, axes: tuple[MeshAxis, ...], target: _Target) -> tuple[CacheArray, ...]:
+    heads, pages, tp = cache.kv_heads * sizes.repeat, cache.pages_axis, cache.kv_head_axis
+    found = []
+
+    def add(name: str, spec: PartitionSpec, shape: tuple[int, ...], dims: str, dtype: str, count: int = 1) -> None:
+        size = jnp.dtype(dtype).itemsize
+        fitted = fit_tensor(name, spec, TensorShape(shape, size), tuple(dims.split()), axes)
+        found.append(CacheArray(fitted, dtype, count, _device_bytes(fitted, size, target)))
+
+    shape: tuple[int, ...]
+    for name, dim in (("key_pages", cache.head_dim), ("value_pages", cache.value_size)):
+        shape = (sizes.pages, cache.page_size, heads, dim)
+        dims = "pages page kv_heads head_dim"
+        add(name, PartitionSpec(pages, None, tp, None), shape, dims, cache.stored_dtype, cache.layers)
+    for name in ("key_scale", "value_scale") if cache.quantised is not None else ():
+        match cache.quantised.scale if cache.quantised is not None else "":
+            case "tensor":
+                add(name, PartitionSpec(), (), "", "float32", cache.layers)
+            case "head":
+                add(name, PartitionSpec(tp), (heads,), "kv_heads", "float32", cache.layers)
+            case _:
+                shape = (sizes.pages, cache.page_size, heads)
+                add(name, PartitionSpec(pages, None, tp), shape, "pages page kv_heads", "float32", cache.layers)
+    of_batch: dict[str, tuple[int, ...]] = {
+        "page_table": (cache.max_sequences // sizes.shards, cache.table_width),
+        "cu_q_lens": (cache.max_sequences // sizes.shards + 1,),
+        "kv_lens": (cache.max_sequences // sizes.shards,),
+        "num_seqs": (),
+    }
+    leading = (sizes.shards,) if pages is not None else ()
+    for name, shape in of_batch.items():
+        spec = PartitionSpec(*((pages,) if leading else ()), *(None for _ in shape))
+        dims = " ".join([*("shards" for _ in leading), *("sequences", "pages")[: len(shape)]])
+        add(name, spec, (*leading, *shape), dims, "int32")
+    return tuple(found)
+
+
+def _device_bytes(fitted: FittedSpec, itemsize: int, target: _Target) -> int:
+    if target.platform != "tpu" or len(fitted.shape) != 4:
+        return fitted.local_bytes
+    *rest, lanes = fitted.local_shape
+    return math.prod(rest) * padded(lanes) * itemsize
+
+
+def _split(declared: Any, axes: tuple[MeshAxis, ...]) -> int:
+    """Into how many parts a mesh splits by the declared axes; Manual ones are the caller's."""
+    return math.prod(axis.size for axis in axes if axis.name in axis_names(declared) and axis.kind != "manual")
+
+
+def _with_findings(plan: CachePlan, sizes: Sizes, policy: str) -> CachePlan:
+    return replace(plan, refused=tuple(refusals(plan, sizes, policy)), notes=tuple(notes(plan, sizes)))
+
+
+def _target(mesh: AnyMesh | None, device_kind: str | None) -> _Target:
+    """Of the given kind, else of the mesh's devices, else of jax's default device."""
+    real: Any = None
+    if device_kind is not None:
+        if not isinstance(device_kind, str) or not device_kind:
+            raise ConfigError(
+                f"device_kind={shown(device_kind)}; wanted jax's name of a device, such as 'TPU v5 lite'."
+            )
+        first = device_kind.split()[0].lower()
+        platform = "tpu" if first.startswith("tpu") else first if first in _PLATFORMS else "gpu"
+        kind = "" if device_kind in _PLATFORMS else device_kind
+    elif (found := devices_platform(mesh)) is not None:
+        platform, kind = found
+        real = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
+    else:  # for a mesh without devices too, as calls are planned
+        real = _default_device()
+        platform, kind = gpu_vendor(real.platform, real.client), real.device_kind
+    if platform == "tpu":
+        scalars, memory = _tpu_limits(kind)
+        return _Target(platform, kind, scalars, _memory(real) or memory)
+    return _Target(platform, kind, None, _memory(real))
+
+
+def _default_device() -> Any:
+    chosen = _config.jax_default_device
+    return chosen if chosen is not None and not isinstance(chosen, str) else jax.devices(chosen)[0]
+
+
+def _memory(device: Any) -> int | None:
+    """Bytes that a device's allocator may use; None where it doesn't tell, as on a CPU and of a device that isn't here."""
+    if getattr(device, "client", None) is None:
+        return None
+    try:
+        stats = device.memory_stats()
+    except jax.errors.JaxRuntimeError:  # a described device, or another process's
+        return None
+    return None if not stats else stats.get("bytes_limit")
+
+
+def _tpu_limits(kind: str) -> tuple[int, int | None]:
+    """(scalar memory, memory) of a kind of TPU; of one that jax doesn't know, what all have from v4 on."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    device = AbstractDevice(kind, 1, "tpu")
+    described = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    try:
+        with jax.sharding.use_abstract_mesh(described):
+            info = pltpu.get_tpu_info()
+    except (ValueError, NotImplementedError):
+        return _MIB, None
+    return info.smem_capacity_bytes, info.hbm_capacity_bytes * (2 if kind in _TWO_CORES else 1)

@@ -1,0 +1,126 @@
+"""What is against a fitted KV cache, and what is to be told of it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..errors import shown
+from ..sharding import describe_mesh
+from .cache_fields import axis_names
+from .cache_plan import CachePlan
+from .capability import Reason
+from .text import bytes_text
+
+__all__ = ["Sizes", "notes", "padded", "refusals"]
+
+_LANES = 128  # to which XLA pads the last dimension of an array on a TPU; the others lose nothing
+_MOST_PAGES = 2**30
+
+
+class Sizes(NamedTuple):
+    """The whole cache in numbers."""
+
+    pages: int
+    shards: int
+    repeat: int
+    head_shards: int
+
+
+def padded(lanes: int) -> int:
+    """A last dimension as a TPU stores it."""
+    return -(-lanes // _LANES) * _LANES
+
+
+def refusals(plan: CachePlan, sizes: Sizes, policy: str) -> list[Reason]:
+    """Every reason against it."""
+    cache, found = plan.cache, []
+
+    def refuse(code: str, field: str, message: str, hint: str) -> None:
+        found.append(Reason(code, field, message, hint))
+
+    if cache.page_sequence_axis is not None:
+        refuse(
+            "page_sequence_axis", "page_sequence_axis",
+            f"page_sequence_axis={shown(cache.page_sequence_axis)}: pages of one sequence on several devices are not implemented",
+            "Leave it out; kv_head_axis splits heads, pages_axis splits sequences.",
+        )  # fmt: skip
+    if sizes.repeat > 1 and policy == "error":
+        refuse(
+            "kv_heads", "kv_heads",
+            f"{cache.kv_heads} kv heads are split {sizes.head_shards} ways over {_plus(cache.kv_head_axis)} "
+            f"({describe_mesh(plan.mesh)}), and kv_heads='error'",
+            f"Plan with kv_heads='replicate' (each head stored {sizes.repeat} times), or split at most {cache.kv_heads} ways.",
+        )  # fmt: skip
+    seen = set()
+    for array in plan.arrays:
+        for drop in array.fitted.dropped:
+            if not drop.harmless and (drop.axis, drop.reason) not in seen:
+                seen.add((drop.axis, drop.reason))
+                refuse(
+                    "unfit", drop.dim, f"{array.name}, dimension {drop.dim}, axis {drop.axis!r}: {drop.reason}", f"{drop.hint}."
+                )  # fmt: skip
+    if cache.max_sequences % sizes.shards:
+        refuse(
+            "max_sequences", "max_sequences",
+            f"max_sequences={cache.max_sequences} is not divisible by the {sizes.shards} shards of {_plus(cache.pages_axis)}",
+            f"Make it a multiple of {sizes.shards}.",
+        )  # fmt: skip
+    if plan.local_pages > _MOST_PAGES:
+        refuse(
+            "page_ids", "pages", f"{plan.local_pages} pages a shard; page ids are int32", "Make pages larger, or fewer."
+        )
+    if plan.local_pages < cache.table_width:
+        held = f"{plan.local_pages} pages" + (" a shard" if plan.shards > 1 else "")
+        least = sizes.shards * cache.table_width
+        bytes_ = "" if cache.bytes_per_device is None else f" in {bytes_text(cache.bytes_per_device)} a device"
+        refuse(
+            "pages", "pages" if cache.bytes_per_device is None else "bytes_per_device",
+            f"{held}{bytes_} of {cache.page_size} tokens; a sequence of max_length={cache.max_length} needs {cache.table_width}",
+            f"Wanted at least {least} pages, or a smaller max_length.",
+        )  # fmt: skip
+    scalars = plan.bytes_of("page_table", "cu_q_lens", "kv_lens", "num_seqs")
+    if plan.scalar_limit is not None and scalars > plan.scalar_limit:
+        refuse(
+            "page_table_smem", "max_length",
+            f"the page table of {plan.local_sequences} sequences x {cache.table_width} pages and the lengths are "
+            f"{bytes_text(scalars)}, and scalar memory of a {plan.device_kind or 'TPU'} is {bytes_text(plan.scalar_limit)}",
+            "Make pages larger, max_length or max_sequences smaller, or split sequences over pages_axis.",
+        )  # fmt: skip
+    if plan.memory_limit is not None and plan.bytes_per_device > plan.memory_limit:
+        refuse(
+            "device_memory", "pages" if cache.bytes_per_device is None else "bytes_per_device",
+            f"{bytes_text(plan.bytes_per_device)} a device, and a {plan.device_kind} has {bytes_text(plan.memory_limit)}",
+            "Declare fewer pages, a quantised cache, or a larger mesh.",
+        )  # fmt: skip
+    return found
+
+
+def notes(plan: CachePlan, sizes: Sizes) -> list[str]:
+    """What changes nothing that was declared, and costs something."""
+    cache, found = plan.cache, []
+    if sizes.repeat > 1:
+        found.append(
+            f"{cache.kv_heads} kv heads are split {sizes.head_shards} ways: each is stored {sizes.repeat} times, in "
+            f"{plan.stored_heads} heads"
+        )
+    if plan.platform == "tpu":
+        for name, size in (("head_dim", cache.head_dim), ("value_dim", cache.value_size)):
+            if size % _LANES and (name == "head_dim" or size != cache.head_dim):
+                found.append(
+                    f"{name} {size} is padded to {padded(size)} lanes on a TPU: {1 - size / padded(size):.0%} of such pages is "
+                    "padding, counted in the bytes"
+                )
+    spec = plan["key_pages"].fitted
+    used = {*spec.axes(0), *spec.axes(2)}
+    idle = [axis for axis in plan.mesh if axis.size > 1 and axis.kind != "manual" and axis.name not in used]
+    if idle:
+        names = ", ".join(f"{axis.name}={axis.size}" for axis in idle)
+        found.append(f"{names} of the mesh split nothing of the cache: their devices all hold the same")
+    for field, dim in (("pages_axis", "pages"), ("kv_head_axis", "kv_heads")):
+        told = plan["key_pages"].fitted.dropped if plan.mesh and cache.is_set(field) else ()
+        found += [f"{field} {drop.axis!r}: {drop.reason}" for drop in told if drop.dim == dim and drop.harmless]
+    return found
+
+
+def _plus(axes: Any) -> str:
+    return repr("+".join(axis_names(axes)))
