@@ -1,5 +1,6 @@
 """The arrays of a declared KV cache, and what is done to them beside attention."""
 
+from .attend import PagedOutput, attend
 from .batch import RaggedBatch
 from .dense import dense_insert
 from .insert import insert
@@ -12,8 +13,10 @@ __all__ = [
     "CacheShardings",
     "CacheState",
     "LayerPages",
+    "PagedOutput",
     "RaggedBatch",
     "SavedSequence",
+    "attend",
     "copy",
     "dense_insert",
     "extract",

@@ -199,7 +199,9 @@ def test_page_table() -> None:
     assert pool.kv_lens([None]).dtype == np.int32
 
 
-@pytest.mark.parametrize("ids", [[1, 2], (1, 2), range(1, 3), np.array([1, 2], np.int32), iter([1, 2])], ids=lambda ids: type(ids).__name__)
+@pytest.mark.parametrize(
+    "ids", [[1, 2], (1, 2), range(1, 3), np.array([1, 2], np.int32), iter([1, 2])], ids=lambda ids: type(ids).__name__
+)
 def test_token_ids_may_be_any_integers(ids: object) -> None:
     pool = PagePool(2, 2)
     pool.alloc("a", 0)

@@ -1,0 +1,138 @@
+"""attend: one step's attention of a ragged batch over a layer of the cache; writes the step's own tokens first, if asked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from ...errors import ConfigError, InputError, shown
+from ...sharding import axes_at
+from ..kernels.paged import paged_attention
+from .batch import RaggedBatch
+from .checks import check_later
+from .insert import insert
+from .slots import rows_by_shard
+from .state import CacheState, LayerPages, layer_of, shardings
+
+__all__ = ["PagedOutput", "attend"]
+
+
+class PagedOutput(NamedTuple):
+    """output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads], and the state after the step."""
+
+    output: Float[Array, "tokens heads value_dim"]
+    lse: Float[Array, "tokens heads"]
+    state: CacheState
+
+
+def attend(
+    state: CacheState,
+    layer: int,
+    batch: RaggedBatch,
+    query: Float[Array, "tokens heads head_dim"],
+    key: Float[Array, "tokens kv_heads head_dim"] | None = None,
+    value: Float[Array, "tokens kv_heads value_dim"] | None = None,
+    *,
+    update: Literal["before", "none"] = "before",
+    mesh: Mesh | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    sliding_window: tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    max_q_len: int | None = None,
+    debug: bool = False,
+) -> PagedOutput:
+    """Attend to the keys of each row's pages, those of this step's own tokens included.
+
+    update: 'before' writes `key` and `value` first, as `insert` does; 'none' takes the pages as they are, and no key or value.
+    `mesh` is the one that the state was made for, if it has several devices: each then works on its own pages and heads.
+    `softmax_scale` is by default 1/sqrt(head_dim). `sliding_window`: inclusive distances (left, right). `max_q_len`: no row has
+    more queries in this step, 1 when all decode. `debug`: checks traced batches on the host while the step runs.
+
+    A query that belongs to no sequence gives 0, its lse is -inf. There is no gradient. Errors: those of `insert` and of
+    RaggedBatch.check; InputError for shapes, and for keys that `update` has no use for or misses.
+    """
+    if update not in ("before", "none"):
+        raise ConfigError(f"update={shown(update)}; wanted 'before' or 'none'.")
+    if (key is None) != (value is None) or (key is None) != (update == "none"):
+        given = " and ".join(name for name, x in (("key", key), ("value", value)) if x is not None) or "neither"
+        wanted = "key and value, to be written" if update == "before" else "neither: the pages have them"
+        raise InputError(f"update={update!r} with {given}; wanted {wanted}.")
+    pages, cache = layer_of(state, layer), state.cache
+    heads = pages.key.shape[2]
+    if getattr(query, "ndim", 0) != 3 or query.shape[2] != cache.head_dim or query.shape[1] % heads:
+        raise InputError(
+            f"query has shape {tuple(getattr(query, 'shape', ()))}; wanted [tokens, heads, {cache.head_dim}], heads a multiple "
+            f"of the {heads} kv heads that the cache stores."
+        )
+    if key is not None:
+        state = insert(state, layer, batch, key, value, debug=debug)
+        pages = layer_of(state, layer)
+    else:
+        own = [
+            rows_by_shard(batch.shards, x, "pages").shape[0 if batch.shards is None else 1] for x in (pages.key, query)
+        ]
+        batch.check(own[0], cache.page_size, own[1])
+        arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
+        if debug and any(isinstance(array, jax.core.Tracer) for array in arrays):
+            check_later(arrays, own[0], cache.page_size, own[1])
+    static = {
+        "softmax_scale": cache.head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        "causal": causal,
+        "sliding_window": sliding_window,
+        "logits_soft_cap": logits_soft_cap,
+        "max_q_len": max_q_len,
+    }
+
+    def shard(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any) -> tuple[jax.Array, jax.Array]:
+        scales = {"key_scale": pages.key_scale, "value_scale": pages.value_scale}
+        return paged_attention(query, pages.key, pages.value, **vars(batch), sinks=sinks, **scales, **static)
+
+    output, lse = _by_device(shard, state, pages, batch, query, sinks, mesh)
+    return PagedOutput(output, lse, state)
+
+
+def _by_device(
+    shard: Any, state: CacheState, pages: LayerPages, batch: RaggedBatch, query: Any, sinks: Any, mesh: Mesh | None
+) -> tuple[jax.Array, jax.Array]:
+    """Each shard of the pages with its own part of the batch; on a mesh, each device with its own heads too."""
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    if mesh is None or mesh.size == 1:
+        if batch.shards is None:
+            return shard(query, pages, batch, sinks)
+        parts = [_part(batch.shards, n, query, pages, batch) for n in range(batch.shards)]
+        found = [shard(*part, sinks) for part in parts]
+        return jnp.concatenate([x for x, _ in found]), jnp.concatenate([x for _, x in found])
+    placed = shardings(state.cache, mesh)
+    specs = jax.tree.map(lambda at: at.spec, (placed.query, placed.state.layers[0], placed.batch))
+    tokens, heads = (axes_at(specs[0], index) or None for index in (0, 1))
+
+    def body(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any) -> tuple[jax.Array, jax.Array]:
+        if batch.shards is not None:  # a device has one
+            batch = jax.tree.map(lambda x: x[0], batch)
+        return shard(query, pages, batch, sinks)
+
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(*specs, None if sinks is None else PartitionSpec(heads)),
+        out_specs=(PartitionSpec(tokens, heads, None), PartitionSpec(tokens, heads)),
+    )(query, pages, batch, sinks)
+
+
+def _part(
+    shards: int, n: int, query: Any, pages: LayerPages, batch: RaggedBatch
+) -> tuple[Any, LayerPages, RaggedBatch]:
+    """The query, the pages and the batch of one shard."""
+
+    def rows(x: Any) -> Any:
+        return x if x is None or x.ndim < 3 else rows_by_shard(shards, x, "rows")[n]
+
+    own = {field.name: getattr(batch, field.name)[n] for field in dataclasses.fields(batch)}
+    return rows(query), LayerPages(*map(rows, pages)), RaggedBatch(**own)
