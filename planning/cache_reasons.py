@@ -110,6 +110,10 @@ def notes(plan: CachePlan, sizes: Sizes) -> list[str]:
                     f"{name} {size} is padded to {padded(size)} lanes on a TPU: {1 - size / padded(size):.0%} of such pages is "
                     "padding, counted in the bytes"
                 )
+    if plan.platform == "cpu" and cache.stored_dtype not in ("float32", "int8"):
+        found.append(
+            f"XLA:CPU copies a layer's pages of {cache.stored_dtype} at each write; those of float32 and int8 it doesn't"
+        )
     spec = plan["key_pages"].fitted
     used = {*spec.axes(0), *spec.axes(2)}
     idle = [axis for axis in plan.mesh if axis.size > 1 and axis.kind != "manual" and axis.name not in used]

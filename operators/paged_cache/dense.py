@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, Num
 
 from ...errors import InputError, InputTypeError
 from ...masks.int_arrays import beyond_int32, is_integer, known_values
+from .put import put
 
 __all__ = ["dense_insert"]
 
@@ -48,7 +49,7 @@ def dense_insert(
 
     def write(cache: jax.Array, tokens: jax.Array) -> jax.Array:
         # vmap and not two index arrays: a batch that is split over devices stays so.
-        return jax.vmap(lambda row, at, own: row.at[at].set(own, mode="drop"))(cache, place, tokens)
+        return jax.vmap(lambda one, at, own: put(one, (at,), own))(jnp.asarray(cache), place, jnp.asarray(tokens))
 
     return write(cache_key, key), write(cache_value, value)
 

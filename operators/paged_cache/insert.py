@@ -14,6 +14,7 @@ from ...planning.cache_fields import axis_names
 from ..kernels.varying import varying
 from .batch import RaggedBatch
 from .checks import check_later
+from .put import put
 from .slots import by_shard, rows_by_shard, token_slots
 from .state import CacheState, LayerPages, layer_of
 
@@ -89,7 +90,7 @@ def quantised_tokens(
 
 
 def _scatter(stored: jax.Array, page: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:
-    return stored.at[page, row].set(tokens, mode="drop")
+    return put(stored, (page, row), tokens)
 
 
 def _check_tokens(name: str, tokens: Any, stored: jax.Array, state: CacheState) -> None:

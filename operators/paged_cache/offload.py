@@ -13,6 +13,7 @@ from jaxtyping import Array, Int32
 from ...errors import InputError, InputTypeError, shown
 from ...masks.int_arrays import known_values
 from .batch import RaggedBatch
+from .put import put
 from .slots import rows_by_shard
 from .state import CacheState, LayerPages
 
@@ -76,12 +77,12 @@ def restore(state: CacheState, saved: SavedSequence, batch: RaggedBatch, sequenc
     used = (ids >= 0) & (ids < count) & (jnp.arange(slots) * size < saved.length)
     where = jnp.where(used, ids + first, total)
 
-    def put(array: jax.Array | None, own: jax.Array | None) -> jax.Array | None:
+    def bring(array: jax.Array | None, own: jax.Array | None) -> jax.Array | None:
         if array is None or own is None or array.ndim < 3:
             return array
-        return array.at[where].set(jnp.asarray(own)[:slots], mode="drop")
+        return put(array, (where,), jnp.asarray(own)[:slots])
 
-    layers = (LayerPages(*map(put, pages, own)) for pages, own in zip(state.layers, saved.layers, strict=True))  # type: ignore[arg-type]
+    layers = (LayerPages(*map(bring, pages, own)) for pages, own in zip(state.layers, saved.layers, strict=True))  # type: ignore[arg-type]
     return CacheState(tuple(layers), state.cache)
 
 

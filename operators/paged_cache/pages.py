@@ -12,6 +12,7 @@ from jaxtyping import Array, Int32
 
 from ...errors import InputError, InputTypeError
 from ...masks.int_arrays import beyond_int32, is_integer, known_values
+from .put import put
 from .slots import by_shard, rows_by_shard
 from .state import CacheState, LayerPages
 
@@ -33,7 +34,7 @@ def copy(state: CacheState, pairs: Int32[Array, "*shards pairs 2"]) -> CacheStat
         count = pages.shape[0]
         source, target = own[:, 0], own[:, 1]
         right = (source >= 0) & (source < count) & (target >= 0)
-        return pages.at[jnp.where(right, target, count)].set(pages[jnp.where(right, source, 0)], mode="drop")
+        return put(pages, (jnp.where(right, target, count),), pages[jnp.where(right, source, 0)])
 
     return every_layer(state, lambda pages: by_shard(_shards(pairs, 3), change, pages, jnp.asarray(pairs)))
 
@@ -44,7 +45,7 @@ def scrub(state: CacheState, pages: Int32[Array, "*shards pages"]) -> CacheState
     ids = _ids(state, "pages", pages, ())
 
     def change(stored: jax.Array, own: jax.Array) -> jax.Array:
-        return stored.at[jnp.where(own < 0, stored.shape[0], own)].set(jnp.zeros((), stored.dtype), mode="drop")
+        return put(stored, (jnp.where(own < 0, stored.shape[0], own),), jnp.zeros((), stored.dtype))
 
     return every_layer(state, lambda stored: by_shard(_shards(ids, 2), change, stored, jnp.asarray(ids)))
 

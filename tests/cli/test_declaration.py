@@ -190,7 +190,15 @@ def test_schema_speaks_of_every_field() -> None:
     assert set(metadata) == known | {"schema_version"}
     assert set(metadata["operation_configs"]["properties"]) == set(OperationRegistry.names())
     assert "block_q" in schema["$defs"]["config.splash"]["properties"]
-    assert set(schema["properties"]) == {"$schema", "schema_version", "operation", "enabled", "metadata", "call"}
+    assert set(schema["properties"]) == {
+        "$schema",
+        "schema_version",
+        "operation",
+        "enabled",
+        "metadata",
+        "call",
+        "cache",
+    }
     assert config_json_schema("splash")["properties"]["block_q"]
     text = json.dumps(schema)
     for reference in {part.split('"')[0] for part in text.split('"#/$defs/')[1:]}:

@@ -518,3 +518,37 @@ def test_dense_insert_refuses_and_drops() -> None:
     far = jax.jit(dense_insert)(cache, cache, new, new, np.array([2**31 - 1, -(2**31)], np.int32))
     assert not np.asarray(far[0]).any()
     assert np.asarray(dense_insert(cache, cache, new, new, 6)[0]).sum() == new.size
+
+
+# -- small floats, which a CPU writes another way --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_small_floats_are_written_as_float32_is(dtype: str) -> None:
+    """In every function, dropped tokens too."""
+    wide, narrow = filled(), filled(KVCache(**FIELDS | {"dtype": dtype}))  # whole numbers, exact in both
+    random = np.random.default_rng(0)
+    key, value = (random.integers(1, 99, (TOKENS, HEADS, dim)).astype(np.float32) for dim in (DIM, 5))
+    batch = make([2, 3], [6, 3], [[3, 1], [5]])
+    outside = RaggedBatch(batch.cu_q_lens, batch.kv_lens + 50, batch.page_table, batch.num_seqs)
+
+    def every(state: CacheState, key: Any, value: Any, batch: Any, outside: Any) -> CacheState:
+        state = insert(insert(state, 0, batch, key, value), 1, outside, key, value)
+        state = scrub(copy(state, jnp.array([[3, 4], [99, 5]])), jnp.array([0, -1, 99]))
+        return restore(state, extract(state, batch, 0), RaggedBatch(batch.cu_q_lens, batch.kv_lens, batch.page_table + 7,
+                                                                    batch.num_seqs), 0)  # fmt: skip
+
+    wanted = jax.jit(every)(wide, key, value, batch, outside)
+    step = jax.jit(every, donate_argnums=0)
+    arguments = (narrow, jnp.asarray(key, dtype), jnp.asarray(value, dtype), batch, outside)
+    memory = step.lower(*arguments).compile().memory_analysis()
+    pages = sum(x.nbytes for x in jax.tree.leaves(narrow))
+    assert memory.alias_size_in_bytes == pages
+    for exact, stored in zip(*map(jax.tree.leaves, (wanted, step(*arguments))), strict=True):
+        np.testing.assert_array_equal(np.asarray(stored, np.float32), exact)
+    caches, new = [jnp.zeros((3, 8, 2, 3)), jnp.ones((3, 2, 2, 3))], jnp.array([-1, 3, 7])
+    dense = [
+        jax.jit(dense_insert)(*[caches[0].astype(d)] * 2, *[caches[1].astype(d)] * 2, new)[0]
+        for d in (dtype, "float32")
+    ]
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in dense))
