@@ -71,7 +71,7 @@ def attend(
             f"query has shape {tuple(getattr(query, 'shape', ()))}; wanted [tokens, heads, {cache.head_dim}], heads a multiple "
             f"of the {heads} kv heads that the cache stores."
         )
-    if key is not None:
+    if key is not None and value is not None:
         state = insert(state, layer, batch, key, value, debug=debug)
         pages = layer_of(state, layer)
     else:
@@ -82,7 +82,7 @@ def attend(
         arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
         if debug and any(isinstance(array, jax.core.Tracer) for array in arrays):
             check_later(arrays, own[0], cache.page_size, own[1])
-    static = {
+    static: dict[str, Any] = {
         "softmax_scale": cache.head_dim**-0.5 if softmax_scale is None else softmax_scale,
         "causal": causal,
         "sliding_window": sliding_window,
@@ -91,8 +91,9 @@ def attend(
     }
 
     def shard(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any) -> tuple[jax.Array, jax.Array]:
-        scales = {"key_scale": pages.key_scale, "value_scale": pages.value_scale}
-        return paged_attention(query, pages.key, pages.value, **vars(batch), sinks=sinks, **scales, **static)
+        scales: dict[str, Any] = {"key_scale": pages.key_scale, "value_scale": pages.value_scale}
+        numbers: dict[str, Any] = vars(batch)
+        return paged_attention(query, pages.key, pages.value, **numbers, **scales, **static, sinks=sinks)
 
     output, lse = _by_device(shard, state, pages, batch, query, sinks, mesh)
     return PagedOutput(output, lse, state)
