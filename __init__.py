@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .operators.splash import SplashConfig
     from .operators.vanilla import VanillaConfig
     from .planning import AttentionProblem, OperationConfig, Plan, Policy, Reason, Rule, implementation, plan
-    from .planning.kv_cache import KVCache
+    from .planning.cache.kv_cache import KVCache
     from .registry import OperationMetadata, OperationRegistry
     from .registry.declaration import Declaration
     from .registry.model_declaration import LayerDeclaration, ModelDeclaration
@@ -108,7 +108,7 @@ _ROOMS = ("errors", "masks", "operators", "planning", "registry", "sharding", "v
 _FILES = {
     "Attention": "operators.attention",
     "Declaration": "registry.declaration",
-    "KVCache": "planning.kv_cache",
+    "KVCache": "planning.cache.kv_cache",
     "LayerDeclaration": "registry.model_declaration",
     "ModelDeclaration": "registry.model_declaration",
     "SdpaConfig": "operators.sdpa",

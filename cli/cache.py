@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.text import Text
 
-from ..planning.cache_plan import CachePlan, array_rows, fact_rows
+from ..planning.cache.cache_plan import CachePlan, array_rows, fact_rows
 from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from ..sharding import devices_platform
-from .text import fields, table, text
+from .console import fields, table, text
 
 __all__ = ["cache_notes", "noted", "plan_cache", "print_cache"]
 

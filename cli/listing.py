@@ -10,7 +10,7 @@ from ..errors import AttnOpsError
 from ..operators import Operation
 from ..planning import FEATURES, METHODS
 from ..registry import OperationRegistry
-from .text import table, text
+from .console import table, text
 
 __all__ = ["listing", "print_listing"]
 

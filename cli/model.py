@@ -15,9 +15,9 @@ from ..planning import Plan
 from ..planning.text import bytes_text
 from ..registry import OperationRegistry
 from ..registry.model_declaration import LayerDeclaration, ModelDeclaration, is_cached, write_layers
+from .console import fields, table, text
 from .plan import placement_rows, print_plan, rejected_rows
 from .target import TargetOptions, plan_metadata, targeted
-from .text import fields, table, text
 
 __all__ = ["ModelOptions", "ModelPlans", "model_json", "plan_model", "print_model"]
 

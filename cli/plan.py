@@ -8,7 +8,7 @@ from ..planning import Plan
 from ..planning.plan import config_lines, dropped_lines, tensor_rows
 from ..planning.repeated import repeated_lines
 from ..planning.text import bytes_text
-from .text import fields, table, text
+from .console import fields, table, text
 
 __all__ = ["brief_rows", "placement_rows", "print_plan", "rejected_rows", "runs_row"]
 

@@ -20,13 +20,13 @@ from .baseline import NotExpressible, baseline
 from .cache import cache_notes
 from .call_arrays import call_arrays
 from .check import Comparison, check
+from .console import errors, fields, text
 from .enabled import enabled_notes
 from .inputs import check_output_path, write_arrays
 from .materials import canonical
 from .plan import brief_rows, print_plan
 from .run_call import Compiled, compile_call, compile_declared, on_devices, time_calls
 from .target import run_metadata
-from .text import errors, fields, text
 
 __all__ = ["RunOptions", "run"]
 

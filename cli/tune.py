@@ -19,8 +19,8 @@ from ..registry import OperationRegistry
 from ..registry.declaration import Declaration
 from ..verify.tune import TuneReport, tune_plan
 from .call_arrays import call_shapes
+from .console import errors, fields, table, text
 from .target import run_metadata
-from .text import errors, fields, table, text
 from .verify import target_mesh
 
 __all__ = ["TuneOptions", "print_tuned", "tune", "tuned_json"]

@@ -23,9 +23,9 @@ from ..verify.call import PassReport, TargetReport, verify_call
 from ..verify.generations import abstract_target, has_libtpu
 from ..verify.topology import described_mesh
 from .call_arrays import call_shapes
+from .console import errors, fields, text
 from .plan import brief_rows
 from .target import declared_sizes, here, run_metadata
-from .text import errors, fields, text
 
 __all__ = ["VerifyOptions", "print_reports", "target_mesh", "verify"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ..errors import shown
 from ..masks import Causal, Chunked, Full, Mask, SlidingWindow
-from .config import ModelConfig
 from .families import CHUNKED, GLOBAL, LOCAL
+from .model_config import ModelConfig
 from .values import flag, whole
 
 __all__ = ["LayerAttention", "is_causal", "layer_attentions"]

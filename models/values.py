@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ..errors import shown
-from .config import ModelConfig
+from .model_config import ModelConfig
 
 __all__ = ["dtype_name", "flag", "number", "positive", "probability", "whole"]
 

@@ -7,13 +7,14 @@ build the mask with the shard's own global offset.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..planning import AttentionProblem, Placement, Plan, PlannedOperation
+from ..planning import AttentionProblem, Placement, Plan
 from ..sharding import pin
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, join_mask, run_time_offset
@@ -32,17 +33,19 @@ _UNROLLED = 8  # steps, where it isn't declared
 
 
 def execute(
-    operation: PlannedOperation,
+    method: Callable[[LocalCall], LocalOutput],
     plan: Plan,
     mesh: AnyMesh | None,
     options: Options,
     arrays: Arrays,
     *,
     default_causal: bool,
+    check_vma: bool,
 ) -> LocalOutput:
-    """Run a plan on arrays; traceable. Returns outputs in the caller's layout.
+    """Run a plan on arrays with its method; traceable. Returns outputs in the caller's layout.
 
-    default_causal: what counts where neither the call nor a mask says.
+    default_causal: what counts where neither the call nor a mask says. check_vma: whether the method can be traced under
+    shard_map's check.
     """
     problem, placement = plan.problem, plan.placement
     operands = _prepare(problem, placement, options, arrays, default_causal, mesh)
@@ -56,7 +59,6 @@ def execute(
         )
         local = bring_together(local, placement, problem.kernel_layout)
         call = _local_call(plan, options, local)
-        method = getattr(operation, plan.method or "")
         result = merged_over_devices(call, method) if placement.sequence.strategy == "split_kv" else method(call)
         result = split_output(result, placement, problem.kernel_layout)
         return tuple(x for x in result if x is not None)
@@ -76,8 +78,7 @@ def execute(
             out_specs=placed,
             axis_names={a.name for a in axes},
             # What a shard_map around this doesn't say of its axes can't be checked here, where they are sent over.
-            check_vma=operation.check_vma(plan.method or "", plan.config)
-            and (problem.vma or problem.manual_sequence is None),
+            check_vma=check_vma and (problem.vma or problem.manual_sequence is None),
         )(operands)
     else:
         outputs = body(operands)

@@ -46,6 +46,13 @@ class Program:
 @functools.partial(jax.jit, static_argnums=0)
 def attention(program: Program, arrays: Arrays) -> LocalOutput:
     """Run a planned call. In a profile and in a program's text it goes by this name."""
+    operation, decided = program.operation, program.plan
     return execute(
-        program.operation, program.plan, program.mesh, program.options, arrays, default_causal=program.default_causal
+        getattr(operation, decided.method or ""),
+        decided,
+        program.mesh,
+        program.options,
+        arrays,
+        default_causal=program.default_causal,
+        check_vma=operation.check_vma(decided.method or "", decided.config),
     )

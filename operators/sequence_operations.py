@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from .splash import Splash
-from .splash.config import SplashConfig
+from .splash.splash_config import SplashConfig
 
 __all__ = ["RingAttention", "RingConfig", "UlyssesAttention", "UlyssesConfig"]
 

@@ -1,9 +1,9 @@
 """What will run, where every tensor lies, and why: problems, capabilities, placements, plans."""
 
 from .capability import ALL_FEATURES, FEATURES, STATIC_MASKS, Capability, Reason, Rule, Tolerance, implementation
-from .config import OperationConfig
 from .decide import plan
 from .operation import METHODS, Padding, PlannedOperation
+from .operation_config import OperationConfig
 from .placement import LocalShape, Placement
 from .plan import Plan, Rejected
 from .policy import Policy

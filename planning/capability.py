@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from .config import OperationConfig
+from .operation_config import OperationConfig
 from .placement import Placement
 from .problem import AttentionProblem
 from .route import Route

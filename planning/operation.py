@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..errors import ConfigError, shown
 from .capability import Capability
-from .config import OperationConfig
+from .operation_config import OperationConfig
 from .placement import Placement
 from .problem import AttentionProblem
 from .text import bytes_text

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 from ..errors import RefusedError
 from ..sharding import AttnShardingRules
 from .capability import Reason
-from .config import OperationConfig
 from .operation import Padding, PlannedOperation
+from .operation_config import OperationConfig
 from .placement import Placement
 from .policy import Policy
 from .problem import AttentionProblem

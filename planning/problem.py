@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..masks import Mask
 from ..sharding import AttnShardingRules, MeshAxis, describe_mesh
-from .config import OperationConfig
+from .operation_config import OperationConfig
 from .quantised import QUANTISED
 
 __all__ = ["AttentionProblem", "LeafShape"]

@@ -13,8 +13,8 @@ import numpy as np
 from pydantic import ConfigDict, Field, StrictBool, ValidationError, field_validator
 
 from ..errors import ConfigError, a_type, shown
+from ..planning.cache.kv_cache import KVCache
 from ..planning.given import GivenModel, explain_validation
-from ..planning.kv_cache import KVCache
 from ..strict_json import parse_json, read_text
 from .call_declaration import CallDeclaration, call_arguments
 from .metadata import OperationMetadata

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from eformer.escale import PartitionAxis, PartitionManager
 
-from ..planning.config import OperationConfig
+from ..planning.operation_config import OperationConfig
 from ..sharding import current_mesh
 from ..sharding.mesh import AnyMesh
 from . import kinds

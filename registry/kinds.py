@@ -15,8 +15,8 @@ from eformer.escale import PartitionAxis, PartitionManager
 from jax.sharding import AbstractMesh, Mesh
 
 from ..errors import ConfigError, nearest, shown
-from ..planning.config import OperationConfig
 from ..planning.operation import METHODS
+from ..planning.operation_config import OperationConfig
 from ..sharding import mesh_from_dict, mesh_to_dict
 from .registry import OperationRegistry
 from .unset import UNSET, Unset

@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema
 
 from ..errors import ConfigError, a_type, nearest, shown
 from ..planning.call_arguments import CALL_ARGUMENTS
-from ..planning.config import OperationConfig
+from ..planning.operation_config import OperationConfig
 from ..planning.other_names import other_name, refuse_unknown
 from ..planning.policy import CHOICES, Policy, with_fields
 from ..sharding import AttnShardingRules, resolve_rules

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..errors import ConfigError, shown
-from ..models.attention import LayerAttention, ModelAttention, model_attention
-from ..models.config import as_dict, read_model_config
+from ..models.model_attention import LayerAttention, ModelAttention, model_attention
+from ..models.model_config import as_dict, read_model_config
 from ..sharding.modes import GENERATION, canonical_mode
 from .declaration import Declaration
 from .metadata import PICKUP, OperationMetadata

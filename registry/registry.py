@@ -13,7 +13,7 @@ import jax
 
 from ..errors import AttnOpsError, ConfigError, UnknownNameError, a_type, nearest, shown
 from ..planning.call_arguments import CallArguments, CallArray
-from ..planning.config import OperationConfig
+from ..planning.operation_config import OperationConfig
 from ..planning.plan import Plan
 
 __all__ = ["GROUP", "AttentionOperation", "OperationRegistry"]

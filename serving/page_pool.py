@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 
 from ..errors import CapacityError, InputError, InputTypeError, UnknownNameError, shown
-from .arguments import token_array, whole_number
+from .checked_arguments import token_array, whole_number
 from .page_owners import PageOwners
 from .pool_check import check_pool
 from .prefix_index import PrefixIndex

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..operators import Operation
 from ..planning import Plan
-from .program import is_differentiable, outputs
+from .with_gradient import is_differentiable, outputs
 
 __all__ = ["call_program"]
 

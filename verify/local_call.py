@@ -14,7 +14,7 @@ from ..operators import Operation
 from ..planning import AttentionProblem, Placement
 from ..registry import OperationMetadata, OperationRegistry
 from ..sharding.mesh import AnyMesh
-from .program import outputs, outputs_and_gradients
+from .with_gradient import outputs, outputs_and_gradients
 
 __all__ = ["LocalProblem"]
 

@@ -158,7 +158,7 @@ class QueryBlock(NamedTuple):
 _STAGED_TOGETHER = 2**24
 
 
-class _Pass:
+class _BlockPass:
     """One pass's view of the operands: shapes, tiles in and out, and the logits of a tile."""
 
     def __init__(
@@ -386,7 +386,7 @@ def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tu
             platform=static.platform,
             pieces=static.forward,
         )
-    work = _Pass(static, static.forward, operands, traced)
+    work = _BlockPass(static, static.forward, operands, traced)
     heads, rows = work.blocking.heads, work.rows
     query = work.padded_queries(operands.query)
 
@@ -438,7 +438,7 @@ def _first(x: jax.Array, length: int, axis: int) -> jax.Array:
     return x if x.shape[axis] == length else lax.slice_in_dim(x, 0, length, axis=axis)
 
 
-def _first_row_sums(work: _Pass, group: Any) -> tuple[jax.Array, jax.Array]:
+def _first_row_sums(work: _BlockPass, group: Any) -> tuple[jax.Array, jax.Array]:
     """(peak, total) of rows that have seen no key: a sink is a key without a value."""
     heads, rows = work.blocking.heads, work.rows
     if work.operands.sinks is None:
@@ -463,7 +463,7 @@ def _backward(
     # In the forward pass XLA:CPU reads and writes a masked tile once more before the row's greatest logit is found. Here the
     # mask is part of the exponential, so that tiles with a mask and without need not be two loops of five products each.
     apart = not is_arithmetic(static.static_part.mask)
-    work = _Pass(static, static.backward, operands, traced, apart=apart, sums=True)
+    work = _BlockPass(static, static.backward, operands, traced, apart=apart, sums=True)
     heads, blocks, size = work.blocking.heads, work.kv_blocks, work.blocking.block_kv
     time, head = work.time, work.head
     query, output, d_output = (work.padded_queries(x) for x in (operands.query, output, d_output))
@@ -568,7 +568,7 @@ def _add_block(whole: jax.Array, part: jax.Array, at: QueryBlock, kv_block: Any)
     return put(whole, cut(whole, start, (1, 1, *part.shape)) + part[None, None], start)
 
 
-def _add_bias_gradient(work: _Pass, d_bias: jax.Array, d_logits: jax.Array, tile: TilePosition) -> jax.Array:
+def _add_bias_gradient(work: _BlockPass, d_bias: jax.Array, d_logits: jax.Array, tile: TilePosition) -> jax.Array:
     """Add a tile's gradient, summed over the dimensions in which the bias broadcasts."""
     old = work.source.cut(d_bias, tile)
     part = work.spread(d_logits)
@@ -576,7 +576,7 @@ def _add_bias_gradient(work: _Pass, d_bias: jax.Array, d_logits: jax.Array, tile
     return put(d_bias, (old + part)[None], work.source.start(d_bias, tile))
 
 
-def _add_sink_gradient(work: _Pass, d_sinks: jax.Array, lse: jax.Array, delta: jax.Array, group: Any) -> jax.Array:
+def _add_sink_gradient(work: _BlockPass, d_sinks: jax.Array, lse: jax.Array, delta: jax.Array, group: Any) -> jax.Array:
     """Add the rows of a query block: a sink's weight is exp(sink - lse) and its value 0."""
     assert work.operands.sinks is not None
     start = group * work.tile_heads

@@ -6,8 +6,8 @@ from .dense import dense_insert
 from .insert import insert
 from .offload import SavedSequence, extract, restore
 from .pages import copy, scrub
-from .slots import token_slots
 from .state import CacheShardings, CacheState, LayerPages, init, shardings
+from .token_slots import token_slots
 
 __all__ = [
     "CacheShardings",

@@ -14,10 +14,10 @@ from ...errors import ConfigError, InputError, shown
 from ...sharding import axes_at
 from ..kernels.paged import paged_attention
 from .batch import RaggedBatch
-from .checks import check_later
+from .batch_checks import check_later
 from .insert import insert
-from .slots import rows_by_shard
 from .state import CacheState, LayerPages, layer_of, shardings
+from .token_slots import rows_by_shard
 
 __all__ = ["PagedOutput", "attend"]
 

@@ -12,8 +12,8 @@ from jaxtyping import Array, Int32
 
 from ...errors import InputError, InputTypeError, a_type, shown
 from ...masks.int_arrays import is_integer, known_values
-from ...planning.cache_plan import CachePlan
-from .checks import batch_problem
+from ...planning.cache.cache_plan import CachePlan
+from .batch_checks import batch_problem
 
 __all__ = ["RaggedBatch"]
 

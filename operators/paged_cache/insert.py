@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...errors import InputError, InputTypeError, a_type
-from ...planning.cache_fields import axis_names
+from ...planning.cache.cache_fields import axis_names
 from ..kernels.varying import varying
 from .batch import RaggedBatch
-from .checks import check_later
+from .batch_checks import check_later
 from .put import put
-from .slots import by_shard, rows_by_shard, token_slots
 from .state import CacheState, LayerPages, layer_of
+from .token_slots import by_shard, rows_by_shard, token_slots
 
 __all__ = ["insert", "quantised_tokens"]
 

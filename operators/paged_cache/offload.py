@@ -14,8 +14,8 @@ from ...errors import InputError, InputTypeError, shown
 from ...masks.int_arrays import known_values
 from .batch import RaggedBatch
 from .put import put
-from .slots import rows_by_shard
 from .state import CacheState, LayerPages
+from .token_slots import rows_by_shard
 
 __all__ = ["SavedSequence", "extract", "restore"]
 

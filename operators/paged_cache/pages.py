@@ -13,8 +13,8 @@ from jaxtyping import Array, Int32
 from ...errors import InputError, InputTypeError
 from ...masks.int_arrays import beyond_int32, is_integer, known_values
 from .put import put
-from .slots import by_shard, rows_by_shard
 from .state import CacheState, LayerPages
+from .token_slots import by_shard, rows_by_shard
 
 __all__ = ["copy", "every_layer", "scrub"]
 

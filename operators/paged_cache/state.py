@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Num
 
 from ...errors import InputError, InputTypeError, ShardingError, a_type, shown
-from ...planning.cache_plan import CachePlan
-from ...planning.kv_cache import KVCache
+from ...planning.cache.cache_plan import CachePlan
+from ...planning.cache.kv_cache import KVCache
 from ...sharding import axes_at
 from .batch import RaggedBatch
 

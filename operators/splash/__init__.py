@@ -18,8 +18,8 @@ from . import shipped
 from .block_choice import resolve_attnops
 from .candidates import candidates as tried_sizes
 from .candidates import tuned_fields
-from .config import LANES, SplashConfig
 from .external import EXTERNAL_RULES, external_padding, external_remarks, resolve_external, run_external
+from .splash_config import LANES, SplashConfig
 from .vmem_count import blocks_of, too_much_vmem, vmem_parts
 
 __all__ = ["Splash", "SplashConfig"]

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
-from .config import LANES, SplashConfig
 from .scalar_memory import ScalarMemory
-from .sizes import Sizes, choose_block, dividing_block
+from .sizes import BlockSizes, choose_block, dividing_block
+from .splash_config import LANES, SplashConfig
 from .vmem_count import ROOM, counted_vmem, vmem_need, vmem_room
 
 __all__ = ["resolve_attnops", "tile_cost"]
@@ -117,7 +117,7 @@ def _with_blocks(
     problem: AttentionProblem, placement: Placement, config: SplashConfig, most: int, fused: bool
 ) -> SplashConfig:
     q_len, kv_len = placement.local.q_len, placement.local.kv_len
-    sizes = Sizes(config)
+    sizes = BlockSizes(config)
     sizes.fill("heads_per_tile", 1, 1)
     sizes.fill("block_q", choose_block(q_len, most))
     # Blocks that a declared inner one divides.

@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
 from .block_choice import resolve_attnops, tile_cost
-from .config import LANES, SplashConfig
+from .splash_config import LANES, SplashConfig
 from .vmem_count import fits
 
 __all__ = ["BACKWARD", "FORWARD", "candidates", "tuned_fields"]

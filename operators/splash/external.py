@@ -11,8 +11,8 @@ from ...planning import ALL_FEATURES, STATIC_MASKS, AttentionProblem, OperationC
 from ...planning.text import bytes_text
 from ..local import LocalCall
 from ..precision_notes import ambient_precision
-from .config import LANES, SplashConfig
-from .sizes import Sizes, choose_block
+from .sizes import BlockSizes, choose_block
+from .splash_config import LANES, SplashConfig
 
 __all__ = [
     "EXTERNAL_FEATURES", "EXTERNAL_RULES", "external_padding", "external_remarks", "resolve_external", "run_external",
@@ -84,7 +84,7 @@ def resolve_external(problem: AttentionProblem, placement: Placement, config: Sp
     q_len, kv_len = placement.local.q_len, placement.local.kv_len
     cap = _BLOCK if max(problem.head_dim, problem.value_dim) <= 256 else _BLOCK // 2
     fused = config.kernel == "tokamax" or bool(config.use_fused_bwd_kernel)
-    sizes = Sizes(config)
+    sizes = BlockSizes(config)
     sizes.fill("block_q", choose_block(q_len, cap))
     # One unit for both passes, so that their blocks can be the same.
     unit = math.lcm(LANES, config.block_kv_compute or 1, config.block_kv_dkv_compute or 1)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
-from .config import LANES, SplashConfig
+from .splash_config import LANES, SplashConfig
 
 if TYPE_CHECKING:
     from ..kernels.splash.schedule import Known
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["ScalarMemory"]
 
 
-class _Pass(NamedTuple):
+class _GridPass(NamedTuple):
     """A pass's blocks by their names' ending, the axis by which it goes, and the keys that it takes at a time."""
 
     suffix: str
@@ -77,7 +77,7 @@ class ScalarMemory:
                     f"{name}={math.ceil(length / most / LANES) * LANES} or more."
                 )
 
-    def _check_words(self, config: SplashConfig, one: _Pass) -> None:
+    def _check_words(self, config: SplashConfig, one: _GridPass) -> None:
         from ..kernels.splash.schedule import MOST_WORDS, fewest_steps
 
         block_q, block_kv = _blocks(config, one.suffix)
@@ -100,7 +100,7 @@ class ScalarMemory:
             f"blocks{', or fewer batch rows a device,' if self.rows > 1 or room < 0 else ''} make fewer."
         )
 
-    def _numbers(self, one: _Pass) -> dict[str, int]:
+    def _numbers(self, one: _GridPass) -> dict[str, int]:
         """All but the list: sinks are read by the forward pass alone."""
         return {name: 0 if name == "sinks" and one.suffix else count for name, count in self.numbers.items()}
 
@@ -115,12 +115,12 @@ class ScalarMemory:
         return max(most_steps(live, slow, slice(first, first + blocks)) for first in parts)
 
 
-def _passes(config: SplashConfig, kv_len: int) -> tuple[_Pass, ...]:
+def _passes(config: SplashConfig, kv_len: int) -> tuple[_GridPass, ...]:
     """Those of a resolved config."""
-    forward = _Pass("", "q", kv_len)
+    forward = _GridPass("", "q", kv_len)
     if config.use_fused_bwd_kernel:
-        return forward, _Pass("_dkv", "q", config.block_kv_dkv_sums or kv_len)
-    return forward, _Pass("_dkv", "kv", kv_len), _Pass("_dq", "q", kv_len)
+        return forward, _GridPass("_dkv", "q", config.block_kv_dkv_sums or kv_len)
+    return forward, _GridPass("_dkv", "kv", kv_len), _GridPass("_dq", "q", kv_len)
 
 
 def _blocks(config: SplashConfig, suffix: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...planning import STATIC_MASKS, AttentionProblem, Placement
 from .candidates import FORWARD
-from .config import SplashConfig
+from .splash_config import SplashConfig
 
 __all__ = ["TABLE", "look_up", "table_key"]
 

@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 from ...errors import ConfigError
-from .config import LANES, SplashConfig
+from .splash_config import LANES, SplashConfig
 
-__all__ = ["Sizes", "choose_block", "dividing_block"]
+__all__ = ["BlockSizes", "choose_block", "dividing_block"]
 
 
-class Sizes:
+class BlockSizes:
     """Sizes as they are filled in: what is declared, the kernel's default where None is, else what is given here."""
 
     def __init__(self, config: SplashConfig) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
-from .config import SplashConfig
+from .splash_config import SplashConfig
 
 if TYPE_CHECKING:
     from ..kernels.splash import SplashBlocks

@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from attnops import Causal, ConfigError, OperationMetadata, OperationRegistry
 from attnops.operators.splash import SplashConfig
-from attnops.operators.splash.config import LACKING
+from attnops.operators.splash.splash_config import LACKING
 
 
 def _mesh(kind: str) -> AbstractMesh:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from attnops import ConfigError, RefusedError
 from attnops.cli.app import main
 from attnops.operators import paged_cache
-from attnops.planning.kv_cache import KVCache
+from attnops.planning.cache.kv_cache import KVCache
 from attnops.registry.declaration import Declaration
 from attnops.registry.declaration_schema import declaration_json_schema
 from attnops.sharding import virtual_mesh

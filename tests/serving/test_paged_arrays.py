@@ -27,7 +27,7 @@ from attnops.operators.paged_cache import (
     scrub,
     shardings,
 )
-from attnops.planning.kv_cache import KVCache
+from attnops.planning.cache.kv_cache import KVCache
 from attnops.planning.quantised import quantise
 from attnops.sharding import virtual_mesh
 

@@ -11,7 +11,7 @@ import pytest
 
 from attnops import ConfigError, InputError
 from attnops.operators.paged_cache import CacheState, RaggedBatch, attend, copy, init, insert, scrub, shardings
-from attnops.planning.kv_cache import KVCache
+from attnops.planning.cache.kv_cache import KVCache
 from attnops.serving import PagePool
 from attnops.verify import reference_attention
 

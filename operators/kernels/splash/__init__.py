@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .attention import SplashPart, splash_attention
 from .block_sizes import SplashBlocks
+from .splash_attention import SplashPart, splash_attention
 
 __all__ = ["SplashBlocks", "SplashPart", "splash_attention"]

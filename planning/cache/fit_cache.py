@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from ..errors import ConfigError, shown
-from ..sharding import (
+from ...errors import ConfigError, shown
+from ...sharding import (
     FittedSpec,
     MeshAxis,
     TensorShape,
@@ -21,10 +21,10 @@ from ..sharding import (
     fit_tensor,
     kv_repeat,
 )
-from ..sharding.mesh import AnyMesh, gpu_vendor
+from ...sharding.mesh import AnyMesh, gpu_vendor
 from .cache_fields import CacheFields, axis_names
 from .cache_plan import CacheArray, CachePlan
-from .cache_reasons import Sizes, notes, padded, refusals
+from .reasons_against import CacheSizes, notes, padded, refusals
 
 __all__ = ["fit_cache"]
 
@@ -49,7 +49,7 @@ def fit_cache(cache: CacheFields, mesh: AnyMesh | None, kv_heads: str, device_ki
         raise ConfigError(f"kv_heads={shown(kv_heads)}; wanted 'replicate' or 'error'.")
     axes, target = axes_of(mesh), _target(mesh, device_kind)
     shards, head_shards = _split(cache.pages_axis, axes), _split(cache.kv_head_axis, axes)
-    sizes = Sizes(0, shards, kv_repeat(cache.kv_heads, head_shards), head_shards)
+    sizes = CacheSizes(0, shards, kv_repeat(cache.kv_heads, head_shards), head_shards)
     empty = _arrays(cache, sizes, axes, target)
     sizes = sizes._replace(
         pages=_pages(cache, sizes, empty, _arrays(cache, sizes._replace(pages=shards), axes, target))
@@ -71,7 +71,7 @@ def fit_cache(cache: CacheFields, mesh: AnyMesh | None, kv_heads: str, device_ki
     return _with_findings(made, sizes, kv_heads)
 
 
-def _pages(cache: CacheFields, sizes: Sizes, empty: Sequence[CacheArray], one: Sequence[CacheArray]) -> int:
+def _pages(cache: CacheFields, sizes: CacheSizes, empty: Sequence[CacheArray], one: Sequence[CacheArray]) -> int:
     """Pages of the whole cache: as declared, or as many as fit in the bytes of a device, all else counted."""
     if cache.bytes_per_device is None:
         return cache.pages or 0
@@ -79,7 +79,9 @@ def _pages(cache: CacheFields, sizes: Sizes, empty: Sequence[CacheArray], one: S
     return max(0, (cache.bytes_per_device - fixed) // (with_one - fixed)) * sizes.shards
 
 
-def _arrays(cache: CacheFields, sizes: Sizes, axes: tuple[MeshAxis, ...], target: _Target) -> tuple[CacheArray, ...]:
+def _arrays(
+    cache: CacheFields, sizes: CacheSizes, axes: tuple[MeshAxis, ...], target: _Target
+) -> tuple[CacheArray, ...]:
     heads, pages, tp = cache.kv_heads * sizes.repeat, cache.pages_axis, cache.kv_head_axis
     found = []
 
@@ -128,7 +130,7 @@ def _split(declared: Any, axes: tuple[MeshAxis, ...]) -> int:
     return math.prod(axis.size for axis in axes if axis.name in axis_names(declared) and axis.kind != "manual")
 
 
-def _with_findings(plan: CachePlan, sizes: Sizes, policy: str) -> CachePlan:
+def _with_findings(plan: CachePlan, sizes: CacheSizes, policy: str) -> CachePlan:
     return replace(plan, refused=tuple(refusals(plan, sizes, policy)), notes=tuple(notes(plan, sizes)))
 
 

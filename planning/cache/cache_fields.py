@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
-from ..errors import ConfigError, a_type, shown
-from ..strict_json import parse_json, read_text
-from .given import GivenModel, explain_validation
+from ...errors import ConfigError, a_type, shown
+from ...strict_json import parse_json, read_text
+from ..given import GivenModel, explain_validation
 
 __all__ = ["CacheFields", "QuantisedPages", "axis_names"]
 

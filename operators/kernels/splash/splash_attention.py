@@ -133,7 +133,7 @@ def _of_quantised(operands: Operands, gradients: Operands) -> Operands:
     return gradients._replace(key=key, value=value, key_scale=key_scale, value_scale=value_scale)
 
 
-class _Pass:
+class _KernelPass:
     """One pass's operands, padded to its blocks and laid out by kv head and group."""
 
     def __init__(
@@ -206,7 +206,7 @@ def _rows_padded(x: jax.Array, length: int) -> jax.Array:
 
 def _forward(static: _SplashStatic, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
     blocks, logits = static.blocks, static.logits
-    work = _Pass(static, operands, traced, blocks.block_q, blocks.block_kv, "q")
+    work = _KernelPass(static, operands, traced, blocks.block_q, blocks.block_kv, "q")
     if operands.sinks is not None:
         work.frame.scalars["sinks"] = operands.sinks
     normalised = blocks.fuse_reciprocal
@@ -256,7 +256,7 @@ def _backward(
         block_q, block_kv, compute = sizes
         first, end = (keys.start or 0) // block_kv, -(-(keys.stop or logits.static_part.kv_len) // block_kv)
         goes_on = keys.stop is not None and keys.stop < logits.static_part.kv_len
-        work = _Pass(
+        work = _KernelPass(
             static, operands, traced, block_q, block_kv, "q" if of_query else "kv", kv_blocks=slice(first, end)
         )
         frame = work.frame

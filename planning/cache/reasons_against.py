@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..errors import shown
-from ..sharding import describe_mesh
+from ...errors import shown
+from ...sharding import describe_mesh
+from ..capability import Reason
+from ..text import bytes_text
 from .cache_fields import axis_names
 from .cache_plan import CachePlan
-from .capability import Reason
-from .text import bytes_text
 
-__all__ = ["Sizes", "notes", "padded", "refusals"]
+__all__ = ["CacheSizes", "notes", "padded", "refusals"]
 
 _LANES = 128  # to which XLA pads the last dimension of an array on a TPU; the others lose nothing
 _MOST_PAGES = 2**30
 
 
-class Sizes(NamedTuple):
+class CacheSizes(NamedTuple):
     """The whole cache in numbers."""
 
     pages: int
@@ -31,7 +31,7 @@ def padded(lanes: int) -> int:
     return -(-lanes // _LANES) * _LANES
 
 
-def refusals(plan: CachePlan, sizes: Sizes, policy: str) -> list[Reason]:
+def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
     """Every reason against it."""
     cache, found = plan.cache, []
 
@@ -95,7 +95,7 @@ def refusals(plan: CachePlan, sizes: Sizes, policy: str) -> list[Reason]:
     return found
 
 
-def notes(plan: CachePlan, sizes: Sizes) -> list[str]:
+def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
     """What changes nothing that was declared, and costs something."""
     cache, found = plan.cache, []
     if sizes.repeat > 1:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from ..errors import RefusedError
-from ..sharding import FittedSpec, MeshAxis, describe_mesh
+from ...errors import RefusedError
+from ...sharding import FittedSpec, MeshAxis, describe_mesh
+from ..capability import Reason
+from ..text import bytes_text, spec_text
 from .cache_fields import CacheFields
-from .capability import Reason
-from .text import bytes_text, spec_text
 
 __all__ = ["CacheArray", "CachePlan", "array_rows", "fact_rows"]
 

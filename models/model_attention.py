@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import shown
-from .config import ModelConfig
 from .masks import LayerAttention, is_causal, layer_attentions
+from .model_config import ModelConfig
 from .values import dtype_name, flag, number, positive, probability, whole
 
 __all__ = ["LayerAttention", "ModelAttention", "model_attention"]

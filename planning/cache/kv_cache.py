@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..sharding.mesh import AnyMesh
+from ...sharding.mesh import AnyMesh
 from .cache_fields import CacheFields, QuantisedPages
-from .cache_fit import fit_cache
 from .cache_plan import CachePlan
+from .fit_cache import fit_cache
 
 __all__ = ["KVCache", "QuantisedPages"]
 
