@@ -239,7 +239,7 @@ def _fit_one(
 def _why_dropped(
     name: str, left: int, length: int, used: set[str], axes: Mapping[str, MeshAxis]
 ) -> tuple[str, str, bool] | None:
-    """(reason, mend, harmless), or None when the axis can be used."""
+    """(reason, hint, harmless), or None when the axis can be used."""
     axis = axes.get(name)
     if axis is None:
         known = ", ".join(axes) or "none"

@@ -7,15 +7,16 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from ...errors import ConfigError, InputError, shown
+from ...masks.int_arrays import known_values
 from ...sharding import axes_at
 from ..kernels.paged import paged_attention
 from .batch import RaggedBatch
-from .batch_checks import check_later
-from .insert import insert
+from .insert import check_step, insert
 from .state import CacheState, LayerPages, layer_of, shardings
 from .token_slots import rows_by_shard
 
@@ -53,7 +54,7 @@ def attend(
     update: 'before' writes `key` and `value` first, as `insert` does; 'none' takes the pages as they are, and no key or value.
     `mesh` is the one that the state was made for, if it has several devices: each then works on its own pages and heads.
     `softmax_scale` is by default 1/sqrt(head_dim). `sliding_window`: inclusive distances (left, right). `max_q_len`: no row has
-    more queries in this step, 1 when all decode. `debug`: checks traced batches on the host while the step runs.
+    more queries in this step, 1 when all decode; of a traced batch those beyond it give 0. `debug`: checks traced batches on the host while the step runs.
 
     A query that belongs to no sequence gives 0, its lse is -inf. There is no gradient. Errors: those of `insert` and of
     RaggedBatch.check; InputError for shapes, and for keys that `update` has no use for or misses.
@@ -75,13 +76,8 @@ def attend(
         state = insert(state, layer, batch, key, value, debug=debug)
         pages = layer_of(state, layer)
     else:
-        own = [
-            rows_by_shard(batch.shards, x, "pages").shape[0 if batch.shards is None else 1] for x in (pages.key, query)
-        ]
-        batch.check(own[0], cache.page_size, own[1])
-        arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
-        if debug and any(isinstance(array, jax.core.Tracer) for array in arrays):
-            check_later(arrays, own[0], cache.page_size, own[1])
+        check_step(state, layer, batch, query, debug=debug)
+    _check_longest(batch, max_q_len)
     static: dict[str, Any] = {
         "softmax_scale": cache.head_dim**-0.5 if softmax_scale is None else softmax_scale,
         "causal": causal,
@@ -97,6 +93,19 @@ def attend(
 
     output, lse = _by_device(shard, state, pages, batch, query, sinks, mesh)
     return PagedOutput(output, lse, state)
+
+
+def _check_longest(batch: RaggedBatch, max_q_len: int | None) -> None:
+    """Refuse known batches with more queries in a row than the call says: they would not be attended to."""
+    starts, count = known_values(batch.cu_q_lens), known_values(batch.num_seqs)
+    if max_q_len is None or starts is None or count is None:
+        return
+    live = np.arange(starts.shape[-1] - 1) < count[..., None]
+    longest = int(np.where(live, np.diff(starts, axis=-1), 0).max(initial=0))
+    if longest > max_q_len:
+        raise InputError(
+            f"max_q_len={max_q_len}, and a row of the batch has {longest} queries; give the longest, or none."
+        )
 
 
 def _by_device(

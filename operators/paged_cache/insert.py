@@ -18,7 +18,7 @@ from .put import put
 from .state import CacheState, LayerPages, layer_of
 from .token_slots import by_shard, rows_by_shard, token_slots
 
-__all__ = ["insert", "quantised_tokens"]
+__all__ = ["check_step", "insert", "quantised_tokens"]
 
 
 def insert(
@@ -39,17 +39,12 @@ def insert(
     """
     pages = layer_of(state, layer)
     cache, shards = state.cache, batch.shards
-    batch.check_form()
     for name, tokens, stored in (("key", key, pages.key), ("value", value, pages.value)):
         _check_tokens(name, tokens, stored, state)
     if key.shape[0] != value.shape[0]:
         raise InputError(f"key has {key.shape[0]} tokens and value {value.shape[0]}; wanted as many.")
-    own_pages = rows_by_shard(shards, pages.key, "pages").shape[0 if shards is None else 1]
-    own_tokens = rows_by_shard(shards, key, "tokens").shape[0 if shards is None else 1]
+    own_pages, own_tokens = check_step(state, layer, batch, key, debug=debug)
     arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
-    batch.check(own_pages, cache.page_size, own_tokens)
-    if debug and any(isinstance(array, jax.core.Tracer) for array in arrays):
-        check_later(arrays, own_pages, cache.page_size, own_tokens)
 
     slots = partial(token_slots, tokens=own_tokens, pages=own_pages, page_size=cache.page_size)
     traced = [jnp.asarray(array) for array in arrays]
@@ -72,6 +67,19 @@ def insert(
 
     (new_key, key_scale), (new_value, value_scale) = written("key"), written("value")
     return state.with_layer(layer, LayerPages(new_key, new_value, key_scale, value_scale))
+
+
+def check_step(state: CacheState, layer: int, batch: RaggedBatch, tokens: Any, *, debug: bool) -> tuple[int, int]:
+    """(pages, tokens) of a shard, once the batch's values are checked for them: now, or with `debug` while the step runs."""
+    batch.check_form()
+    at = 0 if batch.shards is None else 1
+    pages = rows_by_shard(batch.shards, layer_of(state, layer).key, "pages").shape[at]
+    count = rows_by_shard(batch.shards, tokens, "tokens").shape[at]
+    arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
+    batch.check(pages, state.cache.page_size, count)
+    if debug and any(isinstance(array, jax.core.Tracer) for array in arrays):
+        check_later(arrays, pages, state.cache.page_size, count)
+    return pages, count
 
 
 def quantised_tokens(

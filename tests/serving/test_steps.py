@@ -185,6 +185,12 @@ def test_pages_alone_give_the_same() -> None:
         ({"query": np.zeros((6, 3, DIM), np.float32)}, InputError, "heads a multiple of the 2 kv heads"),
         ({"query": np.zeros((6, HEADS, 7), np.float32)}, InputError, "[tokens, heads, 16]"),
         ({"layer": 2}, InputError, "wanted 0 to 1"),
+        ({"max_q_len": 1}, InputError, "a row of the batch has 6 queries"),
+        (
+            {"update": "none", "key": None, "value": None, "query": np.zeros((4, HEADS, DIM), np.float32)},
+            InputError,
+            "4 tokens",
+        ),
     ],
 )
 def test_what_has_no_meaning_is_refused(change: dict[str, Any], error: type[Exception], said: str) -> None:
