@@ -54,7 +54,8 @@ def attend(
     update: 'before' writes `key` and `value` first, as `insert` does; 'none' takes the pages as they are, and no key or value.
     `mesh` is the one that the state was made for, if it has several devices: each then works on its own pages and heads.
     `softmax_scale` is by default 1/sqrt(head_dim). `sliding_window`: inclusive distances (left, right). `max_q_len`: no row has
-    more queries in this step, 1 when all decode; of a traced batch those beyond it give 0. `debug`: checks traced batches on the host while the step runs.
+    more queries in this step, 1 when all decode; of a traced batch those beyond it give 0.
+    `debug`: checks traced batches on the host while the step runs.
 
     A query that belongs to no sequence gives 0, its lse is -inf. There is no gradient. Errors: those of `insert` and of
     RaggedBatch.check; InputError for shapes, and for keys that `update` has no use for or misses.
