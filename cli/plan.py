@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from ..planning import Plan
-from ..planning.plan import config_lines, dropped_lines, tensor_rows
+from ..planning.plan import dropped_lines, tensor_rows
 from ..planning.repeated import repeated_lines
 from ..planning.text import bytes_text
 from .console import fields, table, text
@@ -35,7 +35,7 @@ def print_plan(plan: Plan, notes: tuple[str, ...] = (), platform_source: str | N
     if problem.dropout_prob > 0:
         rows.append(("dropout", f"{problem.dropout_prob:g}"))
     if plan.method is not None and plan.operation.reads_config(plan.method):
-        rows += [("config", line) for line in config_lines(plan)]
+        rows += [("config", line) for line in plan.config_lines()]
     if plan.tuning is not None:
         rows.append(("tuning", f"{plan.tuning.source}: {plan.tuning.why}"))
     if plan.padding is not None:

@@ -16,19 +16,20 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
 
-from ..errors import ConfigError, FallbackWarning, InputError, InputTypeError
-from ..planning import Plan, PlannedOperation, plan
+from ..errors import FallbackWarning, InputError, InputTypeError
+from ..planning import Plan, plan
 from ..planning.call_arguments import CallArguments, CallArray
 from ..planning.sequence.choice import declared_strategy
 from ..planning.tune_cache import kept_here
 from ..registry import OperationMetadata
-from ..sharding import current_mesh, describe_mesh, devices_platform, place
+from ..sharding import describe_mesh, place
 from ..sharding.mesh import AnyMesh
 from .ambient import ambient_platform
 from .arguments import Arrays, Options, split_arguments, takes_call_arguments
 from .bounded_cache import BoundedCache
 from .call_devices import explain_devices
 from .call_values import checked_values
+from .declared import DeclaredOperation
 from .describe import describe, varying_axes
 from .mask_notes import value_notes
 from .output import AttentionOutput
@@ -52,28 +53,12 @@ _wide = operator.attrgetter("jax_enable_x64")  # also what a context manager has
 _array_types: set[type] = set()  # those met; jax.Array itself is asked slowly
 
 
-class Operation(PlannedOperation):
+class Operation(DeclaredOperation):
     """Base class of attention operations. `Operation(metadata)(query, key, value, ...)` runs one."""
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
-        if metadata is not None and not isinstance(metadata, OperationMetadata):
-            raise ConfigError(
-                f"{type(self).__name__}({type(metadata).__name__}): wanted an OperationMetadata; make one with "
-                "OperationMetadata(...), .from_config(config) or .from_json(text)."
-            )
-        self.metadata = OperationMetadata() if metadata is None else metadata
+        super().__init__(metadata)
         declared_strategy(type(self), self.metadata.policy.sequence_parallel)  # raises for a contradiction
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return type(self) is type(other) and self.metadata == other.metadata
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.metadata))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.metadata!r})"
 
     # -- calling -----------------------------------------------------------------------------------------------------
 
@@ -147,22 +132,6 @@ class Operation(PlannedOperation):
         return self.plan(query, key, value, **call).explain()
 
     # -- the way of a call -------------------------------------------------------------------------------------------
-
-    def _mesh(self) -> AnyMesh | None:
-        """The caller's manual mesh if this runs inside a shard_map, else the declared mesh, else the context's.
-
-        Where the declared mesh and that of jax.set_mesh are the same but for their axis types, the context's is in force:
-        jax takes no other inside it.
-        """
-        current = current_mesh()
-        declared = self.metadata.declared_mesh
-        if declared is None or current is None:
-            return current if declared is None else declared
-        if isinstance(current, AbstractMesh) and current.manual_axes:
-            return current
-        same = declared.axis_names == current.axis_names and declared.axis_sizes == current.axis_sizes
-        kinds = {devices_platform(m) for m in (declared, current)} - {None}
-        return current if same and len(kinds) <= 1 and not get_abstract_mesh().empty else declared
 
     def _plan(self, arrays: Arrays, options: Options, mesh: AnyMesh | None) -> Plan:
         operation = type(self)

@@ -20,14 +20,13 @@ from ..sharding import (
     canonical_layout,
     canonical_mode,
     describe_mesh,
-    devices_platform,
 )
 from ..sharding.mesh import AnyMesh
-from .ambient import ambient_platform
 from .arguments import Arrays, Options, bound_mask, join_mask, shaped
 from .declared_config import declared_config
 from .dtype_notes import width_notes
 from .mask_notes import dense_notes
+from .planned_platform import planned_platform
 from .sequence.manual import of_the_whole, split_by_caller
 from .shapes import check_dtypes, check_extras, check_key, check_scales, leaf_shape, sizes_of, with_segments
 
@@ -98,7 +97,7 @@ def describe(
         "quantized_kv": any(x.dtype.name in QUANTISED for x in (shapes.key, shapes.value)),
     }
     config, config_notes = declared_config(operation, metadata)
-    platform, kind, source = _platform(metadata, mesh, arrays)
+    platform, kind, source = planned_platform(metadata, mesh, arrays)
     vma = any(map(varying_axes, jax.tree.leaves(arrays)))
     nested = [
         "the gradient recomputes the forward pass: called inside a shard_map with check_vma=True over part of the mesh"
@@ -185,30 +184,6 @@ def _mode(mode: str | None, q_len: int, kv_len: int) -> str:
     if mode is None:
         mode = "autoregressive" if q_len == 1 and kv_len > 1 else "train"
     return canonical_mode(mode)
-
-
-def _platform(metadata: OperationMetadata, mesh: AnyMesh | None, arrays: Arrays) -> tuple[str, str, str]:
-    """(platform, device kind, where it was read): the mesh's devices, else backend or platform, else where jax would run it."""
-    found = devices_platform(mesh)
-    here = ambient_platform(jax.tree.leaves(arrays))
-    if found is not None:
-        platform, kind, source = *found, "the mesh's devices"
-    elif metadata.backend is not None:
-        platform, kind, source = metadata.backend, "", "metadata.backend"
-    elif metadata.platform is not None:
-        platform, kind, source = metadata.platform, "", "metadata.platform"
-    else:
-        platform, kind, source = here
-    if platform == "gpu" and here.platform in ("cuda", "rocm"):
-        # jax calls every vendor's GPUs 'gpu'; those of this process say whose they are.
-        platform, kind = here.platform, here.device_kind
-    wanted = metadata.platform
-    if wanted is not None and wanted != platform and not (wanted == "gpu" and platform in ("cuda", "rocm")):
-        raise InputError(
-            f"metadata.platform={wanted!r}, but {source} says {platform!r}; leave platform out, or plan for {wanted} with a "
-            "mesh made of its (described) devices."
-        )
-    return platform, kind, source
 
 
 def _check_manual_sequence(

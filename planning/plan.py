@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from ..errors import RefusedError
@@ -18,10 +20,10 @@ from .route import Route
 from .text import bytes_text, spec_text
 from .tuning import Tuning
 
-__all__ = ["Kind", "Plan", "Rejected", "config_lines", "dropped_lines", "explain", "tensor_rows"]
+__all__ = ["WHY", "Kind", "Plan", "Rejected", "config_lines", "dropped_lines", "explain", "tensor_rows"]
 
 Kind = Literal["platform", "native", "routed", "fallback", "refused"]
-_WHY = {
+WHY = {
     "platform": "the platform's own implementation",
     "native": "dispatch: nothing better is written for this platform",
     "routed": "dispatch: the platform's own implementation leaves such calls to it",
@@ -94,6 +96,10 @@ class Plan:
     def explain(self) -> str:
         """The whole decision as text."""
         return explain(self)
+
+    def config_lines(self) -> list[str]:
+        """Every field of the config that runs, and where it comes from."""
+        return config_lines(self.config, self.problem.config, {} if self.tuning is None else self.tuning.fields)
 
     def __str__(self) -> str:
         return self.explain()
@@ -174,17 +180,17 @@ def tensor_rows(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
     return rows
 
 
-def config_lines(plan: Plan) -> list[str]:
-    """`block_q=512 (declared)` and so on, every field of the resolved config: what is declared first, then what is tuned."""
-    declared = plan.problem.config
-    tuned = {} if plan.tuning is None else plan.tuning.fields
+def config_lines(
+    config: OperationConfig, declared: OperationConfig, tuned: Mapping[str, object] = MappingProxyType({})
+) -> list[str]:
+    """`block_q=512 (declared)` and so on, every field of a resolved config: what is declared first, then what is tuned."""
 
     def origin(name: str) -> str:
         return "declared" if declared.is_set(name) else "tuned" if name in tuned else "default"
 
-    fields = [name for name in type(plan.config).model_fields if name not in ("operation", "schema_version")]
+    fields = [name for name in type(config).model_fields if name not in ("operation", "schema_version")]
     return [
-        f"{name}={getattr(plan.config, name)} ({origin(name)})"
+        f"{name}={getattr(config, name)} ({origin(name)})"
         for name in sorted(fields, key=lambda name: (not declared.is_set(name), name not in tuned))
     ]
 
@@ -215,7 +221,7 @@ def explain(plan: Plan) -> str:
     problem, placement = plan.problem, plan.placement
     lines = [
         problem.describe(),
-        f"runs      {plan.implementation or 'nothing'} ({_WHY[plan.kind]})",
+        f"runs      {plan.implementation or 'nothing'} ({WHY[plan.kind]})",
         f"platform  {problem.platform}, from {problem.platform_source}",
         f"mask      {problem.mask.describe()}",
         f"scale     {problem.softmax_scale:.6g}, softmax in {problem.softmax_dtype}",
@@ -223,7 +229,7 @@ def explain(plan: Plan) -> str:
     if problem.logits_soft_cap is not None:
         lines.append(f"soft cap  {problem.logits_soft_cap:g}")
     reads = plan.method is not None and plan.operation.reads_config(plan.method)
-    if reads and (fields := config_lines(plan)):
+    if reads and (fields := plan.config_lines()):
         lines.append("config    " + ", ".join(fields))
     if plan.tuning is not None:
         lines.append(f"tuning    {plan.tuning.source}: {plan.tuning.why}")

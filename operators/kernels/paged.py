@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from ...errors import InputError
+from .page_layout import page_shape
 from .paged_checks import check_numbers, check_operands, check_window, int32
 from .paged_chunks import attend_chunks
 from .paged_decode import attend_decode
@@ -32,8 +33,9 @@ _MOST_PAIRS = 8
 def paged_attention(
     query: Float[Array, "tokens heads dim"],
     key_pages: Shaped[Array, "pages page kv_heads dim"],
-    value_pages: Shaped[Array, "pages page kv_heads value_dim"],
+    value_pages: Shaped[Array, "pages page kv_heads value_dim"] | None,
     *,
+    layout: str = "split",
     cu_q_lens: Int[Array, " sequences_and_one"],
     kv_lens: Int[Array, " sequences"],
     page_table: Int[Array, "sequences width"],
@@ -60,21 +62,25 @@ def paged_attention(
     lse -inf, or with sinks, if it belongs to one, that of its sinks.
 
     sliding_window: inclusive distances (left, right), None for no limit; `causal` intersects. Scales of int8 or fp8 pages:
-    one number, [kv_heads], or [pages, page, kv_heads]. `max_q_len`: no sequence has more queries in this batch; rows beyond it
-    aren't attended to and are 0. None: any. The sizes at the end are for tuning; `platform` is jax's default backend.
+    one number, [kv_heads], or one for each token and head, as pages lie. `layout`: see page_layout; where it joins keys and
+    values, `key_pages` has both and `value_pages` is None.
+
+    `max_q_len`: no sequence has more queries in this batch; rows beyond it aren't attended to and are 0. None: any. The sizes
+    at the end are for tuning; `platform` is jax's default backend.
     """
     sizes = {"max_q_len": max_q_len, "pages_a_block": pages_a_block, "pairs": pairs, "block_q": block_q}
     check_numbers(softmax_scale, logits_soft_cap, sizes)
     numbers = {"cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "page_table": page_table, "num_seqs": num_seqs}
     operands = PagedOperands(
-        *map(jnp.asarray, (query, key_pages, value_pages)),
+        *map(jnp.asarray, (query, key_pages)),
+        None if value_pages is None else jnp.asarray(value_pages),
         *(int32(name, x) for name, x in numbers.items()),
         *(None if x is None else jnp.asarray(x) for x in (sinks, key_scale, value_scale)),
     )
-    check_operands(operands)
+    check_operands(operands, layout)
     operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
     left, right = check_window(sliding_window)
-    chosen = _sizes(operands)
+    chosen = _sizes(operands, layout)
     static = PagedStatic(
         scale=float(softmax_scale),
         causal=bool(causal),
@@ -86,13 +92,14 @@ def paged_attention(
         pages_a_block=pages_a_block or chosen[0],
         pairs=pairs or chosen[1],
         block_q=block_q or chosen[2],
+        layout=layout,
     )
     return _attend(static, operands)
 
 
-def _sizes(operands: PagedOperands) -> tuple[int, int, int]:
+def _sizes(operands: PagedOperands, layout: str) -> tuple[int, int, int]:
     """(pages of a block, pairs of a decode step, rows of a block of queries) by rule."""
-    _, page, kv_heads, dim = operands.key_pages.shape
+    _, page, kv_heads, dim, _ = page_shape(layout, operands.key_pages, operands.value_pages, operands.query.shape[2])
     sequences, width = operands.page_table.shape
     pages = min(max(1, _KEYS // page), width)
     step = 4 * pages * page * kv_heads * dim

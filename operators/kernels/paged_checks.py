@@ -10,47 +10,67 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import InputError, InputTypeError, shown
+from .page_layout import JOINED, page_shape
 from .paged_step import PagedOperands
 
 __all__ = ["check_numbers", "check_operands", "check_window", "int32"]
 
 _QUERIES = ("float16", "bfloat16", "float32")
 _QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
+_FORMS = {
+    "split": "[pages, page, kv_heads, dim]",
+    "heads": "[pages, kv_heads, page, dim]",
+    "interleaved": "[pages, page, 2 kv_heads, dim]",
+    "packed": "[pages, page, 2 kv_heads / pack, pack, lanes]",
+}
 
 
-def check_operands(operands: PagedOperands) -> None:
+def check_operands(operands: PagedOperands, layout: str) -> None:
     """Raise InputError or InputTypeError for the first thing that doesn't fit."""
     query, key, value = operands.query, operands.key_pages, operands.value_pages
     _rank("query", query, 3, "[tokens, heads, dim]")
-    _rank("key_pages", key, 4, "[pages, page, kv_heads, dim]")
-    _rank("value_pages", value, 4, "[pages, page, kv_heads, value_dim]")
-    if value.shape[:3] != key.shape[:3]:
-        raise InputError(
-            f"value_pages has the shape {value.shape} and key_pages {key.shape}; wanted the same pages, page size and "
-            "kv_heads: keys and values of a token lie at the same place."
-        )
-    if key.shape[3] != query.shape[2]:
-        raise InputError(f"query has dim {query.shape[2]} and key_pages {key.shape[3]}; wanted one dim for both.")
-    heads, kv_heads = query.shape[1], key.shape[2]
+    _check_pages(query, key, value, layout)
+    heads, kv_heads = query.shape[1], page_shape(layout, key, value, query.shape[2]).kv_heads
     if heads % kv_heads:
         raise InputError(
             f"{heads} query heads on {kv_heads} kv heads; wanted a multiple: head h reads kv head h // group."
         )
     if str(query.dtype) not in _QUERIES:
         raise InputTypeError(f"query is {query.dtype}; wanted one of {', '.join(_QUERIES)}: cast it.")
-    for name, pages in (("key_pages", key), ("value_pages", value)):
-        if str(pages.dtype) not in (*_QUERIES, *_QUANTISED):
-            wanted = ", ".join((*_QUERIES, *_QUANTISED))
-            raise InputTypeError(
-                f"{name} is {pages.dtype}; wanted one of {wanted}: allocate the cache in one of these."
-            )
     _check_batch(operands)
     if operands.sinks is not None and operands.sinks.shape != (heads,):
         raise InputError(
             f"sinks has the shape {operands.sinks.shape}; wanted [heads] = ({heads},): join several by logsumexp."
         )
-    _check_scale("key", key, operands.key_scale)
-    _check_scale("value", value, operands.value_scale)
+    for name, pages, scale in (("key", key, operands.key_scale), ("value", value, operands.value_scale)):
+        _check_scale(name, key if pages is None else pages, scale, layout, kv_heads)
+
+
+def _check_pages(query: jax.Array, key: jax.Array, value: jax.Array | None, layout: str) -> None:
+    """Shapes and dtypes of the arrays of pages."""
+    if layout in JOINED:
+        _rank("key_pages", key, 4 if layout == "interleaved" else 5, _FORMS[layout])
+        if value is not None:
+            raise InputError(f"value_pages was given beside pages of layout {layout!r}, which hold both; wanted None.")
+    elif value is None:
+        raise InputError(f"value_pages is None, and pages of layout {layout!r} hold keys alone; give them.")
+    else:
+        _rank("key_pages", key, 4, _FORMS[layout])
+        _rank("value_pages", value, 4, _FORMS[layout].replace("dim]", "value_dim]"))
+        if value.shape[:3] != key.shape[:3]:
+            raise InputError(
+                f"value_pages has the shape {value.shape} and key_pages {key.shape}; wanted the same pages, page size and "
+                "kv_heads: keys and values of a token lie at the same place."
+            )
+    dim = page_shape(layout, key, value, query.shape[2]).dim
+    if dim != query.shape[2] or dim > key.shape[-1]:
+        raise InputError(f"query has dim {query.shape[2]} and key_pages {key.shape[-1]}; wanted one dim for both.")
+    for name, pages in (("key_pages", key), ("value_pages", value)):
+        if pages is not None and str(pages.dtype) not in (*_QUERIES, *_QUANTISED):
+            wanted = ", ".join((*_QUERIES, *_QUANTISED))
+            raise InputTypeError(
+                f"{name} is {pages.dtype}; wanted one of {wanted}: allocate the cache in one of these."
+            )
 
 
 def check_numbers(softmax_scale: object, soft_cap: object, sizes: Mapping[str, object]) -> None:
@@ -112,8 +132,8 @@ def _one(shape: tuple[int, ...], name: str) -> tuple[int]:
     return (shape[0],)
 
 
-def _check_scale(name: str, pages: jax.Array, scale: jax.Array | None) -> None:
-    shape, quantised = pages.shape, str(pages.dtype) in _QUANTISED
+def _check_scale(name: str, pages: jax.Array, scale: jax.Array | None, layout: str, kv_heads: int) -> None:
+    quantised = str(pages.dtype) in _QUANTISED
     if scale is None:
         if pages.dtype == jnp.int8:
             raise InputError(
@@ -122,6 +142,6 @@ def _check_scale(name: str, pages: jax.Array, scale: jax.Array | None) -> None:
         return
     if not quantised:
         raise InputError(f"{name}_scale was given for {name}_pages of {pages.dtype}; wanted none, or quantised pages.")
-    wanted = ((), shape[2:3], shape[:3])
-    if scale.shape not in wanted:
-        raise InputError(f"{name}_scale has the shape {scale.shape}; wanted (), {wanted[1]} or {wanted[2]}.")
+    each = pages.shape[:3] if layout == "heads" else (*pages.shape[:2], kv_heads)
+    if scale.shape not in ((), (kv_heads,), each):
+        raise InputError(f"{name}_scale has the shape {scale.shape}; wanted (), {(kv_heads,)} or {each}.")

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .cpu_tuning import LN2, LOG2E, as_bits, compute_dtype, exp2, few_rows_product, from_bits, product
+from .cpu_tuning import LN2, LOG2E, compute_dtype, exp2, few_rows_product, product
+from .page_layout import JOINED, fetch, page_shape
 from .primitives import where
 
-__all__ = ["Batch", "PagedOperands", "PagedStatic", "Sums", "Tiles", "batch_of", "fetch", "finish"]
+__all__ = ["Batch", "PagedOperands", "PagedStatic", "Sums", "Tiles", "batch_of", "finish"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class PagedStatic:
     pages_a_block: int
     pairs: int
     block_q: int
+    layout: str = "split"
 
 
 class PagedOperands(NamedTuple):
@@ -40,7 +42,7 @@ class PagedOperands(NamedTuple):
 
     query: jax.Array
     key_pages: jax.Array
-    value_pages: jax.Array
+    value_pages: jax.Array | None
     cu_q_lens: jax.Array
     kv_lens: jax.Array
     page_table: jax.Array
@@ -81,20 +83,6 @@ def batch_of(operands: PagedOperands) -> Batch:
     )
 
 
-def fetch(pages: jax.Array, ids: jax.Array, platform: str, dtype: Any) -> jax.Array:
-    """Pages [P, page, kv heads, dim] by ids [..., n], all of them in range: [..., kv heads, n * page, dim].
-
-    One gather that transposes as it goes. The barrier keeps the view of a bfloat16 array as bits inside the loop: in front of
-    it, it would be a copy of the whole cache.
-    """
-    pages, ids = lax.optimization_barrier((pages, ids))
-    whole = (as_bits(pages, platform) if dtype == pages.dtype else pages).at[ids].get(mode="promise_in_bounds")
-    first = ids.ndim - 1
-    whole = whole.transpose(*range(first), first + 2, first, first + 1, first + 3)
-    part = whole.reshape(*ids.shape[:-1], pages.shape[2], -1, pages.shape[3])
-    return (part if part.dtype == pages.dtype else from_bits(part, pages.dtype)).astype(dtype)
-
-
 class Tiles:
     """Logits and weighted values of some rows against some pages of their sequence.
 
@@ -103,14 +91,14 @@ class Tiles:
 
     def __init__(self, static: PagedStatic, operands: PagedOperands, *, few_rows: bool) -> None:
         self.static, self.operands, self.few_rows = static, operands, few_rows
-        self.pages, self.page, self.kv_heads, self.dim = operands.key_pages.shape
-        self.value_dim = operands.value_pages.shape[-1]
+        shape = page_shape(static.layout, operands.key_pages, operands.value_pages, operands.query.shape[2])
+        self.pages, self.page, self.kv_heads, self.dim, self.value_dim = shape
         self.group = operands.query.shape[1] // self.kv_heads
         self.width = operands.page_table.shape[1]
         self.block = static.pages_a_block * self.page
         wide = operands.query.dtype
         for pages in (operands.key_pages, operands.value_pages):
-            if pages.dtype.itemsize > 1:
+            if pages is not None and pages.dtype.itemsize > 1:
                 wide = jnp.promote_types(wide, pages.dtype)
         self.dtype = compute_dtype(wide, np.dtype(np.float32), static.platform)
         if few_rows and static.platform == "cpu":  # products of 3 or 4 rows: bfloat16 ones take 1.5 times as long
@@ -175,7 +163,7 @@ class Tiles:
     def logits(self, rows: jax.Array, ids: jax.Array, seen: jax.Array) -> jax.Array:
         """Float32 [..., kv heads, rows, keys] in base 2, -inf where not seen."""
         static, operands = self.static, self.operands
-        keys = fetch(operands.key_pages, ids, static.platform, self.dtype)
+        keys = fetch(static.layout, operands.key_pages, ids, static.platform, self.dtype, 0, self.dim)
         if self.few_rows:
             x = few_rows_product(rows, keys, np.dtype(np.float32), static.platform)
         else:
@@ -190,8 +178,9 @@ class Tiles:
 
     def values(self, weights: jax.Array, ids: jax.Array, seen: jax.Array) -> jax.Array:
         """Weights [..., kv heads, rows, keys] times values. A row of V that nobody sees is 0: a freed page may hold NaN."""
-        operands = self.operands
-        values = fetch(operands.value_pages, ids, self.static.platform, self.dtype)
+        static, operands = self.static, self.operands
+        pages = operands.key_pages if operands.value_pages is None else operands.value_pages
+        values = fetch(static.layout, pages, ids, static.platform, self.dtype, 1, self.value_dim)
         alive = seen.any(axis=-2)[..., None, :]
         values = jnp.where(alive[..., None], values, 0)
         if operands.value_scale is not None:
@@ -206,7 +195,8 @@ class Tiles:
         """As it multiplies logits: [kv heads, 1, 1] or [..., kv heads, 1, keys]."""
         if scale.ndim < 3:
             return jnp.broadcast_to(scale.astype(np.float32), (self.kv_heads,))[:, None, None]
-        return fetch(scale[..., None], ids, self.static.platform, np.float32)[..., 0][..., None, :]
+        layout = "split" if self.static.layout in JOINED else self.static.layout
+        return fetch(layout, scale[..., None], ids, self.static.platform, np.float32)[..., 0][..., None, :]
 
     def _each_row(self, seen: jax.Array) -> jax.Array:
         """Of [..., queries, keys] as [..., kv heads, queries * group, keys]."""

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from ...errors import ConfigError, InputError, shown
 from ...masks.int_arrays import known_values
-from ...sharding import axes_at
-from ..kernels.paged import paged_attention
+from ...planning.cache.kv_cache import KVCache
+from ...sharding import axes_at, axes_of
+from ...sharding.mesh import AnyMesh
+from ..kernels.page_layout import page_shape
 from .batch import RaggedBatch
 from .insert import check_step, insert
-from .state import CacheState, LayerPages, layer_of, shardings
+from .paged_call import PagedCall, PagedMethod, PagedSizes, on_xla
+from .state import CacheState, LayerPages, layer_of, step_specs
 from .token_slots import rows_by_shard
 
-__all__ = ["PagedOutput", "attend"]
+__all__ = ["PagedOutput", "attend", "check_longest", "check_operands"]
+
+
+_CHOSEN = PagedSizes()
 
 
 class PagedOutput(NamedTuple):
@@ -40,7 +47,8 @@ def attend(
     value: Float[Array, "tokens kv_heads value_dim"] | None = None,
     *,
     update: Literal["before", "none"] = "before",
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
+    kv_heads: Literal["replicate", "error"] = "replicate",
     softmax_scale: float | None = None,
     causal: bool = True,
     sliding_window: tuple[int | None, int | None] | None = None,
@@ -48,18 +56,44 @@ def attend(
     sinks: Float[Array, " heads"] | None = None,
     max_q_len: int | None = None,
     debug: bool = False,
+    method: PagedMethod = on_xla,
+    platform: str | None = None,
+    sizes: PagedSizes = _CHOSEN,
 ) -> PagedOutput:
-    """Attend to the keys of each row's pages, those of this step's own tokens included.
+    """Attend to the keys of each row's pages, those of this step's own tokens included. The operation `paged` is this, planned.
 
     update: 'before' writes `key` and `value` first, as `insert` does; 'none' takes the pages as they are, and no key or value.
-    `mesh` is the one that the state was made for, if it has several devices: each then works on its own pages and heads.
+    `mesh` and `kv_heads` are those that the state was made with: each device then works on its own pages and heads.
     `softmax_scale` is by default 1/sqrt(head_dim). `sliding_window`: inclusive distances (left, right). `max_q_len`: no row has
-    more queries in this step, 1 when all decode; of a traced batch those beyond it give 0.
-    `debug`: checks traced batches on the host while the step runs.
+    more queries in this step, 1 when all decode; of a traced batch those beyond it give 0. `debug`: checks traced batches on the
+    host while the step runs. `method` is what attends, by default plain XLA.
 
     A query that belongs to no sequence gives 0, its lse is -inf. There is no gradient. Errors: those of `insert` and of
     RaggedBatch.check; InputError for shapes, and for keys that `update` has no use for or misses.
     """
+    check_operands(state, layer, query, key, value, update)
+    pages, cache = layer_of(state, layer), state.cache
+    if key is not None and value is not None:
+        state = insert(state, layer, batch, key, value, debug=debug)
+        pages = layer_of(state, layer)
+    else:
+        check_step(state, layer, batch, query, debug=debug)
+    check_longest(batch, max_q_len, debug=debug)
+
+    def shard(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any) -> tuple[jax.Array, jax.Array]:
+        scale = cache.head_dim**-0.5 if softmax_scale is None else softmax_scale
+        mask = (causal, sliding_window)
+        call = PagedCall(
+            query, pages, batch, sinks, cache.layout, scale, *mask, logits_soft_cap, max_q_len, platform, sizes
+        )
+        return method(call)
+
+    output, lse = _by_device(shard, cache, pages, batch, query, sinks, mesh, kv_heads)
+    return PagedOutput(output, lse, state)
+
+
+def check_operands(state: CacheState, layer: Any, query: Any, key: Any, value: Any, update: str) -> None:
+    """Refuse an update without meaning, keys that it has no use for or misses, and a query of another shape."""
     if update not in ("before", "none"):
         raise ConfigError(f"update={shown(update)}; wanted 'before' or 'none'.")
     if (key is None) != (value is None) or (key is None) != (update == "none"):
@@ -67,40 +101,27 @@ def attend(
         wanted = "key and value, to be written" if update == "before" else "neither: the pages have them"
         raise InputError(f"update={update!r} with {given}; wanted {wanted}.")
     pages, cache = layer_of(state, layer), state.cache
-    heads = pages.key.shape[2]
+    heads = page_shape(cache.layout, pages.key, pages.value, cache.head_dim).kv_heads
     if getattr(query, "ndim", 0) != 3 or query.shape[2] != cache.head_dim or query.shape[1] % heads:
         raise InputError(
             f"query has shape {tuple(getattr(query, 'shape', ()))}; wanted [tokens, heads, {cache.head_dim}], heads a multiple "
             f"of the {heads} kv heads that the cache stores."
         )
-    if key is not None and value is not None:
-        state = insert(state, layer, batch, key, value, debug=debug)
-        pages = layer_of(state, layer)
-    else:
-        check_step(state, layer, batch, query, debug=debug)
-    _check_longest(batch, max_q_len)
-    static: dict[str, Any] = {
-        "softmax_scale": cache.head_dim**-0.5 if softmax_scale is None else softmax_scale,
-        "causal": causal,
-        "sliding_window": sliding_window,
-        "logits_soft_cap": logits_soft_cap,
-        "max_q_len": max_q_len,
-    }
-
-    def shard(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any) -> tuple[jax.Array, jax.Array]:
-        scales: dict[str, Any] = {"key_scale": pages.key_scale, "value_scale": pages.value_scale}
-        numbers: dict[str, Any] = vars(batch)
-        return paged_attention(query, pages.key, pages.value, **numbers, **scales, **static, sinks=sinks)
-
-    output, lse = _by_device(shard, state, pages, batch, query, sinks, mesh)
-    return PagedOutput(output, lse, state)
 
 
-def _check_longest(batch: RaggedBatch, max_q_len: int | None) -> None:
-    """Refuse known batches with more queries in a row than the call says: they would not be attended to."""
-    starts, count = known_values(batch.cu_q_lens), known_values(batch.num_seqs)
-    if max_q_len is None or starts is None or count is None:
+def check_longest(batch: RaggedBatch, max_q_len: int | None, *, debug: bool) -> None:
+    """Refuse batches with more queries in a row than the call says, which would not be attended to; traced ones with `debug`."""
+    if max_q_len is None:
         return
+    starts, count = known_values(batch.cu_q_lens), known_values(batch.num_seqs)
+    if starts is not None and count is not None:
+        _longest(starts, count, max_q_len)
+    elif debug:
+        jax.debug.callback(partial(_longest, max_q_len=max_q_len), batch.cu_q_lens, batch.num_seqs)
+
+
+def _longest(starts: Any, count: Any, max_q_len: int) -> None:
+    starts, count = np.asarray(starts), np.asarray(count)
     live = np.arange(starts.shape[-1] - 1) < count[..., None]
     longest = int(np.where(live, np.diff(starts, axis=-1), 0).max(initial=0))
     if longest > max_q_len:
@@ -110,18 +131,24 @@ def _check_longest(batch: RaggedBatch, max_q_len: int | None) -> None:
 
 
 def _by_device(
-    shard: Any, state: CacheState, pages: LayerPages, batch: RaggedBatch, query: Any, sinks: Any, mesh: Mesh | None
+    shard: Any,
+    cache: KVCache,
+    pages: LayerPages,
+    batch: RaggedBatch,
+    query: Any,
+    sinks: Any,
+    mesh: AnyMesh | None,
+    kv_heads: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Each shard of the pages with its own part of the batch; on a mesh, each device with its own heads too."""
     sinks = None if sinks is None else jnp.asarray(sinks)
-    if mesh is None or mesh.size == 1:
+    if mesh is None or mesh.size == 1 or all(axis.kind == "manual" for axis in axes_of(mesh)):
         if batch.shards is None:
             return shard(query, pages, batch, sinks)
         parts = [_part(batch.shards, n, query, pages, batch) for n in range(batch.shards)]
         found = [shard(*part, sinks) for part in parts]
         return jnp.concatenate([x for x, _ in found]), jnp.concatenate([x for _, x in found])
-    placed = shardings(state.cache, mesh)
-    specs = jax.tree.map(lambda at: at.spec, (placed.query, placed.state.layers[0], placed.batch))
+    specs = step_specs(cache.plan(mesh, kv_heads=kv_heads).require())
     tokens, heads = (axes_at(specs[0], index) or None for index in (0, 1))
 
     def body(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any) -> tuple[jax.Array, jax.Array]:

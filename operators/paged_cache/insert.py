@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from ...errors import InputError, InputTypeError, a_type
 from ...planning.cache.cache_fields import axis_names
+from ..kernels.page_layout import joined, page_shape, places_of
 from ..kernels.varying import varying
 from .batch import RaggedBatch
 from .batch_checks import check_later
@@ -39,8 +40,9 @@ def insert(
     """
     pages = layer_of(state, layer)
     cache, shards = state.cache, batch.shards
-    for name, tokens, stored in (("key", key, pages.key), ("value", value, pages.value)):
-        _check_tokens(name, tokens, stored, state)
+    shape = page_shape(cache.layout, pages.key, pages.value, cache.head_dim)
+    for name, tokens, dim in (("key", key, shape.dim), ("value", value, shape.value_dim)):
+        _check_tokens(name, tokens, pages.key, shape.kv_heads, dim, state)
     if key.shape[0] != value.shape[0]:
         raise InputError(f"key has {key.shape[0]} tokens and value {value.shape[0]}; wanted as many.")
     own_pages, own_tokens = check_step(state, layer, batch, key, debug=debug)
@@ -50,23 +52,32 @@ def insert(
     traced = [jnp.asarray(array) for array in arrays]
     where = slots(*traced) if shards is None else jax.vmap(slots)(*traced)
 
+    def put_in(stored: jax.Array, page: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:
+        return put(stored, places_of(cache.layout, page, row), tokens)
+
     def write(stored: jax.Array, tokens: jax.Array) -> jax.Array:
-        return by_shard(shards, _scatter, stored, *where, rows_by_shard(shards, tokens, "tokens"))
+        return by_shard(shards, put_in, stored, *where, rows_by_shard(shards, tokens, "tokens"))
 
-    def written(name: str) -> tuple[jax.Array, jax.Array | None]:
-        stored, scale = getattr(pages, name), getattr(pages, f"{name}_scale")
-        tokens = jnp.asarray(key if name == "key" else value)
-        if tokens.shape[1] != stored.shape[2]:
-            tokens = jnp.repeat(tokens, stored.shape[2] // tokens.shape[1], axis=1)
+    def as_stored(tokens: Any, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """(the tokens in the pages' dtype with the pages' heads, their layer's scales)."""
+        tokens = jnp.asarray(tokens)
+        if tokens.shape[1] != shape.kv_heads:
+            tokens = jnp.repeat(tokens, shape.kv_heads // tokens.shape[1], axis=1)
         if cache.quantised is None:
-            return write(stored, tokens), None
-        if cache.quantised.scale == "token_head":
-            tokens, own_scale = quantised_tokens(tokens, cache.quantised.dtype)
-            return write(stored, tokens), write(scale, own_scale)
-        return write(stored, quantised_tokens(tokens, cache.quantised.dtype, scale)[0]), scale
+            return tokens, None
+        if cache.quantised.scale != "token_head":
+            return quantised_tokens(tokens, cache.quantised.dtype, scale)[0], scale
+        assert scale is not None
+        tokens, own = quantised_tokens(tokens, cache.quantised.dtype)
+        return tokens, write(scale, own)
 
-    (new_key, key_scale), (new_value, value_scale) = written("key"), written("value")
-    return state.with_layer(layer, LayerPages(new_key, new_value, key_scale, value_scale))
+    new_key, key_scale = as_stored(key, pages.key_scale)
+    new_value, value_scale = as_stored(value, pages.value_scale)
+    if pages.value is None:
+        both = write(pages.key, joined(cache.layout, new_key, new_value))
+        return state.with_layer(layer, LayerPages(both, None, key_scale, value_scale))
+    stored = write(pages.key, new_key), write(pages.value, new_value)
+    return state.with_layer(layer, LayerPages(*stored, key_scale, value_scale))
 
 
 def check_step(state: CacheState, layer: int, batch: RaggedBatch, tokens: Any, *, debug: bool) -> tuple[int, int]:
@@ -97,11 +108,7 @@ def quantised_tokens(
     return (jnp.round(whole) if dtype == "int8" else whole).astype(kind), scale
 
 
-def _scatter(stored: jax.Array, page: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:
-    return put(stored, (page, row), tokens)
-
-
-def _check_tokens(name: str, tokens: Any, stored: jax.Array, state: CacheState) -> None:
+def _check_tokens(name: str, tokens: Any, stored: jax.Array, heads: int, dim: int, state: CacheState) -> None:
     cache = state.cache
     if not hasattr(tokens, "dtype") or not hasattr(tokens, "shape"):
         raise InputTypeError(f"{name} is {a_type(tokens)}; wanted an array [tokens, kv_heads, dim] of {cache.dtype}.")
@@ -117,7 +124,6 @@ def _check_tokens(name: str, tokens: Any, stored: jax.Array, state: CacheState) 
             f"{name} is the same on all devices of {axis!r}, which splits the pages' heads; inside a shard_map {name} is a "
             "device's own heads, repeated as the cache's are."
         )
-    heads, dim = stored.shape[2:]
     fitting = {heads} | ({cache.kv_heads} if heads % cache.kv_heads == 0 else set())
     if len(tokens.shape) != 3 or tokens.shape[1] not in fitting or tokens.shape[2] != dim:
         wanted = " or ".join(f"[tokens, {count}, {dim}]" for count in sorted(fitting))

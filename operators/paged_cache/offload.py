@@ -23,7 +23,7 @@ __all__ = ["SavedSequence", "extract", "restore"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SavedSequence:
-    """A sequence's pages in its own order, [pages, page, kv_heads, dim] a layer, zeros behind its last token; scales that are
+    """A sequence's pages in its own order, a layer's as the cache's layout has them, zeros behind its last token; scales that are
     the cache's own stand as they were. A pytree: jax.device_get brings it to the host."""
 
     layers: tuple[LayerPages, ...]
@@ -43,13 +43,15 @@ def extract(state: CacheState, batch: RaggedBatch, sequence: int | tuple[int, in
         table = _needed(known, int(known_length), size, count, sequence)
     ids = jnp.asarray(table)
     inside = (ids >= 0) & (ids < count)
-    written = jnp.arange(ids.shape[0] * size).reshape(-1, size) < length
+    written = inside[:, None] & (jnp.arange(ids.shape[0] * size).reshape(-1, size) < length)
+    by_head = state.cache.layout == "heads"
 
     def take(array: jax.Array | None) -> jax.Array | None:
         if array is None or array.ndim < 3:
             return array
         found = array[jnp.where(inside, ids + first, 0)]
-        there = (inside[:, None] & written).reshape(*written.shape, *(1,) * (array.ndim - 2))
+        there = written[:, None] if by_head else written
+        there = there.reshape(*there.shape, *(1,) * (array.ndim - there.ndim))
         return jnp.where(there, found, jnp.zeros((), array.dtype))
 
     layers = tuple(LayerPages(*map(take, pages)) for pages in state.layers)  # type: ignore[arg-type]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,22 +12,31 @@ from jax import lax
 __all__ = ["put"]
 
 
-def put(array: jax.Array, index: tuple[jax.Array, ...], rows: jax.Array) -> jax.Array:
-    """`array.at[index].set(rows, mode="drop")` for indices of the first dimensions, of which none is below 0.
+def put(array: jax.Array, index: tuple[Any, ...], rows: jax.Array) -> jax.Array:
+    """`array.at[index].set(rows, mode="drop")` for indices of which none is below 0, or whole slices.
 
     XLA:CPU writes small floats in float32, and converts the whole array there and back, so there their bits are written. That
     still copies the array: 0.9 s for 2 x 256 MiB of bfloat16 in the place of 1.6 s, where float32 and int8 take 0.2 ms.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize >= 4:
         return _scatter(array, rows, *index)
-    return lax.platform_dependent(array, rows, *index, cpu=_scatter_bits, default=_scatter)
+    ids = [x for x in index if not isinstance(x, slice)]  # slices are no operands
+    at = [isinstance(x, slice) for x in index]
+
+    def whole(ids: Sequence[jax.Array]) -> tuple[Any, ...]:
+        left = iter(ids)
+        return tuple(slice(None) if is_slice else next(left) for is_slice in at)
+
+    def scatter(array: jax.Array, rows: jax.Array, *ids: jax.Array) -> jax.Array:
+        return _scatter(array, rows, *whole(ids))
+
+    def scatter_bits(array: jax.Array, rows: jax.Array, *ids: jax.Array) -> jax.Array:
+        bits = jnp.uint16 if array.dtype.itemsize == 2 else jnp.uint8
+        stored, own = (lax.bitcast_convert_type(x, bits) for x in (array, rows.astype(array.dtype)))
+        return lax.bitcast_convert_type(_scatter(stored, own, *whole(ids)), array.dtype)
+
+    return lax.platform_dependent(array, rows, *ids, cpu=scatter_bits, default=scatter)
 
 
-def _scatter(array: jax.Array, rows: jax.Array, *index: jax.Array) -> jax.Array:
+def _scatter(array: jax.Array, rows: jax.Array, *index: Any) -> jax.Array:
     return array.at[index].set(rows, mode="drop")
-
-
-def _scatter_bits(array: jax.Array, rows: jax.Array, *index: jax.Array) -> jax.Array:
-    bits = jnp.uint16 if array.dtype.itemsize == 2 else jnp.uint8
-    whole, own = (lax.bitcast_convert_type(x, bits) for x in (array, rows.astype(array.dtype)))
-    return lax.bitcast_convert_type(whole.at[index].set(own, mode="drop"), array.dtype)

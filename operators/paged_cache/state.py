@@ -14,17 +14,19 @@ from jaxtyping import Array, Float, Num
 from ...errors import InputError, InputTypeError, ShardingError, a_type, shown
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
-from ...sharding import axes_at
+from ...planning.paged.decide_paged import token_specs
 from .batch import RaggedBatch
 
-__all__ = ["CacheShardings", "CacheState", "LayerPages", "init", "layer_of", "shardings"]
+__all__ = ["CacheShardings", "CacheState", "LayerPages", "init", "layer_of", "shardings", "step_specs"]
 
 
 class LayerPages(NamedTuple):
-    """One layer's pages. Scales are None, [] (one of the tensor), [kv_heads], or [pages, page, kv_heads]."""
+    """One layer's pages, as the cache's layout has them; shapes here are of layout split. Where a layout joins keys and
+    values, `key` has both and `value` is None. Scales are None, [] (one of the tensor), [kv_heads], or [pages, page, kv_heads].
+    """
 
     key: Num[Array, "pages page kv_heads head_dim"]
-    value: Num[Array, "pages page kv_heads value_dim"]
+    value: Num[Array, "pages page kv_heads value_dim"] | None
     key_scale: Float[Array, ...] | None = None
     value_scale: Float[Array, ...] | None = None
 
@@ -105,10 +107,9 @@ def init(
 
     layers = []
     for layer in range(cache.layers):
-        key, value = zeros("key_pages"), zeros("value_pages")
+        key = zeros(plan.pages_array.name)
         assert key is not None
-        assert value is not None
-        layers.append(LayerPages(key, value, scale("key", layer), scale("value", layer)))
+        layers.append(LayerPages(key, zeros("value_pages"), scale("key", layer), scale("value", layer)))
     return CacheState(tuple(layers), cache)
 
 
@@ -119,18 +120,25 @@ def shardings(cache: KVCache, mesh: Mesh, *, kv_heads: Literal["replicate", "err
     needn't be repeated. Errors: RefusedError where the plan says no.
     """
     plan = cache.plan(mesh, kv_heads=kv_heads).require()
+    query, layer, batch = jax.tree.map(lambda spec: NamedSharding(mesh, spec), step_specs(plan), is_leaf=_is_spec)
+    key = NamedSharding(mesh, token_specs(plan)[1])
+    return CacheShardings(CacheState((layer,) * cache.layers, cache), batch, query, key, key)
+
+
+def step_specs(plan: CachePlan) -> tuple[PartitionSpec, LayerPages, RaggedBatch]:
+    """Specs of a query [tokens, heads, dim], of a layer's pages and of a batch, in the structure of what they place."""
 
     def of(name: str) -> Any:
         array = plan.get(name)
-        return None if array is None else NamedSharding(mesh, array.fitted.spec)
+        return None if array is None else array.fitted.spec
 
-    layer = LayerPages(of("key_pages"), of("value_pages"), of("key_scale"), of("value_scale"))
+    layer = LayerPages(of(plan.pages_array.name), of("value_pages"), of("key_scale"), of("value_scale"))
     batch = RaggedBatch(of("cu_q_lens"), of("kv_lens"), of("page_table"), of("num_seqs"))
-    spec = plan["key_pages"].fitted.spec
-    tokens, heads = (axes_at(spec, index) or None for index in (0, 2))
-    query = NamedSharding(mesh, PartitionSpec(tokens, heads, None))
-    key = query if plan.kv_repeat == 1 else NamedSharding(mesh, PartitionSpec(tokens, None, None))
-    return CacheShardings(CacheState((layer,) * cache.layers, cache), batch, query, key, key)
+    return token_specs(plan)[0], layer, batch
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, PartitionSpec)
 
 
 def _fixed_scale(plan: CachePlan, tensor: str, given: Any) -> np.ndarray | None:

@@ -13,8 +13,11 @@ from ...errors import ConfigError, a_type, shown
 from ...strict_json import parse_json, read_text
 from ..given import GivenModel, explain_validation
 
-__all__ = ["CacheFields", "QuantisedPages", "axis_names"]
+__all__ = ["JOINED", "CacheFields", "QuantisedPages", "axis_names"]
 
+JOINED = ("interleaved", "packed")
+"""Layouts of one array for keys and values."""
+_LANES = 128
 _LIMIT = 2**30  # positions, page ids and their sums are int32 on devices
 _MOST_BYTES = 2**50
 
@@ -67,7 +70,10 @@ class CacheFields(GivenModel):
     ] = None
     max_sequences: Annotated[_Size, Field(description="Rows of a batch, over all devices.")]
     max_length: Annotated[_Size, Field(description="Tokens of the longest sequence.")]
-    layout: Annotated[Literal["split"], Field(description="[pages, page, kv heads, head dim], twice.")] = "split"
+    layout: Annotated[
+        Literal["split", "heads", "interleaved", "packed"],
+        Field(description="How pages lie; interleaved and packed hold keys and values in one array."),
+    ] = "split"
     pages_axis: Annotated[_Axes, Field(description="Mesh axes that split pages and batch: data parallel.")] = None
     kv_head_axis: Annotated[_Axes, Field(description="Mesh axes that split the kv heads.")] = "tp"
     page_sequence_axis: Annotated[
@@ -81,6 +87,15 @@ class CacheFields(GivenModel):
             got = "neither" if self.pages is None else "both"
             raise ValueError(
                 f"{got} of pages and bytes_per_device is given; wanted one: it says how large the cache is"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_dim(self) -> Self:
+        if self.layout in JOINED and self.value_size != self.head_dim:
+            raise ValueError(
+                f"layout={shown(self.layout)} with value_dim={self.value_size} and head_dim={self.head_dim}; wanted one dim: "
+                "keys and values are in one array, or layout 'split' or 'heads'"
             )
         return self
 
@@ -132,10 +147,30 @@ class CacheFields(GivenModel):
         """The dtype of the pages."""
         return self.dtype if self.quantised is None else self.quantised.dtype
 
+    def pages_shape(self, pages: int, heads: int, dim: int) -> tuple[int, ...]:
+        """Of an array of pages: of keys, of values, or of both where the layout joins them."""
+        page = self.page_size
+        if self.layout == "heads":
+            return pages, heads, page, dim
+        if self.layout == "interleaved":
+            return pages, page, 2 * heads, dim
+        if self.layout == "packed":
+            pack = 4 // _ITEMSIZE.get(self.stored_dtype, 1)
+            return pages, page, 2 * heads // pack, pack, -(-dim // _LANES) * _LANES
+        return pages, page, heads, dim
+
+    @property
+    def heads_at(self) -> int:
+        """The dimension of the heads in an array of pages."""
+        return 1 if self.layout == "heads" else 2
+
     @property
     def table_width(self) -> int:
         """Pages of the longest sequence, which a row of the page table has room for."""
         return -(-self.max_length // self.page_size)
+
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -62,6 +62,16 @@ class CachePlan:
         return next((array for array in self.arrays if array.name == name), None)
 
     @property
+    def pages_array(self) -> CacheArray:
+        """The first array of pages: of keys, or of both keys and values."""
+        return self.get("key_pages") or self["kv_pages"]
+
+    @property
+    def heads_at(self) -> int:
+        """The dimension of the heads in an array of pages."""
+        return self.cache.heads_at
+
+    @property
     def stored_heads(self) -> int:
         """KV heads of the whole cache's arrays, repeats counted."""
         return self.cache.kv_heads * self.kv_repeat
@@ -114,9 +124,10 @@ class CachePlan:
         stored = (
             "" if cache.quantised is None else f" in {cache.quantised.dtype} (a scale a {_PER[cache.quantised.scale]})"
         )
+        layout = "" if cache.layout == "split" else f", layout {cache.layout}"
         return (
             f"cache: {cache.layers} layers, {cache.kv_heads} kv heads of {dims}, {cache.dtype}{stored}, pages of "
-            f"{cache.page_size} tokens"
+            f"{cache.page_size} tokens{layout}"
         )
 
     def explain(self) -> str:
@@ -143,7 +154,7 @@ class CachePlan:
             "tokens": self.tokens,
             "kv_repeat": self.kv_repeat,
             "bytes_per_device": self.bytes_per_device,
-            "bytes_of_pages": self.bytes_of("key_pages", "value_pages"),
+            "bytes_of_pages": self.bytes_of(*_PAGES),
             "bytes_of_scales": self.bytes_of("key_scale", "value_scale"),
             "bytes_of_batch": self.bytes_of(*_BATCH),
             "page_table_bytes": self.page_table_bytes,
@@ -168,6 +179,7 @@ class CachePlan:
 
 
 _PER = {"tensor": "tensor", "head": "head", "token_head": "token and head"}
+_PAGES = ("key_pages", "value_pages", "kv_pages")
 _BATCH = ("page_table", "cu_q_lens", "kv_lens", "num_seqs")
 
 
@@ -181,7 +193,7 @@ def fact_rows(plan: CachePlan) -> list[tuple[str, str]]:
         ("pages", f"{plan.pages}{each}: {plan.tokens} tokens, {_whole_sequences(plan)} of {cache.max_length} tokens"),
         (
             "bytes",
-            f"{bytes_text(plan.bytes_per_device)} a device: pages {bytes_text(plan.bytes_of('key_pages', 'value_pages'))}, "
+            f"{bytes_text(plan.bytes_per_device)} a device: pages {bytes_text(plan.bytes_of(*_PAGES))}, "
             f"scales {bytes_text(plan.bytes_of('key_scale', 'value_scale'))}, a batch {bytes_text(plan.bytes_of(*_BATCH))}",
         ),
         (

@@ -22,7 +22,7 @@ from ...sharding import (
     kv_repeat,
 )
 from ...sharding.mesh import AnyMesh, gpu_vendor
-from .cache_fields import CacheFields, axis_names
+from .cache_fields import JOINED, CacheFields, axis_names
 from .cache_plan import CacheArray, CachePlan
 from .reasons_against import CacheSizes, notes, padded, refusals
 
@@ -91,10 +91,10 @@ def _arrays(
         found.append(CacheArray(fitted, dtype, count, _device_bytes(fitted, size, target)))
 
     shape: tuple[int, ...]
-    for name, dim in (("key_pages", cache.head_dim), ("value_pages", cache.value_size)):
-        shape = (sizes.pages, cache.page_size, heads, dim)
-        dims = "pages page kv_heads head_dim"
-        add(name, PartitionSpec(pages, None, tp, None), shape, dims, cache.stored_dtype, cache.layers)
+    for name, dim in _page_arrays(cache).items():
+        shape = cache.pages_shape(sizes.pages, heads, dim)
+        spec = _with_heads(cache, pages, tp, len(shape))
+        add(name, spec, shape, _PAGE_DIMS[cache.layout], cache.stored_dtype, cache.layers)
     for name in ("key_scale", "value_scale") if cache.quantised is not None else ():
         match cache.quantised.scale if cache.quantised is not None else "":
             case "tensor":
@@ -103,7 +103,10 @@ def _arrays(
                 add(name, PartitionSpec(tp), (heads,), "kv_heads", "float32", cache.layers)
             case _:
                 shape = (sizes.pages, cache.page_size, heads)
-                add(name, PartitionSpec(pages, None, tp), shape, "pages page kv_heads", "float32", cache.layers)
+                dims = "pages page kv_heads"
+                if cache.layout == "heads":
+                    shape, dims = (sizes.pages, heads, cache.page_size), "pages kv_heads page"
+                add(name, _with_heads(cache, pages, tp, 3), shape, dims, "float32", cache.layers)
     of_batch: dict[str, tuple[int, ...]] = {
         "page_table": (cache.max_sequences // sizes.shards, cache.table_width),
         "cu_q_lens": (cache.max_sequences // sizes.shards + 1,),
@@ -118,8 +121,29 @@ def _arrays(
     return tuple(found)
 
 
+def _page_arrays(cache: CacheFields) -> dict[str, int]:
+    """The arrays of pages, and the dim of each."""
+    if cache.layout in JOINED:
+        return {"kv_pages": cache.head_dim}
+    return {"key_pages": cache.head_dim, "value_pages": cache.value_size}
+
+
+def _with_heads(cache: CacheFields, pages: Any, heads: Any, rank: int) -> PartitionSpec:
+    """The spec of an array that pages and heads split."""
+    at = {0: pages, cache.heads_at: heads}
+    return PartitionSpec(*(at.get(index) for index in range(rank)))
+
+
+_PAGE_DIMS = {
+    "split": "pages page kv_heads head_dim",
+    "heads": "pages kv_heads page head_dim",
+    "interleaved": "pages page kv_heads head_dim",
+    "packed": "pages page kv_heads pack head_dim",
+}
+
+
 def _device_bytes(fitted: FittedSpec, itemsize: int, target: _Target) -> int:
-    if target.platform != "tpu" or len(fitted.shape) != 4:
+    if target.platform != "tpu" or len(fitted.shape) < 4:
         return fitted.local_bytes
     *rest, lanes = fitted.local_shape
     return math.prod(rest) * padded(lanes) * itemsize

@@ -13,6 +13,7 @@ from .cache_plan import CachePlan
 
 __all__ = ["CacheSizes", "notes", "padded", "refusals"]
 
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LANES = 128  # to which XLA pads the last dimension of an array on a TPU; the others lose nothing
 _MOST_PAGES = 2**30
 
@@ -59,6 +60,14 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
                 refuse(
                     "unfit", drop.dim, f"{array.name}, dimension {drop.dim}, axis {drop.axis!r}: {drop.reason}", f"{drop.hint}."
                 )  # fmt: skip
+    pack = 4 // _ITEMSIZE.get(cache.stored_dtype, 1)
+    if cache.layout == "packed" and (2 * plan.stored_heads) % (pack * sizes.head_shards):
+        refuse(
+            "page_packing", "layout",
+            f"layout='packed' puts {pack} heads of {cache.stored_dtype} in a word, and a device has "
+            f"{2 * plan.stored_heads / sizes.head_shards:g} of keys and values",
+            "Split heads over fewer devices, or declare another layout.",
+        )  # fmt: skip
     if cache.max_sequences % sizes.shards:
         refuse(
             "max_sequences", "max_sequences",
@@ -114,14 +123,14 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
         found.append(
             f"XLA:CPU copies a layer's pages of {cache.stored_dtype} at each write; those of float32 and int8 it doesn't"
         )
-    spec = plan["key_pages"].fitted
-    used = {*spec.axes(0), *spec.axes(2)}
+    spec = plan.pages_array.fitted
+    used = {*spec.axes(0), *spec.axes(plan.heads_at)}
     idle = [axis for axis in plan.mesh if axis.size > 1 and axis.kind != "manual" and axis.name not in used]
     if idle:
         names = ", ".join(f"{axis.name}={axis.size}" for axis in idle)
         found.append(f"{names} of the mesh split nothing of the cache: their devices all hold the same")
     for field, dim in (("pages_axis", "pages"), ("kv_head_axis", "kv_heads")):
-        told = plan["key_pages"].fitted.dropped if plan.mesh and cache.is_set(field) else ()
+        told = plan.pages_array.fitted.dropped if plan.mesh and cache.is_set(field) else ()
         found += [f"{field} {drop.axis!r}: {drop.reason}" for drop in told if drop.dim == dim and drop.harmless]
     return found
 

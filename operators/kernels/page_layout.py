@@ -1,0 +1,83 @@
+"""How a layer's pages lie in its arrays, by layout: their shape, the pages of some ids, and where tokens go.
+
+split        key and value [pages, page, kv_heads, dim] each
+heads        key and value [pages, kv_heads, page, dim] each: a head's page is one tile
+interleaved  both in one array [pages, page, 2 kv_heads, dim], keys and values by turns
+packed       the same with heads in 32-bit words and dim in lanes of 128, [pages, page, 2 kv_heads / pack, pack, lanes]
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .cpu_tuning import as_bits, from_bits
+
+__all__ = ["JOINED", "PageShape", "fetch", "joined", "page_shape", "places_of"]
+
+JOINED = ("interleaved", "packed")
+_LANES = 128
+
+
+class PageShape(NamedTuple):
+    """Sizes of a layer's pages on this device."""
+
+    pages: int
+    page: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+
+
+def page_shape(layout: str, key: jax.Array, value: jax.Array | None, dim: int) -> PageShape:
+    """Read off the arrays; `dim` is the query's. Where keys and values are joined, `key` has both and `value` is None."""
+    shape = key.shape
+    if layout == "heads":
+        return PageShape(shape[0], shape[2], shape[1], shape[3], shape[3] if value is None else value.shape[3])
+    if layout in JOINED:
+        heads = shape[2] if layout == "interleaved" else shape[2] * shape[3]
+        return PageShape(shape[0], shape[1], heads // 2, dim if layout == "packed" else shape[3], dim)
+    return PageShape(*shape, shape[3] if value is None else value.shape[3])
+
+
+def fetch(layout: str, pages: jax.Array, ids: jax.Array, platform: str, dtype: Any, half: int = 0, dim: int = 0) -> Any:
+    """Pages by ids [..., n], all of them in range: [..., kv heads, n * page, dim].
+
+    `half` is 0 for keys and 1 for values, where an array has both. One gather that transposes as it goes. The barrier keeps the
+    view of a bfloat16 array as bits inside the loop: in front of it, it would be a copy of the whole cache.
+    """
+    pages, ids = lax.optimization_barrier((pages, ids))
+    given = as_bits(pages, platform) if dtype == pages.dtype else pages
+    index: tuple[Any, ...] = (ids,)
+    if layout in JOINED:
+        given = given.reshape(*given.shape[:2], -1, 2, given.shape[-1])
+        index = (ids, slice(None), slice(None), half)
+    whole = given.at[index].get(mode="promise_in_bounds")
+    first = ids.ndim - 1
+    if layout == "heads":
+        whole = whole.transpose(*range(first), first + 1, first, first + 2, first + 3)
+    else:
+        whole = whole.transpose(*range(first), first + 2, first, first + 1, first + 3)
+    part = whole.reshape(*whole.shape[: first + 1], -1, whole.shape[-1])
+    if dim and dim != part.shape[-1]:
+        part = part[..., :dim]
+    return (part if part.dtype == pages.dtype else from_bits(part, pages.dtype)).astype(dtype)
+
+
+def joined(layout: str, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Tokens' keys and values [tokens, kv_heads, dim], as an array that has both holds them."""
+    tokens, heads, dim = key.shape
+    both = jnp.stack([key, value], axis=2).reshape(tokens, 2 * heads, dim)
+    if layout == "interleaved":
+        return both
+    pack = 4 // key.dtype.itemsize
+    both = jnp.pad(both, ((0, 0), (0, 0), (0, -dim % _LANES)))
+    return both.reshape(tokens, 2 * heads // pack, pack, -1)
+
+
+def places_of(layout: str, page: jax.Array, row: jax.Array) -> tuple[Any, ...]:
+    """The index of tokens in an array of pages, or of scales: theirs is the page's `row`."""
+    return (page, slice(None), row) if layout == "heads" else (page, row)

@@ -1,0 +1,152 @@
+"""describe_step: a step over pages becomes a PagedProblem; shapes and dtypes are checked here, once per distinct step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from ...errors import InputError, InputTypeError
+from ...planning import PlannedOperation
+from ...planning.cache.cache_plan import CachePlan
+from ...planning.cache.kv_cache import KVCache
+from ...planning.paged.paged_problem import PagedProblem, causal_window
+from ...registry import OperationMetadata
+from ...sharding import axes_of
+from ...sharding.mesh import AnyMesh
+from ..arguments import shaped
+from ..declared_config import declared_config
+from ..planned_platform import planned_platform
+from .step_arguments import Step
+
+__all__ = ["describe_step"]
+
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
+def describe_step(
+    operation: type[PlannedOperation],
+    metadata: OperationMetadata,
+    cache: KVCache,
+    tokens: tuple[Any, Any, Any],
+    sinks: Any,
+    step: Step,
+    mesh: AnyMesh | None,
+    arrays: Any,
+) -> PagedProblem:
+    """Build the problem of a step; `tokens` are query, key and value, `arrays` all that may say where it runs.
+
+    Errors: InputError and InputTypeError name the argument, what was got, what is wanted, the hint.
+    """
+    config, notes = declared_config(operation, metadata)
+    platform, kind, source = planned_platform(metadata, mesh, arrays)
+    plan = cache.plan(mesh, kv_heads=metadata.policy.kv_heads, device_kind=kind or platform)
+    update = step.update or getattr(config, "update", "before")
+    query, key, value = (None if x is None else shaped(n, x) for n, x in zip(_NAMES, tokens, strict=True))
+    _check_given(step, update, query, key, value)
+    first = query if query is not None else key
+    assert first is not None
+    count, heads = first.shape[0], cache.kv_heads if query is None else query.shape[1]
+    _check_tokens(cache, plan, count, query, key, value)
+    if sinks is not None and (s := shaped("softmax_aux", sinks)).shape != (heads,):
+        raise InputError(f"softmax_aux has shape {s.shape}; wanted [heads] = ({heads},): join several by logsumexp.")
+    scale = metadata.softmax_scale if step.softmax_scale is None else step.softmax_scale
+    scale = cache.head_dim**-0.5 if scale is None else scale
+    if not math.isfinite(scale):
+        raise InputError(f"softmax_scale={scale}; wanted a finite number.")
+    cap = step.logits_soft_cap
+    if cap is not None and not (math.isfinite(cap) and cap > 0):
+        raise InputError(f"logits_soft_cap={cap}; wanted a positive number, or None for no cap.")
+    given = cache.dtype if query is None else query.dtype.name
+    runtime = given if metadata.runtime_dtype is None else metadata.runtime_dtype.name
+    if runtime != given:
+        notes.append(f"query cast from {given} to {runtime} (runtime_dtype); key and value are the cache's")
+    if metadata.dropout_prob > 0:
+        notes.append(f"dropout_prob={metadata.dropout_prob} is off: serving has no dropout")
+    if metadata.policy.sequence_parallel != "auto":
+        notes.append(f"sequence_parallel={metadata.policy.sequence_parallel!r} is not read: sequences lie in pages")
+    if update == "fused":
+        notes.append("update='fused': no kernel here writes pages, so keys are written before; the result is the same")
+    wanted = {
+        "logits_soft_cap": cap is not None,
+        "sinks": sinks is not None,
+        "return_lse": step.return_lse,
+        "gqa": heads != cache.kv_heads,
+        "value_dim": cache.value_size != cache.head_dim,
+        "quantized_kv": cache.quantised is not None,
+    }
+    return PagedProblem(
+        operation=operation.name,
+        config=config,
+        cache=plan,
+        tokens=count,
+        q_heads=heads,
+        input_dtype=given,
+        runtime_dtype=runtime,
+        softmax_dtype=metadata.runtime_softmax_dtype.name,
+        mode=step.mode,
+        update=update,
+        max_q_len=step.max_q_len,
+        mask=step.mask,
+        features=step.mask.features() | {name for name, asked in wanted.items() if asked},
+        softmax_scale=scale,
+        logits_soft_cap=cap,
+        mesh=axes_of(mesh),
+        platform=platform,
+        device_kind=kind,
+        platform_source=source,
+        notes=tuple(notes) + _window_notes(step, cache),
+    )
+
+
+_NAMES = ("query", "key", "value")
+
+
+def _check_given(step: Step, update: str, query: Any, key: Any, value: Any) -> None:
+    if (key is None) != (value is None) or (key is None) != (update == "none"):
+        given = " and ".join(name for name, x in (("key", key), ("value", value)) if x is not None) or "neither"
+        wanted = "neither: the pages have them" if update == "none" else "key and value, to be written"
+        raise InputError(f"update={update!r} with {given}; wanted {wanted}.")
+    if query is None and step.mode != "insert":
+        raise InputError(f"query is None in mode {step.mode!r}; give it, or mode='insert' to write alone.")
+    if step.mode == "insert" and update == "none":
+        raise InputError("mode 'insert' writes, and update is 'none'; wanted 'before'.")
+
+
+def _check_tokens(cache: KVCache, plan: CachePlan, count: int, query: Any, key: Any, value: Any) -> None:
+    """Shapes and dtypes of the token arrays, heads as declared or as stored."""
+    heads = {cache.kv_heads, plan.stored_heads}
+    for name, x, dim in (
+        ("query", query, cache.head_dim),
+        ("key", key, cache.head_dim),
+        ("value", value, cache.value_size),
+    ):
+        if x is None:
+            continue
+        if len(x.shape) != 3 or x.shape[2] != dim:
+            raise InputError(f"{name} has shape {x.shape}; wanted [tokens, heads, {dim}], as the cache declares.")
+        if x.shape[0] != count:
+            raise InputError(f"{name} has {x.shape[0]} tokens and the query {count}; wanted as many.")
+        if name != "query" and x.shape[1] not in heads:
+            raise InputError(f"{name} has {x.shape[1]} heads; wanted {cache.kv_heads}, the cache's kv_heads.")
+        if name != "query" and x.dtype != jnp.dtype(cache.dtype):
+            raise InputTypeError(
+                f"{name} is {x.dtype} and the cache is declared {cache.dtype}; convert it, or declare the cache's dtype so."
+            )
+    if query is not None and query.dtype.name not in _FLOATS:
+        raise InputTypeError(f"query is {query.dtype}; wanted one of {', '.join(_FLOATS)}.")
+    if query is not None and (query.shape[1] % cache.kv_heads):
+        raise InputError(
+            f"query has {query.shape[1]} heads; wanted a multiple of the cache's {cache.kv_heads} kv heads."
+        )
+    if count % plan.shards:
+        raise InputError(f"{count} tokens for {plan.shards} shards of pages; wanted a multiple, as many for each.")
+
+
+def _window_notes(step: Step, cache: KVCache) -> tuple[str, ...]:
+    """A mask that is not causal sees keys that later tokens of the same step wrote: told, as it is rarely meant."""
+    found = causal_window(step.mask)
+    if found is None or found[0] or step.max_q_len == 1 or step.mode == "insert":
+        return ()
+    return ("the mask is not causal: a query sees keys of its own step that stand after it",)

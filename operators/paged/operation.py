@@ -1,0 +1,284 @@
+"""paged: attention of a ragged batch, prefill chunks and decoding rows, over a declared KV cache's pages."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple, Unpack
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
+
+from ...errors import FallbackWarning, InputError, InputTypeError
+from ...masks.int_arrays import known_values
+from ...planning import Reason, Rule, implementation
+from ...planning.cache.kv_cache import KVCache
+from ...planning.call_arguments import CallArray
+from ...planning.paged.decide_paged import plan_paged
+from ...planning.paged.page_reads import page_reads
+from ...planning.paged.paged_plan import PagedPlan
+from ...planning.paged.paged_problem import PagedProblem, causal_window
+from ...sharding import describe_mesh
+from ...sharding.mesh import AnyMesh
+from ..ambient import ambient_platform
+from ..bounded_cache import BoundedCache
+from ..declared import DeclaredOperation
+from ..paged_cache.attend import check_longest
+from ..paged_cache.batch import RaggedBatch
+from ..paged_cache.insert import check_step
+from ..paged_cache.paged_call import PagedCall, on_xla
+from ..paged_cache.state import CacheState, layer_of
+from .describe_step import describe_step
+from .paged_config import PagedConfig
+from .run_step import StepProgram, run_step
+from .step_arguments import Step, StepArguments, step_of
+
+__all__ = ["Paged", "StepOutput"]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["attention_outputs", "lse", "state"],
+    meta_fields=[],
+    drop_fields=["plan"],
+)
+@dataclass(frozen=True)
+class StepOutput:
+    """The results of one step; a JAX pytree.
+
+    attention_outputs: [tokens, heads, value_dim], 0 for a token that belongs to no sequence; None in mode 'insert'.
+    lse: float32 [tokens, heads], where it was asked for. state: the cache after the step. plan: what ran and why; no part of
+    the tree, so what comes out of jit has None here.
+    """
+
+    attention_outputs: jax.Array | None
+    lse: jax.Array | None
+    state: CacheState
+    plan: PagedPlan | None = field(default=None, kw_only=True)
+
+
+class _Prepared(NamedTuple):
+    plan: PagedPlan
+    mesh: AnyMesh | None
+
+
+_prepared: BoundedCache[_Prepared] = BoundedCache(512)
+
+_FEATURES = frozenset(
+    {"causal", "sliding_window", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "quantized_kv"}
+)
+_SOFTMAX = Rule(
+    "paged.softmax_dtype",
+    "runtime_softmax_dtype",
+    lambda p, c: p.softmax_dtype == "float32",
+    "softmax dtype {p.softmax_dtype}: over pages it is float32",
+    "Leave runtime_softmax_dtype at float32.",
+)
+_DTYPE = Rule(
+    "paged.dtype",
+    "runtime_dtype",
+    lambda p, c: p.runtime_dtype in ("float32", "bfloat16", "float16"),
+    "runtime dtype {p.runtime_dtype}: queries over pages are float32, bfloat16 or float16",
+    "Leave runtime_dtype out, or declare one of these.",
+)
+
+
+class Paged(DeclaredOperation):
+    """Attention over the pages of a declared KV cache, which it writes first."""
+
+    name = "paged"
+    config = PagedConfig
+    # Of the names by which others know it: the layout of pages that they stand for.
+    cache_layout: ClassVar[str | None] = None
+
+    # -- calling -----------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        query: CallArray | None,
+        key: CallArray | None = None,
+        value: CallArray | None = None,
+        *,
+        state: CacheState,
+        layer: int,
+        batch: RaggedBatch,
+        **call: Unpack[StepArguments],
+    ) -> StepOutput:
+        """Write a step's keys and values into their pages, and attend to all that the sequences have.
+
+        Shapes: query [tokens, heads, head_dim], key [tokens, kv_heads, head_dim], value [tokens, kv_heads, value_dim] in the
+        cache's dtype; the batch says whose they are. See docs/serving.md for every argument. Call it inside jit with the state
+        donated: outside, the layer's pages are copied. There is no gradient.
+        Errors: InputError, InputTypeError (bad arguments, known batches that make no sense), RefusedError (nothing can run it).
+        """
+        step, sinks = step_of(call, self.metadata.causal)
+        pages = layer_of(state, layer)
+        mesh = self._mesh()
+        arrays = (query, key, value, sinks, pages, batch)
+        asked = (
+            self,
+            mesh,
+            ambient_platform(jax.tree.leaves(arrays)) if mesh is None else get_abstract_mesh(),
+            state.cache,
+            step,
+            *((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in (query, key, value, sinks)),
+        )
+        found = _prepared.find(asked)
+        if found is None:
+            found = self._prepare(state.cache, (query, key, value), sinks, step, mesh, arrays)
+            _prepared.put(asked, found)
+        decided = found.plan
+        _check_pages(decided, pages, mesh)
+        tokens = key if query is None else query
+        check_step(state, layer, batch, tokens, debug=False)
+        check_longest(batch, step.max_q_len, debug=False)
+        program = StepProgram(self, decided, mesh, step.debug)
+        alone = CacheState((pages,), state.cache)  # one layer: all layers then share a program
+        output, lse, after = run_step(program, alone, batch, query, key, value, sinks)
+        return StepOutput(
+            output, lse if step.return_lse else None, state.with_layer(layer, after.layers[0]), plan=decided
+        )
+
+    def plan(
+        self,
+        query: CallArray | None,
+        key: CallArray | None = None,
+        value: CallArray | None = None,
+        *,
+        cache: KVCache | CacheState,
+        batch: RaggedBatch | None = None,
+        **call: Unpack[StepArguments],
+    ) -> PagedPlan:
+        """Return the plan of the same step, made from arrays or ShapeDtypeStructs; nothing runs.
+
+        With a batch whose values are known it also says which pages are read. A plan of kind 'refused' is returned, not raised.
+        """
+        step, sinks = step_of(call, self.metadata.causal)
+        declared = cache.cache if isinstance(cache, CacheState) else cache
+        if not isinstance(declared, KVCache):
+            raise InputTypeError(
+                f"cache is {type(cache).__name__}; wanted a KVCache, or the CacheState that was made of one."
+            )
+        mesh = self._mesh()
+        decided = self._plan(declared, (query, key, value), sinks, step, mesh, (query, key, value, sinks))
+        known = batch is not None and all(known_values(x) is not None for x in jax.tree.leaves(batch))
+        return replace(decided, reads=page_reads(decided.problem, batch)) if known else decided
+
+    def explain(
+        self,
+        query: CallArray | None,
+        key: CallArray | None = None,
+        value: CallArray | None = None,
+        *,
+        cache: KVCache | CacheState,
+        batch: RaggedBatch | None = None,
+        **call: Unpack[StepArguments],
+    ) -> str:
+        """Return the plan of the same step as text."""
+        return self.plan(query, key, value, cache=cache, batch=batch, **call).explain()
+
+    # -- the way of a step -------------------------------------------------------------------------------------------
+
+    def _plan(
+        self, cache: KVCache, tokens: tuple[Any, Any, Any], sinks: Any, step: Step, mesh: AnyMesh | None, arrays: Any
+    ) -> PagedPlan:
+        problem = describe_step(type(self), self.metadata, cache, tokens, sinks, step, mesh, arrays)
+        return plan_paged(type(self), problem, self.metadata.policy)
+
+    def _prepare(
+        self, cache: KVCache, tokens: tuple[Any, Any, Any], sinks: Any, step: Step, mesh: AnyMesh | None, arrays: Any
+    ) -> _Prepared:
+        decided = self._plan(cache, tokens, sinks, step, mesh, arrays).require()
+        if decided.kind == "fallback" and decided.policy.fallback == "warn":
+            _warn(decided)
+        leaves = jax.tree.leaves(arrays)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+            raise InputTypeError("a ShapeDtypeStruct has no values to attend with; pass arrays, or call plan().")
+        tracing = any(isinstance(x, jax.core.Tracer) for x in leaves)
+        if isinstance(mesh, AbstractMesh) and not mesh.manual_axes and not tracing:
+            raise InputError(
+                f"mesh {describe_mesh(mesh)} has no devices, so this can be planned and lowered but not run; give a Mesh of "
+                "devices."
+            )
+        here = ambient_platform(leaves)
+        if not tracing and mesh is None and not here.serves(decided.problem.platform):
+            raise InputError(
+                f"planned for {decided.problem.platform} (from {decided.problem.platform_source}), but this runs on "
+                f"{here.platform} (from {here.source}); leave that out to run here, or plan() it and lower it."
+            )
+        return _Prepared(decided, mesh if isinstance(mesh, Mesh | AbstractMesh) else None)
+
+    # -- what planning asks ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def kernel_platform(cls, problem: Any) -> str:
+        """TPU's, where the config says that its kernel be interpreted."""
+        return "tpu" if getattr(problem.config, "interpret", False) else problem.platform
+
+    @classmethod
+    def reasons_against(cls, method: str, problem: PagedProblem) -> tuple[Reason, ...]:
+        """Every reason against a method: features that it doesn't have, rules that fail, the layout that a name stands for."""
+        capability = cls.capability(method)
+        found = []
+        if causal_window(problem.mask) is None:
+            text = f"the mask {problem.mask.describe()}: over pages it is Causal and SlidingWindow, by positions"
+            found.append(Reason("paged.mask", "mask", text, "Attend to a dense cache with 'vanilla' for any other."))
+        known = problem.mask.features()
+        for name in sorted(problem.features - capability.consumes - known):
+            found.append(
+                Reason(f"feature.{name}", name, f"{method} has no {name}", "Leave it out, or declare fallback='allow'.")
+            )
+        if cls.cache_layout not in (None, problem.layout):
+            text = (
+                f"{cls.name} stands for pages of layout {cls.cache_layout!r}, and the cache declares {problem.layout!r}"
+            )
+            hint = f"Declare cache.layout={cls.cache_layout!r}, or use the operation 'paged'."
+            found.append(Reason("paged.layout", "cache.layout", text, hint))
+        found += [r for rule in capability.rules if (r := rule.check(problem, problem.config)) is not None]  # type: ignore[arg-type]
+        return tuple(found)
+
+    @classmethod
+    def remarks(cls, method: str, problem: Any, placement: Any, config: Any) -> tuple[str, ...]:
+        """Fields of the config that the method doesn't read."""
+        del placement
+        notes = []
+        if method == "forward_native" and config.is_set("vmem_limit_bytes"):
+            notes.append("forward_native doesn't read the config's vmem_limit_bytes")
+        return tuple(notes)
+
+    @classmethod
+    def reads_config(cls, method: str) -> bool:
+        """Each method reads the sizes of its blocks."""
+        return True
+
+    @implementation(
+        consumes=_FEATURES,
+        rules=(_SOFTMAX, _DTYPE),
+        tolerance={"float32": (4e-6, 0), "bfloat16": (1.5e-2, 0), "float16": (2e-3, 0)},
+    )
+    def forward_native(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
+        """Attend by plain XLA: decoding rows by a list of live pages, chunks block by block; dead pages aren't read."""
+        return on_xla(call)
+
+
+def _check_pages(decided: PagedPlan, pages: Any, mesh: AnyMesh | None) -> None:
+    """Refuse a state that was made for another mesh than the one in force."""
+    if mesh is not None and any(axis.kind == "manual" for axis in decided.problem.mesh):
+        return  # the caller's own shard_map: these are a device's parts
+    wanted = decided.cache.pages_array.fitted.shape
+    if pages.key.shape != wanted:
+        raise InputError(
+            f"the state's pages have shape {pages.key.shape}; on the mesh {describe_mesh(decided.problem.mesh)} they are "
+            f"{wanted}: make the state with init(cache, mesh) of the operation's mesh and kv_heads policy."
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _warn(decided: PagedPlan) -> None:
+    warnings.warn(
+        f"{decided.implementation} runs instead of the platform's own method.\n{decided.refusal()}\n"
+        "Declare fallback='allow' to accept this, fallback='error' to forbid it.",
+        FallbackWarning,
+        stacklevel=4,
+    )

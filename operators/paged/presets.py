@@ -1,0 +1,80 @@
+"""The names by which others know attention over pages: `paged` with a layout of pages and an update that they stand for."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from .operation import Paged
+from .paged_config import PagedConfig
+
+__all__ = [
+    "PagedFlashAttention",
+    "PagedFlashAttentionConfig",
+    "RaggedPageAttentionV2",
+    "RaggedPageAttentionV2Config",
+    "RaggedPageAttentionV3",
+    "RaggedPageAttentionV3Config",
+    "UnifiedAttention",
+    "UnifiedAttentionConfig",
+]
+
+
+class RaggedPageAttentionV2Config(PagedConfig):
+    """See PagedConfig; what is declared for 'paged' counts too."""
+
+    operation: Literal["ragged_page_attention_v2"] = "ragged_page_attention_v2"  # type: ignore[assignment]
+
+
+class RaggedPageAttentionV3Config(PagedConfig):
+    """See PagedConfig; what is declared for 'paged' counts too. The update is 'fused'."""
+
+    operation: Literal["ragged_page_attention_v3"] = "ragged_page_attention_v3"  # type: ignore[assignment]
+    update: Literal["before", "fused", "none"] = "fused"
+
+
+class UnifiedAttentionConfig(PagedConfig):
+    """See PagedConfig; what is declared for 'paged' counts too."""
+
+    operation: Literal["unified_attention"] = "unified_attention"  # type: ignore[assignment]
+
+
+class PagedFlashAttentionConfig(PagedConfig):
+    """See PagedConfig; what is declared for 'paged' counts too."""
+
+    operation: Literal["paged_flash_attention"] = "paged_flash_attention"  # type: ignore[assignment]
+
+
+class RaggedPageAttentionV2(Paged):
+    """`paged` over pages of layout interleaved: keys and values of a head by turns, in one array."""
+
+    name = "ragged_page_attention_v2"
+    config = RaggedPageAttentionV2Config
+    kernel_config: ClassVar[str | None] = "paged"
+    cache_layout: ClassVar[str | None] = "interleaved"
+
+
+class RaggedPageAttentionV3(Paged):
+    """`paged` over pages of layout packed, written by the call itself (update 'fused')."""
+
+    name = "ragged_page_attention_v3"
+    config = RaggedPageAttentionV3Config
+    kernel_config: ClassVar[str | None] = "paged"
+    cache_layout: ClassVar[str | None] = "packed"
+
+
+class UnifiedAttention(Paged):
+    """`paged` over pages of layout split."""
+
+    name = "unified_attention"
+    config = UnifiedAttentionConfig
+    kernel_config: ClassVar[str | None] = "paged"
+    cache_layout: ClassVar[str | None] = "split"
+
+
+class PagedFlashAttention(Paged):
+    """`paged` over pages of layout split, as flash-attention's block tables have them."""
+
+    name = "paged_flash_attention"
+    config = PagedFlashAttentionConfig
+    kernel_config: ClassVar[str | None] = "paged"
+    cache_layout: ClassVar[str | None] = "split"

@@ -1,0 +1,75 @@
+"""run_step: a planned step over pages as one jitted function; equal steps of all layers share its program."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...planning import PlannedOperation
+from ...planning.paged.paged_plan import PagedPlan
+from ...planning.paged.paged_problem import causal_window
+from ...sharding.mesh import AnyMesh
+from ..paged_cache.attend import attend
+from ..paged_cache.batch import RaggedBatch
+from ..paged_cache.insert import insert
+from ..paged_cache.paged_call import PagedSizes
+from ..paged_cache.state import CacheState
+
+__all__ = ["StepProgram", "run_step"]
+
+
+class StepProgram:
+    """All that is static of a step. Compared by value; the hash is made once."""
+
+    __slots__ = ("_hash", "debug", "mesh", "operation", "plan")
+
+    def __init__(self, operation: PlannedOperation, plan: PagedPlan, mesh: AnyMesh | None, debug: bool) -> None:
+        self.operation, self.plan, self.mesh, self.debug = operation, plan, mesh, debug
+        self._hash = hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        return self.operation, self.plan, self.mesh, self.debug
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, StepProgram) and self._key() == other._key())
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run_step(
+    program: StepProgram, state: CacheState, batch: RaggedBatch, query: Any, key: Any, value: Any, sinks: Any
+) -> tuple[jax.Array | None, jax.Array | None, CacheState]:
+    """(output, lse, the state after) of one layer, which is the state's only one. Goes by this name in a profile."""
+    problem, config = program.plan.problem, program.plan.config
+    if problem.mode == "insert":
+        return None, None, insert(state, 0, batch, key, value, debug=program.debug)
+    found = causal_window(problem.mask)
+    assert found is not None  # or nothing would run it
+    causal, window = found
+    made = attend(
+        state,
+        0,
+        batch,
+        jnp.asarray(query, problem.runtime_dtype),
+        key,
+        value,
+        update="none" if problem.update == "none" else "before",
+        mesh=program.mesh,
+        kv_heads=program.plan.policy.kv_heads,
+        softmax_scale=problem.softmax_scale,
+        causal=causal,
+        sliding_window=window,
+        logits_soft_cap=problem.logits_soft_cap,
+        sinks=sinks,
+        max_q_len=problem.max_q_len,
+        debug=program.debug,
+        method=getattr(program.operation, program.plan.method or ""),
+        platform=problem.platform,
+        sizes=PagedSizes(getattr(config, "pages_per_block", None), getattr(config, "queries_per_block", None)),
+    )
+    return made.output, made.lse, made.state

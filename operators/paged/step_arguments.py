@@ -1,0 +1,115 @@
+"""StepArguments: what a step over pages takes beside query, key, value, cache and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypedDict
+
+from ...errors import InputError, InputTypeError, nearest, shown
+from ...masks import Mask
+from ...planning.call_arguments import CALL_ARGUMENTS, CallArray
+from ...planning.paged.paged_problem import STEP_MODES
+from ..arguments import Arrays, join_mask, split_arguments
+
+__all__ = ["Step", "StepArguments", "step_of"]
+
+
+class StepArguments(TypedDict, total=False):
+    """The keywords of a step, of its plan and of its explanation; those that a call has too mean what they mean there."""
+
+    mask: Mask | None
+    causal: bool | None
+    sliding_window: int | tuple[int | None, int | None] | None
+    softmax_aux: CallArray | None
+    softmax_scale: float | None
+    logits_soft_cap: float | None
+    return_lse: bool
+    mode: str | None
+    update: str | None
+    max_q_len: int | None
+    debug: bool
+
+
+class Step(NamedTuple):
+    """The static arguments of a step, checked. `update` is None where the config says."""
+
+    mask: Mask
+    softmax_scale: float | None
+    logits_soft_cap: float | None
+    return_lse: bool
+    mode: str
+    update: str | None
+    max_q_len: int | None
+    debug: bool
+
+
+_ELSEWHERE = {
+    "kv_lengths": "the batch's kv_lens are the keys of each sequence",
+    "query_offset": "queries stand at the end of their sequences, as the batch's kv_lens say",
+    "q_segment_ids": "the batch says to which sequence a token belongs",
+    "kv_segment_ids": "the batch says to which sequence a token belongs",
+    "layout": "tokens are [tokens, heads, dim]; the cache declares the layout of pages",
+    "key_scale": "the cache has its own scales",
+    "value_scale": "the cache has its own scales",
+    "bias": "attention over pages has no bias",
+    "dropout_prob": "serving has no dropout",
+    "dropout_rng": "serving has no dropout",
+    "deterministic": "serving has no dropout",
+    "return_weights": "weights over pages aren't kept",
+}
+
+
+def step_of(call: StepArguments, default_causal: bool) -> tuple[Step, Any]:
+    """(the static arguments, the sinks). Errors: InputTypeError for names that a step doesn't have, and InputError for values
+    without meaning."""
+    given: Mapping[str, Any] = call
+    for name in given:
+        if name in StepArguments.__annotations__:
+            continue
+        if name in _ELSEWHERE:
+            raise InputTypeError(f"a step over pages takes no {name}: {_ELSEWHERE[name]}.")
+        raise InputTypeError(
+            f"unknown argument {shown(name)} of a step over pages." + nearest(name, StepArguments.__annotations__)
+        )
+    shared: Any = {name: value for name, value in given.items() if name in CALL_ARGUMENTS and name != "mode"}
+    arrays, options = split_arguments(None, None, None, shared)
+    if options.mask_is_array or arrays.mask_leaves:
+        raise InputTypeError(
+            "mask holds arrays; wanted a Mask of Causal and SlidingWindow: keys lie in pages, in no row that an array could mask."
+        )
+    longest = given.get("max_q_len")
+    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
+        raise InputError(f"max_q_len={shown(longest)}; wanted a whole number from 1 on, or None for any.")
+    mode = _mode(given.get("mode"), longest)
+    update = given.get("update")
+    if update not in (None, "before", "fused", "none"):
+        raise InputError(f"update={shown(update)}; wanted 'before', 'fused' or 'none', or None for the config's.")
+    debug = given.get("debug", False)
+    if not isinstance(debug, bool):
+        raise InputTypeError(f"debug={shown(debug)}; wanted True or False.")
+    if options.softmax_scale is not None and options.softmax_scale != options.softmax_scale:
+        raise InputError("softmax_scale is NaN; wanted a finite number.")
+    return (
+        Step(
+            join_mask(Arrays(None, None, None), options, default_causal),
+            options.softmax_scale,
+            options.logits_soft_cap,
+            options.return_lse,
+            mode,
+            update,
+            1 if mode == "autoregressive" and longest is None else longest,
+            debug,
+        ),
+        arrays.softmax_aux,
+    )
+
+
+def _mode(mode: Any, longest: int | None) -> str:
+    if mode is None:
+        return "mixed" if longest is None else "autoregressive"
+    plain = mode.strip("_") if isinstance(mode, str) else mode
+    plain = "autoregressive" if plain == "decode" else plain
+    if not isinstance(plain, str) or plain not in STEP_MODES:
+        hint = ": serving has no gradient" if plain == "train" else ""
+        raise InputError(f"mode={shown(mode)}; a step over pages is one of {', '.join(STEP_MODES)}{hint}.")
+    return plain

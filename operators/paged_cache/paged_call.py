@@ -1,0 +1,72 @@
+"""PagedCall: a device's own part of a step over pages, as an implementation gets it; and the one on plain XLA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import jax
+
+from ..kernels.paged import paged_attention
+from .batch import RaggedBatch
+from .state import LayerPages
+
+__all__ = ["PagedCall", "PagedMethod", "PagedSizes", "on_xla"]
+
+
+class PagedSizes(NamedTuple):
+    """What a kernel works on at once; None where it chooses."""
+
+    pages_per_block: int | None = None
+    queries_per_block: int | None = None
+
+
+class PagedCall(NamedTuple):
+    """query [tokens, heads, dim]; the pages as `layout` says; a batch without a leading dimension; sinks float [heads].
+
+    The mask is that of `causal` and `sliding_window`, inclusive distances to the left and to the right. `max_q_len`: no sequence
+    has more queries.
+    """
+
+    query: jax.Array
+    pages: LayerPages
+    batch: RaggedBatch
+    sinks: jax.Array | None
+    layout: str
+    softmax_scale: float
+    causal: bool
+    sliding_window: tuple[int | None, int | None] | None
+    logits_soft_cap: float | None
+    max_q_len: int | None
+    platform: str | None = None
+    sizes: PagedSizes = PagedSizes()
+
+
+PagedMethod: TypeAlias = Callable[[PagedCall], tuple[jax.Array, jax.Array]]
+"""From a call to (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads])."""
+
+
+def on_xla(call: PagedCall) -> tuple[jax.Array, jax.Array]:
+    """Attend by plain XLA; see kernels/paged.py."""
+    pages, batch = call.pages, call.batch
+    return paged_attention(
+        call.query,
+        pages.key,
+        pages.value,
+        layout=call.layout,
+        cu_q_lens=batch.cu_q_lens,
+        kv_lens=batch.kv_lens,
+        page_table=batch.page_table,
+        num_seqs=batch.num_seqs,
+        softmax_scale=call.softmax_scale,
+        causal=call.causal,
+        sliding_window=call.sliding_window,
+        logits_soft_cap=call.logits_soft_cap,
+        sinks=call.sinks,
+        key_scale=pages.key_scale,
+        value_scale=pages.value_scale,
+        max_q_len=call.max_q_len,
+        platform=call.platform,
+        pages_a_block=call.sizes.pages_per_block,
+        block_q=call.sizes.queries_per_block,
+    )

@@ -1,0 +1,95 @@
+"""plan_paged(operation, problem, policy): what runs a step over pages, and why nothing else does."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from ...sharding import FittedSpec, TensorShape, axes_at, fit_tensor
+from ..cache.cache_plan import CachePlan
+from ..capability import Reason
+from ..operation import METHODS, PlannedOperation
+from ..plan import Kind, Rejected
+from ..policy import Policy
+from .paged_plan import PagedPlan
+from .paged_problem import PagedProblem
+
+__all__ = ["plan_paged", "token_specs"]
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_paged(operation: type[PlannedOperation], problem: PagedProblem, policy: Policy) -> PagedPlan:
+    """Decide what runs. A step that nothing can run gives a plan of kind 'refused'. Cached."""
+    which: Any = operation
+    platform = which.kernel_platform(problem)
+    own = tuple(method for method in METHODS.get(platform, ()) if operation.implements(method))
+    routed = bool(own) and all(operation.capability(m).leaves(problem, problem.config) for m in own)  # type: ignore[arg-type]
+    notes = list(problem.notes)
+    if platform != problem.platform:
+        notes.append(f"kernel of {platform} run on {problem.platform} by its config (interpreted)")
+    kind: Kind = "refused"
+    rejected: list[Rejected] = []
+    implementation, chosen, config = None, None, problem.config
+    for method in (*own, "forward_native"):
+        name = f"{operation.name}.{method}"
+        if method == "forward_native" and own and not routed and policy.fallback == "error":
+            reason = Reason("policy.fallback", "fallback", "fallback is an error by policy", "Declare fallback='warn'.")
+            rejected.append(Rejected(name, (reason,)))
+            break
+        reasons = which.reasons_against(method, problem)
+        if reasons:
+            rejected.append(Rejected(name, reasons))
+            continue
+        kind = "platform" if method in own else "routed" if routed else "fallback" if own else "native"
+        implementation, chosen = name, method
+        config = which.resolve_config(method, problem, None)
+        if kind == "native":
+            notes.append(
+                f"{operation.name} has no kernel of its own on {problem.platform}: forward_native is its dispatch"
+            )
+        notes.extend(which.remarks(method, problem, None, config))
+        break
+    return PagedPlan(
+        operation,
+        problem,
+        policy,
+        kind,
+        implementation,
+        chosen,
+        config,
+        _tensors(problem),
+        tuple(rejected),
+        tuple(notes),
+    )
+
+
+def token_specs(cache: CachePlan) -> tuple[PartitionSpec, PartitionSpec]:
+    """(of query and output, of key and value), [tokens, heads, dim], by the specs of a cache's plan.
+
+    Heads of key and value, which come as declared, are split only where they needn't be repeated.
+    """
+    pages = cache.pages_array.fitted.spec
+    tokens, heads = (axes_at(pages, index) or None for index in (0, cache.heads_at))
+    query = PartitionSpec(tokens, heads, None)
+    return query, query if cache.kv_repeat == 1 else PartitionSpec(tokens, None, None)
+
+
+def _tensors(problem: PagedProblem) -> tuple[FittedSpec, ...]:
+    of_query, of_key = token_specs(problem.cache)
+    sizes = {"float32": 4, "float64": 8}
+    inside, outside = (sizes.get(dtype, 2) for dtype in (problem.cache.cache.dtype, problem.runtime_dtype))
+    found = []
+
+    def add(name: str, spec: PartitionSpec, heads: int, dim: int, itemsize: int) -> None:
+        shape = TensorShape((problem.tokens, heads, dim), itemsize)
+        found.append(fit_tensor(name, spec, shape, ("tokens", "heads", "dim"), problem.mesh))
+
+    add("query", of_query, problem.q_heads, problem.head_dim, sizes.get(problem.input_dtype, 2))
+    if problem.update != "none":
+        add("key", of_key, problem.kv_heads, problem.head_dim, inside)
+        add("value", of_key, problem.kv_heads, problem.value_dim, inside)
+    if problem.mode != "insert":
+        add("output", of_query, problem.q_heads, problem.value_dim, outside)
+    return tuple(found)

@@ -1,0 +1,74 @@
+"""PageReads: which pages of a layer a known batch has to read, and their bytes; what no implementation can go below."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..text import bytes_text
+from .paged_problem import PagedProblem, causal_window
+
+__all__ = ["PageReads", "live_pages", "page_bytes", "page_reads"]
+
+
+class PageReads(NamedTuple):
+    """Of one layer, summed over the sequences of all shards: pages that some query sees, pages that hold keys, and bytes of
+    the former on the device that reads most."""
+
+    sequences: int
+    queries: int
+    live: int
+    held: int
+    device_bytes: int
+
+    def describe(self) -> str:
+        """One line."""
+        share = "" if self.live == self.held else f" of {self.held} that hold keys"
+        return (
+            f"{self.queries} queries of {self.sequences} sequences: {self.live} pages{share}, "
+            f"{bytes_text(self.device_bytes)} a device and layer"
+        )
+
+
+def live_pages(q_len: int, kv_len: int, page: int, causal: bool, window: tuple[int | None, int | None]) -> int:
+    """Pages with a key that one of a sequence's last `q_len` positions of `kv_len` sees."""
+    if not q_len:
+        return 0
+    left, right = window
+    begin = 0 if left is None else max(kv_len - q_len - left, 0)
+    end = kv_len if right is None else min(kv_len, kv_len + right)
+    del causal  # the last query sees all keys up to its own, which is the last
+    return -(-end // page) - begin // page if end > begin else 0
+
+
+def page_bytes(problem: PagedProblem) -> int:
+    """Bytes of a page's keys, values and scales in one layer on a device, as they lie there."""
+    plan = problem.cache
+    names = ("key_pages", "value_pages", "kv_pages", "key_scale", "value_scale")
+    arrays = [array for name in names if (array := plan.get(name)) is not None and len(array.fitted.shape) > 2]
+    return sum(array.device_bytes // max(1, array.fitted.local_shape[0]) for array in arrays)
+
+
+def page_reads(problem: PagedProblem, batch: Any) -> PageReads:
+    """Of a batch (cu_q_lens, kv_lens, num_seqs), whose values are known."""
+    causal, window = causal_window(problem.mask) or (True, (None, None))
+    shards = _by_shard(batch)
+    live, held, sequences, queries, most = 0, 0, 0, 0, 0
+    for starts, lens, count in shards:
+        rows = [(int(q), int(n)) for q, n in zip(np.diff(starts)[:count], lens[:count], strict=True)]
+        own = sum(live_pages(q, n, problem.page_size, causal, window) for q, n in rows)
+        live, most = live + own, max(most, own)
+        held += sum(math.ceil(n / problem.page_size) for q, n in rows if q)
+        sequences += sum(1 for q, _ in rows if q)
+        queries += sum(q for q, _ in rows)
+    return PageReads(sequences, queries, live, held, most * page_bytes(problem))
+
+
+def _by_shard(batch: Any) -> Sequence[tuple[np.ndarray, np.ndarray, int]]:
+    starts, lens, counts = (np.asarray(getattr(batch, name)) for name in ("cu_q_lens", "kv_lens", "num_seqs"))
+    if lens.ndim == 1:
+        return [(starts, lens, int(counts.reshape(())))]
+    return [(starts[n], lens[n], int(counts[n])) for n in range(len(lens))]

@@ -1,0 +1,159 @@
+"""PagedPlan: what was decided of a step over pages and why, as data, as text that a person reads, and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...errors import RefusedError
+from ...sharding import FittedSpec
+from ..cache.cache_plan import CachePlan
+from ..operation import PlannedOperation
+from ..operation_config import OperationConfig
+from ..plan import WHY, Kind, Rejected, config_lines
+from ..policy import Policy
+from ..text import bytes_text, spec_text
+from .page_reads import PageReads
+from .paged_problem import PagedProblem
+
+__all__ = ["PagedPlan", "step_rows", "token_rows"]
+
+
+@dataclass(frozen=True, eq=False)
+class PagedPlan:
+    """What will run, with which config, where tokens and pages live, and why nothing else runs; `kind` as a Plan's.
+
+    `tensors` are query, key, value and output, [tokens, heads, dim]. `reads` is None where the batch's lengths aren't known.
+    """
+
+    operation: type[PlannedOperation]
+    problem: PagedProblem
+    policy: Policy
+    kind: Kind
+    implementation: str | None
+    method: str | None
+    config: OperationConfig
+    tensors: tuple[FittedSpec, ...]
+    rejected: tuple[Rejected, ...]
+    notes: tuple[str, ...]
+    reads: PageReads | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PagedPlan):
+            return NotImplemented
+        return self is other or self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash((self.problem, self.policy))
+
+    def _key(self) -> tuple[object, ...]:
+        return self.operation, self.problem, self.policy, self.reads  # all else follows from these
+
+    def __repr__(self) -> str:
+        return f"PagedPlan({self.implementation or 'refused'}: {self.problem.describe()})"
+
+    @property
+    def cache(self) -> CachePlan:
+        """What the cache takes, and where its arrays live."""
+        return self.problem.cache
+
+    def require(self) -> PagedPlan:
+        """Return self, or raise RefusedError with every reason if nothing can run, or the cache can't be made."""
+        self.cache.require()
+        if self.implementation is None:
+            raise RefusedError(self.refusal())
+        return self
+
+    def refusal(self) -> str:
+        """All reasons, one a line."""
+        lines = [f"  {r.implementation}: {reason}" for r in self.rejected for reason in r.reasons]
+        return "\n".join((f"{self.problem.describe()}:", *lines))
+
+    def explain(self) -> str:
+        """The whole decision as text, the cache's after the step's."""
+        lines = [self.problem.describe(), f"runs      {self.implementation or 'nothing'} ({WHY[self.kind]})"]
+        lines += [f"{name:<9} {text}" for name, text in step_rows(self)]
+        for rejected in self.rejected:
+            lines.append(f"not       {rejected.implementation}:")
+            lines.extend(f"            {reason}" for reason in rejected.reasons)
+        lines.append("tensors   spec, shape -> per device, bytes per device")
+        for name, spec, shape, local, size in token_rows(self):
+            lines.append(f"  {name:<15} {spec}  {shape} -> {local}  {size}")
+        return "\n".join([*lines, *(f"note      {note}" for note in self.notes), "", self.cache.explain()])
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole decision as JSON-ready values."""
+        problem = self.problem
+        return {
+            "operation": problem.operation,
+            "implementation": self.implementation,
+            "kind": self.kind,
+            "platform": problem.platform,
+            "platform_source": problem.platform_source,
+            "device_kind": problem.device_kind,
+            "mode": problem.mode,
+            "update": problem.update,
+            "max_q_len": problem.max_q_len,
+            "mask": problem.mask.describe(),
+            "features": sorted(problem.features),
+            "dtypes": {"query": problem.input_dtype, "run": problem.runtime_dtype, "pages": problem.stored_dtype},
+            "config": self.config.every_field(),
+            "mesh": [axis._asdict() for axis in problem.mesh],
+            "tensors": {
+                fitted.tensor: {
+                    "spec": spec_text(fitted.spec),
+                    "shape": list(fitted.shape),
+                    "device_shape": list(fitted.local_shape),
+                    "device_bytes": fitted.local_bytes,
+                    "dropped": [asdict(drop) for drop in fitted.dropped],
+                }
+                for fitted in self.tensors
+            },
+            "reads": None if self.reads is None else self.reads._asdict(),
+            "rejected": [
+                {"implementation": r.implementation, "reasons": [reason._asdict() for reason in r.reasons]}
+                for r in self.rejected
+            ],
+            "notes": list(self.notes),
+            "cache": self.cache.to_dict(),
+        }
+
+
+def step_rows(plan: PagedPlan) -> list[tuple[str, str]]:
+    """Labelled lines between what runs and the reasons against the others."""
+    problem = plan.problem
+    rows = [
+        ("platform", f"{problem.platform}, from {problem.platform_source}"),
+        ("mask", problem.mask.describe()),
+        ("scale", f"{problem.softmax_scale:.6g}, softmax in {problem.softmax_dtype}"),
+    ]
+    if problem.logits_soft_cap is not None:
+        rows.append(("soft cap", f"{problem.logits_soft_cap:g}"))
+    rows.append(("update", _UPDATES[problem.update]))
+    if plan.method is not None and (lines := config_lines(plan.config, plan.problem.config)):
+        rows.append(("config", ", ".join(lines)))
+    if plan.reads is not None:
+        rows.append(("reads", plan.reads.describe()))
+    return rows
+
+
+def token_rows(plan: PagedPlan) -> list[tuple[str, str, str, str, str]]:
+    """Rows (tensor, spec, shape, per-device shape, per-device bytes)."""
+
+    def shape(sizes: tuple[int, ...]) -> str:
+        return "x".join(map(str, sizes))
+
+    return [
+        (x.tensor, spec_text(x.spec), shape(x.shape), shape(x.local_shape), bytes_text(x.local_bytes))
+        for x in plan.tensors
+    ]
+
+
+_UPDATES = {
+    "before": "before: keys and values are written to their pages, then attended to",
+    "fused": "fused: keys and values are written to their pages by the call itself",
+    "none": "none: the pages are taken as they are",
+}

@@ -1,0 +1,123 @@
+"""PagedProblem: one step over a cache's pages, without its arrays; frozen, hashable, all that its plan is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...masks import Causal, Full, Mask, SlidingWindow
+from ...sharding import MeshAxis, describe_mesh
+from ..cache.cache_plan import CachePlan
+from ..operation_config import OperationConfig
+
+__all__ = ["STEP_MODES", "PagedProblem", "causal_window"]
+
+STEP_MODES = ("prefill", "autoregressive", "insert", "mixed")
+"""Chunks of prompts; one token, or a few, of each sequence; writes alone; chunks and single tokens together."""
+
+
+@dataclass(frozen=True)
+class PagedProblem:
+    """What a step asks: the cache, tokens and heads (of all devices), dtypes, mask, features, mode, mesh and platform.
+
+    `tokens` is the length of the token arrays, padding counted. `max_q_len`: no sequence has more queries; None where any may.
+    `update` says when the step's own keys are written: 'before', 'fused', or 'none'.
+    """
+
+    operation: str
+    config: OperationConfig
+    cache: CachePlan
+    tokens: int
+    q_heads: int
+    input_dtype: str
+    runtime_dtype: str
+    softmax_dtype: str
+    mode: str
+    update: str
+    max_q_len: int | None
+    mask: Mask
+    features: frozenset[str]
+    softmax_scale: float
+    logits_soft_cap: float | None
+    mesh: tuple[MeshAxis, ...]
+    platform: str
+    device_kind: str
+    platform_source: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kv_heads(self) -> int:
+        """As declared; the cache may store each several times."""
+        return self.cache.cache.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.cache.cache.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.cache.cache.value_size
+
+    @property
+    def layout(self) -> str:
+        """Of the cache's pages."""
+        return self.cache.cache.layout
+
+    @property
+    def stored_dtype(self) -> str:
+        return self.cache.cache.stored_dtype
+
+    @property
+    def page_size(self) -> int:
+        return self.cache.cache.page_size
+
+    @property
+    def device(self) -> str:
+        """The device kind, or the platform where the kind isn't known."""
+        return self.device_kind or f"{self.platform} of unknown kind"
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a shard."""
+        return self.tokens // self.cache.shards
+
+    @property
+    def local_heads(self) -> tuple[int, int]:
+        """(query heads, kv heads) of a device."""
+        fitted = self.cache.pages_array.fitted
+        shards = 1
+        for axis in self.mesh:
+            shards *= axis.size if axis.name in fitted.axes(self.cache.heads_at) else 1
+        return self.q_heads // shards, self.cache.stored_heads // shards
+
+    def describe(self) -> str:
+        """One line: what is computed, where."""
+        cache = self.cache.cache
+        heads = f"{self.q_heads} heads" + (f" ({self.kv_heads} kv)" if self.kv_heads != self.q_heads else "")
+        dims = f"dim {self.head_dim}" + (f" (value {self.value_dim})" if self.value_dim != self.head_dim else "")
+        kind = f" ({self.device_kind})" if self.device_kind not in (self.platform, "") else ""
+        stored = "" if cache.quantised is None else f" in {cache.quantised.dtype}"
+        most = "" if self.max_q_len is None else f" of at most {self.max_q_len} a sequence"
+        return (
+            f"{self.operation} on {self.platform}{kind}: {self.tokens} tokens{most}, up to {cache.max_sequences} sequences, "
+            f"{heads}, {dims}, {self.runtime_dtype}, pages of {cache.page_size}{stored}, mode {self.mode}, "
+            f"mesh {describe_mesh(self.mesh)}"
+        )
+
+
+def causal_window(mask: Mask) -> tuple[bool, tuple[int | None, int | None]] | None:
+    """(causal, inclusive distances left and right) of a mask that says no more than these, else None."""
+    causal, left, right = False, None, None
+    for part in mask.conjuncts():
+        if isinstance(part, Full):
+            continue
+        if isinstance(part, Causal) and part.offset is None:
+            causal = True
+        elif isinstance(part, SlidingWindow) and part.offset is None:
+            left, right = _nearer(left, part.left), _nearer(right, part.right)
+        else:
+            return None
+    return causal, (left, right)
+
+
+def _nearer(one: int | None, other: int | None) -> int | None:
+    return other if one is None else one if other is None else min(one, other)
