@@ -106,11 +106,23 @@ def plan(
     from .call_arrays import call_shapes
     from .enabled import enabled_json, enabled_notes
     from .plan import print_plan
+    from .step import is_paged, plan_step, print_step
     from .target import TargetOptions, plan_metadata, targeted
 
     declaration = targeted(Declaration.load(config), TargetOptions(mesh, platform, topology, strict, fallback))
     declared = OperationRegistry.get(declaration.operation)
     metadata = plan_metadata(declaration)
+    source = "--topology" if topology else "--platform" if platform else None
+    if is_paged(declaration) and declaration.step is not None:
+        if inputs is not None:
+            raise ConfigError(f"--inputs {inputs}: a step over pages reads no file; its sizes are in {config}.")
+        step = plan_step(declaration, metadata, mode)
+        if as_json:
+            _print_json(enabled_json(step.to_dict(), enabled_notes(declaration)))
+        else:
+            print_step(step, enabled_notes(declaration), source)
+        step.require()
+        return
     cache = plan_cache(declaration, metadata)
     if cache is not None and not declaration.is_set("call") and inputs is None:
         _plan_only(cache, enabled_notes(declaration), as_json)
@@ -123,7 +135,6 @@ def plan(
         found = enabled_json(decided.to_dict(), notes)
         _print_json(found if cache is None else found | {"cache": cache.to_dict()})
     else:
-        source = "--topology" if topology else "--platform" if platform else None
         print_plan(decided, (*shapes.notes, *notes), source)
         if cache is not None:
             print()

@@ -7,8 +7,7 @@ from typing import Any
 from rich.text import Text
 
 from ..errors import AttnOpsError
-from ..operators import Operation
-from ..planning import FEATURES, METHODS
+from ..planning import FEATURES, METHODS, PlannedOperation
 from ..registry import OperationRegistry
 from .console import table, text
 
@@ -33,7 +32,7 @@ def listing() -> dict[str, Any]:
     return {"features": dict(FEATURES), "operations": operations}
 
 
-def _operation(operation: type[Operation]) -> dict[str, Any]:
+def _operation(operation: type[PlannedOperation]) -> dict[str, Any]:
     methods = operation.declared_methods()
     implementations = {}
     for method in methods:
@@ -50,6 +49,10 @@ def _operation(operation: type[Operation]) -> dict[str, Any]:
         "platforms": platforms,
         "implementations": implementations,
     }
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
 
 
 def print_listing(data: dict[str, Any]) -> None:
@@ -82,7 +85,7 @@ def print_listing(data: dict[str, Any]) -> None:
     bounds = table("implementation", "dtype", "forward", "backward")
     for title, implementation in columns:
         for dtype, value in implementation["tolerance"].items():
-            bounds.add_row(title.replace("\n", "."), dtype, f"{value['forward']:g}", f"{value['backward']:g}")
+            bounds.add_row(title.replace("\n", "."), dtype, f"{value['forward']:g}", _number(value["backward"]))
     title = "Published error against the float64 reference, row by row, relative to the row's size"
     console.print("", Text(title, style="bold underline"), bounds, sep="\n")
     for name, entry in data["operations"].items():

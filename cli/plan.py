@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from ..planning import Plan
+from ..planning.paged.paged_plan import PagedPlan
 from ..planning.plan import dropped_lines, tensor_rows
 from ..planning.repeated import repeated_lines
 from ..planning.text import bytes_text
@@ -67,13 +68,13 @@ def placement_rows(plan: Plan, *, brief: bool = True) -> list[tuple[str, str]]:
     return rows + [("inside", change) for change in plan.placement.changes]
 
 
-def runs_row(plan: Plan) -> tuple[str, Text]:
+def runs_row(plan: Plan | PagedPlan) -> tuple[str, Text]:
     """What runs, and the kind of decision."""
     why, style = _WHY[plan.kind]
     return "runs", Text.assemble((plan.implementation or "nothing", f"bold {style}"), f" ({why})")
 
 
-def rejected_rows(plan: Plan) -> list[tuple[str, str]]:
+def rejected_rows(plan: Plan | PagedPlan) -> list[tuple[str, str]]:
     """Every reason against the others."""
     rows = []
     for rejected in plan.rejected:

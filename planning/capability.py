@@ -80,7 +80,7 @@ class Tolerance(NamedTuple):
     """Published error against the float64 reference, row by row: relative to each row's own size (verify/closeness.py)."""
 
     forward: float
-    backward: float
+    backward: float | None  # None: there is no gradient
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def implementation(
     consumes: Iterable[str],
     *,
     rules: Iterable[Rule] = (),
-    tolerance: Mapping[str, Tolerance | tuple[float, float]],
+    tolerance: Mapping[str, Tolerance | tuple[float, float | None]],
     check_vma: bool = True,
     dequantises: bool = False,
     route: Callable[[AttentionProblem, Placement, OperationConfig], Route] | None = None,

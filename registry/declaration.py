@@ -1,4 +1,4 @@
-"""Declaration: the config file. An operation's name, its metadata, one call, and a KV cache; exact in JSON both ways."""
+"""Declaration: the config file. An operation's name, its metadata, a call or a step, a KV cache; exact in JSON both ways."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ..planning.given import GivenModel, explain_validation
 from ..strict_json import parse_json, read_text
 from .call_declaration import CallDeclaration, call_arguments
 from .metadata import OperationMetadata
+from .step_declaration import StepDeclaration
 
 __all__ = ["CallDeclaration", "Declaration"]
 
@@ -26,7 +27,8 @@ _DEEPEST = 64
 
 class Declaration(GivenModel):
     """What a config file says. `metadata` is what OperationMetadata.from_dict takes; `enabled` false leaves attention to the
-    framework behind whose adapter the file stands. `cache` is planned beside the call; calls don't read it.
+    framework behind whose adapter the file stands. `cache` and `step` are those of attention over pages: the operation `paged`
+    has a step where others have a call. A cache alone, or beside a call, is planned.
 
     Errors of every way in: ConfigError that names the source, the field, what was got and what is wanted.
     """
@@ -42,6 +44,7 @@ class Declaration(GivenModel):
     metadata: dict[str, Any] = Field(default_factory=dict)
     call: CallDeclaration = CallDeclaration()
     cache: KVCache | None = None
+    step: StepDeclaration | None = None
 
     @field_validator("metadata", mode="after")
     @classmethod

@@ -10,8 +10,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from attnops.operators import Operation
-from attnops.planning import FEATURES, METHODS, Capability
+from attnops.planning import FEATURES, METHODS, Capability, PlannedOperation
 from attnops.registry import OperationRegistry
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
@@ -61,14 +60,16 @@ def tables() -> str:
     return "\n\n".join(parts)
 
 
-def _distinct(operations: dict[str, type[Operation]]) -> Iterator[tuple[str, Capability]]:
+def _distinct(operations: dict[str, type[PlannedOperation]]) -> Iterator[tuple[str, Capability]]:
     """The implementations, each once: splash's forward_native is vanilla's own, and stands there."""
     found = [(n, m, op.capability(m)) for n, op in operations.items() for m in op.declared_methods()]
-    first = {id(capability): name for name, _, capability in sorted(found, key=lambda f: f[0] == "vanilla")}
-    return ((f"{name}.{method}", c) for name, method, c in found if first[id(c)] == name)
+    # By the class that has written the method.
+    wrote = {op.__name__: n for n, op in operations.items()}
+    owner = {id(c): wrote.get(getattr(operations[n], m).__qualname__.partition(".")[0], n) for n, m, c in found}
+    return ((f"{name}.{method}", c) for name, method, c in found if owner[id(c)] == name)
 
 
-def _platforms(name: str, operation: type[Operation]) -> tuple[str, ...]:
+def _platforms(name: str, operation: type[PlannedOperation]) -> tuple[str, ...]:
     methods = operation.declared_methods()
     chosen = (next((m for m in own if m in methods), "forward_native") for own in METHODS.values())
     return (f"`{name}`", *(f"`{method}`" for method in chosen))
@@ -94,7 +95,7 @@ def _rules(implementations: list[tuple[str, Capability]]) -> str:
 
 def _tolerances(implementations: list[tuple[str, Capability]]) -> str:
     rows = (
-        (f"`{name}`", dtype, f"{bound.forward:g}", f"{bound.backward:g}")
+        (f"`{name}`", dtype, f"{bound.forward:g}", "-" if bound.backward is None else f"{bound.backward:g}")
         for name, capability in implementations
         for dtype, bound in capability.tolerance.items()
     )

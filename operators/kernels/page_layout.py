@@ -40,7 +40,8 @@ def page_shape(layout: str, key: jax.Array, value: jax.Array | None, dim: int) -
     if layout in JOINED:
         heads = shape[2] if layout == "interleaved" else shape[2] * shape[3]
         return PageShape(shape[0], shape[1], heads // 2, dim if layout == "packed" else shape[3], dim)
-    return PageShape(*shape, shape[3] if value is None else value.shape[3])
+    pages, page, heads, size = shape
+    return PageShape(pages, page, heads, size, size if value is None else value.shape[3])
 
 
 def fetch(layout: str, pages: jax.Array, ids: jax.Array, platform: str, dtype: Any, half: int = 0, dim: int = 0) -> Any:

@@ -72,7 +72,8 @@ def paged_attention(
     check_numbers(softmax_scale, logits_soft_cap, sizes)
     numbers = {"cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "page_table": page_table, "num_seqs": num_seqs}
     operands = PagedOperands(
-        *map(jnp.asarray, (query, key_pages)),
+        jnp.asarray(query),
+        jnp.asarray(key_pages),
         None if value_pages is None else jnp.asarray(value_pages),
         *(int32(name, x) for name, x in numbers.items()),
         *(None if x is None else jnp.asarray(x) for x in (sinks, key_scale, value_scale)),

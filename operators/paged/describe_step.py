@@ -42,7 +42,7 @@ def describe_step(
     config, notes = declared_config(operation, metadata)
     platform, kind, source = planned_platform(metadata, mesh, arrays)
     plan = cache.plan(mesh, kv_heads=metadata.policy.kv_heads, device_kind=kind or platform)
-    update = step.update or getattr(config, "update", "before")
+    update = str(step.update or getattr(config, "update", "before"))
     query, key, value = (None if x is None else shaped(n, x) for n, x in zip(_NAMES, tokens, strict=True))
     _check_given(step, update, query, key, value)
     first = query if query is not None else key

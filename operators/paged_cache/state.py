@@ -62,7 +62,10 @@ class CacheShardings(NamedTuple):
 
 
 def layer_of(state: CacheState, layer: Any) -> LayerPages:
-    """The pages of a layer. Errors: InputTypeError for what is no number known while tracing, InputError for one out of range."""
+    """The pages of a layer. Errors: InputTypeError for what is no state, or no number known while tracing; InputError for one out
+    of range."""
+    if not isinstance(state, CacheState):
+        raise InputTypeError(f"state is {a_type(state)}; wanted a CacheState, as init(cache) makes it.")
     if not isinstance(layer, int | np.integer) or isinstance(layer, bool):
         raise InputTypeError(
             f"layer={shown(layer)} is {a_type(layer)}; wanted an int: each layer has arrays of its own, so go through them in "

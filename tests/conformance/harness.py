@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import OperationMetadata, OperationRegistry
+from attnops import Operation, OperationMetadata, OperationRegistry
 from attnops.verify import reference_attention, reference_gradients
 from attnops.verify.closeness import lse_size, row_error, row_sizes, term_sizes
 
@@ -65,6 +65,8 @@ def _discover() -> dict[str, Implementation]:
     seen: set[int] = set()
     first = ("vanilla", "splash")  # whose methods others borrow
     for operation in (*first, *(n for n in OperationRegistry.names() if n not in first)):
+        if not issubclass(OperationRegistry.get(operation), Operation):
+            continue  # attends to pages: tests/serving
         for method in OperationRegistry.get(operation).declared_methods():
             name, capability = f"{operation}.{method}", OperationRegistry.get(operation).capability(method)
             if id(capability) in seen or name in DECLARED_ONLY:

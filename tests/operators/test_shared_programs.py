@@ -24,6 +24,7 @@ from attnops import (
     OperationRegistry,
     SlidingWindow,
 )
+from attnops.operators import Operation
 from attnops.operators.bounded_cache import BoundedCache
 from attnops.sharding import virtual_mesh
 from attnops.verify import reference_attention
@@ -97,7 +98,9 @@ def test_equal_by_class_and_metadata() -> None:
     assert len({first, second}) == 1
 
 
-@pytest.mark.parametrize("name", OperationRegistry.names())
+@pytest.mark.parametrize(
+    "name", [n for n in OperationRegistry.names() if issubclass(OperationRegistry.get(n), Operation)]
+)
 def test_a_warm_operation_is_copied_and_pickled(name: str) -> None:
     attend = OperationRegistry.create(name)
     out = attend(X, X, X).attention_outputs

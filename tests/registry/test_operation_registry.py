@@ -12,6 +12,7 @@ import toy_operations as toy
 
 from attnops.errors import ConfigError, UnknownNameError
 from attnops.operators import Operation
+from attnops.operators.paged import Paged
 from attnops.operators.vanilla import Vanilla, VanillaConfig
 from attnops.planning import ALL_FEATURES, implementation
 from attnops.registry import OperationMetadata, OperationRegistry, registry
@@ -59,7 +60,7 @@ def test_names_get_and_create():
     assert list(names) == sorted(names)
     for name in names:
         operation = OperationRegistry.get(name)
-        assert issubclass(operation, Operation)
+        assert issubclass(operation, Operation | Paged)
         assert operation.name == name
         assert OperationRegistry.get(name) is operation
     metadata = OperationMetadata(softmax_scale=0.5)

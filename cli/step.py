@@ -1,0 +1,70 @@
+"""`attnops plan` of a file whose operation attends to pages: the step and its cache on the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.text import Text
+
+from ..errors import ConfigError
+from ..operators.paged import Paged
+from ..operators.paged.declared_step import DeclaredStep, declared_step
+from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
+from ..registry import OperationMetadata, OperationRegistry
+from ..registry.declaration import Declaration
+from .cache import plan_cache, print_cache
+from .console import fields, table, text
+from .plan import rejected_rows, runs_row
+
+__all__ = ["is_paged", "plan_step", "print_step", "step_of"]
+
+
+def is_paged(declaration: Declaration) -> bool:
+    """Whether the operation has steps over pages. Errors: ConfigError where the file declares the other kind of call."""
+    operation: Any = OperationRegistry.get(declaration.operation)
+    paged = issubclass(operation, Paged)
+    if paged and declaration.is_set("call"):
+        raise ConfigError(
+            f"operation {declaration.operation!r} has steps over pages; declare `step` in the place of `call`."
+        )
+    if not paged and declaration.step is not None:
+        raise ConfigError(
+            f"the file declares a step, and operation {declaration.operation!r} has calls; use 'paged', or declare `call`."
+        )
+    return paged
+
+
+def step_of(declaration: Declaration, metadata: OperationMetadata, mode: str | None) -> tuple[Paged, DeclaredStep]:
+    """(the operation, the arguments of its step)."""
+    operation: Any = OperationRegistry.create(declaration.operation, metadata)
+    cache = plan_cache(declaration, metadata)
+    if cache is None:
+        raise ConfigError(
+            f"operation {declaration.operation!r} attends to a cache's pages; declare `cache` in the file."
+        )
+    config = metadata.operation_configs.get(declaration.operation) or operation.config.coerce({})
+    return operation, declared_step(declaration, cache.require(), getattr(config, "update", "before"), mode)
+
+
+def plan_step(declaration: Declaration, metadata: OperationMetadata, mode: str | None) -> PagedPlan:
+    """The plan of the declared step, with what it reads."""
+    operation, step = step_of(declaration, metadata, mode)
+    return operation.plan(
+        step.query, step.key, step.value, cache=step.cache, batch=step.batch, softmax_aux=step.sinks, **step.options
+    )
+
+
+def print_step(plan: PagedPlan, notes: tuple[str, ...] = (), platform_source: str | None = None) -> None:
+    """The whole decision; the cache's plan after the step's."""
+    console = text()
+    console.print(Text(plan.problem.describe(), style="bold"))
+    rows: list[tuple[str, str | Text]] = [runs_row(plan), *rejected_rows(plan)]
+    for name, line in step_rows(plan):
+        source = name == "platform" and platform_source is not None
+        rows.append((name, f"{plan.problem.platform}, from {platform_source}" if source else line))
+    console.print(fields([*rows, *[("note", note) for note in (*plan.notes, *notes)]]), "", sep="\n")
+    tensors = table("tensor", "fitted", "shape", "per device", "bytes")
+    for row in token_rows(plan):
+        tensors.add_row(*row)
+    console.print(tensors, "", sep="\n")
+    print_cache(plan.cache)

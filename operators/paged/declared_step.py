@@ -1,0 +1,99 @@
+"""A declared step as the arguments of the operation: shapes to plan with, or arrays drawn at random to run."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import ConfigError
+from ...planning.cache.cache_plan import CachePlan
+from ...planning.cache.kv_cache import KVCache
+from ...registry.declaration import Declaration
+from ..paged_cache.batch import RaggedBatch
+
+__all__ = ["DeclaredStep", "declared_step"]
+
+
+class DeclaredStep(NamedTuple):
+    """query, key, value and sinks as shapes; the batch on the host, pages given out in order; options of the call."""
+
+    cache: KVCache
+    query: jax.ShapeDtypeStruct
+    key: jax.ShapeDtypeStruct | None
+    value: jax.ShapeDtypeStruct | None
+    sinks: jax.ShapeDtypeStruct | None
+    batch: RaggedBatch
+    options: dict[str, Any]
+
+    def draw(self, seed: int) -> dict[str, Any]:
+        """Normal query, key, value and sinks, in the dtypes of the shapes; None for what isn't there."""
+        random = np.random.default_rng(seed)
+        found: dict[str, Any] = {}
+        for name in ("query", "key", "value", "sinks"):
+            shape = getattr(self, name)
+            found[name] = None if shape is None else random.standard_normal(shape.shape, np.float32).astype(shape.dtype)
+        return found
+
+
+def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: str | None = None) -> DeclaredStep:
+    """Of a file with a cache and a step. `update` is that of the operation's config, where the step says none.
+
+    Sequences are dealt to the shards of the pages in turn, whole blocks of them. Errors: ConfigError for a file without either.
+    """
+    cache, step = declaration.cache, declaration.step
+    if cache is None:
+        raise ConfigError(
+            f"operation {declaration.operation!r} attends to a cache's pages; declare `cache` in the file."
+        )
+    if step is None:
+        raise ConfigError(f"operation {declaration.operation!r} has steps, and the file declares none; declare `step`.")
+    rows = step.rows(cache)
+    each = plan.local_sequences
+    shards = [rows[n * each : (n + 1) * each] for n in range(plan.shards)]
+    if len(rows) <= plan.shards * each and plan.shards > 1:
+        shards = [rows[n :: plan.shards] for n in range(plan.shards)]
+    tokens = max(1, *(sum(q for q, _ in own) for own in shards))
+    if step.tokens is not None:
+        if step.tokens % plan.shards or step.tokens // plan.shards < tokens:
+            raise ConfigError(
+                f"step.tokens={step.tokens}; wanted at least {tokens * plan.shards}, a multiple of the {plan.shards} shards."
+            )
+        tokens = step.tokens // plan.shards
+    batches = [_batch(plan, own, tokens) for own in shards]
+    count, dtype = tokens * plan.shards, step.dtype or cache.dtype
+    options = step.options() | ({} if mode is None else {"mode": mode})
+    writes = (step.update or update) != "none"
+
+    def shape(heads: int, dim: int, dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count, heads, dim), jnp.dtype(dtype))
+
+    return DeclaredStep(
+        cache,
+        shape(step.q_heads, cache.head_dim, dtype),
+        shape(cache.kv_heads, cache.head_dim, cache.dtype) if writes else None,
+        shape(cache.kv_heads, cache.value_size, cache.dtype) if writes else None,
+        jax.ShapeDtypeStruct((step.q_heads,), jnp.float32) if step.softmax_aux else None,
+        batches[0] if plan.cache.pages_axis is None else RaggedBatch.stack(batches),
+        options,
+    )
+
+
+def _batch(plan: CachePlan, rows: tuple[tuple[int, int], ...], tokens: int) -> RaggedBatch:
+    page, table, free = plan.cache.page_size, [], 0
+    for row, (_, length) in enumerate(rows):
+        needed = -(-length // page)
+        if free + needed > plan.local_pages:
+            raise ConfigError(
+                f"step: the first {row + 1} sequences of a shard need {free + needed} pages of {page}, and it has "
+                f"{plan.local_pages}; declare more pages, or fewer keys."
+            )
+        table.append(list(range(free, free + needed)))
+        free += needed
+    starts = np.cumsum([0, *(q for q, _ in rows)])
+    made = RaggedBatch.make(
+        plan, cu_q_lens=starts, kv_lens=[n for _, n in rows], page_table=table, num_seqs=len(rows), tokens=tokens
+    )
+    return made if made.shards is None else jax.tree.map(lambda x: x[0], made)

@@ -1,0 +1,85 @@
+"""StepDeclaration: one step over a cache's pages written down: whose tokens there are, mask, options."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, StrictBool
+
+from ..errors import ConfigError
+from ..masks import Mask
+from ..masks.checks import LIMIT
+from ..planning.cache.kv_cache import KVCache
+from ..planning.given import GivenModel
+
+__all__ = ["StepDeclaration"]
+
+_Size = Annotated[int, Field(strict=True, ge=1, le=LIMIT)]
+_Count = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class StepDeclaration(GivenModel):
+    """The step: queries and keys of each sequence, keys counted after the step's own were written.
+
+    A number stands for all sequences; a list has one for each. Heads are the query's; all else is the cache's.
+    """
+
+    model_config = ConfigDict(title="step")
+
+    q_heads: _Size
+    sequences: Annotated[
+        _Size | None, Field(description="null: as many as a list has, else the cache's max_sequences.")
+    ] = None
+    q_lens: Annotated[_Count | tuple[_Count, ...], Field(description="Queries of each sequence.")] = 1
+    kv_lens: Annotated[
+        _Count | tuple[_Count, ...] | None, Field(description="Keys of each sequence; null: the cache's max_length.")
+    ] = None
+    tokens: Annotated[
+        _Size | None, Field(description="Length of the token arrays; null: as many as there are queries.")
+    ] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, Field(description="Of the query; null: the cache's.")
+    ] = None
+    mode: Literal["prefill", "autoregressive", "insert", "mixed"] | None = None
+    update: Literal["before", "fused", "none"] | None = None
+    max_q_len: Annotated[_Size | None, Field(description="No sequence has more queries.")] = None
+    mask: Mask | None = None
+    causal: StrictBool | None = None
+    sliding_window: _Count | tuple[_Count | None, _Count | None] | None = None
+    softmax_scale: _Number | None = None
+    logits_soft_cap: Annotated[_Number, Field(gt=0)] | None = None
+    softmax_aux: Annotated[StrictBool, Field(description="Whether each head has a sink.")] = False
+    return_lse: StrictBool = False
+
+    def rows(self, cache: KVCache) -> tuple[tuple[int, int], ...]:
+        """(queries, keys) of each sequence. Errors: ConfigError for lists that disagree, and for what doesn't fit."""
+        lists = {name: len(x) for name in ("q_lens", "kv_lens") if isinstance(x := getattr(self, name), tuple)}
+        counts = {**lists, **({} if self.sequences is None else {"sequences": self.sequences})}
+        if len(set(counts.values())) > 1:
+            said = ", ".join(f"{name} of {count}" for name, count in counts.items())
+            raise ConfigError(f"step: {said}; wanted one number of sequences.")
+        count = next(iter(counts.values()), cache.max_sequences)
+        if count > cache.max_sequences:
+            raise ConfigError(
+                f"step: {count} sequences; wanted at most {cache.max_sequences}, the cache's max_sequences."
+            )
+        kv = cache.max_length if self.kv_lens is None else self.kv_lens
+        each = zip(_each(self.q_lens, count), _each(kv, count), strict=True)
+        rows = tuple(each)
+        for row, (q, n) in enumerate(rows):
+            if n > cache.max_length or q > n:
+                raise ConfigError(
+                    f"step: sequence {row} has {q} queries and {n} keys; wanted at most {cache.max_length} keys, the cache's "
+                    "max_length, and no more queries than keys: kv_lens count the step's own."
+                )
+        return rows
+
+    def options(self) -> dict[str, Any]:
+        """What the call of the operation takes beside arrays."""
+        names = ("mask", "causal", "sliding_window", "softmax_scale", "logits_soft_cap", "mode", "update", "max_q_len")
+        return {name: getattr(self, name) for name in names} | {"return_lse": self.return_lse}
+
+
+def _each(value: int | tuple[int, ...], count: int) -> tuple[int, ...]:
+    return (value,) * count if isinstance(value, int) else value

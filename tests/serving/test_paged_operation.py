@@ -1,0 +1,307 @@
+"""The operation `paged` and its other names: what a plan says of a step, what is refused, and what every field does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import (
+    Causal,
+    Chunked,
+    ConfigError,
+    InputError,
+    InputTypeError,
+    KVCache,
+    OperationMetadata,
+    OperationRegistry,
+    Prefix,
+    RefusedError,
+    SlidingWindow,
+)
+from attnops.operators.paged_cache import RaggedBatch, init
+from attnops.sharding import virtual_mesh
+
+NAMES = ("paged", "paged_flash_attention", "ragged_page_attention_v2", "ragged_page_attention_v3", "unified_attention")
+LAYOUTS = {"ragged_page_attention_v2": "interleaved", "ragged_page_attention_v3": "packed"}
+FIELDS: dict[str, Any] = {
+    "layers": 2, "kv_heads": 2, "head_dim": 16, "dtype": "float32", "page_size": 4, "pages": 16, "max_sequences": 4,
+    "max_length": 32,
+}  # fmt: skip
+CACHE = KVCache(**FIELDS)
+BATCH = RaggedBatch.make(CACHE.plan(), cu_q_lens=[0, 6, 7], kv_lens=[6, 9], page_table=[[5, 2], [3, 4, 1]])
+
+
+def tokens(count: int = 8, heads: int = 4) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q, k, v = (jax.random.normal(jax.random.key(n), (count, h, 16)) for n, h in enumerate((heads, 2, 2)))
+    return q, k, v
+
+
+def paged(name: str = "paged", config: dict[str, Any] | None = None, **metadata: Any) -> Any:
+    configs = {} if config is None else {name: config}
+    return OperationRegistry.create(name, OperationMetadata(operation_configs=configs, **metadata))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_paged_with_the_layout_it_stands_for(name: str) -> None:
+    layout = LAYOUTS.get(name, "split")
+    operation = paged(name, {"pages_per_block": 2})
+    assert operation.metadata.get_operation_config(name).pages_per_block == 2
+    cache = KVCache(**FIELDS | {"layout": layout})
+    found = operation(*tokens(), state=init(cache), layer=0, batch=BATCH)
+    want = paged()(*tokens(), state=init(CACHE), layer=0, batch=BATCH)
+    np.testing.assert_allclose(found.attention_outputs, want.attention_outputs, atol=2e-6)
+    assert found.plan.implementation == f"{name}.forward_native"
+    assert found.plan.problem.update == ("fused" if name.endswith("v3") else "before")
+    other = KVCache(**FIELDS | {"layout": "heads"})
+    plan = operation.plan(*tokens(), cache=other)
+    if name == "paged":
+        assert plan.implementation == "paged.forward_native"
+        return
+    assert [reason.code for rejected in plan.rejected for reason in rejected.reasons] == ["paged.layout"]
+    with pytest.raises(RefusedError, match=f"stands for pages of layout '{layout}'"):
+        operation(*tokens(), state=init(other), layer=0, batch=BATCH)
+
+
+def test_a_plan_says_where_tokens_live_and_what_is_read() -> None:
+    mesh = virtual_mesh({"dp": 2, "tp": 2})
+    cache = KVCache(**FIELDS | {"pages_axis": "dp", "quantised": {"dtype": "int8"}})
+    plan = paged(mesh=mesh).plan(*tokens(), cache=cache, sliding_window=(3, 0), mode="mixed")
+    assert plan.reads is None
+    assert {x.tensor: (tuple(x.spec), x.local_shape) for x in plan.tensors} == {
+        "query": (("dp", "tp", None), (4, 2, 16)),
+        "key": (("dp", "tp", None), (4, 1, 16)),
+        "value": (("dp", "tp", None), (4, 1, 16)),
+        "output": (("dp", "tp", None), (4, 2, 16)),
+    }
+    assert plan.problem.local_heads == (2, 1)
+    text = plan.explain()
+    for part in (
+        "runs      paged.forward_native",
+        "mask      causal & window(left=3, right=0)",
+        "update    before: keys and values are written",
+        "  query           P(dp, tp, -)  8x4x16 -> 4x2x16",
+        "int8 (a scale a token and head)",
+        "  page_table      P(dp, -, -)",
+    ):
+        assert part in text, text
+    data = json.loads(json.dumps(plan.to_dict()))
+    assert (data["operation"], data["cache"]["pages"], data["update"]) == ("paged", 16, "before")
+    assert plan == paged(mesh=mesh).plan(*tokens(), cache=cache, sliding_window=(3, 0))
+    assert hash(plan) == hash(paged(mesh=mesh).plan(*tokens(), cache=cache, sliding_window=(3, 0)))
+
+
+@pytest.mark.parametrize("window", [None, (3, 0), (0, 0), (5, 2)])
+def test_pages_that_are_read_are_those_that_a_query_sees(window: Any) -> None:
+    """Counted one query and one key after the other."""
+    rows = ((6, 6), (1, 9), (0, 8), (5, 31), (3, 3))
+    cache = KVCache(**FIELDS | {"pages": 64, "max_sequences": 8})
+    starts = np.cumsum([0, *(q for q, _ in rows)])
+    table = [[8 * row + page for page in range(8)] for row in range(len(rows))]
+    batch = RaggedBatch.make(cache.plan(), cu_q_lens=starts, kv_lens=[n for _, n in rows], page_table=table)
+    plan = paged().plan(*tokens(16), cache=cache, batch=batch, sliding_window=window, causal=True)
+    left, right = window or (None, None)
+    live = 0
+    for q, n in rows:
+        seen = {
+            key // 4
+            for position in range(n - q, n)
+            for key in range(position + 1)
+            if (left is None or key >= position - left) and (right is None or key <= position + right)
+        }
+        live += len(seen)
+    assert plan.reads.live == live
+    assert plan.reads.held == sum(-(-n // 4) for q, n in rows if q)
+    assert (plan.reads.sequences, plan.reads.queries) == (4, 15)
+    assert plan.reads.device_bytes == live * 2 * 4 * 2 * 16 * 4
+
+
+def test_a_window_of_1024_over_32k_reads_a_24th() -> None:
+    cache = KVCache(**FIELDS | {"pages": 8192, "page_size": 16, "max_length": 32768})
+    table = [[2048 * row + page for page in range(2048)] for row in range(4)]
+    batch = RaggedBatch.make(cache.plan(), cu_q_lens=range(5), kv_lens=[32768] * 4, page_table=table)
+    whole, window = (
+        paged().plan(*tokens(4), cache=cache, batch=batch, max_q_len=1, sliding_window=w).reads
+        for w in (None, (1023, 0))
+    )
+    assert whole.live == 8192
+    assert window.device_bytes * 24 <= whole.device_bytes
+
+
+def test_masks_say_what_flags_say() -> None:
+    call = {"state": init(CACHE), "layer": 0, "batch": BATCH}
+    flags = paged()(*tokens(), **call, sliding_window=(3, 0))
+    mask = paged(causal=False)(*tokens(), **call, mask=Causal() & SlidingWindow(3) & SlidingWindow(5))
+    np.testing.assert_array_equal(flags.attention_outputs, mask.attention_outputs)
+    none = paged(causal=False)(*tokens(), **call)
+    assert "the mask is not causal" in none.plan.notes[-2]
+    assert np.abs(none.attention_outputs - flags.attention_outputs).max() > 0.1
+
+
+def test_modes() -> None:
+    call: dict[str, Any] = {"state": init(CACHE), "layer": 1, "batch": BATCH}
+    q, k, v = tokens()
+    mixed = paged()(q, k, v, **call, return_lse=True)
+    assert mixed.plan.problem.mode == "mixed"
+    written = paged()(None, k, v, **call, mode="insert")
+    assert written.attention_outputs is None
+    np.testing.assert_array_equal(written.state.layers[1].key, mixed.state.layers[1].key)
+    assert not np.asarray(written.state.layers[0].key).any()
+    read = paged()(q, state=written.state, layer=1, batch=BATCH, update="none", mode="prefill", return_lse=True)
+    np.testing.assert_array_equal(read.attention_outputs, mixed.attention_outputs)
+    np.testing.assert_array_equal(read.lse, mixed.lse)
+    few = paged()(q, k, v, **call, max_q_len=6)
+    assert few.plan.problem.mode == "autoregressive"
+    np.testing.assert_allclose(few.attention_outputs, mixed.attention_outputs, atol=2e-6)
+    one = RaggedBatch.make(CACHE.plan(), cu_q_lens=[0, 1, 2], kv_lens=[6, 9], page_table=[[5, 2], [3, 4, 1]])
+    lone = paged()(q[:2], k[:2], v[:2], state=mixed.state, layer=1, batch=one, mode="autoregressive")
+    assert lone.plan.problem.max_q_len == 1
+
+
+def test_more_queries_than_said_are_refused_also_while_a_step_runs() -> None:
+    call: dict[str, Any] = {"state": init(CACHE), "layer": 0}
+    with pytest.raises(InputError, match="max_q_len=1, and a row of the batch has 6 queries"):
+        paged()(*tokens(), **call, batch=BATCH, mode="autoregressive")
+    step = jax.jit(lambda batch: paged()(*tokens(), **call, batch=batch, max_q_len=2, debug=True).attention_outputs)
+    with pytest.raises(Exception, match="max_q_len=2, and a row of the batch has 6 queries"):
+        jax.block_until_ready(step(BATCH))
+
+
+def test_layers_share_a_program_and_a_warm_step_is_not_planned_again() -> None:
+    operation, state = paged(), init(CACHE)
+    found = [operation(*tokens(), state=state, layer=layer, batch=BATCH).plan for layer in (0, 1, 0)]
+    assert found[0] is found[1] is found[2]
+
+    def model(state: Any, batch: Any, q: Any, k: Any, v: Any) -> Any:
+        for layer in (0, 1):
+            out = paged()(q, k, v, state=state, layer=layer, batch=batch)
+            state, q = out.state, out.attention_outputs
+        return q, state
+
+    text = jax.jit(model).lower(state, BATCH, *tokens()).as_text()
+    assert text.count("func.func private @run_step") == 1
+    assert text.count("call @run_step") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"kv_lengths": np.array([1])}, InputTypeError, "takes no kv_lengths: the batch's kv_lens"),
+        ({"layout": "thd"}, InputTypeError, "takes no layout"),
+        ({"bias": np.zeros(1)}, InputTypeError, "takes no bias"),
+        ({"slidng_window": 3}, InputTypeError, "'slidng_window' of a step over pages. Did you mean 'sliding_window'"),
+        ({"mask": np.ones((1, 1, 1, 1), bool)}, InputTypeError, "mask holds arrays"),
+        ({"mask": Chunked(4)}, RefusedError, "[paged.mask]"),
+        ({"mask": Causal() | Prefix(3)}, RefusedError, "[paged.mask]"),
+        ({"mask": Causal(2)}, RefusedError, "[paged.mask]"),
+        ({"mode": "train"}, InputError, "serving has no gradient"),
+        ({"mode": "decoding"}, InputError, "one of prefill, autoregressive, insert, mixed"),
+        ({"update": "after"}, InputError, "wanted 'before', 'fused' or 'none'"),
+        ({"update": "none"}, InputError, "neither: the pages have them"),
+        ({"max_q_len": 0}, InputError, "a whole number from 1 on"),
+        ({"debug": 1}, InputTypeError, "True or False"),
+        ({"softmax_scale": float("inf")}, InputError, "wanted a finite number"),
+        ({"logits_soft_cap": -1.0}, InputError, "wanted a positive number"),
+        ({"softmax_aux": np.zeros(3, np.float32)}, InputError, "wanted [heads] = (4,)"),
+        ({"layer": 2}, InputError, "wanted 0 to 1"),
+        ({"state": CACHE}, InputTypeError, "wanted a CacheState"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(change: dict[str, Any], error: type[Exception], said: str) -> None:
+    call = {"state": init(CACHE), "layer": 0, "batch": BATCH} | change
+    with pytest.raises(error) as caught:
+        paged()(*tokens(), **call)
+    assert said in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"query": np.zeros((8, 3, 16), np.float32)}, InputError, "a multiple of the cache's 2 kv heads"),
+        ({"query": np.zeros((8, 4, 15), np.float32)}, InputError, "wanted [tokens, heads, 16]"),
+        ({"query": np.zeros((7, 4, 16), np.float32)}, InputError, "8 tokens and the query 7"),
+        ({"query": np.zeros((8, 4, 16), np.int32)}, InputTypeError, "query is int32"),
+        ({"query": None}, InputError, "query is None in mode 'mixed'"),
+        ({"key": np.zeros((8, 3, 16), np.float32)}, InputError, "key has 3 heads; wanted 2"),
+        ({"key": np.zeros((8, 2, 16), np.float16)}, InputTypeError, "key is float16 and the cache is declared float32"),
+        ({"value": None}, InputError, "update='before' with key"),
+    ],
+)
+def test_tokens_are_held_against_the_cache(change: dict[str, Any], error: type[Exception], said: str) -> None:
+    given = dict(zip(("query", "key", "value"), tokens(), strict=True)) | change
+    for call in (paged(), paged().plan):
+        more = {"cache": CACHE} if call != paged() else {"state": init(CACHE), "layer": 0, "batch": BATCH}
+        with pytest.raises(error) as caught:
+            call(given["query"], given["key"], given["value"], **more)
+        assert said in str(caught.value), caught.value
+
+
+def test_metadata_is_read_or_told() -> None:
+    call: dict[str, Any] = {"state": init(CACHE), "layer": 0, "batch": BATCH}
+    given = tokens()
+    plain = paged()(*given, **call)
+    scaled = paged(softmax_scale=0.5)(*given, **call)
+    np.testing.assert_array_equal(
+        scaled.attention_outputs, paged()(*given, **call, softmax_scale=0.5).attention_outputs
+    )
+    assert np.abs(scaled.attention_outputs - plain.attention_outputs).max() > 1e-3
+    half = paged(runtime_dtype="bfloat16")(*given, **call)
+    assert half.attention_outputs.dtype == jnp.bfloat16
+    assert "query cast from float32 to bfloat16 (runtime_dtype); key and value are the cache's" in half.plan.notes
+    notes = paged(dropout_prob=0.1, sequence_parallel="ring").plan(*given, cache=CACHE).notes
+    assert any("dropout_prob=0.1 is off" in note for note in notes)
+    assert any("sequence_parallel='ring' is not read" in note for note in notes)
+    refused = paged(runtime_softmax_dtype="bfloat16").plan(*given, cache=CACHE)
+    assert [r.code for x in refused.rejected for r in x.reasons] == ["paged.softmax_dtype"]
+    with pytest.raises(RefusedError, match="kv_heads='error'"):
+        paged(mesh=virtual_mesh({"tp": 4}), kv_heads="error")(*given, **call)
+
+
+def test_a_state_of_another_mesh_is_refused() -> None:
+    mesh = virtual_mesh({"tp": 4})
+    with pytest.raises(InputError, match=r"the state's pages have shape \(16, 4, 2, 16\)"):
+        paged(mesh=mesh)(*tokens(), state=init(CACHE), layer=0, batch=BATCH)
+
+
+FIELD_CHANGES: dict[str, Any] = {"pages_per_block": 1, "queries_per_block": 2}
+TOLD = {"update": ("fused", "no kernel here writes pages"), "vmem_limit_bytes": (2**20, "vmem_limit_bytes")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_field_changes_the_program_or_is_told(name: str) -> None:
+    layout = LAYOUTS.get(name, "split")
+    cache = KVCache(**FIELDS | {"layout": layout})
+
+    def lowered(config: dict[str, Any]) -> str:
+        call = lambda state, batch, *given: paged(name, config)(*given, state=state, layer=0, batch=batch)  # noqa: E731
+        return jax.jit(call).lower(init(cache), BATCH, *tokens()).as_text()
+
+    fields = set(OperationRegistry.get(name).config.model_fields) - {"operation", "schema_version", "interpret"}
+    assert fields == {*FIELD_CHANGES, *TOLD}
+    plain = lowered({})
+    for field, value in FIELD_CHANGES.items():
+        assert lowered({field: value}) != plain
+        assert lowered({field: value}) == lowered({field: value})
+    for field, (value, note) in TOLD.items():
+        assert any(note in text for text in paged(name, {field: value}).plan(*tokens(), cache=cache).notes)
+    with pytest.raises(ConfigError, match="pages_a_block"):
+        paged(name, {"pages_a_block": 1})
+
+
+def test_what_is_declared_for_paged_counts_for_its_other_names() -> None:
+    metadata = OperationMetadata(operation_configs={"paged": {"pages_per_block": 3}})
+    plan = OperationRegistry.create("unified_attention", metadata).plan(*tokens(), cache=CACHE)
+    assert plan.config.pages_per_block == 3
+
+
+def test_for_a_platform_that_is_not_here() -> None:
+    """Planned, and lowered, for a described device; refused to run here."""
+    operation = paged(backend="cuda")
+    plan = operation.plan(*tokens(), cache=CACHE)
+    assert (plan.problem.platform, plan.kind) == ("cuda", "native")
+    with pytest.raises(InputError, match="planned for cuda"):
+        operation(*tokens(), state=init(CACHE), layer=0, batch=BATCH)
