@@ -6,7 +6,6 @@ jax is imported inside the commands, after the options are known to make sense.
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 import warnings
@@ -17,6 +16,7 @@ import typer
 
 from ..errors import AttnOpsError, ConfigError, FallbackWarning, RefusedError, UnfitError
 from . import options as o
+from .json_output import print_json
 
 __all__ = ["app", "main"]
 
@@ -42,7 +42,7 @@ def list_operations(
 
     data = listing()
     if as_json:
-        _print_json(data)
+        print_json(data)
     else:
         print_listing(data)
 
@@ -54,7 +54,7 @@ def schema(
     """Print the JSON Schema of the declaration file, or of one operation's config."""
     from ..registry.declaration_schema import config_json_schema, declaration_json_schema
 
-    _print_json(declaration_json_schema() if operation is None else config_json_schema(operation))
+    print_json(declaration_json_schema() if operation is None else config_json_schema(operation))
 
 
 @app.command()
@@ -102,11 +102,11 @@ def plan(
         raise ConfigError(f"{names} without --model; in {config} the declaration says that.")
     from ..registry import OperationRegistry
     from ..registry.declaration import Declaration
-    from .cache import plan_cache, print_cache
+    from .cache import plan_cache, print_cache, show_cache
     from .call_arrays import call_shapes
     from .enabled import enabled_json, enabled_notes
     from .plan import print_plan
-    from .step import is_paged, plan_step, print_step
+    from .step import is_paged, plan_step, show_step
     from .target import TargetOptions, plan_metadata, targeted
 
     declaration = targeted(Declaration.load(config), TargetOptions(mesh, platform, topology, strict, fallback))
@@ -114,18 +114,11 @@ def plan(
     metadata = plan_metadata(declaration)
     source = "--topology" if topology else "--platform" if platform else None
     if is_paged(declaration) and declaration.step is not None:
-        if inputs is not None:
-            raise ConfigError(f"--inputs {inputs}: a step over pages reads no file; its sizes are in {config}.")
-        step = plan_step(declaration, metadata, mode)
-        if as_json:
-            _print_json(enabled_json(step.to_dict(), enabled_notes(declaration)))
-        else:
-            print_step(step, enabled_notes(declaration), source)
-        step.require()
+        show_step(plan_step(declaration, metadata, mode, inputs), enabled_notes(declaration), source, as_json)
         return
     cache = plan_cache(declaration, metadata)
     if cache is not None and not declaration.is_set("call") and inputs is None:
-        _plan_only(cache, enabled_notes(declaration), as_json)
+        show_cache(cache, enabled_notes(declaration), as_json)
         return
     shapes = call_shapes(declaration.call, inputs)
     arguments = declaration.call_arguments(shapes.arrays, mode=mode)
@@ -133,7 +126,7 @@ def plan(
     notes = enabled_notes(declaration)
     if as_json:
         found = enabled_json(decided.to_dict(), notes)
-        _print_json(found if cache is None else found | {"cache": cache.to_dict()})
+        print_json(found if cache is None else found | {"cache": cache.to_dict()})
     else:
         print_plan(decided, (*shapes.notes, *notes), source)
         if cache is not None:
@@ -145,24 +138,12 @@ def plan(
         cache.require()
 
 
-def _plan_only(cache: Any, notes: tuple[str, ...], as_json: bool) -> None:
-    """The plan of a file that declares a cache, and no call."""
-    from .cache import print_cache
-    from .enabled import enabled_json
-
-    if as_json:
-        _print_json(enabled_json({"cache": cache.to_dict()}, notes))
-    else:
-        print_cache(cache, notes)
-    cache.require()
-
-
 def _plan_model(options: dict[str, Any], as_json: bool) -> None:
     from .model import ModelOptions, model_json, plan_model, print_model
 
     found = plan_model(ModelOptions(**options))
     if as_json:
-        _print_json(model_json(found))
+        print_json(model_json(found))
     else:
         print_model(found, whole="layer" in options)
     if found.refused:
@@ -188,7 +169,7 @@ def verify(
     reports = verify_command(VerifyOptions(config, tuple(target or ()), inputs, mesh, mode, fallback))
     notes, cached = enabled_notes(config), cache_notes(config)
     if as_json:
-        _print_json([noted(enabled_json(report.to_dict(), notes), cached) for report in reports])
+        print_json([noted(enabled_json(report.to_dict(), notes), cached) for report in reports])
     else:
         print_reports(reports, (*notes, *cached))
     failed = [report for report in reports if not report.passed]
@@ -225,7 +206,7 @@ def tune(
     reports = tune_command(TuneOptions(config, tuple(target or ()), inputs, mesh, mode, how, most, cache))
     notes, cached = enabled_notes(config), cache_notes(config)
     if as_json:
-        _print_json([noted(enabled_json(report, notes), cached) for report in tuned_json(reports)])
+        print_json([noted(enabled_json(report, notes), cached) for report in tuned_json(reports)])
     else:
         print_tuned(reports, (*notes, *cached))
     failed = [name for name, report in reports if report.found.choice is None]
@@ -300,10 +281,6 @@ def _short_warning(otherwise: Any) -> Any:
             otherwise(message, category, filename, lineno, file, line)
 
     return show
-
-
-def _print_json(data: Any) -> None:
-    print(json.dumps(data, indent=2, allow_nan=False))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from ..sharding import devices_platform
 from .console import fields, table, text
+from .enabled import enabled_json
+from .json_output import print_json
 
-__all__ = ["cache_notes", "noted", "plan_cache", "print_cache"]
+__all__ = ["cache_notes", "noted", "plan_cache", "print_cache", "show_cache"]
 
 _CALL_ALONE = "the file declares a cache, which `attnops plan` plans; this is the call alone"
 
@@ -37,6 +39,15 @@ def print_cache(plan: CachePlan, notes: tuple[str, ...] = ()) -> None:
     for row in array_rows(plan):
         arrays.add_row(*row)
     console.print(arrays)
+
+
+def show_cache(plan: CachePlan, notes: tuple[str, ...], as_json: bool) -> None:
+    """The plan of a file that declares a cache, and neither a call nor a step. Errors: RefusedError, once it is shown."""
+    if as_json:
+        print_json(enabled_json({"cache": plan.to_dict()}, notes))
+    else:
+        print_cache(plan, notes)
+    plan.require()
 
 
 def cache_notes(declaration: Declaration | Path) -> tuple[str, ...]:

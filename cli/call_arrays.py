@@ -29,9 +29,10 @@ _TRACED = {
     "q_segment_ids": "segment_ids",
     "kv_segment_ids": "segment_ids",
     "kv_lengths": "kv_lengths",
+    "kv_starts": "kv_starts",
     "query_offset": "query_offset",
 }
-_INDICES = ("q_segment_ids", "kv_segment_ids", "kv_lengths", "query_offset")
+_INDICES = ("q_segment_ids", "kv_segment_ids", "kv_lengths", "kv_starts", "query_offset")
 _FLOATS = ("float32", "bfloat16", "float16")
 INPUT_NAMES = ("query", "key", "value", *_TRACED, "expected")
 
@@ -161,22 +162,25 @@ def _agree_on_traced(call: CallDeclaration, arrays: dict[str, Any], path: Path) 
             raise InputError(
                 f"{path}: has up to {most} segments in a row, and call.segment_ids={call.segment_ids} is declared."
             )
-    if isinstance(call.kv_lengths, tuple):
-        declared = np.array(call.kv_lengths, np.int32)
-        if "kv_lengths" in arrays and not np.array_equal(arrays["kv_lengths"], declared):
-            got = arrays["kv_lengths"].tolist()
-            raise InputError(f"{path}: kv_lengths is {got}, and call.kv_lengths={declared.tolist()} is declared.")
-        arrays["kv_lengths"] = declared
-    elif call.kv_lengths is True and "kv_lengths" not in arrays:
-        raise InputError(f"{path}: holds no kv_lengths, and call.kv_lengths=true is declared; add it, or give a list.")
+    for name in ("kv_lengths", "kv_starts"):
+        said = getattr(call, name)
+        if isinstance(said, tuple):
+            declared = np.array(said, np.int32)
+            if name in arrays and not np.array_equal(arrays[name], declared):
+                got = arrays[name].tolist()
+                raise InputError(f"{path}: {name} is {got}, and call.{name}={declared.tolist()} is declared.")
+            arrays[name] = declared
+        elif said is True and name not in arrays:
+            raise InputError(f"{path}: holds no {name}, and call.{name}=true is declared; add it, or give a list.")
     if call.query_offset is not None and "query_offset" in arrays:
         raise InputError(
             f"{path}: holds query_offset, and call.query_offset={call.query_offset} is declared; keep one."
         )
     # Here, not only by the call: a plan gets the shapes alone.
     try:
-        if "kv_lengths" in arrays:
-            check_lengths("kv_lengths", arrays["kv_lengths"], arrays["key"].shape[call.layout.index("t")])
+        for name in ("kv_lengths", "kv_starts"):
+            if name in arrays:
+                check_lengths(name, arrays[name], arrays["key"].shape[call.layout.index("t")])
         if "query_offset" in arrays:
             check_offsets("query_offset", arrays["query_offset"])
     except InputError as error:

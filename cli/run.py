@@ -24,8 +24,10 @@ from .console import errors, fields, text
 from .enabled import enabled_notes
 from .inputs import check_output_path, write_arrays
 from .materials import canonical
-from .plan import brief_rows, print_plan
+from .plan import brief_rows, print_plan, rejected_rows, runs_row
 from .run_call import Compiled, compile_call, compile_declared, on_devices, time_calls
+from .run_step import check_step, compile_step
+from .step import is_paged, print_step, refuse_inputs
 from .target import run_metadata
 
 __all__ = ["RunOptions", "run"]
@@ -51,6 +53,8 @@ def run(options: RunOptions) -> int:
     if options.output is not None:
         check_output_path(options.output)
     declaration = Declaration.load(options.config)
+    if is_paged(declaration):
+        return _run_step(declaration, options)
     kind: Any = OperationRegistry.get(declaration.operation)
     operation = kind(run_metadata(declaration, mesh=options.mesh))
     arrays, expected, notes = call_arrays(declaration.call, options.inputs, options.seed)
@@ -98,6 +102,47 @@ def run(options: RunOptions) -> int:
     failed = [f"check failed: {_verdict(c)}" for c in checks if not c.passed]
     if unsound:
         failed.append(unsound)
+    for line in failed:
+        errors().print(f"attnops: {line}", soft_wrap=True)
+    return 1 if failed else 0
+
+
+def _run_step(declaration: Declaration, options: RunOptions) -> int:
+    """The same of a step over pages."""
+    refuse_inputs(options.inputs)
+    with _progress("compile", options):
+        ran = compile_step(declaration, options.mesh, options.mode, options.seed)
+    output, plan = ran.compiled.result.attention_outputs, ran.plan
+    with _progress("run", options):
+        (seconds,) = time_calls([ran.compiled], options.repeats)
+    checks = check_step(ran) if options.check else []
+    unsound = _not_finite(output, ran.arrays)
+    notes = (*ran.notes, *enabled_notes(declaration))
+    if options.output is not None:
+        named = {"output": output, "lse": ran.compiled.result.lse}
+        found = {name: np.asarray(x) for name, x in named.items()}
+        notes = (*notes, *write_arrays(options.output, found), f"wrote {options.output}")
+    if not options.quiet:
+        if options.explain:
+            print_step(plan)
+        else:
+            text().print(Text(plan.problem.describe(), style="bold"))
+        rows = [] if options.explain else [runs_row(plan), *rejected_rows(plan)]
+        if plan.reads is not None:
+            rows.append(("reads", plan.reads.describe()))
+        rows += [_output_row(output, unsound)]
+        runs = f"median of {options.repeats} runs" if options.repeats > 1 else "1 run"
+        rows.append(
+            (
+                "time",
+                f"{_seconds(seconds)}, {runs}, the layer's pages copied; compile {ran.compiled.compile_seconds:.2f} s; "
+                f"{_memory(ran.compiled)}",
+            )
+        )
+        rows += [_check_row(comparison) for comparison in checks]
+        rows += [("note", note) for note in (*(() if options.explain else plan.notes), *notes)]
+        text().print(fields(rows))
+    failed = [f"check failed: {_verdict(c)}" for c in checks if not c.passed] + ([unsound] if unsound else [])
     for line in failed:
         errors().print(f"attnops: {line}", soft_wrap=True)
     return 1 if failed else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rich.text import Text
@@ -14,9 +15,11 @@ from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from .cache import plan_cache, print_cache
 from .console import fields, table, text
+from .enabled import enabled_json
+from .json_output import print_json
 from .plan import rejected_rows, runs_row
 
-__all__ = ["is_paged", "plan_step", "print_step", "step_of"]
+__all__ = ["is_paged", "plan_step", "print_step", "refuse_inputs", "show_step", "step_of"]
 
 
 def is_paged(declaration: Declaration) -> bool:
@@ -46,12 +49,30 @@ def step_of(declaration: Declaration, metadata: OperationMetadata, mode: str | N
     return operation, declared_step(declaration, cache.require(), getattr(config, "update", "before"), mode)
 
 
-def plan_step(declaration: Declaration, metadata: OperationMetadata, mode: str | None) -> PagedPlan:
+def plan_step(
+    declaration: Declaration, metadata: OperationMetadata, mode: str | None, inputs: Path | None = None
+) -> PagedPlan:
     """The plan of the declared step, with what it reads."""
+    refuse_inputs(inputs)
     operation, step = step_of(declaration, metadata, mode)
     return operation.plan(
         step.query, step.key, step.value, cache=step.cache, batch=step.batch, softmax_aux=step.sinks, **step.options
     )
+
+
+def refuse_inputs(inputs: Path | None) -> None:
+    """A step's sizes are all in its file."""
+    if inputs is not None:
+        raise ConfigError(f"--inputs {inputs}: a step over pages reads no file; its sizes are in the declaration.")
+
+
+def show_step(plan: PagedPlan, notes: tuple[str, ...], platform_source: str | None, as_json: bool) -> None:
+    """Print it, as text or as JSON. Errors: RefusedError, once it is shown, where nothing can run it."""
+    if as_json:
+        print_json(enabled_json(plan.to_dict(), notes))
+    else:
+        print_step(plan, notes, platform_source)
+    plan.require()
 
 
 def print_step(plan: PagedPlan, notes: tuple[str, ...] = (), platform_source: str | None = None) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import InputError, InputTypeError, a_type, shown
-from ..masks import And, Causal, Dense, Full, Lengths, Mask, SegmentIds, SlidingWindow
+from ..masks import And, Causal, Dense, Full, Lengths, Mask, Not, SegmentIds, SlidingWindow
 from ..planning.call_arguments import CALL_ARGUMENTS, CallArguments, CallOptions
 from ..planning.other_names import refuse_unknown
 from ..registry.metadata import METADATA_ARGUMENTS
@@ -44,6 +44,7 @@ class Arrays(NamedTuple):
     q_segment_ids: Any = None
     kv_segment_ids: Any = None
     kv_lengths: Any = None
+    kv_starts: Any = None
     key_scale: Any = None
     value_scale: Any = None
     mask_leaves: tuple[Any, ...] = ()
@@ -139,7 +140,7 @@ def _structure(mask: Any) -> tuple[Mask, bool, tuple[Any, ...]]:
 
 
 def join_mask(arrays: Arrays, options: Options, default_causal: bool) -> Mask:
-    """Return the intersection of everything that masks: the mask, causal, window, segment ids, lengths.
+    """Return the intersection of everything that masks: the mask, causal, window, segment ids, lengths, starts.
 
     A Mask object says all about its own structure, so the metadata's `causal` is a default for calls without one.
     """
@@ -155,6 +156,8 @@ def join_mask(arrays: Arrays, options: Options, default_causal: bool) -> Mask:
         parts.append(SegmentIds(arrays.q_segment_ids, arrays.kv_segment_ids))
     if arrays.kv_lengths is not None:
         parts.append(Lengths(arrays.kv_lengths))
+    if arrays.kv_starts is not None:
+        parts.append(Not(Lengths(arrays.kv_starts)))
     flat = [m for part in parts for m in part.conjuncts() if not isinstance(m, Full)]
     distinct = [m for i, m in enumerate(flat) if not (m.is_static and m in flat[:i])]
     return Full() if not distinct else distinct[0] if len(distinct) == 1 else And(tuple(distinct))

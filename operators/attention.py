@@ -26,8 +26,8 @@ __all__ = ["Attention"]
 
 # Arrays that a file declares by shape and a call has to give.
 _DECLARED_ARRAYS = {
-    "segment_ids": "q_segment_ids", "kv_lengths": "kv_lengths", "bias": "bias", "softmax_aux": "softmax_aux",
-    "dense_mask": "mask",
+    "segment_ids": "q_segment_ids", "kv_lengths": "kv_lengths", "kv_starts": "kv_starts", "bias": "bias",
+    "softmax_aux": "softmax_aux", "dense_mask": "mask",
 }  # fmt: skip
 _SCALES = ("key_scale", "value_scale")
 _HEADS_AND_DIMS = {

@@ -21,7 +21,7 @@ from .arguments import Arrays, Options, is_array
 
 __all__ = ["check_lengths", "check_offsets", "checked_values"]
 
-_NAMES = ("q_segment_ids", "kv_segment_ids", "kv_lengths", "query_offset")
+_NAMES = ("q_segment_ids", "kv_segment_ids", "kv_lengths", "kv_starts", "query_offset")
 _INT32 = np.dtype(np.int32)
 
 
@@ -72,7 +72,7 @@ def _checked(name: str, x: Any, arrays: Arrays, options: Options) -> Any:
         if not is_array(x) or not is_integer(x.dtype):
             return x
         x = _narrowed(name, x)
-    if not name.startswith(("kv_lengths", "query_offset")):
+    if not name.startswith(("kv_lengths", "kv_starts", "query_offset")):
         return x
     values = _at_hand(x)
     if values is None:

@@ -44,7 +44,7 @@ _PIECES = 8
 def native_route(problem: AttentionProblem, placement: Placement, config: OperationConfig) -> NativeRoute:
     """Choose from the shapes that one device gets; a path and blocks that the config declares are taken."""
     local = placement.local
-    ours = config if config.operation == "vanilla" else None
+    ours = config if hasattr(config, "path") else None  # vanilla's fields, under whatever name
     declared = getattr(ours, "path", None)
     logits = local.batch * local.q_heads * local.q_len * local.kv_len * _itemsize(problem.softmax_dtype)
     size = f"{logits / 2**20:.3g} MiB a device"

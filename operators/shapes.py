@@ -134,7 +134,7 @@ def check_extras(arrays: Arrays, options: Options, sizes: dict[str, int]) -> Non
             raise InputTypeError(f"softmax_aux has dtype {arrays.softmax_aux.dtype.name}; wanted floats.")
         if shape != (h,) and not (len(shape) == 2 and shape[0] in (h, k) and shape[1] > 0):
             raise InputError(f"softmax_aux has shape {shape}; wanted ({h},), ({h}, sinks) or ({k}, sinks).")
-    for name in ("kv_lengths", "query_offset"):
+    for name in ("kv_lengths", "kv_starts", "query_offset"):
         array = getattr(arrays, name)
         if array is not None:
             _need_integers(name, array)

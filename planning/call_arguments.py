@@ -21,6 +21,7 @@ class _CallArrays(TypedDict, total=False):
     q_segment_ids: CallArray | None
     kv_segment_ids: CallArray | None
     kv_lengths: CallArray | None
+    kv_starts: CallArray | None
     softmax_aux: CallArray | None
     key_scale: CallArray | None
     value_scale: CallArray | None

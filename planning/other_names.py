@@ -19,6 +19,7 @@ _SINKS = "softmax_aux, [heads] or [heads, sinks]"
 _DROPOUT = "dropout_prob; weights are dropped with deterministic=False and dropout_rng=jax.random.key(...) only"
 _TRAINING = "deterministic, with the opposite meaning: deterministic=False drops weights, by dropout_rng"
 _LENGTHS = "kv_lengths, int [batch]: how many keys of each row count"
+_STARTS = "kv_starts, int [batch]: the keys before it are not seen"
 _PACKED = "layout='thd' with q_segment_ids and kv_segment_ids, one id a token"
 _WEIGHTS = "return_weights=True, and attention_weights of the output"
 _LSE = "return_lse=True, and lse of the output"
@@ -53,7 +54,8 @@ _CALL = {
     "query_seq_lengths": "Queries beyond a row's length attend as all others do: disregard their output, or mask them by "
     "q_segment_ids",
     "key_value_seq_lengths": _LENGTHS, "kv_seq_lengths": _LENGTHS, "seq_lengths": _LENGTHS, "cache_seqlens": _LENGTHS,
-    "lengths": _LENGTHS,
+    "lengths": _LENGTHS, "sequence_end": _LENGTHS,
+    "sequence_start": _STARTS, "starts": _STARTS, "leftpad_k": _STARTS, "cache_leftpad": _STARTS,
     "cu_seqlens": _PACKED, "cu_seqlens_q": _PACKED, "cu_seqlens_k": _PACKED,
     "segment_ids": _SEGMENTS, "decoder_segment_ids": _SEGMENTS,
     "softcap": _CAP, "soft_cap": _CAP, "logit_cap": _CAP, "logits_softcap": _CAP, "logit_softcap": _CAP,

@@ -62,6 +62,10 @@ class CallDeclaration(GivenModel):
         tuple[_Distance, ...] | Literal[True] | None,
         Field(description="Keys of each batch row, or true for drawn ones."),
     ] = None
+    kv_starts: Annotated[
+        tuple[_Distance, ...] | Literal[True] | None,
+        Field(description="The first key of each batch row that is seen, or true for drawn ones."),
+    ] = None
     bias: Annotated[tuple[_Size, ...] | None, Field(description="Shape, broadcasts to [batch, heads, q, kv].")] = None
     softmax_aux: Annotated[tuple[_Size, ...] | None, Field(description="Shape of the sinks.")] = None
     dense_mask: Annotated[
@@ -105,13 +109,13 @@ class CallDeclaration(GivenModel):
             )
         return value
 
-    @field_validator("kv_lengths", mode="before")
+    @field_validator("kv_lengths", "kv_starts", mode="before")
     @classmethod
-    def _lengths(cls, value: Any) -> Any:
+    def _lengths(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None or value is True or (isinstance(value, list | tuple) and all(_whole(n, 0) for n in value)):
             return value
         raise ValueError(
-            f"call.kv_lengths={shown(value)}; wanted a list of lengths, one a batch row, or true for drawn ones"
+            f"call.{info.field_name}={shown(value)}; wanted a list of numbers, one a batch row, or true for drawn ones"
         )
 
     @field_validator(*_SHAPES, mode="before")
@@ -168,17 +172,18 @@ class CallDeclaration(GivenModel):
                 )
             found["q_segment_ids"] = jax.ShapeDtypeStruct((*rows, n["q_len"]), jnp.int32)
             found["kv_segment_ids"] = jax.ShapeDtypeStruct((*rows, n["kv_len"]), jnp.int32)
-        if self.kv_lengths is not None:
-            if self.kv_lengths is not True and len(self.kv_lengths) != n["batch"]:
+        for name in ("kv_lengths", "kv_starts"):
+            said = getattr(self, name)
+            if said is None:
+                continue
+            if said is not True and len(said) != n["batch"]:
+                raise ConfigError(f"call.{name} has {len(said)} numbers; wanted one a batch row, {n['batch']}.")
+            if said is not True and max(said) > n["kv_len"]:
                 raise ConfigError(
-                    f"call.kv_lengths has {len(self.kv_lengths)} lengths; wanted one a batch row, {n['batch']}."
+                    f"call.{name} holds {max(said)}; wanted 0 to {n['kv_len']}, as many keys as call.kv_len says: count the keys "
+                    "of each row that are written."
                 )
-            if self.kv_lengths is not True and max(self.kv_lengths) > n["kv_len"]:
-                raise ConfigError(
-                    f"call.kv_lengths holds {max(self.kv_lengths)}; wanted 0 to {n['kv_len']}, as many keys as call.kv_len "
-                    "says: count the keys of each row that are written."
-                )
-            found["kv_lengths"] = jax.ShapeDtypeStruct((n["batch"],), jnp.int32)
+            found[name] = jax.ShapeDtypeStruct((n["batch"],), jnp.int32)
         if self.dense_mask is not None:
             found["mask"] = jax.ShapeDtypeStruct(tuple(self.dense_mask), jnp.bool_)
         for name in ("bias", "softmax_aux"):
@@ -204,6 +209,10 @@ class CallDeclaration(GivenModel):
                 low = n["q_len"] if n["q_len"] < n["kv_len"] else 1
                 drawn = random.integers(low, n["kv_len"], n["batch"], endpoint=True)
                 found[name] = np.asarray(drawn if self.kv_lengths is True else self.kv_lengths, np.int32)
+            elif name == "kv_starts":  # no row without a key, but by the lengths
+                least = found["kv_lengths"] if "kv_lengths" in found else np.full(n["batch"], n["kv_len"])
+                drawn = random.integers(0, np.maximum(least - n["q_len"], 0), n["batch"], endpoint=True)
+                found[name] = np.asarray(drawn if self.kv_starts is True else self.kv_starts, np.int32)
             elif name == "kv_segment_ids" and n["q_len"] == n["kv_len"]:
                 found[name] = found["q_segment_ids"]
             elif name.endswith("segment_ids"):

@@ -1,0 +1,167 @@
+"""`attnops run` of a declared step over pages: compile, run, check against float64, and what is told about it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from ..errors import ConfigError
+from ..operators.paged.operation import StepOutput
+from ..operators.paged_cache import CacheState, LayerPages, RaggedBatch, init, shardings
+from ..planning.cache.kv_cache import KVCache
+from ..planning.paged.paged_plan import PagedPlan
+from ..planning.paged.paged_problem import causal_window
+from ..registry.declaration import Declaration
+from ..verify.closeness import row_error, row_sizes
+from ..verify.paged_reference import paged_reference
+from .check import Comparison
+from .run_call import Compiled, compile_call
+from .step import step_of
+from .target import run_metadata
+
+__all__ = ["RanStep", "check_step", "compile_step", "one_layer"]
+
+_AMPLITUDE = 40  # of what int8 pages hold
+
+
+class RanStep(NamedTuple):
+    """A step that ran: its plan, what was compiled (result: a StepOutput), the arrays given, and notes."""
+
+    plan: PagedPlan
+    compiled: Compiled
+    arrays: dict[str, Any]
+    batch: RaggedBatch
+    notes: tuple[str, ...]
+
+
+def one_layer(declaration: Declaration) -> tuple[Declaration, tuple[str, ...]]:
+    """The declaration with a cache of one layer, which is all that a step reads; and the note of it."""
+    cache = declaration.cache
+    if cache is None or cache.layers == 1:
+        return declaration, ()
+    fields = cache.to_dict() | {"layers": 1}
+    if cache.bytes_per_device is not None:
+        fields["bytes_per_device"] = max(1, cache.bytes_per_device // cache.layers)
+    changed = declaration.model_copy(update={"cache": KVCache.from_dict(fields)}).checked()
+    return changed, (f"one of the cache's {cache.layers} layers: a step attends to one",)
+
+
+def compile_step(declaration: Declaration, mesh: str | None, mode: str | None, seed: int) -> RanStep:
+    """Draw pages and tokens, compile the step, and run it once. Errors: RefusedError where nothing runs it."""
+    alone, notes = one_layer(declaration)
+    operation, step = step_of(alone, run_metadata(alone, mesh=mesh), mode)
+    arrays = step.draw(seed)
+    options = step.options | {"softmax_aux": arrays["sinks"]}
+    given = (arrays["query"], arrays["key"], arrays["value"])
+    plan = operation.plan(*given, cache=step.cache, batch=step.batch, **options).require()
+    if plan.problem.mode == "insert":
+        raise ConfigError("step.mode is 'insert', which writes and returns no output; `attnops plan` plans it.")
+    devices = operation.metadata.mesh
+    state = _drawn_state(step.cache, devices if isinstance(devices, Mesh) else None, plan, seed)
+    before = jax.tree.map(np.asarray, state.layers[0])
+    batch: Any = step.batch
+    if isinstance(devices, Mesh):
+        at = shardings(step.cache, devices, kv_heads=plan.policy.kv_heads)
+        batch = jax.device_put(batch, at.batch)
+        given = tuple(
+            None if x is None else jax.device_put(x, place)
+            for x, place in zip(given, (at.query, at.key, at.value), strict=True)
+        )
+
+    def run(state: CacheState, batch: RaggedBatch, given: tuple[Any, Any, Any], sinks: Any) -> StepOutput:
+        call = step.options | {"softmax_aux": sinks, "return_lse": True}
+        return operation(*given, state=state, layer=0, batch=batch, **call)
+
+    compiled = compile_call(run, (state, batch, given, arrays["sinks"]))
+    return RanStep(
+        plan,
+        compiled,
+        arrays | {"pages": before},
+        step.batch,
+        (f"pages and tokens drawn at random, seed {seed}", *notes),
+    )
+
+
+def _drawn_state(cache: KVCache, mesh: Mesh | None, plan: PagedPlan, seed: int) -> CacheState:
+    """Pages of normal values, in the stored dtype; scales of about 1/40."""
+    random = np.random.default_rng(seed + 1)
+    fixed = cache.quantised is not None and cache.quantised.scale != "token_head"
+    scales = {"key_scale": 1 / _AMPLITUDE, "value_scale": 1 / _AMPLITUDE} if fixed else {}
+    state = init(cache, mesh, kv_heads=plan.policy.kv_heads, **scales)
+
+    def fill(array: jax.Array | None) -> jax.Array | None:
+        if array is None or array.ndim < 3:
+            return array
+        drawn = random.standard_normal(array.shape, np.float32)
+        if array.dtype == jnp.int8:
+            drawn = np.clip(np.round(_AMPLITUDE * drawn), -127, 127)
+        elif array.dtype == jnp.float32 and cache.quantised is not None:
+            drawn = (1 + 0.25 * np.abs(drawn)) / _AMPLITUDE
+        return jax.device_put(drawn.astype(array.dtype), array.sharding)
+
+    return CacheState((LayerPages(*map(fill, state.layers[0])),), cache)
+
+
+def check_step(ran: RanStep) -> list[Comparison]:
+    """Output and lse against the float64 reference over the pages after the step's own tokens were written."""
+    plan, output = ran.plan, ran.compiled.result
+    cache, problem = plan.cache.cache, plan.problem
+    after = jax.tree.map(np.asarray, output.state.layers[0])
+    key, value = _split(cache, after)
+    found = causal_window(problem.mask)
+    assert found is not None
+    query = np.asarray(jnp.asarray(ran.arrays["query"], problem.runtime_dtype), np.float64)
+    shards, rows = plan.cache.shards, plan.cache.local_pages
+    wanted = []
+    for n in range(shards):
+        own = slice(n * rows, (n + 1) * rows)
+        tokens = slice(n * problem.local_tokens, (n + 1) * problem.local_tokens)
+        batch = ran.batch if ran.batch.shards is None else jax.tree.map(lambda x, n=n: np.asarray(x)[n], ran.batch)
+        scales = {name: _of_shard(cache, getattr(after, name), own) for name in ("key_scale", "value_scale")}
+        wanted.append(
+            paged_reference(
+                query[tokens],
+                key[own],
+                value[own],
+                cu_q_lens=np.asarray(batch.cu_q_lens),
+                kv_lens=np.asarray(batch.kv_lens),
+                page_table=np.asarray(batch.page_table),
+                num_seqs=int(batch.num_seqs),
+                softmax_scale=problem.softmax_scale,
+                causal=found[0],
+                sliding_window=found[1],
+                logits_soft_cap=problem.logits_soft_cap,
+                sinks=ran.arrays["sinks"],
+                **scales,
+            )
+        )
+    want, sizes = (np.concatenate([getattr(x, name) for x in wanted]) for name in ("output", "sizes"))
+    got = np.asarray(output.attention_outputs, np.float64)
+    capability = plan.operation.capability(plan.method or "")
+    tolerance = capability.tolerance.get(problem.runtime_dtype)
+    error = row_error(got, want, row_sizes(want, sizes), problem.runtime_dtype)
+    worst = float(np.abs(got - want).max(initial=0.0))
+    against = "float64 reference over the pages"
+    return [Comparison("output", against, worst, error, None if tolerance is None else tolerance.forward)]
+
+
+def _split(cache: KVCache, pages: LayerPages) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values [pages, page, kv_heads, dim] of any layout."""
+    if cache.layout == "heads":
+        assert pages.value is not None
+        return np.asarray(pages.key).swapaxes(1, 2), np.asarray(pages.value).swapaxes(1, 2)
+    if pages.value is not None:
+        return np.asarray(pages.key), np.asarray(pages.value)
+    both = np.asarray(pages.key)
+    both = both.reshape(*both.shape[:2], -1, 2, both.shape[-1])[..., : cache.head_dim]
+    return both[:, :, :, 0], both[:, :, :, 1]
+
+
+def _of_shard(cache: KVCache, scale: Any, own: slice) -> Any:
+    if scale is None or np.ndim(scale) < 3:
+        return scale
+    return np.asarray(scale)[own].swapaxes(1, 2) if cache.layout == "heads" else np.asarray(scale)[own]

@@ -1,0 +1,23 @@
+"""autoregressive_decodeattn: the last tokens of sequences against a dense cache, with a start and an end for each row."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from .vanilla import Vanilla, VanillaConfig
+
+__all__ = ["AutoregressiveDecodeAttention", "AutoregressiveDecodeConfig"]
+
+
+class AutoregressiveDecodeConfig(VanillaConfig):
+    """See VanillaConfig; what is declared for 'vanilla' counts too."""
+
+    operation: Literal["autoregressive_decodeattn"] = "autoregressive_decodeattn"  # type: ignore[assignment]
+
+
+class AutoregressiveDecodeAttention(Vanilla):
+    """`vanilla` over a dense cache: `kv_starts` and `kv_lengths` say which keys of each row there are."""
+
+    name = "autoregressive_decodeattn"
+    config = AutoregressiveDecodeConfig
+    kernel_config: ClassVar[str | None] = "vanilla"
