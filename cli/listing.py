@@ -63,9 +63,10 @@ def print_listing(data: dict[str, Any]) -> None:
     for name, entry in sound.items():
         methods = entry["platforms"].values()
         runs.add_row(
-            Text(name, style="bold"), *(Text(m, style="dim" if m == "forward_native" else "green") for m in methods)
+            Text(name, style="bold"),
+            *(Text(m.removeprefix("forward_"), style="dim" if m == "forward_native" else "green") for m in methods),
         )
-    console.print(Text("Which method runs where", style="bold underline"), runs, "", sep="\n")
+    console.print(Text("Which method runs where (forward_...)", style="bold underline"), runs, "", sep="\n")
     for name, entry in sound.items():
         console.print(Text.assemble((name, "bold"), f": {entry['about']}"))
     columns, borrowed = [], []
