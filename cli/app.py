@@ -163,26 +163,18 @@ def verify(
     """Compile for TPUs that aren't here, or for a mesh of virtual devices: does it fit, what does it take, what does it send."""
     from .cache import cache_notes, noted
     from .enabled import enabled_json, enabled_notes
-    from .verify import VerifyOptions, print_reports
+    from .verify import VerifyOptions, is_step_report, print_reports, why
     from .verify import verify as verify_command
 
     reports = verify_command(VerifyOptions(config, tuple(target or ()), inputs, mesh, mode, fallback))
-    notes, cached = enabled_notes(config), cache_notes(config)
+    notes = enabled_notes(config)
+    cached = () if is_step_report(reports[0]) else cache_notes(config)
     if as_json:
         print_json([noted(enabled_json(report.to_dict(), notes), cached) for report in reports])
     else:
         print_reports(reports, (*notes, *cached))
-    failed = [report for report in reports if not report.passed]
-    if failed:
-        raise _Refused("; ".join(_why(report) for report in failed))
-
-
-def _why(report: Any) -> str:
-    if report.plan.implementation is None:
-        return f"{report.target}: {report.plan.refusal()}"
-    failed = [f"{p.name}: {p.failure.message}" for p in report.passes if p.failure]
-    differing = [f"{p.name}: {line}" for p in report.passes for line in p.differences]
-    return f"{report.target}: " + "; ".join([*failed, *differing])
+    if failed := [why(report) for report in reports if not report.passed]:
+        raise _Refused("; ".join(failed))
 
 
 @app.command()

@@ -127,7 +127,7 @@ def _run_step(declaration: Declaration, options: RunOptions) -> int:
             print_step(plan)
         else:
             text().print(Text(plan.problem.describe(), style="bold"))
-        rows = [] if options.explain else [runs_row(plan), *rejected_rows(plan)]
+        rows: list[tuple[str, str | Text]] = [] if options.explain else [runs_row(plan), *rejected_rows(plan)]
         if plan.reads is not None:
             rows.append(("reads", plan.reads.describe()))
         rows += [_output_row(output, unsound)]

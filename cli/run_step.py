@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from ..errors import ConfigError
 from ..operators.paged.operation import StepOutput
 from ..operators.paged_cache import CacheState, LayerPages, RaggedBatch, init, shardings
+from ..planning.cache.cache_fields import CacheFields
 from ..planning.cache.kv_cache import KVCache
 from ..planning.paged.paged_plan import PagedPlan
 from ..planning.paged.paged_problem import causal_window
@@ -67,10 +68,7 @@ def compile_step(declaration: Declaration, mesh: str | None, mode: str | None, s
     if isinstance(devices, Mesh):
         at = shardings(step.cache, devices, kv_heads=plan.policy.kv_heads)
         batch = jax.device_put(batch, at.batch)
-        given = tuple(
-            None if x is None else jax.device_put(x, place)
-            for x, place in zip(given, (at.query, at.key, at.value), strict=True)
-        )
+        given = jax.device_put(given, (at.query, *(None if x is None else at.key for x in given[1:])))
 
     def run(state: CacheState, batch: RaggedBatch, given: tuple[Any, Any, Any], sinks: Any) -> StepOutput:
         call = step.options | {"softmax_aux": sinks, "return_lse": True}
@@ -96,14 +94,14 @@ def _drawn_state(cache: KVCache, mesh: Mesh | None, plan: PagedPlan, seed: int) 
     def fill(array: jax.Array | None) -> jax.Array | None:
         if array is None or array.ndim < 3:
             return array
-        drawn = random.standard_normal(array.shape, np.float32)
+        drawn: np.ndarray = random.standard_normal(array.shape, np.float32)
         if array.dtype == jnp.int8:
             drawn = np.clip(np.round(_AMPLITUDE * drawn), -127, 127)
         elif array.dtype == jnp.float32 and cache.quantised is not None:
             drawn = (1 + 0.25 * np.abs(drawn)) / _AMPLITUDE
         return jax.device_put(drawn.astype(array.dtype), array.sharding)
 
-    return CacheState((LayerPages(*map(fill, state.layers[0])),), cache)
+    return CacheState((LayerPages(*map(fill, state.layers[0])),), cache)  # type: ignore[arg-type]
 
 
 def check_step(ran: RanStep) -> list[Comparison]:
@@ -149,7 +147,7 @@ def check_step(ran: RanStep) -> list[Comparison]:
     return [Comparison("output", against, worst, error, None if tolerance is None else tolerance.forward)]
 
 
-def _split(cache: KVCache, pages: LayerPages) -> tuple[np.ndarray, np.ndarray]:
+def _split(cache: CacheFields, pages: LayerPages) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values [pages, page, kv_heads, dim] of any layout."""
     if cache.layout == "heads":
         assert pages.value is not None
@@ -161,7 +159,7 @@ def _split(cache: KVCache, pages: LayerPages) -> tuple[np.ndarray, np.ndarray]:
     return both[:, :, :, 0], both[:, :, :, 1]
 
 
-def _of_shard(cache: KVCache, scale: Any, own: slice) -> Any:
+def _of_shard(cache: CacheFields, scale: Any, own: slice) -> Any:
     if scale is None or np.ndim(scale) < 3:
         return scale
     return np.asarray(scale)[own].swapaxes(1, 2) if cache.layout == "heads" else np.asarray(scale)[own]

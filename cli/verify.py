@@ -7,7 +7,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +22,16 @@ from ..registry.declaration import Declaration
 from ..sharding.mesh import AnyMesh
 from ..verify.call import PassReport, TargetReport, verify_call
 from ..verify.generations import abstract_target, has_libtpu
+from ..verify.paged_step import StepReport
 from ..verify.topology import described_mesh
 from .call_arrays import call_shapes
 from .console import errors, fields, text
 from .plan import brief_rows
+from .step import is_paged, refuse_inputs
 from .target import declared_sizes, here, run_metadata
+from .verify_step import print_step_reports, verify_steps, why_step
 
-__all__ = ["VerifyOptions", "print_reports", "target_mesh", "verify"]
+__all__ = ["VerifyOptions", "is_step_report", "print_reports", "target_mesh", "verify", "why"]
 
 HERE = "here"
 NO_LIBTPU = (
@@ -46,9 +50,12 @@ class VerifyOptions(NamedTuple):
     fallback: str | None
 
 
-def verify(options: VerifyOptions) -> list[TargetReport]:
+def verify(options: VerifyOptions) -> list[TargetReport] | list[StepReport]:
     """One report a target; without one, of this machine's devices, virtual ones where the mesh needs them."""
     declaration = Declaration.load(options.config)
+    if is_paged(declaration):
+        refuse_inputs(options.inputs)
+        return _verify_steps(declaration, options)
     kind: Any = OperationRegistry.get(declaration.operation)
     arrays = call_shapes(declaration.call, options.inputs).arrays
     arguments = declaration.call_arguments(arrays, mode=options.mode)
@@ -61,6 +68,15 @@ def verify(options: VerifyOptions) -> list[TargetReport]:
         with waiting:
             reports.append(verify_call(kind(metadata), arguments, name))
     return reports
+
+
+def _verify_steps(declaration: Declaration, options: VerifyOptions) -> list[StepReport]:
+    targets = []
+    for target in options.targets or (HERE,):
+        metadata = partial(_metadata, declaration, options, target)
+        name = _devices_here(metadata()) if target is HERE else target
+        targets.append((name, metadata))
+    return verify_steps(declaration, targets, options.mode)
 
 
 def _metadata(declaration: Declaration, options: VerifyOptions, target: str) -> OperationMetadata:
@@ -96,8 +112,31 @@ def target_mesh(target: str, mesh: str | None, declaration: Declaration) -> AnyM
     )
 
 
-def print_reports(reports: list[TargetReport], notes: tuple[str, ...] = ()) -> None:
+def is_step_report(report: TargetReport | StepReport) -> bool:
+    """Whether it is of a step over pages."""
+    return isinstance(report, StepReport)
+
+
+def why(report: TargetReport | StepReport) -> str:
+    """Why a target didn't pass."""
+    if isinstance(report, StepReport):
+        return why_step(report)
+    if report.plan.implementation is None:
+        return f"{report.target}: {report.plan.refusal()}"
+    failed = [f"{p.name}: {p.failure.message}" for p in report.passes if p.failure]
+    differing = [f"{p.name}: {line}" for p in report.passes for line in p.differences]
+    return f"{report.target}: " + "; ".join([*failed, *differing])
+
+
+def print_reports(reports: Sequence[TargetReport] | Sequence[StepReport], notes: tuple[str, ...] = ()) -> None:
     """All of it, a paragraph a target; `notes` come last."""
+    if isinstance(reports[0], StepReport):
+        print_step_reports([report for report in reports if isinstance(report, StepReport)], notes)
+        return
+    _print_reports([report for report in reports if isinstance(report, TargetReport)], notes)
+
+
+def _print_reports(reports: list[TargetReport], notes: tuple[str, ...]) -> None:
     console = text()
     console.print(Text(reports[0].plan.problem.describe().partition(" on ")[0], style="bold"), end="")
     console.print(Text(":" + reports[0].plan.problem.describe().partition(":")[2].rpartition(", mesh")[0]))

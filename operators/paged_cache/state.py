@@ -15,9 +15,10 @@ from ...errors import InputError, InputTypeError, ShardingError, a_type, shown
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
 from ...planning.paged.decide_paged import token_specs
+from ...sharding.mesh import AnyMesh
 from .batch import RaggedBatch
 
-__all__ = ["CacheShardings", "CacheState", "LayerPages", "init", "layer_of", "shardings", "step_specs"]
+__all__ = ["CacheShardings", "CacheState", "LayerPages", "abstract", "init", "layer_of", "shardings", "step_specs"]
 
 
 class LayerPages(NamedTuple):
@@ -114,6 +115,20 @@ def init(
         assert key is not None
         layers.append(LayerPages(key, zeros("value_pages"), scale("key", layer), scale("value", layer)))
     return CacheState(tuple(layers), cache)
+
+
+def abstract(plan: CachePlan, mesh: AnyMesh | None = None, *, layers: int | None = None) -> CacheState:
+    """The state as shapes, where the plan has its arrays: to lower and compile with. `layers`: all, unless it says fewer."""
+
+    def of(name: str) -> Any:
+        array = plan.get(name)
+        if array is None:
+            return None
+        where = None if mesh is None else NamedSharding(mesh, array.fitted.spec)
+        return jax.ShapeDtypeStruct(array.fitted.shape, array.dtype, sharding=where)
+
+    layer = LayerPages(of(plan.pages_array.name), of("value_pages"), of("key_scale"), of("value_scale"))
+    return CacheState((layer,) * (plan.cache.layers if layers is None else layers), plan.cache)  # type: ignore[arg-type]
 
 
 def shardings(cache: KVCache, mesh: Mesh, *, kv_heads: Literal["replicate", "error"] = "replicate") -> CacheShardings:

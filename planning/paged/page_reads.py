@@ -11,7 +11,7 @@ import numpy as np
 from ..text import bytes_text
 from .paged_problem import PagedProblem, causal_window
 
-__all__ = ["PageReads", "live_pages", "page_bytes", "page_reads"]
+__all__ = ["PageReads", "live_pages", "page_bytes", "page_reads", "step_flops"]
 
 
 class PageReads(NamedTuple):
@@ -65,6 +65,22 @@ def page_reads(problem: PagedProblem, batch: Any) -> PageReads:
         sequences += sum(1 for q, _ in rows if q)
         queries += sum(q for q, _ in rows)
     return PageReads(sequences, queries, live, held, most * page_bytes(problem))
+
+
+def step_flops(problem: PagedProblem, batch: Any) -> float:
+    """Operations of the products with keys and values that are seen, on the device that has most of them."""
+    causal, (left, right) = causal_window(problem.mask) or (True, (None, None))
+    most = 0
+    for starts, lens, count in _by_shard(batch):
+        pairs = 0
+        for q, n in zip(np.diff(starts)[:count], lens[:count], strict=True):
+            place = np.arange(int(n) - int(q), int(n), dtype=np.int64)
+            last = np.minimum(int(n) - 1, place if causal else int(n) - 1)
+            last = last if right is None else np.minimum(last, place + right)
+            first = np.zeros_like(place) if left is None else np.maximum(place - left, 0)
+            pairs += int(np.maximum(last - first + 1, 0).sum())
+        most = max(most, pairs)
+    return 2.0 * most * problem.local_heads[0] * (problem.head_dim + problem.value_dim)
 
 
 def _by_shard(batch: Any) -> Sequence[tuple[np.ndarray, np.ndarray, int]]:

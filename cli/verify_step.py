@@ -1,0 +1,100 @@
+"""`attnops verify` of a declared step over pages: what the compiler says of it, target by target."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Sequence
+
+from rich.text import Text
+
+from ..planning.text import bytes_text
+from ..registry import OperationMetadata
+from ..registry.declaration import Declaration
+from ..verify.paged_step import StepReport, verify_step
+from .console import errors, fields, text
+from .plan import rejected_rows, runs_row
+from .run_step import one_layer
+from .step import step_of
+
+__all__ = ["print_step_reports", "verify_steps", "why_step"]
+
+
+def verify_steps(
+    declaration: Declaration, targets: Sequence[tuple[str, Callable[[], OperationMetadata]]], mode: str | None
+) -> list[StepReport]:
+    """One report for each (name, metadata of its devices)."""
+    reports = []
+    for name, metadata in targets:
+        console = errors()
+        waiting = console.status(Text(f"compile for {name}")) if console.is_terminal else contextlib.nullcontext()
+        with waiting:
+            reports.append(verify_step(*step_of(one_layer(declaration)[0], metadata(), mode), name))
+    return reports
+
+
+def print_step_reports(reports: list[StepReport], notes: tuple[str, ...] = ()) -> None:
+    """All of it, a paragraph a target; `notes` come last."""
+    console = text()
+    head = reports[0].plan.problem.describe()
+    console.print(Text(head.partition(" on ")[0], style="bold"), end="")
+    console.print(Text(":" + head.partition(":")[2].rpartition(", mesh")[0]))
+    for report in reports:
+        console.print("", fields(_rows(report)), sep="\n")
+    if notes:
+        console.print("", fields([("note", note) for note in notes]), sep="\n")
+
+
+def why_step(report: StepReport) -> str:
+    """Why it didn't pass."""
+    if report.plan.implementation is None:
+        return f"{report.target}: {report.plan.refusal()}"
+    if report.plan.cache.refused:
+        return f"{report.target}: " + "; ".join(map(str, report.plan.cache.refused))
+    sent = [f"{found.count} {found.kind} that nothing needs" for found in report.collectives or ()]
+    return f"{report.target}: " + "; ".join([*([] if report.failure is None else [report.failure.message]), *sent])
+
+
+def _rows(report: StepReport) -> list[tuple[str, str | Text]]:
+    device, plan = report.device, report.plan
+    word, style = ("passes", "bold green") if report.passed else ("FAILS", "bold red")
+    mesh = ",".join(f"{axis.name}={axis.size}" for axis in plan.problem.mesh) or "none"
+    about = f"  mesh {mesh}"
+    if device is not None:
+        about = f"  {device.kind}, mesh {mesh}; a device has {bytes_text(device.hbm_bytes)} of HBM"
+    rows: list[tuple[str, str | Text]] = [(report.target, Text.assemble((word, style), about))]
+    rows += [runs_row(plan), *rejected_rows(plan), *[("note", note) for note in plan.notes]]
+    rows += [("refused", Text(str(reason), style="red")) for reason in plan.cache.refused]
+    if report.failure is not None:
+        return [*rows, ("step", Text(f"doesn't compile: {report.failure.message}", style="red"))]
+    if not report.compiled:
+        return (
+            rows if not report.seconds else [*rows, ("step", f"lowers in {report.seconds:.1f} s; it was not compiled")]
+        )
+    rows.append(("step", f"compiles in {report.seconds:.1f} s"))
+    if report.kernels is None:
+        rows.append(("step", "VMEM isn't known, nor what is sent: this jaxlib can't read the program that libtpu made"))
+    for kernel, times in collections.Counter(report.kernels or ()).items():
+        used = "an unknown part" if kernel.vmem_used is None else bytes_text(kernel.vmem_used)
+        limit = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
+        many = f", {times} times" if times > 1 else ""
+        rows.append(("step", f"{kernel.name}: {used} of {bytes_text(limit)} of VMEM{many}"))
+    if plan.cache.scalar_limit is not None:
+        table = bytes_text(plan.cache.page_table_bytes)
+        rows.append(("step", f"page table: {table} of {bytes_text(plan.cache.scalar_limit)} of scalar memory"))
+    for sent in report.collectives or ():
+        rows.append(("step", Text(f"SENDS {sent.count} {sent.kind} that nothing needs", style="red")))
+    if report.collectives == () and plan.problem.mesh:
+        rows.append(("step", "no collectives: nothing is sent between devices"))
+    sizes = (report.argument_bytes, report.output_bytes, report.temp_bytes, report.peak_bytes)
+    texts = tuple(map(bytes_text, sizes))
+    rows.append(("step", "a device: arguments {}, outputs {}, temporary {}; {} at the peak".format(*texts)))
+    if plan.reads is not None:
+        work = f"{plan.reads.describe()}; {report.flops / 1e9:.4g} GFLOP"
+        least = f": at least {_time(report.roofline_seconds)}, bound by {report.bound}" if report.bound else ""
+        rows.append(("reads", work + least))
+    return rows
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
