@@ -55,7 +55,7 @@ HALVES = (
 # Kernels of others behind the same wrapping: for them these are enough.
 _FEW = (*IN_HALF, "segment_ids", "kv_lengths", "sinks", "soft_cap")
 FEW = {"splash.forward_tpu tokamax": _FEW, "splash.forward_tpu jax": _FEW}
-# What an implementation has no code of its own for: each of these is tried in two of them.
+# What an implementation has no code of its own for, or another case has too: each of these is tried in two of them.
 SHARED = (
     "full",
     "causal",
@@ -70,7 +70,13 @@ SHARED = (
     "positions",
     "dense_mask_and_causal",
     "dynamic_or",
+    "dynamic_query_offset",  # of cache
     "bias_broadcast",
+    "bias_of_minus_infinity",
+    "soft_cap",  # of fp8_kv, as are value_dim and lse
+    "value_dim",
+    "lse",
+    "sinks_several",
     "sinks_per_kv_head",
     "sinks_of_minus_infinity",
     "mqa",
@@ -86,7 +92,7 @@ def _often(which: str, name: str, layout: str, dtype: str) -> bool:
     if name not in FEW.get(which, (name,)):
         return False
     turn = cases.names().index(name) + EVERY.index(which)
-    if name in SHARED and (SHARED.index(name) - OWN.index(which)) % len(OWN) > 1:
+    if name in SHARED and which in OWN and (SHARED.index(name) - OWN.index(which)) % len(OWN) > 1:
         return False
     if dtype == "float32":
         return layout == LAYOUTS[turn % len(LAYOUTS)]

@@ -110,7 +110,7 @@ def test_splash(name: str, mesh: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kernel",
-    [pytest.param("jax", marks=pytest.mark.slow), pytest.param("tokamax", marks=harness.NEEDS_TOKAMAX)],
+    [pytest.param("jax", marks=SLOW), pytest.param("tokamax", marks=[SLOW, harness.NEEDS_TOKAMAX])],
 )
 def test_splash_of_others(kernel: str, name: str, kind: str) -> None:
     case = cases.build(name, CASES[name], replace(LONGER, batch=2, heads=4))
