@@ -1,6 +1,7 @@
 """Set up JAX for the tests: eight virtual CPU devices, no metadata server, no compilation cache."""
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -53,6 +54,13 @@ if _imported_too_early:  # a plugin did it: fine as long as the settings above s
 settings.register_profile("attnops", deadline=None, max_examples=40, derandomize=True)
 settings.register_profile("attnops-search", deadline=None, max_examples=40)
 settings.load_profile("attnops")
+
+
+def pytest_collection_finish() -> None:
+    """Python's collector needn't go through what stays: modules and tests. Tracing makes many objects, and few circles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -37,8 +37,15 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("mesh", [(), MESH], ids=["one", "mesh"])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        # On one device or over a mesh, by turns.
+        pytest.param(name, mesh, id=f"{name}-{kind}", marks=[] if number % 2 == turn else [pytest.mark.slow])
+        for number, name in enumerate(CALLS)
+        for turn, (kind, mesh) in enumerate((("one", ()), ("mesh", MESH)))
+    ],
+)
 def test_check(attnops: Callable[..., Any], config: Callable[..., Path], name: str, mesh: tuple[str, ...]) -> None:
     result = attnops("run", config(**CALLS[name]), *mesh, "--check", "--repeats", 1)
     assert (result.status, result.err) == (0, "")

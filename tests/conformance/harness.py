@@ -97,7 +97,7 @@ def draw(case: Case, dtype: str, dim: int = DIM, seed: int = 11) -> Tensors:
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
-        return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype).astype(jnp.float32))
+        return rng.standard_normal(shape).astype(np.float32).astype(jnp.dtype(dtype)).astype(np.float32)
 
     def tensor(name: str, *shape: int) -> np.ndarray:
         x = normal(*shape)
@@ -152,7 +152,7 @@ def run(attend: Any, case: Case, tensors: Tensors, dtype: str, layout: str, plac
     traced = {n: jnp.asarray(v) for n, v in case.call.items() if isinstance(v, np.ndarray)}
     static = {n: v for n, v in case.call.items() if not isinstance(v, np.ndarray)}
     mask = traced.pop("mask", None) if "mask" in traced else static.pop("mask", None)
-    d_output = to_layout(jnp.asarray(tensors.d_output), layout)
+    d_output = to_layout(tensors.d_output, layout)
     smooth = {n: traced.pop(n) for n in case.differentiate}
     if placed is not None:
         arrays = placed(arrays)
@@ -168,7 +168,7 @@ def run(attend: Any, case: Case, tensors: Tensors, dtype: str, layout: str, plac
             result = attend(q, k, v, layout=layout, mask=mask, **call, **static)
             total = (result.attention_outputs.astype(jnp.float32) * d_output).sum()
             if tensors.d_lse is not None:
-                d_lse = jnp.asarray(tensors.d_lse if layout != "thd" else tensors.d_lse[0])
+                d_lse = tensors.d_lse if layout != "thd" else tensors.d_lse[0]
                 total += (
                     result.lse * d_lse
                 ).sum()  # also of -inf: whatever comes back for such a row, its gradient is 0

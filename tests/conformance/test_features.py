@@ -4,6 +4,7 @@ what isn't is refused before anything runs."""
 from __future__ import annotations
 
 import itertools
+from functools import lru_cache
 
 import pytest
 
@@ -41,8 +42,8 @@ def _segment_ids_twice(case: cases.Case) -> bool:
 
 
 # What `make test` runs; the rest of the product is for `make test-all`. Every case runs in float32, whose tolerance notices
-# most, in one layout, by turns. These, and some of the others by turns, run in half precision too.
-OFTEN = ("causal_window", "segment_ids", "gqa")
+# most, in one layout, by turns. These, and some of the others by turns, run in half precision too: one in each.
+IN_HALF = ("causal_window", "gqa")
 HALVES = (
     ("bthd", "bfloat16"),
     ("bhtd", "float16"),
@@ -52,19 +53,32 @@ HALVES = (
     ("thd", "float16"),
 )
 # Kernels of others behind the same wrapping: for them these are enough.
-_FEW = (*OFTEN, "full", "kv_lengths", "sinks", "soft_cap")
+_FEW = (*IN_HALF, "segment_ids", "kv_lengths", "sinks", "soft_cap")
 FEW = {"splash.forward_tpu tokamax": _FEW, "splash.forward_tpu jax": _FEW}
-# What an implementation has no code of its own for: each of these is tried in two of them.
+# What an implementation has no code of its own for, or another case has too: each of these is tried in two of them.
 SHARED = (
+    "full",
+    "causal",
     "causal_bottom_right",
     "window",
+    "chunked",
     "chunked_power_of_two",
     "prefix",
     "negated",
     "mask_function",
     "segment_ids_unsorted",
+    "positions",
     "dense_mask_and_causal",
+    "dynamic_or",
+    "dynamic_query_offset",  # of cache
     "bias_broadcast",
+    "bias_of_minus_infinity",
+    "soft_cap",  # of fp8_kv, as are value_dim and lse
+    "value_dim",
+    "lse",
+    "sinks_several",
+    "sinks_per_kv_head",
+    "sinks_of_minus_infinity",
     "mqa",
     "cross",
     "int8_value",
@@ -78,13 +92,13 @@ def _often(which: str, name: str, layout: str, dtype: str) -> bool:
     if name not in FEW.get(which, (name,)):
         return False
     turn = cases.names().index(name) + EVERY.index(which)
-    if name in SHARED and (SHARED.index(name) - OWN.index(which)) % len(OWN) > 1:
+    if name in SHARED and which in OWN and (SHARED.index(name) - OWN.index(which)) % len(OWN) > 1:
         return False
     if dtype == "float32":
-        return name == OFTEN[0] or layout == LAYOUTS[turn % len(LAYOUTS)]
-    if name in OFTEN:
-        return (layout, dtype) == HALVES[turn % len(HALVES)]
-    return turn % 6 == 0 and (layout, dtype) == HALVES[turn // 6 % len(HALVES)]
+        return layout == LAYOUTS[turn % len(LAYOUTS)]
+    if name in IN_HALF and which not in FEW:
+        return (layout, dtype) == HALVES[(3 * IN_HALF.index(name) + EVERY.index(which)) % len(HALVES)]
+    return (name == IN_HALF[0] or turn % 12 == 0) and (layout, dtype) == HALVES[turn // 12 % len(HALVES)]
 
 
 def _marks(which: str, name: str, layout: str, dtype: str) -> list[pytest.MarkDecorator]:
@@ -93,9 +107,17 @@ def _marks(which: str, name: str, layout: str, dtype: str) -> list[pytest.MarkDe
 
 
 COMBINATIONS = [
-    pytest.param(*key, marks=_marks(*key), id="-".join(key))
-    for key in itertools.product(harness.RUNNABLE, cases.names(), LAYOUTS, DTYPES)
+    pytest.param(
+        which, name, layout, dtype, marks=_marks(which, name, layout, dtype), id=f"{which}-{name}-{layout}-{dtype}"
+    )
+    for name, dtype, layout, which in itertools.product(cases.names(), DTYPES, LAYOUTS, harness.RUNNABLE)
 ]
+
+
+@lru_cache(maxsize=4)  # the implementations follow one another
+def _expected(name: str, dtype: str, packed: bool) -> harness.Result:
+    case = cases.build(name, "thd" if packed else "bthd")
+    return harness.expect(case, harness.draw(case, dtype))
 
 
 @pytest.mark.parametrize(("which", "name", "layout", "dtype"), COMBINATIONS)
@@ -122,4 +144,4 @@ def test_agrees_or_refuses(which: str, name: str, layout: str, dtype: str) -> No
     assert plan.implementation == f"{implementation.operation}.{implementation.method}"
     published = implementation.capability.tolerance[dtype]
     got = harness.run(attend, case, tensors, dtype, layout)
-    harness.agree(got, harness.expect(case, tensors), published.forward, published.backward)
+    harness.agree(got, _expected(name, dtype, layout == "thd"), published.forward, published.backward)

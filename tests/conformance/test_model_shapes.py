@@ -62,11 +62,11 @@ def _case(shape: dict[str, Any], heads: int, kv_heads: int) -> Case:
     )
 
 
-def _fewer(shape: dict[str, Any]) -> tuple[int, int]:
-    """Heads cut to a CPU test's size: at most two kv heads, the group and its oddness kept up to 16."""
+def _fewer(shape: dict[str, Any], even: int, odd: int) -> tuple[int, int]:
+    """Heads cut to a CPU test's size: at most two kv heads, in groups of at most so many query heads."""
     group = shape["hq"] // shape["hkv"]
     kv_heads = min(shape["hkv"], 2)
-    return kv_heads * min(group, 16 if group % 2 == 0 else 9), kv_heads
+    return kv_heads * min(group, even if group % 2 == 0 else odd), kv_heads
 
 
 def _kind(shape: dict[str, Any]) -> tuple[Any, ...]:
@@ -77,25 +77,34 @@ def _kind(shape: dict[str, Any]) -> tuple[Any, ...]:
 
 NATIVE, SPLASH = "vanilla.forward_native", "splash.forward_tpu"
 FIRST = {_kind(shape): shape["name"] for shape in reversed(SHAPES)}
+
+
+def _often(shape: dict[str, Any], which: str) -> bool:
+    """One of a kind, and every third of those in the interpreter."""
+    return FIRST[_kind(shape)] == shape["name"] and (which == NATIVE or list(FIRST).index(_kind(shape)) % 3 == 0)
+
+
+# (shape, implementation, largest groups): small groups in `make test`.
 MODELS = [
-    pytest.param(
-        shape,
-        which,
-        id=f"{shape['name'].replace(' ', '_')}-{which}",
-        # One of a kind, and every third of those in the interpreter.
-        marks=[]
-        if FIRST[_kind(shape)] == shape["name"] and (which == NATIVE or list(FIRST).index(_kind(shape)) % 3 == 0)
-        else [pytest.mark.slow],
-    )
-    for shape in SHAPES
-    for which in (NATIVE, SPLASH)
+    *((shape, which, (4, 3)) for shape in SHAPES for which in (NATIVE, SPLASH) if _often(shape, which)),
+    *((shape, which, (16, 9)) for shape in SHAPES for which in (NATIVE, SPLASH)),
 ]
 
 
-@pytest.mark.parametrize(("shape", "which"), MODELS)
-def test_model(shape: dict[str, Any], which: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "which", "groups"),
+    [
+        pytest.param(
+            *key,
+            id=f"{key[0]['name'].replace(' ', '_')}-{key[1]}-{key[2][0]}",
+            marks=[] if key[2] == (4, 3) else [pytest.mark.slow],
+        )
+        for key in MODELS
+    ],
+)
+def test_model(shape: dict[str, Any], which: str, groups: tuple[int, int]) -> None:
     implementation = harness.RUNNABLE[which]
-    heads, kv_heads = _fewer(shape)
+    heads, kv_heads = _fewer(shape, *groups)
     case = _case(shape, heads, kv_heads)
     attend = implementation.make("float32")
     tensors = harness.draw(case, "float32", shape["head_dim"])

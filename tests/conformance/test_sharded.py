@@ -74,6 +74,7 @@ OFTEN_SPLASH = {
     ("segment_ids", "sp8", "auto"),
 }
 LONGER = replace(SIZES, length=320)
+SLOW = pytest.mark.slow
 
 
 def _product(names: Iterable[str], often: set[tuple[str, str, str]]) -> list[Any]:
@@ -96,8 +97,9 @@ def test_vanilla(name: str, mesh: str, kind: str) -> None:
 )
 def test_splash(name: str, mesh: str, kind: str) -> None:
     # 320 queries: with the sequence split two and more ways, several blocks a shard and a masked rest
-    layout = SPLASH_CASES[name]
-    _check("splash.forward_tpu", cases.build(name, layout, LONGER), _mesh(MESHES[mesh], KINDS[kind]), layout)
+    layout, often = SPLASH_CASES[name], (name, mesh, kind) in OFTEN_SPLASH
+    sizes = replace(LONGER, batch=2, heads=4) if often else LONGER
+    _check("splash.forward_tpu", cases.build(name, layout, sizes), _mesh(MESHES[mesh], KINDS[kind]), layout)
 
 
 @pytest.mark.parametrize(
@@ -108,10 +110,10 @@ def test_splash(name: str, mesh: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kernel",
-    [pytest.param("jax", marks=pytest.mark.slow), pytest.param("tokamax", marks=harness.NEEDS_TOKAMAX)],
+    [pytest.param("jax", marks=SLOW), pytest.param("tokamax", marks=[SLOW, harness.NEEDS_TOKAMAX])],
 )
 def test_splash_of_others(kernel: str, name: str, kind: str) -> None:
-    case = cases.build(name, CASES[name], LONGER)
+    case = cases.build(name, CASES[name], replace(LONGER, batch=2, heads=4))
     _check(f"splash.forward_tpu {kernel}", case, _mesh(MESHES["fsdp2_tp2_sp2"], KINDS[kind]), CASES[name])
 
 
@@ -122,6 +124,12 @@ PATH_CASES = {
     "int8_kv": "bhtd", "fp8_kv": "bthd",
 }  # fmt: skip
 
+# Each kind of operand, and what each path has of its own; test_vanilla splits the others.
+PATHS_OFTEN = {
+    "vanilla.forward_native blockwise": ("causal", "kv_lengths", "dense_mask", "lse"),
+    "vanilla.forward_native decode": ("causal_window", "segment_ids", "bias", "int8_kv"),
+}
+
 
 @pytest.mark.parametrize(
     ("which", "name", "kind"),
@@ -129,11 +137,10 @@ PATH_CASES = {
         pytest.param(
             *(which, name, kind),
             id=f"{which}-{name}-{kind}",
-            # Each case in one of the paths, by turns.
-            marks=[] if kind == "auto" and (i + j) % 2 == 0 else [pytest.mark.slow],
+            marks=[] if kind == "auto" and name in PATHS_OFTEN[which] else [pytest.mark.slow],
         )
-        for i, which in enumerate(harness.PATHS)
-        for j, name in enumerate(PATH_CASES)
+        for which in harness.PATHS
+        for name in PATH_CASES
         for kind in KINDS
     ],
 )
@@ -142,23 +149,40 @@ def test_native_paths(which: str, name: str, kind: str) -> None:
     _check(which, case, _mesh(MESHES["fsdp2_tp2_sp2"], KINDS[kind]), PATH_CASES[name])
 
 
-@pytest.mark.parametrize("sizes", [MESHES["fsdp2_tp2_sp2"], MESHES["tp8"]], ids=["fsdp2_tp2_sp2", "tp8"])
 @pytest.mark.parametrize(
-    "name", ["gqa", "segment_ids", *(pytest.param(n, marks=pytest.mark.slow) for n in ("causal", "dense_mask"))]
+    ("name", "mesh"),
+    [
+        pytest.param(*key, marks=[] if key in (("gqa", "tp8"), ("segment_ids", "fsdp2_tp2_sp2")) else [SLOW])
+        for key in itertools.product(("gqa", "segment_ids", "causal", "dense_mask"), ("fsdp2_tp2_sp2", "tp8"))
+    ],
 )
-def test_sdpa(name: str, sizes: dict[str, int]) -> None:
-    _check("sdpa.forward_native", cases.build(name, CASES[name], SIZES), _mesh(sizes), CASES[name])
+def test_sdpa(name: str, mesh: str) -> None:
+    _check("sdpa.forward_native", cases.build(name, CASES[name], SIZES), _mesh(MESHES[mesh]), CASES[name])
 
 
-@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
-def test_mixed_axis_types(kinds: tuple[AxisType, AxisType]) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "which"),
+    [
+        ((AxisType.Explicit, AxisType.Auto), "vanilla.forward_native"),
+        ((AxisType.Auto, AxisType.Explicit), "splash.forward_tpu"),
+        pytest.param((AxisType.Explicit, AxisType.Auto), "splash.forward_tpu", marks=SLOW),
+        pytest.param((AxisType.Auto, AxisType.Explicit), "vanilla.forward_native", marks=SLOW),
+    ],
+)
+def test_mixed_axis_types(kinds: tuple[AxisType, AxisType], which: str) -> None:
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=kinds)
-    for which in ("vanilla.forward_native", "splash.forward_tpu"):
-        _check(which, cases.build("gqa", "bthd", SIZES), mesh, "bthd")
+    _check(which, cases.build("gqa", "bthd", SIZES), mesh, "bthd")
 
 
-@pytest.mark.parametrize("which", ["vanilla.forward_native", "splash.forward_tpu"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("kind", "which"),
+    [
+        pytest.param(AxisType.Auto, "splash.forward_tpu", id="auto-splash"),
+        pytest.param(AxisType.Explicit, "vanilla.forward_native", id="explicit-vanilla"),
+        pytest.param(AxisType.Explicit, "splash.forward_tpu", id="explicit-splash", marks=SLOW),
+        pytest.param(AxisType.Auto, "vanilla.forward_native", id="auto-vanilla", marks=SLOW),
+    ],
+)
 def test_inputs_already_laid_out_otherwise(kind: AxisType, which: str) -> None:
     mesh = _mesh(MESHES["fsdp2_tp2_sp2"], kind)
     elsewhere = NamedSharding(mesh, PartitionSpec("tp", None, "fsdp" if kind is AxisType.Auto else None))
@@ -166,28 +190,47 @@ def test_inputs_already_laid_out_otherwise(kind: AxisType, which: str) -> None:
     _check(which, case, mesh, "bthd", lambda arrays: jax.device_put(arrays, elsewhere))
 
 
-@pytest.mark.parametrize("name", ["causal", "gqa", "everything"])
+@pytest.mark.parametrize("name", ["causal", pytest.param("gqa", marks=SLOW), "everything"])
 def test_lengths_and_heads_that_divide_by_nothing(name: str) -> None:
     sizes = cases.Sizes(batch=3, heads=6, kv_heads=3, length=45)
     _check("vanilla.forward_native", cases.build(name, "bthd", sizes), _mesh(MESHES["fsdp2_tp2_sp2"]), "bthd")
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8], ids="kv{}".format)
-@pytest.mark.parametrize("tp", [2, 4, 8], ids="tp{}".format)
-def test_tp_below_at_and_above_the_kv_heads(tp: int, kv_heads: int) -> None:
+# Computed in `make test`: fewer, as many and more kv heads than devices. Of the others the plan is looked at there.
+TP_OFTEN = ((4, 1), (8, 2), (4, 4), (2, 8))
+
+
+@pytest.mark.parametrize(
+    ("tp", "kv_heads", "computed"),
+    [
+        pytest.param(*key, computed, id=f"tp{key[0]}-kv{key[1]}-{'computed' if computed else 'planned'}", marks=marks)
+        for key in itertools.product((2, 4, 8), (1, 2, 4, 8))
+        for computed, marks in (((True, []),) if key in TP_OFTEN else ((False, []), (True, [SLOW])))
+    ],
+)
+def test_tp_below_at_and_above_the_kv_heads(tp: int, kv_heads: int, computed: bool) -> None:
     sizes = replace(SIZES, kv_heads=kv_heads)
     case = cases.build("gqa", "bthd", sizes)
     case.features = frozenset({"gqa", "causal"})
     mesh = _mesh({"fsdp": 8 // tp, "tp": tp})
-    _check("vanilla.forward_native", case, mesh, "bthd")
+    if computed:
+        _check("vanilla.forward_native", case, mesh, "bthd")
     attend = harness.RUNNABLE["vanilla.forward_native"].make("float32", mesh)
     tensors = harness.draw(case, "float32")
     # the least common multiple of heads and devices, over the heads
     assert attend.plan(*tensors[:3]).placement.kv_repeat == max(1, tp // kv_heads)
 
 
-@pytest.mark.parametrize("mode", ["train", "prefill", "autoregressive", "insert"])
-@pytest.mark.parametrize("name", ["one_query", "cache"])
+MODES_OFTEN = (("one_query", "prefill"), ("one_query", "autoregressive"), ("cache", "train"), ("cache", "insert"))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(*key, marks=[] if key in MODES_OFTEN else [SLOW])
+        for key in itertools.product(("one_query", "cache"), ("train", "prefill", "autoregressive", "insert"))
+    ],
+)
 def test_modes_with_a_cache(name: str, mode: str) -> None:
     case = cases.build(name, "bthd", SIZES)
     case.call["mode"] = mode
@@ -263,7 +306,11 @@ def test_a_manual_sequence_axis_needs_an_offset() -> None:
 
 
 @pytest.mark.parametrize("which", ["vanilla.forward_native", "splash.forward_tpu"])
-@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 2, "tp": 2, "sp": 2}, {"tp": 4, "sp": 2}], ids=str)
+@pytest.mark.parametrize(  # one that splits everything, and for `make test-all` others
+    "sizes",
+    [{"fsdp": 2, "tp": 2, "sp": 2}, *(pytest.param(s, marks=SLOW) for s in ({"fsdp": 8}, {"tp": 4, "sp": 2}))],
+    ids=str,
+)
 def test_dropout_drops_the_same_weights_on_every_mesh(sizes: dict[str, int], which: str) -> None:
     case = cases.build("causal", "bthd", replace(SIZES, batch=8))
     tensors = harness.draw(case, "float32")

@@ -98,7 +98,11 @@ SHARED = {
     "tokamax": OF_TOKAMAX["kv"] | {"kernel": "tokamax", "block_q_dkv": 256},
 }
 EACH_KERNEL = [
-    pytest.param(blocks, id=name, marks=[harness.NEEDS_TOKAMAX] if name == "tokamax" else [])
+    pytest.param(
+        blocks,
+        id=name,
+        marks={"tokamax": [harness.NEEDS_TOKAMAX], "jax_q": [pytest.mark.slow]}.get(name, []),
+    )
     for name, blocks in SHARED.items()
 ]
 
@@ -111,7 +115,10 @@ def _often(choices: dict[str, dict[str, Any]], *names: str) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+# Those that the tests below it don't have, in `make test`.
+@pytest.mark.parametrize(
+    "blocks", _often(BLOCKS, "q_dkv", "parts_of_two", "compute", "natural", "layouts", "four_heads")
+)
 @pytest.mark.parametrize("name", CAUSAL_OFTEN)
 def test_blocks(name: str, blocks: dict[str, Any]) -> None:
     case = _case(*MASKS[name], 300, 300)
@@ -154,14 +161,14 @@ def test_sums_by_product_refuse_what_they_can_not_do() -> None:
     assert attend.plan(x, x, x).implementation == "splash.forward_tpu"
 
 
-@pytest.mark.parametrize("blocks", _often(OF_JAX, "q_both", "fused", "compute"))
+@pytest.mark.parametrize("blocks", _often(OF_JAX, "q_both", "fused"))
 @pytest.mark.parametrize("name", CAUSAL_OFTEN)
 def test_unequal_blocks(name: str, blocks: dict[str, Any]) -> None:
     _check(_case(*MASKS[name], 300, 300), blocks | {"kernel": "jax"})
 
 
 @harness.NEEDS_TOKAMAX
-@pytest.mark.parametrize("blocks", _often(OF_TOKAMAX, "q_dkv", "compute", "layouts"))
+@pytest.mark.parametrize("blocks", _often(OF_TOKAMAX, "q_dkv", "layouts"))
 @pytest.mark.parametrize("name", CAUSAL_OFTEN)
 def test_unequal_blocks_of_tokamax(name: str, blocks: dict[str, Any]) -> None:
     _check(_case(*MASKS[name], 300, 300), blocks | {"kernel": "tokamax"})
@@ -191,7 +198,7 @@ def test_unequal_blocks_with_keys_that_nobody_sees(blocks: dict[str, Any]) -> No
 @pytest.mark.parametrize("blocks", EACH_KERNEL)
 def test_unequal_blocks_with_a_row_without_keys(blocks: dict[str, Any]) -> None:
     lengths = np.array([0], np.int32)
-    _check(_case(Full(), np.zeros((300, 300), bool), 300, 300, kv_lengths=lengths), blocks)
+    _check(_case(Full(), np.zeros((150, 150), bool), 150, 150, kv_lengths=lengths), blocks)
 
 
 def _check(case: Case, blocks: dict[str, Any]) -> None:

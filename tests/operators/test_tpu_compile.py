@@ -72,9 +72,16 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_compiles_for_v5e(v5e: Any, mask: Mask) -> None:
-    function, arguments, plan = _program(v5e, mask, "bfloat16", None, (2, 600, 8, 4, 128))
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        ("causal", 600),
+        *((name, 200) for name in MASKS if name != "causal"),
+        *(pytest.param(name, 600, marks=pytest.mark.slow) for name in MASKS if name != "causal"),
+    ],
+)
+def test_compiles_for_v5e(v5e: Any, name: str, length: int) -> None:
+    function, arguments, plan = _program(v5e, MASKS[name], "bfloat16", None, (2, length, 8, 4, 128))
     assert (plan.method, plan.problem.device_kind) == ("forward_tpu", "TPU v5 lite")
     compiled = jax.jit(function).lower(*arguments).compile()
     text = compiled.as_text()
@@ -85,6 +92,7 @@ def test_compiles_for_v5e(v5e: Any, mask: Mask) -> None:
 JAX = {"kernel": "jax"}
 
 
+@pytest.mark.parametrize("length", [256, pytest.param(512, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("dtype", "dim", "config", "call"),
     [
@@ -105,8 +113,8 @@ JAX = {"kernel": "jax"}
         ("bfloat16", 128, JAX | {"block_q": 64, "block_q_dkv": 128, "block_q_dq": 128}, {}),
     ],
 )
-def test_compiles_with_what_is_declared(v5e: Any, dtype: str, dim: int, config: Any, call: Any) -> None:
-    function, arguments, plan = _program(v5e, Causal(), dtype, config, (2, 512, 8, 4, dim), **call)
+def test_compiles_with_what_is_declared(v5e: Any, dtype: str, dim: int, config: Any, call: Any, length: int) -> None:
+    function, arguments, plan = _program(v5e, Causal(), dtype, config, (2, length, 8, 4, dim), **call)
     assert plan.method == "forward_tpu"
     for name, value in (config or {}).items():
         assert getattr(plan.config, name) == value
@@ -143,37 +151,45 @@ def test_dropout_of_many_rows_and_heads_compiles() -> None:
     assert compiled.as_text().count("tpu_custom_call") == 2
 
 
-IDS = jax.ShapeDtypeStruct((2, 600), jnp.int32)
 SEED = jax.eval_shape(lambda: jax.random.key(0))
-TRACED = {
-    "segment_ids": {"q_segment_ids": IDS},
-    "kv_lengths": {"kv_lengths": jax.ShapeDtypeStruct((2,), jnp.int32)},
-    "query_offset": {"query_offset": jax.ShapeDtypeStruct((2,), jnp.int32)},
-    "sinks": {"softmax_aux": jax.ShapeDtypeStruct((8,), jnp.float32)},
-    "bias": {"bias": jax.ShapeDtypeStruct((1, 8, 600, 600), jnp.float32)},
-    "bias_of_keys": {"bias": jax.ShapeDtypeStruct((2, 1, 1, 600), jnp.bfloat16)},
-    "dense_mask": {"mask": jax.ShapeDtypeStruct((2, 1, 600, 600), jnp.bool_)},
-    "dense_mask_of_rows": {"mask": jax.ShapeDtypeStruct((1, 8, 600, 1), jnp.bool_)},
-    "dropout": {"dropout_rng": SEED, "dropout_prob": 0.1, "deterministic": False},
-}
 
 
-TRACED["together"] = {
-    n: x for of in ("segment_ids", "kv_lengths", "query_offset", "sinks") for n, x in TRACED[of].items()
-}
+def _traced(n: int) -> dict[str, dict[str, Any]]:
+    """What is traced, for a length of n."""
+    operands: dict[str, dict[str, Any]] = {
+        "segment_ids": {"q_segment_ids": jax.ShapeDtypeStruct((2, n), jnp.int32)},
+        "kv_lengths": {"kv_lengths": jax.ShapeDtypeStruct((2,), jnp.int32)},
+        "query_offset": {"query_offset": jax.ShapeDtypeStruct((2,), jnp.int32)},
+        "sinks": {"softmax_aux": jax.ShapeDtypeStruct((8,), jnp.float32)},
+        "bias": {"bias": jax.ShapeDtypeStruct((1, 8, n, n), jnp.float32)},
+        "bias_of_keys": {"bias": jax.ShapeDtypeStruct((2, 1, 1, n), jnp.bfloat16)},
+        "dense_mask": {"mask": jax.ShapeDtypeStruct((2, 1, n, n), jnp.bool_)},
+        "dense_mask_of_rows": {"mask": jax.ShapeDtypeStruct((1, 8, n, 1), jnp.bool_)},
+        "dropout": {"dropout_rng": SEED, "dropout_prob": 0.1, "deterministic": False},
+    }
+    together = ("segment_ids", "kv_lengths", "query_offset", "sinks")
+    return operands | {"together": {n: x for of in together for n, x in operands[of].items()}}
+
+
+# The larger the blocks, the longer the compiler takes: blocks of 256 in `make test`, of 640 in `make test-all`.
+SHORT, LONG = 200, 600
+TRACED = {n: _traced(n) for n in (SHORT, LONG)}
 # What `make test` compiles, with the passes fused.
 TRACED_OFTEN = ("together", "bias", "dense_mask_of_rows", "dropout")
 
 
 @pytest.mark.parametrize(
-    ("name", "fused"),
+    ("name", "fused", "length"),
     [
-        pytest.param(n, fused, id=f"{n}-{kind}", marks=[] if fused and n in TRACED_OFTEN else [pytest.mark.slow])
-        for n in TRACED
-        for fused, kind in ((True, "fused"), (False, "apart"))
+        *(pytest.param(n, True, SHORT, id=f"{n}-fused-{SHORT}") for n in TRACED_OFTEN),
+        *(
+            pytest.param(n, fused, LONG, id=f"{n}-{kind}-{LONG}", marks=pytest.mark.slow)
+            for n in TRACED[LONG]
+            for fused, kind in ((True, "fused"), (False, "apart"))
+        ),
     ],
 )
-def test_traced_operands_compile(v5e: Any, name: str, fused: bool) -> None:
+def test_traced_operands_compile(v5e: Any, name: str, fused: bool, length: int) -> None:
     """One program for all lengths, ids and places: they are operands."""
     configs = {"splash": {"use_fused_bwd_kernel": fused}}
     attend = OperationRegistry.create(
@@ -181,9 +197,10 @@ def test_traced_operands_compile(v5e: Any, name: str, fused: bool) -> None:
     )
     sharding = NamedSharding(v5e, jax.P())
     laid_out = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
-    x = laid_out(jax.ShapeDtypeStruct((2, 600, 8, 128), jnp.bfloat16))
-    traced = {n: laid_out(v) for n, v in TRACED[name].items() if isinstance(v, jax.ShapeDtypeStruct)}
-    static = {n: v for n, v in TRACED[name].items() if n not in traced}
+    x = laid_out(jax.ShapeDtypeStruct((2, length, 8, 128), jnp.bfloat16))
+    given = TRACED[length][name]
+    traced = {n: laid_out(v) for n, v in given.items() if isinstance(v, jax.ShapeDtypeStruct)}
+    static = {n: v for n, v in given.items() if n not in traced}
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, traced: Any) -> jax.Array:
         out = attend(q, k, v, return_lse=True, **traced, **static)
@@ -219,7 +236,8 @@ def test_quantised_keys_and_values_compile(topology: str, dim: int, key: str, va
         "splash", OperationMetadata(mesh=mesh, operation_configs=configs, fallback="error")
     )
     there = NamedSharding(mesh, jax.P())
-    shape = lambda heads, n, dtype: jax.ShapeDtypeStruct((2, 600, heads, n), jnp.dtype(dtype), sharding=there)  # noqa: E731
+    length = SHORT if topology.startswith("v6e") and dim == 128 else LONG
+    shape = lambda heads, n, dtype: jax.ShapeDtypeStruct((2, length, heads, n), jnp.dtype(dtype), sharding=there)  # noqa: E731
     arrays = {"query": shape(8, dim, "bfloat16"), "key": shape(2, dim, key), "value": shape(2, dim, value)}
     arrays["key_scale"] = shape(2, 1, "float32")
     if value != "bfloat16":
@@ -264,6 +282,7 @@ def test_compiles_with_64_bits(v5e: Any, name: str) -> None:
     if name == "tokamax":
         pytest.importorskip("tokamax")
     config, *operands = WITH_64_BITS[name]
+    length = SHORT if name in ("apart", "jax") else LONG
     there = NamedSharding(Mesh(v5e.devices.reshape(-1)[:1], ("one",)), jax.P())
     attend = OperationRegistry.create(
         "splash",
@@ -273,11 +292,11 @@ def test_compiles_with_64_bits(v5e: Any, name: str) -> None:
     )
     given: dict[str, Any] = {}
     for operand in operands:
-        given |= TRACED[operand]
+        given |= TRACED[length][operand]
     laid_out = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)  # noqa: E731
     traced = {n: laid_out(v) for n, v in given.items() if isinstance(v, jax.ShapeDtypeStruct)}
     static = {n: v for n, v in given.items() if n not in traced}
-    x = laid_out(jax.ShapeDtypeStruct((2, 600, 8, 128), jnp.bfloat16))
+    x = laid_out(jax.ShapeDtypeStruct((2, length, 8, 128), jnp.bfloat16))
     smooth = [n for n in ("bias", "softmax_aux") if n in traced]
 
     def loss(tensors: Any, part: Any, traced: Any) -> jax.Array:
@@ -306,6 +325,6 @@ def test_compiles_inside_a_checked_shard_map(v5e: Any, axes: set[str]) -> None:
         axis_names=axes,
         check_vma=True,
     )
-    x = jax.ShapeDtypeStruct((2, 600, 8, 128), jnp.bfloat16, sharding=NamedSharding(v5e, spec))
+    x = jax.ShapeDtypeStruct((2, SHORT, 8, 128), jnp.bfloat16, sharding=NamedSharding(v5e, spec))
     loss = jax.grad(lambda *x: inner(*x).astype(jnp.float32).sum(), (0, 1, 2))
     assert jax.jit(loss).lower(x, x, x).compile().as_text().count("tpu_custom_call") >= 2

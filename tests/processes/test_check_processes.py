@@ -76,6 +76,7 @@ def test_processes_with_different_numbers_of_devices() -> None:
         assert f"the number of devices: process 1 has 1, {MOST} 2." in one["devices"]["text"]
 
 
+@pytest.mark.slow
 def test_jax_ends_the_others_when_one_dies() -> None:
     """They wait for it in the check; jax's heartbeats find it, and say its number."""
     _, ended = job("die", (1, 1))

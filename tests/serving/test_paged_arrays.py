@@ -278,7 +278,9 @@ def filled(cache: KVCache = CACHE, mesh: Any = None) -> CacheState:
 QUANTISED = KVCache(**FIELDS, quantised={"dtype": "int8"})
 
 
-@pytest.mark.parametrize("cache", [CACHE, QUANTISED])
+@pytest.mark.parametrize(
+    "cache", [pytest.param(CACHE, id="float32", marks=pytest.mark.slow), pytest.param(QUANTISED, id="int8")]
+)
 def test_copy_and_scrub(cache: KVCache) -> None:
     state = filled(cache)
     pairs = np.array([[3, 4], [4, 5], [PAGES, PAGES], [0, 0]])
@@ -315,8 +317,19 @@ def test_pages_out_of_range_are_refused(call: Any, says: str) -> None:
         call(init(CACHE))
 
 
-@pytest.mark.parametrize("cache", [CACHE, QUANTISED])
-@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jax.jit(f, static_argnums=2)])
+def _jitted(function: Any) -> Any:
+    return jax.jit(function, static_argnums=2)
+
+
+@pytest.mark.parametrize(
+    ("cache", "wrap"),
+    [
+        pytest.param(CACHE, lambda f: f, id="float32-eager"),
+        pytest.param(QUANTISED, _jitted, id="int8-jitted"),
+        pytest.param(CACHE, _jitted, id="float32-jitted", marks=pytest.mark.slow),
+        pytest.param(QUANTISED, lambda f: f, id="int8-eager", marks=pytest.mark.slow),
+    ],
+)
 def test_extract_and_restore(cache: KVCache, wrap: Any) -> None:
     state, empty = filled(cache), init(cache)
     batch = make([1, 1], [9, 6], [[3, 1, 8], [5, 2]])

@@ -124,8 +124,16 @@ def _live(case: PagedCase, arrays: dict[str, np.ndarray]) -> list[int]:
     return sorted(pages)
 
 
-@pytest.mark.parametrize("kind", ["decode", "speculate", "prefill", "mixed"])
-@pytest.mark.parametrize("window", [None, (9, 0)])
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    [
+        pytest.param(
+            kind, window, marks=[] if (window is None) == (kind in ("decode", "prefill")) else [pytest.mark.slow]
+        )
+        for kind in ("decode", "speculate", "prefill", "mixed")
+        for window in (None, (9, 0))
+    ],
+)
 def test_only_live_pages_are_read(kind: str, window: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = PagedCase(kind, window=window)
     arrays = batches.make(case)

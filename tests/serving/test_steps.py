@@ -59,7 +59,8 @@ class Served:
         self.pools = [PagePool(self.plan.local_pages, self.cache.page_size) for _ in range(self.shards)]
         state = init(self.cache, self.mesh)
         # What nobody has written must reach nobody.
-        dead = lambda x: x.at[:].set(jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 127)  # noqa: E731
+        junk = lambda dtype: np.nan if jnp.issubdtype(dtype, jnp.floating) else 127  # noqa: E731
+        dead = lambda x: jax.device_put(np.full(x.shape, junk(x.dtype), x.dtype), x.sharding)  # noqa: E731
         self.state: CacheState = jax.tree.map(dead, state)
         self.history: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
         self.random = np.random.default_rng(3)
@@ -145,7 +146,11 @@ class Served:
         np.testing.assert_allclose(lse, want.lse[0].T, rtol=0, atol=tolerance * 4)
 
 
-@pytest.mark.parametrize("way", WAYS)
+# What others have together.
+PARTS = ("int8", "dp")
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in PARTS else []) for way in WAYS])
 def test_steps_of_growing_sequences(way: str) -> None:
     """Prefill, chunks beside decoding rows, decoding alone, sequences that end and pages that others get."""
     served = Served(*WAYS[way])
@@ -183,9 +188,9 @@ def test_pages_alone_give_the_same() -> None:
     random = np.random.default_rng(0)
     query, key, value = (random.standard_normal((6, n, d), np.float32) for n, d in ((HEADS, DIM), (2, DIM), (2, 8)))
     batch = RaggedBatch.make(cache.plan(), cu_q_lens=[0, 6], kv_lens=[6], page_table=[[5, 2]])
-    before = attend(init(cache), 1, batch, query, key, value)
-    state = insert(init(cache), 1, batch, key, value)
-    after = attend(state, 1, batch, query, update="none")
+    before = jax.jit(lambda *x: attend(x[0], 1, *x[1:]))(init(cache), batch, query, key, value)
+    state = jax.jit(insert, static_argnums=1)(init(cache), 1, batch, key, value)
+    after = jax.jit(lambda *x: attend(x[0], 1, *x[1:], update="none"))(state, batch, query)
     np.testing.assert_array_equal(before.output, after.output)
     np.testing.assert_array_equal(before.state.layers[1].key, state.layers[1].key)
     assert not np.asarray(scrub(state, [5, 2]).layers[1].key).any()
