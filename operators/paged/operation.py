@@ -19,6 +19,7 @@ from ...planning.paged.decide_paged import plan_paged
 from ...planning.paged.page_reads import page_reads
 from ...planning.paged.paged_plan import PagedPlan
 from ...planning.paged.paged_problem import PagedProblem, causal_window
+from ...planning.tune_cache import kept_here
 from ...sharding import describe_mesh
 from ...sharding.mesh import AnyMesh
 from ..ambient import ambient_platform
@@ -122,6 +123,7 @@ class Paged(DeclaredOperation):
             ambient_platform(jax.tree.leaves(arrays)) if mesh is None else get_abstract_mesh(),
             state.cache,
             step,
+            kept_here(),
             *map(_signature, (query, key, value, sinks)),
         )
         found = _prepared.find(asked)
@@ -184,8 +186,7 @@ class Paged(DeclaredOperation):
         self, cache: KVCache, tokens: tuple[Any, Any, Any], sinks: Any, step: Step, mesh: AnyMesh | None, arrays: Any
     ) -> PagedPlan:
         problem = describe_step(type(self), self.metadata, cache, tokens, sinks, step, mesh, arrays)
-        # mypy takes a class with an instance __hash__ for unhashable.
-        return plan_paged(type(self), problem, self.metadata.policy)  # type: ignore[arg-type]
+        return plan_paged(type(self), problem, self.metadata.policy)
 
     def _prepare(
         self, cache: KVCache, tokens: tuple[Any, Any, Any], sinks: Any, step: Step, mesh: AnyMesh | None, arrays: Any
