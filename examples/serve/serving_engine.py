@@ -60,18 +60,17 @@ class Engine:
         self.budget = budget
         # Which programs there are: tokens of a step, and the longest row if it is known to be short.
         self.shapes = tuple(dict.fromkeys([(1, 1), (self.slots, 1), (budget, None)]))
-        split = mesh is not None and self.plan.kv_repeat * sizes.kv_heads // mesh.size >= 1
-        self.weights = fitted(sizes, weights, self.plan.kv_repeat, mesh if split else None)
-        self.state = init(cache, mesh, kv_heads=kv_heads)
         placed: dict[str, Any] = {}
+        axis = None
         if mesh is not None:
-            whole = NamedSharding(mesh, P())
-            state = shardings(cache, mesh, kv_heads=kv_heads).state
-            places = jax.tree.map(lambda x: x.sharding, self.weights)
-            placed = {
-                "in_shardings": (places, state, whole, whole, whole, whole),
-                "out_shardings": (Sampled(whole, whole), state),
-            }
+            whole, places = NamedSharding(mesh, P()), shardings(cache, mesh, kv_heads=kv_heads)
+            axis = places.query.spec[1]
+            placed["out_shardings"] = (Sampled(whole, whole), places.state)
+        self.weights = fitted(sizes, weights, self.plan.kv_repeat, mesh, axis)
+        self.state = init(cache, mesh, kv_heads=kv_heads)
+        if mesh is not None:
+            own = jax.tree.map(lambda x: x.sharding, self.weights)
+            placed["in_shardings"] = (own, places.state, whole, whole, whole, whole)
         self._steps: dict[tuple[int, int | None], Any] = {
             shape: jax.jit(functools.partial(step, sizes, mesh=mesh, max_q_len=shape[1]), donate_argnums=1, **placed)
             for shape in self.shapes

@@ -6,7 +6,7 @@ a few columns two to three times as fast as a few rows.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -141,10 +141,10 @@ def _rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=2).reshape(x.shape)
 
 
-def fitted(sizes: Sizes, weights: Weights, kv_repeat: int, mesh: Mesh | None, axis: str = "tp") -> Weights:
-    """The weights for a cache that stores each kv head `kv_repeat` times, laid out over the mesh.
+def fitted(sizes: Sizes, weights: Weights, kv_repeat: int, mesh: Mesh | None, axis: Any) -> Weights:
+    """The weights for a cache that stores each kv head `kv_repeat` times and splits heads over the mesh's `axis`, or None.
 
-    Its copies share the head's queries evenly, so a group that doesn't divide is filled with heads of zeros: they attend, and
+    A head's copies share its queries evenly, so a group that doesn't divide is filled with heads of zeros: they attend, and
     nothing comes out of them. Query heads and the hidden layer are split; keys and values are made on every device, and the
     cache takes each device's own.
     """
@@ -152,7 +152,7 @@ def fitted(sizes: Sizes, weights: Weights, kv_repeat: int, mesh: Mesh | None, ax
     missing = -group % kv_repeat
 
     def filled(x: jax.Array, at: int) -> jax.Array:
-        """Zeros behind each group of heads; `at` is the dimension that has heads * head_dim."""
+        """Zeros behind each group of heads; dimension `at` has heads * head_dim."""
         if not missing:
             return x
         lead, rest = x.shape[:at], x.shape[at + 1 :]
@@ -165,7 +165,11 @@ def fitted(sizes: Sizes, weights: Weights, kv_repeat: int, mesh: Mesh | None, ax
     )
     if mesh is None:
         return jax.device_put(made)
-    rows, columns = {"query", "gate", "up"}, {"output", "down"}
-    specs = Layer(*(P(axis) if n in rows else P(None, axis) if n in columns else P() for n in Layer._fields))
-    places = Weights(P(), P(), (specs,) * sizes.layers)
+    count = (
+        1 if axis is None else int(np.prod([mesh.shape[name] for name in ([axis] if isinstance(axis, str) else axis)]))
+    )
+    hidden = axis if sizes.hidden % count == 0 else None
+    specs = dict.fromkeys(Layer._fields, P())
+    specs |= {"query": P(axis), "output": P(None, axis), "gate": P(hidden), "up": P(hidden), "down": P(None, hidden)}
+    places = Weights(P(), P(), (Layer(**specs),) * sizes.layers)
     return jax.device_put(made, jax.tree.map(lambda spec: NamedSharding(mesh, spec), places))

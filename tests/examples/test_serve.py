@@ -249,7 +249,7 @@ def test_a_chat_finds_its_turns_in_the_cache(
     assert "of 12 tokens before them 0 were in the cache" in notes[0]
     assert "of 27 tokens before them 16 were in the cache" in notes[1]
     assert "of 12 tokens before them 8 were in the cache" in notes[2]
-    assert "max_length is reached" in lines[-1]
+    assert "max_length is reached" in lines[-2]
 
 
 def test_the_declaration_is_of_the_model() -> None:
