@@ -29,10 +29,8 @@ from serving_report import Run, differences, draw, show, table  # noqa: E402
 
 from attnops.registry.declaration import Declaration  # noqa: E402
 
-SYSTEM = (
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face. You answer the questions of visitors of a public "
-    "library. Answer in one or two short sentences, and be friendly."
-)
+# The first sentence is the one that the model was trained with.
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face. Answer in one short sentence."
 QUESTIONS = (
     "What is the capital of France?", "Write one sentence about the sea.", "Name three colours.", "What is 2 plus 3?",
     "Who wrote Hamlet?", "What is photosynthesis?", "Give a synonym of happy.", "What do bees make?",
@@ -67,11 +65,11 @@ def requests(form: ChatFormat, count: int, most: int) -> list[Request]:
 def served(title: str, engine: Engine, asked: list[Request], **options: Any) -> Run:
     """Serve with a progress bar."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("requests"), TimeElapsedColumn(),
+        TextColumn("{task.description}"), BarColumn(10), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.fields[said]}"),
     )  # fmt: skip
     with Progress(*columns) as progress:
-        bar = progress.add_task(f"{title:<32}", total=len(asked), said="")
+        bar = progress.add_task(f"{title:<24}", total=len(asked), said="")
         began, tokens = time.perf_counter(), 0
 
         def on_token(request: Request, token: int) -> None:
@@ -92,7 +90,7 @@ def measured(engine: Engine, form: ChatFormat, count: int, most: int) -> tuple[l
     ways = (
         ("one at a time", {"slots": 1, "share": False}),
         (f"{engine.slots} slots", {"share": False}),
-        (f"{engine.slots} slots, shared prefixes", {}),
+        (f"{engine.slots} slots, prefixes shared", {}),
     )
     runs = [served(title, engine, requests(form, count, most), **options) for title, options in ways]
     return runs, [line for run in runs[1:] for line in differences(runs[0], run)]

@@ -96,6 +96,6 @@ def draw(runs: Sequence[Run], pages: int, path: Path) -> None:
                 color=line.get_color(), label=f"{run.title}: kept for their prefix too",
             )  # fmt: skip
     axes.set(xlabel="seconds", ylabel="pages", title=f"Pages in use, of {pages}", ylim=(0, None), xlim=(0, None))
-    axes.legend()
+    figure.legend(loc="outside lower center")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
