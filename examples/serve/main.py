@@ -27,7 +27,7 @@ from serving_engine import Engine  # noqa: E402
 from serving_loop import Request, ServingLoop  # noqa: E402
 from serving_report import Run, differences, draw, show, table  # noqa: E402
 
-from attnops.registry.declaration import Declaration  # noqa: E402
+from attnops import Declaration  # noqa: E402
 
 # The first sentence is the one that the model was trained with.
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face. Answer in one short sentence."

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import InputError, KVCache
+from attnops import Declaration, InputError, KVCache
 from attnops.operators.paged_cache import init
-from attnops.registry.declaration import Declaration
 from attnops.verify import reference_attention
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "serve" / "smollm2.json"
