@@ -27,7 +27,7 @@ from serving_engine import Engine  # noqa: E402
 from serving_loop import Request, ServingLoop  # noqa: E402
 from serving_report import Run, differences, draw, show, table  # noqa: E402
 
-from attnops import Declaration  # noqa: E402
+from attnops import Declaration, OperationRegistry  # noqa: E402
 
 # The first sentence is the one that the model was trained with.
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face. Answer in one short sentence."
@@ -50,6 +50,13 @@ def started(declared: Declaration, changes: dict[str, Any]) -> Any:
     if needed > 1 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", needed)
     return declared.operation_metadata(changes)
+
+
+def said(declared: Declaration) -> dict[str, Any]:
+    """What the file's step says of the mask and the logits; how many tokens a step has, the engine decides."""
+    names = ("mask", "causal", "sliding_window", "softmax_scale", "logits_soft_cap", "update")
+    given = {} if declared.step is None else declared.step.options()
+    return {name: given[name] for name in names if given.get(name) is not None}
 
 
 def requests(form: ChatFormat, count: int, most: int) -> list[Request]:
@@ -115,7 +122,8 @@ def main() -> int:
     from smollm_weights import load, model_file
 
     sizes, weights, form = load(model_file())
-    engine = Engine(sizes, weights, declared.cache, metadata.mesh, kv_heads=metadata.policy.kv_heads)
+    attention = OperationRegistry.create(declared.operation, metadata)
+    engine = Engine(sizes, weights, declared.cache, attention, **said(declared))
     del weights
     print(engine.plan.explain().partition("\narrays")[0])
     print(f"read in {time.perf_counter() - began:.1f} s", flush=True)

@@ -32,8 +32,10 @@ class Choices(NamedTuple):
 
 class Engine:
     """Holds weights and pages, and runs steps of a few fixed shapes: `slots` tokens or 1 where all rows decode, `budget` tokens
-    where prompts are among them. Shorter steps are padded. Errors: RefusedError for a cache that its plan refuses, InputError
-    for one of another model.
+    where prompts are among them. Shorter steps are padded. `attention` is the operation that is declared, on the mesh of its
+    metadata; `options` are those of each of its calls, such as a sliding window.
+
+    Errors: RefusedError for a cache that its plan refuses, InputError for one of another model.
     """
 
     def __init__(
@@ -41,16 +43,18 @@ class Engine:
         sizes: Sizes,
         weights: Weights,
         cache: KVCache,
-        mesh: Mesh | None = None,
+        attention: Any,
         *,
-        kv_heads: Any = "replicate",
         budget: int = 64,
+        **options: Any,
     ) -> None:
         for name in ("layers", "kv_heads", "head_dim"):
             if getattr(cache, name) != getattr(sizes, name):
                 raise InputError(
                     f"the cache declares {name}={getattr(cache, name)}, and the model has {getattr(sizes, name)}."
                 )
+        mesh: Mesh | None = attention.metadata.mesh
+        kv_heads = attention.metadata.policy.kv_heads
         self.plan = cache.plan(mesh, kv_heads=kv_heads).require()
         if self.plan.shards != 1:
             raise InputError(f"pages_axis={cache.pages_axis!r} makes {self.plan.shards} pools; this server has one.")
@@ -72,7 +76,11 @@ class Engine:
             own = jax.tree.map(lambda x: x.sharding, self.weights)
             placed["in_shardings"] = (own, places.state, whole, whole, whole, whole)
         self._steps: dict[tuple[int, int | None], Any] = {
-            shape: jax.jit(functools.partial(step, sizes, mesh=mesh, max_q_len=shape[1]), donate_argnums=1, **placed)
+            shape: jax.jit(
+                functools.partial(step, sizes, functools.partial(attention, **options), max_q_len=shape[1]),
+                donate_argnums=1,
+                **placed,
+            )
             for shape in self.shapes
         }
         self._copy, self._scrub = jax.jit(copy, donate_argnums=0), jax.jit(scrub, donate_argnums=0)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attnops.operators.paged_cache import CacheState, RaggedBatch, attend
+from attnops.operators.paged_cache import CacheState, RaggedBatch
 
 
 class Sizes(NamedTuple):
@@ -58,27 +58,9 @@ class Sampled(NamedTuple):
     lead: jax.Array
 
 
-def attention_step(
-    state: CacheState,
-    layer: int,
-    batch: RaggedBatch,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    mesh: Mesh | None = None,
-    max_q_len: int | None = None,
-) -> tuple[jax.Array, CacheState]:
-    """Write the step's keys and values into their pages and attend: all that the model knows of its cache.
-
-    query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim]; returns the output like the query, and the state.
-    """
-    found = attend(state, layer, batch, query, key, value, mesh=mesh, max_q_len=max_q_len)
-    return found.output, found.state
-
-
 def step(
     sizes: Sizes,
+    attention: Any,
     weights: Weights,
     state: CacheState,
     tokens: jax.Array,
@@ -86,10 +68,12 @@ def step(
     wanted: jax.Array,
     batch: RaggedBatch,
     *,
-    mesh: Mesh | None = None,
     max_q_len: int | None = None,
 ) -> tuple[Sampled, CacheState]:
-    """Run tokens int32 [tokens] that stand at `positions` of their sequences; greedy choices at the indices `wanted`."""
+    """Run tokens int32 [tokens] that stand at `positions` of their sequences; greedy choices at the indices `wanted`.
+
+    `attention` is the operation `paged`: it writes each layer's keys and values into their pages, and attends.
+    """
     dtype = jnp.dtype(state.cache.dtype)
     x = weights.embedding[tokens].T
     turn = _angles(sizes, positions)
@@ -101,7 +85,8 @@ def step(
     for number, layer in enumerate(weights.layers):
         h = _norm(x, layer.attention_norm, sizes.epsilon)
         query, key, value = heads(layer.query @ h, True), heads(layer.key @ h, True), heads(layer.value @ h, False)
-        mixed, state = attention_step(state, number, batch, query, key, value, mesh=mesh, max_q_len=max_q_len)
+        found = attention(query, key, value, state=state, layer=number, batch=batch, max_q_len=max_q_len)
+        mixed, state = found.attention_outputs, found.state
         x = x + layer.output @ mixed.reshape(len(tokens), -1).T.astype(x.dtype)
         h = _norm(x, layer.hidden_norm, sizes.epsilon)
         x = x + layer.down @ (jax.nn.silu(layer.gate @ h) * (layer.up @ h))
