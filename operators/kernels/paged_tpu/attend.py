@@ -46,6 +46,7 @@ def paged_attention_tpu(
     layout: Layout = "split",
     pages_per_block: int | None = None,
     queries_per_block: int | None = None,
+    buffers: int | None = None,
     vmem_limit_bytes: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Array, Array]:
@@ -56,7 +57,12 @@ def paged_attention_tpu(
     token lie as the pages do, without the last dimension. Sizes of blocks: None for what `chosen_sizes` says with
     `vmem_limit_bytes`. interpret: Pallas' interpreter, on any platform. Errors: InputError or InputTypeError.
     """
-    sizes = {"max_q_len": max_q_len, "pages_per_block": pages_per_block, "queries_per_block": queries_per_block}
+    sizes = {
+        "max_q_len": max_q_len,
+        "pages_per_block": pages_per_block,
+        "queries_per_block": queries_per_block,
+        "buffers": buffers,
+    }
     check_numbers(softmax_scale, logits_soft_cap, sizes | {"vmem_limit_bytes": vmem_limit_bytes})
     numbers = {"cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "page_table": page_table, "num_seqs": num_seqs}
     query, key_pages = jnp.asarray(query), jnp.asarray(key_pages)
@@ -79,6 +85,7 @@ def paged_attention_tpu(
         max_q_len=max_q_len,
         pages_per_block=pages_per_block or chosen[0],
         queries_per_block=queries_per_block or chosen[1],
+        buffers=buffers or chosen[2],
         vmem_limit_bytes=vmem_limit_bytes,
         interpret=interpret,
     )
@@ -112,9 +119,9 @@ def _as_split(
         key = shaped((*key.shape[:3], dim), key.dtype)
     if layout == "split":
         return key, value, key_scale, value_scale
-    turned = lambda x: (
+    turned = lambda x: (  # noqa: E731
         shaped((x.shape[0], x.shape[2], x.shape[1], *x.shape[3:]), x.dtype) if x is not None and x.ndim >= 3 else x
-    )  # noqa: E731
+    )
     return turned(key), turned(value), turned(key_scale), turned(value_scale)
 
 
@@ -157,7 +164,7 @@ def _attend(geometry: Geometry, options: Options, operands: PagedOperands) -> tu
     output, lse = decode(geometry, options, arrays, words, count)
     live = real & (row == 0) & pick(listed)
     if _several(geometry, options):
-        chunks = chunk_units(geometry, options, batch, batch.q_lens > 1, seq, row)
+        chunks = chunk_units(geometry, options, operands, batch, batch.q_lens > 1, seq, row)
         packed = arrays["query"].at[chunks.source].get(mode="promise_in_bounds").transpose(1, 0, 2)
         many, many_lse = attend_chunks(geometry, options, arrays | {"query": packed}, chunks.words, chunks.count)
         many = many.transpose(1, 0, 2).at[chunks.place].get(mode="promise_in_bounds")

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .decode import call
 from .geometry import LANES, Geometry, Options
-from .pages import Pages, walk
+from .pages import Pages, walk, whole_word
 from .softmax import Columns, Sums, add, begin, finish, in_lanes, live_keys, pieces, product, seen_keys, spread, weigh
 from .units import FIELDS, Unit, most_chunk_units, row_alignment
 
@@ -77,12 +77,12 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
             sums = begin(rows, geometry.summed_dim, column(columns.sinks, head))
             refs["peak"][head], refs["total"][head], refs["weighted"][head] = sums
 
-        def visit(half: Any, first: Any, word: Any, carry: None) -> None:
+        def visit(slot: Any, first: Any, word: Any, carry: None) -> None:
             by_token = {}
             if 3 in (geometry.key_scale, geometry.value_scale):
                 _, there = live_keys(geometry, options, first, word, unit.keys)
                 by_token = {
-                    name: pages.scale_rows(name, half, there)
+                    name: pages.scale_rows(name, slot, there)
                     for name in ("key_scale", "value_scale")
                     if getattr(geometry, name) == 3
                 }
@@ -99,7 +99,7 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
                 def of_head(head: int) -> None:
                     query = refs["query_buffer"][half_of_query, pl.ds(head * group, group)]
                     query = query.reshape(rows, geometry.query_dim).astype(geometry.compute_dtype)
-                    raw = product(query, pages.key(half, head), 1, 1)
+                    raw = product(query, pages.key(slot, head), 1, 1)
                     scale = column(columns.key_scale, head)
                     scale = None if scale is None else spread(scale, size)
                     if "key_scale" in by_token:
@@ -110,7 +110,7 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
                     p, peak, total, shrink = add(sums, x)
                     if "value_scale" in by_token:
                         p = p * by_token["value_scale"][head : head + 1]
-                    step = product(p.astype(geometry.compute_dtype), pages.value(half, head), 1, 0)
+                    step = product(p.astype(geometry.compute_dtype), pages.value(slot, head), 1, 0)
                     refs["peak"][head], refs["total"][head] = peak, total
                     refs["weighted"][head] = sums.weighted * spread(shrink, geometry.summed_dim) + step
 
@@ -138,11 +138,6 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
             refs["lse"][head] = in_lanes(lse)
         output_copy(number).start()
         pl.when(number + 1 == count)(lambda: output_copy(number).wait())
-
-
-def whole_word(pages: int) -> np.int32:
-    """A bit for each page of a block."""
-    return np.int32((1 << pages) - 1) if pages < 32 else np.int32(-1)
 
 
 def attend_chunks(

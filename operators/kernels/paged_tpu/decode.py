@@ -17,7 +17,21 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .geometry import LANES, Geometry, Options, sublanes
 from .pages import Pages, page_scratch, walk
-from .softmax import Columns, Sums, add, begin, finish, in_lanes, live_keys, pieces, product, seen_keys, spread, weigh
+from .softmax import (
+    Columns,
+    Sums,
+    add,
+    begin,
+    divided,
+    finish,
+    in_lanes,
+    live_keys,
+    pieces,
+    product,
+    seen_keys,
+    spread,
+    weigh,
+)
 from .units import FIELDS, Unit
 
 __all__ = ["decode", "windows"]
@@ -45,40 +59,87 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
         query = refs["query"][...].astype(geometry.compute_dtype)
         sums = begin(geometry.heads, geometry.summed_dim, column(columns.sinks))
 
-        def visit(half: Any, first: Any, word: Any, sums: Sums) -> Sums:
-            place, there = live_keys(geometry, options, first, word, unit.keys)
-            seen = seen_keys(options, there, place, unit.position)
-            by_token = {
-                name: pages.scale_rows(name, half, there)
-                for name in ("key_scale", "value_scale")
-                if getattr(geometry, name) == 3
-            }
-            keys = [pages.key(half, j) for j in range(geometry.kv_heads)]
-
-            def logits(rows: slice, head: int) -> jax.Array:
-                raw = product(query[rows], keys[head], 1, 1)
-                scale = by_token.get("key_scale")
-                return raw if scale is None else raw * scale[head : head + 1]
-
-            scale = column(columns.key_scale)
-            raw = _by_head(geometry, logits)
-            x = weigh(options, raw, None if scale is None else spread(scale, raw.shape[1]))
-            p, peak, total, shrink = add(sums, jnp.where(seen, x, -jnp.inf))
-            values = [pages.value(half, j) for j in range(geometry.kv_heads)]
-
-            def weighted(rows: slice, head: int) -> jax.Array:
-                part, scale = p[rows], by_token.get("value_scale")
-                if scale is not None:
-                    part = part * scale[head : head + 1]
-                return product(part.astype(geometry.compute_dtype), values[head], 1, 0)
-
-            step = _by_head(geometry, weighted)
-            return Sums(peak, total, sums.weighted * spread(shrink, step.shape[1]) + step)
-
-        sums = walk(pages, refs["words"], number, count, visit, sums)
+        visit = _all_at_once if by_product(geometry) else _head_by_head
+        step = lambda *at: visit(geometry, options, pages, columns, refs, unit, query, *at)  # noqa: E731
+        sums = walk(pages, refs["words"], number, count, step, sums)
         output, lse = finish(sums, column(columns.value_scale))
         refs["output"][...] = output.astype(refs["output"].dtype)
         refs["lse"][...] = in_lanes(lse)
+
+
+def by_product(geometry: Geometry) -> bool:
+    """Whether all kv heads of a page are one matrix, of whose products with a query head the others' keys are left out.
+
+    In the layout "split" a head's keys lie apart from one another: to bring them together takes longer than that.
+    """
+    return geometry.layout == "split" and 3 not in (geometry.key_scale, geometry.value_scale)
+
+
+def _all_at_once(
+    geometry: Geometry,
+    options: Options,
+    pages: Pages,
+    columns: Columns,
+    refs: dict[str, Any],
+    unit: Unit,
+    query: jax.Array,
+    slot: Any,
+    first: Any,
+    word: Any,
+    sums: Sums,
+) -> Sums:
+    kv_heads = geometry.kv_heads
+    place, there = live_keys(geometry, options, first, word, unit.keys, kv_heads)
+    raw = product(query, pages.flat(False, slot), 1, 1)
+    lane = lax.broadcasted_iota(jnp.int32, (1, raw.shape[1]), 1)
+    head = lane - divided(lane, kv_heads) * kv_heads
+    head = jnp.where(seen_keys(options, there, place, unit.position), head, -1)
+    own = head == divided(lax.broadcasted_iota(jnp.int32, raw.shape, 0), geometry.group)
+    scale = None if columns.key_scale is None else spread(refs["columns"][columns.key_scale], raw.shape[1])
+    p, peak, total, shrink = add(sums, jnp.where(own, weigh(options, raw, scale), -jnp.inf))
+    step = product(p.astype(geometry.compute_dtype), pages.flat(True, slot), 1, 0)
+    return Sums(peak, total, sums.weighted * spread(shrink, step.shape[1]) + step)
+
+
+def _head_by_head(
+    geometry: Geometry,
+    options: Options,
+    pages: Pages,
+    columns: Columns,
+    refs: dict[str, Any],
+    unit: Unit,
+    query: jax.Array,
+    slot: Any,
+    first: Any,
+    word: Any,
+    sums: Sums,
+) -> Sums:
+    place, there = live_keys(geometry, options, first, word, unit.keys)
+    seen = seen_keys(options, there, place, unit.position)
+    by_token = {
+        name: pages.scale_rows(name, slot, there)
+        for name in ("key_scale", "value_scale")
+        if getattr(geometry, name) == 3
+    }
+
+    def logits(rows: slice, head: int) -> jax.Array:
+        raw = product(query[rows], keys[head], 1, 1)
+        scale = by_token.get("key_scale")
+        return raw if scale is None else raw * scale[head : head + 1]
+
+    def weighted(rows: slice, head: int) -> jax.Array:
+        part, scale = p[rows], by_token.get("value_scale")
+        if scale is not None:
+            part = part * scale[head : head + 1]
+        return product(part.astype(geometry.compute_dtype), values[head], 1, 0)
+
+    keys = [pages.key(slot, j) for j in range(geometry.kv_heads)]
+    raw = _by_head(geometry, logits)
+    scale = None if columns.key_scale is None else spread(refs["columns"][columns.key_scale], raw.shape[1])
+    p, peak, total, shrink = add(sums, jnp.where(seen, weigh(options, raw, scale), -jnp.inf))
+    values = [pages.value(slot, j) for j in range(geometry.kv_heads)]
+    step = _by_head(geometry, weighted)
+    return Sums(peak, total, sums.weighted * spread(shrink, step.shape[1]) + step)
 
 
 def _by_head(geometry: Geometry, of_head: Any) -> jax.Array:
@@ -153,7 +214,9 @@ def call(
             scratch_shapes=list(scratch.values()),
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=(pltpu.ARBITRARY,), vmem_limit_bytes=options.vmem_limit_bytes
+            dimension_semantics=(pltpu.ARBITRARY,),
+            vmem_limit_bytes=options.vmem_limit_bytes,
+            disable_bounds_checks=True,  # a third of what a copy costs to start; ids are checked in pages.py
         ),
         interpret=options.interpret,
         name=name,

@@ -124,6 +124,7 @@ class Options:
     max_q_len: int | None
     pages_per_block: int
     queries_per_block: int
+    buffers: int  # blocks of pages in memory: the one that is computed on, and those on their way
     vmem_limit_bytes: int | None
     interpret: bool | pltpu.InterpretParams
 

@@ -117,18 +117,26 @@ def in_lanes(rows: jax.Array) -> jax.Array:
     return found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
 
 
-def live_keys(geometry: Geometry, options: Options, first: Any, word: Any, keys: Any) -> tuple[jax.Array, jax.Array]:
-    """(positions of a block's keys, which of them are there), both [1, keys]: in a page that was fetched, within the
-    sequence."""
-    page, size = geometry.page, options.pages_per_block * geometry.page
+def live_keys(
+    geometry: Geometry, options: Options, first: Any, word: Any, keys: Any, lanes: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """(positions of a block's keys, which of them are there), both [1, keys * lanes], each key `lanes` times in a row.
+
+    There are those in a page that was fetched, within the sequence.
+    """
+    size = options.pages_per_block * geometry.page * lanes
     column = lax.broadcasted_iota(jnp.int32, (1, size), 1)
-    if page & (page - 1) == 0:
-        slot = lax.shift_right_logical(column, np.int32(page.bit_length() - 1))
-    else:
-        slot = jnp.floor((column.astype(jnp.float32) + 0.5) * np.float32(1 / page)).astype(jnp.int32)
-    place = column + first * np.int32(page)
+    place = divided(column, lanes) + first * np.int32(geometry.page)
+    slot = divided(column, geometry.page * lanes)
     fetched = (lax.shift_right_logical(jnp.full((1, size), word), slot) & 1) == 1
     return place, fetched & (place < keys)
+
+
+def divided(x: jax.Array, by: int) -> jax.Array:
+    """x // by of small numbers from 0 on; the vector units have no such division."""
+    if by & (by - 1) == 0:
+        return lax.shift_right_logical(x, np.int32(by.bit_length() - 1))
+    return jnp.floor((x.astype(jnp.float32) + 0.5) * np.float32(1 / by)).astype(jnp.int32)
 
 
 def seen_keys(options: Options, seen: jax.Array, place: jax.Array, position: Any) -> jax.Array:

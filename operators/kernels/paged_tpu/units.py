@@ -12,14 +12,15 @@ from jax import lax
 from ..paged_step import Batch, PagedOperands
 from .geometry import Geometry, Options
 
-__all__ = ["FIELDS", "Chunks", "Unit", "chunk_units", "decode_units", "most_chunk_units"]
+__all__ = ["FIELDS", "FIRST_PAGE", "Chunks", "Unit", "chunk_units", "decode_units", "most_chunk_units"]
 
-FIELDS = 6
+FIELDS, FIRST_PAGE = 7, 3  # words of a unit, and which of them says where its pages begin
 
 
 class Unit(NamedTuple):
     """Numbers of a unit, int32. row: where it begins in the query as the kernel takes it. position: of that row among the
-    keys. first, end: pages of its sequence that it sees; keys: how many the sequence has."""
+    keys. first, end: pages of its sequence that it sees; keys: how many the sequence has. sound: whether all these pages' ids
+    are in range."""
 
     seq: Any
     row: Any
@@ -27,6 +28,7 @@ class Unit(NamedTuple):
     first: Any
     end: Any
     keys: Any
+    sound: Any
 
     @classmethod
     def read(cls, words: Any, number: Any) -> Unit:
@@ -55,7 +57,8 @@ def decode_units(
     first, end = _pages(geometry, options, position, position, keys)
     seq = jnp.arange(geometry.sequences, dtype=np.int32)
     live = wanted & (end > first)
-    words, count, _ = _compact(live, Unit(seq, batch.starts, position, first, end, keys))
+    sound = _sound(geometry, operands.page_table, keys)
+    words, count, _ = _compact(live, Unit(seq, batch.starts, position, first, end, keys, sound))
     return words, count, live
 
 
@@ -76,6 +79,7 @@ def row_alignment(geometry: Geometry) -> int:
 def chunk_units(
     geometry: Geometry,
     options: Options,
+    operands: PagedOperands,
     batch: Batch,
     wanted: jax.Array,
     token_seq: jax.Array,
@@ -100,7 +104,10 @@ def chunk_units(
     last = position + jnp.minimum(of(rows) - at, block) - 1
     first, end = _pages(geometry, options, position, last, keys)
     live = (number < ends[-1]) & (end > first)
-    words, count, place = _compact(live, Unit(seq, of(starts) + at, position, first, end, keys))
+    sound = of(
+        _sound(geometry, operands.page_table, jnp.minimum(batch.kv_lens, np.int32(geometry.width * geometry.page)))
+    )
+    words, count, place = _compact(live, Unit(seq, of(starts) + at, position, first, end, keys, sound))
 
     pick = lambda x: x.at[token_seq].get(mode="promise_in_bounds")  # noqa: E731
     mine = pick(wanted) & (token_row < pick(rows)) & (token_row >= 0)
@@ -130,6 +137,13 @@ def _pages(
     end = jnp.where(last >= 0, end, 0)  # a row before the first key sees nothing
     begin_page, end_page = lax.div(begin, page), lax.div(jnp.maximum(end, 0) + (page - 1), page)
     return begin_page, jnp.where(end > begin, end_page, begin_page)
+
+
+def _sound(geometry: Geometry, table: jax.Array, keys: jax.Array) -> jax.Array:
+    """Of each sequence: 1 if the ids of all pages with its keys are in range, else 0."""
+    pages = lax.div(keys + np.int32(geometry.page - 1), np.int32(geometry.page))
+    beyond = jnp.arange(geometry.width, dtype=np.int32) >= pages[:, None]
+    return (beyond | ((table >= 0) & (table < geometry.pages))).all(axis=1).astype(np.int32)
 
 
 def _compact(live: jax.Array, unit: Unit) -> tuple[jax.Array, jax.Array, jax.Array]:
