@@ -96,26 +96,25 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
                     there = wide(there.astype(jnp.int32)) == 1
                     seen = seen_keys(options, there, wide(place), row + unit.position)
 
-                def of_head(head: int) -> None:
+                def of_head(head: Any) -> None:
                     query = refs["query_buffer"][half_of_query, pl.ds(head * group, group)]
                     query = query.reshape(rows, geometry.query_dim).astype(geometry.compute_dtype)
                     raw = product(query, pages.key(slot, head), 1, 1)
                     scale = column(columns.key_scale, head)
                     scale = None if scale is None else spread(scale, size)
                     if "key_scale" in by_token:
-                        scale = by_token["key_scale"][head : head + 1]
+                        scale = row_of(by_token["key_scale"], head)
                     x = weigh(options, raw, scale)
                     x = x if seen is None else jnp.where(seen, x, -jnp.inf)
                     sums = Sums(refs["peak"][head], refs["total"][head], refs["weighted"][head])
                     p, peak, total, shrink = add(sums, x)
                     if "value_scale" in by_token:
-                        p = p * by_token["value_scale"][head : head + 1]
+                        p = p * row_of(by_token["value_scale"], head)
                     step = product(p.astype(geometry.compute_dtype), pages.value(slot, head), 1, 0)
                     refs["peak"][head], refs["total"][head] = peak, total
                     refs["weighted"][head] = sums.weighted * spread(shrink, geometry.summed_dim) + step
 
-                for head in range(geometry.kv_heads):
-                    of_head(head)
+                each_head(geometry, of_head)
 
             place = first * np.int32(geometry.page)
             full = (word == whole_word(options.pages_per_block)) & (place + size <= unit.keys) & (unit.position >= 0)
@@ -126,18 +125,35 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
             pl.when(full)(lambda: of_heads(False))
             pl.when(jnp.logical_not(full))(lambda: of_heads(True))
 
-        for head in range(geometry.kv_heads):
-            start_sums(head)
+        each_head(geometry, start_sums)
         walk(pages, refs["words"], number, count, visit, None)
         pl.when(number > 0)(lambda: output_copy(number - 1).wait())
-        for head in range(geometry.kv_heads):
+
+        def end_sums(head: Any) -> None:
             sums = Sums(refs["peak"][head], refs["total"][head], refs["weighted"][head])
             output, lse = finish(sums, column(columns.value_scale, head))
             output = output.astype(geometry.dtype).reshape(group, block, geometry.summed_dim)
             refs["output_buffer"][pl.ds(head * group, group)] = output
             refs["lse"][head] = in_lanes(lse)
+
+        each_head(geometry, end_sums)
         output_copy(number).start()
         pl.when(number + 1 == count)(lambda: output_copy(number).wait())
+
+
+def each_head(geometry: Geometry, step: Any) -> None:
+    """step(kv head) for each: a loop, but where a head of a page lies at a place within tiles, which has to be known."""
+    if geometry.layout == "split":
+        for head in range(geometry.kv_heads):
+            step(head)
+    else:
+        lax.fori_loop(np.int32(0), np.int32(geometry.kv_heads), lambda head, _: step(head), None)
+
+
+def row_of(rows: jax.Array, head: Any) -> jax.Array:
+    """One row [1, keys] of [kv_heads, keys]."""
+    own = lax.broadcasted_iota(jnp.int32, rows.shape, 0) == head
+    return jnp.where(own, rows, 0.0).sum(axis=0, keepdims=True)
 
 
 def attend_chunks(

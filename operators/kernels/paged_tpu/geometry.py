@@ -25,7 +25,8 @@ class Geometry:
     """Sizes and dtypes of one device's arrays.
 
     layout: where a page's numbers lie. "split": [pages, page, kv_heads, dim], keys and values apart; "heads": [pages,
-    kv_heads, page, dim], apart; "joined": [pages, kv_heads, page, dim + value_dim], a key and its value in one row.
+    kv_heads, page, dim], apart;
+    "joined": [pages, kv_heads, page, dim + value_dim], a key and its value in one row. Rows may be wider than that.
     """
 
     layout: Layout
@@ -34,6 +35,8 @@ class Geometry:
     kv_heads: int
     dim: int
     value_dim: int
+    key_row: int  # numbers of a row of key_pages; joined: of a whole row
+    value_row: int
     pages: int
     page: int
     sequences: int
@@ -59,16 +62,21 @@ class Geometry:
 
     @property
     def key_lanes(self) -> tuple[int, int]:
-        """Which numbers of a row of the pages the query is multiplied with."""
-        return (0, self.dim + self.value_dim) if self.whole_row else (0, self.dim)
+        """Which numbers of a row of the pages the query, padded with zeros, is multiplied with."""
+        return (0, self.dim) if self.joined and not self.whole_row else (0, self.key_row)
 
     @property
     def value_lanes(self) -> tuple[int, int]:
-        """Which numbers of a row the weights are multiplied with; the value is the last `value_dim` of them."""
-        end = self.dim + self.value_dim
+        """Which numbers of a row the weights are multiplied with."""
         if not self.joined:
-            return 0, self.value_dim
-        return (0, end) if self.whole_row else (self.dim, end)
+            return 0, self.value_row
+        return (0 if self.whole_row else self.dim), self.key_row
+
+    @property
+    def output_lanes(self) -> slice:
+        """Which of these are the value."""
+        start = self.dim if self.whole_row else 0
+        return slice(start, start + self.value_dim)
 
     @property
     def query_dim(self) -> int:
@@ -98,11 +106,11 @@ class Geometry:
     def streams(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """What is fetched for a page: name -> (shape, dtype)."""
         if self.joined:
-            found: dict[str, Any] = {"key": (self.row_shape(self.dim + self.value_dim), self.key_dtype)}
+            found: dict[str, Any] = {"key": (self.row_shape(self.key_row), self.key_dtype)}
         else:
             found = {
-                "key": (self.row_shape(self.dim), self.key_dtype),
-                "value": (self.row_shape(self.value_dim), self.value_dtype),
+                "key": (self.row_shape(self.key_row), self.key_dtype),
+                "value": (self.row_shape(self.value_row), self.value_dtype),
             }
         for name, rank in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
             if rank == 3:
