@@ -124,6 +124,7 @@ def _geometry(layout: str, heads: tuple[int, int], dims: tuple[int, int], page: 
         pytest.param("split", (32, 8), (128, 128), 16, {"max_q_len": 1}, marks=pytest.mark.slow),
         pytest.param("heads", (32, 8), (128, 128), 16, {}, marks=pytest.mark.slow),
         pytest.param("split", (32, 8), (128, 128), 16, {}, marks=pytest.mark.slow),
+        pytest.param("split", (16, 4), (256, 256), 32, {}, marks=pytest.mark.slow),
         pytest.param("joined", (9, 3), (64, 64), 32, {}, marks=pytest.mark.slow),
         pytest.param("heads", (16, 4), (256, 256), 64, {"pages_per_block": 8}, marks=pytest.mark.slow),
     ],

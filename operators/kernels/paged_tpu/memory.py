@@ -74,8 +74,19 @@ def _chunk_parts(geometry: Geometry, options: Options) -> dict[str, int]:
         "lse, twice": 2 * _bytes((geometry.kv_heads, pieces(rows), LANES), np.float32),
         "numbers of heads": _columns(geometry, options),
         "logits, weights and mask (queries_per_block x pages_per_block)": 2 * _logits(geometry, rows, keys),
-        "keys and values on their way to a product": _converted(geometry, options, False),
+        "keys and values on their way to a product": _converted(geometry, options, False)
+        + _gathered(geometry, options),
     }
+
+
+def _gathered(geometry: Geometry, options: Options) -> int:
+    """All heads' keys and values of a block, taken out of the tiles that hold all heads of a token: wide, and for each of the
+    two ways through a block."""
+    if geometry.layout != "split":
+        return 0
+    rows = options.pages_per_block * geometry.page
+    widths = geometry.key_row, geometry.value_row
+    return 4 * geometry.kv_heads * sum(_bytes((rows, n), geometry.compute_dtype) for n in widths)
 
 
 def _page_parts(geometry: Geometry, options: Options) -> dict[str, int]:
