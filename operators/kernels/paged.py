@@ -22,7 +22,7 @@ from .paged_decode import attend_decode
 from .paged_step import Batch, PagedOperands, PagedStatic, batch_of
 from .varying import alike
 
-__all__ = ["paged_attention"]
+__all__ = ["paged_attention", "places"]
 
 _KEYS = 256  # of a block of pages: within 10 % of the best in most cases
 _STEP_BYTES = 2**20  # of keys, in float32, that a decode step fetches: still in a cache when they are multiplied
@@ -118,7 +118,7 @@ def _power_of_two(n: int) -> int:
 def _attend(static: PagedStatic, operands: PagedOperands) -> tuple[jax.Array, jax.Array]:
     operands = alike(operands)
     batch = batch_of(operands)
-    seq, row, real = _places(operands, batch)
+    seq, row, real = places(operands, batch)
     pick = lambda x, at: x.at[seq, jnp.minimum(row, at - 1)].get(mode="promise_in_bounds")  # noqa: E731
     if static.max_q_len is not None:
         mine = batch.q_lens > 0
@@ -146,7 +146,7 @@ def _no_gradient(static: PagedStatic, primals: Any, tangents: Any) -> Any:
     )
 
 
-def _places(operands: PagedOperands, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+def places(operands: PagedOperands, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of each row of the query: (its sequence, its place there, whether it has one)."""
     tokens, sequences = operands.query.shape[0], operands.kv_lens.shape[0]
     token = jnp.arange(tokens, dtype=np.int32)
