@@ -107,6 +107,9 @@ def check_step(ran: RanStep) -> list[Comparison]:
 
 def _split(cache: CacheFields, pages: LayerPages) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values [pages, page, kv_heads, dim] of any layout."""
+    if cache.layout == "joined":
+        both = np.asarray(pages.key).swapaxes(1, 2)
+        return both[..., : cache.head_dim], both[..., cache.head_dim : cache.head_dim + cache.value_size]
     if cache.layout == "heads":
         assert pages.value is not None
         return np.asarray(pages.key).swapaxes(1, 2), np.asarray(pages.value).swapaxes(1, 2)
@@ -120,4 +123,4 @@ def _split(cache: CacheFields, pages: LayerPages) -> tuple[np.ndarray, np.ndarra
 def _of_shard(cache: CacheFields, scale: Any, own: slice) -> Any:
     if scale is None or np.ndim(scale) < 3:
         return scale
-    return np.asarray(scale)[own].swapaxes(1, 2) if cache.layout == "heads" else np.asarray(scale)[own]
+    return np.asarray(scale)[own].swapaxes(1, 2) if cache.heads_at == 1 else np.asarray(scale)[own]

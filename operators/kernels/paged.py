@@ -36,6 +36,7 @@ def paged_attention(
     value_pages: Shaped[Array, "pages page kv_heads value_dim"] | None,
     *,
     layout: str = "split",
+    value_dim: int | None = None,
     cu_q_lens: Int[Array, " sequences_and_one"],
     kv_lens: Int[Array, " sequences"],
     page_table: Int[Array, "sequences width"],
@@ -63,7 +64,7 @@ def paged_attention(
 
     sliding_window: inclusive distances (left, right), None for no limit; `causal` intersects. Scales of int8 or fp8 pages:
     one number, [kv_heads], or one for each token and head, as pages lie. `layout`: see page_layout; where it joins keys and
-    values, `key_pages` has both and `value_pages` is None.
+    values, `key_pages` has both and `value_pages` is None; `value_dim` says of which dim they are, None: the query's.
 
     `max_q_len`: no sequence has more queries in this batch; rows beyond it aren't attended to and are 0. None: any. The sizes
     at the end are for tuning; `platform` is jax's default backend.
@@ -94,6 +95,7 @@ def paged_attention(
         pairs=pairs or chosen[1],
         block_q=block_q or chosen[2],
         layout=layout,
+        value_dim=value_dim,
     )
     return _attend(static, operands)
 

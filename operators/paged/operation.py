@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
 
 from ...errors import FallbackWarning, InputError, InputTypeError
 from ...masks.int_arrays import known_values
-from ...planning import Reason, Rule, implementation
+from ...planning import OperationConfig, Reason, Rule, implementation
 from ...planning.cache.kv_cache import KVCache
 from ...planning.call_arguments import CallArray
 from ...planning.paged.decide_paged import plan_paged
@@ -34,6 +34,7 @@ from .describe_step import describe_step
 from .paged_config import PagedConfig
 from .run_step import StepProgram, run_step
 from .step_arguments import Step, StepArguments, step_of
+from .tpu_kernel import on_tpu, tpu_notes, tpu_reasons, tpu_sizes
 
 __all__ = ["Paged", "StepOutput"]
 
@@ -237,6 +238,8 @@ class Paged(DeclaredOperation):
             )
             hint = f"Declare cache.layout={cls.cache_layout!r}, or use the operation 'paged'."
             found.append(Reason("paged.layout", "cache.layout", text, hint))
+        if method == "forward_tpu":
+            found += tpu_reasons(problem)
         found += [r for rule in capability.rules if (r := rule.check(problem, problem.config)) is not None]  # type: ignore[arg-type]
         return tuple(found)
 
@@ -244,15 +247,32 @@ class Paged(DeclaredOperation):
     def remarks(cls, method: str, problem: Any, placement: Any, config: Any) -> tuple[str, ...]:
         """Fields of the config that the method doesn't read."""
         del placement
-        notes = []
-        if method == "forward_native" and config.is_set("vmem_limit_bytes"):
-            notes.append("forward_native doesn't read the config's vmem_limit_bytes")
-        return tuple(notes)
+        if method == "forward_tpu":
+            return tpu_notes(problem)
+        if config.is_set("vmem_limit_bytes"):
+            return ("forward_native doesn't read the config's vmem_limit_bytes",)
+        return ()
+
+    @classmethod
+    def resolve_config(cls, method: str, problem: Any, placement: Any) -> OperationConfig:
+        """With the TPU kernels' sizes filled in."""
+        del placement
+        return tpu_sizes(problem) if method == "forward_tpu" else problem.config
 
     @classmethod
     def reads_config(cls, method: str) -> bool:
         """Each method reads the sizes of its blocks."""
         return True
+
+    @implementation(
+        consumes=_FEATURES,
+        rules=(_SOFTMAX,),
+        tolerance={"float32": (4e-6, None), "bfloat16": (1.5e-2, None)},
+        check_vma=False,
+    )
+    def forward_tpu(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
+        """Attend by Pallas kernels: pages come by DMA, several blocks of them on their way; dead pages aren't fetched."""
+        return on_tpu(call)
 
     @implementation(
         consumes=_FEATURES,

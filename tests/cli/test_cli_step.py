@@ -55,6 +55,7 @@ def test_a_step_is_planned(attnops: Callable[..., Any], tmp_path: Path) -> None:
         {},
         {"metadata": {"mesh": {"dp": 2, "tp": 2}}, "cache": {"pages_axis": "dp", "layout": "packed"}},
         {"cache": {"layout": "heads", "quantised": {"dtype": "int8", "scale": "head"}}, "step": {"softmax_aux": True}},
+        {"cache": {"layout": "joined", "value_dim": 24}, "step": {"logits_soft_cap": 5.0}},
         {
             "operation": "ragged_page_attention_v2",
             "cache": {"layout": "interleaved", "quantised": {"dtype": "float8_e4m3fn"}},
@@ -62,7 +63,7 @@ def test_a_step_is_planned(attnops: Callable[..., Any], tmp_path: Path) -> None:
         {"step": {"mode": "autoregressive", "q_lens": 1, "kv_lens": 12, "sequences": 8, "logits_soft_cap": 5.0}},
         {"step": {"update": "none", "dtype": "bfloat16"}},
     ],
-    ids=("plain", "mesh", "heads", "v2", "decode", "none"),
+    ids=("plain", "mesh", "heads", "joined", "v2", "decode", "none"),
 )
 def test_a_step_is_run_and_checked(attnops: Callable[..., Any], tmp_path: Path, changes: dict[str, Any]) -> None:
     out = tmp_path / "out.npz"
@@ -71,7 +72,7 @@ def test_a_step_is_run_and_checked(attnops: Callable[..., Any], tmp_path: Path, 
     assert "pass  output against float64 reference over the pages" in result.out
     assert "one of the cache's 3 layers" in result.out
     output = np.load(out)["output"]
-    assert output.shape[1:] == (6, 16)
+    assert output.shape[1:] == (6, changes.get("cache", {}).get("value_dim", 16))
     assert np.isfinite(output).all()
 
 

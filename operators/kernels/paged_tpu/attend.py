@@ -76,7 +76,7 @@ def paged_attention_tpu(
     lengths = [int32(name, x) for name, x in numbers.items()]
     sinks, key_scale, value_scale = (None if x is None else jnp.asarray(x) for x in (sinks, key_scale, value_scale))
     as_split = _as_split(layout, value_dim, query, key_pages, value_pages, key_scale, value_scale)
-    check_operands(PagedOperands(query, *as_split[:2], *lengths, sinks, *as_split[2:]))
+    check_operands(PagedOperands(query, *as_split[:2], *lengths, sinks, *as_split[2:]), "split")
     left, right = check_window(sliding_window)
     geometry = _geometry(layout, PagedOperands(query, *as_split[:2], *lengths, sinks, *as_split[2:]))
     value_row = key_pages.shape[-1] if value_pages is None else value_pages.shape[-1]
