@@ -32,6 +32,7 @@ def compile_one(
     tokens: int = 256,
     heads: tuple[int, int] = (32, 8),
     dims: tuple[int, int] = (128, 128),
+    row: int | None = None,
     page: int = 16,
     sequences: int = 64,
     width: int = 64,
@@ -46,7 +47,7 @@ def compile_one(
     there = NamedSharding(mesh, PartitionSpec())
     shape = lambda s, d: jax.ShapeDtypeStruct(s, d, sharding=there)  # noqa: E731
     (query_heads, kv_heads), pages = heads, sequences * width
-    row = lambda n: (pages, page, kv_heads, n) if layout == "split" else (pages, kv_heads, page, n)  # noqa: E731
+    rows = lambda n: (pages, page, kv_heads, n) if layout == "split" else (pages, kv_heads, page, n)  # noqa: E731
     stored = jnp.dtype(pages_dtype or dtype)
     arrays = {
         "query": shape((tokens, query_heads, dims[0]), jnp.dtype(dtype)),
@@ -54,11 +55,11 @@ def compile_one(
         "kv_lens": shape((sequences,), jnp.int32),
         "page_table": shape((sequences, width), jnp.int32),
         "num_seqs": shape((1,), jnp.int32),
-        "key_pages": shape(row(sum(dims) if layout == "joined" else dims[0]), stored),
-        "value_pages": None if layout == "joined" else shape(row(dims[1]), stored),
+        "key_pages": shape(rows(row or (sum(dims) if layout == "joined" else dims[0])), stored),
+        "value_pages": None if layout == "joined" else shape(rows(row or dims[1]), stored),
     }
     if scale is not None:
-        of = {"tensor": (), "head": (kv_heads,), "token_head": row(1)[:3]}[scale]
+        of = {"tensor": (), "head": (kv_heads,), "token_head": rows(1)[:3]}[scale]
         arrays |= {name: shape(of, jnp.float32) for name in ("key_scale", "value_scale")}
     if sinks:
         arrays["sinks"] = shape((query_heads,), jnp.float32)
@@ -82,7 +83,7 @@ def compile_one(
                 ("split", LLAMA),
                 ("joined", SMOLLM),
                 ("heads", {"dims": (256, 256), "page": 32, "logits_soft_cap": 30.0}),
-                ("joined", {"heads": (16, 4), "dims": (192, 128), "page": 64}),
+                ("joined", {"heads": (16, 4), "dims": (192, 128), "page": 64, "row": 384, "value_dim": 128}),
                 ("heads", {"page": 32, "pages_dtype": "int8", "scale": "token_head", "sliding_window": (1023, 0)}),
                 ("heads", {"dtype": "float32", "tokens": 64, "width": 16}),
             )

@@ -73,15 +73,19 @@ def paged_attention_tpu(
     numbers = {"cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "page_table": page_table, "num_seqs": num_seqs}
     query, key_pages = jnp.asarray(query), jnp.asarray(key_pages)
     value_pages = None if value_pages is None else jnp.asarray(value_pages)
-    lengths = [int32(name, x) for name, x in numbers.items()]
+    lengths = {name: int32(name, x) for name, x in numbers.items()}
     sinks, key_scale, value_scale = (None if x is None else jnp.asarray(x) for x in (sinks, key_scale, value_scale))
     as_split = _as_split(layout, value_dim, query, key_pages, value_pages, key_scale, value_scale)
-    check_operands(PagedOperands(query, *as_split[:2], *lengths, sinks, *as_split[2:]), "split")
+
+    def operands_of(key: Any, value: Any, key_scale: Any, value_scale: Any) -> PagedOperands:
+        arrays = {"query": query, "key_pages": key, "value_pages": value, "sinks": sinks}
+        return PagedOperands(**arrays, **lengths, key_scale=key_scale, value_scale=value_scale)
+
+    check_operands(operands_of(*as_split), "split")
     left, right = check_window(sliding_window)
-    geometry = _geometry(layout, PagedOperands(query, *as_split[:2], *lengths, sinks, *as_split[2:]))
     value_row = key_pages.shape[-1] if value_pages is None else value_pages.shape[-1]
-    geometry = replace(geometry, key_row=key_pages.shape[-1], value_row=value_row)
-    operands = PagedOperands(query, key_pages, value_pages, *lengths, sinks, key_scale, value_scale)  # type: ignore[arg-type]
+    geometry = replace(_geometry(layout, operands_of(*as_split)), key_row=key_pages.shape[-1], value_row=value_row)
+    operands = operands_of(key_pages, value_pages, key_scale, value_scale)
     options = Options(
         scale=float(softmax_scale),
         causal=bool(causal),
@@ -96,7 +100,6 @@ def paged_attention_tpu(
         vmem_limit_bytes=vmem_limit_bytes,
         interpret=interpret,
     )
-    options = chosen_sizes(geometry, options)
     options = chosen_sizes(geometry, options)
     if reasons := reasons_against(geometry, options):
         raise InputError("; ".join(f"{message}; {hint}" for _, message, hint in reasons))
@@ -181,7 +184,7 @@ def _attend(geometry: Geometry, options: Options, operands: PagedOperands) -> tu
     if several:
         chunks = chunk_units(geometry, options, operands, batch, batch.q_lens > 1, seq, row)
         packed = arrays["query"].at[chunks.source].get(mode="promise_in_bounds").transpose(1, 0, 2)
-        many, many_lse = attend_chunks(geometry, options, arrays | {"query": packed}, chunks.words, chunks.count)
+        many, many_lse = attend_chunks(geometry, options, arrays | {"query": packed}, chunks.words, chunks.listed)
         many = many.transpose(1, 0, 2).at[chunks.place].get(mode="promise_in_bounds")
         block = options.queries_per_block
         by_head = many_lse.reshape(-1, geometry.heads, block).swapaxes(1, 2)

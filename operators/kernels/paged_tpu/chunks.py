@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .decode import call
 from .geometry import LANES, Geometry, Options
 from .pages import Pages, walk, whole_word
+from .run import call
 from .softmax import Columns, Sums, add, begin, finish, in_lanes, live_keys, pieces, product, seen_keys, spread, weigh
 from .units import FIELDS, Unit, most_chunk_units, row_alignment
 

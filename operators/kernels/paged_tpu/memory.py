@@ -101,7 +101,7 @@ def _buffers(scratch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _columns(geometry: Geometry, options: Options) -> int:
-    return 2 * Columns.of(geometry, options).count * _bytes((geometry.heads, LANES), np.float32)
+    return 2 * Columns.of(geometry, options).many * _bytes((geometry.heads, LANES), np.float32)
 
 
 def _logits(geometry: Geometry, rows: int, keys: int) -> int:

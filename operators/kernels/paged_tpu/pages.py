@@ -158,8 +158,8 @@ class Pages:
         dot = functools.partial(lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         if geometry.layout == "split":
             held = held.reshape(size * page, kv_heads)
-            own = [lax.broadcasted_iota(jnp.int32, (kv_heads, kv_heads), axis) for axis in (0, 1)]
-            turned = dot(jnp.where(own[0] == own[1], 1.0, 0.0), held, (((1,), (1,)), ((), ())))
+            here, there = (lax.broadcasted_iota(jnp.int32, (kv_heads, kv_heads), axis) for axis in (0, 1))
+            turned = dot(jnp.where(here == there, 1.0, 0.0), held, (((1,), (1,)), ((), ())))
             return jnp.where(valid, turned, 0.0)
         held = held.reshape(size * kv_heads, page)
         lane = lax.broadcasted_iota(jnp.int32, (page, size * page), 1)

@@ -24,6 +24,7 @@ __all__ = [
     "finish",
     "in_lanes",
     "live_keys",
+    "pieces",
     "product",
     "seen_keys",
     "spread",
@@ -52,7 +53,7 @@ class Columns(NamedTuple):
         return cls(*(sum(wanted[:i]) if wanted[i] else None for i in range(3)))
 
     @property
-    def count(self) -> int:
+    def many(self) -> int:
         return sum(i is not None for i in self)
 
 

@@ -40,7 +40,7 @@ class Chunks(NamedTuple):
     """Units of several rows each, of at most `queries_per_block`; and where a token's row is found again."""
 
     words: jax.Array
-    count: jax.Array
+    listed: jax.Array
     source: jax.Array  # [packed]: the token of each row of the packed query
     place: jax.Array  # [tokens]: its inverse
     unit: jax.Array  # [tokens]: of the compacted list
