@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -101,7 +102,7 @@ def _drawn_state(cache: KVCache, mesh: Mesh | None, plan: PagedPlan, seed: int) 
             drawn = (1 + 0.25 * np.abs(drawn)) / _AMPLITUDE
         return jax.device_put(drawn.astype(array.dtype), array.sharding)
 
-    return CacheState((LayerPages(*map(fill, state.layers[0])),), cache)  # type: ignore[arg-type]
+    return replace(state, layers=(LayerPages(*map(fill, state.layers[0])),))  # type: ignore[arg-type]
 
 
 def check_step(ran: RanStep) -> list[Comparison]:

@@ -134,7 +134,7 @@ class Paged(DeclaredOperation):
         check_step(state, layer, batch, tokens, debug=False)
         check_longest(batch, step.max_q_len, debug=False)
         program = StepProgram(self, decided, mesh, step.debug)
-        alone = CacheState((pages,), state.cache)  # one layer: all layers then share a program
+        alone = replace(state, layers=(pages,))  # one layer: all layers then share a program
         output, lse, after = run_step(program, alone, batch, query, key, value, sinks)
         return StepOutput(
             output, lse if step.return_lse else None, state.with_layer(layer, after.layers[0]), plan=decided

@@ -77,7 +77,8 @@ class CacheFields(GivenModel):
     pages_axis: Annotated[_Axes, Field(description="Mesh axes that split pages and batch: data parallel.")] = None
     kv_head_axis: Annotated[_Axes, Field(description="Mesh axes that split the kv heads.")] = "tp"
     page_sequence_axis: Annotated[
-        _Axes, Field(description="Mesh axes that split a sequence's pages; plans refuse it as yet.")
+        _Axes,
+        Field(description="Mesh axes that split each sequence's pages, in turn; outputs are joined by their lse."),
     ] = None
     scrub_on_free: Annotated[StrictBool, Field(description="Whether freed pages are zeroed.")] = False
 

@@ -34,8 +34,9 @@ class CacheArray(NamedTuple):
 class CachePlan:
     """The whole decision. `refused` has every reason against the cache; () where it can be made.
 
-    `pages` are those of the whole cache, `shards` the parts in which `pages_axis` splits them and the batch, `kv_repeat` how
-    often a kv head is stored. `scalar_limit` and `memory_limit` are bytes of a device, None where they aren't known.
+    `pages` are those of the whole cache, `shards` the parts in which `pages_axis` splits them and the batch, `sequence_shards`
+    the devices of each that the pages of one sequence are dealt to in turn, `kv_repeat` how often a kv head is stored.
+    `scalar_limit` and `memory_limit` are bytes of a device, None where they aren't known.
     """
 
     cache: CacheFields
@@ -44,6 +45,7 @@ class CachePlan:
     device_kind: str
     pages: int
     shards: int
+    sequence_shards: int
     kv_repeat: int
     arrays: tuple[CacheArray, ...]
     scalar_limit: int | None
@@ -78,8 +80,14 @@ class CachePlan:
 
     @property
     def local_pages(self) -> int:
-        """Pages of a shard. Page ids count from 0 in each; this number itself is the id of padding."""
+        """Pages of a shard, on all of its sequence shards. Page ids count from 0 in each; this number itself is the id of
+        padding."""
         return self.pages // self.shards
+
+    @property
+    def table_width(self) -> int:
+        """Pages of a row of the page table: those of the longest sequence, as many on each sequence shard."""
+        return -(-self.cache.table_width // self.sequence_shards) * self.sequence_shards
 
     @property
     def local_sequences(self) -> int:
@@ -98,8 +106,8 @@ class CachePlan:
 
     @property
     def page_table_bytes(self) -> int:
-        """Of a shard's page table, as scalar memory holds it."""
-        return 4 * self.local_sequences * self.cache.table_width
+        """Of a device's page table, as scalar memory holds it."""
+        return 4 * self.local_sequences * self.table_width // self.sequence_shards
 
     def bytes_of(self, *names: str) -> int:
         """Bytes a device of the arrays of these names, or of all."""
@@ -151,6 +159,7 @@ class CachePlan:
             "pages": self.pages,
             "shards": self.shards,
             "pages_per_shard": self.local_pages,
+            "sequence_shards": self.sequence_shards,
             "tokens": self.tokens,
             "kv_repeat": self.kv_repeat,
             "bytes_per_device": self.bytes_per_device,
@@ -185,8 +194,10 @@ _BATCH = ("page_table", "cu_q_lens", "kv_lens", "num_seqs")
 
 def fact_rows(plan: CachePlan) -> list[tuple[str, str]]:
     """Labelled lines of all but the arrays."""
-    cache, width = plan.cache, plan.cache.table_width
+    cache, width = plan.cache, plan.table_width // plan.sequence_shards
     each = "" if plan.shards == 1 else f", {plan.local_pages} on each of {plan.shards} shards"
+    if plan.sequence_shards > 1:
+        each += f", {plan.local_pages // plan.sequence_shards} on each of {plan.sequence_shards} sequence shards"
     rows = [
         ("mesh", describe_mesh(plan.mesh)),
         ("device", plan.device_kind or plan.platform),
@@ -222,7 +233,7 @@ def array_rows(plan: CachePlan) -> list[tuple[str, str, str, str, str]]:
 
 
 def _whole_sequences(plan: CachePlan) -> str:
-    count = plan.local_pages // plan.cache.table_width * plan.shards
+    count = plan.local_pages // plan.table_width * plan.shards
     return f"{count} sequence{'' if count == 1 else 's'}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from ...sharding import FittedSpec, TensorShape, axes_at, fit_tensor
+from ..cache.cache_fields import axis_names
 from ..cache.cache_plan import CachePlan
 from ..capability import Reason
 from ..operation import METHODS, PlannedOperation
@@ -71,7 +72,9 @@ def token_specs(cache: CachePlan) -> tuple[PartitionSpec, PartitionSpec]:
     Heads of key and value, which come as declared, are split only where they needn't be repeated.
     """
     pages = cache.pages_array.fitted.spec
-    tokens, heads = (axes_at(pages, index) or None for index in (0, cache.heads_at))
+    split, heads = (axes_at(pages, index) or None for index in (0, cache.heads_at))
+    along = axis_names(cache.cache.page_sequence_axis)
+    tokens = tuple(name for name in split or () if name not in along) or None
     query = PartitionSpec(tokens, heads, None)
     return query, query if cache.kv_repeat == 1 else PartitionSpec(tokens, None, None)
 

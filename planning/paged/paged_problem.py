@@ -76,6 +76,11 @@ class PagedProblem:
         return self.device_kind or f"{self.platform} of unknown kind"
 
     @property
+    def sequence_shards(self) -> int:
+        """Devices that the pages of one sequence are dealt to in turn; 1 where it has them all on one."""
+        return self.cache.sequence_shards
+
+    @property
     def local_tokens(self) -> int:
         """Tokens of a shard."""
         return self.tokens // self.cache.shards

@@ -56,7 +56,10 @@ class Served:
             self.mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:count]).reshape(sizes), names)
         self.plan = self.cache.plan(self.mesh)
         self.shards, self.call = self.plan.shards, call
-        self.pools = [PagePool(self.plan.local_pages, self.cache.page_size) for _ in range(self.shards)]
+        along = self.plan.sequence_shards
+        self.pools = [
+            PagePool(self.plan.local_pages, self.cache.page_size, sequence_shards=along) for _ in range(self.shards)
+        ]
         state = init(self.cache, self.mesh)
         # What nobody has written must reach nobody.
         junk = lambda dtype: np.nan if jnp.issubdtype(dtype, jnp.floating) else 127  # noqa: E731
