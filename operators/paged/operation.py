@@ -27,6 +27,7 @@ from ..declared import DeclaredOperation
 from ..paged_cache.attend import check_longest
 from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.insert import check_step
+from ..paged_cache.join_shards import check_mesh
 from ..paged_cache.paged_call import PagedCall, on_xla
 from ..paged_cache.state import CacheState, layer_of
 from .describe_step import describe_step
@@ -129,7 +130,7 @@ class Paged(DeclaredOperation):
             found = self._prepare(state.cache, (query, key, value), sinks, step, mesh, arrays)
             _prepared.put(asked, found)
         decided = found.plan
-        _check_pages(decided, pages, mesh)
+        _check_pages(decided, state, pages, mesh)
         tokens = key if query is None else query
         check_step(state, layer, batch, tokens, debug=False)
         check_longest(batch, step.max_q_len, debug=False)
@@ -267,11 +268,12 @@ def _signature(x: Any) -> Any:
     return (x.shape, x.dtype) if hasattr(x, "dtype") else type(x)
 
 
-def _check_pages(decided: PagedPlan, pages: Any, mesh: AnyMesh | None) -> None:
+def _check_pages(decided: PagedPlan, state: CacheState, pages: Any, mesh: AnyMesh | None) -> None:
     """Refuse a state that was made for another mesh than the one in force."""
     if mesh is not None and any(axis.kind == "manual" for axis in decided.problem.mesh):
         return  # the caller's own shard_map: these are a device's parts
     wanted = decided.cache.pages_array.fitted.shape
+    check_mesh(state, decided.cache)
     if pages.key.shape != wanted:
         raise InputError(
             f"the state's pages have shape {pages.key.shape}; on the mesh {describe_mesh(decided.problem.mesh)} they are "

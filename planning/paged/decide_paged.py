@@ -14,6 +14,7 @@ from ..capability import Reason
 from ..operation import METHODS, PlannedOperation
 from ..plan import Kind, Rejected
 from ..policy import Policy
+from ..text import bytes_text
 from .paged_plan import PagedPlan
 from .paged_problem import PagedProblem
 
@@ -28,6 +29,12 @@ def plan_paged(operation: type[PlannedOperation], problem: PagedProblem, policy:
     own = tuple(method for method in METHODS.get(platform, ()) if operation.implements(method))
     routed = bool(own) and all(operation.capability(m).leaves(problem, problem.config) for m in own)  # type: ignore[arg-type]
     notes = list(problem.notes)
+    if joined := problem.joined_bytes:
+        n = problem.sequence_shards
+        notes.append(
+            f"each device attends to its own pages, and outputs are joined by their lse over {'+'.join(problem.sequence_axes)}: "
+            f"all-reduces of {bytes_text(joined)}, {bytes_text(2 * joined * (n - 1) // n)} sent by a device and layer"
+        )
     if platform != problem.platform:
         notes.append(f"kernel of {platform} run on {problem.platform} by its config (interpreted)")
     kind: Kind = "refused"
