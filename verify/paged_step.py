@@ -56,8 +56,8 @@ class StepReport:
 
     @property
     def passed(self) -> bool:
-        """Whether something may run it, it compiled (or, without libtpu, was lowered), and nothing is sent between devices but what
-        joins the outputs of those that have pages of the same sequences."""
+        """Whether something may run it, it compiled (or, without libtpu, was lowered), and nothing is sent between devices but
+        what joins the outputs of those that have pages of the same sequences."""
         return self.plan.implementation is not None and self.failure is None and not self.unneeded
 
     @property

@@ -190,7 +190,6 @@ def test_explain_says_it_all() -> None:
 @pytest.mark.parametrize(
     ("changes", "mesh", "options", "codes"),
     [
-        ({"page_sequence_axis": "sp"}, {"sp": 2}, {}, ["page_sequence_axis"]),
         ({}, {"tp": 8}, {"kv_heads": "error"}, ["kv_heads"]),
         ({"pages_axis": "dp", "pages": 17}, {"dp": 2}, {}, ["unfit"]),
         ({"pages_axis": "cores"}, {"dp": 2}, {}, ["unfit"]),
