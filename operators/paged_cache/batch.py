@@ -66,6 +66,9 @@ class RaggedBatch:
         if len(table) != len(lens):
             raise InputError(f"page_table has {len(table)} rows and kv_lens {len(lens)}; wanted as many.")
         count = int(_numbers("num_seqs", [len(lens) if num_seqs is None else num_seqs])[0])
+        if tokens is not None and (most := plan.cache.max_tokens) is not None and tokens > most // plan.shards:
+            each = "" if plan.shards == 1 else f", {most // plan.shards} on each of {plan.shards} shards"
+            raise InputError(f"tokens={shown(tokens)}; wanted no more than the cache's max_tokens={most}{each}.")
         missing = rows - len(lens)
         host: Any = (
             np.concatenate([starts, np.full(missing, starts[-1], np.int32)]),

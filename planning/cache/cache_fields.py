@@ -70,6 +70,9 @@ class CacheFields(GivenModel):
     ] = None
     max_sequences: Annotated[_Size, Field(description="Rows of a batch, over all devices.")]
     max_length: Annotated[_Size, Field(description="Tokens of the longest sequence.")]
+    max_tokens: Annotated[_Size | None, Field(description="Tokens of a step's arrays, over all devices, at most.")] = (
+        None
+    )
     layout: Annotated[
         Literal["split", "heads", "interleaved", "packed"],
         Field(description="How pages lie; interleaved and packed hold keys and values in one array."),

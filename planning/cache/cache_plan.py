@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -95,6 +96,19 @@ class CachePlan:
         return self.cache.max_sequences // self.shards
 
     @property
+    def token_bytes(self) -> int | None:
+        """Bytes a device of a step's keys and values, as many as max_tokens allows, in a layer; None where it isn't declared."""
+        if self.cache.max_tokens is None:
+            return None
+        heads = self.pages_array.fitted
+        split = math.prod(axis.size for axis in self.mesh if axis.name in heads.axes(self.heads_at))
+        own = self.cache.kv_heads // (
+            split if self.kv_repeat == 1 else 1
+        )  # repeated heads come as declared, all of them
+        each = own * (self.cache.head_dim + self.cache.value_size) * (4 if self.cache.dtype == "float32" else 2)
+        return self.cache.max_tokens // self.shards * each
+
+    @property
     def tokens(self) -> int:
         """Tokens that fit into all pages."""
         return self.pages * self.cache.page_size
@@ -166,6 +180,7 @@ class CachePlan:
             "bytes_of_pages": self.bytes_of(*_PAGES),
             "bytes_of_scales": self.bytes_of("key_scale", "value_scale"),
             "bytes_of_batch": self.bytes_of(*_BATCH),
+            "bytes_of_tokens": self.token_bytes,
             "page_table_bytes": self.page_table_bytes,
             "scalar_limit": self.scalar_limit,
             "memory_limit": self.memory_limit,
@@ -217,6 +232,13 @@ def fact_rows(plan: CachePlan) -> list[tuple[str, str]]:
             + ("" if plan.scalar_limit is None else f" of {bytes_text(plan.scalar_limit)} scalar memory"),
         ),
     ]
+    if plan.token_bytes is not None:
+        rows.append(
+            (
+                "a step",
+                f"at most {cache.max_tokens} tokens: {bytes_text(plan.token_bytes)} of keys and values a device and layer",
+            )
+        )
     rows += [("note", note) for note in plan.notes]
     return rows + [("refused", str(reason)) for reason in plan.refused]
 

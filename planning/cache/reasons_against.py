@@ -79,6 +79,12 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
             f"max_sequences={cache.max_sequences} is not divisible by the {sizes.shards} shards of {_plus(cache.pages_axis)}",
             f"Make it a multiple of {sizes.shards}.",
         )  # fmt: skip
+    if cache.max_tokens is not None and cache.max_tokens % sizes.shards:
+        refuse(
+            "max_tokens", "max_tokens",
+            f"max_tokens={cache.max_tokens} is not divisible by the {sizes.shards} shards of {_plus(cache.pages_axis)}",
+            f"Make it a multiple of {sizes.shards}.",
+        )  # fmt: skip
     if plan.local_pages > _MOST_PAGES:
         refuse(
             "page_ids", "pages", f"{plan.local_pages} pages a shard; page ids are int32", "Make pages larger, or fewer."

@@ -31,7 +31,8 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "sp4_window": (SPLIT | {"max_length": 68}, {"sp": 4}, {"sliding_window": (6, 0)} | SINKS),
     "dp_sp_int8": (SPLIT | INT8 | {"pages_axis": "dp"}, {"dp": 2, "sp": 2}, {"logits_soft_cap": 5.0}),
     "heads_tp": (SPLIT | {"layout": "heads"}, {"sp": 2, "tp": 2}, {"sliding_window": (9, 0)}),
-    "packed_tp_int8": (SPLIT | INT8 | {"layout": "packed", "value_dim": DIM}, {"sp": 2, "tp": 2}, SINKS),
+    "packed_int8": (SPLIT | INT8 | {"layout": "packed", "value_dim": DIM}, {"sp": 4}, SINKS),
+    "packed_tp": (SPLIT | {"layout": "packed", "value_dim": DIM}, {"sp": 2, "tp": 2}, {"sliding_window": (6, 0)}),
     "two_axes": ({"page_sequence_axis": ("sp", "ep")}, {"ep": 2, "sp": 2}, {"sliding_window": (9, 0)}),
     "beside_others": (SPLIT | {"pages_axis": "dp", "layout": "heads"}, {"dp": 2, "sp": 2, "tp": 2}, SINKS),
 }
