@@ -84,6 +84,8 @@ def paged_attention(
         *(int32(name, x) for name, x in numbers.items()),
         *(None if x is None else jnp.asarray(x) for x in (sinks, key_scale, value_scale)),
     )
+    if isinstance(page_shard, int) and not 0 <= page_shard < page_stride:
+        raise InputError(f"page_shard={page_shard}; wanted 0 to {page_stride - 1}, below the page_stride.")
     if page_stride > 1:
         operands = operands._replace(shard=int32("page_shard", page_shard))
     check_operands(operands, layout)

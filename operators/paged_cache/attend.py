@@ -155,7 +155,8 @@ def _by_device(
     check_mesh(state, plan)
     specs = step_specs(plan)
     tokens, heads = (axes_at(specs[0], index) or None for index in (0, 1))
-    along = axes_at(specs[2].page_table, len(specs[2].page_table) - 3) if plan.sequence_shards > 1 else ()
+    of_table = plan["page_table"].fitted.spec
+    along = axes_at(of_table, len(of_table) - 3) if plan.sequence_shards > 1 else ()
 
     def body(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any) -> tuple[jax.Array, jax.Array]:
         if batch.shards is not None:  # a device has one
@@ -164,7 +165,8 @@ def _by_device(
             return shard(query, pages, batch, sinks)
         index = lax.axis_index(along)
         batch = replace(batch, page_table=batch.page_table[0])
-        return joined_over_devices(*shard(query, pages, batch, sinks_of(sinks, index), index), along)
+        output, lse = shard(query, pages, batch, sinks_of(sinks, index), index)
+        return joined_over_devices(output, lse, along)
 
     return jax.shard_map(
         body,
@@ -182,9 +184,9 @@ def _one_by_one(
         return shard(query, pages, batch, sinks)
     found = []
     for index in range(n):
-        own = LayerPages(*(x if x is None or x.ndim < 3 else rows_by_shard(n, x, "pages")[index] for x in pages))
+        own: Any = (x if x is None or x.ndim < 3 else rows_by_shard(n, x, "pages")[index] for x in pages)
         table = replace(batch, page_table=batch.page_table[index])
-        found.append(shard(query, own, table, sinks_of(sinks, index), index))
+        found.append(shard(query, LayerPages(*own), table, sinks_of(sinks, index), index))
     return joined_outputs(jnp.stack([x for x, _ in found]), jnp.stack([x for _, x in found]))
 
 

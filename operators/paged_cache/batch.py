@@ -81,7 +81,8 @@ class RaggedBatch:
         if split > 1:
             if problem := table_problem(host[2], split, padding):
                 raise InputError(problem)
-            made = replace(made, page_table=split_table(host[2], split, padding))
+            table = split_table(host[2], split, padding)
+            made = replace(made, page_table=table)  # type: ignore[arg-type]
         return made.stack([made]) if plan.cache.pages_axis is not None and plan.shards == 1 else made
 
     @classmethod

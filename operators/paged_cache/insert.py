@@ -51,7 +51,7 @@ def insert(
     arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
 
     along = state.sequence_shards
-    slots = partial(token_slots, tokens=own_tokens, pages=own_pages // along, page_size=cache.page_size)
+    slots: Any = partial(token_slots, tokens=own_tokens, pages=own_pages // along, page_size=cache.page_size)
     if along > 1:
         slots = _on_each(partial(slots, stride=along), along)
     traced = [jnp.asarray(array) for array in arrays]

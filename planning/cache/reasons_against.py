@@ -147,8 +147,8 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
         found.append(f"{names} of the mesh split nothing of the cache: their devices all hold the same")
     for field in ("pages_axis", "page_sequence_axis", "kv_head_axis"):
         told = plan.pages_array.fitted.dropped if plan.mesh and cache.is_set(field) else ()
-        names = axis_names(getattr(cache, field))
-        found += [f"{field} {drop.axis!r}: {drop.reason}" for drop in told if drop.axis in names and drop.harmless]
+        own_axes = axis_names(getattr(cache, field))
+        found += [f"{field} {drop.axis!r}: {drop.reason}" for drop in told if drop.axis in own_axes and drop.harmless]
     return found
 
 
