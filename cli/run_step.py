@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from ..errors import ConfigError
-from ..operators.paged.operation import StepOutput
-from ..operators.paged_cache import CacheState, LayerPages, RaggedBatch, init, shardings
+from ..operators.paged_cache import LayerPages, RaggedBatch
 from ..operators.paged_cache.sequence_shards import stored_ids, whole_table
 from ..planning.cache.cache_fields import CacheFields
 from ..planning.cache.kv_cache import KVCache
@@ -20,6 +17,7 @@ from ..planning.paged.paged_plan import PagedPlan
 from ..planning.paged.paged_problem import causal_window
 from ..registry.declaration import Declaration
 from ..verify.closeness import row_error, row_sizes
+from ..verify.drawn_step import draw_step
 from ..verify.paged_reference import paged_reference
 from .check import Comparison
 from .run_call import Compiled, compile_call
@@ -27,8 +25,6 @@ from .step import step_of
 from .target import run_metadata
 
 __all__ = ["RanStep", "check_step", "compile_step", "one_layer"]
-
-_AMPLITUDE = 40  # of what int8 pages hold
 
 
 class RanStep(NamedTuple):
@@ -57,53 +53,14 @@ def compile_step(declaration: Declaration, mesh: str | None, mode: str | None, s
     """Draw pages and tokens, compile the step, and run it once. Errors: RefusedError where nothing runs it."""
     alone, notes = one_layer(declaration)
     operation, step = step_of(alone, run_metadata(alone, mesh=mesh), mode)
-    arrays = step.draw(seed)
-    options = step.options | {"softmax_aux": arrays["sinks"]}
-    given = (arrays["query"], arrays["key"], arrays["value"])
-    plan = operation.plan(*given, cache=step.cache, batch=step.batch, **options).require()
+    shapes = (step.query, step.key, step.value)
+    options = step.options | {"softmax_aux": step.sinks}
+    plan = operation.plan(*shapes, cache=step.cache, batch=step.batch, **options).require()
     if plan.problem.mode == "insert":
         raise ConfigError("step.mode is 'insert', which writes and returns no output; `attnops plan` plans it.")
-    devices = operation.metadata.mesh
-    state = _drawn_state(step.cache, devices if isinstance(devices, Mesh) else None, plan, seed)
-    before = jax.tree.map(np.asarray, state.layers[0])
-    batch: Any = step.batch
-    if isinstance(devices, Mesh):
-        at = shardings(step.cache, devices, kv_heads=plan.policy.kv_heads)
-        batch = jax.device_put(batch, at.batch)
-        given = jax.device_put(given, (at.query, *(None if x is None else at.key for x in given[1:])))
-
-    def run(state: CacheState, batch: RaggedBatch, given: tuple[Any, Any, Any], sinks: Any) -> StepOutput:
-        call = step.options | {"softmax_aux": sinks, "return_lse": True}
-        return operation(*given, state=state, layer=0, batch=batch, **call)
-
-    compiled = compile_call(run, (state, batch, given, arrays["sinks"]))
-    return RanStep(
-        plan,
-        compiled,
-        arrays | {"pages": before},
-        step.batch,
-        (f"pages and tokens drawn at random, seed {seed}", *notes),
-    )
-
-
-def _drawn_state(cache: KVCache, mesh: Mesh | None, plan: PagedPlan, seed: int) -> CacheState:
-    """Pages of normal values, in the stored dtype; scales of about 1/40."""
-    random = np.random.default_rng(seed + 1)
-    fixed = cache.quantised is not None and cache.quantised.scale != "token_head"
-    scales = {"key_scale": 1 / _AMPLITUDE, "value_scale": 1 / _AMPLITUDE} if fixed else {}
-    state = init(cache, mesh, kv_heads=plan.policy.kv_heads, **scales)
-
-    def fill(array: jax.Array | None) -> jax.Array | None:
-        if array is None or array.ndim < 3:
-            return array
-        drawn: np.ndarray = random.standard_normal(array.shape, np.float32)
-        if array.dtype == jnp.int8:
-            drawn = np.clip(np.round(_AMPLITUDE * drawn), -127, 127)
-        elif array.dtype == jnp.float32 and cache.quantised is not None:
-            drawn = (1 + 0.25 * np.abs(drawn)) / _AMPLITUDE
-        return jax.device_put(drawn.astype(array.dtype), array.sharding)
-
-    return replace(state, layers=(LayerPages(*map(fill, state.layers[0])),))  # type: ignore[arg-type]
+    drawn = draw_step(operation, step, seed)
+    compiled = compile_call(drawn.run, drawn.arguments)
+    return RanStep(plan, compiled, drawn.arrays, step.batch, (f"pages and tokens drawn at random, seed {seed}", *notes))
 
 
 def check_step(ran: RanStep) -> list[Comparison]:
@@ -157,6 +114,9 @@ def _stored_table(batch: RaggedBatch, pages: int) -> np.ndarray:
 
 def _split(cache: CacheFields, pages: LayerPages) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values [pages, page, kv_heads, dim] of any layout."""
+    if cache.layout == "joined":
+        both = np.asarray(pages.key).swapaxes(1, 2)
+        return both[..., : cache.head_dim], both[..., cache.head_dim : cache.head_dim + cache.value_size]
     if cache.layout == "heads":
         assert pages.value is not None
         return np.asarray(pages.key).swapaxes(1, 2), np.asarray(pages.value).swapaxes(1, 2)
@@ -170,4 +130,4 @@ def _split(cache: CacheFields, pages: LayerPages) -> tuple[np.ndarray, np.ndarra
 def _of_shard(cache: CacheFields, scale: Any, own: slice) -> Any:
     if scale is None or np.ndim(scale) < 3:
         return scale
-    return np.asarray(scale)[own].swapaxes(1, 2) if cache.layout == "heads" else np.asarray(scale)[own]
+    return np.asarray(scale)[own].swapaxes(1, 2) if cache.heads_at == 1 else np.asarray(scale)[own]

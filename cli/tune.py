@@ -18,8 +18,11 @@ from ..planning.tune_cache import ENVIRONMENT, Measured
 from ..registry import OperationRegistry
 from ..registry.declaration import Declaration
 from ..verify.tune import TuneReport, tune_plan
+from ..verify.tune_step import tune_step
 from .call_arrays import call_shapes
 from .console import errors, fields, table, text
+from .run_step import one_layer
+from .step import is_paged, refuse_inputs, step_of
 from .target import run_metadata
 from .verify import target_mesh
 
@@ -47,6 +50,9 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
     if options.cache is not None:
         os.environ[ENVIRONMENT] = str(options.cache.absolute())
     declaration = Declaration.load(options.config)
+    if is_paged(declaration):
+        refuse_inputs(options.inputs)
+        return _tune_step(declaration, options)
     kind = OperationRegistry.get(declaration.operation)
     arguments = declaration.call_arguments(call_shapes(declaration.call, options.inputs).arrays, mode=options.mode)
     if options.how == "device" and options.targets:
@@ -64,6 +70,17 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
             how = options.how or ("static" if target else "device")
             found.append((name, tune_plan(decided, how=how, most=options.most, progress=progress)))
     return found
+
+
+def _tune_step(declaration: Declaration, options: TuneOptions) -> list[tuple[str, TuneReport]]:
+    if options.targets:
+        raise ConfigError(f"--target {options.targets[0]}: a step over pages is searched by time, here; leave it out.")
+    alone, _ = one_layer(declaration)
+    operation, step = step_of(alone, run_metadata(alone, mesh=options.mesh), options.mode)
+    name = jax.devices()[0].device_kind
+    with _bar(name) as progress:
+        report = tune_step(operation, step, how=options.how, most=options.most, progress=progress)
+    return [(name, report)]
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from .step import is_paged, refuse_inputs
 from .target import declared_sizes, here, run_metadata
 from .verify_step import print_step_reports, verify_steps, why_step
 
-__all__ = ["VerifyOptions", "is_step_report", "print_reports", "target_mesh", "verify", "why"]
+__all__ = ["VerifyOptions", "print_reports", "target_mesh", "verify", "why"]
 
 HERE = "here"
 NO_LIBTPU = (
@@ -110,11 +110,6 @@ def target_mesh(target: str, mesh: str | None, declaration: Declaration) -> AnyM
     return AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), abstract_device=device
     )
-
-
-def is_step_report(report: TargetReport | StepReport) -> bool:
-    """Whether it is of a step over pages."""
-    return isinstance(report, StepReport)
 
 
 def why(report: TargetReport | StepReport) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError, shown
@@ -17,7 +17,7 @@ from .operation import PlannedOperation
 from .placement import Placement
 from .problem import AttentionProblem
 
-__all__ = ["Tuning", "choose", "tune_key"]
+__all__ = ["Tuning", "choose", "kept_or", "tune_key", "versions"]
 
 # A heuristic needs no libtpu, so a search is found by its name: the package that may measure stands above this one.
 _GROUP = "attnops.tuners"
@@ -55,7 +55,7 @@ def tune_key(method: str, problem: AttentionProblem, placement: Placement) -> di
         "layout": problem.kernel_layout,
         "backward": problem.mode == "__train__",
         "config": problem.config.to_dict(),
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 
@@ -70,26 +70,43 @@ def choose(
     names = operation.tuned_fields(method, problem, placement)
     if not names:
         return None
+
+    def search() -> Tuning:
+        choice = _tuner()(operation, method, problem, placement)
+        return Tuning("cache", f"{choice.how}, searched for this plan and kept", choice.fields)
+
+    key = tune_key(method, problem, placement)
+    shipped = functools.partial(operation.table_choice, method, problem, placement)
+    return kept_or(names, key, problem, policy, shipped, search)
+
+
+def kept_or(
+    names: tuple[str, ...],
+    key: Mapping[str, Any],
+    problem: Any,
+    policy: str,
+    shipped: Callable[[], tuple[str, Mapping[str, Any]] | None],
+    search: Callable[[], Tuning],
+) -> Tuning:
+    """What is kept under a key, else what is shipped, else what the policy says; `problem` is described in an error."""
     if policy == "off":
         return Tuning("heuristic", "tuning='off'", {})
-    key = tune_key(method, problem, placement)
     found = tune_cache.load(key)
     trouble = found.trouble
     if found.choice is not None and not set(found.choice.fields) <= set(names):
         trouble = f"{found.path} holds fields that aren't searched here"
     elif found.choice is not None:
         return Tuning("cache", f"{found.choice.how}, kept in {found.path}", found.choice.fields)
-    shipped = operation.table_choice(method, problem, placement)
-    if shipped is not None:
-        return Tuning("table", *shipped)
+    table = shipped()
+    if table is not None:
+        return Tuning("table", *table)
     missing = trouble or f"no tuned choice is kept for this call on {problem.device}"
     if policy == "error":
         raise ConfigError(
             f"{problem.describe()}: {missing}, and tuning='error' is declared; {_COMMAND}, or declare 'heuristic'."
         )
     if policy == "tune":
-        choice = _tuner()(operation, method, problem, placement)
-        return Tuning("cache", f"{choice.how}, searched for this plan and kept in {found.path}", choice.fields)
+        return search()
     return Tuning("heuristic", f"{missing}; {_COMMAND}", {})
 
 
@@ -104,7 +121,7 @@ def _tuner() -> Any:
 
 
 @functools.cache
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for name in ("attnops", "jax", "jaxlib", "libtpu"):
         try:

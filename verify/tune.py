@@ -21,6 +21,7 @@ import jax
 from ..errors import AttnOpsError, ConfigError, RefusedError, shown
 from ..operators.ambient import ambient_platform
 from ..planning import AttentionProblem, Placement, Plan, PlannedOperation
+from ..planning.paged.paged_plan import PagedPlan
 from ..planning.text import fields_text
 from ..planning.tune_cache import Choice, Found, Measured, best_of, keep, load
 from ..planning.tuning import tune_key
@@ -41,7 +42,7 @@ Progress = Callable[[int, int, str], None]
 class TuneReport(NamedTuple):
     """A search: what was measured, the heuristic's own candidates first, and what is kept of it."""
 
-    plan: Plan
+    plan: Plan | PagedPlan
     how: str
     candidates: dict[str, tuple[dict[str, Any], ...]]
     found: Found

@@ -2,6 +2,7 @@
 
 split        key and value [pages, page, kv_heads, dim] each
 heads        key and value [pages, kv_heads, page, dim] each: a head's page is one tile
+joined       both in one array [pages, kv_heads, page, lanes]: a key, its value behind it, and padding to lanes of 128
 interleaved  both in one array [pages, page, 2 kv_heads, dim], keys and values by turns
 packed       the same with heads in 32-bit words and dim in lanes of 128, [pages, page, 2 kv_heads / pack, pack, lanes]
 """
@@ -16,9 +17,12 @@ from jax import lax
 
 from .cpu_tuning import as_bits, from_bits
 
-__all__ = ["JOINED", "PageShape", "fetch", "joined", "page_shape", "places_of"]
+__all__ = ["HEADS_FIRST", "ONE_ARRAY", "PageShape", "fetch", "joined", "page_shape", "places_of"]
 
-JOINED = ("interleaved", "packed")
+ONE_ARRAY = ("joined", "interleaved", "packed")
+"""Layouts that hold keys and values in one array."""
+HEADS_FIRST = ("heads", "joined")
+"""Layouts in which a page's heads stand before its tokens."""
 _LANES = 128
 
 
@@ -32,37 +36,56 @@ class PageShape(NamedTuple):
     value_dim: int
 
 
-def page_shape(layout: str, key: jax.Array, value: jax.Array | None, dim: int) -> PageShape:
-    """Read off the arrays; `dim` is the query's. Where keys and values are joined, `key` has both and `value` is None."""
+def page_shape(
+    layout: str, key: jax.Array, value: jax.Array | None, dim: int, value_dim: int | None = None
+) -> PageShape:
+    """Read off the arrays; `dim` is the query's. Where one array holds keys and values it is `key`, and `value` is None.
+
+    `value_dim`: where padded rows don't tell; None: the query's.
+    """
     shape = key.shape
+    if layout == "joined":
+        return PageShape(shape[0], shape[2], shape[1], dim, value_dim or dim)
     if layout == "heads":
         return PageShape(shape[0], shape[2], shape[1], shape[3], shape[3] if value is None else value.shape[3])
-    if layout in JOINED:
+    if layout in ONE_ARRAY:
         heads = shape[2] if layout == "interleaved" else shape[2] * shape[3]
         return PageShape(shape[0], shape[1], heads // 2, dim if layout == "packed" else shape[3], dim)
     pages, page, heads, size = shape
     return PageShape(pages, page, heads, size, size if value is None else value.shape[3])
 
 
-def fetch(layout: str, pages: jax.Array, ids: jax.Array, platform: str, dtype: Any, half: int = 0, dim: int = 0) -> Any:
+def fetch(
+    layout: str,
+    pages: jax.Array,
+    ids: jax.Array,
+    platform: str,
+    dtype: Any,
+    half: int = 0,
+    dim: int = 0,
+    first: int = 0,
+) -> Any:
     """Pages by ids [..., n], all of them in range: [..., kv heads, n * page, dim].
 
-    `half` is 0 for keys and 1 for values, where an array has both. One gather that transposes as it goes. The barrier keeps the
-    view of a bfloat16 array as bits inside the loop: in front of it, it would be a copy of the whole cache.
+    Where an array has keys and values, `half` is 0 for keys and 1 for values; a joined row's begin at `first`. One gather
+    that transposes as it goes. The barrier keeps the view of a bfloat16 array as bits inside the loop: in front of it, it
+    would be a copy of the whole cache.
     """
     pages, ids = lax.optimization_barrier((pages, ids))
     given = as_bits(pages, platform) if dtype == pages.dtype else pages
     index: tuple[Any, ...] = (ids,)
-    if layout in JOINED:
+    if layout == "joined":
+        index = (ids, slice(None), slice(None), slice(first, first + dim))
+    elif layout in ONE_ARRAY:
         given = given.reshape(*given.shape[:2], -1, 2, given.shape[-1])
         index = (ids, slice(None), slice(None), half)
     whole = given.at[index].get(mode="promise_in_bounds")
-    first = ids.ndim - 1
-    if layout == "heads":
-        whole = whole.transpose(*range(first), first + 1, first, first + 2, first + 3)
+    at = ids.ndim - 1
+    if layout in HEADS_FIRST:
+        whole = whole.transpose(*range(at), at + 1, at, at + 2, at + 3)
     else:
-        whole = whole.transpose(*range(first), first + 2, first, first + 1, first + 3)
-    part = whole.reshape(*whole.shape[: first + 1], -1, whole.shape[-1])
+        whole = whole.transpose(*range(at), at + 2, at, at + 1, at + 3)
+    part = whole.reshape(*whole.shape[: at + 1], -1, whole.shape[-1])
     if dim and dim != part.shape[-1]:
         part = part[..., :dim]
     return (part if part.dtype == pages.dtype else from_bits(part, pages.dtype)).astype(dtype)
@@ -70,6 +93,9 @@ def fetch(layout: str, pages: jax.Array, ids: jax.Array, platform: str, dtype: A
 
 def joined(layout: str, key: jax.Array, value: jax.Array) -> jax.Array:
     """Tokens' keys and values [tokens, kv_heads, dim], as an array that has both holds them."""
+    if layout == "joined":
+        both = jnp.concatenate([key, value], axis=-1)
+        return jnp.pad(both, ((0, 0), (0, 0), (0, -both.shape[-1] % _LANES)))
     tokens, heads, dim = key.shape
     both = jnp.stack([key, value], axis=2).reshape(tokens, 2 * heads, dim)
     if layout == "interleaved":
@@ -81,4 +107,4 @@ def joined(layout: str, key: jax.Array, value: jax.Array) -> jax.Array:
 
 def places_of(layout: str, page: jax.Array, row: jax.Array) -> tuple[Any, ...]:
     """The index of tokens in an array of pages, or of scales: theirs is the page's `row`."""
-    return (page, slice(None), row) if layout == "heads" else (page, row)
+    return (page, slice(None), row) if layout in HEADS_FIRST else (page, row)

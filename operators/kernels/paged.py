@@ -22,7 +22,7 @@ from .paged_decode import attend_decode
 from .paged_step import Batch, PagedOperands, PagedStatic, batch_of
 from .varying import alike
 
-__all__ = ["paged_attention"]
+__all__ = ["paged_attention", "places"]
 
 _KEYS = 256  # of a block of pages: within 10 % of the best in most cases
 _STEP_BYTES = 2**20  # of keys, in float32, that a decode step fetches: still in a cache when they are multiplied
@@ -36,6 +36,7 @@ def paged_attention(
     value_pages: Shaped[Array, "pages page kv_heads value_dim"] | None,
     *,
     layout: str = "split",
+    value_dim: int | None = None,
     cu_q_lens: Int[Array, " sequences_and_one"],
     kv_lens: Int[Array, " sequences"],
     page_table: Int[Array, "sequences width"],
@@ -65,7 +66,7 @@ def paged_attention(
 
     sliding_window: inclusive distances (left, right), None for no limit; `causal` intersects. Scales of int8 or fp8 pages:
     one number, [kv_heads], or one for each token and head, as pages lie. `layout`: see page_layout; where it joins keys and
-    values, `key_pages` has both and `value_pages` is None.
+    values, `key_pages` has both and `value_pages` is None; `value_dim` says of which dim they are, None: the query's.
 
     `page_stride` n, `page_shard` s: the table has every n-th page of each sequence from number s on, and only these are seen: key
     j lies in page_table[row, j // page // n] if j // page % n == s. Output and lse are then those of these keys alone.
@@ -105,6 +106,7 @@ def paged_attention(
         block_q=block_q or chosen[2],
         layout=layout,
         stride=page_stride,
+        value_dim=value_dim,
     )
     return _attend(static, operands)
 
@@ -129,7 +131,7 @@ def _power_of_two(n: int) -> int:
 def _attend(static: PagedStatic, operands: PagedOperands) -> tuple[jax.Array, jax.Array]:
     operands = alike(operands)
     batch = batch_of(operands)
-    seq, row, real = _places(operands, batch)
+    seq, row, real = places(operands, batch)
     pick = lambda x, at: x.at[seq, jnp.minimum(row, at - 1)].get(mode="promise_in_bounds")  # noqa: E731
     if static.max_q_len is not None:
         mine = batch.q_lens > 0
@@ -157,7 +159,7 @@ def _no_gradient(static: PagedStatic, primals: Any, tangents: Any) -> Any:
     )
 
 
-def _places(operands: PagedOperands, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+def places(operands: PagedOperands, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of each row of the query: (its sequence, its place there, whether it has one)."""
     tokens, sequences = operands.query.shape[0], operands.kv_lens.shape[0]
     token = jnp.arange(tokens, dtype=np.int32)

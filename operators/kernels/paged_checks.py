@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import InputError, InputTypeError, shown
-from .page_layout import JOINED, page_shape
+from .page_layout import HEADS_FIRST, ONE_ARRAY, page_shape
 from .paged_step import PagedOperands
 
 __all__ = ["check_numbers", "check_operands", "check_window", "int32"]
@@ -20,6 +20,7 @@ _QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
 _FORMS = {
     "split": "[pages, page, kv_heads, dim]",
     "heads": "[pages, kv_heads, page, dim]",
+    "joined": "[pages, kv_heads, page, lanes]",
     "interleaved": "[pages, page, 2 kv_heads, dim]",
     "packed": "[pages, page, 2 kv_heads / pack, pack, lanes]",
 }
@@ -48,8 +49,8 @@ def check_operands(operands: PagedOperands, layout: str) -> None:
 
 def _check_pages(query: jax.Array, key: jax.Array, value: jax.Array | None, layout: str) -> None:
     """Shapes and dtypes of the arrays of pages."""
-    if layout in JOINED:
-        _rank("key_pages", key, 4 if layout == "interleaved" else 5, _FORMS[layout])
+    if layout in ONE_ARRAY:
+        _rank("key_pages", key, 5 if layout == "packed" else 4, _FORMS[layout])
         if value is not None:
             raise InputError(f"value_pages was given beside pages of layout {layout!r}, which hold both; wanted None.")
     elif value is None:
@@ -142,6 +143,6 @@ def _check_scale(name: str, pages: jax.Array, scale: jax.Array | None, layout: s
         return
     if not quantised:
         raise InputError(f"{name}_scale was given for {name}_pages of {pages.dtype}; wanted none, or quantised pages.")
-    each = pages.shape[:3] if layout == "heads" else (*pages.shape[:2], kv_heads)
+    each = pages.shape[:3] if layout in HEADS_FIRST else (*pages.shape[:2], kv_heads)
     if scale.shape not in ((), (kv_heads,), each):
         raise InputError(f"{name}_scale has the shape {scale.shape}; wanted (), {(kv_heads,)} or {each}.")

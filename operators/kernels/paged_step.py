@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from .cpu_tuning import LN2, LOG2E, compute_dtype, exp2, few_rows_product, product
-from .page_layout import JOINED, fetch, page_shape
+from .page_layout import HEADS_FIRST, fetch, page_shape
 from .primitives import where
 
 __all__ = ["Batch", "PagedOperands", "PagedStatic", "Sums", "Tiles", "batch_of", "finish"]
@@ -36,6 +36,7 @@ class PagedStatic:
     block_q: int
     layout: str = "split"
     stride: int = 1
+    value_dim: int | None = None
 
 
 class PagedOperands(NamedTuple):
@@ -93,7 +94,9 @@ class Tiles:
 
     def __init__(self, static: PagedStatic, operands: PagedOperands, *, few_rows: bool) -> None:
         self.static, self.operands, self.few_rows = static, operands, few_rows
-        shape = page_shape(static.layout, operands.key_pages, operands.value_pages, operands.query.shape[2])
+        shape = page_shape(
+            static.layout, operands.key_pages, operands.value_pages, operands.query.shape[2], static.value_dim
+        )
         self.pages, self.page, self.kv_heads, self.dim, self.value_dim = shape
         self.group = operands.query.shape[1] // self.kv_heads
         self.width = operands.page_table.shape[1]
@@ -192,7 +195,7 @@ class Tiles:
         """Weights [..., kv heads, rows, keys] times values. A row of V that nobody sees is 0: a freed page may hold NaN."""
         static, operands = self.static, self.operands
         pages = operands.key_pages if operands.value_pages is None else operands.value_pages
-        values = fetch(static.layout, pages, ids, static.platform, self.dtype, 1, self.value_dim)
+        values = fetch(static.layout, pages, ids, static.platform, self.dtype, 1, self.value_dim, self.dim)
         alive = seen.any(axis=-2)[..., None, :]
         values = jnp.where(alive[..., None], values, 0)
         if operands.value_scale is not None:
@@ -207,7 +210,7 @@ class Tiles:
         """As it multiplies logits: [kv heads, 1, 1] or [..., kv heads, 1, keys]."""
         if scale.ndim < 3:
             return jnp.broadcast_to(scale.astype(np.float32), (self.kv_heads,))[:, None, None]
-        layout = "split" if self.static.layout in JOINED else self.static.layout
+        layout = "heads" if self.static.layout in HEADS_FIRST else "split"
         return fetch(layout, scale[..., None], ids, self.static.platform, np.float32)[..., 0][..., None, :]
 
     def _each_row(self, seen: jax.Array) -> jax.Array:

@@ -12,13 +12,14 @@ from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
 
 from ...errors import FallbackWarning, InputError, InputTypeError
 from ...masks.int_arrays import known_values
-from ...planning import Reason, Rule, implementation
+from ...planning import OperationConfig, Reason, Rule, implementation
 from ...planning.cache.kv_cache import KVCache
 from ...planning.call_arguments import CallArray
 from ...planning.paged.decide_paged import plan_paged
 from ...planning.paged.page_reads import page_reads
 from ...planning.paged.paged_plan import PagedPlan
 from ...planning.paged.paged_problem import PagedProblem, causal_window
+from ...planning.tune_cache import kept_here
 from ...sharding import describe_mesh
 from ...sharding.mesh import AnyMesh
 from ..ambient import ambient_platform
@@ -34,6 +35,7 @@ from .describe_step import describe_step
 from .paged_config import PagedConfig
 from .run_step import StepProgram, run_step
 from .step_arguments import Step, StepArguments, step_of
+from .tpu_kernel import on_tpu, tpu_notes, tpu_reasons, tpu_sizes
 
 __all__ = ["Paged", "StepOutput"]
 
@@ -123,6 +125,7 @@ class Paged(DeclaredOperation):
             ambient_platform(jax.tree.leaves(arrays)) if mesh is None else get_abstract_mesh(),
             state.cache,
             step,
+            kept_here(),
             *map(_signature, (query, key, value, sinks)),
         )
         found = _prepared.find(asked)
@@ -185,8 +188,7 @@ class Paged(DeclaredOperation):
         self, cache: KVCache, tokens: tuple[Any, Any, Any], sinks: Any, step: Step, mesh: AnyMesh | None, arrays: Any
     ) -> PagedPlan:
         problem = describe_step(type(self), self.metadata, cache, tokens, sinks, step, mesh, arrays)
-        # mypy takes a class with an instance __hash__ for unhashable.
-        return plan_paged(type(self), problem, self.metadata.policy)  # type: ignore[arg-type]
+        return plan_paged(type(self), problem, self.metadata.policy)
 
     def _prepare(
         self, cache: KVCache, tokens: tuple[Any, Any, Any], sinks: Any, step: Step, mesh: AnyMesh | None, arrays: Any
@@ -237,6 +239,8 @@ class Paged(DeclaredOperation):
             )
             hint = f"Declare cache.layout={cls.cache_layout!r}, or use the operation 'paged'."
             found.append(Reason("paged.layout", "cache.layout", text, hint))
+        if method == "forward_tpu":
+            found += tpu_reasons(problem)
         found += [r for rule in capability.rules if (r := rule.check(problem, problem.config)) is not None]  # type: ignore[arg-type]
         return tuple(found)
 
@@ -244,15 +248,32 @@ class Paged(DeclaredOperation):
     def remarks(cls, method: str, problem: Any, placement: Any, config: Any) -> tuple[str, ...]:
         """Fields of the config that the method doesn't read."""
         del placement
-        notes = []
-        if method == "forward_native" and config.is_set("vmem_limit_bytes"):
-            notes.append("forward_native doesn't read the config's vmem_limit_bytes")
-        return tuple(notes)
+        if method == "forward_tpu":
+            return tpu_notes(problem)
+        if config.is_set("vmem_limit_bytes"):
+            return ("forward_native doesn't read the config's vmem_limit_bytes",)
+        return ()
+
+    @classmethod
+    def resolve_config(cls, method: str, problem: Any, placement: Any) -> OperationConfig:
+        """With the TPU kernels' sizes filled in."""
+        del placement
+        return tpu_sizes(problem) if method == "forward_tpu" else problem.config
 
     @classmethod
     def reads_config(cls, method: str) -> bool:
         """Each method reads the sizes of its blocks."""
         return True
+
+    @implementation(
+        consumes=_FEATURES,
+        rules=(_SOFTMAX,),
+        tolerance={"float32": (4e-6, None), "bfloat16": (1.5e-2, None)},
+        check_vma=False,
+    )
+    def forward_tpu(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
+        """Attend by Pallas kernels: pages come by DMA, several blocks of them on their way; dead pages aren't fetched."""
+        return on_tpu(call)
 
     @implementation(
         consumes=_FEATURES,

@@ -70,6 +70,7 @@ def run_step(
         debug=program.debug,
         method=getattr(program.operation, program.plan.method or ""),
         platform=problem.platform,
-        sizes=PagedSizes(getattr(config, "pages_per_block", None), getattr(config, "queries_per_block", None)),
+        sizes=PagedSizes(**{name: getattr(config, name) for name in PagedSizes._fields if hasattr(config, name)}),
+        check_vma=program.operation.capability(program.plan.method or "").check_vma,
     )
     return made.output, made.lse, made.state

@@ -61,6 +61,7 @@ def attend(
     method: PagedMethod = on_xla,
     platform: str | None = None,
     sizes: PagedSizes = _CHOSEN,
+    check_vma: bool = True,
 ) -> PagedOutput:
     """Attend to the keys of each row's pages, those of this step's own tokens included. The operation `paged` is this, planned.
 
@@ -68,7 +69,7 @@ def attend(
     `mesh` and `kv_heads` are those that the state was made with: each device then works on its own pages and heads.
     `softmax_scale` is by default 1/sqrt(head_dim). `sliding_window`: inclusive distances (left, right). `max_q_len`: no row has
     more queries in this step, 1 when all decode; of a traced batch those beyond it give 0. `debug`: checks traced batches on the
-    host while the step runs. `method` is what attends, by default plain XLA.
+    host while the step runs. `method` is what attends, by default plain XLA; `check_vma` whether shard_map can check it.
 
     A query that belongs to no sequence gives 0, its lse is -inf. There is no gradient. Errors: those of `insert` and of
     RaggedBatch.check; InputError for shapes, and for keys that `update` has no use for or misses.
@@ -86,12 +87,24 @@ def attend(
         scale = cache.head_dim**-0.5 if softmax_scale is None else softmax_scale
         mask = (causal, sliding_window)
         call = PagedCall(
-            query, pages, batch, sinks, cache.layout, scale, *mask, logits_soft_cap, max_q_len, platform, sizes,
-            state.sequence_shards, index,
-        )  # fmt: skip
+            query,
+            pages,
+            batch,
+            sinks,
+            cache.layout,
+            cache.value_size,
+            scale,
+            *mask,
+            logits_soft_cap,
+            max_q_len,
+            platform,
+            sizes,
+            state.sequence_shards,
+            index,
+        )
         return method(call)
 
-    output, lse = _by_device(shard, state, pages, batch, query, sinks, mesh, kv_heads)
+    output, lse = _by_device(shard, state, pages, batch, query, sinks, mesh, kv_heads, check_vma)
     return PagedOutput(output, lse, state)
 
 
@@ -104,7 +117,7 @@ def check_operands(state: CacheState, layer: Any, query: Any, key: Any, value: A
         wanted = "key and value, to be written" if update == "before" else "neither: the pages have them"
         raise InputError(f"update={update!r} with {given}; wanted {wanted}.")
     pages, cache = layer_of(state, layer), state.cache
-    heads = page_shape(cache.layout, pages.key, pages.value, cache.head_dim).kv_heads
+    heads = page_shape(cache.layout, pages.key, pages.value, cache.head_dim, cache.value_size).kv_heads
     if getattr(query, "ndim", 0) != 3 or query.shape[2] != cache.head_dim or query.shape[1] % heads:
         raise InputError(
             f"query has shape {tuple(getattr(query, 'shape', ()))}; wanted [tokens, heads, {cache.head_dim}], heads a multiple "
@@ -142,6 +155,7 @@ def _by_device(
     sinks: Any,
     mesh: AnyMesh | None,
     kv_heads: Any,
+    check_vma: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Each shard of the pages with its own part of the batch; on a mesh, each device with its own heads too."""
     sinks = None if sinks is None else jnp.asarray(sinks)
@@ -173,6 +187,7 @@ def _by_device(
         mesh=mesh,
         in_specs=(*specs, None if sinks is None else PartitionSpec(heads)),
         out_specs=(PartitionSpec(tokens, heads, None), PartitionSpec(tokens, heads)),
+        check_vma=check_vma,
     )(query, pages, batch, sinks)
 
 

@@ -42,7 +42,7 @@ def insert(
     """
     pages = layer_of(state, layer)
     cache, shards = state.cache, batch.shards
-    shape = page_shape(cache.layout, pages.key, pages.value, cache.head_dim)
+    shape = page_shape(cache.layout, pages.key, pages.value, cache.head_dim, cache.value_size)
     for name, tokens, dim in (("key", key, shape.dim), ("value", value, shape.value_dim)):
         _check_tokens(name, tokens, pages.key, shape.kv_heads, dim, state)
     if key.shape[0] != value.shape[0]:

@@ -46,7 +46,7 @@ def extract(state: CacheState, batch: RaggedBatch, sequence: int | tuple[int, in
     ids = stored_ids(jnp.asarray(table), state.sequence_shards, count)
     inside = (ids >= 0) & (ids < count)
     written = inside[:, None] & (jnp.arange(ids.shape[0] * size).reshape(-1, size) < length)
-    by_head = state.cache.layout == "heads"
+    by_head = state.cache.heads_at == 1
 
     def take(array: jax.Array | None) -> jax.Array | None:
         if array is None or array.ndim < 3:

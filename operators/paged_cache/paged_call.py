@@ -15,10 +15,12 @@ __all__ = ["PagedCall", "PagedMethod", "PagedSizes", "on_xla"]
 
 
 class PagedSizes(NamedTuple):
-    """What a kernel works on at once; None where it chooses."""
+    """What a kernel works on at once, None where it chooses; and of the TPU's, its memory and whether it is interpreted."""
 
     pages_per_block: int | None = None
     queries_per_block: int | None = None
+    vmem_limit_bytes: int | None = None
+    interpret: bool = False
 
 
 class PagedCall(NamedTuple):
@@ -34,6 +36,7 @@ class PagedCall(NamedTuple):
     batch: RaggedBatch
     sinks: jax.Array | None
     layout: str
+    value_dim: int
     softmax_scale: float
     causal: bool
     sliding_window: tuple[int | None, int | None] | None
@@ -57,6 +60,7 @@ def on_xla(call: PagedCall) -> tuple[jax.Array, jax.Array]:
         pages.key,
         pages.value,
         layout=call.layout,
+        value_dim=call.value_dim,
         cu_q_lens=batch.cu_q_lens,
         kv_lens=batch.kv_lens,
         page_table=batch.page_table,

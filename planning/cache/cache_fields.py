@@ -13,9 +13,9 @@ from ...errors import ConfigError, a_type, shown
 from ...strict_json import parse_json, read_text
 from ..given import GivenModel, explain_validation
 
-__all__ = ["JOINED", "CacheFields", "QuantisedPages", "axis_names"]
+__all__ = ["ONE_ARRAY", "CacheFields", "QuantisedPages", "axis_names"]
 
-JOINED = ("interleaved", "packed")
+ONE_ARRAY = ("joined", "interleaved", "packed")
 """Layouts of one array for keys and values."""
 _LANES = 128
 _LIMIT = 2**30  # positions, page ids and their sums are int32 on devices
@@ -74,8 +74,8 @@ class CacheFields(GivenModel):
         None
     )
     layout: Annotated[
-        Literal["split", "heads", "interleaved", "packed"],
-        Field(description="How pages lie; interleaved and packed hold keys and values in one array."),
+        Literal["split", "heads", "joined", "interleaved", "packed"],
+        Field(description="How pages lie; the last three hold keys and values in one array."),
     ] = "split"
     pages_axis: Annotated[_Axes, Field(description="Mesh axes that split pages and batch: data parallel.")] = None
     kv_head_axis: Annotated[_Axes, Field(description="Mesh axes that split the kv heads.")] = "tp"
@@ -96,10 +96,10 @@ class CacheFields(GivenModel):
 
     @model_validator(mode="after")
     def _one_dim(self) -> Self:
-        if self.layout in JOINED and self.value_size != self.head_dim:
+        if self.layout in ("interleaved", "packed") and self.value_size != self.head_dim:
             raise ValueError(
                 f"layout={shown(self.layout)} with value_dim={self.value_size} and head_dim={self.head_dim}; wanted one dim: "
-                "keys and values are in one array, or layout 'split' or 'heads'"
+                "keys and values go by turns, or layout 'split', 'heads' or 'joined'"
             )
         return self
 
@@ -156,6 +156,8 @@ class CacheFields(GivenModel):
         page = self.page_size
         if self.layout == "heads":
             return pages, heads, page, dim
+        if self.layout == "joined":
+            return pages, heads, page, -(-(self.head_dim + self.value_size) // _LANES) * _LANES
         if self.layout == "interleaved":
             return pages, page, 2 * heads, dim
         if self.layout == "packed":
@@ -166,7 +168,7 @@ class CacheFields(GivenModel):
     @property
     def heads_at(self) -> int:
         """The dimension of the heads in an array of pages."""
-        return 1 if self.layout == "heads" else 2
+        return 1 if self.layout in ("heads", "joined") else 2
 
     @property
     def table_width(self) -> int:

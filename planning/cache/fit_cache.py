@@ -22,7 +22,7 @@ from ...sharding import (
     kv_repeat,
 )
 from ...sharding.mesh import AnyMesh, gpu_vendor
-from .cache_fields import JOINED, CacheFields, axis_names
+from .cache_fields import ONE_ARRAY, CacheFields, axis_names
 from .cache_plan import CacheArray, CachePlan
 from .reasons_against import CacheSizes, notes, padded, refusals
 
@@ -107,7 +107,7 @@ def _arrays(
             case _:
                 shape = (sizes.pages, cache.page_size, heads)
                 dims = "pages page kv_heads"
-                if cache.layout == "heads":
+                if cache.heads_at == 1:
                     shape, dims = (sizes.pages, heads, cache.page_size), "pages kv_heads page"
                 add(name, _with_heads(cache, pages, tp, 3), shape, dims, "float32", cache.layers)
     rows, width = cache.max_sequences // sizes.shards, -(-cache.table_width // sizes.along)
@@ -135,7 +135,7 @@ def _arrays(
 
 def _page_arrays(cache: CacheFields) -> dict[str, int]:
     """The arrays of pages, and the dim of each."""
-    if cache.layout in JOINED:
+    if cache.layout in ONE_ARRAY:
         return {"kv_pages": cache.head_dim}
     return {"key_pages": cache.head_dim, "value_pages": cache.value_size}
 
@@ -149,6 +149,7 @@ def _with_heads(cache: CacheFields, pages: Any, heads: Any, rank: int) -> Partit
 _PAGE_DIMS = {
     "split": "pages page kv_heads head_dim",
     "heads": "pages kv_heads page head_dim",
+    "joined": "pages kv_heads page head_dim",
     "interleaved": "pages page kv_heads head_dim",
     "packed": "pages page kv_heads pack head_dim",
 }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from ...sharding import FittedSpec, TensorShape, axes_at, fit_tensor
+from .. import tune_cache
 from ..cache.cache_fields import axis_names
 from ..cache.cache_plan import CachePlan
 from ..capability import Reason
@@ -17,13 +19,23 @@ from ..policy import Policy
 from ..text import bytes_text
 from .paged_plan import PagedPlan
 from .paged_problem import PagedProblem
+from .step_tuning import choose_step
 
 __all__ = ["plan_paged", "token_specs"]
 
 
-@functools.lru_cache(maxsize=1024)
 def plan_paged(operation: type[PlannedOperation], problem: PagedProblem, policy: Policy) -> PagedPlan:
-    """Decide what runs. A step that nothing can run gives a plan of kind 'refused'. Cached."""
+    """Decide what runs, from the step, the policy and the tuned choices; cached until another choice is kept.
+
+    A step that nothing can run gives a plan of kind 'refused'. Errors: ConfigError with tuning='error' where nothing is kept.
+    """
+    # mypy takes a class with an instance __hash__ for unhashable.
+    return _decide(operation, problem, policy, tune_cache.state(problem.device))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1024)
+def _decide(operation: type[PlannedOperation], problem: PagedProblem, policy: Policy, kept: object) -> PagedPlan:
+    del kept
     which: Any = operation
     platform = which.kernel_platform(problem)
     own = tuple(method for method in METHODS.get(platform, ()) if operation.implements(method))
@@ -39,7 +51,7 @@ def plan_paged(operation: type[PlannedOperation], problem: PagedProblem, policy:
         notes.append(f"kernel of {platform} run on {problem.platform} by its config (interpreted)")
     kind: Kind = "refused"
     rejected: list[Rejected] = []
-    implementation, chosen, config = None, None, problem.config
+    implementation, chosen, config, tuning = None, None, problem.config, None
     for method in (*own, "forward_native"):
         name = f"{operation.name}.{method}"
         if method == "forward_native" and own and not routed and policy.fallback == "error":
@@ -52,7 +64,11 @@ def plan_paged(operation: type[PlannedOperation], problem: PagedProblem, policy:
             continue
         kind = "platform" if method in own else "routed" if routed else "fallback" if own else "native"
         implementation, chosen = name, method
-        config = which.resolve_config(method, problem, None)
+        tuning = choose_step(method, problem, policy.tuning)
+        asked = problem
+        if tuning is not None and tuning.fields:
+            asked = replace(problem, config=problem.config.with_fields(tuning.fields))
+        config = which.resolve_config(method, asked, None)
         if kind == "native":
             notes.append(
                 f"{operation.name} has no kernel of its own on {problem.platform}: forward_native is its dispatch"
@@ -70,6 +86,7 @@ def plan_paged(operation: type[PlannedOperation], problem: PagedProblem, policy:
         _tensors(problem),
         tuple(rejected),
         tuple(notes),
+        tuning,
     )
 
 

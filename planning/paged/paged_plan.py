@@ -13,6 +13,7 @@ from ..operation_config import OperationConfig
 from ..plan import WHY, Kind, Rejected, config_lines
 from ..policy import Policy
 from ..text import bytes_text, spec_text
+from ..tuning import Tuning
 from .page_reads import PageReads
 from .paged_problem import PagedProblem
 
@@ -36,6 +37,7 @@ class PagedPlan:
     tensors: tuple[FittedSpec, ...]
     rejected: tuple[Rejected, ...]
     notes: tuple[str, ...]
+    tuning: Tuning | None = None
     reads: PageReads | None = None
 
     def __eq__(self, other: object) -> bool:
@@ -47,7 +49,7 @@ class PagedPlan:
         return hash((self.problem, self.policy))
 
     def _key(self) -> tuple[object, ...]:
-        return self.operation, self.problem, self.policy, self.reads  # all else follows from these
+        return self.operation, self.problem, self.policy, self.tuning, self.reads  # all else follows from these
 
     def __repr__(self) -> str:
         return f"PagedPlan({self.implementation or 'refused'}: {self.problem.describe()})"
@@ -56,6 +58,10 @@ class PagedPlan:
     def cache(self) -> CachePlan:
         """What the cache takes, and where its arrays live."""
         return self.problem.cache
+
+    def config_lines(self) -> list[str]:
+        """Every field of the config that runs, and where it comes from."""
+        return config_lines(self.config, self.problem.config, {} if self.tuning is None else self.tuning.fields)
 
     def require(self) -> PagedPlan:
         """Return self, or raise RefusedError with every reason if nothing can run, or the cache can't be made."""
@@ -112,6 +118,7 @@ class PagedPlan:
                 }
                 for fitted in self.tensors
             },
+            "tuning": None if self.tuning is None else self.tuning.to_dict(),
             "reads": None if self.reads is None else self.reads._asdict(),
             "rejected": [
                 {"implementation": r.implementation, "reasons": [reason._asdict() for reason in r.reasons]}
@@ -133,8 +140,10 @@ def step_rows(plan: PagedPlan) -> list[tuple[str, str]]:
     if problem.logits_soft_cap is not None:
         rows.append(("soft cap", f"{problem.logits_soft_cap:g}"))
     rows.append(("update", _UPDATES[problem.update]))
-    if plan.method is not None and (lines := config_lines(plan.config, plan.problem.config)):
+    if plan.method is not None and (lines := plan.config_lines()):
         rows.append(("config", ", ".join(lines)))
+    if plan.tuning is not None:
+        rows.append(("tuning", f"{plan.tuning.source}: {plan.tuning.why}"))
     if plan.reads is not None:
         rows.append(("reads", plan.reads.describe()))
     return rows

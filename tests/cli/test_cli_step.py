@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def test_a_step_is_planned(attnops: Callable[..., Any], tmp_path: Path) -> None:
         {},
         {"metadata": {"mesh": {"dp": 2, "tp": 2}}, "cache": {"pages_axis": "dp", "layout": "packed"}},
         {"cache": {"layout": "heads", "quantised": {"dtype": "int8", "scale": "head"}}, "step": {"softmax_aux": True}},
+        {"cache": {"layout": "joined", "value_dim": 24}, "step": {"logits_soft_cap": 5.0}},
         {
             "metadata": {"mesh": {"dp": 2, "sp": 2}},
             "cache": {"pages_axis": "dp", "page_sequence_axis": "sp", "pages": 64},
@@ -66,7 +68,7 @@ def test_a_step_is_planned(attnops: Callable[..., Any], tmp_path: Path) -> None:
         {"step": {"mode": "autoregressive", "q_lens": 1, "kv_lens": 12, "sequences": 8, "logits_soft_cap": 5.0}},
         {"step": {"update": "none", "dtype": "bfloat16"}},
     ],
-    ids=("plain", "mesh", "heads", "sequences_split", "v2", "decode", "none"),
+    ids=("plain", "mesh", "heads", "joined", "sequences_split", "v2", "decode", "none"),
 )
 def test_a_step_is_run_and_checked(attnops: Callable[..., Any], tmp_path: Path, changes: dict[str, Any]) -> None:
     out = tmp_path / "out.npz"
@@ -75,7 +77,7 @@ def test_a_step_is_run_and_checked(attnops: Callable[..., Any], tmp_path: Path, 
     assert "pass  output against float64 reference over the pages" in result.out
     assert "one of the cache's 3 layers" in result.out
     output = np.load(out)["output"]
-    assert output.shape[1:] == (6, 16)
+    assert output.shape[1:] == (6, changes.get("cache", {}).get("value_dim", 16))
     assert np.isfinite(output).all()
 
 
@@ -110,3 +112,51 @@ def test_a_step_takes_no_inputs(attnops: Callable[..., Any], tmp_path: Path) -> 
         result = attnops(command, written(tmp_path), "--inputs", str(tmp_path / "x.npz"))
         assert result.status == 2
         assert "a step over pages reads no file" in result.err
+
+
+def test_a_step_is_compiled_here_and_for_tpus(attnops: Callable[..., Any], tmp_path: Path) -> None:
+    result = attnops("verify", written(tmp_path), "--json")
+    assert result.status == 0, result.err
+    (report,) = json.loads(result.out)
+    assert report["passed"]
+    assert report["compiled"]
+    assert report["page_bytes"] == 9 * 2 * 4 * 2 * 16 * 4
+    # Counted: keys in a window of 7, before and at each query's own.
+    seen = 7 + sum(min(position, 6) + 1 for position in range(4, 9)) + 7
+    assert report["flops"] == 2 * seen * 6 * (16 + 16)
+    pages = 2 * 32 * 4 * 2 * 16 * 4
+    assert pages < report["argument_bytes"] <= report["peak_bytes"]
+    text = attnops("verify", written(tmp_path, metadata={"mesh": {"dp": 2, "tp": 2}}, cache={"pages_axis": "dp"})).out
+    assert "no collectives: nothing is sent between devices" in text
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
+def test_a_step_is_compiled_for_a_tpu(attnops: Callable[..., Any], tmp_path: Path) -> None:
+    result = attnops(
+        "verify", written(tmp_path, metadata={"fallback": "allow"}), "--target", "v5e:2x2", "--mesh", "tp=2,dp=2"
+    )
+    assert result.status == 0, result.out + result.err
+    assert "page table: 512 B of 1.0 MiB of scalar memory" in result.out
+    assert "bound by HBM" in result.out
+
+
+def test_sizes_of_a_step_are_searched_and_kept(
+    attnops: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, kept = written(tmp_path, step={"max_q_len": 5, "mode": "autoregressive"}), tmp_path / "kept"
+    monkeypatch.setenv("ATTNOPS_TUNE_CACHE", str(kept))
+    result = attnops("tune", path, "--json", "--most", "3")
+    assert result.status == 0, result.err
+    (report,) = json.loads(result.out)
+    tried = report["passes"]["step"]
+    assert [one["fields"] for one in tried] == [{}, {"pages_per_block": 16}]
+    assert all(one["seconds"] > 0 for one in tried)
+    best = min(tried, key=lambda one: one["seconds"])
+    assert report["choice"] == best["fields"]
+    plan = json.loads(attnops("plan", path, "--json").out)
+    assert plan["tuning"]["source"] == "cache"
+    assert plan["config"]["pages_per_block"] == best["fields"].get("pages_per_block")
+    assert json.loads(attnops("tune", path, "--json", "--most", "3").out)[0]["reused"] == 2
+    refused = attnops("tune", path, "--target", "v5e:2x2")
+    assert refused.status == 2
+    assert "searched by time" in refused.err

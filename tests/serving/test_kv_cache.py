@@ -95,7 +95,7 @@ def test_unset_is_not_null() -> None:
         ({"quantised": {"dtype": "int8", "scales": "head"}}, ["'quantised.scales'"]),
         ({"quantised": {"dtype": "int8", "scale": "token"}}, ["quantised.scale='token'", "token_head"]),
         ({"layout": "pakced"}, ["layout='pakced'", "split"]),
-        ({"layout": "packed", "value_dim": 6}, ["value_dim=6 and head_dim=8", "layout 'split' or 'heads'"]),
+        ({"layout": "packed", "value_dim": 6}, ["value_dim=6 and head_dim=8", "'split', 'heads' or 'joined'"]),
         ({"pages_axis": "tp"}, ["pages_axis", "kv_head_axis", "'tp'"]),
         ({"pages_axis": []}, ["wanted a mesh axis"]),
         ({"pages_axis": ["dp", "dp"]}, ["wanted a mesh axis"]),

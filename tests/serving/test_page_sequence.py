@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from test_steps import DIM, FIELDS, HEADS, Served
 
-from attnops import InputError, OperationMetadata, OperationRegistry, RefusedError
+from attnops import ConfigError, InputError, OperationMetadata, OperationRegistry, RefusedError
 from attnops.errors import AttnOpsError, CapacityError
 from attnops.operators.paged.declared_step import declared_step
+from attnops.operators.paged.tpu_kernel import on_tpu
 from attnops.operators.paged_cache import RaggedBatch, attend, copy, extract, init, insert, restore, scrub, shardings
 from attnops.planning.cache.kv_cache import KVCache
 from attnops.planning.paged.page_reads import page_reads, step_flops
@@ -33,6 +34,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "heads_tp": (SPLIT | {"layout": "heads"}, {"sp": 2, "tp": 2}, {"sliding_window": (9, 0)}),
     "packed_int8": (SPLIT | INT8 | {"layout": "packed", "value_dim": DIM}, {"sp": 4}, SINKS),
     "packed_tp": (SPLIT | {"layout": "packed", "value_dim": DIM}, {"sp": 2, "tp": 2}, {"sliding_window": (6, 0)}),
+    "joined_tp": (SPLIT | {"layout": "joined"}, {"sp": 2, "tp": 2}, {"logits_soft_cap": 5.0}),
     "two_axes": ({"page_sequence_axis": ("sp", "ep")}, {"ep": 2, "sp": 2}, {"sliding_window": (9, 0)}),
     "beside_others": (SPLIT | {"pages_axis": "dp", "layout": "heads"}, {"dp": 2, "sp": 2, "tp": 2}, SINKS),
 }
@@ -369,6 +371,25 @@ def test_a_compiled_step_sends_what_joins_outputs_and_nothing_else() -> None:
         failing = dataclasses.replace(report, collectives=(*(report.collectives or ()), extra))
         assert not failing.passed
         assert failing.unneeded == (extra,)
+
+
+def test_the_tpu_kernel_says_no() -> None:
+    """It takes whole sequences; plain XLA runs in its place, and the call says no by itself."""
+    cache = KVCache(
+        **FIELDS | SPLIT | {"layout": "joined", "head_dim": 128, "value_dim": 128, "page_size": 16, "pages": 16}
+    )
+    paged = OperationRegistry.create("paged", OperationMetadata(mesh=described(sp=2), platform="tpu", fallback="allow"))
+    shapes = [jax.ShapeDtypeStruct((8, n, 128), jnp.float32) for n in (HEADS, 2, 2)]
+    plan = paged.plan(*shapes, cache=cache)
+    assert plan.implementation == "paged.forward_native"
+    assert [(r.implementation, [x.code for x in r.reasons]) for r in plan.rejected] == [
+        ("paged.forward_tpu", ["paged.page_sequence"])
+    ]
+    mesh = mesh_of(sp=2)
+    made = RaggedBatch.make(cache.plan(mesh), cu_q_lens=[0, 2], kv_lens=[2], page_table=[[8]])
+    arrays = [np.ones(x.shape, np.float32) for x in shapes]
+    with pytest.raises(ConfigError, match="on 2 devices; the TPU kernel wants them on one"):
+        attend(init(cache, mesh), 0, made, *arrays, mesh=mesh, method=on_tpu)
 
 
 def test_rows_that_see_nothing_anywhere() -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from attnops import (
     Causal,
@@ -305,3 +306,64 @@ def test_for_a_platform_that_is_not_here() -> None:
     assert (plan.problem.platform, plan.kind) == ("cuda", "native")
     with pytest.raises(InputError, match="planned for cuda"):
         operation(*tokens(), state=init(CACHE), layer=0, batch=BATCH)
+
+
+def on(kind: str, config: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """The plan of a decoding step of Llama-3-8B's layer on one device of a kind of TPU."""
+    device = AbstractDevice(kind, 1, "tpu")
+    mesh = AbstractMesh((1,), ("tp",), axis_types=(AxisType.Auto,), abstract_device=device)
+    cache = KVCache(**{
+        "layers": 1, "kv_heads": 8, "head_dim": 128, "page_size": 16, "pages": 4096, "max_sequences": 64, "max_length": 1024,
+        "layout": "heads",
+    } | fields)  # fmt: skip
+    q, k, v = (
+        jax.ShapeDtypeStruct((64, h, d), cache.dtype)
+        for h, d in (
+            (4 * cache.kv_heads, cache.head_dim),
+            (cache.kv_heads, cache.head_dim),
+            (cache.kv_heads, cache.value_size),
+        )
+    )
+    return paged(config=config, mesh=mesh).plan(q, k, v, cache=cache, max_q_len=1)
+
+
+def codes(plan: Any) -> list[str]:
+    return [reason.code for rejected in plan.rejected for reason in rejected.reasons]
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
+def test_on_a_tpu_the_kernel_runs_with_sizes_that_fit(kind: str) -> None:
+    plan = on(kind)
+    assert plan.implementation == "paged.forward_tpu"
+    assert plan.config.pages_per_block >= 1
+    assert not plan.rejected
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "wanted"),
+    [
+        ({"layout": "packed"}, {}, ["paged.page_layout"]),
+        ({"head_dim": 64}, {}, ["paged.page_rows"]),
+        ({"head_dim": 192, "value_dim": 128}, {}, ["paged.page_rows"]),
+        ({"dtype": "float16"}, {}, ["paged.dtype", "paged.dtype", "paged.dtype"]),
+        ({}, {"pages_per_block": 64}, ["paged.pages_per_block"]),
+        ({}, {"pages_per_block": 32, "vmem_limit_bytes": 2**20}, ["paged.vmem"]),
+        ({"head_dim": 64, "layout": "joined"}, {}, []),
+        ({"head_dim": 192, "value_dim": 128, "layout": "joined"}, {}, []),
+        ({"kv_heads": 3, "head_dim": 64, "layout": "joined", "quantised": {"dtype": "int8"}}, {}, []),
+    ],
+)
+def test_what_the_tpu_kernel_cannot_take_is_told(
+    fields: dict[str, Any], config: dict[str, Any], wanted: list[str]
+) -> None:
+    plan = on("TPU v5 lite", config, **fields)
+    assert codes(plan) == wanted
+    assert plan.kind == ("fallback" if wanted else "platform")
+    assert plan.implementation == ("paged.forward_native" if wanted else "paged.forward_tpu")
+
+
+def test_what_the_tpu_kernel_takes_slowly_is_noted() -> None:
+    assert any(
+        "scales of pages of 16 take the memory of 128" in n
+        for n in on("TPU v5 lite", quantised={"dtype": "int8"}).notes
+    )

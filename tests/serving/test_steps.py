@@ -20,6 +20,7 @@ FIELDS: dict[str, Any] = {
     "layers": 2, "kv_heads": 2, "head_dim": DIM, "value_dim": 8, "dtype": "float32", "page_size": 4, "pages": 48,
     "max_sequences": ROWS, "max_length": 64,
 }  # fmt: skip
+INTERPRETED = {"paged": {"interpret": True}}  # the TPU kernel
 WAYS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "plain": ({}, {}, {}),
     "window": ({}, {}, {"sliding_window": (6, 0)}),
@@ -33,6 +34,14 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "dp_on_one_device": ({"pages_axis": "dp"}, {}, {}),
     "heads": ({"layout": "heads"}, {"tp": 2}, {"sliding_window": (9, 0)}),
     "heads_int8_dp": ({"layout": "heads", "pages_axis": "dp", "quantised": {"dtype": "int8"}}, {"dp": 2}, {}),
+    "joined": ({"layout": "joined"}, {"tp": 2}, {"sliding_window": (9, 0)}),
+    "joined_int8": ({"layout": "joined", "quantised": {"dtype": "int8"}}, {}, {}),
+    "kernel": ({"layout": "joined"}, {}, {"configs": INTERPRETED, "sliding_window": (9, 0)}),
+    "kernel_tp_int8": (
+        {"layout": "joined", "quantised": {"dtype": "int8"}},
+        {"tp": 2},
+        {"configs": INTERPRETED, "sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)},
+    ),
     "interleaved": ({"layout": "interleaved", "value_dim": DIM}, {"tp": 2}, {}),
     "interleaved_fp8": ({"layout": "interleaved", "value_dim": DIM, "quantised": {"dtype": "float8_e4m3fn"}}, {}, {}),
     "packed": (
@@ -68,8 +77,10 @@ class Served:
         self.history: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
         self.random = np.random.default_rng(3)
 
-        paged = OperationRegistry.create("paged", OperationMetadata(mesh=self.mesh))
-        options: dict[str, Any] = {{"sinks": "softmax_aux"}.get(name, name): x for name, x in call.items()}
+        configs = call.get("configs", {})
+        paged = OperationRegistry.create("paged", OperationMetadata(mesh=self.mesh, operation_configs=configs))
+        names = {"sinks": "softmax_aux"}
+        options: dict[str, Any] = {names.get(name, name): x for name, x in call.items() if name != "configs"}
 
         def step(state: CacheState, batch: RaggedBatch, query: Any, key: Any, value: Any, longest: int | None) -> Any:
             last, own = self.cache.layers - 1, options | {"max_q_len": longest}

@@ -1,0 +1,248 @@
+"""attnops' TPU kernels of paged attention against JAX's ragged_paged_attention, by the same compiler, without a TPU.
+
+    python benchmarks/paged_static.py --json FILE [--only TEXT]     (an environment with libtpu; goes on where it was stopped)
+    python benchmarks/paged_static.py --json FILE --report
+
+Both are compiled for described TPUs. Of the decoding kernel's step (a block of pages against a row of every head) the cycles
+are read from the compiler's final schedule, and held against the time that the step's bytes take at the published bandwidth.
+Waits aren't in the cycles: a step that needs fewer cycles than its bytes take is bound by memory if enough bytes are on their way
+meanwhile, which is what the ring of buffers is for. Bytes are counted from what the kernels fetch: whole pages, of rows padded to
+128 numbers where the array's layout has it so.
+
+Of JAX's kernel a step is a block of pages against a block of queries, which are of several sequences in decoding: each of
+them takes a step of its own, with all the rows of the block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TARGETS = ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")
+MODELS = {"llama-3-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64)}
+KERNELS = ("heads", "split", "joined", "jax")  # our layouts, and JAX's kernel
+SEQUENCES = 64
+JAX_KEYS = 512  # of a block of JAX's kernel
+
+
+def cases() -> list[dict[str, Any]]:
+    """What is compiled."""
+    found = []
+    for target in TARGETS:
+        for model in MODELS:
+            for page in (16, 64, 128):
+                for layout in KERNELS:
+                    case = {"target": target, "model": model, "page": page, "layout": layout, "keys": 2048}
+                    found.append(case | {"kind": "decode"})
+                    if page == 64:
+                        found.append(case | {"kind": "prefill"})
+    return found
+
+
+def compile_case(case: dict[str, Any], folder: str) -> dict[str, Any]:
+    """In a process of its own: compile, and read the schedule of the kernel."""
+    name = kernel_name(case)
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "LIBTPU_INIT_ARGS": (
+            f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final.*"
+            + (f" --xla_jf_dump_only_matching_hlo={name}.1" if name else "")
+        ),
+    }
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from attnops.verify.compiled import failure, kernels, program_text
+    from attnops.verify.static_clock import kernels_in, regions
+    from attnops.verify.topology import described_mesh
+
+    heads, kv_heads, dim = MODELS[case["model"]]
+    page, width = case["page"], case["keys"] // case["page"]
+    tokens = SEQUENCES if case["kind"] == "decode" else 512
+    mesh = Mesh(described_mesh(case["target"]).devices.reshape(-1)[:1], ("device",))
+    shape = lambda s, d: jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, PartitionSpec()))  # noqa: E731
+    pages, bf16, int32 = SEQUENCES * width, jnp.bfloat16, jnp.int32
+    numbers = {
+        "kv_lens": shape((SEQUENCES,), int32), "page_table": shape((SEQUENCES, width), int32),
+        "cu_q_lens": shape((SEQUENCES + 1,), int32), "num_seqs": shape((1,), int32),
+    }  # fmt: skip
+    query = shape((tokens, heads, dim), bf16)
+    try:
+        if case["layout"] == "jax":
+            from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+            kv = shape((pages, page, 2 * kv_heads, dim), bf16)
+            # Its own choice asks for the device that runs the process. 32 queries are its default.
+            sizes = {"num_kv_pages_per_block": min(width, JAX_KEYS // page), "num_queries_per_block": 32}
+            call = jax.jit(lambda *x: ragged_paged_attention(*x, sm_scale=dim**-0.5, **sizes))
+            # It asks what it runs on while it is traced.
+            device = jax.sharding.AbstractDevice(mesh.devices[0].device_kind, 1, "tpu")
+            auto = (jax.sharding.AxisType.Auto,)
+            asked = jax.sharding.AbstractMesh((1,), ("device",), axis_types=auto, abstract_device=device)
+            with jax.sharding.use_abstract_mesh(asked):
+                traced = call.trace(query, kv, *numbers.values())
+            lowered = traced.lower(lowering_platforms=("tpu",))
+        else:
+            from attnops.operators.kernels.paged_tpu import paged_attention_tpu
+
+            row = lambda n: (pages, page, kv_heads, n) if case["layout"] == "split" else (pages, kv_heads, page, n)  # noqa: E731
+            joined = case["layout"] == "joined"
+            arrays = numbers | {"query": query, "key_pages": shape(row(2 * dim if joined else dim), bf16)}
+            arrays["value_pages"] = None if joined else shape(row(dim), bf16)
+            static = {"softmax_scale": dim**-0.5, "layout": case["layout"]}
+            static["max_q_len"] = 1 if case["kind"] == "decode" else None
+            lowered = jax.jit(lambda a: paged_attention_tpu(**a, **static)).lower(arrays)
+        compiled = lowered.compile()
+    except Exception as error:
+        message = " ".join(str(error).split())
+        told = failure(error).message
+        return {"failure": (told if "VMEM" in told else f"{type(error).__name__}: {message}")[:300]}
+    text = program_text(compiled) or ""
+    made: dict[str, Any] = {
+        "vmem": {k.name: k.vmem_used for k in kernels(text)},
+        "temporary_bytes": int(compiled.memory_analysis().temp_size_in_bytes),
+    }
+    dumps = kernels_in(Path(folder))
+    for name, files in dumps.items():
+        if name not in made["vmem"]:
+            continue
+        root = regions(*(path.read_text() for path in files))
+        made.setdefault("steps", {})[name] = step_cycles(root)
+    return made
+
+
+def kernel_name(case: dict[str, Any]) -> str:
+    """Of the kernel whose schedule is read; of JAX's, whose name holds its sizes, all is dumped."""
+    if case["layout"] == "jax":
+        return ""
+    return f"attnops_paged_{'decode' if case['kind'] == 'decode' else 'chunks'}"
+
+
+def step_cycles(root: Any) -> int:
+    """Cycles of the innermost loop that does all products but those of other ways through it.
+
+    What loops inside without products is for blocks that aren't whole: page by page.
+    """
+    body = root
+    while True:
+        inner = [r for r in body.inside if r.products]
+        loops = [r for r in body.all() if r is not body and r.is_loop and r.products]
+        if not loops:
+            break
+        body = max(loops, key=lambda r: (r.products, r.cycles)) if len(inner) else body
+    apart = sum(r.cycles for r in body.all() if r is not body and r.is_loop and not r.products)
+    return int(body.cycles - apart)
+
+
+def sizes_of(case: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of a step, and of a decode batch against the least that it needs."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from attnops.operators.kernels.paged_tpu import Geometry, Options, chosen_sizes
+
+    heads, kv_heads, dim = MODELS[case["model"]]
+    page, layout = case["page"], case["layout"]
+    if layout == "jax":
+        keys = min(case["keys"], JAX_KEYS // page * page)
+        return {"step_bytes": keys * 2 * kv_heads * math.ceil(dim / 128) * 128 * 2, "pages_per_block": keys // page}
+    row = 2 * dim if layout == "joined" else dim
+    bf16 = np.dtype(jnp.bfloat16)
+    geometry = Geometry(
+        layout=layout, tokens=SEQUENCES, heads=heads, kv_heads=kv_heads, dim=dim, value_dim=dim, key_row=row,
+        value_row=row if layout == "joined" else dim, pages=1 << 20, page=page, sequences=SEQUENCES,
+        width=case["keys"] // page, dtype=bf16, key_dtype=bf16, value_dtype=bf16, key_scale=None, value_scale=None,
+    )  # fmt: skip
+    options = Options(
+        scale=1.0, causal=True, left=None, right=None, soft_cap=None, sinks=False, max_q_len=1, pages_per_block=0,
+        queries_per_block=0, buffers=0, vmem_limit_bytes=None, interpret=False,
+    )  # fmt: skip
+    options = chosen_sizes(geometry, options)
+    streams = 1 if layout == "joined" else 2
+    held_heads = kv_heads if layout != "split" else 1 << (kv_heads - 1).bit_length()
+    page_bytes = streams * page * held_heads * math.ceil(row / 128) * 128 * 2
+    fetched = {}
+    for keys in (1024, 1500, 4096, 8192):
+        least = keys * kv_heads * 2 * dim * 2 + 2 * heads * dim * 2
+        read = math.ceil(keys / page) * page_bytes + 2 * heads * math.ceil(dim / 128) * 128 * 2
+        fetched[str(keys)] = read / least
+    return {
+        "step_bytes": options.pages_per_block * page_bytes,
+        "pages_per_block": options.pages_per_block,
+        "read": fetched,
+    }
+
+
+def measure(path: Path, only: str) -> None:
+    """Compile what has no figures yet."""
+    data = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    known = {json.dumps(row["case"], sort_keys=True) for row in data["rows"]}
+    for case in cases():
+        key = json.dumps(case, sort_keys=True)
+        if key in known or only not in key:
+            continue
+        folder = tempfile.mkdtemp()
+        try:
+            command = [sys.executable, __file__, "--worker", json.dumps(case | {"folder": folder})]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            lines = done.stdout.strip().splitlines()
+            made = json.loads(lines[-1]) if done.returncode == 0 and lines else {"failure": done.stderr[-300:]}
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if "failure" not in made and case["kind"] == "decode":
+            made |= sizes_of(case)
+        data["rows"].append({"case": case, **made})
+        path.write_text(json.dumps(data, indent=1) + "\n")
+        print(key, json.dumps(made), flush=True)
+
+
+def report(path: Path) -> None:
+    """Print a table."""
+    from attnops.verify.generations import abstract_target, clock_rate, device_of
+
+    for row in json.loads(path.read_text())["rows"]:
+        case = row["case"]
+        label = " ".join(str(case[n]) for n in ("target", "model", "kind", "page", "layout"))
+        if "failure" in row:
+            print(f"{label}: refused: {row['failure'][:110]}")
+            continue
+        line = f"{label}: steps {row.get('steps')}, temporary {row['temporary_bytes'] >> 20} MiB"
+        if "step_bytes" in row:
+            kind, _ = abstract_target(case["target"])
+            cores = 2 if case["target"].startswith("v5p") else 1
+            cycles = row["step_bytes"] / (device_of(kind).bytes_per_second / cores) * clock_rate(kind)
+            (step,) = row["steps"].values()
+            line += f", bytes take {cycles:.0f} cycles: {step / cycles:.2f}"
+            if "read" in row:
+                line += f"; read {max(row['read'].values()):.3f} of the least"
+        print(line)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", help='a part of a case, as JSON, such as \'"kind": "decode"\'')
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--worker")
+    given = parser.parse_args()
+    if given.worker:
+        case = json.loads(given.worker)
+        folder = case.pop("folder")
+        print(json.dumps(compile_case(case, folder)))
+    elif given.report:
+        report(given.json)
+    else:
+        measure(given.json, given.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Paged attention on TPUs by kernels of our own."""
+
+from .attend import paged_attention_tpu
+from .geometry import Geometry, Layout, Options
+from .limits import advice, chosen_sizes, most_vmem, reasons_against
+from .memory import scalar_words, vmem_parts, vmem_room
+
+__all__ = [
+    "Geometry",
+    "Layout",
+    "Options",
+    "advice",
+    "chosen_sizes",
+    "most_vmem",
+    "paged_attention_tpu",
+    "reasons_against",
+    "scalar_words",
+    "vmem_parts",
+    "vmem_room",
+]

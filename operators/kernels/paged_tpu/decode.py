@@ -1,0 +1,224 @@
+"""The kernel for sequences with one row each: all heads of a row against its pages, a block of them at a time.
+
+Heads are the rows of a product. A kv head's keys are multiplied with the whole registers in which its query heads lie, and
+what belongs to other heads is left out where the logits are put together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from .geometry import LANES, Geometry, Options, sublanes
+from .pages import Pages, page_scratch, walk
+from .softmax import (
+    Columns,
+    Sums,
+    add,
+    begin,
+    divided,
+    finish,
+    in_lanes,
+    live_keys,
+    pieces,
+    product,
+    seen_keys,
+    spread,
+    weigh,
+)
+from .units import FIELDS, Unit
+
+__all__ = ["decode", "windows"]
+
+
+def windows(geometry: Geometry) -> list[tuple[slice, list[tuple[int, int]]]]:
+    """Whole registers of query heads: (rows, [(kv head, its first row among them)])."""
+    tile = sublanes(geometry.compute_dtype)
+    found = []
+    for low in range(0, geometry.heads, tile):
+        high = min(low + tile, geometry.heads)
+        kv_heads = range(low // geometry.group, (high - 1) // geometry.group + 1)
+        found.append((slice(low, high), [(j, j * geometry.group - low) for j in kv_heads]))
+    return found
+
+
+def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
+    number, count = pl.program_id(0), refs["count"][0]
+    pages, columns = Pages(geometry, options, refs), Columns.of(geometry, options)
+    column = lambda i: None if i is None else refs["columns"][i]  # noqa: E731
+
+    @pl.when(number < count)
+    def _unit() -> None:
+        unit = Unit.read(refs["words"], number)
+        query = refs["query"][...].astype(geometry.compute_dtype)
+        sums = begin(geometry.heads, geometry.summed_dim, column(columns.sinks))
+
+        visit = _all_at_once if by_product(geometry) else _head_by_head
+        step = lambda *at: visit(geometry, options, pages, columns, refs, unit, query, *at)  # noqa: E731
+        sums = walk(pages, refs["words"], number, count, step, sums)
+        output, lse = finish(sums, column(columns.value_scale))
+        refs["output"][...] = output.astype(refs["output"].dtype)
+        refs["lse"][...] = in_lanes(lse)
+
+
+def by_product(geometry: Geometry) -> bool:
+    """Whether all kv heads of a page are one matrix, of whose products with a query head the others' keys are left out.
+
+    In the layout "split" a head's keys lie apart from one another: to bring them together takes longer than that.
+    """
+    return geometry.layout == "split" and 3 not in (geometry.key_scale, geometry.value_scale)
+
+
+def _all_at_once(
+    geometry: Geometry,
+    options: Options,
+    pages: Pages,
+    columns: Columns,
+    refs: dict[str, Any],
+    unit: Unit,
+    query: jax.Array,
+    slot: Any,
+    first: Any,
+    word: Any,
+    sums: Sums,
+) -> Sums:
+    kv_heads = geometry.kv_heads
+    place, there = live_keys(geometry, options, first, word, unit.keys, kv_heads)
+    raw = product(query, pages.flat(False, slot), 1, 1)
+    lane = lax.broadcasted_iota(jnp.int32, (1, raw.shape[1]), 1)
+    head = lane - divided(lane, kv_heads) * kv_heads
+    head = jnp.where(seen_keys(options, there, place, unit.position), head, -1)
+    own = head == divided(lax.broadcasted_iota(jnp.int32, raw.shape, 0), geometry.group)
+    scale = None if columns.key_scale is None else spread(refs["columns"][columns.key_scale], raw.shape[1])
+    p, peak, total, shrink = add(sums, jnp.where(own, weigh(options, raw, scale), -jnp.inf))
+    step = product(p.astype(geometry.compute_dtype), pages.flat(True, slot), 1, 0)
+    return Sums(peak, total, sums.weighted * spread(shrink, step.shape[1]) + step)
+
+
+def _head_by_head(
+    geometry: Geometry,
+    options: Options,
+    pages: Pages,
+    columns: Columns,
+    refs: dict[str, Any],
+    unit: Unit,
+    query: jax.Array,
+    slot: Any,
+    first: Any,
+    word: Any,
+    sums: Sums,
+) -> Sums:
+    place, there = live_keys(geometry, options, first, word, unit.keys)
+    seen = seen_keys(options, there, place, unit.position)
+    by_token = {
+        name: pages.scale_rows(name, slot, there)
+        for name in ("key_scale", "value_scale")
+        if getattr(geometry, name) == 3
+    }
+
+    def logits(rows: slice, head: int) -> jax.Array:
+        raw = product(query[rows], keys[head], 1, 1)
+        scale = by_token.get("key_scale")
+        return raw if scale is None else raw * scale[head : head + 1]
+
+    def weighted(rows: slice, head: int) -> jax.Array:
+        part, scale = p[rows], by_token.get("value_scale")
+        if scale is not None:
+            part = part * scale[head : head + 1]
+        return product(part.astype(geometry.compute_dtype), values[head], 1, 0)
+
+    keys = [pages.key(slot, j) for j in range(geometry.kv_heads)]
+    raw = _by_head(geometry, logits)
+    scale = None if columns.key_scale is None else spread(refs["columns"][columns.key_scale], raw.shape[1])
+    p, peak, total, shrink = add(sums, jnp.where(seen, weigh(options, raw, scale), -jnp.inf))
+    values = [pages.value(slot, j) for j in range(geometry.kv_heads)]
+    step = _by_head(geometry, weighted)
+    return Sums(peak, total, sums.weighted * spread(shrink, step.shape[1]) + step)
+
+
+def _by_head(geometry: Geometry, of_head: Any) -> jax.Array:
+    """of_head(rows, kv head), each for the rows of its own query heads: [heads, ...]."""
+    found = []
+    for rows, kv_heads in windows(geometry):
+        whole = of_head(rows, kv_heads[0][0])
+        for head, start in kv_heads[1:]:
+            row = lax.broadcasted_iota(jnp.int32, whole.shape, 0)
+            whole = jnp.where(row >= start, of_head(rows, head), whole)
+        found.append(whole)
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
+
+
+def decode(
+    geometry: Geometry, options: Options, arrays: dict[str, jax.Array], words: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(output [tokens, heads, summed dim], lse [tokens, heads]); only the units' rows are written.
+
+    arrays: table, flat; query; key_pages and others that are fetched; columns.
+    """
+    heads, lse_rows = geometry.heads, pieces(geometry.heads)
+    row = lambda number, words, *_: (words[number * FIELDS + 1], 0, 0)  # noqa: E731
+    scalars = {"words": words, "count": count.reshape(1), "table": arrays["table"]}
+    inputs: dict[str, tuple[jax.Array, pl.BlockSpec]] = {
+        "query": (arrays["query"], pl.BlockSpec((None, heads, geometry.query_dim), row)),
+    }
+    for name in geometry.streams():
+        where = f"{name}_pages"
+        inputs[where] = arrays[where], pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
+    if "columns" in arrays:
+        shape = arrays["columns"].shape
+        inputs["columns"] = arrays["columns"], pl.BlockSpec(shape, lambda *_: (0, 0, 0))
+    outputs = {
+        "output": ((geometry.tokens, heads, geometry.summed_dim), geometry.dtype),
+        "lse": ((geometry.tokens, lse_rows, LANES), np.dtype(np.float32)),
+    }
+    specs = [pl.BlockSpec((None, *shape[1:]), row) for shape, _ in outputs.values()]
+    made = call("attnops_paged_decode", kernel, geometry, options, scalars, inputs, outputs, specs, {}, count)
+    return made["output"], made["lse"].reshape(geometry.tokens, lse_rows * LANES)[:, :heads]
+
+
+def call(
+    name: str,
+    body: Any,
+    geometry: Geometry,
+    options: Options,
+    scalars: dict[str, jax.Array],
+    inputs: dict[str, tuple[jax.Array, pl.BlockSpec]],
+    outputs: dict[str, tuple[tuple[int, ...], np.dtype]],
+    out_specs: list[pl.BlockSpec],
+    scratch: dict[str, Any],
+    count: jax.Array,
+) -> dict[str, jax.Array]:
+    """Run a kernel over the units; refs come to it by name."""
+    from ..varying import vary, varying
+
+    scratch = scratch | page_scratch(geometry, options)
+    names = (*scalars, *inputs, *outputs, *scratch)
+    arrays = [*scalars.values(), *(x for x, _ in inputs.values())]
+    axes = varying(arrays)
+    arrays = [vary(x, axes) for x in arrays]
+    kind = jax.typeof(arrays[0]).manual_axis_type
+    made = pl.pallas_call(
+        lambda *refs: body(dict(zip(names, refs, strict=True)), geometry, options),
+        out_shape=[jax.ShapeDtypeStruct(s, d, manual_axis_type=kind) for s, d in outputs.values()],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(jnp.maximum(count, 1),),
+            in_specs=[spec for _, spec in inputs.values()],
+            out_specs=out_specs,
+            scratch_shapes=list(scratch.values()),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=(pltpu.ARBITRARY,),
+            vmem_limit_bytes=options.vmem_limit_bytes,
+            disable_bounds_checks=True,  # a third of what a copy costs to start; ids are checked in pages.py
+        ),
+        interpret=options.interpret,
+        name=name,
+    )(*arrays)
+    return dict(zip(outputs, made, strict=True))

@@ -1,0 +1,148 @@
+"""What is static about a call of the TPU kernel: shapes, how pages lie, options, sizes of blocks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+__all__ = ["LANES", "LOG2E", "NOTHING", "Geometry", "Layout", "Options", "sublanes"]
+
+LANES = 128
+LOG2E = 1 / math.log(2)
+# The peak of a row that has seen nothing: finite, so that the exponential of -inf minus it is 0 and not NaN.
+NOTHING = float(jnp.finfo(jnp.float32).min)
+
+Layout = Literal["split", "heads", "joined"]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes and dtypes of one device's arrays.
+
+    layout: where a page's numbers lie. "split": [pages, page, kv_heads, dim], keys and values apart; "heads": [pages,
+    kv_heads, page, dim], apart;
+    "joined": [pages, kv_heads, page, dim + value_dim], a key and its value in one row. Rows may be wider than that.
+    """
+
+    layout: Layout
+    tokens: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    key_row: int  # numbers of a row of key_pages; joined: of a whole row
+    value_row: int
+    pages: int
+    page: int
+    sequences: int
+    width: int  # pages of a row of the table
+    dtype: np.dtype
+    key_dtype: np.dtype
+    value_dtype: np.dtype
+    key_scale: int | None  # rank: 0, 1 or 3; None without
+    value_scale: int | None
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def joined(self) -> bool:
+        return self.layout == "joined"
+
+    @property
+    def whole_row(self) -> bool:
+        """Joined rows that aren't cut: the key's end is within a tile, so the query is padded with zeros beyond it."""
+        return self.joined and self.dim % LANES != 0
+
+    @property
+    def key_lanes(self) -> tuple[int, int]:
+        """Which numbers of a row of the pages the query, padded with zeros, is multiplied with."""
+        return (0, self.dim) if self.joined and not self.whole_row else (0, self.key_row)
+
+    @property
+    def value_lanes(self) -> tuple[int, int]:
+        """Which numbers of a row the weights are multiplied with."""
+        if not self.joined:
+            return 0, self.value_row
+        return (0 if self.whole_row else self.dim), self.key_row
+
+    @property
+    def output_lanes(self) -> slice:
+        """Which of these are the value."""
+        start = self.dim if self.whole_row else 0
+        return slice(start, start + self.value_dim)
+
+    @property
+    def query_dim(self) -> int:
+        """Of the query as the kernel takes it."""
+        return self.key_lanes[1]
+
+    @property
+    def summed_dim(self) -> int:
+        """Of the sums of values and of the output as the kernel gives it."""
+        return self.value_lanes[1] - self.value_lanes[0]
+
+    @property
+    def compute_dtype(self) -> np.dtype:
+        """Of the factors of products: none is rounded."""
+        wide = self.dtype
+        for pages in (self.key_dtype, self.value_dtype):
+            if pages.itemsize > 1:
+                wide = np.dtype(jnp.promote_types(wide, pages))
+        return wide
+
+    def row_shape(self, width: int) -> tuple[int, int, int]:
+        """Of a page of rows so wide."""
+        if self.layout == "split":
+            return self.page, self.kv_heads, width
+        return self.kv_heads, self.page, width
+
+    def streams(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """What is fetched for a page: name -> (shape, dtype)."""
+        if self.joined:
+            found: dict[str, Any] = {"key": (self.row_shape(self.key_row), self.key_dtype)}
+        else:
+            found = {
+                "key": (self.row_shape(self.key_row), self.key_dtype),
+                "value": (self.row_shape(self.value_row), self.value_dtype),
+            }
+        for name, rank in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
+            if rank == 3:
+                shape = (self.page, self.kv_heads) if self.layout == "split" else (self.kv_heads, self.page)
+                found[name] = shape, np.dtype(np.float32)
+        return found
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the call asks for, and the sizes of its blocks."""
+
+    scale: float
+    causal: bool
+    left: int | None
+    right: int | None
+    soft_cap: float | None
+    sinks: bool
+    max_q_len: int | None
+    pages_per_block: int
+    queries_per_block: int
+    buffers: int  # blocks of pages in memory: the one that is computed on, and those on their way
+    vmem_limit_bytes: int | None
+    interpret: bool | pltpu.InterpretParams
+
+    @property
+    def reach(self) -> int | None:
+        """How far to the right of itself a row sees; None for no limit."""
+        ends = [n for n in (0 if self.causal else None, self.right) if n is not None]
+        return min(ends) if ends else None
+
+
+def sublanes(dtype: Any) -> int:
+    """Rows of a tile of the dtype."""
+    return 8 * max(1, 4 // np.dtype(dtype).itemsize)

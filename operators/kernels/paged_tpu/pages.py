@@ -1,0 +1,234 @@
+"""Pages on their way from HBM: blocks of them are fetched into a ring of buffers, ahead of the one that is computed on."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from .geometry import Geometry, Options
+from .units import FIELDS, FIRST_PAGE, Unit
+
+__all__ = ["Pages", "page_scratch", "walk", "whole_word"]
+
+
+def page_scratch(geometry: Geometry, options: Options) -> dict[str, Any]:
+    """A ring of buffers, each for a block of pages of every stream, and where the kernel is in it."""
+    found: dict[str, Any] = {
+        f"{name}_buffer": pltpu.VMEM((options.buffers, options.pages_per_block, *shape), dtype)
+        for name, (shape, dtype) in geometry.streams().items()
+    }
+    return found | {
+        "arrived": pltpu.SemaphoreType.DMA((options.buffers, len(geometry.streams()))),
+        "here": pltpu.SMEM((1,), jnp.int32),  # the slot that is visited next
+        "front": pltpu.SMEM((3,), jnp.int32),  # of the block to be fetched next: unit, first page, slot
+    }
+
+
+class Pages:
+    """Fetches blocks of pages and reads what came. A page with an id that is out of range, or beyond the block's end, isn't
+    fetched; its values are 0."""
+
+    def __init__(self, geometry: Geometry, options: Options, refs: dict[str, Any]) -> None:
+        self.geometry, self.options, self.refs = geometry, options, refs
+        self.block = options.pages_per_block
+        self.names = tuple(geometry.streams())
+        self.last = self.names[0 if geometry.joined else 1]  # the stream that values come from
+
+    def begin(self, words: Any, count: Any) -> None:
+        """Before the first unit: fill the ring but for one slot."""
+        front = self.refs["front"]
+        front[0], front[1], front[2] = np.int32(0), words[FIRST_PAGE], np.int32(0)
+        lax.fori_loop(0, self.options.buffers - 1, lambda i, _: self.ahead(words, count), None)
+
+    def ahead(self, words: Any, count: Any) -> None:
+        """Begin to fetch the next block that isn't on its way yet, whichever unit it is of."""
+        front, block = self.refs["front"], np.int32(self.block)
+
+        @pl.when(front[0] < count)
+        def _more() -> None:
+            unit, first, slot = Unit.read(words, front[0]), front[1], front[2]
+            self._start(slot, unit, first)
+            done = first + block >= unit.end
+            after = jnp.minimum(front[0] + 1, count - 1)
+            front[0] = front[0] + done.astype(jnp.int32)
+            front[1] = jnp.where(done, words[after * FIELDS + FIRST_PAGE], first + block)
+            front[2] = jnp.where(slot + 1 == self.options.buffers, 0, slot + 1)
+
+    def _start(self, slot: Any, unit: Unit, first: Any) -> None:
+        whole = self._whole(unit, first)
+
+        def fetch(i: Any, page: Any) -> None:
+            for stream in range(len(self.names)):
+                self._copy(slot, i, stream, page).start()
+
+        @pl.when(whole)
+        def _all() -> None:
+            place = unit.seq * self.geometry.width + first
+            for i in range(self.block):
+                fetch(i, self.refs["table"][place + i])
+
+        @pl.when(jnp.logical_not(whole))
+        def _some() -> None:
+            def one(i: Any, _: None) -> None:
+                live, page = self._page(unit, first + i)
+                pl.when(live)(lambda: fetch(i, page))
+
+            lax.fori_loop(np.int32(0), np.int32(self.block), one, None)
+
+    def wait(self, slot: Any, unit: Unit, first: Any) -> Any:
+        """Wait until a block has come; a word with a bit for each of its pages that was fetched.
+
+        Values that weren't, and those past the sequence's end, are made 0: what a freed page held may be NaN, and 0 times NaN is
+        NaN.
+        """
+        whole, page = self._whole(unit, first), self.geometry.page
+
+        @pl.when(whole)
+        def _all() -> None:  # copies of one semaphore are counted together
+            for stream, name in enumerate(self.names):
+                buffer = self.refs[f"{name}_buffer"].at[slot]
+                pltpu.make_async_copy(buffer, buffer, self.refs["arrived"].at[slot, stream]).wait()
+
+        def one(i: Any, word: Any) -> Any:
+            live, page = self._page(unit, first + i)
+
+            @pl.when(live)
+            def _arrive() -> None:
+                for stream in range(len(self.names)):
+                    self._copy(slot, i, stream, page).wait()
+
+            @pl.when(jnp.logical_not(live))
+            def _clear() -> None:
+                buffer = self.refs[f"{self.last}_buffer"]
+                buffer[slot, i] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+
+            return word | lax.shift_left(live.astype(jnp.int32), i)
+
+        # No pages one by one of a whole block.
+        some = jnp.where(whole, np.int32(0), np.int32(self.block))
+        word = lax.fori_loop(np.int32(0), some, one, np.int32(0))
+        tail = lax.rem(unit.keys, np.int32(page))
+        last = lax.div(unit.keys, np.int32(page)) - first
+
+        @pl.when((tail != 0) & (last >= 0) & (last < self.block))
+        def _clear() -> None:
+            buffer = self.refs[f"{self.last}_buffer"]
+            axis = 0 if self.geometry.layout == "split" else 1
+            held = buffer[slot, last]
+            wide = held if held.dtype == jnp.float32 else held.astype(jnp.float32)
+            inside = lax.broadcasted_iota(jnp.int32, wide.shape, axis) < tail
+            buffer[slot, last] = jnp.where(inside, wide, 0.0).astype(buffer.dtype)
+
+        return jnp.where(whole, whole_word(self.block), word)
+
+    def _whole(self, unit: Unit, first: Any) -> Any:
+        """Whether every page of the block is fetched."""
+        return (unit.sound != 0) & (first + np.int32(self.block) <= unit.end)
+
+    def _page(self, unit: Unit, at: Any) -> tuple[Any, Any]:
+        """(whether it is fetched, its id)."""
+        width = self.geometry.width
+        page = self.refs["table"][unit.seq * width + jnp.minimum(at, width - 1)]
+        return (at < unit.end) & (page >= 0) & (page < self.geometry.pages), page
+
+    def key(self, slot: Any, head: Any) -> jax.Array:
+        """Keys of a kv head, [keys of the block, dim]."""
+        return self._rows("key", slot, head, self.geometry.key_lanes)
+
+    def value(self, slot: Any, head: Any) -> jax.Array:
+        """Values of a kv head."""
+        return self._rows(self.last, slot, head, self.geometry.value_lanes)
+
+    def scale_rows(self, name: str, slot: Any, valid: jax.Array) -> jax.Array:
+        """Scales of the block's keys, [kv_heads, keys]; 0 where not valid [1, keys].
+
+        The pages' slots are spread over the lanes by a product with ones and zeros; exact, as each sum has one term.
+        """
+        geometry, size = self.geometry, self.block
+        page, kv_heads = geometry.page, geometry.kv_heads
+        held = self.refs[f"{name}_buffer"][slot]
+        held = jnp.where(jnp.abs(held) < jnp.inf, held, 0.0)  # a slot of nobody must not reach another's sum
+        dot = functools.partial(lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        if geometry.layout == "split":
+            held = held.reshape(size * page, kv_heads)
+            own = [lax.broadcasted_iota(jnp.int32, (kv_heads, kv_heads), axis) for axis in (0, 1)]
+            turned = dot(jnp.where(own[0] == own[1], 1.0, 0.0), held, (((1,), (1,)), ((), ())))
+            return jnp.where(valid, turned, 0.0)
+        held = held.reshape(size * kv_heads, page)
+        lane = lax.broadcasted_iota(jnp.int32, (page, size * page), 1)
+        spot = lax.broadcasted_iota(jnp.int32, (page, size * page), 0)
+        spread = jnp.zeros((page, size * page), jnp.float32)
+        for i in range(size):
+            spread = jnp.where(lane == spot + i * page, 1.0, spread)
+        wide = dot(held, spread, (((1,), (0,)), ((), ())))
+        lanes = lax.broadcasted_iota(jnp.int32, (kv_heads, size * page), 1)
+        rows = jnp.zeros((kv_heads, size * page), jnp.float32)
+        for i in range(size):
+            own = (lanes >= i * page) & (lanes < (i + 1) * page)
+            rows = jnp.where(own, wide[i * kv_heads : (i + 1) * kv_heads], rows)
+        return jnp.where(valid, rows, 0.0)
+
+    def flat(self, of_values: bool, slot: Any) -> jax.Array:
+        """All kv heads' keys (or values) in the layout "split", as they lie: [keys * kv_heads, dim]."""
+        held = self.refs[f"{self.last if of_values else 'key'}_buffer"][slot]
+        return as_factor(held.reshape(-1, held.shape[-1]), self.geometry.compute_dtype)
+
+    def _rows(self, name: str, slot: Any, head: Any, lanes: tuple[int, int]) -> jax.Array:
+        buffer, lane = self.refs[f"{name}_buffer"], slice(*lanes)
+        split = self.geometry.layout == "split"
+        held = buffer[slot, :, :, head, lane] if split else buffer[slot, :, head, :, lane]
+        rows = held.reshape(self.block * self.geometry.page, lanes[1] - lanes[0])
+        return as_factor(rows, self.geometry.compute_dtype)
+
+    def _copy(self, slot: Any, i: Any, stream: int, page: Any) -> Any:
+        name = self.names[stream]
+        return pltpu.make_async_copy(
+            self.refs[f"{name}_pages"].at[page],
+            self.refs[f"{name}_buffer"].at[slot, i],
+            self.refs["arrived"].at[slot, stream],
+        )
+
+
+def as_factor(x: jax.Array, dtype: Any) -> jax.Array:
+    """int8 and fp8 by way of float32, exactly: there is no direct way on each generation."""
+    if x.dtype == dtype:
+        return x
+    return x.astype(jnp.float32).astype(dtype)
+
+
+def whole_word(pages: int) -> np.int32:
+    """A bit for each page of a block."""
+    return np.int32((1 << pages) - 1) if pages < 32 else np.int32(-1)
+
+
+def walk(pages: Pages, words: Any, number: Any, count: Any, visit: Any, carry: Any) -> Any:
+    """Call visit(slot, first page, live word, carry) for each block of pages of a unit.
+
+    While a block is visited the next ones are on their way: of this unit or of those that follow.
+    """
+    unit, here = Unit.read(words, number), pages.refs["here"]
+    size, ring = np.int32(pages.block), pages.options.buffers
+
+    @pl.when(number == 0)
+    def _first() -> None:
+        here[0] = np.int32(0)
+        pages.begin(words, count)
+
+    trips = lax.div(unit.end - unit.first + (size - 1), size)
+    begun = here[0]
+
+    def step(block: Any, carry: Any) -> Any:
+        slot, first = lax.rem(begun + block, np.int32(ring)), unit.first + block * size
+        pages.ahead(words, count)  # into the slot that was visited last
+        return visit(slot, first, pages.wait(slot, unit, first), carry)
+
+    carry = lax.fori_loop(np.int32(0), trips, step, carry)
+    here[0] = lax.rem(begun + trips, np.int32(ring))
+    return carry

@@ -1,0 +1,155 @@
+"""The list of what a kernel goes over, made on the device: units of some rows of one sequence, those that see a page."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..paged_step import Batch, PagedOperands
+from .geometry import Geometry, Options
+
+__all__ = ["FIELDS", "FIRST_PAGE", "Chunks", "Unit", "chunk_units", "decode_units", "most_chunk_units"]
+
+FIELDS, FIRST_PAGE = 7, 3  # words of a unit, and which of them says where its pages begin
+
+
+class Unit(NamedTuple):
+    """Numbers of a unit, int32. row: where it begins in the query as the kernel takes it. position: of that row among the
+    keys. first, end: pages of its sequence that it sees; keys: how many the sequence has. sound: whether all these pages' ids
+    are in range."""
+
+    seq: Any
+    row: Any
+    position: Any
+    first: Any
+    end: Any
+    keys: Any
+    sound: Any
+
+    @classmethod
+    def read(cls, words: Any, number: Any) -> Unit:
+        """From scalar memory."""
+        return cls(*(words[number * FIELDS + i] for i in range(FIELDS)))
+
+
+class Chunks(NamedTuple):
+    """Units of several rows each, of at most `queries_per_block`; and where a token's row is found again."""
+
+    words: jax.Array
+    count: jax.Array
+    source: jax.Array  # [packed]: the token of each row of the packed query
+    place: jax.Array  # [tokens]: its inverse
+    unit: jax.Array  # [tokens]: of the compacted list
+    row: jax.Array  # [tokens]: within the unit
+    live: jax.Array  # [tokens]: whether its unit is in the list
+
+
+def decode_units(
+    geometry: Geometry, options: Options, operands: PagedOperands, batch: Batch, wanted: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(words, count, bool [sequences] whether in the list) of sequences with a row each."""
+    keys = jnp.minimum(batch.kv_lens, np.int32(geometry.width * geometry.page))
+    position = batch.kv_lens - batch.q_lens
+    first, end = _pages(geometry, options, position, position, keys)
+    seq = jnp.arange(geometry.sequences, dtype=np.int32)
+    live = wanted & (end > first)
+    sound = _sound(geometry, operands.page_table, keys)
+    words, count, _ = _compact(live, Unit(seq, batch.starts, position, first, end, keys, sound))
+    return words, count, live
+
+
+def most_chunk_units(geometry: Geometry, block: int) -> tuple[int, int]:
+    """(units, rows of the packed query) that chunks of two or more rows can make."""
+    tokens = geometry.tokens
+    chunks = max(1, min(geometry.sequences, tokens // 2))
+    align = row_alignment(geometry)
+    units = max(1, min(tokens, tokens // block + chunks))
+    return units, -(-(tokens + chunks * (align - 1)) // align) * align + block
+
+
+def row_alignment(geometry: Geometry) -> int:
+    """Chunks begin at multiples of this in the packed query: copies move whole tiles of either dtype."""
+    return 16 if geometry.dtype.itemsize < 4 else 8
+
+
+def chunk_units(
+    geometry: Geometry,
+    options: Options,
+    operands: PagedOperands,
+    batch: Batch,
+    wanted: jax.Array,
+    token_seq: jax.Array,
+    token_row: jax.Array,
+) -> Chunks:
+    """Units of the wanted sequences; token_seq, token_row: of each row of the query, its sequence and its place there."""
+    block, align = np.int32(options.queries_per_block), np.int32(row_alignment(geometry))
+    most, packed = most_chunk_units(geometry, options.queries_per_block)
+    rows = batch.q_lens if options.max_q_len is None else jnp.minimum(batch.q_lens, np.int32(options.max_q_len))
+    rows = jnp.where(wanted, rows, 0)
+    padded = lax.div(rows + (align - 1), align) * align
+    starts = jnp.cumsum(padded, dtype=np.int32) - padded
+    blocks = lax.div(rows + (block - 1), block)
+    ends = jnp.cumsum(blocks, dtype=np.int32)
+
+    number = jnp.arange(most, dtype=np.int32)
+    seq = jnp.minimum(jnp.sum(ends[None, :] <= number[:, None], axis=1, dtype=np.int32), geometry.sequences - 1)
+    of = lambda x: x.at[seq].get(mode="promise_in_bounds")  # noqa: E731
+    at = (number - of(ends - blocks)) * block
+    keys = jnp.minimum(of(batch.kv_lens), np.int32(geometry.width * geometry.page))
+    position = of(batch.kv_lens) - of(batch.q_lens) + at
+    last = position + jnp.minimum(of(rows) - at, block) - 1
+    first, end = _pages(geometry, options, position, last, keys)
+    live = (number < ends[-1]) & (end > first)
+    sound = of(
+        _sound(geometry, operands.page_table, jnp.minimum(batch.kv_lens, np.int32(geometry.width * geometry.page)))
+    )
+    words, count, place = _compact(live, Unit(seq, of(starts) + at, position, first, end, keys, sound))
+
+    pick = lambda x: x.at[token_seq].get(mode="promise_in_bounds")  # noqa: E731
+    mine = pick(wanted) & (token_row < pick(rows)) & (token_row >= 0)
+    spot = jnp.where(mine, pick(starts) + token_row, np.int32(packed))
+    tokens = jnp.arange(geometry.tokens, dtype=np.int32)
+    source = jnp.zeros(packed, np.int32).at[spot].set(tokens, mode="drop")
+    unit = jnp.clip(pick(ends - blocks) + lax.div(token_row, block), 0, np.int32(most - 1))
+    in_list = lambda x: x.at[unit].get(mode="promise_in_bounds")  # noqa: E731
+    return Chunks(
+        words,
+        count,
+        source,
+        jnp.where(mine, spot, 0),
+        in_list(place),
+        lax.rem(token_row, block),
+        mine & in_list(live),
+    )
+
+
+def _pages(
+    geometry: Geometry, options: Options, first: jax.Array, last: jax.Array, keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(first page, one past the last) that rows at the positions first to last see."""
+    page = np.int32(geometry.page)
+    begin = jnp.zeros_like(keys) if options.left is None else jnp.maximum(first - np.int32(options.left), 0)
+    end = keys if options.reach is None else jnp.minimum(keys, last + np.int32(options.reach + 1))
+    end = jnp.where(last >= 0, end, 0)  # a row before the first key sees nothing
+    begin_page, end_page = lax.div(begin, page), lax.div(jnp.maximum(end, 0) + (page - 1), page)
+    return begin_page, jnp.where(end > begin, end_page, begin_page)
+
+
+def _sound(geometry: Geometry, table: jax.Array, keys: jax.Array) -> jax.Array:
+    """Of each sequence: 1 if the ids of all pages with its keys are in range, else 0."""
+    pages = lax.div(keys + np.int32(geometry.page - 1), np.int32(geometry.page))
+    beyond = jnp.arange(geometry.width, dtype=np.int32) >= pages[:, None]
+    return (beyond | ((table >= 0) & (table < geometry.pages))).all(axis=1).astype(np.int32)
+
+
+def _compact(live: jax.Array, unit: Unit) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(words of the live ones, one after the other, how many, the place of each among them)."""
+    size = live.shape[0]
+    place = jnp.cumsum(live, dtype=np.int32) - 1
+    words = jnp.zeros((size, FIELDS), np.int32)
+    words = words.at[jnp.where(live, place, np.int32(size))].set(jnp.stack(unit, axis=1), mode="drop")
+    return words.reshape(-1), jnp.sum(live, dtype=np.int32), jnp.maximum(place, 0)

@@ -1,0 +1,163 @@
+"""The TPU kernels behind `paged`: what is against them for a step, the sizes that they work with, and the call itself."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from ...errors import ConfigError
+from ...planning import OperationConfig, Reason
+from ...planning.paged.paged_problem import PagedProblem, causal_window
+from ...planning.text import bytes_text
+from ..kernels.paged_tpu import (
+    Geometry,
+    Options,
+    advice,
+    chosen_sizes,
+    most_vmem,
+    paged_attention_tpu,
+    reasons_against,
+    vmem_room,
+)
+from ..paged_cache.paged_call import PagedCall
+
+__all__ = ["on_tpu", "tpu_notes", "tpu_reasons", "tpu_sizes"]
+
+_LAYOUTS = ("split", "heads", "joined")
+_COPIES = "page_rows"  # the one piece of advice that is a reason: XLA would copy all of the cache before each call
+
+
+def tpu_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
+    """Every reason against the kernels."""
+    if problem.sequence_shards > 1:
+        text = (
+            f"the TPU kernel takes pages of whole sequences, and page_sequence_axis splits each over {problem.sequence_shards} "
+            "devices"
+        )
+        return (
+            Reason(
+                "paged.page_sequence", "cache.page_sequence_axis", text, "Split heads or sequences, or use plain XLA."
+            ),
+        )
+    if problem.layout not in _LAYOUTS:
+        text = f"the TPU kernel takes pages of layout {', '.join(_LAYOUTS)}, and the cache declares {problem.layout!r}"
+        return (Reason("paged.page_layout", "cache.layout", text, "Declare cache.layout='joined'."),)
+    geometry, options = _geometry(problem), _options(problem, problem.config)
+    room = _room(problem, problem.config)
+    sized = chosen_sizes(geometry, options, room)
+    found = reasons_against(geometry, sized) + [found for found in advice(geometry) if found[0] == _COPIES]
+    reasons = [
+        Reason(f"paged.{code}", _FIELDS.get(code, code), message, _sentence(hint)) for code, message, hint in found
+    ]
+    taken = most_vmem(geometry, sized)
+    if taken > room:
+        text = (
+            f"blocks of {sized.pages_per_block} pages and {sized.queries_per_block} queries take {bytes_text(taken)} of VMEM, "
+            f"and a kernel may take {bytes_text(room)}"
+        )
+        hint = "Declare smaller blocks, or a larger vmem_limit_bytes where the device has it."
+        reasons.append(Reason("paged.vmem", "vmem_limit_bytes", text, hint))
+    return tuple(reasons)
+
+
+def tpu_sizes(problem: PagedProblem) -> OperationConfig:
+    """The config with every size filled in."""
+    sized = chosen_sizes(_geometry(problem), _options(problem, problem.config), _room(problem, problem.config))
+    sizes = {"pages_per_block": sized.pages_per_block, "queries_per_block": sized.queries_per_block}
+    return problem.config.with_fields(sizes)
+
+
+def tpu_notes(problem: PagedProblem) -> tuple[str, ...]:
+    """What the kernels take, but slowly or with memory to spare."""
+    return tuple(
+        f"{message}: better is {hint}" for code, message, hint in advice(_geometry(problem)) if code != _COPIES
+    )
+
+
+def on_tpu(call: PagedCall) -> tuple[jax.Array, jax.Array]:
+    """Attend by the TPU kernels; see kernels/paged_tpu."""
+    pages, batch = call.pages, call.batch
+    if call.sequence_shards > 1:
+        raise ConfigError(f"pages of a sequence on {call.sequence_shards} devices; the TPU kernel wants them on one.")
+    if call.layout not in _LAYOUTS:
+        raise ConfigError(f"pages of layout {call.layout!r}; wanted one of {', '.join(_LAYOUTS)}.")
+    return paged_attention_tpu(
+        call.query,
+        pages.key,
+        pages.value,
+        layout=call.layout,  # type: ignore[arg-type]
+        value_dim=call.value_dim,
+        cu_q_lens=batch.cu_q_lens,
+        kv_lens=batch.kv_lens,
+        page_table=batch.page_table,
+        num_seqs=batch.num_seqs,
+        softmax_scale=call.softmax_scale,
+        causal=call.causal,
+        sliding_window=call.sliding_window,
+        logits_soft_cap=call.logits_soft_cap,
+        sinks=call.sinks,
+        key_scale=pages.key_scale,
+        value_scale=pages.value_scale,
+        max_q_len=call.max_q_len,
+        pages_per_block=call.sizes.pages_per_block,
+        queries_per_block=call.sizes.queries_per_block,
+        vmem_limit_bytes=call.sizes.vmem_limit_bytes,
+        interpret=call.sizes.interpret,
+    )
+
+
+_FIELDS = {"dtype": "runtime_dtype", "page_table_smem": "max_length", "page_rows": "cache.layout"}
+
+
+def _sentence(hint: str) -> str:
+    return f"{hint[:1].upper()}{hint[1:].rstrip('.')}."
+
+
+def _geometry(problem: PagedProblem) -> Geometry:
+    cache, plan = problem.cache.cache, problem.cache
+    heads, kv_heads = problem.local_heads
+    rows = cache.pages_shape(1, kv_heads, problem.head_dim)[-1], cache.pages_shape(1, kv_heads, problem.value_dim)[-1]
+    scale = None if cache.quantised is None else {"tensor": 0, "head": 1, "token_head": 3}[cache.quantised.scale]
+    stored = np.dtype(jax.numpy.dtype(cache.stored_dtype))
+    return Geometry(
+        layout=cache.layout,  # type: ignore[arg-type]
+        tokens=problem.local_tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        key_row=rows[0],
+        value_row=rows[1],
+        pages=plan.local_pages,
+        page=cache.page_size,
+        sequences=plan.local_sequences,
+        width=cache.table_width,
+        dtype=np.dtype(jax.numpy.dtype(problem.runtime_dtype)),
+        key_dtype=stored,
+        value_dtype=stored,
+        key_scale=scale,
+        value_scale=scale,
+    )
+
+
+def _options(problem: PagedProblem, config: OperationConfig) -> Options:
+    causal, (left, right) = causal_window(problem.mask) or (True, (None, None))
+    return Options(
+        scale=problem.softmax_scale,
+        causal=causal,
+        left=left,
+        right=right,
+        soft_cap=problem.logits_soft_cap,
+        sinks="sinks" in problem.features,
+        max_q_len=problem.max_q_len,
+        pages_per_block=getattr(config, "pages_per_block", None) or 0,
+        queries_per_block=getattr(config, "queries_per_block", None) or 0,
+        buffers=0,
+        vmem_limit_bytes=getattr(config, "vmem_limit_bytes", None),
+        interpret=False,
+    )
+
+
+def _room(problem: PagedProblem, config: OperationConfig) -> int:
+    """Bytes of VMEM that a kernel may take; where it is interpreted, those of the least TPU."""
+    return vmem_room(problem.device_kind, getattr(config, "vmem_limit_bytes", None))

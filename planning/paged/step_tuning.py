@@ -1,0 +1,71 @@
+"""Tuned choices of steps over pages: what such a choice depends on, which one a plan takes, and what a search tries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..tuning import Tuning, kept_or, versions
+from .paged_problem import PagedProblem
+
+__all__ = ["choose_step", "step_candidates", "step_key", "tuned_fields"]
+
+_KEYS = (64, 128, 256, 512, 1024)  # of a block of pages
+_QUERIES = (8, 16, 32, 64, 128, 256)
+
+
+def tuned_fields(problem: PagedProblem) -> tuple[str, ...]:
+    """The config's unset sizes that the step reads: one query a sequence has no blocks of queries."""
+    names = ("pages_per_block",) if problem.max_q_len is not None else ("pages_per_block", "queries_per_block")
+    return () if problem.mode == "insert" else tuple(name for name in names if not problem.config.is_set(name))
+
+
+def step_key(method: str, problem: PagedProblem) -> dict[str, Any]:
+    """All that a measured choice depends on, as JSON values; lengths of sequences are traced, so they aren't in it."""
+    cache = problem.cache.cache
+    return {
+        "operation": "paged",
+        "method": method,
+        "device": problem.device,
+        "dtype": problem.runtime_dtype,
+        "stored": cache.stored_dtype,
+        "scale": None if cache.quantised is None else cache.quantised.scale,
+        "layout": cache.layout,
+        "tokens": problem.local_tokens,
+        "heads": problem.local_heads,
+        "dims": (problem.head_dim, problem.value_dim),
+        "page_size": cache.page_size,
+        "table": (problem.cache.local_sequences, problem.cache.table_width // problem.sequence_shards),
+        "sequence_shards": problem.sequence_shards,
+        "max_q_len": problem.max_q_len,
+        "mask": problem.mask.describe(),
+        "features": sorted(problem.features),
+        "config": {
+            name: value for name, value in problem.config.to_dict().items() if name not in ("operation", "update")
+        },
+        "versions": versions(),
+    }
+
+
+def choose_step(method: str, problem: PagedProblem, policy: str) -> Tuning | None:
+    """The choice for a step; None where there is nothing to choose. Errors: ConfigError on a miss with 'error'."""
+    names = tuned_fields(problem)
+    if not names:
+        return None
+
+    def search() -> Tuning:
+        why = "tuning='tune' searches nothing for a step, whose lengths aren't known to a plan; `attnops tune` does"
+        return Tuning("heuristic", why, {})
+
+    return kept_or(names, step_key(method, problem), problem, policy, lambda: None, search)
+
+
+def step_candidates(problem: PagedProblem) -> tuple[dict[str, int], ...]:
+    """What a search tries; first nothing declared, which is the rule's own choice."""
+    names, width = tuned_fields(problem), problem.cache.table_width // problem.sequence_shards
+    pages = dict.fromkeys(max(1, min(keys // problem.page_size, width)) for keys in _KEYS)
+    queries = [n for n in _QUERIES if n < 2 * problem.local_tokens] or [_QUERIES[0]]
+    sizes = {"pages_per_block": list(pages), "queries_per_block": queries}
+    ways: list[dict[str, int]] = [{}]
+    for name in names:
+        ways = [way | {name: size} for way in ways for size in sizes[name]]
+    return ({}, *ways) if names else ()

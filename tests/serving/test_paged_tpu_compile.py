@@ -1,0 +1,151 @@
+"""The kernels of paged attention compiled by the real TPU compiler, and their VMEM against what is counted before.
+
+What compiles is not thereby numerically right: the numbers are held against the reference in Pallas' interpreter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from attnops.operators.kernels.paged_tpu import Geometry, Options, chosen_sizes, paged_attention_tpu, vmem_parts
+from attnops.verify.compiled import KernelUse, kernels
+from attnops.verify.topology import described_mesh
+
+pytest.importorskip("libtpu", reason="pip install 'attnops[tpu]'")
+
+V5E, V6E, TPU7X, V4, V5P = "v5e:2x2", "v6e:2x2", "tpu7x:2x2x1", "v4:2x2x1", "v5p:2x2x1"
+LLAMA = {"heads": (32, 8), "dims": (128, 128)}
+SMOLLM = {"heads": (9, 3), "dims": (64, 64)}
+DECODE = {"tokens": 64, "max_q_len": 1}
+
+
+def compile_one(
+    topology: str,
+    layout: str = "heads",
+    *,
+    tokens: int = 256,
+    heads: tuple[int, int] = (32, 8),
+    dims: tuple[int, int] = (128, 128),
+    page: int = 16,
+    sequences: int = 64,
+    width: int = 64,
+    dtype: str = "bfloat16",
+    pages_dtype: str | None = None,
+    scale: str | None = None,
+    sinks: bool = False,
+    **call: Any,
+) -> tuple[tuple[KernelUse, ...], int, int]:
+    """(the kernels, temporary bytes of the program, bytes of the pages)."""
+    mesh = Mesh(described_mesh(topology).devices.reshape(-1)[:1], ("device",))
+    there = NamedSharding(mesh, PartitionSpec())
+    shape = lambda s, d: jax.ShapeDtypeStruct(s, d, sharding=there)  # noqa: E731
+    (query_heads, kv_heads), pages = heads, sequences * width
+    row = lambda n: (pages, page, kv_heads, n) if layout == "split" else (pages, kv_heads, page, n)  # noqa: E731
+    stored = jnp.dtype(pages_dtype or dtype)
+    arrays = {
+        "query": shape((tokens, query_heads, dims[0]), jnp.dtype(dtype)),
+        "cu_q_lens": shape((sequences + 1,), jnp.int32),
+        "kv_lens": shape((sequences,), jnp.int32),
+        "page_table": shape((sequences, width), jnp.int32),
+        "num_seqs": shape((1,), jnp.int32),
+        "key_pages": shape(row(sum(dims) if layout == "joined" else dims[0]), stored),
+        "value_pages": None if layout == "joined" else shape(row(dims[1]), stored),
+    }
+    if scale is not None:
+        of = {"tensor": (), "head": (kv_heads,), "token_head": row(1)[:3]}[scale]
+        arrays |= {name: shape(of, jnp.float32) for name in ("key_scale", "value_scale")}
+    if sinks:
+        arrays["sinks"] = shape((query_heads,), jnp.float32)
+    static = {"softmax_scale": dims[0] ** -0.5, "layout": layout} | call
+    compiled = jax.jit(lambda arrays: paged_attention_tpu(**arrays, **static)).lower(arrays).compile()
+    held = sum(x.size * x.dtype.itemsize for n, x in arrays.items() if n.endswith("_pages") and x is not None)
+    return kernels(compiled.as_text()), int(compiled.memory_analysis().temp_size_in_bytes), held
+
+
+@pytest.mark.parametrize(
+    ("topology", "layout", "call"),
+    [
+        (V5E, "heads", LLAMA | DECODE),
+        (V5E, "joined", SMOLLM | DECODE | {"sliding_window": (511, 0), "sinks": True}),
+        (TPU7X, "split", LLAMA | DECODE | {"pages_dtype": "int8", "scale": "head"}),
+        *(
+            pytest.param(topology, layout, call, marks=pytest.mark.slow)
+            for topology in (V4, V5E, V5P, V6E, TPU7X)
+            for layout, call in (
+                ("heads", LLAMA),
+                ("split", LLAMA),
+                ("joined", SMOLLM),
+                ("heads", {"dims": (256, 256), "page": 32, "logits_soft_cap": 30.0}),
+                ("joined", {"heads": (16, 4), "dims": (192, 128), "page": 64}),
+                ("heads", {"page": 32, "pages_dtype": "int8", "scale": "token_head", "sliding_window": (1023, 0)}),
+                ("heads", {"dtype": "float32", "tokens": 64, "width": 16}),
+            )
+        ),
+        *(
+            pytest.param(topology, "heads", {"page": 32, "pages_dtype": dtype, "scale": "tensor"}, marks=pytest.mark.slow)
+            for topology in (V5E, V6E, TPU7X)
+            for dtype in ("float8_e4m3fn", "float8_e5m2")
+        ),
+    ],
+)  # fmt: skip
+def test_compiles(topology: str, layout: str, call: dict[str, Any]) -> None:
+    made, temporary, pages = compile_one(topology, layout, **call)
+    names = ["attnops_paged_decode"] + ["attnops_paged_chunks"] * (call.get("max_q_len") != 1)
+    assert sorted(kernel.name for kernel in made) == sorted(names)
+    assert temporary < pages / 4  # no copy of the cache
+
+
+@pytest.mark.slow
+def test_jax_refuses_64_pages_of_64_queries_on_a_v5e_and_this_compiles() -> None:
+    made, _, _ = compile_one(V5E, pages_per_block=32, queries_per_block=64, page=32, vmem_limit_bytes=64 << 20)
+    assert len(made) == 2
+
+
+def _geometry(layout: str, heads: tuple[int, int], dims: tuple[int, int], page: int, pages_dtype: str) -> Geometry:
+    row = sum(dims) if layout == "joined" else dims[0]
+    stored = np.dtype(jnp.dtype(pages_dtype))
+    return Geometry(
+        layout=layout, tokens=256, heads=heads[0], kv_heads=heads[1], dim=dims[0], value_dim=dims[1], key_row=row,
+        value_row=row if layout == "joined" else dims[1], pages=64 * 64, page=page, sequences=64, width=64,
+        dtype=np.dtype(jnp.bfloat16), key_dtype=stored, value_dtype=stored, key_scale=None, value_scale=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads", "dims", "page", "sizes"),
+    [
+        ("heads", (32, 8), (128, 128), 16, {"max_q_len": 1}),
+        pytest.param("split", (32, 8), (128, 128), 16, {"max_q_len": 1}, marks=pytest.mark.slow),
+        pytest.param("heads", (32, 8), (128, 128), 16, {}, marks=pytest.mark.slow),
+        pytest.param("split", (32, 8), (128, 128), 16, {}, marks=pytest.mark.slow),
+        pytest.param("split", (16, 4), (256, 256), 32, {}, marks=pytest.mark.slow),
+        pytest.param("joined", (9, 3), (64, 64), 32, {}, marks=pytest.mark.slow),
+        pytest.param("heads", (16, 4), (256, 256), 64, {"pages_per_block": 8}, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_vmem_is_no_more_than_counted_and_fits_that_limit(
+    layout: str, heads: tuple[int, int], dims: tuple[int, int], page: int, sizes: dict[str, Any]
+) -> None:
+    geometry = _geometry(layout, heads, dims, page, "bfloat16")
+    asked = {"pages_per_block": 0, "queries_per_block": 0, "max_q_len": None} | sizes
+    options = Options(
+        scale=1.0, causal=True, left=None, right=None, soft_cap=None, sinks=False, buffers=0, vmem_limit_bytes=None,
+        interpret=False, **asked,
+    )  # fmt: skip
+    options = chosen_sizes(geometry, options)
+    counted = {name: sum(parts.values()) for name, parts in vmem_parts(geometry, options).items()}
+    limit = int(max(counted.values()) * 1.1)
+    made, _, _ = compile_one(
+        V5E, layout, heads=heads, dims=dims, page=page, tokens=256, max_q_len=options.max_q_len,
+        pages_per_block=options.pages_per_block, queries_per_block=options.queries_per_block, buffers=options.buffers,
+        vmem_limit_bytes=limit,
+    )  # fmt: skip
+    for kernel in made:
+        assert kernel.vmem_used is not None
+        assert 0.5 * counted[kernel.name] <= kernel.vmem_used <= 1.1 * counted[kernel.name]

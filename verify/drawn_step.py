@@ -1,0 +1,70 @@
+"""A declared step with arrays drawn at random, ready to run on the devices that are here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from ..operators.paged import Paged
+from ..operators.paged.declared_step import DeclaredStep
+from ..operators.paged.operation import StepOutput
+from ..operators.paged_cache import CacheState, LayerPages, RaggedBatch, init, shardings
+from ..planning.cache.kv_cache import KVCache
+
+__all__ = ["DrawnStep", "draw_step"]
+
+_AMPLITUDE = 40  # of what int8 pages hold
+
+
+class DrawnStep(NamedTuple):
+    """`run(state, batch, tokens, sinks)` is the step of layer 0, `arguments` are its own, placed; `arrays` as they were drawn."""
+
+    run: Callable[..., StepOutput]
+    arguments: tuple[CacheState, RaggedBatch, tuple[Any, Any, Any], Any]
+    arrays: dict[str, Any]
+
+
+def draw_step(operation: Paged, step: DeclaredStep, seed: int) -> DrawnStep:
+    """Draw tokens, and pages that are full of what others have written. The lse is asked for too."""
+    arrays = step.draw(seed)
+    mesh, kv_heads = operation.metadata.mesh, operation.metadata.policy.kv_heads
+    devices = mesh if isinstance(mesh, Mesh) else None
+    state = _drawn_state(step.cache, devices, kv_heads, seed)
+    batch: Any = step.batch
+    given = arrays["query"], arrays["key"], arrays["value"]
+    if devices is not None:
+        at = shardings(step.cache, devices, kv_heads=kv_heads)
+        batch = jax.device_put(batch, at.batch)
+        given = jax.device_put(given, (at.query, *(None if x is None else at.key for x in given[1:])))
+
+    def run(state: CacheState, batch: RaggedBatch, given: tuple[Any, Any, Any], sinks: Any) -> StepOutput:
+        call = step.options | {"softmax_aux": sinks, "return_lse": True}
+        return operation(*given, state=state, layer=0, batch=batch, **call)
+
+    return DrawnStep(run, (state, batch, given, arrays["sinks"]), arrays)
+
+
+def _drawn_state(cache: KVCache, mesh: Mesh | None, kv_heads: Any, seed: int) -> CacheState:
+    """Pages of normal values, in the stored dtype; scales of about 1/40."""
+    random = np.random.default_rng(seed + 1)
+    fixed = cache.quantised is not None and cache.quantised.scale != "token_head"
+    scales = {"key_scale": 1 / _AMPLITUDE, "value_scale": 1 / _AMPLITUDE} if fixed else {}
+    state = init(cache, mesh, kv_heads=kv_heads, **scales)
+
+    def fill(array: jax.Array | None) -> jax.Array | None:
+        if array is None or array.ndim < 3:
+            return array
+        drawn: np.ndarray = random.standard_normal(array.shape, np.float32)
+        if array.dtype == jnp.int8:
+            drawn = np.clip(np.round(_AMPLITUDE * drawn), -127, 127)
+        elif array.dtype == jnp.float32 and cache.quantised is not None:
+            drawn = (1 + 0.25 * np.abs(drawn)) / _AMPLITUDE
+        return jax.device_put(drawn.astype(array.dtype), array.sharding)
+
+    return replace(state, layers=tuple(LayerPages(*map(fill, pages)) for pages in state.layers))  # type: ignore[arg-type]
