@@ -14,15 +14,15 @@ from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
+from jax.sharding import Mesh, get_abstract_mesh
 
-from ..errors import FallbackWarning, InputError, InputTypeError
+from ..errors import FallbackWarning, InputTypeError
 from ..planning import Plan, plan
 from ..planning.call_arguments import CallArguments, CallArray
 from ..planning.sequence.choice import declared_strategy
 from ..planning.tune_cache import kept_here
 from ..registry import OperationMetadata
-from ..sharding import describe_mesh, place
+from ..sharding import place
 from ..sharding.mesh import AnyMesh
 from .ambient import ambient_platform
 from .arguments import Arrays, Options, split_arguments, takes_call_arguments
@@ -35,6 +35,7 @@ from .mask_notes import value_notes
 from .output import AttentionOutput
 from .placement_notes import moved_notes
 from .program import Program, attention
+from .runnable import check_runnable
 
 __all__ = ["Operation"]
 
@@ -141,29 +142,8 @@ class Operation(DeclaredOperation):
         decided = self._plan(arrays, options, mesh).require()
         if decided.kind == "fallback" and decided.policy.fallback == "warn":
             _warn(decided)
-        tracing = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(arrays)):
-            raise InputTypeError("a ShapeDtypeStruct has no values to attend with; pass arrays, or call plan().")
-        if isinstance(mesh, AbstractMesh) and not mesh.manual_axes and not tracing:
-            raise InputError(
-                f"mesh {describe_mesh(mesh)} has no devices, so this can be planned and lowered but not run; give a Mesh of "
-                "devices."
-            )
-        context, problem = get_abstract_mesh(), decided.problem
-        if mesh is not None and not context.empty and not context.manual_axes and problem.devices > 1:
-            ours = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-            if (ours.axis_names, ours.axis_sizes) != (context.axis_names, context.axis_sizes):
-                raise InputError(
-                    f"declared mesh {describe_mesh(mesh)}, but the context's (jax.set_mesh) is {describe_mesh(context)}, and "
-                    "jax takes no other inside it; declare none, or the same."
-                )
-        here = ambient_platform(jax.tree.leaves(arrays))
-        if not tracing and mesh is None and not here.serves(problem.platform):
-            raise InputError(
-                f"planned for {problem.platform} (from {problem.platform_source}), but this call runs on "
-                f"{here.platform} (from {here.source}); leave that out to run here, or plan() it and lower it for "
-                f"{problem.platform}."
-            )
+        problem = decided.problem
+        check_runnable(jax.tree.leaves(arrays), mesh, problem.devices, problem.platform, problem.platform_source)
         program = Program(self, decided, mesh, options, default_causal=self.metadata.causal)
         notes = moved_notes(decided, arrays, mesh)
         if notes:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from ..operators.paged import Paged
 from ..operators.paged.declared_step import DeclaredStep
-from ..operators.paged.operation import StepOutput
+from ..operators.paged.step_output import StepOutput
 from ..operators.paged_cache import CacheState, LayerPages, RaggedBatch, init, shardings
 from ..planning.cache.kv_cache import KVCache
 

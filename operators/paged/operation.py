@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, Unpack
+from dataclasses import replace
+from typing import Any, ClassVar, Unpack
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
+from jax.sharding import get_abstract_mesh
 
 from ...errors import FallbackWarning, InputError, InputTypeError
 from ...masks.int_arrays import known_values
@@ -31,42 +32,18 @@ from ..paged_cache.insert import check_step
 from ..paged_cache.join_shards import check_mesh
 from ..paged_cache.paged_call import PagedCall, on_xla
 from ..paged_cache.state import CacheState, layer_of
+from ..runnable import check_runnable
 from .describe_step import describe_step
 from .paged_config import PagedConfig
 from .run_step import StepProgram, run_step
 from .step_arguments import Step, StepArguments, step_of
+from .step_output import StepOutput
 from .tpu_kernel import on_tpu, tpu_notes, tpu_reasons, tpu_sizes
 
-__all__ = ["Paged", "StepOutput"]
+__all__ = ["Paged"]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["attention_outputs", "lse", "state"],
-    meta_fields=[],
-    drop_fields=["plan"],
-)
-@dataclass(frozen=True)
-class StepOutput:
-    """The results of one step; a JAX pytree.
-
-    attention_outputs: [tokens, heads, value_dim], 0 for a token that belongs to no sequence; None in mode 'insert'.
-    lse: float32 [tokens, heads], where it was asked for. state: the cache after the step. plan: what ran and why; no part of
-    the tree, so what comes out of jit has None here.
-    """
-
-    attention_outputs: jax.Array | None
-    lse: jax.Array | None
-    state: CacheState
-    plan: PagedPlan | None = field(default=None, kw_only=True)
-
-
-class _Prepared(NamedTuple):
-    plan: PagedPlan
-    mesh: AnyMesh | None
-
-
-_prepared: BoundedCache[_Prepared] = BoundedCache(512)
+_prepared: BoundedCache[PagedPlan] = BoundedCache(512)  # of all operations: equal ones share what was planned
 
 _FEATURES = frozenset(
     {"causal", "sliding_window", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "quantized_kv"}
@@ -128,11 +105,10 @@ class Paged(DeclaredOperation):
             kept_here(),
             *map(_signature, (query, key, value, sinks)),
         )
-        found = _prepared.find(asked)
-        if found is None:
-            found = self._prepare(state.cache, (query, key, value), sinks, step, mesh, arrays)
-            _prepared.put(asked, found)
-        decided = found.plan
+        decided = _prepared.find(asked)
+        if decided is None:
+            decided = self._prepare(state.cache, (query, key, value), sinks, step, mesh, arrays)
+            _prepared.put(asked, decided)
         _check_pages(decided, state, pages, mesh)
         tokens = key if query is None else query
         check_step(state, layer, batch, tokens, debug=False)
@@ -192,26 +168,14 @@ class Paged(DeclaredOperation):
 
     def _prepare(
         self, cache: KVCache, tokens: tuple[Any, Any, Any], sinks: Any, step: Step, mesh: AnyMesh | None, arrays: Any
-    ) -> _Prepared:
+    ) -> PagedPlan:
         decided = self._plan(cache, tokens, sinks, step, mesh, arrays).require()
         if decided.kind == "fallback" and decided.policy.fallback == "warn":
             _warn(decided)
-        leaves = jax.tree.leaves(arrays)
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-            raise InputTypeError("a ShapeDtypeStruct has no values to attend with; pass arrays, or call plan().")
-        tracing = any(isinstance(x, jax.core.Tracer) for x in leaves)
-        if isinstance(mesh, AbstractMesh) and not mesh.manual_axes and not tracing:
-            raise InputError(
-                f"mesh {describe_mesh(mesh)} has no devices, so this can be planned and lowered but not run; give a Mesh of "
-                "devices."
-            )
-        here = ambient_platform(leaves)
-        if not tracing and mesh is None and not here.serves(decided.problem.platform):
-            raise InputError(
-                f"planned for {decided.problem.platform} (from {decided.problem.platform_source}), but this runs on "
-                f"{here.platform} (from {here.source}); leave that out to run here, or plan() it and lower it."
-            )
-        return _Prepared(decided, mesh if isinstance(mesh, Mesh | AbstractMesh) else None)
+        problem = decided.problem
+        devices = math.prod(axis.size for axis in problem.mesh)
+        check_runnable(jax.tree.leaves(arrays), mesh, devices, problem.platform, problem.platform_source)
+        return decided
 
     # -- what planning asks ------------------------------------------------------------------------------------------
 

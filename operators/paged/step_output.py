@@ -1,0 +1,34 @@
+"""StepOutput: what a step over pages returns, and the plan that ran."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import jax
+
+from ...planning.paged.paged_plan import PagedPlan
+from ..paged_cache.state import CacheState
+
+__all__ = ["StepOutput"]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["attention_outputs", "lse", "state"],
+    meta_fields=[],
+    drop_fields=["plan"],
+)
+@dataclass(frozen=True)
+class StepOutput:
+    """The results of one step; a JAX pytree.
+
+    attention_outputs: [tokens, heads, value_dim], 0 for a token that belongs to no sequence; None in mode 'insert'.
+    lse: float32 [tokens, heads], where it was asked for. state: the cache after the step. plan: what ran and why; no part of
+    the tree, so what comes out of jit has None here.
+    """
+
+    attention_outputs: jax.Array | None
+    lse: jax.Array | None
+    state: CacheState
+    plan: PagedPlan | None = field(default=None, kw_only=True)
