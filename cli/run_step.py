@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..operators.paged_cache import LayerPages, RaggedBatch
+from ..operators.paged_cache.sequence_shards import stored_ids, whole_table
 from ..planning.cache.cache_fields import CacheFields
 from ..planning.cache.kv_cache import KVCache
 from ..planning.paged.paged_plan import PagedPlan
@@ -85,7 +86,7 @@ def check_step(ran: RanStep) -> list[Comparison]:
                 value[own],
                 cu_q_lens=np.asarray(batch.cu_q_lens),
                 kv_lens=np.asarray(batch.kv_lens),
-                page_table=np.asarray(batch.page_table),
+                page_table=_stored_table(batch, rows),
                 num_seqs=int(batch.num_seqs),
                 softmax_scale=problem.softmax_scale,
                 causal=found[0],
@@ -103,6 +104,12 @@ def check_step(ran: RanStep) -> list[Comparison]:
     worst = float(np.abs(got - want).max(initial=0.0))
     against = "float64 reference over the pages"
     return [Comparison("output", against, worst, error, None if tolerance is None else tolerance.forward)]
+
+
+def _stored_table(batch: RaggedBatch, pages: int) -> np.ndarray:
+    """Where each sequence's pages lie in a shard's arrays of `pages`."""
+    table, n = np.asarray(batch.page_table), batch.sequence_shards
+    return table if n == 1 else stored_ids(whole_table(table, pages), n, pages)
 
 
 def _split(cache: CacheFields, pages: LayerPages) -> tuple[np.ndarray, np.ndarray]:

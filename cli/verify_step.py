@@ -51,7 +51,7 @@ def why_step(report: StepReport) -> str:
         return f"{report.target}: {report.plan.refusal()}"
     if report.plan.cache.refused:
         return f"{report.target}: " + "; ".join(map(str, report.plan.cache.refused))
-    sent = [f"{found.count} {found.kind} that nothing needs" for found in report.collectives or ()]
+    sent = [f"{found.count} {found.kind} that nothing needs" for found in report.unneeded]
     return f"{report.target}: " + "; ".join([*([] if report.failure is None else [report.failure.message]), *sent])
 
 
@@ -83,7 +83,11 @@ def _rows(report: StepReport) -> list[tuple[str, str | Text]]:
         table = bytes_text(plan.cache.page_table_bytes)
         rows.append(("step", f"page table: {table} of {bytes_text(plan.cache.scalar_limit)} of scalar memory"))
     for sent in report.collectives or ():
-        rows.append(("step", Text(f"SENDS {sent.count} {sent.kind} that nothing needs", style="red")))
+        if sent in report.unneeded:
+            rows.append(("step", Text(f"SENDS {sent.count} {sent.kind} that nothing needs", style="red")))
+        else:
+            size, over = bytes_text(round(sent.sent_bytes)), "+".join(sent.axes)
+            rows.append(("step", f"sends {size} in {sent.count} {sent.kind} over {over}, to join outputs by their lse"))
     if report.collectives == () and plan.problem.mesh:
         rows.append(("step", "no collectives: nothing is sent between devices"))
     sizes = (report.argument_bytes, report.output_bytes, report.temp_bytes, report.peak_bytes)

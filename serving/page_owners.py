@@ -11,51 +11,67 @@ __all__ = ["PageOwners"]
 
 
 class PageOwners:
-    """Every page is used (it has references), free (never used, or returned), or cached (unused, but in the index)."""
+    """Every page is used (it has references), free (never used, or returned), or cached (unused, but in the index).
+
+    Page g lies on shard g % shards; each shard has its own free and cached pages, so as many of them as there are shards.
+    """
 
     def __init__(self, pages: int, index: PrefixIndex) -> None:
         self.pages = pages
         self.index = index
+        self.shards = shards = len(index.unused)
         self.references: dict[int, int] = {}
-        self.next_new = 0  # pages from here on were never given to anybody
-        self.returned: deque[int] = deque()
+        self.used = [0] * shards  # pages with references
+        self.next_new = list(range(shards))  # of a shard's pages, those from here on were never given to anybody
+        self.returned: tuple[deque[int], ...] = tuple(deque() for _ in range(shards))
 
     @property
     def available(self) -> int:
         """How many pages can be given away: free and cached ones."""
         return self.pages - len(self.references)
 
+    def available_on(self, shard: int) -> int:
+        """The same of one shard."""
+        return self.pages // self.shards - self.used[shard]
+
     @property
     def free(self) -> int:
-        return self.available - len(self.index.unused)
+        return self.available - sum(map(len, self.index.unused))
 
-    def take(self) -> tuple[int, bool]:
-        """A page for one owner, and whether it had one before.
+    def take(self, shard: int) -> tuple[int, bool]:
+        """A page of a shard for one owner, and whether it had one before.
 
         It is one that was never used, else the one that was returned first, else the cached one that was left first.
         """
-        old = self.next_new == self.pages
+        old = self.next_new[shard] >= self.pages
         if old:
-            page = self.returned.popleft() if self.returned else self.index.evict()
+            page = self.returned[shard].popleft() if self.returned[shard] else self.index.evict(shard)
         else:
-            page = self.next_new
-            self.next_new += 1
-        self.references[page] = 1
+            page = self.next_new[shard]
+            self.next_new[shard] += self.shards
+        self._use(page, 1)
         return page, old
 
     def retain(self, pages: Iterable[int]) -> None:
         """One owner more."""
         for page in pages:
-            self.references[page] = self.references.get(page, 0) + 1
-            self.index.unused.pop(page, None)
+            self._use(page, self.references.get(page, 0) + 1)
+            self.index.unused[page % self.shards].pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
         """One owner less; the last page first, so that it is evicted before those that it can't be found without."""
         for page in reversed(pages):
             self.references[page] -= 1
             if not self.references[page]:
+                shard = page % self.shards
                 del self.references[page]
+                self.used[shard] -= 1
                 if page in self.index.content:
-                    self.index.unused[page] = None
+                    self.index.unused[shard][page] = None
                 else:
-                    self.returned.append(page)
+                    self.returned[shard].append(page)
+
+    def _use(self, page: int, owners: int) -> None:
+        self.references[page] = owners
+        if owners == 1:
+            self.used[page % self.shards] += 1

@@ -31,7 +31,8 @@ class PagePool:
 
     pages, page_size: how many pages of how many tokens. max_pages_per_sequence: the width of the page table, if it has one.
     prefix_sharing=False: nothing is published or matched. scrub_on_free=True: pages that had an owner before are reported in
-    `to_scrub` when they get another.
+    `to_scrub` when they get another. sequence_shards=n: page number p of a sequence gets an id g with g % n == p % n, as a cache
+    needs whose page_sequence_axis splits each sequence's pages over n devices.
 
     A pool is for one cache of one model on one data-parallel shard. Page ids are local to it: a caller with several shards has
     a pool for each and chooses the shard of each sequence. One thread at a time may use it.
@@ -48,6 +49,7 @@ class PagePool:
         max_pages_per_sequence: int | None = None,
         prefix_sharing: bool = True,
         scrub_on_free: bool = False,
+        sequence_shards: int = 1,
     ) -> None:
         self.pages = whole_number("pages", pages, 1)
         self.page_size = whole_number("page_size", page_size, 1)
@@ -55,13 +57,18 @@ class PagePool:
             raise InputError(
                 f"{shown(pages)} pages of {shown(page_size)} tokens; wanted at most 2**31 - 1 slots (int32)."
             )
+        self.sequence_shards = whole_number("sequence_shards", sequence_shards, 1)
+        if self.pages % self.sequence_shards:
+            raise InputError(
+                f"{self.pages} pages for sequence_shards={self.sequence_shards}; wanted a multiple, as many for each shard."
+            )
         if max_pages_per_sequence is not None:
             max_pages_per_sequence = whole_number("max_pages_per_sequence", max_pages_per_sequence, 1)
         self.max_pages_per_sequence = max_pages_per_sequence
         self.prefix_sharing = bool(prefix_sharing)
         self.scrub_on_free = bool(scrub_on_free)
         self._sequences: dict[Hashable, SequenceState] = {}
-        self._index = PrefixIndex(self.page_size)
+        self._index = PrefixIndex(self.page_size, self.sequence_shards)
         self._owners = PageOwners(self.pages, self._index)
 
     # -- sequences grow -----------------------------------------------------------------------------------------------
@@ -185,7 +192,7 @@ class PagePool:
 
     def __repr__(self) -> str:
         owners = self._owners
-        counts = f"{len(owners.references)} used, {owners.free} free, {len(self._index.unused)} cached"
+        counts = f"{len(owners.references)} used, {owners.free} free, {sum(map(len, self._index.unused))} cached"
         return f"PagePool({self.pages} pages of {self.page_size}: {counts}; {len(self)} sequences)"
 
     @property
@@ -207,7 +214,7 @@ class PagePool:
                 filled[state.pages[whole]] = max(rest, filled.get(state.pages[whole], 0))
         used = len(self._owners.references)
         padding = used * self.page_size - sum(filled.values())
-        return PageCounts(used, self._owners.free, len(self._index.unused), padding)
+        return PageCounts(used, self._owners.free, sum(map(len, self._index.unused)), padding)
 
     def check(self) -> None:
         """Prove that no page leaks or is shared wrongly. Errors: AttnOpsError, which says what is wrong with which page."""
@@ -252,18 +259,11 @@ class PagePool:
                 f"sequence {shown(sequence)} of {state.length} tokens would get {tokens} more, on {reached} pages; "
                 f"max_pages_per_sequence is {self.max_pages_per_sequence}. Hint: end the sequence, or declare a wider table."
             )
-        wanted = max(0, reached - len(state.pages)) + copied
-        available = owners.available - sum(page not in owners.references for page in adopted)
-        if wanted > available:
-            raise CapacityError(
-                f"sequence {shown(sequence)} wants {wanted} {'page' if wanted == 1 else 'pages'} for {tokens} more tokens; "
-                f"{available} of {self.pages} can be had, and {self.pages - available} are in use. "
-                "Hint: free a sequence, or make the pool larger.",
-                wanted,
-                available,
-            )
+        n = self.sequence_shards
+        shards = [inside % n] * copied + [number % n for number in range(len(state.pages), reached)]
+        self._must_have(sequence, shards, tokens, adopted)
         owners.retain(adopted)
-        taken = [owners.take() for _ in range(wanted)]
+        taken = [owners.take(shard) for shard in shards]
         new = [page for page, _ in taken]
         copies: tuple[tuple[int, int], ...] = ()
         if last is not None and copied:
@@ -276,3 +276,20 @@ class PagePool:
         # A copy overwrites its whole page, so that one needs no zeros.
         scrub = tuple(page for page, old in taken[copied:] if old) if self.scrub_on_free else ()
         return Growth(tuple(new), copies, scrub)
+
+    def _must_have(self, sequence: Hashable, shards: Sequence[int], tokens: int, adopted: Sequence[int]) -> None:
+        """So many pages of each shard; `adopted` are kept. Errors: CapacityError."""
+        owners, n = self._owners, self.sequence_shards
+        each = self.pages // n
+        kept = [page % n for page in adopted if page not in owners.references]
+        for shard in range(n):
+            wanted, available = shards.count(shard), owners.available_on(shard) - kept.count(shard)
+            if wanted > available:
+                where = "" if n == 1 else f" on sequence shard {shard} of {n}"
+                raise CapacityError(
+                    f"sequence {shown(sequence)} wants {wanted} {'page' if wanted == 1 else 'pages'}{where} for {tokens} more "
+                    f"tokens; {available} of {each} can be had, and {each - available} are in use. "
+                    "Hint: free a sequence, or make the pool larger.",
+                    wanted,
+                    available,
+                )

@@ -17,7 +17,7 @@ def check_pool(owners: PageOwners, sequences: Mapping[Hashable, SequenceState]) 
     """Raise an AttnOpsError that names the page or the sequence, unless all books agree."""
     index, tables = owners.index, Counter[int]()
     for name, state in sequences.items():
-        _check_sequence(name, state, owners.pages, index.page_size)
+        _check_sequence(name, state, owners, index.page_size)
         tables.update(state.pages)
     _check_places(owners, tables)
     _check_index(index)
@@ -32,10 +32,13 @@ def _must(holds: bool, what: str) -> None:
         )
 
 
-def _check_sequence(name: Hashable, state: SequenceState, pages: int, size: int) -> None:
-    """Pages exist, stand once in the table, and are enough."""
-    for page in state.pages:
-        _must(0 <= page < pages, f"sequence {shown(name)} has page {page} of {pages}")
+def _check_sequence(name: Hashable, state: SequenceState, owners: PageOwners, size: int) -> None:
+    """Pages exist, lie on the shard of their page number, stand once in the table, and are enough."""
+    n = owners.shards
+    for number, page in enumerate(state.pages):
+        _must(0 <= page < owners.pages, f"sequence {shown(name)} has page {page} of {owners.pages}")
+        where = f"page {page} of shard {page % n} as number {number}, of shard {number % n}"
+        _must(page % n == number % n, f"sequence {shown(name)} has {where}")
     for page, count in Counter(state.pages).items():
         _must(count == 1, f"sequence {shown(name)} has page {page} {count} times")
     room = len(state.pages) * size
@@ -47,25 +50,33 @@ def _check_sequence(name: Hashable, state: SequenceState, pages: int, size: int)
 
 def _check_places(owners: PageOwners, tables: Counter[int]) -> None:
     """Counts are those of the tables, and each page is in one place: used, free or cached."""
-    pages, references, index = owners.pages, owners.references, owners.index
-    free = [*range(owners.next_new, pages), *owners.returned]
+    pages, references, index, n = owners.pages, owners.references, owners.index, owners.shards
+    cached = {page: shard for shard, own in enumerate(index.unused) for page in own}
+    free = [page for start in owners.next_new for page in range(start, pages, n)]
+    free += [page for own in owners.returned for page in own]
+    for shard in range(n):
+        used = sum(page % n == shard for page in references)
+        _must(owners.used[shard] == used, f"shard {shard} counts {owners.used[shard]} used pages, and has {used}")
+        wrong = [page for page in (owners.next_new[shard], *owners.returned[shard]) if page % n != shard]
+        _must(not wrong, f"pages {shown(wrong)} are free on shard {shard}, where they don't lie")
     for page in references.keys() | tables.keys():
         counted = references.get(page, 0)
         _must(counted == tables[page], f"page {page} has {counted} references and is in {tables[page]} tables")
     for page, count in Counter(free).items():
         _must(count == 1, f"page {page} is free {count} times")
         _must(page not in references, f"page {page} is both free and used")
-        _must(page not in index.unused, f"page {page} is both free and cached")
+        _must(page not in cached, f"page {page} is both free and cached")
         _must(page not in index.content, f"page {page} is free and still found by its prefix")
-    for page in index.unused:
+    for page, shard in cached.items():
+        _must(page % n == shard, f"page {page} is cached on shard {shard}, where it doesn't lie")
         _must(page not in references, f"page {page} is both cached and used")
         _must(page in index.content, f"page {page} is cached, but no prefix leads to it")
     for page in index.content:
         _must(
-            page in references or page in index.unused,
+            page in references or page in cached,
             f"page {page} is found by its prefix, but neither cached nor used",
         )
-    places = free, index.unused, references
+    places = free, cached, references
     missing = sorted(set(range(pages)).difference(*places))
     _must(not missing, f"pages {shown(missing)} are neither free nor cached nor used")
     total = sum(map(len, places))

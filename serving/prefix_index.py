@@ -31,14 +31,15 @@ def chain_key(before: bytes, tokens: bytes) -> bytes:
 class PrefixIndex:
     """Pages whose contents can be found by their tokens.
 
-    `unused` are those of no sequence, the one that was left first at the front; `evict` takes it.
+    `unused` are those of no sequence, for each shard (page g lies on shard g % shards), the one that was left first at the front;
+    `evict` takes it.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, shards: int = 1) -> None:
         self.page_size = page_size
         self.page_of: dict[bytes, int] = {}
         self.content: dict[int, Content] = {}
-        self.unused: OrderedDict[int, None] = OrderedDict()
+        self.unused: tuple[OrderedDict[int, None], ...] = tuple(OrderedDict() for _ in range(shards))
 
     def walk(self, tokens: array[int]) -> tuple[list[bytes], list[int]]:
         """Keys and pages of the longest prefix of whole pages that is here."""
@@ -75,8 +76,8 @@ class PrefixIndex:
         if content is not None:
             del self.page_of[content.key]
 
-    def evict(self) -> int:
-        """Take the page that has been unused for longest, and forget what it holds."""
-        page, _ = self.unused.popitem(last=False)
+    def evict(self, shard: int) -> int:
+        """Take the shard's page that has been unused for longest, and forget what it holds."""
+        page, _ = self.unused[shard].popitem(last=False)
         self.withdraw(page)
         return page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -66,4 +67,4 @@ def _drawn_state(cache: KVCache, mesh: Mesh | None, kv_heads: Any, seed: int) ->
             drawn = (1 + 0.25 * np.abs(drawn)) / _AMPLITUDE
         return jax.device_put(drawn.astype(array.dtype), array.sharding)
 
-    return CacheState(tuple(LayerPages(*map(fill, pages)) for pages in state.layers), cache)  # type: ignore[arg-type]
+    return replace(state, layers=tuple(LayerPages(*map(fill, pages)) for pages in state.layers))  # type: ignore[arg-type]

@@ -56,8 +56,22 @@ class StepReport:
 
     @property
     def passed(self) -> bool:
-        """Whether something may run it, it compiled (or, without libtpu, was lowered), and nothing is sent between devices."""
-        return self.plan.implementation is not None and self.failure is None and not self.collectives
+        """Whether something may run it, it compiled (or, without libtpu, was lowered), and nothing is sent between devices but
+        what joins the outputs of those that have pages of the same sequences."""
+        return self.plan.implementation is not None and self.failure is None and not self.unneeded
+
+    @property
+    def unneeded(self) -> tuple[Collective, ...]:
+        """What is sent and needn't be."""
+        problem = self.plan.problem
+        left, found = problem.joined_bytes, []
+        for sent in self.collectives or ():
+            size = sent.count * sent.result_bytes
+            if sent.kind == "all-reduce" and set(sent.axes) == set(problem.sequence_axes) and size <= left:
+                left -= size
+            else:
+                found.append(sent)
+        return tuple(found)
 
     @property
     def peak_bytes(self) -> int:
@@ -73,6 +87,7 @@ class StepReport:
             "device": None if self.device is None else self.device._asdict(),
             "failure": None if self.failure is None else self.failure._asdict(),
             "kernels": None if self.kernels is None else [kernel._asdict() for kernel in self.kernels],
+            "unneeded_collectives": [vars(sent) for sent in self.unneeded],
             "collectives": None if self.collectives is None else [vars(sent) for sent in self.collectives],
             "plan": self.plan.to_dict(),
         }

@@ -85,6 +85,7 @@ class ServingLoop:
             max_pages_per_sequence=cache.table_width,
             prefix_sharing=share,
             scrub_on_free=cache.scrub_on_free,
+            sequence_shards=engine.plan.sequence_shards,
         )
         self.on_token = on_token
         self.waiting: deque[Request] = deque()

@@ -53,6 +53,8 @@ def paged_attention(
     pages_a_block: int | None = None,
     pairs: int | None = None,
     block_q: int | None = None,
+    page_stride: int = 1,
+    page_shard: Int[Array, ""] | int = 0,
 ) -> tuple[Array, Array]:
     """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]).
 
@@ -66,10 +68,14 @@ def paged_attention(
     one number, [kv_heads], or one for each token and head, as pages lie. `layout`: see page_layout; where it joins keys and
     values, `key_pages` has both and `value_pages` is None; `value_dim` says of which dim they are, None: the query's.
 
+    `page_stride` n, `page_shard` s: the table has every n-th page of each sequence from number s on, and only these are seen: key
+    j lies in page_table[row, j // page // n] if j // page % n == s. Output and lse are then those of these keys alone.
+
     `max_q_len`: no sequence has more queries in this batch; rows beyond it aren't attended to and are 0. None: any. The sizes
     at the end are for tuning; `platform` is jax's default backend.
     """
     sizes = {"max_q_len": max_q_len, "pages_a_block": pages_a_block, "pairs": pairs, "block_q": block_q}
+    sizes["page_stride"] = page_stride
     check_numbers(softmax_scale, logits_soft_cap, sizes)
     numbers = {"cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "page_table": page_table, "num_seqs": num_seqs}
     operands = PagedOperands(
@@ -79,6 +85,10 @@ def paged_attention(
         *(int32(name, x) for name, x in numbers.items()),
         *(None if x is None else jnp.asarray(x) for x in (sinks, key_scale, value_scale)),
     )
+    if isinstance(page_shard, int) and not 0 <= page_shard < page_stride:
+        raise InputError(f"page_shard={page_shard}; wanted 0 to {page_stride - 1}, below the page_stride.")
+    if page_stride > 1:
+        operands = operands._replace(shard=int32("page_shard", page_shard))
     check_operands(operands, layout)
     operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
     left, right = check_window(sliding_window)
@@ -95,6 +105,7 @@ def paged_attention(
         pairs=pairs or chosen[1],
         block_q=block_q or chosen[2],
         layout=layout,
+        stride=page_stride,
         value_dim=value_dim,
     )
     return _attend(static, operands)

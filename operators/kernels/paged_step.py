@@ -22,7 +22,7 @@ __all__ = ["Batch", "PagedOperands", "PagedStatic", "Sums", "Tiles", "batch_of",
 
 @dataclass(frozen=True)
 class PagedStatic:
-    """All that is known at trace time."""
+    """All that is known at trace time. stride: how many shards have pages of one sequence, by turns."""
 
     scale: float
     causal: bool
@@ -35,11 +35,12 @@ class PagedStatic:
     pairs: int
     block_q: int
     layout: str = "split"
+    stride: int = 1
     value_dim: int | None = None
 
 
 class PagedOperands(NamedTuple):
-    """The arrays of a call; shapes as in `paged_attention`."""
+    """The arrays of a call; shapes as in `paged_attention`. `shard` is None where the stride is 1."""
 
     query: jax.Array
     key_pages: jax.Array
@@ -51,6 +52,7 @@ class PagedOperands(NamedTuple):
     sinks: jax.Array | None
     key_scale: jax.Array | None
     value_scale: jax.Array | None
+    shard: jax.Array | None = None
 
 
 class Batch(NamedTuple):
@@ -124,16 +126,22 @@ class Tiles:
         return rows.reshape(*lead, q_len, self.kv_heads * self.group, dim)
 
     def range_of(self, first: Any, last: Any, kv_len: Any) -> tuple[Any, Any]:
-        """(first page, one past the last page) that queries at the positions first to last can see."""
+        """(first page, one past the last page) that queries at the positions first to last can see; pages as the table counts."""
         static = self.static
         begin = jnp.zeros_like(kv_len) if static.left is None else jnp.maximum(first - static.left, 0)
-        end = jnp.minimum(kv_len, self.width * self.page)
+        end = jnp.minimum(kv_len, self.width * static.stride * self.page)
         reach = [n for n in (0 if static.causal else None, static.right) if n is not None]
         if reach:
             end = jnp.minimum(end, last + min(reach) + 1)
         begin_page = lax.div(begin, np.int32(self.page))
         end_page = lax.div(jnp.maximum(end, 0) + np.int32(self.page - 1), np.int32(self.page))
-        return begin_page, jnp.where(end > begin, end_page, begin_page)
+        end_page = jnp.where(end > begin, end_page, begin_page)
+        return self._own(begin_page), self._own(end_page)
+
+    def _own(self, page: jax.Array) -> jax.Array:
+        """How many of a sequence's first pages are this shard's: the least page of its table at `page` or after it."""
+        stride, shard = np.int32(self.static.stride), self.operands.shard
+        return page if shard is None else lax.div(page - shard + (stride - 1), stride)
 
     def slots(self, seq: jax.Array, first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(ids, live), both [..., n], of n pages of sequences `seq` from `first` on.
@@ -152,6 +160,10 @@ class Tiles:
         """Bool [..., queries, keys]: positions [..., queries], the pages of a block from `first` on."""
         static = self.static
         keys = (first * np.int32(self.page))[..., None] + jnp.arange(self.block, dtype=np.int32)
+        if self.operands.shard is not None:  # page j of the table is page number j * stride + shard
+            page = np.int32(self.page)
+            own = lax.div(keys, page)
+            keys = keys + (own * np.int32(static.stride - 1) + self.operands.shard) * page
         seen = jnp.repeat(live, self.page, axis=-1) & (keys < kv_len[..., None])
         seen, keys, rows = seen[..., None, :], keys[..., None, :], positions[..., None]
         seen = seen & (rows >= 0)

@@ -82,16 +82,21 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
 
 
 def _batch(plan: CachePlan, rows: tuple[tuple[int, int], ...], tokens: int) -> RaggedBatch:
-    page, table, free = plan.cache.page_size, [], 0
+    page, table, n = plan.cache.page_size, [], plan.sequence_shards
+    given = [0] * n
     for row, (_, length) in enumerate(rows):
-        needed = -(-length // page)
-        if free + needed > plan.local_pages:
+        numbers = range(-(-length // page))
+        own = []
+        for at in (number % n for number in numbers):
+            own.append(given[at] * n + at)
+            given[at] += 1
+        if max(given) > plan.local_pages // n:
+            where = "" if n == 1 else f" of one of {n} sequence shards"
             raise ConfigError(
-                f"step: the first {row + 1} sequences of a shard need {free + needed} pages of {page}, and it has "
-                f"{plan.local_pages}; declare more pages, or fewer keys."
+                f"step: the first {row + 1} sequences of a shard need {max(given)} pages of {page}{where}, and it has "
+                f"{plan.local_pages // n}; declare more pages, or fewer keys."
             )
-        table.append(list(range(free, free + needed)))
-        free += needed
+        table.append(own)
     starts = np.cumsum([0, *(q for q, _ in rows)])
     made = RaggedBatch.make(
         plan, cu_q_lens=starts, kv_lens=[n for _, n in rows], page_table=table, num_seqs=len(rows), tokens=tokens

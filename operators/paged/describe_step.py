@@ -140,6 +140,10 @@ def _check_tokens(cache: KVCache, plan: CachePlan, count: int, query: Any, key: 
         raise InputError(
             f"query has {query.shape[1]} heads; wanted a multiple of the cache's {cache.kv_heads} kv heads."
         )
+    if cache.max_tokens is not None and count > cache.max_tokens:
+        raise InputError(
+            f"{count} tokens in a step, and the cache declares max_tokens={cache.max_tokens}; split the step, or declare more."
+        )
     if count % plan.shards:
         raise InputError(f"{count} tokens for {plan.shards} shards of pages; wanted a multiple, as many for each.")
 

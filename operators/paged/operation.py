@@ -29,6 +29,7 @@ from ..declared import DeclaredOperation
 from ..paged_cache.attend import check_longest
 from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.insert import check_step
+from ..paged_cache.join_shards import check_mesh
 from ..paged_cache.paged_call import PagedCall, on_xla
 from ..paged_cache.state import CacheState, layer_of
 from ..runnable import check_runnable
@@ -108,12 +109,12 @@ class Paged(DeclaredOperation):
         if decided is None:
             decided = self._prepare(state.cache, (query, key, value), sinks, step, mesh, arrays)
             _prepared.put(asked, decided)
-        _check_pages(decided, pages, mesh)
+        _check_pages(decided, state, pages, mesh)
         tokens = key if query is None else query
         check_step(state, layer, batch, tokens, debug=False)
         check_longest(batch, step.max_q_len, debug=False)
         program = StepProgram(self, decided, mesh, step.debug)
-        alone = CacheState((pages,), state.cache)  # one layer: all layers then share a program
+        alone = replace(state, layers=(pages,))  # one layer: all layers then share a program
         output, lse, after = run_step(program, alone, batch, query, key, value, sinks)
         return StepOutput(
             output, lse if step.return_lse else None, state.with_layer(layer, after.layers[0]), plan=decided
@@ -252,11 +253,12 @@ def _signature(x: Any) -> Any:
     return (x.shape, x.dtype) if hasattr(x, "dtype") else type(x)
 
 
-def _check_pages(decided: PagedPlan, pages: Any, mesh: AnyMesh | None) -> None:
+def _check_pages(decided: PagedPlan, state: CacheState, pages: Any, mesh: AnyMesh | None) -> None:
     """Refuse a state that was made for another mesh than the one in force."""
     if mesh is not None and any(axis.kind == "manual" for axis in decided.problem.mesh):
         return  # the caller's own shard_map: these are a device's parts
     wanted = decided.cache.pages_array.fitted.shape
+    check_mesh(state, decided.cache)
     if pages.key.shape != wanted:
         raise InputError(
             f"the state's pages have shape {pages.key.shape}; on the mesh {describe_mesh(decided.problem.mesh)} they are "

@@ -29,6 +29,16 @@ _COPIES = "page_rows"  # the one piece of advice that is a reason: XLA would cop
 
 def tpu_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
     """Every reason against the kernels."""
+    if problem.sequence_shards > 1:
+        text = (
+            f"the TPU kernel takes pages of whole sequences, and page_sequence_axis splits each over {problem.sequence_shards} "
+            "devices"
+        )
+        return (
+            Reason(
+                "paged.page_sequence", "cache.page_sequence_axis", text, "Split heads or sequences, or use plain XLA."
+            ),
+        )
     if problem.layout not in _LAYOUTS:
         text = f"the TPU kernel takes pages of layout {', '.join(_LAYOUTS)}, and the cache declares {problem.layout!r}"
         return (Reason("paged.page_layout", "cache.layout", text, "Declare cache.layout='joined'."),)
@@ -67,6 +77,8 @@ def tpu_notes(problem: PagedProblem) -> tuple[str, ...]:
 def on_tpu(call: PagedCall) -> tuple[jax.Array, jax.Array]:
     """Attend by the TPU kernels; see kernels/paged_tpu."""
     pages, batch = call.pages, call.batch
+    if call.sequence_shards > 1:
+        raise ConfigError(f"pages of a sequence on {call.sequence_shards} devices; the TPU kernel wants them on one.")
     if call.layout not in _LAYOUTS:
         raise ConfigError(f"pages of layout {call.layout!r}; wanted one of {', '.join(_LAYOUTS)}.")
     return paged_attention_tpu(

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from ...errors import ConfigError, InputError, shown
 from ...masks.int_arrays import known_values
-from ...planning.cache.kv_cache import KVCache
 from ...sharding import axes_at, axes_of
 from ...sharding.mesh import AnyMesh
 from ..kernels.page_layout import page_shape
 from .batch import RaggedBatch
 from .insert import check_step, insert
+from .join_shards import check_mesh, joined_outputs, joined_over_devices, sinks_of
 from .paged_call import PagedCall, PagedMethod, PagedSizes, on_xla
 from .state import CacheState, LayerPages, layer_of, step_specs
 from .token_slots import rows_by_shard
@@ -81,7 +83,7 @@ def attend(
         check_step(state, layer, batch, query, debug=debug)
     check_longest(batch, max_q_len, debug=debug)
 
-    def shard(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any) -> tuple[jax.Array, jax.Array]:
+    def shard(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, index: Any = 0) -> Any:
         scale = cache.head_dim**-0.5 if softmax_scale is None else softmax_scale
         mask = (causal, sliding_window)
         call = PagedCall(
@@ -97,10 +99,12 @@ def attend(
             max_q_len,
             platform,
             sizes,
+            state.sequence_shards,
+            index,
         )
         return method(call)
 
-    output, lse = _by_device(shard, cache, pages, batch, query, sinks, mesh, kv_heads, check_vma)
+    output, lse = _by_device(shard, state, pages, batch, query, sinks, mesh, kv_heads, check_vma)
     return PagedOutput(output, lse, state)
 
 
@@ -144,7 +148,7 @@ def _longest(starts: Any, count: Any, max_q_len: int) -> None:
 
 def _by_device(
     shard: Any,
-    cache: KVCache,
+    state: CacheState,
     pages: LayerPages,
     batch: RaggedBatch,
     query: Any,
@@ -157,17 +161,26 @@ def _by_device(
     sinks = None if sinks is None else jnp.asarray(sinks)
     if mesh is None or mesh.size == 1 or all(axis.kind == "manual" for axis in axes_of(mesh)):
         if batch.shards is None:
-            return shard(query, pages, batch, sinks)
+            return _one_by_one(shard, query, pages, batch, sinks)
         parts = [_part(batch.shards, n, query, pages, batch) for n in range(batch.shards)]
-        found = [shard(*part, sinks) for part in parts]
+        found = [_one_by_one(shard, *part, sinks) for part in parts]
         return jnp.concatenate([x for x, _ in found]), jnp.concatenate([x for _, x in found])
-    specs = step_specs(cache.plan(mesh, kv_heads=kv_heads).require())
+    plan = state.cache.plan(mesh, kv_heads=kv_heads).require()
+    check_mesh(state, plan)
+    specs = step_specs(plan)
     tokens, heads = (axes_at(specs[0], index) or None for index in (0, 1))
+    of_table = plan["page_table"].fitted.spec
+    along = axes_at(of_table, len(of_table) - 3) if plan.sequence_shards > 1 else ()
 
     def body(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any) -> tuple[jax.Array, jax.Array]:
         if batch.shards is not None:  # a device has one
             batch = jax.tree.map(lambda x: x[0], batch)
-        return shard(query, pages, batch, sinks)
+        if not along:
+            return shard(query, pages, batch, sinks)
+        index = lax.axis_index(along)
+        batch = replace(batch, page_table=batch.page_table[0])
+        output, lse = shard(query, pages, batch, sinks_of(sinks, index), index)
+        return joined_over_devices(output, lse, along)
 
     return jax.shard_map(
         body,
@@ -176,6 +189,20 @@ def _by_device(
         out_specs=(PartitionSpec(tokens, heads, None), PartitionSpec(tokens, heads)),
         check_vma=check_vma,
     )(query, pages, batch, sinks)
+
+
+def _one_by_one(
+    shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Without a mesh: each sequence shard after the other, if there are several, and their outputs joined."""
+    if (n := batch.sequence_shards) == 1:
+        return shard(query, pages, batch, sinks)
+    found = []
+    for index in range(n):
+        own: Any = (x if x is None or x.ndim < 3 else rows_by_shard(n, x, "pages")[index] for x in pages)
+        table = replace(batch, page_table=batch.page_table[index])
+        found.append(shard(query, LayerPages(*own), table, sinks_of(sinks, index), index))
+    return joined_outputs(jnp.stack([x for x, _ in found]), jnp.stack([x for _, x in found]))
 
 
 def _part(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from ...errors import InputError, InputTypeError, a_type, shown
 from ...masks.int_arrays import is_integer, known_values
 from ...planning.cache.cache_plan import CachePlan
 from .batch_checks import batch_problem
+from .sequence_shards import split_table, table_problem
 
 __all__ = ["RaggedBatch"]
 
@@ -24,7 +25,8 @@ _INT32 = np.iinfo(np.int32)
 @dataclass(frozen=True)
 class RaggedBatch:
     """A step's batch. A cache with a `pages_axis` has a leading dimension more in each, one entry a shard, and page ids that
-    count within the shard.
+    count within the shard. Where a mesh splits each sequence's pages (`page_sequence_axis`), the page table has one dimension
+    more behind that, an entry for each of n devices: its own pages, every n-th of a sequence, by local ids.
 
     cu_q_lens: tokens of row s are cu_q_lens[s] to cu_q_lens[s + 1]. kv_lens: tokens of the sequence after these are appended.
     page_table: page ids in the order of the sequence; the number of pages is the id of padding. num_seqs: rows that count.
@@ -32,7 +34,7 @@ class RaggedBatch:
 
     cu_q_lens: Int32[Array, "*shards rows+1"]
     kv_lens: Int32[Array, "*shards rows"]
-    page_table: Int32[Array, "*shards rows width"]
+    page_table: Int32[Array, "*shards_and_sequence_shards rows width"]
     num_seqs: Int32[Array, "*shards"]
 
     @classmethod
@@ -48,12 +50,12 @@ class RaggedBatch:
     ) -> RaggedBatch:
         """A batch of one shard from host values, checked, and padded to the cache's `max_sequences` and `max_length`.
 
-        `page_table` is an array, or a list of page ids for each row. `num_seqs` is by default the number of rows, `tokens` the
-        length of the token arrays, if it is to be checked. Errors: InputTypeError for what are no whole numbers; InputError, with
-        the row, for numbers that int32 doesn't hold, ids out of range, lengths that pages or tokens don't have, and writes to a
-        page that another row reads.
+        `page_table` is an array, or a list of page ids for each row, ids as a PagePool gives them. `num_seqs` is by default the
+        number of rows, `tokens` the length of the token arrays, if it is to be checked. Errors: InputTypeError for what are no
+        whole numbers; InputError, with the row, for numbers that int32 doesn't hold, ids out of range or on another sequence
+        shard than their page number, lengths that pages or tokens don't have, and writes to a page that another row reads.
         """
-        rows, width, padding = plan.local_sequences, plan.cache.table_width, plan.local_pages
+        rows, width, padding, split = plan.local_sequences, plan.table_width, plan.local_pages, plan.sequence_shards
         lens = _numbers("kv_lens", kv_lens)
         starts = _numbers("cu_q_lens", cu_q_lens)
         table = _table(page_table, len(lens), width, padding)
@@ -64,6 +66,9 @@ class RaggedBatch:
         if len(table) != len(lens):
             raise InputError(f"page_table has {len(table)} rows and kv_lens {len(lens)}; wanted as many.")
         count = int(_numbers("num_seqs", [len(lens) if num_seqs is None else num_seqs])[0])
+        if tokens is not None and (most := plan.cache.max_tokens) is not None and tokens > most // plan.shards:
+            each = "" if plan.shards == 1 else f", {most // plan.shards} on each of {plan.shards} shards"
+            raise InputError(f"tokens={shown(tokens)}; wanted no more than the cache's max_tokens={most}{each}.")
         missing = rows - len(lens)
         host: Any = (
             np.concatenate([starts, np.full(missing, starts[-1], np.int32)]),
@@ -73,6 +78,11 @@ class RaggedBatch:
         )
         made = cls(*host)
         made.check(padding, plan.cache.page_size, tokens)
+        if split > 1:
+            if problem := table_problem(host[2], split, padding):
+                raise InputError(problem)
+            table = split_table(host[2], split, padding)
+            made = replace(made, page_table=table)  # type: ignore[arg-type]
         return made.stack([made]) if plan.cache.pages_axis is not None and plan.shards == 1 else made
 
     @classmethod
@@ -87,8 +97,14 @@ class RaggedBatch:
         """Entries of the leading dimension, None where there is none."""
         return self.kv_lens.shape[0] if len(self.kv_lens.shape) == 2 else None
 
+    @property
+    def sequence_shards(self) -> int:
+        """Tables of each batch, one for each device that has pages of the same sequences; 1 where one has them all."""
+        return self.page_table.shape[-3] if len(self.page_table.shape) == len(self.kv_lens.shape) + 2 else 1
+
     def check(self, pages: int, page_size: int, tokens: int | None = None) -> None:
-        """Check the values that are known, for `pages` pages a shard and `tokens` tokens a shard. Errors: InputError."""
+        """Check the values that are known, for `pages` pages and `tokens` tokens a shard, those of its sequence shards together.
+        Errors: InputError."""
         self.check_form()
         starts, lens, table, count = map(known_values, (self.cu_q_lens, self.kv_lens, self.page_table, self.num_seqs))
         if starts is None or lens is None or table is None or count is None:
@@ -113,11 +129,14 @@ class RaggedBatch:
         wanted = {"kv_lens": (*lead, rows), "cu_q_lens": (*lead, rows + 1), "num_seqs": lead}
         table = self.page_table.shape
         wrong = [name for name, shape in wanted.items() if tuple(arrays[name].shape) != shape]
-        if wrong or len(lead) > 1 or table[:-1] != (*lead, rows):
+        tables = table[:-1] == (*lead, rows) or (
+            len(table) == len(lead) + 3 and (*table[:-3], table[-2]) == (*lead, rows)
+        )
+        if wrong or len(lead) > 1 or not tables:
             shapes = ", ".join(f"{name} {tuple(array.shape)}" for name, array in arrays.items())
             raise InputError(
                 f"a batch of {shapes}; wanted cu_q_lens [rows + 1], kv_lens [rows], page_table [rows, width] and num_seqs [], or "
-                "one more leading dimension for the shards in each."
+                "one more leading dimension for the shards in each; behind that, page_table may have one for sequence shards."
             )
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ...errors import InputError
+from .sequence_shards import whole_table
 
 __all__ = ["batch_problem", "check_later"]
 
@@ -23,6 +24,8 @@ def batch_problem(
     tokens: int | None = None,
 ) -> str:
     """The first thing that is wrong, '' where all is well. `pages` and `tokens` count those of a shard."""
+    if page_table.ndim == kv_lens.ndim + 2:
+        page_table = whole_table(page_table, pages)
     if kv_lens.ndim == 1:
         return _shard_problem(cu_q_lens, kv_lens, page_table, int(num_seqs), pages, page_size, tokens)
     for shard in range(len(kv_lens)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,11 @@ from ..kernels.varying import varying
 from .batch import RaggedBatch
 from .batch_checks import check_later
 from .put import put
+from .sequence_shards import by_sequence_shard
 from .state import CacheState, LayerPages, layer_of
 from .token_slots import by_shard, rows_by_shard, token_slots
 
-__all__ = ["check_step", "insert", "quantised_tokens"]
+__all__ = ["check_shards", "check_step", "insert", "quantised_tokens"]
 
 
 def insert(
@@ -48,15 +50,20 @@ def insert(
     own_pages, own_tokens = check_step(state, layer, batch, key, debug=debug)
     arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
 
-    slots = partial(token_slots, tokens=own_tokens, pages=own_pages, page_size=cache.page_size)
+    along = state.sequence_shards
+    slots: Any = partial(token_slots, tokens=own_tokens, pages=own_pages // along, page_size=cache.page_size)
+    if along > 1:
+        slots = _on_each(partial(slots, stride=along), along)
     traced = [jnp.asarray(array) for array in arrays]
     where = slots(*traced) if shards is None else jax.vmap(slots)(*traced)
 
     def put_in(stored: jax.Array, page: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:
         return put(stored, places_of(cache.layout, page, row), tokens)
 
+    put_all = by_sequence_shard(along, put_in, (0, 0, None))
+
     def write(stored: jax.Array, tokens: jax.Array) -> jax.Array:
-        return by_shard(shards, put_in, stored, *where, rows_by_shard(shards, tokens, "tokens"))
+        return by_shard(shards, put_all, stored, *where, rows_by_shard(shards, tokens, "tokens"))
 
     def as_stored(tokens: Any, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """(the tokens in the pages' dtype with the pages' heads, their layer's scales)."""
@@ -83,6 +90,7 @@ def insert(
 def check_step(state: CacheState, layer: int, batch: RaggedBatch, tokens: Any, *, debug: bool) -> tuple[int, int]:
     """(pages, tokens) of a shard, once the batch's values are checked for them: now, or with `debug` while the step runs."""
     batch.check_form()
+    check_shards(state, batch)
     at = 0 if batch.shards is None else 1
     pages = rows_by_shard(batch.shards, layer_of(state, layer).key, "pages").shape[at]
     count = rows_by_shard(batch.shards, tokens, "tokens").shape[at]
@@ -91,6 +99,26 @@ def check_step(state: CacheState, layer: int, batch: RaggedBatch, tokens: Any, *
     if debug and any(isinstance(array, jax.core.Tracer) for array in arrays):
         check_later(arrays, pages, state.cache.page_size, count)
     return pages, count
+
+
+def check_shards(state: CacheState, batch: RaggedBatch) -> None:
+    """Refuse a batch that was made for another number of sequence shards than the state. Errors: InputError."""
+    rank = len(batch.page_table.shape) - len(batch.kv_lens.shape)
+    if batch.sequence_shards != state.sequence_shards or rank != (1 if state.sequence_shards == 1 else 2):
+        raise InputError(
+            f"the batch has page tables for {batch.sequence_shards} sequence shards, and the state {state.sequence_shards}: make "
+            "both on the plan of one mesh, and use them outside of a shard_map over page_sequence_axis."
+        )
+
+
+def _on_each(slots: Callable[..., tuple[jax.Array, jax.Array]], n: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """token_slots of each of n sequence shards, [n, tokens]; each has a table of its own."""
+
+    def of_all(starts: jax.Array, lens: jax.Array, tables: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+        own = jax.vmap(lambda table, shard: slots(starts, lens, table, count, shard=shard))
+        return own(tables, jnp.arange(n, dtype=jnp.int32))
+
+    return of_all
 
 
 def quantised_tokens(

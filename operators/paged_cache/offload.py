@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,7 +13,9 @@ from jaxtyping import Array, Int32
 from ...errors import InputError, InputTypeError, shown
 from ...masks.int_arrays import known_values
 from .batch import RaggedBatch
+from .insert import check_shards
 from .put import put
+from .sequence_shards import stored_ids, whole_table
 from .state import CacheState, LayerPages
 from .token_slots import rows_by_shard
 
@@ -41,7 +43,7 @@ def extract(state: CacheState, batch: RaggedBatch, sequence: int | tuple[int, in
     known, known_length = known_values(table), known_values(length)
     if known is not None and known_length is not None:
         table = _needed(known, int(known_length), size, count, sequence)
-    ids = jnp.asarray(table)
+    ids = stored_ids(jnp.asarray(table), state.sequence_shards, count)
     inside = (ids >= 0) & (ids < count)
     written = inside[:, None] & (jnp.arange(ids.shape[0] * size).reshape(-1, size) < length)
     by_head = state.cache.heads_at == 1
@@ -70,12 +72,12 @@ def restore(state: CacheState, saved: SavedSequence, batch: RaggedBatch, sequenc
     known, kept = known_values(table), known_values(saved.length)
     if known is not None and kept is not None:
         needed = _needed(known, int(kept), size, count, sequence)
-        _check_alone(batch, needed, sequence, size)
+        _check_alone(_tables(batch, count), batch.kv_lens, needed, sequence, size)
         known_length = known_values(length)
         if known_length is not None and int(known_length) < int(kept):
             raise InputError(f"sequence {sequence}: kv_len {int(known_length)}, and {int(kept)} tokens were saved.")
     slots = min(saved.layers[0].key.shape[0], table.shape[0])
-    ids = jnp.asarray(table)[:slots]
+    ids = stored_ids(jnp.asarray(table)[:slots], state.sequence_shards, count)
     used = (ids >= 0) & (ids < count) & (jnp.arange(slots) * size < saved.length)
     where = jnp.where(used, ids + first, total)
 
@@ -85,12 +87,13 @@ def restore(state: CacheState, saved: SavedSequence, batch: RaggedBatch, sequenc
         return put(array, (where,), jnp.asarray(own)[:slots])
 
     layers = (LayerPages(*map(bring, pages, own)) for pages, own in zip(state.layers, saved.layers, strict=True))  # type: ignore[arg-type]
-    return CacheState(tuple(layers), state.cache)
+    return replace(state, layers=tuple(layers))
 
 
 def _row(state: CacheState, batch: RaggedBatch, sequence: Any) -> tuple[Any, Any, int, int]:
-    """(page ids, kv_len, the first page of its shard, the pages of a shard) of a batch's row."""
+    """(page ids as the host counts them, kv_len, the first page of its shard, the pages of a shard) of a batch's row."""
     batch.check_form()
+    check_shards(state, batch)
     shards = batch.shards
     index = sequence if isinstance(sequence, tuple) else (sequence,)
     sizes = batch.kv_lens.shape
@@ -104,7 +107,11 @@ def _row(state: CacheState, batch: RaggedBatch, sequence: Any) -> tuple[Any, Any
         )
         raise InputError(f"sequence={shown(sequence)}; wanted {form}.")
     count = rows_by_shard(shards, state.layers[0].key, "pages").shape[0 if shards is None else 1]
-    return batch.page_table[index], batch.kv_lens[index], 0 if shards is None else int(index[0]) * count, count
+    return _tables(batch, count)[index], batch.kv_lens[index], 0 if shards is None else int(index[0]) * count, count
+
+
+def _tables(batch: RaggedBatch, pages: int) -> Any:
+    return batch.page_table if batch.sequence_shards == 1 else whole_table(batch.page_table, pages)
 
 
 def _needed(table: np.ndarray, length: int, size: int, count: int, sequence: Any) -> np.ndarray:
@@ -119,8 +126,8 @@ def _needed(table: np.ndarray, length: int, size: int, count: int, sequence: Any
     return ids
 
 
-def _check_alone(batch: RaggedBatch, ids: np.ndarray, sequence: Any, size: int) -> None:
-    tables, lens = known_values(batch.page_table), known_values(batch.kv_lens)
+def _check_alone(table: Any, kv_lens: Any, ids: np.ndarray, sequence: Any, size: int) -> None:
+    tables, lens = known_values(table), known_values(kv_lens)
     if tables is None or lens is None:
         return
     shard = sequence[:-1] if isinstance(sequence, tuple) else ()

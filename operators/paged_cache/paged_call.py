@@ -27,7 +27,8 @@ class PagedCall(NamedTuple):
     """query [tokens, heads, dim]; the pages as `layout` says; a batch without a leading dimension; sinks float [heads].
 
     The mask is that of `causal` and `sliding_window`, inclusive distances to the left and to the right. `max_q_len`: no sequence
-    has more queries.
+    has more queries. `sequence_shards`: the devices that have the sequences' pages by turns, and `shard_index` which this is: the
+    table has every sequence_shards-th page from number shard_index on, and output and lse are those of its keys alone.
     """
 
     query: jax.Array
@@ -43,6 +44,8 @@ class PagedCall(NamedTuple):
     max_q_len: int | None
     platform: str | None = None
     sizes: PagedSizes = PagedSizes()
+    sequence_shards: int = 1
+    shard_index: jax.Array | int = 0
 
 
 PagedMethod: TypeAlias = Callable[[PagedCall], tuple[jax.Array, jax.Array]]
@@ -73,4 +76,6 @@ def on_xla(call: PagedCall) -> tuple[jax.Array, jax.Array]:
         platform=call.platform,
         pages_a_block=call.sizes.pages_per_block,
         block_q=call.sizes.queries_per_block,
+        page_stride=call.sequence_shards,
+        page_shard=call.shard_index,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Int32
 from ...errors import InputError, InputTypeError
 from ...masks.int_arrays import beyond_int32, is_integer, known_values
 from .put import put
+from .sequence_shards import by_sequence_shard, own_ids
 from .state import CacheState, LayerPages
 from .token_slots import by_shard, rows_by_shard
 
@@ -22,13 +24,13 @@ __all__ = ["copy", "every_layer", "scrub"]
 def copy(state: CacheState, pairs: Int32[Array, "*shards pairs 2"]) -> CacheState:
     """Copy page `from` to page `to` for each (from, to), in every layer; all are read before one is written.
 
-    The number of pages is the id of padding: a pair with an id out of range is dropped. Errors: InputError where values are
-    known: ids out of range, a page that is written twice.
+    The number of pages is the id of padding: a pair with an id out of range is dropped, and so is one of pages on two sequence
+    shards. Errors: InputError where values are known: ids out of range, a page that is written twice, two sequence shards.
     """
     pairs = _ids(state, "pairs", pairs, (2,))
     known = known_values(pairs)
     if known is not None:
-        _check_pairs(known, _own_pages(state, _shards(pairs, 3)))
+        _check_pairs(known, _own_pages(state, _shards(pairs, 3)), state.sequence_shards)
 
     def change(pages: jax.Array, own: jax.Array) -> jax.Array:
         count = pages.shape[0]
@@ -36,7 +38,7 @@ def copy(state: CacheState, pairs: Int32[Array, "*shards pairs 2"]) -> CacheStat
         right = (source >= 0) & (source < count) & (target >= 0)
         return put(pages, (jnp.where(right, target, count),), pages[jnp.where(right, source, 0)])
 
-    return every_layer(state, lambda pages: by_shard(_shards(pairs, 3), change, pages, jnp.asarray(pairs)))
+    return _every_shard(state, change, pairs, _shards(pairs, 3))
 
 
 def scrub(state: CacheState, pages: Int32[Array, "*shards pages"]) -> CacheState:
@@ -47,7 +49,21 @@ def scrub(state: CacheState, pages: Int32[Array, "*shards pages"]) -> CacheState
     def change(stored: jax.Array, own: jax.Array) -> jax.Array:
         return put(stored, (jnp.where(own < 0, stored.shape[0], own),), jnp.zeros((), stored.dtype))
 
-    return every_layer(state, lambda stored: by_shard(_shards(ids, 2), change, stored, jnp.asarray(ids)))
+    return _every_shard(state, change, ids, _shards(ids, 2))
+
+
+def _every_shard(state: CacheState, change: Callable[..., jax.Array], ids: Any, shards: int | None) -> CacheState:
+    """`change(pages, ids)` on every array of pages, each shard's alone; ids are the host's, and become those of a shard."""
+    n = state.sequence_shards
+
+    def on_one(pages: jax.Array, own: jax.Array, shard: jax.Array) -> jax.Array:
+        return change(pages, own_ids(own, n, shard, pages.shape[0]))
+
+    def on_all(pages: jax.Array, own: jax.Array) -> jax.Array:
+        return by_sequence_shard(n, on_one, (None, 0))(pages, own, jnp.arange(n, dtype=jnp.int32))
+
+    whole = change if n == 1 else on_all
+    return every_layer(state, lambda pages: by_shard(shards, whole, pages, jnp.asarray(ids)))
 
 
 def every_layer(state: CacheState, change: Callable[[jax.Array], jax.Array]) -> CacheState:
@@ -56,7 +72,7 @@ def every_layer(state: CacheState, change: Callable[[jax.Array], jax.Array]) -> 
     def changed(array: jax.Array | None) -> jax.Array | None:
         return array if array is None or array.ndim < 3 else change(array)
 
-    return CacheState(tuple(LayerPages(*map(changed, pages)) for pages in state.layers), state.cache)  # type: ignore[arg-type]
+    return replace(state, layers=tuple(LayerPages(*map(changed, pages)) for pages in state.layers))  # type: ignore[arg-type]
 
 
 def _shards(ids: Any, rank: int) -> int | None:
@@ -91,8 +107,8 @@ def _ids(state: CacheState, name: str, value: Any, last: tuple[int, ...]) -> Any
     return array.astype(np.int32)
 
 
-def _check_pairs(pairs: np.ndarray, count: int) -> None:
-    """Errors: InputError for a page that is written twice, and for padding that is copied to a page."""
+def _check_pairs(pairs: np.ndarray, count: int, n: int) -> None:
+    """Errors: InputError for a page that is written twice, for padding that is copied to a page, and for two sequence shards."""
     for own in pairs if pairs.ndim == 3 else pairs[None]:
         source, target = own[own[:, 1] < count].T
         pages, times = np.unique(target, return_counts=True)
@@ -100,3 +116,8 @@ def _check_pairs(pairs: np.ndarray, count: int) -> None:
             raise InputError(f"pairs: page {pages[times > 1][0]} is written twice; wanted each page once.")
         if (source == count).any():
             raise InputError(f"pairs: {count}, the id of padding, is copied to page {target[source == count][0]}.")
+        if (apart := source % n != target % n).any():
+            raise InputError(
+                f"pairs: page {source[apart][0]} is copied to page {target[apart][0]}, which lies on another of {n} sequence "
+                f"shards; wanted two ids that are equal modulo {n}."
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -36,10 +36,15 @@ class LayerPages(NamedTuple):
 @dataclass(frozen=True)
 class CacheState:
     """Every layer's pages, an array a layer, and the declaration that they follow. A pytree: donate it to the step that
-    writes it, and only the pages that are written are touched."""
+    writes it, and only the pages that are written are touched.
+
+    sequence_shards: the devices that the pages of one sequence are dealt to, as the plan of the mesh says; in the arrays one such
+    device's pages lie after the other's.
+    """
 
     layers: tuple[LayerPages, ...]
     cache: KVCache = field(metadata={"static": True})
+    sequence_shards: int = field(default=1, metadata={"static": True})
 
     @property
     def pages(self) -> int:
@@ -48,7 +53,7 @@ class CacheState:
 
     def with_layer(self, layer: int, pages: LayerPages) -> CacheState:
         """The state with another layer's pages in the place of one's own."""
-        return CacheState((*self.layers[:layer], pages, *self.layers[layer + 1 :]), self.cache)
+        return replace(self, layers=(*self.layers[:layer], pages, *self.layers[layer + 1 :]))
 
 
 class CacheShardings(NamedTuple):
@@ -114,7 +119,7 @@ def init(
         key = zeros(plan.pages_array.name)
         assert key is not None
         layers.append(LayerPages(key, zeros("value_pages"), scale("key", layer), scale("value", layer)))
-    return CacheState(tuple(layers), cache)
+    return CacheState(tuple(layers), cache, plan.sequence_shards)
 
 
 def abstract(plan: CachePlan, mesh: AnyMesh | None = None, *, layers: int | None = None) -> CacheState:
@@ -128,7 +133,8 @@ def abstract(plan: CachePlan, mesh: AnyMesh | None = None, *, layers: int | None
         return jax.ShapeDtypeStruct(array.fitted.shape, array.dtype, sharding=where)
 
     layer = LayerPages(of(plan.pages_array.name), of("value_pages"), of("key_scale"), of("value_scale"))
-    return CacheState((layer,) * (plan.cache.layers if layers is None else layers), plan.cache)  # type: ignore[arg-type]
+    count = plan.cache.layers if layers is None else layers
+    return CacheState((layer,) * count, plan.cache, plan.sequence_shards)  # type: ignore[arg-type]
 
 
 def shardings(cache: KVCache, mesh: Mesh, *, kv_heads: Literal["replicate", "error"] = "replicate") -> CacheShardings:
@@ -140,7 +146,8 @@ def shardings(cache: KVCache, mesh: Mesh, *, kv_heads: Literal["replicate", "err
     plan = cache.plan(mesh, kv_heads=kv_heads).require()
     query, layer, batch = jax.tree.map(lambda spec: NamedSharding(mesh, spec), step_specs(plan), is_leaf=_is_spec)
     key = NamedSharding(mesh, token_specs(plan)[1])
-    return CacheShardings(CacheState((layer,) * cache.layers, cache), batch, query, key, key)
+    state = CacheState((layer,) * cache.layers, cache, plan.sequence_shards)
+    return CacheShardings(state, batch, query, key, key)
 
 
 def step_specs(plan: CachePlan) -> tuple[PartitionSpec, LayerPages, RaggedBatch]:

@@ -23,11 +23,14 @@ def token_slots(
     tokens: int,
     pages: int,
     page_size: int,
+    stride: int = 1,
+    shard: Any = 0,
 ) -> tuple[Int32[Array, " tokens"], Int32[Array, " tokens"]]:
     """(page id, row in the page) of each token: position kv_len - q_len + i of its sequence.
 
     A token behind the last sequence, at a position that the table has no page for, or with an id out of range has the id
-    `pages`, which a scatter with mode='drop' passes over. Nothing is clamped.
+    `pages`, which a scatter with mode='drop' passes over. Nothing is clamped. With a stride the table is one shard's, of every
+    stride-th page of a sequence from page number `shard` on, and a token on another page has the id `pages` too.
     """
     rows, width = page_table.shape
     none = jnp.iinfo(jnp.int32).max
@@ -39,6 +42,9 @@ def token_slots(
     first, last = cu_q_lens[row], cu_q_lens[row + 1]
     position = kv_lens[row] - (last - first) + (token - first)
     slot = position // page_size
+    if stride > 1:
+        inside &= slot % stride == shard
+        slot = slot // stride
     inside &= (first <= token) & (token < last) & (position >= 0) & (slot < width)
     page = page_table[row, jnp.where(inside, slot, 0)]
     inside &= (page >= 0) & (page < pages)

@@ -70,6 +70,9 @@ class CacheFields(GivenModel):
     ] = None
     max_sequences: Annotated[_Size, Field(description="Rows of a batch, over all devices.")]
     max_length: Annotated[_Size, Field(description="Tokens of the longest sequence.")]
+    max_tokens: Annotated[_Size | None, Field(description="Tokens of a step's arrays, over all devices, at most.")] = (
+        None
+    )
     layout: Annotated[
         Literal["split", "heads", "joined", "interleaved", "packed"],
         Field(description="How pages lie; the last three hold keys and values in one array."),
@@ -77,7 +80,8 @@ class CacheFields(GivenModel):
     pages_axis: Annotated[_Axes, Field(description="Mesh axes that split pages and batch: data parallel.")] = None
     kv_head_axis: Annotated[_Axes, Field(description="Mesh axes that split the kv heads.")] = "tp"
     page_sequence_axis: Annotated[
-        _Axes, Field(description="Mesh axes that split a sequence's pages; plans refuse it as yet.")
+        _Axes,
+        Field(description="Mesh axes that split each sequence's pages, in turn; outputs are joined by their lse."),
     ] = None
     scrub_on_free: Annotated[StrictBool, Field(description="Whether freed pages are zeroed.")] = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -34,8 +35,9 @@ class CacheArray(NamedTuple):
 class CachePlan:
     """The whole decision. `refused` has every reason against the cache; () where it can be made.
 
-    `pages` are those of the whole cache, `shards` the parts in which `pages_axis` splits them and the batch, `kv_repeat` how
-    often a kv head is stored. `scalar_limit` and `memory_limit` are bytes of a device, None where they aren't known.
+    `pages` are those of the whole cache, `shards` the parts in which `pages_axis` splits them and the batch, `sequence_shards`
+    the devices of each that the pages of one sequence are dealt to in turn, `kv_repeat` how often a kv head is stored.
+    `scalar_limit` and `memory_limit` are bytes of a device, None where they aren't known.
     """
 
     cache: CacheFields
@@ -44,6 +46,7 @@ class CachePlan:
     device_kind: str
     pages: int
     shards: int
+    sequence_shards: int
     kv_repeat: int
     arrays: tuple[CacheArray, ...]
     scalar_limit: int | None
@@ -78,13 +81,32 @@ class CachePlan:
 
     @property
     def local_pages(self) -> int:
-        """Pages of a shard. Page ids count from 0 in each; this number itself is the id of padding."""
+        """Pages of a shard, on all of its sequence shards. Page ids count from 0 in each; this number itself is the id of
+        padding."""
         return self.pages // self.shards
+
+    @property
+    def table_width(self) -> int:
+        """Pages of a row of the page table: those of the longest sequence, as many on each sequence shard."""
+        return -(-self.cache.table_width // self.sequence_shards) * self.sequence_shards
 
     @property
     def local_sequences(self) -> int:
         """Rows of a shard's batch."""
         return self.cache.max_sequences // self.shards
+
+    @property
+    def token_bytes(self) -> int | None:
+        """Bytes a device of a step's keys and values, as many as max_tokens allows, in a layer; None where it isn't declared."""
+        if self.cache.max_tokens is None:
+            return None
+        heads = self.pages_array.fitted
+        split = math.prod(axis.size for axis in self.mesh if axis.name in heads.axes(self.heads_at))
+        own = self.cache.kv_heads // (
+            split if self.kv_repeat == 1 else 1
+        )  # repeated heads come as declared, all of them
+        each = own * (self.cache.head_dim + self.cache.value_size) * (4 if self.cache.dtype == "float32" else 2)
+        return self.cache.max_tokens // self.shards * each
 
     @property
     def tokens(self) -> int:
@@ -98,8 +120,8 @@ class CachePlan:
 
     @property
     def page_table_bytes(self) -> int:
-        """Of a shard's page table, as scalar memory holds it."""
-        return 4 * self.local_sequences * self.cache.table_width
+        """Of a device's page table, as scalar memory holds it."""
+        return 4 * self.local_sequences * self.table_width // self.sequence_shards
 
     def bytes_of(self, *names: str) -> int:
         """Bytes a device of the arrays of these names, or of all."""
@@ -151,12 +173,14 @@ class CachePlan:
             "pages": self.pages,
             "shards": self.shards,
             "pages_per_shard": self.local_pages,
+            "sequence_shards": self.sequence_shards,
             "tokens": self.tokens,
             "kv_repeat": self.kv_repeat,
             "bytes_per_device": self.bytes_per_device,
             "bytes_of_pages": self.bytes_of(*_PAGES),
             "bytes_of_scales": self.bytes_of("key_scale", "value_scale"),
             "bytes_of_batch": self.bytes_of(*_BATCH),
+            "bytes_of_tokens": self.token_bytes,
             "page_table_bytes": self.page_table_bytes,
             "scalar_limit": self.scalar_limit,
             "memory_limit": self.memory_limit,
@@ -185,8 +209,10 @@ _BATCH = ("page_table", "cu_q_lens", "kv_lens", "num_seqs")
 
 def fact_rows(plan: CachePlan) -> list[tuple[str, str]]:
     """Labelled lines of all but the arrays."""
-    cache, width = plan.cache, plan.cache.table_width
+    cache, width = plan.cache, plan.table_width // plan.sequence_shards
     each = "" if plan.shards == 1 else f", {plan.local_pages} on each of {plan.shards} shards"
+    if plan.sequence_shards > 1:
+        each += f", {plan.local_pages // plan.sequence_shards} on each of {plan.sequence_shards} sequence shards"
     rows = [
         ("mesh", describe_mesh(plan.mesh)),
         ("device", plan.device_kind or plan.platform),
@@ -206,6 +232,13 @@ def fact_rows(plan: CachePlan) -> list[tuple[str, str]]:
             + ("" if plan.scalar_limit is None else f" of {bytes_text(plan.scalar_limit)} scalar memory"),
         ),
     ]
+    if plan.token_bytes is not None:
+        rows.append(
+            (
+                "a step",
+                f"at most {cache.max_tokens} tokens: {bytes_text(plan.token_bytes)} of keys and values a device and layer",
+            )
+        )
     rows += [("note", note) for note in plan.notes]
     return rows + [("refused", str(reason)) for reason in plan.refused]
 
@@ -222,7 +255,7 @@ def array_rows(plan: CachePlan) -> list[tuple[str, str, str, str, str]]:
 
 
 def _whole_sequences(plan: CachePlan) -> str:
-    count = plan.local_pages // plan.cache.table_width * plan.shards
+    count = plan.local_pages // plan.table_width * plan.shards
     return f"{count} sequence{'' if count == 1 else 's'}"
 
 

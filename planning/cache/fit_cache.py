@@ -49,11 +49,11 @@ def fit_cache(cache: CacheFields, mesh: AnyMesh | None, kv_heads: str, device_ki
         raise ConfigError(f"kv_heads={shown(kv_heads)}; wanted 'replicate' or 'error'.")
     axes, target = axes_of(mesh), _target(mesh, device_kind)
     shards, head_shards = _split(cache.pages_axis, axes), _split(cache.kv_head_axis, axes)
-    sizes = CacheSizes(0, shards, kv_repeat(cache.kv_heads, head_shards), head_shards)
+    along = _split(cache.page_sequence_axis, axes)
+    sizes = CacheSizes(0, shards, along, kv_repeat(cache.kv_heads, head_shards), head_shards)
     empty = _arrays(cache, sizes, axes, target)
-    sizes = sizes._replace(
-        pages=_pages(cache, sizes, empty, _arrays(cache, sizes._replace(pages=shards), axes, target))
-    )
+    one = _arrays(cache, sizes._replace(pages=shards * along), axes, target)
+    sizes = sizes._replace(pages=_pages(cache, sizes, empty, one))
     made = CachePlan(
         cache=cache,
         mesh=axes,
@@ -61,6 +61,7 @@ def fit_cache(cache: CacheFields, mesh: AnyMesh | None, kv_heads: str, device_ki
         device_kind=target.kind,
         pages=sizes.pages,
         shards=shards,
+        sequence_shards=along,
         kv_repeat=sizes.repeat,
         arrays=_arrays(cache, sizes, axes, target),
         scalar_limit=target.scalars,
@@ -76,13 +77,15 @@ def _pages(cache: CacheFields, sizes: CacheSizes, empty: Sequence[CacheArray], o
     if cache.bytes_per_device is None:
         return cache.pages or 0
     fixed, with_one = (sum(array.copies * array.device_bytes for array in arrays) for arrays in (empty, one))
-    return max(0, (cache.bytes_per_device - fixed) // (with_one - fixed)) * sizes.shards
+    return max(0, (cache.bytes_per_device - fixed) // (with_one - fixed)) * sizes.shards * sizes.along
 
 
 def _arrays(
     cache: CacheFields, sizes: CacheSizes, axes: tuple[MeshAxis, ...], target: _Target
 ) -> tuple[CacheArray, ...]:
-    heads, pages, tp = cache.kv_heads * sizes.repeat, cache.pages_axis, cache.kv_head_axis
+    heads, batches, tp = cache.kv_heads * sizes.repeat, cache.pages_axis, cache.kv_head_axis
+    along = axis_names(cache.page_sequence_axis)
+    pages = (*axis_names(batches), *along) if along else batches
     found = []
 
     def add(name: str, spec: PartitionSpec, shape: tuple[int, ...], dims: str, dtype: str, count: int = 1) -> None:
@@ -107,17 +110,26 @@ def _arrays(
                 if cache.heads_at == 1:
                     shape, dims = (sizes.pages, heads, cache.page_size), "pages kv_heads page"
                 add(name, _with_heads(cache, pages, tp, 3), shape, dims, "float32", cache.layers)
+    rows, width = cache.max_sequences // sizes.shards, -(-cache.table_width // sizes.along)
+    lead = () if batches is None else (batches,)
+    table = () if sizes.along == 1 else (sizes.along,)
     of_batch: dict[str, tuple[int, ...]] = {
-        "page_table": (cache.max_sequences // sizes.shards, cache.table_width),
-        "cu_q_lens": (cache.max_sequences // sizes.shards + 1,),
-        "kv_lens": (cache.max_sequences // sizes.shards,),
+        "page_table": (*table, rows, width),
+        "cu_q_lens": (rows + 1,),
+        "kv_lens": (rows,),
         "num_seqs": (),
     }
-    leading = (sizes.shards,) if pages is not None else ()
     for name, shape in of_batch.items():
-        spec = PartitionSpec(*((pages,) if leading else ()), *(None for _ in shape))
-        dims = " ".join([*("shards" for _ in leading), *("sequences", "pages")[: len(shape)]])
-        add(name, spec, (*leading, *shape), dims, "int32")
+        split = (*lead, *(along for _ in table if name == "page_table"))
+        own = (*("shards" for _ in lead), *("sequence_shards" for _ in split[len(lead) :]), "sequences", "pages")
+        shape = (*(sizes.shards for _ in lead), *shape)
+        add(
+            name,
+            PartitionSpec(*split, *(None for _ in shape[len(split) :])),
+            shape,
+            " ".join(own[: len(shape)]),
+            "int32",
+        )
     return tuple(found)
 
 

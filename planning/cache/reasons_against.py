@@ -19,10 +19,11 @@ _MOST_PAGES = 2**30
 
 
 class CacheSizes(NamedTuple):
-    """The whole cache in numbers."""
+    """The whole cache in numbers; `along`: the shards of one sequence's pages."""
 
     pages: int
     shards: int
+    along: int
     repeat: int
     head_shards: int
 
@@ -39,11 +40,15 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
     def refuse(code: str, field: str, message: str, hint: str) -> None:
         found.append(Reason(code, field, message, hint))
 
-    if cache.page_sequence_axis is not None:
+    own = [
+        axis.name for axis in plan.mesh if axis.name in axis_names(cache.page_sequence_axis) and axis.kind == "manual"
+    ]
+    if own:
         refuse(
             "page_sequence_axis", "page_sequence_axis",
-            f"page_sequence_axis={shown(cache.page_sequence_axis)}: pages of one sequence on several devices are not implemented",
-            "Leave it out; kv_head_axis splits heads, pages_axis splits sequences.",
+            f"page_sequence_axis={shown(cache.page_sequence_axis)}, and the mesh's axis {own[0]!r} is Manual here: inside a "
+            "shard_map of the caller's nobody joins what its devices see",
+            "Call it outside of the shard_map, or leave page_sequence_axis out.",
         )  # fmt: skip
     if sizes.repeat > 1 and policy == "error":
         refuse(
@@ -74,13 +79,19 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
             f"max_sequences={cache.max_sequences} is not divisible by the {sizes.shards} shards of {_plus(cache.pages_axis)}",
             f"Make it a multiple of {sizes.shards}.",
         )  # fmt: skip
+    if cache.max_tokens is not None and cache.max_tokens % sizes.shards:
+        refuse(
+            "max_tokens", "max_tokens",
+            f"max_tokens={cache.max_tokens} is not divisible by the {sizes.shards} shards of {_plus(cache.pages_axis)}",
+            f"Make it a multiple of {sizes.shards}.",
+        )  # fmt: skip
     if plan.local_pages > _MOST_PAGES:
         refuse(
             "page_ids", "pages", f"{plan.local_pages} pages a shard; page ids are int32", "Make pages larger, or fewer."
         )
-    if plan.local_pages < cache.table_width:
+    if plan.local_pages < plan.table_width:
         held = f"{plan.local_pages} pages" + (" a shard" if plan.shards > 1 else "")
-        least = sizes.shards * cache.table_width
+        least = sizes.shards * plan.table_width
         bytes_ = "" if cache.bytes_per_device is None else f" in {bytes_text(cache.bytes_per_device)} a device"
         refuse(
             "pages", "pages" if cache.bytes_per_device is None else "bytes_per_device",
@@ -91,7 +102,7 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
     if plan.scalar_limit is not None and scalars > plan.scalar_limit:
         refuse(
             "page_table_smem", "max_length",
-            f"the page table of {plan.local_sequences} sequences x {cache.table_width} pages and the lengths are "
+            f"the page table of {plan.local_sequences} sequences x {plan.table_width // sizes.along} pages and the lengths are "
             f"{bytes_text(scalars)}, and scalar memory of a {plan.device_kind or 'TPU'} is {bytes_text(plan.scalar_limit)}",
             "Make pages larger, max_length or max_sequences smaller, or split sequences over pages_axis.",
         )  # fmt: skip
@@ -125,13 +136,19 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
         )
     spec = plan.pages_array.fitted
     used = {*spec.axes(0), *spec.axes(plan.heads_at)}
+    if sizes.along > 1:
+        found.append(
+            f"page number p of a sequence lies on shard p % {sizes.along} of {_plus(cache.page_sequence_axis)}, and so do its "
+            f"ids: g % {sizes.along} == p % {sizes.along}"
+        )
     idle = [axis for axis in plan.mesh if axis.size > 1 and axis.kind != "manual" and axis.name not in used]
     if idle:
         names = ", ".join(f"{axis.name}={axis.size}" for axis in idle)
         found.append(f"{names} of the mesh split nothing of the cache: their devices all hold the same")
-    for field, dim in (("pages_axis", "pages"), ("kv_head_axis", "kv_heads")):
+    for field in ("pages_axis", "page_sequence_axis", "kv_head_axis"):
         told = plan.pages_array.fitted.dropped if plan.mesh and cache.is_set(field) else ()
-        found += [f"{field} {drop.axis!r}: {drop.reason}" for drop in told if drop.dim == dim and drop.harmless]
+        own_axes = axis_names(getattr(cache, field))
+        found += [f"{field} {drop.axis!r}: {drop.reason}" for drop in told if drop.axis in own_axes and drop.harmless]
     return found
 
 

@@ -10,11 +10,13 @@ from jax.sharding import PartitionSpec
 
 from ...sharding import FittedSpec, TensorShape, axes_at, fit_tensor
 from .. import tune_cache
+from ..cache.cache_fields import axis_names
 from ..cache.cache_plan import CachePlan
 from ..capability import Reason
 from ..operation import METHODS, PlannedOperation
 from ..plan import Kind, Rejected
 from ..policy import Policy
+from ..text import bytes_text
 from .paged_plan import PagedPlan
 from .paged_problem import PagedProblem
 from .step_tuning import choose_step
@@ -39,6 +41,12 @@ def _decide(operation: type[PlannedOperation], problem: PagedProblem, policy: Po
     own = tuple(method for method in METHODS.get(platform, ()) if operation.implements(method))
     routed = bool(own) and all(operation.capability(m).leaves(problem, problem.config) for m in own)  # type: ignore[arg-type]
     notes = list(problem.notes)
+    if joined := problem.joined_bytes:
+        n = problem.sequence_shards
+        notes.append(
+            f"each device attends to its own pages, and outputs are joined by their lse over {'+'.join(problem.sequence_axes)}: "
+            f"all-reduces of {bytes_text(joined)}, {bytes_text(2 * joined * (n - 1) // n)} sent by a device and layer"
+        )
     if platform != problem.platform:
         notes.append(f"kernel of {platform} run on {problem.platform} by its config (interpreted)")
     kind: Kind = "refused"
@@ -88,7 +96,9 @@ def token_specs(cache: CachePlan) -> tuple[PartitionSpec, PartitionSpec]:
     Heads of key and value, which come as declared, are split only where they needn't be repeated.
     """
     pages = cache.pages_array.fitted.spec
-    tokens, heads = (axes_at(pages, index) or None for index in (0, cache.heads_at))
+    split, heads = (axes_at(pages, index) or None for index in (0, cache.heads_at))
+    along = axis_names(cache.cache.page_sequence_axis)
+    tokens = tuple(name for name in split or () if name not in along) or None
     query = PartitionSpec(tokens, heads, None)
     return query, query if cache.kv_repeat == 1 else PartitionSpec(tokens, None, None)
 

@@ -33,15 +33,17 @@ class PageReads(NamedTuple):
         )
 
 
-def live_pages(q_len: int, kv_len: int, page: int, causal: bool, window: tuple[int | None, int | None]) -> int:
-    """Pages with a key that one of a sequence's last `q_len` positions of `kv_len` sees."""
+def live_pages(
+    q_len: int, kv_len: int, page: int, causal: bool, window: tuple[int | None, int | None]
+) -> tuple[int, int]:
+    """(first, one past the last) of the pages with a key that one of a sequence's last `q_len` positions of `kv_len` sees."""
     if not q_len:
-        return 0
+        return 0, 0
     left, right = window
     begin = 0 if left is None else max(kv_len - q_len - left, 0)
     end = kv_len if right is None else min(kv_len, kv_len + right)
     del causal  # the last query sees all keys up to its own, which is the last
-    return -(-end // page) - begin // page if end > begin else 0
+    return (begin // page, -(-end // page)) if end > begin else (0, 0)
 
 
 def page_bytes(problem: PagedProblem) -> int:
@@ -55,13 +57,16 @@ def page_bytes(problem: PagedProblem) -> int:
 def page_reads(problem: PagedProblem, batch: Any) -> PageReads:
     """Of a batch (cu_q_lens, kv_lens, num_seqs), whose values are known."""
     causal, window = causal_window(problem.mask) or (True, (None, None))
-    shards = _by_shard(batch)
+    shards, n = _by_shard(batch), problem.sequence_shards
     live, held, sequences, queries, most = 0, 0, 0, 0, 0
     for starts, lens, count in shards:
-        rows = [(int(q), int(n)) for q, n in zip(np.diff(starts)[:count], lens[:count], strict=True)]
-        own = sum(live_pages(q, n, problem.page_size, causal, window) for q, n in rows)
-        live, most = live + own, max(most, own)
-        held += sum(math.ceil(n / problem.page_size) for q, n in rows if q)
+        rows = [(int(q), int(length)) for q, length in zip(np.diff(starts)[:count], lens[:count], strict=True)]
+        seen = [live_pages(q, length, problem.page_size, causal, window) for q, length in rows]
+        live += sum(end - first for first, end in seen)
+        most = max(
+            most, *(sum(len(range(first + (at - first) % n, end, n)) for first, end in seen) for at in range(n)), 0
+        )
+        held += sum(math.ceil(length / problem.page_size) for q, length in rows if q)
         sequences += sum(1 for q, _ in rows if q)
         queries += sum(q for q, _ in rows)
     return PageReads(sequences, queries, live, held, most * page_bytes(problem))
@@ -70,17 +75,26 @@ def page_reads(problem: PagedProblem, batch: Any) -> PageReads:
 def step_flops(problem: PagedProblem, batch: Any) -> float:
     """Operations of the products with keys and values that are seen, on the device that has most of them."""
     causal, (left, right) = causal_window(problem.mask) or (True, (None, None))
-    most = 0
+    most, shards = 0, problem.sequence_shards
     for starts, lens, count in _by_shard(batch):
-        pairs = 0
+        pairs = np.zeros(shards, np.int64)
         for q, n in zip(np.diff(starts)[:count], lens[:count], strict=True):
             place = np.arange(int(n) - int(q), int(n), dtype=np.int64)
             last = np.minimum(int(n) - 1, place if causal else int(n) - 1)
             last = last if right is None else np.minimum(last, place + right)
             first = np.zeros_like(place) if left is None else np.maximum(place - left, 0)
-            pairs += int(np.maximum(last - first + 1, 0).sum())
-        most = max(most, pairs)
+            end = np.maximum(last + 1, first)
+            pairs += [
+                int((_keys_below(end, at, problem) - _keys_below(first, at, problem)).sum()) for at in range(shards)
+            ]
+        most = max(most, int(pairs.max()))
     return 2.0 * most * problem.local_heads[0] * (problem.head_dim + problem.value_dim)
+
+
+def _keys_below(position: np.ndarray, shard: int, problem: PagedProblem) -> np.ndarray:
+    """How many of the keys in front of positions lie in pages of a sequence shard."""
+    page, turn = problem.page_size, problem.page_size * problem.sequence_shards
+    return position // turn * page + np.clip(position % turn - shard * page, 0, page)
 
 
 def _by_shard(batch: Any) -> Sequence[tuple[np.ndarray, np.ndarray, int]]:

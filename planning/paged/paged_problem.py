@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...masks import Causal, Full, Mask, SlidingWindow
 from ...sharding import MeshAxis, describe_mesh
+from ..cache.cache_fields import axis_names
 from ..cache.cache_plan import CachePlan
 from ..operation_config import OperationConfig
 
@@ -74,6 +75,24 @@ class PagedProblem:
     def device(self) -> str:
         """The device kind, or the platform where the kind isn't known."""
         return self.device_kind or f"{self.platform} of unknown kind"
+
+    @property
+    def sequence_shards(self) -> int:
+        """Devices that the pages of one sequence are dealt to in turn; 1 where it has them all on one."""
+        return self.cache.sequence_shards
+
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        """The mesh axes of these devices."""
+        named = axis_names(self.cache.cache.page_sequence_axis)
+        return tuple(a.name for a in self.mesh if a.name in named and a.size > 1 and a.kind != "manual")
+
+    @property
+    def joined_bytes(self) -> int:
+        """Bytes of a device's arrays that are summed over these devices: float32 outputs, and two numbers for each."""
+        if self.sequence_shards == 1 or self.mode == "insert":
+            return 0
+        return 4 * self.local_tokens * self.local_heads[0] * (self.value_dim + 2)
 
     @property
     def local_tokens(self) -> int:

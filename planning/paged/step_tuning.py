@@ -34,7 +34,8 @@ def step_key(method: str, problem: PagedProblem) -> dict[str, Any]:
         "heads": problem.local_heads,
         "dims": (problem.head_dim, problem.value_dim),
         "page_size": cache.page_size,
-        "table": (problem.cache.local_sequences, cache.table_width),
+        "table": (problem.cache.local_sequences, problem.cache.table_width // problem.sequence_shards),
+        "sequence_shards": problem.sequence_shards,
         "max_q_len": problem.max_q_len,
         "mask": problem.mask.describe(),
         "features": sorted(problem.features),
@@ -60,8 +61,8 @@ def choose_step(method: str, problem: PagedProblem, policy: str) -> Tuning | Non
 
 def step_candidates(problem: PagedProblem) -> tuple[dict[str, int], ...]:
     """What a search tries; first nothing declared, which is the rule's own choice."""
-    names, cache = tuned_fields(problem), problem.cache.cache
-    pages = dict.fromkeys(max(1, min(keys // cache.page_size, cache.table_width)) for keys in _KEYS)
+    names, width = tuned_fields(problem), problem.cache.table_width // problem.sequence_shards
+    pages = dict.fromkeys(max(1, min(keys // problem.page_size, width)) for keys in _KEYS)
     queries = [n for n in _QUERIES if n < 2 * problem.local_tokens] or [_QUERIES[0]]
     sizes = {"pages_per_block": list(pages), "queries_per_block": queries}
     ways: list[dict[str, int]] = [{}]

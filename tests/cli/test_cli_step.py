@@ -57,13 +57,18 @@ def test_a_step_is_planned(attnops: Callable[..., Any], tmp_path: Path) -> None:
         {"cache": {"layout": "heads", "quantised": {"dtype": "int8", "scale": "head"}}, "step": {"softmax_aux": True}},
         {"cache": {"layout": "joined", "value_dim": 24}, "step": {"logits_soft_cap": 5.0}},
         {
+            "metadata": {"mesh": {"dp": 2, "sp": 2}},
+            "cache": {"pages_axis": "dp", "page_sequence_axis": "sp", "pages": 64},
+            "step": {"softmax_aux": True},
+        },
+        {
             "operation": "ragged_page_attention_v2",
             "cache": {"layout": "interleaved", "quantised": {"dtype": "float8_e4m3fn"}},
         },
         {"step": {"mode": "autoregressive", "q_lens": 1, "kv_lens": 12, "sequences": 8, "logits_soft_cap": 5.0}},
         {"step": {"update": "none", "dtype": "bfloat16"}},
     ],
-    ids=("plain", "mesh", "heads", "joined", "v2", "decode", "none"),
+    ids=("plain", "mesh", "heads", "joined", "sequences_split", "v2", "decode", "none"),
 )
 def test_a_step_is_run_and_checked(attnops: Callable[..., Any], tmp_path: Path, changes: dict[str, Any]) -> None:
     out = tmp_path / "out.npz"

@@ -190,6 +190,14 @@ def test_split_over_devices(tiny: Tiny, alone: Any) -> None:
     assert tokens_of(tiny.served(engine)) == tokens_of(alone)
 
 
+@pytest.mark.slow
+def test_sequences_split_over_devices(tiny: Tiny, alone: Any) -> None:
+    """Each sequence's pages on two devices in turn, given so by the pool; the same tokens come out."""
+    engine = tiny.engine(jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("sp",)), page_sequence_axis="sp")
+    assert engine.plan.sequence_shards == tiny.main.ServingLoop(engine).pool.sequence_shards == 2
+    assert tokens_of(tiny.served(engine)) == tokens_of(alone)
+
+
 def test_int8_pages(tiny: Tiny) -> None:
     """Declared so, pages are int8; tokens are the same one at a time and batched."""
     engine = tiny.engine(quantised={"dtype": "int8", "scale": "token_head"})

@@ -16,15 +16,26 @@ from attnops.serving import Growth, PagePool
 def insides(pool: PagePool) -> Any:
     """All that a pool keeps, to compare before and after."""
     owners, index = pool._owners, pool._index
-    parts = (owners.references, owners.next_new, owners.returned, [*index.unused], index.content, index.page_of)
+    parts = (
+        owners.references,
+        owners.used,
+        owners.next_new,
+        owners.returned,
+        [*map(list, index.unused)],
+        index.content,
+        index.page_of,
+    )
     return deepcopy((parts, pool._sequences))
 
 
 class Mirror:
     """The same calls on a pool and on plain dictionaries. Ids are positive: 0 is a slot that was never written, or scrubbed."""
 
-    def __init__(self, pages: int, page_size: int, *, strict: bool, scrub: bool = True, sharing: bool = True) -> None:
-        self.pool = PagePool(pages, page_size, scrub_on_free=scrub, prefix_sharing=sharing)
+    def __init__(
+        self, pages: int, page_size: int, *, strict: bool, scrub: bool = True, sharing: bool = True, shards: int = 1
+    ) -> None:
+        self.pool = PagePool(pages, page_size, scrub_on_free=scrub, prefix_sharing=sharing, sequence_shards=shards)
+        self.shards = shards
         self.device = np.zeros((pages, page_size), np.int64)
         self.tokens: dict[int, list[int]] = {}
         self.known: dict[int, int] = {}  # how many of the first tokens have ids that the pool was told
@@ -111,6 +122,7 @@ class Mirror:
         assert table.dtype == np.int32
         assert (table[0] == self.pool.pages).all()
         assert table[1].tolist() == [*pages, self.pool.pages]
+        assert all(page % self.shards == number % self.shards for number, page in enumerate(pages))
         length = len(self.tokens[name])
         assert self.pool.kv_lens([name, None]).tolist() == [length, 0]
         assert self.device[table[1, :-1]].reshape(-1)[:length].tolist() == self.tokens[name]
@@ -131,7 +143,8 @@ class Mirror:
         assert counts.used + counts.free + counts.cached == self.pool.pages
         assert counts.padding == len(used) * self.size - len(filled)
         assert self.pool.available == counts.free + counts.cached
-        assert [*self.pool._index.unused] == self.unused
+        for shard, unused in enumerate(self.pool._index.unused):
+            assert [*unused] == [page for page in self.unused if page % self.shards == shard]
         assert len(self.pool) == len(self.tokens)
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -140,14 +153,17 @@ class Mirror:
         """Call, and carry out what comes; None if there were too few pages, and then nothing may have changed."""
         before = insides(self.pool) if self.strict else repr(self.pool)
         old = self.pool.pages_of(name) if name in self.pool else ()
-        free, available = self.pool.counts().free if self.strict else None, self.pool.available
+        free = self._free() if self.strict else None
         growth, refused = Growth(), None
         try:
             growth = call()
         except CapacityError as error:
             refused = error
         if refused:
-            assert refused.wanted > refused.available == available - len(held & set(self.unused))
+            available, kept = self._available(), held & set(self.unused)
+            left = [own - sum(page % self.shards == shard for page in kept) for shard, own in enumerate(available)]
+            assert refused.wanted > refused.available
+            assert refused.available in left
             assert before == (insides(self.pool) if self.strict else repr(self.pool))
             self.refused += 1
             return None
@@ -162,11 +178,31 @@ class Mirror:
             self._unpublish(new[length // self.size])
         return growth
 
-    def _carry_out(self, growth: Growth, free: int | None) -> None:
-        for number, page in enumerate(growth.new_pages):
-            if page in self.unused:  # the one that was left first, and only when nothing is free
-                assert page == self.unused.pop(0)
-                assert free is None or number >= free
+    def _used(self) -> set[int]:
+        return {page for name in self.tokens for page in self.pool.pages_of(name)}
+
+    def _available(self) -> list[int]:
+        """Pages of each shard that nobody has."""
+        used = self._used()
+        return [
+            sum(page not in used for page in range(shard, self.pool.pages, self.shards)) for shard in range(self.shards)
+        ]
+
+    def _free(self) -> list[int]:
+        return [
+            own - sum(page % self.shards == shard for page in self.unused)
+            for shard, own in enumerate(self._available())
+        ]
+
+    def _carry_out(self, growth: Growth, free: list[int] | None) -> None:
+        given = [0] * self.shards
+        for page in growth.new_pages:
+            shard = page % self.shards
+            if page in self.unused:  # the one of its shard that was left first, and only when nothing is free there
+                assert page == next(other for other in self.unused if other % self.shards == shard)
+                self.unused.remove(page)
+                assert free is None or given[shard] >= free[shard]
+            given[shard] += 1
             self._unpublish(page)
         self.device[list(growth.to_scrub)] = 0
         for source, destination in growth.copies:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from pydantic import ValidationError
 
-from attnops import ConfigError, RefusedError
+from attnops import ConfigError, InputError, OperationMetadata, OperationRegistry, RefusedError
 from attnops.cli.app import main
 from attnops.operators import paged_cache
 from attnops.planning.cache.kv_cache import KVCache
@@ -37,6 +37,7 @@ CACHES = st.fixed_dictionaries(
             optional={"scale": st.sampled_from(["tensor", "head", "token_head"])},
         ),
         "page_size": SIZE,
+        "max_tokens": SIZE | st.none(),
         "layout": st.just("split"),
         "pages_axis": AXES,
         "kv_head_axis": st.sampled_from([None, "tp", ["tp", "ep"]]),
@@ -190,11 +191,11 @@ def test_explain_says_it_all() -> None:
 @pytest.mark.parametrize(
     ("changes", "mesh", "options", "codes"),
     [
-        ({"page_sequence_axis": "sp"}, {"sp": 2}, {}, ["page_sequence_axis"]),
         ({}, {"tp": 8}, {"kv_heads": "error"}, ["kv_heads"]),
         ({"pages_axis": "dp", "pages": 17}, {"dp": 2}, {}, ["unfit"]),
         ({"pages_axis": "cores"}, {"dp": 2}, {}, ["unfit"]),
         ({"pages_axis": "dp", "max_sequences": 3}, {"dp": 2}, {}, ["max_sequences"]),
+        ({"pages_axis": "dp", "max_tokens": 9}, {"dp": 2}, {}, ["max_tokens"]),
         ({"max_length": 65}, {}, {}, ["pages"]),
         ({"pages": None, "bytes_per_device": 8}, {}, {}, ["pages"]),
         (
@@ -220,6 +221,36 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(RefusedError, match=rf"\[{codes[0]}\]"):
         plan.require()
     assert f"[{codes[0]}]" in plan.explain()
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh"),
+    [({}, {}), ({"pages_axis": "dp"}, {"dp": 2, "tp": 2}), ({"value_dim": 6, "dtype": "float32"}, {"tp": 8})],
+)
+def test_max_tokens_is_counted_and_held(changes: dict[str, Any], mesh: dict[str, int]) -> None:
+    """The bytes are those of keys and values where the plan of a step has them; one token more is refused."""
+    cache, over = small(max_tokens=12, **changes), described(**mesh) if mesh else None
+    plan = cache.plan(over, device_kind="cpu").require()
+    paged = OperationRegistry.create("paged", OperationMetadata(mesh=over, platform="cpu"))
+
+    def shapes(tokens: int) -> list[jax.ShapeDtypeStruct]:
+        return [
+            jax.ShapeDtypeStruct((tokens, heads, dim), cache.dtype)
+            for heads, dim in ((8, 8), (4, 8), (4, cache.value_size))
+        ]
+
+    step = paged.plan(*shapes(12), cache=cache)
+    assert plan.token_bytes == sum(fitted.local_bytes for fitted in step.tensors if fitted.tensor in ("key", "value"))
+    assert "at most 12 tokens" in plan.explain()
+    with pytest.raises(InputError, match="14 tokens in a step, and the cache declares max_tokens=12"):
+        paged.plan(*shapes(14), cache=cache)
+    make = lambda tokens: paged_cache.RaggedBatch.make(  # noqa: E731
+        plan, cu_q_lens=[0], kv_lens=[], page_table=[], tokens=tokens
+    )
+    make(12 // plan.shards)
+    with pytest.raises(InputError, match="tokens=13; wanted no more than the cache's max_tokens=12"):
+        make(13)
+    assert small(**changes).plan(over, device_kind="cpu").token_bytes is None
 
 
 def test_what_is_refused_is_never_made() -> None:

@@ -23,9 +23,17 @@ IDS = st.lists(st.integers(1, 2), max_size=9)  # two tokens: prefixes often agre
 class PoolMachine(RuleBasedStateMachine):
     """Any order of calls: the device holds what each sequence says, and a refused call changes nothing."""
 
-    @initialize(pages=st.integers(1, 12), size=st.integers(1, 3), scrub=st.booleans(), sharing=st.booleans())
-    def start(self, pages: int, size: int, scrub: bool, sharing: bool) -> None:
-        self.mirror, self.names = Mirror(pages, size, strict=True, scrub=scrub, sharing=sharing), 0
+    @initialize(
+        pages=st.integers(1, 12),
+        size=st.integers(1, 3),
+        scrub=st.booleans(),
+        sharing=st.booleans(),
+        shards=st.sampled_from((1, 3)),
+    )
+    def start(self, pages: int, size: int, scrub: bool, sharing: bool, shards: int) -> None:
+        pages = -(-pages // shards) * shards
+        self.mirror = Mirror(pages, size, strict=True, scrub=scrub, sharing=sharing, shards=shards)
+        self.names = 0
 
     def _new(self) -> int:
         self.names += 1
@@ -98,10 +106,10 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(stateful_step_count=40)
 
 
-def run_randomly(operations: int, every: int, seed: int) -> Mirror:
+def run_randomly(operations: int, every: int, seed: int, shards: int) -> Mirror:
     """A busy pool: some 30 sequences on 96 pages of 4, often too few; prompts share their beginnings."""
     draw = random.Random(seed)
-    mirror, names = Mirror(96, 4, strict=False), 0
+    mirror, names = Mirror(96, 4, strict=False, shards=shards), 0
     heads = [[draw.randint(1, 9) for _ in range(24)] for _ in range(4)]
     for number in range(operations):
         what, here = draw.random(), list(mirror.tokens)
@@ -136,8 +144,9 @@ def run_randomly(operations: int, every: int, seed: int) -> Mirror:
 @pytest.mark.parametrize(
     ("operations", "every"), [(10_000, 250), pytest.param(100_000, 250, marks=pytest.mark.slow)], ids=str
 )
-def test_random_operations(operations: int, every: int) -> None:
-    mirror = run_randomly(operations, every, seed=operations)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_random_operations(operations: int, every: int, shards: int) -> None:
+    mirror = run_randomly(operations, every, seed=operations, shards=shards)
     assert mirror.refused > operations / 1000  # it was too full now and then
     for name in list(mirror.tokens):
         mirror.free(name)

@@ -98,9 +98,9 @@ class _Reads:
         self.ids: list[np.ndarray] = []
         fetch = paged_step.fetch
 
-        def watched(pages: Any, ids: Any, *more: Any) -> Any:
+        def watched(layout: str, pages: Any, ids: Any, *more: Any) -> Any:
             jax.debug.callback(lambda ids: self.ids.append(np.asarray(ids)), ids)
-            return fetch(pages, ids, *more)
+            return fetch(layout, pages, ids, *more)
 
         monkeypatch.setattr(paged_step, "fetch", watched)
 

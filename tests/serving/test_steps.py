@@ -65,7 +65,10 @@ class Served:
             self.mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:count]).reshape(sizes), names)
         self.plan = self.cache.plan(self.mesh)
         self.shards, self.call = self.plan.shards, call
-        self.pools = [PagePool(self.plan.local_pages, self.cache.page_size) for _ in range(self.shards)]
+        along = self.plan.sequence_shards
+        self.pools = [
+            PagePool(self.plan.local_pages, self.cache.page_size, sequence_shards=along) for _ in range(self.shards)
+        ]
         state = init(self.cache, self.mesh)
         # What nobody has written must reach nobody.
         junk = lambda dtype: np.nan if jnp.issubdtype(dtype, jnp.floating) else 127  # noqa: E731
@@ -79,15 +82,16 @@ class Served:
         names = {"sinks": "softmax_aux"}
         options: dict[str, Any] = {names.get(name, name): x for name, x in call.items() if name != "configs"}
 
-        def step(state: CacheState, batch: RaggedBatch, query: Any, key: Any, value: Any) -> Any:
-            last = self.cache.layers - 1
-            found = paged(query, key, value, state=state, layer=last, batch=batch, return_lse=True, **options)
+        def step(state: CacheState, batch: RaggedBatch, query: Any, key: Any, value: Any, longest: int | None) -> Any:
+            last, own = self.cache.layers - 1, options | {"max_q_len": longest}
+            found = paged(query, key, value, state=state, layer=last, batch=batch, return_lse=True, **own)
             return found.attention_outputs, found.lse, found.state
 
-        self.step = jax.jit(step, donate_argnums=0)
+        self.step = jax.jit(step, donate_argnums=0, static_argnums=5)
 
-    def run(self, chunks: list[dict[str, int]]) -> None:
-        """One step: for each shard, sequence -> new tokens. Everything that comes back is held against the reference."""
+    def run(self, chunks: list[dict[str, int]], longest: int | None = None) -> None:
+        """One step: for each shard, sequence -> new tokens, at most `longest` each. All that comes back is held against the
+        reference."""
         tokens = TOKENS * self.shards
         draw = lambda heads, dim: self.random.standard_normal((tokens, heads, dim), np.float32)  # noqa: E731
         query, key, value = draw(HEADS, DIM), draw(2, DIM), draw(2, self.cache.value_size)
@@ -120,7 +124,7 @@ class Served:
         if self.mesh is not None:
             placed = shardings(self.cache, self.mesh)
             arrays = jax.device_put(arrays, (placed.batch, placed.query, placed.key, placed.value))
-        output, lse, self.state = self.step(self.state, *arrays)
+        output, lse, self.state = self.step(self.state, *arrays, longest)
         output, lse = np.asarray(output, np.float64), np.asarray(lse)
         live = np.zeros(tokens, bool)
         for shard, new in enumerate(chunks):
@@ -133,6 +137,18 @@ class Served:
                 first += count
         assert (output[~live] == 0).all()
         assert np.isneginf(lse[~live]).all()
+
+    def serve(self) -> None:
+        """Prefill, chunks beside decoding rows, decoding alone, sequences that end and pages that others get."""
+        one, more = [{}] * (self.shards - 1), [{"z": 3}] + [{}] * (self.shards - 2)
+        for step in ({"a": 9}, {"a": 7, "b": 1}, {"a": 1, "b": 5, "c": 13}, {"a": 1, "b": 1, "c": 1}):
+            self.run([step, *(more if self.shards > 1 else one)])
+        self.pools[0].free("a")
+        del self.history["a"]
+        for step in ({"d": 10, "b": 1}, {"b": 1, "c": 1, "d": 1}):
+            self.run([step, *one])
+        for pool in self.pools:
+            pool.check()
 
     def compare(self, name: str, query: np.ndarray, output: np.ndarray, lse: np.ndarray) -> None:
         key, value = (x[None].astype(np.float64) for x in self.history[name])
@@ -163,18 +179,7 @@ PARTS = ("int8", "dp")
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in PARTS else []) for way in WAYS])
 def test_steps_of_growing_sequences(way: str) -> None:
-    """Prefill, chunks beside decoding rows, decoding alone, sequences that end and pages that others get."""
-    served = Served(*WAYS[way])
-    one, more = ([{}] * (served.shards - 1), [{"z": 3}] + [{}] * (served.shards - 2))
-    plan = [{"a": 9}, {"a": 7, "b": 1}, {"a": 1, "b": 5, "c": 13}, {"a": 1, "b": 1, "c": 1}]
-    for step in plan:
-        served.run([step, *(more if served.shards > 1 else one)])
-    served.pools[0].free("a")
-    del served.history["a"]
-    for step in ({"d": 10, "b": 1}, {"b": 1, "c": 1, "d": 1}):
-        served.run([step, *one])
-    for pool in served.pools:
-        pool.check()
+    Served(*WAYS[way]).serve()
 
 
 def test_a_shared_prefix_and_a_fork() -> None:
