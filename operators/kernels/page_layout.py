@@ -17,7 +17,16 @@ from jax import lax
 
 from .cpu_tuning import as_bits, from_bits
 
-__all__ = ["HEADS_FIRST", "ONE_ARRAY", "PageShape", "fetch", "joined", "page_shape", "places_of"]
+__all__ = [
+    "HEADS_FIRST",
+    "ONE_ARRAY",
+    "PageShape",
+    "fetch",
+    "fetch_joint_heads",
+    "joined",
+    "page_shape",
+    "places_of",
+]
 
 ONE_ARRAY = ("joined", "interleaved", "packed")
 """Layouts that hold keys and values in one array."""
@@ -89,6 +98,16 @@ def fetch(
     if dim and dim != part.shape[-1]:
         part = part[..., :dim]
     return (part if part.dtype == pages.dtype else from_bits(part, pages.dtype)).astype(dtype)
+
+
+def fetch_joint_heads(pages: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
+    """Pages of layout `split` by ids [..., n], all of them in range: [..., n * page, kv heads * dim], as they lie.
+
+    XLA:CPU gathers whole rows up to twice as fast as parts of more dimensions.
+    """
+    pages, ids = lax.optimization_barrier((pages, ids))
+    whole = pages.reshape(pages.shape[0], -1).at[ids].get(mode="promise_in_bounds")
+    return whole.astype(dtype).reshape(*ids.shape[:-1], -1, pages.shape[2] * pages.shape[3])
 
 
 def joined(layout: str, key: jax.Array, value: jax.Array) -> jax.Array:

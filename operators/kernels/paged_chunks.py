@@ -25,7 +25,7 @@ def attend_chunks(
     static: PagedStatic, operands: PagedOperands, batch: Batch, wanted: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(output [T, heads, value_dim], lse [T, heads]) of the wanted sequences' rows; other rows hold anything finite or -inf."""
-    tiles = Tiles(static, operands, few_rows=False)
+    tiles = Tiles(static, operands, few_rows=None)
     tokens, heads, _ = operands.query.shape
     size, platform, dtype = static.block_q, static.platform, operands.query.dtype
     axes = varying(operands)

@@ -47,7 +47,7 @@ def attend_decode(
     static: PagedStatic, operands: PagedOperands, batch: Batch, wanted: jax.Array, q_len: int
 ) -> tuple[jax.Array, jax.Array]:
     """(output [S, q_len, heads, value_dim], lse [S, q_len, heads]) of each wanted sequence's first `q_len` queries."""
-    tiles = Tiles(static, operands, few_rows=True)
+    tiles = Tiles(static, operands, few_rows=q_len)
     pairs = decode_pairs(tiles, batch, wanted)
     sequences, pair_count, size = len(batch.kv_lens), static.pairs, np.int32(static.pages_a_block)
     axes = varying(operands)

@@ -96,13 +96,21 @@ class _Reads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ids: list[np.ndarray] = []
-        fetch = paged_step.fetch
+        by_head, joint = paged_step.fetch, paged_step.fetch_joint_heads
 
         def watched(layout: str, pages: Any, ids: Any, *more: Any) -> Any:
-            jax.debug.callback(lambda ids: self.ids.append(np.asarray(ids)), ids)
-            return fetch(layout, pages, ids, *more)
+            self.watch(ids)
+            return by_head(layout, pages, ids, *more)
+
+        def watched_joint(pages: Any, ids: Any, *more: Any) -> Any:
+            self.watch(ids)
+            return joint(pages, ids, *more)
 
         monkeypatch.setattr(paged_step, "fetch", watched)
+        monkeypatch.setattr(paged_step, "fetch_joint_heads", watched_joint)
+
+    def watch(self, ids: Any) -> None:
+        jax.debug.callback(lambda ids: self.ids.append(np.asarray(ids)), ids)
 
     def of(self, case: PagedCase, arrays: dict[str, np.ndarray]) -> list[int]:
         """Which pages were read, each once."""
