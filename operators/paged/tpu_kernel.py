@@ -34,11 +34,8 @@ def tpu_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
             f"the TPU kernel takes pages of whole sequences, and page_sequence_axis splits each over {problem.sequence_shards} "
             "devices"
         )
-        return (
-            Reason(
-                "paged.page_sequence", "cache.page_sequence_axis", text, "Split heads or sequences, or use plain XLA."
-            ),
-        )
+        hint = "Leave it out, or declare fallback='allow' for plain XLA."
+        return (Reason("paged.page_sequence", "cache.page_sequence_axis", text, hint),)
     if problem.layout not in _LAYOUTS:
         text = f"the TPU kernel takes pages of layout {', '.join(_LAYOUTS)}, and the cache declares {problem.layout!r}"
         return (Reason("paged.page_layout", "cache.layout", text, "Declare cache.layout='joined'."),)

@@ -133,6 +133,7 @@ def test_pages_move_by_their_ids() -> None:
         copy(state, [[3, 4]])
 
 
+@pytest.mark.slow
 def test_without_its_mesh_the_same_comes_out() -> None:
     """A state and a batch of a mesh, brought to one device: shard after shard, joined in the same way."""
     cache, mesh = KVCache(**FIELDS | SPLIT), mesh_of(sp=2)
