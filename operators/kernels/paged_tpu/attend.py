@@ -143,7 +143,9 @@ def _as_split(
 def _geometry(layout: Layout, operands: PagedOperands) -> Geometry:
     """Of operands in the layout "split"."""
     tokens, heads, dim = operands.query.shape
-    pages, page, kv_heads, value_dim = operands.value_pages.shape
+    values = operands.value_pages
+    assert values is not None
+    pages, page, kv_heads, value_dim = values.shape
     sequences, width = operands.page_table.shape
     return Geometry(
         layout=layout,
@@ -160,7 +162,7 @@ def _geometry(layout: Layout, operands: PagedOperands) -> Geometry:
         width=width,
         dtype=np.dtype(operands.query.dtype),
         key_dtype=np.dtype(operands.key_pages.dtype),
-        value_dtype=np.dtype(operands.value_pages.dtype),
+        value_dtype=np.dtype(values.dtype),
         key_scale=None if operands.key_scale is None else operands.key_scale.ndim,
         value_scale=None if operands.value_scale is None else operands.value_scale.ndim,
     )
