@@ -143,7 +143,7 @@ def jax_reference(cell: Cell, step: Step) -> Call:
 
 
 def ejkernel(cell: Cell, step: Step) -> Call:
-    """Its XLA kernel for interleaved pages, that only reads. Sums in bfloat16, its default, are too coarse to agree."""
+    """Its XLA kernel for interleaved pages, that only reads; with sums in float32, as the others have them."""
     module = import_module("ejkernel.kernels._xla.ragged_page_attention_v2")
 
     def attend(query: jax.Array, pages: jax.Array, table: jax.Array, lens: jax.Array, ends: jax.Array) -> jax.Array:

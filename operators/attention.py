@@ -58,6 +58,11 @@ class Attention:
             declared = Declaration.from_dict(declared)
         self.declaration = declared = declared.checked()
         operation: Any = OperationRegistry.get(declared.operation)
+        if not issubclass(operation, Operation):
+            raise ConfigError(
+                f"operation {declared.operation!r} has steps over a cache's pages and no calls; make it with "
+                f"OperationRegistry.create({declared.operation!r}, metadata)."
+            )
         self.operation: Operation = operation(declared.operation_metadata(metadata))
         self._stated = frozenset({**declared.metadata, **metadata})
         self._plans: dict[Plan, Plan] = {}

@@ -114,8 +114,9 @@ class CallDeclaration(GivenModel):
     def _lengths(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None or value is True or (isinstance(value, list | tuple) and all(_whole(n, 0) for n in value)):
             return value
+        what = "lengths" if info.field_name == "kv_lengths" else "starts"
         raise ValueError(
-            f"call.{info.field_name}={shown(value)}; wanted a list of numbers, one a batch row, or true for drawn ones"
+            f"call.{info.field_name}={shown(value)}; wanted a list of {what}, one a batch row, or true for drawn ones"
         )
 
     @field_validator(*_SHAPES, mode="before")

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attnops import Attention, ConfigError
+
 FILE: dict[str, Any] = {
     "operation": "paged",
     "cache": {
@@ -160,3 +162,8 @@ def test_sizes_of_a_step_are_searched_and_kept(
     refused = attnops("tune", path, "--target", "v5e:2x2")
     assert refused.status == 2
     assert "searched by time" in refused.err
+
+
+def test_a_file_with_a_step_is_no_attention_that_a_model_calls() -> None:
+    with pytest.raises(ConfigError, match="has steps over a cache's pages and no calls"):
+        Attention(FILE)

@@ -198,6 +198,7 @@ def test_schema_speaks_of_every_field() -> None:
         "metadata",
         "call",
         "cache",
+        "step",
     }
     assert config_json_schema("splash")["properties"]["block_q"]
     text = json.dumps(schema)

@@ -23,13 +23,16 @@ from attnops import (
     ConfigWarning,
     Declaration,
     FallbackWarning,
+    KVCache,
     ModelDeclaration,
     OperationMetadata,
     OperationRegistry,
     mask_from_dict,
 )
+from attnops.cli.step import is_paged, plan_step
+from attnops.operators.paged import Paged
 
-__all__ = ["API_CASES", "DECLARATIONS", "MODELS", "SECONDS", "outcome", "within"]
+__all__ = ["API_CASES", "DECLARATIONS", "MODELS", "SECONDS", "outcome", "planned", "within"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 10
@@ -75,8 +78,11 @@ _RICH: list[dict[str, Any]] = [
 ]  # fmt: skip
 _SIZES = {"q_len": 32, "q_heads": 4, "head_dim": 8}  # of files that leave them to the program
 DECLARATIONS = [
-    data | {"call": _SIZES | data.get("call", {})} for data in (*_FILES.values(), *_RICH) if "operation" in data
+    data if "step" in data else data | {"call": _SIZES | data.get("call", {})}
+    for data in (*_FILES.values(), *_RICH)
+    if "operation" in data
 ]
+_CACHE = KVCache(layers=1, kv_heads=2, head_dim=64, pages=16, max_sequences=4, max_length=64)
 MODELS = [data for data in _FILES.values() if "model_type" in data]
 _MODEL_KEYS = tuple(sorted({key for model in MODELS for key in model}))
 _DECLARED_KEYS = (
@@ -130,6 +136,13 @@ def outcome(work: Callable[[], None]) -> str:
     return "refused"
 
 
+def planned(declaration: Declaration) -> Any:
+    """The plan of the declared call, or step over pages."""
+    if is_paged(declaration):
+        return plan_step(declaration, declaration.operation_metadata(), None)
+    return attnops.Attention(declaration).operation.plan(**declaration.call_arguments(declaration.shapes()))
+
+
 def declaration_case(random: Random) -> tuple[Any, Callable[[], None]]:
     """A declaration: read, held against the known keys, written and read again, planned."""
     data = mutated(random, random.choice(DECLARATIONS), _DECLARED_KEYS)
@@ -138,7 +151,7 @@ def declaration_case(random: Random) -> tuple[Any, Callable[[], None]]:
 
     def work() -> None:
         declaration = Declaration.from_json(text) if as_text else Declaration.from_dict(data)
-        plan = attnops.Attention(declaration).operation.plan(**declaration.call_arguments(declaration.shapes()))
+        plan = planned(declaration)
         unknown = unknown_in_declaration(json.loads(text) if as_text else data)
         assert not unknown, f"accepted, with {unknown}"
         assert Declaration.from_json(declaration.to_json()) == declaration, "another one after a round trip"
@@ -176,7 +189,7 @@ def metadata_case(random: Random) -> tuple[Any, Callable[[], None]]:
 
 def config_case(random: Random) -> tuple[Any, Callable[[], None]]:
     """An operation's config: read, written, and planned with for a TPU and here."""
-    name = random.choice(("splash", "splash", "vanilla", "sdpa", "ring", "ulysses"))
+    name = random.choice(("splash", "splash", "vanilla", "sdpa", "ring", "ulysses", "paged"))
     fields = OperationRegistry.get(name).config.model_fields
     given: dict[str, Any] = {}
     for field in random.sample(sorted(fields), k=min(len(fields), random.choice((1, 2, 3)))):
@@ -199,7 +212,12 @@ def config_case(random: Random) -> tuple[Any, Callable[[], None]]:
         metadata = OperationMetadata(operation_configs={name: given}, backend=backend, tuning="off")
         assert set(given) <= set(fields), f"accepted, with {sorted(set(given) - set(fields))}"
         assert OperationMetadata.from_json(metadata.to_json()) == metadata, "another one after a round trip"
-        plan = OperationRegistry.get(name)(metadata).plan(query, key, key, query_offset=0)
+        operation: Any = OperationRegistry.create(name, metadata)
+        if isinstance(operation, Paged):
+            shapes = (jax.ShapeDtypeStruct((8, h, 64), jnp.bfloat16) for h in (4, 2, 2))
+            plan = operation.plan(*shapes, cache=_CACHE)
+        else:
+            plan = operation.plan(query, key, key, query_offset=0)
         json.dumps(plan.to_dict(), allow_nan=False)
         assert plan.explain()
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from eformer.escale import PartitionAxis
 
-from attnops import OperationMetadata, OperationRegistry
+from attnops import KVCache, OperationMetadata, OperationRegistry
 from attnops.registry.declaration import CallDeclaration, Declaration
+from attnops.registry.step_declaration import StepDeclaration
 
 __all__ = ["CALL_FIELDS", "METADATA_FIELDS", "unknown_in_declaration", "unknown_in_metadata"]
 
@@ -20,6 +21,7 @@ METADATA_FIELDS = tuple(
     if parameter.kind is not inspect.Parameter.VAR_KEYWORD and name not in ("base_config", "partition_manager")
 )
 CALL_FIELDS = tuple(CallDeclaration.model_fields)
+_OVER_PAGES = {"cache": tuple(KVCache.model_fields), "step": tuple(StepDeclaration.model_fields)}
 _TOP = tuple("$schema" if name == "schema_uri" else name for name in Declaration.model_fields)
 _AXIS = tuple(field.name for field in dataclasses.fields(PartitionAxis))
 _MESH = ("axis_names", "axis_sizes", "axis_types", "platform", "device_kind", "num_cores", "abstract")
@@ -35,6 +37,10 @@ def unknown_in_declaration(data: dict[str, Any]) -> list[str]:
     call = data.get("call", {})
     found += _beyond("call.", call, CALL_FIELDS)
     found += _in_mask("call.mask", call.get("mask"))
+    for name, fields in _OVER_PAGES.items():
+        part = data.get(name) or {}
+        found += _beyond(f"{name}.", part, fields)
+        found += _in_mask(f"{name}.mask", part.get("mask"))
     return found + unknown_in_metadata(data.get("metadata", {}))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from fuzz_cases import API_CASES, DECLARATIONS, MODELS, outcome
+from fuzz_cases import API_CASES, DECLARATIONS, MODELS, outcome, planned
 from fuzz_commands import command_case, run_command
 
 import attnops
@@ -98,8 +98,7 @@ def test_there_are_as_many_as_promised() -> None:
 
 @pytest.mark.parametrize("number", range(len(DECLARATIONS)))
 def test_what_is_mutated_is_sound(number: int) -> None:
-    declaration = Declaration.from_dict(DECLARATIONS[number])
-    attnops.Attention(declaration).operation.plan(**declaration.call_arguments(declaration.shapes()))
+    assert planned(Declaration.from_dict(DECLARATIONS[number])).explain()
 
 
 def test_the_models_that_are_mutated_are_sound() -> None:

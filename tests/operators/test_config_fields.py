@@ -26,6 +26,7 @@ CHANGES: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("vanilla", "block_q"): ({"path": "blockwise"}, 32),
     ("vanilla", "block_kv"): ({"path": "blockwise"}, 32),
 }
+CHANGES |= {("autoregressive_decodeattn", field): change for (_, field), change in CHANGES.items()}
 FIELDS = [
     (name, field)
     for name in OperationRegistry.names()

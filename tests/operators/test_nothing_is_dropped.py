@@ -95,6 +95,7 @@ CALL: dict[str, Any] = {
     "q_segment_ids": (BATCH, "q"),
     "kv_segment_ids": (BATCH, "kv"),
     "kv_lengths": (BATCH,),
+    "kv_starts": (BATCH,),
     "query_offset": 3,
     "softmax_scale": 0.3,
     "logits_soft_cap": 5.0,
@@ -117,7 +118,7 @@ def _argument(name: str, at: Situation) -> Any:
     if not isinstance(value, tuple):
         return value
     shape = tuple({"q": at.q_len, "kv": at.kv_len}.get(n, n) for n in value)
-    whole = name.endswith("ids") or name == "kv_lengths"
+    whole = name.endswith("ids") or name in ("kv_lengths", "kv_starts")
     return jax.ShapeDtypeStruct(shape, jnp.int32 if whole else jnp.float32)
 
 

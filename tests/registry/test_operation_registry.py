@@ -142,7 +142,7 @@ def test_a_broken_plug_in_is_named_and_breaks_nothing_else(plugins, monkeypatch,
         assert error.value.__cause__ is not None
     for name in ("vanilla", "splash", "sdpa"):
         assert OperationRegistry.get(name).name == name
-    with pytest.raises(UnknownNameError, match="known: broken, "):
+    with pytest.raises(UnknownNameError, match=r"known: .*, broken, "):
         OperationRegistry.get("nothing like it")
     with pytest.raises(ConfigError, match="'broken'"):
         OperationMetadata(operation_configs={"broken": {}})
