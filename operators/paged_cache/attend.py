@@ -187,6 +187,7 @@ def _by_device(
         mesh=mesh,
         in_specs=(*specs, None if sinks is None else PartitionSpec(heads)),
         out_specs=(PartitionSpec(tokens, heads, None), PartitionSpec(tokens, heads)),
+        axis_names={axis.name for axis in axes_of(mesh) if axis.kind != "manual"},
         check_vma=check_vma,
     )(query, pages, batch, sinks)
 

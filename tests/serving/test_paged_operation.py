@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from attnops import (
     Causal,
@@ -367,3 +367,19 @@ def test_what_the_tpu_kernel_takes_slowly_is_noted() -> None:
         "scales of pages of 16 take the memory of 128" in n
         for n in on("TPU v5 lite", quantised={"dtype": "int8"}).notes
     )
+
+
+def test_inside_a_shard_map_over_a_part_of_the_mesh() -> None:
+    """The caller has dp for himself; heads are split over tp all the same."""
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    state, batch = init(CACHE), jax.tree.map(jnp.asarray, BATCH)
+    want = paged()(*tokens(), state=state, layer=0, batch=BATCH).attention_outputs
+
+    def body(q: Any, k: Any, v: Any, state: Any, batch: Any) -> Any:
+        return paged()(q, k, v, state=state, layer=0, batch=batch).attention_outputs
+
+    with jax.set_mesh(mesh):
+        whole = (PartitionSpec(),) * 5
+        mapped = jax.shard_map(body, in_specs=whole, out_specs=PartitionSpec(), axis_names={"dp"}, check_vma=False)
+        got = jax.jit(mapped)(*tokens(), state, batch)
+    np.testing.assert_allclose(got, want, atol=2e-6)
