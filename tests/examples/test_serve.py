@@ -198,6 +198,7 @@ def test_sequences_split_over_devices(tiny: Tiny, alone: Any) -> None:
     assert tokens_of(tiny.served(engine)) == tokens_of(alone)
 
 
+@pytest.mark.slow
 def test_int8_pages(tiny: Tiny) -> None:
     """Declared so, pages are int8; tokens are the same one at a time and batched."""
     engine = tiny.engine(quantised={"dtype": "int8", "scale": "token_head"})

@@ -174,7 +174,7 @@ class Served:
 
 
 # What others have together.
-PARTS = ("int8", "dp")
+PARTS = ("int8", "dp", "kernel_tp_int8", "packed_int8", "joined_int8")
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in PARTS else []) for way in WAYS])
