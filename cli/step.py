@@ -8,6 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from ..errors import ConfigError
+from ..operators.declared_config import declared_config
 from ..operators.paged import Paged
 from ..operators.paged.declared_step import DeclaredStep, declared_step
 from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
@@ -45,8 +46,8 @@ def step_of(declaration: Declaration, metadata: OperationMetadata, mode: str | N
         raise ConfigError(
             f"operation {declaration.operation!r} attends to a cache's pages; declare `cache` in the file."
         )
-    config = metadata.operation_configs.get(declaration.operation) or operation.config.coerce({})
-    return operation, declared_step(declaration, cache.require(), getattr(config, "update", "before"), mode)
+    config: Any = declared_config(type(operation), metadata)[0]
+    return operation, declared_step(declaration, cache.require(), config.update, mode)
 
 
 def plan_step(

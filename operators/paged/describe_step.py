@@ -7,8 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...errors import InputError, InputTypeError
-from ...planning import PlannedOperation
+from ...errors import InputError, InputTypeError, UnfitError
+from ...planning import PlannedOperation, Policy
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
 from ...planning.paged.paged_problem import PagedProblem, causal_window
@@ -17,6 +17,7 @@ from ...sharding import axes_of
 from ...sharding.mesh import AnyMesh
 from ..arguments import shaped
 from ..declared_config import declared_config
+from ..paged_cache.attend import check_written
 from ..planned_platform import planned_platform
 from .step_arguments import Step
 
@@ -48,7 +49,14 @@ def describe_step(
     first = query if query is not None else key
     assert first is not None
     count, heads = first.shape[0], cache.kv_heads if query is None else query.shape[1]
-    _check_tokens(cache, plan, count, query, key, value)
+    # Inside the caller's own shard_map heads are a device's part of them; attend holds them against its pages.
+    _check_tokens(cache, plan, count, query, key, value, parts=any(axis.kind == "manual" for axis in axes_of(mesh)))
+    if metadata.policy.strict and plan.idle_axes:
+        names = ", ".join(f"{axis.name}={axis.size}" for axis in plan.idle_axes)
+        raise UnfitError(
+            f"strict: {names} of the mesh split nothing of the cache, so their devices do the same work; declare pages_axis, "
+            "kv_head_axis or page_sequence_axis for them, or another mesh."
+        )
     if sinks is not None and (s := shaped("softmax_aux", sinks)).shape != (heads,):
         raise InputError(f"softmax_aux has shape {s.shape}; wanted [heads] = ({heads},): join several by logsumexp.")
     scale = metadata.softmax_scale if step.softmax_scale is None else step.softmax_scale
@@ -64,8 +72,11 @@ def describe_step(
         notes.append(f"query cast from {given} to {runtime} (runtime_dtype); key and value are the cache's")
     if metadata.dropout_prob > 0:
         notes.append(f"dropout_prob={metadata.dropout_prob} is off: serving has no dropout")
-    if metadata.policy.sequence_parallel != "auto":
-        notes.append(f"sequence_parallel={metadata.policy.sequence_parallel!r} is not read: sequences lie in pages")
+    for name in ("sequence_parallel", "ring_order", "scan_ring_attention"):
+        if (said := getattr(metadata.policy, name)) != getattr(Policy(), name):
+            notes.append(f"{name}={said!r} is not read: sequences lie in pages")
+    if metadata.partition_axis != OperationMetadata().partition_axis:
+        notes.append("partition_axis is not read: the cache declares pages_axis, kv_head_axis and page_sequence_axis")
     if update == "fused":
         notes.append("update='fused': no kernel here writes pages, so keys are written before; the result is the same")
     wanted = {
@@ -96,7 +107,7 @@ def describe_step(
         platform=platform,
         device_kind=kind,
         platform_source=source,
-        notes=tuple(notes) + _window_notes(step, cache),
+        notes=tuple(notes) + _causal_notes(step),
     )
 
 
@@ -104,17 +115,16 @@ _NAMES = ("query", "key", "value")
 
 
 def _check_given(step: Step, update: str, query: Any, key: Any, value: Any) -> None:
-    if (key is None) != (value is None) or (key is None) != (update == "none"):
-        given = " and ".join(name for name, x in (("key", key), ("value", value)) if x is not None) or "neither"
-        wanted = "neither: the pages have them" if update == "none" else "key and value, to be written"
-        raise InputError(f"update={update!r} with {given}; wanted {wanted}.")
+    check_written(update, key, value)
     if query is None and step.mode != "insert":
         raise InputError(f"query is None in mode {step.mode!r}; give it, or mode='insert' to write alone.")
     if step.mode == "insert" and update == "none":
         raise InputError("mode 'insert' writes, and update is 'none'; wanted 'before'.")
 
 
-def _check_tokens(cache: KVCache, plan: CachePlan, count: int, query: Any, key: Any, value: Any) -> None:
+def _check_tokens(
+    cache: KVCache, plan: CachePlan, count: int, query: Any, key: Any, value: Any, *, parts: bool
+) -> None:
     """Shapes and dtypes of the token arrays, heads as declared or as stored."""
     heads = {cache.kv_heads, plan.stored_heads}
     for name, x, dim in (
@@ -128,7 +138,7 @@ def _check_tokens(cache: KVCache, plan: CachePlan, count: int, query: Any, key: 
             raise InputError(f"{name} has shape {x.shape}; wanted [tokens, heads, {dim}], as the cache declares.")
         if x.shape[0] != count:
             raise InputError(f"{name} has {x.shape[0]} tokens and the query {count}; wanted as many.")
-        if name != "query" and x.shape[1] not in heads:
+        if name != "query" and not parts and x.shape[1] not in heads:
             raise InputError(f"{name} has {x.shape[1]} heads; wanted {cache.kv_heads}, the cache's kv_heads.")
         if name != "query" and x.dtype != jnp.dtype(cache.dtype):
             raise InputTypeError(
@@ -136,9 +146,10 @@ def _check_tokens(cache: KVCache, plan: CachePlan, count: int, query: Any, key: 
             )
     if query is not None and query.dtype.name not in _FLOATS:
         raise InputTypeError(f"query is {query.dtype}; wanted one of {', '.join(_FLOATS)}.")
-    if query is not None and (query.shape[1] % cache.kv_heads):
+    if query is not None and not parts and query.shape[1] % plan.stored_heads:
+        stored = "" if plan.kv_repeat == 1 else f", each stored {plan.kv_repeat} times"
         raise InputError(
-            f"query has {query.shape[1]} heads; wanted a multiple of the cache's {cache.kv_heads} kv heads."
+            f"query has {query.shape[1]} heads; wanted a multiple of the cache's {cache.kv_heads} kv heads{stored}."
         )
     if cache.max_tokens is not None and count > cache.max_tokens:
         raise InputError(
@@ -148,7 +159,7 @@ def _check_tokens(cache: KVCache, plan: CachePlan, count: int, query: Any, key: 
         raise InputError(f"{count} tokens for {plan.shards} shards of pages; wanted a multiple, as many for each.")
 
 
-def _window_notes(step: Step, cache: KVCache) -> tuple[str, ...]:
+def _causal_notes(step: Step) -> tuple[str, ...]:
     """A mask that is not causal sees keys that later tokens of the same step wrote: told, as it is rarely meant."""
     found = causal_window(step.mask)
     if found is None or found[0] or step.max_q_len == 1 or step.mode == "insert":

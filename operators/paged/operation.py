@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import warnings
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
@@ -43,6 +44,7 @@ from .tpu_kernel import on_tpu, tpu_notes, tpu_reasons, tpu_sizes
 __all__ = ["Paged"]
 
 
+_wide = operator.attrgetter("jax_enable_x64")  # decides of which dtype a float64 array is
 _prepared: BoundedCache[PagedPlan] = BoundedCache(512)  # of all operations: equal ones share what was planned
 
 _FEATURES = frozenset(
@@ -103,6 +105,7 @@ class Paged(DeclaredOperation):
             state.cache,
             step,
             kept_here(),
+            _wide(jax.config),
             *map(_signature, (query, key, value, sinks)),
         )
         decided = _prepared.find(asked)

@@ -87,8 +87,6 @@ def step_of(call: StepArguments, default_causal: bool) -> tuple[Step, Any]:
     debug = given.get("debug", False)
     if not isinstance(debug, bool):
         raise InputTypeError(f"debug={shown(debug)}; wanted True or False.")
-    if options.softmax_scale is not None and options.softmax_scale != options.softmax_scale:
-        raise InputError("softmax_scale is NaN; wanted a finite number.")
     return (
         Step(
             join_mask(Arrays(None, None, None), options, default_causal),

@@ -26,7 +26,7 @@ from .paged_call import PagedCall, PagedMethod, PagedSizes, on_xla
 from .state import CacheState, LayerPages, layer_of, step_specs
 from .token_slots import rows_by_shard
 
-__all__ = ["PagedOutput", "attend", "check_longest", "check_operands"]
+__all__ = ["PagedOutput", "attend", "check_longest", "check_operands", "check_written"]
 
 
 _CHOSEN = PagedSizes()
@@ -112,10 +112,7 @@ def check_operands(state: CacheState, layer: Any, query: Any, key: Any, value: A
     """Refuse an update without meaning, keys that it has no use for or misses, and a query of another shape."""
     if update not in ("before", "none"):
         raise ConfigError(f"update={shown(update)}; wanted 'before' or 'none'.")
-    if (key is None) != (value is None) or (key is None) != (update == "none"):
-        given = " and ".join(name for name, x in (("key", key), ("value", value)) if x is not None) or "neither"
-        wanted = "key and value, to be written" if update == "before" else "neither: the pages have them"
-        raise InputError(f"update={update!r} with {given}; wanted {wanted}.")
+    check_written(update, key, value)
     pages, cache = layer_of(state, layer), state.cache
     heads = page_shape(cache.layout, pages.key, pages.value, cache.head_dim, cache.value_size).kv_heads
     if getattr(query, "ndim", 0) != 3 or query.shape[2] != cache.head_dim or query.shape[1] % heads:
@@ -123,6 +120,14 @@ def check_operands(state: CacheState, layer: Any, query: Any, key: Any, value: A
             f"query has shape {tuple(getattr(query, 'shape', ()))}; wanted [tokens, heads, {cache.head_dim}], heads a multiple "
             f"of the {heads} kv heads that the cache stores."
         )
+
+
+def check_written(update: str, key: Any, value: Any) -> None:
+    """Refuse keys and values that an update has no use for, or misses. Errors: InputError."""
+    if (key is None) != (value is None) or (key is None) != (update == "none"):
+        given = " and ".join(name for name, x in (("key", key), ("value", value)) if x is not None) or "neither"
+        wanted = "neither: the pages have them" if update == "none" else "key and value, to be written"
+        raise InputError(f"update={update!r} with {given}; wanted {wanted}.")
 
 
 def check_longest(batch: RaggedBatch, max_q_len: int | None, *, debug: bool) -> None:

@@ -161,9 +161,13 @@ class CacheFields(GivenModel):
         if self.layout == "interleaved":
             return pages, page, 2 * heads, dim
         if self.layout == "packed":
-            pack = 4 // _ITEMSIZE.get(self.stored_dtype, 1)
-            return pages, page, 2 * heads // pack, pack, -(-dim // _LANES) * _LANES
+            return pages, page, 2 * heads // self.pack, self.pack, -(-dim // _LANES) * _LANES
         return pages, page, heads, dim
+
+    @property
+    def pack(self) -> int:
+        """Stored numbers of a 32-bit word."""
+        return 4 // _ITEMSIZE.get(self.stored_dtype, 1)
 
     @property
     def heads_at(self) -> int:

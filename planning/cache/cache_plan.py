@@ -70,6 +70,13 @@ class CachePlan:
         return self.get("key_pages") or self["kv_pages"]
 
     @property
+    def idle_axes(self) -> tuple[MeshAxis, ...]:
+        """Mesh axes over which the devices all hold the same pages."""
+        pages = self.pages_array.fitted
+        used = {*pages.axes(0), *pages.axes(self.heads_at)}
+        return tuple(a for a in self.mesh if a.size > 1 and a.kind != "manual" and a.name not in used)
+
+    @property
     def heads_at(self) -> int:
         """The dimension of the heads in an array of pages."""
         return self.cache.heads_at

@@ -13,7 +13,6 @@ from .cache_plan import CachePlan
 
 __all__ = ["CacheSizes", "notes", "padded", "refusals"]
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LANES = 128  # to which XLA pads the last dimension of an array on a TPU; the others lose nothing
 _MOST_PAGES = 2**30
 
@@ -65,11 +64,10 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
                 refuse(
                     "unfit", drop.dim, f"{array.name}, dimension {drop.dim}, axis {drop.axis!r}: {drop.reason}", f"{drop.hint}."
                 )  # fmt: skip
-    pack = 4 // _ITEMSIZE.get(cache.stored_dtype, 1)
-    if cache.layout == "packed" and (2 * plan.stored_heads) % (pack * sizes.head_shards):
+    if cache.layout == "packed" and (2 * plan.stored_heads) % (cache.pack * sizes.head_shards):
         refuse(
             "page_packing", "layout",
-            f"layout='packed' puts {pack} heads of {cache.stored_dtype} in a word, and a device has "
+            f"layout='packed' puts {cache.pack} heads of {cache.stored_dtype} in a word, and a device has "
             f"{2 * plan.stored_heads / sizes.head_shards:g} of keys and values",
             "Split heads over fewer devices, or declare another layout.",
         )  # fmt: skip
@@ -123,7 +121,15 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
             f"{cache.kv_heads} kv heads are split {sizes.head_shards} ways: each is stored {sizes.repeat} times, in "
             f"{plan.stored_heads} heads"
         )
-    if plan.platform == "tpu":
+    rows = {"joined": ("a key and its value", cache.head_dim + cache.value_size), "packed": ("a head", cache.head_dim)}
+    if cache.layout in rows:
+        what, size = rows[cache.layout]
+        if size % _LANES:
+            found.append(
+                f"{what} of {size} is padded to {padded(size)} lanes in layout {cache.layout}: "
+                f"{1 - size / padded(size):.0%} of the pages is padding, counted in the bytes"
+            )
+    elif plan.platform == "tpu":
         for name, size in (("head_dim", cache.head_dim), ("value_dim", cache.value_size)):
             if size % _LANES and (name == "head_dim" or size != cache.head_dim):
                 found.append(
@@ -134,16 +140,13 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
         found.append(
             f"XLA:CPU copies a layer's pages of {cache.stored_dtype} at each write; those of float32 and int8 it doesn't"
         )
-    spec = plan.pages_array.fitted
-    used = {*spec.axes(0), *spec.axes(plan.heads_at)}
     if sizes.along > 1:
         found.append(
             f"page number p of a sequence lies on shard p % {sizes.along} of {_plus(cache.page_sequence_axis)}, and so do its "
             f"ids: g % {sizes.along} == p % {sizes.along}"
         )
-    idle = [axis for axis in plan.mesh if axis.size > 1 and axis.kind != "manual" and axis.name not in used]
-    if idle:
-        names = ", ".join(f"{axis.name}={axis.size}" for axis in idle)
+    if plan.idle_axes:
+        names = ", ".join(f"{axis.name}={axis.size}" for axis in plan.idle_axes)
         found.append(f"{names} of the mesh split nothing of the cache: their devices all hold the same")
     for field in ("pages_axis", "page_sequence_axis", "kv_head_axis"):
         told = plan.pages_array.fitted.dropped if plan.mesh and cache.is_set(field) else ()

@@ -39,7 +39,6 @@ def _decide(operation: type[PlannedOperation], problem: PagedProblem, policy: Po
     which: Any = operation
     platform = which.kernel_platform(problem)
     own = tuple(method for method in METHODS.get(platform, ()) if operation.implements(method))
-    routed = bool(own) and all(operation.capability(m).leaves(problem, problem.config) for m in own)  # type: ignore[arg-type]
     notes = list(problem.notes)
     if joined := problem.joined_bytes:
         n = problem.sequence_shards
@@ -54,7 +53,7 @@ def _decide(operation: type[PlannedOperation], problem: PagedProblem, policy: Po
     implementation, chosen, config, tuning = None, None, problem.config, None
     for method in (*own, "forward_native"):
         name = f"{operation.name}.{method}"
-        if method == "forward_native" and own and not routed and policy.fallback == "error":
+        if method == "forward_native" and own and policy.fallback == "error":
             reason = Reason("policy.fallback", "fallback", "fallback is an error by policy", "Declare fallback='warn'.")
             rejected.append(Rejected(name, (reason,)))
             break
@@ -62,7 +61,7 @@ def _decide(operation: type[PlannedOperation], problem: PagedProblem, policy: Po
         if reasons:
             rejected.append(Rejected(name, reasons))
             continue
-        kind = "platform" if method in own else "routed" if routed else "fallback" if own else "native"
+        kind = "platform" if method in own else "fallback" if own else "native"
         implementation, chosen = name, method
         tuning = choose_step(method, problem, policy.tuning)
         asked = problem

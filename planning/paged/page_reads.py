@@ -33,16 +33,16 @@ class PageReads(NamedTuple):
         )
 
 
-def live_pages(
-    q_len: int, kv_len: int, page: int, causal: bool, window: tuple[int | None, int | None]
-) -> tuple[int, int]:
-    """(first, one past the last) of the pages with a key that one of a sequence's last `q_len` positions of `kv_len` sees."""
+def live_pages(q_len: int, kv_len: int, page: int, window: tuple[int | None, int | None]) -> tuple[int, int]:
+    """(first, one past the last) of the pages with a key that one of a sequence's last `q_len` positions of `kv_len` sees.
+
+    A causal mask leaves out none: the last query stands at the last key.
+    """
     if not q_len:
         return 0, 0
     left, right = window
     begin = 0 if left is None else max(kv_len - q_len - left, 0)
     end = kv_len if right is None else min(kv_len, kv_len + right)
-    del causal  # the last query sees all keys up to its own, which is the last
     return (begin // page, -(-end // page)) if end > begin else (0, 0)
 
 
@@ -56,12 +56,12 @@ def page_bytes(problem: PagedProblem) -> int:
 
 def page_reads(problem: PagedProblem, batch: Any) -> PageReads:
     """Of a batch (cu_q_lens, kv_lens, num_seqs), whose values are known."""
-    causal, window = causal_window(problem.mask) or (True, (None, None))
+    _, window = causal_window(problem.mask) or (True, (None, None))
     shards, n = _by_shard(batch), problem.sequence_shards
     live, held, sequences, queries, most = 0, 0, 0, 0, 0
     for starts, lens, count in shards:
         rows = [(int(q), int(length)) for q, length in zip(np.diff(starts)[:count], lens[:count], strict=True)]
-        seen = [live_pages(q, length, problem.page_size, causal, window) for q, length in rows]
+        seen = [live_pages(q, length, problem.page_size, window) for q, length in rows]
         live += sum(end - first for first, end in seen)
         most = max(
             most, *(sum(len(range(first + (at - first) % n, end, n)) for first, end in seen) for at in range(n)), 0

@@ -101,12 +101,13 @@ class PagedProblem:
 
     @property
     def local_heads(self) -> tuple[int, int]:
-        """(query heads, kv heads) of a device."""
-        fitted = self.cache.pages_array.fitted
-        shards = 1
+        """(query heads, kv heads) of a device. Where heads are split over a Manual axis, those of the query are given so."""
+        fitted, declared = self.cache.pages_array.fitted, axis_names(self.cache.cache.kv_head_axis)
+        shards, manual = 1, 1
         for axis in self.mesh:
             shards *= axis.size if axis.name in fitted.axes(self.cache.heads_at) else 1
-        return self.q_heads // shards, self.cache.stored_heads // shards
+            manual *= axis.size if axis.kind == "manual" and axis.name in declared else 1
+        return self.q_heads // shards, max(1, self.cache.stored_heads // (shards * manual))
 
     def describe(self) -> str:
         """One line: what is computed, where."""

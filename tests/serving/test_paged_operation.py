@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eformer.escale import PartitionAxis
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from attnops import (
@@ -24,7 +25,8 @@ from attnops import (
     RefusedError,
     SlidingWindow,
 )
-from attnops.operators.paged_cache import RaggedBatch, init
+from attnops.errors import UnfitError
+from attnops.operators.paged_cache import RaggedBatch, init, shardings
 from attnops.sharding import virtual_mesh
 
 NAMES = ("paged", "paged_flash_attention", "ragged_page_attention_v2", "ragged_page_attention_v3", "unified_attention")
@@ -256,6 +258,17 @@ def test_metadata_is_read_or_told() -> None:
     notes = paged(dropout_prob=0.1, sequence_parallel="ring").plan(*given, cache=CACHE).notes
     assert any("dropout_prob=0.1 is off" in note for note in notes)
     assert any("sequence_parallel='ring' is not read" in note for note in notes)
+    axes = {"ring_order": "zigzag", "scan_ring_attention": True, "partition_axis": PartitionAxis(head_axis="heads")}
+    notes = paged(**axes).plan(*given, cache=CACHE).notes
+    assert all(any(note.startswith(name) and "is not read" in note for note in notes) for name in axes)
+    for strict in (False, True):
+        idle = paged(mesh=virtual_mesh({"sp": 2, "tp": 2}), strict=strict)
+        if strict:
+            with pytest.raises(UnfitError, match="sp=2 of the mesh split nothing"):
+                idle.plan(*given, cache=CACHE)
+        else:
+            assert idle.plan(*given, cache=CACHE).implementation
+    assert paged(mesh=virtual_mesh({"tp": 2}), strict=True).plan(*given, cache=CACHE).implementation
     refused = paged(runtime_softmax_dtype="bfloat16").plan(*given, cache=CACHE)
     assert [r.code for x in refused.rejected for r in x.reasons] == ["paged.softmax_dtype"]
     with pytest.raises(RefusedError, match="kv_heads='error'"):
@@ -383,3 +396,35 @@ def test_inside_a_shard_map_over_a_part_of_the_mesh() -> None:
         mapped = jax.shard_map(body, in_specs=whole, out_specs=PartitionSpec(), axis_names={"dp"}, check_vma=False)
         got = jax.jit(mapped)(*tokens(), state, batch)
     np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_inside_a_shard_map_over_the_heads() -> None:
+    """The caller splits heads himself: a device's own pages, queries and keys."""
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,))
+    want = paged()(*tokens(), state=init(CACHE), layer=0, batch=BATCH).attention_outputs
+    at = shardings(CACHE, mesh)
+    specs = jax.tree.map(lambda x: x.spec, (at.query, at.key, at.value, at.state, at.batch))
+
+    def body(q: Any, k: Any, v: Any, state: Any, batch: Any) -> Any:
+        return paged()(q, k, v, state=state, layer=0, batch=batch).attention_outputs
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=at.query.spec, check_vma=False)
+    got = jax.jit(mapped)(*tokens(), init(CACHE, mesh), jax.tree.map(jnp.asarray, BATCH))
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_a_plan_knows_how_often_a_head_is_stored() -> None:
+    """Three kv heads over two devices are stored as six, of which nine query heads are no multiple."""
+    cache = KVCache(**FIELDS | {"kv_heads": 3})
+    shapes = [jax.ShapeDtypeStruct((8, heads, 16), jnp.float32) for heads in (9, 3, 3)]
+    assert paged().plan(*shapes, cache=cache).implementation
+    with pytest.raises(InputError, match="3 kv heads, each stored 2 times"):
+        paged(mesh=virtual_mesh({"tp": 2})).plan(*shapes, cache=cache)
+
+
+def test_64_bits_are_part_of_what_was_planned() -> None:
+    wide = [np.asarray(x, np.float64) for x in tokens()]
+    call: dict[str, Any] = {"state": init(CACHE), "layer": 0, "batch": BATCH}
+    assert paged()(*wide, **call).attention_outputs.dtype == jnp.float32  # jax has no wider one
+    with jax.enable_x64(True), pytest.raises(InputTypeError, match="float64"):
+        paged()(*wide, **call)
