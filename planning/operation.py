@@ -55,6 +55,8 @@ class PlannedOperation:
     sequence_parallel: ClassVar[str | None] = None
     # The operation whose kernel this one runs, if so: what is declared in that one's config counts here too.
     kernel_config: ClassVar[str | None] = None
+    # Platforms on which it runs the kernels of another operation, and takes that one's config in place of its own.
+    kernels_on: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def implements(cls, method: str) -> bool:
