@@ -19,7 +19,12 @@ from jax.experimental.pallas import triton as plgpu
 from ..varying import vary, varying
 from .sizes import DimPart, PassSizes, dim_parts
 
-__all__ = ["Along", "Arrays"]
+__all__ = ["Along", "Arrays", "index"]
+
+
+def index(n: Any) -> Any:
+    """A place in an array as masked loads take it: no number of Python's, as the place on a grid's axis of 1 is."""
+    return np.int32(n) if isinstance(n, int) else n
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,10 @@ class Arrays:
         return plgpu.load(ref.at[self._place(batch, head, along, part)], mask=inside, other=other)
 
     def _place(self, batch: Any, head: Any, along: Along, part: DimPart) -> tuple[Any, ...]:
-        rows, cols = pl.ds(along.start, along.count), pl.ds(part.start, part.width)
+        # A start that isn't a number of Python's: the columns beyond a head's end are masked, and Pallas would refuse them.
+        start: Any = part.start if part.inside == part.width else jnp.int32(part.start)
+        batch, head = index(batch), index(head)
+        rows, cols = pl.ds(along.start, along.count), pl.ds(start, part.width)
         return (batch, rows, head, cols) if self.layout == "bthd" else (batch, head, rows, cols)
 
     def _inside(self, along: Along, part: DimPart, bounded: bool) -> jax.Array | None:
@@ -134,14 +142,14 @@ class Arrays:
     def numbers(ref: Any, place: tuple[Any, ...], along: Along, other: float = 0) -> jax.Array:
         """One number a row, [rows], of an array whose last axis they lie along."""
         inside = along.indices < along.length if along.beyond else None
-        view = ref.at[(*place, pl.ds(along.start, along.count))]
+        view = ref.at[(*map(index, place), pl.ds(along.start, along.count))]
         return plgpu.load(view, mask=inside, other=None if inside is None else other)
 
     @staticmethod
     def put_numbers(ref: Any, place: tuple[Any, ...], along: Along, values: jax.Array) -> None:
         """Write what `numbers` would read."""
         inside = along.indices < along.length if along.beyond else None
-        plgpu.store(ref.at[(*place, pl.ds(along.start, along.count))], values, mask=inside)
+        plgpu.store(ref.at[(*map(index, place), pl.ds(along.start, along.count))], values, mask=inside)
 
 
 def _beyond(dim: int) -> int:

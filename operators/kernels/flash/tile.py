@@ -20,7 +20,7 @@ from ....masks import Full, Mask, Slot
 from ...local_mask import Dropout, LocalMask
 from ..operands import StaticPart
 from ..precision import exact
-from .arrays import Along, Arrays
+from .arrays import Along, Arrays, index
 
 __all__ = ["LN2", "LOG2E", "Logits", "Tile", "add_arrays", "product"]
 
@@ -65,7 +65,7 @@ class Logits:
 
 def _ptx(x: float) -> str:
     """A float32 constant in PTX."""
-    return f"0f{int(jnp.float32(x).view(jnp.uint32)):08X}"
+    return f"0f{np.float32(x).view(np.uint32):08X}"
 
 
 def add_arrays(
@@ -217,19 +217,19 @@ class Tile:
         """The tile of an array of [batch, heads, q, kv], each of them or 1, as it broadcasts to this one."""
         ref = self.refs[name]
         head = self.head if self.period is None else self.kv_head
-        place: list[Any] = [at if n > 1 else np.int32(0) for at, n in zip((self.batch, head), ref.shape[:2], strict=True)]
+        place: list[Any] = [index(at if n > 1 else 0) for at, n in zip((self.batch, head), ref.shape[:2], strict=True)]
         cut: list[Along] = []
         for along, many in ((self.rows, ref.shape[2] > 1), (self.keys, ref.shape[3] > 1)):
-            place.append(pl.ds(along.start, along.count) if many else np.int32(0))
+            place.append(pl.ds(along.start, along.count) if many else index(0))
             cut += [along] if many else []
         if not cut:
             return ref[tuple(place)]
         shape, inside = tuple(along.count for along in cut), None
         for axis, along in enumerate(cut):
             if along.beyond:
-                index = along.indices < along.length
-                index = jnp.broadcast_to(index[:, None] if axis == 0 and len(cut) == 2 else index, shape)
-                inside = index if inside is None else inside & index
+                within = along.indices < along.length
+                within = jnp.broadcast_to(within[:, None] if axis == 0 and len(cut) == 2 else within, shape)
+                inside = within if inside is None else inside & within
         values = plgpu.load(ref.at[tuple(place)], mask=inside, other=None if inside is None else 0)
         if len(cut) == 2:
             return values.T if self.across else values
