@@ -139,7 +139,9 @@ class Splash(Operation):
     def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
         """attnops' own kernels do, and the native path."""
         del strategy
-        return method in ("forward_native", "forward_cuda") or (isinstance(config, SplashConfig) and config.kernel == "attnops")
+        return method in ("forward_native", "forward_cuda") or (
+            isinstance(config, SplashConfig) and config.kernel == "attnops"
+        )
 
     @classmethod
     def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:

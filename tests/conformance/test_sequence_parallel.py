@@ -60,7 +60,9 @@ def _product() -> Iterator[tuple[str, str, str, str, str, str]]:
     """(implementation, strategy, case, mesh, layout, kind): every mesh, every layout and every kind of axis."""
     for which, strategy, name in itertools.product((NATIVE, SPLASH, FLASH), FIELDS, CASES):
         main, layout = MAIN[strategy], CASES[name]
-        if which == FLASH:  # what goes around a kernel is the same for all: one mesh tells whether it can go around this one
+        if (
+            which == FLASH
+        ):  # what goes around a kernel is the same for all: one mesh tells whether it can go around this one
             yield which, strategy, name, main, layout, "auto"
             continue
         meshes = [m for m in MESHES if m == main or ("cp" in MESHES[m]) == (strategy == "ulysses_ring")]

@@ -79,7 +79,9 @@ class Arrays:
         """[batch, heads, time]."""
         self.add(name, x, {2: block})
 
-    def output(self, name: str, shape: tuple[int, ...], dtype: Any, along: dict[int, int], dim: int | None = None) -> None:
+    def output(
+        self, name: str, shape: tuple[int, ...], dtype: Any, along: dict[int, int], dim: int | None = None
+    ) -> None:
         """An array that the kernel writes."""
         if self.interpret:
             shape = tuple(
@@ -97,7 +99,9 @@ class Arrays:
         names = (*self.inputs, *self.outputs)
         call = pl.pallas_call(
             lambda *refs: kernel(dict(zip(names, refs, strict=True))),
-            out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind) for shape, dtype in self.outputs.values()],
+            out_shape=[
+                jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind) for shape, dtype in self.outputs.values()
+            ],
             grid=grid,
             compiler_params=plgpu.CompilerParams(num_warps=self.sizes.num_warps, num_stages=self.sizes.num_stages),
             interpret=self.interpret,

@@ -126,7 +126,9 @@ class FlashPart:
     ) -> jax.Array:
         if self.layout == "bthd":
             operands = operands._replace(
-                query=operands.query.swapaxes(1, 2), key=operands.key.swapaxes(1, 2), value=operands.value.swapaxes(1, 2)
+                query=operands.query.swapaxes(1, 2),
+                key=operands.key.swapaxes(1, 2),
+                value=operands.value.swapaxes(1, 2),
             )
             made, gradients = ((x.swapaxes(1, 2), rows) for x, rows in (made, gradients))
         return bias_gradient(
@@ -194,10 +196,8 @@ class FlashPart:
         batch, heads, q_len, dim = query.shape
         group = heads // kv_heads
         folded = query.reshape(batch, kv_heads, group * q_len, dim)
-        mask, dropout = join_static(static_part, traced)
-        leaves = tuple(
-            _folded(jnp.asarray(leaf.array), leaf.dims, kv_heads, group) for leaf in mask.mask.split()[1]
-        )
+        mask, _ = join_static(static_part, traced)
+        leaves = tuple(_folded(jnp.asarray(leaf.array), leaf.dims, kv_heads, group) for leaf in mask.mask.split()[1])
         bias = operands.bias
         if bias is not None:
             bias = _folded(bias, ("batch", "heads", "q", "kv"), kv_heads, group)
@@ -214,15 +214,15 @@ def _folded(x: jax.Array, dims: tuple[str, ...], kv_heads: int, group: int) -> j
     if len(dims) == 4:
         batch, heads, q_len, kv_len = x.shape
         if heads > 1:
-            x = jnp.broadcast_to(x.reshape(batch, kv_heads, group, q_len, kv_len), (batch, kv_heads, group, q_len, kv_len))
+            x = jnp.broadcast_to(
+                x.reshape(batch, kv_heads, group, q_len, kv_len), (batch, kv_heads, group, q_len, kv_len)
+            )
             return x.reshape(batch, kv_heads, group * q_len, kv_len)
         return jnp.tile(x, (1, 1, group, 1)) if q_len > 1 else x
     return jnp.tile(x, (1, group)) if "q" in dims else x
 
 
-def _joined(
-    output: jax.Array, lse: jax.Array, splits: int, layout: str, dtype: Any
-) -> tuple[jax.Array, jax.Array]:
+def _joined(output: jax.Array, lse: jax.Array, splits: int, layout: str, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """The parts [splits * batch, ...] joined by their lse."""
     output, lse = (x.reshape(splits, -1, *x.shape[1:]) for x in (output, lse))
     peak = lse.max(0)
@@ -235,9 +235,7 @@ def _joined(
     return joined, jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
 
 
-def _arrays(
-    part: FlashPart, sizes: PassSizes, operands: Operands, mask: LocalMask, dropout: Dropout | None
-) -> Arrays:
+def _arrays(part: FlashPart, sizes: PassSizes, operands: Operands, mask: LocalMask, dropout: Dropout | None) -> Arrays:
     """What every pass reads."""
     arrays = Arrays(sizes, part.layout, part.interpret)
     arrays.rows_of_heads("query", operands.query, sizes.block_q)
