@@ -77,7 +77,7 @@ class Splash(Operation):
     """Pallas kernels behind one declaration: padding, masks, offsets and sharding are taken care of."""
 
     name = "splash"
-    config = SplashConfig
+    config: ClassVar[type[OperationConfig]] = SplashConfig
     kernels_on: ClassVar[Mapping[str, str]] = {"cuda": "flash_attn2"}
 
     @implementation(

@@ -173,3 +173,33 @@ def test_wide_heads_are_refused() -> None:
     wide = jax.ShapeDtypeStruct((1, 128, 2, 320), jnp.bfloat16)
     plan = _plan("flash_attn2", H100, wide, wide, wide, fallback="error")
     assert [reason.code for reason in plan.rejected[0].reasons] == ["flash.head_dim"]
+
+
+def _program(config: dict) -> str:
+    """What is traced and lowered for an H100."""
+    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice(H100, 1, "gpu"))
+    attend = OperationRegistry.create(
+        "flash_attn2", OperationMetadata(mesh=mesh, operation_configs={"flash_attn2": config})
+    )
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend(q, k, v).attention_outputs.astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x)
+    return str(traced.jaxpr) + traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+CHANGED = {
+    **dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 32),
+    **dict.fromkeys(("num_warps", "num_warps_dkv", "num_warps_dq"), 16),
+    **dict.fromkeys(("num_stages", "num_stages_dkv", "num_stages_dq"), 4),
+    "kv_splits": 3, "fold": True, "residual_checkpoint_name": "kept", "interpret": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", sorted(set(FlashAttention2Config.model_fields) - {"operation", "schema_version"}))
+def test_a_field_changes_what_is_lowered(field: str) -> None:
+    # Folded, the queries of all heads are one tile's: these few are.
+    beside = {"block_q": 512, "fold": False} if field == "fold" else {}
+    assert _program(beside | {field: CHANGED[field]}) != _program(beside)
