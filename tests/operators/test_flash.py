@@ -203,3 +203,25 @@ def test_a_field_changes_what_is_lowered(field: str) -> None:
     # Folded, the queries of all heads are one tile's: these few are.
     beside = {"block_q": 512, "fold": False} if field == "fold" else {}
     assert _program(beside | {field: CHANGED[field]}) != _program(beside)
+
+
+def test_what_a_search_tries() -> None:
+    plan = _plan("flash_attn2", H100, configs={"flash_attn2": {"num_warps": 4, "block_kv_dq": 32}})
+    operation, problem, placement = plan.operation, plan.problem, plan.placement
+    free = operation.tuned_fields("forward_cuda", problem, placement)
+    assert "num_warps" not in free
+    assert "block_kv_dq" not in free
+    ways = operation.candidates("forward_cuda", problem, placement)
+    assert set(ways) == {"forward", "backward"}
+    for part, suffixes in (("forward", ("",)), ("backward", ("_dkv", "_dq"))):
+        assert ways[part][0] == {
+            name: getattr(plan.config, name) for name in ways[part][0]
+        }  # what runs without a search
+        assert len({tuple(way.items()) for way in ways[part]}) == len(ways[part]) > 20
+        for way in ways[part]:
+            FlashAttention2Config.coerce(way)
+            assert set(way) <= set(free)
+            assert all(any(name.endswith(s) for s in suffixes if s) or part == "forward" for name in way)
+    assert operation.tuned_fields(
+        "forward_cuda", _plan("flash_attn2", H100, ONE, CACHE, CACHE).problem, placement
+    ) == tuple(name for name in ("block_q", "block_kv", "num_warps", "num_stages", "kv_splits"))
