@@ -37,7 +37,7 @@ def flash_candidates(problem: AttentionProblem, placement: Placement) -> dict[st
     config = problem.config
     assert isinstance(config, FlashAttention2Config)
     free, chosen = flash_tuned_fields(problem, placement), resolve_flash(problem, placement, config)
-    parts = {"forward": [_FORWARD], "backward": [_BACKWARD[:4], _BACKWARD[4:]]}
+    parts: dict[str, list[tuple[str, ...]]] = {"forward": [_FORWARD], "backward": [_BACKWARD[:4], _BACKWARD[4:]]}
     found: dict[str, tuple[dict[str, Any], ...]] = {}
     for part, groups in parts.items():
         names = [name for group in groups for name in group if name in free]
