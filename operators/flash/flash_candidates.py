@@ -44,13 +44,14 @@ def flash_candidates(problem: AttentionProblem, placement: Placement) -> dict[st
         if not names:
             continue
         own = {name: getattr(chosen, name) for name in names}
-        ways = [own]
+        around: list[list[dict[str, Any]]] = []
         for group in groups:  # the kernels of the backward pass don't know of each other's sizes
             fields = [name for name in group if name in free]
             near = [_near(name, own[name]) for name in fields]
             pairs = sorted(itertools.product(*near), key=lambda way, o=own, f=fields: _far(way, [o[n] for n in f]))  # type: ignore[misc]
-            ways += [own | dict(zip(fields, way, strict=True)) for way in pairs]
-        found[part] = tuple(_distinct(problem, placement, config, ways))
+            around.append([own | dict(zip(fields, way, strict=True)) for way in pairs])
+        ways = [way for row in itertools.zip_longest(*around) for way in row if way is not None]
+        found[part] = tuple(_distinct(problem, placement, config, [own, *ways]))
     return found
 
 
