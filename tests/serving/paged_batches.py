@@ -71,6 +71,7 @@ def make(
     rng = np.random.default_rng(seed)
     sequences = KINDS[case.kind] if sequences is None else sequences
     (heads, kv_heads), (dim, value_dim), page = case.heads, case.dims, case.page
+    width = max(width, *(-(-length // page) for _, length in sequences))
     count, pages = len(sequences), len(sequences) * width + 2
     size = count + spare
     dtype = jnp.dtype(case.quantised or case.dtype)
