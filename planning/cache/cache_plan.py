@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from ...errors import RefusedError
+from ...errors import InputError, RefusedError
 from ...sharding import FittedSpec, MeshAxis, describe_mesh
 from ..capability import Reason
 from ..text import bytes_text, spec_text
 from .cache_fields import CacheFields
+from .layer_groups import layer_numbers
+from .window_pages import pages_of_one, sequences_on
 
 __all__ = ["CacheArray", "CachePlan", "array_rows", "fact_rows"]
 
@@ -18,17 +21,23 @@ __all__ = ["CacheArray", "CachePlan", "array_rows", "fact_rows"]
 class CacheArray(NamedTuple):
     """An array of the cache or of a batch over it: where it lies, how many there are (one a layer), bytes of one on a device.
 
-    The bytes count what a device pads, which the fitted spec's own don't.
+    The bytes count what a device pads, which the fitted spec's own don't. `group` is that of its layers, where there are several.
     """
 
     fitted: FittedSpec
     dtype: str
     copies: int
     device_bytes: int
+    group: int | None = None
 
     @property
     def name(self) -> str:
         return self.fitted.tensor
+
+    @property
+    def label(self) -> str:
+        """The name, with the group where there are several."""
+        return self.name if self.group is None else f"{self.name}[{self.group}]"
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,9 @@ class CachePlan:
     `pages` are those of the whole cache, `shards` the parts in which `pages_axis` splits them and the batch, `sequence_shards`
     the devices of each that the pages of one sequence are dealt to in turn, `kv_repeat` how often a kv head is stored.
     `scalar_limit` and `memory_limit` are bytes of a device, None where they aren't known.
+
+    Of a cache whose layers are in several groups, `parts` are the plans of the groups, each that of a cache of its own, and
+    `pages` are those of all; `group` of such a part is (its number, how many there are).
     """
 
     cache: CacheFields
@@ -53,21 +65,39 @@ class CachePlan:
     memory_limit: int | None
     refused: tuple[Reason, ...]
     notes: tuple[str, ...]
+    parts: tuple[CachePlan, ...] = ()
+    group: tuple[int, int] | None = None
 
     def __getitem__(self, name: str) -> CacheArray:
-        for array in self.arrays:
-            if array.name == name:
-                return array
-        raise KeyError(name)
+        array = self.get(name)
+        if array is None:
+            raise KeyError(name)
+        return array
 
     def get(self, name: str) -> CacheArray | None:
-        """An array by its name, None where the cache has none of that name."""
+        """An array by its name, None where the cache has none of that name. Errors: InputError where each group has one."""
+        self.one_group(f"plan[{name!r}]")
         return next((array for array in self.arrays if array.name == name), None)
+
+    @property
+    def groups(self) -> tuple[CachePlan, ...]:
+        """The plan of each group of layers; itself where there is one."""
+        return self.parts or (self,)
+
+    def one_group(self, what: str) -> CachePlan:
+        """Itself. Errors: InputError for the plan of several groups, where `what` is of one."""
+        if self.parts:
+            raise InputError(
+                f"{what} is of one group of layers, and the cache has {len(self.parts)}; wanted plan.groups[n]: "
+                "cache.group_of(layer) says which."
+            )
+        return self
 
     @property
     def pages_array(self) -> CacheArray:
         """The first array of pages: of keys, or of both keys and values."""
-        return self.get("key_pages") or self["kv_pages"]
+        one = self.groups[0]
+        return one.get("key_pages") or one["kv_pages"]
 
     @property
     def idle_axes(self) -> tuple[MeshAxis, ...]:
@@ -90,7 +120,7 @@ class CachePlan:
     def local_pages(self) -> int:
         """Pages of a shard, on all of its sequence shards. Page ids count from 0 in each; this number itself is the id of
         padding."""
-        return self.pages // self.shards
+        return self.one_group("local_pages").pages // self.shards
 
     @property
     def table_width(self) -> int:
@@ -116,9 +146,29 @@ class CachePlan:
         return self.cache.max_tokens // self.shards * each
 
     @property
+    def most_pages(self) -> int:
+        """Pages that one sequence has at most: those of max_length tokens, or of a window and a step."""
+        return pages_of_one(self.one_group("most_pages").cache, self.shards, self.sequence_shards)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of max_length that fit."""
+        return min(
+            sequences_on(part.local_pages, part.cache, part.shards, part.sequence_shards) * part.shards for part in self.groups
+        )
+
+    @property
     def tokens(self) -> int:
-        """Tokens that fit into all pages."""
-        return self.pages * self.cache.page_size
+        """Tokens that fit into all pages; with a window more, as long sequences give pages back."""
+        return min(
+            max(part.pages * part.cache.page_size, part.sequences * part.cache.max_length * (part.window_tokens is not None))
+            for part in self.groups
+        )
+
+    @property
+    def window_tokens(self) -> int | None:
+        """Of the one group: tokens that a query sees at most."""
+        return self.cache.window_tokens
 
     @property
     def most_lost(self) -> int:
@@ -127,7 +177,7 @@ class CachePlan:
 
     @property
     def page_table_bytes(self) -> int:
-        """Of a device's page table, as scalar memory holds it."""
+        """Of a device's page table, as scalar memory holds it; each group of layers has one."""
         return 4 * self.local_sequences * self.table_width // self.sequence_shards
 
     def bytes_of(self, *names: str) -> int:
@@ -154,8 +204,12 @@ class CachePlan:
             "" if cache.quantised is None else f" in {cache.quantised.dtype} (a scale a {_PER[cache.quantised.scale]})"
         )
         layout = "" if cache.layout == "split" else f", layout {cache.layout}"
+        layers = f"{cache.layer_count} layers" + (f" in {len(self.parts)} groups" if self.parts else "")
+        if not self.parts and self.window_tokens is not None:
+            layers += f" with a window of {self.window_tokens} tokens"
+        which = "" if self.group is None else f"group {self.group[0]} of {self.group[1]}: "
         return (
-            f"cache: {cache.layers} layers, {cache.kv_heads} kv heads of {dims}, {cache.dtype}{stored}, pages of "
+            f"cache: {which}{layers}, {cache.kv_heads} kv heads of {dims}, {cache.dtype}{stored}, pages of "
             f"{cache.page_size} tokens{layout}"
         )
 
@@ -179,9 +233,10 @@ class CachePlan:
             "device_kind": self.device_kind,
             "pages": self.pages,
             "shards": self.shards,
-            "pages_per_shard": self.local_pages,
+            "pages_per_shard": self.pages // self.shards,
             "sequence_shards": self.sequence_shards,
             "tokens": self.tokens,
+            "groups": [_group_dict(self, number) for number in range(len(self.groups))],
             "kv_repeat": self.kv_repeat,
             "bytes_per_device": self.bytes_per_device,
             "bytes_of_pages": self.bytes_of(*_PAGES),
@@ -193,7 +248,7 @@ class CachePlan:
             "memory_limit": self.memory_limit,
             "most_tokens_lost": self.most_lost,
             "arrays": {
-                array.name: {
+                array.label: {
                     "spec": spec_text(array.fitted.spec),
                     "dtype": array.dtype,
                     "count": array.copies,
@@ -217,13 +272,11 @@ _BATCH = ("page_table", "cu_q_lens", "kv_lens", "num_seqs")
 def fact_rows(plan: CachePlan) -> list[tuple[str, str]]:
     """Labelled lines of all but the arrays."""
     cache, width = plan.cache, plan.table_width // plan.sequence_shards
-    each = "" if plan.shards == 1 else f", {plan.local_pages} on each of {plan.shards} shards"
-    if plan.sequence_shards > 1:
-        each += f", {plan.local_pages // plan.sequence_shards} on each of {plan.sequence_shards} sequence shards"
     rows = [
         ("mesh", describe_mesh(plan.mesh)),
         ("device", plan.device_kind or plan.platform),
-        ("pages", f"{plan.pages}{each}: {plan.tokens} tokens, {_whole_sequences(plan)} of {cache.max_length} tokens"),
+        *[(f"group {number}", _group_text(plan, number)) for number in range(len(plan.parts))],
+        ("tokens", _fit_text(plan)) if plan.parts else ("pages", f"{_pages_text(plan)}: {_fit_text(plan)}"),
         (
             "bytes",
             f"{bytes_text(plan.bytes_per_device)} a device: pages {bytes_text(plan.bytes_of(*_PAGES))}, "
@@ -236,6 +289,7 @@ def fact_rows(plan: CachePlan) -> list[tuple[str, str]]:
         (
             "scalars",
             f"page table {plan.local_sequences} x {width}: {bytes_text(plan.page_table_bytes)}"
+            + (", one a group" if plan.parts else "")
             + ("" if plan.scalar_limit is None else f" of {bytes_text(plan.scalar_limit)} scalar memory"),
         ),
     ]
@@ -257,13 +311,59 @@ def array_rows(plan: CachePlan) -> list[tuple[str, str, str, str, str]]:
         fitted = array.fitted
         many = f"{array.copies} x " if array.copies > 1 else ""
         shapes = f"{many}{array.dtype}[{_shape(fitted.shape)}]", f"[{_shape(fitted.local_shape)}]"
-        rows.append((array.name, spec_text(fitted.spec), *shapes, f"{many}{bytes_text(array.device_bytes)}"))
+        rows.append((array.label, spec_text(fitted.spec), *shapes, f"{many}{bytes_text(array.device_bytes)}"))
     return rows
 
 
-def _whole_sequences(plan: CachePlan) -> str:
-    count = plan.local_pages // plan.table_width * plan.shards
-    return f"{count} sequence{'' if count == 1 else 's'}"
+def _pages_text(plan: CachePlan, what: str = "") -> str:
+    """How many pages one group has, and where."""
+    each = "" if plan.shards == 1 else f", {plan.local_pages} on each of {plan.shards} shards"
+    if plan.sequence_shards > 1:
+        each += f", {plan.local_pages // plan.sequence_shards} on each of {plan.sequence_shards} sequence shards"
+    most = "" if plan.window_tokens is None else f", at most {plan.most_pages} a sequence"
+    return f"{plan.pages}{what}{each}{most}"
+
+
+def _fit_text(plan: CachePlan) -> str:
+    count = plan.sequences
+    return f"{plan.tokens} tokens, {count} sequence{'' if count == 1 else 's'} of {plan.cache.max_length} tokens"
+
+
+def _group_text(plan: CachePlan, number: int) -> str:
+    """One of several groups."""
+    part = plan.parts[number]
+    layers = layer_numbers(plan.cache.groups)[number]
+    window = "all tokens" if part.window_tokens is None else f"a window of {part.window_tokens} tokens"
+    return (
+        f"{len(layers)} layer{'' if len(layers) == 1 else 's'} ({_runs(layers)}), {window}: {_pages_text(part, ' pages')}: "
+        f"{_fit_text(part)}; {bytes_text(part.bytes_of(*_PAGES, 'key_scale', 'value_scale'))} a device"
+    )
+
+
+def _group_dict(plan: CachePlan, number: int) -> dict[str, Any]:
+    part = plan.groups[number]
+    return {
+        "layers": list(layer_numbers(plan.cache.groups)[number]),
+        "window_tokens": part.window_tokens,
+        "pages": part.pages,
+        "pages_per_shard": part.local_pages,
+        "pages_per_sequence": part.most_pages,
+        "tokens": part.tokens,
+        "sequences": part.sequences,
+        "bytes_of_pages": part.bytes_of(*_PAGES),
+        "bytes_of_scales": part.bytes_of("key_scale", "value_scale"),
+    }
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """0-4, 6-10: numbers that follow one another by their ends."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, run)) for run in found)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
