@@ -32,7 +32,7 @@ from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.insert import check_step
 from ..paged_cache.join_shards import check_mesh
 from ..paged_cache.paged_call import PagedCall, on_xla
-from ..paged_cache.state import CacheState, layer_of
+from ..paged_cache.state import CacheState, alone
 from ..runnable import check_runnable
 from .describe_step import describe_step
 from .paged_config import PagedConfig
@@ -95,7 +95,8 @@ class Paged(DeclaredOperation):
         Errors: InputError, InputTypeError (bad arguments, known batches that make no sense), RefusedError (nothing can run it).
         """
         step, sinks = step_of(call, self.metadata.causal)
-        pages = layer_of(state, layer)
+        own = alone(state, layer, batch)
+        pages, group = own.layers[0], state.cache.group_of(int(layer))
         mesh = self._mesh()
         arrays = (query, key, value, sinks, pages, batch)
         asked = (
@@ -103,6 +104,7 @@ class Paged(DeclaredOperation):
             mesh,
             ambient_platform(jax.tree.leaves(arrays)) if mesh is None else get_abstract_mesh(),
             state.cache,
+            group,
             step,
             kept_here(),
             _wide(jax.config),
@@ -110,15 +112,16 @@ class Paged(DeclaredOperation):
         )
         decided = _prepared.find(asked)
         if decided is None:
-            decided = self._prepare(state.cache, (query, key, value), sinks, step, mesh, arrays)
+            decided = self._prepare(state.cache, group, (query, key, value), sinks, step, mesh, arrays)
             _prepared.put(asked, decided)
         _check_pages(decided, state, pages, mesh)
         tokens = key if query is None else query
-        check_step(state, layer, batch, tokens, debug=False)
+        own = replace(own, cache=decided.cache.cache)
+        check_step(own, 0, batch, tokens, debug=False)
         check_longest(batch, step.max_q_len, debug=False)
         program = StepProgram(self, decided, mesh, step.debug)
-        alone = replace(state, layers=(pages,))  # one layer: all layers then share a program
-        output, lse, after = run_step(program, alone, batch, query, key, value, sinks)
+        # One layer, so that all layers of a group share a program.
+        output, lse, after = run_step(program, own, batch, query, key, value, sinks)
         return StepOutput(
             output, lse if step.return_lse else None, state.with_layer(layer, after.layers[0]), plan=decided
         )
@@ -130,11 +133,13 @@ class Paged(DeclaredOperation):
         value: CallArray | None = None,
         *,
         cache: KVCache | CacheState,
+        layer: int | None = None,
         batch: RaggedBatch | None = None,
         **call: Unpack[StepArguments],
     ) -> PagedPlan:
         """Return the plan of the same step, made from arrays or ShapeDtypeStructs; nothing runs.
 
+        `layer` has to be said where the cache's layers are in several groups.
         With a batch whose values are known it also says which pages are read. A plan of kind 'refused' is returned, not raised.
         """
         step, sinks = step_of(call, self.metadata.causal)
@@ -143,8 +148,13 @@ class Paged(DeclaredOperation):
             raise InputTypeError(
                 f"cache is {type(cache).__name__}; wanted a KVCache, or the CacheState that was made of one."
             )
+        if layer is None and len(declared.groups) > 1:
+            raise InputError(
+                f"the cache's layers are in {len(declared.groups)} groups; say of which the step is: layer=0."
+            )
+        group = declared.group_of(0 if layer is None else layer)
         mesh = self._mesh()
-        decided = self._plan(declared, (query, key, value), sinks, step, mesh, (query, key, value, sinks))
+        decided = self._plan(declared, group, (query, key, value), sinks, step, mesh, (query, key, value, sinks))
         known = batch is not None and all(known_values(x) is not None for x in jax.tree.leaves(batch))
         return replace(decided, reads=page_reads(decided.problem, batch)) if known else decided
 
@@ -155,24 +165,39 @@ class Paged(DeclaredOperation):
         value: CallArray | None = None,
         *,
         cache: KVCache | CacheState,
+        layer: int | None = None,
         batch: RaggedBatch | None = None,
         **call: Unpack[StepArguments],
     ) -> str:
         """Return the plan of the same step as text."""
-        return self.plan(query, key, value, cache=cache, batch=batch, **call).explain()
+        return self.plan(query, key, value, cache=cache, layer=layer, batch=batch, **call).explain()
 
     # -- the way of a step -------------------------------------------------------------------------------------------
 
     def _plan(
-        self, cache: KVCache, tokens: tuple[Any, Any, Any], sinks: Any, step: Step, mesh: AnyMesh | None, arrays: Any
+        self,
+        cache: KVCache,
+        group: int,
+        tokens: tuple[Any, Any, Any],
+        sinks: Any,
+        step: Step,
+        mesh: AnyMesh | None,
+        arrays: Any,
     ) -> PagedPlan:
-        problem = describe_step(type(self), self.metadata, cache, tokens, sinks, step, mesh, arrays)
+        problem = describe_step(type(self), self.metadata, cache, group, tokens, sinks, step, mesh, arrays)
         return plan_paged(type(self), problem, self.metadata.policy)
 
     def _prepare(
-        self, cache: KVCache, tokens: tuple[Any, Any, Any], sinks: Any, step: Step, mesh: AnyMesh | None, arrays: Any
+        self,
+        cache: KVCache,
+        group: int,
+        tokens: tuple[Any, Any, Any],
+        sinks: Any,
+        step: Step,
+        mesh: AnyMesh | None,
+        arrays: Any,
     ) -> PagedPlan:
-        decided = self._plan(cache, tokens, sinks, step, mesh, arrays).require()
+        decided = self._plan(cache, group, tokens, sinks, step, mesh, arrays).require()
         if decided.kind == "fallback" and decided.policy.fallback == "warn":
             _warn(decided)
         problem = decided.problem
@@ -195,6 +220,7 @@ class Paged(DeclaredOperation):
         if causal_window(problem.mask) is None:
             text = f"the mask {problem.mask.describe()}: over pages it is Causal and SlidingWindow, by positions"
             found.append(Reason("paged.mask", "mask", text, "Attend to a dense cache with 'vanilla' for any other."))
+        found += window_reasons(problem)
         known = problem.mask.features()
         for name in sorted(problem.features - capability.consumes - known):
             found.append(
@@ -250,6 +276,24 @@ class Paged(DeclaredOperation):
     def forward_native(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
         """Attend by plain XLA: decoding rows by a list of live pages, chunks block by block; dead pages aren't read."""
         return on_xla(call)
+
+
+def window_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
+    """The reason against a window that is larger than the one for which the layer's pages are kept."""
+    seen, kept = causal_window(problem.mask), problem.cache.window_tokens
+    if seen is None or kept is None or problem.mode == "insert":
+        return ()
+    left = seen[1][0]
+    if left is not None and left < kept:
+        return ()
+    text = (
+        f"the mask {problem.mask.describe()} sees more than the window of {kept} tokens for which the cache keeps these layers' "
+        "pages: older ones may hold another sequence"
+    )
+    hint = (
+        f"Give sliding_window=({kept - 1}, 0) or a smaller one, or declare the layer in a group without window_tokens."
+    )
+    return (Reason("paged.window_prefix", "sliding_window", text, hint),)
 
 
 def _signature(x: Any) -> Any:

@@ -154,14 +154,18 @@ class CachePlan:
     def sequences(self) -> int:
         """Sequences of max_length that fit."""
         return min(
-            sequences_on(part.local_pages, part.cache, part.shards, part.sequence_shards) * part.shards for part in self.groups
+            sequences_on(part.local_pages, part.cache, part.shards, part.sequence_shards) * part.shards
+            for part in self.groups
         )
 
     @property
     def tokens(self) -> int:
         """Tokens that fit into all pages; with a window more, as long sequences give pages back."""
         return min(
-            max(part.pages * part.cache.page_size, part.sequences * part.cache.max_length * (part.window_tokens is not None))
+            max(
+                part.pages * part.cache.page_size,
+                part.sequences * part.cache.max_length * (part.window_tokens is not None),
+            )
             for part in self.groups
         )
 

@@ -119,7 +119,9 @@ def _pages(cache: CacheFields, sizes: CacheSizes, axes: tuple[MeshAxis, ...], ta
         fixed, with_one = (sum(array.copies * array.device_bytes for array in arrays) for arrays in (empty, one))
         left -= fixed
         prices.append(with_one - fixed)
-        wanted.append(None if part.window_tokens is None else pages_of_all(part, sizes.shards, sizes.along) // sizes.along)
+        wanted.append(
+            None if part.window_tokens is None else pages_of_all(part, sizes.shards, sizes.along) // sizes.along
+        )
     if None not in wanted:
         wanted = [None] * len(wanted)  # nobody else would have what is left
     given = [0] * len(parts)

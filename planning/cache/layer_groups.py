@@ -34,9 +34,9 @@ class LayerGroup(GivenModel):
     window_tokens: Annotated[
         _Size | None, Field(description="Tokens that a query sees at most, itself among them; null: all.")
     ] = None
-    pages: Annotated[
-        _Size | None, Field(description="Of this group, over all devices; or bytes_per_device says.")
-    ] = None
+    pages: Annotated[_Size | None, Field(description="Of this group, over all devices; or bytes_per_device says.")] = (
+        None
+    )
 
     @field_validator("layers", mode="before")
     @classmethod

@@ -97,7 +97,8 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
         needs = f"a sequence of max_length={cache.max_length} needs {cache.table_width}"
         hint = f"Wanted at least {least} pages, or a smaller max_length."
         if plan.most_pages < plan.table_width:
-            needs = f"a sequence needs {plan.most_pages}: a window of {plan.window_tokens} tokens and a step of {cache.max_tokens}"
+            both = f"a window of {plan.window_tokens} tokens and a step of {cache.max_tokens}"
+            needs = f"a sequence needs {plan.most_pages}: {both}"
             hint = f"Wanted at least {least} pages, or a smaller window_tokens or max_tokens."
         refuse(
             "pages", "pages" if cache.bytes_per_device is None else "bytes_per_device",
@@ -162,8 +163,8 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
         )
     if plan.window_tokens is not None and cache.max_tokens is None:
         found.append(
-            f"max_tokens isn't declared, so a step may bring a whole sequence: a window of {plan.window_tokens} tokens is planned "
-            "with the pages of max_length"
+            f"max_tokens isn't declared, so a step may bring a whole sequence: layers with a window of {plan.window_tokens} tokens "
+            "are planned with the pages of max_length"
         )
     if plan.idle_axes:
         names = ", ".join(f"{axis.name}={axis.size}" for axis in plan.idle_axes)
