@@ -57,10 +57,8 @@ def plan_step(
     """The plan of the declared step, with what it reads."""
     refuse_inputs(inputs)
     operation, step = step_of(declaration, metadata, mode)
-    arrays = {"softmax_aux": step.sinks, "batch": step.batch}
-    return operation.plan(
-        step.query, step.key, step.value, cache=step.cache, layer=step.layer, **arrays, **step.options
-    )
+    tokens, options = (step.query, step.key, step.value), step.options | {"softmax_aux": step.sinks}
+    return operation.plan(*tokens, cache=step.cache, layer=step.layer, batch=step.batch, **options)
 
 
 def refuse_inputs(inputs: Path | None) -> None:

@@ -14,6 +14,7 @@ from .pool_check import check_pool
 from .prefix_index import PrefixIndex
 from .results import Growth, PageCounts, PrefixMatch
 from .sequence_state import SequenceState
+from .window import Window
 
 __all__ = ["PagePool"]
 
@@ -32,7 +33,8 @@ class PagePool:
     pages, page_size: how many pages of how many tokens. max_pages_per_sequence: the width of the page table, if it has one.
     prefix_sharing=False: nothing is published or matched. scrub_on_free=True: pages that had an owner before are reported in
     `to_scrub` when they get another. sequence_shards=n: page number p of a sequence gets an id g with g % n == p % n, as a cache
-    needs whose page_sequence_axis splits each sequence's pages over n devices.
+    needs whose page_sequence_axis splits each sequence's pages over n devices. window_tokens: the layers see so many tokens at
+    most, so `release` gives back what the next token doesn't see, and a prefix is matched by what it sees.
 
     A pool is for one cache of one model on one data-parallel shard. Page ids are local to it: a caller with several shards has
     a pool for each and chooses the shard of each sequence. One thread at a time may use it.
@@ -50,6 +52,7 @@ class PagePool:
         prefix_sharing: bool = True,
         scrub_on_free: bool = False,
         sequence_shards: int = 1,
+        window_tokens: int | None = None,
     ) -> None:
         self.pages = whole_number("pages", pages, 1)
         self.page_size = whole_number("page_size", page_size, 1)
@@ -65,6 +68,8 @@ class PagePool:
         if max_pages_per_sequence is not None:
             max_pages_per_sequence = whole_number("max_pages_per_sequence", max_pages_per_sequence, 1)
         self.max_pages_per_sequence = max_pages_per_sequence
+        self.window_tokens = None if window_tokens is None else whole_number("window_tokens", window_tokens, 1)
+        self._window = Window(self.window_tokens, self.page_size)
         self.prefix_sharing = bool(prefix_sharing)
         self.scrub_on_free = bool(scrub_on_free)
         self._sequences: dict[Hashable, SequenceState] = {}
@@ -101,9 +106,10 @@ class PagePool:
         return growth
 
     def truncate(self, sequence: Hashable, length: int) -> None:
-        """Cut a sequence to its first `length` tokens, as after refused guesses; pages beyond them are given back."""
-        state = self._get(sequence)
-        state.length = length = whole_number("length", length, 0, state.length)
+        """Cut a sequence to its first `length` tokens, as after refused guesses; pages beyond them are given back. Errors:
+        InputError for a length at which the next token would see pages that were released."""
+        state, length = self._truncated(sequence, length)
+        state.length = length
         keep = -(-length // self.page_size)
         self._owners.release(state.pages[keep:])
         del state.pages[keep:], state.tokens[length:], state.keys[length // self.page_size :]
@@ -113,14 +119,29 @@ class PagePool:
         state = self._get(parent)
         self._must_be_new(child)
         new = state.copy(-(-state.length // self.page_size))
-        self._owners.retain(new.pages)
+        self._owners.retain(new.held)
         self._sequences[child] = new
 
     def free(self, sequence: Hashable) -> None:
         """Give back all pages of a sequence and forget it."""
-        pages = self._get(sequence).pages
+        pages = self._get(sequence).held
         del self._sequences[sequence]
         self._owners.release(pages)
+
+    def release(self, sequence: Hashable) -> int:
+        """Give back the pages that neither the sequence's next token nor a later one sees; how many. None without a window.
+
+        They become padding in the page table. Others that share them keep them, and published ones can be matched as before. Call
+        it once the step that writes the sequence's last tokens has its page table, and after `publish` and `truncate`.
+        """
+        state = self._get(sequence)
+        first = self._window.first_kept(state.length)
+        count = first - state.released
+        if count > 0:
+            self._owners.release(state.pages[state.released : first])
+            state.pages[state.released : first] = array("i", [self.pages]) * count
+            state.released = first
+        return max(0, count)
 
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
@@ -132,23 +153,22 @@ class PagePool:
         """
         state = self._get(sequence)
         if self.prefix_sharing:
-            self._index.publish(state.tokens, state.keys, state.pages)
+            self._index.publish(state.tokens, state.keys, state.pages, state.released)
 
     def match(self, token_ids: Iterable[int]) -> PrefixMatch:
-        """The longest published prefix of these tokens, in whole pages. Nothing changes, and nothing is kept for the caller."""
-        _, pages = self._index.walk(token_array(token_ids))
-        return PrefixMatch(len(pages) * self.page_size, tuple(pages))
+        """The longest published prefix of these tokens, in whole pages; with a window, those pages that its next token sees.
+        Nothing changes, and nothing is kept for the caller."""
+        keys, pages = self._index.walk(token_array(token_ids), self._window)
+        return PrefixMatch(len(keys) * self.page_size, tuple(pages))
 
     def adopt(self, sequence: Hashable, token_ids: Iterable[int], tokens: int = 0) -> Growth:
         """Start a sequence on the longest published prefix of these tokens, with pages for `tokens` more beyond it.
 
         `matched` in the result says how long the sequence is now. Leave out a prompt's last token, as its query has to run.
         """
-        ids, tokens = token_array(token_ids), whole_number("tokens", tokens, 0)
-        self._must_be_new(sequence)
-        keys, pages = self._index.walk(ids)
-        matched = len(pages) * self.page_size
-        state = SequenceState(matched, array("i", pages), ids[:matched], keys)
+        tokens = whole_number("tokens", tokens, 0)
+        state, pages = self._adopted(sequence, token_array(token_ids))
+        matched = state.length
         growth = self._grow(sequence, state, tokens, adopted=pages)
         self._sequences[sequence] = state
         return growth._replace(matched=matched)
@@ -156,9 +176,8 @@ class PagePool:
     # -- for the device -----------------------------------------------------------------------------------------------
 
     def page_table(self, sequences: Sequence[Hashable | None], width: int | None = None) -> np.ndarray:
-        """int32 [sequences, width]: the pages of each sequence, then the id `pages`, which doesn't exist.
-
-        Scatters drop what goes to that id. A row is empty where None stands for a sequence. `width` is
+        """int32 [sequences, width]: the pages of each sequence, then the id `pages`, which doesn't exist; it also stands for pages
+        that were released. Scatters drop what goes to that id. A row is empty where None stands for a sequence. `width` is
         max_pages_per_sequence unless given.
         """
         if width is None and self.max_pages_per_sequence is None:
@@ -201,7 +220,7 @@ class PagePool:
         return self._owners.available
 
     def pages_of(self, sequence: Hashable) -> tuple[int, ...]:
-        """The pages of a sequence in the order of its tokens."""
+        """The pages of a sequence in the order of its tokens; the id `pages` for those that were released."""
         return tuple(self._get(sequence).pages)
 
     def counts(self) -> PageCounts:
@@ -209,7 +228,7 @@ class PagePool:
         filled: dict[int, int] = {}
         for state in self._sequences.values():
             whole, rest = divmod(state.length, self.page_size)
-            filled.update(dict.fromkeys(state.pages[:whole], self.page_size))
+            filled.update(dict.fromkeys(state.pages[state.released : whole], self.page_size))
             if rest:
                 filled[state.pages[whole]] = max(rest, filled.get(state.pages[whole], 0))
         used = len(self._owners.references)
@@ -218,7 +237,7 @@ class PagePool:
 
     def check(self) -> None:
         """Prove that no page leaks or is shared wrongly. Errors: AttnOpsError, which says what is wrong with which page."""
-        check_pool(self._owners, self._sequences)
+        check_pool(self._owners, self._sequences, self._window)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -247,11 +266,33 @@ class PagePool:
                 f"sequence {shown(sequence)} is in the pool already; wanted a new id. Hint: free it first."
             )
 
-    def _grow(self, sequence: Hashable, state: SequenceState, tokens: int, adopted: Sequence[int] = ()) -> Growth:
-        """Pages for more tokens, or an error before anything is changed; `adopted` are the state's pages, not yet counted."""
+    def _truncated(self, sequence: Hashable, length: int) -> tuple[SequenceState, int]:
+        """The sequence and its new length. Errors: those of truncate."""
+        state = self._get(sequence)
+        length = whole_number("length", length, 0, state.length)
+        if self._window.first_kept(length) < state.released:
+            raise InputError(
+                f"sequence {shown(sequence)} of {state.length} tokens cut to {length}: its next token would see pages that were "
+                f"released, the first {state.released}. Hint: release after truncate."
+            )
+        return state, length
+
+    def _adopted(self, sequence: Hashable, ids: array[int]) -> tuple[SequenceState, list[int]]:
+        """A new sequence on the longest prefix that is here, and its pages, not yet counted. Errors: for one that is here."""
+        self._must_be_new(sequence)
+        keys, pages = self._index.walk(ids, self._window)
+        matched, released = len(keys) * self.page_size, len(keys) - len(pages)
+        table = array("i", [self.pages]) * released + array("i", pages)
+        return SequenceState(matched, table, ids[:matched], keys, released), pages
+
+    def _wanted(
+        self, sequence: Hashable, state: SequenceState, tokens: int, adopted: Sequence[int] = ()
+    ) -> tuple[list[int], int | None, bool]:
+        """(the shards of new pages, the page that is written first beside them, whether it has to be copied). Nothing changes.
+        Errors: those of growing."""
         owners = self._owners
         inside, offset = divmod(state.length, self.page_size)
-        last = state.pages[inside] if offset and tokens else None  # what is about to be written, beside new pages
+        last = state.pages[inside] if offset and tokens else None
         copied = last is not None and owners.references[last] > 1
         reached = -(-(state.length + tokens) // self.page_size)
         if self.max_pages_per_sequence is not None and reached > self.max_pages_per_sequence:
@@ -262,6 +303,12 @@ class PagePool:
         n = self.sequence_shards
         shards = [inside % n] * copied + [number % n for number in range(len(state.pages), reached)]
         self._must_have(sequence, shards, tokens, adopted)
+        return shards, last, copied
+
+    def _grow(self, sequence: Hashable, state: SequenceState, tokens: int, adopted: Sequence[int] = ()) -> Growth:
+        """Pages for more tokens, or an error before anything is changed; `adopted` are the state's pages, not yet counted."""
+        owners, inside = self._owners, state.length // self.page_size
+        shards, last, copied = self._wanted(sequence, state, tokens, adopted)
         owners.retain(adopted)
         taken = [owners.take(shard) for shard in shards]
         new = [page for page, _ in taken]

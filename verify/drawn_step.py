@@ -23,8 +23,8 @@ _AMPLITUDE = 40  # of what int8 pages hold
 
 
 class DrawnStep(NamedTuple):
-    """`run(state, batch, tokens, sinks)` is the step of the declared layer, `arguments` are its own, placed; `arrays` as they were
-    drawn."""
+    """`run(state, batch, tokens, sinks)` is the step of the declared layer, `arguments` are its own, placed; `arrays` as
+    they were drawn."""
 
     run: Callable[..., StepOutput]
     arguments: tuple[CacheState, RaggedBatch, tuple[Any, Any, Any], Any]

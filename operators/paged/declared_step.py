@@ -42,7 +42,8 @@ class DeclaredStep(NamedTuple):
 
 
 def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: str | None = None) -> DeclaredStep:
-    """Of a file with a step and a cache, whose plan is `plan`. `update` is that of the operation's config, where the step says none.
+    """Of a file with a step and a cache, whose plan is `plan`. `update` is that of the operation's config, where the step has
+    none.
 
     Sequences are dealt to the shards of the pages in turn, whole blocks of them. Errors: ConfigError for a file without either.
     """

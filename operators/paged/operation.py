@@ -116,7 +116,7 @@ class Paged(DeclaredOperation):
             _prepared.put(asked, decided)
         _check_pages(decided, state, pages, mesh)
         tokens = key if query is None else query
-        own = replace(own, cache=decided.cache.cache)
+        own = replace(own, cache=state.cache.part(group, decided.cache.pages))
         check_step(own, 0, batch, tokens, debug=False)
         check_longest(batch, step.max_q_len, debug=False)
         program = StepProgram(self, decided, mesh, step.debug)

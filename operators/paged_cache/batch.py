@@ -81,7 +81,7 @@ class RaggedBatch:
             np.concatenate([table, np.full((missing, width), padding, np.int32)]),
             np.asarray(count, np.int32),
         )
-        made = cls(*host, 0 if plan.group is None else plan.group[0])
+        made = cls(host[0], host[1], host[2], host[3], 0 if plan.group is None else plan.group[0])
         made.check(padding, plan.cache.page_size, tokens, plan.window_tokens)
         if split > 1:
             if problem := table_problem(host[2], split, padding):

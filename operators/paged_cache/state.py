@@ -193,7 +193,7 @@ def abstract(plan: CachePlan, mesh: AnyMesh | None = None, *, layers: int | None
     count = plan.cache.layer_count if layers is None else layers
     owns = [plan.groups[plan.cache.group_of(layer)] for layer in range(count)]
     made = tuple(LayerPages(*(of(own, name) for name in _names(own))) for own in owns)
-    return CacheState(made, plan.cache, plan.sequence_shards)
+    return CacheState(made, plan.cache, plan.sequence_shards)  # type: ignore[arg-type]
 
 
 def shardings(cache: KVCache, mesh: Mesh, *, kv_heads: Literal["replicate", "error"] = "replicate") -> CacheShardings:

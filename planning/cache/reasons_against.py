@@ -163,8 +163,8 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
         )
     if plan.window_tokens is not None and cache.max_tokens is None:
         found.append(
-            f"max_tokens isn't declared, so a step may bring a whole sequence: layers with a window of {plan.window_tokens} tokens "
-            "are planned with the pages of max_length"
+            "max_tokens isn't declared, so a step may bring a whole sequence: layers with a window of "
+            f"{plan.window_tokens} tokens are planned with the pages of max_length"
         )
     if plan.idle_axes:
         names = ", ".join(f"{axis.name}={axis.size}" for axis in plan.idle_axes)
