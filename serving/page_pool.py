@@ -176,8 +176,8 @@ class PagePool:
     # -- for the device -----------------------------------------------------------------------------------------------
 
     def page_table(self, sequences: Sequence[Hashable | None], width: int | None = None) -> np.ndarray:
-        """int32 [sequences, width]: the pages of each sequence, then the id `pages`, which doesn't exist; it also stands for pages
-        that were released. Scatters drop what goes to that id. A row is empty where None stands for a sequence. `width` is
+        """int32 [sequences, width]: the pages of each sequence, then the id `pages`, which doesn't exist and also stands for
+        pages that were released. Scatters drop what goes to that id. A row is empty where None stands for a sequence. `width` is
         max_pages_per_sequence unless given.
         """
         if width is None and self.max_pages_per_sequence is None:

@@ -1,4 +1,4 @@
-"""The pools of a cache whose layers are in groups: each group has pages of its own, and sequences grow in all of them together."""
+"""The pools of a cache whose layers are in groups: each has pages of its own, and sequences grow in all of them together."""
 
 from __future__ import annotations
 
