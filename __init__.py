@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .operators.vanilla import VanillaConfig
     from .planning import AttentionProblem, OperationConfig, Plan, Policy, Reason, Rule, implementation, plan
     from .planning.cache.kv_cache import KVCache
+    from .planning.cache.layer_groups import LayerGroup
     from .registry import OperationMetadata, OperationRegistry
     from .registry.declaration import Declaration
     from .registry.model_declaration import LayerDeclaration, ModelDeclaration
@@ -68,6 +69,7 @@ __all__ = [
     "InputTypeError",
     "KVCache",
     "LayerDeclaration",
+    "LayerGroup",
     "Lengths",
     "LocalCall",
     "LocalOutput",
@@ -110,6 +112,7 @@ _FILES = {
     "Declaration": "registry.declaration",
     "KVCache": "planning.cache.kv_cache",
     "LayerDeclaration": "registry.model_declaration",
+    "LayerGroup": "planning.cache.layer_groups",
     "ModelDeclaration": "registry.model_declaration",
     "SdpaConfig": "operators.sdpa",
     "SplashConfig": "operators.splash",

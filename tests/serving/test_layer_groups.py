@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from attnops import ConfigError, InputError, OperationRegistry, RefusedError, UnknownNameError
+from attnops import ConfigError, InputError, ModelDeclaration, OperationRegistry, RefusedError, UnknownNameError
 from attnops.errors import CapacityError
 from attnops.operators.paged_cache import (
     CacheState,
@@ -95,6 +95,32 @@ def test_groups_of_a_models_windows() -> None:
     assert layer_groups([None, None]) == (LayerGroup(layers=(0, 1)),)
     with pytest.raises(ValidationError):
         layer_groups([0])
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        ({"model_type": "gemma2", "sliding_window": 4096, "query_pre_attn_scalar": 64}, [4096, None] * 4),
+        ({"model_type": "gpt_oss", "sliding_window": 128}, [128, None] * 4),
+        ({"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 6}, [1024] * 5 + [None] + [1024] * 2),
+        ({"model_type": "mistral", "sliding_window": None}, [None] * 8),
+    ],
+    ids=lambda x: x["model_type"] if isinstance(x, dict) else "",
+)  # fmt: skip
+def test_groups_of_a_models_config(config: dict[str, Any], windows: list[int | None]) -> None:
+    """As transformers' modelling code has the layers; see tests/registry for each family."""
+    sizes = {
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_size": 256,
+    }
+    model = ModelDeclaration.from_config(sizes | {"max_position_embeddings": 8192} | config)
+    groups = model.layer_groups
+    assert groups == layer_groups(windows)
+    cache = cache_of(layers=[group.model_dump() for group in groups], bytes_per_device=2**24)
+    assert [cache.groups[cache.group_of(n)].window_tokens for n in range(8)] == windows
 
 
 @pytest.mark.parametrize(
