@@ -7,9 +7,10 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
-from ..errors import CapacityError, InputError, InputTypeError, UnknownNameError, shown
+from ..errors import InputError, shown
 from .checked_arguments import token_array, whole_number
 from .page_owners import PageOwners
+from .pool_books import PoolBooks
 from .pool_check import check_pool
 from .prefix_index import PrefixIndex
 from .results import Growth, PageCounts, PrefixMatch
@@ -21,7 +22,7 @@ __all__ = ["PagePool"]
 _SLOTS = 2**31 - 1  # page ids, lengths and slots are int32 on devices
 
 
-class PagePool:
+class PagePool(PoolBooks):
     """Gives the pages of a paged KV cache to sequences, shares them where prefixes agree, and takes them back.
 
     A sequence has an id of the caller's: anything hashable but None. It grows by `alloc` (room only) and `append` (tokens);
@@ -241,70 +242,6 @@ class PagePool:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _find(self, sequence: Hashable) -> SequenceState | None:
-        if sequence is None:
-            raise InputTypeError("a sequence's id is None; wanted anything else: None is an empty row of a page table.")
-        try:
-            return self._sequences.get(sequence)
-        except TypeError:
-            raise InputTypeError(
-                f"sequence {shown(sequence)} isn't hashable; wanted an id such as an int or a str."
-            ) from None
-
-    def _get(self, sequence: Hashable) -> SequenceState:
-        state = self._find(sequence)
-        if state is None:
-            raise UnknownNameError(
-                f"no sequence {shown(sequence)} is in the pool ({len(self)} are). "
-                "Hint: alloc, adopt or fork starts one; free forgets it, so it is freed once."
-            )
-        return state
-
-    def _must_be_new(self, sequence: Hashable) -> None:
-        if self._find(sequence) is not None:
-            raise InputError(
-                f"sequence {shown(sequence)} is in the pool already; wanted a new id. Hint: free it first."
-            )
-
-    def _truncated(self, sequence: Hashable, length: int) -> tuple[SequenceState, int]:
-        """The sequence and its new length. Errors: those of truncate."""
-        state = self._get(sequence)
-        length = whole_number("length", length, 0, state.length)
-        if self._window.first_kept(length) < state.released:
-            raise InputError(
-                f"sequence {shown(sequence)} of {state.length} tokens cut to {length}: its next token would see pages that were "
-                f"released, the first {state.released}. Hint: release after truncate."
-            )
-        return state, length
-
-    def _adopted(self, sequence: Hashable, ids: array[int]) -> tuple[SequenceState, list[int]]:
-        """A new sequence on the longest prefix that is here, and its pages, not yet counted. Errors: for one that is here."""
-        self._must_be_new(sequence)
-        keys, pages = self._index.walk(ids, self._window)
-        matched, released = len(keys) * self.page_size, len(keys) - len(pages)
-        table = array("i", [self.pages]) * released + array("i", pages)
-        return SequenceState(matched, table, ids[:matched], keys, released), pages
-
-    def _wanted(
-        self, sequence: Hashable, state: SequenceState, tokens: int, adopted: Sequence[int] = ()
-    ) -> tuple[list[int], int | None, bool]:
-        """(the shards of new pages, the page that is written first beside them, whether it has to be copied). Nothing changes.
-        Errors: those of growing."""
-        owners = self._owners
-        inside, offset = divmod(state.length, self.page_size)
-        last = state.pages[inside] if offset and tokens else None
-        copied = last is not None and owners.references[last] > 1
-        reached = -(-(state.length + tokens) // self.page_size)
-        if self.max_pages_per_sequence is not None and reached > self.max_pages_per_sequence:
-            raise InputError(
-                f"sequence {shown(sequence)} of {state.length} tokens would get {tokens} more, on {reached} pages; "
-                f"max_pages_per_sequence is {self.max_pages_per_sequence}. Hint: end the sequence, or declare a wider table."
-            )
-        n = self.sequence_shards
-        shards = [inside % n] * copied + [number % n for number in range(len(state.pages), reached)]
-        self._must_have(sequence, shards, tokens, adopted)
-        return shards, last, copied
-
     def _grow(self, sequence: Hashable, state: SequenceState, tokens: int, adopted: Sequence[int] = ()) -> Growth:
         """Pages for more tokens, or an error before anything is changed; `adopted` are the state's pages, not yet counted."""
         owners, inside = self._owners, state.length // self.page_size
@@ -323,20 +260,3 @@ class PagePool:
         # A copy overwrites its whole page, so that one needs no zeros.
         scrub = tuple(page for page, old in taken[copied:] if old) if self.scrub_on_free else ()
         return Growth(tuple(new), copies, scrub)
-
-    def _must_have(self, sequence: Hashable, shards: Sequence[int], tokens: int, adopted: Sequence[int]) -> None:
-        """So many pages of each shard; `adopted` are kept. Errors: CapacityError."""
-        owners, n = self._owners, self.sequence_shards
-        each = self.pages // n
-        kept = [page % n for page in adopted if page not in owners.references]
-        for shard in range(n):
-            wanted, available = shards.count(shard), owners.available_on(shard) - kept.count(shard)
-            if wanted > available:
-                where = "" if n == 1 else f" on sequence shard {shard} of {n}"
-                raise CapacityError(
-                    f"sequence {shown(sequence)} wants {wanted} {'page' if wanted == 1 else 'pages'}{where} for {tokens} more "
-                    f"tokens; {available} of {each} can be had, and {each - available} are in use. "
-                    "Hint: free a sequence, or make the pool larger.",
-                    wanted,
-                    available,
-                )

@@ -14,13 +14,13 @@ from jax.sharding import get_abstract_mesh
 
 from ...errors import FallbackWarning, InputError, InputTypeError
 from ...masks.int_arrays import known_values
-from ...planning import OperationConfig, Reason, Rule, implementation
+from ...planning import OperationConfig, Reason, implementation
 from ...planning.cache.kv_cache import KVCache
 from ...planning.call_arguments import CallArray
 from ...planning.paged.decide_paged import plan_paged
 from ...planning.paged.page_reads import page_reads
 from ...planning.paged.paged_plan import PagedPlan
-from ...planning.paged.paged_problem import PagedProblem, causal_window
+from ...planning.paged.paged_problem import PagedProblem
 from ...planning.tune_cache import kept_here
 from ...sharding import describe_mesh
 from ...sharding.mesh import AnyMesh
@@ -39,6 +39,7 @@ from .paged_config import PagedConfig
 from .run_step import StepProgram, run_step
 from .step_arguments import Step, StepArguments, step_of
 from .step_output import StepOutput
+from .step_reasons import DTYPE, SOFTMAX, step_reasons
 from .tpu_kernel import on_tpu, tpu_notes, tpu_reasons, tpu_sizes
 
 __all__ = ["Paged"]
@@ -49,20 +50,6 @@ _prepared: BoundedCache[PagedPlan] = BoundedCache(512)  # of all operations: equ
 
 _FEATURES = frozenset(
     {"causal", "sliding_window", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "quantized_kv"}
-)
-_SOFTMAX = Rule(
-    "paged.softmax_dtype",
-    "runtime_softmax_dtype",
-    lambda p, c: p.softmax_dtype == "float32",
-    "softmax dtype {p.softmax_dtype}: over pages it is float32",
-    "Leave runtime_softmax_dtype at float32.",
-)
-_DTYPE = Rule(
-    "paged.dtype",
-    "runtime_dtype",
-    lambda p, c: p.runtime_dtype in ("float32", "bfloat16", "float16"),
-    "runtime dtype {p.runtime_dtype}: queries over pages are float32, bfloat16 or float16",
-    "Leave runtime_dtype out, or declare one of these.",
 )
 
 
@@ -216,22 +203,7 @@ class Paged(DeclaredOperation):
     def reasons_against(cls, method: str, problem: PagedProblem) -> tuple[Reason, ...]:
         """Every reason against a method: features that it doesn't have, rules that fail, the layout that a name stands for."""
         capability = cls.capability(method)
-        found = []
-        if causal_window(problem.mask) is None:
-            text = f"the mask {problem.mask.describe()}: over pages it is Causal and SlidingWindow, by positions"
-            found.append(Reason("paged.mask", "mask", text, "Attend to a dense cache with 'vanilla' for any other."))
-        found += window_reasons(problem)
-        known = problem.mask.features()
-        for name in sorted(problem.features - capability.consumes - known):
-            found.append(
-                Reason(f"feature.{name}", name, f"{method} has no {name}", "Leave it out, or declare fallback='allow'.")
-            )
-        if cls.cache_layout not in (None, problem.layout):
-            text = (
-                f"{cls.name} stands for pages of layout {cls.cache_layout!r}, and the cache declares {problem.layout!r}"
-            )
-            hint = f"Declare cache.layout={cls.cache_layout!r}, or use the operation 'paged'."
-            found.append(Reason("paged.layout", "cache.layout", text, hint))
+        found = step_reasons(problem, method, capability.consumes, cls.name, cls.cache_layout)
         if method == "forward_tpu":
             found += tpu_reasons(problem)
         found += [r for rule in capability.rules if (r := rule.check(problem, problem.config)) is not None]  # type: ignore[arg-type]
@@ -260,7 +232,7 @@ class Paged(DeclaredOperation):
 
     @implementation(
         consumes=_FEATURES,
-        rules=(_SOFTMAX,),
+        rules=(SOFTMAX,),
         tolerance={"float32": (4e-6, None), "bfloat16": (1.5e-2, None)},
         check_vma=False,
     )
@@ -270,30 +242,12 @@ class Paged(DeclaredOperation):
 
     @implementation(
         consumes=_FEATURES,
-        rules=(_SOFTMAX, _DTYPE),
+        rules=(SOFTMAX, DTYPE),
         tolerance={"float32": (4e-6, None), "bfloat16": (1.5e-2, None), "float16": (2e-3, None)},
     )
     def forward_native(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
         """Attend by plain XLA: decoding rows by a list of live pages, chunks block by block; dead pages aren't read."""
         return on_xla(call)
-
-
-def window_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
-    """The reason against a window that is larger than the one for which the layer's pages are kept."""
-    seen, kept = causal_window(problem.mask), problem.cache.window_tokens
-    if seen is None or kept is None or problem.mode == "insert":
-        return ()
-    left = seen[1][0]
-    if left is not None and left < kept:
-        return ()
-    text = (
-        f"the mask {problem.mask.describe()} sees more than the window of {kept} tokens for which the cache keeps these layers' "
-        "pages: older ones may hold another sequence"
-    )
-    hint = (
-        f"Give sliding_window=({kept - 1}, 0) or a smaller one, or declare the layer in a group without window_tokens."
-    )
-    return (Reason("paged.window_prefix", "sliding_window", text, hint),)
 
 
 def _signature(x: Any) -> Any:

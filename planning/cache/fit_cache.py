@@ -22,7 +22,8 @@ from ...sharding import (
 )
 from ...sharding.mesh import AnyMesh, gpu_vendor
 from .cache_fields import ONE_ARRAY, CacheFields, axis_names
-from .cache_plan import CacheArray, CachePlan
+from .cache_numbers import CacheArray
+from .cache_plan import CachePlan
 from .reasons_against import CacheSizes, memory_refusal, notes, padded, refusals, together
 from .window_pages import pages_of_all
 
