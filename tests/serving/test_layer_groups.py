@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -13,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from attnops import ConfigError, InputError, ModelDeclaration, OperationRegistry, RefusedError, UnknownNameError
+from attnops import (
+    ConfigError,
+    InputError,
+    ModelDeclaration,
+    OperationMetadata,
+    OperationRegistry,
+    RefusedError,
+    UnknownNameError,
+)
 from attnops.errors import CapacityError
 from attnops.operators.paged_cache import (
     CacheState,
@@ -324,6 +333,43 @@ def test_each_layer_is_written_in_its_groups_pages() -> None:
     np.testing.assert_array_equal(one.layers[1].key, state.layers[1].key)
     assert not np.asarray(scrub(state, [6], group=1).layers[1].key[6]).any()
     np.testing.assert_array_equal(scrub(state, [6], group=1).layers[0].key, state.layers[0].key)
+
+
+@pytest.mark.parametrize(
+    "way", ["paged", *(pytest.param(way, marks=pytest.mark.slow) for way in ("attend", "shard_map"))]
+)
+def test_on_a_mesh_and_inside_a_shard_map(way: str) -> None:
+    """Two shards with the same batch give the same twice; the caller may split the heads himself."""
+    axes = {"attend": {"dp": 2, "tp": 2}, "paged": {"dp": 2, "tp": 2}, "shard_map": {"tp": 2}}[way]
+    cache, mesh = cache_of(), virtual_mesh(axes)
+    query = np.random.default_rng(2).standard_normal((5, 4, 8)).astype(np.float32)
+    key, value = tokens_of(cache)
+    batches, twice = batches_of(cache), way != "shard_map"
+    paged = OperationRegistry.create("paged", OperationMetadata(mesh=mesh if twice else None))
+    pages = [{**group, "pages": 2 * group["pages"]} for group in FIELDS["layers"]]
+    on_mesh = cache_of(layers=pages, max_sequences=8, max_tokens=16, pages_axis="dp") if twice else cache
+    state, places = init(on_mesh, mesh), shardings(on_mesh, mesh)
+    for layer, window in enumerate(((5, 0), None, (3, 0))):
+        batch = batches[cache.group_of(layer)]
+        alone = functools.partial(attend, sliding_window=window)
+        want = jax.jit(alone, static_argnums=1)(init(cache), layer, batch, query, key, value)
+        specs = places.batch[cache.group_of(layer)]
+
+        def call(state: Any, batch: Any, q: Any, k: Any, v: Any, layer: int = layer, window: Any = window) -> Any:
+            if way == "attend":
+                return attend(state, layer, batch, q, k, v, mesh=mesh, sliding_window=window).output
+            return paged(q, k, v, state=state, layer=layer, batch=batch, sliding_window=window).attention_outputs
+
+        given: Any = (state, RaggedBatch.stack([batch] * 2), *(np.concatenate([x] * 2) for x in (query, key, value)))
+        if not twice:
+            given = (state, batch, query, key, value)
+        at = (places.state, specs, places.query, places.key, places.value)
+        given = jax.device_put(given, at)
+        if way == "shard_map":
+            in_specs = jax.tree.map(lambda x: x.spec, at)
+            call = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=places.query.spec, check_vma=False)
+        got = np.asarray(jax.jit(call)(*given))
+        np.testing.assert_allclose(got, np.concatenate([want.output] * 2) if twice else want.output, rtol=0, atol=2e-6)
 
 
 def test_a_group_has_to_be_said_where_there_are_several() -> None:
