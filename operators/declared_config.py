@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from ..errors import ConfigError
 from ..planning import OperationConfig, PlannedOperation
-from ..registry import OperationMetadata
+from ..registry import OperationMetadata, OperationRegistry
 
 __all__ = ["declared_config"]
 
 
 def declared_config(
-    operation: type[PlannedOperation], metadata: OperationMetadata
+    operation: type[PlannedOperation], metadata: OperationMetadata, platform: str = ""
 ) -> tuple[OperationConfig, list[str]]:
     """(the config, notes): its own and that of the kernel that it runs, then metadata's block sizes where neither has one.
 
+    On a platform where the operation runs the kernels of another, that one's config alone.
     Errors: ConfigError where the two configs disagree, or a block size doesn't go with the others.
     """
-    config = metadata.operation_configs.get(operation.name)
-    config = operation.config.coerce({}) if config is None else config
-    config = _with_kernels(config, operation, metadata)
+    elsewhere = operation.kernels_on.get(platform)
+    read = (operation.name, operation.kernel_config) if elsewhere is None else (elsewhere,)
+    config = metadata.operation_configs.get(read[0])
+    if config is None:
+        config = (operation if elsewhere is None else OperationRegistry.get(elsewhere)).config.coerce({})
+    if elsewhere is None:
+        config = _with_kernels(config, operation, metadata)
     config, notes = _fed(config, operation, metadata)
+    reader = (
+        operation.name if elsewhere is None else f"{operation.name} on {platform}, which runs {elsewhere}'s kernels"
+    )
     for name, other in sorted(metadata.operation_configs.items()):
-        if name not in (operation.name, operation.kernel_config) and (given := _given(other)):
-            notes.append(f"operation_configs[{name!r}] ({', '.join(given)}) is not read by {operation.name}")
+        if name not in read and (given := _given(other)):
+            notes.append(f"operation_configs[{name!r}] ({', '.join(given)}) is not read by {reader}")
     return config, notes
 
 

@@ -96,8 +96,8 @@ def describe(
         "dynamic_query_offset": dynamic,
         "quantized_kv": any(x.dtype.name in QUANTISED for x in (shapes.key, shapes.value)),
     }
-    config, config_notes = declared_config(operation, metadata)
     platform, kind, source = planned_platform(metadata, mesh, arrays)
+    config, config_notes = declared_config(operation, metadata, platform)
     vma = any(map(varying_axes, jax.tree.leaves(arrays)))
     nested = [
         "the gradient recomputes the forward pass: called inside a shard_map with check_vma=True over part of the mesh"

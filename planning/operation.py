@@ -55,6 +55,8 @@ class PlannedOperation:
     sequence_parallel: ClassVar[str | None] = None
     # The operation whose kernel this one runs, if so: what is declared in that one's config counts here too.
     kernel_config: ClassVar[str | None] = None
+    # Platforms on which it runs the kernels of another operation, and takes that one's config in place of its own.
+    kernels_on: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def implements(cls, method: str) -> bool:
@@ -70,6 +72,12 @@ class PlannedOperation:
         for method in written:
             cls.capability(method)
         return written
+
+    @classmethod
+    def running_methods(cls) -> dict[str, str]:
+        """By platform the first of its methods that runs something there; one without a published tolerance only refuses."""
+        written = [m for m in cls.declared_methods() if cls.capability(m).tolerance]
+        return {platform: next((m for m in own if m in written), "forward_native") for platform, own in METHODS.items()}
 
     @classmethod
     def capability(cls, method: str) -> Capability:

@@ -42,8 +42,8 @@ def describe_step(
 
     Errors: InputError and InputTypeError name the argument, what was got, what is wanted, the hint.
     """
-    config, notes = declared_config(operation, metadata)
     platform, kind, source = planned_platform(metadata, mesh, arrays)
+    config, notes = declared_config(operation, metadata, platform)
     plan = cache.plan(mesh, kv_heads=metadata.policy.kv_heads, device_kind=kind or platform).groups[group]
     update = str(step.update or getattr(config, "update", "before"))
     query, key, value = (None if x is None else shaped(n, x) for n, x in zip(_NAMES, tokens, strict=True))

@@ -1,16 +1,26 @@
-"""splash: block-sparse flash attention on TPU; elsewhere it is vanilla."""
+"""splash: block-sparse flash attention on TPUs and NVIDIA's GPUs; elsewhere it is vanilla."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
 from ...planning import ALL_FEATURES, AttentionProblem, OperationConfig, Padding, Placement, Rule, implementation
 from ...planning.operation import dequantised_copy
 from ..base import Operation
+from ..flash import (
+    FLASH_FEATURES,
+    FLASH_RULES,
+    FlashAttention2Config,
+    flash_candidates,
+    flash_tuned_fields,
+    resolve_flash,
+    run_flash,
+)
+from ..flash.flash_rules import ON_ROCM
 from ..local import LocalCall, LocalOutput
 from ..sequence.ring_call import around_the_ring
 from ..vanilla import Vanilla
@@ -72,10 +82,11 @@ _RULES = (
 
 
 class Splash(Operation):
-    """Pallas TPU kernels behind one declaration: padding, masks, offsets and sharding are taken care of."""
+    """Pallas kernels behind one declaration: padding, masks, offsets and sharding are taken care of."""
 
     name = "splash"
-    config = SplashConfig
+    config: ClassVar[type[OperationConfig]] = SplashConfig
+    kernels_on: ClassVar[Mapping[str, str]] = {"cuda": "flash_attn2"}
 
     @implementation(
         consumes=_FEATURES,
@@ -95,18 +106,39 @@ class Splash(Operation):
             output, lse = run_external(call, config, *tensors), None
         return LocalOutput(output.swapaxes(1, 2) if swap else output, None, lse if call.return_lse else None)
 
+    @implementation(
+        consumes=FLASH_FEATURES,
+        rules=FLASH_RULES,
+        # In the interpreter on CPU.
+        tolerance={"float32": (1e-5, 3e-5), "bfloat16": (2e-2, 4e-2), "float16": (3e-3, 6e-3)},
+    )
+    def forward_cuda(self, call: LocalCall) -> LocalOutput:
+        """Run the kernels for GPUs, forward and backward."""
+        assert isinstance(call.config, FlashAttention2Config)
+        output, lse = run_flash(call, call.config)
+        return LocalOutput(output, None, lse if call.return_lse else None)
+
+    @implementation(consumes=FLASH_FEATURES, rules=(ON_ROCM,), tolerance={})
+    def forward_rocm(self, call: LocalCall) -> LocalOutput:
+        """Refused by its rule."""
+        raise AssertionError(f"{call.problem.operation} has no kernel for ROCm.")
+
     forward_native = Vanilla.forward_native
 
     @classmethod
     def kernel_platform(cls, problem: AttentionProblem) -> str:
-        """The TPU kernel also runs interpreted, where the config says so."""
+        """The kernels also run interpreted, where their config says so."""
         config = problem.config
-        return "tpu" if isinstance(config, SplashConfig) and config.interpret else problem.platform
+        if isinstance(config, SplashConfig) and config.interpret:
+            return "tpu"
+        return "cuda" if isinstance(config, FlashAttention2Config) and config.interpret else problem.platform
 
     @classmethod
     def resolve_config(cls, method: str, problem: AttentionProblem, placement: Placement) -> OperationConfig:
         """Fill in every field from the local shapes and the device."""
         config = problem.config
+        if method == "forward_cuda" and isinstance(config, FlashAttention2Config):
+            return resolve_flash(problem, placement, config)
         if method != "forward_tpu" or not isinstance(config, SplashConfig):
             return config
         return (resolve_attnops if config.kernel == "attnops" else resolve_external)(problem, placement, config)
@@ -115,11 +147,15 @@ class Splash(Operation):
     def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
         """attnops' own kernels do, and the native path."""
         del strategy
-        return method == "forward_native" or (isinstance(config, SplashConfig) and config.kernel == "attnops")
+        return method in ("forward_native", "forward_cuda") or (
+            isinstance(config, SplashConfig) and config.kernel == "attnops"
+        )
 
     @classmethod
     def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
         """The unset sizes and switches of attnops' kernels."""
+        if method == "forward_cuda":
+            return flash_tuned_fields(problem, placement)
         return tuned_fields(problem, placement) if method == "forward_tpu" else ()
 
     @classmethod
@@ -127,6 +163,8 @@ class Splash(Operation):
         cls, method: str, problem: AttentionProblem, placement: Placement
     ) -> Mapping[str, tuple[dict[str, Any], ...]]:
         """Block sizes that may fit, of both passes."""
+        if method == "forward_cuda":
+            return flash_candidates(problem, placement)
         return tried_sizes(problem, placement) if cls.tuned_fields(method, problem, placement) else {}
 
     @classmethod
@@ -142,7 +180,7 @@ class Splash(Operation):
     ) -> tuple[str, ...]:
         """Also what may be too large for the device's VMEM, and what another's kernel costs."""
         notes = super().remarks(method, problem, placement, config)
-        if method == "forward_tpu" and problem.quantised:
+        if method in ("forward_tpu", "forward_cuda") and problem.quantised:
             notes = (*notes, f"the gradient works on {dequantised_copy(problem, placement)}")
         if method != "forward_tpu" or not isinstance(config, SplashConfig):
             return notes
@@ -166,6 +204,8 @@ class Splash(Operation):
         """Not with jax's or tokamax's kernel, and not in Pallas' interpreter."""
         if method == "forward_tpu" and isinstance(config, SplashConfig):
             return config.kernel == "attnops" and not config.interpret
+        if method == "forward_cuda" and isinstance(config, FlashAttention2Config):
+            return not config.interpret
         return super().check_vma(method, config)
 
     @classmethod

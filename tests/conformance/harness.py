@@ -38,9 +38,15 @@ class Implementation(NamedTuple):
 
 
 # How a platform's own kernel gets to run on this machine. Blocks of 128, so that lengths of 150 take two of them.
-INTERPRETED = {"splash.forward_tpu": {"interpret": True, "block_q": 128, "block_kv": 128}}
+INTERPRETED = {
+    "splash.forward_tpu": {"interpret": True, "block_q": 128, "block_kv": 128},
+    "flash_attn2.forward_cuda": {"interpret": True, **{f"block_{n}": 64 for n in ("q", "kv", "q_dq", "kv_dkv")}},
+}
 # What can't: test_refusals.py asks these what they declare.
-DECLARED_ONLY = {"sdpa.forward_cuda": Implementation("sdpa", "forward_cuda", backend="cuda")}
+DECLARED_ONLY = {
+    "sdpa.forward_cuda": Implementation("sdpa", "forward_cuda", backend="cuda"),
+    "splash.forward_rocm": Implementation("splash", "forward_rocm", backend="rocm"),
+}
 
 # forward_native's other ways, which so short sequences don't take by themselves. 150 rows are three blocks of 56.
 PATHS = {
@@ -68,10 +74,13 @@ def _discover() -> dict[str, Implementation]:
         if not issubclass(OperationRegistry.get(operation), Operation):
             continue  # attends to pages: tests/serving
         for method in OperationRegistry.get(operation).declared_methods():
-            name, capability = f"{operation}.{method}", OperationRegistry.get(operation).capability(method)
-            if id(capability) in seen or name in DECLARED_ONLY:
+            name, which = f"{operation}.{method}", OperationRegistry.get(operation)
+            capability, elsewhere = which.capability(method), method.removeprefix("forward_") in which.kernels_on
+            if id(capability) in seen or elsewhere:
                 continue
             seen.add(id(capability))
+            if name in DECLARED_ONLY:
+                continue
             here = method in ("forward_native", "forward_cpu")
             assert here or name in INTERPRETED, f"say in INTERPRETED or DECLARED_ONLY how {name} is tried on a CPU"
             found[name] = Implementation(operation, method, INTERPRETED.get(name))

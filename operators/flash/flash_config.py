@@ -1,0 +1,60 @@
+"""FlashAttention2Config: what can be declared about the kernels for GPUs."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, PositiveInt, StrictBool, field_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from ...errors import shown
+from ...planning import OperationConfig
+
+__all__ = ["FlashAttention2Config"]
+
+_BLOCKS = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+_WARPS = ("num_warps", "num_warps_dkv", "num_warps_dq")
+_LEAST = 16  # rows of a product on tensor cores
+
+
+class FlashAttention2Config(OperationConfig):
+    """Block sizes, warps and stages of the kernels for GPUs. A field that is unset or None is chosen from shapes and device.
+
+    block_q, block_kv: query rows and keys of a tile of the forward pass, powers of two; what a multiprocessor holds follows
+    from them. num_warps: warps that share a tile, 1, 2, 4, 8 or 16. num_stages: tiles of keys on their way from memory at
+    once. *_dkv: of the gradients of key and value, *_dq: of that of the query. kv_splits: parts of the keys that the forward
+    pass works on apart, so that few queries fill the device; joined by their lse. fold: the query heads that share a kv head
+    are rows of one tile, which then has to hold all queries. residual_checkpoint_name: the name of the output and its
+    log-sum-exp for jax.checkpoint policies. interpret: run the kernels in Pallas' interpreter, on any platform; for tests.
+    """
+
+    feeds: ClassVar = {"blocksize_q": "block_q", "blocksize_k": "block_kv"}
+
+    operation: Literal["flash_attn2"] = "flash_attn2"
+    block_q: int | None = None
+    block_kv: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = Field(default=None, ge=1, le=8)
+    block_q_dkv: int | None = None
+    block_kv_dkv: int | None = None
+    num_warps_dkv: int | None = None
+    num_stages_dkv: int | None = Field(default=None, ge=1, le=8)
+    block_q_dq: int | None = None
+    block_kv_dq: int | None = None
+    num_warps_dq: int | None = None
+    num_stages_dq: int | None = Field(default=None, ge=1, le=8)
+    kv_splits: PositiveInt | None = None
+    fold: StrictBool | None = None
+    residual_checkpoint_name: str | None = None
+    interpret: StrictBool = False
+
+    @field_validator(*_BLOCKS, *_WARPS, mode="before")
+    @classmethod
+    def _power_of_two(cls, value: object, info: ValidationInfo) -> object:
+        if value is None:
+            return None
+        least, most = (1, 16) if info.field_name in _WARPS else (_LEAST, 1024)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or value & (value - 1) or not least <= value <= most:  # type: ignore[operator]
+            raise ValueError(f"{info.field_name}={shown(value)}; wanted a power of two from {least} to {most}")
+        return value

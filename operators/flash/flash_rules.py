@@ -1,0 +1,50 @@
+"""What the kernels for GPUs can do, as data."""
+
+from __future__ import annotations
+
+from ...planning import ALL_FEATURES, Rule
+from .flash_config import FlashAttention2Config
+
+__all__ = ["FLASH_FEATURES", "FLASH_RULES", "ON_ROCM"]
+
+FLASH_FEATURES = ALL_FEATURES - {"return_weights"}
+_MOST_DIM = 256
+
+FLASH_RULES = (
+    Rule(
+        "flash.dtype",
+        "runtime_dtype",
+        lambda p, c: p.runtime_dtype in ("bfloat16", "float16", "float32"),
+        "runtime dtype {p.runtime_dtype}: the kernels' products are summed in float32",
+        "Declare runtime_dtype bfloat16, float16 or float32.",
+    ),
+    Rule(
+        "flash.softmax_dtype",
+        "runtime_softmax_dtype",
+        lambda p, c: p.softmax_dtype == "float32",
+        "softmax dtype {p.softmax_dtype}: the kernels' softmax is float32",
+        "Leave runtime_softmax_dtype at float32.",
+    ),
+    Rule(
+        "flash.head_dim",
+        "head_dim",
+        lambda p, c: max(p.head_dim, p.value_dim) <= _MOST_DIM,
+        f"head_dim={{p.head_dim}}, value dim {{p.value_dim}}: a tile's sums are held in registers, up to a dim of {_MOST_DIM}",
+        "Use 'vanilla'.",
+    ),
+    Rule(
+        "flash.interpret.check_vma",
+        "interpret",
+        lambda p, c: not (p.vma and isinstance(c, FlashAttention2Config) and c.interpret),
+        "called inside a shard_map with check_vma=True, which Pallas' interpreter can't be traced under",
+        "Leave interpret out, or pass check_vma=False to that shard_map.",
+    ),
+)
+
+ON_ROCM = Rule(
+    "flash.rocm",
+    "platform",
+    lambda p, c: False,
+    "platform rocm: the kernels have been compiled for NVIDIA's GPUs only",
+    "Use 'vanilla', which is plain XLA.",
+)

@@ -1,0 +1,128 @@
+"""How a FlashAttention2Config is filled in: blocks, warps and stages from the local shapes, the dtype and the device."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ...errors import ConfigError
+from ...planning import AttentionProblem, Placement
+from .flash_config import FlashAttention2Config
+
+__all__ = ["resolve_flash", "sizes_of"]
+
+
+class _Sizes(NamedTuple):
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+_DIMS = (64, 128, 256)
+# (forward, gradients of key and value, gradient of the query) by the power of two that holds the head dim. Chosen by what the
+# compiler makes of them (docs/gpu.md): no spills, or few, then the least stalls in the inner loop. Not timed on a GPU.
+_HOPPER = {
+    64: (_Sizes(128, 64, 4, 3), _Sizes(64, 128, 8, 2), _Sizes(64, 64, 4, 2)),
+    128: (_Sizes(128, 128, 8, 2), _Sizes(32, 64, 4, 2), _Sizes(128, 64, 8, 1)),
+    256: (_Sizes(128, 64, 8, 1), _Sizes(32, 64, 8, 2), _Sizes(64, 32, 4, 1)),
+}
+_AMPERE = {
+    64: (_Sizes(128, 64, 4, 3), _Sizes(64, 64, 4, 2), _Sizes(128, 32, 4, 2)),
+    128: (_Sizes(128, 64, 8, 2), _Sizes(32, 64, 4, 2), _Sizes(64, 32, 4, 2)),
+    256: (_Sizes(64, 32, 4, 2), _Sizes(32, 32, 4, 1), _Sizes(64, 32, 8, 1)),
+}
+# Of GPUs with less shared memory than these, and of those that aren't known: 99 KiB a block is what all from sm_86 on have.
+_SMALL = {
+    64: (_Sizes(64, 64, 4, 2), _Sizes(64, 64, 4, 1), _Sizes(64, 64, 4, 1)),
+    128: (_Sizes(64, 64, 4, 1), _Sizes(32, 64, 4, 1), _Sizes(64, 32, 4, 1)),
+    256: (_Sizes(64, 32, 4, 1), _Sizes(16, 32, 4, 1), _Sizes(32, 32, 4, 1)),
+}
+# Of float32, whose products don't run on tensor cores.
+_WIDE = {
+    64: (_Sizes(64, 32, 4, 2), _Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1)),
+    128: (_Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1)),
+    256: (_Sizes(16, 32, 4, 1), _Sizes(16, 16, 4, 1), _Sizes(16, 16, 4, 1)),
+}
+_FOLDED_ROWS = 64  # queries of all heads that share a kv head, up to which they are the rows of one tile
+_SPLIT_KEYS = 256  # the fewest keys of a part
+_MOST_SPLITS = 64
+# Multiprocessors, by the start of jax's device kind; NVIDIA's data sheets.
+_CORES = {
+    "NVIDIA A100": 108, "NVIDIA H100 PCIe": 114, "NVIDIA H100": 132, "NVIDIA H200": 132, "NVIDIA GH200": 132, "NVIDIA B200": 148,
+    "NVIDIA GB200": 148,
+}  # fmt: skip
+_SOME_CORES = 108
+
+
+def resolve_flash(
+    problem: AttentionProblem, placement: Placement, config: FlashAttention2Config
+) -> FlashAttention2Config:
+    """Fill in every size. Errors: ConfigError where declared ones can't work together."""
+    local = placement.local
+    q_len, kv_len = local.q_len, local.kv_len
+    group = local.q_heads // local.kv_heads
+    found: dict[str, object] = {}
+    fold = config.fold
+    if fold is None:
+        wanted = config.block_q or _FOLDED_ROWS
+        fold = (
+            group * q_len <= min(wanted, _FOLDED_ROWS)
+            and config.block_q is None
+            and "mask_function" not in problem.features
+        )
+    rows = group * q_len if fold else q_len
+    for name, default in _defaults(problem, rows, kv_len).items():
+        for field, size in zip(_Sizes._fields, default, strict=True):
+            key = f"{field}{name}"
+            declared = getattr(config, key)
+            found[key] = size if declared is None else declared
+    block_q = found["block_q"]
+    assert isinstance(block_q, int)
+    if fold and group * q_len > block_q:
+        raise ConfigError(
+            f"FlashAttention2Config: fold=True with block_q={block_q}; wanted a tile that holds the {q_len} queries of {group} "
+            f"heads, {_power(group * q_len)} rows."
+        )
+    programs = local.batch * (local.kv_heads if fold else local.q_heads) * math.ceil(rows / block_q)
+    found["fold"] = fold
+    found["kv_splits"] = config.kv_splits or _splits(problem, placement, programs)
+    return config.with_fields(found)
+
+
+def _splits(problem: AttentionProblem, placement: Placement, programs: int) -> int:
+    """Parts of the keys that make as many programs as the device has multiprocessors, where the queries alone don't."""
+    cores = next((n for kind, n in _CORES.items() if problem.device_kind.startswith(kind)), _SOME_CORES)
+    if 2 * programs > cores:
+        return 1
+    most = min(_MOST_SPLITS, placement.local.kv_len // _SPLIT_KEYS)
+    return max(1, min(most, cores // programs))
+
+
+def _defaults(problem: AttentionProblem, rows: int, kv_len: int) -> dict[str, _Sizes]:
+    """By the suffix of the fields: the sizes of each pass."""
+    dim = max(_DIMS[0], _power(max(problem.head_dim, problem.value_dim)))
+    if problem.runtime_dtype == "float32":
+        table = _WIDE
+    elif not problem.device_kind.startswith(tuple(_CORES)):
+        table = _SMALL
+    else:
+        table = _AMPERE if problem.device_kind.startswith("NVIDIA A") else _HOPPER
+    q_most, kv_most = _power(rows), _power(kv_len)
+    return {
+        suffix: size._replace(block_q=min(size.block_q, q_most), block_kv=min(size.block_kv, kv_most))
+        for suffix, size in zip(("", "_dkv", "_dq"), table[dim], strict=True)
+    }
+
+
+def _power(length: int) -> int:
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def sizes_of(config: FlashAttention2Config) -> dict[str, _Sizes]:
+    """The sizes of a config that has been filled in, by pass."""
+    names = {"forward": "", "dkv": "_dkv", "dq": "_dq"}
+    return {
+        pass_: _Sizes(*(getattr(config, f"{field}{suffix}") for field in _Sizes._fields))
+        for pass_, suffix in names.items()
+    }

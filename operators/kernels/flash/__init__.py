@@ -1,0 +1,6 @@
+"""Flash attention for GPUs in Pallas' Triton flavour, forward and backward; also runs in Pallas' interpreter."""
+
+from .flash_attention import FlashPart, flash_attention
+from .sizes import FlashSizes, PassSizes
+
+__all__ = ["FlashPart", "FlashSizes", "PassSizes", "flash_attention"]

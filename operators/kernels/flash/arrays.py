@@ -1,0 +1,168 @@
+"""A pass's arrays: by name on their way into a kernel, and cut into tiles there.
+
+Pallas' interpreter moves a slice that goes beyond an array's end, where a GPU masks it. So for the interpreter arrays are
+filled up to whole blocks, with numbers that would be noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from ..varying import vary, varying
+from .sizes import DimPart, PassSizes, dim_parts
+
+__all__ = ["Along", "Arrays", "index"]
+
+
+def index(n: Any) -> Any:
+    """A place in an array as masked loads take it: of 32 bits, and no number of Python's, as that on a grid's axis of 1 is.
+
+    A slice that begins there may end beyond the array.
+    """
+    return np.int32(n) if isinstance(n, int) else n
+
+
+@dataclass(frozen=True)
+class Along:
+    """Rows of a sequence that a tile takes: `count` from `start` on, of `length`."""
+
+    start: Any
+    count: int
+    length: int
+
+    @property
+    def indices(self) -> jax.Array:
+        """Their numbers."""
+        return self.start + jnp.arange(self.count, dtype=jnp.int32)
+
+    @property
+    def beyond(self) -> bool:
+        """Whether some tile goes beyond the end."""
+        return self.length % self.count != 0
+
+
+@dataclass
+class Arrays:
+    """What a kernel gets and makes, by name."""
+
+    sizes: PassSizes
+    layout: str
+    interpret: bool
+    inputs: dict[str, jax.Array | np.ndarray] = field(default_factory=dict)
+    outputs: dict[str, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
+
+    # -- into the kernel ---------------------------------------------------------------------------------------------
+
+    def add(self, name: str, x: jax.Array, along: dict[int, int], dim: int | None = None) -> None:
+        """An array whose axes `along` go by blocks; `dim`: the axis that holds a head's numbers."""
+        if self.interpret:
+            short = [-n % along.get(axis, 1) for axis, n in enumerate(x.shape)]
+            if dim is not None:
+                short[dim] = _beyond(x.shape[dim])
+            if any(short):
+                x = jnp.pad(x, [(0, n) for n in short], constant_values=_noticed(x.dtype))
+        self.inputs[name] = x
+
+    def rows_of_heads(self, name: str, x: jax.Array, block: int) -> None:
+        """[batch, time, heads, dim], or as the layout says."""
+        self.add(name, x, {self.layout.index("t"): block}, dim=3)
+
+    def row_numbers(self, name: str, x: jax.Array, block: int) -> None:
+        """[batch, heads, time]."""
+        self.add(name, x, {2: block})
+
+    def output(
+        self, name: str, shape: tuple[int, ...], dtype: Any, along: dict[int, int], dim: int | None = None
+    ) -> None:
+        """An array that the kernel writes."""
+        if self.interpret:
+            shape = tuple(
+                -(-n // along.get(axis, 1)) * along.get(axis, 1) + (_beyond(n) if axis == dim else 0)
+                for axis, n in enumerate(shape)
+            )
+        self.outputs[name] = (shape, dtype)
+
+    def run(self, name: str, kernel: Callable[[dict[str, Any]], None], grid: tuple[int, ...]) -> dict[str, jax.Array]:
+        """Run the kernel over the grid; the outputs by name, filled up as they were asked for."""
+        arrays = [jnp.asarray(x) for x in self.inputs.values()]
+        axes = varying(arrays)
+        arrays = [vary(x, axes) for x in arrays]
+        kind = jax.typeof(arrays[0]).manual_axis_type
+        names = (*self.inputs, *self.outputs)
+        call = pl.pallas_call(
+            lambda *refs: kernel(dict(zip(names, refs, strict=True))),
+            out_shape=[
+                jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind) for shape, dtype in self.outputs.values()
+            ],
+            grid=grid,
+            compiler_params=plgpu.CompilerParams(num_warps=self.sizes.num_warps, num_stages=self.sizes.num_stages),
+            interpret=self.interpret,
+            name=name,
+        )
+        # With jax_enable_x64 a Python number among the indices would be of 64 bits. What comes and goes has 32 or fewer.
+        with jax.enable_x64(False):
+            made = call(*arrays)
+        return dict(zip(self.outputs, made, strict=True))
+
+    # -- in the kernel -----------------------------------------------------------------------------------------------
+
+    def tile(self, ref: Any, batch: Any, head: Any, along: Along, dim: int, bounded: bool = True) -> list[jax.Array]:
+        """Rows of a head, [rows, width] for each part of the dim; 0 beyond the ends. bounded: some rows may be beyond."""
+        return [self._load(ref, batch, head, along, part, bounded) for part in dim_parts(dim)]
+
+    def put_tile(self, ref: Any, batch: Any, head: Any, along: Along, dim: int, values: list[jax.Array]) -> None:
+        """Write what `tile` would read."""
+        for part, value in zip(dim_parts(dim), values, strict=True):
+            inside = self._inside(along, part, True)
+            plgpu.store(ref.at[self._place(batch, head, along, part)], value.astype(ref.dtype), mask=inside)
+
+    def _load(self, ref: Any, batch: Any, head: Any, along: Along, part: DimPart, bounded: bool) -> jax.Array:
+        inside = self._inside(along, part, bounded)
+        other = None if inside is None else 0
+        return plgpu.load(ref.at[self._place(batch, head, along, part)], mask=inside, other=other)
+
+    def _place(self, batch: Any, head: Any, along: Along, part: DimPart) -> tuple[Any, ...]:
+        batch, head = index(batch), index(head)
+        rows, cols = pl.ds(along.start, along.count), pl.ds(index(part.start), part.width)
+        return (batch, rows, head, cols) if self.layout == "bthd" else (batch, head, rows, cols)
+
+    def _inside(self, along: Along, part: DimPart, bounded: bool) -> jax.Array | None:
+        shape, inside = (along.count, part.width), None
+        if bounded and along.beyond:
+            inside = jnp.broadcast_to((along.indices < along.length)[:, None], shape)
+        if part.inside < part.width:
+            cols = jnp.broadcast_to((jnp.arange(part.width) < part.inside)[None], shape)
+            inside = cols if inside is None else inside & cols
+        return inside
+
+    @staticmethod
+    def numbers(ref: Any, place: tuple[Any, ...], along: Along, other: float = 0) -> jax.Array:
+        """One number a row, [rows], of an array whose last axis they lie along."""
+        inside = along.indices < along.length if along.beyond else None
+        view = ref.at[(*map(index, place), pl.ds(along.start, along.count))]
+        return plgpu.load(view, mask=inside, other=None if inside is None else other)
+
+    @staticmethod
+    def put_numbers(ref: Any, place: tuple[Any, ...], along: Along, values: jax.Array) -> None:
+        """Write what `numbers` would read."""
+        inside = along.indices < along.length if along.beyond else None
+        plgpu.store(ref.at[(*map(index, place), pl.ds(along.start, along.count))], values, mask=inside)
+
+
+def _beyond(dim: int) -> int:
+    last = dim_parts(dim)[-1]
+    return last.width - last.inside
+
+
+def _noticed(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.nan
+    return 1 if dtype == jnp.int8 else np.iinfo(dtype).max

@@ -1,0 +1,302 @@
+"""flash_attention: the kernels joined, with their gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...dequantise import dequantised, quantised_gradients
+from ...local_mask import Dropout, LocalMask
+from ..blockwise import Blocking, bias_gradient
+from ..operands import Operands, StaticPart, Traced, join_static
+from ..part import LSE_NAME, OUTPUT_NAME, differentiable
+from .arrays import Arrays
+from .backward import KeyGradients, QueryGradient
+from .forward import ForwardKernel
+from .fp8 import as_bits
+from .sizes import FlashSizes, PassSizes
+from .tile import LOG2E, Logits, add_arrays
+from .visits import visits
+
+__all__ = ["FlashPart", "flash_attention"]
+
+
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    layout: str,
+    scale: float,
+    mask: LocalMask,
+    bias: jax.Array | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    key_scale: jax.Array | None,
+    value_scale: jax.Array | None,
+    dropout: Dropout | None,
+    sizes: FlashSizes,
+    residual_checkpoint_name: str | None,
+    platform: str,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Return (output in the layout, lse [batch, heads, q] float32), both differentiable in reverse.
+
+    query [batch, q, heads, dim], key [batch, kv, kv_heads, dim], value [batch, kv, kv_heads, value_dim] in bthd, of any
+    lengths; bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, as they are or
+    with scales, float32 [batch, kv_heads, kv]; the output has the query's dtype. Fully masked rows give output 0, lse -inf (or
+    that of the sink) and zero gradients.
+    """
+    kernel = FlashPart(layout, float(scale), soft_cap, sizes, platform, interpret, residual_checkpoint_name)
+    operands = Operands(
+        query, key, value, bias, None if sinks is None else sinks.astype(jnp.float32), key_scale, value_scale
+    )
+    return differentiable(kernel, operands, mask, dropout)
+
+
+@dataclass(frozen=True)
+class FlashPart:
+    """The same as a PartKernel."""
+
+    layout: str
+    scale: float
+    soft_cap: float | None
+    sizes: FlashSizes
+    platform: str
+    interpret: bool
+    residual_checkpoint_name: str | None
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """See PartKernel."""
+        name = self.residual_checkpoint_name
+        return (OUTPUT_NAME, LSE_NAME) if name is None else (name, name)
+
+    def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+        """See PartKernel."""
+        if self.sizes.fold:
+            return self._attend_folded(static_part, operands, traced)
+        return self._forward(static_part, operands, traced, None)
+
+    def differentiate(
+        self,
+        static_part: StaticPart,
+        operands: Operands,
+        traced: Traced,
+        output: jax.Array,
+        lse: jax.Array,
+        d_output: jax.Array,
+        d_lse: jax.Array,
+    ) -> Operands:
+        """See PartKernel."""
+        given, dtype = operands, operands.query.dtype
+        key = dequantised(given.key, given.key_scale, self.layout, dtype)
+        value = dequantised(given.value, given.value_scale, self.layout, dtype)
+        operands = given._replace(key=key, value=value, key_scale=None, value_scale=None)
+        product = output.astype(jnp.float32) * d_output.astype(jnp.float32)
+        delta = product.sum(-1)
+        delta = (delta.swapaxes(1, 2) if self.layout == "bthd" else delta) - d_lse
+        # A row without keys has no weights: 2 ** (x - inf) is 0.
+        shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+        work = _Backward(self, static_part, operands, traced, d_output.astype(dtype), shift, delta)
+        d_key, d_value = work.of_keys()
+        (d_key, d_key_scale), (d_value, d_value_scale) = (
+            self._of_quantised(x, scale, gradient)
+            for x, scale, gradient in ((given.key, given.key_scale, d_key), (given.value, given.value_scale, d_value))
+        )
+        d_sinks = d_bias = None
+        if operands.sinks is not None:
+            d_sinks = -(jnp.exp(operands.sinks[:, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse)) * delta).sum((0, 2))
+        if operands.bias is not None:
+            d_bias = self._of_bias(static_part, operands, traced, (output, lse), (d_output, d_lse))
+        return Operands(work.of_query(), d_key, d_value, d_bias, d_sinks, d_key_scale, d_value_scale)
+
+    def _of_quantised(self, x: jax.Array, scale: jax.Array | None, gradient: jax.Array) -> tuple[Any, Any]:
+        if self.layout == "bhtd":
+            return quantised_gradients(x, scale, gradient)
+        made, d_scale = quantised_gradients(x.swapaxes(1, 2), scale, gradient.swapaxes(1, 2))
+        return made.swapaxes(1, 2), d_scale
+
+    def _of_bias(
+        self, static_part: StaticPart, operands: Operands, traced: Traced, made: Any, gradients: Any
+    ) -> jax.Array:
+        if self.layout == "bthd":
+            operands = operands._replace(
+                query=operands.query.swapaxes(1, 2),
+                key=operands.key.swapaxes(1, 2),
+                value=operands.value.swapaxes(1, 2),
+            )
+            made, gradients = ((x.swapaxes(1, 2), rows) for x, rows in (made, gradients))
+        return bias_gradient(
+            static_part,
+            operands,
+            traced,
+            made,
+            gradients,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+            platform=self.platform,
+            blocking=Blocking(min(512, static_part.q_len), min(512, static_part.kv_len), 1),
+        )
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def _forward(
+        self, static_part: StaticPart, operands: Operands, traced: Traced, period: int | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """period: the queries of a kv head's heads stand one after the other, as one head, each of that many rows."""
+        sizes, splits = self.sizes.forward, self.sizes.kv_splits
+        mask, dropout = join_static(static_part, traced)
+        query, (time, head) = operands.query, (self.layout.index("t"), self.layout.index("h"))
+        batch, heads, rows = query.shape[0], query.shape[head], query.shape[time]
+        dim, value_dim = query.shape[3], operands.value.shape[3]
+        group = heads // operands.key.shape[head] if period is None else rows // period
+        table = visits(mask, static_part.q_len if period else sizes.block_q, sizes.block_kv, "q")
+        arrays = _arrays(self, sizes, operands, mask, dropout)
+        arrays.inputs["visits"] = table.table
+        if operands.sinks is not None:
+            arrays.inputs["sinks"] = operands.sinks
+        parts = [batch * splits, heads, rows]
+        shape = [parts[0], 0, 0, value_dim]
+        shape[time], shape[head] = rows, heads
+        dtype = query.dtype if splits == 1 else jnp.float32
+        arrays.output("output", tuple(shape), dtype, {time: sizes.block_q}, dim=3)
+        arrays.output("lse", tuple(parts), jnp.float32, {2: sizes.block_q})
+        q_blocks = -(-rows // sizes.block_q)
+        kernel = ForwardKernel(
+            arrays,
+            Logits(self.scale, self.soft_cap, static_part, self.interpret),
+            table,
+            q_blocks,
+            rows,
+            group,
+            splits,
+            (dim, value_dim),
+            (operands.key.dtype.name, operands.value.dtype.name),
+            period,
+        )
+        made = arrays.run("attnops_flash_forward", kernel, (q_blocks * splits, heads, batch))
+        output, lse = _first(made["output"], tuple(shape)), _first(made["lse"], tuple(parts))
+        if splits == 1:
+            return output, lse
+        return _joined(output, lse, splits, self.layout, query.dtype)
+
+    def _attend_folded(
+        self, static_part: StaticPart, operands: Operands, traced: Traced
+    ) -> tuple[jax.Array, jax.Array]:
+        """The queries of a kv head's heads as the rows of one: what few queries have in common is read once."""
+        head = self.layout.index("h")
+        query, kv_heads = operands.query, operands.key.shape[head]
+        if self.layout == "bthd":
+            query = query.swapaxes(1, 2)
+        batch, heads, q_len, dim = query.shape
+        group = heads // kv_heads
+        folded = query.reshape(batch, kv_heads, group * q_len, dim)
+        mask, _ = join_static(static_part, traced)
+        leaves = tuple(_folded(jnp.asarray(leaf.array), leaf.dims, kv_heads, group) for leaf in mask.mask.split()[1])
+        bias = operands.bias
+        if bias is not None:
+            bias = _folded(bias, ("batch", "heads", "q", "kv"), kv_heads, group)
+        part = replace(self, sizes=replace(self.sizes, fold=False))
+        operands = operands._replace(query=folded if self.layout == "bhtd" else folded.swapaxes(1, 2), bias=bias)
+        output, lse = part._forward(static_part, operands, traced._replace(leaves=leaves), q_len)
+        output = output if self.layout == "bhtd" else output.swapaxes(1, 2)
+        output = output.reshape(batch, heads, q_len, -1)
+        return output if self.layout == "bhtd" else output.swapaxes(1, 2), lse.reshape(batch, heads, q_len)
+
+
+def _folded(x: jax.Array, dims: tuple[str, ...], kv_heads: int, group: int) -> jax.Array:
+    """An array of the mask, or the bias, for queries that are folded: its rows once for each head of a group."""
+    if len(dims) == 4:
+        batch, heads, q_len, kv_len = x.shape
+        if heads > 1:
+            x = jnp.broadcast_to(
+                x.reshape(batch, kv_heads, group, q_len, kv_len), (batch, kv_heads, group, q_len, kv_len)
+            )
+            return x.reshape(batch, kv_heads, group * q_len, kv_len)
+        return jnp.tile(x, (1, 1, group, 1)) if q_len > 1 else x
+    return jnp.tile(x, (1, group)) if "q" in dims else x
+
+
+def _joined(output: jax.Array, lse: jax.Array, splits: int, layout: str, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """The parts [splits * batch, ...] joined by their lse."""
+    output, lse = (x.reshape(splits, -1, *x.shape[1:]) for x in (output, lse))
+    peak = lse.max(0)
+    weight = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0.0, peak))
+    total = weight.sum(0)
+    safe = jnp.where(total == 0, 1.0, total)
+    share = weight / safe
+    rows = share.swapaxes(2, 3) if layout == "bthd" else share
+    joined = (output * rows[..., None]).sum(0).astype(dtype)
+    return joined, jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
+
+
+def _arrays(part: FlashPart, sizes: PassSizes, operands: Operands, mask: LocalMask, dropout: Dropout | None) -> Arrays:
+    """What every pass reads."""
+    arrays = Arrays(sizes, part.layout, part.interpret)
+    arrays.rows_of_heads("query", operands.query, sizes.block_q)
+    arrays.rows_of_heads("key", as_bits(operands.key), sizes.block_kv)
+    arrays.rows_of_heads("value", as_bits(operands.value), sizes.block_kv)
+    for name, scale in (("key_scale", operands.key_scale), ("value_scale", operands.value_scale)):
+        if scale is not None:
+            arrays.row_numbers(name, scale.astype(jnp.float32), sizes.block_kv)
+    add_arrays(arrays, mask, operands.bias, dropout)
+    return arrays
+
+
+def _first(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """x without what it was filled up with."""
+    return x if x.shape == shape else lax.slice(x, (0,) * x.ndim, shape)
+
+
+# -- backward ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Backward:
+    part: FlashPart
+    static_part: StaticPart
+    operands: Operands
+    traced: Traced
+    d_output: jax.Array
+    shift: jax.Array
+    delta: jax.Array
+
+    def of_query(self) -> jax.Array:
+        """The gradient of the query."""
+        sizes, query = self.part.sizes.dq, self.operands.query
+        arrays, rest = self._prepare(sizes, "q")
+        time, head = (self.part.layout.index(dim) for dim in "th")
+        arrays.output("d_query", query.shape, query.dtype, {time: sizes.block_q}, dim=3)
+        grid = (-(-query.shape[time] // sizes.block_q), query.shape[head], query.shape[0])
+        made = arrays.run("attnops_flash_dq", QueryGradient(arrays, *rest), grid)
+        return _first(made["d_query"], query.shape)
+
+    def of_keys(self) -> tuple[jax.Array, jax.Array]:
+        """The gradients of key and value."""
+        sizes, key, value = self.part.sizes.dkv, self.operands.key, self.operands.value
+        arrays, rest = self._prepare(sizes, "kv")
+        time, head = (self.part.layout.index(dim) for dim in "th")
+        for name, x in (("d_key", key), ("d_value", value)):
+            arrays.output(name, x.shape, x.dtype, {time: sizes.block_kv}, dim=3)
+        grid = (-(-key.shape[time] // sizes.block_kv), key.shape[head], key.shape[0])
+        made = arrays.run("attnops_flash_dkv", KeyGradients(arrays, *rest), grid)
+        return _first(made["d_key"], key.shape), _first(made["d_value"], value.shape)
+
+    def _prepare(self, sizes: PassSizes, slow: str) -> tuple[Arrays, tuple[Any, ...]]:
+        part, operands = self.part, self.operands
+        mask, dropout = join_static(self.static_part, self.traced)
+        arrays = _arrays(part, sizes, operands, mask, dropout)
+        arrays.rows_of_heads("d_output", self.d_output, sizes.block_q)
+        arrays.row_numbers("lse", self.shift, sizes.block_q)
+        arrays.row_numbers("delta", self.delta, sizes.block_q)
+        table = visits(mask, sizes.block_q, sizes.block_kv, slow)
+        arrays.inputs["visits"] = table.table
+        head = part.layout.index("h")
+        group = operands.query.shape[head] // operands.key.shape[head]
+        logits = Logits(part.scale, part.soft_cap, self.static_part, part.interpret)
+        return arrays, (logits, table, group, (operands.query.shape[3], operands.value.shape[3]))

@@ -1,0 +1,109 @@
+"""The forward pass: online softmax over the live tiles of each query block, the keys in one part or in several.
+
+int8 and fp8 keys and values get the query's dtype here, exactly. The scale of a key goes into its logits, that of a value on
+the value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .arrays import Along, Arrays
+from .fp8 import from_bits
+from .sizes import dim_parts
+from .tile import LN2, LOG2E, Logits, Tile, product
+from .visits import Visits
+
+__all__ = ["ForwardKernel"]
+
+
+@dataclass(frozen=True)
+class ForwardKernel:
+    """One program: the rows of a query block of one head, and one of `splits` parts of its tiles.
+
+    Grid: (query blocks * splits, heads, batch). period: rows hold the queries of all heads of a kv head, each of that many
+    rows; the grid's heads are kv heads then.
+    """
+
+    arrays: Arrays
+    logits: Logits
+    table: Visits
+    q_blocks: int
+    q_rows: int  # in a head, or, folded, in all heads of a kv head
+    group: int
+    splits: int
+    dims: tuple[int, int]
+    stored: tuple[str, str]  # dtypes of key and value
+    period: int | None
+
+    def __call__(self, refs: dict[str, Any]) -> None:
+        arrays, logits, sizes = self.arrays, self.logits, self.arrays.sizes
+        dim, value_dim = self.dims
+        place, head, batch = (pl.program_id(axis) for axis in range(3))
+        split, q_block = (0, place) if self.splits == 1 else (place % self.splits, place // self.splits)
+        q_block = self.q_blocks - 1 - q_block  # the last ones have the most keys in a causal mask: they start first
+        kv_head = head if self.period is not None else lax.div(head, self.group) if self.group > 1 else head
+        first_head = head * self.group if self.period is not None else head
+        rows = Along(q_block * sizes.block_q, sizes.block_q, self.q_rows)
+        query = arrays.tile(refs["query"], batch, head, rows, dim)
+
+        def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
+            sums, peak, total = carry
+            keys = Along(kv_block * sizes.block_kv, sizes.block_kv, logits.static_part.kv_len)
+            tile = Tile(logits, refs, batch, first_head, kv_head, rows, keys, period=self.period)
+            key = self._stored(
+                arrays.tile(refs["key"], batch, kv_head, keys, dim, masked), self.stored[0], query[0].dtype
+            )
+            x, factor, _ = tile.weigh(product(query, key, 1, 1), masked)
+            new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
+            # A row that has seen nothing yet keeps shift 0: its exponentials are 0, not NaN.
+            shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
+            p = logits.exp2(x, factor, shift[:, None])
+            shrink = jnp.exp2(peak - shift)
+            total = total * shrink + p.sum(axis=1)
+            value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, masked)
+            value = self._stored(value, self.stored[1], query[0].dtype)
+            if "value_scale" in refs:
+                scale = arrays.numbers(refs["value_scale"], (batch, kv_head), keys)[:, None]
+                value = [(x.astype(jnp.float32) * scale).astype(query[0].dtype) for x in value]
+            p = tile.dropped(p, tile.keep()).astype(query[0].dtype)
+            sums = tuple(
+                acc * shrink[:, None] + product([p], [part], 1, 0) for acc, part in zip(sums, value, strict=True)
+            )
+            return sums, new_peak, total
+
+        carry = self._start(refs, first_head, rows, split)
+        sums, peak, total = self.table.each(
+            refs["visits"], batch, 0 if self.period is not None else q_block, split, self.splits, visit, carry
+        )
+        live = total > 0
+        safe = jnp.where(live, total, 1.0)
+        lse = jnp.where(live, (peak + jnp.log2(safe)) * LN2, -jnp.inf)
+        at = (batch,) if self.splits == 1 else (split * pl.num_programs(2) + batch,)
+        arrays.put_tile(refs["output"], *at, head, rows, value_dim, [acc / safe[:, None] for acc in sums])
+        arrays.put_numbers(refs["lse"], (*at, head), rows, lse)
+
+    def _start(self, refs: dict[str, Any], first_head: Any, rows: Along, split: Any) -> Any:
+        """(weighted sums, peak, total) of rows that have seen no key: a sink is a key without a value."""
+        count = rows.count
+        sums = tuple(jnp.zeros((count, part.width), jnp.float32) for part in dim_parts(self.dims[1]))
+        if "sinks" not in refs:
+            return sums, jnp.full((count,), -jnp.inf, jnp.float32), jnp.zeros((count,), jnp.float32)
+        if self.period is None:
+            sink = jnp.full((count,), refs["sinks"][first_head])
+        else:
+            sink = refs["sinks"][first_head + jnp.minimum(rows.indices // self.period, self.group - 1)]
+        sink = sink * LOG2E
+        if self.splits > 1:
+            sink = jnp.where(split == 0, sink, -jnp.inf)
+        return sums, sink, jnp.where(sink == -jnp.inf, 0.0, 1.0)
+
+    @staticmethod
+    def _stored(tile: list[jax.Array], dtype: str, wanted: Any) -> list[jax.Array]:
+        return [from_bits(x, dtype, wanted) if dtype.startswith("float8") else x.astype(wanted) for x in tile]

@@ -1,0 +1,55 @@
+"""What of the kernels' work is chosen: blocks, warps, stages of the pipeline, parts of the keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DIM_STEP", "DimPart", "FlashSizes", "PassSizes", "dim_parts"]
+
+DIM_STEP = 16  # the least width of a product on tensor cores
+
+
+@dataclass(frozen=True)
+class PassSizes:
+    """Of one kernel. Blocks are powers of two, at least 16; stages: tiles on their way from memory at once."""
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class FlashSizes:
+    """Of the forward pass, of the gradients of key and value, and of that of the query.
+
+    kv_splits: parts of the keys that the forward pass works on apart, joined by their lse. fold: the query heads of a kv head
+    are rows of one tile, which then holds all queries.
+    """
+
+    forward: PassSizes
+    dkv: PassSizes
+    dq: PassSizes
+    kv_splits: int = 1
+    fold: bool = False
+
+
+@dataclass(frozen=True)
+class DimPart:
+    """`width` columns of a head from `start` on, a power of two; `inside` of them are the head's."""
+
+    start: int
+    width: int
+    inside: int
+
+
+def dim_parts(dim: int) -> tuple[DimPart, ...]:
+    """A head dim as powers of two, which Triton's tiles must have: 80 is 64 and 16."""
+    parts: list[DimPart] = []
+    start = 0
+    while start < dim:
+        left = dim - start
+        width = max(DIM_STEP, 1 << (left.bit_length() - 1))
+        parts.append(DimPart(start, width, min(width, left)))
+        start += width
+    return tuple(parts)

@@ -1,0 +1,255 @@
+"""What scale, cap, bias, mask and dropout make of the products of a tile, inside a kernel.
+
+A tile is [query rows, keys], or across, [keys, query rows], where the gradients of key and value are summed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from ....masks import Full, Mask, Slot
+from ...local_mask import Dropout, LocalMask
+from ..operands import StaticPart
+from ..precision import exact
+from .arrays import Along, Arrays, index
+
+__all__ = ["LN2", "LOG2E", "Logits", "Tile", "add_arrays", "product"]
+
+LOG2E, LN2 = 1 / math.log(2), math.log(2)
+
+
+def product(a: list[jax.Array], b: list[jax.Array], a_axis: int, b_axis: int) -> jax.Array:
+    """The sum of matrix products over an axis of each, in float32."""
+    total = None
+    for x, y in zip(a, b, strict=True):
+        dims = (((a_axis,), (b_axis,)), ((), ()))
+        part = lax.dot_general(x, y, dims, precision=exact(x.dtype), preferred_element_type=jnp.float32)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+@dataclass(frozen=True)
+class Logits:
+    """How products become logits, and what is static about the mask and the dropout. interpret: no PTX."""
+
+    scale: float
+    soft_cap: float | None
+    static_part: StaticPart
+    interpret: bool
+
+    def exp2(self, x: jax.Array, factor: float, shift: jax.Array) -> jax.Array:
+        """2 ** (x * factor - shift), elementwise.
+
+        On a GPU two instructions. XLA would have Triton make four of them: it contracts no product and sum, and scales what
+        would give a subnormal power, which is as good as 0 here.
+        """
+        if self.interpret:
+            return jnp.exp2(x * factor - shift)
+        shift = jnp.broadcast_to(shift, x.shape)
+        lines = f"{{ .reg .f32 t; fma.rn.ftz.f32 t, $1, {_ptx(factor)}, $2; ex2.approx.ftz.f32 $0, t; }}"
+        (power,) = plgpu.elementwise_inline_asm(
+            lines,
+            args=[x, -shift],
+            constraints="=f,f,f",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        )
+        return power
+
+
+def _ptx(x: float) -> str:
+    """A float32 constant in PTX."""
+    return f"0f{np.float32(x).view(np.uint32):08X}"
+
+
+def add_arrays(arrays: Arrays, mask: LocalMask, bias: jax.Array | None, dropout: Dropout | None) -> None:
+    """Add what tiles need of the mask, the bias and the dropout."""
+    block = {"q": arrays.sizes.block_q, "kv": arrays.sizes.block_kv}
+    for name, start in (("q_start", mask.q_start), ("k_start", mask.k_start)):
+        if not isinstance(start, int):
+            arrays.add(name, jnp.asarray(start, jnp.int32).reshape(1), {})
+    if mask.query_offset is not None and not isinstance(mask.query_offset, int):
+        arrays.add("query_offset", jnp.asarray(mask.query_offset, jnp.int32), {})
+    for number, leaf in enumerate(mask.mask.split()[1]):
+        x = jnp.asarray(leaf.array)
+        if len(leaf.dims) == 4:
+            arrays.add(f"leaf{number}", x.astype(jnp.int8), _by_blocks(x, arrays))
+        else:
+            along = {axis: block[dim] for axis, dim in enumerate(leaf.dims) if dim in block}
+            arrays.add(f"leaf{number}", x.astype(jnp.int32), along)
+    if bias is not None:
+        arrays.add("bias", bias, _by_blocks(bias, arrays))
+    if dropout is not None:
+        starts = [jnp.asarray(x, jnp.int32).reshape(1) for x in (dropout.batch_start, dropout.head_start)]
+        seed = lax.bitcast_convert_type(dropout.seed, jnp.int32)
+        arrays.add("dropout", jnp.concatenate([seed, *starts]), {})
+
+
+def _by_blocks(x: jax.Array, arrays: Arrays) -> dict[int, int]:
+    sizes = {2: arrays.sizes.block_q, 3: arrays.sizes.block_kv}
+    return {axis: size for axis, size in sizes.items() if x.shape[axis] > 1}
+
+
+class Tile:
+    """The tile of a query head at some rows and keys. across: [keys, rows].
+
+    period: rows hold the queries of several heads, each of that many rows, one after the other; None: they are of one head.
+    """
+
+    def __init__(
+        self,
+        logits: Logits,
+        refs: dict[str, Any],
+        batch: Any,
+        head: Any,
+        kv_head: Any,
+        rows: Along,
+        keys: Along,
+        *,
+        across: bool = False,
+        period: int | None = None,
+    ) -> None:
+        self.logits, self.refs, self.batch, self.head, self.kv_head = logits, refs, batch, head, kv_head
+        self.rows, self.keys, self.across, self.period = rows, keys, across, period
+        self.shape = (keys.count, rows.count) if across else (rows.count, keys.count)
+
+    def weigh(self, raw: jax.Array, masked: bool) -> tuple[jax.Array, float, jax.Array | None]:
+        """(x, factor, tanh): logits in base 2 are x * factor, factor > 0; tanh is the soft cap's, for its gradient."""
+        logits, capped = self.logits, None
+        x, factor = raw, logits.scale * LOG2E
+        if "key_scale" in self.refs:
+            x = x * self._of_keys(Arrays.numbers(self.refs["key_scale"], (self.batch, self.kv_head), self.keys))
+        if logits.soft_cap is not None:
+            capped = _tanh(x * (logits.scale / logits.soft_cap))
+            x, factor = capped, logits.soft_cap * LOG2E
+        if "bias" in self.refs:
+            x, factor = x * factor + self._dense("bias").astype(jnp.float32) * LOG2E, 1.0
+        if factor <= 0:
+            x, factor = x * factor, 1.0
+        if masked:
+            seen = self._visible()
+            if seen is not None:
+                x = jnp.where(jnp.broadcast_to(seen, self.shape), x, -jnp.inf)
+        return x, factor, capped
+
+    def keep(self) -> jax.Array | None:
+        """Which weights dropout keeps; None without dropout."""
+        if "dropout" not in self.refs:
+            return None
+        ref, probability = self.refs["dropout"], self.logits.static_part.dropout
+        first, second = (ref[i].astype(jnp.uint32) for i in (0, 1))
+        key = Dropout.head_key(first, second, ref[2] + self.batch, ref[3] + self._heads())
+        kept = Dropout.kept(*key, self._global_rows(), self._global_keys(), probability)
+        return jnp.broadcast_to(kept, self.shape)
+
+    def dropped(self, x: jax.Array, keep: jax.Array | None) -> jax.Array:
+        """Weights, or their gradients, after dropout."""
+        return x if keep is None else jnp.where(keep, x * (1.0 / (1.0 - self.logits.static_part.dropout)), 0.0)
+
+    def of_rows(self, x: jax.Array) -> jax.Array:
+        """One number a query row, as it broadcasts to the tile."""
+        return x[None] if self.across else x[:, None]
+
+    def _of_keys(self, x: jax.Array) -> jax.Array:
+        return x[:, None] if self.across else x[None]
+
+    # -- where the tile lies -----------------------------------------------------------------------------------------
+
+    def _local_rows(self) -> jax.Array:
+        rows = self.rows.indices
+        return self.of_rows(rows if self.period is None else rows % self.period)
+
+    def _heads(self) -> Any:
+        """The query heads' numbers."""
+        return self.head if self.period is None else self.head + self.of_rows(self.rows.indices // self.period)
+
+    def _global_rows(self) -> jax.Array:
+        start = self.logits.static_part.q_start
+        return self._local_rows() + (self.refs["q_start"][0] if start is None else start)
+
+    def _global_keys(self) -> jax.Array:
+        start = self.logits.static_part.k_start
+        return self._of_keys(self.keys.indices) + (self.refs["k_start"][0] if start is None else start)
+
+    # -- the mask ----------------------------------------------------------------------------------------------------
+
+    def _visible(self) -> jax.Array | None:
+        static_part, numbers, seen = self.logits.static_part, iter(range(len(self.refs))), None
+        keys = self._global_keys()
+
+        def answer(atom: Mask) -> Mask:
+            if not isinstance(atom, Slot):
+                return atom
+            parts = [self._leaf(f"leaf{next(numbers)}", dims) for _, _, dims in atom.parts]
+            return _Answer(atom.related(parts, keys))
+
+        if not isinstance(static_part.mask, Full):
+            rows = self._global_rows()
+            offset = static_part.query_offset or 0
+            positions = rows + (self.refs["query_offset"][self.batch] if "query_offset" in self.refs else offset)
+            seen = static_part.mask.map_atoms(answer).test(rows, positions, keys)
+        if self.keys.beyond:
+            inside = self._of_keys(self.keys.indices < self.keys.length)
+            seen = inside if seen is None else seen & inside
+        return seen
+
+    def _leaf(self, name: str, dims: tuple[str, ...]) -> Any:
+        """An array of the mask, to be compared with the tile's keys and rows."""
+        ref = self.refs[name]
+        if len(dims) == 4:
+            return self._dense(name).astype(jnp.int32) != 0
+        batch = self.batch if ref.shape[0] > 1 else 0
+        if dims == ("batch",):
+            return ref[batch]
+        if dims[1] == "q":
+            return self.of_rows(Arrays.numbers(ref, (batch,), self.rows))
+        return self._of_keys(Arrays.numbers(ref, (batch,), self.keys))
+
+    def _dense(self, name: str) -> jax.Array:
+        """The tile of an array of [batch, heads, q, kv], each of them or 1, as it broadcasts to this one."""
+        ref = self.refs[name]
+        head = self.head if self.period is None else self.kv_head
+        place: list[Any] = [index(at if n > 1 else 0) for at, n in zip((self.batch, head), ref.shape[:2], strict=True)]
+        cut: list[Along] = []
+        for along, many in ((self.rows, ref.shape[2] > 1), (self.keys, ref.shape[3] > 1)):
+            place.append(pl.ds(along.start, along.count) if many else index(0))
+            cut += [along] if many else []
+        if not cut:
+            return ref[tuple(place)]
+        shape, inside = tuple(along.count for along in cut), None
+        for axis, along in enumerate(cut):
+            if along.beyond:
+                within = along.indices < along.length
+                within = jnp.broadcast_to(within[:, None] if axis == 0 and len(cut) == 2 else within, shape)
+                inside = within if inside is None else inside & within
+        values = plgpu.load(ref.at[tuple(place)], mask=inside, other=None if inside is None else 0)
+        if len(cut) == 2:
+            return values.T if self.across else values
+        return self.of_rows(values) if ref.shape[2] > 1 else self._of_keys(values)
+
+
+class _Answer(Mask):
+    """A leaf whose test has been made."""
+
+    kind = "answer"
+
+    def __init__(self, seen: Any) -> None:
+        self.seen = seen
+
+    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
+        return self.seen
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+    """By the exponential: a GPU has no exact instruction for it, and Triton would want a library that isn't installed."""
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))

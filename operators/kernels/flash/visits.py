@@ -1,0 +1,118 @@
+"""Visits: which tiles a program of a kernel works on, in a table that it reads.
+
+Where each row of the table is known on the host to be neighbours - some that the mask cuts, then wholly visible ones, then
+some that it cuts - the four ends are enough, and the next tile's place needs no load. Else the row lists its tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...local_mask import LocalMask
+from ..tiles import is_arithmetic
+
+__all__ = ["Visits", "visits"]
+
+
+@dataclass(frozen=True)
+class Visits:
+    """table: int32 [batch | 1, blocks of the slow axis, ...]; what a row holds is `neighbours`' to say.
+
+    neighbours: a row is (first, first full, after the last full, after the last). Else it is (number of partial tiles,
+    number of all), then the partial tiles, then the full ones. some_partial, some_full: False where no tile is such.
+    """
+
+    table: np.ndarray | jax.Array
+    neighbours: bool
+    some_partial: bool
+    some_full: bool
+
+    def each(
+        self,
+        ref: Any,
+        batch: Any,
+        block: Any,
+        part: Any,
+        parts: int,
+        visit: Callable[[Any, Any, bool], Any],
+        carry: Any,
+    ) -> Any:
+        """visit(tile, carry, masked) for the `part`-th of `parts` shares of a row's tiles."""
+        row = (batch if self.table.shape[0] > 1 else 0, block)
+        if self.neighbours:
+            first, full, after_full, after = (ref[(*row, i)] for i in range(4))
+            before, partial, total = full - first, full - first + after - after_full, after - first
+
+            def masked_tile(n: Any) -> Any:
+                return jnp.where(n < before, first + n, after_full + n - before)
+
+            def full_tile(n: Any) -> Any:
+                return full + n
+        else:
+            partial, total = ref[(*row, 0)], ref[(*row, 1)]
+
+            def masked_tile(n: Any) -> Any:
+                return ref[(*row, 2 + n)]
+
+            def full_tile(n: Any) -> Any:
+                return ref[(*row, 2 + partial + n)]
+
+        low, high = (total * part // parts, total * (part + 1) // parts) if parts > 1 else (0, total)
+        if self.some_full:
+            start = jnp.maximum(low - partial, 0)
+            carry = lax.fori_loop(start, high - partial, lambda n, c: visit(full_tile(n), c, False), carry)
+        if self.some_partial:
+            end = jnp.minimum(high, partial)
+            carry = lax.fori_loop(low, end, lambda n, c: visit(masked_tile(n), c, True), carry)
+        return carry
+
+
+def visits(mask: LocalMask, block_q: int, block_kv: int, slow: str) -> Visits:
+    """The tiles of each query block (slow 'q') or of each kv block ('kv'). A last kv block that is padded counts as partial."""
+    kinds = mask.kinds(block_q, block_kv)
+    xp: Any = np if isinstance(kinds, np.ndarray) else jnp
+    if mask.kv_len % block_kv:
+        last = np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1
+        kinds = xp.where(last, xp.minimum(kinds, 1), kinds)
+    if slow == "kv":
+        kinds = kinds.swapaxes(1, 2)
+    if not isinstance(kinds, np.ndarray):
+        return Visits(_listed(kinds, jnp), False, True, True)
+    partial, full = int((kinds == 1).sum()), int((kinds == 2).sum())
+    if 2 * full <= partial and is_arithmetic(mask.mask):  # one loop then, half of the program
+        kinds = np.minimum(kinds, 1)
+    some = bool((kinds == 1).any()), bool((kinds == 2).any())
+    ends = _ends(kinds)
+    if ends is not None:
+        return Visits(ends, True, *some)
+    table = _listed(kinds, np)
+    return Visits(table[..., : 2 + int(table[..., 1].max())], False, *some)
+
+
+def _ends(kinds: np.ndarray) -> np.ndarray | None:
+    """(first, first full, after the last full, after the last) of each row, or None where that doesn't say all."""
+
+    def run(flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        some = flags.any(-1)
+        first = np.where(some, flags.argmax(-1), 0)
+        return first, np.where(some, flags.shape[-1] - flags[..., ::-1].argmax(-1), first)
+
+    (first, after), (full, after_full) = run(kinds > 0), run(kinds == 2)
+    none = full == after_full
+    full, after_full = np.where(none, after, full), np.where(none, after, after_full)
+    whole = ((kinds > 0).sum(-1) == after - first) & ((kinds == 2).sum(-1) == after_full - full)
+    return np.stack([first, full, after_full, after], -1).astype(np.int32) if whole.all() else None
+
+
+def _listed(kinds: Any, xp: Any) -> Any:
+    rank = xp.where(kinds == 1, 0, xp.where(kinds == 2, 1, 2))
+    order = xp.argsort(rank, axis=-1, stable=True).astype(np.int32)
+    counts = [(kinds == 1).sum(-1, keepdims=True), (kinds > 0).sum(-1, keepdims=True)]
+    return xp.concatenate([*(n.astype(np.int32) for n in counts), order], -1)
