@@ -119,8 +119,8 @@ def fact_rows(plan: CachePlan) -> list[tuple[str, str]]:
         (
             "scalars",
             f"page table {plan.local_sequences} x {width}: {bytes_text(plan.page_table_bytes)}"
-            + (", one a group" if plan.parts else "")
-            + ("" if plan.scalar_limit is None else f" of {bytes_text(plan.scalar_limit)} scalar memory"),
+            + ("" if plan.scalar_limit is None else f" of {bytes_text(plan.scalar_limit)} scalar memory")
+            + (", one a group" if plan.parts else ""),
         ),
     ]
     if plan.token_bytes is not None:
