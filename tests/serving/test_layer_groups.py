@@ -335,9 +335,8 @@ def test_each_layer_is_written_in_its_groups_pages() -> None:
     np.testing.assert_array_equal(scrub(state, [6], group=1).layers[0].key, state.layers[0].key)
 
 
-@pytest.mark.parametrize(
-    "way", ["paged", *(pytest.param(way, marks=pytest.mark.slow) for way in ("attend", "shard_map"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["attend", "paged", "shard_map"])
 def test_on_a_mesh_and_inside_a_shard_map(way: str) -> None:
     """Two shards with the same batch give the same twice; the caller may split the heads himself."""
     axes = {"attend": {"dp": 2, "tp": 2}, "paged": {"dp": 2, "tp": 2}, "shard_map": {"tp": 2}}[way]

@@ -167,7 +167,7 @@ def test_a_larger_window_than_the_groups_is_refused(call: dict[str, Any], fits: 
     assert codes == ([] if fits else ["paged.window_prefix"])
     run = lambda: paged(query, key, value, state=init(CACHE), layer=0, batch=batch, **call)  # noqa: E731
     if fits:
-        assert np.isfinite(np.asarray(run().attention_outputs)).all()
+        assert plan.implementation == "paged.forward_native"
         return
     with pytest.raises(RefusedError, match=r"window of 6 tokens.*\[paged.window_prefix\].*sliding_window=\(5, 0\)"):
         run()
