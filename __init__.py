@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .operators.vanilla import VanillaConfig
     from .planning import AttentionProblem, OperationConfig, Plan, Policy, Reason, Rule, implementation, plan
     from .planning.cache.kv_cache import KVCache
+    from .planning.cache.layer_groups import LayerGroup
     from .registry import OperationMetadata, OperationRegistry
     from .registry.declaration import Declaration
     from .registry.model_declaration import LayerDeclaration, ModelDeclaration
@@ -70,6 +71,7 @@ __all__ = [
     "InputTypeError",
     "KVCache",
     "LayerDeclaration",
+    "LayerGroup",
     "Lengths",
     "LocalCall",
     "LocalOutput",
@@ -113,6 +115,7 @@ _FILES = {
     "FlashAttention2Config": "operators.flash_attention2",
     "KVCache": "planning.cache.kv_cache",
     "LayerDeclaration": "registry.model_declaration",
+    "LayerGroup": "planning.cache.layer_groups",
     "ModelDeclaration": "registry.model_declaration",
     "SdpaConfig": "operators.sdpa",
     "SplashConfig": "operators.splash",
