@@ -39,7 +39,7 @@ PUBLIC = """
     ConfigWarning Declaration Dense FallbackWarning Full InputError InputTypeError KVCache LayerDeclaration LayerGroup
     Lengths LocalCall LocalOutput Mask MaskError MaskFunction ModelDeclaration Operation OperationConfig
     OperationMetadata OperationRegistry Plan Policy Positions Prefix ProcessError Reason RefusedError Rule
-    SdpaConfig SegmentIds ShardingError SlidingWindow SplashConfig UnknownNameError VanillaConfig
+    FlashAttention2Config SdpaConfig SegmentIds ShardingError SlidingWindow SplashConfig UnknownNameError VanillaConfig
     check_processes fit implementation mask_from_dict plan register_mask_function window_tokens
 """
 
