@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .adapters.jax_nn import dot_product_attention
     from .errors import (
         AttnOpsError,
         ConfigError,
@@ -95,6 +96,7 @@ __all__ = [
     "UnknownNameError",
     "VanillaConfig",
     "check_processes",
+    "dot_product_attention",
     "fit",
     "implementation",
     "mask_from_dict",
@@ -115,6 +117,7 @@ _FILES = {
     "SplashConfig": "operators.splash",
     "VanillaConfig": "operators.vanilla",
     "check_processes": "sharding.processes",
+    "dot_product_attention": "adapters.jax_nn",
 }
 
 

@@ -1,4 +1,5 @@
-"""Front doors of other libraries, one file each: flax_nnx, flax_linen, equinox, torch. Nothing is imported until asked for.
+"""Front doors of other libraries, one file each: jax_nn, flax_nnx, flax_linen, equinox, torch. None is imported until asked for.
 
-Import the file that you need (`from attnops.adapters.flax_nnx import attention_fn`); each needs its framework, an extra.
+Import the file that you need (`from attnops.adapters.flax_nnx import attention_fn`); each but jax_nn needs its framework, an
+extra.
 """

@@ -24,10 +24,11 @@ _TRAILING = 3
 
 
 class Attended(NamedTuple):
-    """The output, [..., q, heads, dim] or [..., heads, q, dim] as the query, and weights [..., heads, q, kv] or None."""
+    """The output, as the query; weights [..., heads, q, kv] and lse [..., heads, q], None where the call didn't ask."""
 
     output: jax.Array
     weights: jax.Array | None
+    lse: jax.Array | None
 
 
 def declared_attention(declared: Declared, metadata: Mapping[str, Any]) -> Attention:
@@ -80,9 +81,9 @@ def attend(attention: Attention, query: Any, key: Any, value: Any, **call: Unpac
     call["causal"] = _causal(attention, bool(call.get("causal")))
     four = (jnp.reshape(x, (math.prod(batch), *x.shape[-_TRAILING:])) for x in (query, key, value))
     found = attention(*four, **call)
-    output, weights = found.attention_outputs, found.attention_weights
-    output = output.reshape(*batch, *output.shape[1:])
-    return Attended(output, None if weights is None else weights.reshape(*batch, *weights.shape[1:]))
+    output, weights, lse = (None if x is None else x.reshape(*batch, *x.shape[1:]) for x in found)
+    assert output is not None  # always asked for
+    return Attended(output, weights, lse)
 
 
 def _causal(attention: Attention, causal: bool) -> bool | None:

@@ -160,9 +160,9 @@ def test_a_declaration() -> None:
     assert function == scaled_dot_product_attention_for(Attention(PLAIN | {"call": {"mask": window}}))
     assert pickle.loads(pickle.dumps(function)) == function
     assert scaled_dot_product_attention_for(PLAIN | {"enabled": False}) is OWN
-    with pytest.raises(ConfigError, match=r"softmax_scale: the file declares 0.5, the call says 1.0"):
+    with pytest.raises(ConfigError, match=r"softmax_scale: the declaration says 0.5, the call says 1.0"):
         scaled_dot_product_attention_for(PLAIN | {"call": {"softmax_scale": 0.5}})(x, x, x, scale=1.0)
-    with pytest.raises(ConfigError, match="query_offset: the file declares 2, the call says 0"):
+    with pytest.raises(ConfigError, match="query_offset: the declaration says 2, the call says 0"):
         scaled_dot_product_attention_for(PLAIN | {"call": {"query_offset": 2}})(x, x, x, is_causal=True)
 
 

@@ -40,7 +40,7 @@ PUBLIC = """
     LocalCall LocalOutput Mask MaskError MaskFunction ModelDeclaration Operation OperationConfig
     OperationMetadata OperationRegistry Plan Policy Positions Prefix ProcessError Reason RefusedError Rule
     SdpaConfig SegmentIds ShardingError SlidingWindow SplashConfig UnknownNameError VanillaConfig
-    check_processes fit implementation mask_from_dict plan register_mask_function window_tokens
+    check_processes dot_product_attention fit implementation mask_from_dict plan register_mask_function window_tokens
 """
 
 
