@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from .operators import AttentionOutput, LocalCall, LocalOutput, Operation
     from .operators.attention import Attention
+    from .operators.model_shardings import ModelShardings, shardings_for
     from .operators.sdpa import SdpaConfig
     from .operators.splash import SplashConfig
     from .operators.vanilla import VanillaConfig
@@ -76,6 +77,7 @@ __all__ = [
     "MaskError",
     "MaskFunction",
     "ModelDeclaration",
+    "ModelShardings",
     "Operation",
     "OperationConfig",
     "OperationMetadata",
@@ -102,6 +104,7 @@ __all__ = [
     "mask_from_dict",
     "plan",
     "register_mask_function",
+    "shardings_for",
     "window_tokens",
 ]
 
@@ -113,11 +116,13 @@ _FILES = {
     "KVCache": "planning.cache.kv_cache",
     "LayerDeclaration": "registry.model_declaration",
     "ModelDeclaration": "registry.model_declaration",
+    "ModelShardings": "operators.model_shardings",
     "SdpaConfig": "operators.sdpa",
     "SplashConfig": "operators.splash",
     "VanillaConfig": "operators.vanilla",
     "check_processes": "sharding.processes",
     "dot_product_attention": "adapters.jax_nn",
+    "shardings_for": "operators.model_shardings",
 }
 
 

@@ -37,10 +37,11 @@ def test_every_file_that_is_not_code_is_packed() -> None:
 PUBLIC = """
     Attention AttentionOutput AttentionProblem AttnOpsError AttnShardingRules Causal Chunked ConfigError
     ConfigWarning Declaration Dense FallbackWarning Full InputError InputTypeError KVCache LayerDeclaration Lengths
-    LocalCall LocalOutput Mask MaskError MaskFunction ModelDeclaration Operation OperationConfig
+    LocalCall LocalOutput Mask MaskError MaskFunction ModelDeclaration ModelShardings Operation OperationConfig
     OperationMetadata OperationRegistry Plan Policy Positions Prefix ProcessError Reason RefusedError Rule
     SdpaConfig SegmentIds ShardingError SlidingWindow SplashConfig UnknownNameError VanillaConfig
-    check_processes dot_product_attention fit implementation mask_from_dict plan register_mask_function window_tokens
+    check_processes dot_product_attention fit implementation mask_from_dict plan register_mask_function
+    shardings_for window_tokens
 """
 
 
