@@ -50,12 +50,21 @@ def declared_attention(declared: Declared, metadata: Mapping[str, Any]) -> Atten
     return attention
 
 
-def attend(attention: Attention, query: Any, key: Any, value: Any, **call: Unpack[CallArguments]) -> Attended:
+def attend(
+    attention: Attention,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    remarks: tuple[str, ...] = (),
+    **call: Unpack[CallArguments],
+) -> Attended:
     """Attend with any number of batch dimensions, none included. `call` says the layout; None is what wasn't said.
 
     Shapes: query [..., q, heads, dim] (layout bthd) or [..., heads, q, dim] (bhtd), key and value likewise; mask (anything
     that compares with 0) and bias broadcast to [..., heads, q, kv] from the right, as NumPy does. causal=False is what
-    frameworks have where nothing was said: the file's own word then counts, and without one the call is not causal.
+    frameworks have where nothing was said: the file's own word then counts, and without one the call is not causal. `remarks`
+    stand among the notes of the plan that is kept.
     Errors: InputError for shapes; ConfigError where the file and the framework's call disagree.
     """
     layout = call["layout"]
@@ -80,7 +89,7 @@ def attend(attention: Attention, query: Any, key: Any, value: Any, **call: Unpac
     call["bias"] = None if bias is None else _four("bias", bias, cells)
     call["causal"] = _causal(attention, bool(call.get("causal")))
     four = (jnp.reshape(x, (math.prod(batch), *x.shape[-_TRAILING:])) for x in (query, key, value))
-    found = attention(*four, **call)
+    found = attention.run(remarks, *four, **call)
     output, weights, lse = (None if x is None else x.reshape(*batch, *x.shape[1:]) for x in found)
     assert output is not None  # always asked for
     return Attended(output, weights, lse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -87,6 +88,17 @@ class Attention:
         self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]
     ) -> AttentionOutput:
         """Attend; `call` is what Operation.__call__ takes."""
+        return self.run((), query, key, value, **call)
+
+    def run(
+        self,
+        remarks: tuple[str, ...],
+        query: CallArray,
+        key: CallArray,
+        value: CallArray,
+        **call: Unpack[CallArguments],
+    ) -> AttentionOutput:
+        """As a call; `remarks` stand among the notes of its plan in `plans`: what an adapter made of what it was given."""
         options = self.options(query, key, value, **call)
         output = self.operation(query, key, value, **options)
         decided = output.plan
@@ -96,7 +108,7 @@ class Attention:
         if new:  # where arrays mask, planned once more: plan() also looks at their values
             noted = self.operation.plan(query, key, value, **options) if decided.problem.leaves else decided
             with self._lock:
-                self._plans[decided] = noted
+                self._plans[decided] = replace(noted, notes=(*noted.notes, *remarks)) if remarks else noted
         return output
 
     @takes_call_arguments
