@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -33,19 +33,15 @@ def partition_axis_from_rules(
 
     names: the logical name of each field, such as {"batch_axis": "activation_batch", "head_axis": "heads"}; a field that isn't
     named, or is None, is split by nothing, but that a decode_* one follows its own of training, and decode_query_sequence_axis is
-    None. Errors: ConfigError for a field or a logical name that doesn't exist, and for a name with several rules that differ.
+    None. Errors: ConfigError for a field or a logical name that doesn't exist, and for a logical name here with rules that differ.
     """
-    known: dict[str, tuple[str, ...] | None] = {}
+    known: dict[str, list[tuple[str, ...] | None]] = {}
     for rule in rules.items() if isinstance(rules, Mapping) else rules:
         if not isinstance(rule, tuple | list) or len(rule) != 2:
             raise ConfigError(f"rule {shown(rule)}; wanted (logical name, mesh axis, a tuple of them, or None).")
-        logical, axes = rule[0], _axes(*rule)
-        if logical in known and known[logical] != axes:
-            raise ConfigError(
-                f"{shown(logical)} has two rules, {shown(known[logical])} and {shown(axes)}; which one holds would depend on the "
-                "other dimensions of a tensor. Leave one of them."
-            )
-        known[logical] = axes
+        axes = _axes(*rule)
+        if axes not in known.setdefault(rule[0], []):
+            known[rule[0]].append(axes)
     found: dict[str, Any] = dict.fromkeys((*_TRAINING, "bias_head_sequence_axis", "bias_key_sequence_axis"))
     for field, name in names.items():
         if field not in _FIELDS:
@@ -58,7 +54,13 @@ def partition_axis_from_rules(
                 f"{field}={shown(name)}, and no rule has that name; wanted one of {', '.join(map(str, known))}."
                 + nearest(name, known)
             )
-        found[field] = None if name is None else known[name]
+        if name is not None and len(known[name]) > 1:
+            several = ", ".join(map(shown, known[name]))
+            raise ConfigError(
+                f"{field}={shown(name)} has {len(known[name])} rules, {several}; which one holds would "
+                "depend on the other dimensions of a tensor. Leave one of them."
+            )
+        found[field] = None if name is None else known[name][0]
     for field in _TRAINING:
         if field != "query_sequence_axis":
             found.setdefault(f"decode_{field}", found[field])
@@ -98,13 +100,13 @@ def max_and_sum(
     return most, jnp.ones_like(most)
 
 
-def splash_config_from(blocks: Any, *, prefix: str = "", **fields: Any) -> SplashConfig:
+def splash_config_from(blocks: Any, *, prefix: str = "", ignore: Collection[str] = (), **fields: Any) -> SplashConfig:
     """The SplashConfig of block sizes as others hold them: jax's BlockSizes, a dict of its names, a config with a prefix.
 
     prefix: of the attributes or keys that are meant, as in MaxText's sa_block_q; with one, all other names are passed over, and
-    without one every name has to be a field. Enums count by their names: HEAD_DIM_MINOR is 'head_dim_minor'. fields: others of
-    SplashConfig, such as kernel="jax". Errors: ConfigError for names that SplashConfig doesn't have, and where nothing has the
-    prefix.
+    without one every name has to be a field. ignore: names, without the prefix, that have no meaning here. Layouts may be enums,
+    or in capitals. fields: others of SplashConfig, such as kernel="jax". Errors: ConfigError for names that SplashConfig doesn't
+    have, for names to ignore that aren't there or that it has, and where nothing has the prefix.
     """
     if isinstance(blocks, Mapping):
         held = dict(blocks)
@@ -113,7 +115,12 @@ def splash_config_from(blocks: Any, *, prefix: str = "", **fields: Any) -> Splas
     else:
         names = getattr(blocks, "__dataclass_fields__", None) or getattr(blocks, "_fields", None) or vars(blocks)
         held = {name: getattr(blocks, name) for name in names if not name.startswith("_")}
-    found = {name.removeprefix(prefix): _plain(value) for name, value in held.items() if name.startswith(prefix)}
+    found = {n.removeprefix(prefix): _plain(value) for n, value in held.items() if n.startswith(prefix)}
+    for name in ignore:
+        if name not in found or name in SplashConfig.model_fields:
+            why = "is a field of SplashConfig" if name in found else f"isn't among {', '.join(found) or 'no names'}"
+            raise ConfigError(f"ignore={shown(name)}, which {why}; take it out of ignore.")
+        del found[name]
     if prefix and not found:
         raise ConfigError(f"no name begins with {shown(prefix)}; got {', '.join(map(str, held)) or 'nothing'}.")
     twice = [name for name in fields if name in found]
@@ -123,4 +130,5 @@ def splash_config_from(blocks: Any, *, prefix: str = "", **fields: Any) -> Splas
 
 
 def _plain(value: Any) -> Any:
-    return value.name.lower() if isinstance(value, enum.Enum) else value
+    value = value.name if isinstance(value, enum.Enum) else value
+    return value.lower() if value in ("HEAD_DIM_MINOR", "SEQ_MINOR") else value

@@ -37,6 +37,11 @@ def test_rules_become_the_specs_of_a_call() -> None:
         assert tuple(attention.plan(step, x, x).named_shardings()["query"].spec) == ("data", None, "tensor", None)
 
 
+def test_rules_of_other_names_may_be_many() -> None:
+    axis = partition_axis_from_rules([*RULES, ("vocab", ["tensor", "data"]), ("vocab", "data"), ("none", [])], NAMES)
+    assert axis == partition_axis_from_rules(RULES, NAMES)
+
+
 def test_fields_of_decoding() -> None:
     names = NAMES | {"decode_head_axis": "length", "decode_batch_axis": None, "kv_head_axis": "heads"}
     axis = partition_axis_from_rules(RULES, names)
@@ -49,7 +54,7 @@ def test_fields_of_decoding() -> None:
     [
         (RULES, {"head_axes": "heads"}, "'head_axes' is no field of PartitionAxis.*Did you mean 'head_axis'"),
         (RULES, {"head_axis": "head"}, "head_axis='head', and no rule has that name.*Did you mean 'heads'"),
-        ((("heads", "a"), ("heads", "b")), {"head_axis": "heads"}, "'heads' has two rules"),
+        ((("heads", "a"), ("heads", "b")), {"head_axis": "heads"}, "head_axis='heads' has 2 rules"),
         ((("heads", 3),), {}, r"rule \('heads', 3\); wanted \(logical name"),
         (("heads",), {}, "rule 'heads'; wanted"),
     ],
@@ -116,6 +121,8 @@ def test_block_sizes_of_others() -> None:
     config = SimpleNamespace(**{f"sa_{name}": value for name, value in held.items()}, head_dim=128, steps=3)
     for blocks, prefix in ((jaxs, ""), (held, ""), (config, "sa_"), (vars(config), "sa_")):
         assert splash_config_from(blocks, prefix=prefix) == wanted
+    named = vars(config) | {"sa_k_layout": "SEQ_MINOR", "sa_q_layout": "HEAD_DIM_MINOR", "sa_megacore": False}
+    assert splash_config_from(named, prefix="sa_", ignore=["megacore"]) == wanted
     assert splash_config_from(jaxs, kernel="jax").kernel == "jax"
     assert splash_config_from(wanted, interpret=True) == wanted.with_fields({"interpret": True})
 
@@ -128,6 +135,8 @@ def test_block_sizes_of_others() -> None:
         ({"block_q": 128}, {"prefix": "sa_"}, "no name begins with 'sa_'; got block_q"),
         ({"sa_block_z": 128}, {"prefix": "sa_"}, "unknown field 'block_z'"),
         ({"block_q": 100}, {}, "block_q=100 is not a multiple of 128"),
+        ({"block_q": 128}, {"ignore": ["megacore"]}, "ignore='megacore', which isn't among block_q; take it out"),
+        ({"block_q": 128}, {"ignore": ["block_q"]}, "ignore='block_q', which is a field of SplashConfig"),
         ({"block_q": 128}, {"block_q": 256}, "block_q: in the block sizes and beside them"),
     ],
 )
