@@ -33,7 +33,7 @@ def partition_axis_from_rules(
 
     names: the logical name of each field, such as {"batch_axis": "activation_batch", "head_axis": "heads"}; a field that isn't
     named, or is None, is split by nothing, but that a decode_* one follows its own of training, and decode_query_sequence_axis is
-    None. Errors: ConfigError for a field or a logical name that doesn't exist, and for a logical name here with rules that differ.
+    None. Errors: ConfigError for a field or a logical name that doesn't exist, and for one here that has rules that differ.
     """
     known: dict[str, list[tuple[str, ...] | None]] = {}
     for rule in rules.items() if isinstance(rules, Mapping) else rules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,12 +29,14 @@ class Given(NamedTuple):
     stated: frozenset[str]
 
 
+_LONGEST = 255
 _made: BoundedCache[Given] = BoundedCache(256)
 
 
 def is_operation_name(text: str) -> bool:
     """Whether a string names an operation: one that exists, or a bare word for which there is no file."""
-    return text in OperationRegistry.names() or (text.isidentifier() and not Path(text).exists())
+    bare = text.isidentifier() and len(text) <= _LONGEST
+    return text in OperationRegistry.names() or (bare and not os.path.exists(text))
 
 
 def given(declared: Any, keywords: Mapping[str, Any]) -> Given:

@@ -131,6 +131,7 @@ def test_no_keyword_has_two_meanings(name: str) -> None:
     ("declared", "keywords", "error", "match"),
     [
         ("splsh", {}, UnknownNameError, "'splsh' is not registered.*Did you mean 'splash'"),
+        ("x" * 5000, {}, ConfigError, "File name too long"),
         ("paged", {}, ConfigError, "'paged' has steps over a cache's pages and no calls"),
         ("splash", {"blck_q": 2}, InputTypeError, r"'blck_q' is no argument of Attention\('splash', ...\).*'block_q'"),
         ("splash", {"is_causal": True}, InputTypeError, "'is_causal' is no argument.*Here it is causal"),
