@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .adapters.jax_nn import dot_product_attention
     from .errors import (
         AttnOpsError,
         ConfigError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .operators import AttentionOutput, LocalCall, LocalOutput, Operation
     from .operators.attention import Attention
     from .operators.flash_attention2 import FlashAttention2Config
+    from .operators.model_shardings import ModelShardings, shardings_for
     from .operators.sdpa import SdpaConfig
     from .operators.splash import SplashConfig
     from .operators.vanilla import VanillaConfig
@@ -79,6 +81,7 @@ __all__ = [
     "MaskError",
     "MaskFunction",
     "ModelDeclaration",
+    "ModelShardings",
     "Operation",
     "OperationConfig",
     "OperationMetadata",
@@ -99,11 +102,13 @@ __all__ = [
     "UnknownNameError",
     "VanillaConfig",
     "check_processes",
+    "dot_product_attention",
     "fit",
     "implementation",
     "mask_from_dict",
     "plan",
     "register_mask_function",
+    "shardings_for",
     "window_tokens",
 ]
 
@@ -117,10 +122,13 @@ _FILES = {
     "LayerDeclaration": "registry.model_declaration",
     "LayerGroup": "planning.cache.layer_groups",
     "ModelDeclaration": "registry.model_declaration",
+    "ModelShardings": "operators.model_shardings",
     "SdpaConfig": "operators.sdpa",
     "SplashConfig": "operators.splash",
     "VanillaConfig": "operators.vanilla",
     "check_processes": "sharding.processes",
+    "dot_product_attention": "adapters.jax_nn",
+    "shardings_for": "operators.model_shardings",
 }
 
 
