@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 from collections.abc import Callable, Sequence
 
@@ -13,6 +12,7 @@ from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from ..verify.paged_step import StepReport, verify_step
 from .console import errors, fields, text
+from .kernel_lines import kernel_lines
 from .plan import rejected_rows, runs_row
 from .run_step import one_layer
 from .step import step_of
@@ -72,13 +72,7 @@ def _rows(report: StepReport) -> list[tuple[str, str | Text]]:
             rows if not report.seconds else [*rows, ("step", f"lowers in {report.seconds:.1f} s; it was not compiled")]
         )
     rows.append(("step", f"compiles in {report.seconds:.1f} s"))
-    if report.kernels is None:
-        rows.append(("step", "VMEM isn't known, nor what is sent: this jaxlib can't read the program that libtpu made"))
-    for kernel, times in collections.Counter(report.kernels or ()).items():
-        used = "an unknown part" if kernel.vmem_used is None else bytes_text(kernel.vmem_used)
-        limit = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
-        many = f", {times} times" if times > 1 else ""
-        rows.append(("step", f"{kernel.name}: {used} of {bytes_text(limit)} of VMEM{many}"))
+    rows += [("step", line) for line in kernel_lines(report, report.kernels)]
     if plan.cache.scalar_limit is not None:
         table = bytes_text(plan.cache.page_table_bytes)
         rows.append(("step", f"page table: {table} of {bytes_text(plan.cache.scalar_limit)} of scalar memory"))
