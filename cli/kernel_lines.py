@@ -58,7 +58,7 @@ def kernel_lines(
 def _resources(kernel: GpuKernelUse) -> str:
     if kernel.registers is None or kernel.shared_bytes is None:
         return "compiled"
-    spills = f"{kernel.stack_bytes} B of them spilled" if kernel.stack_bytes else "none spilled"
+    spills = f"{kernel.stack_bytes} B a thread spilled" if kernel.stack_bytes else "none spilled"
     text = (
         f"{kernel.registers} registers a thread, {spills}; {bytes_text(kernel.shared_bytes)} of shared memory a block of "
         f"{kernel.threads} threads"

@@ -22,7 +22,7 @@ from ..verify.devices import AnyKernelUse
 from ..verify.paged_step import StepReport
 from ..verify.targets import not_compiled, target_of
 from .call_arrays import call_shapes
-from .console import errors, fields, text
+from .console import errors, fields, seconds_text, text
 from .kernel_lines import kernel_limits, kernel_lines
 from .plan import brief_rows
 from .step import is_paged, refuse_inputs
@@ -170,7 +170,7 @@ def _pass_rows(report: TargetReport, one: PassReport, told: Sequence[AnyKernelUs
         )
     )
     work = f"{one.flops / 1e9:.4g} GFLOP, {bytes_text(one.bytes_moved)} moved, {one.intensity:.0f} operations a byte"
-    least = f": at least {_time(one.roofline_seconds)}, bound by {one.bound}" if one.bound else ""
+    least = f": at least {seconds_text(one.roofline_seconds)}, bound by {one.bound}" if one.bound else ""
     return [*rows, (one.name, work + least)]
 
 
@@ -201,7 +201,3 @@ def _sent_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | T
     else:
         rows.append((one.name, "what is sent is what is needed" if one.needs else "and nothing is needed"))
     return rows
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

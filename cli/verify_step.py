@@ -11,7 +11,7 @@ from ..planning.text import bytes_text
 from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from ..verify.paged_step import StepReport, verify_step
-from .console import errors, fields, text
+from .console import errors, fields, seconds_text, text
 from .kernel_lines import kernel_lines
 from .plan import rejected_rows, runs_row
 from .run_step import one_layer
@@ -89,10 +89,6 @@ def _rows(report: StepReport) -> list[tuple[str, str | Text]]:
     rows.append(("step", "a device: arguments {}, outputs {}, temporary {}; {} at the peak".format(*texts)))
     if plan.reads is not None:
         work = f"{plan.reads.describe()}; {report.flops / 1e9:.4g} GFLOP"
-        least = f": at least {_time(report.roofline_seconds)}, bound by {report.bound}" if report.bound else ""
+        least = f": at least {seconds_text(report.roofline_seconds)}, bound by {report.bound}" if report.bound else ""
         rows.append(("reads", work + least))
     return rows
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
