@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from .operators import AttentionOutput, LocalCall, LocalOutput, Operation
     from .operators.attention import Attention
+    from .operators.flash_attention2 import FlashAttention2Config
     from .operators.sdpa import SdpaConfig
     from .operators.splash import SplashConfig
     from .operators.vanilla import VanillaConfig
@@ -63,6 +64,7 @@ __all__ = [
     "Declaration",
     "Dense",
     "FallbackWarning",
+    "FlashAttention2Config",
     "Full",
     "InputError",
     "InputTypeError",
@@ -108,6 +110,7 @@ _ROOMS = ("errors", "masks", "operators", "planning", "registry", "sharding", "v
 _FILES = {
     "Attention": "operators.attention",
     "Declaration": "registry.declaration",
+    "FlashAttention2Config": "operators.flash_attention2",
     "KVCache": "planning.cache.kv_cache",
     "LayerDeclaration": "registry.model_declaration",
     "ModelDeclaration": "registry.model_declaration",

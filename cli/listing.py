@@ -42,11 +42,10 @@ def _operation(operation: type[PlannedOperation]) -> dict[str, Any]:
             "rules": [rule.code for rule in capability.rules],
             "tolerance": {dtype: value._asdict() for dtype, value in capability.tolerance.items()},
         }
-    platforms = {p: next((m for m in own if m in methods), "forward_native") for p, own in METHODS.items()}
     return {
         "config": operation.config.__name__,
         "about": (operation.__doc__ or "").strip().partition("\n")[0],
-        "platforms": platforms,
+        "platforms": operation.running_methods(),
         "implementations": implementations,
     }
 
@@ -72,6 +71,8 @@ def print_listing(data: dict[str, Any]) -> None:
     columns, borrowed = [], []
     for name, entry in sound.items():
         for method, able in entry["implementations"].items():
+            if not able["tolerance"]:
+                continue  # it only refuses
             if able["borrowed_from"] is None:
                 columns.append((f"{name}\n{method}", able))
             else:

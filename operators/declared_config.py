@@ -25,7 +25,9 @@ def declared_config(
     if elsewhere is None:
         config = _with_kernels(config, operation, metadata)
     config, notes = _fed(config, operation, metadata)
-    reader = operation.name if elsewhere is None else f"{operation.name} on {platform}, which runs {elsewhere}'s kernels"
+    reader = (
+        operation.name if elsewhere is None else f"{operation.name} on {platform}, which runs {elsewhere}'s kernels"
+    )
     for name, other in sorted(metadata.operation_configs.items()):
         if name not in read and (given := _given(other)):
             notes.append(f"operation_configs[{name!r}] ({', '.join(given)}) is not read by {reader}")

@@ -74,6 +74,12 @@ class PlannedOperation:
         return written
 
     @classmethod
+    def running_methods(cls) -> dict[str, str]:
+        """By platform the first of its methods that runs something there; one without a published tolerance only refuses."""
+        written = [m for m in cls.declared_methods() if cls.capability(m).tolerance]
+        return {platform: next((m for m in own if m in written), "forward_native") for platform, own in METHODS.items()}
+
+    @classmethod
     def capability(cls, method: str) -> Capability:
         """What a forward method declares. Errors: ConfigError if it declares nothing."""
         found = getattr(getattr(cls, method, None), "capability", None)

@@ -123,7 +123,7 @@ def _tuner() -> Any:
 @functools.cache
 def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {}
-    for name in ("attnops", "jax", "jaxlib", "libtpu"):
+    for name in ("attnops", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

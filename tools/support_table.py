@@ -44,7 +44,7 @@ def tables() -> str:
         "## Which method runs where",
         _table(("Operation", *METHODS), (_platforms(name, op) for name, op in own.items())),
         "## Features",
-        _features(distinct),
+        _features([(name, c) for name, c in distinct if c.tolerance]),
         "## Rules",
         "A rule is a condition over the sizes, dtypes and config of one call. An implementation without rules is "
         "left out.",
@@ -70,8 +70,7 @@ def _distinct(operations: dict[str, type[PlannedOperation]]) -> Iterator[tuple[s
 
 
 def _platforms(name: str, operation: type[PlannedOperation]) -> tuple[str, ...]:
-    methods = operation.declared_methods()
-    chosen = (next((m for m in own if m in methods), "forward_native") for own in METHODS.values())
+    chosen = operation.running_methods().values()
     return (f"`{name}`", *(f"`{method}`" for method in chosen))
 
 

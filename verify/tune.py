@@ -110,7 +110,12 @@ def _way(problem: AttentionProblem, how: str | None) -> str:
         )
     if how == "device" or (how is None and here):
         return "device"
-    topology_of(problem.device_kind)  # refuses what isn't a TPU
+    if how is None and problem.platform != "tpu":
+        raise ConfigError(
+            f"planned for {problem.device}, whose sizes are found by time: run it on such a device. Off the device the "
+            "compiler's schedule is read for TPUs only."
+        )
+    topology_of(problem.device_kind)  # refuses what can't be described
     if not has_libtpu():
         raise ConfigError(
             f"searching for {problem.device} off the device needs libtpu, which isn't installed; pip install 'attnops[tpu]'."

@@ -19,6 +19,31 @@ class _Sizes(NamedTuple):
     num_stages: int
 
 
+_DIMS = (64, 128, 256)
+# (forward, gradients of key and value, gradient of the query) by the power of two that holds the head dim. Chosen by what the
+# compiler makes of them (docs/gpu.md): no spills, or few, then the least stalls in the inner loop. Not timed on a GPU.
+_HOPPER = {
+    64: (_Sizes(128, 64, 4, 3), _Sizes(64, 128, 8, 2), _Sizes(64, 64, 4, 2)),
+    128: (_Sizes(128, 128, 8, 2), _Sizes(32, 64, 4, 2), _Sizes(128, 64, 8, 1)),
+    256: (_Sizes(128, 64, 8, 1), _Sizes(32, 64, 8, 2), _Sizes(64, 32, 4, 1)),
+}
+_AMPERE = {
+    64: (_Sizes(128, 64, 4, 3), _Sizes(64, 64, 4, 2), _Sizes(128, 32, 4, 2)),
+    128: (_Sizes(128, 64, 8, 2), _Sizes(32, 64, 4, 2), _Sizes(64, 32, 4, 2)),
+    256: (_Sizes(64, 32, 4, 2), _Sizes(32, 32, 4, 1), _Sizes(64, 32, 8, 1)),
+}
+# Of GPUs with less shared memory than these, and of those that aren't known: 99 KiB a block is what all from sm_86 on have.
+_SMALL = {
+    64: (_Sizes(64, 64, 4, 2), _Sizes(64, 64, 4, 1), _Sizes(64, 64, 4, 1)),
+    128: (_Sizes(64, 64, 4, 1), _Sizes(32, 64, 4, 1), _Sizes(64, 32, 4, 1)),
+    256: (_Sizes(64, 32, 4, 1), _Sizes(16, 32, 4, 1), _Sizes(32, 32, 4, 1)),
+}
+# Of float32, whose products don't run on tensor cores.
+_WIDE = {
+    64: (_Sizes(64, 32, 4, 2), _Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1)),
+    128: (_Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1)),
+    256: (_Sizes(16, 32, 4, 1), _Sizes(16, 16, 4, 1), _Sizes(16, 16, 4, 1)),
+}
 _FOLDED_ROWS = 64  # queries of all heads that share a kv head, up to which they are the rows of one tile
 _SPLIT_KEYS = 256  # the fewest keys of a part
 _MOST_SPLITS = 64
@@ -41,7 +66,11 @@ def resolve_flash(
     fold = config.fold
     if fold is None:
         wanted = config.block_q or _FOLDED_ROWS
-        fold = group * q_len <= min(wanted, _FOLDED_ROWS) and config.block_q is None and "mask_function" not in problem.features
+        fold = (
+            group * q_len <= min(wanted, _FOLDED_ROWS)
+            and config.block_q is None
+            and "mask_function" not in problem.features
+        )
     rows = group * q_len if fold else q_len
     for name, default in _defaults(problem, rows, kv_len).items():
         for field, size in zip(_Sizes._fields, default, strict=True):
@@ -72,20 +101,18 @@ def _splits(problem: AttentionProblem, placement: Placement, programs: int) -> i
 
 def _defaults(problem: AttentionProblem, rows: int, kv_len: int) -> dict[str, _Sizes]:
     """By the suffix of the fields: the sizes of each pass."""
-    dim = _power(max(problem.head_dim, problem.value_dim))
-    wide = problem.runtime_dtype == "float32"
-
-    def made(block_q: int, block_kv: int, warps: int, stages: int, q_rows: int = rows) -> _Sizes:
-        return _Sizes(min(block_q, _power(q_rows)), min(block_kv, _power(kv_len)), warps, stages)
-
-    if wide:
-        small = 32 if dim <= 128 else 16
-        return {"": made(64, small, 4, 2), "_dkv": made(small, small, 4, 2), "_dq": made(small, small, 4, 2)}
-    if dim <= 64:
-        return {"": made(128, 128, 8, 2), "_dkv": made(64, 128, 8, 2), "_dq": made(128, 64, 8, 2)}
-    if dim <= 128:
-        return {"": made(128, 64, 8, 2), "_dkv": made(64, 64, 8, 2), "_dq": made(64, 64, 8, 2)}
-    return {"": made(64, 64, 8, 1), "_dkv": made(32, 64, 8, 1), "_dq": made(64, 32, 8, 1)}
+    dim = max(_DIMS[0], _power(max(problem.head_dim, problem.value_dim)))
+    if problem.runtime_dtype == "float32":
+        table = _WIDE
+    elif not problem.device_kind.startswith(tuple(_CORES)):
+        table = _SMALL
+    else:
+        table = _AMPERE if problem.device_kind.startswith("NVIDIA A") else _HOPPER
+    q_most, kv_most = _power(rows), _power(kv_len)
+    return {
+        suffix: size._replace(block_q=min(size.block_q, q_most), block_kv=min(size.block_kv, kv_most))
+        for suffix, size in zip(("", "_dkv", "_dq"), table[dim], strict=True)
+    }
 
 
 def _power(length: int) -> int:
@@ -96,5 +123,6 @@ def sizes_of(config: FlashAttention2Config) -> dict[str, _Sizes]:
     """The sizes of a config that has been filled in, by pass."""
     names = {"forward": "", "dkv": "_dkv", "dq": "_dq"}
     return {
-        pass_: _Sizes(*(getattr(config, f"{field}{suffix}") for field in _Sizes._fields)) for pass_, suffix in names.items()
+        pass_: _Sizes(*(getattr(config, f"{field}{suffix}") for field in _Sizes._fields))
+        for pass_, suffix in names.items()
     }

@@ -11,7 +11,15 @@ import jax
 from ...planning import ALL_FEATURES, AttentionProblem, OperationConfig, Padding, Placement, Rule, implementation
 from ...planning.operation import dequantised_copy
 from ..base import Operation
-from ..flash import FLASH_FEATURES, FLASH_RULES, FlashAttention2Config, resolve_flash, run_flash
+from ..flash import (
+    FLASH_FEATURES,
+    FLASH_RULES,
+    FlashAttention2Config,
+    flash_candidates,
+    flash_tuned_fields,
+    resolve_flash,
+    run_flash,
+)
 from ..flash.flash_rules import ON_ROCM
 from ..local import LocalCall, LocalOutput
 from ..sequence.ring_call import around_the_ring
@@ -77,7 +85,7 @@ class Splash(Operation):
     """Pallas kernels behind one declaration: padding, masks, offsets and sharding are taken care of."""
 
     name = "splash"
-    config = SplashConfig
+    config: ClassVar[type[OperationConfig]] = SplashConfig
     kernels_on: ClassVar[Mapping[str, str]] = {"cuda": "flash_attn2"}
 
     @implementation(
@@ -139,11 +147,15 @@ class Splash(Operation):
     def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
         """attnops' own kernels do, and the native path."""
         del strategy
-        return method in ("forward_native", "forward_cuda") or (isinstance(config, SplashConfig) and config.kernel == "attnops")
+        return method in ("forward_native", "forward_cuda") or (
+            isinstance(config, SplashConfig) and config.kernel == "attnops"
+        )
 
     @classmethod
     def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
         """The unset sizes and switches of attnops' kernels."""
+        if method == "forward_cuda":
+            return flash_tuned_fields(problem, placement)
         return tuned_fields(problem, placement) if method == "forward_tpu" else ()
 
     @classmethod
@@ -151,6 +163,8 @@ class Splash(Operation):
         cls, method: str, problem: AttentionProblem, placement: Placement
     ) -> Mapping[str, tuple[dict[str, Any], ...]]:
         """Block sizes that may fit, of both passes."""
+        if method == "forward_cuda":
+            return flash_candidates(problem, placement)
         return tried_sizes(problem, placement) if cls.tuned_fields(method, problem, placement) else {}
 
     @classmethod

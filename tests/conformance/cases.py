@@ -108,6 +108,33 @@ def build(name: str, layout: str, sizes: Sizes = Sizes()) -> Case:
     return case
 
 
+def last_rows(case: Case, rows: int) -> Case:
+    """The case's last queries alone, against all of its keys."""
+    first = case.kv_len - rows
+
+    def cut(x: Any, axis: int) -> Any:
+        return x if x.shape[axis] == 1 else np.take(x, np.arange(first, first + rows), axis)
+
+    call = dict(case.call)
+    if call.get("mask") == ~Causal(4):  # an offset of its own counts from the row's index, and moves with the cut
+        call["mask"] = ~Causal(4 + first)
+    if isinstance(mask := call.get("mask"), Mask):
+        structure, leaves = mask.split()
+        arrays = [cut(np.asarray(x.array), x.dims.index("q")) if "q" in x.dims else x.array for x in leaves]
+        call["mask"] = structure.merge(tuple(arrays))
+    elif mask is not None:
+        call["mask"] = cut(mask, -2)
+    for name, axis in (("bias", -2), ("q_segment_ids", -1)):
+        if name in call:
+            call[name] = cut(call[name], axis)
+    if "q_segment_ids" in call and "kv_segment_ids" not in call:
+        call["kv_segment_ids"] = case.call["q_segment_ids"]
+    offset = call.get("query_offset", 0)
+    reference = {name: cut(x, -2) if name == "bias" else x for name, x in case.reference.items()}
+    mask = None if case.mask is None else cut(case.mask, -2)
+    return replace(case, call=call | {"query_offset": offset + first}, reference=reference, mask=mask, q_len=rows)
+
+
 def in_layout(x: Any, layout: str) -> Any:
     """An array [batch, time, heads, dim] in a layout."""
     return x if layout == "bthd" else x.swapaxes(1, 2) if layout == "bhtd" else x[0]

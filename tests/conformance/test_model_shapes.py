@@ -75,7 +75,7 @@ def _kind(shape: dict[str, Any]) -> tuple[Any, ...]:
     return *(str(shape[f]) for f in features), shape["test_seq_q"] == shape["test_seq_kv"]
 
 
-NATIVE, SPLASH = "vanilla.forward_native", "splash.forward_tpu"
+NATIVE, SPLASH, FLASH = "vanilla.forward_native", "splash.forward_tpu", "flash_attn2.forward_cuda"
 FIRST = {_kind(shape): shape["name"] for shape in reversed(SHAPES)}
 
 
@@ -87,7 +87,7 @@ def _often(shape: dict[str, Any], which: str) -> bool:
 # (shape, implementation, largest groups): small groups in `make test`.
 MODELS = [
     *((shape, which, (4, 3)) for shape in SHAPES for which in (NATIVE, SPLASH) if _often(shape, which)),
-    *((shape, which, (16, 9)) for shape in SHAPES for which in (NATIVE, SPLASH)),
+    *((shape, which, (16, 9)) for shape in SHAPES for which in (NATIVE, SPLASH, FLASH)),
 ]
 
 

@@ -50,7 +50,7 @@ NEVER: dict[str, dict[str, set[str]]] = {
     "ulysses": {"everything": {"return_weights"}},
     "ulysses_ring": _RING,
 }
-NATIVE, SPLASH = "vanilla.forward_native", "splash.forward_tpu"
+NATIVE, SPLASH, FLASH = "vanilla.forward_native", "splash.forward_tpu", "flash_attn2.forward_cuda"
 MAIN = {strategy: "cp2_sp2_tp2" if strategy == "ulysses_ring" else "fsdp2_tp2_sp2" for strategy in FIELDS}
 SIZES = cases.Sizes(batch=4, heads=8, kv_heads=4, length=160)
 SLOW = pytest.mark.slow
@@ -58,8 +58,13 @@ SLOW = pytest.mark.slow
 
 def _product() -> Iterator[tuple[str, str, str, str, str, str]]:
     """(implementation, strategy, case, mesh, layout, kind): every mesh, every layout and every kind of axis."""
-    for which, strategy, name in itertools.product((NATIVE, SPLASH), FIELDS, CASES):
+    for which, strategy, name in itertools.product((NATIVE, SPLASH, FLASH), FIELDS, CASES):
         main, layout = MAIN[strategy], CASES[name]
+        if (
+            which == FLASH
+        ):  # what goes around a kernel is the same for all: one mesh tells whether it can go around this one
+            yield which, strategy, name, main, layout, "auto"
+            continue
         meshes = [m for m in MESHES if m == main or ("cp" in MESHES[m]) == (strategy == "ulysses_ring")]
         yield from ((which, strategy, name, mesh, layout, "auto") for mesh in meshes)
         yield from (
@@ -80,6 +85,8 @@ OFTEN = {
     *((NATIVE, "ring", n, "sp4_ones", "auto") for n in ("causal_window", "dense_mask")),
     (SPLASH, "ulysses", "causal_window", "fsdp2_tp2_sp2", "auto"),
     (SPLASH, "zigzag", "segment_ids", "fsdp2_tp2_sp2", "auto"),
+    (FLASH, "ring", "segment_ids", "fsdp2_tp2_sp2", "auto"),
+    (FLASH, "ulysses", "bias", "fsdp2_tp2_sp2", "auto"),
 }
 PRODUCT = [
     pytest.param(

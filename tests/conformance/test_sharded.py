@@ -102,6 +102,22 @@ def test_splash(name: str, mesh: str, kind: str) -> None:
     _check("splash.forward_tpu", cases.build(name, layout, sizes), _mesh(MESHES[mesh], KINDS[kind]), layout)
 
 
+FLASH_CASES = SPLASH_CASES | {"value_dim": "bthd", "dense_mask": "bhtd"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[] if (name, kind) == ("causal_window", "auto") else [pytest.mark.slow])
+        for name, kind in itertools.product(FLASH_CASES, KINDS)
+    ],
+)
+def test_flash(name: str, kind: str) -> None:
+    layout, sizes = FLASH_CASES[name], replace(LONGER, length=160)
+    mesh = _mesh(MESHES["fsdp2_tp2_sp2"], KINDS[kind])
+    _check("flash_attn2.forward_cuda", cases.build(name, layout, sizes), mesh, layout)
+
+
 @pytest.mark.parametrize(
     "name",
     ["segment_ids"]

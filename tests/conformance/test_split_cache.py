@@ -4,7 +4,6 @@ and the gradients are the reference's.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
-from attnops import Causal, Mask, OperationMetadata, OperationRegistry
+from attnops import OperationMetadata, OperationRegistry
 from attnops.planning.text import bytes_text
 from attnops.sharding import virtual_mesh
 from attnops.verify.collectives import collectives, sent_bytes
@@ -29,46 +28,13 @@ SPLIT_QUERIES = {"partition_axis": {"decode_query_sequence_axis": "sp"}}
 
 # Their masks count from the row's index, so that a cut would mean another thing; or they have few queries already.
 WHOLE = {"everything", "lower_triangle"}
-SHIFTED = (
-    "sinks",
-    "sinks_of_minus_infinity",
-    "sinks_some_of_minus_infinity",
-)  # theirs is ~Causal(4), and moves with the cut
 FEW = ("cache", "one_query")
 GATHERED = {"weights": "there is no way for the attention weights"}
 
 
-def _last_rows(case: cases.Case, rows: int) -> cases.Case:
-    """The case's last queries alone, against all of its keys."""
-    first = case.kv_len - rows
-
-    def cut(x: Any, axis: int) -> Any:
-        return x if x.shape[axis] == 1 else np.take(x, np.arange(first, first + rows), axis)
-
-    call = dict(case.call)
-    if isinstance(mask := call.get("mask"), Mask):
-        structure, leaves = mask.split()
-        arrays = [cut(np.asarray(x.array), x.dims.index("q")) if "q" in x.dims else x.array for x in leaves]
-        call["mask"] = structure.merge(tuple(arrays))
-    elif mask is not None:
-        call["mask"] = cut(mask, -2)
-    for name, axis in (("bias", -2), ("q_segment_ids", -1)):
-        if name in call:
-            call[name] = cut(call[name], axis)
-    if "q_segment_ids" in call and "kv_segment_ids" not in call:
-        call["kv_segment_ids"] = case.call["q_segment_ids"]
-    offset = call.get("query_offset", 0)
-    reference = {name: cut(x, -2) if name == "bias" else x for name, x in case.reference.items()}
-    mask = None if case.mask is None else cut(case.mask, -2)
-    return replace(case, call=call | {"query_offset": offset + first}, reference=reference, mask=mask, q_len=rows)
-
-
 def _built(name: str, layout: str) -> cases.Case:
     case = cases.build(name, layout, SIZES)
-    case = case if name in FEW else _last_rows(case, ROWS)
-    if name in SHIFTED:
-        assert case.call["mask"] == ~Causal(4)
-        case.call["mask"] = ~Causal(4 + SIZES.length - ROWS)
+    case = case if name in FEW else cases.last_rows(case, ROWS)
     case.call["mode"] = "autoregressive" if name == "one_query" else "insert"
     return case
 

@@ -108,11 +108,12 @@ WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 # Rows that see later keys, which a zigzag ring is not for.
 AHEAD = {"full", "window_of_few", "not_causal", "not_window", "or", "lengths", "positions"}
-KERNELS = ("vanilla.forward_native blockwise", "splash.forward_tpu")
+KERNELS = ("vanilla.forward_native blockwise", "splash.forward_tpu", "flash_attn2.forward_cuda")
 # What `make test` runs; the rest is for `make test-all`.
 OFTEN = {
     ("split_kv_few", "splash.forward_tpu", "window"),
     ("split_kv_early", "splash.forward_tpu", "not_causal"),
+    ("split_kv_traced", "flash_attn2.forward_cuda", "window"),
 }
 
 

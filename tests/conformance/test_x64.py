@@ -16,6 +16,7 @@ OFTEN = {
     ("vanilla.forward_native blockwise", "segment_ids", "float64"),
     ("vanilla.forward_native decode", "cache", "float32"),
     ("splash.forward_tpu", "segment_ids", "float32"),
+    ("flash_attn2.forward_cuda", "segment_ids", "float32"),
 }
 NAMES = ("everything", "bias", "segment_ids", "cache", "sinks_several", "kv_lengths", "int8_kv")
 OF_EXTERNAL = ("segment_ids", "sinks_several", "kv_lengths")

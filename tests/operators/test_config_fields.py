@@ -17,7 +17,9 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from attnops import ConfigError, OperationMetadata, OperationRegistry, SplashConfig
 
 PAGED = ("paged", "paged_flash_attention", "ragged_page_attention_v2", "ragged_page_attention_v3", "unified_attention")
-ELSEWHERE = {"splash": "test_splash_config.py"} | dict.fromkeys(PAGED, "test_paged_operation.py")
+ELSEWHERE = {"splash": "test_splash_config.py", "flash_attn2": "test_flash.py"} | dict.fromkeys(
+    PAGED, "test_paged_operation.py"
+)
 AS_SPLASH = ("ring", "ulysses")  # its methods and fields under other names
 COMMON = {"operation", "schema_version"}
 # (what else is declared, a value whose program differs from that of the field left out)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from attnops import (
     Causal,
@@ -388,3 +389,18 @@ def test_a_search_on_this_machine_times_the_whole_call() -> None:
     first = report.heuristic("backward")
     assert first.fields == {"block_q": decided.route.block_q, "block_kv": decided.route.block_kv}
     assert all(one.seconds > 0 for one in report.measured("backward"))
+
+
+def test_sizes_of_gpu_kernels_are_searched_by_time() -> None:
+    config = {"interpret": True, "num_warps": 4, "num_stages": 1, "kv_splits": 1, "block_q": 16}
+    metadata = OperationMetadata(operation_configs={"flash_attn2": config}, tuning="off")
+    x = jax.ShapeDtypeStruct((1, 40, 1, 16), jnp.float32)
+    decided = OperationRegistry.create("flash_attn2", metadata).plan(x, x, x, mode="prefill")
+    report = tune_plan(decided, most=2)
+    assert report.how == "device"
+    assert [one.fields for one in report.measured("forward")] == [{"block_kv": 32}, {"block_kv": 16}]
+    assert all(one.seconds is not None for one in report.measured("forward"))
+    h100 = AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", 1, "gpu"))
+    planned = OperationRegistry.create("flash_attn2", OperationMetadata(mesh=h100)).plan(x, x, x)
+    with pytest.raises(ConfigError, match="sizes are found by time: run it on such a device"):
+        tune_plan(planned)

@@ -23,7 +23,10 @@ __all__ = ["Along", "Arrays", "index"]
 
 
 def index(n: Any) -> Any:
-    """A place in an array as masked loads take it: no number of Python's, as the place on a grid's axis of 1 is."""
+    """A place in an array as masked loads take it: of 32 bits, and no number of Python's, as that on a grid's axis of 1 is.
+
+    A slice that begins there may end beyond the array.
+    """
     return np.int32(n) if isinstance(n, int) else n
 
 
@@ -76,7 +79,9 @@ class Arrays:
         """[batch, heads, time]."""
         self.add(name, x, {2: block})
 
-    def output(self, name: str, shape: tuple[int, ...], dtype: Any, along: dict[int, int], dim: int | None = None) -> None:
+    def output(
+        self, name: str, shape: tuple[int, ...], dtype: Any, along: dict[int, int], dim: int | None = None
+    ) -> None:
         """An array that the kernel writes."""
         if self.interpret:
             shape = tuple(
@@ -94,7 +99,9 @@ class Arrays:
         names = (*self.inputs, *self.outputs)
         call = pl.pallas_call(
             lambda *refs: kernel(dict(zip(names, refs, strict=True))),
-            out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind) for shape, dtype in self.outputs.values()],
+            out_shape=[
+                jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind) for shape, dtype in self.outputs.values()
+            ],
             grid=grid,
             compiler_params=plgpu.CompilerParams(num_warps=self.sizes.num_warps, num_stages=self.sizes.num_stages),
             interpret=self.interpret,
@@ -123,10 +130,8 @@ class Arrays:
         return plgpu.load(ref.at[self._place(batch, head, along, part)], mask=inside, other=other)
 
     def _place(self, batch: Any, head: Any, along: Along, part: DimPart) -> tuple[Any, ...]:
-        # A start that isn't a number of Python's: the columns beyond a head's end are masked, and Pallas would refuse them.
-        start: Any = part.start if part.inside == part.width else jnp.int32(part.start)
         batch, head = index(batch), index(head)
-        rows, cols = pl.ds(along.start, along.count), pl.ds(start, part.width)
+        rows, cols = pl.ds(along.start, along.count), pl.ds(index(part.start), part.width)
         return (batch, rows, head, cols) if self.layout == "bthd" else (batch, head, rows, cols)
 
     def _inside(self, along: Along, part: DimPart, bounded: bool) -> jax.Array | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from .forward import ForwardKernel
 from .fp8 import as_bits
 from .sizes import FlashSizes, PassSizes
 from .tile import LOG2E, Logits, add_arrays
-from .visits import visits
+from .visits import Visits, visits
 
 __all__ = ["FlashPart", "flash_attention"]
 
@@ -78,9 +78,12 @@ class FlashPart:
 
     def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
         """See PartKernel."""
-        if self.sizes.fold:
-            return self._attend_folded(static_part, operands, traced)
-        return self._forward(static_part, operands, traced, None)
+        mask, _ = join_static(static_part, traced)
+        sizes = self.sizes.forward
+        if self.sizes.fold:  # all queries are one block, whichever of the heads they are of
+            return self._attend_folded(static_part, operands, traced, visits(mask, mask.q_len, sizes.block_kv, "q"))
+        table = visits(mask, sizes.block_q, sizes.block_kv, "q")
+        return self._forward(static_part, operands, traced, table, None)
 
     def differentiate(
         self,
@@ -126,7 +129,9 @@ class FlashPart:
     ) -> jax.Array:
         if self.layout == "bthd":
             operands = operands._replace(
-                query=operands.query.swapaxes(1, 2), key=operands.key.swapaxes(1, 2), value=operands.value.swapaxes(1, 2)
+                query=operands.query.swapaxes(1, 2),
+                key=operands.key.swapaxes(1, 2),
+                value=operands.value.swapaxes(1, 2),
             )
             made, gradients = ((x.swapaxes(1, 2), rows) for x, rows in (made, gradients))
         return bias_gradient(
@@ -144,7 +149,7 @@ class FlashPart:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def _forward(
-        self, static_part: StaticPart, operands: Operands, traced: Traced, period: int | None
+        self, static_part: StaticPart, operands: Operands, traced: Traced, table: Visits, period: int | None
     ) -> tuple[jax.Array, jax.Array]:
         """period: the queries of a kv head's heads stand one after the other, as one head, each of that many rows."""
         sizes, splits = self.sizes.forward, self.sizes.kv_splits
@@ -153,7 +158,6 @@ class FlashPart:
         batch, heads, rows = query.shape[0], query.shape[head], query.shape[time]
         dim, value_dim = query.shape[3], operands.value.shape[3]
         group = heads // operands.key.shape[head] if period is None else rows // period
-        table = visits(mask, static_part.q_len if period else sizes.block_q, sizes.block_kv, "q")
         arrays = _arrays(self, sizes, operands, mask, dropout)
         arrays.inputs["visits"] = table.table
         if operands.sinks is not None:
@@ -184,7 +188,7 @@ class FlashPart:
         return _joined(output, lse, splits, self.layout, query.dtype)
 
     def _attend_folded(
-        self, static_part: StaticPart, operands: Operands, traced: Traced
+        self, static_part: StaticPart, operands: Operands, traced: Traced, table: Visits
     ) -> tuple[jax.Array, jax.Array]:
         """The queries of a kv head's heads as the rows of one: what few queries have in common is read once."""
         head = self.layout.index("h")
@@ -194,35 +198,32 @@ class FlashPart:
         batch, heads, q_len, dim = query.shape
         group = heads // kv_heads
         folded = query.reshape(batch, kv_heads, group * q_len, dim)
-        mask, dropout = join_static(static_part, traced)
-        leaves = tuple(
-            _folded(jnp.asarray(leaf.array), leaf.dims, kv_heads, group) for leaf in mask.mask.split()[1]
-        )
+        mask, _ = join_static(static_part, traced)
+        rows = (kv_heads, group, q_len)
+        leaves = tuple(_folded(jnp.asarray(leaf.array), leaf.dims, *rows) for leaf in mask.mask.split()[1])
         bias = operands.bias
         if bias is not None:
-            bias = _folded(bias, ("batch", "heads", "q", "kv"), kv_heads, group)
-        part = replace(self, sizes=replace(self.sizes, fold=False))
+            bias = _folded(bias, ("batch", "heads", "q", "kv"), *rows)
         operands = operands._replace(query=folded if self.layout == "bhtd" else folded.swapaxes(1, 2), bias=bias)
-        output, lse = part._forward(static_part, operands, traced._replace(leaves=leaves), q_len)
+        output, lse = self._forward(static_part, operands, traced._replace(leaves=leaves), table, q_len)
         output = output if self.layout == "bhtd" else output.swapaxes(1, 2)
         output = output.reshape(batch, heads, q_len, -1)
         return output if self.layout == "bhtd" else output.swapaxes(1, 2), lse.reshape(batch, heads, q_len)
 
 
-def _folded(x: jax.Array, dims: tuple[str, ...], kv_heads: int, group: int) -> jax.Array:
+def _folded(x: jax.Array, dims: tuple[str, ...], kv_heads: int, group: int, q_len: int) -> jax.Array:
     """An array of the mask, or the bias, for queries that are folded: its rows once for each head of a group."""
     if len(dims) == 4:
-        batch, heads, q_len, kv_len = x.shape
+        batch, heads, rows, kv_len = x.shape
         if heads > 1:
-            x = jnp.broadcast_to(x.reshape(batch, kv_heads, group, q_len, kv_len), (batch, kv_heads, group, q_len, kv_len))
+            x = x.reshape(batch, kv_heads, group, rows, kv_len)
+            x = jnp.broadcast_to(x, (batch, kv_heads, group, q_len, kv_len))
             return x.reshape(batch, kv_heads, group * q_len, kv_len)
-        return jnp.tile(x, (1, 1, group, 1)) if q_len > 1 else x
+        return jnp.tile(x, (1, 1, group, 1)) if rows > 1 else x
     return jnp.tile(x, (1, group)) if "q" in dims else x
 
 
-def _joined(
-    output: jax.Array, lse: jax.Array, splits: int, layout: str, dtype: Any
-) -> tuple[jax.Array, jax.Array]:
+def _joined(output: jax.Array, lse: jax.Array, splits: int, layout: str, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """The parts [splits * batch, ...] joined by their lse."""
     output, lse = (x.reshape(splits, -1, *x.shape[1:]) for x in (output, lse))
     peak = lse.max(0)
@@ -235,9 +236,7 @@ def _joined(
     return joined, jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
 
 
-def _arrays(
-    part: FlashPart, sizes: PassSizes, operands: Operands, mask: LocalMask, dropout: Dropout | None
-) -> Arrays:
+def _arrays(part: FlashPart, sizes: PassSizes, operands: Operands, mask: LocalMask, dropout: Dropout | None) -> Arrays:
     """What every pass reads."""
     arrays = Arrays(sizes, part.layout, part.interpret)
     arrays.rows_of_heads("query", operands.query, sizes.block_q)

@@ -57,7 +57,9 @@ class ForwardKernel:
             sums, peak, total = carry
             keys = Along(kv_block * sizes.block_kv, sizes.block_kv, logits.static_part.kv_len)
             tile = Tile(logits, refs, batch, first_head, kv_head, rows, keys, period=self.period)
-            key = self._stored(arrays.tile(refs["key"], batch, kv_head, keys, dim, masked), self.stored[0], query[0].dtype)
+            key = self._stored(
+                arrays.tile(refs["key"], batch, kv_head, keys, dim, masked), self.stored[0], query[0].dtype
+            )
             x, factor, _ = tile.weigh(product(query, key, 1, 1), masked)
             new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
             # A row that has seen nothing yet keeps shift 0: its exponentials are 0, not NaN.

@@ -13,7 +13,9 @@ __all__ = ["as_bits", "from_bits"]
 
 def as_bits(x: jax.Array) -> jax.Array:
     """An fp8 array as int8; others as they are."""
-    return lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
+    return (
+        lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
+    )
 
 
 def from_bits(x: jax.Array, stored: str, dtype: Any) -> jax.Array:

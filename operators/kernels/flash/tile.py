@@ -58,7 +58,11 @@ class Logits:
         shift = jnp.broadcast_to(shift, x.shape)
         lines = f"{{ .reg .f32 t; fma.rn.ftz.f32 t, $1, {_ptx(factor)}, $2; ex2.approx.ftz.f32 $0, t; }}"
         (power,) = plgpu.elementwise_inline_asm(
-            lines, args=[x, -shift], constraints="=f,f,f", pack=1, result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)]
+            lines,
+            args=[x, -shift],
+            constraints="=f,f,f",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
         )
         return power
 
@@ -68,9 +72,7 @@ def _ptx(x: float) -> str:
     return f"0f{np.float32(x).view(np.uint32):08X}"
 
 
-def add_arrays(
-    arrays: Arrays, mask: LocalMask, bias: jax.Array | None, dropout: Dropout | None
-) -> None:
+def add_arrays(arrays: Arrays, mask: LocalMask, bias: jax.Array | None, dropout: Dropout | None) -> None:
     """Add what tiles need of the mask, the bias and the dropout."""
     block = {"q": arrays.sizes.block_q, "kv": arrays.sizes.block_kv}
     for name, start in (("q_start", mask.q_start), ("k_start", mask.k_start)):
@@ -251,5 +253,3 @@ class _Answer(Mask):
 def _tanh(x: jax.Array) -> jax.Array:
     """By the exponential: a GPU has no exact instruction for it, and Triton would want a library that isn't installed."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))
-
-

@@ -35,7 +35,14 @@ class Visits:
     some_full: bool
 
     def each(
-        self, ref: Any, batch: Any, block: Any, part: Any, parts: int, visit: Callable[[Any, Any, bool], Any], carry: Any
+        self,
+        ref: Any,
+        batch: Any,
+        block: Any,
+        part: Any,
+        parts: int,
+        visit: Callable[[Any, Any, bool], Any],
+        carry: Any,
     ) -> Any:
         """visit(tile, carry, masked) for the `part`-th of `parts` shares of a row's tiles."""
         row = (batch if self.table.shape[0] > 1 else 0, block)

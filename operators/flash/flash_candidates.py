@@ -1,0 +1,79 @@
+"""What a search for the sizes of the kernels for GPUs tries: around what is chosen without one, the nearest first."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from ...errors import ConfigError
+from ...planning import AttentionProblem, Placement
+from .flash_config import FlashAttention2Config
+from .flash_sizes import resolve_flash
+
+__all__ = ["flash_candidates", "flash_tuned_fields"]
+
+_SIZES = ("block_q", "block_kv", "num_warps", "num_stages")
+_FORWARD = (*_SIZES, "kv_splits")
+_BACKWARD = tuple(f"{size}{suffix}" for suffix in ("_dkv", "_dq") for size in _SIZES)
+# A size's neighbours: half, the same, twice. Stages: one less, the same, one more.
+_FACTORS = (0.5, 1, 2)
+_LEAST = {"block_q": 16, "block_kv": 16, "num_warps": 1, "num_stages": 1, "kv_splits": 1}
+_MOST = {"block_q": 256, "block_kv": 256, "num_warps": 16, "num_stages": 4, "kv_splits": 256}
+
+
+def flash_tuned_fields(problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
+    """The sizes that nobody declared; none where queries or keys are split, whose devices have their own tiles."""
+    config = problem.config
+    split = placement.q_axes or placement.sequence.strategy == "split_kv"
+    if not isinstance(config, FlashAttention2Config) or split:
+        return ()
+    names = (*_FORWARD, *_BACKWARD) if problem.mode == "__train__" else _FORWARD
+    return tuple(name for name in names if getattr(config, name) is None)
+
+
+def flash_candidates(problem: AttentionProblem, placement: Placement) -> dict[str, tuple[dict[str, Any], ...]]:
+    """'forward', and in mode train 'backward' -> undeclared sizes with values; the choice without a search comes first."""
+    config = problem.config
+    assert isinstance(config, FlashAttention2Config)
+    free, chosen = flash_tuned_fields(problem, placement), resolve_flash(problem, placement, config)
+    parts: dict[str, list[tuple[str, ...]]] = {"forward": [_FORWARD], "backward": [_BACKWARD[:4], _BACKWARD[4:]]}
+    found: dict[str, tuple[dict[str, Any], ...]] = {}
+    for part, groups in parts.items():
+        names = [name for group in groups for name in group if name in free]
+        if not names:
+            continue
+        own = {name: getattr(chosen, name) for name in names}
+        around: list[list[dict[str, Any]]] = []
+        for group in groups:  # the kernels of the backward pass don't know of each other's sizes
+            fields = [name for name in group if name in free]
+            near = [_near(name, own[name]) for name in fields]
+            pairs = sorted(itertools.product(*near), key=lambda way, o=own, f=fields: _far(way, [o[n] for n in f]))  # type: ignore[misc]
+            around.append([own | dict(zip(fields, way, strict=True)) for way in pairs])
+        ways = [way for row in itertools.zip_longest(*around) for way in row if way is not None]
+        found[part] = tuple(_distinct(problem, placement, config, [own, *ways]))
+    return found
+
+
+def _near(name: str, size: int) -> list[int]:
+    base = name.removesuffix("_dkv").removesuffix("_dq")
+    around = [size - 1, size, size + 1] if base == "num_stages" else [int(size * factor) for factor in _FACTORS]
+    return [n for n in around if _LEAST[base] <= n <= max(size, _MOST[base])]
+
+
+def _far(way: tuple[int, ...], own: list[int]) -> float:
+    return sum(abs(math.log2(n / size)) for n, size in zip(way, own, strict=True))
+
+
+def _distinct(
+    problem: AttentionProblem, placement: Placement, config: FlashAttention2Config, ways: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Those that can work together, each once."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for way in ways:
+        try:
+            resolve_flash(problem, placement, config.with_fields(way))
+        except ConfigError:
+            continue
+        found.setdefault(tuple(way.items()), way)
+    return list(found.values())

@@ -1,0 +1,227 @@
+"""The parts of the kernels for GPUs: visited tiles, head dims, fp8 from bits; the config, the plan, and who runs them where."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from attnops import Causal, ConfigError, Full, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
+from attnops.operators.flash import FlashAttention2Config
+from attnops.operators.kernels.flash.fp8 import as_bits, from_bits
+from attnops.operators.kernels.flash.sizes import dim_parts
+from attnops.operators.kernels.flash.visits import Visits, visits
+from attnops.operators.local_mask import LocalMask
+
+MASKS = (
+    Full(), Causal(), ~Causal(), SlidingWindow(20, 3), SlidingWindow(5) & Causal(), Prefix(30) | Causal(), ~SlidingWindow(20, 20),
+    ~Full(),
+)  # fmt: skip
+
+
+def _visited(table: Visits, row: int, part: int, parts: int) -> list[tuple[int, bool]]:
+    """(tile, masked) in the order of the kernel's loops, by the arithmetic of a program that isn't traced."""
+    found: list[tuple[int, bool]] = []
+    array = np.asarray(table.table)
+
+    def visit(tile: jax.Array, carry: jax.Array, masked: bool) -> jax.Array:
+        jax.debug.callback(lambda n: found.append((int(n), masked)), tile, ordered=True)
+        return carry
+
+    with jax.disable_jit():
+        table.each(jnp.asarray(array), 0, row, part, parts, visit, jnp.zeros(()))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(MASKS), st.integers(1, 150), st.integers(1, 150), st.sampled_from((16, 32)), st.sampled_from((16, 64)),
+    st.sampled_from(("q", "kv")), st.integers(0, 40), st.integers(1, 4),
+)  # fmt: skip
+def test_every_live_tile_is_visited_once(
+    mask: object, q_len: int, kv_len: int, block_q: int, block_kv: int, slow: str, start: int, parts: int
+) -> None:
+    local = LocalMask(mask, start, q_len, kv_len, 0)
+    table = visits(local, block_q, block_kv, slow)
+    rows, keys = np.arange(q_len)[:, None] + start, np.arange(kv_len)[None]
+    seen = np.broadcast_to(np.asarray(mask.test(rows, rows, keys)), (q_len, kv_len))
+    blocks = -(-(q_len if slow == "q" else kv_len) // (block_q if slow == "q" else block_kv))
+    for row in range(blocks):
+        found = [tile for part in range(parts) for tile in _visited(table, row, part, parts)]
+        assert len({tile for tile, _ in found}) == len(found)
+        for other in range(-(-(kv_len if slow == "q" else q_len) // (block_kv if slow == "q" else block_q))):
+            q, kv = (row, other) if slow == "q" else (other, row)
+            tile = seen[q * block_q : (q + 1) * block_q, kv * block_kv : (kv + 1) * block_kv]
+            masked = dict(found).get(other)
+            assert (masked is None) <= (not tile.any()), "a live tile is passed over"
+            if tile.any() and not masked:
+                assert tile.all(), "a tile that the mask cuts is taken as whole"
+                assert (kv + 1) * block_kv <= kv_len, "a padded tile is taken as whole"
+            if masked is not None:
+                assert tile.any(), "a dead tile is visited"
+
+
+@given(st.integers(1, 600))
+def test_a_head_dim_is_cut_into_powers_of_two(dim: int) -> None:
+    parts = dim_parts(dim)
+    assert [p.start for p in parts] == [sum(p.width for p in parts[:n]) for n in range(len(parts))]
+    assert all(p.width >= 16 and p.width & (p.width - 1) == 0 for p in parts)
+    assert sum(p.inside for p in parts) == dim
+    assert all(p.inside == p.width for p in parts[:-1])
+    assert sum(p.width for p in parts) - dim < 16
+
+
+@pytest.mark.parametrize("stored", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("wanted", ["bfloat16", "float16", "float32"])
+def test_every_fp8_number_comes_from_its_bits(stored: str, wanted: str) -> None:
+    bits = np.arange(256, dtype=np.uint8)
+    expected = bits.view(getattr(ml_dtypes, stored)).astype(np.float32)
+    got = from_bits(as_bits(jnp.asarray(bits.view(getattr(ml_dtypes, stored)))), stored, jnp.dtype(wanted))
+    np.testing.assert_array_equal(np.asarray(got, np.float32), expected.astype(jnp.dtype(wanted)).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"block_q": 100}, "block_q=100; wanted a power of two from 16 to 1024"),
+        ({"block_kv_dq": 8}, "block_kv_dq=8; wanted a power of two from 16 to 1024"),
+        ({"num_warps": 3}, "num_warps=3; wanted a power of two from 1 to 16"),
+        ({"num_warps_dkv": True}, "num_warps_dkv=True; wanted a power of two from 1 to 16"),
+        ({"num_stages": 0}, "num_stages=0: Input should be greater than or equal to 1"),
+        ({"kv_splits": 0}, "kv_splits=0"),
+        ({"blokc_q": 64}, "unknown field 'blokc_q'"),
+    ],
+)
+def test_wrong_sizes_are_refused(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("'", ".")):
+        FlashAttention2Config.coerce(fields)
+
+
+QUERY = jax.ShapeDtypeStruct((2, 2048, 16, 128), jnp.bfloat16)
+ONE = jax.ShapeDtypeStruct((1, 1, 32, 128), jnp.bfloat16)
+CACHE = jax.ShapeDtypeStruct((1, 8192, 8, 128), jnp.bfloat16)
+
+
+def _plan(operation: str, kind: str, *arrays: jax.ShapeDtypeStruct, configs: dict | None = None, **fields: object):
+    platform = "tpu" if kind.startswith("TPU") else "gpu"
+    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice(kind, 1, platform))
+    metadata = OperationMetadata(mesh=mesh, operation_configs=configs or {}, **fields)
+    return OperationRegistry.create(operation, metadata).plan(*(arrays or (QUERY,) * 3))
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize("operation", ["flash_attn2", "splash", "ring", "ulysses"])
+def test_who_runs_them(operation: str) -> None:
+    plan = _plan(operation, H100, configs={"flash_attn2": {"block_q": 64, "num_warps": 4}})
+    assert (plan.kind, plan.method, plan.problem.platform) == ("platform", "forward_cuda", "cuda")
+    assert (plan.config.operation, plan.config.block_q, plan.config.num_warps) == ("flash_attn2", 64, 4)
+
+
+def test_splash_sizes_for_tpus_are_said_to_be_unread_on_a_gpu() -> None:
+    plan = _plan("splash", H100, configs={"splash": {"block_q": 512}})
+    assert plan.config.block_q != 512
+    assert (
+        "operation_configs['splash'] (block_q) is not read by splash on cuda, which runs flash_attn2's kernels"
+        in plan.notes
+    )
+
+
+def test_on_a_tpu_it_is_splash() -> None:
+    configs = {"splash": {"block_q": 256, "block_kv": 256}, "flash_attn2": {"num_stages": 2}}
+    plan = _plan("flash_attn2", "TPU v5 lite", configs=configs)
+    assert (plan.implementation, plan.config.operation) == ("flash_attn2.forward_tpu", "splash")
+    assert plan.config.block_q == 256
+    assert any("operation_configs['flash_attn2'] (num_stages) is not read" in note for note in plan.notes)
+
+
+def test_elsewhere_it_is_the_native_path() -> None:
+    plan = OperationRegistry.create("flash_attn2", OperationMetadata(backend="cpu")).plan(QUERY, QUERY, QUERY)
+    assert (plan.kind, plan.implementation) == ("native", "flash_attn2.forward_native")
+    plan = OperationRegistry.create("flash_attn2", OperationMetadata(backend="rocm")).plan(QUERY, QUERY, QUERY)
+    assert plan.kind == "fallback"
+    assert [reason.code for reason in plan.rejected[0].reasons] == ["flash.rocm"]
+
+
+def test_one_query_fills_the_device() -> None:
+    plan = _plan("flash_attn2", H100, ONE, CACHE, CACHE)
+    assert (plan.config.fold, plan.config.block_q) == (True, 16)  # 4 query heads of a kv head
+    assert plan.config.kv_splits == 16  # 8 kv heads on 132 multiprocessors
+    assert _plan("flash_attn2", H100).config.kv_splits == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "code"),
+    [
+        ({"runtime_softmax_dtype": "bfloat16"}, {}, "flash.softmax_dtype"),
+        ({}, {"fold": True, "block_q": 64}, "config"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused(fields: dict, config: dict, code: str) -> None:
+    plan = _plan("flash_attn2", H100, configs={"flash_attn2": config}, fallback="error", **fields)
+    assert plan.kind == "refused"
+    assert code in {reason.code for one in plan.rejected for reason in one.reasons}
+
+
+def test_wide_heads_are_refused() -> None:
+    wide = jax.ShapeDtypeStruct((1, 128, 2, 320), jnp.bfloat16)
+    plan = _plan("flash_attn2", H100, wide, wide, wide, fallback="error")
+    assert [reason.code for reason in plan.rejected[0].reasons] == ["flash.head_dim"]
+
+
+def _program(config: dict) -> str:
+    """What is traced and lowered for an H100."""
+    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice(H100, 1, "gpu"))
+    attend = OperationRegistry.create(
+        "flash_attn2", OperationMetadata(mesh=mesh, operation_configs={"flash_attn2": config})
+    )
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend(q, k, v).attention_outputs.astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x)
+    return str(traced.jaxpr) + traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+CHANGED = {
+    **dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 32),
+    **dict.fromkeys(("num_warps", "num_warps_dkv", "num_warps_dq"), 16),
+    **dict.fromkeys(("num_stages", "num_stages_dkv", "num_stages_dq"), 4),
+    "kv_splits": 3, "fold": True, "residual_checkpoint_name": "kept", "interpret": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", sorted(set(FlashAttention2Config.model_fields) - {"operation", "schema_version"}))
+def test_a_field_changes_what_is_lowered(field: str) -> None:
+    # Folded, the queries of all heads are one tile's: these few are.
+    beside = {"block_q": 512, "fold": False} if field == "fold" else {}
+    assert _program(beside | {field: CHANGED[field]}) != _program(beside)
+
+
+def test_what_a_search_tries() -> None:
+    plan = _plan("flash_attn2", H100, configs={"flash_attn2": {"num_warps": 4, "block_kv_dq": 32}})
+    operation, problem, placement = plan.operation, plan.problem, plan.placement
+    free = operation.tuned_fields("forward_cuda", problem, placement)
+    assert "num_warps" not in free
+    assert "block_kv_dq" not in free
+    ways = operation.candidates("forward_cuda", problem, placement)
+    assert set(ways) == {"forward", "backward"}
+    for part, suffixes in (("forward", ("",)), ("backward", ("_dkv", "_dq"))):
+        assert ways[part][0] == {
+            name: getattr(plan.config, name) for name in ways[part][0]
+        }  # what runs without a search
+        assert len({tuple(way.items()) for way in ways[part]}) == len(ways[part]) > 20
+        for way in ways[part]:
+            FlashAttention2Config.coerce(way)
+            assert set(way) <= set(free)
+            assert all(any(name.endswith(s) for s in suffixes if s) or part == "forward" for name in way)
+    assert operation.tuned_fields(
+        "forward_cuda", _plan("flash_attn2", H100, ONE, CACHE, CACHE).problem, placement
+    ) == tuple(name for name in ("block_q", "block_kv", "num_warps", "num_stages", "kv_splits"))
