@@ -34,7 +34,7 @@ def cubin_functions(data: bytes, capability: tuple[int, int]) -> tuple[CubinFunc
     """Its kernels. Errors: ValueError if the bytes aren't such a file."""
     try:
         return tuple(_functions(data, capability))
-    except (struct.error, IndexError, UnicodeDecodeError) as bad:
+    except (struct.error, IndexError, OverflowError, UnicodeDecodeError) as bad:
         raise ValueError(f"no binary of a GPU: {bad}") from None
 
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
+
 from .cubin import ELF
 from .records import records
 from .wire import Fields, fields_of
@@ -38,7 +40,7 @@ def launches(compiled: Any) -> tuple[Launch, ...] | None:
     try:
         file = compiled.runtime_executable().serialize()
         return tuple(launch for record in records(file) for launch in _inside(record))
-    except (ValueError, ImportError):
+    except (ValueError, ImportError, jax.errors.JaxRuntimeError):
         return None
 
 

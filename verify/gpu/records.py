@@ -91,4 +91,7 @@ def _plain(compression: str, data: bytes) -> bytes:
     codec: Any = getattr(importlib.import_module("cramjam"), _MODULES[compression])
     _, at = varint(data, 0)  # the size before compression
     unpacked = codec.decompress_raw if compression == "s" else codec.decompress
-    return bytes(unpacked(data[at:]))
+    try:
+        return bytes(unpacked(data[at:]))
+    except Exception as error:  # cramjam's own
+        raise ValueError(f"{_MODULES[compression]}: {error}") from None
