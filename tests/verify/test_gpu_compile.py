@@ -150,7 +150,7 @@ def test_resources_are_those_that_cuobjdump_prints(gpu: str, tmp_path: Path) -> 
         compiled = lowered_for(made.trace(arrays), "cuda").compile()
     spec = gpu_specs()[gpu]
     uses = gpu_kernels(compiled, compiled.as_text(), spec)
-    assert [use.name for use in uses] == ["attnops_flash_forward", "attnops_flash_dkv", "attnops_flash_dq"]
+    assert sorted(use.name for use in uses) == ["attnops_flash_dkv", "attnops_flash_dq", "attnops_flash_forward"]
     found = launches(compiled)
     assert found is not None
     for number, launch in enumerate(found):
@@ -170,8 +170,8 @@ def test_resources_are_those_that_cuobjdump_prints(gpu: str, tmp_path: Path) -> 
 def test_both_passes_on_every_gpu(gpu: str, dtype: str) -> None:
     report = _report(gpu, dtype=dtype, mode="train")
     assert report.passed, [one.failure for one in report.passes]
-    names = ["attnops_flash_forward", "attnops_flash_dkv", "attnops_flash_dq"]
-    assert [kernel.name for kernel in _kernels(report)] == names
+    names = ["attnops_flash_dkv", "attnops_flash_dq", "attnops_flash_forward"]
+    assert sorted(kernel.name for kernel in _kernels(report)) == names
     assert all(kernel.registers and kernel.occupancy for kernel in _kernels(report))
     if disassembler() is not None:
         tensor = [one.loop.tensor for kernel in _kernels(report) for one in kernel.loops or ()]
