@@ -66,7 +66,8 @@ def _rows(report: StepReport) -> list[tuple[str, str | Text]]:
     rows += [runs_row(plan), *rejected_rows(plan), *[("note", note) for note in plan.notes]]
     rows += [("refused", Text(str(reason), style="red")) for reason in plan.cache.refused]
     if report.failure is not None:
-        return [*rows, ("step", Text(f"doesn't compile: {report.failure.message}", style="red"))]
+        fits = "compiles and doesn't fit" if report.argument_bytes else "doesn't compile"
+        return [*rows, ("step", Text(f"{fits}: {report.failure.message}", style="red"))]
     if not report.compiled:
         return (
             rows if not report.seconds else [*rows, ("step", f"lowers in {report.seconds:.1f} s; it was not compiled")]
