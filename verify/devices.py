@@ -56,9 +56,9 @@ def kernels_of_program(compiled: Any, text: str, platform: str, kind: str) -> tu
 
 def tracing_on(mesh: Any, platform: str) -> contextlib.AbstractContextManager[Any]:
     """What a program for GPUs is traced in: from jax 0.12 on Pallas asks the current mesh for whose GPUs it lowers."""
-    if platform == "cuda" and isinstance(mesh, Mesh):
-        return jax.set_mesh(mesh)
-    return contextlib.nullcontext()
+    if platform != "cuda" or mesh is None:
+        return contextlib.nullcontext()
+    return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
 
 
 def lowered_for(traced: Any, platform: str) -> Any:
