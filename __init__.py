@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .adapters.jax_nn import dot_product_attention
     from .errors import (
         AttnOpsError,
         ConfigError,
@@ -38,11 +39,13 @@ if TYPE_CHECKING:
     from .operators import AttentionOutput, LocalCall, LocalOutput, Operation
     from .operators.attention import Attention
     from .operators.flash_attention2 import FlashAttention2Config
+    from .operators.model_shardings import ModelShardings, shardings_for
     from .operators.sdpa import SdpaConfig
     from .operators.splash import SplashConfig
     from .operators.vanilla import VanillaConfig
     from .planning import AttentionProblem, OperationConfig, Plan, Policy, Reason, Rule, implementation, plan
     from .planning.cache.kv_cache import KVCache
+    from .planning.cache.layer_groups import LayerGroup
     from .registry import OperationMetadata, OperationRegistry
     from .registry.declaration import Declaration
     from .registry.model_declaration import LayerDeclaration, ModelDeclaration
@@ -70,6 +73,7 @@ __all__ = [
     "InputTypeError",
     "KVCache",
     "LayerDeclaration",
+    "LayerGroup",
     "Lengths",
     "LocalCall",
     "LocalOutput",
@@ -77,6 +81,7 @@ __all__ = [
     "MaskError",
     "MaskFunction",
     "ModelDeclaration",
+    "ModelShardings",
     "Operation",
     "OperationConfig",
     "OperationMetadata",
@@ -97,11 +102,13 @@ __all__ = [
     "UnknownNameError",
     "VanillaConfig",
     "check_processes",
+    "dot_product_attention",
     "fit",
     "implementation",
     "mask_from_dict",
     "plan",
     "register_mask_function",
+    "shardings_for",
     "window_tokens",
 ]
 
@@ -113,11 +120,15 @@ _FILES = {
     "FlashAttention2Config": "operators.flash_attention2",
     "KVCache": "planning.cache.kv_cache",
     "LayerDeclaration": "registry.model_declaration",
+    "LayerGroup": "planning.cache.layer_groups",
     "ModelDeclaration": "registry.model_declaration",
+    "ModelShardings": "operators.model_shardings",
     "SdpaConfig": "operators.sdpa",
     "SplashConfig": "operators.splash",
     "VanillaConfig": "operators.vanilla",
     "check_processes": "sharding.processes",
+    "dot_product_attention": "adapters.jax_nn",
+    "shardings_for": "operators.model_shardings",
 }
 
 

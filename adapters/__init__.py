@@ -1,4 +1,5 @@
-"""Front doors of other libraries, one file each: flax_nnx, flax_linen, equinox, torch. Nothing is imported until asked for.
+"""Front doors of other libraries, one file each: jax_nn, flax_nnx, flax_linen, equinox, torch, transformers; dispatch for others.
 
-Import the file that you need (`from attnops.adapters.flax_nnx import attention_fn`); each needs its framework, an extra.
+None is imported until asked for: import the file that you need (`from attnops.adapters.flax_nnx import attention_fn`). Each but
+jax_nn and dispatch needs its framework, an extra.
 """

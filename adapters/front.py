@@ -24,10 +24,11 @@ _TRAILING = 3
 
 
 class Attended(NamedTuple):
-    """The output, [..., q, heads, dim] or [..., heads, q, dim] as the query, and weights [..., heads, q, kv] or None."""
+    """The output, as the query; weights [..., heads, q, kv] and lse [..., heads, q], None where the call didn't ask."""
 
     output: jax.Array
     weights: jax.Array | None
+    lse: jax.Array | None
 
 
 def declared_attention(declared: Declared, metadata: Mapping[str, Any]) -> Attention:
@@ -49,12 +50,21 @@ def declared_attention(declared: Declared, metadata: Mapping[str, Any]) -> Atten
     return attention
 
 
-def attend(attention: Attention, query: Any, key: Any, value: Any, **call: Unpack[CallArguments]) -> Attended:
+def attend(
+    attention: Attention,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    remarks: tuple[str, ...] = (),
+    **call: Unpack[CallArguments],
+) -> Attended:
     """Attend with any number of batch dimensions, none included. `call` says the layout; None is what wasn't said.
 
     Shapes: query [..., q, heads, dim] (layout bthd) or [..., heads, q, dim] (bhtd), key and value likewise; mask (anything
     that compares with 0) and bias broadcast to [..., heads, q, kv] from the right, as NumPy does. causal=False is what
-    frameworks have where nothing was said: the file's own word then counts, and without one the call is not causal.
+    frameworks have where nothing was said: the file's own word then counts, and without one the call is not causal. `remarks`
+    stand among the notes of the plan that is kept.
     Errors: InputError for shapes; ConfigError where the file and the framework's call disagree.
     """
     layout = call["layout"]
@@ -79,10 +89,10 @@ def attend(attention: Attention, query: Any, key: Any, value: Any, **call: Unpac
     call["bias"] = None if bias is None else _four("bias", bias, cells)
     call["causal"] = _causal(attention, bool(call.get("causal")))
     four = (jnp.reshape(x, (math.prod(batch), *x.shape[-_TRAILING:])) for x in (query, key, value))
-    found = attention(*four, **call)
-    output, weights = found.attention_outputs, found.attention_weights
-    output = output.reshape(*batch, *output.shape[1:])
-    return Attended(output, None if weights is None else weights.reshape(*batch, *weights.shape[1:]))
+    found = attention.run(remarks, *four, **call)
+    output, weights, lse = (None if x is None else x.reshape(*batch, *x.shape[1:]) for x in found)
+    assert output is not None  # always asked for
+    return Attended(output, weights, lse)
 
 
 def _causal(attention: Attention, causal: bool) -> bool | None:

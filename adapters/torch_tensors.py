@@ -13,12 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..errors import ConfigError, InputTypeError
 from ..operators.attention import Attention
 
-__all__ = ["check_tensor", "dropout_key", "to_jax", "to_torch"]
+__all__ = ["check_tensor", "dropout_key", "is_torchax", "to_jax", "to_torch"]
 
 
 def check_tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...]) -> None:
     """Refuse what JAX can't take over. Errors: InputTypeError for a kind of tensor or a dtype."""
-    if not _is_torchax(x) and (type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided):
+    if not is_torchax(x) and (type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided):
         raise InputTypeError(
             f"{name} is a {type(x).__module__}.{type(x).__qualname__}; wanted a plain dense torch.Tensor, or one of "
             "torchax. (A subclass that wraps something else can't be handed to JAX by DLPack.)"
@@ -29,7 +29,7 @@ def check_tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...]) -> None:
 
 def dropout_key(query: torch.Tensor) -> Any:
     """A key of jax.random: for plain tensors torch.manual_seed decides it, for torchax's its environment."""
-    if not _is_torchax(query):
+    if not is_torchax(query):
         return np.asarray(torch.randint(2**32, (2,), dtype=torch.int64), np.uint32)
     import torchax
 
@@ -38,12 +38,12 @@ def dropout_key(query: torch.Tensor) -> Any:
 
 def to_jax(attention: Attention, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], Any]:
     """(the tensors as arrays where the operation runs, where they came from: None for torchax's)."""
-    if all(map(_is_torchax, tensors.values())):
+    if all(map(is_torchax, tensors.values())):
         from torchax import interop
 
         return {name: interop.jax_view(x) for name, x in tensors.items()}, None
-    if any(map(_is_torchax, tensors.values())):
-        kinds = ", ".join(f"{name} {'torchax' if _is_torchax(x) else 'plain'}" for name, x in tensors.items())
+    if any(map(is_torchax, tensors.values())):
+        kinds = ", ".join(f"{name} {'torchax' if is_torchax(x) else 'plain'}" for name, x in tensors.items())
         raise InputTypeError(f"tensors of two kinds: {kinds}; bring all of them to torchax, x.to('jax'), or none.")
     mesh = attention.operation.metadata.declared_mesh
     where = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh) else jax.local_devices()[0]
@@ -53,6 +53,8 @@ def to_jax(attention: Attention, tensors: dict[str, torch.Tensor]) -> tuple[dict
             "the declared mesh has no devices, so torch tensors can't be run on it; declare a Mesh of devices."
         )
     home = next(iter(arrays.values())).sharding
+    if mesh is None and all(x.device is where for x in arrays.values()):
+        return arrays, home
     return {name: jax.device_put(x, where) for name, x in arrays.items()}, home
 
 
@@ -63,9 +65,10 @@ def to_torch(x: jax.Array, home: Any) -> torch.Tensor:
 
         return interop.torch_view(x)
     # Wait: torch may change in place what JAX is still reading.
-    return torch.utils.dlpack.from_dlpack(jax.block_until_ready(jax.device_put(x, home)))
+    x = x if x.sharding == home else jax.device_put(x, home)
+    return torch.utils.dlpack.from_dlpack(jax.block_until_ready(x))
 
 
-def _is_torchax(x: Any) -> bool:
+def is_torchax(x: Any) -> bool:
     """Known without an import: who has such a tensor has imported torchax."""
     return type(x).__module__ in ("torchax.tensor", "torchax.view")

@@ -114,7 +114,8 @@ def plan(
     metadata = plan_metadata(declaration)
     source = "--topology" if topology else "--platform" if platform else None
     if is_paged(declaration) and declaration.step is not None:
-        show_step(plan_step(declaration, metadata, mode, inputs), enabled_notes(declaration), source, as_json)
+        step, cache = plan_step(declaration, metadata, mode, inputs), plan_cache(declaration, metadata)
+        show_step(step, cache, enabled_notes(declaration), source, as_json)
         return
     cache = plan_cache(declaration, metadata)
     if cache is not None and not declaration.is_set("call") and inputs is None:

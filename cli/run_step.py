@@ -15,16 +15,20 @@ from ..planning.cache.cache_fields import CacheFields
 from ..planning.cache.kv_cache import KVCache
 from ..planning.paged.paged_plan import PagedPlan
 from ..planning.paged.paged_problem import causal_window
+from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
-from ..verify.closeness import row_error, row_sizes
+from ..verify.closeness import lse_size, row_error, row_sizes
 from ..verify.drawn_step import draw_step
 from ..verify.paged_reference import paged_reference
+from .cache import plan_cache
 from .check import Comparison
 from .run_call import Compiled, compile_call
 from .step import step_of
 from .target import run_metadata
 
 __all__ = ["RanStep", "check_step", "compile_step", "one_layer"]
+
+_AGAINST = "float64 reference over the pages"
 
 
 class RanStep(NamedTuple):
@@ -37,25 +41,37 @@ class RanStep(NamedTuple):
     notes: tuple[str, ...]
 
 
-def one_layer(declaration: Declaration) -> tuple[Declaration, tuple[str, ...]]:
-    """The declaration with a cache of one layer, which is all that a step reads; and the note of it."""
-    cache = declaration.cache
-    if cache is None or cache.layers == 1:
+def one_layer(declaration: Declaration, metadata: OperationMetadata) -> tuple[Declaration, tuple[str, ...]]:
+    """The declaration with a cache of one layer, which is all that a step reads; and the note of it. Where layers are in groups,
+    it has the pages that the plan gives the layer's group."""
+    cache, step = declaration.cache, declaration.step
+    if cache is None or step is None or cache.layer_count == 1:
         return declaration, ()
-    fields = cache.to_dict() | {"layers": 1}
-    if cache.bytes_per_device is not None:
-        fields["bytes_per_device"] = max(1, cache.bytes_per_device // cache.layers)
-    changed = declaration.model_copy(update={"cache": KVCache.from_dict(fields)}).checked()
-    return changed, (f"one of the cache's {cache.layers} layers: a step attends to one",)
+    group, fields = step.group(cache), cache.to_dict() | {"layers": 1}
+    if len(cache.groups) > 1:
+        whole = plan_cache(declaration, metadata)
+        assert whole is not None
+        own = whole.require().groups[group]
+        fields = own.cache.to_dict() | {"layers": [own.cache.to_dict()["layers"][0] | {"layers": 1}]}
+    elif not isinstance(cache.layers, int):
+        fields["layers"] = [cache.to_dict()["layers"][0] | {"layers": 1}]
+    if cache.bytes_per_device is not None and "bytes_per_device" in fields:
+        fields["bytes_per_device"] = max(1, cache.bytes_per_device // cache.layer_count)
+    changed = declaration.model_copy(
+        update={"cache": KVCache.from_dict(fields), "step": step.model_copy(update={"layer": 0})}
+    ).checked()
+    which = "" if len(cache.groups) == 1 else f", layer {step.layer}"
+    return changed, (f"one of the cache's {cache.layer_count} layers{which}: a step attends to one",)
 
 
 def compile_step(declaration: Declaration, mesh: str | None, mode: str | None, seed: int) -> RanStep:
     """Draw pages and tokens, compile the step, and run it once. Errors: RefusedError where nothing runs it."""
-    alone, notes = one_layer(declaration)
-    operation, step = step_of(alone, run_metadata(alone, mesh=mesh), mode)
+    metadata = run_metadata(declaration, mesh=mesh)
+    alone, notes = one_layer(declaration, metadata)
+    operation, step = step_of(alone, metadata, mode)
     shapes = (step.query, step.key, step.value)
     options = step.options | {"softmax_aux": step.sinks}
-    plan = operation.plan(*shapes, cache=step.cache, batch=step.batch, **options).require()
+    plan = operation.plan(*shapes, cache=step.cache, layer=step.layer, batch=step.batch, **options).require()
     if plan.problem.mode == "insert":
         raise ConfigError("step.mode is 'insert', which writes and returns no output; `attnops plan` plans it.")
     drawn = draw_step(operation, step, seed)
@@ -99,11 +115,22 @@ def check_step(ran: RanStep) -> list[Comparison]:
     want, sizes = (np.concatenate([getattr(x, name) for x in wanted]) for name in ("output", "sizes"))
     got = np.asarray(output.attention_outputs, np.float64)
     capability = plan.operation.capability(plan.method or "")
-    tolerance = capability.tolerance.get(problem.runtime_dtype)
+    published = capability.tolerance.get(problem.runtime_dtype)
+    tolerance = None if published is None else published.forward
     error = row_error(got, want, row_sizes(want, sizes), problem.runtime_dtype)
     worst = float(np.abs(got - want).max(initial=0.0))
-    against = "float64 reference over the pages"
-    return [Comparison("output", against, worst, error, None if tolerance is None else tolerance.forward)]
+    lse = _compare_lse(np.asarray(output.lse, np.float64), np.concatenate([x.lse for x in wanted]), tolerance)
+    return [Comparison("output", _AGAINST, worst, error, tolerance), lse]
+
+
+def _compare_lse(got: np.ndarray, want: np.ndarray, tolerance: float | None) -> Comparison:
+    """-inf, of a row that sees nothing, has to be so in both; numbers are held against the size of their row."""
+    both = np.isfinite(got) & np.isfinite(want)
+    error = row_error(got[both], want[both], lse_size(want[both])) if both.any() else 0.0
+    if not np.array_equal(got[~both], want[~both]):
+        error = np.inf
+    worst = float(np.abs(got[both] - want[both]).max(initial=0.0))
+    return Comparison("lse", _AGAINST, worst if np.isfinite(error) else np.inf, error, tolerance)
 
 
 def _stored_table(batch: RaggedBatch, pages: int) -> np.ndarray:

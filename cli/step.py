@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from ..operators.declared_config import declared_config
 from ..operators.paged import Paged
 from ..operators.paged.declared_step import DeclaredStep, declared_step
+from ..planning.cache.cache_plan import CachePlan
 from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
@@ -56,9 +57,8 @@ def plan_step(
     """The plan of the declared step, with what it reads."""
     refuse_inputs(inputs)
     operation, step = step_of(declaration, metadata, mode)
-    return operation.plan(
-        step.query, step.key, step.value, cache=step.cache, batch=step.batch, softmax_aux=step.sinks, **step.options
-    )
+    tokens, options = (step.query, step.key, step.value), step.options | {"softmax_aux": step.sinks}
+    return operation.plan(*tokens, cache=step.cache, layer=step.layer, batch=step.batch, **options)
 
 
 def refuse_inputs(inputs: Path | None) -> None:
@@ -67,17 +67,26 @@ def refuse_inputs(inputs: Path | None) -> None:
         raise ConfigError(f"--inputs {inputs}: a step over pages reads no file; its sizes are in the declaration.")
 
 
-def show_step(plan: PagedPlan, notes: tuple[str, ...], platform_source: str | None, as_json: bool) -> None:
-    """Print it, as text or as JSON. Errors: RefusedError, once it is shown, where nothing can run it."""
+def show_step(
+    plan: PagedPlan, cache: CachePlan | None, notes: tuple[str, ...], platform_source: str | None, as_json: bool
+) -> None:
+    """Print it, as text or as JSON, and the plan of the whole cache. Errors: RefusedError, once it is shown, where nothing can
+    run it."""
+    whole = plan.cache if cache is None or not cache.parts else cache
     if as_json:
-        print_json(enabled_json(plan.to_dict(), notes))
+        print_json(enabled_json(plan.to_dict() | {"cache": whole.to_dict()}, notes))
     else:
-        print_step(plan, notes, platform_source)
+        print_step(plan, notes, platform_source, whole)
     plan.require()
 
 
-def print_step(plan: PagedPlan, notes: tuple[str, ...] = (), platform_source: str | None = None) -> None:
-    """The whole decision; the cache's plan after the step's."""
+def print_step(
+    plan: PagedPlan,
+    notes: tuple[str, ...] = (),
+    platform_source: str | None = None,
+    cache: CachePlan | None = None,
+) -> None:
+    """The whole decision; the cache's plan after the step's, that of the layer's group unless another one is given."""
     console = text()
     console.print(Text(plan.problem.describe(), style="bold"))
     rows: list[tuple[str, str | Text]] = [runs_row(plan), *rejected_rows(plan)]
@@ -89,4 +98,4 @@ def print_step(plan: PagedPlan, notes: tuple[str, ...] = (), platform_source: st
     for row in token_rows(plan):
         tensors.add_row(*row)
     console.print(tensors, "", sep="\n")
-    print_cache(plan.cache)
+    print_cache(plan.cache if cache is None else cache)

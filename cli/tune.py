@@ -77,8 +77,9 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
 def _tune_step(declaration: Declaration, options: TuneOptions) -> list[tuple[str, TuneReport]]:
     if options.targets:
         raise ConfigError(f"--target {options.targets[0]}: a step over pages is searched by time, here; leave it out.")
-    alone, _ = one_layer(declaration)
-    operation, step = step_of(alone, run_metadata(alone, mesh=options.mesh), options.mode)
+    metadata = run_metadata(declaration, mesh=options.mesh)
+    alone, _ = one_layer(declaration, metadata)
+    operation, step = step_of(alone, metadata, options.mode)
     name = jax.devices()[0].device_kind
     with _bar(name) as progress:
         report = tune_step(operation, step, how=options.how, most=options.most, progress=progress)

@@ -29,7 +29,8 @@ def verify_steps(
         console = errors()
         waiting = console.status(Text(f"compile for {name}")) if console.is_terminal else contextlib.nullcontext()
         with waiting:
-            reports.append(verify_step(*step_of(one_layer(declaration)[0], metadata(), mode), name))
+            made = metadata()
+            reports.append(verify_step(*step_of(one_layer(declaration, made)[0], made, mode), name))
     return reports
 
 

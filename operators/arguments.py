@@ -20,8 +20,8 @@ from ..registry.metadata import METADATA_ARGUMENTS
 from ..sharding.modes import GENERATION
 
 __all__ = [
-    "Arrays", "Options", "bound_mask", "check_names", "is_array", "join_mask", "shaped", "split_arguments",
-    "takes_call_arguments",
+    "Arrays", "Options", "bound_mask", "check_names", "is_array", "join_mask", "read_flag", "read_number", "read_window",
+    "shaped", "split_arguments", "takes_call_arguments",
 ]  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -209,7 +209,8 @@ def cache_lengths(mask: Mask, arrays: Arrays) -> Any:
     return found[0] if found else arrays.kv_lengths
 
 
-def _number(name: str, value: Any) -> float | None:
+def read_number(name: str, value: Any) -> float | None:
+    """A Python number. Errors: InputTypeError, InputError."""
     if value is None or type(value) is float:
         return value
     if is_array(value):
@@ -233,7 +234,8 @@ def _integer(name: str, value: Any) -> int | None:
         raise InputTypeError(f"{name}={shown(value)}; wanted an integer or an integer array [batch].") from None
 
 
-def _flag(name: str, value: Any, *, optional: bool = False) -> Any:
+def read_flag(name: str, value: Any, *, optional: bool = False) -> Any:
+    """True, False or, if it is optional, None. Errors: InputTypeError."""
     if value is True or value is False or (value is None and optional):
         return value
     if isinstance(value, np.bool_):
@@ -247,7 +249,7 @@ def _name(name: str, value: Any, *, optional: bool = False) -> Any:
     raise InputTypeError(f"{name} is {a_type(value)}; wanted a string" + (" or None." if optional else "."))
 
 
-def _window(name: str, value: Any) -> tuple[int | None, int | None] | None:
+def read_window(name: str, value: Any) -> tuple[int | None, int | None] | None:
     """A bare integer n is (n, n), as jax.nn.dot_product_attention's local_window_size has it."""
     if value is None:
         return None
@@ -266,8 +268,8 @@ def _window(name: str, value: Any) -> tuple[int | None, int | None] | None:
 
 # By the type that CallOptions declares; a new type needs a check here.
 _OF_TYPE: dict[Any, Callable[[str, Any], Any]] = {
-    bool: _flag, bool | None: partial(_flag, optional=True), float | None: _number,
+    bool: read_flag, bool | None: partial(read_flag, optional=True), float | None: read_number,
     str: _name, str | None: partial(_name, optional=True),
 }  # fmt: skip
-_OF_NAME: dict[str, Callable[[str, Any], Any]] = {"sliding_window": _window, "query_offset": _integer}
+_OF_NAME: dict[str, Callable[[str, Any], Any]] = {"sliding_window": read_window, "query_offset": _integer}
 _CHECKS = {name: _OF_NAME.get(name) or _OF_TYPE[kind] for name, kind in get_type_hints(CallOptions).items()}

@@ -1,9 +1,10 @@
-"""Attention: what a declaration file says, ready to be called by a model."""
+"""Attention: what is declared, by a file or by keywords, ready to be called by a model."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -19,6 +20,7 @@ from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from ..sharding import canonical_layout, canonical_mode
 from .arguments import check_names, is_array, shaped, takes_call_arguments
+from .attention_keywords import given
 from .base import Operation
 from .output import AttentionOutput
 
@@ -40,31 +42,29 @@ _KEPT_PLANS = 64
 
 
 class Attention:
-    """A declared attention: an operation with the options of its file. Hashable, so it can be a static argument of jit.
+    """A declared attention: an operation with the options of its calls. Hashable, so it can be a static argument of jit.
 
-    declared: a Declaration, its dict, or the path of its JSON file. metadata: fields of OperationMetadata that take the
-    place of the file's, such as the mesh that the program has made.
+    declared: an operation's name; or a Declaration, its dict, or the path of its JSON file. keywords: with a name, what is the
+    same in all calls (mask, causal, sliding_window and the other static arguments of a call), fields of OperationMetadata
+    (or `metadata`, a whole one) and fields of the operation's config, such as block_q. Beside a declaration, fields of
+    OperationMetadata that take the place of its own, such as the mesh that the program has made.
 
-    What a call gives beside its arrays joins what the file declares: masks intersect, an option that both say has to be
-    the same. Heads, dims and dtypes that the file declares are checked; its batch and lengths serve `attnops plan` alone.
-    Errors: ConfigError for a file that is disabled or disagrees with a call; InputError for arrays that were declared and
-    are missing.
+    What a call gives beside its arrays joins what is declared: masks intersect, an option that both say has to be the same.
+    Heads, dims and dtypes that a file declares are checked; its batch and lengths serve `attnops plan` alone.
+    Errors: ConfigError for a declaration that is disabled or disagrees with a call; InputTypeError for keywords that have no
+    place; InputError for arrays that were declared and are missing.
     """
 
-    def __init__(self, declared: Declaration | Mapping[str, Any] | str | Path, **metadata: Any) -> None:
-        if isinstance(declared, str | Path):
-            declared = Declaration.load(declared)
-        elif not isinstance(declared, Declaration):
-            declared = Declaration.from_dict(declared)
-        self.declaration = declared = declared.checked()
-        operation: Any = OperationRegistry.get(declared.operation)
+    def __init__(self, declared: Declaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None:
+        self.declaration, metadata, self._stated = given(declared, keywords)
+        name = self.declaration.operation
+        operation: Any = OperationRegistry.get(name)
         if not issubclass(operation, Operation):
             raise ConfigError(
-                f"operation {declared.operation!r} has steps over a cache's pages and no calls; make it with "
-                f"OperationRegistry.create({declared.operation!r}, metadata)."
+                f"operation {name!r} has steps over a cache's pages and no calls; make it with "
+                f"OperationRegistry.create({name!r}, metadata)."
             )
-        self.operation: Operation = operation(declared.operation_metadata(metadata))
-        self._stated = frozenset({**declared.metadata, **metadata})
+        self.operation: Operation = operation(metadata)
         self._plans: dict[Plan, Plan] = {}
         self._lock = threading.Lock()
 
@@ -88,16 +88,27 @@ class Attention:
         self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]
     ) -> AttentionOutput:
         """Attend; `call` is what Operation.__call__ takes."""
+        return self.run((), query, key, value, **call)
+
+    def run(
+        self,
+        remarks: tuple[str, ...],
+        query: CallArray,
+        key: CallArray,
+        value: CallArray,
+        **call: Unpack[CallArguments],
+    ) -> AttentionOutput:
+        """As a call; `remarks` stand among the notes of its plan in `plans`: what an adapter made of what it was given."""
         options = self.options(query, key, value, **call)
         output = self.operation(query, key, value, **options)
         decided = output.plan
         assert decided is not None  # the call itself tells it
         with self._lock:
             new = decided not in self._plans and len(self._plans) < _KEPT_PLANS
-        if new:  # planned once more: plan() also looks at the values of a mask array
-            noted = self.operation.plan(query, key, value, **options)
+        if new:  # where arrays mask, planned once more: plan() also looks at their values
+            noted = self.operation.plan(query, key, value, **options) if decided.problem.leaves else decided
             with self._lock:
-                self._plans[decided] = noted
+                self._plans[decided] = replace(noted, notes=(*noted.notes, *remarks)) if remarks else noted
         return output
 
     @takes_call_arguments
@@ -124,12 +135,12 @@ class Attention:
             )
         found: dict[str, Any] = {**call}
         for name in CALL_OPTIONS:
-            said, given = getattr(declared, name), found.get(name)
+            said, told = getattr(declared, name), found.get(name)
             if not declared.is_set(name) or said is None:
                 continue
-            if given is not None and (is_array(given) or _plain(name, given) != _plain(name, said)):
+            if told is not None and (is_array(told) or _plain(name, told) != _plain(name, said)):
                 raise ConfigError(
-                    f"{name}: the file declares {shown(said)}, the call says {shown(given)}; leave one of them out."
+                    f"{name}: the declaration says {shown(said)}, the call says {shown(told)}; leave one of them out."
                 )
             found[name] = said
         wanted = {argument: name for name, argument in _DECLARED_ARRAYS.items() if getattr(declared, name) is not None}
@@ -222,17 +233,17 @@ class Attention:
         )
 
     def __repr__(self) -> str:
-        return f"Attention({self.declaration.to_json(indent=None)})"
+        return f"Attention({self.declared().to_json(indent=None)})"
 
 
 # Where pydantic looks at the value and not at the field's type (Any, serialize_as_any).
 Attention.__pydantic_serializer__ = TypeAdapter(Attention).serializer  # type: ignore[attr-defined]
 
 
-def _both(declared: Mask, given: Any) -> Mask:
-    if given is None:
+def _both(declared: Mask, told: Any) -> Mask:
+    if told is None:
         return declared
-    return declared & (given if isinstance(given, Mask) else Dense(given))
+    return declared & (told if isinstance(told, Mask) else Dense(told))
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -136,7 +136,8 @@ class Operation(DeclaredOperation):
 
     def _plan(self, arrays: Arrays, options: Options, mesh: AnyMesh | None) -> Plan:
         operation = type(self)
-        return plan(operation, describe(operation, self.metadata, arrays, options, mesh), self.metadata.policy)
+        decided = plan(operation, describe(operation, self.metadata, arrays, options, mesh), self.metadata.policy)
+        return decided if mesh is None else replace(decided, mesh=mesh)
 
     def _prepare(self, arrays: Arrays, options: Options, mesh: AnyMesh | None) -> _Prepared:
         decided = self._plan(arrays, options, mesh).require()

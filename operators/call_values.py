@@ -19,7 +19,7 @@ from ..masks.checks import LIMIT
 from ..masks.int_arrays import beyond_int32, is_integer, known_values, least_and_most
 from .arguments import Arrays, Options, is_array
 
-__all__ = ["check_lengths", "check_offsets", "checked_values"]
+__all__ = ["at_hand", "check_lengths", "check_offsets", "checked_values"]
 
 _NAMES = ("q_segment_ids", "kv_segment_ids", "kv_lengths", "kv_starts", "query_offset")
 _INT32 = np.dtype(np.int32)
@@ -74,7 +74,7 @@ def _checked(name: str, x: Any, arrays: Arrays, options: Options) -> Any:
         x = _narrowed(name, x)
     if not name.startswith(("kv_lengths", "kv_starts", "query_offset")):
         return x
-    values = _at_hand(x)
+    values = at_hand(x)
     if values is None:
         return x
     if name == "query_offset":
@@ -94,7 +94,7 @@ def _narrowed(name: str, x: Any) -> Any:
     return x.astype(np.int32) if x.dtype.itemsize > 2 else x
 
 
-def _at_hand(x: Any) -> np.ndarray | None:
+def at_hand(x: Any) -> np.ndarray | None:
     """Values that cost no transfer."""
     if isinstance(x, np.ndarray):
         return x

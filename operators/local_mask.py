@@ -81,10 +81,12 @@ class LocalMask:
         # that the program makes are a few instructions, which are fused into what is done with the logits. Up to this size
         # the constant is the smaller of the two.
         count = _host_numbers if self.q_len * width <= _CONSTANT else numbers
-        rows = shifted(count((self.q_len, 1), 0), self.q_start)
+        # Arrays have rank 4 in a mask: beside them numbers have it too, for who has rank promotion refused.
+        ones = () if mask.is_static and not hasattr(self.query_offset, "ndim") else (1, 1)
+        rows = shifted(count((*ones, self.q_len, 1), len(ones)), self.q_start)
         offset = 0 if self.query_offset is None else self.query_offset
         positions = shifted(rows, offset if isinstance(offset, int) else offset[:, None, None, None])
-        cols = shifted(shifted(count((1, width), 1), keys.start), self.k_start)
+        cols = shifted(shifted(count((*ones, 1, width), len(ones) + 1), keys.start), self.k_start)
         visible = mask.test(rows, positions, cols)
         return visible if visible.ndim == 4 else visible[(None,) * (4 - visible.ndim)]
 

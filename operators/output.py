@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,7 +21,7 @@ __all__ = ["AttentionOutput"]
 )
 @dataclass(frozen=True)
 class AttentionOutput:
-    """The results of one attention call; a JAX pytree.
+    """The results of one attention call; a JAX pytree. `outputs, weights, lse = attend(...)` unpacks it.
 
     attention_outputs: in the query's layout, with the value's head dim.
     attention_weights: [batch, heads, q, kv] (thd: [heads, q, kv]) before dropout, or None. With sinks a row sums to
@@ -35,3 +36,6 @@ class AttentionOutput:
     attention_weights: jax.Array | None = None
     lse: jax.Array | None = None
     plan: Plan | None = field(default=None, kw_only=True)
+
+    def __iter__(self) -> Iterator[jax.Array | None]:
+        return iter((self.attention_outputs, self.attention_weights, self.lse))

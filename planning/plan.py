@@ -7,9 +7,13 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from jax.sharding import NamedSharding
+
 from ..errors import RefusedError
 from ..sharding import AttnShardingRules
+from ..sharding.mesh import AnyMesh
 from .capability import Reason
+from .named import named_shardings
 from .operation import Padding, PlannedOperation
 from .operation_config import OperationConfig
 from .placement import Placement
@@ -44,7 +48,8 @@ class Plan:
     """What will run, with which config, where every tensor lives, and why nothing else runs.
 
     `kind` is 'platform' (the platform's own method), 'native' (there is nothing better here), 'routed' (the platform's own
-    method leaves such calls to forward_native), 'fallback' (it refused) or 'refused' (`implementation` is then None).
+    method leaves such calls to forward_native), 'fallback' (it refused) or 'refused' (`implementation` is then None). `mesh` is
+    the one it was made for, where an operation made it; it is no part of what is compared, pickled or written.
     """
 
     operation: type[PlannedOperation]
@@ -60,6 +65,7 @@ class Plan:
     route: Route | None
     tuning: Tuning | None
     notes: tuple[str, ...]
+    mesh: AnyMesh | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
@@ -80,6 +86,17 @@ class Plan:
     def shardings(self) -> AttnShardingRules:
         """The ten declared specs."""
         return self.problem.rules
+
+    def named_shardings(self, mesh: AnyMesh | None = None) -> Mapping[str, NamedSharding]:
+        """Where every array of the call is put, by its name in the call, and the output: for jax.device_put and jax.jit.
+
+        The fitted specs on `mesh`, by default the plan's own, else that of the context. Heads that are still to be repeated
+        are not split. Errors: ShardingError for a plan without a mesh, or for another one.
+        """
+        return named_shardings(self.problem, self.placement, self.mesh if mesh is None else mesh)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "mesh": None}  # devices can't be pickled
 
     def require(self) -> Plan:
         """Return self, or raise RefusedError with every reason if nothing can run."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import jax
 import numpy as np
-from pydantic import ConfigDict, Field, StrictBool, ValidationError, field_validator
+from pydantic import ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
 
 from ..errors import ConfigError, a_type, shown
 from ..planning.cache.kv_cache import KVCache
@@ -50,6 +50,19 @@ class Declaration(GivenModel):
     @classmethod
     def _plain(cls, value: dict[str, Any]) -> dict[str, Any]:
         return _json_value("metadata", value)
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        cache = self.cache
+        if cache is None:
+            return self
+        held = {"kv_heads": cache.kv_heads, "head_dim": cache.head_dim, "value_dim": cache.value_size}
+        for name, size in held.items():
+            if (said := getattr(self.call, name)) not in (None, size):
+                raise ValueError(
+                    f"call.{name}={said}, and the cache's is {size}; wanted the same: the cache holds its keys and values"
+                )
+        return self
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "declaration") -> Self:

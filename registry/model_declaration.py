@@ -10,6 +10,8 @@ from typing import Any, Self
 from ..errors import ConfigError, shown
 from ..models.model_attention import LayerAttention, ModelAttention, model_attention
 from ..models.model_config import as_dict, read_model_config
+from ..planning.cache.layer_groups import LayerGroup, layer_groups
+from ..planning.paged.paged_problem import causal_window
 from ..sharding.modes import GENERATION, canonical_mode
 from .declaration import Declaration
 from .metadata import PICKUP, OperationMetadata
@@ -97,6 +99,17 @@ class ModelDeclaration:
         """One for each layer of the model, in order; layers that attend in the same way share theirs."""
         by_number = {number: layer for layer in self.distinct for number in layer.layers}
         return tuple(by_number[number] for number in range(len(by_number)))
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """The layers by their windows, as KVCache(layers=...) takes them; those with another mask keep all tokens."""
+        windows: list[int | None] = []
+        for layer in self.layers:
+            mask = layer.declaration.call.mask
+            found = None if mask is None else causal_window(mask)
+            left = None if found is None else found[1][0]
+            windows.append(None if left is None else left + 1)
+        return layer_groups(windows)
 
     def layer(self, number: int) -> LayerDeclaration:
         """The declaration of layer `number`, from 0. Errors: ConfigError for a layer that the model doesn't have."""

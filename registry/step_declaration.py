@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StrictBool
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..masks import Mask
 from ..masks.checks import LIMIT
 from ..planning.cache.kv_cache import KVCache
@@ -28,6 +28,7 @@ class StepDeclaration(GivenModel):
     model_config = ConfigDict(title="step")
 
     q_heads: _Size
+    layer: Annotated[_Count, Field(description="Of the cache; those of a group are alike.")] = 0
     sequences: Annotated[
         _Size | None, Field(description="null: as many as a list has, else the cache's max_sequences.")
     ] = None
@@ -74,6 +75,14 @@ class StepDeclaration(GivenModel):
                     "max_length, and no more queries than keys: kv_lens count the step's own."
                 )
         return rows
+
+    def group(self, cache: KVCache) -> int:
+        """The group of the cache's layers that the step's is in. Errors: ConfigError for a layer that isn't there."""
+        if self.layer >= cache.layer_count:
+            raise ConfigError(
+                f"step.layer={shown(self.layer)}; wanted 0 to {cache.layer_count - 1}: the cache has {cache.layer_count} layers."
+            )
+        return cache.group_of(self.layer)
 
     def options(self) -> dict[str, Any]:
         """What the call of the operation takes beside arrays."""

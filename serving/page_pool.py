@@ -7,20 +7,22 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
-from ..errors import CapacityError, InputError, InputTypeError, UnknownNameError, shown
+from ..errors import InputError, shown
 from .checked_arguments import token_array, whole_number
 from .page_owners import PageOwners
+from .pool_books import PoolBooks
 from .pool_check import check_pool
 from .prefix_index import PrefixIndex
 from .results import Growth, PageCounts, PrefixMatch
 from .sequence_state import SequenceState
+from .window import Window
 
 __all__ = ["PagePool"]
 
 _SLOTS = 2**31 - 1  # page ids, lengths and slots are int32 on devices
 
 
-class PagePool:
+class PagePool(PoolBooks):
     """Gives the pages of a paged KV cache to sequences, shares them where prefixes agree, and takes them back.
 
     A sequence has an id of the caller's: anything hashable but None. It grows by `alloc` (room only) and `append` (tokens);
@@ -32,7 +34,8 @@ class PagePool:
     pages, page_size: how many pages of how many tokens. max_pages_per_sequence: the width of the page table, if it has one.
     prefix_sharing=False: nothing is published or matched. scrub_on_free=True: pages that had an owner before are reported in
     `to_scrub` when they get another. sequence_shards=n: page number p of a sequence gets an id g with g % n == p % n, as a cache
-    needs whose page_sequence_axis splits each sequence's pages over n devices.
+    needs whose page_sequence_axis splits each sequence's pages over n devices. window_tokens: the layers see so many tokens at
+    most, so `release` gives back what the next token doesn't see, and a prefix is matched by what it sees.
 
     A pool is for one cache of one model on one data-parallel shard. Page ids are local to it: a caller with several shards has
     a pool for each and chooses the shard of each sequence. One thread at a time may use it.
@@ -50,6 +53,7 @@ class PagePool:
         prefix_sharing: bool = True,
         scrub_on_free: bool = False,
         sequence_shards: int = 1,
+        window_tokens: int | None = None,
     ) -> None:
         self.pages = whole_number("pages", pages, 1)
         self.page_size = whole_number("page_size", page_size, 1)
@@ -65,6 +69,8 @@ class PagePool:
         if max_pages_per_sequence is not None:
             max_pages_per_sequence = whole_number("max_pages_per_sequence", max_pages_per_sequence, 1)
         self.max_pages_per_sequence = max_pages_per_sequence
+        self.window_tokens = None if window_tokens is None else whole_number("window_tokens", window_tokens, 1)
+        self._window = Window(self.window_tokens, self.page_size)
         self.prefix_sharing = bool(prefix_sharing)
         self.scrub_on_free = bool(scrub_on_free)
         self._sequences: dict[Hashable, SequenceState] = {}
@@ -101,9 +107,10 @@ class PagePool:
         return growth
 
     def truncate(self, sequence: Hashable, length: int) -> None:
-        """Cut a sequence to its first `length` tokens, as after refused guesses; pages beyond them are given back."""
-        state = self._get(sequence)
-        state.length = length = whole_number("length", length, 0, state.length)
+        """Cut a sequence to its first `length` tokens, as after refused guesses; pages beyond them are given back. Errors:
+        InputError for a length at which the next token would see pages that were released."""
+        state, length = self._truncated(sequence, length)
+        state.length = length
         keep = -(-length // self.page_size)
         self._owners.release(state.pages[keep:])
         del state.pages[keep:], state.tokens[length:], state.keys[length // self.page_size :]
@@ -113,14 +120,29 @@ class PagePool:
         state = self._get(parent)
         self._must_be_new(child)
         new = state.copy(-(-state.length // self.page_size))
-        self._owners.retain(new.pages)
+        self._owners.retain(new.held)
         self._sequences[child] = new
 
     def free(self, sequence: Hashable) -> None:
         """Give back all pages of a sequence and forget it."""
-        pages = self._get(sequence).pages
+        pages = self._get(sequence).held
         del self._sequences[sequence]
         self._owners.release(pages)
+
+    def release(self, sequence: Hashable) -> int:
+        """Give back the pages that neither the sequence's next token nor a later one sees; how many. None without a window.
+
+        They become padding in the page table. Others that share them keep them, and published ones can be matched as before. Call
+        it once the step that writes the sequence's last tokens has its page table, and after `publish` and `truncate`.
+        """
+        state = self._get(sequence)
+        first = self._window.first_kept(state.length)
+        count = first - state.released
+        if count > 0:
+            self._owners.release(state.pages[state.released : first])
+            state.pages[state.released : first] = array("i", [self.pages]) * count
+            state.released = first
+        return max(0, count)
 
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
@@ -132,23 +154,22 @@ class PagePool:
         """
         state = self._get(sequence)
         if self.prefix_sharing:
-            self._index.publish(state.tokens, state.keys, state.pages)
+            self._index.publish(state.tokens, state.keys, state.pages, state.released)
 
     def match(self, token_ids: Iterable[int]) -> PrefixMatch:
-        """The longest published prefix of these tokens, in whole pages. Nothing changes, and nothing is kept for the caller."""
-        _, pages = self._index.walk(token_array(token_ids))
-        return PrefixMatch(len(pages) * self.page_size, tuple(pages))
+        """The longest published prefix of these tokens, in whole pages; with a window, those pages that its next token sees.
+        Nothing changes, and nothing is kept for the caller."""
+        keys, pages = self._index.walk(token_array(token_ids), self._window)
+        return PrefixMatch(len(keys) * self.page_size, tuple(pages))
 
     def adopt(self, sequence: Hashable, token_ids: Iterable[int], tokens: int = 0) -> Growth:
         """Start a sequence on the longest published prefix of these tokens, with pages for `tokens` more beyond it.
 
         `matched` in the result says how long the sequence is now. Leave out a prompt's last token, as its query has to run.
         """
-        ids, tokens = token_array(token_ids), whole_number("tokens", tokens, 0)
-        self._must_be_new(sequence)
-        keys, pages = self._index.walk(ids)
-        matched = len(pages) * self.page_size
-        state = SequenceState(matched, array("i", pages), ids[:matched], keys)
+        tokens = whole_number("tokens", tokens, 0)
+        state, pages = self._adopted(sequence, token_array(token_ids))
+        matched = state.length
         growth = self._grow(sequence, state, tokens, adopted=pages)
         self._sequences[sequence] = state
         return growth._replace(matched=matched)
@@ -156,9 +177,8 @@ class PagePool:
     # -- for the device -----------------------------------------------------------------------------------------------
 
     def page_table(self, sequences: Sequence[Hashable | None], width: int | None = None) -> np.ndarray:
-        """int32 [sequences, width]: the pages of each sequence, then the id `pages`, which doesn't exist.
-
-        Scatters drop what goes to that id. A row is empty where None stands for a sequence. `width` is
+        """int32 [sequences, width]: the pages of each sequence, then the id `pages`, which doesn't exist and also stands for
+        pages that were released. Scatters drop what goes to that id. A row is empty where None stands for a sequence. `width` is
         max_pages_per_sequence unless given.
         """
         if width is None and self.max_pages_per_sequence is None:
@@ -201,7 +221,7 @@ class PagePool:
         return self._owners.available
 
     def pages_of(self, sequence: Hashable) -> tuple[int, ...]:
-        """The pages of a sequence in the order of its tokens."""
+        """The pages of a sequence in the order of its tokens; the id `pages` for those that were released."""
         return tuple(self._get(sequence).pages)
 
     def counts(self) -> PageCounts:
@@ -209,7 +229,7 @@ class PagePool:
         filled: dict[int, int] = {}
         for state in self._sequences.values():
             whole, rest = divmod(state.length, self.page_size)
-            filled.update(dict.fromkeys(state.pages[:whole], self.page_size))
+            filled.update(dict.fromkeys(state.pages[state.released : whole], self.page_size))
             if rest:
                 filled[state.pages[whole]] = max(rest, filled.get(state.pages[whole], 0))
         used = len(self._owners.references)
@@ -218,50 +238,14 @@ class PagePool:
 
     def check(self) -> None:
         """Prove that no page leaks or is shared wrongly. Errors: AttnOpsError, which says what is wrong with which page."""
-        check_pool(self._owners, self._sequences)
+        check_pool(self._owners, self._sequences, self._window)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _find(self, sequence: Hashable) -> SequenceState | None:
-        if sequence is None:
-            raise InputTypeError("a sequence's id is None; wanted anything else: None is an empty row of a page table.")
-        try:
-            return self._sequences.get(sequence)
-        except TypeError:
-            raise InputTypeError(
-                f"sequence {shown(sequence)} isn't hashable; wanted an id such as an int or a str."
-            ) from None
-
-    def _get(self, sequence: Hashable) -> SequenceState:
-        state = self._find(sequence)
-        if state is None:
-            raise UnknownNameError(
-                f"no sequence {shown(sequence)} is in the pool ({len(self)} are). "
-                "Hint: alloc, adopt or fork starts one; free forgets it, so it is freed once."
-            )
-        return state
-
-    def _must_be_new(self, sequence: Hashable) -> None:
-        if self._find(sequence) is not None:
-            raise InputError(
-                f"sequence {shown(sequence)} is in the pool already; wanted a new id. Hint: free it first."
-            )
-
     def _grow(self, sequence: Hashable, state: SequenceState, tokens: int, adopted: Sequence[int] = ()) -> Growth:
         """Pages for more tokens, or an error before anything is changed; `adopted` are the state's pages, not yet counted."""
-        owners = self._owners
-        inside, offset = divmod(state.length, self.page_size)
-        last = state.pages[inside] if offset and tokens else None  # what is about to be written, beside new pages
-        copied = last is not None and owners.references[last] > 1
-        reached = -(-(state.length + tokens) // self.page_size)
-        if self.max_pages_per_sequence is not None and reached > self.max_pages_per_sequence:
-            raise InputError(
-                f"sequence {shown(sequence)} of {state.length} tokens would get {tokens} more, on {reached} pages; "
-                f"max_pages_per_sequence is {self.max_pages_per_sequence}. Hint: end the sequence, or declare a wider table."
-            )
-        n = self.sequence_shards
-        shards = [inside % n] * copied + [number % n for number in range(len(state.pages), reached)]
-        self._must_have(sequence, shards, tokens, adopted)
+        owners, inside = self._owners, state.length // self.page_size
+        shards, last, copied = self._wanted(sequence, state, tokens, adopted)
         owners.retain(adopted)
         taken = [owners.take(shard) for shard in shards]
         new = [page for page, _ in taken]
@@ -276,20 +260,3 @@ class PagePool:
         # A copy overwrites its whole page, so that one needs no zeros.
         scrub = tuple(page for page, old in taken[copied:] if old) if self.scrub_on_free else ()
         return Growth(tuple(new), copies, scrub)
-
-    def _must_have(self, sequence: Hashable, shards: Sequence[int], tokens: int, adopted: Sequence[int]) -> None:
-        """So many pages of each shard; `adopted` are kept. Errors: CapacityError."""
-        owners, n = self._owners, self.sequence_shards
-        each = self.pages // n
-        kept = [page % n for page in adopted if page not in owners.references]
-        for shard in range(n):
-            wanted, available = shards.count(shard), owners.available_on(shard) - kept.count(shard)
-            if wanted > available:
-                where = "" if n == 1 else f" on sequence shard {shard} of {n}"
-                raise CapacityError(
-                    f"sequence {shown(sequence)} wants {wanted} {'page' if wanted == 1 else 'pages'}{where} for {tokens} more "
-                    f"tokens; {available} of {each} can be had, and {each - available} are in use. "
-                    "Hint: free a sequence, or make the pool larger.",
-                    wanted,
-                    available,
-                )

@@ -9,16 +9,17 @@ from ..errors import AttnOpsError, shown
 from .page_owners import PageOwners
 from .prefix_index import PrefixIndex, chain_key
 from .sequence_state import SequenceState
+from .window import Window
 
 __all__ = ["check_pool"]
 
 
-def check_pool(owners: PageOwners, sequences: Mapping[Hashable, SequenceState]) -> None:
+def check_pool(owners: PageOwners, sequences: Mapping[Hashable, SequenceState], window: Window) -> None:
     """Raise an AttnOpsError that names the page or the sequence, unless all books agree."""
     index, tables = owners.index, Counter[int]()
     for name, state in sequences.items():
-        _check_sequence(name, state, owners, index.page_size)
-        tables.update(state.pages)
+        _check_sequence(name, state, owners, window)
+        tables.update(state.held)
     _check_places(owners, tables)
     _check_index(index)
     for name, state in sequences.items():
@@ -32,14 +33,22 @@ def _must(holds: bool, what: str) -> None:
         )
 
 
-def _check_sequence(name: Hashable, state: SequenceState, owners: PageOwners, size: int) -> None:
-    """Pages exist, lie on the shard of their page number, stand once in the table, and are enough."""
-    n = owners.shards
-    for number, page in enumerate(state.pages):
+def _check_sequence(name: Hashable, state: SequenceState, owners: PageOwners, window: Window) -> None:
+    """Pages exist, lie on the shard of their page number, stand once in the table, and are enough; no page that the next token
+    sees was released."""
+    n, size, released = owners.shards, window.page_size, state.released
+    first = window.first_kept(state.length)
+    _must(
+        0 <= released <= first,
+        f"sequence {shown(name)} has released {released} pages, and its next token sees page {first}",
+    )
+    gone = set(state.pages[:released]) - {owners.pages}
+    _must(not gone, f"sequence {shown(name)} has released page {min(gone, default=0)}, and it is in its table")
+    for number, page in enumerate(state.held, released):
         _must(0 <= page < owners.pages, f"sequence {shown(name)} has page {page} of {owners.pages}")
         where = f"page {page} of shard {page % n} as number {number}, of shard {number % n}"
         _must(page % n == number % n, f"sequence {shown(name)} has {where}")
-    for page, count in Counter(state.pages).items():
+    for page, count in Counter(state.held).items():
         _must(count == 1, f"sequence {shown(name)} has page {page} {count} times")
     room = len(state.pages) * size
     _must(0 <= state.length <= room, f"sequence {shown(name)} has {state.length} tokens in {room} slots")
@@ -103,7 +112,7 @@ def _check_contents(name: Hashable, state: SequenceState, tables: Counter[int], 
     size, before = index.page_size, b""
     for number, page in enumerate(state.pages):
         own = state.tokens[number * size : (number + 1) * size].tobytes()
-        content = index.content.get(page)
+        content = None if number < state.released else index.content.get(page)
         if content is not None:
             same = content.tokens.startswith(own) and content.before == before
             _must(same, f"cached page {page} holds other tokens than sequence {shown(name)}, which has it")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
-__all__ = ["Content", "PrefixIndex", "chain_key"]
+from .window import Window
+
+__all__ = ["Content", "PrefixIndex", "chain_key", "chain_keys"]
 
 _ROOT = b""
 
@@ -28,6 +31,14 @@ def chain_key(before: bytes, tokens: bytes) -> bytes:
     return blake2b(before + tokens, digest_size=32).digest()
 
 
+def chain_keys(tokens: array[int], size: int) -> Iterator[bytes]:
+    """The keys of the whole pages of these tokens."""
+    before = _ROOT
+    for start in range(0, len(tokens) - size + 1, size):
+        before = chain_key(before, tokens[start : start + size].tobytes())
+        yield before
+
+
 class PrefixIndex:
     """Pages whose contents can be found by their tokens.
 
@@ -41,24 +52,32 @@ class PrefixIndex:
         self.content: dict[int, Content] = {}
         self.unused: tuple[OrderedDict[int, None], ...] = tuple(OrderedDict() for _ in range(shards))
 
-    def walk(self, tokens: array[int]) -> tuple[list[bytes], list[int]]:
-        """Keys and pages of the longest prefix of whole pages that is here."""
-        keys: list[bytes] = []
-        pages: list[int] = []
-        size, before = self.page_size, _ROOT
-        for start in range(0, len(tokens) - size + 1, size):
-            before = chain_key(before, tokens[start : start + size].tobytes())
-            page = self.page_of.get(before)
-            if page is None:
+    def walk(self, tokens: array[int], window: Window) -> tuple[list[bytes], list[int]]:
+        """Keys and pages of the longest prefix of whole pages that is here: those of its pages that the next token sees."""
+        keys, found = [], []
+        for key in chain_keys(tokens, self.page_size):
+            page = self.page_of.get(key)
+            if page is None and window.tokens is None:
                 break
-            keys.append(before)
-            pages.append(page)
-        return keys, pages
+            keys.append(key)
+            found.append(page)
+        count = max(self.lengths(keys, window))
+        first = window.first_kept(count * self.page_size)
+        return keys[:count], [page for page in found[first:count] if page is not None]
 
-    def publish(self, tokens: array[int], keys: list[bytes], pages: array[int]) -> None:
+    def lengths(self, keys: Iterable[bytes], window: Window) -> set[int]:
+        """For which numbers of pages, 0 among them, all pages are here that the token after them sees."""
+        found, run = {0}, 0
+        for count, key in enumerate(keys, 1):
+            run = run + 1 if key in self.page_of else 0
+            if run >= count - window.first_kept(count * self.page_size):
+                found.add(count)
+        return found
+
+    def publish(self, tokens: array[int], keys: list[bytes], pages: array[int], released: int) -> None:
         """Let whole pages of `tokens` be found from now on; `keys` has those of the first pages and gets the others.
 
-        Where another page holds the same, that one stays the one that is found.
+        Where another page holds the same, that one stays the one that is found. The first `released` pages aren't here any more.
         """
         size = self.page_size
         for number in range(len(keys), len(tokens) // size):
@@ -66,7 +85,7 @@ class PrefixIndex:
             own = tokens[number * size : (number + 1) * size].tobytes()
             key = chain_key(before, own)
             keys.append(key)
-            if key not in self.page_of:
+            if key not in self.page_of and number >= released:
                 self.page_of[key] = pages[number]
                 self.content[pages[number]] = Content(key, before, own)
 

@@ -13,14 +13,21 @@ class SequenceState:
     """Pages, and what of their contents is known.
 
     `pages` may reach beyond `length`: what alloc has given and no token fills yet. `tokens` has the ids of the first tokens,
-    as far as they are known; `keys` the prefix keys of the first whole pages, as far as they were published or matched.
+    as far as they are known; `keys` the prefix keys of the first whole pages, as far as they were published or matched. The first
+    `released` pages were given back, as no query sees them any more; in their place stands the number of all pages.
     """
 
     length: int = 0
     pages: array[int] = field(default_factory=lambda: array("i"))
     tokens: array[int] = field(default_factory=lambda: array("q"))
     keys: list[bytes] = field(default_factory=list)
+    released: int = 0
+
+    @property
+    def held(self) -> array[int]:
+        """The pages that it has."""
+        return self.pages[self.released :]
 
     def copy(self, pages: int) -> SequenceState:
         """The same tokens on the first `pages` pages."""
-        return SequenceState(self.length, self.pages[:pages], self.tokens[:], self.keys[:])
+        return SequenceState(self.length, self.pages[:pages], self.tokens[:], self.keys[:], self.released)

@@ -23,7 +23,8 @@ _AMPLITUDE = 40  # of what int8 pages hold
 
 
 class DrawnStep(NamedTuple):
-    """`run(state, batch, tokens, sinks)` is the step of layer 0, `arguments` are its own, placed; `arrays` as they were drawn."""
+    """`run(state, batch, tokens, sinks)` is the step of the declared layer, `arguments` are its own, placed; `arrays` as
+    they were drawn."""
 
     run: Callable[..., StepOutput]
     arguments: tuple[CacheState, RaggedBatch, tuple[Any, Any, Any], Any]
@@ -40,12 +41,12 @@ def draw_step(operation: Paged, step: DeclaredStep, seed: int) -> DrawnStep:
     given = arrays["query"], arrays["key"], arrays["value"]
     if devices is not None:
         at = shardings(step.cache, devices, kv_heads=kv_heads)
-        batch = jax.device_put(batch, at.batch)
+        batch = jax.device_put(batch, at.batch if isinstance(at.batch, RaggedBatch) else at.batch[batch.group])
         given = jax.device_put(given, (at.query, *(None if x is None else at.key for x in given[1:])))
 
     def run(state: CacheState, batch: RaggedBatch, given: tuple[Any, Any, Any], sinks: Any) -> StepOutput:
         call = step.options | {"softmax_aux": sinks, "return_lse": True}
-        return operation(*given, state=state, layer=0, batch=batch, **call)
+        return operation(*given, state=state, layer=step.layer, batch=batch, **call)
 
     return DrawnStep(run, (state, batch, given, arrays["sinks"]), arrays)
 

@@ -39,7 +39,8 @@ def paged_reference(
 ) -> PagedReference:
     """Attend sequence by sequence. Shapes and meaning as in `operators.kernels.paged.paged_attention`.
 
-    A page is read where a key of the sequence lies in it, and nowhere else: an id that is out of range is an IndexError here.
+    A page is read where a key of the sequence lies in it that the window of its first query reaches, and nowhere else: an id that
+    is out of range is an IndexError here.
     """
     tokens, heads, _ = query.shape
     output = np.zeros((tokens, heads, value_pages.shape[-1]))
@@ -50,10 +51,11 @@ def paged_reference(
         q_len = rows.stop - rows.start
         if not q_len:
             continue
-        key = _tokens(key_pages, key_scale, page_table[s], length)
-        value = _tokens(value_pages, value_scale, page_table[s], length)
-        row, col = np.arange(length - q_len, length)[:, None], np.arange(length)[None, :]
-        mask = np.ones((q_len, length), bool)
+        begin = 0 if left is None else max(0, length - q_len - left)
+        key = _tokens(key_pages, key_scale, page_table[s], begin, length)
+        value = _tokens(value_pages, value_scale, page_table[s], begin, length)
+        row, col = np.arange(length - q_len, length)[:, None], np.arange(begin, length)[None, :]
+        mask = np.ones((q_len, length - begin), bool)
         if causal:
             mask &= col <= row
         if left is not None:
@@ -74,12 +76,12 @@ def paged_reference(
     return PagedReference(output, lse, sizes)
 
 
-def _tokens(pages: np.ndarray, scale: np.ndarray | float | None, table: np.ndarray, length: int) -> np.ndarray:
-    """The keys (or values) of a sequence, [length, kv_heads, dim], times their scale."""
+def _tokens(pages: np.ndarray, scale: np.ndarray | float | None, table: np.ndarray, begin: int, end: int) -> np.ndarray:
+    """The keys (or values) of a sequence's tokens, [end - begin, kv_heads, dim], times their scale."""
     page = pages.shape[1]
-    places = np.arange(length)
+    places = np.arange(begin, end)
     ids = np.asarray(table)[places // page]
-    if length and not (ids.min() >= 0 and ids.max() < len(pages)):
+    if len(ids) and not (ids.min() >= 0 and ids.max() < len(pages)):
         raise IndexError(f"page ids {ids.min()} to {ids.max()} among the sequence's keys; wanted 0 to {len(pages) - 1}")
     whole = np.asarray(pages)[ids, places % page].astype(np.float64)
     if scale is None:

@@ -97,7 +97,9 @@ def verify_step(operation: Paged, step: DeclaredStep, target: str) -> StepReport
     """Plan the step, then compile it with its pages donated. The mesh is of described devices, of those here, or abstract: then
     the step is only lowered."""
     options = step.options | {"softmax_aux": step.sinks}
-    plan = operation.plan(step.query, step.key, step.value, cache=step.cache, batch=step.batch, **options)
+    plan = operation.plan(
+        step.query, step.key, step.value, cache=step.cache, layer=step.layer, batch=step.batch, **options
+    )
     problem, mesh = plan.problem, operation.metadata.mesh
     tpu = problem.platform == "tpu"
     device = device_limits(problem.platform, problem.device_kind)

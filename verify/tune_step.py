@@ -33,7 +33,9 @@ def tune_step(
     Errors: ConfigError where there is nothing to search, and for a device that isn't here; RefusedError.
     """
     options = step.options | {"softmax_aux": step.sinks}
-    plan = operation.plan(step.query, step.key, step.value, cache=step.cache, batch=step.batch, **options)
+    plan = operation.plan(
+        step.query, step.key, step.value, cache=step.cache, layer=step.layer, batch=step.batch, **options
+    )
     if plan.method is None or plan.cache.refused:
         plan.require()
         raise RefusedError(plan.refusal())

@@ -11,6 +11,7 @@ import numpy as np
 from ...errors import ConfigError
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
+from ...planning.cache.window_pages import first_kept
 from ...registry.declaration import Declaration
 from ..paged_cache.batch import RaggedBatch
 
@@ -18,9 +19,11 @@ __all__ = ["DeclaredStep", "declared_step"]
 
 
 class DeclaredStep(NamedTuple):
-    """query, key, value and sinks as shapes; the batch on the host, pages given out in order; options of the call."""
+    """query, key, value and sinks as shapes; the batch on the host, pages given out in order, as far as the window of the layer's
+    group keeps them; options of the call."""
 
     cache: KVCache
+    layer: int
     query: jax.ShapeDtypeStruct
     key: jax.ShapeDtypeStruct | None
     value: jax.ShapeDtypeStruct | None
@@ -39,7 +42,8 @@ class DeclaredStep(NamedTuple):
 
 
 def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: str | None = None) -> DeclaredStep:
-    """Of a file with a cache and a step. `update` is that of the operation's config, where the step says none.
+    """Of a file with a step and a cache, whose plan is `plan`. `update` is that of the operation's config, where the step has
+    none.
 
     Sequences are dealt to the shards of the pages in turn, whole blocks of them. Errors: ConfigError for a file without either.
     """
@@ -50,6 +54,7 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
         )
     if step is None:
         raise ConfigError(f"operation {declaration.operation!r} has steps, and the file declares none; declare `step`.")
+    plan = plan.groups[step.group(cache)]
     rows = step.rows(cache)
     each = plan.local_sequences
     shards = [rows[n * each : (n + 1) * each] for n in range(plan.shards)]
@@ -72,6 +77,7 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
 
     return DeclaredStep(
         cache,
+        step.layer,
         shape(step.q_heads, cache.head_dim, dtype),
         shape(cache.kv_heads, cache.head_dim, cache.dtype) if writes else None,
         shape(cache.kv_heads, cache.value_size, cache.dtype) if writes else None,
@@ -84,10 +90,10 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
 def _batch(plan: CachePlan, rows: tuple[tuple[int, int], ...], tokens: int) -> RaggedBatch:
     page, table, n = plan.cache.page_size, [], plan.sequence_shards
     given = [0] * n
-    for row, (_, length) in enumerate(rows):
-        numbers = range(-(-length // page))
-        own = []
-        for at in (number % n for number in numbers):
+    for row, (queries, length) in enumerate(rows):
+        first = first_kept(length - queries, plan.window_tokens, page)
+        own = [plan.local_pages] * first
+        for at in (number % n for number in range(first, -(-length // page))):
             own.append(given[at] * n + at)
             given[at] += 1
         if max(given) > plan.local_pages // n:

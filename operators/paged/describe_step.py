@@ -30,19 +30,21 @@ def describe_step(
     operation: type[PlannedOperation],
     metadata: OperationMetadata,
     cache: KVCache,
+    group: int,
     tokens: tuple[Any, Any, Any],
     sinks: Any,
     step: Step,
     mesh: AnyMesh | None,
     arrays: Any,
 ) -> PagedProblem:
-    """Build the problem of a step; `tokens` are query, key and value, `arrays` all that may say where it runs.
+    """Build the problem of a step over a group's layers; `tokens` are query, key and value, `arrays` all that may say where it
+    runs.
 
     Errors: InputError and InputTypeError name the argument, what was got, what is wanted, the hint.
     """
     platform, kind, source = planned_platform(metadata, mesh, arrays)
     config, notes = declared_config(operation, metadata, platform)
-    plan = cache.plan(mesh, kv_heads=metadata.policy.kv_heads, device_kind=kind or platform)
+    plan = cache.plan(mesh, kv_heads=metadata.policy.kv_heads, device_kind=kind or platform).groups[group]
     update = str(step.update or getattr(config, "update", "before"))
     query, key, value = (None if x is None else shaped(n, x) for n, x in zip(_NAMES, tokens, strict=True))
     _check_given(step, update, query, key, value)

@@ -14,13 +14,13 @@ from jax.sharding import get_abstract_mesh
 
 from ...errors import FallbackWarning, InputError, InputTypeError
 from ...masks.int_arrays import known_values
-from ...planning import OperationConfig, Reason, Rule, implementation
+from ...planning import OperationConfig, Reason, implementation
 from ...planning.cache.kv_cache import KVCache
 from ...planning.call_arguments import CallArray
 from ...planning.paged.decide_paged import plan_paged
 from ...planning.paged.page_reads import page_reads
 from ...planning.paged.paged_plan import PagedPlan
-from ...planning.paged.paged_problem import PagedProblem, causal_window
+from ...planning.paged.paged_problem import PagedProblem
 from ...planning.tune_cache import kept_here
 from ...sharding import describe_mesh
 from ...sharding.mesh import AnyMesh
@@ -32,13 +32,14 @@ from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.insert import check_step
 from ..paged_cache.join_shards import check_mesh
 from ..paged_cache.paged_call import PagedCall, on_xla
-from ..paged_cache.state import CacheState, layer_of
+from ..paged_cache.state import CacheState, alone
 from ..runnable import check_runnable
 from .describe_step import describe_step
 from .paged_config import PagedConfig
 from .run_step import StepProgram, run_step
 from .step_arguments import Step, StepArguments, step_of
 from .step_output import StepOutput
+from .step_reasons import DTYPE, SOFTMAX, step_reasons
 from .tpu_kernel import on_tpu, tpu_notes, tpu_reasons, tpu_sizes
 
 __all__ = ["Paged"]
@@ -49,20 +50,6 @@ _prepared: BoundedCache[PagedPlan] = BoundedCache(512)  # of all operations: equ
 
 _FEATURES = frozenset(
     {"causal", "sliding_window", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "quantized_kv"}
-)
-_SOFTMAX = Rule(
-    "paged.softmax_dtype",
-    "runtime_softmax_dtype",
-    lambda p, c: p.softmax_dtype == "float32",
-    "softmax dtype {p.softmax_dtype}: over pages it is float32",
-    "Leave runtime_softmax_dtype at float32.",
-)
-_DTYPE = Rule(
-    "paged.dtype",
-    "runtime_dtype",
-    lambda p, c: p.runtime_dtype in ("float32", "bfloat16", "float16"),
-    "runtime dtype {p.runtime_dtype}: queries over pages are float32, bfloat16 or float16",
-    "Leave runtime_dtype out, or declare one of these.",
 )
 
 
@@ -95,7 +82,8 @@ class Paged(DeclaredOperation):
         Errors: InputError, InputTypeError (bad arguments, known batches that make no sense), RefusedError (nothing can run it).
         """
         step, sinks = step_of(call, self.metadata.causal)
-        pages = layer_of(state, layer)
+        own = alone(state, layer, batch)
+        pages, group = own.layers[0], state.cache.group_of(int(layer))
         mesh = self._mesh()
         arrays = (query, key, value, sinks, pages, batch)
         asked = (
@@ -103,6 +91,7 @@ class Paged(DeclaredOperation):
             mesh,
             ambient_platform(jax.tree.leaves(arrays)) if mesh is None else get_abstract_mesh(),
             state.cache,
+            group,
             step,
             kept_here(),
             _wide(jax.config),
@@ -110,15 +99,16 @@ class Paged(DeclaredOperation):
         )
         decided = _prepared.find(asked)
         if decided is None:
-            decided = self._prepare(state.cache, (query, key, value), sinks, step, mesh, arrays)
+            decided = self._prepare(state.cache, group, (query, key, value), sinks, step, mesh, arrays)
             _prepared.put(asked, decided)
         _check_pages(decided, state, pages, mesh)
         tokens = key if query is None else query
-        check_step(state, layer, batch, tokens, debug=False)
+        own = replace(own, cache=state.cache.part(group, decided.cache.pages))
+        check_step(own, 0, batch, tokens, debug=False)
         check_longest(batch, step.max_q_len, debug=False)
         program = StepProgram(self, decided, mesh, step.debug)
-        alone = replace(state, layers=(pages,))  # one layer: all layers then share a program
-        output, lse, after = run_step(program, alone, batch, query, key, value, sinks)
+        # One layer, so that all layers of a group share a program.
+        output, lse, after = run_step(program, own, batch, query, key, value, sinks)
         return StepOutput(
             output, lse if step.return_lse else None, state.with_layer(layer, after.layers[0]), plan=decided
         )
@@ -130,11 +120,13 @@ class Paged(DeclaredOperation):
         value: CallArray | None = None,
         *,
         cache: KVCache | CacheState,
+        layer: int | None = None,
         batch: RaggedBatch | None = None,
         **call: Unpack[StepArguments],
     ) -> PagedPlan:
         """Return the plan of the same step, made from arrays or ShapeDtypeStructs; nothing runs.
 
+        `layer` has to be said where the cache's layers are in several groups.
         With a batch whose values are known it also says which pages are read. A plan of kind 'refused' is returned, not raised.
         """
         step, sinks = step_of(call, self.metadata.causal)
@@ -143,8 +135,13 @@ class Paged(DeclaredOperation):
             raise InputTypeError(
                 f"cache is {type(cache).__name__}; wanted a KVCache, or the CacheState that was made of one."
             )
+        if layer is None and len(declared.groups) > 1:
+            raise InputError(
+                f"the cache's layers are in {len(declared.groups)} groups; say of which the step is: layer=0."
+            )
+        group = declared.group_of(0 if layer is None else layer)
         mesh = self._mesh()
-        decided = self._plan(declared, (query, key, value), sinks, step, mesh, (query, key, value, sinks))
+        decided = self._plan(declared, group, (query, key, value), sinks, step, mesh, (query, key, value, sinks))
         known = batch is not None and all(known_values(x) is not None for x in jax.tree.leaves(batch))
         return replace(decided, reads=page_reads(decided.problem, batch)) if known else decided
 
@@ -155,24 +152,39 @@ class Paged(DeclaredOperation):
         value: CallArray | None = None,
         *,
         cache: KVCache | CacheState,
+        layer: int | None = None,
         batch: RaggedBatch | None = None,
         **call: Unpack[StepArguments],
     ) -> str:
         """Return the plan of the same step as text."""
-        return self.plan(query, key, value, cache=cache, batch=batch, **call).explain()
+        return self.plan(query, key, value, cache=cache, layer=layer, batch=batch, **call).explain()
 
     # -- the way of a step -------------------------------------------------------------------------------------------
 
     def _plan(
-        self, cache: KVCache, tokens: tuple[Any, Any, Any], sinks: Any, step: Step, mesh: AnyMesh | None, arrays: Any
+        self,
+        cache: KVCache,
+        group: int,
+        tokens: tuple[Any, Any, Any],
+        sinks: Any,
+        step: Step,
+        mesh: AnyMesh | None,
+        arrays: Any,
     ) -> PagedPlan:
-        problem = describe_step(type(self), self.metadata, cache, tokens, sinks, step, mesh, arrays)
+        problem = describe_step(type(self), self.metadata, cache, group, tokens, sinks, step, mesh, arrays)
         return plan_paged(type(self), problem, self.metadata.policy)
 
     def _prepare(
-        self, cache: KVCache, tokens: tuple[Any, Any, Any], sinks: Any, step: Step, mesh: AnyMesh | None, arrays: Any
+        self,
+        cache: KVCache,
+        group: int,
+        tokens: tuple[Any, Any, Any],
+        sinks: Any,
+        step: Step,
+        mesh: AnyMesh | None,
+        arrays: Any,
     ) -> PagedPlan:
-        decided = self._plan(cache, tokens, sinks, step, mesh, arrays).require()
+        decided = self._plan(cache, group, tokens, sinks, step, mesh, arrays).require()
         if decided.kind == "fallback" and decided.policy.fallback == "warn":
             _warn(decided)
         problem = decided.problem
@@ -191,21 +203,7 @@ class Paged(DeclaredOperation):
     def reasons_against(cls, method: str, problem: PagedProblem) -> tuple[Reason, ...]:
         """Every reason against a method: features that it doesn't have, rules that fail, the layout that a name stands for."""
         capability = cls.capability(method)
-        found = []
-        if causal_window(problem.mask) is None:
-            text = f"the mask {problem.mask.describe()}: over pages it is Causal and SlidingWindow, by positions"
-            found.append(Reason("paged.mask", "mask", text, "Attend to a dense cache with 'vanilla' for any other."))
-        known = problem.mask.features()
-        for name in sorted(problem.features - capability.consumes - known):
-            found.append(
-                Reason(f"feature.{name}", name, f"{method} has no {name}", "Leave it out, or declare fallback='allow'.")
-            )
-        if cls.cache_layout not in (None, problem.layout):
-            text = (
-                f"{cls.name} stands for pages of layout {cls.cache_layout!r}, and the cache declares {problem.layout!r}"
-            )
-            hint = f"Declare cache.layout={cls.cache_layout!r}, or use the operation 'paged'."
-            found.append(Reason("paged.layout", "cache.layout", text, hint))
+        found = step_reasons(problem, method, capability.consumes, cls.name, cls.cache_layout)
         if method == "forward_tpu":
             found += tpu_reasons(problem)
         found += [r for rule in capability.rules if (r := rule.check(problem, problem.config)) is not None]  # type: ignore[arg-type]
@@ -234,7 +232,7 @@ class Paged(DeclaredOperation):
 
     @implementation(
         consumes=_FEATURES,
-        rules=(_SOFTMAX,),
+        rules=(SOFTMAX,),
         tolerance={"float32": (4e-6, None), "bfloat16": (1.5e-2, None)},
         check_vma=False,
     )
@@ -244,7 +242,7 @@ class Paged(DeclaredOperation):
 
     @implementation(
         consumes=_FEATURES,
-        rules=(_SOFTMAX, _DTYPE),
+        rules=(SOFTMAX, DTYPE),
         tolerance={"float32": (4e-6, None), "bfloat16": (1.5e-2, None), "float16": (2e-3, None)},
     )
     def forward_native(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:

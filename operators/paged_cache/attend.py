@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -23,10 +22,10 @@ from .batch import RaggedBatch
 from .insert import check_step, insert
 from .join_shards import check_mesh, joined_outputs, joined_over_devices, sinks_of
 from .paged_call import PagedCall, PagedMethod, PagedSizes, on_xla
-from .state import CacheState, LayerPages, layer_of, step_specs
+from .state import CacheState, LayerPages, alone, layer_of, step_specs
 from .token_slots import rows_by_shard
 
-__all__ = ["PagedOutput", "attend", "check_longest", "check_operands", "check_written"]
+__all__ = ["PagedOutput", "attend", "check_longest", "check_operands", "check_window", "check_written"]
 
 
 _CHOSEN = PagedSizes()
@@ -75,12 +74,13 @@ def attend(
     RaggedBatch.check; InputError for shapes, and for keys that `update` has no use for or misses.
     """
     check_operands(state, layer, query, key, value, update)
-    pages, cache = layer_of(state, layer), state.cache
+    own = alone(state, layer, batch)
+    cache = own.cache
+    check_window(cache.window_tokens, sliding_window)
     if key is not None and value is not None:
-        state = insert(state, layer, batch, key, value, debug=debug)
-        pages = layer_of(state, layer)
+        own = insert(own, 0, batch, key, value, debug=debug)
     else:
-        check_step(state, layer, batch, query, debug=debug)
+        check_step(own, 0, batch, query, debug=debug)
     check_longest(batch, max_q_len, debug=debug)
 
     def shard(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, index: Any = 0) -> Any:
@@ -99,13 +99,14 @@ def attend(
             max_q_len,
             platform,
             sizes,
-            state.sequence_shards,
+            own.sequence_shards,
             index,
         )
         return method(call)
 
-    output, lse = _by_device(shard, state, pages, batch, query, sinks, mesh, kv_heads, check_vma)
-    return PagedOutput(output, lse, state)
+    pages = own.layers[0]
+    output, lse = _by_device(shard, own, pages, batch, query, sinks, mesh, kv_heads, check_vma)
+    return PagedOutput(output, lse, state.with_layer(layer, pages))
 
 
 def check_operands(state: CacheState, layer: Any, query: Any, key: Any, value: Any, update: str) -> None:
@@ -119,6 +120,16 @@ def check_operands(state: CacheState, layer: Any, query: Any, key: Any, value: A
         raise InputError(
             f"query has shape {tuple(getattr(query, 'shape', ()))}; wanted [tokens, heads, {cache.head_dim}], heads a multiple "
             f"of the {heads} kv heads that the cache stores."
+        )
+
+
+def check_window(window_tokens: int | None, sliding_window: tuple[int | None, int | None] | None) -> None:
+    """Refuse a window that is larger than the one of the layer's pages. Errors: InputError."""
+    left = None if sliding_window is None else sliding_window[0]
+    if window_tokens is not None and (left is None or left >= window_tokens):
+        raise InputError(
+            f"sliding_window={shown(sliding_window)} over pages that are kept for a window of {window_tokens} tokens; wanted "
+            f"({window_tokens - 1}, 0), or a smaller one."
         )
 
 
@@ -172,7 +183,8 @@ def _by_device(
         return jnp.concatenate([x for x, _ in found]), jnp.concatenate([x for _, x in found])
     plan = state.cache.plan(mesh, kv_heads=kv_heads).require()
     check_mesh(state, plan)
-    specs = step_specs(plan)
+    of_query, of_layer, of_batch = step_specs(plan)
+    specs = of_query, of_layer, replace(of_batch, group=batch.group)
     tokens, heads = (axes_at(specs[0], index) or None for index in (0, 1))
     of_table = plan["page_table"].fitted.spec
     along = axes_at(of_table, len(of_table) - 3) if plan.sequence_shards > 1 else ()
@@ -219,5 +231,4 @@ def _part(
     def rows(x: Any) -> Any:
         return x if x is None or x.ndim < 3 else rows_by_shard(shards, x, "rows")[n]
 
-    own = {field.name: getattr(batch, field.name)[n] for field in dataclasses.fields(batch)}
-    return rows(query), LayerPages(*map(rows, pages)), RaggedBatch(**own)
+    return rows(query), LayerPages(*map(rows, pages)), jax.tree.map(lambda x: x[n], batch)

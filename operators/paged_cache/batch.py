@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -29,13 +29,16 @@ class RaggedBatch:
     more behind that, an entry for each of n devices: its own pages, every n-th of a sequence, by local ids.
 
     cu_q_lens: tokens of row s are cu_q_lens[s] to cu_q_lens[s + 1]. kv_lens: tokens of the sequence after these are appended.
-    page_table: page ids in the order of the sequence; the number of pages is the id of padding. num_seqs: rows that count.
+    page_table: page ids in the order of the sequence; the number of pages is the id of padding, which also stands for pages
+    that a window has left behind. num_seqs: rows that count. group: of a cache whose layers are in groups, the one whose pages
+    these are.
     """
 
     cu_q_lens: Int32[Array, "*shards rows+1"]
     kv_lens: Int32[Array, "*shards rows"]
     page_table: Int32[Array, "*shards_and_sequence_shards rows width"]
     num_seqs: Int32[Array, "*shards"]
+    group: int = field(default=0, metadata={"static": True})
 
     @classmethod
     def make(
@@ -48,13 +51,15 @@ class RaggedBatch:
         num_seqs: int | None = None,
         tokens: int | None = None,
     ) -> RaggedBatch:
-        """A batch of one shard from host values, checked, and padded to the cache's `max_sequences` and `max_length`.
+        """A batch of one shard from host values, checked, and padded to the cache's `max_sequences` and `max_length`. Of a cache
+        whose layers are in groups, `plan` is that of a group, plan.groups[n].
 
         `page_table` is an array, or a list of page ids for each row, ids as a PagePool gives them. `num_seqs` is by default the
         number of rows, `tokens` the length of the token arrays, if it is to be checked. Errors: InputTypeError for what are no
         whole numbers; InputError, with the row, for numbers that int32 doesn't hold, ids out of range or on another sequence
         shard than their page number, lengths that pages or tokens don't have, and writes to a page that another row reads.
         """
+        plan.one_group("a batch")
         rows, width, padding, split = plan.local_sequences, plan.table_width, plan.local_pages, plan.sequence_shards
         lens = _numbers("kv_lens", kv_lens)
         starts = _numbers("cu_q_lens", cu_q_lens)
@@ -76,8 +81,8 @@ class RaggedBatch:
             np.concatenate([table, np.full((missing, width), padding, np.int32)]),
             np.asarray(count, np.int32),
         )
-        made = cls(*host)
-        made.check(padding, plan.cache.page_size, tokens)
+        made = cls(host[0], host[1], host[2], host[3], 0 if plan.group is None else plan.group[0])
+        made.check(padding, plan.cache.page_size, tokens, plan.window_tokens)
         if split > 1:
             if problem := table_problem(host[2], split, padding):
                 raise InputError(problem)
@@ -90,6 +95,8 @@ class RaggedBatch:
         """One batch of several shards' own, for a cache with a `pages_axis`: a leading dimension, in the shards' order."""
         if not batches or any(np.ndim(batch.kv_lens) != 1 for batch in batches):
             raise InputError("stack wants the batches of all shards, each without a leading dimension.")
+        if len(groups := {batch.group for batch in batches}) > 1:
+            raise InputError(f"stack got batches of groups {sorted(groups)}; wanted those of one group of layers.")
         return jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
 
     @property
@@ -102,14 +109,14 @@ class RaggedBatch:
         """Tables of each batch, one for each device that has pages of the same sequences; 1 where one has them all."""
         return self.page_table.shape[-3] if len(self.page_table.shape) == len(self.kv_lens.shape) + 2 else 1
 
-    def check(self, pages: int, page_size: int, tokens: int | None = None) -> None:
+    def check(self, pages: int, page_size: int, tokens: int | None = None, window_tokens: int | None = None) -> None:
         """Check the values that are known, for `pages` pages and `tokens` tokens a shard, those of its sequence shards together.
-        Errors: InputError."""
+        With a window, pages that no query sees may be padding. Errors: InputError."""
         self.check_form()
         starts, lens, table, count = map(known_values, (self.cu_q_lens, self.kv_lens, self.page_table, self.num_seqs))
         if starts is None or lens is None or table is None or count is None:
             return
-        if problem := batch_problem(starts, lens, table, count, pages, page_size, tokens):
+        if problem := batch_problem(starts, lens, table, count, pages, page_size, tokens, window_tokens):
             raise InputError(problem)
 
     def check_form(self) -> None:

@@ -22,25 +22,29 @@ def batch_problem(
     pages: int,
     page_size: int,
     tokens: int | None = None,
+    window: int | None = None,
 ) -> str:
-    """The first thing that is wrong, '' where all is well. `pages` and `tokens` count those of a shard."""
+    """The first thing that is wrong, '' where all is well. `pages` and `tokens` count those of a shard. `window`: tokens that a
+    query sees at most, so that pages before may be padding."""
     if page_table.ndim == kv_lens.ndim + 2:
         page_table = whole_table(page_table, pages)
     if kv_lens.ndim == 1:
-        return _shard_problem(cu_q_lens, kv_lens, page_table, int(num_seqs), pages, page_size, tokens)
+        return _shard_problem(cu_q_lens, kv_lens, page_table, int(num_seqs), pages, page_size, tokens, window)
     for shard in range(len(kv_lens)):
         arrays = cu_q_lens[shard], kv_lens[shard], page_table[shard]
-        if problem := _shard_problem(*arrays, int(num_seqs[shard]), pages, page_size, tokens):
+        if problem := _shard_problem(*arrays, int(num_seqs[shard]), pages, page_size, tokens, window):
             return f"shard {shard}, {problem}"
     return ""
 
 
-def check_later(arrays: Sequence[Any], pages: int, page_size: int, tokens: int | None) -> None:
+def check_later(
+    arrays: Sequence[Any], pages: int, page_size: int, tokens: int | None, window: int | None = None
+) -> None:
     """The same check of traced arrays, made on the host while the step runs, which then fails with the message."""
 
     def check(*values: np.ndarray) -> None:
         starts, lens, table, count = (np.asarray(value) for value in values)
-        problem = batch_problem(starts, lens, table, count, pages, page_size, tokens)
+        problem = batch_problem(starts, lens, table, count, pages, page_size, tokens, window)
         if problem:
             raise InputError(problem)
 
@@ -48,7 +52,14 @@ def check_later(arrays: Sequence[Any], pages: int, page_size: int, tokens: int |
 
 
 def _shard_problem(
-    starts: np.ndarray, lens: np.ndarray, table: np.ndarray, count: int, pages: int, page_size: int, tokens: int | None
+    starts: np.ndarray,
+    lens: np.ndarray,
+    table: np.ndarray,
+    count: int,
+    pages: int,
+    page_size: int,
+    tokens: int | None,
+    window: int | None,
 ) -> str:
     if not 0 <= count <= len(lens):
         return f"num_seqs is {count}; wanted 0 to {len(lens)}, the rows of the batch."
@@ -71,12 +82,14 @@ def _shard_problem(
         return f"row {row}: page id {table[row, slot]}; wanted 0 to {pages - 1}, or {pages} for padding."
     needed = -(-lens // page_size)
     slots = np.arange(width)
-    live = slots < needed[:, None]
-    given = np.where((live_table == pages).any(1), (live_table == pages).argmax(1), width)
-    if (row := _first(given < needed)) is not None:
-        return (
-            f"row {row}: kv_len {lens[row]} needs {needed[row]} pages of {page_size}, and the table gives {given[row]}."
-        )
+    first = np.zeros_like(lens) if window is None else np.maximum(lens - q_lens - window + 1, 0) // page_size
+    live = (slots >= first[:, None]) & (slots < needed[:, None])
+    missing = live & (live_table == pages)
+    if (at := _first(missing)) is not None:
+        row, slot = divmod(at, width)
+        return _missing(row, slot, int(lens[row]), int(needed[row]), int(first[row]), page_size, window)
+    if (row := _first(needed > width)) is not None:
+        return f"row {row}: kv_len {lens[row]} needs {needed[row]} pages of {page_size}, and the table gives {width}."
     written = live & (slots >= ((lens - q_lens) // page_size)[:, None]) & (q_lens > 0)[:, None]
     readers = np.bincount(live_table[live], minlength=pages + 1)
     if (at := _first(written & (readers[live_table] > 1))) is not None:
@@ -86,6 +99,15 @@ def _shard_problem(
         shared = f"row {others[0]} reads too" if others else "the same row has twice"
         return f"row {row}: its tokens go to page {page}, which {shared}; copy the page first."
     return ""
+
+
+def _missing(row: int, slot: int, length: int, needed: int, first: int, page_size: int, window: int | None) -> str:
+    if window is None or not first:
+        return f"row {row}: kv_len {length} needs {needed} pages of {page_size}, and the table gives {slot}."
+    return (
+        f"row {row}: page number {slot} is padding; with kv_len {length} and a window of {window} tokens its queries see pages "
+        f"{first} to {needed - 1} of {page_size}. Release pages after the step, and grow a sequence before it."
+    )
 
 
 def _first(wrong: np.ndarray) -> int | None:

@@ -18,7 +18,7 @@ from .batch import RaggedBatch
 from .batch_checks import check_later
 from .put import put
 from .sequence_shards import by_sequence_shard
-from .state import CacheState, LayerPages, layer_of
+from .state import CacheState, LayerPages, alone, layer_of
 from .token_slots import by_shard, rows_by_shard, token_slots
 
 __all__ = ["check_shards", "check_step", "insert", "quantised_tokens"]
@@ -40,7 +40,9 @@ def insert(
     as declared, or as the cache stores them. Inside a shard_map everything is a device's own part, heads repeated.
     Errors: InputTypeError for another dtype than the declared one, InputError for shapes and for values as RaggedBatch.make.
     """
-    pages = layer_of(state, layer)
+    whole, at = state, layer
+    state, layer = alone(whole, at, batch), 0
+    pages = state.layers[0]
     cache, shards = state.cache, batch.shards
     shape = page_shape(cache.layout, pages.key, pages.value, cache.head_dim, cache.value_size)
     for name, tokens, dim in (("key", key, shape.dim), ("value", value, shape.value_dim)):
@@ -82,22 +84,23 @@ def insert(
     new_value, value_scale = as_stored(value, pages.value_scale)
     if pages.value is None:
         both = write(pages.key, joined(cache.layout, new_key, new_value))
-        return state.with_layer(layer, LayerPages(both, None, key_scale, value_scale))
+        return whole.with_layer(at, LayerPages(both, None, key_scale, value_scale))
     stored = write(pages.key, new_key), write(pages.value, new_value)
-    return state.with_layer(layer, LayerPages(*stored, key_scale, value_scale))
+    return whole.with_layer(at, LayerPages(*stored, key_scale, value_scale))
 
 
 def check_step(state: CacheState, layer: int, batch: RaggedBatch, tokens: Any, *, debug: bool) -> tuple[int, int]:
-    """(pages, tokens) of a shard, once the batch's values are checked for them: now, or with `debug` while the step runs."""
+    """(pages, tokens) of a shard, once the batch's values are checked for them: now, or with `debug` while the step runs. The
+    state is that of one group of layers."""
     batch.check_form()
     check_shards(state, batch)
     at = 0 if batch.shards is None else 1
     pages = rows_by_shard(batch.shards, layer_of(state, layer).key, "pages").shape[at]
     count = rows_by_shard(batch.shards, tokens, "tokens").shape[at]
     arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
-    batch.check(pages, state.cache.page_size, count)
+    batch.check(pages, state.cache.page_size, count, state.cache.window_tokens)
     if debug and any(isinstance(array, jax.core.Tracer) for array in arrays):
-        check_later(arrays, pages, state.cache.page_size, count)
+        check_later(arrays, pages, state.cache.page_size, count, state.cache.window_tokens)
     return pages, count
 
 

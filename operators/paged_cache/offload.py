@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from jaxtyping import Array, Int32
 
 from ...errors import InputError, InputTypeError, shown
 from ...masks.int_arrays import known_values
+from ...planning.cache.layer_groups import layer_numbers
+from ...planning.cache.window_pages import first_kept
 from .batch import RaggedBatch
 from .insert import check_shards
 from .put import put
@@ -22,27 +25,39 @@ from .token_slots import rows_by_shard
 __all__ = ["SavedSequence", "extract", "restore"]
 
 
+_Batches = RaggedBatch | Sequence[RaggedBatch]
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SavedSequence:
-    """A sequence's pages in its own order, a layer's as the cache's layout has them, zeros behind its last token; scales that are
-    the cache's own stand as they were. A pytree: jax.device_get brings it to the host."""
+    """A sequence's pages in its own order, a layer's as the cache's layout has them, zeros behind its last token and in the place
+    of pages that a window has left behind; scales that are the cache's own stand as they were. A pytree: jax.device_get brings
+    it to the host."""
 
     layers: tuple[LayerPages, ...]
     length: Int32[Array, ""]
 
 
-def extract(state: CacheState, batch: RaggedBatch, sequence: int | tuple[int, int]) -> SavedSequence:
-    """A copy of what a batch's row has in its pages; `sequence` is the row, or (shard, row) where batches have shards.
+def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int]) -> SavedSequence:
+    """A copy of what a batch's row has in its pages; `sequence` is the row, or (shard, row) where batches have shards. Where
+    layers are in groups, `batch` is a list with the batch of each.
 
     Where the batch's values are known it has the pages that the row's tokens are in, else as many as a row of the table.
     Errors: InputError for a row that isn't there, and for pages out of range where they are known.
     """
+    if len(state.cache.groups) > 1:
+        parts = [extract(own, one, sequence) for own, one in _by_group(state, batch)]
+        whole = state
+        for group, part in enumerate(parts):
+            whole = whole.with_group(group, replace(state.group(group), layers=part.layers))
+        return SavedSequence(whole.layers, parts[0].length)
+    batch = _one(batch)
     table, length, first, count = _row(state, batch, sequence)
     size = state.cache.page_size
     known, known_length = known_values(table), known_values(length)
     if known is not None and known_length is not None:
-        table = _needed(known, int(known_length), size, count, sequence)
+        table = _needed(known, int(known_length), state, count, sequence)
     ids = stored_ids(jnp.asarray(table), state.sequence_shards, count)
     inside = (ids >= 0) & (ids < count)
     written = inside[:, None] & (jnp.arange(ids.shape[0] * size).reshape(-1, size) < length)
@@ -60,19 +75,28 @@ def extract(state: CacheState, batch: RaggedBatch, sequence: int | tuple[int, in
     return SavedSequence(layers, jnp.asarray(length, jnp.int32))
 
 
-def restore(state: CacheState, saved: SavedSequence, batch: RaggedBatch, sequence: int | tuple[int, int]) -> CacheState:
-    """Return the state with a saved sequence in the pages that a batch's row has, which may be others than before.
+def restore(state: CacheState, saved: SavedSequence, batch: _Batches, sequence: int | tuple[int, int]) -> CacheState:
+    """Return the state with a saved sequence in the pages that a batch's row has, which may be others than before. Where layers
+    are in groups, `batch` is a list with the batch of each.
 
     The row may have more tokens than were saved: those that the batch appends. Pages out of range are dropped. Errors: InputError
     for a sequence of another cache, and, where values are known, for too few pages and for one that another row has too.
     """
+    if len(state.cache.groups) > 1:
+        _check_same(state, saved)
+        of_groups = layer_numbers(state.cache.groups)
+        for group, (own, one) in enumerate(_by_group(state, batch)):
+            layers = tuple(saved.layers[number] for number in of_groups[group])
+            state = state.with_group(group, restore(own, replace(saved, layers=layers), one, sequence))
+        return state
+    batch = _one(batch)
     table, length, first, count = _row(state, batch, sequence)
     size, total = state.cache.page_size, state.pages
     _check_same(state, saved)
     known, kept = known_values(table), known_values(saved.length)
     if known is not None and kept is not None:
-        needed = _needed(known, int(kept), size, count, sequence)
-        _check_alone(_tables(batch, count), batch.kv_lens, needed, sequence, size)
+        needed = _needed(known, int(kept), state, count, sequence)
+        _check_alone(_tables(batch, count), batch.kv_lens, needed[needed < count], sequence, size)
         known_length = known_values(length)
         if known_length is not None and int(known_length) < int(kept):
             raise InputError(f"sequence {sequence}: kv_len {int(known_length)}, and {int(kept)} tokens were saved.")
@@ -86,8 +110,8 @@ def restore(state: CacheState, saved: SavedSequence, batch: RaggedBatch, sequenc
             return array
         return put(array, (where,), jnp.asarray(own)[:slots])
 
-    layers = (LayerPages(*map(bring, pages, own)) for pages, own in zip(state.layers, saved.layers, strict=True))  # type: ignore[arg-type]
-    return replace(state, layers=tuple(layers))
+    changed = (LayerPages(*map(bring, pages, own)) for pages, own in zip(state.layers, saved.layers, strict=True))  # type: ignore[arg-type]
+    return replace(state, layers=tuple(changed))
 
 
 def _row(state: CacheState, batch: RaggedBatch, sequence: Any) -> tuple[Any, Any, int, int]:
@@ -114,16 +138,37 @@ def _tables(batch: RaggedBatch, pages: int) -> Any:
     return batch.page_table if batch.sequence_shards == 1 else whole_table(batch.page_table, pages)
 
 
-def _needed(table: np.ndarray, length: int, size: int, count: int, sequence: Any) -> np.ndarray:
-    """The ids of the pages that so many tokens are in. Errors: InputError for some that the table doesn't give."""
-    needed = -(-length // size)
+def _needed(table: np.ndarray, length: int, state: CacheState, count: int, sequence: Any) -> np.ndarray:
+    """The ids of the pages that so many tokens are in, those that a window has left behind as they are. Errors: InputError for
+    some that the table doesn't give."""
+    size = state.cache.page_size
+    needed, first = -(-length // size), first_kept(length, state.cache.window_tokens, size)
     ids = table[:needed]
-    if length < 0 or len(ids) < needed or ((ids < 0) | (ids >= count)).any():
+    kept = ids[first:]
+    if length < 0 or len(ids) < needed or ((kept < 0) | (kept >= count)).any():
         raise InputError(
-            f"sequence {sequence}: {length} tokens need {needed} pages with ids 0 to {count - 1}; the table gives "
-            f"{shown(ids.tolist())}."
+            f"sequence {sequence}: {length} tokens need {needed - first} pages with ids 0 to {count - 1}; the table gives "
+            f"{shown(kept.tolist())}."
         )
     return ids
+
+
+def _by_group(state: CacheState, batches: _Batches) -> list[tuple[CacheState, RaggedBatch]]:
+    """Each group's layers with its batch. Errors: InputError for batches that aren't one of each group, in order."""
+    count = len(state.cache.groups)
+    given = [] if isinstance(batches, RaggedBatch) else list(batches)
+    if [one.group for one in given] != list(range(count)):
+        raise InputError(f"the cache's layers are in {count} groups; wanted a list with the batch of each, in order.")
+    return [(state.group(number), one) for number, one in enumerate(given)]
+
+
+def _one(batches: _Batches) -> RaggedBatch:
+    """The batch of the only group."""
+    if isinstance(batches, RaggedBatch):
+        return batches
+    if len(batches) != 1:
+        raise InputError(f"{len(batches)} batches for a cache of one group of layers; wanted one.")
+    return batches[0]
 
 
 def _check_alone(table: Any, kv_lens: Any, ids: np.ndarray, sequence: Any, size: int) -> None:

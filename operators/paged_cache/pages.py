@@ -1,4 +1,4 @@
-"""Whole pages, in all layers: copied, before a shared one is written, and zeroed, once they are free."""
+"""Whole pages, in all layers of a group: copied, before a shared one is written, and zeroed, once they are free."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ from .token_slots import by_shard, rows_by_shard
 __all__ = ["copy", "every_layer", "scrub"]
 
 
-def copy(state: CacheState, pairs: Int32[Array, "*shards pairs 2"]) -> CacheState:
+def copy(state: CacheState, pairs: Int32[Array, "*shards pairs 2"], *, group: int | None = None) -> CacheState:
     """Copy page `from` to page `to` for each (from, to), in every layer; all are read before one is written.
 
+    `group`: where layers are in groups, the one whose pages these are.
     The number of pages is the id of padding: a pair with an id out of range is dropped, and so is one of pages on two sequence
     shards. Errors: InputError where values are known: ids out of range, a page that is written twice, two sequence shards.
     """
+    if len(state.cache.groups) > 1:
+        number = state.group_number(group)
+        return state.with_group(number, copy(state.group(number), pairs))
+    state.group_number(group)
     pairs = _ids(state, "pairs", pairs, (2,))
     known = known_values(pairs)
     if known is not None:
@@ -41,9 +46,13 @@ def copy(state: CacheState, pairs: Int32[Array, "*shards pairs 2"]) -> CacheStat
     return _every_shard(state, change, pairs, _shards(pairs, 3))
 
 
-def scrub(state: CacheState, pages: Int32[Array, "*shards pages"]) -> CacheState:
-    """Zero pages in every layer, and their scales. The number of pages is the id of padding, and dropped as ids out of range
-    are. Errors: InputError for ids out of range where they are known."""
+def scrub(state: CacheState, pages: Int32[Array, "*shards pages"], *, group: int | None = None) -> CacheState:
+    """Zero pages in every layer, and their scales; `group` as in `copy`. The number of pages is the id of padding, and dropped
+    as ids out of range are. Errors: InputError for ids out of range where they are known."""
+    if len(state.cache.groups) > 1:
+        number = state.group_number(group)
+        return state.with_group(number, scrub(state.group(number), pages))
+    state.group_number(group)
     ids = _ids(state, "pages", pages, ())
 
     def change(stored: jax.Array, own: jax.Array) -> jax.Array:

@@ -14,11 +14,22 @@ from jaxtyping import Array, Float, Num
 from ...errors import InputError, InputTypeError, ShardingError, a_type, shown
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
+from ...planning.cache.layer_groups import layer_numbers
 from ...planning.paged.decide_paged import token_specs
 from ...sharding.mesh import AnyMesh
 from .batch import RaggedBatch
 
-__all__ = ["CacheShardings", "CacheState", "LayerPages", "abstract", "init", "layer_of", "shardings", "step_specs"]
+__all__ = [
+    "CacheShardings",
+    "CacheState",
+    "LayerPages",
+    "abstract",
+    "alone",
+    "init",
+    "layer_of",
+    "shardings",
+    "step_specs",
+]
 
 
 class LayerPages(NamedTuple):
@@ -48,8 +59,40 @@ class CacheState:
 
     @property
     def pages(self) -> int:
-        """Pages of an array, all shards counted."""
+        """Pages of an array, all shards counted. Errors: InputError where the layers are in several groups."""
+        self.group_number(None)
         return self.layers[0].key.shape[0]
+
+    def group_number(self, group: int | None) -> int:
+        """A group of layers, or the only one. Errors: InputError where it has to be said, and for one that isn't there."""
+        count = len(self.cache.groups)
+        if group is None and count > 1:
+            raise InputError(
+                f"the cache's layers are in {count} groups, each with pages of its own; say which: group=0."
+            )
+        if group is not None and (
+            isinstance(group, bool) or not isinstance(group, int | np.integer) or not 0 <= group < count
+        ):
+            raise InputError(
+                f"group={shown(group)}; wanted 0 to {count - 1}: the cache's layers are in {count} groups."
+            )
+        return int(group or 0)
+
+    def group(self, group: int) -> CacheState:
+        """The state of one group's layers, numbered from 0; itself where there is one group."""
+        if len(self.cache.groups) == 1:
+            return self
+        layers = tuple(self.layers[number] for number in layer_numbers(self.cache.groups)[group])
+        return CacheState(layers, self.cache.part(group, layers[0].key.shape[0]), self.sequence_shards)
+
+    def with_group(self, group: int, own: CacheState) -> CacheState:
+        """The state with another state of a group's layers in the place of its own."""
+        if len(self.cache.groups) == 1:
+            return own
+        layers = list(self.layers)
+        for number, pages in zip(layer_numbers(self.cache.groups)[group], own.layers, strict=True):
+            layers[number] = pages
+        return replace(self, layers=tuple(layers))
 
     def with_layer(self, layer: int, pages: LayerPages) -> CacheState:
         """The state with another layer's pages in the place of one's own."""
@@ -58,10 +101,10 @@ class CacheState:
 
 class CacheShardings(NamedTuple):
     """NamedShardings of a cache's arrays: `state` and `batch` have the structure of what they place. `query`, `key` and
-    `value` are those of tokens [tokens, heads, dim]."""
+    `value` are those of tokens [tokens, heads, dim]. Where layers are in several groups, `batch` is a tuple with one of each."""
 
     state: CacheState
-    batch: RaggedBatch
+    batch: Any
     query: NamedSharding
     key: NamedSharding
     value: NamedSharding
@@ -84,6 +127,20 @@ def layer_of(state: CacheState, layer: Any) -> LayerPages:
     return state.layers[layer]
 
 
+def alone(state: CacheState, layer: int, batch: RaggedBatch) -> CacheState:
+    """The state of one layer alone, in a cache of its group. Errors: those of layer_of; InputError for a batch that was made for
+    another group."""
+    pages, cache = layer_of(state, layer), state.cache
+    group = cache.group_of(int(layer)) if len(cache.groups) > 1 else None
+    if group is not None and batch.group != group:
+        raise InputError(
+            f"layer {layer} is in group {group} of the cache's layers, and the batch was made for group {batch.group}: page ids "
+            f"are a group's own; make one with RaggedBatch.make(plan.groups[{group}], ...)."
+        )
+    own = cache if group is None else cache.part(group, pages.key.shape[0])
+    return CacheState((pages,), own, state.sequence_shards)
+
+
 def init(
     cache: KVCache,
     mesh: Mesh | None = None,
@@ -103,38 +160,40 @@ def init(
         raise ShardingError("init needs a mesh of devices, and got an abstract one; give jax.make_mesh's.")
     scales = {name: _fixed_scale(plan, name, given) for name, given in (("key", key_scale), ("value", value_scale))}
 
-    def place(name: str) -> Any:
-        return None if mesh is None else NamedSharding(mesh, plan[name].fitted.spec)
+    def place(own: CachePlan, name: str) -> Any:
+        return None if mesh is None else NamedSharding(mesh, own[name].fitted.spec)
 
-    def zeros(name: str) -> jax.Array | None:
-        array = plan.get(name)
-        return None if array is None else jnp.zeros(array.fitted.shape, array.dtype, device=place(name))
+    def zeros(own: CachePlan, name: str) -> jax.Array | None:
+        array = own.get(name)
+        return None if array is None else jnp.zeros(array.fitted.shape, array.dtype, device=place(own, name))
 
-    def scale(tensor: str, layer: int) -> jax.Array | None:
+    def scale(own: CachePlan, tensor: str, layer: int) -> jax.Array | None:
         fixed, name = scales[tensor], f"{tensor}_scale"
-        return zeros(name) if fixed is None else jax.device_put(fixed[layer], place(name))
+        return zeros(own, name) if fixed is None else jax.device_put(fixed[layer], place(own, name))
 
     layers = []
-    for layer in range(cache.layers):
-        key = zeros(plan.pages_array.name)
+    for layer in range(cache.layer_count):
+        own = plan.groups[cache.group_of(layer)]
+        key = zeros(own, own.pages_array.name)
         assert key is not None
-        layers.append(LayerPages(key, zeros("value_pages"), scale("key", layer), scale("value", layer)))
+        layers.append(LayerPages(key, zeros(own, "value_pages"), scale(own, "key", layer), scale(own, "value", layer)))
     return CacheState(tuple(layers), cache, plan.sequence_shards)
 
 
 def abstract(plan: CachePlan, mesh: AnyMesh | None = None, *, layers: int | None = None) -> CacheState:
     """The state as shapes, where the plan has its arrays: to lower and compile with. `layers`: all, unless it says fewer."""
 
-    def of(name: str) -> Any:
-        array = plan.get(name)
+    def of(own: CachePlan, name: str) -> Any:
+        array = own.get(name)
         if array is None:
             return None
         where = None if mesh is None else NamedSharding(mesh, array.fitted.spec)
         return jax.ShapeDtypeStruct(array.fitted.shape, array.dtype, sharding=where)
 
-    layer = LayerPages(of(plan.pages_array.name), of("value_pages"), of("key_scale"), of("value_scale"))
-    count = plan.cache.layers if layers is None else layers
-    return CacheState((layer,) * count, plan.cache, plan.sequence_shards)  # type: ignore[arg-type]
+    count = plan.cache.layer_count if layers is None else layers
+    owns = [plan.groups[plan.cache.group_of(layer)] for layer in range(count)]
+    made = tuple(LayerPages(*(of(own, name) for name in _names(own))) for own in owns)
+    return CacheState(made, plan.cache, plan.sequence_shards)  # type: ignore[arg-type]
 
 
 def shardings(cache: KVCache, mesh: Mesh, *, kv_heads: Literal["replicate", "error"] = "replicate") -> CacheShardings:
@@ -144,22 +203,33 @@ def shardings(cache: KVCache, mesh: Mesh, *, kv_heads: Literal["replicate", "err
     needn't be repeated. Errors: RefusedError where the plan says no.
     """
     plan = cache.plan(mesh, kv_heads=kv_heads).require()
-    query, layer, batch = jax.tree.map(lambda spec: NamedSharding(mesh, spec), step_specs(plan), is_leaf=_is_spec)
+    groups = [
+        jax.tree.map(lambda spec: NamedSharding(mesh, spec), step_specs(own), is_leaf=_is_spec) for own in plan.groups
+    ]
     key = NamedSharding(mesh, token_specs(plan)[1])
-    state = CacheState((layer,) * cache.layers, cache, plan.sequence_shards)
-    return CacheShardings(state, batch, query, key, key)
+    layers = tuple(groups[cache.group_of(layer)][1] for layer in range(cache.layer_count))
+    state = CacheState(layers, cache, plan.sequence_shards)
+    batches = tuple(batch for _, _, batch in groups)
+    return CacheShardings(state, batches if len(batches) > 1 else batches[0], groups[0][0], key, key)
 
 
 def step_specs(plan: CachePlan) -> tuple[PartitionSpec, LayerPages, RaggedBatch]:
-    """Specs of a query [tokens, heads, dim], of a layer's pages and of a batch, in the structure of what they place."""
+    """Specs of a query [tokens, heads, dim], of a layer's pages and of a batch, in the structure of what they place; the plan is
+    that of one group of layers."""
 
     def of(name: str) -> Any:
         array = plan.get(name)
         return None if array is None else array.fitted.spec
 
-    layer = LayerPages(of(plan.pages_array.name), of("value_pages"), of("key_scale"), of("value_scale"))
-    batch = RaggedBatch(of("cu_q_lens"), of("kv_lens"), of("page_table"), of("num_seqs"))
+    layer = LayerPages(*map(of, _names(plan)))
+    group = 0 if plan.group is None else plan.group[0]
+    batch = RaggedBatch(of("cu_q_lens"), of("kv_lens"), of("page_table"), of("num_seqs"), group)
     return token_specs(plan)[0], layer, batch
+
+
+def _names(plan: CachePlan) -> tuple[str, ...]:
+    """Of a layer's arrays, in the order of LayerPages."""
+    return plan.pages_array.name, "value_pages", "key_scale", "value_scale"
 
 
 def _is_spec(x: object) -> bool:
@@ -179,7 +249,9 @@ def _fixed_scale(plan: CachePlan, tensor: str, given: Any) -> np.ndarray | None:
             f"{name} is missing: the cache's scale is a {quantised.scale}'s, and fixed before anything is written; give a "
             "number, the largest value to be stored over the largest of the dtype."
         )
-    shape = (plan.cache.layers,) if quantised.scale == "tensor" else (plan.cache.layers, plan.cache.kv_heads)
+    shape: tuple[int, ...] = (plan.cache.layer_count,)
+    if quantised.scale != "tensor":
+        shape = (*shape, plan.cache.kv_heads)
     try:
         scale = np.broadcast_to(np.asarray(given, np.float32), shape)
     except (TypeError, ValueError):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
-from ...errors import ConfigError, a_type, shown
+from ...errors import ConfigError, InputError, a_type, shown
 from ...strict_json import parse_json, read_text
 from ..given import GivenModel, explain_validation
+from .layer_groups import LayerGroup, Layers, checked_layers, groups_problem, layer_numbers
 
 __all__ = ["ONE_ARRAY", "CacheFields", "QuantisedPages", "axis_names"]
 
@@ -20,6 +22,7 @@ ONE_ARRAY = ("joined", "interleaved", "packed")
 _LANES = 128
 _LIMIT = 2**30  # positions, page ids and their sums are int32 on devices
 _MOST_BYTES = 2**50
+_Cache = TypeVar("_Cache", bound="CacheFields")
 
 _Size = Annotated[int, Field(strict=True, ge=1, le=_LIMIT)]
 _Bytes = Annotated[int, Field(strict=True, ge=1, le=_MOST_BYTES)]
@@ -57,7 +60,11 @@ class CacheFields(GivenModel):
 
     model_config = ConfigDict(title="cache")
 
-    layers: _Size
+    layers: Annotated[
+        Layers,
+        BeforeValidator(checked_layers),
+        Field(description="How many; or groups of them, each with its own window, pages and page table."),
+    ]
     kv_heads: _Size
     head_dim: _Size
     value_dim: Annotated[_Size | None, Field(description="null: head_dim.")] = None
@@ -86,8 +93,29 @@ class CacheFields(GivenModel):
     scrub_on_free: Annotated[StrictBool, Field(description="Whether freed pages are zeroed.")] = False
 
     @model_validator(mode="after")
+    def _each_layer_once(self) -> Self:
+        if problem := groups_problem(self.groups):
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
     def _one_size(self) -> Self:
-        if (self.pages is None) == (self.bytes_per_device is None):
+        own = [number for number, group in enumerate(self.groups) if group.pages is not None]
+        if own and (self.pages is not None or self.bytes_per_device is not None):
+            other = "bytes_per_device" if self.pages is None else "pages"
+            raise ValueError(
+                f"layers[{own[0]}].pages and {other} are given; wanted one: it says how large the cache is"
+            )
+        if own and len(own) < len(self.groups):
+            without = next(number for number in range(len(self.groups)) if number not in own)
+            raise ValueError(
+                f"layers[{without}] has no pages, and layers[{own[0]}] has; wanted pages in each, or in none"
+            )
+        if self.pages is not None and len(self.groups) > 1:
+            raise ValueError(
+                f"pages={self.pages} for {len(self.groups)} groups of layers; wanted pages in each of them"
+            )
+        if not own and (self.pages is None) == (self.bytes_per_device is None):
             got = "neither" if self.pages is None else "both"
             raise ValueError(
                 f"{got} of pages and bytes_per_device is given; wanted one: it says how large the cache is"
@@ -142,6 +170,42 @@ class CacheFields(GivenModel):
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The groups of layers: one of all, where `layers` is a number."""
+        return (LayerGroup(layers=self.layers),) if isinstance(self.layers, int) else self.layers
+
+    @property
+    def layer_count(self) -> int:
+        """Layers of all groups."""
+        return self.layers if isinstance(self.layers, int) else sum(map(len, layer_numbers(self.layers)))
+
+    def group_of(self, layer: int) -> int:
+        """Which group a layer is in. Errors: InputError for a layer that the cache doesn't have."""
+        for number, layers in enumerate(
+            [range(self.layers)] if isinstance(self.layers, int) else layer_numbers(self.layers)
+        ):
+            if layer in layers:
+                return number
+        raise InputError(
+            f"layer={shown(layer)}; wanted 0 to {self.layer_count - 1}: the cache has {self.layer_count} layers."
+        )
+
+    @property
+    def window_tokens(self) -> int | None:
+        """The window of a cache of one group: tokens that a query sees at most. Errors: ConfigError for several groups."""
+        if isinstance(self.layers, int):
+            return None
+        if len(self.layers) > 1:
+            raise ConfigError(
+                f"the cache has {len(self.layers)} groups of layers; ask one of them for its window_tokens."
+            )
+        return self.layers[0].window_tokens
+
+    def part(self, group: int, pages: int) -> Self:
+        """A cache of one group's layers, numbered from 0, with so many pages; of the only group, the cache itself."""
+        return self if len(self.groups) == 1 else _part(self, group, max(1, pages))
+
+    @property
     def value_size(self) -> int:
         """Elements of a value's row."""
         return self.head_dim if self.value_dim is None else self.value_dim
@@ -178,6 +242,15 @@ class CacheFields(GivenModel):
     def table_width(self) -> int:
         """Pages of the longest sequence, which a row of the page table has room for."""
         return -(-self.max_length // self.page_size)
+
+
+@functools.lru_cache(maxsize=256)
+def _part(cache: _Cache, group: int, pages: int) -> _Cache:
+    own = {"layers": len(layer_numbers(cache.groups)[group])}
+    if (window := cache.groups[group].window_tokens) is not None:
+        own["window_tokens"] = window
+    said = {name: value for name, value in cache.to_dict().items() if name not in ("bytes_per_device", "pages")}
+    return type(cache).from_dict(said | {"layers": [own], "pages": pages})
 
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,8 +22,10 @@ from ...sharding import (
 )
 from ...sharding.mesh import AnyMesh, gpu_vendor
 from .cache_fields import ONE_ARRAY, CacheFields, axis_names
-from .cache_plan import CacheArray, CachePlan
-from .reasons_against import CacheSizes, notes, padded, refusals
+from .cache_numbers import CacheArray
+from .cache_plan import CachePlan
+from .reasons_against import CacheSizes, memory_refusal, notes, padded, refusals, together
+from .window_pages import pages_of_all
 
 __all__ = ["fit_cache"]
 
@@ -51,33 +52,87 @@ def fit_cache(cache: CacheFields, mesh: AnyMesh | None, kv_heads: str, device_ki
     shards, head_shards = _split(cache.pages_axis, axes), _split(cache.kv_head_axis, axes)
     along = _split(cache.page_sequence_axis, axes)
     sizes = CacheSizes(0, shards, along, kv_repeat(cache.kv_heads, head_shards), head_shards)
-    empty = _arrays(cache, sizes, axes, target)
-    one = _arrays(cache, sizes._replace(pages=shards * along), axes, target)
-    sizes = sizes._replace(pages=_pages(cache, sizes, empty, one))
+    counts = _pages(cache, sizes, axes, target)
+    if len(counts) == 1:
+        return _fit_one(cache, sizes._replace(pages=counts[0]), axes, target, kv_heads)
+    many = len(counts)
+    alone = target._replace(memory=None)  # the memory is that of all groups
+    parts = [
+        _fit_one(cache.part(n, pages), sizes._replace(pages=pages), axes, alone, kv_heads, (n, many))
+        for n, pages in enumerate(counts)
+    ]
+    arrays = [array._replace(group=n) for n, part in enumerate(parts) for array in part.arrays]
+    whole = replace(
+        parts[0],
+        cache=cache,
+        pages=sum(counts),
+        arrays=tuple(arrays),
+        memory_limit=target.memory,
+        refused=(),
+        notes=together([part.notes for part in parts]),
+        group=None,
+    )
+    refused = together([part.refused for part in parts]) + memory_refusal(whole)
+    parts = [replace(part, refused=refused) for part in parts]
+    return replace(whole, refused=refused, parts=tuple(parts))
+
+
+def _fit_one(
+    cache: CacheFields,
+    sizes: CacheSizes,
+    axes: tuple[MeshAxis, ...],
+    target: _Target,
+    policy: str,
+    group: tuple[int, int] | None = None,
+) -> CachePlan:
+    """The plan of one group of layers."""
     made = CachePlan(
         cache=cache,
         mesh=axes,
         platform=target.platform,
         device_kind=target.kind,
         pages=sizes.pages,
-        shards=shards,
-        sequence_shards=along,
+        shards=sizes.shards,
+        sequence_shards=sizes.along,
         kv_repeat=sizes.repeat,
         arrays=_arrays(cache, sizes, axes, target),
         scalar_limit=target.scalars,
         memory_limit=target.memory,
         refused=(),
         notes=(),
+        group=group,
     )
-    return _with_findings(made, sizes, kv_heads)
+    return replace(made, refused=tuple(refusals(made, sizes, policy)), notes=tuple(notes(made, sizes)))
 
 
-def _pages(cache: CacheFields, sizes: CacheSizes, empty: Sequence[CacheArray], one: Sequence[CacheArray]) -> int:
-    """Pages of the whole cache: as declared, or as many as fit in the bytes of a device, all else counted."""
+def _pages(cache: CacheFields, sizes: CacheSizes, axes: tuple[MeshAxis, ...], target: _Target) -> tuple[int, ...]:
+    """Pages of each group: as declared, or as many as fit in the bytes of a device, all else counted.
+
+    All groups get the same number, but one with a window no more than all sequences have at most; the others get what is left.
+    """
     if cache.bytes_per_device is None:
-        return cache.pages or 0
-    fixed, with_one = (sum(array.copies * array.device_bytes for array in arrays) for arrays in (empty, one))
-    return max(0, (cache.bytes_per_device - fixed) // (with_one - fixed)) * sizes.shards * sizes.along
+        return tuple(group.pages or cache.pages or 0 for group in cache.groups)
+    step = sizes.shards * sizes.along
+    parts = [cache.part(n, 1) for n in range(len(cache.groups))]
+    left, prices, wanted = cache.bytes_per_device, [], []
+    for part in parts:
+        empty, one = (_arrays(part, sizes._replace(pages=pages), axes, target) for pages in (0, step))
+        fixed, with_one = (sum(array.copies * array.device_bytes for array in arrays) for arrays in (empty, one))
+        left -= fixed
+        prices.append(with_one - fixed)
+        wanted.append(
+            None if part.window_tokens is None else pages_of_all(part, sizes.shards, sizes.along) // sizes.along
+        )
+    if None not in wanted:
+        wanted = [None] * len(wanted)  # nobody else would have what is left
+    given = [0] * len(parts)
+    order = sorted(range(len(parts)), key=lambda n: math.inf if (most := wanted[n]) is None else most)
+    for place, n in enumerate(order):
+        share = max(0, left // sum(prices[other] for other in order[place:]))
+        most = wanted[n]
+        given[n] = share if most is None else min(share, most)
+        left -= given[n] * prices[n]
+    return tuple(count * step for count in given)
 
 
 def _arrays(
@@ -97,19 +152,19 @@ def _arrays(
     for name, dim in _page_arrays(cache).items():
         shape = cache.pages_shape(sizes.pages, heads, dim)
         spec = _with_heads(cache, pages, tp, len(shape))
-        add(name, spec, shape, _PAGE_DIMS[cache.layout], cache.stored_dtype, cache.layers)
+        add(name, spec, shape, _PAGE_DIMS[cache.layout], cache.stored_dtype, cache.layer_count)
     for name in ("key_scale", "value_scale") if cache.quantised is not None else ():
         match cache.quantised.scale if cache.quantised is not None else "":
             case "tensor":
-                add(name, PartitionSpec(), (), "", "float32", cache.layers)
+                add(name, PartitionSpec(), (), "", "float32", cache.layer_count)
             case "head":
-                add(name, PartitionSpec(tp), (heads,), "kv_heads", "float32", cache.layers)
+                add(name, PartitionSpec(tp), (heads,), "kv_heads", "float32", cache.layer_count)
             case _:
                 shape = (sizes.pages, cache.page_size, heads)
                 dims = "pages page kv_heads"
                 if cache.heads_at == 1:
                     shape, dims = (sizes.pages, heads, cache.page_size), "pages kv_heads page"
-                add(name, _with_heads(cache, pages, tp, 3), shape, dims, "float32", cache.layers)
+                add(name, _with_heads(cache, pages, tp, 3), shape, dims, "float32", cache.layer_count)
     rows, width = cache.max_sequences // sizes.shards, -(-cache.table_width // sizes.along)
     lead = () if batches is None else (batches,)
     table = () if sizes.along == 1 else (sizes.along,)
@@ -165,10 +220,6 @@ def _device_bytes(fitted: FittedSpec, itemsize: int, target: _Target) -> int:
 def _split(declared: Any, axes: tuple[MeshAxis, ...]) -> int:
     """Into how many parts a mesh splits by the declared axes; Manual ones are the caller's."""
     return math.prod(axis.size for axis in axes if axis.name in axis_names(declared) and axis.kind != "manual")
-
-
-def _with_findings(plan: CachePlan, sizes: CacheSizes, policy: str) -> CachePlan:
-    return replace(plan, refused=tuple(refusals(plan, sizes, policy)), notes=tuple(notes(plan, sizes)))
 
 
 def _target(mesh: AnyMesh | None, device_kind: str | None) -> _Target:

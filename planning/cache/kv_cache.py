@@ -8,8 +8,9 @@ from ...sharding.mesh import AnyMesh
 from .cache_fields import CacheFields, QuantisedPages
 from .cache_plan import CachePlan
 from .fit_cache import fit_cache
+from .layer_groups import LayerGroup, layer_groups
 
-__all__ = ["KVCache", "QuantisedPages"]
+__all__ = ["KVCache", "LayerGroup", "QuantisedPages", "layer_groups"]
 
 
 class KVCache(CacheFields):

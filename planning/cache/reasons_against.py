@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeVar
 
 from ...errors import shown
 from ...sharding import describe_mesh
@@ -11,10 +12,11 @@ from ..text import bytes_text
 from .cache_fields import axis_names
 from .cache_plan import CachePlan
 
-__all__ = ["CacheSizes", "notes", "padded", "refusals"]
+__all__ = ["CacheSizes", "memory_refusal", "notes", "padded", "refusals", "together"]
 
 _LANES = 128  # to which XLA pads the last dimension of an array on a TPU; the others lose nothing
 _MOST_PAGES = 2**30
+_T = TypeVar("_T")
 
 
 class CacheSizes(NamedTuple):
@@ -87,14 +89,20 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
         refuse(
             "page_ids", "pages", f"{plan.local_pages} pages a shard; page ids are int32", "Make pages larger, or fewer."
         )
-    if plan.local_pages < plan.table_width:
+    if plan.local_pages < plan.most_pages:
+        where = "" if plan.group is None else f"group {plan.group[0]}: "
         held = f"{plan.local_pages} pages" + (" a shard" if plan.shards > 1 else "")
-        least = sizes.shards * plan.table_width
+        least = sizes.shards * plan.most_pages
         bytes_ = "" if cache.bytes_per_device is None else f" in {bytes_text(cache.bytes_per_device)} a device"
+        needs = f"a sequence of max_length={cache.max_length} needs {cache.table_width}"
+        hint = f"Wanted at least {least} pages, or a smaller max_length."
+        if plan.most_pages < plan.table_width:
+            both = f"a window of {plan.window_tokens} tokens and a step of {cache.max_tokens}"
+            needs = f"a sequence needs {plan.most_pages}: {both}"
+            hint = f"Wanted at least {least} pages, or a smaller window_tokens or max_tokens."
         refuse(
             "pages", "pages" if cache.bytes_per_device is None else "bytes_per_device",
-            f"{held}{bytes_} of {cache.page_size} tokens; a sequence of max_length={cache.max_length} needs {cache.table_width}",
-            f"Wanted at least {least} pages, or a smaller max_length.",
+            f"{where}{held}{bytes_} of {cache.page_size} tokens; {needs}", hint,
         )  # fmt: skip
     scalars = plan.bytes_of("page_table", "cu_q_lens", "kv_lens", "num_seqs")
     if plan.scalar_limit is not None and scalars > plan.scalar_limit:
@@ -104,13 +112,21 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
             f"{bytes_text(scalars)}, and scalar memory of a {plan.device_kind or 'TPU'} is {bytes_text(plan.scalar_limit)}",
             "Make pages larger, max_length or max_sequences smaller, or split sequences over pages_axis.",
         )  # fmt: skip
-    if plan.memory_limit is not None and plan.bytes_per_device > plan.memory_limit:
-        refuse(
-            "device_memory", "pages" if cache.bytes_per_device is None else "bytes_per_device",
-            f"{bytes_text(plan.bytes_per_device)} a device, and a {plan.device_kind} has {bytes_text(plan.memory_limit)}",
-            "Declare fewer pages, a quantised cache, or a larger mesh.",
-        )  # fmt: skip
-    return found
+    return [*found, *memory_refusal(plan)]
+
+
+def memory_refusal(plan: CachePlan) -> tuple[Reason, ...]:
+    """The reason against more bytes than a device has."""
+    if plan.memory_limit is None or plan.bytes_per_device <= plan.memory_limit:
+        return ()
+    field = "pages" if plan.cache.bytes_per_device is None else "bytes_per_device"
+    text = f"{bytes_text(plan.bytes_per_device)} a device, and a {plan.device_kind} has {bytes_text(plan.memory_limit)}"
+    return (Reason("device_memory", field, text, "Declare fewer pages, a quantised cache, or a larger mesh."),)
+
+
+def together(found: Iterable[Iterable[_T]]) -> tuple[_T, ...]:
+    """What is said of several groups, each thing once."""
+    return tuple(dict.fromkeys(one for own in found for one in own))
 
 
 def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
@@ -144,6 +160,11 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
         found.append(
             f"page number p of a sequence lies on shard p % {sizes.along} of {_plus(cache.page_sequence_axis)}, and so do its "
             f"ids: g % {sizes.along} == p % {sizes.along}"
+        )
+    if plan.window_tokens is not None and cache.max_tokens is None:
+        found.append(
+            "max_tokens isn't declared, so a step may bring a whole sequence: layers with a window of "
+            f"{plan.window_tokens} tokens are planned with the pages of max_length"
         )
     if plan.idle_axes:
         names = ", ".join(f"{axis.name}={axis.size}" for axis in plan.idle_axes)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..cache.window_pages import first_kept
 from ..text import bytes_text
 from .paged_problem import PagedProblem, causal_window
 
@@ -46,6 +47,12 @@ def live_pages(q_len: int, kv_len: int, page: int, window: tuple[int | None, int
     return (begin // page, -(-end // page)) if end > begin else (0, 0)
 
 
+def _held(q_len: int, kv_len: int, problem: PagedProblem) -> int:
+    """Pages that hold keys of a sequence; those that the cache's window has left behind don't."""
+    page = problem.page_size
+    return math.ceil(kv_len / page) - first_kept(kv_len - q_len, problem.cache.window_tokens, page)
+
+
 def page_bytes(problem: PagedProblem) -> int:
     """Bytes of a page's keys, values and scales in one layer on a device, as they lie there."""
     plan = problem.cache
@@ -66,7 +73,7 @@ def page_reads(problem: PagedProblem, batch: Any) -> PageReads:
         most = max(
             most, *(sum(len(range(first + (at - first) % n, end, n)) for first, end in seen) for at in range(n)), 0
         )
-        held += sum(math.ceil(length / problem.page_size) for q, length in rows if q)
+        held += sum(_held(q, length, problem) for q, length in rows if q)
         sequences += sum(1 for q, _ in rows if q)
         queries += sum(q for q, _ in rows)
     return PageReads(sequences, queries, live, held, most * page_bytes(problem))

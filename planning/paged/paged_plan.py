@@ -103,6 +103,7 @@ class PagedPlan:
             "mode": problem.mode,
             "update": problem.update,
             "max_q_len": problem.max_q_len,
+            "group": 0 if problem.cache.group is None else problem.cache.group[0],
             "mask": problem.mask.describe(),
             "features": sorted(problem.features),
             "dtypes": {"query": problem.input_dtype, "run": problem.runtime_dtype, "pages": problem.stored_dtype},
@@ -139,6 +140,11 @@ def step_rows(plan: PagedPlan) -> list[tuple[str, str]]:
     ]
     if problem.logits_soft_cap is not None:
         rows.append(("soft cap", f"{problem.logits_soft_cap:g}"))
+    if problem.cache.group is not None:
+        number, count = problem.cache.group
+        window = problem.cache.window_tokens
+        kept = "all tokens" if window is None else f"a window of {window} tokens"
+        rows.append(("layers", f"of group {number} of {count}: {kept}"))
     rows.append(("update", _UPDATES[problem.update]))
     if plan.method is not None and (lines := plan.config_lines()):
         rows.append(("config", ", ".join(lines)))

@@ -110,7 +110,7 @@ def test_is_causal_with_a_cache_is_refused_unless_aligned_by_the_file() -> None:
     np.testing.assert_allclose(first(X[:, :1], X, is_causal=True), theirs(X[:, :1], X, is_causal=True), atol=1e-6)
     last = _layer(PLAIN | {"call": {"query_offset": 5}})
     np.testing.assert_allclose(last(X[:, 5:], X, is_causal=True), theirs(X, is_causal=True)[:, 5:], atol=1e-6)
-    with pytest.raises(ConfigError, match="query_offset: the file declares 5, the call says 0"):
+    with pytest.raises(ConfigError, match="query_offset: the declaration says 5, the call says 0"):
         last(X, is_causal=True)
 
 
@@ -155,7 +155,7 @@ def test_bias_and_other_arguments_of_a_direct_call() -> None:
         ({}, {"dropout_rate": 0.5, "broadcast_dropout": False, "dropout_rng": None}, "needs dropout_rng"),
         ({"metadata": {"runtime_dtype": "bfloat16"}}, {"dtype": jnp.float32}, "dtype: the file's metadata declares"),
         ({"call": {"q_heads": 3}}, {}, "the file declares q_heads=3"),
-        ({"call": {"layout": "bhtd"}}, {}, "layout: the file declares 'bhtd', the call says 'bthd'"),
+        ({"call": {"layout": "bhtd"}}, {}, "layout: the declaration says 'bhtd', the call says 'bthd'"),
     ],
 )
 def test_what_is_refused(declared: dict[str, Any], given: dict[str, Any], message: str) -> None:

@@ -91,7 +91,9 @@ def test_who_says_causal(declared: dict[str, Any], framework: bool, causal: bool
 
 
 def test_causal_that_the_file_forbids() -> None:
-    with pytest.raises(ConfigError, match="causal: the file declares False, the call says True; leave one of them out"):
+    with pytest.raises(
+        ConfigError, match="causal: the declaration says False, the call says True; leave one of them out"
+    ):
         _attended({"call": {"causal": False}}, _arrays(1), causal=True)
 
 
@@ -99,7 +101,9 @@ def test_causal_that_the_file_forbids() -> None:
 def test_dropout_is_said_once_or_twice_the_same(at: str) -> None:
     arrays, rng = _arrays(1), jax.random.key(0)
     drop = {"dropout_prob": 0.5, "dropout_rng": rng, "deterministic": False}
-    with pytest.raises(ConfigError, match=r"dropout_prob: the file.*0\.5, the (framework's )?call says 0\.0; leave"):
+    with pytest.raises(
+        ConfigError, match=r"dropout_prob: the (file|decl).*0\.5, the (framework's )?call says 0\.0; leave"
+    ):
         _attended({at: {"dropout_prob": 0.5}}, arrays)
     once, twice = _attended({}, arrays, **drop), _attended({at: {"dropout_prob": 0.5}}, arrays, **drop)
     np.testing.assert_array_equal(once, twice)

@@ -160,9 +160,9 @@ def test_a_declaration() -> None:
     assert function == scaled_dot_product_attention_for(Attention(PLAIN | {"call": {"mask": window}}))
     assert pickle.loads(pickle.dumps(function)) == function
     assert scaled_dot_product_attention_for(PLAIN | {"enabled": False}) is OWN
-    with pytest.raises(ConfigError, match=r"softmax_scale: the file declares 0.5, the call says 1.0"):
+    with pytest.raises(ConfigError, match=r"softmax_scale: the declaration says 0.5, the call says 1.0"):
         scaled_dot_product_attention_for(PLAIN | {"call": {"softmax_scale": 0.5}})(x, x, x, scale=1.0)
-    with pytest.raises(ConfigError, match="query_offset: the file declares 2, the call says 0"):
+    with pytest.raises(ConfigError, match="query_offset: the declaration says 2, the call says 0"):
         scaled_dot_product_attention_for(PLAIN | {"call": {"query_offset": 2}})(x, x, x, is_causal=True)
 
 
@@ -226,3 +226,48 @@ def test_two_functions_of_one_declaration_keep_their_own_plans() -> None:
         for _ in range(2):
             function(x, x, x)
         assert len(function.attention.plans) == 1
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "float", "one for all keys"])
+def test_a_growing_cache_compiles_for_few_sizes(mask: str | None) -> None:
+    """Queries of a step against 1 to 70 keys: three sizes, and torch's numbers."""
+    for rounds in (True, False):
+        function = scaled_dot_product_attention_for(PLAIN, round_lengths=rounds)
+        counts = (2, 31, 32, 33, 64, 65, 70) if rounds else (2, 3, 5)
+        if rounds and mask != "one for all keys":
+            counts = (1, *counts)
+        for keys in counts:
+            query, key, value = _normal(2, 4, 1, 8), _normal(2, 2, keys, 8, seed=1), _normal(2, 2, keys, 4, seed=2)
+            given = {
+                None: None,
+                "bool": (_normal(2, 1, 1, keys) > 0) | (torch.arange(keys) == 0),
+                "float": _normal(4, 1, keys),
+                "one for all keys": _normal(2, 4, 1, 1),
+            }[mask]
+            call: dict[str, Any] = {"attn_mask": given, "enable_gqa": True}
+            torch.testing.assert_close(function(query, key, value, **call), OWN(query, key, value, **call))
+        plans = function.attention.plans
+        assert [plan.problem.kv_len for plan in plans] == ([32, 64, 128] if rounds else list(counts))
+        said = [note for plan in plans for note in plan.notes if "keys are rounded up to" in note]
+        assert len(said) == (3 if rounds else 0)
+
+
+def test_gradients_of_a_call_whose_keys_are_rounded_are_torchs_own() -> None:
+    shapes = ((2, 3, 2, 8), (2, 3, 7, 8), (2, 3, 7, 4))
+    function = scaled_dot_product_attention_for(PLAIN)
+    for call in ({}, {"attn_mask": _normal(2, 1, 2, 7)}):
+        for got, wanted in zip(*(_results(f, shapes, torch.float32, **call) for f in (function, OWN)), strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    assert [plan.problem.kv_len for plan in function.attention.plans] == [32, 32]
+
+
+def test_what_is_never_rounded() -> None:
+    query, keys = _normal(1, 2, 1, 8), _normal(1, 2, 5, 8)
+    same = scaled_dot_product_attention_for(PLAIN)
+    same(keys, keys, keys)
+    assert same.attention.plans[0].problem.kv_len == 5
+    wants = scaled_dot_product_attention_for(PLAIN | {"call": {"kv_lengths": True}})
+    with pytest.raises(InputError, match=r"call.kv_lengths is declared, and the call has no kv_lengths"):
+        wants(query, keys, keys)
+    late = scaled_dot_product_attention_for(PLAIN | {"call": {"causal": True}})  # a step, which stands at the end
+    torch.testing.assert_close(late(query, keys, keys), OWN(query, keys, keys))

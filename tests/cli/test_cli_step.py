@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from attnops import Attention, ConfigError
+from attnops.cli.run_step import _compare_lse
 
 FILE: dict[str, Any] = {
     "operation": "paged",
@@ -77,10 +78,78 @@ def test_a_step_is_run_and_checked(attnops: Callable[..., Any], tmp_path: Path, 
     result = attnops("run", written(tmp_path, **changes), "--check", "--output", str(out), "--repeats", "1")
     assert result.status == 0, result.out + result.err
     assert "pass  output against float64 reference over the pages" in result.out
+    assert "pass  lse against float64 reference over the pages" in result.out
     assert "one of the cache's 3 layers" in result.out
     output = np.load(out)["output"]
     assert output.shape[1:] == (6, changes.get("cache", {}).get("value_dim", 16))
     assert np.isfinite(output).all()
+
+
+GROUPS = {
+    "layers": [{"layers": [0, 2], "window_tokens": 7, "pages": 12}, {"layers": [1], "pages": 32}], "pages": None, "max_tokens": 8,
+}  # fmt: skip
+
+
+def in_groups(folder: Path, **step: Any) -> str:
+    """The file with a cache of two groups."""
+    cache = {name: x for name, x in (FILE["cache"] | GROUPS).items() if x is not None}
+    path = written(folder, step=step)
+    Path(path).write_text(json.dumps(json.loads(Path(path).read_text()) | {"cache": cache}))
+    return path
+
+
+def test_a_step_of_a_group_is_planned_run_and_compiled(attnops: Callable[..., Any], tmp_path: Path) -> None:
+    """12 pages of the window's group hold what 16 pages of the whole sequences would."""
+    path = in_groups(tmp_path, layer=2)
+    result = attnops("plan", path)
+    assert result.status == 0, result.err
+    for part in (
+        "of group 0 of 2: a window of 7 tokens",
+        "7 queries of 3 sequences: 9 pages, ",
+        "cache: 3 layers in 2 groups",
+        "2 layers (0, 2), a window of 7 tokens: 12 pages, at most 5 a sequence",
+        "1 layer (1), all tokens: 32 pages",
+        "value_pages[1]",
+    ):
+        assert part in " ".join(result.out.split()), result.out
+    data = json.loads(attnops("plan", path, "--json").out)
+    assert (data["group"], data["reads"]["held"], len(data["cache"]["groups"])) == (0, 9, 2)
+    for command in (("run", "--check", "--repeats", "1"), ("verify",)):
+        result = attnops(command[0], path, *command[1:])
+        assert result.status == 0, result.out + result.err
+    of_others = attnops("plan", in_groups(tmp_path, layer=1, sliding_window=None), "--json")
+    data = json.loads(of_others.out)
+    assert (data["group"], data["reads"]["held"], data["reads"]["live"]) == (1, 16, 16)
+    assert "layer 2: a step attends to one" in attnops("run", in_groups(tmp_path, layer=2), "--check").out
+
+
+@pytest.mark.parametrize(
+    ("step", "status", "said"),
+    [
+        ({"layer": 3}, 2, "step.layer=3; wanted 0 to 2"),
+        ({"layer": 0, "sliding_window": None}, 1, "[paged.window_prefix]"),
+        ({"layer": 2, "sliding_window": [7, 0]}, 1, "[paged.window_prefix]"),
+        ({"layer": 1, "kv_lens": 60, "q_lens": 1, "sequences": 3}, 2, "need 45 pages of 4, and it has 32"),
+        ({"layer": 0, "kv_lens": 60, "q_lens": 1, "sequences": 3}, 0, ""),
+    ],
+    ids=str,
+)
+def test_what_is_refused_of_a_group(
+    attnops: Callable[..., Any], tmp_path: Path, step: dict[str, Any], status: int, said: str
+) -> None:
+    for command in ("plan", "run"):
+        result = attnops(command, in_groups(tmp_path, **step))
+        assert (result.status, said in result.err) == (status, True), result.out + result.err
+
+
+def test_a_wrong_lse_fails_the_check() -> None:
+    """The output may be right and the lse not: of a row that sees nothing it is -inf."""
+    want = np.array([[1.0, -np.inf], [3.0, 100.0]])
+    for wrong in ([[1.0, 0.0], [3.0, 100.0]], [[-np.inf, -np.inf], [3.0, 100.0]], [[1.0, -np.inf], [3.1, 100.0]],
+                  [[np.nan, -np.inf], [3.0, 100.0]]):  # fmt: skip
+        assert not _compare_lse(np.array(wrong), want, 4e-6).passed
+    assert _compare_lse(want, want, 4e-6).passed
+    assert _compare_lse(np.full((2, 2), -np.inf), np.full((2, 2), -np.inf), 4e-6).passed
 
 
 @pytest.mark.parametrize(

@@ -117,13 +117,9 @@ def test_agrees_with_any_sizes(
 ) -> None:  # fmt: skip
     mask, seen = MASKS[name]
     visible = seen(np.arange(q_len)[:, None], np.arange(kv_len)[None])
-    case = cases.Case("", frozenset(), {"mask": mask, "query_offset": 0}, visible, (), q_len, kv_len, *heads, batch=1)
-    blocks = {
-        "block_q": q,
-        "block_kv": kv,
-        "block_q_dkv": q_dkv,
-        "block_kv_dkv": kv_dkv,
-        "block_q_dq": q_dq,
-        "block_kv_dq": kv_dq,
-    }
-    _check(blocks | {"kv_splits": splits}, case)
+    call = {"mask": mask, "query_offset": 0}
+    lengths = {"q_len": q_len, "kv_len": kv_len}
+    case = cases.Case("", frozenset(), call, visible, **lengths, heads=heads[0], kv_heads=heads[1], batch=1)
+    of_queries = {"block_q": q, "block_q_dkv": q_dkv, "block_q_dq": q_dq}
+    of_keys = {"block_kv": kv, "block_kv_dkv": kv_dkv, "block_kv_dq": kv_dq}
+    _check(of_queries | of_keys | {"kv_splits": splits}, case)

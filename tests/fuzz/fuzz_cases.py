@@ -75,6 +75,13 @@ _RICH: list[dict[str, Any]] = [
         "operation": "ring", "metadata": {"mesh": {"sp": 4}, "backend": "tpu"},
         "call": {"q_len": 512, "q_heads": 4, "head_dim": 128, "layout": "thd", "segment_ids": 2},
     },
+    {
+        "operation": "paged", "metadata": {"mesh": {"dp": 2, "tp": 2}},
+        "cache": {"layers": [{"layers": [0, 2], "window_tokens": 24}, {"layers": [1], "window_tokens": None}], "kv_heads": 2,
+                  "head_dim": 64, "quantised": {"dtype": "int8"}, "bytes_per_device": 2**22, "max_sequences": 4,
+                  "max_length": 128, "max_tokens": 32, "pages_axis": "dp"},
+        "step": {"q_heads": 4, "layer": 2, "q_lens": [8, 1], "kv_lens": [100, 7], "sliding_window": [23, 0]},
+    },
 ]  # fmt: skip
 _SIZES = {"q_len": 32, "q_heads": 4, "head_dim": 8}  # of files that leave them to the program
 DECLARATIONS = [

@@ -9,7 +9,7 @@ from typing import Any
 
 from eformer.escale import PartitionAxis
 
-from attnops import KVCache, OperationMetadata, OperationRegistry
+from attnops import KVCache, LayerGroup, OperationMetadata, OperationRegistry
 from attnops.registry.declaration import CallDeclaration, Declaration
 from attnops.registry.step_declaration import StepDeclaration
 
@@ -41,6 +41,9 @@ def unknown_in_declaration(data: dict[str, Any]) -> list[str]:
         part = data.get(name) or {}
         found += _beyond(f"{name}.", part, fields)
         found += _in_mask(f"{name}.mask", part.get("mask"))
+    layers = (data.get("cache") or {}).get("layers")
+    for number, group in enumerate(layers if isinstance(layers, list) else ()):
+        found += _beyond(f"cache.layers[{number}].", group, tuple(LayerGroup.model_fields))
     return found + unknown_in_metadata(data.get("metadata", {}))
 
 

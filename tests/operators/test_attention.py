@@ -69,14 +69,14 @@ def test_the_file_and_the_call_are_one(declared: dict[str, Any], call: dict[str,
 )
 def test_an_option_that_both_say(name: str, said: Any, given: Any, same: Any) -> None:
     attention = _attention(**{name: said})
-    with pytest.raises(ConfigError, match=rf"{name}: the file declares .*, the call says .*; leave one of them out"):
+    with pytest.raises(ConfigError, match=rf"{name}: the declaration says .*, the call says .*; leave one of them out"):
         attention.options(QUERY, KEY, VALUE, **{name: given})
     agreed = attention.options(QUERY, KEY, VALUE, **{name: same})
     assert agreed == attention.options(QUERY, KEY, VALUE) == attention.options(QUERY, KEY, VALUE, **{name: None})
 
 
 def test_an_offset_that_is_an_array_beside_a_declared_one() -> None:
-    with pytest.raises(ConfigError, match="query_offset: the file declares 2, the call says"):
+    with pytest.raises(ConfigError, match="query_offset: the declaration says 2, the call says"):
         _attention(query_offset=2).options(QUERY, KEY, VALUE, query_offset=np.array([2, 2]))
 
 

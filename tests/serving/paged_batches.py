@@ -71,6 +71,7 @@ def make(
     rng = np.random.default_rng(seed)
     sequences = KINDS[case.kind] if sequences is None else sequences
     (heads, kv_heads), (dim, value_dim), page = case.heads, case.dims, case.page
+    width = max(width, *(-(-length // page) for _, length in sequences))
     count, pages = len(sequences), len(sequences) * width + 2
     size = count + spare
     dtype = jnp.dtype(case.quantised or case.dtype)
@@ -110,6 +111,27 @@ def make(
     query[tokens:] = np.nan  # rows of nobody
     return {"query": query, "cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "page_table": table,
             "num_seqs": np.asarray([count], np.int32)} | arrays  # fmt: skip
+
+
+def released(case: PagedCase, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same once a pool has taken back what the case's window doesn't see: padding in the table, and junk in the pages."""
+    assert case.window is not None
+    assert case.window[0] is not None
+    arrays = {name: x.copy() for name, x in arrays.items()}
+    table, pages, gone = arrays["page_table"], len(arrays["key_pages"]), 0
+    for s in range(int(arrays["num_seqs"].reshape(()))):
+        first, last = arrays["cu_q_lens"][s : s + 2]
+        position = int(
+            arrays["kv_lens"][s] - (last - first)
+        )  # of the first query, or of the next one where there is none
+        for number in range(table.shape[1]):
+            if (number + 1) * case.page + case.window[0] <= position:
+                for name in ("key_pages", "value_pages"):
+                    arrays[name][table[s, number]] = 127 if case.quantised == "int8" else np.nan
+                table[s, number] = pages
+                gone += 1
+    assert gone
+    return arrays
 
 
 def run(case: PagedCase, arrays: dict[str, np.ndarray], **more: Any) -> tuple[np.ndarray, np.ndarray]:

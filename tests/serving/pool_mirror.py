@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnops.errors import CapacityError
+from attnops.errors import CapacityError, InputError
 from attnops.serving import Growth, PagePool
 
 
@@ -32,9 +32,26 @@ class Mirror:
     """The same calls on a pool and on plain dictionaries. Ids are positive: 0 is a slot that was never written, or scrubbed."""
 
     def __init__(
-        self, pages: int, page_size: int, *, strict: bool, scrub: bool = True, sharing: bool = True, shards: int = 1
+        self,
+        pages: int,
+        page_size: int,
+        *,
+        strict: bool,
+        scrub: bool = True,
+        sharing: bool = True,
+        shards: int = 1,
+        window: int | None = None,
     ) -> None:
-        self.pool = PagePool(pages, page_size, scrub_on_free=scrub, prefix_sharing=sharing, sequence_shards=shards)
+        self.pool = PagePool(
+            pages,
+            page_size,
+            scrub_on_free=scrub,
+            prefix_sharing=sharing,
+            sequence_shards=shards,
+            window_tokens=window,
+        )
+        self.window, self.given_back = window, 0
+        self.gone: dict[int, int] = {}  # how many of the first pages were released
         self.shards = shards
         self.device = np.zeros((pages, page_size), np.int64)
         self.tokens: dict[int, list[int]] = {}
@@ -48,7 +65,7 @@ class Mirror:
 
     def alloc(self, name: int, tokens: int) -> None:
         if self._grow(name, tokens, lambda: self.pool.alloc(name, tokens)) and name not in self.tokens:
-            self.tokens[name], self.known[name], self.done[name] = [], 0, 0
+            self.tokens[name], self.known[name], self.done[name], self.gone[name] = [], 0, 0, 0
 
     def append(self, name: int, ids: list[int]) -> None:
         if self._grow(name, len(ids), lambda: self.pool.append(name, ids)):
@@ -61,23 +78,27 @@ class Mirror:
             self._write(name, ids)
 
     def adopt(self, name: int, ids: list[int], tokens: int) -> None:
-        pages = self.brute_match(ids)
+        count, pages = self.brute_match(ids)
         growth = self._grow(name, 0, lambda: self.pool.adopt(name, ids, tokens), held=frozenset(pages))
         if growth:
             matched = growth.matched
-            assert matched == len(pages) * self.size
-            assert list(self.pool.pages_of(name)[: len(pages)]) == pages
-            self.tokens[name], self.known[name], self.done[name] = ids[:matched], matched, len(pages)
+            assert matched == count * self.size
+            self.gone[name] = count - len(pages)
+            assert list(self.pool.pages_of(name)[:count]) == [self.pool.pages] * self.gone[name] + pages
+            self.tokens[name], self.known[name], self.done[name] = ids[:matched], matched, count
             self.holds(name)
 
     def fork(self, parent: int, child: int) -> None:
         self.pool.fork(parent, child)
-        for book in (self.tokens, self.known, self.done):
+        for book in (self.tokens, self.known, self.done, self.gone):
             book[child] = deepcopy(book[parent])
         self.holds(child)
 
     def truncate(self, name: int, length: int) -> None:
         before = self.pool.pages_of(name)
+        if self._first_seen(length) < self.gone[name]:
+            refuses(InputError, "pages that were released", lambda: self.pool.truncate(name, length), self.pool)
+            return
         self.pool.truncate(name, length)
         del self.tokens[name][length:]
         self.known[name] = min(self.known[name], length)
@@ -88,32 +109,49 @@ class Mirror:
     def free(self, name: int) -> None:
         pages = self.pool.pages_of(name)
         self.pool.free(name)
-        for book in (self.tokens, self.known, self.done):
+        for book in (self.tokens, self.known, self.done, self.gone):
             del book[name]
         self._left(pages)
+
+    def release(self, name: int) -> None:
+        pages, first = self.pool.pages_of(name), self._first_seen(len(self.tokens[name]))
+        left = pages[self.gone[name] : first]
+        assert self.pool.release(name) == len(left)
+        self.gone[name] = max(first, self.gone[name])
+        self.given_back += len(left)
+        self._left(left)
+        self.holds(name)
 
     def publish(self, name: int) -> None:
         self.pool.publish(name)
         if not self.pool.prefix_sharing:
             return
         whole, pages = self.known[name] // self.size, self.pool.pages_of(name)
-        for number in range(self.done[name], whole):
+        for number in range(max(self.done[name], self.gone[name]), whole):
             self.cached.setdefault(tuple(self.tokens[name][: (number + 1) * self.size]), pages[number])
         self.done[name] = whole
 
     # -- comparisons --------------------------------------------------------------------------------------------------
 
-    def brute_match(self, ids: list[int]) -> list[int]:
-        """The pages of the longest published prefix, by trying each length; the pool's answer is held against it."""
-        pages: list[int] = []
-        for end in range(self.size, len(ids) + 1, self.size):
-            if tuple(ids[:end]) not in self.cached:
-                break
-            pages.append(self.cached[tuple(ids[:end])])
-        assert self.pool.match(ids) == (len(pages) * self.size, tuple(pages))
+    def brute_match(self, ids: list[int]) -> tuple[int, list[int]]:
+        """(pages of the longest published prefix, those that its next token sees), by trying each length; the pool's answer is
+        held against it."""
+        count, pages = 0, []
+        for end in range(1, len(ids) // self.size + 1):
+            first = self._first_seen(end * self.size)
+            own = [self.cached.get(tuple(ids[: (number + 1) * self.size])) for number in range(first, end)]
+            if None not in own:
+                count, pages = end, own
+        assert self.pool.match(ids) == (count * self.size, tuple(pages))
         held = self.device[pages].reshape(-1)
-        assert held.tolist() == ids[: len(held)]
-        return pages
+        assert held.tolist() == ids[(count - len(pages)) * self.size : count * self.size]
+        return count, pages
+
+    def _first_seen(self, length: int) -> int:
+        """The first page with a token that a query at position `length` sees, by going through them."""
+        if self.window is None:
+            return 0
+        return sum((number + 1) * self.size <= length - self.window + 1 for number in range(length // self.size))
 
     def holds(self, name: int) -> None:
         """What the device finds by the page table is what the sequence says."""
@@ -122,21 +160,24 @@ class Mirror:
         assert table.dtype == np.int32
         assert (table[0] == self.pool.pages).all()
         assert table[1].tolist() == [*pages, self.pool.pages]
-        assert all(page % self.shards == number % self.shards for number, page in enumerate(pages))
-        length = len(self.tokens[name])
+        gone, length = self.gone[name], len(self.tokens[name])
+        assert pages[:gone] == (self.pool.pages,) * gone
+        assert gone <= self._first_seen(length)
+        assert all(page % self.shards == number % self.shards for number, page in enumerate(pages) if number >= gone)
         assert self.pool.kv_lens([name, None]).tolist() == [length, 0]
-        assert self.device[table[1, :-1]].reshape(-1)[:length].tolist() == self.tokens[name]
+        here = self.device[table[1, gone:-1]].reshape(-1)[: length - gone * self.size]
+        assert here.tolist() == self.tokens[name][gone * self.size :]
 
     def everything(self) -> None:
         self.pool.check()
         for name in self.tokens:
             self.holds(name)
         tables = [self.pool.pages_of(name) for name in self.tokens]
-        used = {page for table in tables for page in table}
+        used = self._used()
         filled = {
             (table[place // self.size], place % self.size)
-            for table, tokens in zip(tables, self.tokens.values(), strict=True)
-            for place in range(len(tokens))
+            for table, (name, tokens) in zip(tables, self.tokens.items(), strict=True)
+            for place in range(self.gone[name] * self.size, len(tokens))
         }
         counts = self.pool.counts()
         assert (counts.used, counts.cached) == (len(used), len(self.unused))
@@ -172,14 +213,15 @@ class Mirror:
         new = self.pool.pages_of(name)
         replaced = [pair for pair in zip(old, new, strict=False) if pair[0] != pair[1]]
         assert tuple(replaced) == growth.copies
-        assert len(new) == len(old) + len(held) + len(growth.new_pages) - len(growth.copies)
+        kept = [sum(page != self.pool.pages for page in pages) for pages in (old, new)]
+        assert kept[1] == kept[0] + len(held) + len(growth.new_pages) - len(growth.copies)
         length = len(self.tokens.get(name, ()))
         if tokens and length % self.size:
             self._unpublish(new[length // self.size])
         return growth
 
     def _used(self) -> set[int]:
-        return {page for name in self.tokens for page in self.pool.pages_of(name)}
+        return {page for name in self.tokens for page in self.pool.pages_of(name) if page != self.pool.pages}
 
     def _available(self) -> list[int]:
         """Pages of each shard that nobody has."""

@@ -122,6 +122,17 @@ def test_what_is_missing_and_what_is_no_object() -> None:
         small().plan(kv_heads="both")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "held"), [("kv_heads", 2, 4), ("head_dim", 16, 8), ("value_dim", 6, 8)], ids=str
+)
+def test_a_call_beside_a_cache_has_its_sizes(name: str, size: int, held: int) -> None:
+    call = {"q_len": 8, "q_heads": 4, "head_dim": 8}
+    file = {"operation": "vanilla", "cache": SMALL}
+    Declaration.from_dict(file | {"call": call | {name: held}})
+    with pytest.raises(ConfigError, match=f"call.{name}={size}, and the cache's is {held}; wanted the same"):
+        Declaration.from_dict(file | {"call": call | {name: size}})
+
+
 def test_schema() -> None:
     fields = declaration_json_schema()["$defs"]["KVCache"]
     assert set(fields["properties"]) == set(KVCache.model_fields)

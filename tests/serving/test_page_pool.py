@@ -29,10 +29,11 @@ class PoolMachine(RuleBasedStateMachine):
         scrub=st.booleans(),
         sharing=st.booleans(),
         shards=st.sampled_from((1, 3)),
+        window=st.none() | st.integers(1, 7),
     )
-    def start(self, pages: int, size: int, scrub: bool, sharing: bool, shards: int) -> None:
+    def start(self, pages: int, size: int, scrub: bool, sharing: bool, shards: int, window: int | None) -> None:
         pages = -(-pages // shards) * shards
-        self.mirror = Mirror(pages, size, strict=True, scrub=scrub, sharing=sharing, shards=shards)
+        self.mirror = Mirror(pages, size, strict=True, scrub=scrub, sharing=sharing, shards=shards, window=window)
         self.names = 0
 
     def _new(self) -> int:
@@ -93,6 +94,11 @@ class PoolMachine(RuleBasedStateMachine):
     def free(self, data: st.DataObject) -> None:
         self.mirror.free(self._any(data))
 
+    @some
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.mirror.release(self._any(data))
+
     @rule(ids=IDS)
     def match(self, ids: list[int]) -> None:
         self.mirror.brute_match(ids)
@@ -106,10 +112,10 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(stateful_step_count=40)
 
 
-def run_randomly(operations: int, every: int, seed: int, shards: int) -> Mirror:
+def run_randomly(operations: int, every: int, seed: int, shards: int, window: int | None) -> Mirror:
     """A busy pool: some 30 sequences on 96 pages of 4, often too few; prompts share their beginnings."""
     draw = random.Random(seed)
-    mirror, names = Mirror(96, 4, strict=False, shards=shards), 0
+    mirror, names = Mirror(96, 4, strict=False, shards=shards, window=window), 0
     heads = [[draw.randint(1, 9) for _ in range(24)] for _ in range(4)]
     for number in range(operations):
         what, here = draw.random(), list(mirror.tokens)
@@ -129,8 +135,10 @@ def run_randomly(operations: int, every: int, seed: int, shards: int) -> Mirror:
         elif what < 0.66 and len(here) < 40:
             names += 1
             mirror.fork(one, names)
-        elif what < 0.82:
+        elif what < 0.78:
             mirror.publish(one)
+        elif what < 0.82:
+            mirror.release(one)
         elif what < 0.88:
             mirror.truncate(one, max(0, len(mirror.tokens[one]) - draw.randint(0, 5)))
         else:
@@ -144,10 +152,11 @@ def run_randomly(operations: int, every: int, seed: int, shards: int) -> Mirror:
 @pytest.mark.parametrize(
     ("operations", "every"), [(10_000, 250), pytest.param(100_000, 250, marks=pytest.mark.slow)], ids=str
 )
-@pytest.mark.parametrize("shards", [1, 3])
-def test_random_operations(operations: int, every: int, shards: int) -> None:
-    mirror = run_randomly(operations, every, seed=operations, shards=shards)
+@pytest.mark.parametrize(("shards", "window"), [(1, None), (3, None), (1, 9), (3, 9)])
+def test_random_operations(operations: int, every: int, shards: int, window: int | None) -> None:
+    mirror = run_randomly(operations, every, seed=operations, shards=shards, window=window)
     assert mirror.refused > operations / 1000  # it was too full now and then
+    assert (mirror.given_back > operations / 50) == (window is not None)
     for name in list(mirror.tokens):
         mirror.free(name)
     mirror.everything()

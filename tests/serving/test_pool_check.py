@@ -42,6 +42,14 @@ def _share_room(p: PagePool) -> None:
     p._owners.retain([2])
 
 
+def _release(p: PagePool, *, forget: bool) -> None:
+    """Page 0 of 'a', which a window would leave behind; `forget`: only its number stays."""
+    p._window = p._window._replace(tokens=2)
+    p._sequences["a"].released = 1
+    if forget:
+        p._sequences["a"].pages[0] = 8
+
+
 BROKEN: dict[str, Callable[[PagePool], object]] = {
     r"sequence 'a' has page 8 of 8": lambda p: p._sequences["a"].pages.append(8),
     r"sequence 'a' has page 0 2 times": lambda p: p._sequences["a"].pages.append(0),
@@ -62,6 +70,11 @@ BROKEN: dict[str, Callable[[PagePool], object]] = {
     r"a key leads to page 6, whose content isn't known": lambda p: p._index.page_of.update({b"x": 6}),
     r"cached page 0 holds other tokens than sequence 'a'": _spoil_tokens,
     r"page 2 is room of sequence 'a' and has 2 owners": _share_room,
+    r"sequence 'a' has released 1 pages, and its next token sees page 0": lambda p: setattr(
+        p._sequences["a"], "released", 1
+    ),
+    r"sequence 'a' has released page 0, and it is in its table": lambda p: _release(p, forget=False),
+    r"page 0 has 1 references and is in 0 tables": lambda p: _release(p, forget=True),
     r"key 1 of sequence 'a' isn't the one of its tokens": lambda p: p._sequences["a"].keys.__setitem__(1, b""),
 }
 

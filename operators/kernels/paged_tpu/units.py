@@ -55,9 +55,9 @@ def decode_units(
     keys = jnp.minimum(batch.kv_lens, np.int32(geometry.width * geometry.page))
     position = batch.kv_lens - batch.q_lens
     first, end = _pages(geometry, options, position, position, keys)
+    sound = _sound(geometry, operands.page_table, first, keys)
     seq = jnp.arange(geometry.sequences, dtype=np.int32)
     live = wanted & (end > first)
-    sound = _sound(geometry, operands.page_table, keys)
     words, count, _ = _compact(live, Unit(seq, batch.starts, position, first, end, keys, sound))
     return words, count, live
 
@@ -104,9 +104,9 @@ def chunk_units(
     last = position + jnp.minimum(of(rows) - at, block) - 1
     first, end = _pages(geometry, options, position, last, keys)
     live = (number < ends[-1]) & (end > first)
-    sound = of(
-        _sound(geometry, operands.page_table, jnp.minimum(batch.kv_lens, np.int32(geometry.width * geometry.page)))
-    )
+    all_keys = jnp.minimum(batch.kv_lens, np.int32(geometry.width * geometry.page))
+    begin = batch.kv_lens - batch.q_lens
+    sound = of(_sound(geometry, operands.page_table, _pages(geometry, options, begin, begin, all_keys)[0], all_keys))
     words, count, place = _compact(live, Unit(seq, of(starts) + at, position, first, end, keys, sound))
 
     pick = lambda x: x.at[token_seq].get(mode="promise_in_bounds")  # noqa: E731
@@ -139,10 +139,11 @@ def _pages(
     return begin_page, jnp.where(end > begin, end_page, begin_page)
 
 
-def _sound(geometry: Geometry, table: jax.Array, keys: jax.Array) -> jax.Array:
-    """Of each sequence: 1 if the ids of all pages with its keys are in range, else 0."""
+def _sound(geometry: Geometry, table: jax.Array, first: jax.Array, keys: jax.Array) -> jax.Array:
+    """Of each sequence: 1 if the ids of all pages with its keys, from the first that is seen on, are in range, else 0."""
+    slot = jnp.arange(geometry.width, dtype=np.int32)
     pages = lax.div(keys + np.int32(geometry.page - 1), np.int32(geometry.page))
-    beyond = jnp.arange(geometry.width, dtype=np.int32) >= pages[:, None]
+    beyond = (slot < first[:, None]) | (slot >= pages[:, None])
     return (beyond | ((table >= 0) & (table < geometry.pages))).all(axis=1).astype(np.int32)
 
 

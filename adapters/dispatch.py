@@ -1,0 +1,134 @@
+"""What a dispatcher with its own call shape has to translate: logical axes, parts of a softmax, block sizes. Needs jax alone."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from eformer.escale import PartitionAxis
+from jaxtyping import Array, Float
+
+from ..errors import ConfigError, InputError, InputTypeError, a_type, nearest, shown
+from ..operators.arguments import is_array
+from ..operators.splash import SplashConfig
+
+__all__ = ["max_and_sum", "partition_axis_from_rules", "splash_config_from"]
+
+_TRAINING = (
+    "batch_axis", "query_sequence_axis", "key_sequence_axis", "head_axis", "kv_head_axis", "attention_dim_axis",
+    "attention_kv_dim_axis",
+)  # fmt: skip
+_FIELDS = (*_TRAINING, *(f"decode_{name}" for name in _TRAINING), "bias_head_sequence_axis", "bias_key_sequence_axis")
+# What joiners take for the maximum of a row without keys: finite, so that no difference of two is NaN.
+_NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+def partition_axis_from_rules(
+    rules: Mapping[str, Any] | Iterable[tuple[str, Any]], names: Mapping[str, str | None]
+) -> PartitionAxis:
+    """The PartitionAxis of logical axis rules, as flax's and MaxText's are: (logical name, a mesh axis, several, or None).
+
+    names: the logical name of each field, such as {"batch_axis": "activation_batch", "head_axis": "heads"}; a field that isn't
+    named, or is None, is split by nothing, but that a decode_* one follows its own of training, and decode_query_sequence_axis is
+    None. Errors: ConfigError for a field or a logical name that doesn't exist, and for one here that has rules that differ.
+    """
+    known: dict[str, list[tuple[str, ...] | None]] = {}
+    for rule in rules.items() if isinstance(rules, Mapping) else rules:
+        if not isinstance(rule, tuple | list) or len(rule) != 2:
+            raise ConfigError(f"rule {shown(rule)}; wanted (logical name, mesh axis, a tuple of them, or None).")
+        axes = _axes(*rule)
+        if axes not in known.setdefault(rule[0], []):
+            known[rule[0]].append(axes)
+    found: dict[str, Any] = dict.fromkeys((*_TRAINING, "bias_head_sequence_axis", "bias_key_sequence_axis"))
+    for field, name in names.items():
+        if field not in _FIELDS:
+            raise ConfigError(
+                f"{shown(field)} is no field of PartitionAxis that attention reads; wanted {', '.join(_FIELDS)}."
+                + nearest(field, _FIELDS)
+            )
+        if name is not None and name not in known:
+            raise ConfigError(
+                f"{field}={shown(name)}, and no rule has that name; wanted one of {', '.join(map(str, known))}."
+                + nearest(name, known)
+            )
+        if name is not None and len(known[name]) > 1:
+            several = ", ".join(map(shown, known[name]))
+            raise ConfigError(
+                f"{field}={shown(name)} has {len(known[name])} rules, {several}; which one holds would "
+                "depend on the other dimensions of a tensor. Leave one of them."
+            )
+        found[field] = None if name is None else known[name][0]
+    for field in _TRAINING:
+        if field != "query_sequence_axis":
+            found.setdefault(f"decode_{field}", found[field])
+    found.setdefault("decode_query_sequence_axis", None)
+    return PartitionAxis(**found)
+
+
+def _axes(logical: Any, axes: Any) -> tuple[str, ...] | None:
+    parts = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    if (
+        not isinstance(logical, str)
+        or not isinstance(parts, tuple | list)
+        or not all(isinstance(x, str) for x in parts)
+    ):
+        raise ConfigError(f"rule {shown((logical, axes))}; wanted (logical name, mesh axis, a tuple of them, or None).")
+    return tuple(parts) or None
+
+
+def max_and_sum(
+    lse: Float[Array, "batch heads q"], layout: str = "bthd"
+) -> tuple[Float[Array, ...], Float[Array, ...]]:
+    """(max, sum) for a dispatcher that joins parts of a softmax, beside the output of a call with return_lse=True.
+
+    Shapes: both [batch, q, heads, 1] in layout bthd, [batch, heads, q, 1] in bhtd, so that they broadcast with the output. For
+    parts (out, max, sum) such a dispatcher computes sum_i(exp(max_i - m) out_i) / sum_i(exp(max_i - m) sum_i), where m is the
+    greatest max. attnops' outputs are divided by their sums already: the log-sum-exp stands for the max, and 1 for the sum. A
+    row without keys has output 0, and here a large negative number, with which nothing becomes NaN.
+    """
+    if not is_array(lse) or lse.ndim != 3 or not jnp.issubdtype(lse.dtype, jnp.floating):
+        got = f"{lse.dtype}{list(lse.shape)}" if is_array(lse) else a_type(lse)
+        raise InputTypeError(f"lse is {got}; wanted floats [batch, heads, q], as a call with return_lse=True gives.")
+    if layout not in ("bthd", "bhtd"):
+        raise InputError(f"layout={shown(layout)}; wanted 'bthd' or 'bhtd'.")
+    least = jnp.asarray(max(_NOTHING, 0.7 * float(jnp.finfo(lse.dtype).min)), lse.dtype)
+    most = jnp.maximum(lse, jax.lax.stop_gradient(least))
+    most = (most.swapaxes(1, 2) if layout == "bthd" else most)[..., None]
+    return most, jnp.ones_like(most)
+
+
+def splash_config_from(blocks: Any, *, prefix: str = "", ignore: Collection[str] = (), **fields: Any) -> SplashConfig:
+    """The SplashConfig of block sizes as others hold them: jax's BlockSizes, a dict of its names, a config with a prefix.
+
+    prefix: of the attributes or keys that are meant, as in MaxText's sa_block_q; with one, all other names are passed over, and
+    without one every name has to be a field. ignore: names, without the prefix, that have no meaning here. Layouts may be enums,
+    or in capitals. fields: others of SplashConfig, such as kernel="jax". Errors: ConfigError for names that SplashConfig doesn't
+    have, for names to ignore that aren't there or that it has, and where nothing has the prefix.
+    """
+    if isinstance(blocks, Mapping):
+        held = dict(blocks)
+    elif isinstance(blocks, SplashConfig):
+        return blocks.with_fields(fields)
+    else:
+        names = getattr(blocks, "__dataclass_fields__", None) or getattr(blocks, "_fields", None) or vars(blocks)
+        held = {name: getattr(blocks, name) for name in names if not name.startswith("_")}
+    found = {n.removeprefix(prefix): _plain(value) for n, value in held.items() if n.startswith(prefix)}
+    for name in ignore:
+        if name not in found or name in SplashConfig.model_fields:
+            why = "is a field of SplashConfig" if name in found else f"isn't among {', '.join(found) or 'no names'}"
+            raise ConfigError(f"ignore={shown(name)}, which {why}; take it out of ignore.")
+        del found[name]
+    if prefix and not found:
+        raise ConfigError(f"no name begins with {shown(prefix)}; got {', '.join(map(str, held)) or 'nothing'}.")
+    twice = [name for name in fields if name in found]
+    if twice:
+        raise ConfigError(f"{', '.join(twice)}: in the block sizes and beside them; say it once.")
+    return SplashConfig.coerce(found | fields)
+
+
+def _plain(value: Any) -> Any:
+    value = value.name if isinstance(value, enum.Enum) else value
+    return value.lower() if value in ("HEAD_DIM_MINOR", "SEQ_MINOR") else value

@@ -1,0 +1,183 @@
+"""TorchCall: torch tensors to a declared attention and back, with JAX's gradient as torch's; what torch's front doors share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from ..errors import RefusedError
+from ..operators.attention import Attention
+from .front import attend
+from .torch_tensors import dropout_key, is_torchax, to_jax, to_torch
+
+__all__ = ["DTYPES", "CallOptions", "TorchCall"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KEPT = 512  # compiled calls of one function
+_ROUNDED = (
+    "keys are rounded up to {}, of which those that came count (kv_lengths), so that a growing cache compiles once for each "
+    "power of 2; round_lengths=False of the adapter turns it off"
+)
+_LEAST = 32  # keys that a rounded call has at least
+
+
+class CallOptions(NamedTuple):
+    """What gets compiled in. `shape`: of the output [..., heads, q, value_dim]."""
+
+    causal: bool
+    scale: float | None
+    dropout_p: float
+    shape: tuple[int, ...]
+    soft_cap: float | None = None
+    window: tuple[int, int] | None = None
+
+
+class TorchCall:
+    """A declared attention behind torch's tensors. `attention.plans` are the plans of the calls so far.
+
+    round_lengths: in calls of fewer queries than keys, and of one query, as decoding from a growing cache makes them, keys are
+    rounded up to a power of 2, at least 32, of which no query sees the added ones: a generation compiles once for each of few
+    sizes, and not for each token.
+    """
+
+    def __init__(self, attention: Attention, round_lengths: bool = True) -> None:
+        self.attention, self.round_lengths = attention, round_lengths
+        self._compiled: dict[CallOptions, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+    def run(self, given: dict[str, torch.Tensor], options: CallOptions, *, compiled: bool) -> torch.Tensor:
+        """Attend to tensors by their names in a call, [..., heads, length, dim]. `compiled`: the whole call is one program, to
+        which values of masks aren't known; so are rounded calls, and those with a gradient.
+        """
+        given, lengths = self._rounded(given)
+        rng = dropout_key(given["query"]) if options.dropout_p > 0 else None
+        if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
+            return _Differentiable.apply(self, options, (rng, lengths), tuple(given), *given.values())
+        arrays, home = to_jax(self.attention, given)
+        if compiled or lengths is not None:
+            return to_torch(self.programs(options)[0](arrays, rng, lengths), home)
+        return to_torch(_attend(self.attention, options, arrays, rng, lengths), home)
+
+    def _rounded(self, given: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], np.ndarray | None]:
+        """The tensors with as many keys as are compiled for, and how many of them count, [1]; None where nothing is added."""
+        q_len, keys = given["query"].shape[-2], given["key"].shape[-2]
+        grows = q_len < keys or q_len == 1
+        # A file that declares lengths, or a segment for each key, wants them from the call.
+        if not (self.round_lengths and grows) or is_torchax(given["query"]) or self._declares_keys():
+            return given, None
+        size = max(_LEAST, 1 << (keys - 1).bit_length())
+        more, found = size - keys, dict(given)
+        if more:
+            for name in ("key", "value"):
+                found[name] = torch.nn.functional.pad(given[name], (0, 0, 0, more))
+            for name in ("mask", "bias"):
+                if name in given and given[name].shape[-1] == keys:  # else 1, which stands for all keys
+                    found[name] = torch.nn.functional.pad(given[name], (0, more))
+        return found, np.full((1,), keys, np.int32)
+
+    def _declares_keys(self) -> bool:
+        call = self.attention.declaration.call
+        return any(getattr(call, name) is not None for name in ("kv_lengths", "kv_starts", "segment_ids"))
+
+    def programs(self, options: CallOptions) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """The compiled call, and that which also gives its pull-back: of the arrays to differentiate, and the others."""
+        found = self._compiled.get(options)
+        if found is not None:
+            return found
+
+        def call(arrays: dict[str, Any], rng: Any, lengths: Any) -> Any:
+            return _attend(self.attention, options, arrays, rng, lengths)
+
+        def forward(inexact: dict[str, Any], rest: dict[str, Any], rng: Any, lengths: Any) -> Any:
+            return jax.vjp(lambda x: call({**x, **rest}, rng, lengths), inexact)
+
+        if len(self._compiled) >= _KEPT:
+            self._compiled.clear()
+        return self._compiled.setdefault(options, (jax.jit(call), jax.jit(forward)))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.attention, self.round_lengths)
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.attention, self.round_lengths
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, type(self)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((type(self).__name__, *self._key()))
+
+
+class _Differentiable(torch.autograd.Function):
+    """JAX's gradient as torch's. Only what requires a gradient is differentiated: a bias' own is as large as the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: TorchCall, options: CallOptions, others: Any, names: tuple[str, ...], *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        arrays, home = to_jax(function.attention, dict(zip(names, tensors, strict=True)))
+        wanted = tuple(name for name, need in zip(names, ctx.needs_input_grad[4:], strict=True) if need)
+        inexact = {name: arrays.pop(name) for name in wanted}
+        out, ctx.pull = function.programs(options)[1](inexact, arrays, *others)
+        ctx.names, ctx.attention = names, function.attention
+        result = to_torch(out, home)
+        # The pull-back holds their memory; so torch's own check finds one that was changed in place.
+        ctx.save_for_backward(*tensors, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # once_differentiable would let some of these pass, without a gradient
+            raise RefusedError(
+                "create_graph=True: attnops' attention has one derivative behind torch's autograd, not two; take the second in "
+                "JAX, or use torch's own there."
+            )
+        _ = ctx.saved_tensors  # raises where one was changed in place
+        arrays, home = to_jax(ctx.attention, {"gradient": gradient})
+        (found,) = _backward(ctx.pull, arrays["gradient"])
+        return (None, None, None, None, *(to_torch(found[n], home) if n in found else None for n in ctx.names))
+
+
+@jax.jit
+def _backward(pull: Any, gradient: jax.Array) -> Any:
+    return pull(gradient)
+
+
+def _attend(attention: Attention, options: CallOptions, arrays: dict[str, Any], rng: Any, lengths: Any) -> jax.Array:
+    """The call, on arrays; query, key and value get the batch dimensions and heads that torch would broadcast them to."""
+    query, key, value = (
+        arrays[n].reshape((1,) * (3 - arrays[n].ndim) + arrays[n].shape) for n in ("query", "key", "value")
+    )
+    batch = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    kv_heads = max(key.shape[-3], value.shape[-3])
+    q_heads = max(query.shape[-3], kv_heads)
+    query, key, value = (
+        jnp.broadcast_to(x, (*batch, heads, *x.shape[-2:]))
+        for x, heads in ((query, q_heads), (key, kv_heads), (value, kv_heads))
+    )
+    positioned = options.causal or options.window is not None
+    found = attend(
+        attention,
+        query,
+        key,
+        value,
+        layout="bhtd",
+        causal=options.causal,
+        sliding_window=options.window,
+        query_offset=0 if positioned else None,
+        mask=arrays.get("mask"),
+        bias=arrays.get("bias"),
+        softmax_aux=arrays.get("softmax_aux"),
+        softmax_scale=options.scale,
+        logits_soft_cap=options.soft_cap,
+        dropout_prob=options.dropout_p,
+        dropout_rng=rng,
+        deterministic=False,
+        kv_lengths=None if lengths is None else jnp.broadcast_to(lengths, (int(np.prod(batch)),)),
+        remarks=() if lengths is None else (_ROUNDED.format(key.shape[-2]),),
+    )
+    return found.output.reshape(options.shape)

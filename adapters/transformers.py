@@ -1,0 +1,165 @@
+"""transformers: attention for its AttentionInterface, and masks for its AttentionMaskInterface. Needs torch and transformers.
+
+`register()` once, then `attn_implementation="attnops"` in from_pretrained, from_config or set_attn_implementation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, InputError, InputTypeError, a_type, shown
+from ..operators.attention import Attention
+from ..operators.attention_keywords import is_operation_name
+from .extra import extra
+from .front import Declared, declared_attention
+
+with extra("torch"):
+    import torch
+
+    from .torch_call import DTYPES, CallOptions, TorchCall
+    from .torch_tensors import check_tensor
+with extra("transformers"):
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+__all__ = ["TransformersAttention", "attention_for", "register"]
+
+# What models hand to every attention function and none computes with: positions are in the masks and the rotations.
+_OF_OTHERS = frozenset({
+    "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict",
+    "num_items_in_batch", "logits_to_keep", "deterministic", "position_embeddings", "token_type_ids", "labels",
+})  # fmt: skip
+_HINTS = {
+    "output_attentions": "attnops returns no weights here; use attn_implementation='eager' for them",
+    "cache": "pages of continuous batching aren't taken; use its own attention there",
+}
+_PACKED = "lengths of packed sequences are Flash Attention's; leave them out: masks follow from position_ids"
+_HINTS |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"), _PACKED)
+
+
+def register(
+    declared: Declared = "vanilla", *, name: str | None = None, round_lengths: bool = True, **keywords: Any
+) -> str:
+    """Make `attn_implementation` of this name run what is declared, masks included; returns the name.
+
+    declared: an operation's name with keywords of an Attention, an Attention, a declaration or its path. name: by default
+    "attnops", and "attnops:FILE" for a path. round_lengths: see TorchCall. A name that is registered again is replaced, in
+    models that exist too. Errors: ConfigError for a declaration with "enabled": false.
+    """
+    attention = attention_for(declared, round_lengths=round_lengths, **keywords)
+    if name is None:
+        of_file = isinstance(declared, Path) or (isinstance(declared, str) and not is_operation_name(declared))
+        name = f"attnops:{declared}" if of_file else "attnops"
+    if (
+        not isinstance(name, str)
+        or name in ("eager", "sdpa", "flex_attention")
+        or name.startswith(("flash_", "paged|"))
+    ):
+        raise ConfigError(
+            f"name={shown(name)}; wanted a string that transformers doesn't use itself, such as 'attnops'."
+        )
+    AttentionInterface.register(name, attention)
+    # Without masks of its own, a name gets none at all from transformers.
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
+
+
+def attention_for(declared: Declared, *, round_lengths: bool = True, **keywords: Any) -> TransformersAttention:
+    """The function that `register` registers."""
+    attention: Attention = declared_attention(declared, keywords)
+    if not attention.enabled:
+        raise ConfigError('the declaration says "enabled": false; say attn_implementation="sdpa" in its place.')
+    return TransformersAttention(attention, round_lengths)
+
+
+class TransformersAttention(TorchCall):
+    """A declared attention with the signature of transformers' attention functions.
+
+    `attention.plans` are the plans of the calls so far, of all layers and models that use it.
+    """
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        s_aux: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend; differentiable once, in s_aux and position_bias too.
+
+        Shapes: query [batch, heads, q, dim], key and value [batch, kv_heads, kv, dim]; attention_mask, bool or added, and
+        position_bias, added, broadcast to [batch, heads, q, kv]; s_aux [heads]. Returns [batch, q, heads, value_dim] and None.
+        Without a mask a call of several queries is causal, from the first key, if the module is or is_causal says so, and
+        sees the last `sliding_window` keys. Errors: InputError, InputTypeError, ConfigError say what is refused.
+        """
+        _check_others(others)
+        given = {"query": query, "key": key, "value": value}
+        for name, x in given.items():
+            check_tensor(name, x, DTYPES)
+            if x.ndim != 4:
+                raise InputError(f"{name} has shape {tuple(x.shape)}; wanted [batch, heads, length, dim].")
+        if len({x.dtype for x in given.values()}) > 1:
+            raise InputTypeError(
+                f"query, key and value are {query.dtype}, {key.dtype}, {value.dtype}; wanted one dtype."
+            )
+        for name, added in (("attention_mask", attention_mask), ("position_bias", position_bias)):
+            if added is None:
+                continue
+            check_tensor(name, added, DTYPES if name == "position_bias" else (torch.bool, *DTYPES))
+            if added.dtype == torch.bool:
+                given["mask"] = added
+            else:
+                given["bias"] = given["bias"] + added if "bias" in given else added
+        if s_aux is not None:
+            check_tensor("s_aux", s_aux, DTYPES)
+            given["softmax_aux"] = s_aux
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+        options = CallOptions(
+            causal,
+            scaling,
+            float(dropout),
+            (*query.shape[:3], value.shape[3]),
+            None if not softcap else float(softcap),
+            _window(sliding_window, attention_mask, causal, key.shape[2]),
+        )
+        return self.run(given, options, compiled=True).transpose(1, 2).contiguous(), None
+
+    def __repr__(self) -> str:
+        return f"{__name__}.attention_for({self.attention.declared().to_json(indent=None)})"
+
+
+def _window(tokens: Any, mask: torch.Tensor | None, causal: bool, keys: int) -> tuple[int, int] | None:
+    """The window of a call without a mask; a mask has it already, as `register` has transformers make them."""
+    if tokens is None or mask is not None:
+        return None
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise InputTypeError(f"sliding_window is {shown(tokens)}; wanted a number of tokens, or None.")
+    if causal:
+        return tokens - 1, 0  # the query's own is one of them
+    if keys > tokens:
+        raise InputError(
+            f"sliding_window={tokens} with {keys} keys, no mask and no causality says not which keys are seen; pass a mask, as "
+            "models do whose attention was put in by register()."
+        )
+    return None
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if name in _OF_OTHERS or value is None or value is False:
+            continue
+        raise ConfigError(
+            f"{name} ({a_type(value)}) is given to the attention function, which has no use for it: "
+            f"{_HINTS.get(name, 'if it changes what is computed, put it into the mask or the bias')}."
+        )

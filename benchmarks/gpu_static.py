@@ -1,0 +1,204 @@
+"""attnops' kernels for GPUs against JAX's and tokamax's in Pallas' Triton flavour, by the same compiler, without a GPU.
+
+    python benchmarks/gpu_static.py --json FILE [--only TEXT]     (an environment with attnops[cuda-compile,cuda-sass,tokamax])
+    python benchmarks/gpu_static.py --json FILE --report
+
+All are compiled for described GPUs. Of each kernel's loops over tiles the instructions are counted, and the cycles for which a
+warp waits by the compiler's own schedule summed; both are set over the logits that the mask leaves: times the warps of a tile and
+the tiles that the loop goes through. So tiles that a mask leaves nothing of cost what they cost. Waits for memory and for the
+tensor cores' results aren't in the sums, and nothing here was timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from attnops import Causal, Full, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops.operators.kernels.flash.visits import visits
+from attnops.operators.local_mask import LocalMask
+from attnops.verify.gpu.gpu_kernels import GpuKernelUse, gpu_kernels
+from attnops.verify.gpu.gpu_mesh import described_gpus
+from attnops.verify.gpu.gpu_specs import gpu_specs
+
+TARGETS = ("a100", "h100", "b200")
+BATCH, LENGTH, HEADS = 2, 4096, 16
+MASKS = {"full": Full(), "causal": Causal(), "window": Causal() & SlidingWindow(1023)}
+WHO = ("attnops", "jax", "tokamax")
+PASSES = ("forward", "backward")
+
+
+def cases() -> list[dict[str, Any]]:
+    """What is compiled. JAX's kernel and tokamax's know no window, and would go through a causal mask's tiles."""
+    return [
+        {"target": target, "dim": dim, "mask": mask, "pass": part, "who": who}
+        for target in TARGETS
+        for dim in (64, 128, 256)
+        for part in PASSES
+        for mask in MASKS
+        for who in WHO
+        if not (who == "tokamax" and part == "backward")  # XLA's there
+    ]
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """Compile, and read the loops."""
+    mesh = described_gpus(case["target"])
+    here = NamedSharding(mesh, PartitionSpec())
+    x = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, case["dim"]), jnp.bfloat16, sharding=here)
+    run, loops_of = {"attnops": _attnops, "jax": _jax, "tokamax": _tokamax}[case["who"]](case, mesh)
+
+    def loss(*qkv: Any) -> Any:
+        return run(*qkv).astype(jnp.float32).sum()
+
+    function = run if case["pass"] == "forward" else jax.grad(loss, (0, 1, 2))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(function, out_shardings=here).trace(x, x, x).lower(lowering_platforms=("cuda",)).compile()
+    kernels = gpu_kernels(compiled, compiled.as_text(), gpu_specs()[case["target"]])
+    live = _live(case["mask"])
+    instructions = stalls = 0.0
+    used = []
+    for kernel in kernels:
+        counts = loops_of(kernel)
+        if not counts:
+            continue
+        assert kernel.loops is not None, "nvdisasm isn't there: pip install 'attnops[cuda-sass]'"
+        assert len(kernel.loops) == len(counts), f"{kernel.name} has {len(kernel.loops)} loops; wanted {len(counts)}"
+        warps = (kernel.threads or 0) // 32
+        for one, tiles in zip(kernel.loops, counts, strict=True):
+            instructions += one.loop.instructions * warps * tiles / live
+            stalls += one.loop.stall_cycles * warps * tiles / live
+        used.append({"kernel": kernel.name, "registers": kernel.registers, "stack": kernel.stack_bytes, "warps": warps})
+    return {"instructions": instructions, "stalls": stalls, "kernels": used}
+
+
+def _live(name: str) -> int:
+    rows = np.arange(LENGTH)[:, None]
+    return int(np.broadcast_to(MASKS[name].test(rows, rows, np.arange(LENGTH)[None]), (LENGTH, LENGTH)).sum())
+
+
+def _attnops(case: dict[str, Any], mesh: Any) -> Any:
+    metadata = OperationMetadata(mesh=mesh, fallback="error", tuning="off")
+    attend = OperationRegistry.create("flash_attn2", metadata)
+    mask = MASKS[case["mask"]]
+    x = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, case["dim"]), jnp.bfloat16)
+    config: Any = attend.plan(x, x, x, mask=mask).config
+    sizes = {
+        "attnops_flash_forward": (config.block_q, config.block_kv, "q"),
+        "attnops_flash_dkv": (config.block_q_dkv, config.block_kv_dkv, "kv"),
+        "attnops_flash_dq": (config.block_q_dq, config.block_kv_dq, "q"),
+    }
+
+    def loops_of(kernel: GpuKernelUse) -> list[int]:
+        """Tiles of the loop without a mask, then of that with it."""
+        if (kernel.name == "attnops_flash_forward") == (case["pass"] == "backward"):
+            return []
+        block_q, block_kv, slow = sizes[kernel.name]
+        table = visits(LocalMask(mask, 0, LENGTH, LENGTH, 0), block_q, block_kv, slow)
+        assert table.neighbours
+        first, full, after_full, after = np.asarray(table.table)[0].T
+        counts = ((after_full - full).sum(), (full - first + after - after_full).sum())
+        return [int(n) for n, some in zip(counts, (table.some_full, table.some_partial), strict=True) if some]
+
+    return (lambda q, k, v: attend(q, k, v, mask=mask).attention_outputs), loops_of
+
+
+def _jax(case: dict[str, Any], mesh: Any) -> Any:
+    from jax.experimental.pallas.ops.gpu import attention
+
+    del mesh
+    causal, sizes = case["mask"] != "full", attention.BlockSizes.get_default()
+
+    def tiles(rows: int, keys: int) -> int:
+        """Of a pass by blocks of rows: up to the last key that the block's last row sees."""
+        ends = -(-rows * (np.arange(LENGTH // rows) + 1) // keys)
+        return int(ends.sum()) if causal else (LENGTH // rows) * (LENGTH // keys)
+
+    def loops_of(kernel: GpuKernelUse) -> list[int]:
+        if kernel.name == "mha_forward" and case["pass"] == "forward":
+            return [tiles(sizes.block_q, sizes.block_k)]
+        if kernel.name == "mha_backward":
+            firsts = np.arange(LENGTH // sizes.block_kv_dkv) * sizes.block_kv_dkv // sizes.block_q_dkv
+            of_keys = int((LENGTH // sizes.block_q_dkv - firsts * causal).sum())
+            return [of_keys, tiles(sizes.block_q_dq, sizes.block_kv_dq)]
+        return []
+
+    scale = case["dim"] ** -0.5
+    return (lambda q, k, v: attention.mha(q, k, v, None, scale, causal, block_sizes=sizes)), loops_of
+
+
+def _tokamax(case: dict[str, Any], mesh: Any) -> Any:
+    from absl import flags
+    from tokamax._src.ops.attention import pallas_triton
+
+    del mesh
+    flags.FLAGS.mark_as_parsed()  # tokamax reads them
+    causal = case["mask"] != "full"
+    block, warps, stages = 64, 4, 2  # tokamax's own choice for 16 bits
+    config = pallas_triton.Config(block_q=block, block_k=block, num_stages=stages, num_warps=warps)
+    attend = type("Here", (pallas_triton.PallasTritonFlashAttention,), {"supported_on": lambda *_: True})(config=config)
+    count = LENGTH // block
+
+    def loops_of(kernel: GpuKernelUse) -> list[int]:
+        # The tile on the diagonal is no loop: it is counted as the others.
+        return [count * (count + 1) // 2] if causal else [count * count]
+
+    return (lambda q, k, v: attend(q, k, v, is_causal=causal)), loops_of
+
+
+def name_of(case: dict[str, Any]) -> str:
+    """`h100 64 causal forward attnops`."""
+    return " ".join(str(case[key]) for key in ("target", "dim", "mask", "pass", "who"))
+
+
+def report(rows: dict[str, Any]) -> None:
+    """A table: stalls and instructions a live logit, and the ratios to the rivals."""
+    print(f"{'':27}  {'attnops':>15}  {'jax':>15}  {'tokamax':>15}  {'/jax':>6}  {'/tokamax':>8}")
+    for case in cases():
+        if case["who"] != "attnops":
+            continue
+        found = [rows.get(name_of(case | {"who": who}), {}) for who in WHO]
+        cells = [f"{one['stalls']:.3f} / {one['instructions']:.3f}" if "stalls" in one else "-" for one in found]
+        ratios = [f"{found[0]['stalls'] / one['stalls']:.2f}" if "stalls" in one else "-" for one in found[1:]]
+        print(
+            f"{name_of(case)[:-8]:27}  {cells[0]:>15}  {cells[1]:>15}  {cells[2]:>15}  {ratios[0]:>6}  {ratios[1]:>8}"
+        )
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--report", action="store_true")
+    options = parser.parse_args()
+    data = json.loads(options.json.read_text()) if options.json.exists() else {"rows": {}}
+    data["versions"] = {"jax": jax.__version__}
+    if options.report:
+        report(data["rows"])
+        return
+    for case in cases():
+        name = name_of(case)
+        if name in data["rows"] or options.only not in name:
+            continue
+        try:
+            data["rows"][name] = measure(case)
+        except Exception as error:  # the compiler's own among them
+            data["rows"][name] = {"failure": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+        print(name, data["rows"][name], file=sys.stderr, flush=True)
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

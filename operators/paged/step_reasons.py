@@ -1,0 +1,60 @@
+"""What is against a method for a step over pages, whichever it is: its mask, its features, its window, its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from ...planning import Reason, Rule
+from ...planning.paged.paged_problem import PagedProblem, causal_window
+
+__all__ = ["DTYPE", "SOFTMAX", "step_reasons"]
+
+SOFTMAX = Rule(
+    "paged.softmax_dtype",
+    "runtime_softmax_dtype",
+    lambda p, c: p.softmax_dtype == "float32",
+    "softmax dtype {p.softmax_dtype}: over pages it is float32",
+    "Leave runtime_softmax_dtype at float32.",
+)
+DTYPE = Rule(
+    "paged.dtype",
+    "runtime_dtype",
+    lambda p, c: p.runtime_dtype in ("float32", "bfloat16", "float16"),
+    "runtime dtype {p.runtime_dtype}: queries over pages are float32, bfloat16 or float16",
+    "Leave runtime_dtype out, or declare one of these.",
+)
+
+
+def step_reasons(problem: PagedProblem, method: str, consumes: Set[str], name: str, layout: str | None) -> list[Reason]:
+    """`consumes` are the method's features, `layout` that of the pages that the operation's name stands for."""
+    found = []
+    if causal_window(problem.mask) is None:
+        text = f"the mask {problem.mask.describe()}: over pages it is Causal and SlidingWindow, by positions"
+        found.append(Reason("paged.mask", "mask", text, "Attend to a dense cache with 'vanilla' for any other."))
+    found += _window_reasons(problem)
+    for feature in sorted(problem.features - consumes - problem.mask.features()):
+        hint = "Leave it out, or declare fallback='allow'."
+        found.append(Reason(f"feature.{feature}", feature, f"{method} has no {feature}", hint))
+    if layout not in (None, problem.layout):
+        text = f"{name} stands for pages of layout {layout!r}, and the cache declares {problem.layout!r}"
+        hint = f"Declare cache.layout={layout!r}, or use the operation 'paged'."
+        found.append(Reason("paged.layout", "cache.layout", text, hint))
+    return found
+
+
+def _window_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
+    """The reason against a window that is larger than the one for which the layer's pages are kept."""
+    seen, kept = causal_window(problem.mask), problem.cache.window_tokens
+    if seen is None or kept is None or problem.mode == "insert":
+        return ()
+    left = seen[1][0]
+    if left is not None and left < kept:
+        return ()
+    text = (
+        f"the mask {problem.mask.describe()} sees more than the window of {kept} tokens for which the cache keeps these layers' "
+        "pages: older ones may hold another sequence"
+    )
+    hint = (
+        f"Give sliding_window=({kept - 1}, 0) or a smaller one, or declare the layer in a group without window_tokens."
+    )
+    return (Reason("paged.window_prefix", "sliding_window", text, hint),)

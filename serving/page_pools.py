@@ -1,0 +1,169 @@
+"""The pools of a cache whose layers are in groups: each has pages of its own, and sequences grow in all of them together."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from ..errors import InputError
+from .checked_arguments import token_array, whole_number
+from .page_pool import PagePool
+from .prefix_index import chain_keys
+from .results import Growth, PageCounts, PrefixMatch
+from .sequence_state import SequenceState
+
+if TYPE_CHECKING:
+    from ..planning.cache.cache_plan import CachePlan
+
+__all__ = ["PagePools"]
+
+_T = TypeVar("_T")
+
+
+class PagePools:
+    """A PagePool for each group of layers. Every call is made of all of them, and what comes back is a tuple in their order.
+
+    A prefix is matched as far as every group has what its layers see of it. A call that raises has changed none of the pools.
+    Errors: those of PagePool; InputError for pools that can't have the same sequences.
+    """
+
+    def __init__(self, pools: Sequence[PagePool]) -> None:
+        self.pools = tuple(pools)
+        if not self.pools:
+            raise InputError("PagePools of no pools; wanted one for each group of layers.")
+        alike = {(pool.page_size, pool.prefix_sharing, len(pool)) for pool in self.pools}
+        if len(alike) > 1 or len(self):
+            raise InputError("pools of one cache have the same page_size and prefix_sharing, and no sequences yet.")
+
+    @classmethod
+    def of(cls, plan: CachePlan, *, prefix_sharing: bool = True) -> PagePools:
+        """The pools of one data-parallel shard, as the plan of a cache says."""
+        return cls(
+            [
+                PagePool(
+                    group.local_pages,
+                    group.cache.page_size,
+                    max_pages_per_sequence=group.table_width,
+                    prefix_sharing=prefix_sharing,
+                    scrub_on_free=group.cache.scrub_on_free,
+                    sequence_shards=group.sequence_shards,
+                    window_tokens=group.window_tokens,
+                )
+                for group in plan.groups
+            ]
+        )
+
+    # -- sequences grow -----------------------------------------------------------------------------------------------
+
+    def alloc(self, sequence: Hashable, tokens: int) -> tuple[Growth, ...]:
+        """See PagePool.alloc. With a window, ask for no more than the next step's tokens: room isn't given back."""
+        tokens = whole_number("tokens", tokens, 0)
+        self._could_grow(sequence, tokens, new=True)
+        return self._each(lambda pool: pool.alloc(sequence, tokens))
+
+    def append(self, sequence: Hashable, token_ids: Iterable[int]) -> tuple[Growth, ...]:
+        """See PagePool.append."""
+        ids = token_array(token_ids)
+        self._could_grow(sequence, len(ids))
+        return self._each(lambda pool: pool.append(sequence, ids))
+
+    def append_count(self, sequence: Hashable, tokens: int) -> tuple[Growth, ...]:
+        """See PagePool.append_count."""
+        tokens = whole_number("tokens", tokens, 0)
+        self._could_grow(sequence, tokens)
+        return self._each(lambda pool: pool.append_count(sequence, tokens))
+
+    def truncate(self, sequence: Hashable, length: int) -> None:
+        """See PagePool.truncate."""
+        self._each(lambda pool: pool._truncated(sequence, length))
+        self._each(lambda pool: pool.truncate(sequence, length))
+
+    def fork(self, parent: Hashable, child: Hashable) -> None:
+        """See PagePool.fork."""
+        self._each(lambda pool: pool.fork(parent, child))
+
+    def free(self, sequence: Hashable) -> None:
+        """See PagePool.free."""
+        self._each(lambda pool: pool.free(sequence))
+
+    def release(self, sequence: Hashable) -> tuple[int, ...]:
+        """See PagePool.release: how many pages each pool got back, 0 where the layers see all tokens."""
+        return self._each(lambda pool: pool.release(sequence))
+
+    # -- prefixes -----------------------------------------------------------------------------------------------------
+
+    def publish(self, sequence: Hashable) -> None:
+        """See PagePool.publish. Do so before `release`: what is given back unpublished is found by nobody."""
+        self._each(lambda pool: pool.publish(sequence))
+
+    def match(self, token_ids: Iterable[int]) -> tuple[PrefixMatch, ...]:
+        """See PagePool.match: the longest prefix of all pools."""
+        common = self._common(token_array(token_ids))
+        return self._each(lambda pool: pool.match(common))
+
+    def adopt(self, sequence: Hashable, token_ids: Iterable[int], tokens: int = 0) -> tuple[Growth, ...]:
+        """See PagePool.adopt: `matched` is the same in all."""
+        tokens, common = whole_number("tokens", tokens, 0), self._common(token_array(token_ids))
+        for pool in self.pools:
+            state, pages = pool._adopted(sequence, common)
+            pool._wanted(sequence, state, tokens, pages)
+        return self._each(lambda pool: pool.adopt(sequence, common, tokens))
+
+    # -- for the device -----------------------------------------------------------------------------------------------
+
+    def page_tables(self, sequences: Sequence[Hashable | None], width: int | None = None) -> tuple[np.ndarray, ...]:
+        """See PagePool.page_table."""
+        return self._each(lambda pool: pool.page_table(sequences, width))
+
+    def kv_lens(self, sequences: Sequence[Hashable | None]) -> np.ndarray:
+        """See PagePool.kv_lens: the same for all."""
+        return self.pools[0].kv_lens(sequences)
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def __contains__(self, sequence: Hashable) -> bool:
+        """Whether a sequence is here."""
+        return sequence in self.pools[0]
+
+    def __len__(self) -> int:
+        """How many sequences there are."""
+        return len(self.pools[0])
+
+    def __repr__(self) -> str:
+        return f"PagePools({', '.join(map(repr, self.pools))})"
+
+    def counts(self) -> tuple[PageCounts, ...]:
+        """See PagePool.counts."""
+        return self._each(lambda pool: pool.counts())
+
+    def check(self) -> None:
+        """See PagePool.check; and the pools have the same sequences."""
+        self._each(lambda pool: pool.check())
+        first = self.pools[0]
+        for pool in self.pools[1:]:
+            lengths = [{name: state.length for name, state in one._sequences.items()} for one in (first, pool)]
+            if lengths[0] != lengths[1]:
+                raise InputError(
+                    "the pools have other sequences; wanted every call made of PagePools, and of no pool alone."
+                )
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _each(self, call: Callable[[PagePool], _T]) -> tuple[_T, ...]:
+        return tuple(call(pool) for pool in self.pools)
+
+    def _could_grow(self, sequence: Hashable, tokens: int, *, new: bool = False) -> None:
+        """Ask every pool before one is changed. Errors: those of growing."""
+        for pool in self.pools:
+            state = (pool._find(sequence) or SequenceState()) if new else pool._get(sequence)
+            pool._wanted(sequence, state, tokens)
+
+    def _common(self, ids: array[int]) -> array[int]:
+        """As many of these tokens as all pools have the longest prefix of."""
+        size = self.pools[0].page_size
+        keys = list(chain_keys(ids, size))
+        count = max(set[int].intersection(*(pool._index.lengths(keys, pool._window) for pool in self.pools)))
+        return ids[: count * size]

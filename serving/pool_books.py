@@ -1,0 +1,109 @@
+"""PoolBooks: what a page pool knows of its sequences, and what a call would take of it; nothing here changes anything."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Sequence
+
+from ..errors import CapacityError, InputError, InputTypeError, UnknownNameError, shown
+from .checked_arguments import whole_number
+from .page_owners import PageOwners
+from .prefix_index import PrefixIndex
+from .sequence_state import SequenceState
+from .window import Window
+
+__all__ = ["PoolBooks"]
+
+
+class PoolBooks:
+    """The books of a PagePool, which makes and changes them."""
+
+    pages: int
+    page_size: int
+    max_pages_per_sequence: int | None
+    sequence_shards: int
+    _window: Window
+    _sequences: dict[Hashable, SequenceState]
+    _index: PrefixIndex
+    _owners: PageOwners
+
+    def _find(self, sequence: Hashable) -> SequenceState | None:
+        if sequence is None:
+            raise InputTypeError("a sequence's id is None; wanted anything else: None is an empty row of a page table.")
+        try:
+            return self._sequences.get(sequence)
+        except TypeError:
+            raise InputTypeError(
+                f"sequence {shown(sequence)} isn't hashable; wanted an id such as an int or a str."
+            ) from None
+
+    def _get(self, sequence: Hashable) -> SequenceState:
+        state = self._find(sequence)
+        if state is None:
+            raise UnknownNameError(
+                f"no sequence {shown(sequence)} is in the pool ({len(self._sequences)} are). "
+                "Hint: alloc, adopt or fork starts one; free forgets it, so it is freed once."
+            )
+        return state
+
+    def _must_be_new(self, sequence: Hashable) -> None:
+        if self._find(sequence) is not None:
+            raise InputError(
+                f"sequence {shown(sequence)} is in the pool already; wanted a new id. Hint: free it first."
+            )
+
+    def _truncated(self, sequence: Hashable, length: int) -> tuple[SequenceState, int]:
+        """The sequence and its new length. Errors: those of truncate."""
+        state = self._get(sequence)
+        length = whole_number("length", length, 0, state.length)
+        if self._window.first_kept(length) < state.released:
+            raise InputError(
+                f"sequence {shown(sequence)} of {state.length} tokens cut to {length}: its next token would see pages that were "
+                f"released, the first {state.released}. Hint: release after truncate."
+            )
+        return state, length
+
+    def _adopted(self, sequence: Hashable, ids: array[int]) -> tuple[SequenceState, list[int]]:
+        """A new sequence on the longest prefix that is here, and its pages, not yet counted. Errors: for one that is here."""
+        self._must_be_new(sequence)
+        keys, pages = self._index.walk(ids, self._window)
+        matched, released = len(keys) * self.page_size, len(keys) - len(pages)
+        table = array("i", [self.pages]) * released + array("i", pages)
+        return SequenceState(matched, table, ids[:matched], keys, released), pages
+
+    def _wanted(
+        self, sequence: Hashable, state: SequenceState, tokens: int, adopted: Sequence[int] = ()
+    ) -> tuple[list[int], int | None, bool]:
+        """(the shards of new pages, the page that is written first beside them, whether it has to be copied). Nothing changes.
+        Errors: those of growing."""
+        owners = self._owners
+        inside, offset = divmod(state.length, self.page_size)
+        last = state.pages[inside] if offset and tokens else None
+        copied = last is not None and owners.references[last] > 1
+        reached = -(-(state.length + tokens) // self.page_size)
+        if self.max_pages_per_sequence is not None and reached > self.max_pages_per_sequence:
+            raise InputError(
+                f"sequence {shown(sequence)} of {state.length} tokens would get {tokens} more, on {reached} pages; "
+                f"max_pages_per_sequence is {self.max_pages_per_sequence}. Hint: end the sequence, or declare a wider table."
+            )
+        n = self.sequence_shards
+        shards = [inside % n] * copied + [number % n for number in range(len(state.pages), reached)]
+        self._must_have(sequence, shards, tokens, adopted)
+        return shards, last, copied
+
+    def _must_have(self, sequence: Hashable, shards: Sequence[int], tokens: int, adopted: Sequence[int]) -> None:
+        """So many pages of each shard; `adopted` are kept. Errors: CapacityError."""
+        owners, n = self._owners, self.sequence_shards
+        each = self.pages // n
+        kept = [page % n for page in adopted if page not in owners.references]
+        for shard in range(n):
+            wanted, available = shards.count(shard), owners.available_on(shard) - kept.count(shard)
+            if wanted > available:
+                where = "" if n == 1 else f" on sequence shard {shard} of {n}"
+                raise CapacityError(
+                    f"sequence {shown(sequence)} wants {wanted} {'page' if wanted == 1 else 'pages'}{where} for {tokens} more "
+                    f"tokens; {available} of {each} can be had, and {each - available} are in use. "
+                    "Hint: free a sequence, or make the pool larger.",
+                    wanted,
+                    available,
+                )

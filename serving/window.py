@@ -1,0 +1,18 @@
+"""Window: which pages of a sequence its next token sees."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Window"]
+
+
+class Window(NamedTuple):
+    """tokens: how many a query sees at most, itself among them; None: all."""
+
+    tokens: int | None
+    page_size: int
+
+    def first_kept(self, length: int) -> int:
+        """The first page that a query at position `length`, or a later one, sees."""
+        return 0 if self.tokens is None else max(0, length - self.tokens + 1) // self.page_size
