@@ -161,7 +161,7 @@ def verify(
     fallback: o.Fallback = None,
     as_json: o.Json = False,
 ) -> None:
-    """Compile for TPUs that aren't here, or for a mesh of virtual devices: does it fit, what does it take, what does it send."""
+    """Compile for TPUs or GPUs that aren't here, or for virtual devices: does it fit, what does it take, what does it send."""
     from .cache import cache_notes, noted
     from .enabled import enabled_json, enabled_notes
     from .verify import VerifyOptions, print_reports, why

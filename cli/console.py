@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["errors", "fields", "table", "text"]
+__all__ = ["errors", "fields", "seconds_text", "table", "text"]
 
 _WIDTH = 100  # of a pipe or a file; a terminal says its own width
 
@@ -42,6 +42,12 @@ def fields(rows: list[tuple[str, str | Text]]) -> Table:
         made.add_row("" if label == last else label, value if isinstance(value, Text) else Text(value))
         last = label
     return made
+
+
+def seconds_text(seconds: float) -> str:
+    """`36.9 us`."""
+    scale, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+    return f"{seconds * scale:.3g} {unit}"
 
 
 def _console(*, stderr: bool, width: int) -> Console:

@@ -24,7 +24,7 @@ Platform = Annotated[
     str | None, typer.Option("--platform", help="Plan for tpu, cuda, rocm, gpu or cpu.", show_default=False)
 ]
 Topology = Annotated[
-    str | None, typer.Option("--topology", help="Plan for a TPU topology, such as v5e:2x2.", show_default=False)
+    str | None, typer.Option("--topology", help="Plan for a TPU topology or GPUs: v5e:2x2, h100:8.", show_default=False)
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse specs that don't fit, and axes that split no work.")]
 Fallback = Annotated[str | None, typer.Option("--fallback", help="warn, error or allow.", show_default=False)]
@@ -71,7 +71,7 @@ VerifyTarget = Annotated[
     list[str] | None,
     typer.Option(
         "--target",
-        help="A TPU topology, such as v5e:2x2; may be repeated. Left out: this machine's devices, virtual ones on CPU.",
+        help="A TPU topology or GPUs, such as v5e:2x2, h100:8; may be repeated. Left out: this machine's, virtual ones on CPU.",
         show_default=False,
     ),
 ]

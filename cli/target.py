@@ -1,4 +1,4 @@
-"""What a command plans for or runs on: an abstract mesh, a described TPU topology, or the devices of this machine."""
+"""What a command plans for or runs on: an abstract mesh, described TPUs or GPUs, or the devices of this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from ..planning import METHODS
 from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from ..sharding import describe_mesh, mesh_to_dict, parse_mesh, virtual_mesh
-from ..sharding.mesh import gpu_vendor
+from ..sharding.mesh import AnyMesh, gpu_vendor
+from ..verify.gpu.gpu_target import is_gpu_target
+from ..verify.targets import target_of
 from ..verify.topology import described_mesh
 
 __all__ = ["TargetOptions", "declared_sizes", "here", "plan_metadata", "run_metadata", "targeted"]
@@ -51,8 +53,10 @@ def targeted(declaration: Declaration, options: TargetOptions) -> Declaration:
     platform, topology = options.platform, options.topology
     if platform is not None and platform not in METHODS:
         raise ConfigError(f"--platform {platform}: wanted one of {', '.join(METHODS)}.")
-    if topology is not None and platform not in (None, "tpu"):
-        raise ConfigError(f"--topology {topology} describes TPUs, --platform says {platform}; leave one of them out.")
+    gpus = topology is not None and is_gpu_target(topology)
+    if topology is not None and platform not in ((None, "cuda", "gpu") if gpus else (None, "tpu")):
+        kind = "NVIDIA's GPUs" if gpus else "TPUs"
+        raise ConfigError(f"--topology {topology} describes {kind}, --platform says {platform}; leave one of them out.")
     sizes = declared_sizes(options.mesh, declaration)
     metadata = dict(declaration.metadata)
     if options.strict:
@@ -60,7 +64,7 @@ def targeted(declaration: Declaration, options: TargetOptions) -> Declaration:
     if options.fallback is not None:
         metadata["fallback"] = options.fallback
     if topology is not None:
-        metadata["mesh"] = mesh_to_dict(described_mesh(topology, sizes))
+        metadata["mesh"] = mesh_to_dict(_described(topology, sizes))
     elif options.mesh is not None:
         metadata["mesh"] = parse_mesh(options.mesh)
     if platform is not None or topology is not None:
@@ -74,6 +78,14 @@ def targeted(declaration: Declaration, options: TargetOptions) -> Declaration:
                 "num_cores": None,
             }
     return declaration.model_copy(update={"metadata": metadata}).checked()
+
+
+def _described(topology: str, sizes: dict[str, int] | None) -> AnyMesh:
+    """GPUs need no compiler to be planned for; how TPUs lie only libtpu knows."""
+    if not is_gpu_target(topology):
+        return described_mesh(topology, sizes)
+    target = target_of(topology)
+    return target.mesh({"fsdp": target.count} if sizes is None else sizes)
 
 
 def plan_metadata(declaration: Declaration) -> OperationMetadata:

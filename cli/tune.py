@@ -17,6 +17,7 @@ from ..planning.text import bytes_text, fields_text
 from ..planning.tune_cache import ENVIRONMENT, Measured
 from ..registry import OperationRegistry
 from ..registry.declaration import Declaration
+from ..verify.gpu.gpu_target import is_gpu_target
 from ..verify.tune import TuneReport, tune_plan
 from ..verify.tune_step import tune_step
 from .call_arrays import call_shapes
@@ -67,7 +68,8 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
         decided = kind(metadata).plan(**arguments)
         name = target or jax.devices()[0].device_kind
         with _bar(name) as progress:
-            how = options.how or ("static" if target else "device")
+            searched = "device" if target is None else None if is_gpu_target(target) else "static"
+            how = options.how or searched
             found.append((name, tune_plan(decided, how=how, most=options.most, progress=progress)))
     return found
 

@@ -1,10 +1,9 @@
-"""`attnops verify`: compile the declared call for TPUs that aren't here, or for a mesh of virtual CPU devices, and tell what the
-compiler says.
+"""`attnops verify`: compile the declared call for TPUs or GPUs that aren't here, or for a mesh of virtual CPU devices, and tell
+what the compiler says.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
@@ -12,20 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from rich.text import Text
 
-from ..errors import ShardingError
 from ..planning.text import bytes_text
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from ..sharding.mesh import AnyMesh
 from ..verify.call import PassReport, TargetReport, verify_call
-from ..verify.generations import abstract_target, has_libtpu
+from ..verify.devices import AnyKernelUse
 from ..verify.paged_step import StepReport
-from ..verify.topology import described_mesh
+from ..verify.targets import not_compiled, target_of
 from .call_arrays import call_shapes
-from .console import errors, fields, text
+from .console import errors, fields, seconds_text, text
+from .kernel_lines import kernel_limits, kernel_lines
 from .plan import brief_rows
 from .step import is_paged, refuse_inputs
 from .target import declared_sizes, here, run_metadata
@@ -34,9 +32,6 @@ from .verify_step import print_step_reports, verify_steps, why_step
 __all__ = ["VerifyOptions", "print_reports", "target_mesh", "verify", "why"]
 
 HERE = "here"
-NO_LIBTPU = (
-    "libtpu isn't installed, so this was lowered and not compiled; pip install 'attnops[tpu]' (Linux) compiles it"
-)
 
 
 class VerifyOptions(NamedTuple):
@@ -95,21 +90,11 @@ def _devices_here(metadata: OperationMetadata) -> str:
 
 def target_mesh(target: str, mesh: str | None, declaration: Declaration) -> AnyMesh:
     """The target's devices, arranged by --mesh, else as the config's mesh if that has as many, else along fsdp."""
-    kind, count = abstract_target(target)
+    wanted = target_of(target)
     sizes: Mapping[str, int] | None = declared_sizes(mesh, declaration)
-    if sizes is not None and mesh is None and math.prod(sizes.values()) != count:
+    if sizes is not None and mesh is None and math.prod(sizes.values()) != wanted.count:
         sizes = None
-    sizes = {"fsdp": count} if sizes is None else sizes
-    if has_libtpu():
-        return described_mesh(target, sizes)
-    if math.prod(sizes.values()) != count:
-        raise ShardingError(
-            f"--mesh {mesh} has {math.prod(sizes.values())} devices and {target} has {count}; wanted as many."
-        )
-    device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
-    return AbstractMesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), abstract_device=device
-    )
+    return wanted.mesh({"fsdp": wanted.count} if sizes is None else sizes)
 
 
 def why(report: TargetReport | StepReport) -> str:
@@ -147,38 +132,32 @@ def _rows(report: TargetReport) -> list[tuple[str, str | Text]]:
     mesh = ",".join(f"{axis.name}={axis.size}" for axis in plan.problem.mesh)
     about = f"  mesh {mesh or 'none'}"
     if device is not None:
-        about = (
-            f"  {device.kind}, mesh {mesh}; a device has {bytes_text(device.hbm_bytes)} of HBM, a kernel "
-            f"{bytes_text(report.vmem_default)} of VMEM by default and {bytes_text(report.vmem_most)} at most"
-        )
+        hbm = bytes_text(device.hbm_bytes)
+        about = f"  {device.kind}, mesh {mesh or 'none'}; a device has {hbm} of HBM, {kernel_limits(report)}"
     rows: list[tuple[str, str | Text]] = [(report.target, Text.assemble((word, style), about))]
     rows += [*brief_rows(plan), *[("note", note) for note in plan.notes]]
     if any(not p.compiled for p in report.passes):
-        rows.append(("note", NO_LIBTPU))
+        rows.append(("note", not_compiled(plan.problem.platform)))
     rows += [("warning", Text(warning, style="yellow")) for warning in report.warnings]
-    for one in report.passes:
-        rows += _pass_rows(report, one)
+    for before, one in zip((None, *report.passes), report.passes, strict=False):
+        rows += _pass_rows(report, one, (before and before.kernels) or ())
     return rows
 
 
-def _pass_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | Text]]:
+def _pass_rows(report: TargetReport, one: PassReport, told: Sequence[AnyKernelUse]) -> list[tuple[str, str | Text]]:
+    rows: list[tuple[str, str | Text]] = []
     if one.failure is not None:
-        rows: list[tuple[str, str | Text]] = [(one.name, Text(f"doesn't compile: {one.failure.message}", style="red"))]
+        fits = "doesn't compile" if not one.peak_bytes else "compiles and doesn't fit"
+        rows = [(one.name, Text(f"{fits}: {one.failure.message}", style="red"))]
         rows += [(one.name, f"counted: {bytes_text(size)} for {what}") for what, size in one.held]
-        return rows if one.advice is None else [*rows, (one.name, one.advice)]
-    if not one.compiled:
+        rows += [] if one.advice is None else [(one.name, one.advice)]
+        if not one.peak_bytes:
+            return rows
+    elif not one.compiled:
         return [(one.name, f"lowers in {one.seconds:.1f} s")]
-    rows = [(one.name, f"compiles in {one.seconds:.1f} s")]
-    if one.kernels is None:
-        rows.append(
-            (one.name, "VMEM isn't known, nor what is sent: this jaxlib can't read the program that libtpu made")
-        )
-    for kernel, times in collections.Counter(one.kernels or ()).items():
-        used = "an unknown part" if kernel.vmem_used is None else bytes_text(kernel.vmem_used)
-        limit = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
-        rows.append(
-            (one.name, f"{kernel.name}: {used} of {bytes_text(limit)} of VMEM{f', {times} times' if times > 1 else ''}")
-        )
+    else:
+        rows.append((one.name, f"compiles in {one.seconds:.1f} s"))
+    rows += [(one.name, line) for line in kernel_lines(report, one.kernels, told)]
     rows += _sent_rows(report, one)
     memory = "memory" if report.device is None else "HBM"
     sizes = (one.argument_bytes, one.output_bytes, one.temp_bytes, one.peak_bytes)
@@ -191,7 +170,7 @@ def _pass_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | T
         )
     )
     work = f"{one.flops / 1e9:.4g} GFLOP, {bytes_text(one.bytes_moved)} moved, {one.intensity:.0f} operations a byte"
-    least = f": at least {_time(one.roofline_seconds)}, bound by {one.bound}" if one.bound else ""
+    least = f": at least {seconds_text(one.roofline_seconds)}, bound by {one.bound}" if one.bound else ""
     return [*rows, (one.name, work + least)]
 
 
@@ -222,7 +201,3 @@ def _sent_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | T
     else:
         rows.append((one.name, "what is sent is what is needed" if one.needs else "and nothing is needed"))
     return rows
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 from collections.abc import Callable, Sequence
 
@@ -12,7 +11,8 @@ from ..planning.text import bytes_text
 from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from ..verify.paged_step import StepReport, verify_step
-from .console import errors, fields, text
+from .console import errors, fields, seconds_text, text
+from .kernel_lines import kernel_lines
 from .plan import rejected_rows, runs_row
 from .run_step import one_layer
 from .step import step_of
@@ -67,19 +67,14 @@ def _rows(report: StepReport) -> list[tuple[str, str | Text]]:
     rows += [runs_row(plan), *rejected_rows(plan), *[("note", note) for note in plan.notes]]
     rows += [("refused", Text(str(reason), style="red")) for reason in plan.cache.refused]
     if report.failure is not None:
-        return [*rows, ("step", Text(f"doesn't compile: {report.failure.message}", style="red"))]
+        fits = "compiles and doesn't fit" if report.argument_bytes else "doesn't compile"
+        return [*rows, ("step", Text(f"{fits}: {report.failure.message}", style="red"))]
     if not report.compiled:
         return (
             rows if not report.seconds else [*rows, ("step", f"lowers in {report.seconds:.1f} s; it was not compiled")]
         )
     rows.append(("step", f"compiles in {report.seconds:.1f} s"))
-    if report.kernels is None:
-        rows.append(("step", "VMEM isn't known, nor what is sent: this jaxlib can't read the program that libtpu made"))
-    for kernel, times in collections.Counter(report.kernels or ()).items():
-        used = "an unknown part" if kernel.vmem_used is None else bytes_text(kernel.vmem_used)
-        limit = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
-        many = f", {times} times" if times > 1 else ""
-        rows.append(("step", f"{kernel.name}: {used} of {bytes_text(limit)} of VMEM{many}"))
+    rows += [("step", line) for line in kernel_lines(report, report.kernels)]
     if plan.cache.scalar_limit is not None:
         table = bytes_text(plan.cache.page_table_bytes)
         rows.append(("step", f"page table: {table} of {bytes_text(plan.cache.scalar_limit)} of scalar memory"))
@@ -96,10 +91,6 @@ def _rows(report: StepReport) -> list[tuple[str, str | Text]]:
     rows.append(("step", "a device: arguments {}, outputs {}, temporary {}; {} at the peak".format(*texts)))
     if plan.reads is not None:
         work = f"{plan.reads.describe()}; {report.flops / 1e9:.4g} GFLOP"
-        least = f": at least {_time(report.roofline_seconds)}, bound by {report.bound}" if report.bound else ""
+        least = f": at least {seconds_text(report.roofline_seconds)}, bound by {report.bound}" if report.bound else ""
         rows.append(("reads", work + least))
     return rows
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

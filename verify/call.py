@@ -1,4 +1,4 @@
-"""verify_call: compile a planned call for described TPUs or for the devices here; say whether it fits, and what it takes and
+"""verify_call: compile a planned call for described devices or for those here; say whether it fits, and what it takes and
 sends.
 """
 
@@ -19,22 +19,25 @@ from ..planning.text import bytes_text
 from .advice import advice, held
 from .call_program import call_program
 from .collectives import Collective, collectives
-from .compiled import Failure, KernelUse, failure, kernels, program_text
-from .generations import Device, device_of
+from .compiled import Failure, failure, program_text
+from .devices import AnyKernelUse, DeviceLimits, device_limits, kernels_of_program, lowered_for, tracing_on, unheld
 from .traffic import Need, least_traffic
+from .work import attention_flops
 
 __all__ = ["PassReport", "TargetReport", "verify_call"]
 
 
 @dataclass(frozen=True)
 class PassReport:
-    """One pass, per device. `compiled` is False where it was only lowered. Bytes and operations are the compiler's counts.
+    """One pass, per device. `compiled` is False where it was only lowered. Bytes and operations are the compiler's counts; of
+    GPUs, for which it counts neither, operations are attnops' and bytes those of arguments and outputs, each once.
 
-    held: what the kernel that failed holds in VMEM, (what, bytes), the largest first, as attnops counts it: without what
-    the compiler spills. kernels, collectives: None where the compiled program's text can't be read. roofline_seconds: the
-    longer of arithmetic and HBM traffic at the device's published rates, which `bound` names; intensity: operations a byte.
-    needs: the least that has to be sent; differences: where the program sends another number of bytes, none where its text
-    can't be read, or where (unknown) it can't be said what has to be sent.
+    failure: why it didn't compile, or doesn't fit though it did. held: what the kernel that failed holds in VMEM, (what,
+    bytes), the largest first, as attnops counts it: without what the compiler spills. kernels, collectives: None where the
+    compiled program's text can't be read. roofline_seconds: the longer of arithmetic and HBM traffic at the device's published
+    rates, which `bound` names; intensity: operations a byte. needs: the least that has to be sent; differences: where the
+    program sends another number of bytes, none where its text can't be read, or where (unknown) it can't be said what has to be
+    sent.
     """
 
     name: str
@@ -43,7 +46,7 @@ class PassReport:
     advice: str | None = None
     held: tuple[tuple[str, int], ...] = ()
     seconds: float = 0.0
-    kernels: tuple[KernelUse, ...] | None = ()
+    kernels: tuple[AnyKernelUse, ...] | None = ()
     argument_bytes: int = 0
     output_bytes: int = 0
     temp_bytes: int = 0
@@ -61,11 +64,11 @@ class PassReport:
 
 @dataclass(frozen=True)
 class TargetReport:
-    """A call on one target; `device` and VMEM are known of TPUs."""
+    """A call on one target; `device` is known of TPUs and NVIDIA's GPUs, VMEM of TPUs."""
 
     target: str
     plan: Plan
-    device: Device | None
+    device: DeviceLimits | None
     vmem_default: int
     vmem_most: int
     passes: tuple[PassReport, ...]
@@ -73,7 +76,8 @@ class TargetReport:
 
     @property
     def passed(self) -> bool:
-        """Whether something may run it, and every pass compiled (or, without libtpu, was lowered) and sends what it has to."""
+        """Whether something may run it, and every pass compiled (or, without its compiler, was lowered), fits, and sends what it
+        has to."""
         fine = all(p.failure is None and not p.differences for p in self.passes)
         return self.plan.implementation is not None and fine
 
@@ -90,7 +94,7 @@ class TargetReport:
                 vars(p)
                 | {
                     "failure": None if p.failure is None else p.failure._asdict(),
-                    "kernels": None if p.kernels is None else [k._asdict() for k in p.kernels],
+                    "kernels": None if p.kernels is None else [k.to_dict() for k in p.kernels],
                     "collectives": None
                     if p.collectives is None
                     else [vars(c) | {"sent_bytes": c.sent_bytes} for c in p.collectives],
@@ -112,7 +116,7 @@ def verify_call(operation: Operation, arguments: Mapping[str, Any], target: str)
     """
     plan = operation.plan(**arguments)
     tpu = plan.problem.platform == "tpu"
-    device = device_of(plan.problem.device_kind) if tpu else None
+    device = device_limits(plan.problem.platform, plan.problem.device_kind)
     default, most = vmem_of(plan.problem.device_kind)[:2] if tpu else (0, 0)
     passes: list[PassReport] = []
     warnings: list[str] = []
@@ -127,7 +131,7 @@ def verify_call(operation: Operation, arguments: Mapping[str, Any], target: str)
         for name in ("forward", "forward and backward") if backward else ("forward",):
             passes.append(_verify_pass(operation, arguments, plan, device, name, most))
         peak = max(p.peak_bytes for p in passes)
-        if device is not None and peak > device.hbm_bytes:
+        if tpu and device is not None and peak > device.hbm_bytes:
             warnings.append(
                 f"{bytes_text(peak)} at the peak is more than the device's {bytes_text(device.hbm_bytes)} of HBM"
             )
@@ -135,49 +139,58 @@ def verify_call(operation: Operation, arguments: Mapping[str, Any], target: str)
 
 
 def _verify_pass(
-    operation: Operation, arguments: Mapping[str, Any], plan: Plan, device: Device | None, name: str, vmem_most: int
+    operation: Operation,
+    arguments: Mapping[str, Any],
+    plan: Plan,
+    device: DeviceLimits | None,
+    name: str,
+    vmem_most: int,
 ) -> PassReport:
     mesh = operation.metadata.mesh
     start = time.perf_counter()
     here = isinstance(mesh, Mesh)
+    problem = plan.problem
     try:
-        program, arrays = call_program(operation, arguments, plan, "backward" in name)
-        traced = program.trace(arrays)
+        with tracing_on(mesh, problem.platform):
+            program, arrays = call_program(operation, arguments, plan, "backward" in name)
+            lowered = lowered_for(program.trace(arrays), problem.platform)
         if not here:
-            traced.lower(lowering_platforms=("tpu",))
             return PassReport(name, False, None, seconds=time.perf_counter() - start)
-        compiled = traced.lower().compile()
+        compiled = lowered.compile()
     except AttnOpsError:
         raise
     except Exception as error:
         found = failure(error)
-        if found.memory != "vmem":
+        if found.memory not in ("vmem", "shared"):
             return PassReport(name, here, found, seconds=time.perf_counter() - start)
         better = advice(operation, arguments, plan, found, name, vmem_most)
         return PassReport(name, here, found, better, held(plan, found), time.perf_counter() - start)
     seconds = time.perf_counter() - start
     text = program_text(compiled)
-    memory, work = compiled.memory_analysis(), compiled.cost_analysis() or {}
-    flops, moved = float(work.get("flops", 0.0)), float(work.get("bytes accessed", 0.0))
-    # attnops' kernels ask for exact float32 products; elsewhere one bfloat16 pass is JAX's default.
-    exact = plan.problem.runtime_dtype == "float32" and getattr(plan.config, "kernel", None) == "attnops"
+    memory, work = compiled.memory_analysis(), compiled.cost_analysis()
+    parts = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
+    peak = sum(parts) - memory.alias_size_in_bytes
+    if work is None:  # of a program for GPUs
+        flops, moved = attention_flops(plan, "backward" in name), float(sum(parts[:2]))
+    else:
+        flops, moved = float(work.get("flops", 0.0)), float(work.get("bytes accessed", 0.0))
     arithmetic, traffic = 0.0, 0.0
     if device is not None:
-        arithmetic, traffic = device.roofline(flops, moved, exact and plan.method == "forward_tpu")
-    sizes = {axis.name: axis.size for axis in plan.problem.mesh}
+        arithmetic, traffic = device.roofline(flops, moved, problem.runtime_dtype, _exact(plan))
+    sizes = {axis.name: axis.size for axis in problem.mesh}
     sent = None if text is None else collectives(text, sizes)
     least = least_traffic(plan, "backward" in name)
-    parts = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
+    kernels = None if text is None else kernels_of_program(compiled, text, problem.platform, problem.device_kind)
     return PassReport(
         name,
         True,
-        None,
+        unheld(problem.platform, device, peak),
         None,
         (),
         seconds,
-        None if text is None else kernels(text),
+        kernels,
         *parts,
-        sum(parts) - memory.alias_size_in_bytes,
+        peak,
         flops,
         moved,
         max(arithmetic, traffic),
@@ -188,3 +201,12 @@ def _verify_pass(
         () if sent is None else least.differences(sent),
         least.unknown,
     )
+
+
+def _exact(plan: Plan) -> bool:
+    """Whether products of float32 lose no bits: attnops' kernels ask for that. Elsewhere it is not counted on."""
+    if plan.problem.runtime_dtype != "float32":
+        return False
+    if plan.method == "forward_cuda":
+        return plan.problem.operation != "sdpa"
+    return plan.method == "forward_tpu" and getattr(plan.config, "kernel", None) == "attnops"

@@ -22,6 +22,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _CONDITION = re.compile(r"condition=%([\w.\-]+)")
 _BELOW = re.compile(r"ROOT .* compare\(%[\w.\-]+, %(?P<limit>[\w.\-]+)\), direction=LT")
+_WAITS = re.compile(r'"is_sync":true')  # a GPU's collective that is awaited where it is started
 _DEVICES = re.compile(r"num_partitions=(\d+)")
 _BITS = re.compile(r"\d+")
 
@@ -80,7 +81,8 @@ def collectives(text: str, sizes: Mapping[str, int] | None = None) -> tuple[Coll
                 group = max(map(len, groups), default=1)
                 if group > 1:
                     axes = axes_along(groups, sizes) if sizes else ()
-                    key = match["kind"], _result_bytes(match), group, apart or match["start"] is not None, axes
+                    alone = apart or (match["start"] is not None and not _WAITS.search(line))
+                    key = match["kind"], _result_bytes(match), group, alone, axes
                     found[key] = found.get(key, 0) + times
             fused, started = " fusion(" in line, "-start(" in line
             if fused or started or " while(" in line or " call(" in line or " conditional(" in line:

@@ -10,7 +10,7 @@ import jax
 
 from ..planning.text import bytes_text
 
-__all__ = ["Failure", "KernelUse", "failure", "kernels", "program_text"]
+__all__ = ["Failure", "KernelUse", "failure", "kernels", "program_text", "too_much_hbm"]
 
 _CALL = re.compile(r"%([\w.\-]+) = [^\n]*? custom-call\(")
 _CONFIG = "backend_config="
@@ -24,6 +24,10 @@ class KernelUse(NamedTuple):
     name: str
     vmem_used: int | None
     vmem_limit: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        return self._asdict()
 
 
 def program_text(compiled: Any) -> str | None:
@@ -60,7 +64,8 @@ def kernels(text: str) -> tuple[KernelUse, ...]:
 
 
 class Failure(NamedTuple):
-    """Why a program didn't compile. memory: 'vmem', 'hbm' or None. needed, available: bytes, and kernel, where they were told."""
+    """Why a program didn't compile. memory: 'vmem', 'hbm', 'shared' (of a GPU) or None. needed, available: bytes, and kernel,
+    where they were told."""
 
     message: str
     memory: str | None = None
@@ -73,6 +78,8 @@ _SCOPED = re.compile(
     r"allocating on stack for %([\w.\-]+).*?size ([\d.]+[KMG]?) and limit ([\d.]+[KMG]?) exceeded", re.DOTALL
 )
 _VMEM_OF_CHIP = re.compile(r"Used ([\d.]+[KMG]?) of ([\d.]+[KMG]?) vmem", re.IGNORECASE)
+_SHARED = re.compile(r"Shared memory size limit exceeded: requested (\d+), available: (\d+)")
+_CUDNN = re.compile(r"cuDNN not found")
 _HBM = re.compile(r"temporaries \(([\d.]+[KMG]?)\) exceeds available HBM \(([\d.]+[KMG]?)\)")
 _HBM_ANY = re.compile(r"Used ([\d.]+[KMG]?) of ([\d.]+[KMG]?) hbm", re.IGNORECASE)
 
@@ -99,16 +106,31 @@ def failure(error: Exception) -> Failure:
             needed,
             limit,
         )
-    if found := _HBM.search(text) or _HBM_ANY.search(text):
-        needed, limit = _bytes(found[1]), _bytes(found[2])
+    if found := _SHARED.search(text):
+        needed, limit = int(found[1]), int(found[2])
         return Failure(
-            f"a device needs {bytes_text(needed)} of HBM and has {bytes_text(limit)}: {bytes_text(needed - limit)} too much",
-            "hbm",
+            f"a kernel asks for {bytes_text(needed)} of shared memory a block, of which there are {bytes_text(limit)}: "
+            f"{bytes_text(needed - limit)} too much",
+            "shared",
             needed,
             limit,
         )
+    if found := _HBM.search(text) or _HBM_ANY.search(text):
+        return too_much_hbm(_bytes(found[1]), _bytes(found[2]))
+    if _CUDNN.search(text):
+        return Failure("cuDNN isn't installed, which this takes on a GPU; pip install nvidia-cudnn-cu13 compiles it")
     first = next(iter(text.strip().splitlines()), "no word")
     return Failure(f"{type(error).__name__}: {first}")
+
+
+def too_much_hbm(needed: int, limit: int) -> Failure:
+    """A device doesn't hold what the program needs at its peak."""
+    return Failure(
+        f"a device needs {bytes_text(needed)} of HBM and has {bytes_text(limit)}: {bytes_text(needed - limit)} too much",
+        "hbm",
+        needed,
+        limit,
+    )
 
 
 def _bytes(text: str) -> int:

@@ -12,7 +12,16 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from ..errors import ConfigError, nearest, shown
 
-__all__ = ["Device", "abstract_target", "clock_rate", "device_of", "has_libtpu", "products_a_cycle", "topology_of"]
+__all__ = [
+    "Device",
+    "abstract_target",
+    "clock_rate",
+    "device_of",
+    "generations",
+    "has_libtpu",
+    "products_a_cycle",
+    "topology_of",
+]
 
 
 class _Generation(NamedTuple):
@@ -47,8 +56,9 @@ class Device(NamedTuple):
     flops_per_second: float
     bytes_per_second: float
 
-    def roofline(self, flops: float, moved: float, exact: bool) -> tuple[float, float]:
-        """(seconds of arithmetic, seconds of HBM traffic) at the published rates; an exact float32 product is six passes."""
+    def roofline(self, flops: float, moved: float, dtype: str, exact: bool) -> tuple[float, float]:
+        """(seconds of arithmetic, seconds of HBM traffic) at the published rates; an exact float32 product is six passes of
+        bfloat16, and of every other dtype the matrix units take one."""
         rate = self.flops_per_second / (6 if exact else 1)
         return flops / rate, moved / self.bytes_per_second
 
@@ -70,6 +80,11 @@ def device_of(kind: str) -> Device:
         float(info.bf16_ops_per_second * cores),
         float(info.mem_bw_bytes_per_second * cores),
     )
+
+
+def generations() -> tuple[str, ...]:
+    """The generations whose topologies have names."""
+    return tuple(_GENERATIONS)
 
 
 def has_libtpu() -> bool:

@@ -1,4 +1,4 @@
-"""verify_step: compile a planned step over pages for described TPUs or for the devices here; does it fit, what does it take."""
+"""verify_step: compile a planned step over pages for described devices or for those here; does it fit, what does it take."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..planning.paged.page_reads import step_flops
 from ..planning.paged.paged_plan import PagedPlan
 from ..sharding import axes_at
 from .collectives import Collective, collectives
-from .compiled import Failure, KernelUse, failure, kernels, program_text
-from .generations import Device, device_of
+from .compiled import Failure, failure, program_text
+from .devices import AnyKernelUse, DeviceLimits, device_limits, kernels_of_program, lowered_for, tracing_on, unheld
 
 __all__ = ["StepReport", "verify_step"]
 
@@ -37,13 +37,13 @@ class StepReport:
 
     target: str
     plan: PagedPlan
-    device: Device | None
+    device: DeviceLimits | None
     vmem_default: int
     vmem_most: int
     compiled: bool
     failure: Failure | None
     seconds: float = 0.0
-    kernels: tuple[KernelUse, ...] | None = ()
+    kernels: tuple[AnyKernelUse, ...] | None = ()
     collectives: tuple[Collective, ...] | None = ()
     argument_bytes: int = 0
     output_bytes: int = 0
@@ -56,8 +56,8 @@ class StepReport:
 
     @property
     def passed(self) -> bool:
-        """Whether something may run it, it compiled (or, without libtpu, was lowered), and nothing is sent between devices but
-        what joins the outputs of those that have pages of the same sequences."""
+        """Whether something may run it, it compiled (or, without its compiler, was lowered) and fits, and nothing is sent between
+        devices but what joins the outputs of those that have pages of the same sequences."""
         return self.plan.implementation is not None and self.failure is None and not self.unneeded
 
     @property
@@ -86,7 +86,7 @@ class StepReport:
             "peak_bytes": self.peak_bytes,
             "device": None if self.device is None else self.device._asdict(),
             "failure": None if self.failure is None else self.failure._asdict(),
-            "kernels": None if self.kernels is None else [kernel._asdict() for kernel in self.kernels],
+            "kernels": None if self.kernels is None else [kernel.to_dict() for kernel in self.kernels],
             "unneeded_collectives": [vars(sent) for sent in self.unneeded],
             "collectives": None if self.collectives is None else [vars(sent) for sent in self.collectives],
             "plan": self.plan.to_dict(),
@@ -102,14 +102,15 @@ def verify_step(operation: Paged, step: DeclaredStep, target: str) -> StepReport
     )
     problem, mesh = plan.problem, operation.metadata.mesh
     tpu = problem.platform == "tpu"
-    device = device_of(problem.device_kind) if tpu else None
+    device = device_limits(problem.platform, problem.device_kind)
     limits = vmem_of(problem.device_kind)[:2] if tpu else (0, 0)
     here = mesh is None or isinstance(mesh, Mesh)
     if plan.implementation is None or plan.cache.refused:
         return StepReport(target, plan, device, *limits, False, None)
     start = time.perf_counter()
     try:
-        lowered = _lowered(operation, step, plan, mesh, None if here else problem.platform)
+        with tracing_on(mesh, problem.platform):
+            lowered = _lowered(operation, step, plan, mesh)
         compiled = lowered.compile() if here else None
     except AttnOpsError:
         raise
@@ -119,22 +120,22 @@ def verify_step(operation: Paged, step: DeclaredStep, target: str) -> StepReport
     if compiled is None:
         return StepReport(target, plan, device, *limits, False, None, seconds)
     text, memory = program_text(compiled), compiled.memory_analysis()
+    parts = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
     moved = 0 if plan.reads is None else plan.reads.device_bytes
     flops = step_flops(problem, step.batch)
-    arithmetic, traffic = (0.0, 0.0) if device is None else device.roofline(flops, moved, False)
+    peak = sum(parts) - memory.alias_size_in_bytes
+    arithmetic, traffic = (0.0, 0.0) if device is None else device.roofline(flops, moved, problem.runtime_dtype, False)
     return StepReport(
         target,
         plan,
         device,
         *limits,
         True,
-        None,
+        unheld(problem.platform, device, peak),
         seconds,
-        None if text is None else kernels(text),
+        None if text is None else kernels_of_program(compiled, text, problem.platform, problem.device_kind),
         None if text is None else collectives(text, {axis.name: axis.size for axis in problem.mesh}),
-        memory.argument_size_in_bytes,
-        memory.output_size_in_bytes,
-        memory.temp_size_in_bytes,
+        *parts,
         memory.alias_size_in_bytes,
         moved,
         flops,
@@ -143,7 +144,7 @@ def verify_step(operation: Paged, step: DeclaredStep, target: str) -> StepReport
     )
 
 
-def _lowered(operation: Paged, step: DeclaredStep, plan: PagedPlan, mesh: Any, platform: str | None) -> Any:
+def _lowered(operation: Paged, step: DeclaredStep, plan: PagedPlan, mesh: Any) -> Any:
     """The step lowered with every array where the plan has it; one layer of the cache, donated."""
     state = abstract(plan.cache, mesh, layers=1)
     query, key = token_specs(plan.cache)
@@ -170,4 +171,4 @@ def _lowered(operation: Paged, step: DeclaredStep, plan: PagedPlan, mesh: Any, p
         return out.attention_outputs, out.lse, out.state
 
     traced = jax.jit(run, donate_argnums=0).trace(state, batch, *arrays)
-    return traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
+    return lowered_for(traced, plan.problem.platform)

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Mapping
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
-from ..errors import ConfigError, ShardingError, nearest, shown
+from ..errors import ConfigError, nearest, shown
+from .arranged import arranged
 from .generations import has_libtpu
 
 __all__ = ["TOPOLOGIES", "described_mesh"]
@@ -59,19 +59,7 @@ def described_mesh(topology: str, sizes: Mapping[str, int] | None = None) -> Mes
             f"topology {shown(topology)} is not known to libtpu ({reason}); names that work: {names}."
             + nearest(topology, TOPOLOGIES)
         ) from None
-    sizes = {"fsdp": len(devices)} if sizes is None else dict(sizes)
-    if math.prod(sizes.values()) != len(devices):
-        got = ",".join(f"{name}={size}" for name, size in sizes.items())
-        raise ShardingError(
-            f"mesh {got} has {math.prod(sizes.values())} devices and topology {topology} {len(devices)}; wanted sizes "
-            f"that multiply to {len(devices)}."
-        )
-    kinds = (AxisType.Auto,) * len(sizes)
-    try:  # neighbours on an axis are neighbours on the chips, as on a real pod
-        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=list(devices))
-    except (NotImplementedError, ValueError, AssertionError):  # a shape that jax finds no order for
-        ordered: np.ndarray = np.asarray(devices).reshape(tuple(sizes.values()))
-        return Mesh(ordered, tuple(sizes), axis_types=kinds)
+    return arranged(list(devices), sizes, f"topology {topology}")
 
 
 def _check_form(topology: str) -> None:

@@ -169,7 +169,10 @@ class _Count:
                 yield again._replace(optional=self.cpu and steps == 1)
                 if steps:  # sums in float32, but for the way home
                     sums = local[tensor.name] * (steps * self.wide / self.item + 1)
-                    yield Need("collective-permute", sums, f"gradient of {tensor.name} around the ring")
+                    # The first hop has no sum yet but what a GPU's kernel wrote in the dtype, and XLA may widen it afterwards.
+                    first = local[tensor.name] * (self.wide / self.item - 1) if self.problem.platform == "cuda" else 0.0
+                    yield Need("collective-permute", sums - first, f"gradient of {tensor.name} around the ring")
+                    yield Need("collective-permute", first, f"gradient of {tensor.name}, its first hop wide", True)
         if split.strategy == "split_kv":
             self.unknown.append("the gradient of outputs that are merged over devices: what XLA sends isn't worked out")
         if split.zigzag:

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import pytest
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.cli import verify as cli_verify
 from attnops.errors import ConfigError
 from attnops.verify.compiled import failure, kernels, program_text
 from attnops.verify.generations import abstract_target, device_of
@@ -116,7 +115,7 @@ def test_too_much_hbm(attnops: Callable[..., Any], config: Callable[..., Path]) 
 def test_without_libtpu_it_is_lowered(
     attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli_verify, "has_libtpu", lambda: False)
+    monkeypatch.setattr("attnops.verify.targets.has_libtpu", lambda: False)
     result = attnops("verify", config("splash", **SIZES), "--target", "v4:2x2x1")
     assert result.status == 0
     assert "pip install 'attnops[tpu]'" in " ".join(result.out.split())
@@ -128,7 +127,7 @@ def test_without_libtpu_it_is_lowered(
 def test_drops_repeats_and_notes_are_told(
     attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli_verify, "has_libtpu", lambda: False)
+    monkeypatch.setattr("attnops.verify.targets.has_libtpu", lambda: False)
     call = SIZES | {"batch": 3, "q_len": 128, "q_heads": 2, "kv_heads": 1, "head_dim": 16}
     arguments = ("verify", config("vanilla", {"blocksize_b": 2}, **call), "--target", "v5e:2x4")
     arguments += ("--mode", "prefill", "--mesh", "fsdp=2,tp=2,fssdp=2")

@@ -1,0 +1,94 @@
+"""What `attnops verify` prints of a program's kernels: VMEM on a TPU; registers, shared memory and inner loops on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..planning.text import bytes_text
+from ..verify.call import TargetReport
+from ..verify.compiled import KernelUse
+from ..verify.devices import AnyKernelUse
+from ..verify.gpu.gpu_device import GpuDevice
+from ..verify.gpu.gpu_kernels import GpuKernelUse, GpuLoop
+from ..verify.paged_step import StepReport
+
+__all__ = ["kernel_limits", "kernel_lines"]
+
+_UNREAD = "VMEM isn't known, nor what is sent: this jaxlib can't read the program that libtpu made"
+_NO_FILE = "registers, spills, shared memory and occupancy are not known without attnops[cuda-compile]"
+_NO_LOOPS = "instructions of the inner loops are not known without attnops[cuda-sass]"
+_NO_SHAPE = "how long the tensor cores take is not known: their instructions don't tell the shape of a product"
+
+
+def kernel_limits(report: TargetReport) -> str:
+    """What a device has for its kernels."""
+    device = report.device
+    if isinstance(device, GpuDevice):
+        shared = bytes_text(device.shared_bytes)
+        return f"{device.multiprocessors} multiprocessors, and {shared} of shared memory for a block of threads"
+    return f"a kernel {bytes_text(report.vmem_default)} of VMEM by default and {bytes_text(report.vmem_most)} at most"
+
+
+def kernel_lines(
+    report: TargetReport | StepReport, kernels: Sequence[AnyKernelUse] | None, told: Sequence[AnyKernelUse] = ()
+) -> Iterator[str]:
+    """A line or more for each kind of kernel; what isn't known is said. told: kernels of GPUs of which the name is enough."""
+    if kernels is None:
+        yield _UNREAD
+        return
+    missing = list[str]()
+    for place, kernel in enumerate(kernels):
+        if kernel in kernels[:place]:
+            continue
+        times = kernels.count(kernel)
+        many = f", {times} times" if times > 1 else ""
+        if isinstance(kernel, KernelUse):
+            used = "an unknown part" if kernel.vmem_used is None else bytes_text(kernel.vmem_used)
+            limit = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
+            yield f"{kernel.name}: {used} of {bytes_text(limit)} of VMEM{many}"
+        elif kernel in told:
+            yield f"{kernel.name}: as in the pass before{many}"
+        else:
+            yield f"{kernel.name}: {_resources(kernel)}{many}"
+            yield from (f"{kernel.name}: {_loop(one)}" for one in kernel.loops or ())
+            missing += _missing(kernel)
+    yield from dict.fromkeys(missing)
+
+
+def _resources(kernel: GpuKernelUse) -> str:
+    if kernel.registers is None or kernel.shared_bytes is None:
+        return "compiled"
+    spills = f"{kernel.stack_bytes} B a thread spilled" if kernel.stack_bytes else "none spilled"
+    text = (
+        f"{kernel.registers} registers a thread, {spills}; {bytes_text(kernel.shared_bytes)} of shared memory a block of "
+        f"{kernel.threads} threads"
+    )
+    if (held := kernel.occupancy) is None:
+        return text
+    blocks = f"{held.blocks} block{'s' if held.blocks != 1 else ''}"
+    return (
+        f"{text}; a multiprocessor holds {blocks}, {held.warps} of {held.most_warps} warps, bound by "
+        f"{' and '.join(held.bound)}"
+    )
+
+
+def _loop(one: GpuLoop) -> str:
+    loop = one.loop
+    text = (
+        f"inner loop of {loop.instructions} instructions, {loop.tensor} of tensor cores, {loop.ex2} of EX2; "
+        f"{loop.stall_cycles} stall cycles"
+    )
+    if one.bound is None:
+        return text
+    cycles = ", ".join(f"{unit} {count:.0f}" for unit, count in one.bound.cycles.items() if count is not None)
+    known = ", as far as is known" if None in one.bound.cycles.values() else ""
+    return f"{text}; bound by {one.bound.bound}{known} (cycles: {cycles})"
+
+
+def _missing(kernel: GpuKernelUse) -> Iterator[str]:
+    if kernel.registers is None:
+        yield _NO_FILE
+    elif kernel.loops is None:
+        yield _NO_LOOPS
+    elif any(one.loop.tensor_flops is None for one in kernel.loops):
+        yield _NO_SHAPE

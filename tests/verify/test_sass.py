@@ -1,0 +1,102 @@
+"""Loops of a disassembled kernel, and the unit that binds them, on texts written by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnops.verify.gpu import sass
+from attnops.verify.gpu.gpu_specs import gpu_specs
+from attnops.verify.gpu.sass import TileLoop, disassembled, tile_loops
+from attnops.verify.gpu.units import loop_bound
+
+
+def _text(*lines: str | tuple[str, int]) -> str:
+    """What nvdisasm -c -hex prints: labels as they are, instructions with their stall count in the second word."""
+    made = ['.section .text.kernel,"ax",@progbits', "        .align 128"]
+    address = 0
+    for line in lines:
+        if isinstance(line, str):
+            made.append(f"{line}:")
+            continue
+        text, stall = line
+        made.append(f"        /*{address:04x}*/                   {text} ;   /* 0x{0x7918:016x} */")
+        made.append(f"                                            /* 0x{stall << 41 | 0x1F << 52:016x} */")
+        address += 16
+    return "\n".join(made) + "\n"
+
+
+KERNEL = _text(
+    ("S2R R0, SR_TID.X", 1),
+    ".L_x_0",
+    ("HMMA.16816.F32.BF16 R4, R8, R12, R4", 4),
+    ("@!P0 HMMA.16816.F32.BF16 R4, R8, R12, R4", 4),
+    ("MUFU.EX2 R20, R20", 2),
+    ("FFMA R21, R20, R3, R4", 5),
+    ("@P1 BRA `(.L_x_0)", 15),
+    ".L_x_1",
+    ("HMMA.16816.F32.BF16 R4, R8, R12, R4", 4),
+    ("FADD2 R20, R20, R22", 1),
+    ("FMNMX R20, R20, R22, !PT", 1),
+    ("@!UP0 MUFU.EX2 R20, R20", 2),
+    ("@P1 BRA `(.L_x_1)", 5),
+    ".L_x_2",
+    ("LDG.E R0, [R2.64]", 1),
+    ("@P2 BRA `(.L_x_2)", 5),
+    ("BRA `(.L_x_9)", 0),
+    ".L_x_9",
+    ("@P3 BRA `(.L_x_0)", 3),
+    ("EXIT", 5),
+)
+
+
+def test_inner_loops_with_exponentials() -> None:
+    """Not the loop that loads, nor the one around all; 16 x 8 x 16 multiplications and additions an HMMA."""
+    first, second = tile_loops(KERNEL)
+    assert first == TileLoop(5, 2, 2 * 2 * 16 * 8 * 16, 1, 1, 4 + 4 + 2 + 5 + 15)
+    assert second == TileLoop(5, 1, 2 * 16 * 8 * 16, 1, 2, 4 + 1 + 1 + 2 + 5)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "flops"),
+    [
+        ("HMMA.16816.F32.BF16", 4096.0),
+        ("HMMA.1688.F32.TF32", 2 * 2048.0),  # half the rate
+        ("IMMA.16832.S8.S8", 0.5 * 8192.0),  # twice
+        ("HGMMA.64x128x16.F32.BF16", 64 * 128 * 16 * 2 / 4),  # of a warp, in four
+        ("QGMMA.64x64x32.F32.E4M3.E4M3", 0.5 * 64 * 64 * 32 * 2 / 4),
+        ("UTCHMMA", None),
+    ],
+)
+def test_products_of_tensor_cores(instruction: str, flops: float | None) -> None:
+    text = _text(".L_x_0", (f"{instruction} R0, gdesc[UR4], R0", 1), ("MUFU.EX2 R0, R0", 1), ("BRA `(.L_x_0)", 1))
+    (loop,) = tile_loops(text)
+    assert (loop.tensor, loop.tensor_flops) == (1, flops)
+
+
+def test_the_unit_that_binds() -> None:
+    """Of eight warps on an A100: 4096 x 100 x 8 / 2048, 64 x 32 x 8 / 16, 128 x 32 x 8 / 64, 500 x 8 / 4 cycles."""
+    a100, loop = gpu_specs()["a100"], TileLoop(500, 100, 409600.0, 64, 128, 900)
+    found = loop_bound(a100, loop, 8)
+    assert found.cycles == {"tensor cores": 1600.0, "EX2": 1024.0, "FP32": 512.0, "issue": 1000.0, "stalls": 900.0}
+    assert found.bound == "tensor cores"
+    # one warp alone waits for itself; an H100's lanes and tensor cores do twice as much
+    assert loop_bound(a100, loop, 1).bound == "stalls"
+    faster = loop_bound(gpu_specs()["h100"], loop, 8)
+    assert (faster.cycles["tensor cores"], faster.cycles["FP32"], faster.bound) == (800.0, 256.0, "EX2")
+    unknown = loop_bound(a100, loop._replace(tensor_flops=None), 8)
+    assert (unknown.cycles["tensor cores"], unknown.bound) == (None, "EX2")
+
+
+def test_without_a_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sass, "disassembler", lambda: None)
+    assert disassembled(b"\x7fELF") is None
+    monkeypatch.setattr(sass, "disassembler", lambda: "/nowhere/nvdisasm")
+    assert disassembled(b"\x7fELF") is None
+
+
+@given(st.lists(st.sampled_from([".L_x_0:", "BRA `(.L_x_0)", "MUFU.EX2", "/*0000*/", "/* 0xffffffffffffffff */", ";"])))
+def test_pieces_of_a_text_have_no_loops(pieces: list[str]) -> None:
+    """No instruction is whole without both of its words."""
+    assert tile_loops("\n".join(pieces)) == ()

@@ -1,0 +1,79 @@
+"""cubin_functions: what a compiled GPU binary, an ELF file, says of each of its kernels."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from struct import calcsize, unpack_from
+from typing import NamedTuple
+
+__all__ = ["ELF", "RESERVED", "CubinFunction", "cubin_functions"]
+
+ELF = b"\x7fELF"
+_SECTION = "<IIQQQQIIQQ"
+_SYMBOLS, _SYMBOL = 2, "<IBBHQQ"
+# Attributes of the section .nv.info, by the numbers that NVIDIA's tools print as EIATTR_*; each value is a pair of words, of
+# which the first is the function's place among the symbols.
+_REGISTERS, _FRAME = 0x2F, 0x11
+_SIZED = 4  # the form of an attribute that has its size before it; others have a value of two bytes
+_RESERVED_SINCE = (9, 0)  # from this capability on the driver's part is counted in a kernel's own section
+RESERVED = 1024  # bytes of shared memory that the driver keeps of every block
+
+
+class CubinFunction(NamedTuple):
+    """A kernel of a binary: registers a thread, bytes of its stack a thread (where registers are spilled to), and bytes of
+    shared memory that are fixed when it is compiled."""
+
+    name: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+def cubin_functions(data: bytes, capability: tuple[int, int]) -> tuple[CubinFunction, ...]:
+    """Its kernels. Errors: ValueError if the bytes aren't such a file."""
+    try:
+        return tuple(_functions(data, capability))
+    except (struct.error, IndexError, OverflowError, UnicodeDecodeError) as bad:
+        raise ValueError(f"no binary of a GPU: {bad}") from None
+
+
+def _functions(data: bytes, capability: tuple[int, int]) -> Iterator[CubinFunction]:
+    if not data.startswith(ELF):
+        raise ValueError("no ELF file")
+    (start,) = unpack_from("<Q", data, 0x28)
+    size, count, names_at = unpack_from("<HHH", data, 0x3A)
+    sections = [unpack_from(_SECTION, data, start + i * size) for i in range(count)]
+
+    def text(section: tuple[int, ...], at: int) -> str:
+        begin = section[4] + at
+        return data[begin : data.index(b"\0", begin)].decode()
+
+    named = {text(sections[names_at], section[0]): section for section in sections}
+    symbols = next((section for section in sections if section[1] == _SYMBOLS), None)
+    if symbols is None or ".nv.info" not in named:
+        return
+    strings, step = sections[symbols[6]], calcsize(_SYMBOL)
+    functions = [text(strings, unpack_from(_SYMBOL, data, symbols[4] + at)[0]) for at in range(0, symbols[5], step)]
+    registers, frames = dict[int, int](), dict[int, int]()
+    for attribute, value in _attributes(data, named[".nv.info"]):
+        if attribute in (_REGISTERS, _FRAME) and len(value) == 8:
+            function, number = unpack_from("<II", value)
+            (registers if attribute == _REGISTERS else frames)[function] = number
+    for at, number in registers.items():
+        name = functions[at]
+        section = named.get(f".nv.shared.{name}")
+        shared = 0 if section is None else section[5]
+        if capability >= _RESERVED_SINCE:
+            shared = max(0, shared - RESERVED)
+        yield CubinFunction(name, number, frames.get(at, 0), shared)
+
+
+def _attributes(data: bytes, section: tuple[int, ...]) -> Iterator[tuple[int, bytes]]:
+    at, end = section[4], section[4] + section[5]
+    while at < end:
+        form, attribute, size = unpack_from("<BBH", data, at)
+        at += 4
+        if form == _SIZED:
+            yield attribute, data[at : at + size]
+            at += size

@@ -1,0 +1,104 @@
+"""gpu_kernels: the Pallas kernels of a program compiled for GPUs: registers, spills, shared memory, occupancy, inner loops."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .cubin import CubinFunction, cubin_functions
+from .gpu_specs import GpuSpec
+from .launches import Launch, launches
+from .occupancy import Occupancy, occupancy
+from .sass import TileLoop, disassembled, tile_loops
+from .units import LoopBound, loop_bound
+
+__all__ = ["GpuKernelUse", "GpuLoop", "gpu_kernels", "triton_names"]
+
+_TRITON = 'custom_call_target="__gpu$xla.gpu.triton"'
+_NAMED = re.compile(r' name = "([^"]+)", num_stages = \d+')
+
+
+class GpuLoop(NamedTuple):
+    """A loop over tiles, and what binds it."""
+
+    loop: TileLoop
+    bound: LoopBound | None
+
+
+@dataclass(frozen=True)
+class GpuKernelUse:
+    """A kernel of a program. What can't be read is None: all but the name without cramjam, loops without nvdisasm.
+
+    registers and stack_bytes, to which registers are spilled, are a thread's; shared_bytes a block's.
+    """
+
+    name: str
+    registers: int | None = None
+    stack_bytes: int | None = None
+    shared_bytes: int | None = None
+    threads: int | None = None
+    blocks: int | None = None
+    occupancy: Occupancy | None = None
+    loops: tuple[GpuLoop, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        loops = None
+        if self.loops is not None:
+            loops = [
+                one.loop._asdict()
+                | ({} if one.bound is None else {"unit_cycles": one.bound.cycles, "bound": one.bound.bound})
+                for one in self.loops
+            ]
+        occupied = None if self.occupancy is None else self.occupancy._asdict()
+        return vars(self) | {"occupancy": occupied, "loops": loops}
+
+
+def gpu_kernels(compiled: Any, text: str, spec: GpuSpec | None) -> tuple[GpuKernelUse, ...]:
+    """The Pallas kernels of a compiled program, in its order. spec: of the GPU; without it there is no occupancy."""
+    names = triton_names(text)
+    found = launches(compiled) if names else ()
+    ours = [launch for launch in found or () if launch.name in names]
+    if len(ours) != len(names):  # another form of the file: only what the text says
+        return tuple(GpuKernelUse(name) for name in names)
+    seen: dict[Launch, GpuKernelUse] = {}
+    for launch in ours:
+        if launch not in seen:
+            seen[launch] = _use(launch, spec)
+    return tuple(seen[launch] for launch in ours)
+
+
+def triton_names(text: str) -> tuple[str, ...]:
+    """The names of the Pallas kernels in a program's text."""
+    names = []
+    for part in text.split(_TRITON)[1:]:
+        if named := _NAMED.search(part):
+            names.append(named[1])
+    return tuple(names)
+
+
+def _use(launch: Launch, spec: GpuSpec | None) -> GpuKernelUse:
+    made = _function(launch, spec)
+    if made is None:
+        return GpuKernelUse(launch.name, threads=launch.threads, blocks=launch.blocks)
+    shared = made.shared_bytes + launch.shared_bytes
+    held = None if spec is None else occupancy(spec, made.registers, launch.threads, shared)
+    text = disassembled(launch.cubin)
+    loops = None
+    if text is not None:
+        loops = tuple(
+            GpuLoop(loop, None if spec is None or held is None else loop_bound(spec, loop, held.warps))
+            for loop in tile_loops(text)
+        )
+    return GpuKernelUse(
+        launch.name, made.registers, made.stack_bytes, shared, launch.threads, launch.blocks, held, loops
+    )
+
+
+def _function(launch: Launch, spec: GpuSpec | None) -> CubinFunction | None:
+    try:
+        functions = cubin_functions(launch.cubin, spec.capability if spec else (9, 0))
+    except ValueError:
+        return None
+    return functions[0] if len(functions) == 1 else None

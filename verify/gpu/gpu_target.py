@@ -1,0 +1,41 @@
+"""gpu_target: 'h100:8' read as a kind of GPU, hosts, and GPUs of each."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from ...errors import ConfigError, nearest, shown
+from .gpu_specs import gpu_specs
+
+__all__ = ["GpuTarget", "gpu_target", "is_gpu_target"]
+
+_FORM = re.compile(r"(?P<name>[a-z0-9]+)(?::(?:(?P<hosts>[1-9]\d{0,5})x)?(?P<gpus>[1-9]\d{0,5}))?")
+_MOST = 2**16  # each is an object
+
+
+class GpuTarget(NamedTuple):
+    """So many GPUs of a kind on so many hosts."""
+
+    name: str
+    hosts: int
+    gpus: int
+
+
+def is_gpu_target(target: str) -> bool:
+    """Whether a target's name begins with that of a known GPU."""
+    return target.partition(":")[0] in gpu_specs()
+
+
+def gpu_target(target: str) -> GpuTarget:
+    """Read `h100`, `h100:8` or `h100:2x8` (hosts x GPUs of each). Errors: ConfigError for another form."""
+    known, match = gpu_specs(), _FORM.fullmatch(target)
+    if match is None or match["name"] not in known:
+        raise ConfigError(
+            f"target {shown(target)}; wanted a GPU and how many, such as h100, h100:8 or h100:2x8 (hosts x GPUs of each); GPUs: "
+            f"{', '.join(known)}.{nearest(target.partition(':')[0], known)}"
+        )
+    hosts, gpus = int(match["hosts"] or 1), int(match["gpus"] or 1)
+    if hosts * gpus > _MOST:
+        raise ConfigError(f"target {shown(target)} has {hosts * gpus} GPUs; at most {_MOST} can be described.")
+    return GpuTarget(match["name"], hosts, gpus)

@@ -1,0 +1,101 @@
+"""launches: the kernels of a compiled GPU program in its order: their grids, blocks, shared memory and binaries."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from .cubin import ELF
+from .records import records
+from .wire import Fields, fields_of
+
+__all__ = ["Launch", "launches"]
+
+# XLA's CustomKernelProto: name, kernel (with its binary), blocks {2: {1, 2, 3}}, threads {1: {1, 2, 3}}, bytes of shared memory.
+# https://github.com/openxla/xla/blob/main/xla/backends/gpu/codegen/kernels/custom_kernel.proto
+_NAME, _KERNEL, _BLOCKS, _THREADS, _SHARED = 1, 2, 3, 4, 6
+_COPY = re.compile(r"__\d+$")  # of a name that a program has more than once
+
+
+class Launch(NamedTuple):
+    """A kernel that a program launches: blocks of its grid, threads of a block, bytes of shared memory that a block asks for
+    when it is launched, and its binary."""
+
+    name: str
+    blocks: int
+    threads: int
+    shared_bytes: int
+    cubin: bytes
+
+
+def launches(compiled: Any) -> tuple[Launch, ...] | None:
+    """The kernels of a compiled program; None where its file can't be read, without cramjam for one.
+
+    A kernel in a loop is in it once.
+    """
+    try:
+        file = compiled.runtime_executable().serialize()
+        return tuple(launch for record in records(file) for launch in _inside(record))
+    except (ValueError, ImportError, jax.errors.JaxRuntimeError):
+        return None
+
+
+def _inside(data: bytes) -> Iterator[Launch]:
+    if ELF not in data or data.startswith(ELF):
+        return
+    try:
+        fields = fields_of(data)
+    except ValueError:
+        return
+    if launch := _launch(fields):
+        yield launch
+        return
+    for values in fields.values():
+        for value in values:
+            if isinstance(value, bytes):
+                yield from _inside(value)
+
+
+def _launch(fields: Fields) -> Launch | None:
+    name, kernel = _one(fields, _NAME), _one(fields, _KERNEL)
+    blocks, threads = (_sizes(_one(fields, number), inner) for number, inner in ((_BLOCKS, 2), (_THREADS, 1)))
+    if not isinstance(name, bytes) or not isinstance(kernel, bytes) or blocks is None or threads is None:
+        return None
+    if not name.isascii() or (cubin := _binary(kernel)) is None:
+        return None
+    shared = _one(fields, _SHARED)
+    return Launch(_COPY.sub("", name.decode()), blocks, threads, shared if isinstance(shared, int) else 0, cubin)
+
+
+def _one(fields: Fields, number: int) -> int | bytes | None:
+    values = fields.get(number, [])
+    return values[0] if len(values) == 1 else None
+
+
+def _sizes(data: int | bytes | None, inner: int) -> int | None:
+    """The product of three sizes; None if it isn't such a message."""
+    try:
+        sizes = _one(fields_of(data), inner) if isinstance(data, bytes) else None
+        numbers = fields_of(sizes) if isinstance(sizes, bytes) else {}
+    except ValueError:
+        return None
+    found = [n for values in numbers.values() for n in values if isinstance(n, int)]
+    return math.prod(found) if found and set(numbers) <= {1, 2, 3} else None
+
+
+def _binary(data: bytes) -> bytes | None:
+    """The binary in a message, wherever."""
+    if data.startswith(ELF):
+        return data
+    if ELF not in data:
+        return None
+    try:
+        fields = fields_of(data)
+    except ValueError:
+        return None
+    inside = (_binary(value) for values in fields.values() for value in values if isinstance(value, bytes))
+    return next((found for found in inside if found is not None), None)

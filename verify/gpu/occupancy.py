@@ -1,0 +1,45 @@
+"""occupancy: how many blocks of a kernel a multiprocessor holds at once, and what keeps it from holding more.
+
+The rules are those of NVIDIA's occupancy calculator for compute capability 8.0 to 10.0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .cubin import RESERVED
+from .gpu_specs import REGISTERS, THREADS, GpuSpec
+
+__all__ = ["Occupancy", "occupancy"]
+
+_WARP = 32
+_PARTITIONS = 4  # of a multiprocessor, each with a quarter of the registers; a block's warps are dealt out to all
+_REGISTER_UNIT = 256  # a warp's registers are given out by so many
+_SHARED_UNIT = 128  # bytes
+
+
+class Occupancy(NamedTuple):
+    """Blocks and warps at once on a multiprocessor, of `most_warps`. limits: blocks by each resource; bound: those that bind."""
+
+    blocks: int
+    warps: int
+    most_warps: int
+    limits: dict[str, int]
+    bound: tuple[str, ...]
+
+
+def occupancy(spec: GpuSpec, registers: int, threads: int, shared_bytes: int) -> Occupancy:
+    """registers: of a thread; threads and shared_bytes: of a block, without what the driver keeps of shared memory."""
+    warps = -(-threads // _WARP)
+    dealt = -(-warps // _PARTITIONS) * _PARTITIONS
+    of_warp = -(-max(registers, 1) * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT
+    of_block = -(-(shared_bytes + RESERVED) // _SHARED_UNIT) * _SHARED_UNIT
+    limits = {
+        "registers": REGISTERS // _PARTITIONS // of_warp * _PARTITIONS // dealt,
+        "shared memory": spec.shared_bytes_a_core // of_block,
+        "threads": THREADS // (warps * _WARP),
+        "blocks": spec.blocks_a_core,
+    }
+    blocks = min(limits.values())
+    bound = tuple(name for name, limit in limits.items() if limit == blocks)
+    return Occupancy(blocks, blocks * warps, THREADS // _WARP, limits, bound)

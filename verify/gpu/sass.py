@@ -1,0 +1,131 @@
+"""tile_loops: the loops over tiles of a compiled GPU kernel, from the text of NVIDIA's disassembler."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["TileLoop", "disassembled", "disassembler", "tile_loops"]
+
+_LABEL = re.compile(r"^(\.L\w+):")
+_INSTRUCTION = re.compile(
+    r"^/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<name>[A-Z][\w.]*)(?P<rest>.*?);?\s*/\*\s*0x[0-9a-f]{16}\s*\*/"
+)
+_SECOND_WORD = re.compile(r"^/\*\s*0x([0-9a-f]{16})\s*\*/")
+_TARGET = re.compile(r"\((\.L\w+)\)")
+# Since Volta each instruction says how many cycles its warp waits before the next: bits 105 to 108 of its 128.
+_STALL_SHIFT, _STALL_BITS = 105 - 64, 0xF
+_TENSOR = re.compile(r"(?P<kind>[HI]MMA|[HIQ]GMMA|UTC[A-Z]*MMA)\b")
+_OF_WARP = {"884": 8 * 8 * 4, "1688": 16 * 8 * 8, "16816": 16 * 8 * 16, "16832": 16 * 8 * 32}
+_OF_GROUP = re.compile(r"\.(\d+)x(\d+)x(\d+)")
+_WARPS_OF_GROUP = 4
+# Float32 work of a lane, twice of the packed ones: what the guide's rate for additions and multiplications counts.
+_FLOAT32 = {"FADD": 1, "FMUL": 1, "FFMA": 1, "FADD2": 2, "FMUL2": 2, "FFMA2": 2}
+_SECONDS = 60
+
+
+class TileLoop(NamedTuple):
+    """One turn of a loop, of one warp: its instructions, those of the tensor cores, and exponentials (EX2), as they stand there.
+
+    tensor_flops: in units of 16-bit products, TF32 counting twice and 8-bit ones half; None where the instructions don't tell
+    the shape of their product. float32: additions, multiplications and both at once a lane. stall_cycles: the sum of what the
+    instructions wait for by the compiler's schedule, without waits for memory.
+    """
+
+    instructions: int
+    tensor: int
+    tensor_flops: float | None
+    ex2: int
+    float32: int
+    stall_cycles: int
+
+
+class _Instruction(NamedTuple):
+    name: str
+    rest: str
+    stall: int
+
+
+def disassembler() -> str | None:
+    """The program nvdisasm: that of the wheel nvidia-cuda-nvdisasm, else one on the path; None if there is none."""
+    found = importlib.util.find_spec("nvidia")
+    for folder in [] if found is None else found.submodule_search_locations or []:
+        for program in sorted(Path(folder).glob("*/bin/nvdisasm")):
+            return str(program)
+    return shutil.which("nvdisasm")
+
+
+def disassembled(cubin: bytes) -> str | None:
+    """The text of a binary with its instructions' words; None without nvdisasm, or where it doesn't know the binary."""
+    program = disassembler()
+    if program is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        try:
+            run = subprocess.run([program, "-c", "-hex", str(path)], capture_output=True, text=True, timeout=_SECONDS)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+    return run.stdout if run.returncode == 0 else None
+
+
+def tile_loops(text: str) -> tuple[TileLoop, ...]:
+    """The innermost loops with exponentials, in their order: those that a softmax goes through for each tile."""
+    instructions, labels = _parsed(text)
+    spans = set[tuple[int, int]]()
+    for at, one in enumerate(instructions):
+        target = _TARGET.search(one.rest)
+        if one.name.startswith("BRA") and target and labels.get(target[1], at + 1) <= at:
+            spans.add((labels[target[1]], at + 1))
+    soft = [
+        span for span in sorted(spans) if any(one.name.startswith("MUFU.EX2") for one in instructions[slice(*span)])
+    ]
+    inner = [span for span in soft if not any(o != span and span[0] <= o[0] and o[1] <= span[1] for o in soft)]
+    return tuple(_loop(instructions[start:end]) for start, end in inner)
+
+
+def _parsed(text: str) -> tuple[list[_Instruction], dict[str, int]]:
+    found, labels = list[_Instruction](), dict[str, int]()
+    opened: re.Match[str] | None = None
+    for line in map(str.strip, text.splitlines()):
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(found)
+        elif match := _INSTRUCTION.match(line):
+            opened = match
+        elif opened is not None and (second := _SECOND_WORD.match(line)):
+            stall = int(second[1], 16) >> _STALL_SHIFT & _STALL_BITS
+            found.append(_Instruction(opened["name"], opened["rest"], stall))
+            opened = None
+    return found, labels
+
+
+def _loop(body: list[_Instruction]) -> TileLoop:
+    names = collections.Counter(one.name for one in body)
+    tensor = {name: times for name, times in names.items() if _TENSOR.match(name)}
+    flops = [(_product(name), times) for name, times in tensor.items()]
+    known = all(one is not None for one, _ in flops)
+    return TileLoop(
+        len(body),
+        sum(tensor.values()),
+        sum((one or 0.0) * times for one, times in flops) if known else None,
+        names["MUFU.EX2"] + names["MUFU.EX2.F16"],
+        sum(_FLOAT32.get(name.split(".")[0], 0) * times for name, times in names.items()),
+        sum(one.stall for one in body),
+    )
+
+
+def _product(name: str) -> float | None:
+    """Operations of one warp's share in a tensor-core instruction, in 16-bit ones."""
+    parts = name.split(".")
+    weight = 2.0 if "TF32" in parts else 0.5 if parts[0] in ("IMMA", "IGMMA", "QGMMA") else 1.0
+    if group := _OF_GROUP.search(name):
+        m, n, k = map(int, group.groups())
+        return 2 * m * n * k * weight / _WARPS_OF_GROUP
+    return next((2 * _OF_WARP[part] * weight for part in parts if part in _OF_WARP), None)

@@ -1,0 +1,79 @@
+"""Target: devices that aren't here, by a name such as v5e:2x2 or h100:8; their mesh, with the compiler or without it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+
+from ..errors import ConfigError, ShardingError, nearest, shown
+from ..sharding.mesh import AnyMesh
+from .generations import abstract_target, generations, has_libtpu
+from .gpu.gpu_mesh import described_gpus, has_cuda_plugin
+from .gpu.gpu_specs import gpu_specs
+from .gpu.gpu_target import gpu_target, is_gpu_target
+from .topology import described_mesh
+
+__all__ = ["Target", "not_compiled", "target_of"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """So many devices of a kind. platform and cores are what jax says of such a device."""
+
+    name: str
+    platform: str
+    kind: str
+    cores: int
+    count: int
+
+    @property
+    def compiles(self) -> bool:
+        """Whether what compiles for it is installed."""
+        return has_libtpu() if self.platform == "tpu" else has_cuda_plugin()
+
+    def described(self, sizes: Mapping[str, int] | None) -> Mesh:
+        """A mesh of described devices, for which programs can be compiled. Errors: ConfigError where nothing does."""
+        make: Callable[..., Mesh] = described_mesh if self.platform == "tpu" else described_gpus
+        return make(self.name, sizes)
+
+    def mesh(self, sizes: Mapping[str, int]) -> AnyMesh:
+        """The described mesh, or where nothing compiles for it an abstract one. Errors: ShardingError for a wrong number."""
+        if self.compiles:
+            return self.described(sizes)
+        if math.prod(sizes.values()) != self.count:
+            got = ",".join(f"{name}={size}" for name, size in sizes.items())
+            raise ShardingError(
+                f"mesh {got} has {math.prod(sizes.values())} devices and {self.name} has {self.count}; wanted as many."
+            )
+        device = AbstractDevice(device_kind=self.kind, num_cores=self.cores, platform=self.platform)
+        types = (AxisType.Auto,) * len(sizes)
+        return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
+
+
+def target_of(name: str) -> Target:
+    """Read a target's name. Errors: ConfigError for one that is neither a TPU topology nor GPUs."""
+    known = (*generations(), *gpu_specs())
+    if is_gpu_target(name):
+        wanted = gpu_target(name)
+        spec = gpu_specs()[wanted.name]
+        return Target(name, "gpu", spec.kind, spec.cores, wanted.hosts * wanted.gpus)
+    if name.partition(":")[0] in generations():
+        kind, count = abstract_target(name)
+        return Target(name, "tpu", kind, 1, count)
+    raise ConfigError(
+        f"target {shown(name)}; wanted a TPU generation and a shape, such as v5e:2x2, or a GPU and how many, such as h100:8; "
+        f"generations: {', '.join(generations())}; GPUs: {', '.join(gpu_specs())}.{nearest(name.partition(':')[0], known)}"
+    )
+
+
+def not_compiled(platform: str) -> str:
+    """Why a call for devices that aren't here was lowered and not compiled, and what would compile it."""
+    if platform == "tpu":
+        return "libtpu isn't installed, so this was lowered and not compiled; pip install 'attnops[tpu]' (Linux) compiles it"
+    return (
+        "jax's CUDA plugin isn't installed, so this was lowered and not compiled; pip install 'attnops[cuda-compile]' (Linux) "
+        "compiles it"
+    )

@@ -1,0 +1,47 @@
+"""attention_flops: the operations of a call's products, counted by attnops where a compiler doesn't count them."""
+
+from __future__ import annotations
+
+import math
+
+from ..planning import Plan
+
+__all__ = ["attention_flops"]
+
+_TILE = 128  # where the implementation has no tiles of its own
+# Of each kernel: its blocks, and how many products have the head dim, and how many the value dim.
+_FORWARD = (("block_q", "block_kv", 1, 1),)
+_KERNELS = (("block_q_dkv", "block_kv_dkv", 2, 2), ("block_q_dq", "block_kv_dq", 2, 1))
+_AT_ONCE = (("block_q", "block_kv", 3, 2),)
+
+
+def attention_flops(plan: Plan, backward: bool) -> float:
+    """Of one device, where all have the same: a multiplication and an addition are two. Whole tiles that may be live are
+    counted: by the mask as far as it is known before the run, in the implementation's tiles.
+
+    backward: with the gradient, for which a kernel for key and value and one for the query make seven products, and everything
+    else at least five, where the forward pass makes two.
+    """
+    problem, config = plan.problem, plan.config
+    sizes = {axis.name: axis.size for axis in problem.mesh}
+    devices = math.prod(sizes[axis] for axis in plan.placement.axes)
+    passes = list(_FORWARD)
+    if backward:
+        passes += _KERNELS if getattr(config, "block_q_dq", None) else _AT_ONCE
+    total = 0.0
+    for q_name, kv_name, dims, value_dims in passes:
+        weights = _weights(plan, getattr(config, q_name, None) or _TILE, getattr(config, kv_name, None) or _TILE)
+        total += 2.0 * weights * (dims * problem.head_dim + value_dims * problem.value_dim)
+    return total * problem.batch * problem.q_heads / devices
+
+
+def _weights(plan: Plan, block_q: int, block_kv: int) -> int:
+    """Weights of a head, in tiles that may be live."""
+    problem = plan.problem
+    q_len, kv_len = problem.q_len, problem.kv_len
+    block_q, block_kv = min(block_q, q_len), min(block_kv, kv_len)
+    if problem.dynamic_query_offset:
+        return math.ceil(q_len / block_q) * block_q * math.ceil(kv_len / block_kv) * block_kv
+    offset = problem.query_offset or 0
+    kinds = problem.mask.live_blocks(block_q, block_kv, q_len=q_len, kv_len=kv_len, query_offset=offset)
+    return int((kinds > 0).sum()) * block_q * block_kv
