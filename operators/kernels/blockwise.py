@@ -24,7 +24,7 @@ from .cpu_tuning import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, hel
 from .decode import Pieces, decode_forward
 from .operands import Operands, StaticPart, Traced, join_static
 from .part import LSE_NAME, OUTPUT_NAME, differentiable
-from .primitives import cut, cut_along, dot, fold, loop, put, split_index, where
+from .primitives import cut, cut_along, dot, fold, loop, put, split_index, summed, where
 from .tiles import TilePosition, TileSource, is_arithmetic, tile_table
 from .varying import vary, varying
 
@@ -572,7 +572,8 @@ def _add_bias_gradient(work: _BlockPass, d_bias: jax.Array, d_logits: jax.Array,
     """Add a tile's gradient, summed over the dimensions in which the bias broadcasts."""
     old = work.source.cut(d_bias, tile)
     part = work.spread(d_logits)
-    part = part.sum(axis=tuple(i for i in range(3) if old.shape[i] == 1 and part.shape[i] > 1), keepdims=True)
+    for axis in (i for i in range(3) if old.shape[i] == 1 and part.shape[i] > 1):
+        part = summed(part, axis)
     return put(d_bias, (old + part)[None], work.source.start(d_bias, tile))
 
 

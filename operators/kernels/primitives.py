@@ -16,7 +16,7 @@ from jax import lax
 
 from .precision import exact
 
-__all__ = ["cut", "cut_along", "dot", "fold", "loop", "numbers", "put", "shifted", "split_index", "where"]
+__all__ = ["cut", "cut_along", "dot", "fold", "loop", "numbers", "put", "shifted", "split_index", "summed", "where"]
 
 
 def numbers(shape: tuple[int, ...], axis: int, start: Any = 0, dtype: Any = np.int32) -> jax.Array:
@@ -44,6 +44,17 @@ def dot(a: jax.Array, b: jax.Array, axis: int, dtype: np.dtype) -> jax.Array:
     rows = tuple(range(a.ndim - 2))
     sizes = ((a.ndim - 1,), (axis,)), (rows, rows)
     return lax.dot_general(a, b, sizes, precision=exact(a.dtype), preferred_element_type=dtype)
+
+
+def summed(x: jax.Array, axis: int) -> jax.Array:
+    """The sum over an axis, which stays with size 1; by a product with ones.
+
+    XLA:CPU of jaxlib 0.10.2 loses rows of a sum over more than 256 of them where it fuses it with the products before it
+    (jax issue 39103); products it makes right.
+    """
+    ones = lax.full((x.shape[axis],), 1, x.dtype)
+    total = lax.dot_general(x, ones, (((axis,), (0,)), ((), ())), precision=exact(x.dtype), preferred_element_type=x.dtype)
+    return lax.expand_dims(total, (axis,))
 
 
 def cut(x: jax.Array, starts: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
