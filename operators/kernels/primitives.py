@@ -53,7 +53,9 @@ def summed(x: jax.Array, axis: int) -> jax.Array:
     (jax issue 39103); products it makes right.
     """
     ones = lax.full((x.shape[axis],), 1, x.dtype)
-    total = lax.dot_general(x, ones, (((axis,), (0,)), ((), ())), precision=exact(x.dtype), preferred_element_type=x.dtype)
+    total = lax.dot_general(
+        x, ones, (((axis,), (0,)), ((), ())), precision=exact(x.dtype), preferred_element_type=x.dtype
+    )
     return lax.expand_dims(total, (axis,))
 
 

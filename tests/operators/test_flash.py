@@ -17,6 +17,7 @@ from attnops.operators.kernels.flash.fp8 import as_bits, from_bits
 from attnops.operators.kernels.flash.sizes import dim_parts
 from attnops.operators.kernels.flash.visits import Visits, visits
 from attnops.operators.local_mask import LocalMask
+from attnops.verify import reference_gradients
 
 MASKS = (
     Full(), Causal(), ~Causal(), SlidingWindow(20, 3), SlidingWindow(5) & Causal(), Prefix(30) | Causal(), ~SlidingWindow(20, 20),
@@ -225,3 +226,20 @@ def test_what_a_search_tries() -> None:
     assert operation.tuned_fields(
         "forward_cuda", _plan("flash_attn2", H100, ONE, CACHE, CACHE).problem, placement
     ) == tuple(name for name in ("block_q", "block_kv", "num_warps", "num_stages", "kv_splits"))
+
+
+@pytest.mark.parametrize("operation", ["flash_attn2", "splash"])
+@pytest.mark.parametrize("shape", [(1, 2, 1, 320), (1, 1, 320, 320), (1, 1, 1, 320)])
+def test_the_gradient_of_a_bias_alone_over_many_rows(operation: str, shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(5)
+    q, k, v, d_output = (rng.standard_normal((1, 320, 2, 16)).astype(np.float32) for _ in range(4))
+    bias = rng.standard_normal(shape).astype(np.float32)
+    metadata = OperationMetadata(operation_configs={operation: {"interpret": True}}, fallback="error", tuning="off")
+    attend = OperationRegistry.create(operation, metadata)
+
+    def loss(bias: jax.Array) -> jax.Array:
+        return (attend(q, k, v, bias=bias, causal=False).attention_outputs * d_output).sum()
+
+    want = reference_gradients(q, k, v, d_output, scale=0.25, bias=bias)["bias"]
+    got = np.asarray(jax.jit(jax.grad(loss))(bias), np.float64)
+    assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()

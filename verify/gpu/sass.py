@@ -88,6 +88,8 @@ def tile_loops(text: str) -> tuple[TileLoop, ...]:
         span for span in sorted(spans) if any(one.name.startswith("MUFU.EX2") for one in instructions[slice(*span)])
     ]
     inner = [span for span in soft if not any(o != span and span[0] <= o[0] and o[1] <= span[1] for o in soft)]
+    # A branch back out of code that stands behind the loops, such as a wait for a barrier, is no loop: it begins within one.
+    inner = [span for span in inner if not any(o[0] < span[0] < o[1] < span[1] for o in inner)]
     return tuple(_loop(instructions[start:end]) for start, end in inner)
 
 
