@@ -33,6 +33,8 @@ def planned_platform(metadata: OperationMetadata, mesh: AnyMesh | None, arrays: 
     if platform == "gpu" and here.platform in ("cuda", "rocm"):
         # jax calls every vendor's GPUs 'gpu'; those of this process say whose they are.
         platform, kind = here.platform, here.device_kind
+    elif platform in ("cuda", "rocm") and not kind and here.platform == platform:
+        kind = here.device_kind
     elif platform == "gpu" and kind.startswith("NVIDIA"):  # of GPUs that are described, and not here
         platform = "cuda"
     wanted = metadata.platform

@@ -31,7 +31,7 @@ def advice(
 ) -> str:
     """The largest choice that compiles: on a TPU more VMEM if there is more, on a GPU fewer stages, else smaller blocks. Each
     is tried, none is guessed."""
-    config, tag = plan.config, plan.operation.name
+    config, tag = plan.config, plan.problem.config.operation
     for changes in _stages(config) if found.memory == "shared" else _vmem(config, found, vmem_most):
         if all(getattr(config, n) == v for n, v in changes.items()):
             continue

@@ -79,7 +79,7 @@ class LocalProblem:
         metadata = {
             "runtime_dtype": problem.runtime_dtype,
             "runtime_softmax_dtype": problem.softmax_dtype,
-            "operation_configs": {problem.operation: problem.config.to_dict()},
+            "operation_configs": {problem.config.operation: problem.config.to_dict()},
             "fallback": "error",
             "tuning": "off",
         }
@@ -88,9 +88,9 @@ class LocalProblem:
     def make(self, fields: Mapping[str, Any], mesh: AnyMesh | None = None) -> Operation:
         """The operation with some fields of its config set."""
         metadata = OperationMetadata.from_dict(self.metadata).replace(mesh=mesh)
-        config = metadata.operation_configs[self.operation].with_fields(fields)
+        ((of, config),) = metadata.operation_configs.items()
         kind: Any = OperationRegistry.get(self.operation)
-        return kind(metadata.replace(operation_configs={self.operation: config}))
+        return kind(metadata.replace(operation_configs={of: config.with_fields(fields)}))
 
     def program(
         self, fields: Mapping[str, Any], part: str, mesh: AnyMesh | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveInt, StrictBool, field_validator
 from pydantic_core.core_schema import ValidationInfo
@@ -27,8 +27,6 @@ class FlashAttention2Config(OperationConfig):
     are rows of one tile, which then has to hold all queries. residual_checkpoint_name: the name of the output and its
     log-sum-exp for jax.checkpoint policies. interpret: run the kernels in Pallas' interpreter, on any platform; for tests.
     """
-
-    feeds: ClassVar = {"blocksize_q": "block_q", "blocksize_k": "block_kv"}
 
     operation: Literal["flash_attn2"] = "flash_attn2"
     block_q: int | None = None

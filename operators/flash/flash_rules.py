@@ -9,6 +9,11 @@ __all__ = ["FLASH_FEATURES", "FLASH_RULES", "ON_ROCM"]
 
 FLASH_FEATURES = ALL_FEATURES - {"return_weights"}
 _MOST_DIM = 256
+# Starts of the device kinds of GPUs with a compute capability below 8.0; NVIDIA's table of them.
+_BEFORE_AMPERE = (
+    "Tesla", "NVIDIA T4", "NVIDIA P", "NVIDIA TITAN", "NVIDIA GeForce RTX 20", "NVIDIA GeForce GTX", "Quadro", "NVIDIA Quadro",
+    "NVIDIA Tesla",
+)  # fmt: skip
 
 FLASH_RULES = (
     Rule(
@@ -31,6 +36,13 @@ FLASH_RULES = (
         lambda p, c: max(p.head_dim, p.value_dim) <= _MOST_DIM,
         f"head_dim={{p.head_dim}}, value dim {{p.value_dim}}: a tile's sums are held in registers, up to a dim of {_MOST_DIM}",
         "Use 'vanilla'.",
+    ),
+    Rule(
+        "flash.generation",
+        "platform",
+        lambda p, c: not p.device_kind.startswith(_BEFORE_AMPERE),
+        "device {p.device}: Triton compiles for Ampere (compute capability 8.0) and later",
+        "Use 'vanilla', which is plain XLA.",
     ),
     Rule(
         "flash.interpret.check_vma",

@@ -44,7 +44,10 @@ _WIDE = {
     128: (_Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1)),
     256: (_Sizes(16, 32, 4, 1), _Sizes(16, 16, 4, 1), _Sizes(16, 16, 4, 1)),
 }
-_FOLDED_ROWS = 64  # queries of all heads that share a kv head, up to which they are the rows of one tile
+_FOLDED_ROWS = (
+    64  # queries of all heads that share a kv head, up to which they are the rows of one tile that holds them
+)
+_PLACES = 2**31
 _SPLIT_KEYS = 256  # the fewest keys of a part
 _MOST_SPLITS = 64
 # Multiprocessors, by the start of jax's device kind; NVIDIA's data sheets.
@@ -62,17 +65,13 @@ def resolve_flash(
     local = placement.local
     q_len, kv_len = local.q_len, local.kv_len
     group = local.q_heads // local.kv_heads
+    _check_places(problem, placement)
     found: dict[str, object] = {}
     fold = config.fold
     if fold is None:
-        wanted = config.block_q or _FOLDED_ROWS
-        fold = (
-            group * q_len <= min(wanted, _FOLDED_ROWS)
-            and config.block_q is None
-            and "mask_function" not in problem.features
-        )
+        fold = group * q_len <= min(config.block_q or _table(problem)[0].block_q, _FOLDED_ROWS)
     rows = group * q_len if fold else q_len
-    for name, default in _defaults(problem, rows, kv_len).items():
+    for name, default in _defaults(problem, rows, q_len, kv_len).items():
         for field, size in zip(_Sizes._fields, default, strict=True):
             key = f"{field}{name}"
             declared = getattr(config, key)
@@ -99,19 +98,36 @@ def _splits(problem: AttentionProblem, placement: Placement, programs: int) -> i
     return max(1, min(most, cores // programs))
 
 
-def _defaults(problem: AttentionProblem, rows: int, kv_len: int) -> dict[str, _Sizes]:
-    """By the suffix of the fields: the sizes of each pass."""
+def _check_places(problem: AttentionProblem, placement: Placement) -> None:
+    """Triton counts places in such arrays with 32 bits where they have up to 2**32 bytes. Errors: ConfigError."""
+    local, dims = placement.local, {"key": problem.head_dim, "value": problem.value_dim}
+    sizes = {name: local.batch * local.kv_heads * local.kv_len * dims[name] for name in problem.quantised}
+    for leaf in problem.leaves:
+        if len(leaf.dims) == 4:
+            sizes[leaf.name] = math.prod(leaf.shape) // problem.devices
+    for name, size in sizes.items():
+        if size > _PLACES:
+            raise ConfigError(
+                f"{name} has {size} numbers of one byte on a device; wanted at most {_PLACES}, which 32 bits can count."
+            )
+
+
+def _table(problem: AttentionProblem) -> tuple[_Sizes, _Sizes, _Sizes]:
     dim = max(_DIMS[0], _power(max(problem.head_dim, problem.value_dim)))
     if problem.runtime_dtype == "float32":
-        table = _WIDE
-    elif not problem.device_kind.startswith(tuple(_CORES)):
-        table = _SMALL
-    else:
-        table = _AMPERE if problem.device_kind.startswith("NVIDIA A") else _HOPPER
-    q_most, kv_most = _power(rows), _power(kv_len)
+        return _WIDE[dim]
+    if not problem.device_kind.startswith(tuple(_CORES)):
+        return _SMALL[dim]
+    return (_AMPERE if problem.device_kind.startswith("NVIDIA A") else _HOPPER)[dim]
+
+
+def _defaults(problem: AttentionProblem, rows: int, q_len: int, kv_len: int) -> dict[str, _Sizes]:
+    """By the suffix of the fields: the sizes of each pass; rows: of the forward pass, where heads may be folded into them."""
+    forward, *backward = _table(problem)
+    sizes = [(forward, rows), *((size, q_len) for size in backward)]
     return {
-        suffix: size._replace(block_q=min(size.block_q, q_most), block_kv=min(size.block_kv, kv_most))
-        for suffix, size in zip(("", "_dkv", "_dq"), table[dim], strict=True)
+        suffix: size._replace(block_q=min(size.block_q, _power(most)), block_kv=min(size.block_kv, _power(kv_len)))
+        for suffix, (size, most) in zip(("", "_dkv", "_dq"), sizes, strict=True)
     }
 
 

@@ -18,6 +18,8 @@ from attnops.operators.kernels.flash.sizes import dim_parts
 from attnops.operators.kernels.flash.visits import Visits, visits
 from attnops.operators.local_mask import LocalMask
 from attnops.verify import reference_gradients
+from attnops.verify.devices import tracing_on
+from attnops.verify.local_call import LocalProblem
 
 MASKS = (
     Full(), Causal(), ~Causal(), SlidingWindow(20, 3), SlidingWindow(5) & Causal(), Prefix(30) | Causal(), ~SlidingWindow(20, 20),
@@ -176,19 +178,24 @@ def test_wide_heads_are_refused() -> None:
     assert [reason.code for reason in plan.rejected[0].reasons] == ["flash.head_dim"]
 
 
-def _program(config: dict) -> str:
+def _program(config: dict, dim: int = 64, value_dim: int = 64) -> str:
     """What is traced and lowered for an H100."""
     mesh = AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice(H100, 1, "gpu"))
-    attend = OperationRegistry.create(
-        "flash_attn2", OperationMetadata(mesh=mesh, operation_configs={"flash_attn2": config})
-    )
-    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    metadata = OperationMetadata(mesh=mesh, operation_configs={"flash_attn2": config}, fallback="error")
+    attend = OperationRegistry.create("flash_attn2", metadata)
+    x, value = (jax.ShapeDtypeStruct((1, 500, 2, n), jnp.bfloat16) for n in (dim, value_dim))
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return attend(q, k, v).attention_outputs.astype(jnp.float32).sum()
 
-    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x)
-    return str(traced.jaxpr) + traced.lower(lowering_platforms=("cuda",)).as_text()
+    with tracing_on(mesh, "cuda"):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, value)
+        return str(traced.jaxpr) + traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(24, 40), (72, 72), (192, 128), (8, 8)])
+def test_head_dims_that_end_within_a_tile_are_lowered(dim: int, value_dim: int) -> None:
+    assert "attnops_flash_dkv" in _program({}, dim, value_dim)
 
 
 CHANGED = {
@@ -243,3 +250,43 @@ def test_the_gradient_of_a_bias_alone_over_many_rows(operation: str, shape: tupl
     want = reference_gradients(q, k, v, d_output, scale=0.25, bias=bias)["bias"]
     got = np.asarray(jax.jit(jax.grad(loss))(bias), np.float64)
     assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize(("dtype", "dim", "q_len"), [("float32", 128, 16), ("float32", 256, 10), ("bfloat16", 128, 16)])
+def test_few_queries_are_folded_where_a_tile_holds_them(dtype: str, dim: int, q_len: int) -> None:
+    few, keys = (jax.ShapeDtypeStruct((2, *shape, dim), dtype) for shape in ((q_len, 32), (4096, 8)))
+    config = _plan("flash_attn2", H100, few, keys, keys, fallback="error", causal=False).config
+    assert config.fold == (4 * q_len <= config.block_q)
+
+
+@pytest.mark.parametrize("operation", ["flash_attn2", "splash", "ring"])
+def test_what_a_search_tries_first_is_what_runs_without_one(operation: str) -> None:
+    plan = _plan(operation, H100, ONE, CACHE, CACHE)
+    first = plan.operation.candidates("forward_cuda", plan.problem, plan.placement)["forward"][0]
+    made = LocalProblem.of(plan.problem, plan.placement).make(first, plan_mesh())
+    again = made.plan(ONE, CACHE, CACHE)
+    assert again.config == plan.config.with_fields(first)
+    assert again.config.fold
+
+
+def plan_mesh() -> AbstractMesh:
+    return AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice(H100, 1, "gpu"))
+
+
+def test_gpus_that_triton_is_not_for() -> None:
+    plan = _plan("splash", "NVIDIA T4")
+    assert plan.kind == "fallback"
+    assert [reason.code for reason in plan.rejected[0].reasons] == ["flash.generation"]
+
+
+def test_block_sizes_of_the_metadata_are_not_for_gpus() -> None:
+    plan = _plan("splash", H100, blocksize_q=512, blocksize_k=2048)
+    assert plan.config.block_q == _plan("splash", H100).config.block_q
+    assert "blocksize_q=512 is not read by splash" in plan.notes
+
+
+def test_more_bytes_than_can_be_counted_are_refused() -> None:
+    cache = jax.ShapeDtypeStruct((24, 131072, 8, 128), jnp.float8_e4m3fn)
+    query = jax.ShapeDtypeStruct((24, 1, 32, 128), jnp.bfloat16)
+    plan = _plan("flash_attn2", H100, query, cache, cache, fallback="error")
+    assert "3221225472 numbers of one byte" in plan.refusal()

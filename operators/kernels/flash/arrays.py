@@ -23,10 +23,7 @@ __all__ = ["Along", "Arrays", "index"]
 
 
 def index(n: Any) -> Any:
-    """A place in an array as masked loads take it: of 32 bits, and no number of Python's, as that on a grid's axis of 1 is.
-
-    A slice that begins there may end beyond the array.
-    """
+    """A place in an array as masked loads take it: of 32 bits, and no number of Python's, as that on a grid's axis of 1 is."""
     return np.int32(n) if isinstance(n, int) else n
 
 
@@ -131,7 +128,9 @@ class Arrays:
 
     def _place(self, batch: Any, head: Any, along: Along, part: DimPart) -> tuple[Any, ...]:
         batch, head = index(batch), index(head)
-        rows, cols = pl.ds(along.start, along.count), pl.ds(index(part.start), part.width)
+        # Pallas refuses a slice that is known to end beyond the array; here what is beyond is masked.
+        start = index(part.start) if part.inside == part.width else jnp.arange(part.start, part.start + 1)[0]
+        rows, cols = pl.ds(along.start, along.count), pl.ds(start, part.width)
         return (batch, rows, head, cols) if self.layout == "bthd" else (batch, head, rows, cols)
 
     def _inside(self, along: Along, part: DimPart, bounded: bool) -> jax.Array | None:
