@@ -66,7 +66,7 @@ class Vanilla(Operation):
         rules=(_PATH,),
         tolerance={
             "float64": (4e-6, 2e-5),  # with the softmax in float32, as it is unless declared otherwise
-            "float32": (4e-6, 2e-5),  # the gradient of keys under a soft cap
+            "float32": (6e-6, 2e-5),  # head dims of 576; the gradient of keys under a soft cap
             "bfloat16": (1.5e-2, 3e-2),
             "float16": (2e-3, 4e-3),
         },
