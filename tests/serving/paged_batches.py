@@ -13,7 +13,7 @@ from attnops.operators.kernels.paged import paged_attention
 from attnops.verify.closeness import lse_size, row_error, row_sizes
 from attnops.verify.paged_reference import PagedReference, paged_reference
 
-TOLERANCE = {"float32": 4e-6, "bfloat16": 1.5e-2, "float16": 2e-3}  # as vanilla publishes
+TOLERANCE = {"float32": 4e-6, "bfloat16": 1.5e-2, "float16": 2e-3}  # as paged publishes
 
 # (queries of the step, keys after it) of each sequence. Keys end at, before and after pages of 8, and some sequences are empty.
 KINDS = {
