@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from attnops import Causal, ConfigError, Full, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
 from attnops.operators.flash import FlashAttention2Config
@@ -180,7 +180,8 @@ def test_wide_heads_are_refused() -> None:
 
 def _program(config: dict, dim: int = 64, value_dim: int = 64) -> str:
     """What is traced and lowered for an H100."""
-    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice(H100, 1, "gpu"))
+    device, auto = AbstractDevice(H100, 1, "gpu"), (AxisType.Auto,)
+    mesh = AbstractMesh((1,), ("fsdp",), axis_types=auto, abstract_device=device)
     metadata = OperationMetadata(mesh=mesh, operation_configs={"flash_attn2": config}, fallback="error")
     attend = OperationRegistry.create("flash_attn2", metadata)
     x, value = (jax.ShapeDtypeStruct((1, 500, 2, n), jnp.bfloat16) for n in (dim, value_dim))
