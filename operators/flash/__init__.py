@@ -3,10 +3,10 @@
 from .flash_candidates import flash_candidates, flash_tuned_fields
 from .flash_config import FlashAttention2Config
 from .flash_rules import FLASH_FEATURES, FLASH_RULES
-from .flash_sizes import resolve_flash
+from .flash_sizes import resolve_flash, unknown_gpu
 from .run_flash import run_flash
 
 __all__ = [
     "FLASH_FEATURES", "FLASH_RULES", "FlashAttention2Config", "flash_candidates", "flash_tuned_fields", "resolve_flash",
-    "run_flash",
+    "run_flash", "unknown_gpu",
 ]  # fmt: skip

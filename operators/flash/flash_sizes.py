@@ -9,7 +9,7 @@ from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
 from .flash_config import FlashAttention2Config
 
-__all__ = ["resolve_flash", "sizes_of"]
+__all__ = ["resolve_flash", "sizes_of", "unknown_gpu"]
 
 
 class _Sizes(NamedTuple):
@@ -87,6 +87,13 @@ def resolve_flash(
     found["fold"] = fold
     found["kv_splits"] = config.kv_splits or _splits(problem, placement, programs)
     return config.with_fields(found)
+
+
+def unknown_gpu(problem: AttentionProblem, config: FlashAttention2Config) -> str | None:
+    """A note where sizes were chosen for a GPU of which nothing is known."""
+    if config.interpret or problem.device_kind.startswith(tuple(_CORES)):
+        return None
+    return f"sizes for {problem.device} are those that fit any GPU from sm_86 on; known are {', '.join(_CORES)}"
 
 
 def _splits(problem: AttentionProblem, placement: Placement, programs: int) -> int:

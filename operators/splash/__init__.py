@@ -19,6 +19,7 @@ from ..flash import (
     flash_tuned_fields,
     resolve_flash,
     run_flash,
+    unknown_gpu,
 )
 from ..flash.flash_rules import ON_ROCM
 from ..local import LocalCall, LocalOutput
@@ -178,10 +179,13 @@ class Splash(Operation):
     def remarks(
         cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> tuple[str, ...]:
-        """Also what may be too large for the device's VMEM, and what another's kernel costs."""
+        """Also a GPU that isn't known, what may be too large for the device's VMEM, and what another's kernel costs."""
         notes = super().remarks(method, problem, placement, config)
         if method in ("forward_tpu", "forward_cuda") and problem.quantised:
             notes = (*notes, f"the gradient works on {dequantised_copy(problem, placement)}")
+        if method == "forward_cuda" and isinstance(config, FlashAttention2Config):
+            unknown = unknown_gpu(problem, config)
+            return notes if unknown is None else (*notes, unknown)
         if method != "forward_tpu" or not isinstance(config, SplashConfig):
             return notes
         if config.kernel != "attnops":

@@ -291,3 +291,10 @@ def test_more_bytes_than_can_be_counted_are_refused() -> None:
     query = jax.ShapeDtypeStruct((24, 1, 32, 128), jnp.bfloat16)
     plan = _plan("flash_attn2", H100, query, cache, cache, fallback="error")
     assert "3221225472 numbers of one byte" in plan.refusal()
+
+
+def test_sizes_for_a_gpu_that_is_not_known_are_noted() -> None:
+    assert any(
+        note.startswith("sizes for NVIDIA L4 are those that fit any GPU") for note in _plan("splash", "NVIDIA L4").notes
+    )
+    assert not any(note.startswith("sizes for") for note in _plan("splash", H100).notes)

@@ -85,9 +85,9 @@ class ForwardKernel:
         live = total > 0
         safe = jnp.where(live, total, 1.0)
         lse = jnp.where(live, (peak + jnp.log2(safe)) * LN2, -jnp.inf)
-        at = (batch,) if self.splits == 1 else (split * pl.num_programs(2) + batch,)
-        arrays.put_tile(refs["output"], *at, head, rows, value_dim, [acc / safe[:, None] for acc in sums])
-        arrays.put_numbers(refs["lse"], (*at, head), rows, lse)
+        row = batch if self.splits == 1 else split * pl.num_programs(2) + batch
+        arrays.put_tile(refs["output"], row, head, rows, value_dim, [acc / safe[:, None] for acc in sums])
+        arrays.put_numbers(refs["lse"], (row, head), rows, lse)
 
     def _start(self, refs: dict[str, Any], first_head: Any, rows: Along, split: Any) -> Any:
         """(weighted sums, peak, total) of rows that have seen no key: a sink is a key without a value."""

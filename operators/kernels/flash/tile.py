@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from ....masks import Full, Mask, Slot
 from ...local_mask import Dropout, LocalMask
+from ..answer import Answer
 from ..operands import StaticPart
 from ..precision import exact
 from .arrays import Along, Arrays, index
@@ -191,7 +192,7 @@ class Tile:
             if not isinstance(atom, Slot):
                 return atom
             parts = [self._leaf(f"leaf{next(numbers)}", dims) for _, _, dims in atom.parts]
-            return _Answer(atom.related(parts, keys))
+            return Answer(atom.related(parts, keys))
 
         if not isinstance(static_part.mask, Full):
             rows = self._global_rows()
@@ -236,18 +237,6 @@ class Tile:
         if len(cut) == 2:
             return values.T if self.across else values
         return self.of_rows(values) if ref.shape[2] > 1 else self._of_keys(values)
-
-
-class _Answer(Mask):
-    """A leaf whose test has been made."""
-
-    kind = "answer"
-
-    def __init__(self, seen: Any) -> None:
-        self.seen = seen
-
-    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
-        return self.seen
 
 
 def _tanh(x: jax.Array) -> jax.Array:

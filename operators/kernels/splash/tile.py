@@ -16,6 +16,7 @@ from jax import lax
 
 from ....masks import Full, Mask, Slot
 from ...local_mask import Dropout, LocalMask
+from ..answer import Answer
 from ..operands import StaticPart
 from .frame import Frame, Input, Step
 
@@ -200,7 +201,7 @@ class Tile:
             parts = [
                 self._leaf(leaf, part[2], head, start, width) for leaf, part in zip(leaves, atom.parts, strict=True)
             ]
-            return _Answer(atom.related(parts, keys))
+            return Answer(atom.related(parts, keys))
 
         seen = None
         if not isinstance(self.logits.static_part.mask, Full):
@@ -232,18 +233,6 @@ class Tile:
         if not self.across:
             return part
         return _turned(part.astype(jnp.int32) if part.dtype == jnp.int8 else part.astype(jnp.float32))
-
-
-class _Answer(Mask):
-    """A leaf whose test has been made."""
-
-    kind = "answer"
-
-    def __init__(self, seen: Any) -> None:
-        self.seen = seen
-
-    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
-        return self.seen
 
 
 def _turned(x: jax.Array) -> jax.Array:
