@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from jax.sharding import AxisType, PartitionSpec
 
 from attnops import Causal, Chunked, Full, InputError, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
@@ -57,23 +58,18 @@ SLOW = pytest.mark.slow
 
 
 def _product() -> Iterator[tuple[str, str, str, str, str, str]]:
-    """(implementation, strategy, case, mesh, layout, kind): every mesh, every layout and every kind of axis."""
+    """(implementation, strategy, case, mesh, layout, kind of axis)."""
     for which, strategy, name in itertools.product((NATIVE, SPLASH, FLASH), FIELDS, CASES):
-        main, layout = MAIN[strategy], CASES[name]
         if (
             which == FLASH
-        ):  # what goes around a kernel is the same for all: one mesh tells whether it can go around this one
-            yield which, strategy, name, main, layout, "auto"
+        ):  # what goes around a kernel is the same for all: one mesh tells whether it goes around this one
+            yield which, strategy, name, MAIN[strategy], CASES[name], "auto"
             continue
-        meshes = [m for m in MESHES if m == main or ("cp" in MESHES[m]) == (strategy == "ulysses_ring")]
-        yield from ((which, strategy, name, mesh, layout, "auto") for mesh in meshes)
-        yield from (
-            (which, strategy, name, main, other, "auto") for other in ("bthd", "bhtd", "thd") if other != layout
-        )
-        yield which, strategy, name, main, layout, "explicit"
+        meshes = [m for m in MESHES if m == MAIN[strategy] or ("cp" in MESHES[m]) == (strategy == "ulysses_ring")]
+        yield from itertools.product((which,), (strategy,), (name,), meshes, ("bthd", "bhtd", "thd"), KINDS)
 
 
-# What `make test` runs of the product, in the case's own layout; the rest is for `make test-all`.
+# What `make test` runs of the product, in the case's own layout; `make test-all` runs rows in which any three of them meet.
 OFTEN = {
     *((NATIVE, "ring", n, "fsdp2_tp2_sp2", "auto") for n in ("segment_ids", *_RING)),
     *((NATIVE, "ulysses", n, "fsdp2_tp2_sp2", "auto") for n in ("bias", "everything", "int8_kv")),
@@ -88,13 +84,9 @@ OFTEN = {
     (FLASH, "ring", "segment_ids", "fsdp2_tp2_sp2", "auto"),
     (FLASH, "ulysses", "bias", "fsdp2_tp2_sp2", "auto"),
 }
+QUICK = {(*key[:4], CASES[key[2]], key[4]) for key in OFTEN}
 PRODUCT = [
-    pytest.param(
-        *key,
-        id="-".join(key),
-        marks=[] if (*key[:4], key[5]) in OFTEN and key[4] == CASES[key[2]] else [pytest.mark.slow],
-    )
-    for key in _product()
+    pytest.param(*key, id="-".join(key), marks=[] if key in QUICK else [SLOW]) for key in covering(_product(), 3, QUICK)
 ]
 
 

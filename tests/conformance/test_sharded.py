@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from attnops import InputError
@@ -80,7 +81,7 @@ SLOW = pytest.mark.slow
 def _product(names: Iterable[str], often: set[tuple[str, str, str]]) -> list[Any]:
     return [
         pytest.param(name, mesh, kind, id=f"{name}-{mesh}-{kind}", marks=[] if key in often else [pytest.mark.slow])
-        for key in itertools.product(names, MESHES, KINDS)
+        for key in covering(itertools.product(names, MESHES, KINDS), 2, often)
         for name, mesh, kind in [key]
     ]
 
@@ -155,9 +156,11 @@ PATHS_OFTEN = {
             id=f"{which}-{name}-{kind}",
             marks=[] if kind == "auto" and name in PATHS_OFTEN[which] else [pytest.mark.slow],
         )
-        for which in harness.PATHS
-        for name in PATH_CASES
-        for kind in KINDS
+        for which, name, kind in covering(
+            itertools.product(harness.PATHS, PATH_CASES, KINDS),
+            2,
+            [(which, name, "auto") for which, names in PATHS_OFTEN.items() for name in names],
+        )
     ],
 )
 def test_native_paths(which: str, name: str, kind: str) -> None:
