@@ -9,7 +9,7 @@ from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
 from .flash_config import FlashAttention2Config
 
-__all__ = ["resolve_flash", "sizes_of", "unknown_gpu"]
+__all__ = ["least_shared_bytes", "resolve_flash", "sizes_of", "unknown_gpu"]
 
 
 class _Sizes(NamedTuple):
@@ -56,6 +56,11 @@ _CORES = {
     "NVIDIA GB200": 148,
 }  # fmt: skip
 _SOME_CORES = 108
+# Bytes of shared memory that a block of threads may have, by the start of jax's device kind: the CUDA C++ Programming Guide.
+_SHARED = {
+    "NVIDIA A100": 166912,
+    **dict.fromkeys(("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200", "NVIDIA B200", "NVIDIA GB200"), 232448),
+}
 
 
 def resolve_flash(
@@ -86,7 +91,9 @@ def resolve_flash(
     programs = local.batch * (local.kv_heads if fold else local.q_heads) * math.ceil(rows / block_q)
     found["fold"] = fold
     found["kv_splits"] = config.kv_splits or _splits(problem, placement, programs)
-    return config.with_fields(found)
+    chosen = config.with_fields(found)
+    _check_shared(problem, chosen)
+    return chosen
 
 
 def unknown_gpu(problem: AttentionProblem, config: FlashAttention2Config) -> str | None:
@@ -116,6 +123,37 @@ def _check_places(problem: AttentionProblem, placement: Placement) -> None:
         if size > _PLACES:
             raise ConfigError(
                 f"{name} has {size} numbers of one byte on a device; wanted at most {_PLACES}, which 32 bits can count."
+            )
+
+
+def least_shared_bytes(problem: AttentionProblem, config: FlashAttention2Config) -> dict[str, int]:
+    """Bytes of shared memory that each pass of a filled config takes at least: the tiles that are on their way at once.
+
+    What the loop goes through, keys and values, or queries and their gradients: one tile fewer than stages on Ampere, whose last
+    one is consumed from registers. Compiled kernels take this or more (docs/gpu.md).
+    """
+    row = problem.head_dim + problem.value_dim
+    size = {"float32": 4}.get(problem.runtime_dtype, 2)
+    fewer = problem.device_kind.startswith("NVIDIA A")
+    sizes = sizes_of(config)
+    rows = {"forward": sizes["forward"].block_kv, "dkv": sizes["dkv"].block_q, "dq": sizes["dq"].block_kv}
+    return {pass_: max(1, sizes[pass_].num_stages - fewer) * n * row * size for pass_, n in rows.items()}
+
+
+def _check_shared(problem: AttentionProblem, config: FlashAttention2Config) -> None:
+    """Errors: ConfigError for tiles that can't fit, where that is known: products of two-byte numbers, known GPUs."""
+    most = next((n for kind, n in _SHARED.items() if problem.device_kind.startswith(kind)), None)
+    if most is None or config.interpret or problem.runtime_dtype == "float32" or problem.quantised:
+        return
+    for pass_, least in least_shared_bytes(problem, config).items():
+        if least > most:
+            suffix = "" if pass_ == "forward" else f"_{pass_}"
+            of = "block_q" if pass_ == "dkv" else "block_kv"
+            size = sizes_of(config)[pass_]
+            raise ConfigError(
+                f"FlashAttention2Config: {of}{suffix}={getattr(size, of)} and num_stages{suffix}={size.num_stages} take at least "
+                f"{least} bytes of shared memory; {problem.device} has {most} for a block of threads. Hint: fewer stages or a "
+                f"smaller block."
             )
 
 
