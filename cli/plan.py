@@ -11,7 +11,7 @@ from ..planning.plan_text import decision_rows, placement_rows, screen_rows, ten
 from ..planning.text import bytes_text
 from .console import fields, table, text
 
-__all__ = ["brief_rows", "print_plan", "rejected_rows", "runs_row"]
+__all__ = ["brief_rows", "head_text", "print_plan", "rejected_rows", "runs_row"]
 
 _STYLES = {"platform": "green", "native": "green", "routed": "green", "fallback": "yellow", "refused": "red"}
 
@@ -56,6 +56,12 @@ def runs_row(plan: Plan | PagedPlan) -> tuple[str, Text]:
     """What runs, and the kind of decision."""
     name = plan.implementation or "nothing"
     return "runs", Text.assemble((name, f"bold {_STYLES[plan.kind]}"), f" ({WHY[plan.kind]})")
+
+
+def head_text(described: str) -> Text:
+    """The first line of a problem without its device and mesh, which each target has of its own."""
+    sizes = described.partition(":")[2].rpartition(", mesh")[0]
+    return Text.assemble((described.partition(" on ")[0], "bold"), f":{sizes}")
 
 
 def rejected_rows(plan: Plan | PagedPlan) -> list[tuple[str, str]]:

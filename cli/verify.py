@@ -23,7 +23,7 @@ from ..verify.targets import not_compiled, target_of
 from .call_arrays import call_shapes
 from .console import fields, seconds_text, text
 from .kernel_lines import kernel_limits, kernel_lines
-from .plan import brief_rows
+from .plan import brief_rows, head_text
 from .progress import bar
 from .step import is_paged, refuse_inputs
 from .target import declared_sizes, here, run_metadata
@@ -116,8 +116,7 @@ def print_reports(reports: Sequence[TargetReport] | Sequence[StepReport], notes:
 
 def _print_reports(reports: list[TargetReport], notes: tuple[str, ...]) -> None:
     console = text()
-    console.print(Text(reports[0].plan.problem.describe().partition(" on ")[0], style="bold"), end="")
-    console.print(Text(":" + reports[0].plan.problem.describe().partition(":")[2].rpartition(", mesh")[0]))
+    console.print(head_text(reports[0].plan.problem.describe()))
     for report in reports:
         console.print("", fields(_rows(report)), sep="\n")
     if notes:

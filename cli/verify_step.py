@@ -12,7 +12,7 @@ from ..registry.declaration import Declaration
 from ..verify.paged_step import StepReport, verify_step
 from .console import fields, seconds_text, text
 from .kernel_lines import kernel_lines
-from .plan import rejected_rows, runs_row
+from .plan import head_text, rejected_rows, runs_row
 from .progress import bar
 from .run_step import one_layer
 from .step import step_of
@@ -35,9 +35,7 @@ def verify_steps(
 def print_step_reports(reports: list[StepReport], notes: tuple[str, ...] = ()) -> None:
     """All of it, a paragraph a target; `notes` come last."""
     console = text()
-    head = reports[0].plan.problem.describe()
-    console.print(Text(head.partition(" on ")[0], style="bold"), end="")
-    console.print(Text(":" + head.partition(":")[2].rpartition(", mesh")[0]))
+    console.print(head_text(reports[0].plan.problem.describe()))
     for report in reports:
         console.print("", fields(_rows(report)), sep="\n")
     if notes:

@@ -8,11 +8,14 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
+from ..drawing import DevicePicture
 from ..errors import RefusedError
 from ..sharding import AttnShardingRules
 from ..sharding.mesh import AnyMesh
+from .draw_plan import draw_plan
 from .named import named_shardings
 from .plan_fields import PlanFields
+from .plan_html import plan_html
 from .plan_text import config_lines, explain
 from .repeated import repeated_work
 from .text import spec_text
@@ -75,6 +78,16 @@ class Plan(PlanFields):
     def explain(self, verbose: bool = False) -> str:
         """The decision as text: what runs and why, and what asks for something; `verbose`: all of it."""
         return explain(self, verbose=verbose)
+
+    def draw(self, mesh: AnyMesh | None = None) -> DevicePicture:
+        """A picture of each tensor over the mesh, device by device: dropped axes, copies, and arrows for what is sent.
+
+        `mesh` names the devices; by default the plan's own, else they are numbered. Errors: ShardingError for another mesh.
+        """
+        return draw_plan(self, mesh)
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
 
     def config_lines(self) -> list[str]:
         """Every field of the config that runs, and where it comes from."""
