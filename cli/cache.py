@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rich.text import Text
@@ -50,9 +49,8 @@ def show_cache(plan: CachePlan, notes: tuple[str, ...], as_json: bool) -> None:
     plan.require()
 
 
-def cache_notes(declaration: Declaration | Path) -> tuple[str, ...]:
+def cache_notes(declaration: Declaration) -> tuple[str, ...]:
     """For commands that compile or run the call."""
-    declaration = declaration if isinstance(declaration, Declaration) else Declaration.load(declaration)
     return () if declaration.cache is None or declaration.step is not None else (_CALL_ALONE,)
 
 

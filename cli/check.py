@@ -14,6 +14,7 @@ from ..planning import AttentionProblem, Plan
 from ..verify.closeness import lse_size, output_size, row_error, row_sizes
 from ..verify.reference import Forward, forward
 from .materials import Materials, canonical, materials
+from .progress import Told
 
 __all__ = ["Comparison", "check"]
 
@@ -61,9 +62,11 @@ def check(
     arrays: Mapping[str, Any],
     expected: np.ndarray | None = None,
     source: str = "",
+    told: Told | None = None,
 ) -> list[Comparison]:
     """Compare output, and lse and weights where they were asked for, with verify.reference_attention; and the output with the
-    `expected` of a source, without rows of padding queries. Errors: InputError for `expected` of another shape.
+    `expected` of a source, without rows of padding queries. `told` hears of each piece. Errors: InputError for `expected` of
+    another shape.
     """
     problem, given = plan.problem, materials(plan.problem, arrays)
     packed = problem.layout == "thd"
@@ -83,6 +86,8 @@ def check(
     step = max(1, _PIECE // (problem.group * problem.kv_len))
     for start in range(0, problem.q_len, step):
         rows = slice(start, min(start + step, problem.q_len))
+        if told is not None:
+            told(start, problem.q_len, "queries")
         seen = given.visible(rows)
         for row in range(problem.batch):
             for kv_head in range(problem.kv_heads):

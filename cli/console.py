@@ -1,17 +1,111 @@
-"""How the command writes: results to stdout, everything else to stderr."""
+"""How the command writes: results to stdout, everything else to stderr; lines end between words."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["errors", "fields", "seconds_text", "table", "text"]
+__all__ = ["Columns", "Fields", "errors", "fields", "seconds_text", "table", "text"]
 
-_WIDTH = 100  # of a pipe or a file; a terminal says its own width
+_WIDTH = 80  # of a pipe or a file; a terminal says its own width
+_ANY = 10_000
+_LEAST = 24  # columns that a value gets, however long its label
+# A number stays with its unit.
+_WORD = re.compile(r"\(?\d[\d.,]* (?:[KMG]iB|B|s|ms|us|GFLOP)\b\S*\s*|\S+\s*|\s+")
+
+
+class _Console(Console):
+    """A console that lets a word longer than the line run over its end, where it can be copied whole."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*objects, **{"crop": False} | options)
+
+
+class Fields:
+    """Labelled lines; a label that repeats is written once."""
+
+    def __init__(self, rows: Sequence[tuple[str, str | Text]]) -> None:
+        self.rows = rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        indent = 2 + max((len(label) for label, _ in self.rows), default=0)
+        last = ""
+        for label, value in self.rows:
+            lines = _wrapped(value, options.max_width - indent)
+            for number, line in enumerate(lines):
+                head = label if number == 0 and label != last else ""
+                yield from _line(Text(head.ljust(indent), style="bold"), line, console)
+            last = label
+
+
+class Columns:
+    """A table under a head; in a line too short for its rows each row becomes a paragraph: its first cell, then the others."""
+
+    def __init__(self, *heads: str) -> None:
+        self.heads = heads
+        self.rows: list[tuple[tuple[Text, ...], str | None]] = []
+
+    def add_row(self, *cells: str | Text, style: str | None = None) -> None:
+        """One cell for each head; a missing one is empty."""
+        filled = (*cells, *[""] * (len(self.heads) - len(cells)))
+        self.rows.append((tuple(cell if isinstance(cell, Text) else Text(cell) for cell in filled), style))
+
+    def fits(self, width: int) -> bool:
+        """Whether each row has room in one line."""
+        console = Console(width=_ANY)
+        return self._table().__rich_measure__(console, console.options).maximum <= width
+
+    def _table(self) -> Table:
+        made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+        for head in self.heads:
+            made.add_column(Text(head), no_wrap=True)
+        for cells, style in self.rows:
+            made.add_row(*cells, style=style)
+        return made
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.fits(options.max_width):
+            yield self._table()
+            return
+        for cells, style in self.rows:
+            yield from _line(Text(), cells[0] + Text(), console, style or "bold")
+            named = zip(self.heads[1:], cells[1:], strict=True)
+            rest = Text("; ").join(Text(head.replace("\n", ".") + " ") + cell for head, cell in named if cell.plain)
+            for line in _wrapped(rest, options.max_width - 2):
+                yield from _line(Text("  "), line, console, style or "")
+
+
+def _wrapped(value: str | Text, width: int) -> list[Text]:
+    """Lines of at most this width that end between words; a longer word has a line of its own."""
+    whole = value if isinstance(value, Text) else Text(value)
+    found: list[Text] = []
+    for line in whole.split("\n", allow_blank=True):
+        starts, used = [], 0
+        for word in _WORD.finditer(line.plain):
+            if used and used + cell_len(word[0].rstrip()) > max(width, _LEAST):
+                starts.append(word.start())
+                used = 0
+            used += cell_len(word[0])
+        found += line.divide(starts)
+    return found
+
+
+def _line(head: Text, line: Text, console: Console, style: str = "") -> Iterator[Segment]:
+    whole = head + line
+    whole.rstrip()
+    if style:
+        whole.stylize(style)
+    yield from whole.render(console)
+    yield Segment.line()
 
 
 def text(width: int = _WIDTH) -> Console:
@@ -24,24 +118,14 @@ def errors() -> Console:
     return _console(stderr=True, width=_WIDTH)
 
 
-def table(*columns: str) -> Table:
-    """A table with a thin rule under its head, that folds long cells instead of cutting them."""
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for column in columns:
-        made.add_column(Text(column), overflow="fold")
-    return made
+def table(*columns: str) -> Columns:
+    """A table under a head, whose cells are never broken."""
+    return Columns(*columns)
 
 
-def fields(rows: list[tuple[str, str | Text]]) -> Table:
+def fields(rows: Sequence[tuple[str, str | Text]]) -> Fields:
     """Labelled lines; a label that repeats is written once."""
-    made = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
-    made.add_column(style="bold", no_wrap=True)
-    made.add_column(overflow="fold")
-    last = ""
-    for label, value in rows:
-        made.add_row("" if label == last else label, value if isinstance(value, Text) else Text(value))
-        last = label
-    return made
+    return Fields(rows)
 
 
 def seconds_text(seconds: float) -> str:
@@ -53,4 +137,4 @@ def seconds_text(seconds: float) -> str:
 def _console(*, stderr: bool, width: int) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     known = stream.isatty() or "COLUMNS" in os.environ
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if known else width)
+    return _Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if known else width)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ..registry.declaration import Declaration
@@ -15,9 +14,8 @@ _DISABLED = (
 )
 
 
-def enabled_notes(declaration: Declaration | Path) -> tuple[str, ...]:
+def enabled_notes(declaration: Declaration) -> tuple[str, ...]:
     """The note on a disabled declaration; none on an enabled one."""
-    declaration = declaration if isinstance(declaration, Declaration) else Declaration.load(declaration)
     return () if declaration.enabled else (_DISABLED,)
 
 

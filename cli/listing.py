@@ -74,20 +74,23 @@ def print_listing(data: dict[str, Any]) -> None:
             if not able["tolerance"]:
                 continue  # it only refuses
             if able["borrowed_from"] is None:
-                columns.append((f"{name}\n{method}", able))
+                columns.append((f"{name}.{method}", able))
             else:
                 borrowed.append(f"{name}.{method} is {able['borrowed_from']}")
-    abilities = table("consumes", *(title for title, _ in columns))
+    heads = (title.replace(".forward_", "\n") for title, _ in columns)
+    abilities = table("consumes", *heads)
     for feature in data["features"]:
         abilities.add_row(feature, *("yes" if feature in i["consumes"] else Text("-", style="dim") for _, i in columns))
-    console.print("", Text("What each implementation consumes", style="bold underline"), abilities, sep="\n")
+    console.print(
+        "", Text("What each implementation consumes (forward_...)", style="bold underline"), abilities, sep="\n"
+    )
     for line in borrowed:
         console.print(Text(line, style="dim"))
     console.print(Text("What is asked and not consumed is refused; `attnops plan` gives every reason.", style="dim"))
     bounds = table("implementation", "dtype", "forward", "backward")
     for title, implementation in columns:
         for dtype, value in implementation["tolerance"].items():
-            bounds.add_row(title.replace("\n", "."), dtype, f"{value['forward']:g}", _number(value["backward"]))
+            bounds.add_row(title, dtype, f"{value['forward']:g}", _number(value["backward"]))
     title = "Published error against the float64 reference, row by row, relative to the row's size"
     console.print("", Text(title, style="bold underline"), bounds, sep="\n")
     for name, entry in data["operations"].items():

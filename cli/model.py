@@ -12,15 +12,18 @@ from rich.text import Text
 
 from ..errors import ConfigError
 from ..planning import Plan
+from ..planning.plan_text import placement_rows
 from ..planning.text import bytes_text
 from ..registry import OperationRegistry
+from ..registry.call_declaration import CallDeclaration
 from ..registry.model_declaration import LayerDeclaration, ModelDeclaration, is_cached, write_layers
-from .console import fields, table, text
-from .plan import placement_rows, print_plan, rejected_rows
+from .console import Columns, fields, table, text
+from .plan import print_plan, rejected_rows
 from .target import TargetOptions, plan_metadata, targeted
 
 __all__ = ["ModelOptions", "ModelPlans", "model_json", "plan_model", "print_model"]
 
+_NAMING = 2  # columns that say which layers a row is about
 _LONGEST = 131072  # that is planned where no length is given; some models promise millions
 
 
@@ -125,8 +128,8 @@ def model_json(found: ModelPlans) -> dict[str, Any]:
     }
 
 
-def print_model(found: ModelPlans, *, whole: bool) -> None:
-    """The table, or with `whole` the full plan of the one layer."""
+def print_model(found: ModelPlans, *, whole: bool, verbose: bool = False) -> None:
+    """The table, or with `whole` the plan of the one layer."""
     if whole:
         ((layer, plan),) = found.plans
         text().print(
@@ -135,33 +138,50 @@ def print_model(found: ModelPlans, *, whole: bool) -> None:
                 style="bold",
             )
         )
-        print_plan(plan, found.notes, found.platform_source)
+        print_plan(plan, found.notes, found.platform_source, verbose=verbose)
         return
     plan = found.plans[0][1]
     console = text()
     call = found.plans[0][0].declaration.call
     head = f"{found.model.family}: {len(found.model.layers)} layers; {plan.problem.describe()}"
     console.print(Text(head, style="bold"))
-    columns = table("layers", "kind", "heads", "dim", "runs", "why", "blocks", "device")
-    for layer, plan in found.plans:
-        kv_heads, value_dim = call.kv_heads or call.q_heads, call.value_dim or call.head_dim
-        heads = f"{call.q_heads}" if kv_heads == call.q_heads else f"{call.q_heads}/{kv_heads}"
-        dims = f"{call.head_dim}" if value_dim == call.head_dim else f"{call.head_dim}/{value_dim}"
-        runs = plan.implementation or "nothing"
-        columns.add_row(
-            _numbers(layer.layers, len(found.model.layers)),
-            layer.kind,
-            heads,
-            dims,
-            runs,
-            plan.kind,
-            _blocks(plan),
-            _size(plan),
-        )
+    layers = [_row(found, layer, plan, call) for layer, plan in found.plans]
+    heads = [name for name in layers[0] if any(row[name] for row in layers)]
+    columns = _table(heads, layers)
+    if not columns.fits(console.width):  # what all layers have in common stands once
+        alike = [name for name in heads[_NAMING:] if len({row[name] for row in layers}) == 1]
+        console.print(fields([("all", ", ".join(f"{name} {layers[0][name]}" for name in alike))] if alike else []))
+        columns = _table([name for name in heads if name not in alike], layers)
     console.print(columns)
     rows = [*_told(found.plans), *[("note", note) for note in found.notes]]
     if rows:
         console.print("", fields(rows), sep="\n")
+
+
+def _table(heads: Sequence[str], rows: Sequence[dict[str, str]]) -> Columns:
+    columns = table(*heads)
+    for row in rows:
+        columns.add_row(*(row[name] or "-" for name in heads))
+    return columns
+
+
+def _row(found: ModelPlans, layer: LayerDeclaration, plan: Plan, call: CallDeclaration) -> dict[str, str]:
+    """The cells of a layer by the head of their column; a column that is empty for all layers isn't shown."""
+    problem = plan.problem
+    kv_heads, value_dim = call.kv_heads or call.q_heads, call.value_dim or call.head_dim
+    sinks = problem.sinks_shape
+    return {
+        "layers": _numbers(layer.layers, len(found.model.layers)),
+        "kind": layer.kind,
+        "heads": f"{call.q_heads}" if kv_heads == call.q_heads else f"{call.q_heads}/{kv_heads}",
+        "dim": f"{call.head_dim}" if value_dim == call.head_dim else f"{call.head_dim}/{value_dim}",
+        "cap": "" if problem.logits_soft_cap is None else f"{problem.logits_soft_cap:g}",
+        "sinks": "" if sinks is None else f"{1 if len(sinks) == 1 else sinks[1]} a head",
+        "runs": plan.implementation or "nothing",
+        "why": plan.kind,
+        "blocks": _blocks(plan),
+        "device": _size(plan),
+    }
 
 
 def _told(plans: Sequence[tuple[LayerDeclaration, Plan]]) -> list[tuple[str, str | Text]]:

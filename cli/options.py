@@ -7,12 +7,27 @@ from typing import Annotated
 
 import typer
 
+from .version import version_text
+
 _MODEL = "With --model"
 
-Config = Annotated[Path, typer.Argument(help="Declaration file (JSON).", show_default=False)]
-ConfigOrModel = Annotated[
-    Path | None, typer.Argument(help="Declaration file (JSON), or none with --model.", show_default=False)
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(version_text())
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", help="Print the versions, and exit.", is_eager=True, callback=_print_version),
 ]
+Config = Annotated[Path, typer.Argument(help="Declaration file (JSON), or - for standard input.", show_default=False)]
+ConfigOrModel = Annotated[
+    Path | None,
+    typer.Argument(help="Declaration file (JSON), - for standard input, or none with --model.", show_default=False),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="The whole plan, in place of one screen.")]
 OneOperation = Annotated[str | None, typer.Argument(help="One operation's config.", show_default=False)]
 Inputs = Annotated[Path | None, typer.Option("--inputs", help="Arrays, .npz or .safetensors.", show_default=False)]
 Mesh = Annotated[str | None, typer.Option("--mesh", help="Mesh axes, such as fsdp=2,tp=2,sp=2.", show_default=False)]
@@ -21,7 +36,8 @@ Mode = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else.")]
 Platform = Annotated[
-    str | None, typer.Option("--platform", help="Plan for tpu, cuda, rocm, gpu or cpu.", show_default=False)
+    str | None,
+    typer.Option("--platform", help="Plan for tpu, cuda, rocm, gpu, cpu, or for v5e, h100.", show_default=False),
 ]
 Topology = Annotated[
     str | None, typer.Option("--topology", help="Plan for a TPU topology or GPUs: v5e:2x2, h100:8.", show_default=False)
@@ -94,3 +110,5 @@ Check = Annotated[bool, typer.Option("--check", help="Compare with float64, and 
 Repeats = Annotated[int, typer.Option("--repeats", help="Timed runs; the median is shown.", min=1)]
 Explain = Annotated[bool, typer.Option("--explain", help="Print the whole plan.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print only errors.")]
+ExampleName = Annotated[str | None, typer.Argument(help="Its name.", show_default=False)]
+To = Annotated[Path, typer.Option("--to", help="The folder that its files go into.")]

@@ -6,48 +6,39 @@ from rich.text import Text
 
 from ..planning import Plan
 from ..planning.paged.paged_plan import PagedPlan
-from ..planning.plan import dropped_lines, tensor_rows
-from ..planning.repeated import repeated_lines
+from ..planning.plan_fields import WHY
+from ..planning.plan_text import decision_rows, placement_rows, screen_rows, tensor_rows
 from ..planning.text import bytes_text
 from .console import fields, table, text
 
-__all__ = ["brief_rows", "placement_rows", "print_plan", "rejected_rows", "runs_row"]
+__all__ = ["brief_rows", "head_text", "print_plan", "rejected_rows", "runs_row"]
 
-_WHY = {
-    "platform": ("the platform's own implementation", "green"),
-    "native": ("dispatch: nothing better is written for this platform", "green"),
-    "routed": ("dispatch: the platform's own implementation leaves such calls to it", "green"),
-    "fallback": ("FALLBACK: the platform's own implementation refused", "yellow"),
-    "refused": ("REFUSED: no implementation may run this", "red"),
-}
+_STYLES = {"platform": "green", "native": "green", "routed": "green", "fallback": "yellow", "refused": "red"}
 
 
-def print_plan(plan: Plan, notes: tuple[str, ...] = (), platform_source: str | None = None) -> None:
-    """The whole decision. `platform_source` says where the platform was read if not where the plan says."""
+def print_plan(
+    plan: Plan, notes: tuple[str, ...] = (), platform_source: str | None = None, *, verbose: bool = False
+) -> None:
+    """One screen, or with `verbose` the whole decision. `platform_source`: where the platform was read, if not where the plan
+    says."""
     console = text()
-    problem = plan.problem
-    console.print(Text(problem.describe(), style="bold"))
+    console.print(Text(plan.problem.describe(), style="bold"))
+    source = f"{plan.problem.platform}, from {platform_source or plan.problem.platform_source}"
+
+    def sourced(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        return [(label, source if label == "platform" else line) for label, line in rows]
+
+    if not verbose:
+        console.print(fields([runs_row(plan), *sourced(screen_rows(plan, notes, "--verbose"))]))
+        return
     rows: list[tuple[str, str | Text]] = [runs_row(plan), *rejected_rows(plan)]
-    rows.append(("platform", f"{problem.platform}, from {platform_source or problem.platform_source}"))
-    rows.append(("mask", problem.mask.describe()))
-    rows.append(("scale", f"{problem.softmax_scale:.6g}, softmax in {problem.softmax_dtype}"))
-    if problem.logits_soft_cap is not None:
-        rows.append(("soft cap", f"{problem.logits_soft_cap:g}"))
-    if problem.dropout_prob > 0:
-        rows.append(("dropout", f"{problem.dropout_prob:g}"))
-    if plan.method is not None and plan.operation.reads_config(plan.method):
-        rows += [("config", line) for line in plan.config_lines()]
-    if plan.tuning is not None:
-        rows.append(("tuning", f"{plan.tuning.source}: {plan.tuning.why}"))
-    if plan.padding is not None:
-        pad = plan.padding
-        waste = f"{pad.waste:.1%} of the work is on padding"
-        rows.append(("padding", f"per device q +{pad.q_len}, kv +{pad.kv_len}: {waste}"))
+    for label, line in sourced(decision_rows(plan)):
+        rows += [(label, one) for one in (plan.config_lines() if label == "config" else [line])]
     console.print(fields(rows), "", sep="\n")
     _print_tensors(plan)
-    rows = [*placement_rows(plan, brief=False), *[("note", note) for note in (*plan.notes, *notes)]]
-    if rows:
-        console.print("", fields(rows), sep="\n")
+    told = [*placement_rows(plan, brief=False), *[("note", note) for note in (*plan.notes, *notes)]]
+    if told:
+        console.print("", fields(told), sep="\n")
 
 
 def brief_rows(plan: Plan) -> list[tuple[str, str | Text]]:
@@ -61,17 +52,16 @@ def brief_rows(plan: Plan) -> list[tuple[str, str | Text]]:
     return [*rows, *placement_rows(plan)]
 
 
-def placement_rows(plan: Plan, *, brief: bool = True) -> list[tuple[str, str]]:
-    """Mesh axes that are dropped, those over which work is repeated, and where tensors are elsewhere inside the operation."""
-    rows = [("dropped", line) for line in dropped_lines(plan, brief=brief)]
-    rows += [("repeated", line) for line in repeated_lines(plan.placement.repeated)]
-    return rows + [("inside", change) for change in plan.placement.changes]
-
-
 def runs_row(plan: Plan | PagedPlan) -> tuple[str, Text]:
     """What runs, and the kind of decision."""
-    why, style = _WHY[plan.kind]
-    return "runs", Text.assemble((plan.implementation or "nothing", f"bold {style}"), f" ({why})")
+    name = plan.implementation or "nothing"
+    return "runs", Text.assemble((name, f"bold {_STYLES[plan.kind]}"), f" ({WHY[plan.kind]})")
+
+
+def head_text(described: str) -> Text:
+    """The first line of a problem without its device and mesh, which each target has of its own."""
+    sizes = described.partition(":")[2].rpartition(", mesh")[0]
+    return Text.assemble((described.partition(" on ")[0], "bold"), f":{sizes}")
 
 
 def rejected_rows(plan: Plan | PagedPlan) -> list[tuple[str, str]]:

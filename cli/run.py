@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.text import Text
 
+from ..errors import ConfigError
 from ..planning import Plan
 from ..planning.text import bytes_text
 from ..registry import OperationRegistry
@@ -23,9 +22,12 @@ from .check import Comparison, check
 from .console import errors, fields, text
 from .enabled import enabled_notes
 from .inputs import check_output_path, write_arrays
+from .json_output import print_json
 from .materials import canonical
 from .plan import brief_rows, print_plan, rejected_rows, runs_row
+from .progress import bar
 from .run_call import Compiled, compile_call, compile_declared, on_devices, time_calls
+from .run_json import compared_json, ran_json
 from .run_step import check_step, compile_step
 from .step import is_paged, print_step, refuse_inputs
 from .target import run_metadata
@@ -36,7 +38,7 @@ __all__ = ["RunOptions", "run"]
 class RunOptions(NamedTuple):
     """The options of `attnops run`."""
 
-    config: Path
+    declaration: Declaration
     inputs: Path | None
     output: Path | None
     mesh: str | None
@@ -46,13 +48,20 @@ class RunOptions(NamedTuple):
     repeats: int
     explain: bool
     quiet: bool
+    as_json: bool = False
 
 
 def run(options: RunOptions) -> int:
     """Do it. Returns the exit status: 1 for a failed check or an output that isn't finite."""
+    if options.as_json:
+        for name in ("quiet", "explain"):
+            if getattr(options, name):
+                raise ConfigError(
+                    f"--{name} beside --json, which prints the whole plan and all else; leave one of them out."
+                )
     if options.output is not None:
         check_output_path(options.output)
-    declaration = Declaration.load(options.config)
+    declaration = options.declaration
     if is_paged(declaration):
         return _run_step(declaration, options)
     kind: Any = OperationRegistry.get(declaration.operation)
@@ -62,27 +71,41 @@ def run(options: RunOptions) -> int:
     plan = operation.plan(**declaration.call_arguments(arrays, mode=options.mode)).require()
     mesh = operation.metadata.mesh
     placed = on_devices(arrays, plan, mesh if isinstance(mesh, Mesh) else None)
-    with _progress("compile", options):
+    with bar("compile", quiet=options.quiet):
         compiled = compile_declared(operation, declaration, placed, options.mode)
         other = baseline(plan, placed)
         theirs = None if isinstance(other, NotExpressible) else compile_call(other.function, other.arguments)
     output = compiled.result
     calls = [compiled] if theirs is None else [compiled, theirs]
-    with _progress("run", options):
-        seconds = time_calls(calls, options.repeats)
+    with bar("run", quiet=options.quiet) as told:
+        seconds = time_calls(calls, options.repeats, told)
     checks: list[Comparison] = []
     if options.check:
-        with _progress("check against the float64 reference", options):
+        with bar("check against the float64 reference", quiet=options.quiet) as told:
             source = "" if options.inputs is None else options.inputs.name
-            checks += check(plan, output, arrays, expected, source)
+            checks += check(plan, output, arrays, expected, source, told)
     elif expected is not None:
         notes = (*notes, "expected is in the inputs file; --check compares with it")
     unsound = _not_finite(output.attention_outputs, arrays)
     if options.output is not None:
         notes = (*notes, *write_arrays(options.output, _results(output)), f"wrote {options.output}")
-    if not options.quiet:
+    if options.as_json:
+        agreement = "" if theirs is None else _agreement(plan, output, theirs)
+        data = ran_json(
+            plan,
+            output.attention_outputs,
+            unsound,
+            compiled,
+            seconds[0],
+            options.repeats,
+            checks,
+            (*plan.notes, *notes),
+        )
+        compared = compared_json(other, theirs, None if theirs is None else seconds[1], agreement)
+        print_json(data | {"compare": compared, "enabled": declaration.enabled})
+    elif not options.quiet:
         if options.explain:
-            print_plan(plan)
+            print_plan(plan, verbose=True)
         else:
             text().print(Text(plan.problem.describe(), style="bold"))
         rows = [] if options.explain else brief_rows(plan)
@@ -110,11 +133,11 @@ def run(options: RunOptions) -> int:
 def _run_step(declaration: Declaration, options: RunOptions) -> int:
     """The same of a step over pages."""
     refuse_inputs(options.inputs)
-    with _progress("compile", options):
+    with bar("compile", quiet=options.quiet):
         ran = compile_step(declaration, options.mesh, options.mode, options.seed)
     output, plan = ran.compiled.result.attention_outputs, ran.plan
-    with _progress("run", options):
-        (seconds,) = time_calls([ran.compiled], options.repeats)
+    with bar("run", quiet=options.quiet) as told:
+        (seconds,) = time_calls([ran.compiled], options.repeats, told)
     checks = check_step(ran) if options.check else []
     unsound = _not_finite(output, ran.arrays)
     notes = (*ran.notes, *enabled_notes(declaration))
@@ -122,9 +145,12 @@ def _run_step(declaration: Declaration, options: RunOptions) -> int:
         named = {"output": output, "lse": ran.compiled.result.lse}
         found = {name: np.asarray(x) for name, x in named.items()}
         notes = (*notes, *write_arrays(options.output, found), f"wrote {options.output}")
-    if not options.quiet:
+    if options.as_json:
+        data = ran_json(plan, output, unsound, ran.compiled, seconds, options.repeats, checks, (*plan.notes, *notes))
+        print_json(data | {"enabled": declaration.enabled})
+    elif not options.quiet:
         if options.explain:
-            print_step(plan)
+            print_step(plan, verbose=True)
         else:
             text().print(Text(plan.problem.describe(), style="bold"))
         rows: list[tuple[str, str | Text]] = [] if options.explain else [runs_row(plan), *rejected_rows(plan)]
@@ -146,17 +172,6 @@ def _run_step(declaration: Declaration, options: RunOptions) -> int:
     for line in failed:
         errors().print(f"attnops: {line}", soft_wrap=True)
     return 1 if failed else 0
-
-
-@contextlib.contextmanager
-def _progress(what: str, options: RunOptions) -> Iterator[None]:
-    """A spinner on a terminal, nothing elsewhere."""
-    console = errors()
-    if options.quiet or not console.is_terminal:
-        yield
-        return
-    with console.status(Text(what)):
-        yield
 
 
 def _results(output: Any) -> dict[str, np.ndarray]:

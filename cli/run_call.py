@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from ..operators import AttentionOutput, Operation
 from ..planning import Plan
 from ..registry.declaration import Declaration
+from .progress import Told
 
 __all__ = ["Compiled", "compile_call", "compile_declared", "on_devices", "time_calls"]
 
@@ -48,10 +49,13 @@ def compile_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Co
     return Compiled(compiled, arguments, result, seconds, None if memory is None else int(memory.temp_size_in_bytes))
 
 
-def time_calls(calls: Sequence[Compiled], repeats: int) -> list[float]:
-    """Median seconds of each. The calls take turns, so that a busy moment of the machine meets all of them."""
+def time_calls(calls: Sequence[Compiled], repeats: int, told: Told | None = None) -> list[float]:
+    """Median seconds of each. The calls take turns, so that a busy moment of the machine meets all of them. `told` hears of
+    each turn."""
     times: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeats):
+    for turn in range(repeats):
+        if told is not None:
+            told(turn, repeats, "")
         for taken, call in zip(times, calls, strict=True):
             start = time.perf_counter()
             jax.block_until_ready(call.call(*call.arguments))

@@ -13,6 +13,7 @@ from ..operators.paged import Paged
 from ..operators.paged.declared_step import DeclaredStep, declared_step
 from ..planning.cache.cache_plan import CachePlan
 from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
+from ..planning.text import Aside
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from .cache import plan_cache, print_cache
@@ -68,15 +69,16 @@ def refuse_inputs(inputs: Path | None) -> None:
 
 
 def show_step(
-    plan: PagedPlan, cache: CachePlan | None, notes: tuple[str, ...], platform_source: str | None, as_json: bool
-) -> None:
+    plan: PagedPlan, cache: CachePlan | None, notes: tuple[str, ...], platform_source: str | None, as_json: bool,
+    *, verbose: bool = False,
+) -> None:  # fmt: skip
     """Print it, as text or as JSON, and the plan of the whole cache. Errors: RefusedError, once it is shown, where nothing can
     run it."""
     whole = plan.cache if cache is None or not cache.parts else cache
     if as_json:
         print_json(enabled_json(plan.to_dict() | {"cache": whole.to_dict()}, notes))
     else:
-        print_step(plan, notes, platform_source, whole)
+        print_step(plan, notes, platform_source, whole, verbose=verbose)
     plan.require()
 
 
@@ -85,15 +87,19 @@ def print_step(
     notes: tuple[str, ...] = (),
     platform_source: str | None = None,
     cache: CachePlan | None = None,
+    *,
+    verbose: bool = False,
 ) -> None:
-    """The whole decision; the cache's plan after the step's, that of the layer's group unless another one is given."""
+    """One screen, or with `verbose` the whole decision; the cache's plan after the step's, that of the layer's group unless
+    another one is given."""
     console = text()
     console.print(Text(plan.problem.describe(), style="bold"))
     rows: list[tuple[str, str | Text]] = [runs_row(plan), *rejected_rows(plan)]
-    for name, line in step_rows(plan):
+    for name, line in step_rows(plan, verbose=verbose):
         source = name == "platform" and platform_source is not None
         rows.append((name, f"{plan.problem.platform}, from {platform_source}" if source else line))
-    console.print(fields([*rows, *[("note", note) for note in (*plan.notes, *notes)]]), "", sep="\n")
+    told = [note for note in (*plan.notes, *notes) if verbose or not isinstance(note, Aside)]
+    console.print(fields([*rows, *[("note", note) for note in told]]), "", sep="\n")
     tensors = table("tensor", "fitted", "shape", "per device", "bytes")
     for row in token_rows(plan):
         tensors.add_row(*row)

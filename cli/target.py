@@ -12,14 +12,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ..errors import ConfigError, ShardingError
+from ..errors import ConfigError, ShardingError, nearest
 from ..planning import METHODS
 from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from ..sharding import describe_mesh, mesh_to_dict, parse_mesh, virtual_mesh
 from ..sharding.mesh import AnyMesh, gpu_vendor
+from ..verify.generations import has_libtpu
 from ..verify.gpu.gpu_target import is_gpu_target
-from ..verify.targets import target_of
+from ..verify.targets import device_names, devices_named, target_of
 from ..verify.topology import described_mesh
 
 __all__ = ["TargetOptions", "declared_sizes", "here", "plan_metadata", "run_metadata", "targeted"]
@@ -51,13 +52,17 @@ def targeted(declaration: Declaration, options: TargetOptions) -> Declaration:
     Errors: ConfigError and ShardingError for options that have no meaning.
     """
     platform, topology = options.platform, options.topology
+    sizes = declared_sizes(options.mesh, declaration)
+    named = None
     if platform is not None and platform not in METHODS:
-        raise ConfigError(f"--platform {platform}: wanted one of {', '.join(METHODS)}.")
+        count = 1 if sizes is None else math.prod(sizes.values())
+        named = devices_named(platform, count)
+        if named is None:
+            raise ConfigError(_unknown_platform(platform))
     gpus = topology is not None and is_gpu_target(topology)
     if topology is not None and platform not in ((None, "cuda", "gpu") if gpus else (None, "tpu")):
         kind = "NVIDIA's GPUs" if gpus else "TPUs"
         raise ConfigError(f"--topology {topology} describes {kind}, --platform says {platform}; leave one of them out.")
-    sizes = declared_sizes(options.mesh, declaration)
     metadata = dict(declaration.metadata)
     if options.strict:
         metadata["strict"] = True
@@ -69,7 +74,9 @@ def targeted(declaration: Declaration, options: TargetOptions) -> Declaration:
         metadata["mesh"] = parse_mesh(options.mesh)
     if platform is not None or topology is not None:
         metadata = {name: value for name, value in metadata.items() if name not in ("platform", "backend")}
-    if platform is not None and topology is None:
+    if named is not None:
+        metadata["mesh"] = mesh_to_dict(named.abstract({"fsdp": 1} if sizes is None else sizes))
+    elif platform is not None and topology is None:
         metadata["backend"] = platform
         if sizes is not None:  # a mesh says itself where it is
             metadata["mesh"] = _named_axes(metadata["mesh"]) | {
@@ -81,11 +88,18 @@ def targeted(declaration: Declaration, options: TargetOptions) -> Declaration:
 
 
 def _described(topology: str, sizes: dict[str, int] | None) -> AnyMesh:
-    """GPUs need no compiler to be planned for; how TPUs lie only libtpu knows."""
-    if not is_gpu_target(topology):
+    """How TPUs lie only libtpu knows; without it their generation and number are enough to plan for."""
+    if not is_gpu_target(topology) and has_libtpu():
         return described_mesh(topology, sizes)
     target = target_of(topology)
     return target.mesh({"fsdp": target.count} if sizes is None else sizes)
+
+
+def _unknown_platform(platform: str) -> str:
+    names = (*METHODS, *device_names())
+    if devices_named(platform.partition(":")[0], 1) is not None:
+        return f"--platform {platform}: so many devices are a topology; wanted --topology {platform}."
+    return f"--platform {platform}: wanted one of {', '.join(names)}.{nearest(platform, names)}"
 
 
 def plan_metadata(declaration: Declaration) -> OperationMetadata:

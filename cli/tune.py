@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from ..errors import ConfigError
@@ -21,7 +18,8 @@ from ..verify.gpu.gpu_target import is_gpu_target
 from ..verify.tune import TuneReport, tune_plan
 from ..verify.tune_step import tune_step
 from .call_arrays import call_shapes
-from .console import errors, fields, table, text
+from .console import fields, table, text
+from .progress import bar
 from .run_step import one_layer
 from .step import is_paged, refuse_inputs, step_of
 from .target import run_metadata
@@ -36,7 +34,7 @@ _WIDE = 150  # in a pipe, so that no number is folded
 class TuneOptions(NamedTuple):
     """The options of `attnops tune`."""
 
-    config: Path
+    declaration: Declaration
     targets: tuple[str, ...]
     inputs: Path | None
     mesh: str | None
@@ -50,7 +48,7 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
     """(target, report) of each target, or of this machine's device where none is given."""
     if options.cache is not None:
         os.environ[ENVIRONMENT] = str(options.cache.absolute())
-    declaration = Declaration.load(options.config)
+    declaration = options.declaration
     if is_paged(declaration):
         refuse_inputs(options.inputs)
         return _tune_step(declaration, options)
@@ -67,7 +65,7 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
             metadata = declaration.operation_metadata({"platform": None, "backend": None, "mesh": mesh})
         decided = kind(metadata).plan(**arguments)
         name = target or jax.devices()[0].device_kind
-        with _bar(name) as progress:
+        with bar(name) as progress:
             searched = "device" if target is None else None if is_gpu_target(target) else "static"
             how = options.how or searched
             found.append((name, tune_plan(decided, how=how, most=options.most, progress=progress)))
@@ -81,25 +79,9 @@ def _tune_step(declaration: Declaration, options: TuneOptions) -> list[tuple[str
     alone, _ = one_layer(declaration, metadata)
     operation, step = step_of(alone, metadata, options.mode)
     name = jax.devices()[0].device_kind
-    with _bar(name) as progress:
+    with bar(name) as progress:
         report = tune_step(operation, step, how=options.how, most=options.most, progress=progress)
     return [(name, report)]
-
-
-@contextlib.contextmanager
-def _bar(target: str) -> Iterator[Any]:
-    """A bar on a terminal, nothing elsewhere."""
-    console = errors()
-    columns = (
-        TextColumn(target),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[what]}"),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(target, total=None, what="")
-        yield lambda done, of, what: progress.update(task, completed=done, total=of, what=what)
 
 
 def tuned_json(reports: list[tuple[str, TuneReport]]) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ what the compiler says.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,9 +21,10 @@ from ..verify.devices import AnyKernelUse
 from ..verify.paged_step import StepReport
 from ..verify.targets import not_compiled, target_of
 from .call_arrays import call_shapes
-from .console import errors, fields, seconds_text, text
+from .console import fields, seconds_text, text
 from .kernel_lines import kernel_limits, kernel_lines
-from .plan import brief_rows
+from .plan import brief_rows, head_text
+from .progress import bar
 from .step import is_paged, refuse_inputs
 from .target import declared_sizes, here, run_metadata
 from .verify_step import print_step_reports, verify_steps, why_step
@@ -37,7 +37,7 @@ HERE = "here"
 class VerifyOptions(NamedTuple):
     """The options of `attnops verify`."""
 
-    config: Path
+    declaration: Declaration
     targets: tuple[str, ...]
     inputs: Path | None
     mesh: str | None
@@ -47,7 +47,7 @@ class VerifyOptions(NamedTuple):
 
 def verify(options: VerifyOptions) -> list[TargetReport] | list[StepReport]:
     """One report a target; without one, of this machine's devices, virtual ones where the mesh needs them."""
-    declaration = Declaration.load(options.config)
+    declaration = options.declaration
     if is_paged(declaration):
         refuse_inputs(options.inputs)
         return _verify_steps(declaration, options)
@@ -58,10 +58,8 @@ def verify(options: VerifyOptions) -> list[TargetReport] | list[StepReport]:
     for target in options.targets or (HERE,):
         metadata = _metadata(declaration, options, target)
         name = _devices_here(metadata) if target is HERE else target
-        console = errors()
-        waiting = console.status(Text(f"compile for {name}")) if console.is_terminal else contextlib.nullcontext()
-        with waiting:
-            reports.append(verify_call(kind(metadata), arguments, name))
+        with bar(f"compile for {name}") as told:
+            reports.append(verify_call(kind(metadata), arguments, name, told))
     return reports
 
 
@@ -118,8 +116,7 @@ def print_reports(reports: Sequence[TargetReport] | Sequence[StepReport], notes:
 
 def _print_reports(reports: list[TargetReport], notes: tuple[str, ...]) -> None:
     console = text()
-    console.print(Text(reports[0].plan.problem.describe().partition(" on ")[0], style="bold"), end="")
-    console.print(Text(":" + reports[0].plan.problem.describe().partition(":")[2].rpartition(", mesh")[0]))
+    console.print(head_text(reports[0].plan.problem.describe()))
     for report in reports:
         console.print("", fields(_rows(report)), sep="\n")
     if notes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 
 from rich.text import Text
@@ -11,9 +10,10 @@ from ..planning.text import bytes_text
 from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from ..verify.paged_step import StepReport, verify_step
-from .console import errors, fields, seconds_text, text
+from .console import fields, seconds_text, text
 from .kernel_lines import kernel_lines
-from .plan import rejected_rows, runs_row
+from .plan import head_text, rejected_rows, runs_row
+from .progress import bar
 from .run_step import one_layer
 from .step import step_of
 
@@ -26,9 +26,7 @@ def verify_steps(
     """One report for each (name, metadata of its devices)."""
     reports = []
     for name, metadata in targets:
-        console = errors()
-        waiting = console.status(Text(f"compile for {name}")) if console.is_terminal else contextlib.nullcontext()
-        with waiting:
+        with bar(f"compile for {name}"):
             made = metadata()
             reports.append(verify_step(*step_of(one_layer(declaration, made)[0], made, mode), name))
     return reports
@@ -37,9 +35,7 @@ def verify_steps(
 def print_step_reports(reports: list[StepReport], notes: tuple[str, ...] = ()) -> None:
     """All of it, a paragraph a target; `notes` come last."""
     console = text()
-    head = reports[0].plan.problem.describe()
-    console.print(Text(head.partition(" on ")[0], style="bold"), end="")
-    console.print(Text(":" + head.partition(":")[2].rpartition(", mesh")[0]))
+    console.print(head_text(reports[0].plan.problem.describe()))
     for report in reports:
         console.print("", fields(_rows(report)), sep="\n")
     if notes:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pydantic import GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
 
+from ..drawing.html import code, fragment, heading, pictures, rows
 from ..errors import AttnOpsError, ConfigError, InputError, shown
 from ..masks import Dense, Mask
 from ..planning import Plan
@@ -234,6 +235,12 @@ class Attention:
 
     def __repr__(self) -> str:
         return f"Attention({self.declared().to_json(indent=None)})"
+
+    def _repr_html_(self) -> str:
+        mask = self.declaration.call.mask
+        plans = [("plan", f"{p.implementation or 'refused'}: {p.problem.describe()}") for p in self.plans]
+        drawn = [] if mask is None else [pictures([mask.draw().svg()])]
+        return fragment([heading("Attention"), code(self.declared().to_json()), *drawn, rows(plans)])
 
 
 # Where pydantic looks at the value and not at the field's type (Any, serialize_as_any).

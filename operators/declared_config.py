@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import ConfigError
 from ..planning import OperationConfig, PlannedOperation
+from ..planning.text import Aside
 from ..registry import OperationMetadata, OperationRegistry
 
 __all__ = ["declared_config"]
@@ -30,7 +31,7 @@ def declared_config(
     )
     for name, other in sorted(metadata.operation_configs.items()):
         if name not in read and (given := _given(other)):
-            notes.append(f"operation_configs[{name!r}] ({', '.join(given)}) is not read by {reader}")
+            notes.append(Aside(f"operation_configs[{name!r}] ({', '.join(given)}) is not read by {reader}"))
     return config, notes
 
 
@@ -71,7 +72,7 @@ def _fed(
             notes.append(f"{source}={value} gives way to the config's {field}={getattr(config, field)}")
         else:
             fed[field] = value
-            notes.append(f"{source}={value} is taken as the config's {field}")
+            notes.append(Aside(f"{source}={value} is taken as the config's {field}"))
     try:
         return (config.with_fields(fed) if fed else config), notes
     except ConfigError as error:

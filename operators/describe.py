@@ -11,6 +11,7 @@ from ..masks import Mask
 from ..planning import AttentionProblem, PlannedOperation
 from ..planning.quantised import QUANTISED
 from ..planning.sequence.choice import declared_strategy
+from ..planning.text import Aside
 from ..registry import OperationMetadata
 from ..sharding import (
     AttnShardingRules,
@@ -218,7 +219,9 @@ def _notes(
         notes.append(f"backend={metadata.backend} is not used: {source} say {platform}")
     if metadata.runtime_dtype is not None and shapes.query.dtype != metadata.runtime_dtype:
         cast = ", ".join(n for n in ("query", "key", "value") if getattr(shapes, n).dtype.name not in QUANTISED)
-        notes.append(f"{cast} cast from {shapes.query.dtype.name} to {metadata.runtime_dtype.name} (runtime_dtype)")
+        notes.append(
+            Aside(f"{cast} cast from {shapes.query.dtype.name} to {metadata.runtime_dtype.name} (runtime_dtype)")
+        )
     for name in ("key", "value"):
         dtype = getattr(shapes, name).dtype.name
         if dtype in QUANTISED and getattr(shapes, f"{name}_scale") is None:
@@ -239,7 +242,7 @@ def _notes(
             f"every shard of the Manual axes {'+'.join(manual)} draws the same dropout; fold their index into the key"
         )
     if options.deterministic and probability > 0:
-        notes.append(f"dropout_prob={probability} is off: deterministic=True")
+        notes.append(Aside(f"dropout_prob={probability} is off: deterministic=True"))
     elif not options.deterministic and probability == 0:
         notes.append("deterministic=False has no effect: dropout_prob is 0")
     if arrays.dropout_rng is not None and (options.deterministic or probability == 0):
@@ -247,16 +250,18 @@ def _notes(
         notes.append(f"dropout_rng is not used: {why}")
     structured = options.mask is not None and not options.mask_is_array
     if structured and options.causal is None and metadata.causal and "causal" not in mask.features():
-        notes.append("metadata.causal is a default for calls without a Mask object; this call's mask is not causal")
+        notes.append(
+            Aside("metadata.causal is a default for calls without a Mask object; this call's mask is not causal")
+        )
     if options.causal is False and structured and "causal" in mask.features():
         notes.append("causal=False has no effect: it takes nothing from a Mask object, and this one is causal")
     given = options.query_offset is not None or arrays.query_offset is not None
     if given and offset is None and not dynamic:
         notes.append("query_offset has no effect: no part of the mask depends on it")
     if options.mode is None:
-        notes.append("mode derived from the lengths")
+        notes.append(Aside("mode derived from the lengths"))
     if not given and offset not in (None, 0):
-        notes.append(f"queries stand at the end of the kv: query_offset={offset}")
+        notes.append(Aside(f"queries stand at the end of the kv: query_offset={offset}"))
     if not given and dynamic:
-        notes.append("queries stand at the end of each row's cache: query_offset = kv_lengths - q_len")
+        notes.append(Aside("queries stand at the end of each row's cache: query_offset = kv_lengths - q_len"))
     return notes

@@ -8,6 +8,7 @@ from functools import partial
 
 import jax
 
+from ..drawing.html import fragment, heading, rows
 from ..planning import Plan
 
 __all__ = ["AttentionOutput"]
@@ -37,5 +38,20 @@ class AttentionOutput:
     lse: jax.Array | None = None
     plan: Plan | None = field(default=None, kw_only=True)
 
+    def _repr_html_(self) -> str:
+        arrays = {
+            "attention_outputs": self.attention_outputs,
+            "attention_weights": self.attention_weights,
+            "lse": self.lse,
+        }
+        told = rows((name, _shape_text(array)) for name, array in arrays.items() if array is not None)
+        where = "no plan: what comes out of jax.jit, scan or tree_map has none"
+        plan = rows([("plan", where)]) if self.plan is None else self.plan._repr_html_()
+        return fragment([heading("AttentionOutput"), told, plan])
+
     def __iter__(self) -> Iterator[jax.Array | None]:
         return iter((self.attention_outputs, self.attention_weights, self.lse))
+
+
+def _shape_text(array: jax.Array) -> str:
+    return f"{'x'.join(map(str, array.shape))} {array.dtype}"

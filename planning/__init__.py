@@ -5,7 +5,8 @@ from .decide import plan
 from .operation import METHODS, Padding, PlannedOperation
 from .operation_config import OperationConfig
 from .placement import LocalShape, Placement
-from .plan import Plan, Rejected
+from .plan import Plan
+from .plan_fields import Rejected
 from .policy import Policy
 from .problem import AttentionProblem, LeafShape
 from .route import Route

@@ -9,7 +9,8 @@ from ..errors import ConfigError
 from . import tune_cache
 from .capability import Reason
 from .operation import METHODS, PlannedOperation
-from .plan import Kind, Plan, Rejected
+from .plan import Plan
+from .plan_fields import Kind, Rejected
 from .policy import Policy
 from .problem import AttentionProblem
 from .sequence.choice import placements

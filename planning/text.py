@@ -7,7 +7,13 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-__all__ = ["bytes_text", "fields_text", "spec_text"]
+__all__ = ["Aside", "bytes_text", "fields_text", "spec_text"]
+
+
+class Aside(str):
+    """A note that asks for nothing: what a plan leaves out of its one screen. As a string it is like any other note."""
+
+    __slots__ = ()
 
 
 def spec_text(spec: PartitionSpec) -> str:

@@ -5,7 +5,7 @@ sends.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,11 +108,13 @@ class TargetReport:
         }
 
 
-def verify_call(operation: Operation, arguments: Mapping[str, Any], target: str) -> TargetReport:
+def verify_call(
+    operation: Operation, arguments: Mapping[str, Any], target: str, told: Callable[[int, int, str], None] | None = None
+) -> TargetReport:
     """Plan the call, then compile its forward pass, and in mode train its gradient.
 
     The operation's mesh is of described devices, of those that are here, or abstract: then the passes are only lowered.
-    `arguments` are those of `operation.plan`, with ShapeDtypeStructs for arrays.
+    `arguments` are those of `operation.plan`, with ShapeDtypeStructs for arrays. `told` hears of each pass: (done, of, its name).
     """
     plan = operation.plan(**arguments)
     tpu = plan.problem.platform == "tpu"
@@ -128,7 +130,10 @@ def verify_call(operation: Operation, arguments: Mapping[str, Any], target: str)
                 f"{bytes_text(most)} without a word"
             )
         backward = plan.problem.mode == "__train__"
-        for name in ("forward", "forward and backward") if backward else ("forward",):
+        names = ("forward", "forward and backward") if backward else ("forward",)
+        for done, name in enumerate(names):
+            if told is not None:
+                told(done, len(names), name)
             passes.append(_verify_pass(operation, arguments, plan, device, name, most))
         peak = max(p.peak_bytes for p in passes)
         if tpu and device is not None and peak > device.hbm_bytes:

@@ -16,7 +16,7 @@ from .gpu.gpu_specs import gpu_specs
 from .gpu.gpu_target import gpu_target, is_gpu_target
 from .topology import described_mesh
 
-__all__ = ["Target", "not_compiled", "target_of"]
+__all__ = ["Target", "device_names", "devices_named", "not_compiled", "target_of"]
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,10 @@ class Target:
 
     def mesh(self, sizes: Mapping[str, int]) -> AnyMesh:
         """The described mesh, or where nothing compiles for it an abstract one. Errors: ShardingError for a wrong number."""
-        if self.compiles:
-            return self.described(sizes)
+        return self.described(sizes) if self.compiles else self.abstract(sizes)
+
+    def abstract(self, sizes: Mapping[str, int]) -> AbstractMesh:
+        """A mesh that needs no compiler: enough to plan for, and to lower. Errors: ShardingError for a wrong number."""
         if math.prod(sizes.values()) != self.count:
             got = ",".join(f"{name}={size}" for name, size in sizes.items())
             raise ShardingError(
@@ -55,7 +57,6 @@ class Target:
 
 def target_of(name: str) -> Target:
     """Read a target's name. Errors: ConfigError for one that is neither a TPU topology nor GPUs."""
-    known = (*generations(), *gpu_specs())
     if is_gpu_target(name):
         wanted = gpu_target(name)
         spec = gpu_specs()[wanted.name]
@@ -65,8 +66,24 @@ def target_of(name: str) -> Target:
         return Target(name, "tpu", kind, 1, count)
     raise ConfigError(
         f"target {shown(name)}; wanted a TPU generation and a shape, such as v5e:2x2, or a GPU and how many, such as h100:8; "
-        f"generations: {', '.join(generations())}; GPUs: {', '.join(gpu_specs())}.{nearest(name.partition(':')[0], known)}"
+        f"generations: {', '.join(generations())}; GPUs: {', '.join(gpu_specs())}."
+        + nearest(name.partition(":")[0], device_names())
     )
+
+
+def devices_named(name: str, count: int) -> Target | None:
+    """So many devices by the name of their TPU generation or GPU, such as v5e or h100; None for any other name."""
+    if name in gpu_specs():
+        spec = gpu_specs()[name]
+        return Target(name, "gpu", spec.kind, spec.cores, count)
+    if name in generations():
+        return Target(name, "tpu", abstract_target(f"{name}:1x1")[0], 1, count)
+    return None
+
+
+def device_names() -> tuple[str, ...]:
+    """What `devices_named` knows."""
+    return (*generations(), *gpu_specs())
 
 
 def not_compiled(platform: str) -> str:

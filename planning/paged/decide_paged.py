@@ -14,7 +14,7 @@ from ..cache.cache_fields import axis_names
 from ..cache.cache_plan import CachePlan
 from ..capability import Reason
 from ..operation import METHODS, PlannedOperation
-from ..plan import Kind, Rejected
+from ..plan_fields import Kind, Rejected
 from ..policy import Policy
 from ..text import bytes_text
 from .paged_plan import PagedPlan

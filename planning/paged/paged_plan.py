@@ -10,7 +10,8 @@ from ...sharding import FittedSpec
 from ..cache.cache_plan import CachePlan
 from ..operation import PlannedOperation
 from ..operation_config import OperationConfig
-from ..plan import WHY, Kind, Rejected, config_lines
+from ..plan_fields import WHY, Kind, Rejected
+from ..plan_text import config_lines
 from ..policy import Policy
 from ..text import bytes_text, spec_text
 from ..tuning import Tuning
@@ -130,8 +131,8 @@ class PagedPlan:
         }
 
 
-def step_rows(plan: PagedPlan) -> list[tuple[str, str]]:
-    """Labelled lines between what runs and the reasons against the others."""
+def step_rows(plan: PagedPlan, *, verbose: bool = True) -> list[tuple[str, str]]:
+    """Labelled lines between what runs and the reasons against the others; all of them, or one screen's."""
     problem = plan.problem
     rows = [
         ("platform", f"{problem.platform}, from {problem.platform_source}"),
@@ -146,9 +147,10 @@ def step_rows(plan: PagedPlan) -> list[tuple[str, str]]:
         kept = "all tokens" if window is None else f"a window of {window} tokens"
         rows.append(("layers", f"of group {number} of {count}: {kept}"))
     rows.append(("update", _UPDATES[problem.update]))
-    if plan.method is not None and (lines := plan.config_lines()):
+    lines = [] if plan.method is None else plan.config_lines()
+    if lines := [line for line in lines if verbose or not line.endswith("(default)")]:
         rows.append(("config", ", ".join(lines)))
-    if plan.tuning is not None:
+    if plan.tuning is not None and (verbose or plan.tuning.source != "heuristic"):
         rows.append(("tuning", f"{plan.tuning.source}: {plan.tuning.why}"))
     if plan.reads is not None:
         rows.append(("reads", plan.reads.describe()))

@@ -21,6 +21,11 @@ class Result(NamedTuple):
     out: str
     err: str
 
+    @property
+    def said(self) -> str:
+        """What it printed, wherever lines end."""
+        return " ".join(self.out.split())
+
 
 Command = Callable[..., Result]
 

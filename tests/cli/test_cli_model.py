@@ -21,15 +21,31 @@ def test_table(attnops: Callable[..., Any]) -> None:
     )
     assert (result.status, result.err) == (0, "")
     lines = result.out.splitlines()
+    (alike,) = [line for line in lines if line.startswith("all  ")]  # 80 columns have no room for it in every row
     (local,) = [line for line in lines if "local 1024" in line]
     (all_of_it,) = [line for line in lines if line.startswith("5: 5, 11 ... 29")]
+    assert "8/4" in alike
+    assert "splash.forward_tpu" in alike
     # q 1x2048x2x256 and kv 1x2048x1x256 twice, in bfloat16, on each of 32 devices: 2 + 1 + 1 MiB
-    for line in (local, all_of_it):
-        assert "8/4" in line
-        assert "splash.forward_tpu" in line
-        assert "4.0 MiB" in line
+    assert "device 4.0 MiB" in result.said
+    assert not any("splash" in line for line in (local, all_of_it))
     assert "29: all but 5, 11 ... 29" in result.out
     assert "the default of gemma3_text" in " ".join(result.out.split())
+
+
+def test_caps_and_sinks_have_their_columns(attnops: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = ("plan", "--q-len", 64, "--platform", "v5p", "--model")
+    for model, heads, cells in (
+        ("gemma-2-27b-it", "cap", "50"),
+        ("gpt-oss-20b", "sinks", "1 a head"),
+        ("llama-3.1-8b", "heads", "32/8"),
+    ):
+        monkeypatch.setenv("COLUMNS", "140")
+        lines = attnops(*wide, MODELS / f"{model}.json").out.splitlines()
+        head = next(line for line in lines if line.startswith("layers"))
+        row = lines[lines.index(head) + 1]
+        assert row[head.index(heads) :].startswith(cells)
+        assert ("cap" in head, "sinks" in head) == (heads == "cap", heads == "sinks")
 
 
 def test_drops_repeats_and_notes_stand_below_the_table(attnops: Callable[..., Any]) -> None:

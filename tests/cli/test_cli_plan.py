@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -63,7 +66,7 @@ def test_a_broken_plug_in_is_shown_and_breaks_nothing(
     monkeypatch.setattr(OperationRegistry, "get", broken)
     result = attnops("list")
     assert result.status == 0
-    assert "no nowhere" in result.out
+    assert "no nowhere" in result.said
     assert "vanilla.forward_native" in result.out
     assert "error" in json.loads(attnops("list", "--json").out)["operations"]["zz_broken"]
     assert json.loads(attnops("schema").out)["$defs"]["config.splash"]
@@ -79,11 +82,19 @@ def test_plan_for_a_tpu_that_is_not_here(attnops: Callable[..., Any], examples: 
     arguments = ("plan", examples / "llama3_8b_layer.json", "--mesh", "fsdp=2,tp=2,sp=2", "--platform", "tpu")
     result = attnops(*arguments)
     assert (result.status, result.err) == (0, "")
-    for part in ("splash.forward_tpu", "block_q=256 (declared)", "use_fused_bwd_kernel=True (default)", "--platform"):
+    for part in ("splash.forward_tpu", "block_q=256 (declared)", "22 defaults of the config", "--platform"):
         assert part in result.out
-    for tensor in ("query3d", "kv_segment_ids", "softmax_aux"):
-        assert tensor in result.out
-    assert "axis 'dp' of batch" in result.out
+    whole = attnops(*arguments, "--verbose")
+    assert whole.status == 0
+    for part in (
+        "use_fused_bwd_kernel=True (default)",
+        "query3d",
+        "kv_segment_ids",
+        "softmax_aux",
+        "axis 'dp' of batch",
+    ):
+        assert part in whole.out
+        assert part not in result.out
     data = json.loads(attnops(*arguments, "--json").out)
     assert data["platform"] == "tpu"
     assert data["tensors"]["query"]["device_shape"] == [1, 256, 16, 128]
@@ -114,13 +125,21 @@ def test_every_name_that_is_said_to_work_works() -> None:
         assert mesh.devices.flat[0].platform == "tpu"
 
 
-def test_without_libtpu(
+@needs_libtpu
+def test_a_topology_without_libtpu(
     attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Our own table says of which kind a topology's devices are, and how many."""
+    path = config(batch=4, q_heads=4)
+    with_it = json.loads(attnops("plan", path, "--topology", "v5e:2x2", "--json").out)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    result = attnops("plan", config(), "--topology", "v5e:2x2")
+    without = json.loads(attnops("plan", path, "--topology", "v5e:2x2", "--json").out)
+    assert without["device_kind"] == "TPU v5 lite"
+    assert without["tensors"]["query"]["device_shape"] == [1, 16, 4, 8]
+    assert without == with_it
+    result = attnops("plan", path, "--topology", "v9:2x2")
     assert result.status == 2
-    assert "pip install 'attnops[tpu]'" in result.err
+    assert "generations: v4, v5e, v5p, v6e, tpu7x" in result.err
 
 
 def test_a_mesh_larger_than_this_machine(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
@@ -196,3 +215,95 @@ def test_the_configs_own_mesh(attnops: Callable[..., Any], config: Callable[...,
 def test_mode_of_the_option_wins(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
     data = json.loads(attnops("plan", config(mode="train"), "--mode", "prefill", "--json").out)
     assert data["mode"] == "__prefill__"
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "kind"),
+    [("v5e", "tpu", "TPU v5 lite"), ("v4", "tpu", "TPU v4"), ("h100", "cuda", "NVIDIA H100 80GB HBM3")],
+)
+def test_a_platform_by_the_name_of_a_device(
+    attnops: Callable[..., Any], config: Callable[..., Path], name: str, platform: str, kind: str
+) -> None:
+    data = json.loads(attnops("plan", config("splash"), "--platform", name, "--json").out)
+    assert (data["platform"], data["device_kind"]) == (platform, kind)
+    data = json.loads(attnops("plan", config("splash"), "--platform", name, "--mesh", "tp=4", "--json").out)
+    assert (data["device_kind"], data["tensors"]["query"]["device_shape"]) == (kind, [1, 16, 1, 8])
+
+
+@pytest.mark.parametrize(
+    ("platform", "says"),
+    [
+        ("v5e:2x2", "wanted --topology v5e:2x2"),
+        ("h100:8", "wanted --topology h100:8"),
+        ("gpus", "wanted one of tpu, cuda, rocm, gpu, cpu, v4, v5e, "),
+        ("v6", "Did you mean 'v6e'?"),
+    ],
+)
+def test_a_platform_that_is_none(
+    attnops: Callable[..., Any], config: Callable[..., Path], platform: str, says: str
+) -> None:
+    result = attnops("plan", config(), "--platform", platform)
+    assert (result.status, result.out) == (2, "")
+    assert says in result.err
+
+
+def test_standard_input(
+    attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = config("splash").read_text()
+    told = attnops("plan", config("splash"), "--json").out
+    for command, more in (("plan", ("--json",)), ("run", ("--repeats", 1)), ("verify", ("--mode", "prefill"))):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        result = attnops(command, "-", *more)
+        assert (result.status, result.err) == (0, "")
+        assert command != "plan" or result.out == told
+    monkeypatch.setattr("sys.stdin", io.StringIO("{"))
+    result = attnops("plan", "-")
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith("attnops: standard input: not JSON at line 1")
+
+
+def test_versions(attnops: Callable[..., Any]) -> None:
+    result = attnops("--version")
+    assert result.status == 0
+    assert result.out == f"{result.said}\n"
+    assert f"attnops {importlib.metadata.version('attnops')} (jax {jax.__version__}, " in result.out
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+@pytest.mark.parametrize("columns", [80, 60, 200])
+def test_no_word_is_broken_and_no_line_is_longer(
+    attnops: Callable[..., Any], examples: Path, monkeypatch: pytest.MonkeyPatch, columns: int, verbose: bool
+) -> None:
+    """The words of a wide terminal are those of a narrow one, and lines of short words fit."""
+    arguments = ("plan", examples / "llama3_8b_layer.json", "--mesh", "fsdp=2,tp=2,sp=3", "--platform", "tpu")
+    arguments += ("--verbose",) if verbose else ()
+    monkeypatch.setenv("COLUMNS", "1000")
+    words = {word.strip(";,") for word in attnops(*arguments).out.split()}
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = attnops(*arguments).out
+    assert {word.strip(";,") for word in out.split()} - words <= {
+        "declared",
+        "fitted",
+        "shape",
+        "device",
+        "per",
+        "bytes",
+    }
+    assert all(len(line.rstrip()) <= columns for line in out.splitlines())
+    if columns == 80 and not verbose:
+        assert out.count("\n") <= 24
+
+
+def test_the_list_names_implementations_as_the_support_table_does(attnops: Callable[..., Any]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "support.md").read_text()
+    head = next(line for line in page.splitlines() if line.startswith("| Feature |"))
+    named = {cell.strip(" `") for cell in head.split("|")[3:-1]}
+    operations = json.loads(attnops("list", "--json").out)["operations"]
+    own = {
+        f"{name}.{method}"
+        for name, operation in operations.items()
+        for method, able in operation["implementations"].items()
+        if able["tolerance"] and able["borrowed_from"] is None
+    }
+    assert own == named

@@ -22,7 +22,7 @@ MODEL = {
 BART = {"model_type": "bart", "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
         "decoder_attention_heads": 2, "d_model": 16, "max_position_embeddings": 64}  # fmt: skip
 # Of no declaration: where it is read from, how it is told, where it is written.
-NOT_DECLARED = {"config", "inputs", "model", "write", "as_json", "help"}
+NOT_DECLARED = {"config", "inputs", "model", "write", "verbose", "as_json", "help"}
 # A value for each option, and what has to be given with it.
 VALUES: dict[str, tuple[str, ...]] = {
     "mesh": ("--mesh", "fsdp=2,dp=1,tp=2,sp=1"),
@@ -83,6 +83,17 @@ def test_one_option(attnops: Callable[..., Any], tmp_path: Path, name: str) -> N
     if name == "topology" and not has_libtpu:
         pytest.skip("libtpu is not installed")
     written(attnops, tmp_path, (name,))
+
+
+@pytest.mark.parametrize("platform", ["v5e", "h100"])
+@pytest.mark.parametrize("names", [(), ("mesh",)], ids="+".join)
+def test_a_device_by_its_name(
+    attnops: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str, names: tuple[str, ...]
+) -> None:
+    monkeypatch.setitem(VALUES, "platform", ("--platform", platform))
+    written(attnops, tmp_path, (*names, "platform"))
+    data = json.loads((tmp_path / "out" / "global.json").read_text())["metadata"]["mesh"]
+    assert data["device_kind"] == {"v5e": "TPU v5 lite", "h100": "NVIDIA H100 80GB HBM3"}[platform]
 
 
 @pytest.mark.parametrize("names", [*itertools.combinations(TARGETS, 2), TARGETS], ids="+".join)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_check(attnops: Callable[..., Any], config: Callable[..., Path], name: s
 def test_the_comparison_is_of_the_same_work(
     attnops: Callable[..., Any], config: Callable[..., Path], name: str, says: str
 ) -> None:
-    out = attnops("run", config(**CALLS[name]), "--repeats", 1).out
+    out = attnops("run", config(**CALLS[name]), "--repeats", 1).said
     assert says in out
     if "differs by at most" in out:
         assert float(out.split("differs by at most ")[1].split()[0].rstrip(";,")) < 1e-5
@@ -84,6 +85,26 @@ def test_the_tpu_kernel_interpreted(attnops: Callable[..., Any], config: Callabl
     assert result.status == 0
     assert "splash.forward_tpu" in result.out
     assert "of the work is on padding" in result.out
+
+
+def test_json(attnops: Callable[..., Any], config: Callable[..., Path], examples: Path) -> None:
+    files = (examples / "minilm_layer.json", "--inputs", examples / "minilm_layer.npz")
+    result = attnops("run", *files, "--check", "--repeats", 2, "--json")
+    assert (result.status, result.err) == (0, "")
+    data = json.loads(result.out)
+    assert data["plan"]["implementation"] == "splash.forward_native"
+    assert data["output"] == {"shape": [6, 25, 12, 32], "dtype": "float32", "finite": True}
+    assert data["time"]["repeats"] == 2
+    assert data["time"]["seconds"] > 0
+    assert [check["passed"] for check in data["checks"]] == [True, True]
+    assert data["compare"]["expressible"] is True
+    assert any("mask of minilm_layer.npz is not used" in note for note in data["notes"])
+    lacking = json.loads(attnops("run", config(logits_soft_cap=3.0), "--repeats", 1, "--json").out)
+    assert lacking["compare"] == {"expressible": False, "reason": "it lacks soft cap on the logits"}
+    for other in ("--quiet", "--explain"):
+        refused = attnops("run", config(), "--json", other)
+        assert (refused.status, refused.out) == (2, "")
+        assert f"{other} beside --json" in refused.err
 
 
 def test_fallback_is_one_short_warning(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
@@ -101,7 +122,7 @@ def test_minilm_against_the_model(attnops: Callable[..., Any], examples: Path) -
     result = attnops("run", *files, "--check", "--repeats", 1)
     assert result.status == 0
     assert "pass  output against expected of minilm_layer.npz" in result.out
-    assert "54 rows of padding queries left out" in result.out
+    assert "54 rows of padding queries left out" in result.said
     assert "--check compares with it" in attnops("run", *files, "--repeats", 1).out
 
 

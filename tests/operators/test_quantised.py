@@ -109,7 +109,7 @@ def test_the_plan_tells_all() -> None:
     assert told["tensors"]["key_scale"]["device_shape"] == [2, 1, 2, 1]
     assert "quantized_kv" in told["features"]
     assert "key int8, value float8_e5m2" in plan.problem.describe()
-    assert "key_scale       as key -> P(fsdp, -, tp, -)  4x1x4x1 -> 2x1x2x1  16 B" in plan.explain()
+    assert "key_scale       as key -> P(fsdp, -, tp, -)  4x1x4x1 -> 2x1x2x1  16 B" in plan.explain(verbose=True)
 
 
 def test_only_what_is_cast_is_said_to_be() -> None:

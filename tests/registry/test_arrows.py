@@ -17,6 +17,7 @@ FLOORS = (
     ("registry",),
     ("planning", "models"),
     ("masks", "sharding"),
+    ("drawing",),
     ("strict_json",),
     ("errors",),
 )

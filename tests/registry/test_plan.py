@@ -167,7 +167,7 @@ def test_strict_policy():
     with pytest.raises(ShardingError, match="query, dimension batch, axis 'fsdp'"):
         operation(strict).plan(*toy.shapes(batch=3, heads=8))
     loose = operation(strict.replace(strict=False)).plan(*toy.shapes(batch=3, heads=8))
-    assert "dropped: axis 'fsdp' of batch" in loose.explain()
+    assert "dropped: axis 'fsdp' of batch" in loose.explain(verbose=True)
 
 
 # -- purity ----------------------------------------------------------------------------------------------------------
@@ -226,8 +226,8 @@ def sharded_plan(**metadata):
 
 def test_explain_says_everything():
     decided = sharded_plan()
-    text = decided.explain()
-    assert str(decided) == text
+    text = decided.explain(verbose=True)
+    assert str(decided) == decided.explain()
     lines = {line.split()[0]: line for line in text.splitlines()}
     assert text.splitlines()[0].startswith("splash on tpu (TPU v5p): batch 2, q 1000, kv 1000, 8 heads (2 kv)")
     assert "mesh fsdp=2,tp=4,sp=2" in text
@@ -247,6 +247,28 @@ def test_explain_says_everything():
     assert "each kv head repeated 2 times" in text
     assert "gathered along kv_len over sp" in text
     assert "padding" in text
+
+
+def test_one_screen_says_what_was_chosen_what_is_split_and_what_is_left_out():
+    decided = sharded_plan()
+    lines = decided.explain().splitlines()
+    assert len(lines) < 24
+    told = {line.split()[0]: line for line in lines}
+    assert told["config"] == "config    block_q=128 (declared)"
+    assert "specs     key, value: P(fsdp, sp, tp, -)  2x1000x4x64 -> 1x500x1x64, 62.5 KiB" in lines
+    assert "dropped" not in told  # the mesh has no dp: nobody meant it to split anything
+    more = told["more"]
+    every = len(type(decided.config).model_fields) - 2  # operation and schema_version are no sizes
+    assert f"{every - 1} defaults of the config" in more
+    assert "scale" in more
+    told_notes = sum(line.startswith("note") for line in lines)
+    hidden = len(decided.notes) - told_notes
+    assert hidden > 0
+    assert f"{hidden} note" in more
+    loose = toy.make()(OperationMetadata(mesh=pod())).plan(*toy.shapes(batch=3, heads=8))
+    assert "dropped   axis 'fsdp' of batch" in loose.explain()  # asked for, and not to be had
+    refused = Splash(OperationMetadata(backend="tpu", fallback="error")).plan(*toy.shapes(), return_weights=True)
+    assert all(str(reason) in refused.explain() for r in refused.rejected for reason in r.reasons)
 
 
 def test_to_dict_is_json_and_agrees_with_the_plan():

@@ -46,7 +46,8 @@ def test_a_miss_takes_the_heuristic_and_says_so() -> None:
     decided = _plan()
     assert decided.tuning is not None
     assert decided.tuning.source == "heuristic"
-    assert "no tuned choice is kept for this call on tpu" in decided.explain()
+    assert "no tuned choice is kept for this call on tpu" in decided.explain(verbose=True)
+    assert "no tuned choice" not in decided.explain()
     assert decided.to_dict()["tuning"]["source"] == "heuristic"
 
 

@@ -1,0 +1,33 @@
+"""Bars for work that takes seconds: on a terminal, on standard error; nothing elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+from .console import errors
+
+__all__ = ["Told", "bar"]
+
+Told = Callable[[int, int, str], None]  # (done, of, what is being done)
+
+
+@contextlib.contextmanager
+def bar(title: str, *, quiet: bool = False) -> Iterator[Told]:
+    """A bar that is told how much is done; until it is, it only says that something goes on. It is gone once all is done."""
+    console = errors()
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[what]}", markup=False, table_column=Column(no_wrap=True)),
+    )
+    disable = quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=disable) as progress:
+        task = progress.add_task(title, total=None, what="")
+        yield lambda done, of, what: progress.update(task, completed=done, total=of, what=what)

@@ -1,0 +1,65 @@
+"""`attnops run --json`: what was run, as JSON values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ..planning import Plan
+from ..planning.paged.paged_plan import PagedPlan
+from .baseline import Baseline, NotExpressible
+from .check import Comparison
+from .run_call import Compiled
+
+__all__ = ["compared_json", "ran_json"]
+
+
+def ran_json(
+    plan: Plan | PagedPlan,
+    output: jax.Array,
+    unsound: str,
+    compiled: Compiled,
+    seconds: float,
+    repeats: int,
+    checks: Sequence[Comparison],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """The plan, the output's shape, times in seconds, memory in bytes, and the checks."""
+    return {
+        "plan": plan.to_dict(),
+        "output": {"shape": list(output.shape), "dtype": output.dtype.name, "finite": not unsound},
+        "time": {
+            "seconds": seconds,
+            "repeats": repeats,
+            "compile_seconds": compiled.compile_seconds,
+            "temporary_bytes": compiled.temp_bytes,
+        },
+        "checks": [
+            {name: _number(value) for name, value in check._asdict().items()} | {"passed": check.passed}
+            for check in checks
+        ],
+        "notes": list(notes),
+    }
+
+
+def compared_json(
+    other: Baseline | NotExpressible, theirs: Compiled | None, seconds: float | None, agreement: str
+) -> dict[str, Any]:
+    """What jax.nn.dot_product_attention made of the same work, or what it lacks."""
+    if isinstance(other, NotExpressible) or theirs is None:
+        return {"expressible": False, "reason": getattr(other, "reason", "")}
+    return {
+        "expressible": True,
+        "mask": other.mask,
+        "seconds": seconds,
+        "temporary_bytes": theirs.temp_bytes,
+        "agreement": agreement,
+    }
+
+
+def _number(value: Any) -> Any:
+    """JSON has no infinity: an error without bound is written as a word."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

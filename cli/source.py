@@ -1,0 +1,21 @@
+"""Where a command's declaration comes from: a file, or `-` for standard input."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..registry.declaration import Declaration
+
+__all__ = ["declared_in"]
+
+
+def declared_in(path: Path) -> Declaration:
+    """The declaration. Errors: ConfigError for what can't be read or has no meaning."""
+    if str(path) != "-":
+        return Declaration.load(path)
+    try:
+        return Declaration.from_json(sys.stdin.read().removeprefix("\ufeff"), "standard input")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input: not UTF-8 at byte {error.start}; wanted JSON in UTF-8.") from None

@@ -1,0 +1,95 @@
+"""DevicePicture: which part of each tensor every device of a mesh holds, and what is sent, as text and as SVG."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from .devices_svg import devices_svg
+from .devices_text import devices_text
+
+__all__ = ["DevicePicture", "Placed", "Sent", "Split"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One dimension of a tensor: its name, its length, the mesh axes that split it, and into how many parts."""
+
+    name: str
+    size: int
+    axes: tuple[str, ...]
+    parts: int
+
+    def range(self, part: int) -> str:
+        """`0:256`, the indices of a part."""
+        step = self.size // self.parts
+        return f"{part * step}:{(part + 1) * step}"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Tensors that lie alike. shapes: of the whole and of a device's part, as text.
+
+    held: of each device of the mesh in its order, the part along each dimension.
+    dropped: (mesh axis, dimension, why) of axes that were declared and can't be used.
+    """
+
+    names: tuple[str, ...]
+    spec: str
+    shapes: str
+    dims: tuple[Split, ...]
+    held: tuple[tuple[int, ...], ...]
+    dropped: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def copies(self) -> int:
+        """How many devices hold each part."""
+        return len(self.held) // math.prod(dim.parts for dim in self.dims)
+
+    def first_holder(self, device: int) -> int:
+        """The first device with the same part."""
+        return self.held.index(self.held[device])
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What groups of devices send: `kind` is 'all-gather', 'ring', 'all-to-all' or 'all-reduce'; `groups`: places in the mesh."""
+
+    what: str
+    kind: str
+    axes: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class DevicePicture:
+    """`print` gives the text; a notebook shows the SVG. mesh: (axis, size); ids: of the mesh's devices in its order."""
+
+    title: str
+    mesh: tuple[tuple[str, int], ...]
+    ids: tuple[int, ...]
+    tensors: tuple[Placed, ...]
+    sent: tuple[Sent, ...]
+    repeated: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """For a terminal, in 80 columns and plain characters."""
+        return devices_text(self)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def svg(self) -> str:
+        """For a page: light and dark, no fonts or scripts from elsewhere."""
+        return devices_svg(self)
+
+    def _repr_html_(self) -> str:
+        return self.svg()
+
+    def save(self, path: str | Path) -> Path:
+        """Write the SVG to a file, or where its name ends in .txt the text."""
+        found = Path(path)
+        found.write_text(self.text() + "\n" if found.suffix == ".txt" else self.svg(), encoding="utf-8")
+        return found

@@ -1,0 +1,133 @@
+"""A DevicePicture as text: a row a device, then who sends to whom."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["devices_text", "short_name"]
+
+_WIDTH = 80
+_DEVICES = 16  # that are told one by one
+_STAYS = "\x00"  # a space at which no line ends
+_GROUPS, _MEMBERS = 4, 8  # of what is sent
+_SHORT = {
+    "batch": "b",
+    "q_len": "q",
+    "kv_len": "kv",
+    "heads": "h",
+    "kv_heads": "h",
+    "head_dim": "d",
+    "kv_head_dim": "d",
+}
+
+
+def short_name(dim: str) -> str:
+    """`kv` for kv_len, so that the parts of a tensor stand in one cell."""
+    return _SHORT.get(dim, dim.removeprefix("bias_") or "-")
+
+
+def devices_text(picture: Any) -> str:
+    """See DevicePicture.text."""
+    mesh = ", ".join(f"{name}={size}" for name, size in picture.mesh) or "none"
+    count = len(picture.ids)
+    lines = textwrap.wrap(picture.title, _WIDTH, break_long_words=False)
+    lines.append(f"mesh {mesh}: {count} device{'s' if count > 1 else ''}")
+    for tensors in _chunks(picture):
+        lines += ["", *_table(picture, tensors)]
+    if count > _DEVICES:
+        lines.append(f"... and {count - _DEVICES} more devices, by the same rule")
+    if any(tensor.copies > 1 for tensor in picture.tensors):
+        lines += ["", "= n: holds the same part as device n"]
+    told = [("dropped", text) for text in dict.fromkeys(_dropped(picture))]
+    told += [("repeated", text) for text in picture.repeated]
+    told += [("sent", text) for one in picture.sent for text in _sent(picture, one)]
+    if count > 1 and not picture.sent:
+        told.append(("sent", "nothing"))
+    last = ""
+    for label, text in told:
+        first = f"{label if label != last else '':<10}"
+        lines += [""] if not last else []
+        whole = textwrap.wrap(
+            text,
+            _WIDTH,
+            initial_indent=first,
+            subsequent_indent=" " * 10,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += [line.replace(_STAYS, " ") for line in whole]
+        last = label
+    return "\n".join(lines)
+
+
+def _cells(picture: Any, tensor: Any) -> list[str]:
+    """A head of three lines, then what each device holds."""
+    cells = [", ".join(tensor.names), tensor.spec, tensor.shapes]
+    for device, parts in enumerate(tensor.held[:_DEVICES]):
+        dims = [(dim, part) for dim, part in zip(tensor.dims, parts, strict=True) if dim.parts > 1]
+        held = " ".join(f"{short_name(dim.name)} {dim.range(part)}" for dim, part in dims) or "whole"
+        first = tensor.first_holder(device)
+        cells.append(held + (f" = {picture.ids[first]}" if first != device else ""))
+    return cells
+
+
+def _chunks(picture: Any) -> Iterator[list[list[str]]]:
+    """The columns of tables that are no wider than the page."""
+    left = max(len(row) for row in _device_cells(picture))
+    found: list[list[str]] = []
+    used = left
+    for tensor in picture.tensors:
+        cells = _cells(picture, tensor)
+        width = max(map(len, cells)) + 2
+        if found and used + width > _WIDTH:
+            yield found
+            found, used = [], left
+        found.append(cells)
+        used += width
+    if found:
+        yield found
+
+
+def _device_cells(picture: Any) -> list[str]:
+    """The first column: a device's id and its place along each axis."""
+    names = [name for name, size in picture.mesh if size > 1]
+    sizes = [size for _, size in picture.mesh]
+    cells = [" ".join(["device", *names]), "", ""]
+    for place, number in enumerate(picture.ids[:_DEVICES]):
+        at, rest = [], place
+        for size in reversed(sizes):
+            rest, index = divmod(rest, size)
+            at.append(index)
+        along = [index for index, size in zip(reversed(at), sizes, strict=True) if size > 1]
+        marks = [f"{index:>{len(name)}}" for index, name in zip(along, names, strict=True)]
+        cells.append(" ".join([f"{number:<6}", *marks]))
+    return cells
+
+
+def _table(picture: Any, columns: list[list[str]]) -> Iterator[str]:
+    found = [_device_cells(picture), *columns]
+    widths = [max(map(len, cells)) for cells in found]
+    for row in zip(*found, strict=True):
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _dropped(picture: Any) -> Iterator[str]:
+    for tensor in picture.tensors:
+        for axis, dim, why in tensor.dropped:
+            yield f"{axis} of {dim} in {', '.join(tensor.names)}: {why}"
+
+
+def _sent(picture: Any, one: Any) -> Iterator[str]:
+    """What, how, and the arrows of the first groups."""
+    yield f"{one.what}: {one.kind} over {'+'.join(one.axes)}, {one.why}"
+    arrow = " -> " if one.kind == "ring" else " <-> "
+    drawn = []
+    for group in one.groups[:_GROUPS]:
+        ids = [str(picture.ids[place]) for place in group]
+        if len(ids) > _MEMBERS:
+            ids = [*ids[: _MEMBERS - 2], "...", ids[-1]]
+        drawn.append(arrow.join([*ids, ids[0]] if one.kind == "ring" else ids).replace(" ", _STAYS))
+    more = len(one.groups) - _GROUPS
+    yield "   ".join(drawn) + (f"   and {more} groups more" if more > 0 else "")

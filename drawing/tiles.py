@@ -1,0 +1,173 @@
+"""TilePicture: which tiles of a matrix of queries and keys are dead, partial or full, as text and as SVG."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .svg import label, picture, rectangle
+
+__all__ = ["TilePicture"]
+
+_NAMES = ("dead", "partial", "full")
+_MARKS = ".+#"  # in every terminal
+_CHARACTERS = 32  # of a line of text, at most; each has a space after it
+_CELLS = 256  # of a side of an SVG, at most: about a pixel each
+_PLOT, _LEFT, _TOP = 352.0, 60.0, 62.0
+
+
+@dataclass(frozen=True)
+class TilePicture:
+    """Tiles int8 [rows, columns] of 0 dead, 1 partial, 2 full. `print` gives the text; a notebook shows the SVG.
+
+    first_query, first_key: the index of the first row and column. visible: the share of the matrix that is visible, None where
+    it isn't known. remark: what a reader has to know of the tiles, "" for nothing.
+    """
+
+    title: str
+    tiles: NDArray[np.int8]
+    q_len: int
+    kv_len: int
+    block_q: int
+    block_kv: int
+    visible: float | None = None
+    remark: str = ""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many tiles are dead, partial and full."""
+        return {name: int((self.tiles == kind).sum()) for kind, name in enumerate(_NAMES)}
+
+    def text(self) -> str:
+        """For a terminal: at most 72 columns, in plain characters, with a legend."""
+        cells, (rows, columns) = self._merged(_CHARACTERS)
+        width = max(len(str((len(cells) - 1) * rows * self.block_q)), 4)
+        lines = [self.title, f"{self._sizes()}", *self._told(rows, columns), ""]
+        lines.append(" " * (width + 2) + _ticks(cells.shape[1], columns * self.block_kv))
+        for number, row in enumerate(cells):
+            start = number * rows * self.block_q
+            lines.append(f"{start:>{width}}  {' '.join(_MARKS[kind] for kind in row)}")
+        found = [kind for kind in (2, 1, 0) if (cells == kind).any()]
+        return "\n".join([*lines, "", "   ".join(f"{_MARKS[kind]} {self._names()[kind]}" for kind in found)])
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def svg(self) -> str:
+        """For a page: light and dark, no fonts or scripts from elsewhere."""
+        cells, (rows, columns) = self._merged(_CELLS)
+        height = min(max(_PLOT * self.q_len / max(self.kv_len, 1), 16.0), 1.5 * _PLOT)
+        below = _TOP + height
+        told = self._told(rows, columns)
+        parts = [
+            label(12, 20, _cut(self.title), class_="ao-strong"),
+            label(12, 37, self._sizes(), class_="ao-small"),
+            rectangle(_LEFT, _TOP, _PLOT, height, class_="ao-dead"),
+            *self._rectangles(cells, height),
+            rectangle(_LEFT, _TOP, _PLOT, height, class_="ao-frame"),
+            *_axis(self.kv_len),
+            *_axis(self.q_len, height),
+            *self._legend(below + 20),
+            *(label(12, below + 40 + 16 * n, line, class_="ao-small") for n, line in enumerate(told)),
+        ]
+        return picture(_LEFT + _PLOT + 24, below + 34 + 16 * len(told), f"Mask {self.title}: {self._sizes()}", parts)
+
+    def _repr_html_(self) -> str:
+        return self.svg()
+
+    def save(self, path: str | Path) -> Path:
+        """Write the SVG to a file, or where its name ends in .txt the text."""
+        found = Path(path)
+        found.write_text(self.text() + "\n" if found.suffix == ".txt" else self.svg(), encoding="utf-8")
+        return found
+
+    def _sizes(self) -> str:
+        tile = f"a tile is {self.block_q} x {self.block_kv}"
+        return f"{self.q_len} queries (down) x {self.kv_len} keys (across), {tile}"
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether each tile is one query and one key, of which nothing is partial."""
+        return self.block_q == self.block_kv == 1 and not (self.tiles == 1).any()
+
+    def _names(self) -> tuple[str, str, str]:
+        return ("hidden", "partial", "visible") if self._is_exact else _NAMES
+
+    def _told(self, rows: int, columns: int) -> list[str]:
+        """Counts, the visible share, and what one cell of the picture is where it is more than a tile."""
+        counts = self.counts
+        line = "tiles: " + ", ".join(f"{counts[name]} {name}" for name in reversed(_NAMES))
+        if self._is_exact:
+            line = f"{counts['full']} of {self.q_len * self.kv_len} visible"
+        elif self.visible is not None:
+            line += f"; {100 * self.visible:.3g}% of the matrix is visible"
+        told = [line]
+        if (rows, columns) != (1, 1):
+            told.append(f"drawn by {rows} x {columns} tiles: partial where they differ")
+        return told + ([self.remark] if self.remark else [])
+
+    def _merged(self, most: int) -> tuple[NDArray[np.int8], tuple[int, int]]:
+        """The tiles, merged to at most so many a side, and how many a cell then has along each: mixed ones are partial."""
+        rows, columns = (-(-size // most) for size in self.tiles.shape)
+        if (rows, columns) == (1, 1):
+            return self.tiles, (1, 1)
+        tops, lefts = (np.arange(0, size, n) for size, n in zip(self.tiles.shape, (rows, columns), strict=True))
+        least, largest = (
+            reduce.reduceat(reduce.reduceat(self.tiles, tops, axis=0), lefts, axis=1)
+            for reduce in (np.minimum, np.maximum)
+        )
+        return np.where(least == largest, least, 1).astype(np.int8), (rows, columns)
+
+    def _rectangles(self, cells: NDArray[np.int8], height: float) -> Iterator[str]:
+        """A rectangle for each run of equal cells in a row that aren't dead; the last cells may be shorter than the others."""
+        merged_q, merged_kv = (-(-n // m) for n, m in zip(self.tiles.shape, cells.shape, strict=True))
+        y = np.minimum(np.arange(len(cells) + 1) * merged_q * self.block_q, self.q_len) * (height / max(self.q_len, 1))
+        x = np.minimum(np.arange(cells.shape[1] + 1) * merged_kv * self.block_kv, self.kv_len)
+        x = _LEFT + x * (_PLOT / max(self.kv_len, 1))
+        for number, row in enumerate(cells):
+            edges = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
+            for first, last in itertools.pairwise(edges):
+                if kind := int(row[first]):
+                    at = float(x[first]), float(_TOP + y[number])
+                    size = float(x[last] - x[first]), float(y[number + 1] - y[number])
+                    yield rectangle(*at, *size, class_=("", "ao-part", "ao-full")[kind])
+
+    def _legend(self, y: float) -> Iterator[str]:
+        for number, name in enumerate(reversed(self._names())):
+            if self._is_exact and number == 1:
+                continue
+            x = _LEFT + 90 * number
+            yield rectangle(x, y - 10, 12, 12, class_=("ao-full", "ao-part", "ao-dead")[number])
+            yield rectangle(x, y - 10, 12, 12, class_="ao-frame")
+            yield label(x + 18, y, name)
+
+
+def _axis(size: int, height: float | None = None) -> Iterator[str]:
+    """Indices at the begin, the quarters and the end: of keys above the picture, of queries (`height`) beside it."""
+    for quarter in range(5):
+        index, share = size * quarter // 4, quarter / 4
+        if quarter in (1, 2, 3) and (size % 4 or (height is not None and height < 60)):
+            continue
+        if height is None:
+            anchor = ("start", "middle", "middle", "middle", "end")[quarter]
+            yield label(_LEFT + share * _PLOT, _TOP - 6, str(index), class_="ao-small", text_anchor=anchor)
+        elif quarter == 0 or height >= 30:
+            y = _TOP + share * height + (10, 4, 4, 4, 0)[quarter]
+            yield label(_LEFT - 6, y, str(index), class_="ao-small", text_anchor="end")
+
+
+def _ticks(cells: int, size: int) -> str:
+    """The index of every eighth cell above it."""
+    line = ""
+    for cell in range(0, cells, 8):
+        line = f"{line:<{2 * cell}}{cell * size}  "
+    return line.rstrip()
+
+
+def _cut(title: str, most: int = 64) -> str:
+    return title if len(title) <= most else title[: most - 3] + "..."

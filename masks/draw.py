@@ -1,0 +1,139 @@
+"""draw: a mask as a picture of tiles, made from intervals and block bounds, never from the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from ..drawing import TilePicture
+from ..errors import MaskError, shown
+from .blocks import Grid, live_blocks
+from .bounds import Blocks, Extent
+from .checks import whole
+from .node import Leaf, Node
+
+__all__ = ["draw"]
+
+_SIDE = 32  # tiles of a side where no block is given
+_MOST_TILES = 2**24
+_MOST_TESTS = 2**24  # of a function, cell by cell
+_LEAST = 16
+_UNKNOWN = "partial: some of it is visible, or only the call's arrays tell"
+
+
+def draw(
+    mask: Node[Any],
+    bounds: tuple[Node[Any], Node[Any]],
+    q_len: int | None,
+    kv_len: int | None,
+    query_offset: int,
+    block: int | Sequence[int] | None,
+    batch: int,
+) -> TilePicture:
+    """See Mask.draw; `bounds` are the mask's."""
+    _, leaves = mask.split()
+    q_known, kv_known = (_size(leaves, dim) for dim in ("q", "kv"))
+    one = next((n for n in (q_len, kv_len, q_known, kv_known) if n is not None), None)
+    length = _default_length(mask) if one is None else one
+    q_len = whole(next(n for n in (q_len, q_known, length) if n is not None), "q_len", minimum=1)
+    kv_len = whole(next(n for n in (kv_len, kv_known, length) if n is not None), "kv_len", minimum=1)
+    rows = max([1, *(np.shape(leaf.array)[0] for leaf in leaves if leaf.array is not None)])
+    if whole(batch, "batch", minimum=0) >= rows:
+        raise MaskError(f"batch={batch}; wanted 0 to {rows - 1}, a row of the mask's arrays")
+    blocks = _blocks(block, q_len, kv_len)
+    grid = Grid(*blocks, q_len, kv_len, 0, query_offset)
+    if grid.shape[0] * grid.shape[1] > _MOST_TILES:
+        raise MaskError(
+            f"{grid.shape[0]} x {grid.shape[1]} tiles of {blocks[0]} x {blocks[1]}; at most {_MOST_TILES} are drawn: give a "
+            "larger block"
+        )
+    tiles, remark = _tiles(mask, bounds, leaves, grid, batch)
+    return TilePicture(mask.describe(), tiles, q_len, kv_len, *blocks, _visible(mask, grid), remark)
+
+
+def _tiles(
+    mask: Node[Any], bounds: tuple[Node[Any], Node[Any]], leaves: tuple[Leaf, ...], grid: Grid, batch: int
+) -> tuple[NDArray[np.int8], str]:
+    """int8 [rows, columns], and what has to be said of them."""
+    known = mask.intervals(np.zeros(1, np.int64), np.zeros(1, np.int64), grid.kv_len) is not None
+    if mask.is_static and (known or grid.q_len * grid.kv_len <= _MOST_TESTS):
+        return live_blocks(mask, mask, grid), ""
+    if mask.is_static:
+        return _bounded(mask, grid, 0), "partial: some of it is visible, or only the function tells"
+    found = live_blocks(*bounds, grid)
+    if not all(_has_values(leaf.array) for leaf in leaves):
+        return found, _UNKNOWN
+    bounded = _bounded(mask.narrow(slice(0, grid.q_len), slice(0, grid.kv_len)), grid, batch)
+    found = np.where(found == 1, bounded, found)
+    row = f"row {batch} of the batch" if any(leaf.array.shape[0] > 1 for leaf in leaves) else ""
+    doubt = "" if grid.block_q == grid.block_kv == 1 else "a tile that is called partial may be dead or full"
+    return found, "; ".join(filter(None, (row, doubt)))
+
+
+def _bounded(mask: Node[Any], grid: Grid, batch: int) -> NDArray[np.int8]:
+    """By block bounds, which err to partial."""
+    ends = []
+    for length, block, offset in ((grid.q_len, grid.block_q, 0), (grid.kv_len, grid.block_kv, 0)):
+        first = np.arange(offset, length, block, dtype=np.int32)
+        ends.append(Extent(first, np.minimum(first + block, length).astype(np.int32) - 1))
+    rows, cols = Extent(*(x[:, None] for x in ends[0])), Extent(*(x[None, :] for x in ends[1]))
+    positions = Extent(*(x + np.int32(grid.query_offset) for x in rows))
+    with jax.ensure_compile_time_eval():
+        some, every = mask.block_bounds(Blocks(rows, positions, cols, grid.block_q, grid.block_kv))
+        some, every = np.asarray(some), np.asarray(every)
+    tiles = np.where(every & some, 2, np.where(some, 1, 0)).astype(np.int8)
+    if tiles.ndim == 3:
+        tiles = tiles[batch if tiles.shape[0] > 1 else 0]
+    return np.broadcast_to(tiles, grid.shape)
+
+
+def _visible(mask: Node[Any], grid: Grid) -> float | None:
+    """The share of the matrix that is visible, by intervals."""
+    count = 0
+    for _, rows in grid.slabs():
+        known = mask.intervals(rows, rows + grid.query_offset, grid.kv_len)
+        if known is None:
+            return None
+        count += int((known[1] - known[0]).sum())
+    return count / (grid.q_len * grid.kv_len)
+
+
+def _size(leaves: tuple[Leaf, ...], dim: str) -> int | None:
+    """What the arrays say of a dimension."""
+    sizes = [
+        size for leaf in leaves for name, size in zip(leaf.dims, np.shape(leaf.array), strict=False) if name == dim
+    ]
+    return max((size for size in sizes if size > 1), default=None)
+
+
+def _default_length(mask: Node[Any]) -> int:
+    """Four times the largest number of the mask, in whole tiles."""
+    numbers = [abs(x) for atom in mask.atoms() for x in atom._fields().values() if isinstance(x, int)]
+    length = max([_LEAST, *(4 * n for n in numbers)])
+    block = _block(length)
+    return -(-length // block) * block
+
+
+def _block(length: int) -> int:
+    """A power of two, with at most so many tiles."""
+    return 1 << max(0, (-(-length // _SIDE) - 1).bit_length())
+
+
+def _blocks(block: Any, q_len: int, kv_len: int) -> tuple[int, int]:
+    if block is None:
+        return _block(q_len), _block(kv_len)
+    sizes = block if isinstance(block, tuple | list) else (block, block)
+    if len(sizes) != 2:
+        raise MaskError(f"block={shown(block)}; wanted a size, or one of queries and one of keys: block=(512, 1024)")
+    first, second = (whole(size, "block", minimum=1) for size in sizes)
+    return first, second
+
+
+def _has_values(array: Any) -> bool:
+    if isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct) or array is None:
+        return False
+    return isinstance(array, np.ndarray) or (isinstance(array, jax.Array) and array.is_fully_addressable)

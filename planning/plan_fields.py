@@ -1,0 +1,55 @@
+"""PlanFields: what was decided of a call, as data; Plan adds what can be asked of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ..sharding.mesh import AnyMesh
+from .capability import Reason
+from .operation import Padding, PlannedOperation
+from .operation_config import OperationConfig
+from .placement import Placement
+from .policy import Policy
+from .problem import AttentionProblem
+from .route import Route
+from .tuning import Tuning
+
+__all__ = ["WHY", "Kind", "PlanFields", "Rejected"]
+
+
+Kind = Literal["platform", "native", "routed", "fallback", "refused"]
+WHY = {
+    "platform": "the platform's own implementation",
+    "native": "dispatch: nothing better is written for this platform",
+    "routed": "dispatch: the platform's own implementation leaves such calls to it",
+    "fallback": "FALLBACK: the platform's own implementation refused",
+    "refused": "REFUSED: no implementation may run this",
+}
+
+
+class Rejected(NamedTuple):
+    """An implementation that was tried and every reason against it."""
+
+    implementation: str
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PlanFields:
+    """The fields of a Plan, which says what they mean."""
+
+    operation: type[PlannedOperation]
+    problem: AttentionProblem
+    policy: Policy
+    kind: Kind
+    implementation: str | None
+    method: str | None
+    config: OperationConfig
+    placement: Placement
+    rejected: tuple[Rejected, ...]
+    padding: Padding | None
+    route: Route | None
+    tuning: Tuning | None
+    notes: tuple[str, ...]
+    mesh: AnyMesh | None = None

@@ -1,0 +1,201 @@
+"""A plan as text: every line of it, or one screen of what runs, why, and what asks for something."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ..sharding import AttnShardingRules
+from .operation_config import OperationConfig
+from .plan_fields import WHY, PlanFields
+from .repeated import repeated_lines
+from .text import Aside, bytes_text, spec_text
+
+__all__ = ["config_lines", "decision_rows", "dropped_lines", "explain", "placement_rows", "screen_rows", "tensor_rows"]
+
+_WASTE = 0.05  # of the work on padding: from here on it asks for other sizes
+
+
+def tensor_rows(plan: PlanFields) -> list[tuple[str, str, str, str, str, str]]:
+    """Rows (tensor, declared spec, fitted spec, shape, per-device shape, per-device bytes) of the ten tensors and of scales."""
+    rows = []
+    for tensor in AttnShardingRules._fields:
+        declared, fitted = getattr(plan.problem.rules, tensor), plan.placement.fitted.get(tensor)
+        if declared is None:
+            rows.append((tensor, "none", "", "", "", ""))
+        elif fitted is None:
+            rows.append((tensor, spec_text(declared), "not in this call", "", "", ""))
+        else:
+            rows.append(
+                (
+                    tensor,
+                    spec_text(declared),
+                    spec_text(fitted.spec),
+                    _shape(fitted.shape),
+                    _shape(fitted.local_shape),
+                    bytes_text(fitted.local_bytes),
+                )
+            )
+    for name in plan.problem.scales:
+        fitted = plan.placement.fitted[name]
+        shapes = _shape(fitted.shape), _shape(fitted.local_shape), bytes_text(fitted.local_bytes)
+        rows.append((name, f"as {name.removesuffix('_scale')}", spec_text(fitted.spec), *shapes))
+    return rows
+
+
+def config_lines(
+    config: OperationConfig, declared: OperationConfig, tuned: Mapping[str, object] = MappingProxyType({})
+) -> list[str]:
+    """`block_q=512 (declared)` and so on, every field of a resolved config: what is declared first, then what is tuned."""
+
+    def origin(name: str) -> str:
+        return "declared" if declared.is_set(name) else "tuned" if name in tuned else "default"
+
+    fields = [name for name in type(config).model_fields if name not in ("operation", "schema_version")]
+    return [
+        f"{name}={getattr(config, name)} ({origin(name)})"
+        for name in sorted(fields, key=lambda name: (not declared.is_set(name), name not in tuned))
+    ]
+
+
+def dropped_lines(plan: PlanFields, *, brief: bool = False) -> list[str]:
+    """One line per dropped mesh axis, dimension and reason, naming the tensors; harmless ones come last.
+
+    `brief` leaves out axes that split nothing anyway: a standard one that the mesh doesn't have, one of size 1, a Manual one.
+    """
+    if not plan.problem.mesh:
+        return []  # without a mesh there is nothing that could be split
+    could = {axis.name for axis in plan.problem.mesh if axis.size > 1 and axis.kind != "manual"}
+    groups: dict[tuple[bool, str, str, str, str], list[str]] = {}
+    for drop in plan.placement.fitted.dropped:
+        if brief and drop.harmless and drop.axis not in could:
+            continue
+        key = (drop.harmless, drop.axis, drop.dim, drop.reason, "" if drop.harmless else f". {drop.hint}")
+        groups.setdefault(key, []).append(drop.tensor)
+    ordered = sorted(groups.items(), key=lambda item: item[0][0])
+    return [
+        f"axis {axis!r} of {dim} in {', '.join(tensors)}: {reason}{hint}."
+        for (_, axis, dim, reason, hint), tensors in ordered
+    ]
+
+
+def decision_rows(plan: PlanFields) -> list[tuple[str, str]]:
+    """Labelled lines of what was asked and with what it runs: all but the reasons, the tensors and the notes."""
+    problem = plan.problem
+    rows = [
+        ("platform", f"{problem.platform}, from {problem.platform_source}"),
+        ("mask", problem.mask.describe()),
+        ("scale", f"{problem.softmax_scale:.6g}, softmax in {problem.softmax_dtype}"),
+    ]
+    if problem.logits_soft_cap is not None:
+        rows.append(("soft cap", f"{problem.logits_soft_cap:g}"))
+    if problem.dropout_prob > 0:
+        rows.append(("dropout", f"{problem.dropout_prob:g}"))
+    if fields := _config(plan):
+        rows.append(("config", ", ".join(fields)))
+    if plan.tuning is not None:
+        rows.append(("tuning", f"{plan.tuning.source}: {plan.tuning.why}"))
+    if plan.route is not None:
+        rows.append(("route", plan.route.describe()))
+    if plan.padding is not None:
+        pad = plan.padding
+        waste = f"{pad.waste:.1%} of the work is on padding"
+        rows.append(("padding", f"per device q +{pad.q_len}, kv +{pad.kv_len}: {waste}"))
+    return rows
+
+
+def placement_rows(plan: PlanFields, *, brief: bool = True) -> list[tuple[str, str]]:
+    """Mesh axes that are dropped, those over which work is repeated, and where tensors are elsewhere inside the operation."""
+    rows = [("dropped", line) for line in dropped_lines(plan, brief=brief)]
+    rows += [("repeated", line) for line in repeated_lines(plan.placement.repeated)]
+    return rows + [("inside", change) for change in plan.placement.changes]
+
+
+def screen_rows(
+    plan: PlanFields, notes: tuple[str, ...] = (), whole: str = "explain(verbose=True)"
+) -> list[tuple[str, str]]:
+    """One screen, after what runs: reasons, fields that somebody chose, specs of what is split, notes that ask for something.
+
+    `notes` come after the plan's own. The last row names what is left out; `whole`: how a reader gets it.
+    """
+    rows = [("not", f"{r.implementation}: {reason}") for r in plan.rejected for reason in r.reasons]
+    chosen = [line for line in _config(plan) if not line.endswith("(default)")]
+    default = len(_config(plan)) - len(chosen)
+    hidden = []
+    for label, line in decision_rows(plan):
+        if label == "config":
+            rows += [("config", ", ".join(chosen))] if chosen else []
+            hidden += _counted(default, "default of the config", "defaults of the config")
+        elif label == "route" and plan.route is not None:
+            rows.append((label, f"{plan.route.name}: {plan.route.why}"))
+            hidden.append("the route's sizes")
+        elif _asks(plan, label):
+            rows.append((label, line))
+        else:
+            hidden.append(label)
+    rows += [*_split_tensors(plan), *placement_rows(plan)]
+    told = [*plan.notes, *notes]
+    rows += [("note", note) for note in told if not isinstance(note, Aside)]
+    hidden += ["declared specs"]
+    hidden += _counted(len(dropped_lines(plan)) - len(dropped_lines(plan, brief=True)), "harmless drop")
+    hidden += _counted(sum(isinstance(note, Aside) for note in told), "note")
+    return [*rows, ("more", f"{whole} adds {', '.join(hidden)}")]
+
+
+def explain(plan: PlanFields, *, verbose: bool) -> str:
+    """Return the decision as plain text."""
+    problem = plan.problem
+    lines = [problem.describe(), f"runs      {plan.implementation or 'nothing'} ({WHY[plan.kind]})"]
+    if not verbose:
+        return "\n".join([*lines, *(f"{label:<9} {line}" for label, line in screen_rows(plan))])
+    lines += [f"{label:<9} {line}" for label, line in decision_rows(plan)]
+    for rejected in plan.rejected:
+        lines.append(f"not       {rejected.implementation}:")
+        lines.extend(f"            {reason}" for reason in rejected.reasons)
+    lines.append("tensors   declared -> fitted, shape -> per device, bytes per device")
+    for tensor, declared, fitted, shape, local, size in tensor_rows(plan):
+        where = declared if declared == fitted or not fitted else f"{declared} -> {fitted}"
+        lines.append(f"  {tensor:<15} {where}" + (f"  {shape} -> {local}  {size}" if shape else ""))
+    rows = placement_rows(plan, brief=False)
+    lines += [f"  dropped: {line}" if label == "dropped" else f"{label:<9} {line}" for label, line in rows]
+    lines.extend(f"note      {note}" for note in plan.notes)
+    return "\n".join(lines)
+
+
+def _config(plan: PlanFields) -> list[str]:
+    """The fields of the config that the method reads."""
+    if plan.method is None or not plan.operation.reads_config(plan.method):
+        return []
+    return config_lines(plan.config, plan.problem.config, {} if plan.tuning is None else plan.tuning.fields)
+
+
+def _split_tensors(plan: PlanFields) -> list[tuple[str, str]]:
+    """(names, spec, shapes, bytes) of the arrays of the call on a mesh; those that lie alike in one row."""
+    if plan.problem.devices == 1:
+        return []
+    alike: dict[str, list[str]] = {}
+    for fitted in plan.placement.fitted.specs:
+        if fitted.tensor != "query3d":
+            size = f"{_shape(fitted.shape)} -> {_shape(fitted.local_shape)}, {bytes_text(fitted.local_bytes)}"
+            alike.setdefault(f"{spec_text(fitted.spec)}  {size}", []).append(fitted.tensor)
+    return [("specs", f"{', '.join(names)}: {line}") for line, names in alike.items()]
+
+
+def _asks(plan: PlanFields, label: str) -> bool:
+    """Whether a line of the decision belongs on one screen."""
+    if label == "padding":
+        return plan.padding is not None and plan.padding.waste >= _WASTE
+    if label == "tuning":
+        return plan.tuning is not None and plan.tuning.source != "heuristic"
+    if label == "scale":
+        return not math.isclose(plan.problem.softmax_scale, plan.problem.head_dim**-0.5)
+    return True
+
+
+def _counted(count: int, name: str, names: str = "") -> list[str]:
+    return [f"{count} {name if count == 1 else names or name + 's'}"] if count else []
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
