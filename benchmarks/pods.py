@@ -199,8 +199,8 @@ def report(found: dict[str, Any]) -> str:
     """The tables, in Markdown."""
     cells = found["cells"]
     lines = [
-        f"libtpu {found['libtpu']}, jax {found['jax']}; MiB a device. Attention alone: sent forward, sent by both passes, "
-        "temporary memory of both passes.",
+        f"libtpu {found['libtpu']}, jax {found['jax']}. Attention alone, in MiB per device: sent in the forward pass, sent in "
+        "both passes, temporary memory of both passes.",
         "",
         "| Chips | Strategy | Mesh | v5p: sent | both | temporary | v5e: sent | both | temporary |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -213,8 +213,8 @@ def report(found: dict[str, Any]) -> str:
             lines.append(f"| {' | '.join(row)} |")
     lines += [
         "",
-        f"The decoder layer on {LAYER_BATCH} sequences of {LENGTH} tokens, with all gradients, on 256 chips: GiB of a device at "
-        "the peak.",
+        f"The decoder layer on {LAYER_BATCH} sequences of {LENGTH} tokens, with all gradients, on 256 chips: peak GiB per "
+        "device.",
         "",
         "| Strategy | Mesh | v5p | v5e |",
         "|---|---|---|---|",
