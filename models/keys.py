@@ -39,7 +39,7 @@ ATTENTION: dict[str, str] = {
     "query_pre_attn_scalar": "`metadata.softmax_scale`: 1 divided by its square root",
     "attention_multiplier": "`metadata.softmax_scale`",
     "scale_attn_weights": "false: `metadata.softmax_scale` is 1 (gpt2)",
-    "scale_attn_by_inverse_layer_idx": "true: the scale of each layer divided by its number, counted from 1: `call.softmax_scale` (gpt2)",
+    "scale_attn_by_inverse_layer_idx": "true: `call.softmax_scale` of layer n, counted from 1, is divided by n (gpt2)",
     "rope_scaling": "`metadata.softmax_scale` of deepseek_v2 and deepseek_v3 (`mscale_all_dim` of yarn); otherwise not read",
     "rope_parameters": "the newer name of `rope_scaling`",
     "attention_dropout": "`metadata.dropout_prob`",
