@@ -249,9 +249,9 @@ with jax {jax}, libtpu {libtpu} and tokamax {tokamax}.
 
 !!! warning "Nothing on this page ran on a TPU"
     `attnops.verify` compiled each cell for one described device of that generation, forward and with the gradient, at batch 2,
-    512 tokens and 4 heads. A cell that compiles may still compute wrong numbers: those are compared with the reference in
-    [Pallas' interpreter](verification.md). Longer calls use larger blocks and more VMEM; check a call of your own with
-    [`attnops verify`](command-line.md#attnops-verify).
+    512 tokens and 4 heads. That a cell compiles doesn't show that its numbers are right; they are compared with the
+    reference in [Pallas' interpreter](verification.md). Longer calls use larger blocks and more VMEM; check a call of
+    your own with [`attnops verify`](command-line.md#attnops-verify).
 
 Each cell shows the MiB of VMEM that the largest kernel uses: in the forward pass / in forward and backward together.
 
