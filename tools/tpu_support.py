@@ -228,8 +228,10 @@ def page(data: dict[str, Any]) -> str:
     plain = ("bfloat16", 128, 128)
     parts = [_INTRO.format(**data["versions"]), "## attnops' kernel: features"]
     parts.append(_table(head, [row(_code(feature), "attnops", feature, *plain) for feature in CALLS]))
-    parts.append("## attnops' kernel: head dims and dtypes")
-    parts.append("Causal. A pair of dims is that of query and key, and that of the value.")
+    parts.append("## attnops' kernel: head dimensions and dtypes")
+    parts.append(
+        "The calls are causal. In a pair, the first dimension is that of query and key, the second that of the value."
+    )
     for dtype in DTYPES:
         rows = [row(_dims(*dims), "attnops", "causal", dtype, *dims) for dims in DIMS]
         parts.append(_table((dtype, *head[1:]), rows))
@@ -242,18 +244,21 @@ def page(data: dict[str, Any]) -> str:
 
 _INTRO = """# TPU support
 
-Which calls of `splash` the TPU compiler takes, for which generation. Written by `tools/tpu_support.py` with jax {jax},
-libtpu {libtpu} and tokamax {tokamax}.
+This page shows which `splash` calls compile for which TPU generation, and how much VMEM they use. `tools/tpu_support.py` wrote it
+with jax {jax}, libtpu {libtpu} and tokamax {tokamax}.
 
-!!! warning "Nothing on this page ran"
-    Each cell was compiled for one described device of that generation, forward and with its gradient, by
-    `attnops.verify`: batch 2, 512 tokens, 4 heads. A cell that compiles isn't thereby right: numbers are held against the
-    reference in [Pallas' interpreter](verification.md). Longer calls take larger blocks, and more VMEM;
-    [`attnops verify`](command-line.md#attnops-verify) tells of a call of yours.
+!!! warning "Nothing on this page ran on a TPU"
+    `attnops.verify` compiled each cell for one described device of that generation, forward and with the gradient, at batch 2,
+    512 tokens and 4 heads. That a cell compiles doesn't show that its numbers are right; they are compared with the
+    reference in [Pallas' interpreter](verification.md). Longer calls use larger blocks and more VMEM; check a call of
+    your own with [`attnops verify`](command-line.md#attnops-verify).
 
-A cell shows the MiB of VMEM that the largest kernel takes: of the forward pass / of forward and backward together. *refused*:
-the plan says no before anything is compiled. *fails*: the compiler does. Features are tried one at a time, in bfloat16 at head
-dim 128; [Support](support.md) says what they mean."""
+Each cell shows the MiB of VMEM that the largest kernel uses: in the forward pass / in forward and backward together.
+
+- *refused*: the plan refuses the call before anything is compiled.
+- *fails*: the compiler refuses it.
+
+Features are tested one at a time, in bfloat16 with head dimension 128; [Support](support.md) says what they mean."""
 
 
 def _code(feature: str) -> str:
