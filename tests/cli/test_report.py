@@ -126,6 +126,53 @@ def test_for_a_tpu_with_a_search(
     assert "2 candidates; 1 more don't compile or run" in tuning
 
 
+def test_gpus_and_failures(tmp_path: Path) -> None:
+    """What a compiler says of a GPU's kernels, and a kernel that doesn't fit, by reports made by hand."""
+    import jax
+
+    from attnops import OperationMetadata, OperationRegistry
+    from attnops.cli.report_data import Reported
+    from attnops.cli.report_page import report_page
+    from attnops.registry.declaration import Declaration
+    from attnops.verify.call import PassReport, TargetReport
+    from attnops.verify.compiled import Failure, KernelUse
+    from attnops.verify.devices import device_limits
+    from attnops.verify.gpu.gpu_kernels import GpuKernelUse
+    from attnops.verify.targets import devices_named
+
+    declaration = Declaration.from_dict({"operation": "splash"})
+    x = jax.ShapeDtypeStruct((1, 256, 4, 64), "bfloat16")
+
+    def page(name: str, one: PassReport) -> str:
+        target = devices_named(name, 1)
+        assert target is not None
+        plan = OperationRegistry.create("splash", OperationMetadata(mesh=target.abstract({"fsdp": 1}))).plan(x, x, x)
+        device = device_limits(plan.problem.platform, plan.problem.device_kind)
+        report = TargetReport(name, plan, device, 16 * 2**20, 128 * 2**20, (one,), ("a warning",))
+        text = report_page(Reported(declaration, plan, (report,), (), None, (), "now"))
+        return " ".join(Page(text).texts["target-0"].split())
+
+    kernel = GpuKernelUse("attnops_flash_forward", 168, 0, 64 * 1024, 128)
+    work = {"argument_bytes": 2**20, "peak_bytes": 2**21, "flops": 1e9, "bytes_moved": 1e6, "intensity": 1000.0}
+    said = page(
+        "h100", PassReport("forward", True, None, kernels=(kernel,), roofline_seconds=1e-6, bound="HBM", **work)
+    )
+    assert "64.0 KiB of 227.0 KiB of shared memory" in said
+    assert "168 of 255 registers, 0 B spilled" in said
+    assert "Roofline of NVIDIA H100 80GB HBM3" in said
+    assert "a warning" in said
+    failure = Failure("needs 20.0 MiB of 16.0 MiB of VMEM", "vmem")
+    said = page("v5e", PassReport("forward", True, failure, "smaller blocks: block_q=128", (("query block", 2**20),)))
+    assert "doesn't compile: needs 20.0 MiB" in said
+    assert "query block 1.0 MiB" in said
+    assert "smaller blocks: block_q=128" in said
+    used = KernelUse("attnops_splash_forward", 17 * 2**20, None)
+    said = page("v5e", PassReport("forward", True, None, kernels=(used,), **work))
+    assert "17.0 MiB of 16.0 MiB of VMEM: over the limit" in said
+    said = page("v5e", PassReport("forward", False, None, seconds=1.0))
+    assert "lowered and not compiled" in said
+
+
 def test_a_refused_plan_has_its_page(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
     path = config("splash", {"backend": "tpu", "fallback": "error"}, return_weights=True)
     page = written(attnops, path, status=1)
