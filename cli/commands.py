@@ -247,3 +247,34 @@ def example(name: o.ExampleName = None, to: o.To = Path("examples")) -> None:
         list_examples()
     else:
         write_example(name, to)
+
+
+@app.command()
+def report(
+    config: o.Config,
+    target: o.ReportTarget = None,
+    inputs: o.Inputs = None,
+    mesh: o.Mesh = None,
+    mode: o.Mode = None,
+    fallback: o.Fallback = None,
+    run: o.Run = False,
+    repeats: o.Repeats = 5,
+    seed: o.Seed = 0,
+    output: o.Page = Path("report.html"),
+) -> None:
+    """Write one HTML page: declaration, mask, placement, plan with reasons, what compilers say, tuning, timings."""
+    from .cache import cache_notes
+    from .enabled import enabled_notes
+    from .report import ReportOptions
+    from .report import report as report_command
+    from .source import declared_in
+
+    declaration = declared_in(config)
+    notes = (*enabled_notes(declaration), *cache_notes(declaration))
+    targets = tuple(target or ())
+    failed = report_command(
+        ReportOptions(declaration, targets, inputs, mesh, mode, fallback, run, repeats, seed, output, notes)
+    )
+    print(f"wrote {output}")
+    if failed:
+        raise Refused("; ".join(failed))

@@ -112,3 +112,13 @@ Explain = Annotated[bool, typer.Option("--explain", help="Print the whole plan."
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print only errors.")]
 ExampleName = Annotated[str | None, typer.Argument(help="Its name.", show_default=False)]
 To = Annotated[Path, typer.Option("--to", help="The folder that its files go into.")]
+ReportTarget = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--target",
+        help="Compile for a TPU topology or GPUs, such as v5e:2x2, h100:8, or for here; may be repeated.",
+        show_default=False,
+    ),
+]
+Run = Annotated[bool, typer.Option("--run", help="Run it on this machine's devices, and check it.")]
+Page = Annotated[Path, typer.Option("--output", help="The page.")]

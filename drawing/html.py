@@ -7,9 +7,21 @@ from html import escape
 
 from .svg import STYLE
 
-__all__ = ["PAGE_STYLE", "code", "fragment", "heading", "pictures", "rows"]
+__all__ = [
+    "code",
+    "document",
+    "folded",
+    "fragment",
+    "heading",
+    "paragraph",
+    "pictures",
+    "rows",
+    "section",
+    "subsection",
+    "title",
+]
 
-PAGE_STYLE = (
+_PAGE_STYLE = (
     STYLE
     + """
 .ao-page{color:var(--ao-ink);font-size:14px;line-height:1.45;padding:8px 12px;overflow-wrap:anywhere;box-sizing:border-box}
@@ -21,15 +33,72 @@ color:inherit;font-size:inherit}
 font-size:12.5px;overflow-x:auto}
 .ao-page p.ao-title{font-weight:600;margin:4px 0}
 .ao-page .ao-pictures{display:flex;flex-wrap:wrap;gap:12px;align-items:flex-start}
+.ao-page .ao-bar{display:grid;grid-template-columns:minmax(90px,220px) minmax(80px,1fr) minmax(110px,240px);gap:4px 12px;
+align-items:center;margin:5px 0}
+.ao-page .ao-track{background:var(--ao-dead);border:1px solid var(--ao-line);height:14px;display:block}
+.ao-page .ao-track span{display:block;height:100%}
+.ao-page .ao-used{background:var(--ao-full)}
+.ao-page .ao-ok{background:var(--ao-good)}
+.ao-page .ao-over{background:var(--ao-warn)}
+.ao-page .ao-told{color:var(--ao-faint);font-size:13px}
 .ao-page .ao-refused,.ao-page .ao-warned{color:var(--ao-warn)}
 .ao-page .ao-good{color:var(--ao-good)}
 """.strip().replace("\n", "")
 )
 
+_DOCUMENT_STYLE = """
+html{background:Canvas;color-scheme:light dark}
+body.ao-page{max-width:960px;margin:0 auto;padding:16px}
+.ao-page h1{font-size:20px;margin:8px 0}
+.ao-page h2{font-size:17px;margin:28px 0 8px;padding-top:10px;border-top:1px solid var(--ao-line)}
+.ao-page h3{font-size:15px;margin:18px 0 6px}
+.ao-page nav a{color:var(--ao-full);margin-right:14px;display:inline-block;padding:3px 0}
+.ao-page summary{cursor:pointer;padding:4px 0}
+@media (max-width:600px){body.ao-page{padding:10px}.ao-page .ao-bar{grid-template-columns:1fr}.ao-page .ao-rows td{display:block;
+padding-right:0}.ao-page .ao-rows td:first-child:empty{display:none}.ao-page .ao-rows td+td{padding-bottom:6px}}
+@media print{html,body{background:#fff}}
+""".strip().replace("\n", "")
+
 
 def fragment(parts: Iterable[str]) -> str:
     """What a notebook puts below a cell; it brings its own style."""
-    return f'<div class="ao ao-page"><style>{PAGE_STYLE}</style>{"".join(parts)}</div>'
+    return f'<div class="ao ao-page"><style>{_PAGE_STYLE}</style>{"".join(parts)}</div>'
+
+
+def document(name: str, body: str) -> str:
+    """A whole page in one file: nothing is loaded from elsewhere, and no script runs."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,'
+        f'initial-scale=1"><meta name="color-scheme" content="light dark"><title>{escape(name)}</title>'
+        f'<style>{_PAGE_STYLE}{_DOCUMENT_STYLE}</style></head><body class="ao ao-page">{body}</body></html>\n'
+    )
+
+
+def title(text: str, links: Iterable[tuple[str, str]]) -> str:
+    """The head of a document, and (name, heading) of its sections to jump to."""
+    found = "".join(f'<a href="#{escape(name)}">{escape(heading)}</a>' for name, heading in links)
+    return f"<h1>{escape(text)}</h1><nav>{found}</nav>"
+
+
+def section(heading: str, parts: Iterable[str], name: str = "") -> str:
+    """A part of a document under its heading; `name` is what a link says of it."""
+    at = f' id="{escape(name)}"' if name else ""
+    return f"<section{at}><h2>{escape(heading)}</h2>{''.join(parts)}</section>"
+
+
+def subsection(heading: str) -> str:
+    """A heading within a section."""
+    return f"<h3>{escape(heading)}</h3>"
+
+
+def folded(summary: str, inner: str) -> str:
+    """What a reader opens to see."""
+    return f"<details><summary>{escape(summary)}</summary>{inner}</details>"
+
+
+def paragraph(text: str, *, warns: bool = False) -> str:
+    """Plain words."""
+    return f'<p class="ao-warned">{escape(text)}</p>' if warns else f"<p>{escape(text)}</p>"
 
 
 def heading(text: str) -> str:

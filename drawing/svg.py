@@ -15,8 +15,8 @@ STYLE = """
 font-family:system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
 @media (prefers-color-scheme:dark){.ao{--ao-ground:#14181d;--ao-ink:#e6ebf0;--ao-faint:#a3b0bd;--ao-line:#46525f;
 --ao-full:#7db4f2;--ao-part:#2f5f94;--ao-dead:#222a33;--ao-warn:#ff8a80;--ao-move:#f0b060;--ao-good:#7fd19b;--ao-on:#10151a}}
-.ao text{fill:var(--ao-ink);font-size:12px}
-.ao .ao-small{font-size:11px;fill:var(--ao-faint)}
+.ao text{fill:var(--ao-ink);font-size:13px}
+.ao .ao-small{font-size:12px;fill:var(--ao-faint)}
 .ao .ao-strong{font-weight:600}
 .ao .ao-warned{fill:var(--ao-warn)}
 .ao .ao-moved{fill:var(--ao-move)}

@@ -21,7 +21,8 @@ __all__ = ["draw"]
 _SIDE = 32  # tiles of a side where no block is given
 _MOST_TILES = 2**24
 _MOST_TESTS = 2**24  # of a function, cell by cell
-_LEAST = 16
+_LEAST, _LONGEST = 16, 2**17  # of a length that nobody gave
+_MOST_ROWS = 2**24  # each is looked at
 _UNKNOWN = "partial: some of it is visible, or only the call's arrays tell"
 
 
@@ -41,6 +42,8 @@ def draw(
     length = _default_length(mask) if one is None else one
     q_len = whole(next(n for n in (q_len, q_known, length) if n is not None), "q_len", minimum=1)
     kv_len = whole(next(n for n in (kv_len, kv_known, length) if n is not None), "kv_len", minimum=1)
+    if q_len > _MOST_ROWS:
+        raise MaskError(f"q_len={q_len}; at most {_MOST_ROWS} rows are drawn: give fewer, and query_offset")
     rows = max([1, *(np.shape(leaf.array)[0] for leaf in leaves if leaf.array is not None)])
     if whole(batch, "batch", minimum=0) >= rows:
         raise MaskError(f"batch={batch}; wanted 0 to {rows - 1}, a row of the mask's arrays")
@@ -113,7 +116,7 @@ def _size(leaves: tuple[Leaf, ...], dim: str) -> int | None:
 def _default_length(mask: Node[Any]) -> int:
     """Four times the largest number of the mask, in whole tiles."""
     numbers = [abs(x) for atom in mask.atoms() for x in atom._fields().values() if isinstance(x, int)]
-    length = max([_LEAST, *(4 * n for n in numbers)])
+    length = min(max([_LEAST, *(4 * n for n in numbers)]), _LONGEST)
     block = _block(length)
     return -(-length // block) * block
 

@@ -24,7 +24,7 @@ from .devices import AnyKernelUse, DeviceLimits, device_limits, kernels_of_progr
 from .traffic import Need, least_traffic
 from .work import attention_flops
 
-__all__ = ["PassReport", "TargetReport", "verify_call"]
+__all__ = ["PassReport", "TargetReport", "exact_products", "verify_call"]
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _verify_pass(
         flops, moved = float(work.get("flops", 0.0)), float(work.get("bytes accessed", 0.0))
     arithmetic, traffic = 0.0, 0.0
     if device is not None:
-        arithmetic, traffic = device.roofline(flops, moved, problem.runtime_dtype, _exact(plan))
+        arithmetic, traffic = device.roofline(flops, moved, problem.runtime_dtype, exact_products(plan))
     sizes = {axis.name: axis.size for axis in problem.mesh}
     sent = None if text is None else collectives(text, sizes)
     least = least_traffic(plan, "backward" in name)
@@ -208,7 +208,7 @@ def _verify_pass(
     )
 
 
-def _exact(plan: Plan) -> bool:
+def exact_products(plan: Plan) -> bool:
     """Whether products of float32 lose no bits: attnops' kernels ask for that. Elsewhere it is not counted on."""
     if plan.problem.runtime_dtype != "float32":
         return False

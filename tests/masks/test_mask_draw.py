@@ -115,6 +115,7 @@ def test_lengths_that_are_not_given() -> None:
     assert (window.q_len, window.kv_len, window.block_q) == (512, 512, 16)  # four times the largest number
     assert Dense(np.ones((1, 1, 5, 9), bool)).draw().tiles.shape == (5, 9)
     assert Causal().draw(4).tiles.shape == (4, 4)
+    assert SlidingWindow(left=2**30).draw().q_len == 131072  # a notebook must not wait for a large number
     assert Causal().draw(1, 4096, query_offset=4095).counts == {"dead": 0, "partial": 0, "full": 32}
 
 
@@ -125,6 +126,7 @@ def test_lengths_that_are_not_given() -> None:
         ({"q_len": 8, "block": 0}, "block=0"),
         ({"q_len": 8, "block": (1, 2, 3)}, "one of queries and one of keys"),
         ({"q_len": 131072, "block": 1}, "give a larger block"),
+        ({"q_len": 2**25}, "at most 16777216 rows"),
         ({"q_len": 8, "batch": 1}, "batch=1"),
         ({"q_len": 8.5}, "q_len=8.5"),
     ],
