@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         UnknownNameError,
     )
     from .masks import (
+        Blocks,
         Causal,
         Chunked,
         Dense,
@@ -60,6 +61,7 @@ __all__ = [
     "AttentionProblem",
     "AttnOpsError",
     "AttnShardingRules",
+    "Blocks",
     "Causal",
     "Chunked",
     "ConfigError",

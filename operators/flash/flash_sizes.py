@@ -110,7 +110,7 @@ def _check_places(problem: AttentionProblem, placement: Placement) -> None:
     local, dims = placement.local, {"key": problem.head_dim, "value": problem.value_dim}
     sizes = {name: local.batch * local.kv_heads * local.kv_len * dims[name] for name in problem.quantised}
     for leaf in problem.leaves:
-        if len(leaf.dims) == 4:
+        if "kv" in leaf.dims[2:]:
             sizes[leaf.name] = math.prod(leaf.shape) // problem.devices
     for name, size in sizes.items():
         if size > _PLACES:
