@@ -13,6 +13,7 @@ from ..errors import InputError
 from ..masks import Blocks, Mask, Slot
 from ..masks.node import Leaf
 from ..planning.problem import LeafShape
+from .mask_blocks import SHARED
 
 __all__ = ["block_notes", "choice_shape", "is_choice", "of_query_heads", "with_query_heads"]
 
@@ -58,7 +59,7 @@ def block_notes(given: Mask, leaves: Sequence[Leaf], sizes: dict[str, int]) -> l
     heads += [leaf.array.shape[1] for leaf in leaves if is_choice(leaf.dims)]
     group = sizes["h"] // sizes["k"]
     if group > 1 and any(n == sizes["k"] > 1 for n in heads):
-        return [f"blocks: the {group} query heads of a kv head share its choice"]
+        return [f"blocks: the {group} query heads of a kv head {SHARED}"]
     return []
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
+from ..mask_blocks import fitted_block
 from .scalar_memory import ScalarMemory
 from .sizes import BlockSizes, choose_block, dividing_block
 from .splash_config import LANES, SplashConfig
@@ -63,7 +64,11 @@ def _ways(
     problem: AttentionProblem, placement: Placement, config: SplashConfig
 ) -> Iterator[SplashConfig | ConfigError]:
     """Configs in the order in which they are tried, and why some sizes give none: the cheapest first, the large ones last."""
-    for sizes in (_SIZES, *((size,) for size in _LARGE)):
+    most = _most_for(problem)
+    for sizes in (
+        tuple(n for n in _SIZES if n <= most),
+        *((size,) for size in (*_SIZES[::-1], *_LARGE) if size > most),
+    ):
         found = []
         for most, fused in itertools.product(sizes, _backward_ways(config)):
             try:
@@ -71,6 +76,13 @@ def _ways(
             except ConfigError as error:
                 yield error
         yield from sorted(found, key=lambda way: _cost(problem, placement, way))
+
+
+def _most_for(problem: AttentionProblem) -> int:
+    """The largest size to begin with: not beyond blocks that are chosen at run time, of which no cost is known."""
+    if "chosen_blocks" not in problem.features:
+        return _SIZES[0]
+    return max(LANES, *(fitted_block(problem.mask, axis, _SIZES[0], _SIZES[0] + 1, LANES) for axis in ("q", "kv")))
 
 
 def _cost(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> float:
@@ -88,10 +100,10 @@ def tile_cost(problem: AttentionProblem, placement: Placement, block_q: int, blo
     """The work of a pass in weights: large blocks take few steps, small ones skip more."""
     if "mask_function" in problem.features:  # would be evaluated weight by weight
         return 1 / (block_q * block_kv)
-    kinds = problem.mask.live_blocks(
+    kinds = problem.mask.live_blocks_by_head(
         block_q, block_kv, query_offset=problem.query_offset or 0, **_sample(problem, placement)
     )
-    partial, full = float((kinds == 1).sum()), float((kinds == 2).sum())
+    partial, full = float((kinds == 1).sum()) / len(kinds), float((kinds == 2).sum()) / len(kinds)
     return (full + _PARTIAL * partial) * block_q * block_kv + (full + partial) * _STEP
 
 
