@@ -96,6 +96,8 @@ def _blocks(
                 min(most, max(_RING_BLOCK, math.ceil(length / 2)))
                 for most, length in ((most_q, local.q_len), (most_kv, local.kv_len))
             )
+    if heads_apart(problem):
+        heads = 1  # what a group's heads see is united; not with that of other groups
     fitted = []
     for axis, length, declared, most in (
         ("q", local.q_len, block_q, most_q),

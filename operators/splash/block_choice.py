@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
 
 from ...errors import ConfigError
+from ...masks import Mask
 from ...planning import AttentionProblem, OperationConfig, Placement
 from ..mask_blocks import fitted_block
 from .scalar_memory import ScalarMemory
@@ -100,11 +102,16 @@ def tile_cost(problem: AttentionProblem, placement: Placement, block_q: int, blo
     """The work of a pass in weights: large blocks take few steps, small ones skip more."""
     if "mask_function" in problem.features:  # would be evaluated weight by weight
         return 1 / (block_q * block_kv)
-    kinds = problem.mask.live_blocks_by_head(
-        block_q, block_kv, query_offset=problem.query_offset or 0, **_sample(problem, placement)
-    )
-    partial, full = float((kinds == 1).sum()) / len(kinds), float((kinds == 2).sum()) / len(kinds)
+    place = {"query_offset": problem.query_offset or 0, **_sample(problem, placement)}
+    partial, full = _tiles_of_kinds(problem.mask, block_q, block_kv, tuple(place.items()))
     return (full + _PARTIAL * partial) * block_q * block_kv + (full + partial) * _STEP
+
+
+@functools.lru_cache(maxsize=256)
+def _tiles_of_kinds(mask: Mask, block_q: int, block_kv: int, place: tuple[tuple[str, int], ...]) -> tuple[float, float]:
+    """(partial, full) tiles of a head, in the mean."""
+    kinds = mask.live_blocks_by_head(block_q, block_kv, **dict(place))
+    return float((kinds == 1).sum()) / len(kinds), float((kinds == 2).sum()) / len(kinds)
 
 
 def _sample(problem: AttentionProblem, placement: Placement) -> dict[str, int]:
