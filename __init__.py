@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         UnknownNameError,
     )
     from .masks import (
+        Blocks,
         Causal,
         Chunked,
         Dense,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     )
     from .operators import AttentionOutput, LocalCall, LocalOutput, Operation
     from .operators.attention import Attention
+    from .operators.blocksparse import BlockSparseConfig
     from .operators.flash_attention2 import FlashAttention2Config
     from .operators.model_shardings import ModelShardings, shardings_for
     from .operators.sdpa import SdpaConfig
@@ -60,6 +62,8 @@ __all__ = [
     "AttentionProblem",
     "AttnOpsError",
     "AttnShardingRules",
+    "BlockSparseConfig",
+    "Blocks",
     "Causal",
     "Chunked",
     "ConfigError",
@@ -116,6 +120,7 @@ _ROOMS = ("errors", "masks", "operators", "planning", "registry", "sharding", "v
 # Names that stand in a file of a room and not in its table of contents: who doesn't ask for them doesn't import them.
 _FILES = {
     "Attention": "operators.attention",
+    "BlockSparseConfig": "operators.blocksparse",
     "Declaration": "registry.declaration",
     "FlashAttention2Config": "operators.flash_attention2",
     "KVCache": "planning.cache.kv_cache",

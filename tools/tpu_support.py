@@ -28,6 +28,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from attnops import (
+    Blocks,
     Causal,
     Chunked,
     MaskFunction,
@@ -76,10 +77,12 @@ def _calls() -> dict[str, dict[str, Any]]:
         "chunked": {"mask": Chunked(100)},
         "prefix": {"mask": Causal() | Prefix(70)},
         "mask_function": {"mask": MaskFunction("tpu_support_near")},
+        "blocks": {"mask": Causal() | Blocks(np.eye(8, dtype=bool), 64, 64)},
         "segment_ids": open_call | {"q_segment_ids": ids, "kv_segment_ids": ids},
         "kv_lengths": open_call | {"kv_lengths": numbers},
         "positions": {"mask": Positions(ids, ids, left=30)},
         "dense_mask": open_call | {"mask": _of(2, HEADS, LENGTH, LENGTH, dtype=jnp.bool_)},
+        "chosen_blocks": {"mask": Causal() & Blocks(_of(2, HEADS, 8, 3), 64, 64)},
         "dynamic_or": {"mask": Causal() | SegmentIds(ids, ids)},
         "dynamic_query_offset": {"query_offset": numbers},
         "bias": open_call | {"bias": _of(1, HEADS, LENGTH, LENGTH, dtype=jnp.bfloat16)},

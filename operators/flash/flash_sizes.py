@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
+from ..mask_blocks import fitted_block
 from .flash_config import FlashAttention2Config
 
 __all__ = ["least_shared_bytes", "resolve_flash", "sizes_of", "unknown_gpu"]
@@ -47,6 +48,7 @@ _WIDE = {
 _FOLDED_ROWS = (
     64  # queries of all heads that share a kv head, up to which they are the rows of one tile that holds them
 )
+_LEAST_TILE = 32
 _PLACES = 2**31
 _SPLIT_KEYS = 256  # the fewest keys of a part
 _MOST_SPLITS = 64
@@ -117,7 +119,7 @@ def _check_places(problem: AttentionProblem, placement: Placement) -> None:
     local, dims = placement.local, {"key": problem.head_dim, "value": problem.value_dim}
     sizes = {name: local.batch * local.kv_heads * local.kv_len * dims[name] for name in problem.quantised}
     for leaf in problem.leaves:
-        if len(leaf.dims) == 4:
+        if "kv" in leaf.dims[2:]:
             sizes[leaf.name] = math.prod(leaf.shape) // problem.devices
     for name, size in sizes.items():
         if size > _PLACES:
@@ -170,10 +172,20 @@ def _defaults(problem: AttentionProblem, rows: int, q_len: int, kv_len: int) -> 
     """By the suffix of the fields: the sizes of each pass; rows: of the forward pass, where heads may be folded into them."""
     forward, *backward = _table(problem)
     sizes = [(forward, rows), *((size, q_len) for size in backward)]
-    return {
+    found = {
         suffix: size._replace(block_q=min(size.block_q, _power(most)), block_kv=min(size.block_kv, _power(kv_len)))
         for suffix, (size, most) in zip(("", "_dkv", "_dq"), sizes, strict=True)
     }
+    return {suffix: _of_mask(problem, size, folded=rows != q_len and not suffix) for suffix, size in found.items()}
+
+
+def _of_mask(problem: AttentionProblem, size: _Sizes, *, folded: bool) -> _Sizes:
+    """Tiles that lie in one block of the mask, where its blocks are no smaller than a tile can be."""
+    blocks = {}
+    for axis, most, length in (("q", size.block_q, problem.q_len), ("kv", size.block_kv, problem.kv_len)):
+        fitted = fitted_block(problem.mask, axis, most, length, _LEAST_TILE)
+        blocks[f"block_{axis}"] = most if folded and axis == "q" else 1 << (fitted.bit_length() - 1)
+    return size._replace(**blocks)
 
 
 def _power(length: int) -> int:

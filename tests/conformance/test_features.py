@@ -85,6 +85,8 @@ SHARED = (
     "cross",
     "int8_value",
     "fp8_key",
+    "blocks",
+    "chosen_blocks_or",
 )
 EVERY = sorted(harness.RUNNABLE)
 OWN = [which for which in EVERY if which not in FEW]

@@ -41,6 +41,7 @@ CASES = {
     "sinks_per_kv_head": "bthd", "prefix": "thd", "dense_mask": "bhtd", "lse": "bthd", "value_dim": "bthd",
     "soft_cap": "bhtd", "positions": "bthd", "mask_function": "bthd", "dynamic_query_offset": "bthd", "bias": "bthd",
     "everything": "bthd", "int8_kv": "bthd", "sinks_of_minus_infinity": "bthd", "sinks_some_of_minus_infinity": "bhtd",
+    "blocks": "bthd", "blocks_of_heads": "bhtd", "chosen_blocks": "bthd",
 }  # fmt: skip
 _RING = {"bias": {"bias"}, "everything": {"bias", "return_weights"}, "int8_kv": {"quantized_kv"}}
 # By strategy, what is refused for its own sake.
@@ -79,6 +80,9 @@ OFTEN = {
     (NATIVE, "zigzag", "segment_ids", "sp4_ones", "auto"),
     (NATIVE, "gather", "int8_kv", "fsdp2_tp2_sp2", "auto"),
     *((NATIVE, "ring", n, "sp4_ones", "auto") for n in ("causal_window", "dense_mask")),
+    *((NATIVE, "ring", n, "fsdp2_tp2_sp2", "auto") for n in ("blocks_of_heads", "chosen_blocks")),
+    (SPLASH, "zigzag", "chosen_blocks", "fsdp2_tp2_sp2", "auto"),
+    (FLASH, "ulysses", "blocks_of_heads", "fsdp2_tp2_sp2", "auto"),
     (SPLASH, "ulysses", "causal_window", "fsdp2_tp2_sp2", "auto"),
     (SPLASH, "zigzag", "segment_ids", "fsdp2_tp2_sp2", "auto"),
     (FLASH, "ring", "segment_ids", "fsdp2_tp2_sp2", "auto"),
@@ -135,7 +139,7 @@ def test_strategies(which: str, strategy: str, name: str, mesh: str, layout: str
 
 
 # What the causal rule of a mask is worth: which cases an unset order takes a zigzag ring for.
-ZIGZAG = {"causal", "gqa", "segment_ids", "value_dim", "soft_cap"}
+ZIGZAG = {"causal", "gqa", "segment_ids", "value_dim", "soft_cap", "blocks", "blocks_of_heads", "chosen_blocks"}
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n not in _RING])

@@ -41,6 +41,8 @@ CASES = {  # and the layout that each is tried in
     "cache": "bthd",
     "int8_kv": "bthd",
     "fp8_kv": "bhtd",
+    "blocks_of_heads": "bthd",
+    "chosen_blocks": "bhtd",
 }
 SIZES = cases.Sizes(batch=4, heads=8, kv_heads=2, length=64)  # every mesh axis divides it
 
@@ -73,6 +75,7 @@ OFTEN_SPLASH = {
     ("bias", "fsdp2_tp2_sp2", "auto"),
     ("causal_window", "fsdp2_tp2_sp2", "explicit"),
     ("segment_ids", "sp8", "auto"),
+    ("blocks_of_heads", "fsdp2_tp2_sp2", "auto"),
 }
 LONGER = replace(SIZES, length=320)
 SLOW = pytest.mark.slow
