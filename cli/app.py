@@ -16,6 +16,7 @@ import typer
 
 from ..errors import AttnOpsError, ConfigError, FallbackWarning, RefusedError, UnfitError
 from . import options as o
+from .advise_command import advise
 from .json_output import print_json
 
 __all__ = ["app", "main"]
@@ -225,6 +226,9 @@ def run(
 
     options = RunOptions(config, inputs, output, mesh, mode, seed, check, repeats, explain, quiet)
     raise typer.Exit(run_command(options))
+
+
+app.command()(advise)
 
 
 class _Refused(AttnOpsError):

@@ -22,7 +22,7 @@ from .collectives import Collective, collectives
 from .compiled import Failure, failure, program_text
 from .devices import AnyKernelUse, DeviceLimits, device_limits, kernels_of_program, lowered_for, tracing_on, unheld
 from .traffic import Need, least_traffic
-from .work import attention_flops
+from .work import attention_flops, exact_products
 
 __all__ = ["PassReport", "TargetReport", "verify_call"]
 
@@ -176,7 +176,7 @@ def _verify_pass(
         flops, moved = float(work.get("flops", 0.0)), float(work.get("bytes accessed", 0.0))
     arithmetic, traffic = 0.0, 0.0
     if device is not None:
-        arithmetic, traffic = device.roofline(flops, moved, problem.runtime_dtype, _exact(plan))
+        arithmetic, traffic = device.roofline(flops, moved, problem.runtime_dtype, exact_products(plan))
     sizes = {axis.name: axis.size for axis in problem.mesh}
     sent = None if text is None else collectives(text, sizes)
     least = least_traffic(plan, "backward" in name)
@@ -201,12 +201,3 @@ def _verify_pass(
         () if sent is None else least.differences(sent),
         least.unknown,
     )
-
-
-def _exact(plan: Plan) -> bool:
-    """Whether products of float32 lose no bits: attnops' kernels ask for that. Elsewhere it is not counted on."""
-    if plan.problem.runtime_dtype != "float32":
-        return False
-    if plan.method == "forward_cuda":
-        return plan.problem.operation != "sdpa"
-    return plan.method == "forward_tpu" and getattr(plan.config, "kernel", None) == "attnops"
