@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from .estimate import estimate
 __all__ = ["better_blocks"]
 
 _GAIN = 0.97  # estimates that are closer say nothing
+_MOST = 8  # of a pass
 
 
 def better_blocks(entry: Entry) -> Entry:
@@ -23,7 +25,7 @@ def better_blocks(entry: Entry) -> Entry:
     machine, order = best.machine, entry.candidate.mesh
     for ways in plan.operation.candidates(plan.method, plan.problem, plan.placement).values():
         chosen = dict(sizes)
-        for fields in ways:
+        for fields in _distinct(ways):
             config = plan.problem.config.with_fields(chosen | fields)
             again = decide.plan(plan.operation, replace(plan.problem, config=config), plan.policy)
             if again.implementation != plan.implementation:
@@ -48,3 +50,12 @@ def better_blocks(entry: Entry) -> Entry:
         estimate=best,
         notes=notes,
     )
+
+
+def _distinct(ways: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first few with tiles of their own: what differs in how a tile is worked on is alike to an estimate."""
+    found: dict[Any, dict[str, Any]] = {}
+    for fields in ways:
+        tiles = tuple((n, v) for n, v in fields.items() if n.startswith("block_") and "compute" not in n)
+        found.setdefault(tiles, fields)
+    return list(found.values())[:_MOST]

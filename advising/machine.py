@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class Machine:
         return None if self.cpu is not None else target_of(self.target)
 
 
+@functools.lru_cache(maxsize=256)
 def machine_of(target: str) -> Machine:
     """Read a target's name: a TPU topology, GPUs, or virtual CPU devices, `cpu:8`. Errors: ConfigError for another one."""
     if match := _CPU.fullmatch(target):

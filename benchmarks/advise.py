@@ -2,7 +2,7 @@
 
     python benchmarks/advise.py --json FILE [--only fit|held] [--report]
 
-Each case is a call on one sequence split over all eight devices (mask, length, heads, head dim, dtype, pass) and is run with every
+Each case is a call on one sequence split over all eight devices (mask, length, heads, head dim, dtype, pass), run with every
 strategy that it allows: gather, ring contiguous and zigzag, ulysses, ulysses_ring on 2 x 4. Seconds are medians. The rates of
 attnops.advising.cpu_rates are fitted to the cases of FIT, by least squares of the logarithm; Kendall's tau between estimate and
 measurement is taken over the strategies of each case of HELD, which are others. What FILE has isn't measured again.
