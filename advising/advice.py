@@ -31,7 +31,7 @@ class Advice:
 
     def refusal(self) -> str:
         """Why nothing can run the call there."""
-        reasons = "; ".join(f"{r.kind} ({r.count}): {r.reason}" for r in self.refused)
+        reasons = "; ".join(map(str, self.refused))
         return f"nothing can run this call on {self.target}: {reasons or 'no mesh has the sizes that are held'}."
 
     def to_dict(self) -> dict[str, Any]:
@@ -47,5 +47,5 @@ class Advice:
     def __str__(self) -> str:
         lines = [f"{self.target}: {len(self.entries)} of {self.planned} planned candidates can run"]
         lines += ["  ".join(cell for cell in row if cell not in ("", "-")) for row in rows(self.entries)]
-        lines += [f"refused  {r.kind} ({r.count}): {r.reason}" for r in self.refused]
+        lines += [f"refused  {refusal}" for refusal in self.refused]
         return "\n".join(lines + [f"note     {note}" for note in self.notes])

@@ -32,8 +32,8 @@ class Candidate(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """`splash, ring`: what refusals are told by."""
-        return f"{self.operation}, {self.strategy or 'whole sequences'}"
+        """`ring`: what refusals are told by."""
+        return self.strategy or "whole sequences"
 
     @property
     def where(self) -> str:

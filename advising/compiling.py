@@ -43,9 +43,15 @@ def compile_best(
         if failure is None:
             done.append(replace(entry, compiled=report))
         else:
-            refused.add(entry.candidate.kind, str(failure.memory), failure.message, entry.candidate.where)
+            refused.add(
+                entry.candidate.kind,
+                entry.candidate.operation,
+                str(failure.memory),
+                failure.message,
+                entry.candidate.where,
+            )
     tell(most, most, "")
-    done.sort(key=lambda entry: entry.differs)
+    done.sort(key=lambda entry: (entry.differs, float(f"{entry.seconds_a_row:.4g}"), entry.peak_bytes or 0))
     return done + ranked
 
 

@@ -50,25 +50,32 @@ class Entry:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Candidates of one kind that can't be, all for one reason: how many, and one of their meshes."""
+    """Candidates of one kind that can't be, all for one reason: how many, of which operations, and the first mesh."""
 
     kind: str
+    operations: tuple[str, ...]
     reason: str
     count: int
     example: str
 
+    def __str__(self) -> str:
+        about = f" ({', '.join(self.operations)})" if self.operations else ""
+        return f"{self.kind}{about}: {self.count} candidates, first {self.example}: {self.reason}"
+
 
 class Refusals:
-    """Refusals by kind and code, with the reason and the mesh of the first."""
+    """Refusals by kind and code, with the reason and the mesh of the first, and the operations that they are about."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str], Refusal] = {}
 
-    def add(self, kind: str, code: str, reason: str, where: str) -> None:
-        before = self.found.get((kind, code))
-        self.found[kind, code] = (
-            Refusal(kind, reason, 1, where) if before is None else replace(before, count=before.count + 1)
-        )
+    def add(self, kind: str, operation: str, code: str, reason: str, where: str) -> None:
+        """One more candidate."""
+        first = Refusal(kind, (), reason, 0, where)
+        before = self.found.get((kind, code), first)
+        operations = tuple(dict.fromkeys((*before.operations, *([operation] if operation else []))))
+        self.found[kind, code] = replace(before, operations=operations, count=before.count + 1)
 
     def told(self) -> tuple[Refusal, ...]:
+        """Those with the most candidates first."""
         return tuple(sorted(self.found.values(), key=lambda refusal: -refusal.count))

@@ -73,8 +73,8 @@ class PassEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Both passes of a training call, or the forward pass. Bytes of a device: operands and results, and what the strategy
-    holds beside them; a compiler needs no less."""
+    """Both passes of a training call, or the forward pass. Bytes of a device: operands and results, which are exact, and about
+    what the strategy holds beside them: a TPU's compiler may keep small arrays in VMEM instead."""
 
     machine: Machine
     passes: tuple[PassEstimate, ...]
@@ -92,8 +92,13 @@ class Estimate:
 
     @property
     def least_bytes(self) -> int:
-        """What a device holds at least."""
-        return self.argument_bytes + self.output_bytes + self.held_bytes
+        """Operands and results."""
+        return self.argument_bytes + self.output_bytes
+
+    @property
+    def about_bytes(self) -> int:
+        """With what the strategy holds."""
+        return self.least_bytes + self.held_bytes
 
     @property
     def bound(self) -> str:
@@ -256,8 +261,8 @@ def _operands(plan: Plan, backward: bool) -> tuple[int, int]:
 
 
 def _held(plan: Plan, machine: Machine, backward: bool) -> int:
-    """Bytes that the strategy holds at once beside operands and results: gathered keys, those that have come around a ring with
-    the next ones and sums in float32, exchanged tensors; backward as many gradients."""
+    """Bytes that the strategy holds beside operands and results: gathered keys, those that come around a ring, exchanged
+    tensors; backward the gradients of these too, around a ring in float32."""
     problem, split, local = plan.problem, plan.placement.sequence, plan.placement.local
     item = sent_itemsize(problem.runtime_dtype, machine.platform == "cpu")
     width, rows = problem.head_dim + problem.value_dim, local.batch * local.q_heads * local.q_len * split.pieces
@@ -266,9 +271,9 @@ def _held(plan: Plan, machine: Machine, backward: bool) -> int:
     if split.gathers:
         held += keys * item
     if split.head_axes:
-        held += keys * item + rows * width * item
+        held += keys * item + rows * problem.head_dim * item
     if split.ring_axes:
-        held += 2 * keys * item + rows * problem.value_dim * 4
+        held += keys * item
     if backward and split.strategy:
         held += keys * (4 if split.ring_axes else item)
     if plan.route is not None and plan.route.name == "plain":

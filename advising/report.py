@@ -74,8 +74,8 @@ def term_rows(entry: Entry) -> list[tuple[str, str]]:
     guess = entry.estimate
     parts = [f"operands {bytes_text(guess.argument_bytes)}", f"results {bytes_text(guess.output_bytes)}"]
     if guess.held_bytes:
-        parts.append(f"held by the strategy {bytes_text(guess.held_bytes)}")
-    found.append(("memory", f"at least {' + '.join(parts)}, a device"))
+        parts.append(f"about {bytes_text(guess.held_bytes)} that the strategy holds")
+    found.append(("memory", f"{' + '.join(parts)}, a device"))
     for made in () if entry.compiled is None else entry.compiled.passes:
         sent = "what is sent is what is needed" if not made.differences else "; ".join(made.differences)
         found.append(("compiled", f"{made.name}: {bytes_text(made.peak_bytes)} at the peak; {sent}"))
@@ -121,4 +121,4 @@ def _order(entry: Entry) -> str | None:
 def _memory(entry: Entry) -> str:
     if (peak := entry.peak_bytes) is not None:
         return bytes_text(peak)
-    return f"> {bytes_text(entry.estimate.least_bytes)}"
+    return f"~ {bytes_text(entry.estimate.about_bytes)}"

@@ -67,14 +67,14 @@ def advise(
                 if isinstance(one, Candidate):
                     asked.append((one, wanted))
                 else:
-                    refused.add(f"mesh axis {one[0]}", one[1], one[1], f"{count} devices")
+                    refused.add(f"mesh axis {one[0]}", "", one[1], one[1], f"{count} devices")
     for done, (candidate, wanted) in enumerate(asked):
         tell(done, len(asked), candidate.where)
         outcome = _planned(candidate, wanted)
         if isinstance(outcome, Entry):
             found.append(outcome)
         else:
-            refused.add(candidate.kind, *outcome, candidate.where)
+            refused.add(candidate.kind, candidate.operation, *outcome, candidate.where)
     tell(len(asked), len(asked), "")
     ranked = sorted(_distinct(found), key=_rank)
     ranked = [better_blocks(entry) for entry in ranked[: max(1, most_compiled)]] + ranked[max(1, most_compiled) :]
@@ -89,7 +89,7 @@ def _rank(entry: Entry) -> tuple[bool, float, int, int]:
     return (
         bool(guess.unknown),
         float(f"{entry.seconds_a_row:.4g}"),
-        guess.least_bytes,
+        guess.about_bytes,
         entry.candidate.mesh.get("tp", 1),
     )
 
@@ -168,8 +168,10 @@ def _distinct(entries: Iterable[Entry]) -> list[Entry]:
     kept: dict[Any, Entry] = {}
     for entry in entries:
         split = entry.plan.placement.sequence
-        key = entry.candidate._replace(strategy=split.strategy, order=str(split.zigzag) if split.ring_axes else None)
-        kept.setdefault(key, entry)
+        order = str(split.zigzag) if split.ring_axes else None
+        native = entry.plan.method == "forward_native"  # the same code for all
+        name = str(entry.plan.route) if native and entry.plan.route else entry.candidate.operation
+        kept.setdefault(entry.candidate._replace(operation=name, strategy=split.strategy, order=order), entry)
     return list(kept.values())
 
 

@@ -83,10 +83,7 @@ def print_advice(found: Advice, options: AdviseOptions, notes: tuple[str, ...]) 
             console.print(f"and {more} more; --rows shows them, --json has all")
         told: list[tuple[str, str | Text]] = [*term_rows(best), *(("note", note) for note in best.notes)]
         console.print("", fields(told), sep="\n")
-    refused: list[tuple[str, str | Text]] = [
-        ("refused", f"{r.kind}: {r.count} of such meshes, first {r.example}: {r.reason}")
-        for r in found.refused[:_REFUSED]
-    ]
+    refused: list[tuple[str, str | Text]] = [("refused", str(refusal)) for refusal in found.refused[:_REFUSED]]
     if (more := len(found.refused) - _REFUSED) > 0:
         refused.append(("refused", f"{more} more kinds; --json has all"))
     refused += [("note", note) for note in (*found.notes, *notes)]

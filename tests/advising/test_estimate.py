@@ -149,6 +149,7 @@ def test_terms_add_up(way: str, sizes: dict[str, int], target: str, train: bool)
         assert all(0 <= send.waited <= send.seconds for send in one.sends)
     assert found.seconds == sum(one.seconds for one in found.passes)
     assert min(found.argument_bytes, found.output_bytes) > 0 <= found.held_bytes
+    assert found.about_bytes - found.held_bytes == found.least_bytes == found.argument_bytes + found.output_bytes
 
 
 WAYS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
