@@ -27,6 +27,7 @@ from .spans import lay
 __all__ = ["advise"]
 
 _COMPILED = 3
+_REFINED = 6  # whose blocks are looked at
 
 
 def advise(
@@ -77,7 +78,7 @@ def advise(
             refused.add(candidate.kind, candidate.operation, *outcome, candidate.where)
     tell(len(asked), len(asked), "")
     ranked = sorted(_distinct(found), key=_rank)
-    ranked = [better_blocks(entry) for entry in ranked[: max(1, most_compiled)]] + ranked[max(1, most_compiled) :]
+    ranked = sorted([*map(better_blocks, ranked[:_REFINED]), *ranked[_REFINED:]], key=_rank)
     notes = list(_notes(given))
     ranked = compile_best(ranked, refused, most_compiled, tell, notes)
     return Advice(target, tuple(ranked), refused.told(), tuple(notes), len(asked))

@@ -62,7 +62,7 @@ def rate_of(machine: Machine, plan: Plan, kernel: Kernel) -> Rate:
     if machine.platform == "tpu":
         clock = clock_rate(machine.kind) * cores_of(machine.kind)
         least = matrix_cycles(machine.kind, kernel.products, _LANES, _LANES, d, dv) / _LANES**2
-        vector = vector_cycles(machine.kind, kernel.products) / clock
+        vector = vector_cycles(machine.kind, kernel.products, kernel.block_kv) / clock
         products = least * (_EXACT_PASSES if exact else 1) / clock
         d, dv = (math.ceil(n / _LANES) * _LANES for n in (d, dv))
         if own:
