@@ -3,7 +3,9 @@
     python benchmarks/advise.py --json FILE [--only fit|held] [--report]
 
 Each case is a call on one sequence split over all eight devices (mask, length, heads, head dim, dtype, pass), run with every
-strategy that it allows: gather, ring contiguous and zigzag, ulysses, ulysses_ring on 2 x 4. Seconds are medians. The rates of
+strategy that it allows: gather, ring contiguous and zigzag, ulysses, ulysses_ring on 2 x 4. A case has
+three figures of each strategy, which take turns: the median and the least of seconds by the clock, and the median of processor
+seconds, which other work on the machine disturbs least. The rates of
 attnops.advising.cpu_rates are fitted to the cases of FIT, by least squares of the logarithm; Kendall's tau between estimate and
 measurement is taken over the strategies of each case of HELD, which are others. What FILE has isn't measured again.
 """
@@ -19,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-DEVICES, REPEATS, LEAST_SECONDS = 8, 5, 0.5
+DEVICES, REPEATS, LEAST_SECONDS = 8, 7, 0.5
 TWO_AXES = {"query_sequence_axis": ["cp", "sp"], "key_sequence_axis": ["cp", "sp"]}
 WAYS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "gather": ({"sp": 8}, {"sequence_parallel": "gather"}),
@@ -92,8 +94,8 @@ def ways(name: str) -> list[str]:
     return [way for way in WAYS if way != "zigzag" or name.startswith("causal")]
 
 
-def measure(name: str) -> dict[str, float]:
-    """Median seconds of each strategy, which take turns."""
+def measure(name: str) -> dict[str, dict[str, float]]:
+    """Seconds of each strategy, which take turns."""
     import jax
     import jax.numpy as jnp
 
@@ -116,14 +118,23 @@ def measure(name: str) -> dict[str, float]:
         jax.block_until_ready(program(arrays))
         runs[way] = program, arrays
     taken: dict[str, list[float]] = {way: [] for way in runs}
+    processor: dict[str, list[float]] = {way: [] for way in runs}
     while min(map(len, taken.values())) < REPEATS or min(map(sum, taken.values())) < LEAST_SECONDS:
         for way, (program, arrays) in runs.items():
-            start = time.perf_counter()
+            start, before = time.perf_counter(), time.process_time()
             jax.block_until_ready(program(arrays))
             taken[way].append(time.perf_counter() - start)
+            processor[way].append(time.process_time() - before)
         if len(next(iter(taken.values()))) >= 40:
             break
-    return {way: statistics.median(times) for way, times in taken.items()}
+    return {
+        way: {
+            "median": statistics.median(times),
+            "least": min(times),
+            "processor": statistics.median(processor[way]),
+        }
+        for way, times in taken.items()
+    }
 
 
 def predicted(name: str, way: str, rates: Any) -> float:
