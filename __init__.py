@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adapters.jax_nn import dot_product_attention
+    from .advising import Advice, advise
     from .errors import (
         AttnOpsError,
         ConfigError,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "Attention",
     "AttentionOutput",
     "AttentionProblem",
@@ -105,6 +107,7 @@ __all__ = [
     "SplashConfig",
     "UnknownNameError",
     "VanillaConfig",
+    "advise",
     "check_processes",
     "dot_product_attention",
     "fit",
@@ -119,6 +122,8 @@ __all__ = [
 _ROOMS = ("errors", "masks", "operators", "planning", "registry", "sharding", "verify")
 # Names that stand in a file of a room and not in its table of contents: who doesn't ask for them doesn't import them.
 _FILES = {
+    "Advice": "advising",
+    "advise": "advising",
     "Attention": "operators.attention",
     "BlockSparseConfig": "operators.blocksparse",
     "Declaration": "registry.declaration",

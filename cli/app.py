@@ -12,12 +12,16 @@ from typing import Any
 import typer
 
 from ..errors import AttnOpsError, FallbackWarning, RefusedError, UnfitError
+from .advise_command import advise
 from .commands import Refused, app
 
 __all__ = ["app", "main"]
 
 # typer carries click inside from 0.22 on and has it as a dependency before; either way this is its ClickException.
 _UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+app.command()(advise)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
