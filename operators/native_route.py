@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..masks import Full
 from ..planning import AttentionProblem, OperationConfig, Placement, Route
+from ..planning.text import bytes_text
 from .mask_blocks import block_remarks, fitted_block, heads_apart
 
 __all__ = ["NativeRoute", "native_block_remarks", "native_route"]
@@ -49,7 +50,7 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
     ours = config if hasattr(config, "path") else None  # vanilla's fields, under whatever name
     declared = getattr(ours, "path", None)
     logits = local.batch * local.q_heads * local.q_len * local.kv_len * _itemsize(problem.softmax_dtype)
-    size = f"{logits / 2**20:.3g} MiB a device"
+    size = f"{bytes_text(logits)} a device"
     if "return_weights" in problem.features:
         return NativeRoute("plain", "the attention weights are asked for, and only whole logits give them")
     if _itemsize(problem.softmax_dtype) < 4:
