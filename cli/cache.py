@@ -27,17 +27,20 @@ def plan_cache(declaration: Declaration, metadata: OperationMetadata) -> CachePl
     return declaration.cache.plan(metadata.mesh, kv_heads=metadata.policy.kv_heads, device_kind=kind)
 
 
-def print_cache(plan: CachePlan, notes: tuple[str, ...] = ()) -> None:
-    """The whole plan; `notes` are those of its file."""
+def print_cache(plan: CachePlan, notes: tuple[str, ...] = (), *, arrays: bool = True) -> None:
+    """The whole plan, or without the table of its arrays; `notes` are those of its file."""
     console = text()
     console.print(Text(plan.describe(), style="bold"))
     refused = Text("REFUSED: the cache can't be made so", style="bold red")
     rows: list[tuple[str, str | Text]] = [("cache", refused)] if plan.refused else []
-    console.print(fields([*rows, *fact_rows(plan), *[("note", note) for note in notes]]), "", sep="\n")
-    arrays = table("array", "fitted", "shape", "per device", "bytes")
+    console.print(fields([*rows, *fact_rows(plan), *[("note", note) for note in notes]]))
+    if not arrays:
+        return
+    console.print()
+    shown = table("array", "fitted", "shape", "per device", "bytes")
     for row in array_rows(plan):
-        arrays.add_row(*row)
-    console.print(arrays)
+        shown.add_row(*row)
+    console.print(shown)
 
 
 def show_cache(plan: CachePlan, notes: tuple[str, ...], as_json: bool) -> None:

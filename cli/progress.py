@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from .console import errors
@@ -23,11 +23,11 @@ def bar(title: str, *, quiet: bool = False) -> Iterator[Told]:
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
-        MofNCompleteColumn(),
+        TextColumn("{task.fields[count]}", markup=False),
         TimeElapsedColumn(),
         TextColumn("{task.fields[what]}", markup=False, table_column=Column(no_wrap=True)),
     )
     disable = quiet or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=disable) as progress:
-        task = progress.add_task(title, total=None, what="")
-        yield lambda done, of, what: progress.update(task, completed=done, total=of, what=what)
+        task = progress.add_task(title, total=None, count="", what="")
+        yield lambda done, of, what: progress.update(task, completed=done, total=of, count=f"{done} of {of}", what=what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,15 @@ def print_step(
         rows.append((name, f"{plan.problem.platform}, from {platform_source}" if source else line))
     told = [note for note in (*plan.notes, *notes) if verbose or not isinstance(note, Aside)]
     console.print(fields([*rows, *[("note", note) for note in told]]), "", sep="\n")
-    tensors = table("tensor", "fitted", "shape", "per device", "bytes")
-    for row in token_rows(plan):
-        tensors.add_row(*row)
-    console.print(tensors, "", sep="\n")
-    print_cache(plan.cache if cache is None else cache)
+    # On one device a spec splits nothing.
+    whole = verbose or math.prod(axis.size for axis in plan.problem.mesh) > 1
+    if whole:
+        tensors = table("tensor", "fitted", "shape", "per device", "bytes")
+        for row in token_rows(plan):
+            tensors.add_row(*row)
+        console.print(tensors, "", sep="\n")
+    print_cache(plan.cache if cache is None else cache, arrays=whole)
+    if not verbose:
+        asides = sum(isinstance(note, Aside) for note in (*plan.notes, *notes))
+        hidden = ["defaults of the config", *([] if whole else ["arrays"]), *([f"{asides} notes"] if asides else [])]
+        console.print("", fields([("more", f"--verbose adds {', '.join(hidden)}")]), sep="\n")

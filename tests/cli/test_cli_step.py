@@ -36,7 +36,11 @@ def written(folder: Path, **changes: Any) -> str:
 
 def test_a_step_is_planned(attnops: Callable[..., Any], tmp_path: Path) -> None:
     path = written(tmp_path)
-    result = attnops("plan", path)
+    screen = attnops("plan", path)
+    assert screen.status == 0, screen.err
+    assert screen.out.count("\n") <= 24
+    assert "--verbose adds" in screen.out
+    result = attnops("plan", path, "--verbose")
     assert result.status == 0, result.err
     for part in (
         "paged.forward_native",
@@ -101,7 +105,7 @@ def in_groups(folder: Path, **step: Any) -> str:
 def test_a_step_of_a_group_is_planned_run_and_compiled(attnops: Callable[..., Any], tmp_path: Path) -> None:
     """12 pages of the window's group hold what 16 pages of the whole sequences would."""
     path = in_groups(tmp_path, layer=2)
-    result = attnops("plan", path)
+    result = attnops("plan", path, "--verbose")
     assert result.status == 0, result.err
     for part in (
         "of group 0 of 2: a window of 7 tokens",
