@@ -13,6 +13,7 @@ measurement is taken over the strategies of each case of HELD, which are others.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -142,10 +143,17 @@ def predicted(name: str, way: str, rates: Any) -> float:
     """The estimate's seconds."""
     from attnops.advising.estimate import estimate
     from attnops.advising.machine import cpu_machine
+
+    return estimate(planned(name, way), cpu_machine(DEVICES, rates)).seconds
+
+
+@functools.cache
+def planned(name: str, way: str) -> Any:
+    """The call's plan."""
     from attnops.sharding import virtual_mesh
 
     op, arguments = operation(name, way, virtual_mesh(WAYS[way][0]))
-    return estimate(op.plan(**arguments), cpu_machine(DEVICES, rates)).seconds
+    return op.plan(**arguments)
 
 
 def kendall(a: list[float], b: list[float]) -> float:

@@ -212,9 +212,13 @@ def test_the_best_are_compiled() -> None:
     assert any("compile" in what for _, _, what in told)
 
 
-def test_gpus_and_cpus() -> None:
-    """Whatever the plugin: planned without it, and the note says what would compile."""
-    gpus = attnops.advise(_given(q_len=1024), "h100:4", mesh={"tp": 1}, most_compiled=0)
+def test_gpus_and_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned without the plugin; the note says what would compile."""
+    monkeypatch.setattr("attnops.verify.targets.has_cuda_plugin", lambda: False)
+    gpus = attnops.advise(_given(q_len=1024), "h100:4", mesh={"tp": 1})
+    assert gpus.notes == (
+        "jax's CUDA plugin isn't installed, so nothing was compiled; pip install 'attnops[cuda-compile]' (Linux) compiles it",
+    )
     assert {e.plan.problem.platform for e in gpus.entries} == {"cuda"}
     assert {e.candidate.operation for e in gpus.entries} >= {"splash", "vanilla"}
     cpus = attnops.advise(_given(q_len=1024), "cpu:4", most_compiled=1)
