@@ -18,7 +18,7 @@ FLOORS = (
     ("planning", "models"),
     ("masks", "sharding"),
     ("strict_json",),
-    ("errors",),
+    ("errors", "compat"),
 )
 FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(path for room in FLOOR for path in [*(ROOT / room).rglob("*.py"), *ROOT.glob(f"{room}.py")])
