@@ -19,6 +19,7 @@ __all__ = [
     "device_of",
     "generations",
     "has_libtpu",
+    "matrix_depth",
     "products_a_cycle",
     "topology_of",
 ]
@@ -31,18 +32,19 @@ class _Generation(NamedTuple):
     topology: str  # a small one
     clock: float  # cycles a second
     products: int  # multiplications and additions of bfloat16 that a core's matrix units do in a cycle
+    depth: int  # of a matrix unit, over which a product sums
 
 
 # By a topology's prefix, as libtpu 0.0.51 describes them. Clocks: the published bfloat16 rate over the operations that the
 # matrix units of a chip do in a cycle; of tpu7x, fitted to tokamax's published times beside a term for the bytes that XLA
-# moves around the kernel (benchmarks/results/static_clock.txt). Products: four units of 128 x 128; from v6e on what the
-# published rate asks for.
+# moves around the kernel (benchmarks/results/static_clock.txt). Products: four units of 128 x 128; from v6e on two
+# of 256 x 256, which take 16 rows in 8 cycles: what the published rate asks for.
 _GENERATIONS = {
-    "v4": _Generation("TPU v4", 2, 1, "v4:2x2x1", 1.05e9, 65536),
-    "v5e": _Generation("TPU v5 lite", 1, 1, "v5e:2x2", 1.5e9, 65536),
-    "v5p": _Generation("TPU v5", 1, 2, "v5p:2x2x1", 1.75e9, 65536),
-    "v6e": _Generation("TPU v6 lite", 1, 1, "v6e:2x2", 1.75e9, 262144),
-    "tpu7x": _Generation("TPU7x", 2, 1, "tpu7x:2x2x1", 2.0e9, 262144),
+    "v4": _Generation("TPU v4", 2, 1, "v4:2x2x1", 1.05e9, 65536, 128),
+    "v5e": _Generation("TPU v5 lite", 1, 1, "v5e:2x2", 1.5e9, 65536, 128),
+    "v5p": _Generation("TPU v5", 1, 2, "v5p:2x2x1", 1.75e9, 65536, 128),
+    "v6e": _Generation("TPU v6 lite", 1, 1, "v6e:2x2", 1.75e9, 262144, 256),
+    "tpu7x": _Generation("TPU7x", 2, 1, "tpu7x:2x2x1", 2.0e9, 262144, 256),
 }
 _LONGEST_SHAPE = 40
 
@@ -105,6 +107,11 @@ def clock_rate(kind: str) -> float:
 def products_a_cycle(kind: str) -> int:
     """Multiplications and additions of bfloat16 a cycle of one core. Errors: ConfigError for a kind that isn't known."""
     return _of_kind(kind).products
+
+
+def matrix_depth(kind: str) -> int:
+    """Over how many columns a matrix unit sums at once. Errors: ConfigError for a kind that isn't known."""
+    return _of_kind(kind).depth
 
 
 def _of_kind(kind: str) -> _Generation:

@@ -40,6 +40,8 @@ def add_query_gradient(
     frame.outputs["d_query"] = (shape, dtype, spec)
     if before is not None:
         frame.inputs["d_query_before"] = Input(before, spec, "q")
+        if before.dtype == dtype:  # each block is read once, before it is written
+            frame.aliased["d_query_before"] = "d_query"
     sums = (dim, frame.block_q) if transposed else (frame.block_q, dim)
     frame.scratch["q_sum"] = pltpu.VMEM((len(frame.heads.in_tile), *sums), jnp.float32)
 

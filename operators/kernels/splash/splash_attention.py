@@ -22,6 +22,7 @@ from .block_sizes import SplashBlocks
 from .forward import forward_kernel, forward_outputs, forward_scratch
 from .frame import Frame, Heads, Input
 from .schedule import tile_schedule
+from .schedule_rules import broken_rule
 from .tile import Logits, add_to_frame
 
 __all__ = ["SplashPart", "splash_attention"]
@@ -153,6 +154,8 @@ class _KernelPass:
         heads = Heads.tiled(kv_heads, q_heads // kv_heads, blocks.heads_per_tile)
         mask, dropout = join_static(logits.static_part, traced)
         visits = tile_schedule(mask, block_q, block_kv, slow, kv_blocks)
+        broken = broken_rule(visits, slow)
+        assert broken is None, broken
         self.frame = frame = Frame(batch, heads, block_q, block_kv, visits, slow)
         self.q_padded, self.kv_padded = (
             -(-n // b) * b for n, b in ((logits.static_part.q_len, block_q), (logits.static_part.kv_len, block_kv))
