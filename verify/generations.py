@@ -22,6 +22,7 @@ __all__ = [
     "device_of",
     "generations",
     "has_libtpu",
+    "matrix_depth",
     "products_a_cycle",
     "topology_of",
     "torus_of",
@@ -36,6 +37,7 @@ class _Generation(NamedTuple):
     topology: str  # a small one
     clock: float  # cycles a second
     products: int  # multiplications and additions of bfloat16 that a core's matrix units do in a cycle
+    depth: int  # of a matrix unit, over which a product sums
     link: float  # bytes a second of one link between chips, one way
     ring: int  # a physical axis is closed to a ring where it has a multiple of so many chips
     cube: bool  # all axes have to be such multiples
@@ -45,8 +47,8 @@ class _Generation(NamedTuple):
 
 # By a topology's prefix, as libtpu 0.0.51 describes them. Clocks: the published bfloat16 rate over the operations that the
 # matrix units of a chip do in a cycle; of tpu7x, fitted to tokamax's published times beside a term for the bytes that XLA
-# moves around the kernel (benchmarks/results/static_clock.txt). Products: four units of 128 x 128; from v6e on what the
-# published rate asks for.
+# moves around the kernel (benchmarks/results/static_clock.txt). Products: four units of 128 x 128; from v6e on two
+# of 256 x 256, which take 16 rows in 8 cycles: what the published rate asks for.
 # Links: docs.cloud.google.com/tpu/docs, "bidirectional inter-chip interconnect (ICI) bandwidth per chip" of v5e (400 GB/s), v5p
 # (1200), v6e (800) and tpu7x (1200), of v4 "2400 Gbps": halved, and divided by the chip's links (4 in a plane, 6 in space).
 # Rings: there too, of v5p: "all 4x4x4 and larger slices have full 3D torus connectivity", smaller ones none, and alike v4 and
@@ -56,14 +58,14 @@ class _Generation(NamedTuple):
 # read, v5e's.
 _OF_V5E = (0.0041, 0.0066, 0.0056, 0.0025)
 _GENERATIONS = {
-    "v4": _Generation("TPU v4", 2, 1, "v4:2x2x1", 1.05e9, 65536, 50e9, 4, True, _OF_V5E, 0),
-    "v5e": _Generation("TPU v5 lite", 1, 1, "v5e:2x2", 1.5e9, 65536, 50e9, 16, False, _OF_V5E, 0),
-    "v5p": _Generation("TPU v5", 1, 2, "v5p:2x2x1", 1.75e9, 65536, 100e9, 4, True, _OF_V5E, 0),
+    "v4": _Generation("TPU v4", 2, 1, "v4:2x2x1", 1.05e9, 65536, 128, 50e9, 4, True, _OF_V5E, 0),
+    "v5e": _Generation("TPU v5 lite", 1, 1, "v5e:2x2", 1.5e9, 65536, 128, 50e9, 16, False, _OF_V5E, 0),
+    "v5p": _Generation("TPU v5", 1, 2, "v5p:2x2x1", 1.75e9, 65536, 128, 100e9, 4, True, _OF_V5E, 0),
     "v6e": _Generation(
-        "TPU v6 lite", 1, 1, "v6e:2x2", 1.75e9, 262144, 100e9, 16, False, (0.0024, 0.0043, 0.0037, 0.0015), 500
+        "TPU v6 lite", 1, 1, "v6e:2x2", 1.75e9, 262144, 256, 100e9, 16, False, (0.0024, 0.0043, 0.0037, 0.0015), 500
     ),
     "tpu7x": _Generation(
-        "TPU7x", 2, 1, "tpu7x:2x2x1", 2.0e9, 262144, 100e9, 4, True, (0.0026, 0.0043, 0.0037, 0.0015), 500
+        "TPU7x", 2, 1, "tpu7x:2x2x1", 2.0e9, 262144, 256, 100e9, 4, True, (0.0026, 0.0043, 0.0037, 0.0015), 500
     ),
 }
 _LONGEST_SHAPE = 40
@@ -173,6 +175,11 @@ def torus_of(target: str) -> Torus:
     if generation.cube and not all(rings):
         rings = (False,) * len(shape)
     return Torus(shape, rings, generation.link, generation.devices, _DIE_LINKS * generation.link)
+
+
+def matrix_depth(kind: str) -> int:
+    """Over how many columns a matrix unit sums at once. Errors: ConfigError for a kind that isn't known."""
+    return _of_kind(kind).depth
 
 
 def _of_kind(kind: str) -> _Generation:

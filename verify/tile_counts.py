@@ -7,12 +7,11 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..planning import AttentionProblem, OperationConfig, Placement
-from .generations import products_a_cycle
+from .generations import matrix_depth, products_a_cycle
 from .static_clock import TileCycles
 
 __all__ = ["kernel_cycles", "kernels_of", "key_parts", "matrix_cycles"]
 
-_COLUMNS = 128  # of a matrix unit, the fewest of a generation
 # Of a tile's products, how many sum over the head dim, over the value dim, and have one of each for their rows.
 _PRODUCTS = {"forward": (1, 0, 0, 1), "backward": (1, 1, 2, 1), "dkv": (1, 1, 1, 1), "dq": (1, 1, 1, 0)}
 
@@ -75,11 +74,13 @@ def key_parts(config: OperationConfig, kv_len: int) -> int:
 
 
 def matrix_cycles(kind: str, products: str, block_q: int, block_kv: int, head_dim: int, value_dim: int) -> int:
-    """The cycles that a core's matrix units need at least for one head's tile, at their published peak in bfloat16.
+    """The cycles that a core's matrix units need at least for one head's tile, in bfloat16, counted by the products they issue.
 
     products: those of the forward pass, of a backward pass that is fused ("backward"), or of one of two ("dkv", "dq"). What
-    sums over a head dim fills whole columns of a unit; of what has it for its rows or columns the better way counts.
+    sums over a head dim fills whole depths of a unit, 128 or, from v6e on, 256, where a product of 16 rows (vmatmul) is issued
+    every 8 cycles on each of two units. What has the head dim for its rows or columns streams past the weights.
     """
-    columns = math.ceil(head_dim / _COLUMNS) * _COLUMNS, math.ceil(value_dim / _COLUMNS) * _COLUMNS, head_dim, value_dim
+    depth = matrix_depth(kind)
+    columns = math.ceil(head_dim / depth) * depth, math.ceil(value_dim / depth) * depth, head_dim, value_dim
     weight = sum(count * dim for count, dim in zip(_PRODUCTS[products], columns, strict=True))
     return math.ceil(block_q * block_kv * weight / products_a_cycle(kind))

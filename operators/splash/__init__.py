@@ -33,6 +33,7 @@ from .candidates import candidates as tried_sizes
 from .candidates import tuned_fields
 from .external import EXTERNAL_RULES, external_padding, external_remarks, resolve_external, run_external
 from .splash_config import LANES, SplashConfig
+from .tile_way import tile_note
 from .vmem_count import blocks_of, too_much_vmem, vmem_parts
 
 __all__ = ["Splash", "SplashConfig"]
@@ -67,10 +68,10 @@ _RULES = (
         "sum_by_product",
         lambda p, c: (
             not (isinstance(c, SplashConfig) and c.sum_by_product)
-            or (p.value_dim % LANES == 0 and "dropout" not in p.features)
+            or (p.value_dim % (16 if c.transposed_tiles else LANES) == 0 and "dropout" not in p.features)
         ),
         "sum_by_product=True wants no dropout (got {p.dropout_prob}), whose weights don't count in the sum, and a value dim that "
-        f"is a multiple of {LANES} (got {{p.value_dim}})",
+        f"is a multiple of {LANES}, or of 16 with transposed_tiles=True (got {{p.value_dim}})",
         "Leave sum_by_product out.",
     ),
     *EXTERNAL_RULES,
@@ -193,8 +194,8 @@ class Splash(Operation):
             return notes
         if config.kernel != "attnops":
             return (*notes, *external_remarks(problem, placement, config))
-        large = too_much_vmem(problem, placement, config)
-        return notes if large is None or config.interpret else (*notes, large)
+        large = None if config.interpret else too_much_vmem(problem, placement, config)
+        return (*notes, *(note for note in (tile_note(problem, config), large) if note is not None))
 
     @classmethod
     def memory(

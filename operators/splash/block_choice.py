@@ -14,6 +14,7 @@ from ..mask_blocks import fitted_block
 from .scalar_memory import ScalarMemory
 from .sizes import BlockSizes, choose_block, dividing_block
 from .splash_config import LANES, SplashConfig
+from .tile_way import SUBLANES, TileWay, way_of_tiles
 from .vmem_count import ROOM, counted_vmem, vmem_need, vmem_room
 
 __all__ = ["resolve_attnops", "tile_cost"]
@@ -21,6 +22,7 @@ __all__ = ["resolve_attnops", "tile_cost"]
 # By the static cycles of the compiled kernels (docs/splash.md): half of a 1024-block in a product at a time leaves the
 # compiler room to overlap the softmax of one half with the products of the other.
 _SIZES, _COMPUTE = (1024, 512, 256, 128), 512
+_WIDE = 2048  # with pipelined tiles, each of which starts and ends with units that don't overlap
 _LARGE = (
     2048,
     4096,
@@ -29,6 +31,7 @@ _COMPUTE_IN = {"TPU7x": 256}  # 5 % fewer cycles than with 512 there; 4 % more o
 # In weights of a tile without a mask: what a masked one costs, and a step of the grid beside its tile (half a microsecond;
 # not measured on a TPU). Two passes make seven products where the fused one makes five.
 _PARTIAL, _STEP, _APART = 1.3, 1 << 17, 1.4
+_FILL = 1 << 18  # what the start and end of a pipelined tile cost more: 415 cycles on v6e at head dim 128
 _SAMPLE = 1 << 14  # rows and keys from which a mask's costs are known
 _PARTS = 8  # of the keys, each a kernel that has to be compiled
 _MIB = 1 << 20
@@ -66,15 +69,16 @@ def _ways(
     problem: AttentionProblem, placement: Placement, config: SplashConfig
 ) -> Iterator[SplashConfig | ConfigError]:
     """Configs in the order in which they are tried, and why some sizes give none: the cheapest first, the large ones last."""
-    most = _most_for(problem)
-    for sizes in (
-        tuple(n for n in _SIZES if n <= most),
-        *((size,) for size in (*_SIZES[::-1], *_LARGE) if size > most),
-    ):
+    largest = _most_for(problem)
+    first = tuple(n for n in _SIZES if n <= largest)
+    if largest == _SIZES[0] and way_of_tiles(problem, config).transposed:
+        first = (_WIDE, *first)
+    for sizes in (first, *((size,) for size in (*_SIZES[::-1], *_LARGE) if size > largest)):
         found = []
         for most, fused in itertools.product(sizes, _backward_ways(config)):
+            rows = most if sizes is not first else min(most, _SIZES[0])  # of the backward pass
             try:
-                found.append(_with_blocks(problem, placement, config, most, fused))
+                found.append(_with_blocks(problem, placement, config, (most, rows), fused))
             except ConfigError as error:
                 yield error
         yield from sorted(found, key=lambda way: _cost(problem, placement, way))
@@ -95,16 +99,17 @@ def _cost(problem: AttentionProblem, placement: Placement, config: SplashConfig)
     # Each part of the keys goes over all queries.
     again = math.ceil(placement.local.kv_len / (config.block_kv_dkv_sums or placement.local.kv_len)) - 1
     again *= math.ceil(min(placement.local.q_len, _SAMPLE) / config.block_q)
-    return apart * tile_cost(problem, placement, config.block_q, config.block_kv) + again * _STEP
+    fill = _FILL if config.transposed_tiles else 0
+    return apart * tile_cost(problem, placement, config.block_q, config.block_kv, fill) + again * _STEP
 
 
-def tile_cost(problem: AttentionProblem, placement: Placement, block_q: int, block_kv: int) -> float:
-    """The work of a pass in weights: large blocks take few steps, small ones skip more."""
+def tile_cost(problem: AttentionProblem, placement: Placement, block_q: int, block_kv: int, fill: int = 0) -> float:
+    """The work of a pass in weights: large blocks take few steps, small ones skip more. fill: of a tile, beside its step."""
     if "mask_function" in problem.features:  # would be evaluated weight by weight
         return 1 / (block_q * block_kv)
     place = {"query_offset": problem.query_offset or 0, **_sample(problem, placement)}
     partial, full = _tiles_of_kinds(problem.mask, block_q, block_kv, tuple(place.items()))
-    return (full + _PARTIAL * partial) * block_q * block_kv + (full + partial) * _STEP
+    return (full + _PARTIAL * partial) * block_q * block_kv + (full + partial) * (_STEP + fill)
 
 
 @functools.lru_cache(maxsize=256)
@@ -133,22 +138,31 @@ def _backward_ways(config: SplashConfig) -> tuple[bool, ...]:
 
 
 def _with_blocks(
-    problem: AttentionProblem, placement: Placement, config: SplashConfig, most: int, fused: bool
+    problem: AttentionProblem, placement: Placement, config: SplashConfig, largest: tuple[int, int], fused: bool
 ) -> SplashConfig:
+    most, most_rows = largest
+    way = way_of_tiles(problem, config)
     q_len, kv_len = placement.local.q_len, placement.local.kv_len
     sizes = BlockSizes(config)
     sizes.fill("heads_per_tile", 1, 1)
-    sizes.fill("block_q", choose_block(q_len, most))
     # Blocks that a declared inner one divides.
+    sizes.fill("block_q", choose_block(q_len, most, math.lcm(LANES, config.block_q_compute or 1)))
+    sizes.fill_inner("block_q_compute", "block_q", way.queries or sizes["block_q"])
+    sizes.fill("products_ahead", way.ahead, 0)
     inner = math.lcm(LANES, config.block_kv_compute_in or 1)
     sizes.fill("block_kv", choose_block(kv_len, most, math.lcm(inner, config.block_kv_compute or 1)))
-    sizes.fill_inner("block_kv_compute", "block_kv", min(_COMPUTE, most), inner)
+    keys = max(_COMPUTE // 2, sizes["block_kv"] // 2) if way.transposed else most  # some units at least, to overlap
+    sizes.fill_inner("block_kv_compute", "block_kv", min(_COMPUTE, keys), inner)
     sizes.fill_inner("block_kv_compute_in", "block_kv_compute", _COMPUTE_IN.get(problem.device_kind, most))
-    sizes.fill("block_q_dkv", sizes["block_q"])
+    unit = math.lcm(LANES, config.block_q_dkv_compute or 1)
+    declared = config.is_set("block_q") and unit == LANES
+    sizes.fill("block_q_dkv", sizes["block_q"] if declared else choose_block(q_len, most_rows, unit))
+    sizes.fill_inner("block_q_dkv_compute", "block_q_dkv", (fused and way.queries_dkv) or sizes["block_q_dkv"])
+    sizes.fill("products_ahead_dkv", way.ahead_dkv if fused else 0, 0)
     unit = math.lcm(LANES, config.block_kv_dkv_compute or 1)
     sums = config.block_kv_dkv_sums
     sizes.fill("block_kv_dkv", choose_block(kv_len, most, unit) if sums is None else dividing_block(sums, most, unit))
-    sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", min(_COMPUTE, most))
+    sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", (fused and way.keys_dkv) or min(_COMPUTE, most))
     if not fused:
         sizes.fill("block_q_dq", sizes["block_q_dkv"])
         # In large blocks only where small ones would be too many: a step of this pass has few products.
@@ -157,7 +171,8 @@ def _with_blocks(
         sizes.fill_inner("block_kv_dq_compute", "block_kv_dq", min(_COMPUTE, most))
     switches = {
         "use_fused_bwd_kernel": fused,
-        "sum_by_product": _sums_by_product(problem, config),
+        "transposed_tiles": way.transposed,
+        "sum_by_product": _sums_by_product(problem, config, way),
         "stationary_weights": _stationary_weights(problem, config),
     }
     resolved = config.with_fields(sizes.found | switches)
@@ -190,12 +205,16 @@ def _stationary_weights(problem: AttentionProblem, config: SplashConfig) -> bool
     return max(problem.head_dim, problem.value_dim) < columns
 
 
-def _sums_by_product(problem: AttentionProblem, config: SplashConfig) -> bool:
-    """What is declared; else on v6e, where the product with the values leaves half of the matrix unit's 256 columns idle.
+def _sums_by_product(problem: AttentionProblem, config: SplashConfig, way: TileWay) -> bool:
+    """What is declared; else with transposed tiles, where ones are rows that stream past, and on v6e without them where the
+    product with the values leaves half of the matrix unit's 256 columns idle.
 
-    14 % fewer static cycles there, at head dim 128; 9 % more on tpu7x, where products are added up elsewhere.
+    Without them 14 % fewer static cycles there, at head dim 128; 9 % more on tpu7x, where products are added up elsewhere.
     """
     if config.is_set("sum_by_product"):
         return bool(config.sum_by_product)
-    idle = problem.value_dim % 256 == 128
-    return idle and problem.device_kind == "TPU v6 lite" and "dropout" not in problem.features
+    if "dropout" in problem.features:
+        return False
+    if way.transposed:
+        return problem.value_dim % SUBLANES == 0
+    return problem.value_dim % 256 == 128 and problem.device_kind == "TPU v6 lite"

@@ -15,10 +15,13 @@ from .vmem_count import fits
 
 __all__ = ["BACKWARD", "FORWARD", "candidates", "tuned_fields"]
 
-FORWARD = ("block_q", "block_kv", "block_kv_compute", "block_kv_compute_in", "sum_by_product")
+FORWARD = (
+    "block_q", "block_q_compute", "block_kv", "block_kv_compute", "block_kv_compute_in", "transposed_tiles", "products_ahead",
+    "sum_by_product",
+)  # fmt: skip
 BACKWARD = (
-    "use_fused_bwd_kernel", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq",
-    "block_kv_dq_compute", "stationary_weights",
+    "use_fused_bwd_kernel", "block_q_dkv", "block_q_dkv_compute", "block_kv_dkv", "block_kv_dkv_compute", "products_ahead_dkv",
+    "block_q_dq", "block_kv_dq", "block_kv_dq_compute", "stationary_weights",
 )  # fmt: skip
 _BLOCKS, _COMPUTE = (2048, 1024, 512, 256, 128), (512, 1024, 256)
 
@@ -90,12 +93,18 @@ def _pairs(problem: AttentionProblem, placement: Placement, config: SplashConfig
 
 def _forward(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> list[dict[str, Any]]:
     sums = (None, True) if problem.value_dim % LANES == 0 and "dropout" not in problem.features else (None,)
+    first = resolve_attnops(problem, placement, config)
+    assert isinstance(first, SplashConfig)
 
     def inside(block_kv: int) -> Iterator[dict[str, Any]]:
         for by_product, inner, compute in itertools.product(sums, (1, 2), _COMPUTE):
             if block_kv % compute == 0 and (compute // inner) % LANES == 0:
                 way = {"block_kv_compute": compute, "block_kv_compute_in": compute // inner}
                 yield way if by_product is None else way | {"sum_by_product": by_product}
+        if first.transposed_tiles:
+            yield {"transposed_tiles": False}
+            for ahead in (2, 3, 6):
+                yield {"products_ahead": ahead}
 
     pairs = _pairs(problem, placement, config, "")
     return _diagonal([[{"block_q": q, "block_kv": kv} | way for way in inside(kv)] for q, kv in pairs])

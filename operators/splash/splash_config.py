@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Self
 
-from pydantic import PositiveInt, StrictBool, field_validator, model_validator
+from pydantic import NonNegativeInt, PositiveInt, StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from ...errors import shown
@@ -17,8 +17,10 @@ _KV_BLOCKS = (
     "block_kv", "block_kv_compute", "block_kv_compute_in", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dkv_sums",
     "block_kv_dq", "block_kv_dq_compute",
 )  # fmt: skip
-_Q_BLOCKS = ("block_q", "block_q_dkv", "block_q_dq")
+_Q_BLOCKS = ("block_q", "block_q_compute", "block_q_dkv", "block_q_dkv_compute", "block_q_dq")
 _INSIDE = (
+    ("block_q_compute", "block_q"),
+    ("block_q_dkv_compute", "block_q_dkv"),
     ("block_kv_compute", "block_kv"),
     ("block_kv_compute_in", "block_kv_compute"),
     ("block_kv_dkv_compute", "block_kv_dkv"),
@@ -27,8 +29,8 @@ _INSIDE = (
 )
 # What a kernel has no place for.
 _ATTNOPS_ONLY = (
-    "block_kv_compute_in", "heads_per_tile", "block_kv_dkv_sums", "block_kv_dq_compute", "vmem_limit_bytes", "sum_by_product",
-    "stationary_weights",
+    "block_q_compute", "block_kv_compute_in", "transposed_tiles", "products_ahead", "heads_per_tile", "block_q_dkv_compute",
+    "block_kv_dkv_sums", "block_kv_dq_compute", "products_ahead_dkv", "vmem_limit_bytes", "sum_by_product", "stationary_weights",
 )  # fmt: skip
 LACKING: dict[str, tuple[str, ...]] = {
     "attnops": (),
@@ -46,17 +48,20 @@ class SplashConfig(OperationConfig):
 
     kernel: 'attnops', 'jax' for the kernel that ships with JAX, or 'tokamax' for tokamax's; a field that it can't carry is
     then refused.
-    block_q, block_kv: what the forward pass holds in VMEM at once. block_kv_compute: the keys of one product with the
-    queries. block_kv_compute_in: the part of them that goes through the exponential and the product with the values at a
-    time. heads_per_tile: query heads worked on together; None is 1. *_dkv: blocks of the gradient of k and v, *_dq of that of
-    q, with *_compute the keys worked on at a time. use_fused_bwd_kernel: all three in one pass, with the *_dkv blocks; None
-    is False, but for tokamax, which has no other way. block_kv_dkv_sums: the keys whose gradients it sums in VMEM at a time,
-    one pass after the other where there are more; None is all of them. *_layout: 'seq_minor' hands the tensor over
-    transposed. use_base2_exp: hold logits times log2 e. fuse_reciprocal: divide by the softmax's sum in the kernel, else
-    after it. sum_by_product: make that sum in the product with the values, by a column of ones; None is False.
-    stationary_weights: make the backward's three gradients transposed, so that the weights fill the matrix unit; None is
-    False. use_experimental_scheduler: the compiler's LP scheduler. vmem_limit_bytes: what the kernels may take of VMEM; None
-    is the compiler's default.
+    block_q, block_kv: what the forward pass holds in VMEM at once. block_q_compute, block_kv_compute: the queries and keys of
+    one product. block_kv_compute_in: the part of these keys that goes through the exponential and the product with the values
+    at a time. transposed_tiles: hold weights as [keys, queries] in the forward pass, as the backward passes do; None is False.
+    products_ahead: software pipelining, the products of queries and keys that are issued ahead of the exponentials of an
+    earlier one; None is 0. heads_per_tile: query heads worked on together; None is 1.
+    *_dkv: blocks of the gradient of k and v, *_dq of that of q, with *_compute the queries and keys worked on at a time.
+    products_ahead_dkv: products_ahead with the *_dkv blocks. use_fused_bwd_kernel: all three gradients in one pass, with the
+    *_dkv blocks; None is False, but for tokamax, which has no other way. block_kv_dkv_sums: the keys whose gradients it sums
+    in VMEM at a time, one pass after the other where there are more; None is all of them.
+    *_layout: 'seq_minor' hands the tensor over transposed. use_base2_exp: hold logits times log2 e. fuse_reciprocal: divide
+    by the softmax's sum in the kernel, else after it. sum_by_product: make that sum in the product with the values, by a
+    column of ones; None is False. stationary_weights: make and sum the backward's gradients transposed, so that the weights
+    fill the matrix unit; None is False. use_experimental_scheduler: the compiler's LP scheduler. vmem_limit_bytes: what the
+    kernels may take of VMEM; None is the compiler's default.
     residual_checkpoint_name: the name of the output and its log-sum-exp for jax.checkpoint policies. interpret: run the
     kernel in Pallas' interpreter, on any platform; for tests.
     """
@@ -66,14 +71,19 @@ class SplashConfig(OperationConfig):
     operation: Literal["splash"] = "splash"
     kernel: Literal["attnops", "jax", "tokamax"] = "attnops"
     block_q: int | None = None
+    block_q_compute: int | None = None
     block_kv: int | None = None
     block_kv_compute: int | None = None
     block_kv_compute_in: int | None = None
+    transposed_tiles: StrictBool | None = None
+    products_ahead: NonNegativeInt | None = None
     heads_per_tile: PositiveInt | None = None
     block_q_dkv: int | None = None
+    block_q_dkv_compute: int | None = None
     block_kv_dkv: int | None = None
     block_kv_dkv_compute: int | None = None
     block_kv_dkv_sums: int | None = None
+    products_ahead_dkv: NonNegativeInt | None = None
     block_q_dq: int | None = None
     block_kv_dq: int | None = None
     block_kv_dq_compute: int | None = None

@@ -42,6 +42,24 @@ INTERPRETED = {
     "splash.forward_tpu": {"interpret": True, "block_q": 128, "block_kv": 128},
     "flash_attn2.forward_cuda": {"interpret": True, **{f"block_{n}": 64 for n in ("q", "kv", "q_dq", "kv_dkv")}},
 }
+# splash's tiles held the other way, in units that overlap.
+PIPELINED = {
+    "splash.forward_tpu pipelined": Implementation(
+        "splash",
+        "forward_tpu",
+        {
+            "interpret": True,
+            "block_q": 256,
+            "block_q_compute": 128,
+            "block_kv": 128,
+            "transposed_tiles": True,
+            "products_ahead": 1,
+            "block_q_dkv_compute": 128,
+            "products_ahead_dkv": 1,
+            "stationary_weights": True,
+        },
+    )
+}
 # What can't: test_refusals.py asks these what they declare.
 DECLARED_ONLY = {
     "sdpa.forward_cuda": Implementation("sdpa", "forward_cuda", backend="cuda"),
@@ -84,7 +102,7 @@ def _discover() -> dict[str, Implementation]:
             here = method in ("forward_native", "forward_cpu")
             assert here or name in INTERPRETED, f"say in INTERPRETED or DECLARED_ONLY how {name} is tried on a CPU"
             found[name] = Implementation(operation, method, INTERPRETED.get(name))
-    return found | PATHS | KERNELS
+    return found | PATHS | PIPELINED | KERNELS
 
 
 RUNNABLE = _discover()

@@ -56,7 +56,16 @@ HALVES = (
 )
 # Kernels of others behind the same wrapping: for them these are enough.
 _FEW = (*IN_HALF, "segment_ids", "kv_lengths", "sinks", "soft_cap")
-FEW = {"splash.forward_tpu tokamax": _FEW, "splash.forward_tpu jax": _FEW}
+FEW = {
+    "splash.forward_tpu tokamax": _FEW,
+    "splash.forward_tpu jax": _FEW,
+    "splash.forward_tpu pipelined": (
+        "segment_ids",
+        "bias",
+        "int8_kv",
+        "sinks",
+    ),  # what lies along a tile's sides, or in it
+}
 # What an implementation has no code of its own for, or another case has too: each of these is tried in two of them.
 SHARED = (
     "full",

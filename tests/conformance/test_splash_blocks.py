@@ -43,6 +43,7 @@ MASKS = {
 }
 # The others are for `make test-all`.
 CAUSAL_OFTEN = ["causal", *(pytest.param(name, marks=pytest.mark.slow) for name in MASKS if name != "causal")]
+OFTEN_SUMMED = (("causal", "head_dim_minor", False), ("window", "seq_minor", False), ("causal", "head_dim_minor", True))
 OF_JAX = {
     "q_dkv": {"block_q": 128, "block_kv": 128, "block_q_dkv": 256, "block_q_dq": 128},
     "q_both": {"block_q": 128, "block_kv": 128, "block_q_dkv": 256, "block_q_dq": 256},
@@ -57,6 +58,18 @@ OF_TOKAMAX = {
     "q_tiny": {"block_q": 8},
     "kv": {"block_q": 128, "block_kv": 128, "block_kv_dkv": 256, "block_kv_dkv_compute": 128},
     "compute": {"block_kv": 256, "block_kv_compute": 128, "block_kv_dkv": 128},
+    "pipelined": {
+        "block_q": 256,
+        "block_q_compute": 128,
+        "block_kv": 256,
+        "block_kv_compute": 128,
+        "transposed_tiles": True,
+        "products_ahead": 2,
+        "block_q_dkv_compute": 128,
+        "block_kv_dkv": 256,
+        "block_kv_dkv_compute": 128,
+        "products_ahead_dkv": 3,
+    },
     "natural": {"block_kv": 128, "use_base2_exp": False, "fuse_reciprocal": False},
     "layouts": {
         "block_q": 128,
@@ -117,7 +130,7 @@ def _often(choices: dict[str, dict[str, Any]], *names: str) -> list[Any]:
 
 # Those that the tests below it don't have, in `make test`.
 @pytest.mark.parametrize(
-    "blocks", _often(BLOCKS, "q_dkv", "parts_of_two", "compute", "natural", "layouts", "four_heads")
+    "blocks", _often(BLOCKS, "q_dkv", "parts_of_two", "compute", "pipelined", "natural", "layouts", "four_heads")
 )
 @pytest.mark.parametrize("name", CAUSAL_OFTEN)
 def test_blocks(name: str, blocks: dict[str, Any]) -> None:
@@ -138,17 +151,16 @@ def test_products_with_either_factor_in_the_matrix_unit(blocks: str, stationary:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "transposed"),
     [
-        pytest.param(
-            *key, marks=[] if key in (("causal", "head_dim_minor"), ("window", "seq_minor")) else [pytest.mark.slow]
-        )
-        for key in itertools.product(MASKS, ("head_dim_minor", "seq_minor"))
+        pytest.param(*key, marks=[] if key in OFTEN_SUMMED else [pytest.mark.slow])
+        for key in itertools.product(MASKS, ("head_dim_minor", "seq_minor"), (False, True))
     ],
 )
-def test_sums_by_the_product_with_the_values(name: str, layout: str) -> None:
-    case = replace(_case(*MASKS[name], 300, 300), value_dim=128)
-    _check(case, {"block_kv": 256, "block_kv_compute_in": 128, "sum_by_product": True, "v_layout": layout})
+def test_sums_by_the_product_with_the_values(name: str, layout: str, transposed: bool) -> None:
+    case = replace(_case(*MASKS[name], 300, 300), value_dim=48 if transposed else 128)
+    blocks = {"block_kv": 256, "block_kv_compute_in": 128, "transposed_tiles": transposed}
+    _check(case, blocks | {"sum_by_product": True, "v_layout": layout})
 
 
 def test_sums_by_product_refuse_what_they_can_not_do() -> None:

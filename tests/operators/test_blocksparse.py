@@ -177,7 +177,7 @@ def test_tiles_in_plain_xla_are_declared_or_those_of_the_mask() -> None:
     metadata = OperationMetadata(operation_configs={"blocksparse": {}})
     assert isinstance(metadata.get_operation_config("blocksparse"), BlockSparseConfig)
     unread = _plan(mask, V5E, blocksparse={"block_q": 256})
-    assert "(block_q) is not read by blocksparse on tpu, which runs splash's kernels" in unread.explain()
+    assert "(block_q) is not read by blocksparse on tpu, which runs splash's kernels" in unread.explain(verbose=True)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ BASE: dict[str, dict[str, Any]] = {
     "attnops": {
         "block_q": 256, "block_kv": 512, "block_kv_compute": 256, "block_kv_compute_in": 256, "heads_per_tile": 1,
         "block_q_dkv": 256, "block_kv_dkv": 512, "block_kv_dkv_compute": 256, "block_q_dq": 256, "block_kv_dq": 256,
-        "block_kv_dq_compute": 256, "use_fused_bwd_kernel": False, "vmem_limit_bytes": 32 << 20,
+        "block_kv_dq_compute": 256, "use_fused_bwd_kernel": False, "vmem_limit_bytes": 32 << 20, "products_ahead": 0,
+        "products_ahead_dkv": 0,
     },
     "jax": {
         "kernel": "jax", "block_q": 256, "block_kv": 256, "block_kv_compute": 256, "block_q_dkv": 256, "block_kv_dkv": 256,
@@ -48,7 +49,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "kernel": "jax", "block_kv": 256, "block_kv_compute": 512, "block_kv_compute_in": 128, "heads_per_tile": 2,
         "block_kv_dkv": 256, "use_base2_exp": False, "fuse_reciprocal": False, "use_experimental_scheduler": True,
         "sum_by_product": True, "vmem_limit_bytes": 48 << 20, "stationary_weights": True, "block_kv_dkv_sums": 256,
-        "block_kv_dq_compute": 128,
+        "block_kv_dq_compute": 128, "block_q_compute": 128, "block_q_dkv_compute": 128, "transposed_tiles": True,
+        "products_ahead": 1, "products_ahead_dkv": 1,
     },
     "jax": COMMON | {"kernel": "attnops", "block_q": 64, "block_kv": 512, "block_kv_compute": 128, "block_kv_dkv": 512},
     "tokamax": COMMON | {

@@ -32,12 +32,21 @@ BLOCKS = SplashBlocks(
     block_kv_dq_compute=None,
     use_fused_bwd_kernel=True, q_layout="head_dim_minor", k_layout="head_dim_minor", v_layout="head_dim_minor",
     use_base2_exp=True, fuse_reciprocal=True, sum_by_product=False, use_experimental_scheduler=False,
-    vmem_limit_bytes=None, stationary_weights=False,
+    vmem_limit_bytes=None, stationary_weights=False, block_q_compute=128, transposed_tiles=False, products_ahead=0,
+    block_q_dkv_compute=128, products_ahead_dkv=0,
 )  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "fused": {},
     "apart": {"use_fused_bwd_kernel": False, "block_q_dq": 128, "block_kv_dq": 128, "block_kv_dq_compute": 128},
     "parts": {"block_kv_dkv_sums": 128},
+    "pipelined": {
+        "block_q": 256,
+        "transposed_tiles": True,
+        "products_ahead": 1,
+        "block_q_dkv": 256,
+        "products_ahead_dkv": 1,
+        "stationary_weights": True,
+    },
     "two_heads": {"heads_per_tile": 2},
     "int8": {},  # keys and values as they are and a scale for each
     "traced": {},  # lengths: the grid is as long as the tiles found on the device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from attnops.operators.kernels.splash.schedule import (
     q_block_of,
     tile_schedule,
 )
+from attnops.operators.kernels.splash.schedule_rules import broken_rule
 from attnops.operators.local_mask import LocalMask
 
 MASKS: dict[str, Mask] = {
@@ -77,6 +79,7 @@ def test_every_live_tile_once(name: str, slow: str, q_len: int, kv_len: int, blo
     blocks = -(-q_len // block_q) if slow == "q" else -(-kv_len // block_kv)
     _check(np.asarray(visits.words), want, slow, blocks)
     assert visits.length == visits.covered == len(visits.words)
+    assert broken_rule(visits, slow) is None
     assert visits.some_partial == any(f & PARTIAL for f in want.values())
     assert visits.some_full == any(not f & PARTIAL for f in want.values())
 
@@ -152,6 +155,31 @@ def test_a_list_for_each_batch_row() -> None:
         assert set(got[used:] >> 4) <= {got[used - 1] >> 4}  # stays where it is, so nothing is fetched
         most = max(most, used)
     assert int(covered) == most
+
+
+@pytest.mark.parametrize("slow", ["q", "kv"])
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda w: w[::-1], "ascending order"),
+        (lambda w: w[[0, 2, 1, *range(3, len(w))]], "LAST|FIRST|ascending"),
+        (lambda w: np.append(w[:1] & ~FIRST, w[1:]), "FIRST"),
+        (lambda w: np.concatenate([w[:1], w[1:2] | LAST, w[2:]]), "LAST"),
+        (lambda w: w[q_block_of(w) != 1], "without a gap|FIRST|LAST"),
+        (lambda w: np.append(w[:1], w), "FIRST"),
+        (lambda w: np.append(w[:-1], [w[-1] & ~LAST, w[-1] & ~FIRST]), "twice"),
+        (lambda w: w & ~LIVE, "is live"),
+        (lambda w: np.append(w, w[-1]), "FIRST|LAST"),
+        (lambda w: np.append(w, w[0] & ~(FIRST | LAST | LIVE | PARTIAL)), "what follows the end"),
+    ],
+)
+def test_a_list_that_breaks_a_rule_is_found(change: Any, rule: str, slow: str) -> None:
+    visits = tile_schedule(LocalMask(Causal(0), 0, 96, 96, None), 32, 32, slow)
+    assert broken_rule(visits, slow) is None
+    words = change(np.asarray(visits.words)).astype(np.int32)
+    broken = broken_rule(visits._replace(words=words, length=len(words), covered=len(words)), slow)
+    assert broken is not None
+    assert re.search(rule, broken)
 
 
 def test_128k_tokens_are_planned_from_a_closed_form() -> None:

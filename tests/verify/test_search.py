@@ -163,7 +163,10 @@ def test_each_part_of_the_keys_goes_over_all_queries() -> None:
         ("TPU v5 lite", "backward", (64, 64), 2 * 128 + 3 * 64, 4 * 128 * 128),
         ("TPU v5 lite", "forward", (192, 128), 256 + 128, 4 * 128 * 128),
         ("TPU v6 lite", "dkv", (256, 256), 4 * 256, 16 * 128 * 128),  # 918e12 / 2 / 1.75e9
-        ("TPU v6 lite", "dq", (192, 128), 256 + 128 + 192, 16 * 128 * 128),
+        # Units of 256 x 256: products of 16 rows, 8 cycles each on two units.
+        ("TPU v6 lite", "dq", (192, 128), 256 + 256 + 192, 16 * 128 * 128),
+        ("TPU v6 lite", "forward", (128, 128), 256 + 128, 2 * 16 * 256 * 256 // 8),
+        ("TPU7x", "backward", (64, 64), 2 * 256 + 3 * 64, 2 * 16 * 256 * 256 // 8),
     ],
 )
 def test_the_matrix_units_need_their_cycles(

@@ -9,6 +9,7 @@ one by query block that of the query.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -20,23 +21,35 @@ from jax.experimental.pallas import tpu as pltpu
 from .forward import tile_product
 from .frame import Frame, Input
 from .schedule import FIRST, LAST, LIVE, PARTIAL
-from .tile import HeadKey, Logits, Tile
+from .tile import Logits, Tile
+from .units import Unit, pipelined, rows_of, units_of
+
+_TURNED = 512  # rows of the keys' gradients that are transposed at a time
 
 __all__ = ["add_key_gradients", "add_query_gradient", "backward_kernel"]
 
 
-def add_query_gradient(frame: Frame, q_padded: int, dim: int, dtype: Any, before: jax.Array | None = None) -> None:
-    """Add d_query [batch, kv heads, group, q, dim] and its sum, which starts with what a pass over earlier keys made."""
+def add_query_gradient(
+    frame: Frame, q_padded: int, dim: int, dtype: Any, transposed: bool, before: jax.Array | None = None
+) -> None:
+    """Add d_query [batch, kv heads, group, q, dim] and its sum, maybe transposed, which starts with `before`: what a pass
+    over earlier keys made.
+    """
     shape = (frame.batch, frame.heads.kv_heads, frame.heads.group, q_padded, dim)
     spec = frame.query_block(dim, "head_dim_minor")
     frame.outputs["d_query"] = (shape, dtype, spec)
     if before is not None:
         frame.inputs["d_query_before"] = Input(before, spec, "q")
-    frame.scratch["q_sum"] = pltpu.VMEM((len(frame.heads.in_tile), frame.block_q, dim), jnp.float32)
+        if before.dtype == dtype:  # each block is read once, before it is written
+            frame.aliased["d_query_before"] = "d_query"
+    sums = (dim, frame.block_q) if transposed else (frame.block_q, dim)
+    frame.scratch["q_sum"] = pltpu.VMEM((len(frame.heads.in_tile), *sums), jnp.float32)
 
 
-def add_key_gradients(frame: Frame, kv_padded: int, dim: int, value_dim: int, dtype: Any, whole: bool) -> None:
-    """Add d_key [batch, kv heads, kv, dim], d_value and their sums: of one block, or of all these keys."""
+def add_key_gradients(
+    frame: Frame, kv_padded: int, dim: int, value_dim: int, dtype: Any, transposed: bool, whole: bool
+) -> None:
+    """Add d_key [batch, kv heads, kv, dim], d_value and their sums, maybe transposed: of one block, or of all these keys."""
     for name, width in (("key", dim), ("value", value_dim)):
         shape = (frame.batch, frame.heads.kv_heads, kv_padded, width)
         spec = frame.key_block(width, "head_dim_minor")
@@ -44,7 +57,8 @@ def add_key_gradients(frame: Frame, kv_padded: int, dim: int, value_dim: int, dt
             spec = frame.block((None, frame.heads.kv_tile, kv_padded, width), lambda s: (s.batch, s.kv_tile, 0, 0))
         frame.outputs[f"d_{name}"] = (shape, dtype, spec)
         rows = kv_padded if whole else frame.block_kv
-        frame.scratch[f"{name}_sum"] = pltpu.VMEM((frame.heads.kv_tile, rows, width), jnp.float32)
+        sums = (width, rows) if transposed else (rows, width)
+        frame.scratch[f"{name}_sum"] = pltpu.VMEM((frame.heads.kv_tile, *sums), jnp.float32)
 
 
 def backward_kernel(
@@ -52,7 +66,8 @@ def backward_kernel(
     *,
     frame: Frame,
     logits: Logits,
-    compute: int,
+    compute: tuple[int, int],
+    ahead: int,
     layouts: tuple[str, str, str],
     stationary_weights: bool,
     first_block: int,
@@ -60,9 +75,10 @@ def backward_kernel(
 ) -> None:
     """One step of a backward pass; which gradients it makes is which sums it was given.
 
-    first_block: the first kv block of the sums of the keys, where there are those of many. query_scale: what the query's
-    gradient still wants, 1 where another pass goes on with it.
-    stationary_weights: a gradient's product is made transposed. The matrix unit then holds the weights, which fill it, and
+    compute: the queries and keys of a unit. ahead: by how many units the products of queries and keys, and of values and the
+    output's gradient, go before what is made of them. first_block: the first kv block of the sums of the keys, where there
+    are those of many. query_scale: what the query's gradient still wants, 1 where another pass goes on with it.
+    stationary_weights: gradients are made and summed transposed. The matrix unit then holds the weights, which fill it, and
     the other factor, whose few columns would fill a part, streams past.
     """
     tile = Tile(frame, logits, refs, across=True)
@@ -76,12 +92,16 @@ def backward_kernel(
         for name in names:
             refs[name][...] = jnp.zeros_like(refs[name])
 
+    def turned(x: jax.Array) -> jax.Array:
+        """From a sum as it is held to rows, or back."""
+        return x.T if stationary_weights else x
+
     # A kv head's guards stand inside those of a query block: so does the clock tell what is done once a head.
     @pl.when(tile.says(FIRST) if of_query else first)
     def _start() -> None:
         if "d_query_before" in refs:
             for number, head in enumerate(heads):
-                refs["q_sum"][number] = refs["d_query_before"][head]
+                refs["q_sum"][number] = turned(refs["d_query_before"][head])
         elif of_query:
             clear("q_sum")
         if fused:
@@ -91,38 +111,62 @@ def backward_kernel(
 
     def visit(masked: bool) -> None:
         dropout = tile.dropout_keys()
-        for start in range(0, frame.block_kv, compute):
-            for number, head in enumerate(heads):
-                differentiate(number, head, start, masked, dropout[number])
+        factors: dict[Any, tuple[Any, int]] = {}
 
-    def differentiate(number: int, head: tuple[int, int], start: int, masked: bool, dropout: HeadKey) -> None:
-        kv_head, keys = head[0], slice(start, start + compute)
-        query, d_out = refs["query"][head], refs["d_output"][head]
-        key = refs["key"][kv_head, :, keys] if k_time else refs["key"][kv_head, keys, :]
-        value = refs["value"][kv_head, :, keys] if v_time else refs["value"][kv_head, keys, :]
-        x, capped = tile.weigh(tile_product(key, query, 1 - k_time, 1 - q_time), head, start, masked)
-        p = logits.exp(x - refs["lse"][head])
-        keep = tile.keep(dropout, start, compute)
-        d_p = tile.dropped(tile_product(value, d_out, 1 - v_time, 1), keep)
-        d_x = p * (d_p - refs["delta"][head])
-        if capped is not None:
-            d_x = d_x * (1.0 - capped * capped)
-        d_x = d_x.astype(query.dtype)
-        if of_keys:
-            rows = pl.ds(start, compute)
-            if fused:
-                block = tile.step.kv_block - first_block
-                rows = pl.ds(pl.multiple_of(block * frame.block_kv + start, compute), compute)
-            p = tile.dropped(p, keep).astype(d_out.dtype)
-            refs["value_sum"][kv_head, rows, :] += with_weights(p, d_out, 1, 0)
-            refs["key_sum"][kv_head, rows, :] += with_weights(d_x, query, 1, q_time)
-        if of_query:
-            refs["q_sum"][number] += with_weights(d_x, key, 0, k_time)
+        def multiply(unit: Unit) -> tuple[jax.Array, Any, jax.Array]:
+            """(logits, the cap's tanh, gradients of the weights)."""
+            key, value = key_and_value(unit)
+            products = tile_product(key, query_of(unit), 1 - k_time, 1 - q_time)
+            d_out = rows_of(refs["d_output"], unit.head, unit.queries, 0)
+            return *tile.weigh(products, unit, masked), tile_product(value, d_out, 1 - v_time, 1)
 
-    def with_weights(weights: jax.Array, x: jax.Array, axis: int, x_axis: int) -> jax.Array:
-        if not stationary_weights:
-            return tile_product(weights, x, axis, x_axis)
-        return tile_product(x, weights, x_axis, axis).T
+        def accumulate(unit: Unit, made: tuple[jax.Array, Any, jax.Array]) -> None:
+            (x, capped, d_p), kv_head = made, unit.head[0]
+            query, d_out = query_of(unit), rows_of(refs["d_output"], unit.head, unit.queries, 0)
+            p = logits.exp(x - refs["lse"][(*unit.head, slice(None), unit.queries)])
+            keep = tile.keep(dropout[unit.number], unit)
+            d_p = tile.dropped(d_p, keep)
+            d_x = p * (d_p - refs["delta"][(*unit.head, slice(None), unit.queries)])
+            if capped is not None:
+                d_x = d_x * (1.0 - capped * capped)
+            d_x = d_x.astype(query.dtype)
+            if of_keys:
+                start, size = unit.keys.start, unit.shape[1]
+                rows = pl.ds(start, size)
+                if fused:
+                    block = tile.step.kv_block - first_block
+                    rows = pl.ds(pl.multiple_of(block * frame.block_kv + start, size), size)
+                p = tile.dropped(p, keep).astype(d_out.dtype)
+                add("value_sum", kv_head, rows, p, 1, factor("d_output", unit.head, unit.queries, 0))
+                add("key_sum", kv_head, rows, d_x, 1, factor("query", unit.head, unit.queries, q_time))
+            if of_query:
+                add("q_sum", unit.number, unit.queries, d_x, 0, factor("key", unit.head[:1], unit.keys, k_time))
+
+        def factor(name: str, head: tuple[int, ...], rows: slice, seq_minor: int) -> tuple[Any, int]:
+            """(rows of a tensor, their axis); transposed once a visit where that is how products are made."""
+            at = name, head, rows.start
+            if at not in factors:
+                x = rows_of(refs[name], head, rows, seq_minor)
+                turns = stationary_weights and not seq_minor
+                factors[at] = (x.T, 1) if turns else (x, seq_minor)
+            return factors[at]
+
+        pipelined(units_of(frame, *compute), ahead, multiply, accumulate)
+
+    def query_of(unit: Unit) -> Any:
+        return rows_of(refs["query"], unit.head, unit.queries, q_time)
+
+    def key_and_value(unit: Unit) -> tuple[Any, Any]:
+        return tuple(
+            rows_of(refs[name], unit.head[:1], unit.keys, time) for name, time in (("key", k_time), ("value", v_time))
+        )
+
+    def add(name: str, head: int, rows: Any, weights: jax.Array, axis: int, factor: tuple[Any, int]) -> None:
+        """Add to some rows of a sum the product of the weights with a factor, over this axis of the weights."""
+        if stationary_weights:
+            refs[name][head, :, rows] += tile_product(factor[0], weights, factor[1], axis)
+        else:
+            refs[name][head, rows, :] += tile_product(weights, factor[0], axis, factor[1])
 
     live, partial = tile.says(LIVE), tile.says(PARTIAL)
     if frame.visits.some_full:
@@ -132,11 +176,17 @@ def backward_kernel(
 
     def query_done() -> None:
         for number, head in enumerate(heads):
-            refs["d_query"][head] = (refs["q_sum"][number] * query_scale).astype(refs["d_query"].dtype)
+            refs["d_query"][head] = (turned(refs["q_sum"][number]) * query_scale).astype(refs["d_query"].dtype)
 
     def keys_done() -> None:
-        refs["d_key"][...] = (refs["key_sum"][...] * logits.scale).astype(refs["d_key"].dtype)
-        refs["d_value"][...] = refs["value_sum"][...].astype(refs["d_value"].dtype)
+        for name, scale in (("key", logits.scale), ("value", 1.0)):
+            sums, out = refs[f"{name}_sum"], refs[f"d_{name}"]
+            if not stationary_weights:
+                out[...] = (sums[...] * scale).astype(out.dtype)
+                continue
+            for head, start in itertools.product(range(out.shape[0]), range(0, out.shape[1], _TURNED)):
+                rows = slice(start, min(start + _TURNED, out.shape[1]))
+                out[head, rows] = (sums[head, :, rows].T * scale).astype(out.dtype)
 
     # A list made on the device may end in visits without flags; there the last query block is written twice.
     @pl.when((tile.says(LAST) | last) if of_query else last)

@@ -11,20 +11,27 @@ __all__ = ["SplashBlocks"]
 class SplashBlocks:
     """Sizes in rows. Those with `_dq` are None with the fused backward.
 
-    block_kv_compute: the keys of one product of queries and keys. block_kv_compute_in: the part of them that goes through
-    the exponential and the product with the values at a time. heads_per_tile: query heads of a tile; beyond a group, whole
-    groups with their kv heads. block_kv_dkv_sums: keys whose gradients the fused backward sums at a time; None apart.
+    block_q_compute, block_kv_compute: the queries and keys of one product. block_kv_compute_in: the part of these keys that
+    goes through the exponential and the product with the values at a time. transposed_tiles: the forward pass holds weights
+    as [keys, queries]. products_ahead: by how many units these products go before their exponentials. heads_per_tile: query
+    heads of a tile; beyond a group, whole groups with their kv heads. block_kv_dkv_sums: keys whose gradients the fused
+    backward sums at a time; None apart.
     """
 
     block_q: int
     block_kv: int
+    block_q_compute: int
     block_kv_compute: int
     block_kv_compute_in: int
+    transposed_tiles: bool
+    products_ahead: int
     heads_per_tile: int
     block_q_dkv: int
+    block_q_dkv_compute: int
     block_kv_dkv: int
     block_kv_dkv_compute: int
     block_kv_dkv_sums: int | None
+    products_ahead_dkv: int
     block_q_dq: int | None
     block_kv_dq: int | None
     block_kv_dq_compute: int | None

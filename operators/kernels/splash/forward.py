@@ -6,6 +6,7 @@ logits, that of a value on the value.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,11 +18,12 @@ from jax.experimental.pallas import tpu as pltpu
 from ..precision import exact
 from .frame import Frame
 from .schedule import FIRST, LAST, LIVE, PARTIAL
-from .tile import HeadKey, Logits, Tile
+from .tile import Logits, Tile
+from .units import Unit, pipelined, rows_of, units_of
 
 __all__ = ["forward_kernel", "forward_outputs", "forward_scratch", "tile_product"]
 
-_LANES = 128
+_LANES, _SUBLANES = 128, 16  # of a register of bfloat16
 # The peak of a row that has seen nothing: finite, so that the exponential of -inf minus it is 0 and not NaN.
 _NOTHING = float(jnp.finfo(jnp.float32).min)
 
@@ -44,12 +46,40 @@ def forward_outputs(frame: Frame, q_padded: int, value_dim: int, dtype: Any, nor
         frame.outputs[name] = ((*shape, 1, q_padded), jnp.float32, frame.row_block())
 
 
-def forward_scratch(frame: Frame, value_dim: int) -> None:
-    """Add each row's peak and sum, repeated over the lanes, and the weighted sum of values."""
-    heads = len(frame.heads.in_tile)
-    frame.scratch["peak"] = pltpu.VMEM((heads, frame.block_q, _LANES), jnp.float32)
-    frame.scratch["total"] = pltpu.VMEM((heads, frame.block_q, _LANES), jnp.float32)
-    frame.scratch["sum"] = pltpu.VMEM((heads, frame.block_q, value_dim), jnp.float32)
+@dataclass(frozen=True)
+class RowNumbers:
+    """How one number a query row lies beside a tile: repeated over 128 lanes, or, across, in a lane and over 8 sublanes."""
+
+    across: bool
+
+    def shape(self, rows: int) -> tuple[int, int]:
+        """Of the numbers of so many rows."""
+        return (8, rows) if self.across else (rows, _LANES)
+
+    def at(self, rows: slice) -> tuple[slice, slice]:
+        """Where those of some rows are."""
+        return (slice(None), rows) if self.across else (rows, slice(None))
+
+    def beside(self, numbers: jax.Array, width: int) -> jax.Array:
+        """For arithmetic with so many keys, or values, of each row."""
+        if self.across:
+            return numbers[:1]
+        if width <= _LANES:
+            return numbers[:, :width]
+        return jnp.tile(numbers, (1, -(-width // _LANES)))[:, :width]
+
+    def lane(self, numbers: jax.Array) -> jax.Array:
+        """[1, rows]."""
+        return numbers[:1] if self.across else numbers.T[:1]
+
+
+def forward_scratch(frame: Frame, value_dim: int, transposed: bool) -> None:
+    """Add each row's peak and sum, and the weighted sum of values: [rows, value dim], or transposed."""
+    heads, numbers = len(frame.heads.in_tile), RowNumbers(transposed).shape(frame.block_q)
+    for name in ("peak", "total"):
+        frame.scratch[name] = pltpu.VMEM((heads, *numbers), jnp.float32)
+    sums = (value_dim, frame.block_q) if transposed else (frame.block_q, value_dim)
+    frame.scratch["sum"] = pltpu.VMEM((heads, *sums), jnp.float32)
 
 
 def forward_kernel(
@@ -57,20 +87,25 @@ def forward_kernel(
     *,
     frame: Frame,
     logits: Logits,
-    compute: int,
+    compute: tuple[int, int],
     compute_in: int,
+    transposed: bool,
+    ahead: int,
     layouts: tuple[str, str, str],
     normalised: bool,
     sum_by_product: bool,
 ) -> None:
-    """One step: `compute` keys in a product with the queries, `compute_in` of them through the exponential at a time.
+    """One step, in units of `compute` queries and keys, of whose keys `compute_in` go through the exponential at a time.
 
-    sum_by_product: the weights of a row are summed by the product with the values, beside which ones stand.
+    transposed: tiles are held as [keys, queries]. ahead: by how many units the products with the keys go before the
+    exponentials. sum_by_product: the weights of a row are summed by the product with the values, beside which ones stand.
     """
-    tile = Tile(frame, logits, refs, across=False)
+    tile, numbers = Tile(frame, logits, refs, across=transposed), RowNumbers(transposed)
     peak, total, weighted = refs["peak"], refs["total"], refs["sum"]
     heads = frame.heads.in_tile
     q_time, k_time, v_time = (1 if layout == "seq_minor" else 0 for layout in layouts)
+    of_keys = 0 if transposed else 1  # the axis along which a tile has its keys
+    value_dim = weighted.shape[1 if transposed else 2]
 
     @pl.when(tile.says(FIRST))
     def _start() -> None:
@@ -86,45 +121,55 @@ def forward_kernel(
 
     def visit(masked: bool) -> None:
         dropout = tile.dropout_keys()
-        for start in range(0, frame.block_kv, compute):
-            for number, head in enumerate(heads):
-                attend(number, head, start, masked, dropout[number])
+        values: dict[Any, jax.Array] = {}
+        peaks: dict[Any, jax.Array] = {}
 
-    def attend(number: int, head: tuple[int, int], start: int, masked: bool, dropout: HeadKey) -> None:
-        keys = slice(start, start + compute)
-        key = refs["key"][head[0], :, keys] if k_time else refs["key"][head[0], keys, :]
-        query = refs["query"][head]
-        raw = tile_product(query, key.astype(query.dtype), 1 - q_time, 1 - k_time)
-        x, _ = tile.weigh(raw, head, start, masked)
-        old_peak = peak[number]
-        new_peak = jnp.maximum(old_peak, x.max(axis=1, keepdims=True))
-        shrink = logits.exp(old_peak - new_peak)
-        dim = weighted.shape[-1]
-        step = row_sum = None
-        for inner in range(0, compute, compute_in):
-            p = logits.exp(x[:, inner : inner + compute_in] - jnp.tile(new_peak, (1, compute_in // _LANES)))
-            if not sum_by_product:
-                part = p.sum(axis=1, keepdims=True)
-                row_sum = part if row_sum is None else row_sum + part
-            p = tile.dropped(p, tile.keep(dropout, start + inner, compute_in))
-            keys = slice(start + inner, start + inner + compute_in)
-            value = refs["value"][head[0], :, keys] if v_time else refs["value"][head[0], keys, :]
-            if "value_scale" in refs:
-                # Not on the weights: there are more of them, and their sum may come from the same product.
-                scale = refs["value_scale"][head[0], :, keys]
-                if not v_time:  # as a whole square: a lone column would be spread over the lanes at thrice the cost
-                    scale = _wide(jnp.broadcast_to(scale, (_LANES, compute_in)).T, value.shape[-1])
-                value = value.astype(jnp.float32) * scale
-            value = value.astype(query.dtype)
-            if sum_by_product:
-                ones = (_LANES, compute_in) if v_time else (compute_in, _LANES)
-                value = jnp.concatenate([value, jnp.ones(ones, value.dtype)], axis=1 - v_time)
-            part = tile_product(p.astype(value.dtype), value, 1, v_time)
-            step = part if step is None else step + part
-        assert step is not None
-        peak[number] = new_peak
-        total[number] = total[number] * shrink + (step[:, dim:] if row_sum is None else row_sum)
-        weighted[number] = weighted[number] * _wide(shrink, dim) + step[:, :dim]
+        def multiply(unit: Unit) -> tuple[jax.Array, jax.Array, jax.Array]:
+            """(logits, the rows' peaks before them and with them)."""
+            query = rows_of(refs["query"], unit.head, unit.queries, q_time)
+            key = rows_of(refs["key"], unit.head[:1], unit.keys, k_time).astype(query.dtype)
+            factors = (key, query, 1 - k_time, 1 - q_time) if transposed else (query, key, 1 - q_time, 1 - k_time)
+            x, _ = tile.weigh(tile_product(*factors), unit, masked)
+            at = unit.number, unit.queries.start
+            # Of a unit whose sums aren't made yet, as it is on its way.
+            old_peak = peaks[at] if at in peaks else peak[(unit.number, *numbers.at(unit.queries))]
+            new_peak = peaks[at] = jnp.maximum(old_peak, x.max(axis=of_keys, keepdims=True))
+            return x, old_peak, new_peak
+
+        def accumulate(unit: Unit, made: tuple[jax.Array, jax.Array, jax.Array]) -> None:
+            x, old_peak, new_peak = made
+            shrink = logits.exp(old_peak - new_peak)
+            step = row_sum = None
+            for part in unit.parts(compute_in):
+                first = part.keys.start - unit.keys.start
+                of_part = lax.slice_in_dim(x, first, first + compute_in, axis=of_keys)
+                p = logits.exp(of_part - numbers.beside(new_peak, compute_in))
+                if not sum_by_product:
+                    of_part = p.sum(axis=of_keys, keepdims=True)
+                    row_sum = of_part if row_sum is None else row_sum + of_part
+                p = tile.dropped(p, tile.keep(dropout[unit.number], part))
+                value = value_of(part)
+                p = p.astype(value.dtype)
+                product = tile_product(value, p, 1, 0) if transposed else tile_product(p, value, 1, v_time)
+                step = product if step is None else step + product
+            assert step is not None
+            at = (unit.number, *numbers.at(unit.queries))
+            sums = (unit.number, slice(None), unit.queries) if transposed else (unit.number, unit.queries)
+            if row_sum is None:
+                row_sum = step[value_dim : value_dim + 8] if transposed else step[:, value_dim:]
+                step = step[:value_dim] if transposed else step[:, :value_dim]
+            peak[at] = new_peak
+            total[at] = total[at] * shrink + row_sum
+            weighted[sums] = weighted[sums] * numbers.beside(shrink, value_dim) + step
+
+        def value_of(unit: Unit) -> jax.Array:
+            """Values as the product takes them: as they lie, or transposed [value dim, keys]; made once a visit."""
+            at = unit.head[0], unit.keys.start
+            if at not in values:
+                values[at] = _prepared(refs, unit, v_time, transposed, sum_by_product, refs["query"].dtype)
+            return values[at]
+
+        pipelined(units_of(frame, *compute), ahead, multiply, accumulate)
 
     live, partial = tile.says(LIVE), tile.says(PARTIAL)
     if frame.visits.some_full:
@@ -140,17 +185,33 @@ def forward_kernel(
             safe = jnp.where(dead, 1.0, row_total)
             out = weighted[number]
             if normalised:
-                out = out / _wide(safe, out.shape[-1])
+                out = out / numbers.beside(safe, value_dim)
             else:
-                refs["divisor"][head] = safe.T[:1]
-            refs["output"][head] = out.astype(refs["output"].dtype)
+                refs["divisor"][head] = numbers.lane(safe)
+            refs["output"][head] = (out.T if transposed else out).astype(refs["output"].dtype)
             log = jnp.log2(safe) if logits.base2 else jnp.log(safe)
             lse = jnp.where(dead, -jnp.inf, (peak[number] + log) * (1 / logits.unit))
-            refs["lse"][head] = lse.T[:1]
+            refs["lse"][head] = numbers.lane(lse)
 
 
-def _wide(rows: jax.Array, width: int) -> jax.Array:
-    """One number a row, repeated over 128 lanes, as wide as the head is."""
-    if width <= _LANES:
-        return rows[:, :width]
-    return jnp.tile(rows, (1, -(-width // _LANES)))[:, :width]
+def _prepared(
+    refs: dict[str, Any], unit: Unit, v_time: int, transposed: bool, with_ones: bool, dtype: Any
+) -> jax.Array:
+    """A unit's values as the product takes them: in this dtype, with their scales, transposed, and with ones beside them."""
+    value = rows_of(refs["value"], unit.head[:1], unit.keys, v_time)
+    value = value.astype(jnp.float32 if "value_scale" in refs else dtype)
+    if transposed and not v_time:
+        value, v_time = value.T, 1
+    if "value_scale" in refs:
+        # Not on the weights: there are more of them, and their sum may come from the same product.
+        scale = refs["value_scale"][unit.head[0], :, unit.keys]
+        if not v_time:  # as a whole square: a lone column would be spread over the lanes at thrice the cost
+            scale = RowNumbers(False).beside(jnp.broadcast_to(scale, (_LANES, scale.shape[1])).T, value.shape[-1])
+        value = (value * scale).astype(dtype)
+    if with_ones:
+        keys = unit.shape[1]
+        rows = _SUBLANES if transposed else _LANES
+        value = jnp.concatenate(
+            [value, jnp.ones((rows, keys) if v_time else (keys, rows), value.dtype)], axis=1 - v_time
+        )
+    return value

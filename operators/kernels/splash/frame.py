@@ -87,6 +87,7 @@ class Frame:
         self.inputs: dict[str, Input] = {}
         self.outputs: dict[str, tuple[tuple[int, ...], Any, pl.BlockSpec]] = {}
         self.scratch: dict[str, Any] = {}
+        self.aliased: dict[str, str] = {}  # inputs whose memory an output takes over
 
     # -- where a step is ---------------------------------------------------------------------------------------------
 
@@ -193,6 +194,10 @@ class Frame:
                 vmem_limit_bytes=vmem_limit_bytes,
                 flags={"XLA_TPU_FORCE_LP_LLO_SCHEDULER": True} if scheduler else None,
             ),
+            input_output_aliases={
+                len(self.scalars) + list(self.inputs).index(given): list(self.outputs).index(made)
+                for given, made in self.aliased.items()
+            },
             cost_estimate=cost,
             interpret=interpret,
             name=name,

@@ -23,6 +23,7 @@ from .block_sizes import SplashBlocks
 from .forward import forward_kernel, forward_outputs, forward_scratch
 from .frame import Frame, Heads, Input
 from .schedule import tile_schedule
+from .schedule_rules import broken_rule
 from .tile import Logits, add_to_frame
 
 __all__ = ["SplashPart", "splash_attention"]
@@ -155,6 +156,8 @@ class _KernelPass:
         mask, dropout = join_static(logits.static_part, traced)
         tables = heads.kv_heads // heads.kv_tile if mask.heads_apart else 1
         visits = tile_schedule(mask, block_q, block_kv, slow, kv_blocks, tables)
+        broken = broken_rule(visits, slow)
+        assert broken is None, broken
         self.frame = frame = Frame(batch, heads, block_q, block_kv, visits, slow)
         self.q_padded, self.kv_padded = (
             -(-n // b) * b for n, b in ((logits.static_part.q_len, block_q), (logits.static_part.kv_len, block_kv))
@@ -214,13 +217,15 @@ def _forward(static: _SplashStatic, operands: Operands, traced: Traced) -> tuple
         work.frame.scalars["sinks"] = operands.sinks
     normalised = blocks.fuse_reciprocal
     forward_outputs(work.frame, work.q_padded, work.value_dim, operands.query.dtype, normalised)
-    forward_scratch(work.frame, work.value_dim)
+    forward_scratch(work.frame, work.value_dim, blocks.transposed_tiles)
     kernel = functools.partial(
         forward_kernel,
         frame=work.frame,
         logits=logits,
-        compute=blocks.block_kv_compute,
+        compute=(blocks.block_q_compute, blocks.block_kv_compute),
         compute_in=blocks.block_kv_compute_in,
+        transposed=blocks.transposed_tiles,
+        ahead=blocks.products_ahead,
         layouts=(blocks.q_layout, blocks.k_layout, blocks.v_layout),
         normalised=normalised,
         sum_by_product=blocks.sum_by_product,
@@ -250,13 +255,13 @@ def _backward(
 
     def make(
         name: str,
-        sizes: tuple[int, int, int],
+        sizes: tuple[int, int, int, int, int],
         of_query: bool,
         of_keys: bool,
         keys: slice = slice(None),  # those that the pass goes over
         before: jax.Array | None = None,  # the query's gradient from the keys before them
     ) -> dict[str, jax.Array]:
-        block_q, block_kv, compute = sizes
+        block_q, block_kv, q_compute, kv_compute, ahead = sizes
         first, end = (keys.start or 0) // block_kv, -(-(keys.stop or logits.static_part.kv_len) // block_kv)
         goes_on = keys.stop is not None and keys.stop < logits.static_part.kv_len
         work = _KernelPass(
@@ -268,15 +273,17 @@ def _backward(
         work.rows("delta", delta, 0.0)
         if of_query:
             dtype = jnp.float32 if goes_on else operands.query.dtype
-            add_query_gradient(frame, work.q_padded, work.dim, dtype, before)
+            add_query_gradient(frame, work.q_padded, work.dim, dtype, blocks.stationary_weights, before)
         if of_keys:
             rows = (end - first) * block_kv
-            add_key_gradients(frame, rows, work.dim, work.value_dim, operands.key.dtype, whole=of_query)
+            length = rows, work.dim, work.value_dim
+            add_key_gradients(frame, *length, operands.key.dtype, blocks.stationary_weights, whole=of_query)
         kernel = functools.partial(
             backward_kernel,
             frame=frame,
             logits=logits,
-            compute=compute,
+            compute=(q_compute, kv_compute),
+            ahead=ahead,
             layouts=(blocks.q_layout, blocks.k_layout, blocks.v_layout),
             stationary_weights=blocks.stationary_weights,
             first_block=first,
@@ -285,7 +292,8 @@ def _backward(
         depth = work.dim + work.value_dim + of_query * work.dim + of_keys * (work.dim + work.value_dim)
         return work.run(f"attnops_splash_{name}", kernel, 3 if not of_keys else 2, depth)
 
-    sizes = blocks.block_q_dkv, blocks.block_kv_dkv, blocks.block_kv_dkv_compute
+    compute = blocks.block_q_dkv_compute, blocks.block_kv_dkv_compute
+    sizes = blocks.block_q_dkv, blocks.block_kv_dkv, *compute, blocks.products_ahead_dkv
     if blocks.use_fused_bwd_kernel:
         made = _in_parts(
             functools.partial(make, sizes=sizes, of_query=True, of_keys=True), blocks, logits.static_part.kv_len
@@ -295,7 +303,8 @@ def _backward(
         assert blocks.block_q_dq is not None
         assert blocks.block_kv_dq is not None
         assert blocks.block_kv_dq_compute is not None
-        made |= make("dq", (blocks.block_q_dq, blocks.block_kv_dq, blocks.block_kv_dq_compute), True, False)
+        sizes = blocks.block_q_dq, blocks.block_kv_dq, blocks.block_q_dq, blocks.block_kv_dq_compute, 0
+        made |= make("dq", sizes, True, False)
     d_query = made["d_query"].reshape(*operands.query.shape[:2], -1, operands.query.shape[-1])
     d_sinks = None
     if operands.sinks is not None:

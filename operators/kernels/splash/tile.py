@@ -1,7 +1,7 @@
 """What bias, cap, mask and dropout make of the raw logits of a tile, inside a kernel.
 
-The forward pass holds a tile as [query rows, keys], the backward passes as [keys, query rows]: there the numbers that belong
-to a row (log-sum-exp, delta) lie along the lanes, as they are stored.
+A tile is held as [query rows, keys], or across, as [keys, query rows]: there the numbers that belong to a row (log-sum-exp,
+delta) lie along the lanes, as they are stored. The forward pass has both ways, the backward passes are across.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..answer import Answer
 from ..block_words import BlockWords, is_blocks, seen_by_words
 from ..operands import StaticPart
 from .frame import Frame, Input, Step
+from .units import Unit
 
 __all__ = ["LOG2E", "HeadKey", "Logits", "Tile", "add_to_frame"]
 
@@ -117,32 +118,40 @@ class Tile:
         self.frame, self.logits, self.refs, self.across = frame, logits, refs, across
         self.step: Step = frame.here(refs)
         self._seen: dict[Any, Any] = {}
+        self._scales: dict[Any, jax.Array] = {}
 
     def says(self, flag: int) -> Any:
         """Whether the visit's word has a flag."""
         return (self.step.word & flag) != 0
 
-    def weigh(self, raw: jax.Array, head: tuple[int, int], start: int, masked: bool) -> tuple[jax.Array, Any]:
-        """(logits times the unit, the cap's tanh for its gradient) from products with the keys from `start` on."""
+    def weigh(self, raw: jax.Array, unit: Unit, masked: bool) -> tuple[jax.Array, Any]:
+        """(logits times log2 e where base2, the cap's tanh for its gradient) from a unit's products."""
         logits = self.logits
-        width = raw.shape[0 if self.across else 1]
         capped = None
-        # The scale of a quantised key goes into the factor, a row of numbers: nothing is added for each logit.
-        of_keys: Any = 1.0
-        if "key_scale" in self.refs:
-            of_keys = self.refs["key_scale"][head[0], :, start : start + width]
+        # The scale of a quantised key goes into the factor, one number a key: nothing is added for each logit.
+        of_keys = self._key_scale(unit) if "key_scale" in self.refs else 1.0
         if logits.soft_cap is None:
             x = raw * (of_keys * (logits.scale * logits.unit))
         else:
             capped = jnp.tanh(raw * (of_keys * (logits.scale / logits.soft_cap)))
             x = capped * (logits.soft_cap * logits.unit)
         if "bias" in self.refs:
-            x = x + self._dense("bias", head, start, width).astype(jnp.float32) * logits.unit
+            x = x + self._dense("bias", unit).astype(jnp.float32) * logits.unit
         if masked:
-            seen = self._visible(head, start, width)
+            seen = self._visible(unit)
             if seen is not None:
                 x = jnp.where(seen, x, -jnp.inf)
         return x, capped
+
+    def _key_scale(self, unit: Unit) -> jax.Array:
+        """The scales of a unit's keys: a row, or across a square of columns, as wide as the unit's queries."""
+        scale = self.refs["key_scale"][unit.head[0], :, unit.keys]
+        if not self.across:
+            return scale
+        at = unit.head[0], unit.keys.start
+        if at not in self._scales:  # a lone column would be spread over the lanes for each use
+            self._scales[at] = jnp.broadcast_to(scale, (128, scale.shape[1])).T
+        return jnp.tile(self._scales[at], (1, unit.shape[0] // 128))
 
     def dropped(self, x: jax.Array, keep: jax.Array | None) -> jax.Array:
         """Weights, or their gradients, after dropout."""
@@ -159,11 +168,11 @@ class Tile:
             Dropout.head_key(first, second, batch, first_head + self.head(head)) for head in self.frame.heads.in_tile
         ]
 
-    def keep(self, key: HeadKey, start: int, width: int) -> jax.Array | None:
+    def keep(self, key: HeadKey, unit: Unit) -> jax.Array | None:
         """Which weights dropout keeps; None without dropout."""
         if key is None:
             return None
-        rows, cols = self._indices(start, width)
+        rows, cols = self._indices(unit)
         return Dropout.kept(*key, self._row(rows), self._key(cols), self.logits.static_part.dropout)
 
     def head(self, head: tuple[int, int]) -> Any:
@@ -182,19 +191,20 @@ class Tile:
         start = self.logits.static_part.k_start
         return cols if start == 0 else cols + (self.refs["k_start"][0] if start is None else start)
 
-    def _indices(self, start: int, width: int) -> tuple[jax.Array, jax.Array]:
-        """Local rows and keys, both in the tile's shape."""
-        shape = (width, self.frame.block_q) if self.across else (self.frame.block_q, width)
-        row_axis = 1 if self.across else 0
-        rows = lax.broadcasted_iota(jnp.int32, shape, row_axis) + self.step.q_block * self.frame.block_q
-        cols = lax.broadcasted_iota(jnp.int32, shape, 1 - row_axis) + (self.step.kv_block * self.frame.block_kv + start)
+    def _indices(self, unit: Unit) -> tuple[jax.Array, jax.Array]:
+        """Local rows and keys, both in the unit's shape."""
+        shape = unit.shape[::-1] if self.across else unit.shape
+        first_row = self.step.q_block * self.frame.block_q + unit.queries.start
+        first_key = self.step.kv_block * self.frame.block_kv + unit.keys.start
+        rows = lax.broadcasted_iota(jnp.int32, shape, 1 if self.across else 0) + first_row
+        cols = lax.broadcasted_iota(jnp.int32, shape, 0 if self.across else 1) + first_key
         return rows, cols
 
-    def _visible(self, head: tuple[int, int], start: int, width: int) -> Any:
+    def _visible(self, unit: Unit) -> Any:
         """Which weights are visible; None for all. Made once for all heads, unless a mask has a plane for each."""
-        key = (start, width, head if self._by_head() else None)
+        key = (unit.queries.start, unit.keys.start, unit.shape, unit.head if self._by_head() else None)
         if key not in self._seen:
-            self._seen[key] = self._test(head, start, width)
+            self._seen[key] = self._test(unit)
         return self._seen[key]
 
     def _by_head(self) -> bool:
@@ -204,8 +214,8 @@ class Tile:
             for atom in self.logits.static_part.mask.atoms()
         )
 
-    def _test(self, head: tuple[int, int], start: int, width: int) -> Any:
-        rows, cols = self._indices(start, width)
+    def _test(self, unit: Unit) -> Any:
+        rows, cols = self._indices(unit)
         keys = self._key(cols)
         numbers, words = iter(range(len(self.refs))), iter(range(len(self.refs)))
 
@@ -213,13 +223,11 @@ class Tile:
             if is_blocks(atom):
                 for _ in atom.parts:
                     next(numbers)
-                return self._blocks(f"words{next(words)}", atom, head, keys)
+                return self._blocks(f"words{next(words)}", atom, unit, keys)
             if not isinstance(atom, Slot):
                 return atom
             leaves = [f"leaf{next(numbers)}" for _ in atom.parts]
-            parts = [
-                self._leaf(leaf, part[2], head, start, width) for leaf, part in zip(leaves, atom.parts, strict=True)
-            ]
+            parts = [self._leaf(leaf, part[2], unit) for leaf, part in zip(leaves, atom.parts, strict=True)]
             return Answer(atom.related(parts, keys))
 
         seen = None
@@ -234,33 +242,34 @@ class Tile:
             seen = inside if seen is None else seen & inside
         return seen
 
-    def _blocks(self, name: str, atom: Any, head: tuple[int, int], keys: jax.Array) -> Mask:
-        """What a leaf of blocks says of the tile; Full where a visited one is known to be seen."""
+    def _blocks(self, name: str, atom: Any, unit: Unit, keys: jax.Array) -> Mask:
+        """What a leaf of blocks says of the unit; Full where a visited one is known to be seen."""
         if name not in self.refs:
             return Full()
         ref = self.refs[name]
-        kv_head, of_group = (i if n > 1 else 0 for i, n in zip(head, ref.shape[:2], strict=True))
-        rows = [ref[kv_head, of_group, word : word + 1, :] for word in range(ref.shape[2])]
+        kv_head, of_group = (i if n > 1 else 0 for i, n in zip(unit.head, ref.shape[:2], strict=True))
+        rows = [ref[kv_head, of_group, word : word + 1, unit.queries] for word in range(ref.shape[2])]
         rows = rows if self.across else [_turned(row) for row in rows]
         first = self._key(self.step.kv_block * self.frame.block_kv)
         return Answer(seen_by_words(rows, keys, first, atom.block_kv))
 
-    def _leaf(self, name: str, dims: tuple[str, ...], head: tuple[int, int], start: int, width: int) -> Any:
-        """An array of the mask, to be compared with the tile's keys and rows."""
+    def _leaf(self, name: str, dims: tuple[str, ...], unit: Unit) -> Any:
+        """An array of the mask, to be compared with the unit's keys and rows."""
         if dims == ("batch",):
             return self.refs[name][self.step.batch]
         if len(dims) == 4:
-            return self._dense(name, head, start, width).astype(jnp.int32) != 0
-        ref = self.refs[name]
-        values = ref[...] if dims[1] == "q" else ref[:, start : start + width]
+            return self._dense(name, unit).astype(jnp.int32) != 0
+        values = self.refs[name][:, unit.queries if dims[1] == "q" else unit.keys]
         return _turned(values) if (dims[1] == "q") != self.across else values
 
-    def _dense(self, name: str, head: tuple[int, int], start: int, width: int) -> jax.Array:
-        """The tile of an array of [batch, heads, q, kv]: [q | 1, width | 1], or across."""
+    def _dense(self, name: str, unit: Unit) -> jax.Array:
+        """A unit of an array of [batch, heads, q, kv]: [queries | 1, keys | 1], or across."""
         ref = self.refs[name]
-        kv_head, of_group = (i if n > 1 else 0 for i, n in zip(head, ref.shape[:2], strict=True))
-        keys = slice(None) if ref.shape[3] == 1 else slice(start, start + width)
-        part = ref[kv_head, of_group, :, keys]
+        kv_head, of_group = (i if n > 1 else 0 for i, n in zip(unit.head, ref.shape[:2], strict=True))
+        rows, keys = (
+            slice(None) if n == 1 else at for n, at in zip(ref.shape[2:], (unit.queries, unit.keys), strict=True)
+        )
+        part = ref[kv_head, of_group, rows, keys]
         if not self.across:
             return part
         return _turned(part.astype(jnp.int32) if part.dtype == jnp.int8 else part.astype(jnp.float32))

@@ -59,30 +59,37 @@ def forward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, int]:
     A lower bound: registers spill, too.
     """
     tiles, kv_tile, rows, keys = len(shape.heads.in_tile), shape.heads.kv_tile, blocks.block_q, blocks.block_kv
-    dim, value_dim = _lanes(shape.dim), _lanes(shape.value_dim)
-    working = _working(rows, blocks.block_kv_compute, shape.itemsize)
+    dim = _lanes(shape.dim)
+    value_dim = out_dim = _lanes(shape.value_dim)
+    unit = blocks.block_q_compute * blocks.block_kv_compute
+    working = _working(unit, shape.itemsize) + blocks.products_ahead * unit * 4  # whose logits wait
+    columns = 2 * _LANES
+    if blocks.transposed_tiles:
+        working += kv_tile * keys * value_dim * shape.itemsize  # the values, transposed
+        value_dim, columns = _sublanes(shape.value_dim), 2 * 8
     parts = {
         "query (block_q)": 2 * tiles * rows * dim * shape.itemsize,
-        "output and lse (block_q)": 2 * tiles * rows * (value_dim * shape.itemsize + 8 * 4),
+        "output and lse (block_q)": 2 * tiles * rows * (out_dim * shape.itemsize + 8 * 4),
         "mask arrays and bias (block_q x block_kv)": 2 * shape.dense_itemsize * rows * keys * tiles,
-        "sums (block_q)": tiles * rows * (2 * _LANES + value_dim) * 4,
+        "sums (block_q)": tiles * rows * (columns + value_dim) * 4,
     }
-    for name, width, (itemsize, scaled) in (("key", dim, shape.key), ("value", value_dim, shape.value)):
+    for name, width, (itemsize, scaled) in (("key", dim, shape.key), ("value", out_dim, shape.value)):
         parts[f"{name} (block_kv)"] = 2 * kv_tile * keys * (width * itemsize + 8 * 4 * scaled)
         if itemsize != shape.itemsize:
             working += blocks.block_kv_compute * width * (shape.itemsize + 4)  # on its way through float32
-    return parts | {"logits and weights (block_q x block_kv_compute)": working}
+    return parts | {"logits and weights (block_q_compute x block_kv_compute)": working}
 
 
 def backward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, dict[str, int]]:
     """The same of each backward pass, by the name of its kernel."""
-    of_keys = blocks.block_q_dkv, blocks.block_kv_dkv, blocks.block_kv_dkv_compute
+    of_keys = blocks.block_q_dkv, blocks.block_kv_dkv, (blocks.block_q_dkv_compute, blocks.block_kv_dkv_compute)
+    ways = blocks.stationary_weights, blocks.products_ahead_dkv
     if blocks.use_fused_bwd_kernel:
-        return {"backward": _backward_pass(shape, *of_keys, "dkv", True, True, blocks.block_kv_dkv_sums)}
-    of_query = blocks.block_q_dq or 0, blocks.block_kv_dq or 0, blocks.block_kv_dq_compute or 0
+        return {"backward": _backward_pass(shape, *of_keys, "dkv", *ways, True, True, blocks.block_kv_dkv_sums)}
+    rows, keys, compute = blocks.block_q_dq or 0, blocks.block_kv_dq or 0, blocks.block_kv_dq_compute or 0
     return {
-        "dkv": _backward_pass(shape, *of_keys, "dkv", False, True),
-        "dq": _backward_pass(shape, *of_query, "dq", True, False),
+        "dkv": _backward_pass(shape, *of_keys, "dkv", *ways, False, True),
+        "dq": _backward_pass(shape, rows, keys, (rows, compute), "dq", blocks.stationary_weights, 0, True, False),
     }
 
 
@@ -90,8 +97,10 @@ def _backward_pass(
     shape: Shape,
     rows: int,
     keys: int,
-    compute: int,
+    compute: tuple[int, int],
     suffix: str,
+    transposed: bool,
+    ahead: int,
     of_query: bool,
     of_keys: bool,
     at_a_time: int | None = None,
@@ -104,20 +113,33 @@ def _backward_pass(
         f"key and value ({kv})": 2 * kv_tile * keys * dims * size,
         f"mask arrays and bias ({q} x {kv})": 2 * shape.dense_itemsize * rows * keys * tiles,
     }
+    unit = math.prod(compute)
+    working = _working(unit, size) * 2 + ahead * unit * 2 * 4  # logits and the weights' gradients that wait
+    sum_dim, sum_dims = dim, dims
+    if transposed:
+        working += (tiles * rows * (dims if of_keys else 0) + kv_tile * keys * (dim if of_query else 0)) * size
+        sum_dim, sum_dims = _sublanes(shape.dim), _sublanes(shape.dim) + _sublanes(shape.value_dim)
     in_parts = at_a_time is not None and at_a_time < shape.kv_len
     if of_query:
         moved = 2 * 2 * 4 if in_parts else 2 * size  # in float32 between parts of the keys, coming and going
-        parts[f"gradient of the query and its sum ({q})"] = tiles * rows * dim * (moved + 4)
+        parts[f"gradient of the query and its sum ({q})"] = tiles * rows * (dim * moved + sum_dim * 4)
     if of_keys:
         length = min(math.ceil(shape.kv_len / keys) * keys, at_a_time or shape.kv_len + keys) if of_query else keys
         where = f"{length if in_parts else f'all {shape.kv_len}'} keys: block_kv_dkv_sums" if of_query else kv
-        parts[f"gradients of key and value and their sums ({where})"] = kv_tile * length * dims * (2 * size + 4)
-    return parts | {f"logits, weights and their gradients ({q} x {kv}_compute)": _working(rows, compute, size) * 2}
+        parts[f"gradients of key and value and their sums ({where})"] = (
+            kv_tile * length * (dims * 2 * size + sum_dims * 4)
+        )
+    name = f"{q}_compute" if suffix == "dkv" else q
+    return parts | {f"logits, weights and their gradients ({name} x {kv}_compute)": working}
 
 
-def _working(rows: int, compute: int, itemsize: int) -> int:
+def _working(weights: int, itemsize: int) -> int:
     """Logits of a tile in float32, and the weights in the input's type; a product in float32 splits both factors in three."""
-    return rows * compute * (6 if itemsize == 2 else 18)
+    return weights * (6 if itemsize == 2 else 18)
+
+
+def _sublanes(dim: int) -> int:
+    return math.ceil(dim / 8) * 8
 
 
 def _lanes(dim: int) -> int:

@@ -1,0 +1,78 @@
+"""How splash's tiles are worked on where nothing is declared: transposed and pipelined on the TPUs where that is faster."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...planning import AttentionProblem
+from .splash_config import SplashConfig
+
+__all__ = ["SUBLANES", "TileWay", "tile_note", "way_of_tiles"]
+
+SUBLANES = 16  # of a register of bfloat16
+
+
+class TileWay(NamedTuple):
+    """Whether the forward's tiles are [keys, queries]; queries of a unit (0: the block's) and products that go ahead; the
+    same of the fused backward, with the keys of its units; and why.
+    """
+
+    transposed: bool
+    queries: int
+    ahead: int
+    queries_dkv: int
+    keys_dkv: int
+    ahead_dkv: int
+    reason: str
+
+
+# Of v6e and tpu7x, by static cycles. The scheduler is erratic: from 4 to 6 products ahead cycles differ by 5 %.
+_PIPELINED = {"TPU v6 lite": (256, 4, 256, 256, 2), "TPU7x": (256, 5, 512, 256, 2)}
+
+
+def way_of_tiles(problem: AttentionProblem, config: SplashConfig) -> TileWay:
+    """What is declared, else what the generation and the call want."""
+    queries, ahead, queries_dkv, keys_dkv, ahead_dkv = _PIPELINED.get(problem.device_kind, (0, 0, 0, 0, 0))
+    reason = _plain(problem)
+    if reason is not None or max(problem.head_dim, problem.value_dim) >= 256:  # whose products fill the backward pass
+        queries_dkv = keys_dkv = ahead_dkv = 0
+    transposed = reason is None
+    if config.is_set("transposed_tiles"):
+        transposed, reason = bool(config.transposed_tiles), "declared"
+    if not transposed:
+        queries = ahead = 0
+    return TileWay(
+        transposed,
+        queries,
+        ahead,
+        queries_dkv,
+        keys_dkv,
+        ahead_dkv,
+        reason or f"fewer static cycles on {problem.device_kind}",
+    )
+
+
+def _plain(problem: AttentionProblem) -> str | None:
+    """Why tiles aren't transposed and pipelined; None where they are."""
+    if problem.device_kind not in _PIPELINED:
+        return f"on {problem.device_kind} they need no fewer cycles"
+    if problem.runtime_dtype != "bfloat16":
+        return f"products of {problem.runtime_dtype} take more cycles than exponentials"
+    if problem.bias_shape is not None or any(len(leaf.dims) == 4 for leaf in problem.leaves):
+        return "bias and mask arrays would have to be transposed"
+    return None
+
+
+def tile_note(problem: AttentionProblem, config: SplashConfig) -> str | None:
+    """A note for the plan on how a resolved config's tiles are worked on; None on a TPU that leaves no choice."""
+    assert isinstance(problem.config, SplashConfig)
+    if problem.device_kind not in _PIPELINED:
+        return None
+    way = way_of_tiles(problem, problem.config)
+    reason = way.reason if way.transposed == config.transposed_tiles else "found by tuning"
+    if not config.transposed_tiles:
+        return f"forward tiles are [queries, keys], transposed_tiles=False: {reason}"
+    return (
+        f"forward tiles are [keys, queries], with {config.products_ahead} products ahead of their exponentials, "
+        f"transposed_tiles=True: {reason}"
+    )
