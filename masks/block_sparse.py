@@ -247,16 +247,14 @@ def _read_rows(rows: Sequence[Any]) -> Any:
     """An array of nested lists; a row may be text of 0 and 1."""
 
     def one(row: Any) -> Any:
-        if isinstance(row, str):
-            return [digit == "1" for digit in row]
-        return [one(part) for part in row] if isinstance(row, list | tuple) else row
+        return [digit == "1" for digit in row] if isinstance(row, str) else row
 
     for row in rows:
         for text in row if isinstance(row, list | tuple) else (row,):
             if isinstance(text, str) and set(text) - {"0", "1"}:
                 raise MaskError(f"Blocks layout has a row {shown(text)}; wanted text of 0 and 1, one for each kv block")
     try:
-        found = np.array([one(row) for row in rows])
+        found = np.array([[one(part) for part in row] if isinstance(row, list | tuple) else one(row) for row in rows])
     except ValueError:
         raise MaskError("Blocks layout has rows of different lengths; wanted as many kv blocks in each") from None
     return found

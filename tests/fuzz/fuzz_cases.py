@@ -233,11 +233,28 @@ def config_case(random: Random) -> tuple[Any, Callable[[], None]]:
 
 def mask_case(random: Random) -> tuple[Any, Callable[[], None]]:
     """A mask from JSON values, or built with values of any type."""
-    base = random.choice([_RICH[0]["call"]["mask"], {"kind": "mask_function", "name": "fuzz.none", "offset": 1}])
-    data = mutated(random, base, ("kind", "masks", "mask", "left", "right", "offset", "size", "length", "name"))
+    layout = {"kind": "blocks", "layout": [["101", "011"], ["110", "111"]], "block_q": 3, "block_kv": 2}
+    base = random.choice(
+        [_RICH[0]["call"]["mask"], {"kind": "mask_function", "name": "fuzz.none", "offset": 1}, layout]
+    )
+    keys = (
+        "kind",
+        "masks",
+        "mask",
+        "left",
+        "right",
+        "offset",
+        "size",
+        "length",
+        "name",
+        "layout",
+        "block_q",
+        "block_kv",
+    )
+    data = mutated(random, base, keys)
     kind = random.choice(("Causal", "SlidingWindow", "Chunked", "Prefix", "MaskFunction", "And", "Not", "Dense", "Lengths",
-                          "SegmentIds", "Positions", "window_tokens"))  # fmt: skip
-    given = [_odd_object(random) for _ in range(2 if kind in ("SegmentIds", "Positions") else 1)]
+                          "SegmentIds", "Positions", "Blocks", "window_tokens"))  # fmt: skip
+    given = [_odd_object(random) for _ in range({"SegmentIds": 2, "Positions": 2, "Blocks": 3}.get(kind, 1))]
     built = random.random() < 0.5
 
     def work() -> None:

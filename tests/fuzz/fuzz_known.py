@@ -28,6 +28,7 @@ _MESH = ("axis_names", "axis_sizes", "axis_types", "platform", "device_kind", "n
 _MASK = {
     "full": (), "causal": ("offset",), "sliding_window": ("left", "right", "offset"), "chunked": ("size", "offset"),
     "prefix": ("length",), "mask_function": ("name", "offset"), "and": ("masks",), "or": ("masks",), "not": ("mask",),
+    "blocks": ("layout", "block_q", "block_kv"),
 }  # fmt: skip
 
 
