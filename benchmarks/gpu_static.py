@@ -107,7 +107,7 @@ def _attnops(case: dict[str, Any], mesh: Any) -> Any:
         block_q, block_kv, slow = sizes[kernel.name]
         table = visits(LocalMask(mask, 0, LENGTH, LENGTH, 0), block_q, block_kv, slow)
         assert table.neighbours
-        first, full, after_full, after = np.asarray(table.table)[0].T
+        first, full, after_full, after = np.asarray(table.table)[0, 0].T
         counts = ((after_full - full).sum(), (full - first + after - after_full).sum())
         return [int(n) for n, some in zip(counts, (table.some_full, table.some_partial), strict=True) if some]
 

@@ -1,7 +1,7 @@
 """A sequence split over eight devices: attnops' strategies and their rivals. Time, temporary memory, what is sent, balance.
 
     python benchmarks/parallel.py [--python ejkernel=PATH] [--python tokamax=PATH] [--json FILE] [--only TEXT]
-    python benchmarks/parallel.py --report --json FILE [--page docs/sequence-parallel.md]
+    python benchmarks/parallel.py --report --json FILE [--page docs/benchmarks/sequence-parallel.md]
 
 The devices are virtual: one machine's cores do the work of all eight. So a time here is the SUM of what the devices do, over
 the cores, with every copy between them in memory; it isn't the time of the slowest device, nor has it a network in it. A

@@ -1,7 +1,7 @@
 """Split sequences on pods that aren't here: what each strategy sends and holds, from programs compiled for described TPUs.
 
     python benchmarks/pods.py [--only NAME ...] [--json FILE [--resume]]
-    python benchmarks/pods.py --report --json FILE [--page docs/sequence-parallel.md]
+    python benchmarks/pods.py --report --json FILE [--page docs/benchmarks/pods.md]
 
 Two kinds of cells. `attention`: the attention of Llama-3 70B (64 heads, 8 kv heads, 128 wide) on one sequence of 131072
 tokens in bfloat16, causal, with all gradients, at 8, 64 and 256 chips of v5p and v5e. `layer`: the whole decoder layer with
@@ -199,8 +199,8 @@ def report(found: dict[str, Any]) -> str:
     """The tables, in Markdown."""
     cells = found["cells"]
     lines = [
-        f"libtpu {found['libtpu']}, jax {found['jax']}; MiB a device. Attention alone: sent forward, sent by both passes, "
-        "temporary memory of both passes.",
+        f"libtpu {found['libtpu']}, jax {found['jax']}. Attention alone, in MiB per device: sent in the forward pass, sent in "
+        "both passes, temporary memory of both passes.",
         "",
         "| Chips | Strategy | Mesh | v5p: sent | both | temporary | v5e: sent | both | temporary |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -213,8 +213,8 @@ def report(found: dict[str, Any]) -> str:
             lines.append(f"| {' | '.join(row)} |")
     lines += [
         "",
-        f"The decoder layer on {LAYER_BATCH} sequences of {LENGTH} tokens, with all gradients, on 256 chips: GiB of a device at "
-        "the peak.",
+        f"The decoder layer on {LAYER_BATCH} sequences of {LENGTH} tokens, with all gradients, on 256 chips: peak GiB per "
+        "device.",
         "",
         "| Strategy | Mesh | v5p | v5e |",
         "|---|---|---|---|",

@@ -12,6 +12,8 @@ from typing import Any
 import typer
 
 from ..errors import AttnOpsError, FallbackWarning, RefusedError, UnfitError
+from .absent_devices import leave_absent_devices_alone
+from .advise_command import advise
 from .commands import Refused, app
 
 __all__ = ["app", "main"]
@@ -20,9 +22,13 @@ __all__ = ["app", "main"]
 _UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
+app.command()(advise)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status. What attnops raises on purpose becomes one message on stderr."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    leave_absent_devices_alone()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that the terminal's encoding lacks is no reason to fail
             stream.reconfigure(errors="backslashreplace")

@@ -13,10 +13,11 @@ from ..planning import Plan
 from ..planning.plan_fields import WHY
 from ..planning.plan_text import screen_rows
 from ..planning.text import bytes_text, fields_text
-from ..verify.call import PassReport, TargetReport, exact_products
+from ..verify.call import PassReport, TargetReport
 from ..verify.compiled import KernelUse
 from ..verify.gpu.gpu_device import GpuDevice
 from ..verify.targets import not_compiled
+from ..verify.work import exact_products
 from .console import seconds_text
 from .kernel_lines import kernel_lines
 from .ran_call import ran_rows

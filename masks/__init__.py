@@ -1,16 +1,18 @@
 """What may attend to what: a small closed algebra.
 
-Static leaves: Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction. Dynamic leaves: SegmentIds,
-Lengths, Positions, Dense. Combined with & | ~ into And, Or, Not. See Mask for what one can ask of a mask.
+Static leaves: Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction, Blocks. Dynamic leaves: SegmentIds,
+Lengths, Positions, Dense, ChosenBlocks. Combined with & | ~ into And, Or, Not. See Mask for what one can ask of a mask.
 """
 
 from __future__ import annotations
 
 from . import pytrees as pytrees  # registers the pytrees
 from .algebra import And, Full, Mask, Not, Or
+from .block_sparse import Blocks, ChosenBlocks
 from .dynamic import Dense, Lengths, Positions, SegmentIds
 from .functions import MaskFunction, mask_function_names, register_mask_function
 from .node import Leaf
+from .patterns import a_shape, bigbird, dilated_blocks, local_blocks, longformer, strided_blocks
 from .schema import mask_json_schema
 from .serial import mask_from_dict
 from .slots import DynamicMask, Slot
@@ -18,7 +20,9 @@ from .static import Causal, Chunked, Prefix, SlidingWindow, window_tokens
 
 __all__ = [
     "And",
+    "Blocks",
     "Causal",
+    "ChosenBlocks",
     "Chunked",
     "Dense",
     "DynamicMask",
@@ -34,9 +38,15 @@ __all__ = [
     "SegmentIds",
     "SlidingWindow",
     "Slot",
+    "a_shape",
+    "bigbird",
+    "dilated_blocks",
+    "local_blocks",
+    "longformer",
     "mask_from_dict",
     "mask_function_names",
     "mask_json_schema",
     "register_mask_function",
+    "strided_blocks",
     "window_tokens",
 ]

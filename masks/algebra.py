@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..drawing import TilePicture
 from ..errors import MaskError, a_type
-from .blocks import Grid, has_dead_rows, live_blocks
+from .blocks import Grid, has_dead_rows, live_blocks, live_blocks_by_head
 from .bounds import BlockBounds, Blocks
 from .checks import LIMIT, whole
 from .draw import draw
@@ -101,10 +101,15 @@ class Mask(Node["Mask"]):
         """0 dead, 1 partial, 2 full for each block: int8 [ceil(q_len / block_q), ceil(kv_len / block_kv)].
 
         Rows are q_start..q_start+q_len, keys k_start..k_start+kv_len; what is beyond their ends doesn't count.
-        Exact for static masks; with dynamic leaves, dead and full are certain and partial is everything else.
+        Exact for static masks; with dynamic leaves, dead and full are certain and partial is everything else. Of heads that
+        see different blocks, dead and full are what all of them say.
         """
         grid = Grid(block_q, block_kv, q_len, kv_len, q_start, query_offset, k_start)
         return live_blocks(*self.bounds(), grid)
+
+    def live_blocks_by_head(self, block_q: int, block_kv: int, **place: int) -> NDArray[np.int8]:
+        """`live_blocks` of each head: int8 [heads | 1, q blocks, kv blocks], 1 where all heads have the same."""
+        return live_blocks_by_head(*self.bounds(), Grid.of(block_q, block_kv, **place))
 
     def may_have_dead_rows(self, q_len: int, kv_len: int, *, q_start: int = 0, query_offset: int = 0) -> bool:
         """Whether some row of q_start..q_start+q_len sees no key; with dynamic leaves, whether one may."""

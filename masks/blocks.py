@@ -3,82 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .checks import whole
+from .block_tree import has_blocks, joined_heads, tree_blocks
+from .grid import CELLS, Grid
 from .intervals import Intervals, intersect, single
 from .node import Node
 
-__all__ = ["Grid", "has_dead_rows", "live_blocks"]
-
-# Rows and cells looked at together. They bound the memory, not the answer; 2**14 rows of int64 stay in the
-# cache, which took causal 128k x 128k in 512 blocks from 9 to 3 ms.
-_ROWS = 1 << 14
-_CELLS = 1 << 22
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Blocks over rows q_start..q_start+q_len and keys k_start..k_start+kv_len."""
-
-    block_q: int
-    block_kv: int
-    q_len: int
-    kv_len: int
-    q_start: int
-    query_offset: int
-    k_start: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("block_q", "block_kv", "q_len", "kv_len", "q_start", "k_start"):
-            minimum = 1 if name.startswith("block") else 0
-            object.__setattr__(self, name, whole(getattr(self, name), name, minimum=minimum))
-        object.__setattr__(self, "query_offset", whole(self.query_offset, "query_offset"))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return -(-self.q_len // self.block_q), -(-self.kv_len // self.block_kv)
-
-    def slabs(self) -> Iterator[tuple[slice, NDArray[np.int64]]]:
-        """(block rows, their rows) in pieces of bounded size."""
-        count, width = self.shape
-        step = max(1, min(_ROWS // self.block_q, _CELLS // (width + 1)))
-        for first in range(0, count, step):
-            last = min(first + step, count)
-            rows = np.arange(first * self.block_q, min(last * self.block_q, self.q_len), dtype=np.int64)
-            yield slice(first, last), rows + self.q_start
+__all__ = ["Grid", "has_dead_rows", "live_blocks", "live_blocks_by_head"]
 
 
 def live_blocks(lower: Node[Any], upper: Node[Any], grid: Grid) -> NDArray[np.int8]:
     """See Mask.live_blocks; of a mask between two static ones, or of the static one that both are."""
-    found = _static_blocks(upper, grid)
+    return joined_heads(live_blocks_by_head(lower, upper, grid))
+
+
+def live_blocks_by_head(lower: Node[Any], upper: Node[Any], grid: Grid) -> NDArray[np.int8]:
+    """The same of each head, int8 [heads | 1, q blocks, kv blocks]."""
+    found = _of_heads(upper, grid)
     if lower is not upper:
-        found = np.minimum(found, 1)
-        found[_static_blocks(lower, grid) == 2] = 2
+        found = np.where(_of_heads(lower, grid) == 2, np.int8(2), np.minimum(found, np.int8(1)))
     return found
+
+
+def _of_heads(mask: Node[Any], grid: Grid) -> NDArray[np.int8]:
+    return tree_blocks(mask, grid, _static_blocks) if has_blocks(mask) else _static_blocks(mask, grid)[None]
 
 
 def has_dead_rows(mask: Node[Any], grid: Grid) -> bool:
     """Whether some row sees no key by a static mask. The grid's keys are counted from the first."""
+    heads = max(getattr(atom, "heads", 1) for atom in mask.atoms())
+    if heads > 1:
+        return any(has_dead_rows(_of_head(mask, head), grid) for head in range(heads))
     for _, rows in grid.slabs():
         known = _intervals(mask, grid, rows)
         if known is not None:
             if (known[0][0] >= known[1][0]).any():
                 return True
             continue
-        step = max(1, _CELLS // max(grid.kv_len, 1))
+        step = max(1, CELLS // max(grid.kv_len, 1))
         for first in range(0, len(rows), step):
             some = rows[first : first + step]
             seen = np.zeros(len(some), bool)
-            for keys in _pieces(0, grid.kv_len, max(1, _CELLS // len(some))):
+            for keys in _pieces(0, grid.kv_len, max(1, CELLS // len(some))):
                 seen |= _visible(mask, grid, some, keys).any(axis=1)
             if not seen.all():
                 return True
     return False
+
+
+def _of_head(mask: Node[Any], head: int) -> Node[Any]:
+    """The mask of one head: with the layout of that head in the place of each Blocks."""
+    return mask.map_atoms(lambda atom: atom.of_heads([head]) if atom.kind == "blocks" else atom)
 
 
 def _static_blocks(mask: Node[Any], grid: Grid) -> NDArray[np.int8]:
@@ -132,7 +111,7 @@ def _evaluated(mask: Node[Any], grid: Grid, rows: NDArray[np.int64]) -> NDArray[
         if not len(wanted):
             continue
         stop = min((int(wanted[-1]) + 1) * grid.block_kv, grid.kv_len)
-        step = max(1, _CELLS // (len(some) * grid.block_kv)) * grid.block_kv
+        step = max(1, CELLS // (len(some) * grid.block_kv)) * grid.block_kv
         for keys in _pieces(int(wanted[0]) * grid.block_kv, stop, step):
             seen = _visible(mask, grid, some, keys)
             edges = np.arange(0, len(keys), grid.block_kv)

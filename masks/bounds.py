@@ -14,7 +14,7 @@ __all__ = ["BlockBounds", "Blocks", "Extent", "between", "equal"]
 
 
 class BlockBounds(NamedTuple):
-    """Of each block, bool, broadcastable to [batch, q blocks, kv blocks]: may something be seen, and is surely all seen."""
+    """Of each block, bool, broadcastable to [batch, heads, q blocks, kv blocks]: may something be seen, is surely all seen."""
 
     some: Any
     every: Any
@@ -52,16 +52,16 @@ class Blocks:
 
     def of_rows(self, array: Any) -> Extent:
         """The extents of an array [batch, q]."""
-        return Extent(*(_reduced(array, 1, self.block_q, f)[..., None] for f in (jnp.min, jnp.max)))
+        return Extent(*(_reduced(array, 1, self.block_q, f)[:, None, :, None] for f in (jnp.min, jnp.max)))
 
     def of_keys(self, array: Any) -> Extent:
         """The extents of an array [batch, kv]."""
-        return Extent(*(_reduced(array, 1, self.block_kv, f)[..., None, :] for f in (jnp.min, jnp.max)))
+        return Extent(*(_reduced(array, 1, self.block_kv, f)[:, None, None, :] for f in (jnp.min, jnp.max)))
 
     def of_cells(self, array: Any) -> BlockBounds:
-        """(any, all) of a bool array [batch, heads, q, kv] with sizes of 1 where it broadcasts; heads are joined."""
-        some, every = array.any(axis=1), array.all(axis=1)
-        for axis, block in ((1, self.block_q), (2, self.block_kv)):
+        """(any, all) of a bool array [batch, heads, q, kv] with sizes of 1 where it broadcasts."""
+        some = every = jnp.asarray(array)
+        for axis, block in ((2, self.block_q), (3, self.block_kv)):
             some, every = _reduced(some, axis, block, jnp.any), _reduced(every, axis, block, jnp.all)
         return BlockBounds(some, every)
 

@@ -59,7 +59,7 @@ class Lengths(DynamicMask):
         return cols < parts[0]
 
     def block_bounds(self, blocks: Blocks) -> BlockBounds:
-        lengths = jnp.asarray(self.kv)[:, None, None]
+        lengths = jnp.asarray(self.kv)[:, None, None, None]
         some, every = (same_width(edge, lengths) for edge in blocks.cols)
         return BlockBounds(some[0] < some[1], every[0] < every[1])
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 import jax
 
 from .algebra import And, Full, Mask, Not, Or, raw
+from .block_sparse import Blocks, ChosenBlocks
 from .dynamic import Dense, Lengths, Positions, SegmentIds
 from .functions import MaskFunction
 from .slots import DynamicMask, Slot
@@ -55,9 +56,9 @@ def _register_dynamic(cls: type[DynamicMask]) -> None:
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten, bare)
 
 
-for _static in (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction, Slot):
+for _static in (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction, Blocks, Slot):
     _register_static(_static)
 for _combined in (And, Or, Not):
     _register_node(_combined)
-for _dynamic in (SegmentIds, Lengths, Positions, Dense):
+for _dynamic in (SegmentIds, Lengths, Positions, Dense, ChosenBlocks):
     _register_dynamic(_dynamic)

@@ -79,6 +79,21 @@ class MaskFunctionDict(TypedDict):
     offset: NotRequired[_Offset]
 
 
+_LayoutRow = Annotated[
+    str, Field(pattern=r"^[01]+$", description="A block of queries: 1 for each kv block that it sees.")
+]
+
+
+@_CLOSED
+class BlocksDict(TypedDict):
+    """Keys of whole blocks are visible; the layout has a row for each block of queries, for all heads or for each."""
+
+    kind: Literal["blocks"]
+    layout: list[_LayoutRow] | list[list[_LayoutRow]]
+    block_q: Annotated[int, Field(ge=1, le=LIMIT)]
+    block_kv: Annotated[int, Field(ge=1, le=LIMIT)]
+
+
 @_CLOSED
 class AndDict(TypedDict):
     """Visible where every mask says so."""
@@ -103,7 +118,7 @@ class NotDict(TypedDict):
     mask: MaskDict
 
 
-_Leaf = FullDict | CausalDict | SlidingWindowDict | ChunkedDict | PrefixDict | MaskFunctionDict
+_Leaf = FullDict | CausalDict | SlidingWindowDict | ChunkedDict | PrefixDict | MaskFunctionDict | BlocksDict
 _Object = Annotated[_Leaf | AndDict | OrDict | NotDict, Field(discriminator="kind")]
 MaskDict = TypeAliasType("MaskDict", Literal["causal", "full"] | _Object)
 

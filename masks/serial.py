@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import MaskError, a_type, nearest, shown
 from .algebra import And, Full, Mask, Not, Or
+from .block_sparse import Blocks
 from .functions import MaskFunction
 from .static import Causal, Chunked, Prefix, SlidingWindow
 
@@ -14,9 +15,10 @@ __all__ = ["mask_from_dict"]
 
 _MAX_DEPTH = 64
 
-_LEAVES: dict[str, type[Any]] = {cls.kind: cls for cls in (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction)}
+_STATIC = (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction, Blocks)
+_LEAVES: dict[str, type[Any]] = {cls.kind: cls for cls in _STATIC}
 _SHORT: dict[str, Mask] = {"causal": Causal(), "full": Full()}
-_DYNAMIC = ("segment_ids", "kv_lengths", "positions", "dense_mask")
+_DYNAMIC = ("segment_ids", "kv_lengths", "positions", "dense_mask", "chosen_blocks")
 _KINDS = (*_LEAVES, And.kind, Or.kind, Not.kind)
 
 

@@ -109,13 +109,16 @@ class DynamicMask(_Unknown):
 class Slot(_Unknown):
     """The place of a dynamic leaf in a structure: its kind and static parameters, no arrays. Hashable.
 
-    left, right: of positions. broadcast: which of [batch, heads, q, kv] have size 1 in a dense mask.
+    left, right: of positions. broadcast: which of [batch, heads, q, kv] have size 1 in a dense mask. block_q, block_kv: of
+    chosen blocks.
     """
 
     kind: str  # type: ignore[misc]  # a class variable of every other mask
     left: int | None = None
     right: int | None = None
     broadcast: tuple[bool, ...] = ()
+    block_q: int = 0
+    block_kv: int = 0
     is_slot: ClassVar[bool] = True
 
     @property
@@ -138,6 +141,8 @@ class Slot(_Unknown):
     def describe(self) -> str:
         if self.kind == "positions":
             return f"positions(left={self.left!r}, right={self.right!r})"
+        if self.block_q:
+            return f"{self.kind}(block_q={self.block_q}, block_kv={self.block_kv})"
         if self.broadcast:
             dims = zip(("batch", "heads", "q", "kv"), self.broadcast, strict=True)
             return f"{self.kind}[{', '.join('1' if single else dim for dim, single in dims)}]"

@@ -24,6 +24,7 @@ from ..sharding import (
 )
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, bound_mask, join_mask, shaped
+from .block_choices import block_notes, choice_shape, is_choice, with_query_heads
 from .declared_config import declared_config
 from .dtype_notes import width_notes
 from .mask_notes import dense_notes
@@ -66,8 +67,13 @@ def describe(
     if not any(by_caller):
         _check_manual_sequence(metadata, axes, q_len, mask, offset_given)
     mask, offset, dynamic = bound_mask(mask, shapes, options, mode, q_len, kv_len)
-    mask, leaves = mask.split()
-    leaf_shapes = tuple(leaf_shape(leaf.name, leaf.array, leaf.dims, sizes) for leaf in leaves)
+    structure, leaves = mask.split()
+    mask = with_query_heads(structure, sizes)
+    slots = [atom for atom in mask.atoms() for _ in atom.parts]
+    leaf_shapes = tuple(
+        choice_shape(leaf, slot, sizes) if is_choice(leaf.dims) else leaf_shape(leaf.name, leaf.array, leaf.dims, sizes)
+        for leaf, slot in zip(leaves, slots, strict=True)
+    )
 
     probability = metadata.dropout_prob if options.dropout_prob is None else options.dropout_prob
     if not 0.0 <= probability < 1.0:
@@ -144,6 +150,7 @@ def describe(
             *nested,
             *width_notes(arrays, metadata),
             *dense_notes(leaf_shapes),
+            *block_notes(structure, leaves, sizes),
             *_notes(
                 metadata,
                 options,

@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ..masks import Blocks, Mask
 from ..planning import AttentionProblem, Placement, Plan
 from ..sharding import pin
 from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, join_mask, run_time_offset
+from .block_choices import is_choice, of_query_heads
 from .describe import packed
 from .kernels.lse import logsumexp
 from .local import LocalCall, LocalOutput, Ring
@@ -124,7 +126,12 @@ def _prepare(
         None if arrays.softmax_aux is None else _one_sink_a_head(arrays.softmax_aux, problem, mesh),
         offset,
         dropout_seed(arrays.dropout_rng) if problem.dropout_prob > 0 else None,
-        tuple(jnp.asarray(leaf.array) for leaf in leaves),
+        tuple(
+            of_query_heads(jnp.asarray(leaf.array), whole_leaf.shape)
+            if is_choice(leaf.dims)
+            else jnp.asarray(leaf.array)
+            for leaf, whole_leaf in zip(leaves, problem.leaves, strict=True)
+        ),
         _scale(arrays.key_scale, kv_len, problem, placement, mesh),
         _scale(arrays.value_scale, kv_len, problem, placement, mesh),
     )
@@ -181,6 +188,13 @@ def _index(axes: tuple[str, ...], problem: AttentionProblem) -> tuple[int | jax.
     return index, math.prod(sizes[name] for name in axes)
 
 
+def _of_heads(mask: Mask, shard: int | jax.Array, count: int) -> Mask:
+    """The mask of this device's heads, where it has layouts for each."""
+    return mask.map_atoms(
+        lambda atom: atom.from_head(shard * count, count) if isinstance(atom, Blocks) and atom.heads > 1 else atom
+    )
+
+
 def _local_call(plan: Plan, options: Options, local: ShardedOperands) -> LocalCall:
     problem, placement = plan.problem, plan.placement
     split, scan = placement.sequence, plan.policy.scan_ring_attention
@@ -198,6 +212,8 @@ def _local_call(plan: Plan, options: Options, local: ShardedOperands) -> LocalCa
     q_start = shard * q_len
     offset = local.query_offset if problem.dynamic_query_offset else problem.query_offset
     mask = problem.mask.merge(local.leaves) if local.leaves else problem.mask
+    if placement.head_axes:
+        mask = _of_heads(mask, _index(placement.head_axes, problem)[0], placement.local.q_heads)
     dropout = None
     if local.dropout_seed is not None:
         dropout = Dropout(

@@ -35,18 +35,37 @@ class LocalMask:
     query_offset: int | jax.Array | None
     k_start: int | jax.Array = 0
 
+    @property
+    def heads_apart(self) -> bool:
+        """Whether heads see blocks of their own."""
+        return any(getattr(atom, "heads", 1) > 1 for atom in self.mask.atoms())
+
     def kinds(self, block_q: int, block_kv: int) -> np.ndarray | jax.Array:
         """0 dead, 1 partial, 2 full, int8 [batch | 1, q blocks, kv blocks]; NumPy's if nothing about it is traced.
 
-        Exact for a static mask; otherwise dead and full are certain. What is beyond the ends doesn't count.
+        Exact for a static mask; otherwise dead and full are certain. What is beyond the ends doesn't count. Of heads that see
+        blocks of their own, dead and full are what all of them say.
         """
+        return self.kinds_of_heads(block_q, block_kv, 1)[:, 0]
+
+    def kinds_of_heads(self, block_q: int, block_kv: int, tables: int) -> np.ndarray | jax.Array:
+        """The same for each of as many parts of the heads, side by side: [batch | 1, tables | 1, q blocks, kv blocks].
+
+        It is 1 where heads don't differ.
+        """
+        kinds = self._kinds_by_head(block_q, block_kv)
+        if kinds.shape[1] == 1:
+            return kinds
+        return _joined(kinds.reshape(kinds.shape[0], tables, -1, *kinds.shape[2:]))
+
+    def _kinds_by_head(self, block_q: int, block_kv: int) -> np.ndarray | jax.Array:
         if isinstance(self.mask, Full):  # wherever its rows lie
-            return np.full((1, -(-self.q_len // block_q), -(-self.kv_len // block_kv)), 2, np.int8)
+            return np.full((1, 1, -(-self.q_len // block_q), -(-self.kv_len // block_kv)), 2, np.int8)
         offset = 0 if self.query_offset is None else self.query_offset
         static, dynamic = self.mask.split_static()
         known: np.ndarray | jax.Array | None = None
         if isinstance(self.q_start, int) and isinstance(self.k_start, int) and isinstance(offset, int):
-            known = static.live_blocks(
+            known = static.live_blocks_by_head(
                 block_q,
                 block_kv,
                 q_len=self.q_len,
@@ -62,12 +81,15 @@ class LocalMask:
         first_key = np.arange(0, self.kv_len, block_kv, dtype=np.int32)[None, :]
         last_key = np.minimum(first_key + block_kv, self.kv_len) - 1
         rows = Extent(first_row + self.q_start, last_row + self.q_start)
-        along = offset if isinstance(offset, int) else offset[:, None, None]
+        along = offset if isinstance(offset, int) else offset[:, None, None, None]
         keys = Extent(first_key + self.k_start, last_key + self.k_start)
         blocks = Blocks(rows, Extent(rows.lo + along, rows.hi + along), keys, block_q, block_kv)
         some, every = (self.mask if known is None else And(dynamic)).block_bounds(blocks)
         found = jnp.where(every & some, 2, jnp.where(some, 1, 0)).astype(jnp.int8)
-        found = jnp.broadcast_to(found, (found.shape[0] if found.ndim == 3 else 1, *blocks.shape))
+        found = found.reshape((1,) * (4 - found.ndim) + found.shape)
+        if found.shape[1] > 1 and not self.heads_apart:  # of an array with a plane for each head
+            found = jnp.asarray(_joined(found[:, None]))
+        found = jnp.broadcast_to(found, (*found.shape[:2], *blocks.shape))
         return found if known is None else jnp.minimum(found, known)
 
     def array(self, keys: slice | None = None) -> jax.Array | np.ndarray | None:
@@ -99,6 +121,12 @@ class LocalMask:
         if self.k_start != 0 or not self.mask.is_static or "mask_function" in self.mask.features():
             return False
         return not self.mask.may_have_dead_rows(self.q_len, self.kv_len, q_start=start, query_offset=offset)
+
+
+def _joined(kinds: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+    """Kinds [batch, tables, heads, q, kv] without heads: dead and full where all of them are."""
+    xp: Any = np if isinstance(kinds, np.ndarray) else jnp
+    return xp.where(kinds.min(2) == 2, 2, xp.minimum(kinds.max(2), 1)).astype(np.int8)
 
 
 def _host_numbers(shape: tuple[int, ...], axis: int) -> np.ndarray:

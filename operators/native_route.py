@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from ..masks import Full
 from ..planning import AttentionProblem, OperationConfig, Placement, Route
+from ..planning.text import bytes_text
+from .mask_blocks import block_remarks, fitted_block, heads_apart
 
-__all__ = ["NativeRoute", "native_route"]
+__all__ = ["NativeRoute", "native_block_remarks", "native_route"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ _ONE_TILE_BYTES = 8 << 20  # of as many heads as this holds
 _TILE_CELLS = 1 << 18  # logits of a tile of one head: the fewest that XLA:CPU spreads over its threads
 _ACCELERATOR_CELLS = 1 << 25  # of a tile over all heads: 128 MiB in float32
 _RING_BLOCK = 128  # no smaller blocks than that in a ring
+_MASK_BLOCK = 64  # the mask's blocks are joined to tiles of as many rows and keys, where they are smaller
 _DECODE_ROWS = 16  # query rows of all heads together, up to which block-diagonal products are cheap
 _DECODE_KEYS = 2048
 _PIECES = 8
@@ -47,7 +50,7 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
     ours = config if hasattr(config, "path") else None  # vanilla's fields, under whatever name
     declared = getattr(ours, "path", None)
     logits = local.batch * local.q_heads * local.q_len * local.kv_len * _itemsize(problem.softmax_dtype)
-    size = f"{logits / 2**20:.3g} MiB a device"
+    size = f"{bytes_text(logits)} a device"
     if "return_weights" in problem.features:
         return NativeRoute("plain", "the attention weights are asked for, and only whole logits give them")
     if _itemsize(problem.softmax_dtype) < 4:
@@ -94,8 +97,30 @@ def _blocks(
                 min(most, max(_RING_BLOCK, math.ceil(length / 2)))
                 for most, length in ((most_q, local.q_len), (most_kv, local.kv_len))
             )
-    sizes = _balanced(local.q_len, block_q or most_q), _balanced(local.kv_len, block_kv or most_kv)
+    if heads_apart(problem):
+        heads = 1  # what a group's heads see is united; not with that of other groups
+    fitted = []
+    for axis, length, declared, most in (
+        ("q", local.q_len, block_q, most_q),
+        ("kv", local.kv_len, block_kv, most_kv),
+    ):
+        of_mask = most if declared else fitted_block(problem.mask, axis, most, length, _MASK_BLOCK)
+        # Sizes that the mask's blocks suggest stay: balanced, they would lie across them.
+        fitted.append(_balanced(length, declared or most) if of_mask == most else min(of_mask, length))
+    sizes = fitted[0], fitted[1]
     return *sizes, heads, *sizes
+
+
+def native_block_remarks(problem: AttentionProblem, placement: Placement, route: NativeRoute) -> tuple[str, ...]:
+    """What a plan tells of a mask of blocks on this route."""
+    local = placement.local
+    if route.name == "plain":
+        return block_remarks(problem, placement, local.q_len, local.kv_len, 1)
+    if route.name == "decode":
+        return block_remarks(problem, placement, local.q_len, route.block_kv or local.kv_len, 1)
+    groups = local.kv_heads // (route.heads_per_tile or 1)
+    tables = groups if heads_apart(problem) else 1
+    return block_remarks(problem, placement, route.block_q or 1, route.block_kv or 1, tables)
 
 
 def _itemsize(dtype: str) -> int:

@@ -17,7 +17,7 @@ from .kernels.blockwise import Blocking, BlockwisePart, blockwise_attention
 from .kernels.decode import Pieces
 from .kernels.plain import plain_attention
 from .local import LocalCall, LocalOutput
-from .native_route import NativeRoute, native_route
+from .native_route import NativeRoute, native_block_remarks, native_route
 from .sequence.ring_call import around_the_ring
 
 __all__ = ["Vanilla", "VanillaConfig"]
@@ -115,7 +115,9 @@ class Vanilla(Operation):
         notes = super().remarks(method, problem, placement, config)
         if not isinstance(config, VanillaConfig):
             return notes
-        route = native_route(problem, placement, config).name
+        chosen = native_route(problem, placement, config)
+        notes = (*notes, *native_block_remarks(problem, placement, chosen))
+        route = chosen.name
         sizes = {name: size for name in ("block_q", "block_kv") if (size := getattr(config, name)) is not None}
         if route == "plain" and sizes:
             return (*notes, f"{fields_text(sizes)} has no effect: the route is plain, which has no blocks")

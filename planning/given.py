@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, SerializerFunctionWrapHandler, ValidationError
 from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
@@ -15,7 +15,22 @@ from .other_names import other_name
 __all__ = ["GivenModel", "explain_validation"]
 
 
-class GivenModel(BaseModel):
+if TYPE_CHECKING:  # a type checker takes the fields of a model from pydantic's own metaclass
+    from pydantic._internal._model_construction import ModelMetaclass as _Explaining
+else:
+
+    class _Explaining(type(BaseModel)):
+        """Of models whose constructor says what is wrong in attnops' words. Validation doesn't come through here."""
+
+        def __call__(cls, *args: Any, **fields: Any) -> Any:
+            try:
+                return super().__call__(*args, **fields)
+            except ValidationError as error:
+                title = cls.model_config.get("title") or cls.__name__
+                raise ConfigError(f"{title}: {explain_validation(error, cls)}") from None
+
+
+class GivenModel(BaseModel, metaclass=_Explaining):
     """Frozen, hashable where its values are, no unknown fields. Validating and writing keep which fields were given.
 
     Every way out (model_dump, model_dump_json, also inside another model) writes the given fields and those of `tags`, and

@@ -193,7 +193,7 @@ def _run_specs(
     key = PartitionSpec(*(meaning["kv"] if axis == "t" else order[axis] for axis in problem.kernel_layout))
 
     def broadcastable(shape: tuple[int, ...], dims: tuple[str, ...]) -> PartitionSpec:
-        return PartitionSpec(*(None if n == 1 else meaning[d] for n, d in zip(shape, dims, strict=True)))
+        return PartitionSpec(*(None if n == 1 else meaning.get(d) for n, d in zip(shape, dims, strict=True)))
 
     four = ("batch", "heads", "q", "kv")
     specs = {

@@ -46,15 +46,16 @@ def tables() -> str:
         "## Features",
         _features([(name, c) for name, c in distinct if c.tolerance]),
         "## Rules",
-        "A rule is a condition over the sizes, dtypes and config of one call. An implementation without rules is "
-        "left out.",
+        "A rule is a condition on the sizes, dtypes and config of one call. Implementations without rules are not listed.",
         _rules(distinct),
         "## Published tolerances",
-        "Held row by row: the largest error in a row against the float64 reference, divided by the row's own size; forward for "
-        "outputs, backward for gradients. A row is what one query and head gets, or the gradient of one query or one key and "
-        "head; a log-sum-exp, and the gradient of a sink, is held by itself. A row's size is its largest absolute value, and no "
-        "less than the root of the sum of the squares of the terms that make it up: rounding the terms leaves about so much in "
-        "their sum, also where they cancel. That of a log-sum-exp is no less than 1.",
+        "A tolerance limits the error of each row: the largest error in the row against the float64 reference, divided by the "
+        "size of the row. *Forward* is for outputs, *backward* for gradients.",
+        "- A row is the output of one query and head, or the gradient of one query and head, or of one key and head. Each "
+        "log-sum-exp, and the gradient of each sink, is a row of its own.\n"
+        "- The size of a row is its largest absolute value, but at least the root of the sum of squares of the terms that are "
+        "added to make it. Rounding those terms leaves an error of about that size in the sum, even where they cancel. The size "
+        "of a log-sum-exp is at least 1.",
         _tolerances(distinct),
     ]
     return "\n\n".join(parts)
@@ -89,7 +90,7 @@ def _rules(implementations: list[tuple[str, Capability]]) -> str:
         for name, capability in implementations
         for rule in capability.rules
     )
-    return _table(("Implementation", "Code", "Field", "Mend"), rows)
+    return _table(("Implementation", "Code", "Field", "Hint"), rows)
 
 
 def _tolerances(implementations: list[tuple[str, Capability]]) -> str:

@@ -28,6 +28,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from attnops import (
+    Blocks,
     Causal,
     Chunked,
     MaskFunction,
@@ -76,10 +77,12 @@ def _calls() -> dict[str, dict[str, Any]]:
         "chunked": {"mask": Chunked(100)},
         "prefix": {"mask": Causal() | Prefix(70)},
         "mask_function": {"mask": MaskFunction("tpu_support_near")},
+        "blocks": {"mask": Causal() | Blocks(np.eye(8, dtype=bool), 64, 64)},
         "segment_ids": open_call | {"q_segment_ids": ids, "kv_segment_ids": ids},
         "kv_lengths": open_call | {"kv_lengths": numbers},
         "positions": {"mask": Positions(ids, ids, left=30)},
         "dense_mask": open_call | {"mask": _of(2, HEADS, LENGTH, LENGTH, dtype=jnp.bool_)},
+        "chosen_blocks": {"mask": Causal() & Blocks(_of(2, HEADS, 8, 3), 64, 64)},
         "dynamic_or": {"mask": Causal() | SegmentIds(ids, ids)},
         "dynamic_query_offset": {"query_offset": numbers},
         "bias": open_call | {"bias": _of(1, HEADS, LENGTH, LENGTH, dtype=jnp.bfloat16)},
@@ -228,8 +231,10 @@ def page(data: dict[str, Any]) -> str:
     plain = ("bfloat16", 128, 128)
     parts = [_INTRO.format(**data["versions"]), "## attnops' kernel: features"]
     parts.append(_table(head, [row(_code(feature), "attnops", feature, *plain) for feature in CALLS]))
-    parts.append("## attnops' kernel: head dims and dtypes")
-    parts.append("Causal. A pair of dims is that of query and key, and that of the value.")
+    parts.append("## attnops' kernel: head dimensions and dtypes")
+    parts.append(
+        "The calls are causal. In a pair, the first dimension is that of query and key, the second that of the value."
+    )
     for dtype in DTYPES:
         rows = [row(_dims(*dims), "attnops", "causal", dtype, *dims) for dims in DIMS]
         parts.append(_table((dtype, *head[1:]), rows))
@@ -242,18 +247,21 @@ def page(data: dict[str, Any]) -> str:
 
 _INTRO = """# TPU support
 
-Which calls of `splash` the TPU compiler takes, for which generation. Written by `tools/tpu_support.py` with jax {jax},
-libtpu {libtpu} and tokamax {tokamax}.
+This page shows which `splash` calls compile for which TPU generation, and how much VMEM they use. `tools/tpu_support.py` wrote it
+with jax {jax}, libtpu {libtpu} and tokamax {tokamax}.
 
-!!! warning "Nothing on this page ran"
-    Each cell was compiled for one described device of that generation, forward and with its gradient, by
-    `attnops.verify`: batch 2, 512 tokens, 4 heads. A cell that compiles isn't thereby right: numbers are held against the
-    reference in [Pallas' interpreter](verification.md). Longer calls take larger blocks, and more VMEM;
-    [`attnops verify`](command-line.md#attnops-verify) tells of a call of yours.
+!!! warning "Nothing on this page ran on a TPU"
+    `attnops.verify` compiled each cell for one described device of that generation, forward and with the gradient, at batch 2,
+    512 tokens and 4 heads. That a cell compiles doesn't show that its numbers are right; they are compared with the
+    reference in [Pallas' interpreter](verification.md). Longer calls use larger blocks and more VMEM; check a call of
+    your own with [`attnops verify`](command-line.md#attnops-verify).
 
-A cell shows the MiB of VMEM that the largest kernel takes: of the forward pass / of forward and backward together. *refused*:
-the plan says no before anything is compiled. *fails*: the compiler does. Features are tried one at a time, in bfloat16 at head
-dim 128; [Support](support.md) says what they mean."""
+Each cell shows the MiB of VMEM that the largest kernel uses: in the forward pass / in forward and backward together.
+
+- *refused*: the plan refuses the call before anything is compiled.
+- *fails*: the compiler refuses it.
+
+Features are tested one at a time, in bfloat16 with head dimension 128; [Support](support.md) says what they mean."""
 
 
 def _code(feature: str) -> str:

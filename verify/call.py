@@ -22,9 +22,9 @@ from .collectives import Collective, collectives
 from .compiled import Failure, failure, program_text
 from .devices import AnyKernelUse, DeviceLimits, device_limits, kernels_of_program, lowered_for, tracing_on, unheld
 from .traffic import Need, least_traffic
-from .work import attention_flops
+from .work import attention_flops, exact_products
 
-__all__ = ["PassReport", "TargetReport", "exact_products", "verify_call"]
+__all__ = ["PassReport", "TargetReport", "verify_call"]
 
 
 @dataclass(frozen=True)
@@ -206,12 +206,3 @@ def _verify_pass(
         () if sent is None else least.differences(sent),
         least.unknown,
     )
-
-
-def exact_products(plan: Plan) -> bool:
-    """Whether products of float32 lose no bits: attnops' kernels ask for that. Elsewhere it is not counted on."""
-    if plan.problem.runtime_dtype != "float32":
-        return False
-    if plan.method == "forward_cuda":
-        return plan.problem.operation != "sdpa"
-    return plan.method == "forward_tpu" and getattr(plan.config, "kernel", None) == "attnops"

@@ -14,13 +14,17 @@ from ..errors import ConfigError, nearest, shown
 
 __all__ = [
     "Device",
+    "Torus",
     "abstract_target",
     "clock_rate",
+    "cores_of",
     "device_of",
     "generations",
     "has_libtpu",
     "products_a_cycle",
     "topology_of",
+    "torus_of",
+    "vector_cycles",
 ]
 
 
@@ -31,20 +35,42 @@ class _Generation(NamedTuple):
     topology: str  # a small one
     clock: float  # cycles a second
     products: int  # multiplications and additions of bfloat16 that a core's matrix units do in a cycle
+    link: float  # bytes a second of one link between chips, one way
+    ring: int  # a physical axis is closed to a ring where it has a multiple of so many chips
+    cube: bool  # all axes have to be such multiples
+    vector: tuple[float, float, float, float]  # cycles that a weight takes beside products: see vector_cycles
+    row: int  # what a row of a tile takes forward, in weights of a large tile; backward half of it
 
 
 # By a topology's prefix, as libtpu 0.0.51 describes them. Clocks: the published bfloat16 rate over the operations that the
 # matrix units of a chip do in a cycle; of tpu7x, fitted to tokamax's published times beside a term for the bytes that XLA
 # moves around the kernel (benchmarks/results/static_clock.txt). Products: four units of 128 x 128; from v6e on what the
 # published rate asks for.
+# Links: docs.cloud.google.com/tpu/docs, "bidirectional inter-chip interconnect (ICI) bandwidth per chip" of v5e (400 GB/s), v5p
+# (1200), v6e (800) and tpu7x (1200), of v4 "2400 Gbps": halved, and divided by the chip's links (4 in a plane, 6 in space).
+# Rings: there too, of v5p: "all 4x4x4 and larger slices have full 3D torus connectivity", smaller ones none, and alike v4 and
+# tpu7x, which are built of the same cubes; of v5e and v6e jax-ml.github.io/scaling-book/tpus: only an axis of 16 chips.
+# Vector: static cycles of attnops' own kernels, tiles of 1024 x 1024 at head dims 64 and 128, where they are above the matrix
+# units' (benchmarks/results/tpu_static.json); a row from tiles of 512 x 512 beside them. Of v4 and v5p, whose schedules weren't
+# read, v5e's.
+_OF_V5E = (0.0041, 0.0066, 0.0056, 0.0025)
 _GENERATIONS = {
-    "v4": _Generation("TPU v4", 2, 1, "v4:2x2x1", 1.05e9, 65536),
-    "v5e": _Generation("TPU v5 lite", 1, 1, "v5e:2x2", 1.5e9, 65536),
-    "v5p": _Generation("TPU v5", 1, 2, "v5p:2x2x1", 1.75e9, 65536),
-    "v6e": _Generation("TPU v6 lite", 1, 1, "v6e:2x2", 1.75e9, 262144),
-    "tpu7x": _Generation("TPU7x", 2, 1, "tpu7x:2x2x1", 2.0e9, 262144),
+    "v4": _Generation("TPU v4", 2, 1, "v4:2x2x1", 1.05e9, 65536, 50e9, 4, True, _OF_V5E, 0),
+    "v5e": _Generation("TPU v5 lite", 1, 1, "v5e:2x2", 1.5e9, 65536, 50e9, 16, False, _OF_V5E, 0),
+    "v5p": _Generation("TPU v5", 1, 2, "v5p:2x2x1", 1.75e9, 65536, 100e9, 4, True, _OF_V5E, 0),
+    "v6e": _Generation(
+        "TPU v6 lite", 1, 1, "v6e:2x2", 1.75e9, 262144, 100e9, 16, False, (0.0024, 0.0043, 0.0037, 0.0015), 500
+    ),
+    "tpu7x": _Generation(
+        "TPU7x", 2, 1, "tpu7x:2x2x1", 2.0e9, 262144, 100e9, 4, True, (0.0026, 0.0043, 0.0037, 0.0015), 500
+    ),
 }
 _LONGEST_SHAPE = 40
+_LARGE_TILE = 1024
+_PASSES = ("forward", "backward", "dkv", "dq")
+# docs.cloud.google.com/tpu/docs/tpu7x: the dies of a chip are joined six times as fast as chips by one link. Of v4 no figure is
+# published; its two cores share the chip's HBM, which is about as fast.
+_DIE_LINKS = 6
 
 
 class Device(NamedTuple):
@@ -105,6 +131,47 @@ def clock_rate(kind: str) -> float:
 def products_a_cycle(kind: str) -> int:
     """Multiplications and additions of bfloat16 a cycle of one core. Errors: ConfigError for a kind that isn't known."""
     return _of_kind(kind).products
+
+
+def cores_of(kind: str) -> int:
+    """Cores of one device of a kind. Errors: ConfigError for a kind that isn't known."""
+    return _of_kind(kind).cores
+
+
+def vector_cycles(kind: str, products: str, block_kv: int) -> float:
+    """Cycles of one core that a weight takes whatever its products: exponentials, sums, masks, and what waits for them; and, of
+    tiles with so many keys, its share of what each row of a tile takes.
+
+    products: 'forward', 'backward' (fused), 'dkv' or 'dq'. Errors: ConfigError for a kind that isn't known.
+    """
+    generation = _of_kind(kind)
+    row = generation.row if products == "forward" else generation.row / 2
+    return generation.vector[_PASSES.index(products)] * (1 + row / block_kv) / (1 + row / _LARGE_TILE)
+
+
+class Torus(NamedTuple):
+    """The chips of a topology: sizes of the physical axes, which of them are rings, bytes a second of a link one way.
+
+    devices: of a chip; they share its links, and are joined by `die_link`.
+    """
+
+    shape: tuple[int, ...]
+    rings: tuple[bool, ...]
+    link: float
+    devices: int
+    die_link: float
+
+
+def torus_of(target: str) -> Torus:
+    """The links of a topology's name, such as v5p:4x4x4. Errors: ConfigError for another form."""
+    abstract_target(target)
+    name, _, text = target.partition(":")
+    generation = _GENERATIONS[name]
+    shape = tuple(int(n) for n in text.split("x"))
+    rings = tuple(size % generation.ring == 0 for size in shape)
+    if generation.cube and not all(rings):
+        rings = (False,) * len(shape)
+    return Torus(shape, rings, generation.link, generation.devices, _DIE_LINKS * generation.link)
 
 
 def _of_kind(kind: str) -> _Generation:

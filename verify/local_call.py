@@ -45,7 +45,7 @@ class LocalProblem:
 
         def cut(shape: tuple[int, ...], dims: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             whole = zip(shape, dims, strict=True)
-            return jax.ShapeDtypeStruct(tuple(1 if n == 1 else sizes[d] for n, d in whole), dtype)
+            return jax.ShapeDtypeStruct(tuple(1 if n == 1 else sizes.get(d, n) for n, d in whole), dtype)
 
         leaves = [cut(leaf.shape, leaf.dims, leaf.dtype) for leaf in problem.leaves]
         arguments: dict[str, Any] = {

@@ -26,12 +26,14 @@ _SMALL, _SHARE = 4096, 0.01
 
 
 class Need(NamedTuple):
-    """What a device has to send of one kind of collective, and for what; optional: a compiler may do without."""
+    """What a device has to send of one kind of collective, for what, and along which mesh axes; optional: a compiler may do
+    without."""
 
     kind: str
     sent_bytes: float
     what: str
     optional: bool = False
+    axes: tuple[str, ...] = ()
 
 
 class Traffic(NamedTuple):
@@ -92,11 +94,11 @@ class _Count:
             local = self._bytes(tensor, inside)
             if apart := summed & declared:  # it was gathered
                 size = self._size(apart)
-                yield Need("reduce-scatter", local * (size - 1) / size, name)
+                yield Need("reduce-scatter", local * (size - 1) / size, name, axes=self._named(apart))
                 local /= size
             if whole := summed - declared:
                 size = self._size(whole)
-                yield Need("all-reduce", 2 * local * (size - 1) / size, name)
+                yield Need("all-reduce", 2 * local * (size - 1) / size, name, axes=self._named(whole))
             if tensor.name in ("key", "value") and self.placement.kv_repeat > 1:
                 yield from self._copies(tensor, local)
                 continue
@@ -109,43 +111,48 @@ class _Count:
         kv_heads, repeat = self.problem.kv_heads, self.placement.kv_repeat
         if kv_heads > 1:
             self.unknown.append(f"{kv_heads} kv heads are copied, and XLA chooses how their gradients come together")
-        yield Need("all-reduce", 2 * local * (repeat - 1) / repeat, f"gradient of {tensor.name}")
+        heads = self.placement.head_axes
+        yield Need("all-reduce", 2 * local * (repeat - 1) / repeat, f"gradient of {tensor.name}", axes=heads)
 
     # -- what the strategy sends -----------------------------------------------------------------------------------
 
     def _of_strategy(self) -> Iterator[Need]:
         split, named = self.split, {t.name: t for t in self.tensors}
+        over, heads, ring = split.axes, split.head_axes, split.ring_axes
         keys = [t for n, t in named.items() if n in ("key", "value", "key_scale", "value_scale")]
         local = {t.name: self._bytes(t, all_axes(t.inside)) for t in self.tensors}
         output, lse = self._output(), self._lse()
         returned = lse if "return_lse" in self.problem.features else 0
         if split.gathers:
             for tensor in keys:
-                yield Need("all-gather", local[tensor.name] * (split.shards - 1), tensor.name)
+                yield Need("all-gather", local[tensor.name] * (split.shards - 1), tensor.name, axes=over)
         if split.head_axes:
             share = (split.head_size - 1) / split.head_size
             for tensor in (named["query"], *keys):
-                yield Need("all-to-all", local[tensor.name] * share, tensor.name)
-            yield Need("all-to-all", (output + returned) * share, "output")
+                yield Need("all-to-all", local[tensor.name] * share, tensor.name, axes=heads)
+            yield Need("all-to-all", (output + returned) * share, "output", axes=heads)
         if split.ring_axes:
             steps = len(split.steps) - 1
             for tensor in keys:
-                yield Need("collective-permute", local[tensor.name] * steps, f"{tensor.name} around the ring")
+                sent = local[tensor.name] * steps
+                yield Need("collective-permute", sent, f"{tensor.name} around the ring", axes=ring)
         if split.zigzag:
             for tensor in (named["query"], *keys):
-                yield Need("collective-permute", local[tensor.name] * self._swapped, f"{tensor.name} in zigzag order")
+                moved = local[tensor.name] * self._swapped
+                yield Need("collective-permute", moved, f"{tensor.name} in zigzag order", axes=ring)
             of_sinks = lse if "softmax_aux" in named else 0
             both = output + max(returned, of_sinks)
-            yield Need("collective-permute", both * self._swapped, "output in order again")
+            yield Need("collective-permute", both * self._swapped, "output in order again", axes=ring)
             rows = sum(local[t.name] for t in self.tensors if t.name.startswith("mask") and self._has_rows(t))
-            yield Need("collective-permute", rows * self._swapped, "the mask's rows in zigzag order")
+            yield Need("collective-permute", rows * self._swapped, "the mask's rows in zigzag order", axes=ring)
         if split.strategy == "split_kv":
             share = 2 * (split.shards - 1) / split.shards
             wide = output * self.wide / self.item
-            yield Need("all-reduce", (wide + 2 * lse) * share, "merging outputs by lse")
+            yield Need("all-reduce", (wide + 2 * lse) * share, "merging outputs by lse", axes=over)
 
     def _of_strategy_backward(self) -> Iterator[Need]:
         split, named = self.split, {t.name: t for t in self.tensors}
+        over, heads, ring = split.axes, split.head_axes, split.ring_axes
         keys = [t for n, t in named.items() if n in ("key", "value")]
         local = {t.name: self._bytes(t, all_axes(t.inside)) for t in self.tensors}
         smooth = [t for t in (named["query"], *keys) if t.gradient]
@@ -155,30 +162,36 @@ class _Count:
             scales = [t for n, t in named.items() if n.endswith("_scale")]
             for tensor in (*keys, *scales):
                 if tensor.gradient:
-                    yield Need("reduce-scatter", local[tensor.name] * (split.shards - 1), f"gradient of {tensor.name}")
+                    sent = local[tensor.name] * (split.shards - 1)
+                    yield Need("reduce-scatter", sent, f"gradient of {tensor.name}", axes=over)
         if split.head_axes:
             share = (split.head_size - 1) / split.head_size
-            yield Need("all-to-all", (output + returned) * share, "gradient of the output")
+            yield Need("all-to-all", (output + returned) * share, "gradient of the output", axes=heads)
             for tensor in smooth:
-                yield Need("all-to-all", local[tensor.name] * share, f"gradient of {tensor.name}")
+                yield Need("all-to-all", local[tensor.name] * share, f"gradient of {tensor.name}", axes=heads)
         if split.ring_axes:
             steps = len(split.steps) - 1
             for tensor in keys:
                 # One step goes the same way in both passes, and then XLA:CPU of jax 0.10 takes what it has: no barrier is kept.
-                again = Need("collective-permute", local[tensor.name] * steps, f"{tensor.name} around the ring again")
+                sent = local[tensor.name] * steps
+                again = Need("collective-permute", sent, f"{tensor.name} around the ring again", axes=ring)
                 yield again._replace(optional=self.cpu and steps == 1)
                 if steps:  # sums in float32, but for the way home
                     sums = local[tensor.name] * (steps * self.wide / self.item + 1)
                     # The first hop has no sum yet but what a GPU's kernel wrote in the dtype, and XLA may widen it afterwards.
                     first = local[tensor.name] * (self.wide / self.item - 1) if self.problem.platform == "cuda" else 0.0
-                    yield Need("collective-permute", sums - first, f"gradient of {tensor.name} around the ring")
-                    yield Need("collective-permute", first, f"gradient of {tensor.name}, its first hop wide", True)
+                    around = f"gradient of {tensor.name} around the ring"
+                    yield Need("collective-permute", sums - first, around, axes=ring)
+                    wide = f"gradient of {tensor.name}, its first hop wide"
+                    yield Need("collective-permute", first, wide, True, ring)
         if split.strategy == "split_kv":
             self.unknown.append("the gradient of outputs that are merged over devices: what XLA sends isn't worked out")
         if split.zigzag:
-            yield Need("collective-permute", (output + returned) * self._swapped, "gradient of the output")
+            sent = (output + returned) * self._swapped
+            yield Need("collective-permute", sent, "gradient of the output", axes=ring)
             for tensor in smooth:
-                yield Need("collective-permute", local[tensor.name] * self._swapped, f"gradient of {tensor.name}")
+                sent = local[tensor.name] * self._swapped
+                yield Need("collective-permute", sent, f"gradient of {tensor.name}", axes=ring)
 
     # -- sizes -----------------------------------------------------------------------------------------------------
 
@@ -204,10 +217,14 @@ class _Count:
                 f"{tensor.name} is split otherwise inside than declared, and XLA chooses how it gets there"
             )
         if gone:
-            yield Need("all-gather", local * (self._size(gone) - 1), what)
+            yield Need("all-gather", local * (self._size(gone) - 1), what, axes=self._named(gone))
 
     def _bytes(self, tensor: PlacedTensor, axes: set[str]) -> float:
         return math.prod(tensor.shape) * tensor.itemsize / self._size(axes)
+
+    def _named(self, axes: set[str]) -> tuple[str, ...]:
+        """In the mesh's order."""
+        return tuple(axis for axis in self.sizes if axis in axes)
 
     def _size(self, axes: set[str]) -> int:
         return math.prod(self.sizes[a] for a in axes)

@@ -1,4 +1,4 @@
-"""attention_flops: the operations of a call's products, counted by attnops where a compiler doesn't count them."""
+"""The operations of a call's products, counted by attnops where a compiler doesn't count them; and how exact they are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from ..planning import Plan
 
-__all__ = ["attention_flops"]
+__all__ = ["attention_flops", "exact_products"]
 
 _TILE = 128  # where the implementation has no tiles of its own
 # Of each kernel: its blocks, and how many products have the head dim, and how many the value dim.
@@ -33,6 +33,15 @@ def attention_flops(plan: Plan, backward: bool) -> float:
         weights = _weights(plan, getattr(config, q_name, None) or _TILE, getattr(config, kv_name, None) or _TILE)
         total += 2.0 * weights * (dims * problem.head_dim + value_dims * problem.value_dim)
     return total * problem.batch * problem.q_heads / devices
+
+
+def exact_products(plan: Plan) -> bool:
+    """Whether products of float32 lose no bits: attnops' kernels ask for that. Elsewhere it is not counted on."""
+    if plan.problem.runtime_dtype != "float32":
+        return False
+    if plan.method == "forward_cuda":
+        return plan.problem.operation != "sdpa"
+    return plan.method == "forward_tpu" and getattr(plan.config, "kernel", None) == "attnops"
 
 
 def _weights(plan: Plan, block_q: int, block_kv: int) -> int:

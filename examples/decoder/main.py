@@ -29,45 +29,10 @@ from attnops import Attention
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+from corpus import Alphabet, batches, corpus, unigram_entropy  # noqa: E402
 from decoder_model import Cache, Decoder, Sizes, empty_cache, placed  # noqa: E402
 
 LENGTH, BATCH = 128, 32
-
-
-def corpus() -> str:
-    """The texts behind `help()`, which come with Python: half a million characters of English about the language."""
-    import pydoc_data.topics
-
-    return "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
-
-
-class Alphabet:
-    """Characters as numbers; those that the corpus has fewer than 50 times are one number."""
-
-    def __init__(self, text: str) -> None:
-        symbols, counts = np.unique(np.array(list(text)), return_counts=True)
-        self.symbols = ["\N{REPLACEMENT CHARACTER}", *symbols[counts >= 50]]
-        self.number = {symbol: i for i, symbol in enumerate(self.symbols)}
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array([self.number.get(c, 0) for c in text], np.int32)
-
-    def decode(self, numbers: np.ndarray) -> str:
-        return "".join(self.symbols[i] for i in numbers)
-
-
-def unigram_entropy(tokens: np.ndarray) -> float:
-    """In nats a character."""
-    share = np.bincount(tokens) / len(tokens)
-    share = share[share > 0]
-    return float(-(share * np.log(share)).sum())
-
-
-def batches(tokens: np.ndarray, batch: int, length: int, seed: int) -> Any:
-    random = np.random.default_rng(seed)
-    while True:
-        starts = random.integers(0, len(tokens) - length - 1, batch)
-        yield np.stack([tokens[s : s + length + 1] for s in starts])
 
 
 def loss_of(model: Decoder, rows: jax.Array) -> jax.Array:

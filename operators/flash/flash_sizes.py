@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
+from ..mask_blocks import fitted_block
 from .flash_config import FlashAttention2Config
 
-__all__ = ["resolve_flash", "sizes_of", "unknown_gpu"]
+__all__ = ["least_shared_bytes", "resolve_flash", "sizes_of", "unknown_gpu"]
 
 
 class _Sizes(NamedTuple):
@@ -47,6 +48,7 @@ _WIDE = {
 _FOLDED_ROWS = (
     64  # queries of all heads that share a kv head, up to which they are the rows of one tile that holds them
 )
+_LEAST_TILE = 32
 _PLACES = 2**31
 _SPLIT_KEYS = 256  # the fewest keys of a part
 _MOST_SPLITS = 64
@@ -56,6 +58,11 @@ _CORES = {
     "NVIDIA GB200": 148,
 }  # fmt: skip
 _SOME_CORES = 108
+# Bytes of shared memory that a block of threads may have, by the start of jax's device kind: the CUDA C++ Programming Guide.
+_SHARED = {
+    "NVIDIA A100": 166912,
+    **dict.fromkeys(("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200", "NVIDIA B200", "NVIDIA GB200"), 232448),
+}
 
 
 def resolve_flash(
@@ -86,7 +93,9 @@ def resolve_flash(
     programs = local.batch * (local.kv_heads if fold else local.q_heads) * math.ceil(rows / block_q)
     found["fold"] = fold
     found["kv_splits"] = config.kv_splits or _splits(problem, placement, programs)
-    return config.with_fields(found)
+    chosen = config.with_fields(found)
+    _check_shared(problem, chosen)
+    return chosen
 
 
 def unknown_gpu(problem: AttentionProblem, config: FlashAttention2Config) -> str | None:
@@ -110,12 +119,43 @@ def _check_places(problem: AttentionProblem, placement: Placement) -> None:
     local, dims = placement.local, {"key": problem.head_dim, "value": problem.value_dim}
     sizes = {name: local.batch * local.kv_heads * local.kv_len * dims[name] for name in problem.quantised}
     for leaf in problem.leaves:
-        if len(leaf.dims) == 4:
+        if "kv" in leaf.dims[2:]:
             sizes[leaf.name] = math.prod(leaf.shape) // problem.devices
     for name, size in sizes.items():
         if size > _PLACES:
             raise ConfigError(
                 f"{name} has {size} numbers of one byte on a device; wanted at most {_PLACES}, which 32 bits can count."
+            )
+
+
+def least_shared_bytes(problem: AttentionProblem, config: FlashAttention2Config) -> dict[str, int]:
+    """Bytes of shared memory that each pass of a filled config takes at least: the tiles that are on their way at once.
+
+    What the loop goes through, keys and values, or queries and their gradients: one tile fewer than stages on Ampere, whose last
+    one is consumed from registers. Compiled kernels take this or more (docs/gpu.md).
+    """
+    row = problem.head_dim + problem.value_dim
+    size = {"float32": 4}.get(problem.runtime_dtype, 2)
+    fewer = problem.device_kind.startswith("NVIDIA A")
+    sizes = sizes_of(config)
+    rows = {"forward": sizes["forward"].block_kv, "dkv": sizes["dkv"].block_q, "dq": sizes["dq"].block_kv}
+    return {pass_: max(1, sizes[pass_].num_stages - fewer) * n * row * size for pass_, n in rows.items()}
+
+
+def _check_shared(problem: AttentionProblem, config: FlashAttention2Config) -> None:
+    """Errors: ConfigError for tiles that can't fit, where that is known: products of two-byte numbers, known GPUs."""
+    most = next((n for kind, n in _SHARED.items() if problem.device_kind.startswith(kind)), None)
+    if most is None or config.interpret or problem.runtime_dtype == "float32" or problem.quantised:
+        return
+    for pass_, least in least_shared_bytes(problem, config).items():
+        if least > most:
+            suffix = "" if pass_ == "forward" else f"_{pass_}"
+            of = "block_q" if pass_ == "dkv" else "block_kv"
+            size = sizes_of(config)[pass_]
+            raise ConfigError(
+                f"FlashAttention2Config: {of}{suffix}={getattr(size, of)} and num_stages{suffix}={size.num_stages} take at least "
+                f"{least} bytes of shared memory; {problem.device} has {most} for a block of threads. Hint: fewer stages or a "
+                f"smaller block."
             )
 
 
@@ -132,10 +172,20 @@ def _defaults(problem: AttentionProblem, rows: int, q_len: int, kv_len: int) -> 
     """By the suffix of the fields: the sizes of each pass; rows: of the forward pass, where heads may be folded into them."""
     forward, *backward = _table(problem)
     sizes = [(forward, rows), *((size, q_len) for size in backward)]
-    return {
+    found = {
         suffix: size._replace(block_q=min(size.block_q, _power(most)), block_kv=min(size.block_kv, _power(kv_len)))
         for suffix, (size, most) in zip(("", "_dkv", "_dq"), sizes, strict=True)
     }
+    return {suffix: _of_mask(problem, size, folded=rows != q_len and not suffix) for suffix, size in found.items()}
+
+
+def _of_mask(problem: AttentionProblem, size: _Sizes, *, folded: bool) -> _Sizes:
+    """Tiles that lie in one block of the mask, where its blocks are no smaller than a tile can be."""
+    blocks = {}
+    for axis, most, length in (("q", size.block_q, problem.q_len), ("kv", size.block_kv, problem.kv_len)):
+        fitted = fitted_block(problem.mask, axis, most, length, _LEAST_TILE)
+        blocks[f"block_{axis}"] = most if folded and axis == "q" else 1 << (fitted.bit_length() - 1)
+    return size._replace(**blocks)
 
 
 def _power(length: int) -> int:

@@ -192,8 +192,9 @@ class _BlockPass:
         together = staged * (self.compute.itemsize + sums * self.dtype.itemsize) <= _STAGED_TOGETHER
         self.stages, self.slots = (1, self.batch * self.groups) if together else (self.batch * self.groups, 1)
         mask, dropout = join_static(static.static_part, traced)
-        self.source = TileSource(mask, dropout, blocking.block_q, blocking.block_kv)
-        self.table = tile_table(mask, blocking.block_q, blocking.block_kv, apart=apart)
+        tables = self.groups if mask.heads_apart else 1
+        self.source = TileSource(mask, dropout, blocking.block_q, blocking.block_kv, tables=tables)
+        self.table = tile_table(mask, blocking.block_q, blocking.block_kv, tables=tables, apart=apart)
         self.bias = None if operands.bias is None else self.source.pad(operands.bias)
         self.axes = varying(operands)
 
@@ -237,16 +238,16 @@ class _BlockPass:
         table = self.table.table
         begin: Any
         end: Any
-        if isinstance(table, np.ndarray) and (table == table[:1, :1]).all():
-            row = jnp.asarray(table[0, 0])  # all query blocks see the same: nothing to look up but the kv block
-            begin, end = (int(n) for n in table[0, 0, :2])
+        if isinstance(table, np.ndarray) and (table == table[:1, :1, :1]).all():
+            row = jnp.asarray(table[0, 0, 0])  # all query blocks see the same: nothing to look up but the kv block
+            begin, end = (int(n) for n in table[0, 0, 0, :2])
         else:
-            place = (at.batch if table.shape[0] > 1 else 0, at.q_block, 0)
-            row = cut(jnp.asarray(table), place, (1, 1, table.shape[2])).reshape(-1)
+            place = (at.batch if table.shape[0] > 1 else 0, at.group if table.shape[1] > 1 else 0, at.q_block, 0)
+            row = cut(jnp.asarray(table), place, (1, 1, 1, table.shape[3])).reshape(-1)
             begin, end = (lax.index_in_dim(row, n, keepdims=False) for n in (0, 1))
         if self.table.neighbours:
-            known = isinstance(table, np.ndarray) and (table[..., 0] == table[0, 0, 0]).all()
-            return int(table[0, 0, 0]) if known else begin, (end, end), lambda n: n
+            known = isinstance(table, np.ndarray) and (table[..., 0] == table[0, 0, 0, 0]).all()
+            return int(table[0, 0, 0, 0]) if known else begin, (end, end), lambda n: n
         return 2, (begin, end), lambda n: lax.squeeze(cut_along(row, n, 1), (0,))
 
     def take(self, x: jax.Array, stage: Any) -> jax.Array:

@@ -11,17 +11,20 @@ from jax import lax
 
 from ...masks import Full, Mask
 from ..local_mask import Dropout, LocalMask
+from .answer import Answer
+from .block_words import BlockWords, block_words, is_blocks
 from .primitives import cut, cut_along, numbers, shifted
 
 __all__ = ["TilePosition", "TileSource", "TileTable", "is_arithmetic", "tile_table"]
 
 
 class TileTable(NamedTuple):
-    """Which kv blocks each query block visits: a row of `table` [batch | 1, q blocks, 2 + most kv blocks].
+    """Which kv blocks each query block visits: a row of `table` [batch | 1, tables | 1, q blocks, 2 + most kv blocks].
 
     From the third place on it holds the partial ones, then the full ones; its first two numbers are the place after the
     partial ones, and that after both. One row, because each slice of a table is a part of every program. Where all are of one
-    kind and every row's are neighbours, the table [batch | 1, q blocks, 2] has only the first and the one after the last.
+    kind and every row's are neighbours, the table [.., q blocks, 2] has only the first and the one after the last. A table for
+    each of several parts of the heads, where heads see blocks of their own.
 
     `some_partial` and `some_full` are False where the host knows that no block is such.
     """
@@ -43,13 +46,13 @@ def is_arithmetic(mask: Mask) -> bool:
     return len(atoms) <= _MOST_LEAVES and all(atom.kind in _ARITHMETIC for atom in atoms)
 
 
-def tile_table(mask: LocalMask, block_q: int, block_kv: int, *, apart: bool = True) -> TileTable:
-    """Sort each query block's kv blocks by kind. A last block that is padded counts as partial.
+def tile_table(mask: LocalMask, block_q: int, block_kv: int, *, tables: int = 1, apart: bool = True) -> TileTable:
+    """Sort each query block's kv blocks by kind, for each of `tables` parts of the heads. A last block that is padded is partial.
 
     apart=False counts full ones as partial, too: they are then one loop, half of the program. So does a mask that costs next
     to nothing where few blocks are full.
     """
-    kinds = mask.kinds(block_q, block_kv)
+    kinds = mask.kinds_of_heads(block_q, block_kv, tables)
     if not isinstance(kinds, np.ndarray):
         return _known_at_run_time(kinds, mask.kv_len % block_kv != 0, apart)
     if mask.kv_len % block_kv:
@@ -101,9 +104,21 @@ class TilePosition(NamedTuple):
 class TileSource:
     """Cuts the mask, the bias and the dropout of one tile out of the whole."""
 
-    def __init__(self, mask: LocalMask, dropout: Dropout | None, block_q: int, block_kv: int) -> None:
+    def __init__(
+        self, mask: LocalMask, dropout: Dropout | None, block_q: int, block_kv: int, *, tables: int = 1
+    ) -> None:
         self.mask, self.dropout, self.block_q, self.block_kv = mask, dropout, block_q, block_kv
-        self._padded = mask.mask.map_atoms(self._pad_atom)
+        rows = -(-mask.q_len // block_q) * block_q
+        # Of a single block the mask says all: it is visited whatever it sees.
+        words = iter(block_words(mask, block_q, block_kv, rows, tables, settle=mask.kv_len > block_kv))
+
+        def padded(atom: Mask) -> Mask:
+            if not is_blocks(atom):
+                return self._pad_atom(atom)
+            found = next(words)
+            return Full() if found is None else _Words(found)
+
+        self._padded = mask.mask.map_atoms(padded)
 
     def seen(self, tile: TilePosition) -> jax.Array | None:
         """Which weights of the tile are visible: bool [1 | heads, block_q, block_kv]; None for all."""
@@ -155,11 +170,24 @@ class TileSource:
         return _refill(atom, arrays)
 
     def _cut_atom(self, atom: Mask, tile: TilePosition) -> Mask:
+        if isinstance(atom, _Words):
+            return Answer(self._seen_blocks(atom.held, tile))
         arrays = [
             self._cut(x, dims, tile, atom.kind == "dense_mask")
             for x, (_, _, dims) in zip(atom.arrays(), atom.parts, strict=True)
         ]
         return _refill(atom, arrays)
+
+    def _seen_blocks(self, held: BlockWords, tile: TilePosition) -> jax.Array:
+        """What a leaf of blocks says of the tile: bool [1, heads | 1, block_q, block_kv | 1]."""
+        batch, heads, _, words, _ = held.words.shape
+        starts = (tile.batch if batch > 1 else 0, tile.head if heads > 1 else 0, tile.kv_block, 0)
+        sizes = (1, tile.heads if heads > 1 else 1, 1, words, self.block_q)
+        part = cut(held.words, (*starts, tile.q_block * self.block_q), sizes)
+        rows = [lax.index_in_dim(part, n, axis=3, keepdims=False)[:, :, 0, :, None] for n in range(words)]
+        _, cols = self._indices(tile)
+        first = shifted(tile.kv_block * self.block_kv, self.mask.k_start)
+        return held.seen(rows, shifted(cols, self.mask.k_start)[None, None], first)
 
     def _pad(self, array: jax.Array, dims: tuple[str, ...], broadcasts: bool) -> jax.Array:
         blocks = {"q": self.block_q, "kv": self.block_kv}
@@ -186,6 +214,15 @@ class TileSource:
             (0, 1) if broadcasts and size == 1 else where[dim] for dim, size in zip(dims, array.shape, strict=True)
         ]
         return tuple(start for start, _ in static_part), tuple(size for _, size in static_part)
+
+
+class _Words(Mask):
+    """In the place of a leaf of blocks, its words."""
+
+    kind = "words"
+
+    def __init__(self, held: BlockWords) -> None:
+        self.held = held
 
 
 def _refill(atom: Mask, arrays: list[jax.Array]) -> Mask:

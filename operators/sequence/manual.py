@@ -41,7 +41,7 @@ def of_the_whole(
     times = {"q": math.prod(sizes[a] for a in query), "kv": math.prod(sizes[a] for a in key)}
     over, at = "+".join(dict.fromkeys((*query, *key))), layout.index("t")
     leaves: tuple[Leaf, ...] = () if options.mask is None else options.mask.merge(shapes.mask_leaves).split()[1]
-    dense = [leaf.name for leaf in leaves if {"q", "kv"} <= set(leaf.dims)]
+    dense = [leaf.name for leaf in leaves if {"q", "kv"} <= set(leaf.dims) or "q_blocks" in leaf.dims]
     if shapes.bias is not None or dense:
         raise InputError(
             f"the sequence axis {over} is Manual here (this runs inside your own shard_map), and of {', '.join(dense) or 'bias'} "

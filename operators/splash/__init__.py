@@ -23,8 +23,10 @@ from ..flash import (
 )
 from ..flash.flash_rules import ON_ROCM
 from ..local import LocalCall, LocalOutput
+from ..mask_blocks import block_remarks
+from ..native_route import native_block_remarks, native_route
 from ..sequence.ring_call import around_the_ring
-from ..vanilla import Vanilla
+from ..vanilla import Vanilla, VanillaConfig
 from . import shipped
 from .block_choice import resolve_attnops
 from .candidates import candidates as tried_sizes
@@ -181,6 +183,7 @@ class Splash(Operation):
     ) -> tuple[str, ...]:
         """Also a GPU that isn't known, what may be too large for the device's VMEM, and what another's kernel costs."""
         notes = super().remarks(method, problem, placement, config)
+        notes = (*notes, *_block_remarks(method, problem, placement, config))
         if method in ("forward_tpu", "forward_cuda") and problem.quantised:
             notes = (*notes, f"the gradient works on {dequantised_copy(problem, placement)}")
         if method == "forward_cuda" and isinstance(config, FlashAttention2Config):
@@ -225,6 +228,21 @@ class Splash(Operation):
             q_block, kv_block = (external_padding(config, name) for name in ("q", "kv"))
         q_padded, kv_padded = math.ceil(q_len / q_block) * q_block, math.ceil(kv_len / kv_block) * kv_block
         return Padding(q_padded - q_len, kv_padded - kv_len, 1 - q_len * kv_len / (q_padded * kv_padded))
+
+
+def _block_remarks(
+    method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
+) -> tuple[str, ...]:
+    """What a plan tells of a mask of blocks; each query head has its tiles on a GPU, each tile of kv heads on a TPU."""
+    local = placement.local
+    if method == "forward_cuda" and isinstance(config, FlashAttention2Config):
+        sizes = local.q_len if config.fold else config.block_q or 1, config.block_kv or 1
+        return block_remarks(problem, placement, *sizes, local.kv_heads if config.fold else local.q_heads)
+    if method == "forward_tpu" and isinstance(config, SplashConfig):
+        kv_tile = max(1, (config.heads_per_tile or 1) * local.kv_heads // local.q_heads)
+        sizes = config.block_q or 1, config.block_kv or 1
+        return block_remarks(problem, placement, *sizes, local.kv_heads // kv_tile)
+    return native_block_remarks(problem, placement, native_route(problem, placement, VanillaConfig()))
 
 
 def _run_attnops(

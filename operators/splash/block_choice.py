@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
 
 from ...errors import ConfigError
+from ...masks import Mask
 from ...planning import AttentionProblem, OperationConfig, Placement
+from ..mask_blocks import fitted_block
 from .scalar_memory import ScalarMemory
 from .sizes import BlockSizes, choose_block, dividing_block
 from .splash_config import LANES, SplashConfig
@@ -63,7 +66,11 @@ def _ways(
     problem: AttentionProblem, placement: Placement, config: SplashConfig
 ) -> Iterator[SplashConfig | ConfigError]:
     """Configs in the order in which they are tried, and why some sizes give none: the cheapest first, the large ones last."""
-    for sizes in (_SIZES, *((size,) for size in _LARGE)):
+    most = _most_for(problem)
+    for sizes in (
+        tuple(n for n in _SIZES if n <= most),
+        *((size,) for size in (*_SIZES[::-1], *_LARGE) if size > most),
+    ):
         found = []
         for most, fused in itertools.product(sizes, _backward_ways(config)):
             try:
@@ -71,6 +78,13 @@ def _ways(
             except ConfigError as error:
                 yield error
         yield from sorted(found, key=lambda way: _cost(problem, placement, way))
+
+
+def _most_for(problem: AttentionProblem) -> int:
+    """The largest size to begin with: not beyond blocks that are chosen at run time, of which no cost is known."""
+    if "chosen_blocks" not in problem.features:
+        return _SIZES[0]
+    return max(LANES, *(fitted_block(problem.mask, axis, _SIZES[0], _SIZES[0] + 1, LANES) for axis in ("q", "kv")))
 
 
 def _cost(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> float:
@@ -88,11 +102,16 @@ def tile_cost(problem: AttentionProblem, placement: Placement, block_q: int, blo
     """The work of a pass in weights: large blocks take few steps, small ones skip more."""
     if "mask_function" in problem.features:  # would be evaluated weight by weight
         return 1 / (block_q * block_kv)
-    kinds = problem.mask.live_blocks(
-        block_q, block_kv, query_offset=problem.query_offset or 0, **_sample(problem, placement)
-    )
-    partial, full = float((kinds == 1).sum()), float((kinds == 2).sum())
+    place = {"query_offset": problem.query_offset or 0, **_sample(problem, placement)}
+    partial, full = _tiles_of_kinds(problem.mask, block_q, block_kv, tuple(place.items()))
     return (full + _PARTIAL * partial) * block_q * block_kv + (full + partial) * _STEP
+
+
+@functools.lru_cache(maxsize=256)
+def _tiles_of_kinds(mask: Mask, block_q: int, block_kv: int, place: tuple[tuple[str, int], ...]) -> tuple[float, float]:
+    """(partial, full) tiles of a head, in the mean."""
+    kinds = mask.live_blocks_by_head(block_q, block_kv, **dict(place))
+    return float((kinds == 1).sum()) / len(kinds), float((kinds == 2).sum()) / len(kinds)
 
 
 def _sample(problem: AttentionProblem, placement: Placement) -> dict[str, int]:

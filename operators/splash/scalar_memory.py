@@ -39,6 +39,9 @@ class ScalarMemory:
         self.known: Known = Known(problem.mask, local.q_len, local.kv_len, q_start, k_start, offset)
         by_row = problem.dynamic_query_offset or any(leaf.shape[0] > 1 for leaf in problem.leaves)
         self.rows = local.batch if by_row else 1
+        self.heads = local.q_heads, local.kv_heads
+        self.heads_apart = any(getattr(atom, "heads", 1) > 1 for atom in problem.mask.atoms())
+        self.heads_apart |= any("q_blocks" in leaf.dims and leaf.shape[1] > 1 for leaf in problem.leaves)
         self.numbers = {
             "places": (q_start is None) + (k_start is None),
             "query offsets": local.batch * problem.dynamic_query_offset,
@@ -60,7 +63,7 @@ class ScalarMemory:
         names = {"": "forward", "_dkv": "backward" if config.use_fused_bwd_kernel else "dkv", "_dq": "dq"}
         found = {}
         for one in _passes(config, self.known.kv_len):
-            visits = self.rows * self._visits(*_blocks(config, one.suffix), one.slow, one.keys)
+            visits = self._lists(config) * self._visits(*_blocks(config, one.suffix), one.slow, one.keys)
             found[f"attnops_splash_{names[one.suffix]}"] = visits + sum(self._numbers(one).values())
         return found
 
@@ -84,21 +87,29 @@ class ScalarMemory:
         numbers = {name: count for name, count in self._numbers(one).items() if count}
         room = MOST_WORDS - sum(numbers.values())
         tiles = math.ceil(self.known.q_len / block_q) * math.ceil(one.keys / block_kv)
-        if self.rows * tiles <= room:
+        lists = self._lists(config)
+        if lists * tiles <= room:
             return
         # Where already the tiles of some rows are too many, all of them aren't looked for.
         at_least = fewest_steps(self.known, block_q, block_kv) if one.keys >= self.known.kv_len else 0
-        exact = self.rows * at_least <= room
-        visits = self.rows * (self._visits(block_q, block_kv, one.slow, one.keys) if exact else at_least)
+        exact = lists * at_least <= room
+        visits = lists * (self._visits(block_q, block_kv, one.slow, one.keys) if exact else at_least)
         if visits <= room:
             return
         beside = "".join(f", beside {count} words of {name}" for name, count in numbers.items())
         rows = f" for {self.rows} batch rows" if self.rows > 1 else ""
+        rows += f" and {lists // self.rows} tiles of heads that see blocks of their own" if lists > self.rows else ""
         raise ConfigError(
             f"SplashConfig: block_q{one.suffix}={block_q}, block_kv{one.suffix}={block_kv} make {visits} visits{rows}"
             f"{'' if exact else ' or more'}, whose list scalar memory can't hold{beside}; wanted at most {max(room, 0)}: larger "
             f"blocks{', or fewer batch rows a device,' if self.rows > 1 or room < 0 else ''} make fewer."
         )
+
+    def _lists(self, config: SplashConfig) -> int:
+        """One for each batch row, and for each tile of kv heads, where they differ."""
+        q_heads, kv_heads = self.heads
+        kv_tile = max(1, (config.heads_per_tile or 1) * kv_heads // q_heads)
+        return self.rows * (kv_heads // kv_tile if self.heads_apart else 1)
 
     def _numbers(self, one: _GridPass) -> dict[str, int]:
         """All but the list: sinks are read by the forward pass alone."""

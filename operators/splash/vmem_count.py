@@ -86,7 +86,7 @@ def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig
             f"of a device into whole groups or parts of one; wanted one of {', '.join(map(str, choices))}."
         )
     dense = 0 if problem.bias_shape is None else 4
-    dense += sum(len(leaf.dims) == 4 for leaf in problem.leaves)
+    dense += sum("kv" in leaf.dims[2:] for leaf in problem.leaves)
     itemsize = 4 if problem.runtime_dtype == "float32" else 2
     return Shape(
         local.q_len,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops import (
+    Blocks,
     Causal,
     Chunked,
     Dense,
@@ -25,6 +26,7 @@ from attnops import (
     SlidingWindow,
     register_mask_function,
 )
+from attnops.masks import ChosenBlocks
 
 DIM, VALUE_DIM = 16, 24
 
@@ -119,6 +121,7 @@ def last_rows(case: Case, rows: int) -> Case:
     if call.get("mask") == ~Causal(4):  # an offset of its own counts from the row's index, and moves with the cut
         call["mask"] = ~Causal(4 + first)
     if isinstance(mask := call.get("mask"), Mask):
+        mask = mask.map_atoms(lambda atom: _last_rows_of_blocks(atom, first, rows))
         structure, leaves = mask.split()
         arrays = [cut(np.asarray(x.array), x.dims.index("q")) if "q" in x.dims else x.array for x in leaves]
         call["mask"] = structure.merge(tuple(arrays))
@@ -133,6 +136,14 @@ def last_rows(case: Case, rows: int) -> Case:
     reference = {name: cut(x, -2) if name == "bias" else x for name, x in case.reference.items()}
     mask = None if case.mask is None else cut(case.mask, -2)
     return replace(case, call=call | {"query_offset": offset + first}, reference=reference, mask=mask, q_len=rows)
+
+
+def _last_rows_of_blocks(atom: Mask, first: int, rows: int) -> Mask:
+    """A layout, or a choice, with a row for each query that is left: blocks of queries are counted from the call's first."""
+    blocks = (first + np.arange(rows)) // getattr(atom, "block_q", 1)
+    if isinstance(atom, ChosenBlocks):
+        return Blocks(np.take(np.asarray(atom.choice), blocks, axis=2), 1, atom.block_kv)
+    return Blocks(atom.layout[:, blocks], 1, atom.block_kv) if isinstance(atom, Blocks) else atom
 
 
 def in_layout(x: Any, layout: str) -> Any:
@@ -491,3 +502,50 @@ def everything(rng: np.random.Generator, s: Sizes) -> Case:
         kv_heads=s.kv_heads,
         value_dim=VALUE_DIM,
     )
+
+
+def _layout(rng: np.random.Generator, *heads: int, q: int, kv: int, s: Sizes) -> np.ndarray:
+    """Some blocks of a size that divides nothing, for all heads or for each."""
+    return rng.random((*heads, -(-s.length // q), -(-s.length // kv))) < 0.4
+
+
+@_case
+def blocks(rng: np.random.Generator, s: Sizes) -> Case:
+    """Some blocks of queries see nothing."""
+    layout = _layout(rng, q=20, kv=12, s=s)
+    layout[1] = False
+    i, j = _grid(s.length, s.length)
+    return _structured(Causal() & Blocks(layout, 20, 12), (j <= i) & layout[i // 20, j // 12], "causal", "blocks")
+
+
+@_case
+def blocks_of_heads(rng: np.random.Generator, s: Sizes) -> Case:
+    """A layout for each query head, beside a prefix; 64 is also a block of the kernels."""
+    layout = _layout(rng, s.heads, q=64, kv=64, s=s)
+    i, j = _grid(s.length, s.length)
+    seen = (j <= i) & (layout[:, i // 64, j // 64] | (j < s.at(9)))
+    case = _structured(Causal() & (Blocks(layout, 64, 64) | Prefix(s.at(9))), seen, "causal", "prefix", "blocks", "gqa")
+    case.kv_heads = s.kv_heads
+    return case
+
+
+@_case
+def chosen_blocks(rng: np.random.Generator, s: Sizes) -> Case:
+    """A choice for each batch row and kv head: some of it is of no block, some twice there."""
+    q_blocks, kv_blocks = -(-s.length // 16), -(-s.length // 32)
+    chosen = rng.integers(-1, kv_blocks + 1, (s.batch, s.kv_heads, q_blocks, 3)).astype(np.int32)
+    layout = (chosen[..., None, :] == np.arange(kv_blocks)[:, None]).any(-1).repeat(s.heads // s.kv_heads, 1)
+    i, j = _grid(s.length, s.length)
+    seen = (j <= i) & layout[:, :, i // 16, j // 32]
+    case = _structured(Causal() & Blocks(chosen, 16, 32), seen, "causal", "chosen_blocks", "gqa")
+    case.kv_heads = s.kv_heads
+    return case
+
+
+@_case
+def chosen_blocks_or(rng: np.random.Generator, s: Sizes) -> Case:
+    """Bools for all batch rows, under a `|`."""
+    layout = rng.random((1, s.heads, -(-s.length // 30), -(-s.length // 7))) < 0.3
+    i, j = _grid(s.length, s.length)
+    seen = layout[:, :, i // 30, j // 7] | (j > i)
+    return _structured(~Causal() | Blocks(jnp.asarray(layout), 30, 7), seen, "causal", "dynamic_or")

@@ -7,6 +7,7 @@ import itertools
 from functools import lru_cache
 
 import pytest
+from covering import covering
 
 from attnops import AttentionProblem, RefusedError
 from attnops.operators.splash.external import EXTERNAL_FEATURES
@@ -41,8 +42,9 @@ def _segment_ids_twice(case: cases.Case) -> bool:
     return {"dynamic_or", "segment_ids"} <= case.features
 
 
-# What `make test` runs; the rest of the product is for `make test-all`. Every case runs in float32, whose tolerance notices
-# most, in one layout, by turns. These, and some of the others by turns, run in half precision too: one in each.
+# What `make test` runs; in `make test-all` any three of implementation, case, dtype and layout meet. Every case runs in
+# float32, whose tolerance notices most, in one layout, by turns. These, and some of the others by turns, run in half
+# precision too: one in each.
 IN_HALF = ("causal_window", "gqa")
 HALVES = (
     ("bthd", "bfloat16"),
@@ -83,6 +85,8 @@ SHARED = (
     "cross",
     "int8_value",
     "fp8_key",
+    "blocks",
+    "chosen_blocks_or",
 )
 EVERY = sorted(harness.RUNNABLE)
 OWN = [which for which in EVERY if which not in FEW]
@@ -106,11 +110,13 @@ def _marks(which: str, name: str, layout: str, dtype: str) -> list[pytest.MarkDe
     return [*slow, harness.NEEDS_TOKAMAX] if which.endswith(" tokamax") else slow
 
 
-COMBINATIONS = [
-    pytest.param(
-        which, name, layout, dtype, marks=_marks(which, name, layout, dtype), id=f"{which}-{name}-{layout}-{dtype}"
-    )
+PRODUCT = [
+    (which, name, layout, dtype)
     for name, dtype, layout, which in itertools.product(cases.names(), DTYPES, LAYOUTS, harness.RUNNABLE)
+]
+COMBINATIONS = [
+    pytest.param(*row, marks=_marks(*row), id="-".join(row))
+    for row in covering(PRODUCT, 3, [row for row in PRODUCT if _often(*row)])
 ]
 
 

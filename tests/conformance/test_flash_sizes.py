@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from covering import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +68,7 @@ def _few(name: str, layout: str) -> cases.Case:
     ("name", "way", "layout"),
     [
         pytest.param(*key, id="-".join(key), marks=[] if key in OFTEN else [SLOW])
-        for key in itertools.product(NAMES, WAYS, ("bthd", "bhtd"))
+        for key in covering(itertools.product(NAMES, WAYS, ("bthd", "bhtd")), 2, OFTEN)
     ],
 )
 def test_few_queries(name: str, way: str, layout: str) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from . import cases, harness
 
@@ -98,3 +102,29 @@ def test_every_published_bound_is_below_a_tenth() -> None:
     """Else rows scaled by 0.9 would pass."""
     assert [p for p in PUBLISHED if max(p[2:]) >= 0.1] == []
     assert len(PUBLISHED) > 8
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(1, 3), st.data())
+def test_a_covering_has_every_combination_that_its_rows_have(sizes: list[int], strength: int, data: Any) -> None:
+    strength = min(strength, len(sizes))
+    rows = sorted(
+        data.draw(st.sets(st.sampled_from(list(itertools.product(*map(range, sizes)))), min_size=1)),
+    )
+    first = data.draw(st.sets(st.sampled_from(rows)))
+
+    def met(of: Any) -> set[Any]:
+        return {c for row in of for c in itertools.combinations(enumerate(row), strength)}
+
+    some = covering(rows, strength, first)
+    assert met(some) == met(rows)
+    assert first <= set(some) <= set(rows)
+    assert some == sorted(some)
+
+
+def test_a_covering_is_small_and_the_products_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATTNOPS_TEST_PRODUCTS", raising=False)
+    rows = list(itertools.product(range(5), repeat=4))
+    assert 25 <= len(covering(rows, 2)) <= 40  # of 625
+    monkeypatch.setenv("ATTNOPS_TEST_PRODUCTS", "1")
+    assert covering(rows, 2) == rows

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from jax.sharding import AxisType, PartitionSpec
 
 from attnops import Causal, Chunked, Full, InputError, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
@@ -40,6 +41,7 @@ CASES = {
     "sinks_per_kv_head": "bthd", "prefix": "thd", "dense_mask": "bhtd", "lse": "bthd", "value_dim": "bthd",
     "soft_cap": "bhtd", "positions": "bthd", "mask_function": "bthd", "dynamic_query_offset": "bthd", "bias": "bthd",
     "everything": "bthd", "int8_kv": "bthd", "sinks_of_minus_infinity": "bthd", "sinks_some_of_minus_infinity": "bhtd",
+    "blocks": "bthd", "blocks_of_heads": "bhtd", "chosen_blocks": "bthd",
 }  # fmt: skip
 _RING = {"bias": {"bias"}, "everything": {"bias", "return_weights"}, "int8_kv": {"quantized_kv"}}
 # By strategy, what is refused for its own sake.
@@ -57,23 +59,18 @@ SLOW = pytest.mark.slow
 
 
 def _product() -> Iterator[tuple[str, str, str, str, str, str]]:
-    """(implementation, strategy, case, mesh, layout, kind): every mesh, every layout and every kind of axis."""
+    """(implementation, strategy, case, mesh, layout, kind of axis)."""
     for which, strategy, name in itertools.product((NATIVE, SPLASH, FLASH), FIELDS, CASES):
-        main, layout = MAIN[strategy], CASES[name]
         if (
             which == FLASH
-        ):  # what goes around a kernel is the same for all: one mesh tells whether it can go around this one
-            yield which, strategy, name, main, layout, "auto"
+        ):  # what goes around a kernel is the same for all: one mesh tells whether it goes around this one
+            yield which, strategy, name, MAIN[strategy], CASES[name], "auto"
             continue
-        meshes = [m for m in MESHES if m == main or ("cp" in MESHES[m]) == (strategy == "ulysses_ring")]
-        yield from ((which, strategy, name, mesh, layout, "auto") for mesh in meshes)
-        yield from (
-            (which, strategy, name, main, other, "auto") for other in ("bthd", "bhtd", "thd") if other != layout
-        )
-        yield which, strategy, name, main, layout, "explicit"
+        meshes = [m for m in MESHES if m == MAIN[strategy] or ("cp" in MESHES[m]) == (strategy == "ulysses_ring")]
+        yield from itertools.product((which,), (strategy,), (name,), meshes, ("bthd", "bhtd", "thd"), KINDS)
 
 
-# What `make test` runs of the product, in the case's own layout; the rest is for `make test-all`.
+# What `make test` runs of the product, in the case's own layout; `make test-all` runs rows in which any three of them meet.
 OFTEN = {
     *((NATIVE, "ring", n, "fsdp2_tp2_sp2", "auto") for n in ("segment_ids", *_RING)),
     *((NATIVE, "ulysses", n, "fsdp2_tp2_sp2", "auto") for n in ("bias", "everything", "int8_kv")),
@@ -83,18 +80,17 @@ OFTEN = {
     (NATIVE, "zigzag", "segment_ids", "sp4_ones", "auto"),
     (NATIVE, "gather", "int8_kv", "fsdp2_tp2_sp2", "auto"),
     *((NATIVE, "ring", n, "sp4_ones", "auto") for n in ("causal_window", "dense_mask")),
+    *((NATIVE, "ring", n, "fsdp2_tp2_sp2", "auto") for n in ("blocks_of_heads", "chosen_blocks")),
+    (SPLASH, "zigzag", "chosen_blocks", "fsdp2_tp2_sp2", "auto"),
+    (FLASH, "ulysses", "blocks_of_heads", "fsdp2_tp2_sp2", "auto"),
     (SPLASH, "ulysses", "causal_window", "fsdp2_tp2_sp2", "auto"),
     (SPLASH, "zigzag", "segment_ids", "fsdp2_tp2_sp2", "auto"),
     (FLASH, "ring", "segment_ids", "fsdp2_tp2_sp2", "auto"),
     (FLASH, "ulysses", "bias", "fsdp2_tp2_sp2", "auto"),
 }
+QUICK = {(*key[:4], CASES[key[2]], key[4]) for key in OFTEN}
 PRODUCT = [
-    pytest.param(
-        *key,
-        id="-".join(key),
-        marks=[] if (*key[:4], key[5]) in OFTEN and key[4] == CASES[key[2]] else [pytest.mark.slow],
-    )
-    for key in _product()
+    pytest.param(*key, id="-".join(key), marks=[] if key in QUICK else [SLOW]) for key in covering(_product(), 3, QUICK)
 ]
 
 
@@ -143,7 +139,7 @@ def test_strategies(which: str, strategy: str, name: str, mesh: str, layout: str
 
 
 # What the causal rule of a mask is worth: which cases an unset order takes a zigzag ring for.
-ZIGZAG = {"causal", "gqa", "segment_ids", "value_dim", "soft_cap"}
+ZIGZAG = {"causal", "gqa", "segment_ids", "value_dim", "soft_cap", "blocks", "blocks_of_heads", "chosen_blocks"}
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n not in _RING])

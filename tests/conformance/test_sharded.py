@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from attnops import InputError
@@ -40,6 +41,8 @@ CASES = {  # and the layout that each is tried in
     "cache": "bthd",
     "int8_kv": "bthd",
     "fp8_kv": "bhtd",
+    "blocks_of_heads": "bthd",
+    "chosen_blocks": "bhtd",
 }
 SIZES = cases.Sizes(batch=4, heads=8, kv_heads=2, length=64)  # every mesh axis divides it
 
@@ -72,6 +75,7 @@ OFTEN_SPLASH = {
     ("bias", "fsdp2_tp2_sp2", "auto"),
     ("causal_window", "fsdp2_tp2_sp2", "explicit"),
     ("segment_ids", "sp8", "auto"),
+    ("blocks_of_heads", "fsdp2_tp2_sp2", "auto"),
 }
 LONGER = replace(SIZES, length=320)
 SLOW = pytest.mark.slow
@@ -80,7 +84,7 @@ SLOW = pytest.mark.slow
 def _product(names: Iterable[str], often: set[tuple[str, str, str]]) -> list[Any]:
     return [
         pytest.param(name, mesh, kind, id=f"{name}-{mesh}-{kind}", marks=[] if key in often else [pytest.mark.slow])
-        for key in itertools.product(names, MESHES, KINDS)
+        for key in covering(itertools.product(names, MESHES, KINDS), 2, often)
         for name, mesh, kind in [key]
     ]
 
@@ -155,9 +159,11 @@ PATHS_OFTEN = {
             id=f"{which}-{name}-{kind}",
             marks=[] if kind == "auto" and name in PATHS_OFTEN[which] else [pytest.mark.slow],
         )
-        for which in harness.PATHS
-        for name in PATH_CASES
-        for kind in KINDS
+        for which, name, kind in covering(
+            itertools.product(harness.PATHS, PATH_CASES, KINDS),
+            2,
+            [(which, name, "auto") for which, names in PATHS_OFTEN.items() for name in names],
+        )
     ],
 )
 def test_native_paths(which: str, name: str, kind: str) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
-IDS = [page.name for page in PAGES]
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+IDS = [page.relative_to(ROOT).as_posix().removeprefix("docs/") for page in PAGES]
 
 _FENCE = re.compile(r"```(\w*)$")
 _MARK = re.compile(r"<!-- (output|declaration|exit|needs)(?:: (\S+))? -->$")

@@ -5,6 +5,7 @@ Nothing here uses the package but `build`, which makes the mask that a spec desc
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ LEAVES = st.one_of(
     st.tuples(st.just("chunked"), st.integers(1, 17), OFFSETS),
     st.tuples(st.just("prefix"), st.integers(0, 45)),
 )
+# Layouts that cover 96 rows: the blocks' sizes, the seed that fills them, and for how many heads.
+BLOCKS = st.tuples(st.just("blocks"), st.integers(3, 17), st.integers(3, 17), st.integers(0, 99))
 FUNCTIONS = st.tuples(st.just("function"), OFFSETS)
 
 
@@ -52,6 +55,9 @@ def sees(spec: Any, i: int, j: int, query_offset: int = 0) -> bool:
         return True
     if kind == "prefix":
         return j < spec[1]
+    if kind == "blocks":
+        row = layout(spec)[i // spec[1]]
+        return j // spec[2] < len(row) and bool(row[j // spec[2]])
     x = i + (query_offset if spec[-1] is None else spec[-1])
     if kind == "causal":
         return j <= x
@@ -62,6 +68,14 @@ def sees(spec: Any, i: int, j: int, query_offset: int = 0) -> bool:
         return x // spec[1] == j // spec[1]
     assert kind == "function"
     return (x + 2 * j) % 3 != 0
+
+
+def layout(spec: Any) -> list[list[bool]]:
+    """The layout of a spec of blocks: its keys end before 50."""
+    _, block_q, block_kv, seed = spec
+    draw = random.Random(seed)
+    share = draw.choice([0.1, 0.5, 0.9])
+    return [[draw.random() < share for _ in range(50 // block_kv)] for _ in range(-(-96 // block_q))]
 
 
 def dense(spec: Any, rows: range, cols: range, query_offset: int = 0) -> np.ndarray:
@@ -81,6 +95,8 @@ def build(spec: Any) -> masks.Mask:
         return masks.Not(build(spec[1]))
     if kind == "function":
         return masks.MaskFunction("test_thirds", spec[1])
+    if kind == "blocks":
+        return masks.Blocks(np.array(layout(spec)), *spec[1:3])
     leaves = {
         "full": masks.Full,
         "causal": masks.Causal,

@@ -249,7 +249,7 @@ def test_no_position_wraps_round(left, right, array):
     np.testing.assert_array_equal(np.asarray(mask.materialise(slice(0, 10), slice(0, 10)))[0, 0], want)
     starts = np.arange(0, 10, 3)[:, None], np.arange(0, 10, 4)[None, :]
     rows, cols = (Extent(at, np.minimum(at + n, 10) - 1) for at, n in zip(starts, (3, 4), strict=True))
-    some, every = (np.asarray(x)[0] for x in mask.block_bounds(Blocks(rows, rows, cols, 3, 4)))
+    some, every = (np.asarray(x)[0, 0] for x in mask.block_bounds(Blocks(rows, rows, cols, 3, 4)))
     for (i, j), seen in np.ndenumerate(some):
         cells = want[3 * i : 3 * i + 3, 4 * j : 4 * j + 4]
         assert seen or not cells.any()

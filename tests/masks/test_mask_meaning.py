@@ -152,8 +152,8 @@ def test_128k_blocks_are_counted_not_built():
 def test_wide_grids_are_cut_into_slabs(monkeypatch):
     mask, sizes = Causal(3) | Prefix(5) | ~Chunked(7), {"q_len": 61, "kv_len": 53}
     whole = mask.live_blocks(4, 3, **sizes)
-    monkeypatch.setattr("attnops.masks.blocks._ROWS", 8)
-    monkeypatch.setattr("attnops.masks.blocks._CELLS", 40)
+    monkeypatch.setattr("attnops.masks.grid._ROWS", 8)
+    monkeypatch.setattr("attnops.masks.grid.CELLS", 40)
     assert (mask.live_blocks(4, 3, **sizes) == whole).all()
     by_test = mask & (MaskFunction("test_thirds") | ~MaskFunction("test_thirds"))
     assert (by_test.live_blocks(4, 3, **sizes) == whole).all()

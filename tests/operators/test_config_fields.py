@@ -28,7 +28,12 @@ CHANGES: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("vanilla", "block_q"): ({"path": "blockwise"}, 32),
     ("vanilla", "block_kv"): ({"path": "blockwise"}, 32),
 }
-CHANGES |= {("autoregressive_decodeattn", field): change for (_, field), change in CHANGES.items()}
+CHANGES |= {
+    (name, field): change
+    for name in ("autoregressive_decodeattn", "blocksparse")
+    for (of, field), change in tuple(CHANGES.items())
+    if of == "vanilla"
+}
 FIELDS = [
     (name, field)
     for name in OperationRegistry.names()

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from attnops import Causal, ConfigError, Full, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
-from attnops.operators.flash import FlashAttention2Config
+from attnops.operators.flash import FlashAttention2Config, flash_sizes
 from attnops.operators.kernels.flash.fp8 import as_bits, from_bits
 from attnops.operators.kernels.flash.sizes import dim_parts
 from attnops.operators.kernels.flash.visits import Visits, visits
 from attnops.operators.local_mask import LocalMask
 from attnops.verify import reference_gradients
 from attnops.verify.devices import tracing_on
+from attnops.verify.gpu.gpu_specs import gpu_specs
 from attnops.verify.local_call import LocalProblem
 
 MASKS = (
@@ -37,7 +38,7 @@ def _visited(table: Visits, row: int, part: int, parts: int) -> list[tuple[int, 
         return carry
 
     with jax.disable_jit():
-        table.each(jnp.asarray(array), 0, row, part, parts, visit, jnp.zeros(()))
+        table.each(jnp.asarray(array), 0, 0, row, part, parts, visit, jnp.zeros(()))
     return found
 
 
@@ -298,3 +299,27 @@ def test_sizes_for_a_gpu_that_is_not_known_are_noted() -> None:
         note.startswith("sizes for NVIDIA L4 are those that fit any GPU") for note in _plan("splash", "NVIDIA L4").notes
     )
     assert not any(note.startswith("sizes for") for note in _plan("splash", H100).notes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "least"),
+    [
+        ("NVIDIA A100-SXM4-80GB", {"block_kv": 128, "num_stages": 4}, 3 * 128 * 256 * 2),
+        (H100, {"block_kv": 128, "num_stages": 4}, 4 * 128 * 256 * 2),
+        (H100, {"block_q_dkv": 128, "num_stages_dkv": 4}, 4 * 128 * 256 * 2),
+        (H100, {"block_kv_dq": 256, "num_stages_dq": 2}, 2 * 256 * 256 * 2),
+    ],
+)
+def test_tiles_that_shared_memory_can_not_hold_are_refused(kind: str, sizes: dict[str, int], least: int) -> None:
+    x = jax.ShapeDtypeStruct((2, 2048, 8, 128), jnp.bfloat16)
+    plan = _plan("flash_attn2", kind, x, x, x, fallback="error", configs={"flash_attn2": sizes})
+    assert f"at least {least} bytes of shared memory" in plan.refusal()
+    fewer = {n: 2 if "stages" in n else 64 for n in sizes}
+    plan = _plan("flash_attn2", kind, x, x, x, fallback="error", configs={"flash_attn2": fewer})
+    assert plan.implementation == "flash_attn2.forward_cuda"
+
+
+def test_the_shared_memory_of_plans_is_that_of_the_table_of_gpus() -> None:
+    known = {spec.kind: spec.shared_bytes_a_block for spec in gpu_specs().values()}
+    for kind, most in known.items():
+        assert next(n for start, n in flash_sizes._SHARED.items() if kind.startswith(start)) == most

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the top to the ground; rooms of one floor don't know each other. docs/design.md shows the same.
 FLOORS = (
     ("cli",),
+    ("advising",),
     ("adapters", "verify", "serving"),
     ("operators",),
     ("registry",),

@@ -149,9 +149,12 @@ def test_fields_that_do_not_go_together(fields, message):
         SplashConfig.coerce(fields)
 
 
-def test_pydantic_speaks_the_same_when_asked_directly():
-    with pytest.raises(ValidationError, match="nearest: 896, 1024"):
-        SplashConfig(block_kv=1000)
+@pytest.mark.parametrize(
+    ("fields", "message"), [({"block_kv": 1000}, "nearest: 896, 1024"), ({"blokc_q": 128}, "Did you mean 'block_q'")]
+)
+def test_the_constructor_speaks_the_same(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        SplashConfig(**fields)
 
 
 # -- identity --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import attnops
+from attnops.cli.example import EXAMPLES
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -25,17 +26,19 @@ def test_every_file_that_is_not_code_is_packed() -> None:
         for path in room.rglob("*")
         if path.is_file() and path.suffix not in (".py", ".pyc")
     } | {"py.typed"}
+    data |= {f"examples/{file}" for example in EXAMPLES.values() for file in example.files}
     packed = {
-        f"{FOLDERS[package]}/{name}".lstrip("/")
+        path.relative_to(ROOT).as_posix()
         for package, names in SETUPTOOLS["package-data"].items()
         for name in names
+        for path in (ROOT / FOLDERS[package]).glob(name)
     }
     assert data == packed
 
 
 # What users import; a name that goes is a change that the changelog tells.
 PUBLIC = """
-    Attention AttentionOutput AttentionProblem AttnOpsError AttnShardingRules Causal Chunked ConfigError
+    Attention AttentionOutput AttentionProblem AttnOpsError AttnShardingRules BlockSparseConfig Blocks Causal Chunked ConfigError
     ConfigWarning Declaration Dense FallbackWarning FlashAttention2Config Full InputError InputTypeError KVCache
     LayerDeclaration LayerGroup Lengths LocalCall LocalOutput Mask MaskError MaskFunction ModelDeclaration
     ModelShardings Operation OperationConfig OperationMetadata OperationRegistry Plan Policy Positions Prefix

@@ -77,7 +77,7 @@ def configs(draw: Any, name: str) -> OperationConfig:
     fields = {field: draw(st.sampled_from(choices(kind.model_fields[field].annotation))) for field in chosen}
     try:
         return kind(**fields)
-    except ValidationError:  # fields that don't go together
+    except ConfigError:  # fields that don't go together
         reject()
 
 

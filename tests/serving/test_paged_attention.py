@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import paged_batches as batches
 import pytest
+from covering import covering
 from paged_batches import KINDS, PagedCase
 
 from attnops.errors import InputError, InputTypeError
@@ -44,11 +45,14 @@ QUICK = (
     PagedCase("decode", quantised="float8_e5m2", scale="tensor", window=(17, 0)),
     PagedCase("mixed", sizes=None, page=16),
 )
+# Any two of them.
 EVERY = [
-    *(PagedCase(kind, heads, **features) for kind, heads, features in product(KINDS, HEADS.values(), FEATURES)),
-    *(PagedCase(kind, dims=dims, dtype=dtype) for kind, dims, dtype in product(KINDS, DIMS, ("float32", "bfloat16"))),
-    *(PagedCase(kind, sizes=sizes, page=page, window=window) for kind, sizes, page, window in product(
-        KINDS, (None, (1, 1, 1), (3, 2, 16), (8, 8, 64)), (8, 16), (None, (9, 0)))),
+    *(PagedCase(kind, heads, **FEATURES[n]) for kind, heads, n in covering(
+        product(KINDS, HEADS.values(), range(len(FEATURES))), 2)),
+    *(PagedCase(kind, dims=dims, dtype=dtype) for kind, dims, dtype in covering(
+        product(KINDS, DIMS, ("float32", "bfloat16")), 2)),
+    *(PagedCase(kind, sizes=sizes, page=page, window=window) for kind, sizes, page, window in covering(
+        product(KINDS, (None, (1, 1, 1), (3, 2, 16), (8, 8, 64)), (8, 16), (None, (9, 0))), 2)),
     *(PagedCase(kind, dtype="float16") for kind in KINDS),
 ]  # fmt: skip
 

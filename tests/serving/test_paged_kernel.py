@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import paged_batches as batches
 import pytest
+from covering import covering
 from paged_batches import KINDS, PagedCase
 from paged_kernel_runs import LAYOUTS, check, laid_out, program, run
 
@@ -46,13 +47,14 @@ QUICK = (
     ("heads", PagedCase("decode", (2, 2), dims=(80, 80), quantised="float8_e4m3fn", scale="token_head")),
     ("heads", PagedCase("prefill", dims=(64, 64), causal=False, cap=3.0)),
 )
+# Any three of layout, kind, heads and feature; any two of the others.
 EVERY = [
-    *((layout, PagedCase(kind, heads, **features)) for layout, kind, heads, features in itertools.product(
-        LAYOUTS, KINDS, HEADS, FEATURES)),
-    *((layout, PagedCase(kind, dims=dims, dtype=dtype)) for layout, kind, dims, dtype in itertools.product(
-        LAYOUTS, ("decode", "mixed"), DIMS, ("float32", "bfloat16"))),
-    *((layout, PagedCase(kind, page=page, window=window)) for layout, kind, page, window in itertools.product(
-        LAYOUTS, KINDS, (1, 3, 16), (None, (9, 0)))),
+    *((layout, PagedCase(kind, heads, **FEATURES[n])) for layout, kind, heads, n in covering(
+        itertools.product(LAYOUTS, KINDS, HEADS, range(len(FEATURES))), 3)),
+    *((layout, PagedCase(kind, dims=dims, dtype=dtype)) for layout, kind, dims, dtype in covering(
+        itertools.product(LAYOUTS, ("decode", "mixed"), DIMS, ("float32", "bfloat16")), 2)),
+    *((layout, PagedCase(kind, page=page, window=window)) for layout, kind, page, window in covering(
+        itertools.product(LAYOUTS, KINDS, (1, 3, 16), (None, (9, 0))), 2)),
 ]  # fmt: skip
 
 

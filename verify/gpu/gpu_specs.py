@@ -23,6 +23,7 @@ class GpuSpec:
     kind: jax's device kind. clock: cycles a second at most. shared_bytes_a_core: of which the driver keeps 1 KiB of each block;
     shared_bytes_a_block: what one block may ask for. flops_float16 is the rate of bfloat16 too. tensor_flops_a_cycle: of the
     tensor cores on 16-bit factors, a multiplication and an addition being two. issued_a_cycle: instructions of a warp.
+    nvlink_bytes_per_second: of one GPU to the others of its host, one way; network_bytes_per_second: to other hosts.
     sources: where each group of figures stands.
     """
 
@@ -37,6 +38,8 @@ class GpuSpec:
     flops_float16: float
     flops_tf32: float
     flops_float32: float
+    nvlink_bytes_per_second: float
+    network_bytes_per_second: float
     shared_bytes_a_core: int
     shared_bytes_a_block: int
     blocks_a_core: int

@@ -69,7 +69,7 @@ class QueryGradient(_BackwardKernel):
             d_x = d_x.astype(query[0].dtype)
             return tuple(acc + product([d_x], [part], 1, 0) for acc, part in zip(sums, key, strict=True))
 
-        sums = self.table.each(refs["visits"], batch, q_block, 0, 1, visit, self._zeros(sizes.block_q, dim))
+        sums = self.table.each(refs["visits"], batch, head, q_block, 0, 1, visit, self._zeros(sizes.block_q, dim))
         arrays.put_tile(refs["d_query"], batch, head, rows, dim, [acc * self.logits.scale for acc in sums])
 
 
@@ -100,7 +100,7 @@ class KeyGradients(_BackwardKernel):
                 d_key = tuple(acc + product([d_x], [part], 1, 0) for acc, part in zip(d_key, query, strict=True))
                 return d_key, d_value
 
-            return self.table.each(refs["visits"], batch, kv_block, 0, 1, visit, sums)
+            return self.table.each(refs["visits"], batch, head, kv_block, 0, 1, visit, sums)
 
         sums = self._zeros(sizes.block_kv, dim), self._zeros(sizes.block_kv, value_dim)
         d_key, d_value = lax.fori_loop(0, self.group, of_head, sums) if self.group > 1 else of_head(0, sums)

@@ -11,6 +11,7 @@ from jax import lax
 
 from ...dequantise import dequantised, quantised_gradients
 from ...local_mask import Dropout, LocalMask
+from ..block_words import block_words
 from ..blockwise import Blocking, bias_gradient
 from ..operands import Operands, StaticPart, Traced, join_static
 from ..part import LSE_NAME, OUTPUT_NAME, differentiable
@@ -19,7 +20,7 @@ from .backward import KeyGradients, QueryGradient
 from .forward import ForwardKernel
 from .fp8 import as_bits
 from .sizes import FlashSizes, PassSizes
-from .tile import LOG2E, Logits, add_arrays
+from .tile import LOG2E, Logits, Words, add_arrays
 from .visits import Visits, visits
 
 __all__ = ["FlashPart", "flash_attention"]
@@ -81,9 +82,11 @@ class FlashPart:
         mask, _ = join_static(static_part, traced)
         sizes = self.sizes.forward
         if self.sizes.fold:  # all queries are one block, whichever of the heads they are of
-            return self._attend_folded(static_part, operands, traced, visits(mask, mask.q_len, sizes.block_kv, "q"))
-        table = visits(mask, sizes.block_q, sizes.block_kv, "q")
-        return self._forward(static_part, operands, traced, table, None)
+            return self._attend_folded(static_part, operands, traced)
+        tables = _tables(mask, operands.query.shape[self.layout.index("h")])
+        table = visits(mask, sizes.block_q, sizes.block_kv, "q", tables)
+        words = block_words(mask, sizes.block_q, sizes.block_kv, mask.q_len, tables)
+        return self._forward(static_part, operands, traced, table, words, None)
 
     def differentiate(
         self,
@@ -149,7 +152,13 @@ class FlashPart:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def _forward(
-        self, static_part: StaticPart, operands: Operands, traced: Traced, table: Visits, period: int | None
+        self,
+        static_part: StaticPart,
+        operands: Operands,
+        traced: Traced,
+        table: Visits,
+        words: Words,
+        period: int | None,
     ) -> tuple[jax.Array, jax.Array]:
         """period: the queries of a kv head's heads stand one after the other, as one head, each of that many rows."""
         sizes, splits = self.sizes.forward, self.sizes.kv_splits
@@ -158,7 +167,7 @@ class FlashPart:
         batch, heads, rows = query.shape[0], query.shape[head], query.shape[time]
         dim, value_dim = query.shape[3], operands.value.shape[3]
         group = heads // operands.key.shape[head] if period is None else rows // period
-        arrays = _arrays(self, sizes, operands, mask, dropout)
+        arrays = _arrays(self, sizes, operands, mask, words, dropout)
         arrays.inputs["visits"] = table.table
         if operands.sinks is not None:
             arrays.inputs["sinks"] = operands.sinks
@@ -188,7 +197,7 @@ class FlashPart:
         return _joined(output, lse, splits, self.layout, query.dtype)
 
     def _attend_folded(
-        self, static_part: StaticPart, operands: Operands, traced: Traced, table: Visits
+        self, static_part: StaticPart, operands: Operands, traced: Traced
     ) -> tuple[jax.Array, jax.Array]:
         """The queries of a kv head's heads as the rows of one: what few queries have in common is read once."""
         head = self.layout.index("h")
@@ -199,21 +208,40 @@ class FlashPart:
         group = heads // kv_heads
         folded = query.reshape(batch, kv_heads, group * q_len, dim)
         mask, _ = join_static(static_part, traced)
-        rows = (kv_heads, group, q_len)
+        rows, tables, block_kv = (kv_heads, group, q_len), _tables(mask, kv_heads), self.sizes.forward.block_kv
+        table = visits(mask, q_len, block_kv, "q", tables)
+        words = tuple(
+            held and held._replace(words=_folded_words(held.words, *rows))
+            for held in block_words(mask, q_len, block_kv, q_len, tables)
+        )
         leaves = tuple(_folded(jnp.asarray(leaf.array), leaf.dims, *rows) for leaf in mask.mask.split()[1])
         bias = operands.bias
         if bias is not None:
             bias = _folded(bias, ("batch", "heads", "q", "kv"), *rows)
         operands = operands._replace(query=folded if self.layout == "bhtd" else folded.swapaxes(1, 2), bias=bias)
-        output, lse = self._forward(static_part, operands, traced._replace(leaves=leaves), table, q_len)
+        output, lse = self._forward(static_part, operands, traced._replace(leaves=leaves), table, words, q_len)
         output = output if self.layout == "bhtd" else output.swapaxes(1, 2)
         output = output.reshape(batch, heads, q_len, -1)
         return output if self.layout == "bhtd" else output.swapaxes(1, 2), lse.reshape(batch, heads, q_len)
 
 
+def _tables(mask: LocalMask, heads: int) -> int:
+    """How many tables of visits there are: one for each head where heads see blocks of their own."""
+    return heads if mask.heads_apart else 1
+
+
+def _folded_words(x: jax.Array, kv_heads: int, group: int, q_len: int) -> jax.Array:
+    """Words [batch, heads | 1, tiles, words, rows] of blocks for queries that are folded."""
+    batch, heads, tiles, words, _ = x.shape
+    if heads == 1:
+        return jnp.tile(x, (1, 1, 1, 1, group))
+    x = x.reshape(batch, kv_heads, group, tiles, words, q_len).transpose(0, 1, 3, 4, 2, 5)
+    return x.reshape(batch, kv_heads, tiles, words, group * q_len)
+
+
 def _folded(x: jax.Array, dims: tuple[str, ...], kv_heads: int, group: int, q_len: int) -> jax.Array:
     """An array of the mask, or the bias, for queries that are folded: its rows once for each head of a group."""
-    if len(dims) == 4:
+    if len(dims) == 4 and "q_blocks" not in dims:
         batch, heads, rows, kv_len = x.shape
         if heads > 1:
             x = x.reshape(batch, kv_heads, group, rows, kv_len)
@@ -236,7 +264,9 @@ def _joined(output: jax.Array, lse: jax.Array, splits: int, layout: str, dtype: 
     return joined, jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
 
 
-def _arrays(part: FlashPart, sizes: PassSizes, operands: Operands, mask: LocalMask, dropout: Dropout | None) -> Arrays:
+def _arrays(
+    part: FlashPart, sizes: PassSizes, operands: Operands, mask: LocalMask, words: Words, dropout: Dropout | None
+) -> Arrays:
     """What every pass reads."""
     arrays = Arrays(sizes, part.layout, part.interpret)
     arrays.rows_of_heads("query", operands.query, sizes.block_q)
@@ -245,7 +275,7 @@ def _arrays(part: FlashPart, sizes: PassSizes, operands: Operands, mask: LocalMa
     for name, scale in (("key_scale", operands.key_scale), ("value_scale", operands.value_scale)):
         if scale is not None:
             arrays.row_numbers(name, scale.astype(jnp.float32), sizes.block_kv)
-    add_arrays(arrays, mask, operands.bias, dropout)
+    add_arrays(arrays, mask, words, operands.bias, dropout)
     return arrays
 
 
@@ -291,11 +321,13 @@ class _Backward:
     def _prepare(self, sizes: PassSizes, slow: str) -> tuple[Arrays, tuple[Any, ...]]:
         part, operands = self.part, self.operands
         mask, dropout = join_static(self.static_part, self.traced)
-        arrays = _arrays(part, sizes, operands, mask, dropout)
+        tables = _tables(mask, operands.query.shape[part.layout.index("h")])
+        words = block_words(mask, sizes.block_q, sizes.block_kv, mask.q_len, tables)
+        arrays = _arrays(part, sizes, operands, mask, words, dropout)
         arrays.rows_of_heads("d_output", self.d_output, sizes.block_q)
         arrays.row_numbers("lse", self.shift, sizes.block_q)
         arrays.row_numbers("delta", self.delta, sizes.block_q)
-        table = visits(mask, sizes.block_q, sizes.block_kv, slow)
+        table = visits(mask, sizes.block_q, sizes.block_kv, slow, tables)
         arrays.inputs["visits"] = table.table
         head = part.layout.index("h")
         group = operands.query.shape[head] // operands.key.shape[head]

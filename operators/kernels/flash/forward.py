@@ -80,7 +80,7 @@ class ForwardKernel:
 
         carry = self._start(refs, first_head, rows, split)
         sums, peak, total = self.table.each(
-            refs["visits"], batch, 0 if self.period is not None else q_block, split, self.splits, visit, carry
+            refs["visits"], batch, head, 0 if self.period is not None else q_block, split, self.splits, visit, carry
         )
         live = total > 0
         safe = jnp.where(live, total, 1.0)

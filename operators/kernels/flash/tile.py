@@ -19,11 +19,14 @@ from jax.experimental.pallas import triton as plgpu
 from ....masks import Full, Mask, Slot
 from ...local_mask import Dropout, LocalMask
 from ..answer import Answer
+from ..block_words import BlockWords, is_blocks, seen_by_words
 from ..operands import StaticPart
 from ..precision import exact
 from .arrays import Along, Arrays, index
 
-__all__ = ["LN2", "LOG2E", "Logits", "Tile", "add_arrays", "product"]
+__all__ = ["LN2", "LOG2E", "Logits", "Tile", "Words", "add_arrays", "product"]
+
+Words = tuple[BlockWords | None, ...]
 
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
 
@@ -73,8 +76,8 @@ def _ptx(x: float) -> str:
     return f"0f{np.float32(x).view(np.uint32):08X}"
 
 
-def add_arrays(arrays: Arrays, mask: LocalMask, bias: jax.Array | None, dropout: Dropout | None) -> None:
-    """Add what tiles need of the mask, the bias and the dropout."""
+def add_arrays(arrays: Arrays, mask: LocalMask, words: Words, bias: jax.Array | None, dropout: Dropout | None) -> None:
+    """Add what tiles need of the mask, the bias and the dropout; words: of the mask's blocks."""
     block = {"q": arrays.sizes.block_q, "kv": arrays.sizes.block_kv}
     for name, start in (("q_start", mask.q_start), ("k_start", mask.k_start)):
         if not isinstance(start, int):
@@ -83,11 +86,16 @@ def add_arrays(arrays: Arrays, mask: LocalMask, bias: jax.Array | None, dropout:
         arrays.add("query_offset", jnp.asarray(mask.query_offset, jnp.int32), {})
     for number, leaf in enumerate(mask.mask.split()[1]):
         x = jnp.asarray(leaf.array)
+        if "q_blocks" in leaf.dims:
+            continue  # in words
         if len(leaf.dims) == 4:
             arrays.add(f"leaf{number}", x.astype(jnp.int8), _by_blocks(x, arrays))
         else:
             along = {axis: block[dim] for axis, dim in enumerate(leaf.dims) if dim in block}
             arrays.add(f"leaf{number}", x.astype(jnp.int32), along)
+    for number, held in enumerate(words):
+        if held is not None:
+            arrays.add(f"words{number}", held.words, {4: block["q"]})
     if bias is not None:
         arrays.add("bias", bias, _by_blocks(bias, arrays))
     if dropout is not None:
@@ -186,9 +194,14 @@ class Tile:
 
     def _visible(self) -> jax.Array | None:
         static_part, numbers, seen = self.logits.static_part, iter(range(len(self.refs))), None
+        words = iter(range(len(self.refs)))
         keys = self._global_keys()
 
         def answer(atom: Mask) -> Mask:
+            if is_blocks(atom):
+                for _ in atom.parts:
+                    next(numbers)
+                return self._blocks(f"words{next(words)}", atom, keys)
             if not isinstance(atom, Slot):
                 return atom
             parts = [self._leaf(f"leaf{next(numbers)}", dims) for _, _, dims in atom.parts]
@@ -198,11 +211,25 @@ class Tile:
             rows = self._global_rows()
             offset = static_part.query_offset or 0
             positions = rows + (self.refs["query_offset"][self.batch] if "query_offset" in self.refs else offset)
-            seen = static_part.mask.map_atoms(answer).test(rows, positions, keys)
+            mask = static_part.mask.map_atoms(answer)
+            seen = None if isinstance(mask, Full) else mask.test(rows, positions, keys)
         if self.keys.beyond:
             inside = self._of_keys(self.keys.indices < self.keys.length)
             seen = inside if seen is None else seen & inside
         return seen
+
+    def _blocks(self, name: str, atom: Any, keys: jax.Array) -> Mask:
+        """What a leaf of blocks says of the tile; Full where a visited one is known to be seen."""
+        if name not in self.refs:
+            return Full()
+        ref = self.refs[name]
+        head = self.head if self.period is None else self.kv_head
+        place = tuple(at if n > 1 else 0 for at, n in zip((self.batch, head), ref.shape[:2], strict=True))
+        tile = lax.div(jnp.asarray(self.keys.start, jnp.int32), self.keys.count)
+        rows = [self.of_rows(Arrays.numbers(ref, (*place, tile, word), self.rows)) for word in range(ref.shape[3])]
+        start = self.logits.static_part.k_start
+        first = self.keys.start + (self.refs["k_start"][0] if start is None else start)
+        return Answer(seen_by_words(rows, keys, first, atom.block_kv))
 
     def _leaf(self, name: str, dims: tuple[str, ...]) -> Any:
         """An array of the mask, to be compared with the tile's keys and rows."""

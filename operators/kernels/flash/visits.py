@@ -23,7 +23,7 @@ __all__ = ["Visits", "visits"]
 
 @dataclass(frozen=True)
 class Visits:
-    """table: int32 [batch | 1, blocks of the slow axis, ...]; what a row holds is `neighbours`' to say.
+    """table: int32 [batch | 1, tables | 1, blocks of the slow axis, ...], one for each part of the heads that tables are for.
 
     neighbours: a row is (first, first full, after the last full, after the last). Else it is (number of partial tiles,
     number of all), then the partial tiles, then the full ones. some_partial, some_full: False where no tile is such.
@@ -38,14 +38,15 @@ class Visits:
         self,
         ref: Any,
         batch: Any,
+        head: Any,
         block: Any,
         part: Any,
         parts: int,
         visit: Callable[[Any, Any, bool], Any],
         carry: Any,
     ) -> Any:
-        """visit(tile, carry, masked) for the `part`-th of `parts` shares of a row's tiles."""
-        row = (batch if self.table.shape[0] > 1 else 0, block)
+        """visit(tile, carry, masked) for the `part`-th of `parts` shares of a row's tiles. head: of those that tables are for."""
+        row = (batch if self.table.shape[0] > 1 else 0, head if self.table.shape[1] > 1 else 0, block)
         if self.neighbours:
             first, full, after_full, after = (ref[(*row, i)] for i in range(4))
             before, partial, total = full - first, full - first + after - after_full, after - first
@@ -74,15 +75,18 @@ class Visits:
         return carry
 
 
-def visits(mask: LocalMask, block_q: int, block_kv: int, slow: str) -> Visits:
-    """The tiles of each query block (slow 'q') or of each kv block ('kv'). A last kv block that is padded counts as partial."""
-    kinds = mask.kinds(block_q, block_kv)
+def visits(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int = 1) -> Visits:
+    """The tiles of each query block (slow 'q') or of each kv block ('kv'), for each of as many parts of the heads.
+
+    A last kv block that is padded counts as partial.
+    """
+    kinds = mask.kinds_of_heads(block_q, block_kv, tables)
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
     if mask.kv_len % block_kv:
         last = np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1
         kinds = xp.where(last, xp.minimum(kinds, 1), kinds)
     if slow == "kv":
-        kinds = kinds.swapaxes(1, 2)
+        kinds = kinds.swapaxes(2, 3)
     if not isinstance(kinds, np.ndarray):
         return Visits(_listed(kinds, jnp), False, True, True)
     partial, full = int((kinds == 1).sum()), int((kinds == 2).sum())

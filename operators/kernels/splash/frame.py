@@ -93,7 +93,9 @@ class Frame:
         """The step at these indices of the grid."""
         batch, kv_tile, third, fourth = ids
         group_tile, visit = (fourth, third) if self.group_last else (third, fourth)
-        place = visit if self.visits.rows == 1 else batch * self.visits.length + visit
+        visits = self.visits
+        place = visit if visits.tables == 1 else kv_tile * visits.length + visit
+        place = place if visits.rows == 1 else batch * (visits.tables * visits.length) + place
         return Step(batch, kv_tile, group_tile, words[place])
 
     def here(self, refs: dict[str, Any]) -> Step:
@@ -142,6 +144,17 @@ class Frame:
             return tuple(i if yes else 0 for i, yes in zip(at, many, strict=True))
 
         return self.block((None, *(n if yes else 1 for n, yes in zip(sizes, many[1:], strict=True))), where)
+
+    def words_block(self, shape: tuple[int, ...]) -> pl.BlockSpec:
+        """Of [batch, kv heads, group, kv blocks, words, q]; a size of 1 among the first three stands for all."""
+        many = [n > 1 for n in shape[:3]]
+        sizes = (self.heads.kv_tile if many[1] else 1, self.heads.group_tile if many[2] else 1)
+
+        def where(s: Step) -> tuple[Any, ...]:
+            at = (i if yes else 0 for i, yes in zip((s.batch, s.kv_tile, s.group_tile), many, strict=True))
+            return (*at, s.kv_block, 0, s.q_block)
+
+        return self.block((None, *sizes, None, shape[4], self.block_q), where)
 
     # -- the call ----------------------------------------------------------------------------------------------------
 

@@ -59,8 +59,10 @@ class Known(NamedTuple):
 
 
 class TileSchedule(NamedTuple):
-    """`words` int32 [rows * length]: a list for each batch row, or one for all; `length` is that of a list, `covered` the
-    part of it that the grid covers. `some_partial`, `some_full`: False where the host knows that no tile is such.
+    """`words` int32 [rows * tables * length]: a list for each batch row, or one for all, and for each part of the heads.
+
+    `length` is that of a list, `covered` the part of it that the grid covers. `some_partial`, `some_full`: False where the
+    host knows that no tile is such.
     """
 
     words: np.ndarray | jax.Array
@@ -69,6 +71,7 @@ class TileSchedule(NamedTuple):
     covered: int | jax.Array
     some_partial: bool
     some_full: bool
+    tables: int = 1
 
 
 def q_block_of(word: Any) -> Any:
@@ -82,14 +85,17 @@ def kv_block_of(word: Any) -> Any:
 
 
 def tile_schedule(
-    mask: LocalMask, block_q: int, block_kv: int, slow: str, kv_blocks: slice = slice(None)
+    mask: LocalMask, block_q: int, block_kv: int, slow: str, kv_blocks: slice = slice(None), tables: int = 1
 ) -> TileSchedule:
     """List the tiles that have something visible, by query block (`slow` is 'q') or by kv block ('kv').
 
     A block of the slow axis with nothing visible is visited once all the same: its output has to be written. A last kv
-    block that is padded counts as partial. kv_blocks: those that the list is of.
+    block that is padded counts as partial. kv_blocks: those that the list is of. tables: parts of the heads with lists of
+    their own, where heads see blocks of their own.
     """
-    kinds = mask.kinds(block_q, block_kv)
+    kinds = mask.kinds_of_heads(block_q, block_kv, tables)
+    tables = kinds.shape[1]
+    kinds = kinds.reshape(-1, *kinds.shape[2:])
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
     if mask.kv_len % block_kv:
         last_block = np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1
@@ -105,23 +111,30 @@ def tile_schedule(
     flags = first * FIRST + last * LAST + live * LIVE + (kinds == 1) * PARTIAL
     words = (((q_block << _KV_BITS) | kv_block) << 4) + flags
     if isinstance(kinds, np.ndarray):
-        listed = words[visited].astype(np.int32)
-        return TileSchedule(listed, 1, len(listed), len(listed), bool((kinds == 1).any()), bool((kinds == 2).any()))
+        lists = [own[here].astype(np.int32) for own, here in zip(words, visited, strict=True)]
+        length = max(map(len, lists))
+        listed = np.concatenate([np.concatenate([x, np.repeat(_ended(x[-1:]), length - len(x))]) for x in lists])
+        some = bool((kinds == 1).any()), bool((kinds == 2).any())
+        return TileSchedule(listed, 1, length, length, *some, tables)
     length = most_steps(live_tiles(Known.of(mask), block_q, block_kv), slow, kv_blocks)
-    return _sorted_on_device(words.astype(jnp.int32), visited, length)
+    return _sorted_on_device(words.astype(jnp.int32), visited, length, tables)
 
 
-def _sorted_on_device(words: jax.Array, visited: jax.Array, length: int) -> TileSchedule:
+def _ended(word: Any) -> Any:
+    """A visit to the same place at which nothing is done: blocks that stay the same are not fetched again."""
+    return word & ~(FIRST | LAST | LIVE | PARTIAL)
+
+
+def _sorted_on_device(words: jax.Array, visited: jax.Array, length: int, tables: int) -> TileSchedule:
     rows = len(words)
     words, visited = words.reshape(rows, -1), visited.reshape(rows, -1)
     place = jnp.where(visited, visited.cumsum(-1) - 1, length)
     row = np.arange(rows)[:, None]
     listed = jnp.zeros((rows, length), jnp.int32).at[row, place].set(words, mode="drop")
     counts = visited.sum(-1, dtype=jnp.int32)
-    # Beyond its end a list repeats its last place and does nothing there: blocks that stay the same are not fetched again.
-    end = jnp.take_along_axis(listed, counts[:, None] - 1, axis=1) & ~(FIRST | LAST | LIVE | PARTIAL)
+    end = _ended(jnp.take_along_axis(listed, counts[:, None] - 1, axis=1))  # a list repeats it beyond its end
     listed = jnp.where(np.arange(length) < counts[:, None], listed, end)
-    return TileSchedule(listed.reshape(-1), rows, length, counts.max(), True, True)
+    return TileSchedule(listed.reshape(-1), rows // tables, length, counts.max(), True, True, tables)
 
 
 def live_tiles(known: Known, block_q: int, block_kv: int) -> np.ndarray:
@@ -147,7 +160,8 @@ def fewest_steps(known: Known, block_q: int, block_kv: int) -> int:
     q_start, k_start = known.q_start or 0, known.k_start or 0
     rows = np.arange(0, known.q_len, block_q, dtype=np.int64) + q_start
     intervals = outer.row_intervals(rows, k_start + known.kv_len, query_offset=known.query_offset or 0)
-    assert intervals is not None  # static, and without mask functions
+    if intervals is None:  # of blocks that each head has for itself
+        return int(np.maximum(live_tiles(known, block_q, block_kv).sum(axis=1), 1).sum())
     lo, hi = (np.maximum(x - k_start, 0) for x in intervals)
     found, done = 0, np.zeros(len(rows), np.int64)
     for first, end in zip(lo // block_kv, np.where(lo < hi, -(-hi // block_kv), 0), strict=True):

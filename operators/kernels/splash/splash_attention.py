@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...dequantise import dequantised, quantised_gradients
 from ...local_mask import Dropout, LocalMask
+from ..block_words import block_words
 from ..blockwise import Blocking, bias_gradient
 from ..operands import Operands, StaticPart, Traced, join_static
 from ..part import LSE_NAME, OUTPUT_NAME, differentiable
@@ -152,13 +153,15 @@ class _KernelPass:
         kv_heads = operands.key.shape[1]
         heads = Heads.tiled(kv_heads, q_heads // kv_heads, blocks.heads_per_tile)
         mask, dropout = join_static(logits.static_part, traced)
-        visits = tile_schedule(mask, block_q, block_kv, slow, kv_blocks)
+        tables = heads.kv_heads // heads.kv_tile if mask.heads_apart else 1
+        visits = tile_schedule(mask, block_q, block_kv, slow, kv_blocks, tables)
         self.frame = frame = Frame(batch, heads, block_q, block_kv, visits, slow)
         self.q_padded, self.kv_padded = (
             -(-n // b) * b for n, b in ((logits.static_part.q_len, block_q), (logits.static_part.kv_len, block_kv))
         )
         self.dim, self.value_dim = operands.query.shape[-1], operands.value.shape[-1]
-        add_to_frame(frame, logits, mask, operands.bias, dropout)
+        words = block_words(mask, block_q, block_kv, self.q_padded, tables)
+        add_to_frame(frame, logits, mask, words, operands.bias, dropout)
         layouts = (blocks.q_layout, blocks.k_layout, blocks.v_layout)
         self.queries("query", operands.query, layouts[0])
         for name, x, layout in zip(("key", "value"), operands[1:3], layouts[1:], strict=True):

@@ -17,6 +17,7 @@ from jax import lax
 from ....masks import Full, Mask, Slot
 from ...local_mask import Dropout, LocalMask
 from ..answer import Answer
+from ..block_words import BlockWords, is_blocks, seen_by_words
 from ..operands import StaticPart
 from .frame import Frame, Input, Step
 
@@ -49,9 +50,14 @@ class Logits:
 
 
 def add_to_frame(
-    frame: Frame, logits: Logits, mask: LocalMask, bias: jax.Array | None, dropout: Dropout | None
+    frame: Frame,
+    logits: Logits,
+    mask: LocalMask,
+    words: tuple[BlockWords | None, ...],
+    bias: jax.Array | None,
+    dropout: Dropout | None,
 ) -> None:
-    """Add what a tile needs of the mask, the bias and the dropout to the kernel's operands."""
+    """Add what a tile needs of the mask, the bias and the dropout to the kernel's operands; words: of the mask's blocks."""
     if logits.static_part.q_start is None:
         frame.scalars["q_start"] = jnp.asarray(mask.q_start, jnp.int32).reshape(1)
     if logits.static_part.k_start is None:
@@ -60,6 +66,8 @@ def add_to_frame(
         frame.scalars["query_offset"] = jnp.asarray(mask.query_offset, jnp.int32)
     for number, leaf in enumerate(mask.mask.split()[1]):
         array = jnp.asarray(leaf.array)
+        if "q_blocks" in leaf.dims:
+            continue  # in words
         if leaf.dims == ("batch",):
             frame.scalars[f"leaf{number}"] = array.astype(jnp.int32)
         elif len(leaf.dims) == 2:
@@ -72,6 +80,12 @@ def add_to_frame(
             # As bytes: a bool array would cost four bytes a weight.
             array = _by_group(array.astype(jnp.int8), frame)
             frame.inputs[f"leaf{number}"] = Input(array, frame.dense_block(array.shape), "both")
+    for number, held in enumerate(words):
+        if held is not None:
+            batch, heads, *rest = held.words.shape
+            split = (1, 1) if heads == 1 else (frame.heads.kv_heads, frame.heads.group)
+            array = held.words.reshape(batch, *split, *rest)
+            frame.inputs[f"words{number}"] = Input(array, frame.words_block(array.shape), "both")
     if bias is not None:
         bias = _by_group(bias if bias.dtype in (jnp.float32, jnp.bfloat16) else bias.astype(jnp.float32), frame)
         frame.inputs["bias"] = Input(bias, frame.dense_block(bias.shape), "both")
@@ -184,7 +198,8 @@ class Tile:
         return self._seen[key]
 
     def _by_head(self) -> bool:
-        return any(
+        words = (ref for name, ref in self.refs.items() if name.startswith("words"))
+        return any(ref.shape[0] > 1 or ref.shape[1] > 1 for ref in words) or any(
             isinstance(atom, Slot) and atom.broadcast and not atom.broadcast[1]
             for atom in self.logits.static_part.mask.atoms()
         )
@@ -192,9 +207,13 @@ class Tile:
     def _test(self, head: tuple[int, int], start: int, width: int) -> Any:
         rows, cols = self._indices(start, width)
         keys = self._key(cols)
-        numbers = iter(range(len(self.refs)))
+        numbers, words = iter(range(len(self.refs))), iter(range(len(self.refs)))
 
         def answer(atom: Mask) -> Mask:
+            if is_blocks(atom):
+                for _ in atom.parts:
+                    next(numbers)
+                return self._blocks(f"words{next(words)}", atom, head, keys)
             if not isinstance(atom, Slot):
                 return atom
             leaves = [f"leaf{next(numbers)}" for _ in atom.parts]
@@ -208,11 +227,23 @@ class Tile:
             rows = self._row(rows)
             offset = self.logits.static_part.query_offset or 0
             positions = rows + (self.refs["query_offset"][self.step.batch] if "query_offset" in self.refs else offset)
-            seen = self.logits.static_part.mask.map_atoms(answer).test(rows, positions, keys)
+            mask = self.logits.static_part.mask.map_atoms(answer)
+            seen = None if isinstance(mask, Full) else mask.test(rows, positions, keys)
         if self.logits.static_part.kv_len % self.frame.block_kv:
             inside = cols < self.logits.static_part.kv_len
             seen = inside if seen is None else seen & inside
         return seen
+
+    def _blocks(self, name: str, atom: Any, head: tuple[int, int], keys: jax.Array) -> Mask:
+        """What a leaf of blocks says of the tile; Full where a visited one is known to be seen."""
+        if name not in self.refs:
+            return Full()
+        ref = self.refs[name]
+        kv_head, of_group = (i if n > 1 else 0 for i, n in zip(head, ref.shape[:2], strict=True))
+        rows = [ref[kv_head, of_group, word : word + 1, :] for word in range(ref.shape[2])]
+        rows = rows if self.across else [_turned(row) for row in rows]
+        first = self._key(self.step.kv_block * self.frame.block_kv)
+        return Answer(seen_by_words(rows, keys, first, atom.block_kv))
 
     def _leaf(self, name: str, dims: tuple[str, ...], head: tuple[int, int], start: int, width: int) -> Any:
         """An array of the mask, to be compared with the tile's keys and rows."""

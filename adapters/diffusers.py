@@ -1,0 +1,138 @@
+"""diffusers: a declared attention as a backend of its attention dispatcher. Needs torch and diffusers.
+
+`register()` once, then `model.set_attention_backend("attnops")`, or `with attention_backend("attnops"):`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, InputError, InputTypeError, a_type, shown
+from ..operators.attention import Attention
+from ..operators.attention_keywords import is_operation_name
+from .extra import extra
+from .front import Declared, declared_attention
+
+with extra("torch"):
+    import torch
+
+    from .torch_call import DTYPES, CallOptions, TorchCall
+    from .torch_tensors import check_tensor
+with extra("diffusers"):
+    from diffusers.models import attention_dispatch
+
+__all__ = ["DiffusersAttention", "attention_for", "register"]
+
+_OURS = (
+    "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "return_lse", "_parallel_config",
+)  # fmt: skip
+_HINTS = {
+    "return_lse": "a backend returns its output alone",
+    "_parallel_config": "declare a mesh and sequence_parallel in attnops' metadata in its place",
+    "window_size": "declare it, call.sliding_window",
+}
+
+
+def register(
+    declared: Declared = "vanilla", *, name: str | None = None, round_lengths: bool = False, **keywords: Any
+) -> str:
+    """Make the attention backend of this name run what is declared; returns the name.
+
+    declared: an operation's name with keywords of an Attention, an Attention, a declaration or its path. name: by default
+    "attnops", and "attnops:FILE" for a path; in small letters, as diffusers reads names. round_lengths: see TorchCall. A name
+    that is registered again is replaced, in models that exist too. Errors: ConfigError for "enabled": false and for diffusers'
+    names.
+    """
+    backend = attention_for(declared, round_lengths=round_lengths, **keywords)
+    if name is None:
+        of_file = isinstance(declared, Path) or (isinstance(declared, str) and not is_operation_name(declared))
+        name = f"attnops:{declared}".lower() if of_file else "attnops"
+    names = attention_dispatch.AttentionBackendName
+    registry = attention_dispatch._AttentionBackendRegistry
+    held = {x.value: x for x in names}
+    theirs = name in held and not isinstance(registry._backends.get(held[name]), DiffusersAttention)
+    if not isinstance(name, str) or not name or name != name.lower() or theirs:
+        raise ConfigError(f"name={shown(name)}; wanted small letters that diffusers doesn't use, such as 'attnops'.")
+    member = held.get(name)
+    if member is None:  # its names are an Enum, which set_attention_backend and attention_backend look into
+        member = str.__new__(names, name)
+        member._name_, member._value_ = name.upper(), name
+        names._member_map_[member._name_] = names._value2member_map_[name] = member
+        names._member_names_.append(member._name_)
+    registry.register(member)(backend)
+    return name
+
+
+def attention_for(declared: Declared, *, round_lengths: bool = False, **keywords: Any) -> DiffusersAttention:
+    """The function that `register` registers."""
+    attention: Attention = declared_attention(declared, keywords)
+    if not attention.enabled:
+        raise ConfigError('the declaration says "enabled": false; say set_attention_backend("native") in its place.')
+    return DiffusersAttention(attention, round_lengths)
+
+
+class DiffusersAttention(TorchCall):
+    """A declared attention with the signature of diffusers' backends. `attention.plans` are the plans of the calls so far."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """What the dispatcher hands over: it drops each argument that isn't in here, so all that any backend takes are."""
+        taken = attention_dispatch._AttentionBackendRegistry._supported_arg_names.values()
+        names = dict.fromkeys((*_OURS, *sorted(set().union(*taken))))
+        return inspect.Signature([inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY) for x in names])
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Attend; differentiable once, in attn_mask too where it is a float that requires it.
+
+        Shapes: query [batch, q, heads, dim], key and value [batch, kv, kv_heads, dim]; attn_mask, bool (True = may attend) or
+        float (added), broadcasts to [batch, heads, q, kv], or is [batch, kv]: two dimensions of these sizes are keys. is_causal
+        lets query i see the keys up to i. Errors: InputError, InputTypeError, ConfigError say what is refused.
+        """
+        for name, x in others.items():
+            if x is not None and x is not False:
+                raise ConfigError(
+                    f"{name} ({a_type(x)}) is given to attnops' backend, which has no use for it: "
+                    f"{_HINTS.get(name, 'it is of other backends; leave it out of attention_kwargs')}."
+                )
+        given = {"query": query, "key": key, "value": value}
+        for name, x in given.items():
+            check_tensor(name, x, DTYPES)
+            if x.ndim != 4:
+                raise InputError(f"{name} has shape {tuple(x.shape)}; wanted [batch, length, heads, dim].")
+        if len({x.dtype for x in given.values()}) > 1:
+            raise InputTypeError(
+                f"query, key and value are {query.dtype}, {key.dtype}, {value.dtype}; wanted one dtype."
+            )
+        if key.shape[2] != query.shape[2] and not enable_gqa:
+            raise InputError(
+                f"query has {query.shape[2]} heads, key {key.shape[2]}; grouped heads need enable_gqa=True, as in torch."
+            )
+        given = {name: x.transpose(1, 2) for name, x in given.items()}
+        if attn_mask is not None:
+            check_tensor("attn_mask", attn_mask, (torch.bool, *DTYPES))
+            if is_causal:
+                raise InputError(
+                    "attn_mask with is_causal=True is an error, as in torch; put the triangle into attn_mask."
+                )
+            if attn_mask.shape == (key.shape[0], key.shape[1]):
+                attn_mask = attn_mask[:, None, None]
+            given["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
+        shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        options = CallOptions(bool(is_causal), scale, float(dropout_p), shape)
+        return self.run(given, options, compiled=True).transpose(1, 2)
+
+    def __repr__(self) -> str:
+        return f"{__name__}.attention_for({self.attention.declared().to_json(indent=None)})"

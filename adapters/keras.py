@@ -1,0 +1,166 @@
+"""keras: MultiHeadAttention and GroupQueryAttention on the JAX backend with a declared attention. Needs keras."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import ConfigError, InputError, shown
+from ..operators.attention import Attention
+from .extra import extra
+from .front import Declared, attend, declared_attention
+
+with extra("keras"):
+    import keras
+
+__all__ = ["KerasAttention", "attention_of"]
+
+_Layer = TypeVar("_Layer", bound="keras.Layer")
+_PLACE = "_compute_attention"  # which keras leaves to its users to override
+_KINDS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+
+
+def attention_of(model: _Layer, declared: Declared, **metadata: Any) -> _Layer:
+    """Let every MultiHeadAttention and GroupQueryAttention in a model (or the layer itself) run what is declared.
+
+    The layers are changed where they are, and the model is returned; weights, names and what is saved stay keras' own. Compiled
+    steps are forgotten. declared: an Attention, a Declaration, its dict, or the path of its JSON file. metadata: fields of
+    OperationMetadata that take the place of the file's, such as mesh. With "enabled": false the layers get keras' own back.
+    Errors: ConfigError for another backend than JAX's and for flash_attention=True; InputError for a model without such a layer,
+    or with one whose class has an attention of its own.
+    """
+    attention = declared_attention(declared, metadata)
+    if keras.backend.backend() != "jax":
+        raise ConfigError(
+            f"keras runs on {shown(keras.backend.backend())}; wanted 'jax': set KERAS_BACKEND=jax before keras is imported."
+        )
+    if not isinstance(model, keras.Layer):
+        raise InputError(f"{type(model).__name__} is no keras model or layer.")
+    inside = list(model._flatten_layers())
+    layers = [x for x in inside if isinstance(x, _KINDS)]
+    if not layers:
+        raise InputError(
+            f"{type(model).__name__} holds no MultiHeadAttention or GroupQueryAttention that is built, so there is nothing to "
+            "declare the attention of."
+        )
+    for layer in layers:
+        _check(layer)
+    for layer in layers:
+        if attention.enabled:
+            setattr(layer, _PLACE, KerasAttention(layer, attention))
+        elif _PLACE in vars(layer):
+            delattr(layer, _PLACE)
+    for x in inside:
+        if isinstance(x, keras.Model):
+            x.train_function = x.test_function = x.predict_function = None
+    return model
+
+
+@dataclass(frozen=True, eq=False)
+class KerasAttention:
+    """A declared attention in the place of one layer's `_compute_attention`; `attention.plans` are the plans of the calls."""
+
+    layer: Any
+    attention: Attention
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        attention_mask: jax.Array | None = None,
+        training: bool | None = None,
+        return_attention_scores: bool | None = None,
+        use_causal_mask: bool = False,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """(output, scores or None), as keras' own.
+
+        Shapes: query [batch, ..., heads, dim], key and value likewise, of which the layer's attention axes are attended over;
+        attention_mask broadcasts to [batch, ..., heads, q ..., kv ...] as keras aligns it. The scores are those before dropout.
+        """
+        grouped = isinstance(self.layer, keras.layers.GroupQueryAttention)
+        names = ("head_dim", "dropout", "sliding_window") if grouped else ("key_dim", "dropout", "_sliding_window")
+        dim, dropout, window = (getattr(self.layer, name) for name in names)
+        if grouped and self.layer.num_repeats > 1:  # keras has repeated them
+            key, value = (x[:, :, :: self.layer.num_repeats] for x in (key, value))
+        if return_attention_scores is None:
+            return_attention_scores = grouped and self.layer._return_attention_scores
+        axes = (1,) if grouped else tuple(self.layer._attention_axes)
+        if (use_causal_mask or window is not None) and axes != (1,):
+            raise InputError(
+                f"use_causal_mask and sliding_window are of one axis, 1; the layer attends over {axes}. Pass a mask."
+            )
+        heads = [_rows(x, axes) for x in (query, key, value)]
+        cells = (*heads[0].shape[:-3], heads[0].shape[-2], *(x.shape[-3] for x in heads[:2]))
+        spans = [[x.shape[axis] for axis in axes] for x in (query, key)]
+        drops = bool(dropout and training)
+        found = attend(
+            self.attention,
+            *heads,
+            layout="bthd",
+            mask=None if attention_mask is None else _mask(attention_mask, cells, spans),
+            causal=use_causal_mask,
+            # The mask array has the window already; said once more, its blocks are known to be hidden.
+            sliding_window=None if window is None else (window - 1, window - 1),
+            query_offset=0 if use_causal_mask or window is not None else None,
+            softmax_scale=1 / math.sqrt(dim),
+            dropout_prob=dropout if drops else 0.0,
+            dropout_rng=self.layer._dropout_layer.seed_generator.next() if drops else None,
+            deterministic=not drops,
+            return_weights=bool(return_attention_scores),
+        )
+        output = _back(found.output, query.shape, axes)
+        if found.weights is None:
+            return output, None
+        scores = found.weights.reshape(*found.weights.shape[:-2], *spans[0], *spans[1])
+        return output, scores.astype(output.dtype)
+
+
+def _check(layer: Any) -> None:
+    kind = next(kind for kind in _KINDS if isinstance(layer, kind))
+    if getattr(type(layer), _PLACE) is not getattr(kind, _PLACE):
+        raise InputError(
+            f"layer {shown(layer.name)} is a {type(layer).__name__}, whose class has an attention of its own ({_PLACE}); it "
+            "would be lost. Call attnops.dot_product_attention in it instead."
+        )
+    if layer._flash_attention:
+        raise ConfigError(
+            f"layer {shown(layer.name)} has flash_attention=True, and the declaration says what runs; leave it None, and "
+            "keras.config.disable_flash_attention() where it was enabled for all."
+        )
+
+
+def _rows(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """[..., heads, dim] with the attended axes as one, before the heads: [..., length, heads, dim]."""
+    last = x.ndim - 2
+    x = jnp.moveaxis(x, axes, range(last - len(axes), last))
+    return x.reshape(*x.shape[: last - len(axes)], -1, *x.shape[last:])
+
+
+def _back(x: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
+    """What `_rows` made, with the axes where they were."""
+    last = len(shape) - 2
+    x = x.reshape(*x.shape[:-3], *(shape[axis] for axis in axes), *x.shape[-2:])
+    return jnp.moveaxis(x, range(last - len(axes), last), axes)
+
+
+def _mask(mask: jax.Array, cells: tuple[int, ...], spans: list[list[int]]) -> jax.Array:
+    """The mask as keras aligns it, [..., heads, q, kv]: dimensions that are missing are put before those of queries and keys."""
+    own = 2 * len(spans[0])
+    shape = tuple(mask.shape)
+    wanted = (*cells[:-2], *spans[0], *spans[1])
+    shape = (*shape[:-own], *(1,) * (len(wanted) - len(shape)), *shape[-own:])
+    if len(shape) != len(wanted) or any(n not in (1, m) for n, m in zip(shape, wanted, strict=True)):
+        raise InputError(
+            f"attention_mask has shape {tuple(mask.shape)}; wanted one that broadcasts to {wanted}, [batch, ..., heads, query "
+            "axes, key axes], where those before the query's may be missing from the right."
+        )
+    mask = mask.reshape(shape)
+    if own > 2:
+        mask = jnp.broadcast_to(mask, (*shape[:-own], *spans[0], *spans[1]))
+        mask = mask.reshape(*shape[:-own], *cells[-2:])
+    return mask

@@ -1,0 +1,58 @@
+"""What is asked of a search: numbers of devices, batches, and the ways that a declaration leaves open."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ..errors import ConfigError, shown
+from ..planning.policy import CHOICES
+from ..registry.declaration import Declaration
+from .machine import Machine, with_devices
+
+__all__ = ["asked_devices", "declared_ways", "with_batch", "with_mode"]
+
+_RANGE = re.compile(r"([1-9]\d{0,5})(?:\.\.([1-9]\d{0,5}))?")
+_STRATEGIES = tuple(name for name in CHOICES["sequence_parallel"] if name != "auto")
+_ORDERS = ("contiguous", "zigzag")
+
+
+def asked_devices(machine: Machine, devices: int | str | None) -> tuple[int, ...]:
+    """The numbers of devices that a target has parts of, within what is asked. Errors: ConfigError where there are none."""
+    if devices is None:
+        return (machine.count,)
+    match = None if isinstance(devices, bool) else _RANGE.fullmatch(str(devices))
+    if match is None:
+        raise ConfigError(f"devices={shown(devices)}; wanted a number, or a range such as 8..64.")
+    low, high = int(match[1]), int(match[2] or match[1])
+    possible = [n for n in range(1, machine.count + 1) if machine.count % n == 0 and with_devices(machine.target, n)]
+    found = tuple(n for n in possible if low <= n <= high)
+    if not found:
+        raise ConfigError(
+            f"devices={shown(devices)}: {machine.target} has {machine.count} devices, and no part of so many; it has parts of "
+            f"{', '.join(map(str, possible))}."
+        )
+    return found
+
+
+def with_batch(given: Declaration, batch: int | None) -> Declaration:
+    """The declaration with another batch."""
+    return given if batch is None else _with_call(given, "batch", batch)
+
+
+def with_mode(given: Declaration, mode: str | None) -> Declaration:
+    """The declaration with another mode."""
+    return given if mode is None else _with_call(given, "mode", mode)
+
+
+def _with_call(given: Declaration, name: str, value: Any) -> Declaration:
+    data = given.to_dict()
+    return Declaration.from_dict({**data, "call": {**data.get("call", {}), name: value}})
+
+
+def declared_ways(given: Declaration, operation: Any) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
+    """(strategies, ring orders) to try: what is declared, or implied by the operation's name, else all."""
+    declared = operation.sequence_parallel or given.metadata.get("sequence_parallel", "auto")
+    strategies = _STRATEGIES if declared == "auto" else (declared,)
+    order = given.metadata.get("ring_order")
+    return strategies, _ORDERS if order is None else (order,)

@@ -1,0 +1,61 @@
+"""Blocks: of the sizes that a search would try, those by which the estimate is clearly shorter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from ..planning import decide
+from .entries import Entry
+from .estimate import estimate
+
+__all__ = ["better_blocks"]
+
+_GAIN = 0.97  # estimates that are closer say nothing
+_MOST = 8  # of a pass
+
+
+def better_blocks(entry: Entry) -> Entry:
+    """The entry with other sizes declared, where they are open, nothing is known of them by a search, and the estimate gains."""
+    plan = entry.plan
+    if plan.method is None or (plan.tuning is not None and plan.tuning.source != "heuristic"):
+        return entry
+    best, sizes = entry.estimate, dict[str, Any]()
+    machine, order = best.machine, entry.candidate.mesh
+    for ways in plan.operation.candidates(plan.method, plan.problem, plan.placement).values():
+        chosen = dict(sizes)
+        for fields in _distinct(ways):
+            config = plan.problem.config.with_fields(chosen | fields)
+            again = decide.plan(plan.operation, replace(plan.problem, config=config), plan.policy)
+            if again.implementation != plan.implementation:
+                continue
+            guess = estimate(again, machine, order)
+            if guess.seconds < best.seconds * _GAIN:
+                best, sizes = guess, chosen | fields
+    if not sizes:
+        return entry
+    tag = plan.problem.config.operation
+    configs = dict(entry.given.metadata.get("operation_configs") or {})
+    configs[tag] = {**(configs.get(tag) or {}), **sizes}
+    metadata = entry.given.metadata | {"operation_configs": configs}
+    given = entry.given.model_copy(update={"metadata": metadata}).checked()
+    problem = replace(plan.problem, config=plan.problem.config.with_fields(sizes))
+    said = ", ".join(f"{name}={value}" for name, value in sizes.items())
+    notes = (*entry.notes, f"{said}: shorter by the estimate than the rule's own sizes")
+    return replace(
+        entry,
+        given=given,
+        plan=decide.plan(plan.operation, problem, plan.policy),
+        estimate=best,
+        notes=notes,
+    )
+
+
+def _distinct(ways: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first few with tiles of their own: what differs in how a tile is worked on is alike to an estimate."""
+    found: dict[Any, dict[str, Any]] = {}
+    for fields in ways:
+        tiles = tuple((n, v) for n, v in fields.items() if n.startswith("block_") and "compute" not in n)
+        found.setdefault(tiles, fields)
+    return list(found.values())[:_MOST]

@@ -1,0 +1,137 @@
+"""Candidates: every mesh over so many devices, with each strategy that its axes allow, and each operation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ..planning import AttentionProblem
+
+__all__ = ["AXES", "SEQUENCE_AXES", "Candidate", "Sought", "candidates", "meshes"]
+
+AXES = ("fsdp", "cp", "sp", "tp")  # batch; the sequence, twice; heads
+SEQUENCE_AXES = ("cp", "sp")  # what ulysses_ring names: keys travel around the first, heads are split over the second
+# What stands beside the declared operation, by platform.
+_OPERATIONS = {"tpu": ("splash", "vanilla"), "cuda": ("flash_attn2", "sdpa", "vanilla")}
+
+
+class Candidate(NamedTuple):
+    """What would be declared: an operation, a batch, a mesh on a target, and how a split sequence is handled."""
+
+    operation: str
+    batch: int
+    target: str
+    sizes: tuple[tuple[str, int], ...]
+    strategy: str | None = None
+    order: str | None = None
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return dict(self.sizes)
+
+    @property
+    def kind(self) -> str:
+        """`ring`: what refusals are told by."""
+        return self.strategy or "whole sequences"
+
+    @property
+    def where(self) -> str:
+        """`fsdp=2,tp=4 on v5e:2x4`."""
+        return ",".join(f"{name}={size}" for name, size in self.sizes) + f" on {self.target}"
+
+    def fields(self) -> dict[str, Any]:
+        """The metadata that it declares beside its mesh."""
+        found: dict[str, Any] = {}
+        if self.strategy is not None:
+            found["sequence_parallel"] = self.strategy
+        if self.order is not None:
+            found["ring_order"] = self.order
+        if "cp" in self.mesh:
+            axes = list(SEQUENCE_AXES)
+            found["partition_axis"] = {"query_sequence_axis": axes, "key_sequence_axis": axes}
+        return found
+
+
+class Sought(NamedTuple):
+    """What is enumerated for one batch: the call, the axes that are held, and the strategies and ring orders that are left."""
+
+    problem: AttentionProblem
+    operations: tuple[str, ...]
+    held: Mapping[str, int]
+    strategies: tuple[str, ...]
+    orders: tuple[str | None, ...]
+    generating: bool
+
+
+def operations_for(declared: str, platform: str, kernels_on: Mapping[str, str]) -> tuple[str, ...]:
+    """The declared operation, and the others that are worth a look there; not one whose kernels it runs itself."""
+    others = (name for name in _OPERATIONS.get(platform, ()) if kernels_on.get(platform) != name)
+    return tuple(dict.fromkeys((declared, *others)))
+
+
+def meshes(devices: int, held: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Every way to factor a number of devices over the axes, without axes of 1."""
+
+    def factored(left: int, names: tuple[str, ...]) -> Iterator[dict[str, int]]:
+        name, *rest = names
+        choices = [held[name]] if name in held else [n for n in range(1, left + 1) if left % n == 0]
+        for size in choices:
+            if left % size:
+                continue
+            if not rest:
+                if size == left:
+                    yield {name: size}
+                continue
+            for others in factored(left // size, tuple(rest)):
+                yield {name: size, **others}
+
+    for sizes in factored(devices, AXES):
+        yield {name: size for name, size in sizes.items() if size > 1}
+
+
+def candidates(sought: Sought, batch: int, devices: int, target: str) -> Iterator[Candidate | tuple[str, str]]:
+    """Candidates, and (kind, reason) for what lengths and heads rule out before a plan is made."""
+    problem = sought.problem
+    for sizes in meshes(devices, sought.held):
+        if reason := _indivisible(problem, sizes, sought.generating):
+            yield reason
+            continue
+        named = tuple(sizes.items()) or (("fsdp", 1),)
+        for operation in sought.operations:
+            for strategy, order in _ways(sought, sizes):
+                yield Candidate(operation, batch, target, named, strategy, order)
+
+
+def _indivisible(problem: AttentionProblem, sizes: Mapping[str, int], generating: bool) -> tuple[str, str] | None:
+    """A mesh over which some devices would only repeat others' work."""
+    sequence = math.prod(sizes.get(name, 1) for name in SEQUENCE_AXES)
+    length, what = (problem.kv_len, "keys") if generating else (problem.q_len, "queries")
+    if problem.layout == "thd" and "fsdp" in sizes:
+        return "fsdp", "packed tensors have no batch to split"
+    for name, size, number, thing in (
+        ("fsdp", sizes.get("fsdp", 1), problem.batch, "batch rows"),
+        ("tp", sizes.get("tp", 1), problem.q_heads, "query heads"),
+        ("sp", sequence, length, what),
+        ("sp", sequence, problem.kv_len, "keys"),
+    ):
+        if number % size:
+            return name, f"{number} {thing} don't divide over so many devices"
+    if "cp" in sizes and ("sp" not in sizes or generating):
+        return "cp", "a second axis of the sequence is for ulysses_ring, with both of them"
+    return None
+
+
+def _ways(sought: Sought, sizes: Mapping[str, int]) -> Iterator[tuple[str | None, str | None]]:
+    """(strategy, ring order) that a mesh has axes for."""
+    if "sp" not in sizes:
+        yield None, None
+    elif sought.generating:
+        yield "auto", None
+    else:
+        for strategy in sought.strategies:
+            if (strategy == "ulysses_ring") != ("cp" in sizes):
+                continue
+            rings = strategy in ("ring", "ulysses_ring")
+            for order in sought.orders if rings else (None,):
+                yield strategy, order

@@ -1,0 +1,66 @@
+"""compile_best: the best few candidates through the target's compiler; what doesn't compile or fit is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ..registry import OperationRegistry
+from ..verify.call import TargetReport, verify_call
+from ..verify.targets import not_compiled
+from .entries import Entry, Refusals
+from .machine import machine_of
+
+__all__ = ["Progress", "compile_best"]
+
+Progress = Callable[[int, int, str], None]
+
+
+def compile_best(
+    ranked: list[Entry],
+    refused: Refusals,
+    most: int,
+    tell: Progress,
+    notes: list[str],
+) -> list[Entry]:
+    """The best few compiled, in their order, without those that don't compile or fit; they come before all others."""
+    described = machine_of(ranked[0].candidate.target).described if ranked else None
+    if not ranked or most < 1:
+        return ranked
+    if described is None:
+        notes.append("nothing is compiled for virtual CPU devices; `attnops verify` does, or `attnops run`")
+        return ranked
+    if not described.compiles:
+        notes.append(not_compiled(described.platform))
+        return ranked
+    done: list[Entry] = []
+    while ranked and len(done) < most:
+        entry, *ranked = ranked
+        tell(len(done), most, f"compile {entry.candidate.where}")
+        report = _compile(entry)
+        failure = next((one.failure for one in report.passes if one.failure), None)
+        if failure is None:
+            done.append(replace(entry, compiled=report))
+        else:
+            refused.add(
+                entry.candidate.kind,
+                entry.candidate.operation,
+                str(failure.memory),
+                failure.message,
+                entry.candidate.where,
+            )
+    tell(most, most, "")
+    done.sort(key=lambda entry: (entry.differs, float(f"{entry.seconds_a_row:.4g}"), entry.peak_bytes or 0))
+    return done + ranked
+
+
+def _compile(entry: Entry) -> TargetReport:
+    target = machine_of(entry.candidate.target).described
+    assert target is not None
+    kind: Any = OperationRegistry.get(entry.candidate.operation)
+    mesh = target.described(entry.candidate.mesh)
+    fields = {"platform": None, "backend": None, "mesh": mesh}
+    operation = kind(entry.declaration.operation_metadata(fields))
+    arguments = entry.declaration.call_arguments(entry.declaration.shapes())
+    return verify_call(operation, arguments, entry.candidate.target)

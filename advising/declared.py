@@ -1,0 +1,43 @@
+"""A candidate as a declaration, and the metadata by which it is planned: abstract devices, nothing compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from ..registry import OperationMetadata
+from ..registry.declaration import Declaration
+from ..sharding import mesh_to_dict
+from .candidates import Candidate
+from .machine import Machine
+
+__all__ = ["declared_as", "metadata_for"]
+
+_OF_TARGET = ("mesh", "platform", "backend")
+
+
+def metadata_for(
+    given: Declaration, machine: Machine, sizes: Mapping[str, int], fields: Mapping[str, Any]
+) -> OperationMetadata:
+    """The declared metadata on a mesh of the machine's devices. What would fall back to another path is refused, if nothing
+    else is declared."""
+    said = {name: value for name, value in given.metadata.items() if name not in _OF_TARGET}
+    mesh = _mesh(machine, sizes)
+    return OperationMetadata.from_dict({"fallback": "error", **said, **fields} | {"mesh": mesh})
+
+
+def declared_as(given: Declaration, candidate: Candidate, machine: Machine) -> Declaration:
+    """The declaration with the candidate's operation, mesh and strategy: planned as it stands it gives the candidate's plan."""
+    said = {name: value for name, value in given.metadata.items() if name not in _OF_TARGET}
+    metadata = {"fallback": "error", **said, **candidate.fields(), "mesh": mesh_to_dict(_mesh(machine, candidate.mesh))}
+    update = {"operation": candidate.operation, "metadata": metadata}
+    return given.model_copy(update=update).checked()
+
+
+def _mesh(machine: Machine, sizes: Mapping[str, int]) -> AbstractMesh:
+    platform = "gpu" if machine.platform == "cuda" else machine.platform
+    device = AbstractDevice(device_kind=machine.kind, num_cores=machine.cores, platform=platform)
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)

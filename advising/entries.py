@@ -1,0 +1,81 @@
+"""Entry: a candidate that can run. Refusal: candidates that can't, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..planning import Plan
+from ..registry.declaration import Declaration
+from ..verify.call import TargetReport
+from .candidates import Candidate
+from .declared import declared_as
+from .estimate import Estimate
+
+__all__ = ["Entry", "Refusal", "Refusals"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A candidate that something may run: plan and estimate; given: the declaration that it was made from, with its blocks where
+    they were chosen; compiled: what the compiler says, if asked."""
+
+    candidate: Candidate
+    given: Declaration
+    plan: Plan
+    estimate: Estimate
+    notes: tuple[str, ...] = ()
+    compiled: TargetReport | None = None
+
+    @property
+    def declaration(self) -> Declaration:
+        """What to write: planned as it stands it gives this plan."""
+        return declared_as(self.given, self.candidate, self.estimate.machine)
+
+    @property
+    def seconds_a_row(self) -> float:
+        """Of a row of the batch: by this candidates of several batches are compared."""
+        return self.estimate.seconds / self.candidate.batch
+
+    @property
+    def differs(self) -> bool:
+        """Whether its compiled program sends other than its strategy has to, and so takes longer than was estimated."""
+        return self.compiled is not None and any(one.differences for one in self.compiled.passes)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """What a device holds at the peak, by the compiler."""
+        passes = () if self.compiled is None else self.compiled.passes
+        return max((one.peak_bytes for one in passes if one.compiled), default=None)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Candidates of one kind that can't be, all for one reason: how many, of which operations, and the first mesh."""
+
+    kind: str
+    operations: tuple[str, ...]
+    reason: str
+    count: int
+    example: str
+
+    def __str__(self) -> str:
+        about = f" ({', '.join(self.operations)})" if self.operations else ""
+        return f"{self.kind}{about}: {self.count} candidates, first {self.example}: {self.reason}"
+
+
+class Refusals:
+    """Refusals by kind and code, with the reason and the mesh of the first, and the operations that they are about."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], Refusal] = {}
+
+    def add(self, kind: str, operation: str, code: str, reason: str, where: str) -> None:
+        """One more candidate."""
+        first = Refusal(kind, (), reason, 0, where)
+        before = self.found.get((kind, code), first)
+        operations = tuple(dict.fromkeys((*before.operations, *([operation] if operation else []))))
+        self.found[kind, code] = replace(before, operations=operations, count=before.count + 1)
+
+    def told(self) -> tuple[Refusal, ...]:
+        """Those with the most candidates first."""
+        return tuple(sorted(self.found.values(), key=lambda refusal: -refusal.count))

@@ -1,0 +1,281 @@
+"""Estimate: how long a planned call takes on a machine, as terms that add up, and what a device has to hold at least."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ..planning import Plan
+from ..verify.placed_tensors import all_axes, axes_by_dim, placed_tensors, sent_itemsize
+from ..verify.traffic import Need, least_traffic
+from .machine import Machine
+from .sending import hops, reordered_seconds, ring_hop_seconds, seconds_of
+from .spans import Span, lay
+from .tiles import kernels_of_pass
+from .working import Worked, worked
+
+__all__ = ["Estimate", "PassEstimate", "Send", "Term", "estimate"]
+
+_WORK, _AROUND, _ORDER = "work", "around the ring", "zigzag"
+
+
+@dataclass(frozen=True)
+class Send:
+    """What a device sends of one kind along some mesh axes: bytes, seconds, and those of them in which nothing else is done."""
+
+    kind: str
+    what: str
+    axes: tuple[str, ...]
+    sent_bytes: float
+    seconds: float
+    waited: float
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of a pass's time."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PassEstimate:
+    """One pass, without the other: terms that add up to its seconds. bound: what the work is bound by."""
+
+    name: str
+    work: float
+    waiting: float
+    bound: str
+    sends: tuple[Send, ...]
+    unknown: tuple[str, ...]
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """Work of the mean device, waiting for the busiest one, and each collective as far as it is waited for."""
+        sends = [Term(f"{send.kind} over {'+'.join(send.axes)}", send.waited) for send in self.sends]
+        return (Term(_WORK, self.work), Term("waiting for the busiest device", self.waiting), *sends)
+
+    @property
+    def seconds(self) -> float:
+        return sum(term.seconds for term in self.terms)
+
+    @property
+    def sent_bytes(self) -> float:
+        return sum(send.sent_bytes for send in self.sends)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Both passes of a training call, or the forward pass. Bytes of a device: operands and results, which are exact, and about
+    what the strategy holds beside them: a TPU's compiler may keep small arrays in VMEM instead."""
+
+    machine: Machine
+    passes: tuple[PassEstimate, ...]
+    argument_bytes: int
+    output_bytes: int
+    held_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(one.seconds for one in self.passes)
+
+    @property
+    def sent_bytes(self) -> float:
+        return sum(one.sent_bytes for one in self.passes)
+
+    @property
+    def least_bytes(self) -> int:
+        """Operands and results."""
+        return self.argument_bytes + self.output_bytes
+
+    @property
+    def about_bytes(self) -> int:
+        """With what the strategy holds."""
+        return self.least_bytes + self.held_bytes
+
+    @property
+    def bound(self) -> str:
+        """The longest term of all passes, and what the work is bound by."""
+        longest = max(((term, one) for one in self.passes for term in one.terms), key=lambda found: found[0].seconds)
+        return f"{_WORK}: {longest[1].bound}" if longest[0].name == _WORK else longest[0].name
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """What is sent, and can't be said before compiling: then the seconds are too few."""
+        return tuple(why for one in self.passes for why in one.unknown)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        return {
+            "seconds": self.seconds,
+            "bound": self.bound,
+            "sent_bytes": self.sent_bytes,
+            "argument_bytes": self.argument_bytes,
+            "output_bytes": self.output_bytes,
+            "held_bytes": self.held_bytes,
+            "passes": [
+                {
+                    "name": one.name,
+                    "seconds": one.seconds,
+                    "terms": [vars(term) for term in one.terms],
+                    "sends": [vars(send) | {"axes": list(send.axes)} for send in one.sends],
+                    "unknown": list(one.unknown),
+                }
+                for one in self.passes
+            ],
+        }
+
+
+def estimate(plan: Plan, machine: Machine, sizes: Mapping[str, int] | None = None) -> Estimate:
+    """Of a planned call that something may run. sizes: the plan's mesh in another order, which decides how its axes lie."""
+    sizes = {axis.name: axis.size for axis in plan.problem.mesh} if sizes is None else sizes
+    spans = lay(machine.physical, sizes)
+    known = _known(plan, machine)
+    passes = (_pass(plan, machine, spans, one) for one in known.passes)
+    return Estimate(machine, tuple(passes), *known.bytes)
+
+
+class _Pass(NamedTuple):
+    name: str
+    done: Worked
+    needs: tuple[Need, ...]
+    unknown: tuple[str, ...]
+
+
+class _Known(NamedTuple):
+    passes: tuple[_Pass, ...]
+    bytes: tuple[int, int, int]
+
+
+@functools.lru_cache(maxsize=64)
+def _known(plan: Plan, machine: Machine) -> _Known:
+    """What doesn't depend on how the mesh lies."""
+    backward = plan.problem.mode == "__train__"
+    forward = least_traffic(plan, False)
+    passes = [_Pass("forward", worked(machine, plan, kernels_of_pass(plan, False)), forward.needs, forward.unknown)]
+    if backward:
+        both = least_traffic(plan, True)
+        rest, unknown = both.needs[len(forward.needs) :], both.unknown[len(forward.unknown) :]
+        passes.append(_Pass("backward", worked(machine, plan, kernels_of_pass(plan, True)), rest, unknown))
+    return _Known(tuple(passes), (*_operands(plan, backward), _held(plan, machine, backward)))
+
+
+def _pass(plan: Plan, machine: Machine, spans: Mapping[str, tuple[Span, ...]], known: _Pass) -> PassEstimate:
+    name, done, needs, unknown = known
+    needs = tuple(need for need in needs if not need.optional)
+    work, waiting = _shared(done, machine, plan)
+    groups: dict[tuple[str, tuple[str, ...], str], list[Need]] = {}
+    for need in needs:
+        word = next((w for w in (_AROUND, _ORDER, "in order") if w in need.what), "")
+        if need.kind == "collective-permute" and not word:
+            word = _ORDER
+        groups.setdefault((need.kind, need.axes, _ORDER if word == "in order" else word), []).append(need)
+    sends = [
+        _send(plan, machine, done, key, members, _along(spans, key[1]), name == "backward")
+        for key, members in groups.items()
+    ]
+    return PassEstimate(name, work, waiting, done.bound, tuple(sends), unknown)
+
+
+def _shared(done: Worked, machine: Machine, plan: Plan) -> tuple[float, float]:
+    """(work of the mean device, what is waited for beyond it: at each hop the busiest device counts)."""
+    mean, lockstep = float(done.seconds.sum(1).mean()), float(done.seconds.max(0).sum())
+    if machine.cpu is not None:
+        steps = len(plan.placement.sequence.steps) or 1
+        return (mean + steps * machine.cpu.step_seconds) * plan.problem.devices, 0.0
+    return mean, lockstep - mean
+
+
+def _along(spans: Mapping[str, tuple[Span, ...]], axes: tuple[str, ...]) -> tuple[Span, ...]:
+    return tuple(span for axis in axes for span in spans[axis])
+
+
+def _send(
+    plan: Plan,
+    machine: Machine,
+    done: Worked,
+    key: tuple[str, tuple[str, ...], str],
+    needs: list[Need],
+    spans: tuple[Span, ...],
+    backward: bool,
+) -> Send:
+    kind, axes, word = key
+    sent = sum(need.sent_bytes for need in needs)
+    what = ", ".join(dict.fromkeys(need.what for need in needs))
+    if machine.cpu is not None:  # every device's copy is made by the same cores
+        seconds = sent * plan.problem.devices / machine.cpu.bytes_per_second
+        return Send(kind, what, axes, sent, seconds, seconds)
+    if word == _ORDER:
+        seconds = reordered_seconds(sent, spans) + len(needs) * machine.hop_seconds * hops("all-to-all", spans)
+        return Send(kind, what, axes, sent, seconds, seconds)
+    if kind != "collective-permute":
+        seconds = seconds_of(kind, sent, spans) + len(needs) * machine.hop_seconds * hops(kind, spans)
+        return Send(kind, what, axes, sent, seconds, seconds)
+    split = plan.placement.sequence
+    moves = [after - before for before, after in itertools.pairwise(split.steps)]
+    if not moves:
+        return Send(kind, what, axes, sent, 0.0, 0.0)
+    home = [split.ring_size - split.steps[-1]] if backward else []
+    each = sent / len([*moves, *home])
+    taken = [
+        ring_hop_seconds(each, spans, by) + machine.hop_seconds * min(by, split.ring_size - by)
+        for by in (*moves, *home)
+    ]
+    seconds = sum(taken)
+    beside = [float(column.max()) for column in done.seconds.T]  # what is worked on meanwhile
+    hidden = sum(min(a, b) for a, b in zip(taken[: len(moves)], beside, strict=False)) if machine.overlaps else 0.0
+    return Send(kind, what, axes, sent, seconds, seconds - hidden)
+
+
+def _operands(plan: Plan, backward: bool) -> tuple[int, int]:
+    """Bytes of (arguments, results) of a device, those of both passes with the outputs' gradients and all others."""
+    problem, placement = plan.problem, plan.placement
+    sizes = {axis.name: axis.size for axis in problem.mesh}
+    given = outgoing = gradients = 0
+    for tensor in placed_tensors(problem, placement, 0):
+        name = tensor.name
+        size = {
+            "query": problem.itemsize_of("query"),
+            "key": problem.itemsize_of("key"),
+            "value": problem.itemsize_of("value"),
+        }
+        item = size.get(name) or tensor.itemsize or problem.itemsize
+        local = math.prod(tensor.shape) // placement.kv_repeat if name in ("key", "value") else math.prod(tensor.shape)
+        bytes_ = item * local // math.prod(sizes[a] for a in all_axes(tensor.declared))
+        given += bytes_
+        gradients += bytes_ if tensor.gradient else 0
+    parts = math.prod(sizes[a] for a in all_axes(axes_by_dim(placement.spec("output"), 4)))
+    outgoing += math.prod(problem.shape_of("output")) * problem.itemsize // parts
+    if "return_lse" in problem.features:
+        wide = jnp.dtype(problem.softmax_dtype).itemsize
+        split = math.prod(sizes[a] for a in all_axes(axes_by_dim(placement.spec("lse"), 3)))
+        outgoing += problem.batch * problem.q_heads * problem.q_len * wide // split
+    return (given + outgoing, outgoing + gradients) if backward else (given, outgoing)
+
+
+def _held(plan: Plan, machine: Machine, backward: bool) -> int:
+    """Bytes that the strategy holds beside operands and results: gathered keys, those that come around a ring, exchanged
+    tensors; backward the gradients of these too, around a ring in float32."""
+    problem, split, local = plan.problem, plan.placement.sequence, plan.placement.local
+    item = sent_itemsize(problem.runtime_dtype, machine.platform == "cpu")
+    width, rows = problem.head_dim + problem.value_dim, local.batch * local.q_heads * local.q_len * split.pieces
+    keys = local.batch * local.kv_heads * local.kv_len * split.pieces * width
+    held = 0
+    if split.gathers:
+        held += keys * item
+    if split.head_axes:
+        held += keys * item + rows * problem.head_dim * item
+    if split.ring_axes:
+        held += keys * item
+    if backward and split.strategy:
+        held += keys * (4 if split.ring_axes else item)
+    if plan.route is not None and plan.route.name == "plain":
+        held += local.batch * local.q_heads * local.q_len * local.kv_len * jnp.dtype(problem.softmax_dtype).itemsize
+    return held

@@ -1,0 +1,114 @@
+"""Machine: what an estimate needs of a target, TPUs, GPUs or this kind of machine's CPUs; its links from the tables of verify."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+
+from ..errors import ConfigError, shown
+from ..verify.devices import DeviceLimits, device_limits
+from ..verify.generations import torus_of
+from ..verify.gpu.gpu_specs import gpu_specs
+from ..verify.gpu.gpu_target import gpu_target, is_gpu_target
+from ..verify.targets import Target, target_of
+from .cpu_rates import CpuRates
+from .spans import Physical
+
+__all__ = ["Machine", "machine_of", "with_devices"]
+
+_HOP_SECONDS = 1e-6  # between two chips: jax-ml.github.io/scaling-book/sharding, a note on ICI latency
+_MOST_CPUS = 256
+_CPU = re.compile(r"cpu:([1-9]\d{0,2})")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """So many devices, how they are joined, and what one does in a second.
+
+    hop_seconds: of a message to a neighbour, whatever its size; 0 where no public figure is known. overlaps: what a ring sends
+    can go on beside the work. cpu: the rates of virtual devices, which share one machine's cores; else None.
+    """
+
+    target: str
+    platform: str
+    kind: str
+    cores: int
+    count: int
+    limits: DeviceLimits | None
+    physical: tuple[Physical, ...]
+    hop_seconds: float
+    overlaps: bool
+    cpu: CpuRates | None = None
+
+    @property
+    def hbm_bytes(self) -> int | None:
+        """Of one device; None where the devices share a machine's memory."""
+        return None if self.limits is None else self.limits.hbm_bytes
+
+    @property
+    def described(self) -> Target | None:
+        """The same as verify has it; None for CPUs."""
+        return None if self.cpu is not None else target_of(self.target)
+
+
+@functools.lru_cache(maxsize=256)
+def machine_of(target: str) -> Machine:
+    """Read a target's name: a TPU topology, GPUs, or virtual CPU devices, `cpu:8`. Errors: ConfigError for another one."""
+    if match := _CPU.fullmatch(target):
+        if (count := int(match[1])) > _MOST_CPUS:
+            raise ConfigError(f"target {target} has {count} virtual devices; wanted at most {_MOST_CPUS}.")
+        return cpu_machine(count, CpuRates())
+    if target.partition(":")[0] == "cpu":
+        raise ConfigError(f"target {shown(target)}; wanted virtual CPU devices and how many, such as cpu:8.")
+    found = target_of(target)
+    if is_gpu_target(target):
+        wanted = gpu_target(target)
+        spec = gpu_specs()[wanted.name]
+        joined = (
+            Physical(wanted.hosts, spec.network_bytes_per_second, switched=True),
+            Physical(wanted.gpus, spec.nvlink_bytes_per_second, switched=True),
+        )
+        limits = device_limits("cuda", found.kind)
+        return Machine(target, "cuda", found.kind, found.cores, found.count, limits, joined, 0.0, True)
+    torus = torus_of(target)
+    # The devices of a chip send at the same time, over the same links.
+    chips = [Physical(n, torus.link / torus.devices, ring) for n, ring in zip(torus.shape, torus.rings, strict=True)]
+    physical = (*chips, Physical(torus.devices, torus.die_link))
+    limits = device_limits("tpu", found.kind)
+    return Machine(target, "tpu", found.kind, found.cores, found.count, limits, physical, _HOP_SECONDS, True)
+
+
+def cpu_machine(count: int, rates: CpuRates) -> Machine:
+    """Virtual devices of one machine: what one sends is copied in memory, and all share its cores."""
+    physical = (Physical(count, rates.bytes_per_second, switched=True),)
+    return Machine(f"cpu:{count}", "cpu", "cpu", 1, count, None, physical, 0.0, False, rates)
+
+
+def with_devices(target: str, count: int) -> str | None:
+    """The name of a part of a target with so many devices, as its shape divided by primes, the longest axis first; None
+    where it has no such part."""
+    whole = machine_of(target)
+    if count == whole.count:
+        return target
+    if whole.cpu is not None:
+        return f"cpu:{count}" if whole.count % count == 0 else None
+    if is_gpu_target(target):
+        wanted = gpu_target(target)
+        if count <= wanted.gpus:
+            return f"{wanted.name}:{count}" if wanted.gpus % count == 0 else None
+        hosts, rest = divmod(count, wanted.gpus)
+        return None if rest or wanted.hosts % hosts else f"{wanted.name}:{hosts}x{wanted.gpus}"
+    torus = torus_of(target)
+    shape, left = list(torus.shape), whole.count // count if whole.count % count == 0 else 0
+    while left > 1:
+        prime = next(n for n in range(2, left + 1) if left % n == 0)
+        longest = max((i for i, n in enumerate(shape) if n % prime == 0), key=lambda i: shape[i], default=None)
+        if longest is None:
+            return None
+        shape[longest] //= prime
+        left //= prime
+    if not left or math.prod(shape) * torus.devices != count:
+        return None
+    return f"{target.partition(':')[0]}:{'x'.join(map(str, shape))}"

@@ -1,0 +1,124 @@
+"""Entries as rows of a table and as JSON: predicted times, memory, what is sent, what binds, why others lose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..planning.text import bytes_text
+from .entries import Entry
+from .estimate import Estimate
+
+__all__ = ["COLUMNS", "entries_json", "loses", "rows", "term_rows", "time_text"]
+
+COLUMNS = ("mesh", "runs", "strategy", "forward", "backward", "memory", "sends", "binds", "why not")
+SHOWN = 12
+
+
+def entries_json(entries: tuple[Entry, ...]) -> list[dict[str, Any]]:
+    """JSON-ready values."""
+    return [
+        {
+            **entry.candidate._asdict(),
+            "sizes": entry.candidate.mesh,
+            "implementation": entry.plan.implementation,
+            "sequence_parallel": entry.plan.placement.sequence.strategy or None,
+            "ring_order": _order(entry),
+            "estimate": entry.estimate.to_dict(),
+            "loses": None if entry is entries[0] else loses(entry, entries[0]),
+            "compiled": None if entry.compiled is None else entry.compiled.to_dict(),
+            "declaration": entry.declaration.to_dict(),
+            "notes": list(entry.notes),
+        }
+        for entry in entries
+    ]
+
+
+def rows(entries: tuple[Entry, ...], most: int = SHOWN) -> list[tuple[str, ...]]:
+    """The first entries, as cells of COLUMNS."""
+    found: list[tuple[str, ...]] = []
+    several = len({(e.candidate.batch, e.candidate.target) for e in entries}) > 1
+    for entry in entries[:most]:
+        mesh = ",".join(f"{name}={size}" for name, size in entry.candidate.sizes)
+        where = f"{mesh} batch {entry.candidate.batch} {entry.candidate.target}" if several else mesh
+        split = entry.plan.placement.sequence.strategy
+        passes = [time_text(one.seconds) for one in entry.estimate.passes]
+        first = entry is entries[0]
+        found.append(
+            (
+                where,
+                entry.plan.implementation or "",
+                " ".join(w for w in (split, _order(entry)) if w) or "-",
+                passes[0],
+                passes[1] if len(passes) > 1 else "-",
+                _memory(entry),
+                bytes_text(entry.estimate.sent_bytes),
+                entry.estimate.bound,
+                "" if first else loses(entry, entries[0]),
+            )
+        )
+    return found
+
+
+def term_rows(entry: Entry) -> list[tuple[str, str]]:
+    """(pass, its terms), which add up to its seconds; then what the compiler says, if it was asked."""
+    found = []
+    for one in entry.estimate.passes:
+        parts = [f"work {time_text(one.work)} (bound by {one.bound})"]
+        parts += [f"{term.name} {time_text(term.seconds)}" for term in one.terms[1:] if term.seconds]
+        found.append((one.name, f"{time_text(one.seconds)} = {' + '.join(parts)}"))
+        for send in one.sends:
+            hidden = send.seconds - send.waited
+            beside = f", {time_text(hidden)} of it beside the work" if hidden else ""
+            told = f"{bytes_text(send.sent_bytes)}, {time_text(send.seconds)}{beside}: {send.what}"
+            found.append(("sends", f"{send.kind} over {'+'.join(send.axes)}: {told}"))
+    guess = entry.estimate
+    parts = [f"operands {bytes_text(guess.argument_bytes)}", f"results {bytes_text(guess.output_bytes)}"]
+    if guess.held_bytes:
+        parts.append(f"about {bytes_text(guess.held_bytes)} that the strategy holds")
+    found.append(("memory", f"{' + '.join(parts)}, a device"))
+    for made in () if entry.compiled is None else entry.compiled.passes:
+        sent = "what is sent is what is needed" if not made.differences else "; ".join(made.differences)
+        found.append(("compiled", f"{made.name}: {bytes_text(made.peak_bytes)} at the peak; {sent}"))
+    return found
+
+
+def loses(entry: Entry, winner: Entry) -> str:
+    """What takes longer than in the winner, the most first."""
+    if entry.differs and not winner.differs:
+        return "its program sends other than it has to"
+    if entry.estimate.unknown and not winner.estimate.unknown:
+        return f"not known what it sends: {entry.estimate.unknown[0]}"
+    mine, theirs = _by_term(entry.estimate), _by_term(winner.estimate)
+    per_row = winner.candidate.batch, entry.candidate.batch
+    more = {name: seconds / per_row[1] - theirs.get(name, 0.0) / per_row[0] for name, seconds in mine.items()}
+    longest = sorted((item for item in more.items() if item[1] > 0), key=lambda item: -item[1])[:2]
+    gap = entry.seconds_a_row - winner.seconds_a_row
+    told = [f"{name} +{time_text(seconds * per_row[1])}" for name, seconds in longest if seconds > 0.1 * gap]
+    if gap <= 1e-3 * winner.seconds_a_row or not told:
+        return "no slower by the estimate"
+    return ", ".join(told)
+
+
+def time_text(seconds: float) -> str:
+    """`36.9 ms`."""
+    scale, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+    return f"{seconds * scale:.3g} {unit}"
+
+
+def _by_term(estimate: Estimate) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for one in estimate.passes:
+        for term in one.terms:
+            found[term.name] = found.get(term.name, 0.0) + term.seconds
+    return found
+
+
+def _order(entry: Entry) -> str | None:
+    split = entry.plan.placement.sequence
+    return None if not split.ring_axes else "zigzag" if split.zigzag else "contiguous"
+
+
+def _memory(entry: Entry) -> str:
+    if (peak := entry.peak_bytes) is not None:
+        return bytes_text(peak)
+    return f"~ {bytes_text(entry.estimate.about_bytes)}"

@@ -1,0 +1,183 @@
+"""advise: plan every candidate, refuse what can't be with its reason, estimate the rest, and compile the best few."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import AttnOpsError, ConfigError, shown
+from ..planning import Plan
+from ..planning.text import bytes_text
+from ..registry import OperationRegistry
+from ..registry.declaration import Declaration
+from ..sharding.modes import GENERATION
+from .advice import Advice
+from .asked import asked_devices, declared_ways, with_batch, with_mode
+from .blocks import better_blocks
+from .candidates import AXES, Candidate, Sought, candidates, operations_for
+from .compiling import Progress, compile_best
+from .declared import metadata_for
+from .entries import Entry, Refusals
+from .estimate import Estimate, estimate
+from .machine import Machine, machine_of, with_devices
+from .spans import lay
+
+__all__ = ["advise"]
+
+_COMPILED = 3
+_REFINED = 6  # whose blocks are looked at
+
+
+def advise(
+    declaration: Declaration | Mapping[str, Any] | str | Path,
+    target: str,
+    *,
+    batches: Sequence[int] = (),
+    devices: int | str | None = None,
+    mesh: Mapping[str, int] | None = None,
+    operations: Sequence[str] = (),
+    mode: str | None = None,
+    most_compiled: int = _COMPILED,
+    progress: Progress | None = None,
+) -> Advice:
+    """Search what to declare for a call on a target: `v5p:4x4x4`, `h100:8`, `cpu:8`.
+
+    batches: instead of the declared one. devices: a number, or `8..64`, instead of all. mesh: axes (fsdp, cp, sp, tp) whose sizes
+    are held. operations: instead of the declared one and those known beside it. most_compiled: how many are compiled, where the
+    compiler is installed. progress is told (done, of, what). What the file declares (a strategy, a ring order, blocks) is kept.
+
+    Errors: ConfigError for a target that isn't known, a number of devices that it has no part of, an axis that isn't searched.
+    """
+    given = with_mode(_declaration(declaration), mode)
+    tell = progress or (lambda done, of, what: None)
+    counts = asked_devices(machine_of(target), devices)
+    _check_axes(mesh or {})
+    found: list[Entry] = []
+    refused = Refusals()
+    asked: list[tuple[Candidate, Declaration]] = []
+    for batch in batches or (None,):
+        wanted = with_batch(given, batch)
+        machine = machine_of(target)
+        sought = _sought(wanted, machine, mesh or {}, operations)
+        for count in counts:
+            name = with_devices(target, count)
+            assert name is not None
+            for one in candidates(sought, sought.problem.batch, count, name):
+                if isinstance(one, Candidate):
+                    asked.append((one, wanted))
+                else:
+                    refused.add(f"mesh axis {one[0]}", "", one[1], one[1], f"{count} devices")
+    for done, (candidate, wanted) in enumerate(asked):
+        tell(done, len(asked), candidate.where)
+        outcome = _planned(candidate, wanted)
+        if isinstance(outcome, Entry):
+            found.append(outcome)
+        else:
+            refused.add(candidate.kind, candidate.operation, *outcome, candidate.where)
+    tell(len(asked), len(asked), "")
+    ranked = sorted(_distinct(found), key=_rank)
+    ranked = sorted([*map(better_blocks, ranked[:_REFINED]), *ranked[_REFINED:]], key=_rank)
+    notes = list(_notes(given))
+    ranked = compile_best(ranked, refused, most_compiled, tell, notes)
+    return Advice(target, tuple(ranked), refused.told(), tuple(notes), len(asked))
+
+
+def _rank(entry: Entry) -> tuple[bool, float, int, int]:
+    """What isn't wholly known is no winner. Of equals the one that splits heads least: layers around it send for that."""
+    guess = entry.estimate
+    return (
+        bool(guess.unknown),
+        float(f"{entry.seconds_a_row:.4g}"),
+        guess.about_bytes,
+        entry.candidate.mesh.get("tp", 1),
+    )
+
+
+def _declaration(given: Declaration | Mapping[str, Any] | str | Path) -> Declaration:
+    if not isinstance(given, Declaration):
+        given = Declaration.from_dict(given) if isinstance(given, Mapping) else Declaration.load(given)
+    if given.step is not None or not given.is_set("call"):
+        raise ConfigError("advise is for calls, and this declares none, or a step over pages; declare `call`.")
+    if "partition_axis" in given.metadata or "partition_manager" in given.metadata:
+        raise ConfigError(
+            f"advise names the mesh axes itself ({', '.join(AXES)}), and metadata.partition_axis names others; leave it out."
+        )
+    return given
+
+
+def _check_axes(held: Mapping[str, int]) -> None:
+    odd = next((name for name in held if name not in AXES), None)
+    if odd is not None:
+        raise ConfigError(f"mesh axis {shown(odd)} isn't searched; wanted one of {', '.join(AXES)}.")
+
+
+def _sought(given: Declaration, machine: Machine, held: Mapping[str, int], operations: Sequence[str]) -> Sought:
+    kind: Any = OperationRegistry.get(given.operation)
+    metadata = metadata_for(given, machine, {"fsdp": machine.count}, {})
+    problem = kind(metadata).plan(**given.call_arguments(given.shapes())).problem
+    for name in operations:
+        OperationRegistry.get(name)
+    others = tuple(operations) or operations_for(given.operation, machine.platform, kind.kernels_on)
+    strategies, orders = declared_ways(given, kind)
+    return Sought(problem, others, held, strategies, orders, problem.mode in GENERATION)
+
+
+def _planned(candidate: Candidate, given: Declaration) -> Entry | tuple[str, str]:
+    """The entry with the order of axes that takes least, or the code and the words why it can't be."""
+    machine = machine_of(candidate.target)
+    try:
+        plan = _plan(candidate, given, machine)
+    except AttnOpsError as error:
+        return type(error).__name__, str(error).splitlines()[0]
+    if plan.implementation is None:
+        reasons = {r.code: r.message for one in plan.rejected for r in one.reasons if r.code != "policy.fallback"}
+        return "; ".join(reasons), "; ".join(reasons.values())
+    if plan.placement.repeated:
+        return "repeated", f"devices do the same work: {plan.placement.repeated[0].reason}"
+    order, guess = _best_order(plan, machine)
+    if order != candidate.sizes:
+        candidate = candidate._replace(sizes=order)
+        plan = _plan(candidate, given, machine)
+    have = machine.hbm_bytes
+    if have is not None and guess.least_bytes > have:
+        return "memory", f"a device needs at least {bytes_text(guess.least_bytes)} and has {bytes_text(have)}"
+    return Entry(candidate, given, plan, guess)
+
+
+def _plan(candidate: Candidate, given: Declaration, machine: Machine) -> Plan:
+    kind: Any = OperationRegistry.get(candidate.operation)
+    metadata = metadata_for(given, machine, candidate.mesh, candidate.fields())
+    return kind(metadata).plan(**given.call_arguments(given.shapes()))
+
+
+def _best_order(plan: Plan, machine: Machine) -> tuple[tuple[tuple[str, int], ...], Estimate]:
+    """The mesh's axes in the order in which they lie best on the links."""
+    seen: dict[Any, tuple[tuple[tuple[str, int], ...], Estimate]] = {}
+    axes = [(axis.name, axis.size) for axis in plan.problem.mesh]
+    for order in itertools.permutations(axes):
+        lies = lay(machine.physical, dict(order))
+        key = tuple(sorted(lies.items()))
+        if key not in seen:
+            seen[key] = order, estimate(plan, machine, dict(order))
+    return min(seen.values(), key=lambda found: found[1].seconds)
+
+
+def _distinct(entries: Iterable[Entry]) -> list[Entry]:
+    """Without those that run the same as another: 'auto' where nothing is split, a ring order where the plan's own is that."""
+    kept: dict[Any, Entry] = {}
+    for entry in entries:
+        split = entry.plan.placement.sequence
+        order = str(split.zigzag) if split.ring_axes else None
+        native = entry.plan.method == "forward_native"  # the same code for all
+        name = str(entry.plan.route) if native and entry.plan.route else entry.candidate.operation
+        kept.setdefault(entry.candidate._replace(operation=name, strategy=split.strategy, order=order), entry)
+    return list(kept.values())
+
+
+def _notes(given: Declaration) -> tuple[str, ...]:
+    said = {
+        name: given.metadata[name] for name in ("mesh", "platform", "backend") if given.metadata.get(name) is not None
+    }
+    return tuple(f"metadata.{name} isn't read: the target says that" for name in said)

@@ -1,0 +1,87 @@
+"""How a mesh lies on a target's links: each mesh axis as spans, one for each physical axis that it goes along."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Physical", "Span", "lay"]
+
+
+@dataclass(frozen=True)
+class Physical:
+    """One physical axis: devices along it, bytes a second of a device to a neighbour, one way.
+
+    closed: the last is the first's neighbour. switched: there are no neighbours, each reaches all at this rate.
+    """
+
+    size: int
+    link: float
+    closed: bool = False
+    switched: bool = False
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a mesh axis along one physical axis: its size, and how many hops its neighbours are apart."""
+
+    size: int
+    link: float
+    stride: int = 1
+    closed: bool = False
+    switched: bool = False
+
+
+def lay(physical: tuple[Physical, ...], sizes: Mapping[str, int]) -> dict[str, tuple[Span, ...]]:
+    """The spans of each mesh axis, the slowest-changing first; the sizes multiply to the number of devices.
+
+    As jax.make_mesh does it: the last mesh axis chooses first, and takes whole physical axes, as many as have its size
+    together. Where that doesn't come out, devices are counted row by row, and a mesh axis may get a part of a physical one: it
+    is no ring then, and neighbours may be several hops apart.
+    """
+    whole = _whole(physical, sizes)
+    return _row_by_row(physical, sizes) if whole is None else whole
+
+
+def _whole(physical: tuple[Physical, ...], sizes: Mapping[str, int]) -> dict[str, tuple[Span, ...]] | None:
+    left = [index for index, axis in enumerate(physical) if axis.size > 1]
+    found: dict[str, tuple[Span, ...]] = {}
+    for name, size in reversed([*sizes.items()]):
+        choices = (c for count in range(len(left), 0, -1) for c in itertools.combinations(left, count))
+        taken = next((c for c in choices if math.prod(physical[i].size for i in c) == size), None) if size > 1 else ()
+        if taken is None:
+            return None
+        left = [index for index in left if index not in taken]
+        found[name] = tuple(Span(p.size, p.link, 1, p.closed, p.switched) for p in (physical[index] for index in taken))
+    return {name: found[name] for name in sizes}
+
+
+def _row_by_row(physical: tuple[Physical, ...], sizes: Mapping[str, int]) -> dict[str, tuple[Span, ...]]:
+    rest = [[axis, 1] for axis in physical if axis.size > 1]  # and how much of it is taken
+    found: dict[str, tuple[Span, ...]] = {}
+    for name, size in reversed([*sizes.items()]):
+        spans: list[Span] = []
+        while size > 1 and rest:
+            axis, taken = rest[-1]
+            assert isinstance(axis, Physical)
+            assert isinstance(taken, int)
+            part = math.gcd(size, axis.size // taken) if taken < axis.size else 1
+            if part == 1:
+                # What is left of this axis has no common factor: the neighbours are on the next one, or further along this.
+                if taken < axis.size and len(rest) == 1:
+                    part = size
+                else:
+                    rest.pop()
+                    continue
+            whole = part == axis.size
+            spans.insert(0, Span(part, axis.link, 1 if axis.switched else taken, axis.closed and whole, axis.switched))
+            rest[-1][1] = taken * part
+            size //= part
+            if taken * part >= axis.size:
+                rest.pop()
+        if size > 1:  # of sizes that no physical axis has a factor of
+            spans.insert(0, Span(size, physical[0].link, physical[-1].size, False, physical[0].switched))
+        found[name] = tuple(spans)
+    return {name: found[name] for name in sizes}

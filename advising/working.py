@@ -1,0 +1,141 @@
+"""Seconds that one device works on its tiles: the longest of products, what a weight takes beside them, and HBM traffic."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..planning import Plan
+from ..verify.generations import clock_rate, cores_of, vector_cycles
+from ..verify.gpu.gpu_specs import spec_of_kind
+from ..verify.tile_counts import matrix_cycles
+from ..verify.work import exact_products
+from .machine import Machine
+from .tiles import Kernel, live_of
+
+__all__ = ["Rate", "Worked", "rate_of", "worked"]
+
+_LANES = 128
+_STEP_CYCLES = 50  # of a step of the grid: 41 to 64 in the schedules read (benchmarks/results/tpu_static.json)
+# Start and end of a row's sums, in weights: 195 to 280, and 30 to 80, in the same schedules.
+_ROW_WEIGHTS = {"forward": 256, "backward": 32, "dkv": 64, "dq": 64}
+_EXACT_PASSES = 6  # of bfloat16 for a product of float32 that loses no bits
+# How often what isn't a kernel reads or writes its weights in HBM: logits and weights are written and read once each, and
+# backward the logits' gradient and that of the weights too.
+_WEIGHTS_MOVED = {"forward": 4, "backward": 8}
+
+
+class Rate(NamedTuple):
+    """Of one kernel on one device: seconds of products and of the rest for a weight, for a row of the queries, for a tile;
+    bytes of HBM for a weight, a row of the queries and a key, of one head and batch row."""
+
+    products: float
+    vector: float
+    row: float
+    tile: float
+    weight_bytes: float
+    row_bytes: float
+    key_bytes: float
+
+
+class Worked(NamedTuple):
+    """Seconds by device of the sequence and hop, and what they are bound by: 'products', 'vector' or 'HBM'."""
+
+    seconds: np.ndarray
+    bound: str
+
+
+def rate_of(machine: Machine, plan: Plan, kernel: Kernel) -> Rate:
+    """By the published rates of the device; see docs/advise.md."""
+    problem = plan.problem
+    d, dv = problem.head_dim, problem.value_dim
+    flops = 2.0 * (kernel.dims * d + kernel.value_dims * dv)
+    item = jnp.dtype(problem.runtime_dtype).itemsize
+    exact = exact_products(plan)
+    own = plan.method != "forward_native"
+    if machine.cpu is not None:
+        cpu = machine.cpu
+        return Rate(flops / cpu.flops_per_second, 1 / cpu.weights_per_second, 0.0, cpu.tile_seconds, 0.0, 0.0, 0.0)
+    if machine.platform == "tpu":
+        clock = clock_rate(machine.kind) * cores_of(machine.kind)
+        least = matrix_cycles(machine.kind, kernel.products, _LANES, _LANES, d, dv) / _LANES**2
+        vector = vector_cycles(machine.kind, kernel.products, kernel.block_kv) / clock
+        products = least * (_EXACT_PASSES if exact else 1) / clock
+        d, dv = (math.ceil(n / _LANES) * _LANES for n in (d, dv))
+        if own:
+            share = getattr(plan.config, "heads_per_tile", None) or 1
+            moved = _moved(kernel, item, d, dv, share)
+            return Rate(products, vector, _ROW_WEIGHTS[kernel.products] * vector, _STEP_CYCLES / clock, *moved)
+        return Rate(products, vector, 0.0, 0.0, *_of_xla(plan, kernel, item))
+    assert machine.limits is not None
+    products = machine.limits.roofline(flops, 0.0, problem.runtime_dtype, exact)[0]
+    spec = spec_of_kind(machine.kind)
+    vector = 0.0 if spec is None else 1 / (spec.cores * spec.ex2_a_cycle * spec.clock)
+    moved = _once(kernel, item, d, dv, plan.problem.group) if own else _of_xla(plan, kernel, item)
+    return Rate(products, vector, 0.0, 0.0, *moved)
+
+
+def worked(machine: Machine, plan: Plan, kernels: tuple[Kernel, ...]) -> Worked:
+    """All kernels of a pass, one after the other, over all heads and batch rows of a device."""
+    problem, local = plan.problem, plan.placement.local
+    heads = local.batch * local.q_heads
+    pieces = plan.placement.sequence.pieces
+    total: np.ndarray | None = None
+    bounds: dict[str, float] = {}
+    for kernel in kernels:
+        live, rate = live_of(plan, kernel), rate_of(machine, plan, kernel)
+        busy = live.weights > 0
+        rows, keys = local.q_len * pieces * busy, local.kv_len * pieces * busy
+        parts = {
+            "products": heads * live.weights * rate.products,
+            "vector": heads * (live.weights * rate.vector + rows * rate.row),
+        }
+        if machine.cpu is not None:  # one core does both, one after the other
+            seconds = heads * (live.weights * (rate.products + rate.vector) + live.tiles * rate.tile)
+        else:
+            assert machine.limits is not None
+            moved = heads * (live.weights * rate.weight_bytes + rows * rate.row_bytes + keys * rate.key_bytes)
+            parts["HBM"] = moved * machine.limits.roofline(0.0, 1.0, problem.runtime_dtype, False)[1]
+            products = parts["products"] + heads * rows * rate.row
+            steps = heads * live.tiles * rate.tile
+            seconds = np.maximum(np.maximum(products, parts["vector"]) + steps, parts["HBM"])
+        total = seconds if total is None else total + seconds
+        for name, part in parts.items():
+            bounds[name] = bounds.get(name, 0.0) + float(part.sum())
+    assert total is not None
+    return Worked(total, max(bounds, key=lambda name: bounds[name]))
+
+
+def _moved(kernel: Kernel, item: int, d: int, dv: int, share: int) -> tuple[float, float, float]:
+    """Of a kernel whose tiles are fetched at each step: what the fast axis holds comes anew with every tile of the slow one."""
+    if kernel.products == "dkv":  # by keys: queries and the output's gradient come with every tile
+        return (d + dv) * item / kernel.block_kv, 0.0, 2 * (d + dv) * item
+    fetched = (d + dv) * item / kernel.block_q / share
+    if kernel.products == "forward":
+        return fetched, (d + dv) * item, 0.0
+    sums = 4 * (d + dv) if kernel.products == "backward" else 0
+    return fetched, (d + dv) * item + 4 * d, float(sums)
+
+
+def _once(kernel: Kernel, item: int, d: int, dv: int, group: int) -> tuple[float, float, float]:
+    """Arrays each once: a cache is taken to hold what comes again."""
+    if kernel.products == "forward":
+        return 0.0, (d + dv) * item, (d + dv) * item / group
+    written = 2 if kernel.products in ("backward", "dkv") else 1
+    return 0.0, (2 * d + dv) * item, written * (d + dv) * item / group
+
+
+def _of_xla(plan: Plan, kernel: Kernel, item: int) -> tuple[float, float, float]:
+    """Products and softmax are programs of their own, with the weights between them in HBM."""
+    problem = plan.problem
+    wide = jnp.dtype(problem.softmax_dtype).itemsize
+    keys = sum(
+        size * (problem.itemsize_of(name) if name in problem.quantised else item)
+        for name, size in (("key", problem.head_dim), ("value", problem.value_dim))
+    )
+    back = 1 if kernel.products == "forward" else 2
+    rows = back * (problem.head_dim + problem.value_dim) * item
+    return _WEIGHTS_MOVED[kernel.products] * wide, rows, back * keys / problem.group

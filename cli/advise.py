@@ -1,0 +1,107 @@
+"""`attnops advise`: search what to declare for a target, and tell it in a table."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from ..advising import Advice, advise
+from ..advising.report import COLUMNS, rows, term_rows
+from ..errors import ConfigError
+from ..registry.declaration import Declaration
+from ..sharding import parse_mesh
+from .console import errors, fields, table, text
+from .enabled import enabled_notes
+
+__all__ = ["AdviseOptions", "print_advice", "run_advise"]
+
+_WIDE = 170  # in a pipe, so that no number is folded
+_REFUSED = 8  # kinds that are told
+
+
+class AdviseOptions(NamedTuple):
+    """The options of `attnops advise`."""
+
+    config: Path
+    target: str
+    batches: tuple[int, ...]
+    devices: str | None
+    mesh: str | None
+    operations: tuple[str, ...]
+    mode: str | None
+    compiled: int
+    rows: int
+    write: Path | None
+
+
+def run_advise(options: AdviseOptions) -> tuple[Advice, tuple[str, ...]]:
+    """The advice, and notes of the command; the best is written if that is asked for."""
+    declaration = Declaration.load(options.config)
+    held = {} if options.mesh is None else parse_mesh(options.mesh)
+    with _bar(options.target) as progress:
+        found = advise(
+            declaration,
+            options.target,
+            batches=options.batches,
+            devices=options.devices,
+            mesh=held,
+            operations=options.operations,
+            mode=options.mode,
+            most_compiled=options.compiled,
+            progress=progress,
+        )
+    notes = list(enabled_notes(declaration))
+    if options.write is not None and found.entries:
+        _write(found.best.declaration, options.write)
+        notes.append(f"written: {options.write}")
+    return found, tuple(notes)
+
+
+def _write(declaration: Declaration, path: Path) -> None:
+    try:
+        path.write_text(declaration.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; wanted a file to write to.") from None
+
+
+def print_advice(found: Advice, options: AdviseOptions, notes: tuple[str, ...]) -> None:
+    """The table, the best one's terms, and why others can't be."""
+    console = text(_WIDE)
+    if found.entries:
+        best = found.best
+        console.print(Text(best.plan.problem.describe(), style="bold"))
+        ranked = table(*COLUMNS)
+        for row in rows(found.entries, options.rows):
+            ranked.add_row(*row, style="bold green" if row[-1] == "" else None)
+        console.print(ranked)
+        if (more := len(found.entries) - options.rows) > 0:
+            console.print(f"and {more} more; --rows shows them, --json has all")
+        told: list[tuple[str, str | Text]] = [*term_rows(best), *(("note", note) for note in best.notes)]
+        console.print("", fields(told), sep="\n")
+    refused: list[tuple[str, str | Text]] = [("refused", str(refusal)) for refusal in found.refused[:_REFUSED]]
+    if (more := len(found.refused) - _REFUSED) > 0:
+        refused.append(("refused", f"{more} more kinds; --json has all"))
+    refused += [("note", note) for note in (*found.notes, *notes)]
+    if refused:
+        console.print("", fields(refused), sep="\n")
+
+
+@contextlib.contextmanager
+def _bar(target: str) -> Iterator[Any]:
+    """A bar on a terminal, nothing elsewhere."""
+    console = errors()
+    columns = (
+        TextColumn(target),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[what]}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(target, total=None, what="")
+        yield lambda done, of, what: progress.update(task, completed=done, total=of, what=what)

@@ -1,0 +1,109 @@
+"""Which blocks a mask with Blocks in it leaves: what its parts say, joined; and tests of weights where that doesn't decide.
+
+Two parts that are each partial in a block may meet nowhere in it. Where a Blocks leaf says the same of a whole block, as it
+does wherever the blocks asked for divide its own, nothing is left to test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .grid import CELLS, Grid
+from .node import Node
+
+__all__ = ["has_blocks", "joined_heads", "tree_blocks"]
+
+_LOOKS = 4  # rows of a block that are looked at first
+
+
+def has_blocks(mask: Node[Any]) -> bool:
+    """Whether there is a Blocks leaf in a mask."""
+    return any(atom.kind == "blocks" for atom in mask.atoms())
+
+
+def joined_heads(kinds: NDArray[np.int8]) -> NDArray[np.int8]:
+    """Of all heads, int8 [q blocks, kv blocks]: dead and full where every head says so."""
+    least, most = kinds.min(axis=0), kinds.max(axis=0)
+    return np.where(least == 2, 2, np.minimum(most, 1)).astype(np.int8)
+
+
+def tree_blocks(mask: Node[Any], grid: Grid, plain: Callable[[Node[Any], Grid], NDArray[np.int8]]) -> NDArray[np.int8]:
+    """0 dead, 1 partial, 2 full, int8 [heads | 1, q blocks, kv blocks], exactly. plain: the same of a mask without Blocks."""
+    kinds, sure = _kinds(mask, grid, plain)
+    if sure.all():
+        return kinds
+    kinds = np.array(kinds)
+    tiles = np.argwhere(~sure.all(axis=0)).astype(np.int32)
+    step = max(1, CELLS // (len(kinds) * _LOOKS * grid.block_kv))
+    looks = np.linspace(0, grid.block_q - 1, _LOOKS).astype(np.int32)
+    for first in range(0, len(tiles), step):
+        some = tiles[first : first + step]
+        seen = _seen(mask, grid, some, looks)
+        any_seen, all_seen = _of_tiles(seen)
+        mixed = any_seen & ~all_seen
+        sure[:, some[:, 0], some[:, 1]] |= mixed  # some are seen and some aren't: partial, as was thought
+    tiles = np.argwhere(~sure.all(axis=0)).astype(np.int32)
+    step = max(1, CELLS // (len(kinds) * grid.block_q * grid.block_kv))
+    rows = np.arange(grid.block_q, dtype=np.int32)
+    for first in range(0, len(tiles), step):
+        some = tiles[first : first + step]
+        seen = _seen(mask, grid, some, rows)
+        any_seen, all_seen = _of_tiles(seen)
+        kinds[:, some[:, 0], some[:, 1]] = any_seen.astype(np.int8) + all_seen
+    return kinds
+
+
+def _of_tiles(seen: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """(any, all) of what `_seen` gives: [heads, tiles]."""
+    by_head = np.swapaxes(seen, 0, 1)
+    return np.any(by_head, axis=(2, 3)), np.all(by_head, axis=(2, 3))
+
+
+def _kinds(mask: Node[Any], grid: Grid, plain: Any) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
+    """(kinds, where they are sure): a partial block may be dead or full as well where it isn't sure."""
+    if not has_blocks(mask):
+        found = plain(mask, grid)[None]
+        return found, np.ones(found.shape, bool)
+    if mask.kind == "blocks":
+        found = mask.kinds(*_edges(grid))  # type: ignore[attr-defined]
+        return found, np.ones(found.shape, bool)
+    if mask.kind == "not":
+        found, sure = _kinds(mask.children()[0], grid, plain)
+        return 2 - found, sure
+    flat = [child for child in mask.children() if not has_blocks(child)]
+    parts = [child for child in mask.children() if has_blocks(child)]
+    if flat:
+        parts.insert(0, mask.with_children(flat))
+    both, sure = _kinds(parts[0], grid, plain)
+    for part in parts[1:]:
+        other, also = _kinds(part, grid, plain)
+        either = np.minimum(both, other) if mask.kind == "and" else np.maximum(both, other)
+        sure = (either != 1) | (((both != 1) | (other != 1)) & sure & also)
+        both = either
+    return both, np.broadcast_to(sure, both.shape).copy()
+
+
+def _edges(grid: Grid) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """The first and the last row, and key, of each block."""
+    found = []
+    for count, block, length, start in (
+        (grid.shape[0], grid.block_q, grid.q_len, grid.q_start),
+        (grid.shape[1], grid.block_kv, grid.kv_len, grid.k_start),
+    ):
+        first = np.arange(count, dtype=np.int64) * block
+        found.append((first + start, np.minimum(first + block, length) - 1 + start))
+    return found[0], found[1]
+
+
+def _seen(mask: Node[Any], grid: Grid, tiles: NDArray[np.int32], looks: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Which weights are visible in these rows of tiles: bool [tiles, heads, rows, block_kv]; beyond an end the last ones."""
+    row, col = tiles[:, 0, None] * np.int32(grid.block_q), tiles[:, 1, None] * np.int32(grid.block_kv)
+    rows = np.minimum(row + looks, np.int32(grid.q_len - 1))[:, None, :, None] + np.int32(grid.q_start)
+    keys = np.arange(grid.block_kv, dtype=np.int32)
+    cols = np.minimum(col + keys, np.int32(grid.kv_len - 1))[:, None, None, :] + np.int32(grid.k_start)
+    seen = mask.test(rows, rows + np.int32(grid.query_offset), cols)
+    return np.broadcast_to(seen, np.broadcast_shapes(seen.shape, (len(tiles), 1, len(looks), grid.block_kv)))

@@ -1,0 +1,82 @@
+"""Blocks in a call's mask: sizes held against the call, heads brought to those of the query, and what a plan says of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import InputError
+from ..masks import Blocks, Mask, Slot
+from ..masks.node import Leaf
+from ..planning.problem import LeafShape
+from .mask_blocks import SHARED
+
+__all__ = ["block_notes", "choice_shape", "is_choice", "of_query_heads", "with_query_heads"]
+
+
+def is_choice(dims: Sequence[str]) -> bool:
+    """Whether an array of the mask with these dimensions is a choice of blocks."""
+    return "q_blocks" in dims
+
+
+def with_query_heads(mask: Mask, sizes: dict[str, int]) -> Mask:
+    """The mask with each layout for all heads or for each of the query's. Errors: InputError for sizes that don't fit."""
+
+    def one(atom: Mask) -> Mask:
+        if not isinstance(atom, Blocks):
+            return atom
+        _check("Blocks layout", atom, atom.layout.shape, sizes)
+        return atom.repeated(sizes["h"] // atom.heads)
+
+    return mask.map_atoms(one)
+
+
+def choice_shape(leaf: Leaf, slot: Mask, sizes: dict[str, int]) -> LeafShape:
+    """The shape of a choice with the heads of the query. Errors: InputError."""
+    assert isinstance(slot, Slot)
+    batch, heads, q_blocks, last = leaf.array.shape
+    if batch not in (1, sizes["b"]):
+        raise InputError(f"Blocks choice has batch {batch}; wanted {sizes['b']}, the call's, or 1 for all rows.")
+    is_bool = leaf.array.dtype == jnp.bool_
+    _check("Blocks choice", slot, (heads, q_blocks, last if is_bool else None), sizes)
+    shape = batch, heads if heads == 1 else sizes["h"], q_blocks, last
+    return LeafShape(leaf.name, shape, tuple(leaf.dims), str(jax.dtypes.canonicalize_dtype(leaf.array.dtype)))
+
+
+def of_query_heads(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A choice in that shape: that of a kv head for each query head of its group."""
+    heads = array.shape[1]
+    return array if heads == shape[1] else jnp.repeat(array, shape[1] // heads, axis=1)
+
+
+def block_notes(given: Mask, leaves: Sequence[Leaf], sizes: dict[str, int]) -> list[str]:
+    """What the call's heads make of a layout or a choice of the kv heads."""
+    heads = [atom.heads for atom in given.atoms() if isinstance(atom, Blocks)]
+    heads += [leaf.array.shape[1] for leaf in leaves if is_choice(leaf.dims)]
+    group = sizes["h"] // sizes["k"]
+    if group > 1 and any(n == sizes["k"] > 1 for n in heads):
+        return [f"blocks: the {group} query heads of a kv head {SHARED}"]
+    return []
+
+
+def _check(what: str, leaf: Any, shape: Sequence[int | None], sizes: dict[str, int]) -> None:
+    """shape: heads, q blocks and kv blocks, None for indices, which may be anything."""
+    wanted = dict.fromkeys((1, sizes["k"], sizes["h"]))
+    if shape[0] not in wanted:
+        raise InputError(
+            f"{what} has {shape[0]} heads; wanted {' or '.join(map(str, wanted))}: one for all, one for each kv head or one for "
+            "each query head."
+        )
+    for axis, length, block, count in (
+        ("q", sizes["t"], leaf.block_q, shape[1]),
+        ("kv", sizes["s"], leaf.block_kv, shape[2]),
+    ):
+        if count is not None and count * block < length:
+            raise InputError(
+                f"{what} has {count} {axis} blocks of {block}, {count * block} in all; wanted {axis}_len={length}, which are "
+                f"{math.ceil(length / block)} blocks."
+            )

@@ -1,0 +1,121 @@
+"""Tiles for a mask of blocks: sizes that its blocks suggest, and what a plan tells of the tiles that are visited."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..masks import Blocks, ChosenBlocks, Full, Mask, Slot
+from ..planning import AttentionProblem, Placement
+
+__all__ = ["SHARED", "block_remarks", "fitted_block", "has_blocks", "heads_apart"]
+
+_MOST_TILES = 1 << 21  # that are counted for a note
+SHARED = "share its choice"
+
+
+def heads_apart(problem: AttentionProblem) -> bool:
+    """Whether heads see blocks of their own."""
+    static = any(isinstance(atom, Blocks) and atom.heads > 1 for atom in problem.mask.atoms())
+    return static or any("q_blocks" in leaf.dims and leaf.shape[1] > 1 for leaf in problem.leaves)
+
+
+def has_blocks(problem: AttentionProblem) -> bool:
+    """Whether a part of the mask says which blocks are seen."""
+    return bool(_leaves(problem.mask))
+
+
+def fitted_block(mask: Mask, axis: str, size: int, length: int, least: int) -> int:
+    """A size of tiles of at most `size` along 'q' or 'kv' that the mask's blocks divide, or that divides them.
+
+    Not below `least`: smaller blocks are joined in a tile. A block that holds the whole length asks for nothing.
+    """
+    for block in (getattr(leaf, f"block_{axis}") for leaf in _leaves(mask)):
+        if block >= length:
+            continue
+        if block <= size:
+            size = min(size, block * math.ceil(least / block))
+            continue
+        dividing = [n for n in range(least, size + 1) if block % n == 0]
+        size = dividing[-1] if dividing else size
+    return size
+
+
+def block_remarks(
+    problem: AttentionProblem, placement: Placement, block_q: int, block_kv: int, tables: int
+) -> tuple[str, ...]:
+    """What is visited, beside the same mask without its blocks; what is rounded to tiles; whose choices are united.
+
+    tables: parts of a device's heads whose tiles are visited apart.
+    """
+    leaves = _leaves(problem.mask)
+    if not leaves:
+        return ()
+    found = [f"blocks: {_density(problem, leaf)}" for leaf in leaves]
+    tile = f"{block_q}x{block_kv}"
+    counted = _counted(problem, placement, block_q, block_kv, tables)
+    if counted is not None:
+        visited, without, every, of = counted
+        share = f"the work is {visited / max(without, 1):.3g} of that"
+        found.append(
+            f"blocks: a head visits {visited:.4g} of {every} {of}; without the blocks {without:.4g}, so {share}"
+        )
+    else:
+        found.append(f"blocks: tiles of {tile} that hold a chosen block are visited; which, is found on the device")
+    cut = [f"{leaf.block_q}x{leaf.block_kv}" for leaf in leaves if leaf.block_q % block_q or leaf.block_kv % block_kv]
+    if cut:
+        found.append(
+            f"blocks: of {', '.join(cut)} in tiles of {tile}: a tile that holds some of a block is visited whole"
+        )
+    together = placement.local.q_heads // tables
+    shared = any(note.endswith(SHARED) for note in problem.notes)
+    if heads_apart(problem) and together > 1 and not (shared and together <= problem.q_heads // problem.kv_heads):
+        found.append(f"blocks: the {together} query heads of a tile visit what any of them sees")
+    return tuple(found)
+
+
+def _leaves(mask: Mask) -> list[Any]:
+    return [a for a in mask.atoms() if isinstance(a, Blocks) or (isinstance(a, Slot) and a.kind == ChosenBlocks.kind)]
+
+
+def _density(problem: AttentionProblem, leaf: Any) -> str:
+    size = f"{leaf.block_q}x{leaf.block_kv}"
+    if isinstance(leaf, Blocks):
+        return f"a layout of {size} blocks, {leaf.density:.3g} of them seen"
+    choices = [x for x in problem.leaves if "q_blocks" in x.dims]
+    slots = [atom for atom in _leaves(problem.mask) if isinstance(atom, Slot)]
+    shape, dtype = next((x.shape, x.dtype) for x, slot in zip(choices, slots, strict=True) if slot is leaf)
+    if dtype == "bool":
+        return f"{size} blocks, chosen at run time"
+    count = math.ceil(problem.kv_len / leaf.block_kv)
+    return f"{shape[3]} of {count} {size} blocks chosen at run time, at most {min(1.0, shape[3] / count):.3g} of them"
+
+
+def _counted(
+    problem: AttentionProblem, placement: Placement, block_q: int, block_kv: int, tables: int
+) -> tuple[float, float, int, str] | None:
+    """(what a head visits in the mean, what it would without the blocks, all, of what); None where it isn't known before."""
+    mask, leaves = problem.mask, _leaves(problem.mask)
+    known = all(isinstance(leaf, Blocks) for leaf in leaves)
+    if not known or problem.dynamic_query_offset or "mask_function" in problem.features:
+        return None
+    heads = max(leaf.heads for leaf in leaves)
+    of = "tiles"
+    if heads * math.ceil(problem.q_len / block_q) * math.ceil(problem.kv_len / block_kv) > _MOST_TILES:
+        # Of many tiles those that lie in one block of the mask are counted as one.
+        block_q, block_kv = (
+            size * max(1, max(getattr(leaf, f"block_{axis}") for leaf in leaves) // size)
+            for axis, size in (("q", block_q), ("kv", block_kv))
+        )
+        of = "groups of tiles"
+    place = {"q_len": problem.q_len, "kv_len": problem.kv_len, "query_offset": problem.query_offset or 0}
+    kinds = mask.live_blocks_by_head(block_q, block_kv, **place) > 0
+    if len(kinds) > 1:
+        every_table = problem.q_heads * tables // placement.local.q_heads  # of all devices
+        kinds = np.array(kinds.reshape(every_table, -1, *kinds.shape[1:]).any(axis=1))
+    without = mask.map_atoms(lambda atom: Full() if isinstance(atom, Blocks) else atom)
+    dense = without.live_blocks(block_q, block_kv, **place) > 0
+    visited = float(kinds.sum()) / len(kinds)
+    return visited, float(dense.sum()), int(dense.size), f"{of} of {block_q}x{block_kv}"

@@ -1,0 +1,217 @@
+"""The search: each candidate is ranked or refused with its reason, the best is written as planned, wrong input is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attnops
+from attnops import Advice, ConfigError, Declaration, OperationRegistry, RefusedError
+from attnops.advising.asked import asked_devices
+from attnops.advising.candidates import AXES, meshes
+from attnops.advising.machine import machine_of
+from attnops.advising.report import rows, term_rows
+
+CALL = {"batch": 4, "q_len": 4096, "q_heads": 16, "kv_heads": 4, "head_dim": 128, "dtype": "bfloat16", "causal": True}
+
+
+def _given(metadata: dict[str, Any] | None = None, **call: Any) -> dict[str, Any]:
+    return {"operation": "splash", "metadata": metadata or {}, "call": CALL | call}
+
+
+@pytest.fixture(scope="module")
+def found() -> Advice:
+    return attnops.advise(_given(), "v5e:2x4", operations=["splash"], most_compiled=0)
+
+
+def test_every_candidate_is_ranked_or_refused(found: Advice) -> None:
+    """What is planned runs, or is refused, or runs as another does."""
+    kinds = [r for r in found.refused if not r.kind.startswith("mesh axis")]
+    assert 0 < len(found.entries) <= found.planned - sum(r.count for r in kinds)
+    seconds = [e.seconds_a_row for e in found.entries if not e.estimate.unknown]
+    assert (
+        seconds == sorted(seconds)[: len(seconds)]
+        or max(b / a for a, b in zip(seconds[1:], seconds, strict=False)) < 1.001
+    )
+    known = [bool(e.estimate.unknown) for e in found.entries]
+    assert known == sorted(known)
+    assert all(math.prod(e.candidate.mesh.values()) == 8 for e in found.entries)
+    assert {e.plan.placement.sequence.strategy for e in found.entries} == {
+        "",
+        "gather",
+        "ring",
+        "ulysses",
+        "ulysses_ring",
+    }
+    assert all(r.reason and r.count > 0 for r in found.refused)
+    assert any("kv heads" in r.reason for r in found.refused)
+
+
+def test_batch_and_heads_win_where_they_divide(found: Advice) -> None:
+    """Nothing is sent then, and all devices have the same to do: no roofline is below that."""
+    best = found.best
+    assert best.estimate.sent_bytes == 0
+    assert best.candidate.mesh.keys() <= {"fsdp", "tp"}
+    assert [one.waiting for one in best.estimate.passes] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("place", [0, 7, 20])
+def test_a_declaration_plans_as_it_was_planned(found: Advice, place: int) -> None:
+    """Written, read and planned again it is the same plan."""
+    entry = found.entries[place]
+    again = Declaration.from_json(entry.declaration.to_json())
+    operation: Any = OperationRegistry.get(again.operation)
+    plan = operation(again.operation_metadata()).plan(**again.call_arguments(again.shapes()))
+    assert (plan.problem, plan.placement, plan.implementation) == (
+        entry.plan.problem,
+        entry.plan.placement,
+        entry.plan.implementation,
+    )
+
+
+def test_what_is_told(found: Advice) -> None:
+    table = rows(found.entries)
+    assert table[0][-1] == ""
+    assert all(row[-1] for row in table[1:])
+    slower = next(row for row in table if "ring" in row[2])
+    assert "collective-permute over" in slower[-1]
+    labels = [label for label, _ in term_rows(found.best)]
+    assert labels == ["forward", "backward", "memory"]
+    assert "v5e:2x4" in str(found)
+    assert json.loads(json.dumps(found.to_dict()))["entries"][0]["loses"] is None
+
+
+def test_what_is_declared_is_kept() -> None:
+    """A strategy, an order and blocks of the file; its mesh isn't read, and a note says so."""
+    blocks = {"block_q": 256, "block_kv": 256}
+    metadata = {
+        "sequence_parallel": "ring",
+        "ring_order": "contiguous",
+        "operation_configs": {"splash": blocks},
+        "mesh": {"fsdp": 2},
+    }
+    advice = attnops.advise(_given(metadata), "v5e:2x2", most_compiled=0, operations=["splash"])
+    splits = {e.plan.placement.sequence.strategy for e in advice.entries}
+    assert splits == {"", "ring"}
+    assert not any(e.plan.placement.sequence.zigzag for e in advice.entries)
+    assert all((e.plan.config.block_q, e.plan.config.block_kv) == (256, 256) for e in advice.entries)  # type: ignore[attr-defined]
+    assert any("mesh" in note for note in advice.notes)
+
+
+def test_held_axes_devices_and_batches() -> None:
+    asked: dict[str, Any] = {"mesh": {"tp": 2}, "devices": "2..4", "batches": (2, 4), "operations": ["splash"]}
+    advice = attnops.advise(_given(q_len=1024), "v5e:2x4", most_compiled=0, **asked)
+    assert {e.candidate.mesh["tp"] for e in advice.entries} == {2}
+    assert {e.candidate.target for e in advice.entries} == {"v5e:2x2", "v5e:1x2"}
+    assert {e.candidate.batch for e in advice.entries} == {2, 4}
+
+
+def test_what_isnt_known_doesnt_win() -> None:
+    """Four kv heads over eight devices are copied, and XLA chooses how their gradients come together."""
+    advice = attnops.advise(_given(batch=1, kv_heads=4), "v5e:2x4", operations=["splash"], most_compiled=0)
+    copied = [e for e in advice.entries if e.candidate.mesh == {"tp": 8}]
+    assert copied
+    assert all(e.estimate.unknown for e in copied)
+    assert "not known what it sends" in rows(advice.entries, len(advice.entries))[-1][-1]
+
+
+def test_no_candidate_is_left() -> None:
+    """Seven rows of seven heads at a prime length: each kind is told with its reason. And what no device holds."""
+    odd = attnops.advise(_given(batch=7, q_heads=7, kv_heads=7, q_len=509), "v5e:2x2", most_compiled=0)
+    assert odd.entries == ()
+    assert {r.kind for r in odd.refused} >= {"mesh axis fsdp", "mesh axis tp", "mesh axis sp"}
+    with pytest.raises(RefusedError, match=r"7 batch rows don't divide"):
+        _ = odd.best
+    large = attnops.advise(_given(batch=4096, q_len=65536), "v5e:2x2", operations=["splash"], most_compiled=0)
+    assert large.entries == ()
+    assert "a device needs at least" in large.refusal()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"target": "v9:2x2"}, "target 'v9:2x2'"),
+        ({"devices": "9..15"}, "no part of so many"),
+        ({"devices": "8..4"}, "no part of so many"),
+        ({"devices": "many"}, "wanted a number, or a range"),
+        ({"mesh": {"ep": 2}}, "isn't searched"),
+        ({"operations": ["splsh"]}, "splsh"),
+        ({"declaration": {"operation": "paged"}}, "declares none"),
+        ({"declaration": _given({"partition_axis": {"head_axis": "x"}})}, "partition_axis"),
+        ({"mode": "sleep"}, "mode"),
+        ({"declaration": {"operation": "splash", "call": {"q_len": 5}}}, "missing"),
+    ],
+)
+def test_wrong_input(change: dict[str, Any], words: str) -> None:
+    asked = {"declaration": _given(), "target": "v5e:2x4", "most_compiled": 0} | change
+    with pytest.raises(attnops.AttnOpsError, match=words.replace("(", r"\(")):
+        attnops.advise(**asked)
+
+
+@given(st.integers(1, 512), st.dictionaries(st.sampled_from(AXES), st.integers(1, 8), max_size=2))
+def test_meshes_multiply_to_the_devices(devices: int, held: dict[str, int]) -> None:
+    """Each once, with what is held, and all of them: as many as ways to write the number as a product of the free axes."""
+    every = list(meshes(devices, held))
+    assert len({tuple(sorted(m.items())) for m in every}) == len(every)
+    for mesh in every:
+        assert math.prod(mesh.values()) == devices
+        assert all(mesh.get(name, 1) == size for name, size in held.items())
+    rest, over = divmod(devices, math.prod(held.values()))
+    free = len(AXES) - len(held)
+    count = 0 if over else math.prod(math.comb(power + free - 1, power) for power in _powers(rest).values())
+    assert len(every) == count
+
+
+def _powers(n: int) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for p in range(2, n + 1):
+        while n % p == 0:
+            found[p] = found.get(p, 0) + 1
+            n //= p
+    return found
+
+
+@given(st.one_of(st.text(max_size=8), st.integers(-5, 99), st.floats(), st.booleans()))
+def test_devices_are_understood_or_refused(devices: Any) -> None:
+    found: tuple[int, ...] = ()
+    with contextlib.suppress(ConfigError):
+        found = asked_devices(machine_of("v5e:4x4"), devices)
+        assert found
+    assert all(16 % n == 0 for n in found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu")
+def test_the_best_are_compiled() -> None:
+    """Their program sends what was estimated, to the byte; the compiler's peak is no less than the least."""
+    told: list[tuple[int, int, str]] = []
+    advice = attnops.advise(
+        _given(), "v5e:2x2", operations=["splash"], most_compiled=2, progress=lambda *what: told.append(what)
+    )
+    compiled = [e for e in advice.entries if e.compiled is not None]
+    assert len(compiled) == 2
+    assert advice.entries[0] is compiled[0]
+    for entry in compiled:
+        assert entry.compiled is not None
+        sent = sum(one.sent_bytes for one in entry.compiled.passes[-1].collectives or ())
+        assert sent == entry.estimate.sent_bytes
+        assert (entry.peak_bytes or 0) >= entry.estimate.least_bytes
+    assert any("compile" in what for _, _, what in told)
+
+
+def test_gpus_and_cpus() -> None:
+    """Whatever the plugin: planned without it, and the note says what would compile."""
+    gpus = attnops.advise(_given(q_len=1024), "h100:4", mesh={"tp": 1}, most_compiled=0)
+    assert {e.plan.problem.platform for e in gpus.entries} == {"cuda"}
+    assert {e.candidate.operation for e in gpus.entries} >= {"splash", "vanilla"}
+    cpus = attnops.advise(_given(q_len=1024), "cpu:4", most_compiled=1)
+    assert any("virtual CPU devices" in note for note in cpus.notes)
+    assert jax.default_backend() == "cpu"
