@@ -32,7 +32,7 @@ def compile_best(
         notes.append("nothing is compiled for virtual CPU devices; `attnops verify` does, or `attnops run`")
         return ranked
     if not described.compiles:
-        notes.append(not_compiled(described.platform))
+        notes.append(not_compiled(described.platform, "nothing was compiled"))
         return ranked
     done: list[Entry] = []
     while ranked and len(done) < most:

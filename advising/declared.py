@@ -13,9 +13,10 @@ from ..sharding import mesh_to_dict
 from .candidates import Candidate
 from .machine import Machine
 
-__all__ = ["declared_as", "metadata_for"]
+__all__ = ["SEARCHED", "declared_as", "metadata_for"]
 
 _OF_TARGET = ("mesh", "platform", "backend")
+SEARCHED = ("tune", "error")  # policies of tuning under which a plan would search, or fail
 
 
 def metadata_for(
@@ -24,6 +25,8 @@ def metadata_for(
     """The declared metadata on a mesh of the machine's devices. What would fall back to another path is refused, if nothing
     else is declared."""
     said = {name: value for name, value in given.metadata.items() if name not in _OF_TARGET}
+    if said.get("tuning") in SEARCHED:
+        said["tuning"] = "heuristic"
     mesh = _mesh(machine, sizes)
     return OperationMetadata.from_dict({"fallback": "error", **said, **fields} | {"mesh": mesh})
 

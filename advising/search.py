@@ -18,7 +18,7 @@ from .asked import asked_devices, declared_ways, with_batch, with_mode
 from .blocks import better_blocks
 from .candidates import AXES, Candidate, Sought, candidates, operations_for
 from .compiling import Progress, compile_best
-from .declared import metadata_for
+from .declared import SEARCHED, metadata_for
 from .entries import Entry, Refusals
 from .estimate import Estimate, estimate
 from .machine import Machine, machine_of, with_devices
@@ -111,11 +111,14 @@ def _check_axes(held: Mapping[str, int]) -> None:
     odd = next((name for name in held if name not in AXES), None)
     if odd is not None:
         raise ConfigError(f"mesh axis {shown(odd)} isn't searched; wanted one of {', '.join(AXES)}.")
+    for name, size in held.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"mesh {name}={shown(size)}; wanted a number of devices, from 1 on.")
 
 
 def _sought(given: Declaration, machine: Machine, held: Mapping[str, int], operations: Sequence[str]) -> Sought:
     kind: Any = OperationRegistry.get(given.operation)
-    metadata = metadata_for(given, machine, {"fsdp": machine.count}, {})
+    metadata = metadata_for(given, machine, {"fsdp": 1}, {})
     problem = kind(metadata).plan(**given.call_arguments(given.shapes())).problem
     for name in operations:
         OperationRegistry.get(name)
@@ -177,7 +180,8 @@ def _distinct(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def _notes(given: Declaration) -> tuple[str, ...]:
-    said = {
-        name: given.metadata[name] for name in ("mesh", "platform", "backend") if given.metadata.get(name) is not None
-    }
-    return tuple(f"metadata.{name} isn't read: the target says that" for name in said)
+    said = [name for name in ("mesh", "platform", "backend") if given.metadata.get(name) is not None]
+    notes = [f"metadata.{name} isn't read: the target says that" for name in said]
+    if (tuning := given.metadata.get("tuning")) in SEARCHED:
+        notes.append(f"metadata.tuning={tuning!r} isn't followed here: kept sizes are taken, and else the rule's own")
+    return tuple(notes)

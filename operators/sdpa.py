@@ -15,7 +15,8 @@ __all__ = ["ScaledDotProduct", "SdpaConfig"]
 
 _HOPPER_OR_LATER = ("H100", "H200", "H20", "H800", "GH200", "B100", "B200", "B300", "GB200", "GB300")
 _FEATURES = STATIC_MASKS | {
-    "segment_ids", "kv_lengths", "positions", "dense_mask", "dynamic_or", "dynamic_query_offset", "bias", "gqa",
+    "blocks", "chosen_blocks", "segment_ids", "kv_lengths", "positions", "dense_mask", "dynamic_or", "dynamic_query_offset",
+    "bias", "gqa",
     "quantized_kv",
 }  # fmt: skip
 

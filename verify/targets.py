@@ -86,11 +86,8 @@ def device_names() -> tuple[str, ...]:
     return (*generations(), *gpu_specs())
 
 
-def not_compiled(platform: str) -> str:
-    """Why a call for devices that aren't here was lowered and not compiled, and what would compile it."""
+def not_compiled(platform: str, done: str = "this was lowered and not compiled") -> str:
+    """Why what is for devices that aren't here wasn't compiled, what was done instead, and what would compile it."""
     if platform == "tpu":
-        return "libtpu isn't installed, so this was lowered and not compiled; pip install 'attnops[tpu]' (Linux) compiles it"
-    return (
-        "jax's CUDA plugin isn't installed, so this was lowered and not compiled; pip install 'attnops[cuda-compile]' (Linux) "
-        "compiles it"
-    )
+        return f"libtpu isn't installed, so {done}; pip install 'attnops[tpu]' (Linux) compiles it"
+    return f"jax's CUDA plugin isn't installed, so {done}; pip install 'attnops[cuda-compile]' (Linux) compiles it"

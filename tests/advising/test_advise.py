@@ -93,6 +93,8 @@ def test_what_is_declared_is_kept() -> None:
     """A strategy, an order and blocks of the file; its mesh isn't read, and a note says so."""
     blocks = {"block_q": 256, "block_kv": 256}
     metadata = {
+        "strict": True,
+        "tuning": "tune",
         "sequence_parallel": "ring",
         "ring_order": "contiguous",
         "operation_configs": {"splash": blocks},
@@ -103,7 +105,7 @@ def test_what_is_declared_is_kept() -> None:
     assert splits == {"", "ring"}
     assert not any(e.plan.placement.sequence.zigzag for e in advice.entries)
     assert all((e.plan.config.block_q, e.plan.config.block_kv) == (256, 256) for e in advice.entries)  # type: ignore[attr-defined]
-    assert any("mesh" in note for note in advice.notes)
+    assert [note.split()[0] for note in advice.notes] == ["metadata.mesh", "metadata.tuning='tune'"]
 
 
 def test_held_axes_devices_and_batches() -> None:
@@ -143,6 +145,9 @@ def test_no_candidate_is_left() -> None:
         ({"devices": "8..4"}, "no part of so many"),
         ({"devices": "many"}, "wanted a number, or a range"),
         ({"mesh": {"ep": 2}}, "isn't searched"),
+        ({"mesh": {"tp": 0}}, "tp=0; wanted"),
+        ({"mesh": {"tp": "2"}}, "wanted a number of devices"),
+        ({"batches": [0]}, "batch"),
         ({"operations": ["splsh"]}, "splsh"),
         ({"declaration": {"operation": "paged"}}, "declares none"),
         ({"declaration": _given({"partition_axis": {"head_axis": "x"}})}, "partition_axis"),
@@ -194,7 +199,7 @@ def test_the_best_are_compiled() -> None:
     """Their program sends what was estimated, to the byte; the compiler's peak is no less than the least."""
     told: list[tuple[int, int, str]] = []
     advice = attnops.advise(
-        _given(), "v5e:2x2", operations=["splash"], most_compiled=2, progress=lambda *what: told.append(what)
+        _given(q_len=1024), "v5e:2x2", operations=["splash"], most_compiled=2, progress=lambda *what: told.append(what)
     )
     compiled = [e for e in advice.entries if e.compiled is not None]
     assert len(compiled) == 2
@@ -207,9 +212,13 @@ def test_the_best_are_compiled() -> None:
     assert any("compile" in what for _, _, what in told)
 
 
-def test_gpus_and_cpus() -> None:
-    """Whatever the plugin: planned without it, and the note says what would compile."""
-    gpus = attnops.advise(_given(q_len=1024), "h100:4", mesh={"tp": 1}, most_compiled=0)
+def test_gpus_and_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned without the plugin; the note says what would compile."""
+    monkeypatch.setattr("attnops.verify.targets.has_cuda_plugin", lambda: False)
+    gpus = attnops.advise(_given(q_len=1024), "h100:4", mesh={"tp": 1})
+    assert gpus.notes == (
+        "jax's CUDA plugin isn't installed, so nothing was compiled; pip install 'attnops[cuda-compile]' (Linux) compiles it",
+    )
     assert {e.plan.problem.platform for e in gpus.entries} == {"cuda"}
     assert {e.candidate.operation for e in gpus.entries} >= {"splash", "vanilla"}
     cpus = attnops.advise(_given(q_len=1024), "cpu:4", most_compiled=1)

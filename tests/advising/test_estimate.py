@@ -196,6 +196,7 @@ def test_bytes_of_programs_for_tpus(way: str) -> None:
     sizes, fields = WAYS[way]
     found, report = _against_the_compiler(described_mesh("v5e:2x4", sizes), machine_of("v5e:2x4"), fields, "bfloat16")
     both = report.passes[1]
-    assert (found.argument_bytes, found.output_bytes) == (both.argument_bytes, both.output_bytes)
+    table = 512  # of a TPU's, which points to the output and three gradients
+    assert (found.argument_bytes, found.output_bytes) == (both.argument_bytes, both.output_bytes - table)
     assert found.sent_bytes == sum(one.sent_bytes for one in both.collectives)
     assert report.device.hbm_bytes >= both.peak_bytes >= found.argument_bytes + found.output_bytes
