@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType
 
+from ..compat import abstract_device
 from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from ..sharding import mesh_to_dict
@@ -41,6 +42,6 @@ def declared_as(given: Declaration, candidate: Candidate, machine: Machine) -> D
 
 def _mesh(machine: Machine, sizes: Mapping[str, int]) -> AbstractMesh:
     platform = "gpu" if machine.platform == "cuda" else machine.platform
-    device = AbstractDevice(device_kind=machine.kind, num_cores=machine.cores, platform=platform)
+    device = abstract_device(machine.kind, machine.cores, platform)
     types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)

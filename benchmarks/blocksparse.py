@@ -29,9 +29,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractMesh
 
 from attnops import Blocks, Causal, Mask, OperationMetadata, OperationRegistry
+from attnops.compat import abstract_device
 from attnops.operators.kernels.flash.visits import visits
 from attnops.operators.kernels.splash.schedule import tile_schedule
 from attnops.operators.local_mask import LocalMask
@@ -115,7 +116,7 @@ def planning() -> dict[str, float]:
     """Milliseconds of a new plan for 131072 tokens, causal and a layout of tenths, in blocks of 128 and 512, by platform."""
     kinds = {"tpu": "TPU v5 lite", "gpu": "NVIDIA H100 80GB HBM3"}
     meshes: dict[str, Any] = {"cpu": None} | {
-        name: AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice(kind, 1, name))
+        name: AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(kind, 1, name))
         for name, kind in kinds.items()
     }
     x = jax.ShapeDtypeStruct((1, 131072, 8, 128), jnp.bfloat16)

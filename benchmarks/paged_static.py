@@ -26,6 +26,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from attnops.compat import abstract_device
+
 TARGETS = ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")
 MODELS = {"llama-3-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64)}
 KERNELS = ("heads", "split", "joined", "jax")  # our layouts, and JAX's kernel
@@ -85,7 +87,7 @@ def compile_case(case: dict[str, Any], folder: str) -> dict[str, Any]:
             sizes = {"num_kv_pages_per_block": min(width, JAX_KEYS // page), "num_queries_per_block": 32}
             call = jax.jit(lambda *x: ragged_paged_attention(*x, sm_scale=dim**-0.5, **sizes))
             # It asks what it runs on while it is traced.
-            device = jax.sharding.AbstractDevice(mesh.devices[0].device_kind, 1, "tpu")
+            device = abstract_device(mesh.devices[0].device_kind, 1, "tpu")
             auto = (jax.sharding.AxisType.Auto,)
             asked = jax.sharding.AbstractMesh((1,), ("device",), axis_types=auto, abstract_device=device)
             with jax.sharding.use_abstract_mesh(asked):

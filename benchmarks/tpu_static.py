@@ -35,9 +35,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 from attnops import Causal, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops.compat import abstract_device
 from attnops.verify import tile_counts
 from attnops.verify.generations import abstract_target, products_a_cycle
 from attnops.verify.static_clock import TileCycles, kernels_in, regions, tile_cycles
@@ -169,7 +170,7 @@ def key_parts(row: dict[str, Any], length: int) -> int:
 
 @functools.cache
 def _parts(target: str, dim: int, length: int, config: str) -> int:
-    device = AbstractDevice(abstract_target(target)[0], 1, "tpu")
+    device = abstract_device(abstract_target(target)[0], 1, "tpu")
     mesh = AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Auto,), abstract_device=device)
     declared = OperationMetadata(mesh=mesh, operation_configs={"splash": json.loads(config)}, tuning="off")
     x = jax.ShapeDtypeStruct((1, length, 1, dim), jnp.bfloat16)

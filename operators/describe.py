@@ -6,6 +6,7 @@ import math
 
 import jax
 
+from ..compat import varies_over
 from ..errors import InputError
 from ..masks import Mask
 from ..planning import AttentionProblem, PlannedOperation
@@ -172,7 +173,7 @@ def describe(
 
 def varying_axes(x: object) -> frozenset[str]:
     """Manual mesh axes over which a traced array is known to vary: not empty inside a shard_map with check_vma=True."""
-    return jax.typeof(x).manual_axis_type.varying if isinstance(x, jax.core.Tracer) else frozenset()
+    return varies_over(x) if isinstance(x, jax.core.Tracer) else frozenset()
 
 
 def packed(arrays: Arrays, layout: str) -> Arrays:

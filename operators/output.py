@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import jax
 
+from ..compat import tree_of
 from ..drawing.html import fragment, heading, rows
 from ..planning import Plan
 
 __all__ = ["AttentionOutput"]
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["attention_outputs", "attention_weights", "lse"],
-    meta_fields=[],
-    drop_fields=["plan"],
-)
+@tree_of(["attention_outputs", "attention_weights", "lse"], dropped=["plan"])
 @dataclass(frozen=True)
 class AttentionOutput:
     """The results of one attention call; a JAX pytree. `outputs, weights, lse = attend(...)` unpacks it.

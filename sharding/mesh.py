@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh, get_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh, get_mesh
 
+from ..compat import abstract_device, platform_of
 from ..errors import ConfigError, ShardingError, nearest, shown
 
 __all__ = [
@@ -96,7 +97,7 @@ def devices_platform(mesh: AnyMesh | None) -> tuple[str, str] | None:
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is not None:
         # Under jit jax hands out the abstract mesh, whose platform for any vendor is 'gpu'; the kind is still there.
-        return gpu_vendor(abstract.platform, None, abstract.device_kind), abstract.device_kind
+        return gpu_vendor(platform_of(abstract), None, abstract.device_kind), abstract.device_kind
     return None
 
 
@@ -149,7 +150,9 @@ def mesh_to_dict(mesh: AnyMesh) -> dict[str, Any]:
     """
     axes = axes_of(mesh)
     device = (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh).abstract_device
-    platform = devices_platform(mesh) if isinstance(mesh, Mesh) else device and (device.platform, device.device_kind)
+    platform = (
+        devices_platform(mesh) if isinstance(mesh, Mesh) else device and (platform_of(device), device.device_kind)
+    )
     data: dict[str, Any] = {
         "axis_names": [a.name for a in axes],
         "axis_sizes": [a.size for a in axes],
@@ -200,7 +203,7 @@ def mesh_from_dict(data: Mapping[str, Any]) -> AnyMesh:
         raise ConfigError(f"mesh: platform={shown(platform)}; wanted one of {wanted}." + nearest(platform, _PLATFORMS))
     if not data.get("abstract") and _devices_here(platform, math.prod(sizes)):
         return jax.make_mesh(sizes, names, axis_types=types, devices=jax.devices()[: math.prod(sizes)])
-    device = AbstractDevice(device_kind=kind or platform, num_cores=cores, platform=platform) if platform else None
+    device = abstract_device(kind or platform, cores, platform) if platform else None
     return AbstractMesh(sizes, names, axis_types=types, abstract_device=device)
 
 

@@ -8,8 +8,9 @@ import re
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType
 
+from ..compat import abstract_device
 from ..errors import ConfigError, nearest, shown
 
 __all__ = [
@@ -94,7 +95,7 @@ def device_of(kind: str) -> Device:
     from jax.experimental.pallas import tpu as pltpu
 
     cores = next((g.cores for g in _GENERATIONS.values() if g.kind == kind), 1)
-    device = AbstractDevice(kind, 1, "tpu")
+    device = abstract_device(kind, 1, "tpu")
     described = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(described):
         info = pltpu.get_tpu_info()

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from ..compat import abstract_device
 from ..errors import ConfigError, ShardingError, nearest, shown
 from ..sharding.mesh import AnyMesh
 from .generations import abstract_target, generations, has_libtpu
@@ -50,7 +51,7 @@ class Target:
             raise ShardingError(
                 f"mesh {got} has {math.prod(sizes.values())} devices and {self.name} has {self.count}; wanted as many."
             )
-        device = AbstractDevice(device_kind=self.kind, num_cores=self.cores, platform=self.platform)
+        device = abstract_device(self.kind, self.cores, self.platform)
         types = (AxisType.Auto,) * len(sizes)
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
 

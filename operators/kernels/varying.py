@@ -7,17 +7,19 @@ from typing import Any
 import jax
 from jax import lax
 
+from ...compat import varies_over
+
 __all__ = ["alike", "vary", "varying"]
 
 
 def varying(tree: Any) -> frozenset[str]:
     """Mesh axes over which any of these arrays is known to vary."""
-    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)))
+    return frozenset().union(*(varies_over(x) for x in jax.tree.leaves(tree)))
 
 
 def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """The same array, said to vary over these axes too."""
-    missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
+    missing = tuple(sorted(axes - varies_over(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 
 import jax
 
+from ...compat import tree_of
 from ...planning.paged.paged_plan import PagedPlan
 from ..paged_cache.state import CacheState
 
 __all__ = ["StepOutput"]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["attention_outputs", "lse", "state"],
-    meta_fields=[],
-    drop_fields=["plan"],
-)
+@tree_of(["attention_outputs", "lse", "state"], dropped=["plan"])
 @dataclass(frozen=True)
 class StepOutput:
     """The results of one step; a JAX pytree.

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from ...compat import abstract_device
 from ...errors import ConfigError, shown
 from ...sharding import (
     FittedSpec,
@@ -265,7 +266,7 @@ def _tpu_limits(kind: str) -> tuple[int, int | None]:
     """(scalar memory, memory) of a kind of TPU; of one that jax doesn't know, what all have from v4 on."""
     from jax.experimental.pallas import tpu as pltpu
 
-    device = AbstractDevice(kind, 1, "tpu")
+    device = abstract_device(kind, 1, "tpu")
     described = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     try:
         with jax.sharding.use_abstract_mesh(described):

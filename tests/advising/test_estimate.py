@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 from attnops import Causal, Full, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.advising.cpu_rates import CpuRates
 from attnops.advising.estimate import Estimate, estimate
 from attnops.advising.machine import Machine, cpu_machine, machine_of
 from attnops.advising.tiles import kernels_of_pass, live_of
+from attnops.compat import abstract_device
 from attnops.planning import Plan
 from attnops.sharding import virtual_mesh
 from attnops.verify.call import verify_call
@@ -29,7 +30,7 @@ BLOCKS = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv"), 5
 def _plan(machine: Machine, sizes: dict[str, int], *, length: int, dim: int = 128, **fields: Any) -> Plan:
     call = {name: fields.pop(name) for name in ("mask", "mode") if name in fields}
     kinds = {"tpu": "tpu", "cuda": "gpu", "cpu": "cpu"}
-    device = AbstractDevice(device_kind=machine.kind, num_cores=machine.cores, platform=kinds[machine.platform])
+    device = abstract_device(machine.kind, machine.cores, kinds[machine.platform])
     types = (AxisType.Auto,) * len(sizes)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
     heads, kv_heads = fields.pop("heads", (8, 8))
@@ -84,7 +85,7 @@ def test_work_by_hand() -> None:
 def test_decoding_is_bound_by_the_cache() -> None:
     """64 rows, one query each against 8192 keys on one H100: keys and values once, at 3.35 TB/s, and little else."""
     machine = machine_of("h100")
-    device = AbstractDevice(device_kind=machine.kind, num_cores=machine.cores, platform="gpu")
+    device = abstract_device(machine.kind, machine.cores, "gpu")
     mesh = AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Auto,), abstract_device=device)
     q = jax.ShapeDtypeStruct((64, 1, 8, 128), "bfloat16")
     k = jax.ShapeDtypeStruct((64, 8192, 8, 128), "bfloat16")

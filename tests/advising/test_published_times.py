@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 from attnops import Causal, Full, OperationMetadata, OperationRegistry
 from attnops.advising.estimate import estimate
 from attnops.advising.machine import machine_of
+from attnops.compat import abstract_device
 from attnops.verify.generations import abstract_target, vector_cycles
 from attnops.verify.tile_counts import matrix_cycles
 
@@ -26,7 +27,7 @@ NAMES = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv")
 
 
 def _seconds(row: dict[str, Any]) -> float:
-    device = AbstractDevice(device_kind="TPU7x", num_cores=1, platform="tpu")
+    device = abstract_device("TPU7x", 1, "tpu")
     mesh = AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Auto,), abstract_device=device)
     sizes = {name: row["config"][name] for name in NAMES if name in row["config"]}
     if row["pass"] == "backward":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractMesh
+
+from attnops.compat import abstract_device
 
 from . import cases, harness
 
-H100 = AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "cuda"))
+H100 = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device("NVIDIA H100 80GB HBM3", None, "cuda"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -35,7 +37,7 @@ def test_cudnn(name: str, dtype: str) -> None:
     ("NVIDIA H100 80GB HBM3", 100, True),
 ])  # fmt: skip
 def test_cudnn_head_dims(kind: str, head_dim: int, refused: bool) -> None:
-    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice(kind, None, "cuda"))
+    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(kind, None, "cuda"))
     case = cases.build("causal", "bthd")
     tensors = harness.draw(case, "bfloat16", head_dim)
     attend = harness.DECLARED_ONLY["sdpa.forward_cuda"].make("bfloat16", mesh)

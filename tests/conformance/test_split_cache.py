@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from attnops import OperationMetadata, OperationRegistry
+from attnops.compat import abstract_device
 from attnops.planning.text import bytes_text
 from attnops.sharding import virtual_mesh
 from attnops.verify.collectives import collectives, sent_bytes
@@ -162,7 +163,7 @@ def test_queries_that_are_split_have_to_be_gathered_too(q_len: int, strategy: st
 
 def test_each_method_is_asked_by_itself() -> None:
     """jax's kernel can't work on parts; where it can't run at all, the native path can."""
-    mesh = AbstractMesh((4,), ("sp",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
+    mesh = AbstractMesh((4,), ("sp",), abstract_device=abstract_device("TPU v5 lite", 1, "tpu"))
     q, k = (jax.ShapeDtypeStruct((1, n, 2, 128), jnp.bfloat16) for n in (8, 4096))
     configs = {"splash": {"kernel": "jax"}}
     attend = OperationRegistry.create("splash", OperationMetadata(mesh=mesh, operation_configs=configs, tuning="off"))

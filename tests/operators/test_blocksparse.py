@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractMesh
 
 from attnops import Blocks, BlockSparseConfig, Causal, InputError, Mask, OperationMetadata, OperationRegistry
+from attnops.compat import abstract_device
 from attnops.masks import bigbird
 from attnops.operators.kernels.block_words import block_words, seen_by_words
 from attnops.operators.kernels.flash.visits import visits
@@ -19,8 +20,8 @@ from attnops.operators.kernels.tiles import tile_table
 from attnops.operators.local_mask import LocalMask
 from attnops.operators.mask_blocks import fitted_block
 
-V5E = AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
-H100 = AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", 1, "gpu"))
+V5E = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device("TPU v5 lite", 1, "tpu"))
+H100 = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device("NVIDIA H100 80GB HBM3", 1, "gpu"))
 RNG = np.random.default_rng(5)
 LAYOUT = RNG.random((4, 6, 8)) < 0.3  # of four heads: 96 rows in blocks of 16, 80 keys in blocks of 10
 CAUSAL = np.arange(80) <= np.arange(96)[:, None]

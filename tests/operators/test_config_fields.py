@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractMesh
 
 from attnops import ConfigError, OperationMetadata, OperationRegistry, SplashConfig
+from attnops.compat import abstract_device
 
 PAGED = ("paged", "paged_flash_attention", "ragged_page_attention_v2", "ragged_page_attention_v3", "unified_attention")
 ELSEWHERE = {"splash": "test_splash_config.py", "flash_attn2": "test_flash.py"} | dict.fromkeys(
@@ -74,7 +75,7 @@ def test_what_is_splash_by_another_name_takes_its_fields_to_the_same_methods(nam
     )
     if value is None:
         value = "seq_minor" if field.endswith("layout") else 256 if field.startswith("block_") else True
-    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
+    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device("TPU v5 lite", 1, "tpu"))
     x = jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16)
 
     def resolved(of: str) -> dict[str, Any]:

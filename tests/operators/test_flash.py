@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 from attnops import Causal, ConfigError, Full, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
+from attnops.compat import abstract_device
 from attnops.operators.flash import FlashAttention2Config, flash_sizes
 from attnops.operators.kernels.flash.fp8 import as_bits, from_bits
 from attnops.operators.kernels.flash.sizes import dim_parts
@@ -113,7 +114,7 @@ CACHE = jax.ShapeDtypeStruct((1, 8192, 8, 128), jnp.bfloat16)
 
 def _plan(operation: str, kind: str, *arrays: jax.ShapeDtypeStruct, configs: dict | None = None, **fields: object):
     platform = "tpu" if kind.startswith("TPU") else "gpu"
-    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice(kind, 1, platform))
+    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(kind, 1, platform))
     metadata = OperationMetadata(mesh=mesh, operation_configs=configs or {}, **fields)
     return OperationRegistry.create(operation, metadata).plan(*(arrays or (QUERY,) * 3))
 
@@ -181,7 +182,7 @@ def test_wide_heads_are_refused() -> None:
 
 def _program(config: dict, dim: int = 64, value_dim: int = 64) -> str:
     """What is traced and lowered for an H100."""
-    device, auto = AbstractDevice(H100, 1, "gpu"), (AxisType.Auto,)
+    device, auto = abstract_device(H100, 1, "gpu"), (AxisType.Auto,)
     mesh = AbstractMesh((1,), ("fsdp",), axis_types=auto, abstract_device=device)
     metadata = OperationMetadata(mesh=mesh, operation_configs={"flash_attn2": config}, fallback="error")
     attend = OperationRegistry.create("flash_attn2", metadata)
@@ -272,7 +273,7 @@ def test_what_a_search_tries_first_is_what_runs_without_one(operation: str) -> N
 
 
 def plan_mesh() -> AbstractMesh:
-    return AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice(H100, 1, "gpu"))
+    return AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(H100, 1, "gpu"))
 
 
 def test_gpus_that_triton_is_not_for() -> None:

@@ -8,11 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 from attnops import Causal, Full, OperationMetadata, OperationRegistry
+from attnops.compat import abstract_device
 
-MESH = AbstractMesh((2,), ("sp",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
+MESH = AbstractMesh(
+    (2,), ("sp",), axis_types=(AxisType.Auto,), abstract_device=abstract_device("TPU v5 lite", 1, "tpu")
+)
 
 
 def _gradients(operation: str, dtype: str, q_len: int, kv_len: int, call: dict[str, Any], **fields: Any) -> Any:

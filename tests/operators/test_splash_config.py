@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractMesh
 
 from attnops import Causal, ConfigError, OperationMetadata, OperationRegistry
+from attnops.compat import abstract_device
 from attnops.operators.splash import SplashConfig
 from attnops.operators.splash.splash_config import LACKING
 
 
 def _mesh(kind: str) -> AbstractMesh:
-    return AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice(kind, 1, "tpu"))
+    return AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(kind, 1, "tpu"))
 
 
 MESH = _mesh("TPU v5 lite")

@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops.compat import abstract_device
 from attnops.operators.kernels import tokamax_splash
 from attnops.operators.kernels.tokamax_splash import _tables
 
 NEEDS_TOKAMAX = pytest.mark.skipif(find_spec("tokamax") is None, reason="pip install 'attnops[tokamax]'")
 NEEDS_LIBTPU = pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
-V5E = AbstractMesh((1,), ("fsdp",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
+V5E = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device("TPU v5 lite", 1, "tpu"))
 
 
 def _attend(mesh: Any = V5E, **config: Any) -> Any:

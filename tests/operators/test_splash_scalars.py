@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 from attnops import (
     Causal,
@@ -26,6 +26,7 @@ from attnops import (
     SlidingWindow,
     register_mask_function,
 )
+from attnops.compat import abstract_device
 from attnops.operators.kernels.splash.frame import Frame
 from attnops.operators.kernels.splash.schedule import MOST_WORDS
 from attnops.operators.splash.block_choice import tile_cost
@@ -39,7 +40,7 @@ def _stripes(position: Any, key: Any) -> Any:
 
 def _mesh(kind: str = "TPU v5 lite", **sizes: int) -> AbstractMesh:
     sizes = sizes or {"fsdp": 1}
-    device = AbstractDevice(kind, 1, "tpu")
+    device = abstract_device(kind, 1, "tpu")
     return AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), abstract_device=device
     )

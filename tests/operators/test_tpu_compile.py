@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
+from attnops.compat import abstract_device
 from attnops.verify.topology import TOPOLOGIES, described_mesh
 
-V5E = AbstractMesh((2, 2), ("fsdp", "tp"), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
+V5E = AbstractMesh((2, 2), ("fsdp", "tp"), abstract_device=abstract_device("TPU v5 lite", 1, "tpu"))
 
 
 def _program(mesh: Any, mask: Mask, dtype: str, config: dict[str, Any] | None, shape: tuple[int, ...], **call: Any):

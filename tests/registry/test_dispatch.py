@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 import toy_operations as toy
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractMesh
 
+from attnops.compat import abstract_device
 from attnops.errors import InputError, RefusedError
 from attnops.registry import OperationMetadata
 from attnops.sharding import virtual_mesh
@@ -27,7 +28,7 @@ SUBSETS = [set(s) for n in range(6) for s in itertools.combinations(toy.PLATFORM
 
 
 def described(platform, kind="made up"):
-    device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+    device = abstract_device(kind=kind, cores=None, platform=platform)
     return AbstractMesh((2, 2), ("fsdp", "tp"), abstract_device=device)
 
 

@@ -11,8 +11,9 @@ import pytest
 from eformer.escale import PartitionAxis
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType
 
+from attnops.compat import abstract_device
 from attnops.errors import ConfigError, UnknownNameError
 from attnops.operators.splash import SplashConfig
 from attnops.registry import OperationMetadata
@@ -73,8 +74,8 @@ def meshes(draw):
         for size in sizes:
             count *= size
         return jax.make_mesh(sizes, tuple(names), axis_types=tuple(kinds), devices=jax.devices()[:count])
-    device = platform and AbstractDevice(
-        device_kind=f"{platform} v1", num_cores=draw(st.sampled_from([None, 2])), platform=platform
+    device = platform and abstract_device(
+        kind=f"{platform} v1", cores=draw(st.sampled_from([None, 2])), platform=platform
     )
     return AbstractMesh(sizes, tuple(names), axis_types=tuple(kinds), abstract_device=device)
 

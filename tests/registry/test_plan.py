@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import toy_operations as toy
 from eformer.escale import PartitionAxis
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType
 
+from attnops.compat import abstract_device
 from attnops.errors import ConfigError, FallbackWarning, RefusedError, ShardingError
 from attnops.masks import Causal, SlidingWindow
 from attnops.operators.splash import Splash
@@ -20,7 +21,7 @@ from attnops.planning import ALL_FEATURES, FEATURES, METHODS, Policy, plan
 from attnops.registry import OperationMetadata
 from attnops.sharding import AttnShardingRules
 
-TPU = AbstractDevice(device_kind="TPU v5p", num_cores=None, platform="tpu")
+TPU = abstract_device(kind="TPU v5p", cores=None, platform="tpu")
 
 
 def pod(sizes=(4, 8), names=("fsdp", "tp")):

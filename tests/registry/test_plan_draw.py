@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from attnops import Attention, Causal, OperationMetadata, OperationRegistry, Plan, ShardingError
+from attnops.compat import abstract_device
 from attnops.drawing import DevicePicture
 from attnops.sharding import virtual_mesh
 
 
 def pod(sizes: dict[str, int]) -> AbstractMesh:
-    device = AbstractDevice(device_kind="TPU v5p", num_cores=2, platform="tpu")
+    device = abstract_device("TPU v5p", 2, "tpu")
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), abstract_device=device)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eformer.escale import PartitionAxis
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from attnops import (
     Causal,
@@ -25,6 +25,7 @@ from attnops import (
     RefusedError,
     SlidingWindow,
 )
+from attnops.compat import abstract_device
 from attnops.errors import UnfitError
 from attnops.operators.paged_cache import RaggedBatch, init, shardings
 from attnops.sharding import virtual_mesh
@@ -323,7 +324,7 @@ def test_for_a_platform_that_is_not_here() -> None:
 
 def on(kind: str, config: dict[str, Any] | None = None, **fields: Any) -> Any:
     """The plan of a decoding step of Llama-3-8B's layer on one device of a kind of TPU."""
-    device = AbstractDevice(kind, 1, "tpu")
+    device = abstract_device(kind, 1, "tpu")
     mesh = AbstractMesh((1,), ("tp",), axis_types=(AxisType.Auto,), abstract_device=device)
     cache = KVCache(**{
         "layers": 1, "kv_heads": 8, "head_dim": 128, "page_size": 16, "pages": 4096, "max_sequences": 64, "max_length": 1024,

@@ -10,8 +10,9 @@ import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from attnops.compat import abstract_device
 from attnops.errors import ConfigError, ShardingError
 from attnops.sharding import (
     MeshAxis,
@@ -34,7 +35,7 @@ def real(sizes, names, kinds=None):
 
 
 def described(platform, kind="some device", sizes=(4, 64), cores=None):
-    device = AbstractDevice(device_kind=kind, num_cores=cores, platform=platform)
+    device = abstract_device(kind=kind, cores=cores, platform=platform)
     return AbstractMesh(sizes, ("fsdp", "tp"), axis_types=(AUTO, AUTO), abstract_device=device)
 
 
@@ -93,7 +94,7 @@ def test_round_trip_of_any_abstract_mesh(sizes, data):
     kinds = data.draw(st.lists(st.sampled_from([AUTO, EXPLICIT]), min_size=len(sizes), max_size=len(sizes)))
     platform = data.draw(st.sampled_from([None, "tpu", "gpu", "cuda", "rocm", "cpu"]))
     cores = data.draw(st.sampled_from([None, 1, 2]))
-    device = platform and AbstractDevice(device_kind="kind", num_cores=cores, platform=platform)
+    device = platform and abstract_device(kind=f"{platform} 1", cores=cores, platform=platform)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=tuple(kinds), abstract_device=device)
     assert round_trip(mesh) == mesh
 

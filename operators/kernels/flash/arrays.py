@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from ....compat import varying_as
 from ..varying import vary, varying
 from .sizes import DimPart, PassSizes, dim_parts
 
@@ -92,13 +93,10 @@ class Arrays:
         arrays = [jnp.asarray(x) for x in self.inputs.values()]
         axes = varying(arrays)
         arrays = [vary(x, axes) for x in arrays]
-        kind = jax.typeof(arrays[0]).manual_axis_type
         names = (*self.inputs, *self.outputs)
         call = pl.pallas_call(
             lambda *refs: kernel(dict(zip(names, refs, strict=True))),
-            out_shape=[
-                jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind) for shape, dtype in self.outputs.values()
-            ],
+            out_shape=[varying_as(arrays[0], shape, dtype) for shape, dtype in self.outputs.values()],
             grid=grid,
             compiler_params=plgpu.CompilerParams(num_warps=self.sizes.num_warps, num_stages=self.sizes.num_stages),
             interpret=self.interpret,

@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ....compat import varying_as
 from ..varying import vary, varying
 from .geometry import Geometry, Options
 from .pages import page_scratch
@@ -36,10 +37,9 @@ def call(
     arrays = [*scalars.values(), *(x for x, _ in inputs.values())]
     axes = varying(arrays)
     arrays = [vary(x, axes) for x in arrays]
-    kind = jax.typeof(arrays[0]).manual_axis_type
     made = pl.pallas_call(
         lambda *refs: body(dict(zip(names, refs, strict=True)), geometry, options),
-        out_shape=[jax.ShapeDtypeStruct(s, d, manual_axis_type=kind) for s, d in outputs.values()],
+        out_shape=[varying_as(arrays[0], s, d) for s, d in outputs.values()],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(jnp.maximum(count, 1),),

@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ....compat import varying_as
 from ..varying import vary, varying
 from .schedule import TileSchedule, kv_block_of, q_block_of
 
@@ -173,16 +174,13 @@ class Frame:
         arrays = [*self.scalars.values(), *(x.array for x in self.inputs.values())]
         axes = varying(arrays)
         arrays = [vary(jnp.asarray(x), axes) for x in arrays]
-        kind = jax.typeof(arrays[0]).manual_axis_type
         names = (*self.scalars, *self.inputs, *self.outputs, *self.scratch)
         heads, tail = self.heads, (self.visits.covered,)
         of_group = (heads.group // heads.group_tile,)
         grid = (self.batch, heads.kv_heads // heads.kv_tile, *(tail + of_group if self.group_last else of_group + tail))
         call = pl.pallas_call(
             lambda *refs: kernel(dict(zip(names, refs, strict=True))),
-            out_shape=[
-                jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind) for shape, dtype, _ in self.outputs.values()
-            ],
+            out_shape=[varying_as(arrays[0], shape, dtype) for shape, dtype, _ in self.outputs.values()],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(self.scalars),
                 grid=grid,
