@@ -136,6 +136,9 @@ class Blocks(Mask):
             self._check_rows(int(rows.max()) + 1)
         return runs(self.layout[0], self.block_kv, rows // self.block_q, kv_len)
 
+    def covers(self) -> tuple[int | None, int | None]:
+        return self.layout.shape[1] * self.block_q, self.layout.shape[2] * self.block_kv
+
     def _check_rows(self, rows: int) -> None:
         covered = self.layout.shape[1] * self.block_q
         if rows > covered:
@@ -181,6 +184,10 @@ class ChosenBlocks(DynamicMask):
             int_array(self.choice, "Blocks choice", self.parts[0][2])
         if len(self.choice.shape) != 4 or 0 in self.choice.shape[:3]:
             raise MaskError(f"Blocks choice has shape {tuple(self.choice.shape)}; wanted {_TRACED}")
+
+    def covers(self) -> tuple[int | None, int | None]:
+        keys = self.choice.shape[3] * self.block_kv if self.choice.dtype == np.bool_ else None
+        return self.choice.shape[2] * self.block_q, keys
 
     def slot(self) -> Slot:
         return Slot(self.kind, block_q=self.block_q, block_kv=self.block_kv)

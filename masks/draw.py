@@ -37,7 +37,7 @@ def draw(
 ) -> TilePicture:
     """See Mask.draw; `bounds` are the mask's."""
     _, leaves = mask.split()
-    q_known, kv_known = (_size(leaves, dim) for dim in ("q", "kv"))
+    q_known, kv_known = (_size(mask, leaves, dim) for dim in ("q", "kv"))
     one = next((n for n in (q_len, kv_len, q_known, kv_known) if n is not None), None)
     length = _default_length(mask) if one is None else one
     q_len = whole(next(n for n in (q_len, q_known, length) if n is not None), "q_len", minimum=1)
@@ -87,11 +87,17 @@ def _bounded(mask: Node[Any], grid: Grid, batch: int) -> NDArray[np.int8]:
     positions = Extent(*(x + np.int32(grid.query_offset) for x in rows))
     with jax.ensure_compile_time_eval():
         some, every = mask.block_bounds(Blocks(rows, positions, cols, grid.block_q, grid.block_kv))
-        some, every = np.asarray(some), np.asarray(every)
+        some, every = (_of_row(np.asarray(x), batch) for x in (some, every))
+    # Of several heads a tile is full where all see all of it, and dead where none sees any.
+    some, every = some.any(axis=0), every.all(axis=0)
     tiles = np.where(every & some, 2, np.where(some, 1, 0)).astype(np.int8)
-    if tiles.ndim == 3:
-        tiles = tiles[batch if tiles.shape[0] > 1 else 0]
     return np.broadcast_to(tiles, grid.shape)
+
+
+def _of_row(found: NDArray[np.bool_], batch: int) -> NDArray[np.bool_]:
+    """[heads | 1, q blocks, kv blocks] of one row of the batch, of what broadcasts to [batch, heads, q blocks, kv blocks]."""
+    whole = found.reshape((1,) * (4 - found.ndim) + found.shape)
+    return whole[batch if whole.shape[0] > 1 else 0]
 
 
 def _visible(mask: Node[Any], grid: Grid) -> float | None:
@@ -105,9 +111,11 @@ def _visible(mask: Node[Any], grid: Grid) -> float | None:
     return count / (grid.q_len * grid.kv_len)
 
 
-def _size(leaves: tuple[Leaf, ...], dim: str) -> int | None:
-    """What the arrays say of a dimension."""
-    sizes = [
+def _size(mask: Node[Any], leaves: tuple[Leaf, ...], dim: str) -> int | None:
+    """What the leaves and their arrays say of a dimension."""
+    made_for = [atom.covers()[("q", "kv").index(dim)] for atom in mask.atoms()]
+    sizes = [size for size in made_for if size is not None]
+    sizes += [
         size for leaf in leaves for name, size in zip(leaf.dims, np.shape(leaf.array), strict=False) if name == dim
     ]
     return max((size for size in sizes if size > 1), default=None)

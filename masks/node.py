@@ -54,6 +54,10 @@ class Node(Generic[M]):
         """`row_intervals` for rows [R] at given positions [R]."""
         return None
 
+    def covers(self) -> tuple[int | None, int | None]:
+        """The rows and the keys that this leaf is made for; None for any number."""
+        return None, None
+
     def describe(self) -> str:
         """Short, deterministic text, such as `causal(offset=0) & segment_ids`."""
         fields = {name: value for name, value in self._fields().items() if (name, value) != ("offset", None)}

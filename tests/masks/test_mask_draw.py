@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnops import (
+    Blocks,
     Causal,
     Chunked,
     Dense,
@@ -98,6 +99,24 @@ def test_masks_with_arrays(name: str, batch: int) -> None:
         assert ((found == want) | (found == 1)).all()  # dead and full are certain
     with pytest.raises(MaskError, match="batch=2; wanted 0 to 1"):
         mask.draw(12, 12, batch=2)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_blocks(heads: int) -> None:
+    """Of several heads a tile is full where all see all of it, dead where none sees any."""
+    layout = np.random.default_rng(1).random((heads, 4, 6)) < 0.5
+    for leaf in (Blocks(layout, 8, 4), Blocks(jnp.asarray(layout)[None], 8, 4)):
+        picture = leaf.draw(block=4)
+        assert (picture.q_len, picture.kv_len) == (32, 24)
+        seen = written_out(leaf, 32, 24)[0]
+        some, every = tiles(seen.any(axis=0), 4, 4), tiles(seen.all(axis=0), 4, 4)
+        want = np.where(every == 2, 2, np.minimum(some, 1))
+        exact = picture.tiles == want
+        assert exact.all() if isinstance(leaf, Blocks) else (exact | (picture.tiles == 1)).all()
+    chosen = Blocks(jnp.array([[[[0, 2], [1, -1], [2, 2], [3, 0]]]]), 8, 8)
+    assert chosen.draw().q_len == 32
+    shown = (chosen & Causal()).draw(32, 32, block=8)
+    assert np.array_equal(shown.tiles, [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [2, 0, 0, 1]])
 
 
 def test_arrays_whose_values_nobody_knows() -> None:
