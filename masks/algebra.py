@@ -15,20 +15,18 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..drawing import TilePicture
 from ..errors import MaskError, a_type
 from .blocks import Grid, has_dead_rows, live_blocks, live_blocks_by_head
 from .bounds import BlockBounds, Blocks
 from .checks import LIMIT, whole
-from .draw import draw
+from .draw import Drawn
 from .intervals import Intervals, complement, intersect, single, unite
 from .materialise import materialise
-from .node import Node
 
 __all__ = ["And", "Full", "Mask", "Not", "Or", "raw"]
 
 
-class Mask(Node["Mask"]):
+class Mask(Drawn["Mask"]):
     """What may attend to what. Combine with `&`, `|` and `~`; True means that the query may see the key.
 
     Row i and key j are global indices and `position = i + query_offset`. A leaf with `offset=None` looks at
@@ -115,23 +113,6 @@ class Mask(Node["Mask"]):
         """Whether some row of q_start..q_start+q_len sees no key; with dynamic leaves, whether one may."""
         grid = Grid(1, LIMIT, q_len, kv_len, q_start, query_offset)
         return has_dead_rows(self.bounds()[0], grid)
-
-    def draw(
-        self,
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        *,
-        query_offset: int = 0,
-        block: int | Sequence[int] | None = None,
-        batch: int = 0,
-    ) -> TilePicture:
-        """A picture of tiles, dead, partial or full: `print` it, or let a notebook show it. Errors: MaskError. Lengths:
-        those of the mask's arrays, else some that show its structure. block: a tile's size, or (queries, keys); by default at
-        most 32 a side. batch: the row of the mask's arrays."""
-        return draw(self, self.bounds(), q_len, kv_len, query_offset, block, batch)
-
-    def _repr_html_(self) -> str:
-        return self.draw().svg()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""draw: a mask as a picture of tiles, made from intervals and block bounds, never from the matrix."""
+"""Drawn: a mask as a picture of tiles, made from intervals and block bounds, never from the matrix."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..errors import MaskError, shown
 from .blocks import Grid, live_blocks
 from .bounds import Blocks, Extent
 from .checks import whole
-from .node import Leaf, Node
+from .node import Leaf, M, Node
 
-__all__ = ["draw"]
+__all__ = ["Drawn"]
 
 _SIDE = 32  # tiles of a side where no block is given
 _MOST_TILES = 2**24
@@ -26,7 +26,34 @@ _MOST_ROWS = 2**24  # each is looked at
 _UNKNOWN = "partial: some of it is visible, or only the call's arrays tell"
 
 
-def draw(
+class Drawn(Node[M]):
+    """A node that can be drawn; Mask, which says between which static masks it lies, is one."""
+
+    def bounds(self) -> tuple[M, M]:
+        """Static masks (lower, upper) with lower ⊆ self ⊆ upper."""
+        raise NotImplementedError
+
+    def draw(
+        self,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        *,
+        query_offset: int = 0,
+        block: int | Sequence[int] | None = None,
+        batch: int = 0,
+    ) -> TilePicture:
+        """A picture of tiles, dead, partial or full: `print` it, or let a notebook show it; `svg()` and `save(path)`.
+
+        Lengths: those of the mask's arrays, else some that show its structure. block: a tile's size, or (queries, keys); by
+        default at most 32 a side. batch: the row of the mask's arrays. Errors: MaskError.
+        """
+        return _draw(self, self.bounds(), q_len, kv_len, query_offset, block, batch)
+
+    def _repr_html_(self) -> str:
+        return self.draw().svg()
+
+
+def _draw(
     mask: Node[Any],
     bounds: tuple[Node[Any], Node[Any]],
     q_len: int | None,
@@ -35,7 +62,7 @@ def draw(
     block: int | Sequence[int] | None,
     batch: int,
 ) -> TilePicture:
-    """See Mask.draw; `bounds` are the mask's."""
+    """See Drawn.draw; `bounds` are the mask's."""
     _, leaves = mask.split()
     q_known, kv_known = (_size(mask, leaves, dim) for dim in ("q", "kv"))
     one = next((n for n in (q_len, kv_len, q_known, kv_known) if n is not None), None)

@@ -82,7 +82,7 @@ def test_plan_for_a_tpu_that_is_not_here(attnops: Callable[..., Any], examples: 
     arguments = ("plan", examples / "llama3_8b_layer.json", "--mesh", "fsdp=2,tp=2,sp=2", "--platform", "tpu")
     result = attnops(*arguments)
     assert (result.status, result.err) == (0, "")
-    for part in ("splash.forward_tpu", "block_q=256 (declared)", "22 defaults of the config", "--platform"):
+    for part in ("splash.forward_tpu", "block_q=256 (declared)", "defaults of the config", "--platform"):
         assert part in result.out
     whole = attnops(*arguments, "--verbose")
     assert whole.status == 0
