@@ -20,7 +20,7 @@ from .enabled import enabled_notes
 
 __all__ = ["AdviseOptions", "print_advice", "run_advise"]
 
-_WIDE = 170  # in a pipe, so that no number is folded
+_WIDE = 150  # in a pipe, so that no number is folded
 _REFUSED = 8  # kinds that are told
 
 
@@ -75,13 +75,15 @@ def print_advice(found: Advice, options: AdviseOptions, notes: tuple[str, ...]) 
     if found.entries:
         best = found.best
         console.print(Text(best.plan.problem.describe(), style="bold"))
-        ranked = table(*COLUMNS)
+        ranked, losing = table(*COLUMNS[:-1]), list[tuple[str, str | Text]]()
         for row in rows(found.entries, options.rows):
-            ranked.add_row(*row, style="bold green" if row[-1] == "" else None)
+            ranked.add_row(*row[:-1], style="bold green" if row[-1] == "" else None)
+            if row[-1]:
+                losing.append(("why not", f"{row[0]} {row[2]}: {row[-1]}"))
         console.print(ranked)
         if (more := len(found.entries) - options.rows) > 0:
             console.print(f"and {more} more; --rows shows them, --json has all")
-        told: list[tuple[str, str | Text]] = [*term_rows(best), *(("note", note) for note in best.notes)]
+        told: list[tuple[str, str | Text]] = [*term_rows(best), *(("note", note) for note in best.notes), *losing]
         console.print("", fields(told), sep="\n")
     refused: list[tuple[str, str | Text]] = [("refused", str(refusal)) for refusal in found.refused[:_REFUSED]]
     if (more := len(found.refused) - _REFUSED) > 0:
