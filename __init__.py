@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from .sharding import AttnShardingRules, fit
     from .sharding.processes import check_processes
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Advice",

@@ -52,3 +52,11 @@ def test_public_names() -> None:
     assert sorted(attnops.__all__) == sorted(PUBLIC.split())
     for name in PUBLIC.split():
         assert getattr(attnops, name) is not None
+
+
+def test_every_file_that_names_a_version_names_this_one() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert attnops.__version__ == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    first = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
+    assert first.startswith(f"## [{version}] - ")
