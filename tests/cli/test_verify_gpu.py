@@ -37,7 +37,7 @@ def test_without_the_plugin_it_is_lowered(
     (report,) = json.loads(attnops(*arguments, "--json").out)
     assert report["device"]["kind"] == "NVIDIA H100 80GB HBM3"
     assert report["device"]["bytes_per_second"] == 3.35e12
-    assert len(report["device"]["sources"]) == 4
+    assert len(report["device"]["sources"]) == 5
     assert [one["compiled"] for one in report["passes"]] == [False, False]
     result = attnops(*arguments, "--mesh", "fsdp=3")
     assert (result.status, "has 3 devices and h100:2 has 2" in result.err) == (2, True)

@@ -38,7 +38,8 @@ def test_every_file_that_is_not_code_is_packed() -> None:
 
 # What users import; a name that goes is a change that the changelog tells.
 PUBLIC = """
-    Advice Attention AttentionOutput AttentionProblem AttnOpsError AttnShardingRules BlockSparseConfig Blocks Causal Chunked ConfigError
+    Advice Attention AttentionOutput AttentionProblem AttnOpsError AttnShardingRules BlockSparseConfig Blocks Causal Chunked
+    ConfigError
     ConfigWarning Declaration Dense FallbackWarning FlashAttention2Config Full InputError InputTypeError KVCache
     LayerDeclaration LayerGroup Lengths LocalCall LocalOutput Mask MaskError MaskFunction ModelDeclaration
     ModelShardings Operation OperationConfig OperationMetadata OperationRegistry Plan Policy Positions Prefix
