@@ -205,14 +205,19 @@ def test_a_tuned_size_that_is_wanted_and_not_kept_is_still_an_error() -> None:
 def test_planning_of_long_sequences_looks_at_few_tiles(length: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each list of 2048-blocks is 512 x 512 tiles; where first rows already see too many, no tiles are looked at."""
     seen = []
-    whole = Mask.live_blocks
 
-    def counted(self: Mask, block_q: int, block_kv: int, **sizes: int) -> np.ndarray:
-        found = whole(self, block_q, block_kv, **sizes)
-        seen.append(found.size)
-        return found
+    def count(name: str) -> None:
+        whole = getattr(Mask, name)
 
-    monkeypatch.setattr(Mask, "live_blocks", counted)
+        def counted(self: Mask, block_q: int, block_kv: int, **sizes: int) -> np.ndarray:
+            found = whole(self, block_q, block_kv, **sizes)
+            seen.append(found.size)
+            return found
+
+        monkeypatch.setattr(Mask, name, counted)
+
+    count("live_blocks")
+    count("live_blocks_by_head")
     block_choice._tiles_of_kinds.cache_clear()
     _plan(length, heads=6)  # a problem that no other test has planned
     assert 0 < sum(seen) < most
