@@ -1,4 +1,4 @@
-"""The arrays of a declared call: drawn, or from an inputs file that is held against the declaration."""
+"""The arrays of a declared call: drawn at random, or read from an inputs file and checked against the declaration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .inputs import read_arrays
 
 __all__ = ["CallArrays", "call_arrays", "call_shapes"]
 
-# Name in the file -> field of the declaration that speaks of it.
+# Name in the file -> the field of the declaration that declares it.
 _TRACED = {
     "mask": "dense_mask",
     "bias": "bias",
@@ -38,7 +38,7 @@ INPUT_NAMES = ("query", "key", "value", *_TRACED, "expected")
 
 
 class CallArrays(NamedTuple):
-    """The arrays by argument name, what the output is expected to be, and what was decided on the way."""
+    """The arrays by argument name, the expected output, and notes on what was decided."""
 
     arrays: dict[str, Any]
     expected: np.ndarray | None
@@ -46,14 +46,14 @@ class CallArrays(NamedTuple):
 
 
 def call_arrays(call: CallDeclaration, inputs: Path | None, seed: int) -> CallArrays:
-    """Draw the arrays, or read them. Errors: InputError where file and declaration disagree."""
+    """Draw the arrays, or read them. Errors: InputError if the file and the declaration disagree."""
     if inputs is None:
         return CallArrays(dict(call.draw(seed)), None, (f"inputs drawn at random, seed {seed}",))
     return _read(call, inputs, seed)
 
 
 def call_shapes(call: CallDeclaration, inputs: Path | None) -> CallArrays:
-    """The same as shapes, for a plan."""
+    """The same as `call_arrays`, with shapes only, for a plan."""
     if inputs is None:
         return CallArrays(dict(call.shapes()), None, ())
     found = _read(call, inputs, 0)
@@ -83,7 +83,7 @@ def _read(call: CallDeclaration, path: Path, seed: int) -> CallArrays:
 
 
 def _cast(name: str, array: np.ndarray, call: CallDeclaration, path: Path, notes: list[str]) -> np.ndarray:
-    """Bring an array to a dtype that attention takes, and say so."""
+    """Cast an array to a dtype that attention supports, and add a note."""
     if name in ("key", "value") and (call.kv_dtype is not None or array.dtype.name in QUANTISED):
         if call.is_set("kv_dtype") and array.dtype.name != call.kv_dtype:
             raise InputError(
@@ -176,7 +176,7 @@ def _agree_on_traced(call: CallDeclaration, arrays: dict[str, Any], path: Path) 
         raise InputError(
             f"{path}: holds query_offset, and call.query_offset={call.query_offset} is declared; keep one."
         )
-    # Here, not only by the call: a plan gets the shapes alone.
+    # Checked here too, not only by the call: a plan gets only shapes.
     try:
         for name in ("kv_lengths", "kv_starts"):
             if name in arrays:

@@ -14,25 +14,26 @@ from ..verify.paged_step import StepReport
 
 __all__ = ["kernel_limits", "kernel_lines"]
 
-_UNREAD = "VMEM isn't known, nor what is sent: this jaxlib can't read the program that libtpu made"
+_UNREAD = "VMEM use and communication are not known: this jaxlib can't read programs of this libtpu"
 _NO_FILE = "registers, spills, shared memory and occupancy are not known without attnops[cuda-compile]"
 _NO_LOOPS = "instructions of the inner loops are not known without attnops[cuda-sass]"
-_NO_SHAPE = "how long the tensor cores take is not known: their instructions don't tell the shape of a product"
+_NO_SHAPE = "tensor-core time is not known: the instructions don't give the shape of a product"
 
 
 def kernel_limits(report: TargetReport) -> str:
-    """What a device has for its kernels."""
+    """What a device provides for its kernels."""
     device = report.device
     if isinstance(device, GpuDevice):
         shared = bytes_text(device.shared_bytes)
-        return f"{device.multiprocessors} multiprocessors, and {shared} of shared memory for a block of threads"
+        return f"{device.multiprocessors} multiprocessors, and {shared} of shared memory per block of threads"
     return f"a kernel {bytes_text(report.vmem_default)} of VMEM by default and {bytes_text(report.vmem_most)} at most"
 
 
 def kernel_lines(
     report: TargetReport | StepReport, kernels: Sequence[AnyKernelUse] | None, told: Sequence[AnyKernelUse] = ()
 ) -> Iterator[str]:
-    """A line or more for each kind of kernel; what isn't known is said. told: kernels of GPUs of which the name is enough."""
+    """Yield one or more lines for each kind of kernel, and say what isn't known. told: GPU kernels already described, for which
+    the name is enough."""
     if kernels is None:
         yield _UNREAD
         return
@@ -58,9 +59,9 @@ def kernel_lines(
 def _resources(kernel: GpuKernelUse) -> str:
     if kernel.registers is None or kernel.shared_bytes is None:
         return "compiled"
-    spills = f"{kernel.stack_bytes} B a thread spilled" if kernel.stack_bytes else "none spilled"
+    spills = f"{kernel.stack_bytes} B per thread spilled" if kernel.stack_bytes else "none spilled"
     text = (
-        f"{kernel.registers} registers a thread, {spills}; {bytes_text(kernel.shared_bytes)} of shared memory a block of "
+        f"{kernel.registers} registers per thread, {spills}; {bytes_text(kernel.shared_bytes)} of shared memory per block of "
         f"{kernel.threads} threads"
     )
     if (held := kernel.occupancy) is None:

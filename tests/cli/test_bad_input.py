@@ -138,7 +138,7 @@ def _arrays(**changes: np.ndarray | None) -> dict[str, np.ndarray]:
         (_arrays(kv_lengths=np.ones((3,), np.int32)), "kv_lengths"),
         (
             _arrays(kv_lengths=np.array([2**40, 1])),
-            "kv_lengths holds 1099511627776; wanted whole numbers that fit in int32",
+            "kv_lengths holds 1099511627776; wanted integers that fit in int32",
         ),
         (_arrays(kv_lengths=np.array([-1, 1])), "kv_lengths holds -1; wanted 0 to 8"),
         (_arrays(kv_lengths=np.array([9, 1], np.uint8)), "kv_lengths holds 9; wanted 0 to 8"),
