@@ -41,7 +41,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {shown(key)} stands twice in one object; the first would be lost. Keep one.")
+            raise ValueError(f"the key {shown(key)} appears twice in one object; the first would be lost. Keep one.")
         found[key] = value
     return found
 
