@@ -164,4 +164,4 @@ def _ending(report: TuneReport) -> list[tuple[str, str | Text]]:
     choice = report.found.choice
     if choice is None:
         return [("chosen", Text("nothing: no candidate compiles", style="red"))]
-    return [("chosen", Text(fields_text(choice.fields), style="green")), ("kept in", str(report.found.path))]
+    return [("chosen", Text(fields_text(choice.fields), style="green")), ("stored in", str(report.found.path))]

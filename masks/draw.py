@@ -23,7 +23,7 @@ _MOST_TILES = 2**24
 _MOST_TESTS = 2**24  # tested cells of a mask function
 _LEAST, _LONGEST = 16, 2**17  # range of default lengths
 _MOST_ROWS = 2**24  # each row is examined
-_UNKNOWN = "partial: some of it is visible, or only the call's arrays tell"
+_UNKNOWN = "partial: some of it is visible, or this depends on the call's arrays"
 
 
 class Drawn(Node[M]):
@@ -96,7 +96,7 @@ def _tiles(
     if mask.is_static and (known or grid.q_len * grid.kv_len <= _MOST_TESTS):
         return live_blocks(mask, mask, grid), ""
     if mask.is_static:
-        return _bounded(mask, grid, 0), "partial: some of it is visible, or only the function tells"
+        return _bounded(mask, grid, 0), "partial: some of it is visible, or this depends on the function"
     found = live_blocks(*bounds, grid)
     if not all(_has_values(leaf.array) for leaf in leaves):
         return found, _UNKNOWN

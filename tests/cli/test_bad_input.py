@@ -98,7 +98,7 @@ def test_options_of_one_command(attnops: Callable[..., Any], tmp_path: Path) -> 
     config = tmp_path / "good.json"
     config.write_text(GOOD)
     for arguments, says in (
-        (("run", config, "--mesh", "tp=16"), "needs 16 devices and 8 are there"),
+        (("run", config, "--mesh", "tp=16"), "needs 16 devices, but there are 8"),
         (("run", config, "--mesh", "tp=5000"), "at most 256 virtual ones"),
         (("run", config, "--repeats", "0"), "--repeats"),
         (("run", config, "--seed", str(2**64)), "--seed"),
@@ -181,18 +181,18 @@ def test_declared_and_given_must_agree(
         ({"dense_mask": [1, 1, 8, 8]}, "holds no mask"),
         ({"query_offset": 1}, "keep one"),
         ({"batch": 3}, "call.batch=3"),
-        ({"kv_dtype": "int8"}, "key is float32, and call.kv_dtype=int8 is declared"),
+        ({"kv_dtype": "int8"}, "key is float32, but call.kv_dtype=int8 is declared"),
     ):
         _refused(attnops("plan", config(**sizes, **call), "--inputs", inputs), says)
     whole = np.ones((2, 8, 2, 4), np.int8)
     scale = {"key_scale": np.ones((1, 1, 2, 1), np.float32)}
     np.savez(inputs, **_arrays(key=whole, value=whole), **scale)  # type: ignore[arg-type]
     for call, says in (
-        ({"kv_dtype": None}, "key is int8, and call.kv_dtype=None is declared"),
-        ({"kv_dtype": "float8_e5m2"}, "key is int8, and call.kv_dtype=float8_e5m2 is declared"),
+        ({"kv_dtype": None}, "key is int8, but call.kv_dtype=None is declared"),
+        ({"kv_dtype": "float8_e5m2"}, "key is int8, but call.kv_dtype=float8_e5m2 is declared"),
         ({"kv_dtype": "int8"}, "value is int8 and value_scale is missing"),
-        ({"kv_dtype": "int8", "kv_scales": "head"}, "holds no value_scale, and call.kv_scales=head"),
-        ({"kv_dtype": "int8", "kv_scales": "token"}, "key_scale has shape (1, 1, 2, 1), and call.kv_scales=token"),
+        ({"kv_dtype": "int8", "kv_scales": "head"}, "holds no value_scale, but call.kv_scales=head"),
+        ({"kv_dtype": "int8", "kv_scales": "token"}, "key_scale has shape (1, 1, 2, 1), but call.kv_scales=token"),
         ({"kv_scales": None}, "key is int8 and key_scale is missing"),
     ):
         _refused(attnops("plan", config(**sizes, **call), "--inputs", inputs), says)

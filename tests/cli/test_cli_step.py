@@ -111,7 +111,7 @@ def test_a_step_of_a_group_is_planned_run_and_compiled(attnops: Callable[..., An
         "of group 0 of 2: a window of 7 tokens",
         "7 queries of 3 sequences: 9 pages, ",
         "cache: 3 layers in 2 groups",
-        "2 layers (0, 2), a window of 7 tokens: 12 pages, at most 5 a sequence",
+        "2 layers (0, 2), a window of 7 tokens: 12 pages, at most 5 per sequence",
         "1 layer (1), all tokens: 32 pages",
         "value_pages[1]",
     ):
