@@ -27,7 +27,9 @@ Held = Annotated[
 Operations = Annotated[
     list[str] | None,
     typer.Option(
-        "--operation", help="Operation to try, instead of the declared one and others; repeatable.", show_default=False
+        "--operation",
+        help="Operation to try, instead of the declared one and its alternatives; repeatable.",
+        show_default=False,
     ),
 ]
 Compile = Annotated[int, typer.Option("--compile", min=0, help="Number of best candidates to compile.")]

@@ -74,7 +74,7 @@ def _why_not(problem: AttentionProblem) -> str:
     if absent:
         return f"it lacks {'; '.join(absent)}"
     if problem.softmax_dtype != "float32":
-        return f"its softmax is float32, this one's {problem.softmax_dtype}"
+        return f"its softmax is in float32, but this call's is in {problem.softmax_dtype}"
     if problem.platform == "cpu" and problem.runtime_dtype == "float16":
         return "XLA has no float16 product with a float32 result on CPU"
     return ""

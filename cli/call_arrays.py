@@ -96,7 +96,7 @@ def _cast(name: str, array: np.ndarray, call: CallDeclaration, path: Path, notes
         if array.dtype.kind not in "fV" or wanted not in _FLOATS:
             raise InputError(f"{path}: {name} has dtype {array.dtype}; wanted one of {', '.join(_FLOATS)}.")
         if wanted != array.dtype.name:
-            why = "call.dtype" if call.is_set("dtype") else "float64 is not on"
+            why = "call.dtype" if call.is_set("dtype") else "float64 is disabled"
             notes.append(f"{name} of {path.name} cast from {array.dtype.name} to {wanted} ({why})")
         return array.astype(jnp.dtype(wanted))
     if name in _INDICES and is_integer(array.dtype):

@@ -85,7 +85,7 @@ def plan(
     layer: o.Layer = None,
     write: o.Write = None,
 ) -> None:
-    """Show what would run and why, and where every tensor would live. Needs no devices."""
+    """Show what would run and why, and where every tensor would be. Needs no devices."""
     of_model = {
         "operation": operation, "family": family, "part": part, "ignore": ignore, "dtype": dtype, "batch": batch, "q_len": q_len,
         "kv_len": kv_len, "layer": layer, "write": write,
@@ -166,7 +166,7 @@ def verify(
     fallback: o.Fallback = None,
     as_json: o.Json = False,
 ) -> None:
-    """Compile for TPUs or GPUs that aren't here, or for virtual devices: whether it fits, what it uses, what it sends."""
+    """Compile for TPUs or GPUs that aren't here, or for virtual devices, and report whether it fits and what it sends."""
     from .cache import cache_notes, noted
     from .enabled import enabled_json, enabled_notes
     from .source import declared_in

@@ -1,4 +1,4 @@
-"""What `attnops verify` prints of a program's kernels: VMEM on a TPU; registers, shared memory and inner loops on a GPU."""
+"""What `attnops verify` prints about a program's kernels: VMEM on a TPU; registers, shared memory and inner loops on a GPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def kernel_lines(
             limit = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
             yield f"{kernel.name}: {used} of {bytes_text(limit)} of VMEM{many}"
         elif kernel in told:
-            yield f"{kernel.name}: as in the pass before{many}"
+            yield f"{kernel.name}: as in the previous pass{many}"
         else:
             yield f"{kernel.name}: {_resources(kernel)}{many}"
             yield from (f"{kernel.name}: {_loop(one)}" for one in kernel.loops or ())

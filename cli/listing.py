@@ -91,7 +91,7 @@ def print_listing(data: dict[str, Any]) -> None:
     for title, implementation in columns:
         for dtype, value in implementation["tolerance"].items():
             bounds.add_row(title, dtype, f"{value['forward']:g}", _number(value["backward"]))
-    title = "Published error against the float64 reference, row by row, relative to the row's size"
+    title = "Published error against the float64 reference, per row and relative to the row's size"
     console.print("", Text(title, style="bold underline"), bounds, sep="\n")
     for name, entry in data["operations"].items():
         if "error" in entry:

@@ -79,7 +79,9 @@ def _rows(report: StepReport) -> list[tuple[str, str | Text]]:
             rows.append(("step", Text(f"SENDS {sent.count} {sent.kind} that nothing needs", style="red")))
         else:
             size, over = bytes_text(round(sent.sent_bytes)), "+".join(sent.axes)
-            rows.append(("step", f"sends {size} in {sent.count} {sent.kind} over {over}, to join outputs by their lse"))
+            rows.append(
+                ("step", f"sends {size} in {sent.count} {sent.kind} over {over}, to merge outputs by their lse")
+            )
     if report.collectives == () and plan.problem.mesh:
         rows.append(("step", "no collectives: nothing is sent between devices"))
     sizes = (report.argument_bytes, report.output_bytes, report.temp_bytes, report.peak_bytes)

@@ -120,7 +120,7 @@ def curve(title: str, unit: str, values: Sequence[tuple[str, float]], chosen: in
     ]
     marks = {chosen: "chosen"} | ({} if heuristic is None else {heuristic: "heuristic"})
     if heuristic == chosen:
-        marks = {chosen: "chosen, as the heuristic"}
+        marks = {chosen: "chosen, same as the heuristic"}
     for index, word in marks.items():
         px, py = places[index]
         parts.append(element("circle", cx=px, cy=py, r=6.0, class_="ao-good" if index == chosen else "ao-head"))

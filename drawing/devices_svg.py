@@ -154,7 +154,7 @@ def _sent(found: Any, one: Any, y: float) -> tuple[list[str], float]:
         parts.append(label((26 + last) / 2, top - 11, "each with each", class_="ao-small", text_anchor="middle"))
     if (more := len(one.groups) - 1) > 0:
         bottom += 14
-        parts.append(label(12, bottom, f"and {more} group{'s' if more > 1 else ''} more, likewise", class_="ao-small"))
+        parts.append(label(12, bottom, f"and {more} more group{'s' if more > 1 else ''}, likewise", class_="ao-small"))
     return parts, bottom
 
 

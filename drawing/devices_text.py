@@ -130,4 +130,4 @@ def _sent(picture: Any, one: Any) -> Iterator[str]:
             ids = [*ids[: _MEMBERS - 2], "...", ids[-1]]
         drawn.append(arrow.join([*ids, ids[0]] if one.kind == "ring" else ids).replace(" ", _STAYS))
     more = len(one.groups) - _GROUPS
-    yield "   ".join(drawn) + (f"   and {more} groups more" if more > 0 else "")
+    yield "   ".join(drawn) + (f"   and {more} more groups" if more > 0 else "")

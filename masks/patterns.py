@@ -80,7 +80,7 @@ def strided_blocks(length: int, *, block: int = 64, stride: int = 4) -> Mask:
 def dilated_blocks(length: int, *, block: int = 64, window: int = 4, dilation: int = 2) -> Blocks:
     """Blocks up to `window` steps of `dilation` blocks away on both sides; add `& Causal()` for earlier blocks only.
 
-    Source: the dilated sliding window of Beltagy et al., "Longformer: The Long-Document Transformer" (2020), by blocks.
+    Source: the dilated sliding window of Beltagy et al., "Longformer: The Long-Document Transformer" (2020), in blocks.
     """
     q_block, kv_block = _grid(length, block)
     (window,), (dilation,) = _counts(window=window), _counts(dilation=dilation, minimum=1)

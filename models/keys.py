@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "relative_attention_num_buckets": (_ABSENT, "a learned position bias is added to the logits"),
     "relative_attention": (_ABSENT, "relative attention adds terms to the logits"),
-    "add_cross_attention": (_ABSENT, "cross attention to an encoder isn't declared by a model config"),
+    "add_cross_attention": (_ABSENT, "a model config doesn't declare cross-attention to an encoder"),
     "attn_config": (_ABSENT, "an attention config of the model's own"),
     "attention_types": (_ABSENT, "layer kinds under another name"),
     "attention_window": (_ABSENT, "windows of Longformer, with global tokens"),

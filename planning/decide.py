@@ -50,7 +50,7 @@ def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy
     placement = place(own[0] if own else "forward_native")
     notes = list(problem.notes)
     if platform != problem.platform:
-        notes.append(f"kernel of {platform} run on {problem.platform} by its config (interpreted)")
+        notes.append(f"the kernel for {platform} runs on {problem.platform}, interpreted, as its config requests")
     rejected: list[Rejected] = []
     routed = bool(own) and all(operation.capability(m).leaves(problem, problem.config) for m in own)
     decided = Plan(
@@ -81,9 +81,7 @@ def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy
             config = operation.resolve_config(method, asked, placement)
         kind: Kind = "platform" if method in own else "routed" if routed else "fallback" if own else "native"
         if kind == "native":
-            notes.append(
-                f"{operation.name} has no kernel of its own on {problem.platform}: forward_native is its dispatch"
-            )
+            notes.append(f"{operation.name} has no kernel of its own on {problem.platform}, so forward_native runs")
         padding = operation.padding(method, problem, placement, config)
         notes.extend(operation.remarks(method, problem, placement, config))
         notes.extend(sequence_notes(operation, problem, policy, placement))

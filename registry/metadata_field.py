@@ -29,7 +29,7 @@ def field_schema(wanted: type[Any]) -> CoreSchema:
 
     def write(value: Any) -> dict[str, Any]:
         if not isinstance(value, wanted):  # pydantic tries the branches of a union in turn
-            raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is no {wanted.__name__}")
+            raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is not a {wanted.__name__}")
         return value.to_dict()
 
     return core_schema.no_info_plain_validator_function(

@@ -185,7 +185,7 @@ def _call(
     cached = is_cached(mode)
     if (shorter or cached) and not found.causal:
         raise ConfigError(
-            f"q_len={q_len}, kv_len={kv_len}, mode={mode!r}: this model's tokens see each other on both sides, so queries "
+            f"q_len={q_len}, kv_len={kv_len}, mode={mode!r}: this model's tokens see each other in both directions, so queries "
             "and keys are the same tokens; give q_len alone."
         )
     if shorter and q_len is not None and kv_len is not None and q_len > kv_len:

@@ -35,7 +35,7 @@ def check_processes(mesh: AnyMesh | Mapping[str, int] | None = None, agree: Mapp
     waits for a process that doesn't join. With a single process it returns at once.
 
     Errors: ProcessError that names the processes that differ from the majority, and how. InputTypeError, ShardingError
-    for arguments without a meaning, before anything is sent.
+    for invalid arguments, before anything is sent.
     """
     facts = _facts(mesh, {} if agree is None else agree)
     if jax.process_count() == 1:

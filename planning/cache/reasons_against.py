@@ -148,14 +148,14 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
         if size % _LANES:
             found.append(
                 f"{what} of {size} is padded to {padded(size)} lanes in layout {cache.layout}: "
-                f"{1 - size / padded(size):.0%} of the pages is padding, counted in the bytes"
+                f"{1 - size / padded(size):.0%} of the pages is padding, included in the bytes"
             )
     elif plan.platform == "tpu":
         for name, size in (("head_dim", cache.head_dim), ("value_dim", cache.value_size)):
             if size % _LANES and (name == "head_dim" or size != cache.head_dim):
                 found.append(
                     f"{name} {size} is padded to {padded(size)} lanes on a TPU: {1 - size / padded(size):.0%} of such pages is "
-                    "padding, counted in the bytes"
+                    "padding, included in the bytes"
                 )
     if plan.platform == "cpu" and cache.stored_dtype not in ("float32", "int8"):
         found.append(

@@ -30,7 +30,7 @@ def plan_paged(operation: type[PlannedOperation], problem: PagedProblem, policy:
     If nothing can run the step, the plan is of kind 'refused'. Errors: ConfigError with tuning='error' if no tuned choice is
     stored.
     """
-    # mypy takes a class with an instance __hash__ for unhashable.
+    # mypy treats a class with an instance __hash__ as unhashable.
     return _decide(operation, problem, policy, tune_cache.state(problem.device))  # type: ignore[arg-type]
 
 
@@ -48,7 +48,7 @@ def _decide(operation: type[PlannedOperation], problem: PagedProblem, policy: Po
             f"all-reduces of {bytes_text(joined)}, {bytes_text(2 * joined * (n - 1) // n)} sent per device and layer"
         )
     if platform != problem.platform:
-        notes.append(f"kernel of {platform} run on {problem.platform} by its config (interpreted)")
+        notes.append(f"the kernel for {platform} runs on {problem.platform}, interpreted, as its config requests")
     kind: Kind = "refused"
     rejected: list[Rejected] = []
     implementation, chosen, config, tuning = None, None, problem.config, None
@@ -70,9 +70,7 @@ def _decide(operation: type[PlannedOperation], problem: PagedProblem, policy: Po
             asked = replace(problem, config=problem.config.with_fields(tuning.fields))
         config = which.resolve_config(method, asked, None)
         if kind == "native":
-            notes.append(
-                f"{operation.name} has no kernel of its own on {problem.platform}: forward_native is its dispatch"
-            )
+            notes.append(f"{operation.name} has no kernel of its own on {problem.platform}, so forward_native runs")
         notes.extend(which.remarks(method, problem, None, config))
         break
     return PagedPlan(

@@ -172,5 +172,5 @@ def token_rows(plan: PagedPlan) -> list[tuple[str, str, str, str, str]]:
 _UPDATES = {
     "before": "before: keys and values are written to their pages, then attended to",
     "fused": "fused: keys and values are written to their pages by the call itself",
-    "none": "none: the pages are taken as they are",
+    "none": "none: the pages are used as they are",
 }

@@ -130,7 +130,7 @@ def _arrays(**changes: np.ndarray | None) -> dict[str, np.ndarray]:
         (_arrays(key=np.ones((2, 8, 2, 5), np.float32)), "call.head_dim=4"),
         (_arrays(query=np.ones((2, 9, 2, 4), np.float32)), "call.q_len=8"),
         (_arrays(value=np.ones((2, 7, 2, 4), np.float32)), "key and value differ in length"),
-        (_arrays(query=np.ones((8, 2, 4), np.float32)), "wants [batch, time, heads, dim]"),
+        (_arrays(query=np.ones((8, 2, 4), np.float32)), "requires [batch, time, heads, dim]"),
         (_arrays(query=np.ones((2, 8, 2, 4), np.int32)), "query has dtype int32"),
         (_arrays(mask=np.ones((2, 8), bool)), "mask has shape (2, 8)"),
         (_arrays(mask=np.ones((2, 1, 8, 8), np.float32)), "mask has dtype float32"),

@@ -345,7 +345,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"alibi": True}, "ALiBi adds a bias"),
     ({"position_embedding_type": "relative_key"}, "relative position embeddings"),
-    ({"add_cross_attention": True}, "cross attention"),
+    ({"add_cross_attention": True}, "cross-attention"),
     ({"is_encoder_decoder": True}, "don't read is_encoder_decoder"),
     ({"pruned_heads": {"0": [1]}}, "pruned_heads"),
     ({"is_causal": "no"}, "is_causal='no'; wanted true or false"),
