@@ -264,7 +264,7 @@ def test_lengths_of_a_cache() -> None:
         with pytest.raises((ConfigError, InputError), match=says):
             ModelDeclaration.from_config(LLAMA, **given)
     bert = LLAMA | {"model_type": "bert"}
-    with pytest.raises(ConfigError, match="both sides"):
+    with pytest.raises(ConfigError, match="both directions"):
         ModelDeclaration.from_config(bert, q_len=1, kv_len=64)
 
 
