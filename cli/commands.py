@@ -28,7 +28,7 @@ app = typer.Typer(
 
 
 class Refused(AttnOpsError):
-    """A plan was made, but refuses the call."""
+    """A plan was made, but it refuses the call."""
 
 
 @app.callback()

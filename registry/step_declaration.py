@@ -46,7 +46,7 @@ class StepDeclaration(GivenModel):
     ] = None
     mode: Literal["prefill", "autoregressive", "insert", "mixed"] | None = None
     update: Literal["before", "fused", "none"] | None = None
-    max_q_len: Annotated[_Size | None, Field(description="Most queries of any sequence.")] = None
+    max_q_len: Annotated[_Size | None, Field(description="Maximum number of queries per sequence.")] = None
     mask: Mask | None = None
     causal: StrictBool | None = None
     sliding_window: _Count | tuple[_Count | None, _Count | None] | None = None

@@ -74,9 +74,11 @@ class CacheFields(GivenModel):
     bytes_per_device: Annotated[
         _Bytes | None, Field(description="Memory per device; as many pages as fit, including scales and page table.")
     ] = None
-    max_sequences: Annotated[_Size, Field(description="Most sequences in a batch, over all devices.")]
-    max_length: Annotated[_Size, Field(description="Most tokens of a sequence.")]
-    max_tokens: Annotated[_Size | None, Field(description="Most tokens in a step's arrays, over all devices.")] = None
+    max_sequences: Annotated[_Size, Field(description="Maximum number of sequences in a batch, over all devices.")]
+    max_length: Annotated[_Size, Field(description="Maximum number of tokens per sequence.")]
+    max_tokens: Annotated[
+        _Size | None, Field(description="Maximum number of tokens in a step's arrays, over all devices.")
+    ] = None
     layout: Annotated[
         Literal["split", "heads", "joined", "interleaved", "packed"],
         Field(description="Layout of the pages; the last three hold keys and values in one array."),
@@ -189,7 +191,8 @@ class CacheFields(GivenModel):
 
     @property
     def window_tokens(self) -> int | None:
-        """The window of a cache with one group: the most tokens that a query sees. Errors: ConfigError for several groups."""
+        """The window of a cache with one group: the maximum number of tokens that a query sees. Errors: ConfigError for several
+        groups."""
         if isinstance(self.layers, int):
             return None
         if len(self.layers) > 1:

@@ -145,7 +145,7 @@ class CacheNumbers:
 
     @property
     def most_pages(self) -> int:
-        """The most pages of one sequence: those of max_length tokens, or of a window and a step."""
+        """The maximum number of pages of one sequence: those of max_length tokens, or of a window and a step."""
         return pages_of_one(self.one_group("most_pages").cache, self.shards, self.sequence_shards)
 
     @property
@@ -169,12 +169,12 @@ class CacheNumbers:
 
     @property
     def window_tokens(self) -> int | None:
-        """The most tokens that a query of the one group sees."""
+        """The maximum number of tokens that a query of the one group sees."""
         return self.cache.window_tokens
 
     @property
     def most_lost(self) -> int:
-        """The most token slots that are empty in last pages when the cache has all sequences."""
+        """The maximum number of empty token slots in last pages when the cache has all sequences."""
         return self.cache.max_sequences * (self.cache.page_size - 1)
 
     @property

@@ -21,9 +21,9 @@ _Number = Annotated[int, Field(strict=True, ge=0, lt=_LIMIT)]
 class LayerGroup(GivenModel):
     """Layers with their own pages and page table.
 
-    layers: their number, assigned in the order of the groups; or a list of layer numbers, from 0. window_tokens: the most tokens
-    that a query sees, including itself, so that older pages can be freed; None: all. pages: pages of this group over all
-    devices, unless the cache declares bytes_per_device.
+    layers: their number, assigned in the order of the groups; or a list of layer numbers, from 0. window_tokens: the maximum
+    number of tokens that a query sees, including itself, so that older pages can be freed; None: all. pages: pages of this
+    group over all devices, unless the cache declares bytes_per_device.
     """
 
     model_config = ConfigDict(title="cache.layers")
@@ -33,7 +33,7 @@ class LayerGroup(GivenModel):
         Field(description="Number of layers, in the order of the groups; or a list of layer numbers."),
     ]
     window_tokens: Annotated[
-        _Size | None, Field(description="Most tokens that a query sees, including itself; null: all.")
+        _Size | None, Field(description="Maximum number of tokens that a query sees, including itself; null: all.")
     ] = None
     pages: Annotated[
         _Size | None, Field(description="Pages of this group, over all devices; or use bytes_per_device.")

@@ -14,7 +14,7 @@ from .cache_plan import CachePlan
 
 __all__ = ["CacheSizes", "memory_refusal", "notes", "padded", "refusals", "together"]
 
-_LANES = 128  # XLA pads the last dimension of an array on a TPU to this; other dimensions aren't padded
+_LANES = 128  # XLA pads the last dimension of an array on a TPU to a multiple of this; other dimensions lose nothing
 _MOST_PAGES = 2**30
 _T = TypeVar("_T")
 

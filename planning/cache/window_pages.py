@@ -13,7 +13,7 @@ def first_kept(length: int, window: int | None, page: int) -> int:
 
 
 def pages_of_one(cache: CacheFields, shards: int, along: int) -> int:
-    """The most pages of one sequence, on all of its `along` sequence shards together.
+    """The maximum number of pages of one sequence, on all of its `along` sequence shards together.
 
     With a window: pages for the last window - 1 tokens and those of a step, in the worst alignment.
     """
@@ -25,7 +25,7 @@ def pages_of_one(cache: CacheFields, shards: int, along: int) -> int:
 
 
 def pages_of_all(cache: CacheFields, shards: int, along: int) -> int:
-    """The most pages of all sequences of a shard, which share the step's tokens."""
+    """The maximum number of pages of all sequences of a shard, which share the step's tokens."""
     rows = max(1, cache.max_sequences // shards)
     most = rows * pages_of_one(cache, shards, along)
     if (found := _window_and_step(cache, shards, along)) is None:
@@ -52,5 +52,5 @@ def _window_and_step(cache: CacheFields, shards: int, along: int) -> tuple[int, 
 
 
 def _spanned(tokens: int, page: int) -> int:
-    """The most pages that this many consecutive tokens can span."""
+    """The maximum number of pages that this many consecutive tokens can span."""
     return (tokens + page - 2) // page + 1

@@ -20,7 +20,7 @@ STEP_MODES = ("prefill", "autoregressive", "insert", "mixed")
 class PagedProblem:
     """What a step requests: the cache, tokens and heads (of all devices), dtypes, mask, features, mode, mesh and platform.
 
-    tokens: the length of the token arrays, including padding. max_q_len: the most queries of any sequence; None: no limit.
+    tokens: the length of the token arrays, including padding. max_q_len: the maximum number of queries per sequence; None: any.
     update: when the step's own keys are written: 'before', 'fused', or 'none'.
     """
 

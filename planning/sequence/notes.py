@@ -21,7 +21,7 @@ def sequence_notes(
     """A note for each field without effect."""
     split, notes = placement.sequence, []
     if not split.strategy and operation.sequence_parallel is not None:
-        notes.append(f"nothing splits the sequence of this call, so {operation.name} has no effect on it")
+        notes.append(f"nothing splits the sequence of this call, so {operation.name} has nothing to do")
     if not split.strategy and policy.sequence_parallel != "auto":
         notes.append(
             f"sequence_parallel={policy.sequence_parallel!r} has no effect: nothing splits the sequence of this call"
