@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
-from .block_choice import resolve_attnops, tile_cost
+from .block_choice import heads_together, resolve_attnops, tile_cost
 from .splash_config import LANES, SplashConfig
 from .vmem_count import fits
 
@@ -17,7 +17,7 @@ __all__ = ["BACKWARD", "FORWARD", "candidates", "tuned_fields"]
 
 FORWARD = (
     "block_q", "block_q_compute", "block_kv", "block_kv_compute", "block_kv_compute_in", "transposed_tiles", "products_ahead",
-    "sum_by_product",
+    "sum_by_product", "heads_per_tile",
 )  # fmt: skip
 BACKWARD = (
     "use_fused_bwd_kernel", "block_q_dkv", "block_q_dkv_compute", "block_kv_dkv", "block_kv_dkv_compute", "products_ahead_dkv",
@@ -108,6 +108,8 @@ def _forward(problem: AttentionProblem, placement: Placement, config: SplashConf
             yield {"transposed_tiles": False}
             for ahead in (2, 3, 6):
                 yield {"products_ahead": ahead}
+        for heads in heads_together(problem, placement, first.block_q or 0)[:-1]:
+            yield {"heads_per_tile": heads}
 
     pairs = _pairs(problem, placement, config, "")
     return _diagonal([[{"block_q": q, "block_kv": kv} | way for way in inside(kv)] for q, kv in pairs])

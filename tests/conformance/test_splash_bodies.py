@@ -17,6 +17,7 @@ _SIZES = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv"), 5
 _UNITS = {f"{name}_compute": 128 for name in _SIZES}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": _SIZES | _UNITS,
+    "two_heads": _SIZES | _UNITS | {"heads_per_tile": 2, "transposed_tiles": True, "products_ahead": 2},
     "pipelined": _SIZES
     | _UNITS
     | {"transposed_tiles": True, "products_ahead": 3, "products_ahead_dkv": 2, "stationary_weights": True},
@@ -24,7 +25,13 @@ WAYS: dict[str, dict[str, Any]] = {
     | _UNITS
     | {"use_fused_bwd_kernel": False, "block_q_dq": 256, "block_kv_dq": 512, "block_kv_dq_compute": 128},
 }
-QUICK = {("causal", "apart"), ("causal_window", "pipelined"), ("bias_broadcast", "plain"), ("segment_ids", "pipelined")}
+QUICK = {
+    ("gqa", "two_heads"),
+    ("causal", "apart"),
+    ("causal_window", "pipelined"),
+    ("bias_broadcast", "plain"),
+    ("segment_ids", "pipelined"),
+}
 LENGTH = 600  # two blocks, the second of which ends within a unit
 
 

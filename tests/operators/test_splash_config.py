@@ -228,6 +228,18 @@ def test_unset_is_chosen_and_none_is_the_kernels_default(given: dict[str, Any], 
     assert {name: getattr(config, name) for name in resolved} == resolved
 
 
+@pytest.mark.parametrize(
+    ("queries", "mode", "expected"),
+    [(128, "prefill", 8), (256, "prefill", 4), (384, "insert", 2), (640, "prefill", 1), (128, "train", 1)],
+)
+def test_heads_of_a_group_share_a_tile_of_few_queries(queries: int, mode: str, expected: int) -> None:
+    """As many of eight as make up 1024 rows."""
+    q, k = (jax.ShapeDtypeStruct((1, n, heads, 128), jnp.bfloat16) for n, heads in ((queries, 8), (4096, 1)))
+    attend = OperationRegistry.create("splash", OperationMetadata(mesh=_mesh("TPU v5 lite")))
+    plan = attend.plan(q, k, k, mode=mode, query_offset=4096 - queries)
+    assert plan.config.heads_per_tile == expected
+
+
 def test_the_generation_decides_what_fits() -> None:
     """Sums of a kv head's 32768 keys take 64 MiB: 128 MiB of VMEM hold them, 64 half of them, 16 not the eighth part."""
     found = {kind: _resolved({}, 32768, kind) for kind in ("TPU v5 lite", "TPU v5p", "TPU v4")}
