@@ -493,12 +493,12 @@ def test_a_call_that_one_pool_refuses_changes_none() -> None:
 
     before = insides()
     for error, said, call in (
-        (CapacityError, "wants 6 pages", lambda: made.alloc("new", 23)),  # the second pool has them, the first has not
+        (CapacityError, "needs 6 pages", lambda: made.alloc("new", 23)),  # the second pool has them, the first has not
         (InputError, "would get 13 more", lambda: made.append("a", [1] * 13)),
-        (CapacityError, "wants 3 pages", lambda: made.append_count("c", 12)),
-        (CapacityError, "wants 4 pages", lambda: made.adopt("d", list(range(8)), 16)),
+        (CapacityError, "needs 3 pages", lambda: made.append_count("c", 12)),
+        (CapacityError, "needs 4 pages", lambda: made.adopt("d", list(range(8)), 16)),
         (InputError, "pages that were released", lambda: made.truncate("a", 4)),
-        (InputError, "is in the pool already", lambda: made.fork("a", "c")),
+        (InputError, "is already in the pool", lambda: made.fork("a", "c")),
         (InputError, "tokens=-1", lambda: made.alloc("a", -1)),
         (UnknownNameError, "nobody", lambda: made.free("nobody")),
         (UnknownNameError, "nobody", lambda: made.fork("nobody", "e")),
@@ -509,5 +509,5 @@ def test_a_call_that_one_pool_refuses_changes_none() -> None:
         made.check()
         assert insides() == before
     made.pools[0].append_count("a", 1)
-    with pytest.raises(InputError, match="of no pool alone"):
+    with pytest.raises(InputError, match="never on a single pool"):
         made.check()

@@ -232,7 +232,7 @@ def test_a_pool_gives_ids_of_the_page_numbers_shard() -> None:
     pool = PagePool(9, 2, sequence_shards=3)
     assert pool.alloc("a", 7).new_pages == (0, 1, 2, 3)
     assert pool.alloc("b", 2).new_pages == (6,)
-    with pytest.raises(CapacityError, match=r"wants 1 page on sequence shard 0 of 3 .*; 0 of 3 can be had") as error:
+    with pytest.raises(CapacityError, match=r"needs 1 page on sequence shard 0 of 3 .*; 0 of 3 are available") as error:
         pool.alloc("c", 1)
     assert (error.value.wanted, error.value.available, pool.available) == (1, 0, 4)
     assert "c" not in pool
@@ -264,9 +264,9 @@ def _miscounted(pool: PagePool) -> None:
     ("change", "said"),
     [
         (_of_another_shard, "sequence 'a' has page 1 of shard 1 as number 0, of shard 0"),
-        (_free_elsewhere, r"pages \[1\] are free on shard 0, where they don't lie"),
-        (_cached_elsewhere, "page 2 is cached on shard 1, where it doesn't lie"),
-        (_miscounted, "shard 0 counts 2 used pages, and has 1"),
+        (_free_elsewhere, r"pages \[1\] are free on shard 0, where they don't belong"),
+        (_cached_elsewhere, "page 2 is cached on shard 1, where it doesn't belong"),
+        (_miscounted, "shard 0 counts 2 used pages, but has 1"),
     ],
 )
 def test_a_pool_proves_where_its_pages_lie(change: Any, said: str) -> None:
