@@ -1,8 +1,8 @@
-"""Static cycles: what the TPU compiler's final schedule says of a kernel, read from libtpu's dumps.
+"""Static cycles: what the TPU compiler's final schedule says about a kernel, read from libtpu's dumps.
 
-libtpu writes the bundles (a bundle is issued a cycle) of what it compiles in a process that was started with
-LIBTPU_INIT_ARGS=dump_options(...). Stalls for memory aren't in them, nor waits for the matrix units: the schedule may issue
-products faster than their published peak takes them, which tile_counts.matrix_cycles makes good. An estimate, and a lower
+libtpu writes the bundles (one is issued per cycle) of what it compiles in a process started with
+LIBTPU_INIT_ARGS=dump_options(...). They don't show stalls for memory or waits for the matrix units: the schedule may issue
+products faster than the published peak rate, which tile_counts.matrix_cycles corrects. The result is an estimate, and a lower
 bound.
 """
 
@@ -40,15 +40,15 @@ class Region:
         return self.end - self.start
 
     def all(self) -> Iterator[Region]:
-        """This region and all within it."""
+        """This region and all regions within it."""
         yield self
         for region in self.inside:
             yield from region.all()
 
 
 class TileCycles(NamedTuple):
-    """A flash attention kernel's cycles: of a tile that is wholly visible, of one with a mask, beside the tile for a block of
-    the slow axis (start and end of its sums), for a step of the grid, and once for a kv head.
+    """A flash attention kernel's cycles: for a fully visible tile, for a masked tile, besides the tiles for a block of
+    the slow axis (start and end of its sums), for a step of the grid, and once per kv head.
     """
 
     full: int
@@ -63,14 +63,14 @@ class TileCycles(NamedTuple):
         return tiles + blocks * self.block + heads * self.head
 
     def at_least(self, cycles: int) -> TileCycles:
-        """The same, with no tile below so many cycles."""
+        """The same, with at least so many cycles per tile."""
         return self._replace(full=max(self.full, cycles), masked=max(self.masked, cycles))
 
 
 def dump_options(folder: str, kernel: str) -> str:
     """libtpu's options to dump the final schedule of one kernel, by its name in the compiled program (`name.1`).
 
-    The dump of all that is compiled takes ten times as long as to compile it.
+    Dumping everything takes ten times as long as compiling it.
     """
     return (
         f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final.* "
@@ -92,11 +92,13 @@ def kernels_in(folder: Path) -> dict[str, tuple[Path, Path]]:
 
 
 def regions(bundles: str, utilization: str) -> Region:
-    """The kernel's regions as a tree, from the two dumps' texts. Errors: ConfigError for a form that isn't known."""
+    """The kernel's regions as a tree, from the texts of the two dumps. Errors: ConfigError for an unknown form."""
     lines = _bundles(bundles)
     units, rows = _units(utilization)
     if len(rows) != len(lines) or "MATMUL" not in units or "VALU" not in units:
-        raise ConfigError("these are not dumps of final bundles and their utilization as libtpu 0.0.51 writes them.")
+        raise ConfigError(
+            "these aren't dumps of final bundles and their utilization in the form that libtpu 0.0.51 writes."
+        )
     product, vector = units.index("MATMUL"), units.index("VALU")
     starts: dict[int, int] = {}
     for number, line in enumerate(lines):
@@ -122,12 +124,12 @@ def regions(bundles: str, utilization: str) -> Region:
 def tile_cycles(root: Region) -> TileCycles:
     """Read the cycles of a flash attention kernel, whose steps are one loop around a tile's work.
 
-    What stands in a guard within the guard of a block's start or end is taken for a kv head's: so attnops' fused backward
-    is built, whose sums of the keys live as long as the head. Errors: ConfigError for a kernel of another form.
+    A guard nested in the guard of a block's start or end is taken as per kv head. This fits attnops' fused backward
+    pass, whose sums over keys last for the whole head. Errors: ConfigError for a kernel of another form.
     """
     body = max((r for r in root.all() if r.is_loop), key=lambda r: r.cycles, default=root)
     whole = body.cycles
-    # What guards the whole step (there are steps that only fetch or write) is no part of the work, nor what stands beside it.
+    # Leave out what guards the whole step (some steps only fetch or write), and what stands beside it.
     while (inner := [r for r in body.inside if r.products]) and inner[0].products == body.products:
         if not any(r.products for r in inner[0].inside):
             break

@@ -12,10 +12,10 @@ from .static_clock import TileCycles
 
 __all__ = ["kernel_cycles", "kernels_of", "key_parts", "matrix_cycles"]
 
-# Of a tile's products, how many sum over the head dim, over the value dim, and have one of each for their rows.
+# How many of a tile's products sum over the head dim, sum over the value dim, and have either as their rows.
 _PRODUCTS = {"forward": (1, 0, 0, 1), "backward": (1, 1, 2, 1), "dkv": (1, 1, 1, 1), "dq": (1, 1, 1, 0)}
 
-# The splash kernels of each part: their blocks, and the axis by which they go.
+# The splash kernels of each part: their blocks, and the axis that they go along.
 _KERNELS = {
     "forward": {"attnops_splash_forward": ("block_q", "block_kv", 0)},
     "backward": {
@@ -27,10 +27,10 @@ _KERNELS = {
 
 
 def kernels_of(part: str, config: OperationConfig) -> tuple[str, ...]:
-    """The kernels that a pass runs with a resolved config. Errors: ConfigError for an operation that has none."""
+    """The kernels that a pass runs with a resolved config. Errors: ConfigError for an operation without any."""
     fused = getattr(config, "use_fused_bwd_kernel", None)
     if fused is None:
-        raise ConfigError(f"{config.operation} has no kernels whose schedule could be read; it is timed on the device.")
+        raise ConfigError(f"{config.operation} has no kernels whose schedule can be read; time it on the device.")
     if part == "forward":
         return tuple(_KERNELS[part])
     return ("attnops_splash_backward",) if fused else ("attnops_splash_dkv", "attnops_splash_dq")
@@ -39,7 +39,7 @@ def kernels_of(part: str, config: OperationConfig) -> tuple[str, ...]:
 def kernel_cycles(
     problem: AttentionProblem, placement: Placement, config: OperationConfig, part: str, kernel: str, cycles: TileCycles
 ) -> int:
-    """Cycles of a kernel for one device's part of the problem."""
+    """A kernel's cycles for one device's part of the problem."""
     sizes: Any = config
     local, tile = placement.local, sizes.heads_per_tile or 1
     q_name, kv_name, slow = _KERNELS[part][kernel]
@@ -63,22 +63,22 @@ def kernel_cycles(
     tiles = local.batch * local.q_heads // tile
     kv_tiles = local.batch * local.kv_heads // max(1, tile * local.kv_heads // local.q_heads)
     full, masked = int((kinds == 2).sum()), int((kinds == 1).sum())
-    parts = key_parts(config, local.kv_len) if products == "backward" else 1  # each goes over all queries
+    parts = key_parts(config, local.kv_len) if products == "backward" else 1  # each part goes over all queries
     return cycles.total(full * tiles, masked * tiles, parts * kinds.shape[slow] * tiles, heads=parts * kv_tiles)
 
 
 def key_parts(config: OperationConfig, kv_len: int) -> int:
-    """In how many parts a resolved config's fused backward takes the keys."""
+    """How many parts a resolved config's fused backward pass splits the keys into."""
     sums = getattr(config, "block_kv_dkv_sums", None)
     return math.ceil(kv_len / sums) if sums else 1
 
 
 def matrix_cycles(kind: str, products: str, block_q: int, block_kv: int, head_dim: int, value_dim: int) -> int:
-    """The cycles that a core's matrix units need at least for one head's tile, in bfloat16, counted by the products they issue.
+    """The least cycles of a core's matrix units for one head's tile, in bfloat16, by the products that they issue.
 
-    products: those of the forward pass, of a backward pass that is fused ("backward"), or of one of two ("dkv", "dq"). What
-    sums over a head dim fills whole depths of a unit, 128 or, from v6e on, 256, where a product of 16 rows (vmatmul) is issued
-    every 8 cycles on each of two units. What has the head dim for its rows or columns streams past the weights.
+    products: those of the forward pass, of a fused backward pass ("backward"), or of one of the two kernels ("dkv", "dq"). A sum
+    over a head dim fills whole depths of a unit, 128 or, from v6e on, 256; a product of 16 rows (vmatmul) is issued
+    every 8 cycles on each of two units. Where the head dim is the rows or columns, it streams past the weights.
     """
     depth = matrix_depth(kind)
     columns = math.ceil(head_dim / depth) * depth, math.ceil(value_dim / depth) * depth, head_dim, value_dim

@@ -397,9 +397,7 @@ def full() -> PagePool:
 
 def test_too_few_pages(full: PagePool) -> None:
     assert full.counts() == PageCounts(used=3, free=1, cached=1, padding=1)
-    words = (
-        r"sequence 'new' needs 3 pages for 5 more tokens; 2 of 5 are available, and 3 are in use\. Hint: free a sequence"
-    )
+    words = r"sequence 'new' needs 3 pages for 5 more tokens; 2 of 5 are available, and 3 are in use\. Hint: free a sequence"
     refuses(CapacityError, words, lambda: full.alloc("new", 5), full)
     assert "new" not in full
     full.alloc("c", 2)
@@ -407,7 +405,7 @@ def test_too_few_pages(full: PagePool) -> None:
     refuses(CapacityError, "needs 2 pages", lambda: full.append_count("a", 2), full)
     refuses(CapacityError, "needs 2 pages", lambda: full.adopt("d", [1, 2, 3, 4], 3), full)
     # What is adopted can't be given away as well.
-    refuses(CapacityError, "wants 1 page .* 0 of 5", lambda: full.adopt("d", [7, 8], 1), full)
+    refuses(CapacityError, "needs 1 page .* 0 of 5", lambda: full.adopt("d", [7, 8], 1), full)
     with pytest.raises(CapacityError) as caught:
         full.alloc("c", 6)
     assert (caught.value.wanted, caught.value.available) == (2, 1)
@@ -434,7 +432,7 @@ def test_unknown_and_known_sequences(full: PagePool) -> None:
     ):
         refuses(UnknownNameError, r"no sequence 'b' is in the pool, which has 1\.", call, full)
     refuses(InputError, "sequence 'a' is already in the pool", lambda: full.fork("a", "a"), full)
-    refuses(InputError, "sequence 'a' is in the pool already", lambda: full.adopt("a", [1]), full)
+    refuses(InputError, "sequence 'a' is already in the pool", lambda: full.adopt("a", [1]), full)
     refuses(InputTypeError, "id is None", lambda: full.alloc(None, 1), full)
     refuses(InputTypeError, r"sequence \[1\] isn't hashable", lambda: full.alloc([1], 1), full)  # type: ignore[arg-type]
 
