@@ -16,7 +16,7 @@ _AT_ONCE = (("block_q", "block_kv", 3, 2),)
 
 
 def attention_flops(plan: Plan, backward: bool) -> float:
-    """Operations of one device, where all have the same number: a multiplication and an addition count as two. Whole tiles that may
+    """Operations of one device, where all have the same number; a multiply-add counts as two. Whole tiles that may
     be live are counted: by the mask as far as it is known before the run, in the implementation's tiles.
 
     backward: with the gradient. Separate kernels for key and value and for the query make seven products, everything else at

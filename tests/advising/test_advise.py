@@ -122,7 +122,7 @@ def test_what_isnt_known_doesnt_win() -> None:
     copied = [e for e in advice.entries if e.candidate.mesh == {"tp": 8}]
     assert copied
     assert all(e.estimate.unknown for e in copied)
-    assert "not known what it sends" in rows(advice.entries, len(advice.entries))[-1][-1]
+    assert "its traffic isn't known" in rows(advice.entries, len(advice.entries))[-1][-1]
 
 
 def test_no_candidate_is_left() -> None:
@@ -141,8 +141,8 @@ def test_no_candidate_is_left() -> None:
     ("change", "words"),
     [
         ({"target": "v9:2x2"}, "target 'v9:2x2'"),
-        ({"devices": "9..15"}, "no part of so many"),
-        ({"devices": "8..4"}, "no part of so many"),
+        ({"devices": "9..15"}, "no part of that size"),
+        ({"devices": "8..4"}, "no part of that size"),
         ({"devices": "many"}, "wanted a number, or a range"),
         ({"mesh": {"ep": 2}}, "isn't searched"),
         ({"mesh": {"tp": 0}}, "tp=0; wanted"),
