@@ -103,7 +103,7 @@ def test_decoding_with_the_causal_mask_in_the_file() -> None:
 def test_is_causal_with_a_cache_is_refused_unless_aligned_by_the_file() -> None:
     theirs, ours = _both()
     with pytest.raises(
-        InputError, match=r"is_causal=True with 1 queries and 6 keys.*call\.query_offset: 0 for flax's way, 5"
+        InputError, match=r"is_causal=True with 1 queries and 6 keys.*call\.query_offset: 0 for flax's behaviour, 5"
     ):
         ours(X[:, :1], X, is_causal=True)
     first = _layer(PLAIN | {"call": {"query_offset": 0}})
