@@ -130,7 +130,7 @@ def test_no_candidate_is_left() -> None:
     odd = attnops.advise(_given(batch=7, q_heads=7, kv_heads=7, q_len=509), "v5e:2x2", most_compiled=0)
     assert odd.entries == ()
     assert {r.kind for r in odd.refused} >= {"mesh axis fsdp", "mesh axis tp", "mesh axis sp"}
-    with pytest.raises(RefusedError, match=r"7 batch rows don't divide"):
+    with pytest.raises(RefusedError, match=r"7 batch rows can't be divided"):
         _ = odd.best
     large = attnops.advise(_given(batch=4096, q_len=65536), "v5e:2x2", operations=["splash"], most_compiled=0)
     assert large.entries == ()
