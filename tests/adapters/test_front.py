@@ -123,7 +123,7 @@ def test_what_a_framework_has_no_place_for() -> None:
             declared_attention({"operation": "vanilla", "call": {name: True}}, {})
     with pytest.raises(ConfigError, match=r"causal: given with an Attention.*pass them to Attention\("):
         declared_attention(Attention({"operation": "vanilla"}), {"causal": True})
-    with pytest.raises(InputError, match=r"call.softmax_aux is declared, and the call has no softmax_aux"):
+    with pytest.raises(InputError, match=r"call.softmax_aux is declared, but the call has no softmax_aux"):
         _attended({"call": {"softmax_aux": [HEADS]}}, _arrays(1))
 
 

@@ -267,7 +267,7 @@ def test_what_is_never_rounded() -> None:
     same(keys, keys, keys)
     assert same.attention.plans[0].problem.kv_len == 5
     wants = scaled_dot_product_attention_for(PLAIN | {"call": {"kv_lengths": True}})
-    with pytest.raises(InputError, match=r"call.kv_lengths is declared, and the call has no kv_lengths"):
+    with pytest.raises(InputError, match=r"call.kv_lengths is declared, but the call has no kv_lengths"):
         wants(query, keys, keys)
     late = scaled_dot_product_attention_for(PLAIN | {"call": {"causal": True}})  # a step, which stands at the end
     torch.testing.assert_close(late(query, keys, keys), OWN(query, keys, keys))

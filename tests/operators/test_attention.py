@@ -93,7 +93,7 @@ def test_an_offset_that_is_an_array_beside_a_declared_one() -> None:
 )
 def test_declared_arrays_have_to_come(declared: dict[str, Any], argument: str) -> None:
     (name, *_) = (n for n in declared if n != "kv_dtype")
-    with pytest.raises(InputError, match=f"call.{name} is declared, and the call has no {argument}; give it, or leave"):
+    with pytest.raises(InputError, match=f"call.{name} is declared, but the call has no {argument}; pass it, or leave"):
         _attention(**declared)(QUERY, KEY, VALUE)
 
 

@@ -173,7 +173,7 @@ def test_tiles_in_plain_xla_are_declared_or_those_of_the_mask() -> None:
     assert (declared.route.block_q, declared.route.block_kv) == (256, 128)
     assert "of 64x64 in tiles of 256x128" in declared.explain()
     assert _plan(mask, operation="vanilla").route.block_q == 64
-    assert "no part of the mask says which blocks are seen" in _plan(Causal()).explain()
+    assert "no part of the mask defines which blocks are seen" in _plan(Causal()).explain()
     metadata = OperationMetadata(operation_configs={"blocksparse": {}})
     assert isinstance(metadata.get_operation_config("blocksparse"), BlockSparseConfig)
     unread = _plan(mask, V5E, blocksparse={"block_q": 256})

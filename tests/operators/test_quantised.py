@@ -99,7 +99,7 @@ def test_the_plan_tells_all() -> None:
     assert plan.placement.fitted["key_scale"].local_shape == (2, 1, 2, 1)
     assert plan.placement.given("key_scale", (4, 1, 4, 1)) == PartitionSpec("fsdp", None, "tp", None)
     assert plan.placement.spec("key_scale") == PartitionSpec("fsdp", "tp", None)
-    assert "value is float8_e5m2 without value_scale: it counts as it stands" in plan.notes
+    assert "value is float8_e5m2 without value_scale: its values are used unscaled" in plan.notes
     assert any(
         "dequantised copy of key and value (bfloat16, 8.0 KiB a device, beside 4.0 KiB as given)" in n
         for n in plan.notes
