@@ -51,7 +51,7 @@ def check_lengths(name: str, lengths: np.ndarray, kv_len: int) -> None:
     for number in least_and_most(lengths):
         if not 0 <= number <= kv_len and not (number > kv_len and _is_part()):
             raise InputError(
-                f"{name} holds {number}; wanted 0 to {kv_len}, as many keys as the call has: count the keys of each row that "
+                f"{name} holds {number}; wanted 0 to {kv_len}, the number of keys in the call: count the keys of each row that "
                 "are written."
             )
 
@@ -61,7 +61,7 @@ def check_offsets(name: str, offsets: np.ndarray) -> None:
     for number in least_and_most(offsets):
         if not -LIMIT <= number <= LIMIT:
             raise InputError(
-                f"{name} holds {number}; wanted at most 2**30 either way, or int32 positions wrap round: count positions from "
+                f"{name} holds {number}; wanted at most 2**30 either way, or int32 positions overflow: count positions from "
                 "the first key of the call."
             )
 

@@ -207,7 +207,7 @@ def test_a_choice_inside_a_callers_own_split_is_refused() -> None:
     def part(q: jax.Array) -> jax.Array:
         return attend(q, q, q, mask=Blocks(choice, 8, 8)).attention_outputs
 
-    with pytest.raises(InputError, match="block_choice it can't be told which part this is"):
+    with pytest.raises(InputError, match="which part block_choice covers isn't known"):
         jax.eval_shape(jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), x)
 
 

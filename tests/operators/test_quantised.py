@@ -60,7 +60,7 @@ def test_a_scale_broadcasts_to_its_tensor_or_is_refused(layout: str, dtype: str,
 @pytest.mark.parametrize(
     ("dtype", "scale", "error", "message"),
     [
-        ("int8", None, InputError, r"\w+ is int8 and \w+_scale is missing; pass it"),
+        ("int8", None, InputError, r"\w+ is int8, but \w+_scale is missing; pass it"),
         ("bfloat16", "float32", InputError, r"\w+ is bfloat16, which isn't quantised; leave it out"),
         ("int8", "int32", InputTypeError, r"_scale has dtype int32; wanted floats"),
         ("uint8", None, InputTypeError, r"has dtype uint8; wanted .* quantised, int8, float8_e4m3fn, float8_e5m2"),

@@ -397,7 +397,7 @@ def test_a_group_has_to_be_said_where_there_are_several() -> None:
         RaggedBatch.stack(batches)
     shapes = [jax.ShapeDtypeStruct((5, heads, 8), jnp.float32) for heads in (4, 2, 2)]
     paged = OperationRegistry.create("paged")
-    with pytest.raises(InputError, match="2 groups; say of which the step is"):
+    with pytest.raises(InputError, match="2 groups; specify the step's layer"):
         paged.plan(*shapes, cache=cache)
     with pytest.raises(InputError, match="layer=3; wanted 0 to 2"):
         paged.plan(*shapes, cache=cache, layer=3)

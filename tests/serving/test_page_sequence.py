@@ -181,7 +181,7 @@ def test_where_nothing_is_split_the_program_is_the_same() -> None:
         ),
         ([5, 3], [[2, 5], [7]], r"row 1: page number 0 has id 7, which lies on sequence shard 1 of 2"),
         ([5, 3], [[2, 49], [4]], r"row 0: page id 49; wanted 0 to 47, or 48 for padding"),
-        ([5, 3], [[2], [4]], r"row 0: kv_len 5 needs 2 pages of 4, and the table gives 1"),
+        ([5, 3], [[2], [4]], r"row 0: kv_len 5 needs 2 pages of 4, but the table has 1"),
         ([5, 3], [[2, 5], [2]], r"row 0: its tokens go to page 2, which row 1 reads too"),
     ],
 )
@@ -214,14 +214,14 @@ def test_a_state_and_a_batch_of_different_meshes_are_refused() -> None:
     cache, mesh = KVCache(**FIELDS | SPLIT), mesh_of(sp=2)
     call = [np.ones((8, n, d), np.float32) for n, d in ((HEADS, DIM), (2, DIM), (2, 8))]
     make = lambda plan: RaggedBatch.make(plan, cu_q_lens=[0, 7], kv_lens=[7], page_table=[[4, 1]])  # noqa: E731
-    with pytest.raises(InputError, match="for 1 sequence shards, and the state 2"):
+    with pytest.raises(InputError, match="for 1 sequence shards, but the state has 2"):
         insert(init(cache, mesh), 0, make(cache.plan()), *call[1:])
-    with pytest.raises(InputError, match="for 2 sequence shards, and the state 1"):
+    with pytest.raises(InputError, match="for 2 sequence shards, but the state has 1"):
         extract(init(cache), make(cache.plan(mesh)), 0)
-    with pytest.raises(InputError, match=r"state has 1 sequence shards, and on the mesh sp=2"):
+    with pytest.raises(InputError, match=r"state has 1 sequence shards, but on the mesh sp=2"):
         attend(init(cache), 0, make(cache.plan()), *call, mesh=mesh)
     paged = OperationRegistry.create("paged", OperationMetadata(mesh=mesh))
-    with pytest.raises(InputError, match=r"state has 1 sequence shards, and on the mesh sp=2"):
+    with pytest.raises(InputError, match=r"state has 1 sequence shards, but on the mesh sp=2"):
         paged(*call, state=init(cache), layer=0, batch=make(cache.plan()))
 
 
@@ -389,7 +389,7 @@ def test_the_tpu_kernel_says_no() -> None:
     mesh = mesh_of(sp=2)
     made = RaggedBatch.make(cache.plan(mesh), cu_q_lens=[0, 2], kv_lens=[2], page_table=[[8]])
     arrays = [np.ones(x.shape, np.float32) for x in shapes]
-    with pytest.raises(ConfigError, match="on 2 devices; the TPU kernel wants them on one"):
+    with pytest.raises(ConfigError, match="on 2 devices; the TPU kernel requires them on one"):
         attend(init(cache, mesh), 0, made, *arrays, mesh=mesh, method=on_tpu)
 
 
