@@ -168,7 +168,7 @@ def test_a_disabled_one_does_not_run() -> None:
     attention = Attention({"operation": "vanilla", "enabled": False})
     assert not attention.enabled
     for call in (attention, attention.plan, attention.explain):
-        with pytest.raises(ConfigError, match=r"says enabled=false.*there is none here"):
+        with pytest.raises(ConfigError, match=r"has enabled=false.*there is none here"):
             call(QUERY, KEY, VALUE)
     with pytest.raises(ConfigError, match="declaration: enabled='no'"):
         Attention({"operation": "vanilla", "enabled": "no"})

@@ -142,7 +142,7 @@ def test_no_keyword_has_two_meanings(name: str) -> None:
         ("splash", {"is_causal": True}, InputTypeError, "'is_causal' is not an argument.*Here it is causal"),
         ("sdpa", {"block_q": 2}, InputTypeError, "'block_q' is not an argument.*operation_configs"),
         ("splash", {"block_q": 3.5}, ConfigError, "block_q=3.5"),
-        ("splash", {"block_q": 8, "operation_configs": {"splash": {}}}, ConfigError, "beside operation_configs"),
+        ("splash", {"block_q": 8, "operation_configs": {"splash": {}}}, ConfigError, "given with operation_configs"),
         ("vanilla", {"sliding_window": -1}, ConfigError, r"Attention\('vanilla', ...\): call.sliding_window=-1"),
         ("vanilla", {"mask": np.ones((6, 6), bool)}, ConfigError, "mask is .*wanted an object"),
         ("vanilla", {"mask": Dense(np.ones((1, 1, 6, 6), bool))}, ConfigError, "holds arrays.*pass it in the call"),

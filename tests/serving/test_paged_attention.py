@@ -167,5 +167,5 @@ def test_int8_pages_need_a_scale() -> None:
     case = PagedCase("mixed", quantised="int8")
     arrays = batches.make(case)
     del arrays["key_scale"]
-    with pytest.raises(InputError, match="key_pages is int8 and key_scale is missing"):
+    with pytest.raises(InputError, match="key_pages is int8, but key_scale is missing"):
         paged_attention(**arrays, **case.call)
