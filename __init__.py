@@ -1,4 +1,4 @@
-"""attnops: declare an attention operation once; know before you run what will run, where, and why; run it."""
+"""attnops: declare an attention operation once, see what will run, where and why, and run it."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ __all__ = [
 ]
 
 _ROOMS = ("errors", "masks", "operators", "planning", "registry", "sharding", "verify")
-# Names that stand in a file of a room and not in its table of contents: who doesn't ask for them doesn't import them.
+# Names that their subpackage's __init__.py doesn't export, and the file that has them. They are imported on first use.
 _FILES = {
     "Advice": "advising",
     "advise": "advising",

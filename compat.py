@@ -1,4 +1,4 @@
-"""What JAX 0.9 spells in another way: trees with parts left out, axes over which an array varies, devices that aren't here."""
+"""Differences between JAX 0.9 and later: dropped fields of trees, axes that an array varies over, devices that aren't here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Class = TypeVar("_Class")
 
 _NAMED = "manual_axis_type" in inspect.signature(jax.ShapeDtypeStruct).parameters
 _WITH_PLATFORM = "platform" in inspect.signature(AbstractDevice).parameters
-# What device kinds begin with, where a device doesn't say its platform.
+# Prefix of the device kind -> platform, for devices that don't state their platform.
 _KINDS = (
     ("tpu", "tpu"),
     ("cpu", "cpu"),
@@ -28,34 +28,35 @@ _KINDS = (
 
 
 def tree_of(data: Sequence[str], *, dropped: Sequence[str]) -> Callable[[type[_Class]], type[_Class]]:
-    """Register a dataclass as a tree of the fields `data`; those `dropped` are no part of it and come back as their default."""
+    """Register a dataclass as a tree of the fields `data`. Fields in `dropped` aren't part of it, and are restored as their
+    defaults."""
 
     def register(kind: type[_Class]) -> type[_Class]:
         fields: Any = dropped
         try:
             return jax.tree_util.register_dataclass(kind, data, [], drop_fields=fields)
-        except ValueError:  # JAX 0.9 takes each letter of a name for a field
+        except ValueError:  # JAX 0.9 treats each letter of a name as a field
             return jax.tree_util.register_dataclass(kind, data, [], drop_fields=[fields])
 
     return register
 
 
 def varies_over(x: Any) -> frozenset[str]:
-    """The manual mesh axes over which an array is known to vary."""
+    """The manual mesh axes that an array is known to vary over."""
     kind: Any = jax.typeof(x)
     found: frozenset[str] = kind.manual_axis_type.varying if _NAMED else kind.vma
     return found
 
 
 def varying_as(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """A kernel's output of this shape and dtype, which varies over the axes over which the array x does."""
+    """The shape struct of a kernel's output, which varies over the same mesh axes as the array x."""
     kind: Any = jax.typeof(x)
     how: dict[str, Any] = {"manual_axis_type": kind.manual_axis_type} if _NAMED else {"vma": kind.vma}
     return jax.ShapeDtypeStruct(shape, dtype, **how)
 
 
 def abstract_device(kind: str, cores: int | None, platform: str) -> AbstractDevice:
-    """A device that needn't be here. Where JAX's has no platform, its kind has to tell it: see platform_of."""
+    """A device that needn't be here. If JAX's class has no platform, the kind implies it: see platform_of."""
     if _WITH_PLATFORM:
         return AbstractDevice(kind, cores, platform)
     bare: Any = AbstractDevice
@@ -64,7 +65,7 @@ def abstract_device(kind: str, cores: int | None, platform: str) -> AbstractDevi
 
 
 def platform_of(device: AbstractDevice) -> str:
-    """The platform of an abstract device: what it says, or else what its kind begins with; for others the kind."""
+    """The platform of an abstract device: as stated, or else by the prefix of its kind, or else the kind itself."""
     if _WITH_PLATFORM:
         return device.platform
     kind = device.device_kind.lower()

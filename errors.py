@@ -1,7 +1,7 @@
-"""The one exception family of attnops.
+"""The exceptions of attnops.
 
-Every message says what came, what is wanted, and a hint. Each class is also the builtin that a Python user
-would expect, so `except ValueError` keeps working. Source: docs/design.md.
+Every message says what was given, what is expected, and how to fix it. Each class is also a subclass of the builtin exception
+that a Python user would expect, so `except ValueError` works. Source: docs/design.md.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ __all__ = [
     "shown",
 ]
 
-_LONGEST_NAME = 200  # to compare with longer ones takes seconds
+_LONGEST_NAME = 200  # comparing longer names takes seconds
 _LONGEST = 80
-_DIGITS = 60  # beyond them an int is told by its length: Python itself refuses to write very long ones
+_DIGITS = 60  # a longer int is shown by its length: Python refuses to print very long ones
 _ITEMS = 8
 
 
 class AttnOpsError(Exception):
-    """Base of everything that attnops raises on purpose."""
+    """Base class of all exceptions that attnops raises."""
 
 
 class ConfigError(AttnOpsError, ValueError):
-    """A declaration (metadata, operation config, JSON file) that has no meaning."""
+    """An invalid declaration (metadata, operation config, JSON file)."""
 
 
 class InputError(AttnOpsError, ValueError):
-    """An argument of a call with a wrong shape or value."""
+    """An argument of a call has a wrong shape or value."""
 
 
 class InputTypeError(AttnOpsError, TypeError):
-    """An argument of a call with a wrong type or dtype."""
+    """An argument of a call has a wrong type or dtype."""
 
 
 class MaskError(AttnOpsError, ValueError):
-    """A mask that can't be built, bound or serialised."""
+    """A mask can't be built, bound or serialised."""
 
 
 class ShardingError(AttnOpsError, ValueError):
-    """A PartitionSpec that doesn't fit its tensor or its mesh, where that was declared an error."""
+    """A PartitionSpec doesn't fit its tensor or its mesh, and the declaration makes that an error."""
 
 
 class UnfitError(ShardingError):
-    """Specs that don't fit, where the declaration makes that a refusal (strict, kv_heads='error')."""
+    """Specs don't fit, and the declaration makes that a refusal (strict, kv_heads='error')."""
 
 
 class ProcessError(AttnOpsError, RuntimeError):
-    """Processes of one job that disagree on what they declare; `processes` has the ids of those that differ from the most."""
+    """The processes of a job declare different things. `processes` has the ids of those that differ from the majority."""
 
     def __init__(self, message: str, processes: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -73,7 +73,7 @@ class ProcessError(AttnOpsError, RuntimeError):
 
 
 class CapacityError(AttnOpsError, RuntimeError):
-    """More pages than a pool has left: `wanted` and `available` say how many; nothing was changed."""
+    """A pool has too few free pages: `wanted` and `available` say how many. Nothing was changed."""
 
     def __init__(self, message: str, wanted: int = 0, available: int = 0) -> None:
         super().__init__(message)
@@ -82,23 +82,23 @@ class CapacityError(AttnOpsError, RuntimeError):
 
 
 class RefusedError(AttnOpsError, NotImplementedError):
-    """No implementation that may be used can express the request; carries every reason."""
+    """No permitted implementation can express the request; the message has every reason."""
 
 
 class UnknownNameError(AttnOpsError, LookupError):
-    """A name that nothing is registered under."""
+    """Nothing is registered under this name."""
 
 
 class ConfigWarning(UserWarning):
-    """A model's config says more than what it is asked for can hold."""
+    """A model's config says something that the requested declaration can't hold."""
 
 
 class FallbackWarning(UserWarning):
-    """A platform's own implementation refused, and forward_native runs instead."""
+    """A platform's own implementation refuses the call, so forward_native runs instead."""
 
 
 def nearest(name: Any, known: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` for the closest known name, or an empty string; also for what is no name at all."""
+    """Return ` Did you mean 'x'?` with the closest known name, or an empty string. Any value of `name` is allowed."""
     if not isinstance(name, str) or len(name) > _LONGEST_NAME:
         return ""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
@@ -106,28 +106,28 @@ def nearest(name: Any, known: Iterable[str]) -> str:
 
 
 def shown(value: Any, longest: int = _LONGEST) -> str:
-    """`repr` of what somebody gave, in one line of about `longest` characters, whatever it is."""
+    """Return the `repr` of a user's value on one line of about `longest` characters. Any value is allowed."""
     text = _repr(value, longest, 0)
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def a_type(value: Any) -> str:
-    """The type of a value with its article: 'an int', 'a list'; None is 'None'."""
+    """Return the name of a value's type with its article: 'an int', 'a list'. None gives 'None'."""
     if value is None:
         return "None"
     name = type(value).__name__
-    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"  # u is left out: a uint8
+    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"  # not u: a uint8
 
 
 def first_line(error: BaseException, longest: int = 200) -> str:
-    """The first line of another library's message, for one of ours."""
+    """Return the first line of another library's message, to quote in one of ours."""
     lines = str(error).strip().splitlines()
     text = lines[0].rstrip(".:") if lines else type(error).__name__
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def _repr(value: Any, longest: int, depth: int) -> str:
-    """No more of it than can be shown: a value may be millions of characters long, or nested without end."""
+    """Return only as much as can be shown: a value may be millions of characters long, or nested without end."""
     kind = type(value)
     if kind in (str, bytes):
         return repr(value if len(value) <= longest else value[:longest])
@@ -139,7 +139,7 @@ def _repr(value: Any, longest: int, depth: int) -> str:
         return f"{kind.__name__}(shape={value.shape}, dtype={value.dtype})"
     try:
         return " ".join(repr(value).split())
-    except Exception:  # somebody else's __repr__ is no reason to lose the message
+    except Exception:  # a broken __repr__ must not hide the message
         return f"<{kind.__name__}>"
 
 

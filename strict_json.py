@@ -1,4 +1,4 @@
-"""JSON as attnops reads it: a key that stands twice, NaN and Infinity are refused, as nothing may be lost."""
+"""Strict JSON: duplicate keys, NaN and Infinity are refused, so that nothing is lost."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _LONGEST_NAME = 300
 
 
 def parse_json(text: str, source: str) -> Any:
-    """The value of JSON text. Errors: ConfigError that names the source and the place."""
+    """Parse JSON text. Errors: ConfigError that names the source and the position."""
     try:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{source}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}.") from None
     except RecursionError:
-        raise ConfigError(f"{source}: nested too deep to be a declaration.") from None
+        raise ConfigError(f"{source}: nested too deeply for a declaration.") from None
     except ValueError as error:  # from the hooks, and Python's own limit on digits
         raise ConfigError(f"{source}: {error}") from None
 
 
 def read_text(path: Path, wanted: str) -> str:
-    """The text of a file in UTF-8. Errors: ConfigError also for a file that can't be read."""
+    """Read a UTF-8 file. Errors: ConfigError, also for a file that can't be read."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{_name(path)}: not UTF-8 at byte {error.start}; save the file as UTF-8.") from None
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have, with a zero in it
+    except (OSError, ValueError) as error:  # ValueError: an impossible file name, with a NUL in it
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{_name(path)}: {reason}; wanted {wanted}.") from None
 
@@ -41,7 +41,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {shown(key)} stands twice in one object; the first would be lost. Keep one.")
+            raise ValueError(f"the key {shown(key)} appears twice in one object; the first would be lost. Keep one.")
         found[key] = value
     return found
 
@@ -58,5 +58,5 @@ def _finite(text: str) -> float:
 
 
 def _name(path: Path) -> str:
-    """A path as it was given, cut where no file can have such a name."""
+    """A path as given, cut off if it is longer than any file name."""
     return text if len(text := str(path)) <= _LONGEST_NAME else f"{text[:_LONGEST_NAME]}..."

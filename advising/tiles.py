@@ -18,18 +18,25 @@ _MOST_BLOCKS = 2048  # per side; beyond that several blocks are treated as one
 
 
 class Kernel(NamedTuple):
-    """One kernel of a pass: what it makes, its blocks, how many products sum over the head dim, and how many over the value
-    dim."""
+    """One kernel of a pass: what it makes, its blocks, how many products sum over the head dim and over the value dim.
+
+    unit: the queries and keys of the parts of a tile that it can leave out. pipelined: products run ahead of exponentials.
+    """
 
     products: str
     block_q: int
     block_kv: int
     dims: int
     value_dims: int
+    unit: tuple[int, int]
+    pipelined: bool = False
 
 
 class Live(NamedTuple):
-    """Weights per head and batch row, by device of the sequence and hop: [devices, hops], in blocks of these sizes."""
+    """Weights per head and batch row, by device of the sequence and hop: [devices, hops], in blocks of these sizes.
+
+    Of blocks that the mask cuts, only the computed parts count.
+    """
 
     weights: np.ndarray
     block_q: int
@@ -57,12 +64,18 @@ def kernels_of_pass(plan: Plan, backward: bool) -> tuple[Kernel, ...]:
         q, kv = (
             (local.q_len, local.kv_len) if whole else (n or length for n, length in zip(sizes, local[1:3], strict=True))
         )
-        return (Kernel("backward", q, kv, 3, 2) if backward else Kernel("forward", q, kv, 1, 1),)
+        return (Kernel("backward", q, kv, 3, 2, (q, kv)) if backward else Kernel("forward", q, kv, 1, 1, (q, kv)),)
     config = plan.config
+    own = plan.method == "forward_tpu" and getattr(config, "kernel", None) == "attnops"
 
     def made(products: str, q: str, kv: str, dims: int, value_dims: int) -> Kernel:
-        block_q, block_kv = (getattr(config, name, None) or _TILE for name in (q, kv))
-        return Kernel(products, block_q, block_kv, dims, value_dims)
+        block_q, block_kv = block = tuple(getattr(config, name, None) or _TILE for name in (q, kv))
+        inner = tuple(
+            getattr(config, f"{name}_compute", None) or size for name, size in zip((q, kv), block, strict=True)
+        )
+        ahead = {"forward": "products_ahead", "backward": "products_ahead_dkv"}.get(products, "")
+        pipelined = own and bool(getattr(config, ahead, 0))
+        return Kernel(products, block_q, block_kv, dims, value_dims, inner if own else block, pipelined)  # type: ignore[arg-type]
 
     if not backward:
         return (made(*_FORWARD),)
@@ -76,6 +89,7 @@ def live_of(plan: Plan, kernel: Kernel) -> Live:
     problem, placement = plan.problem, plan.placement
     local, split = placement.local, placement.sequence
     block_q, block_kv = _even(local.q_len, kernel.block_q), _even(local.kv_len, kernel.block_kv)
+    unit = _even(local.q_len, min(kernel.unit[0], block_q)), _even(local.kv_len, min(kernel.unit[1], block_kv))
     pieces_q, pieces_kv = problem.q_len // local.q_len, problem.kv_len // local.kv_len
     if problem.dynamic_query_offset or (plan.route is not None and plan.route.name == "plain"):
         pairs = np.full((pieces_q, pieces_kv), float(local.q_len * local.kv_len))
@@ -85,8 +99,7 @@ def live_of(plan: Plan, kernel: Kernel) -> Live:
             problem.q_len,
             problem.kv_len,
             problem.query_offset or 0,
-            block_q,
-            block_kv,
+            *unit,
             pieces_q,
             pieces_kv,
         )

@@ -20,6 +20,7 @@ __all__ = ["Rate", "Worked", "rate_of", "worked"]
 
 _LANES = 128
 _STEP_CYCLES = 50  # per step of the grid: 41 to 64 in the schedules read (benchmarks/results/tpu_static.json)
+_FILL_CYCLES = 415  # until products and exponentials of a tile overlap, and after the last product (docs/splash.md)
 # Start and end of a row's sums, in weights: 195 to 280, and 30 to 80, in the same schedules.
 _ROW_WEIGHTS = {"forward": 256, "backward": 32, "dkv": 64, "dq": 64}
 _EXACT_PASSES = 6  # bfloat16 passes for a full-precision float32 product
@@ -62,13 +63,14 @@ def rate_of(machine: Machine, plan: Plan, kernel: Kernel) -> Rate:
     if machine.platform == "tpu":
         clock = clock_rate(machine.kind) * cores_of(machine.kind)
         least = matrix_cycles(machine.kind, kernel.products, _LANES, _LANES, d, dv) / _LANES**2
-        vector = vector_cycles(machine.kind, kernel.products, kernel.block_kv) / clock
+        vector = vector_cycles(machine.kind, kernel.products, kernel.block_kv, kernel.pipelined) / clock
         products = least * (_EXACT_PASSES if exact else 1) / clock
         d, dv = (math.ceil(n / _LANES) * _LANES for n in (d, dv))
         if own:
             share = getattr(plan.config, "heads_per_tile", None) or 1
             moved = _moved(kernel, item, d, dv, share)
-            return Rate(products, vector, _ROW_WEIGHTS[kernel.products] * vector, _STEP_CYCLES / clock, *moved)
+            tile = _STEP_CYCLES + (_FILL_CYCLES if kernel.pipelined else 0)
+            return Rate(products, vector, _ROW_WEIGHTS[kernel.products] * vector, tile / clock, *moved)
         return Rate(products, vector, 0.0, 0.0, *_of_xla(plan, kernel, item))
     assert machine.limits is not None
     products = machine.limits.roofline(flops, 0.0, problem.runtime_dtype, exact)[0]

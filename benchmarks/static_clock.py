@@ -100,7 +100,7 @@ def case_of(row: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def compile_one(python: str, case: dict[str, Any]) -> list[int] | str:
+def compile_one(python: str, case: dict[str, Any]) -> list[Any] | str:
     """The kernel's TileCycles, or why there are none."""
     folder = tempfile.mkdtemp()
     try:
@@ -110,7 +110,7 @@ def compile_one(python: str, case: dict[str, Any]) -> list[int] | str:
         if done.returncode:
             return (done.stderr.strip().splitlines() or ["no word"])[-1][:300]
         (dumps,) = kernels_in(Path(folder)).values()
-        return list(tile_cycles(regions(*(path.read_text() for path in dumps))))
+        return list(tile_cycles(regions(*(path.read_text() for path in dumps))).cheapest_first())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -137,7 +137,7 @@ class Work(NamedTuple):
     around_bytes: float
 
 
-def work(row: dict[str, Any], cycles: list[int]) -> Work:
+def work(row: dict[str, Any], cycles: list[Any]) -> Work:
     """The work of all heads."""
     block_q, block_kv = blocks(row["config"])
     mask = Causal(0) if row["mask"] == "causal" else Full()
@@ -157,7 +157,8 @@ def work(row: dict[str, Any], cycles: list[int]) -> Work:
         around = rows * 2 * (q + v + kv_share * (q + v))
     kind = abstract_target(CHIPS[row["chip"]][0])[0]
     least = matrix_cycles(kind, row["pass"], block_q, block_kv, row["dim"], row["value_dim"])
-    total = TileCycles(*cycles).at_least(least).total(full, masked, slow)
+    tiles, *rest = cycles
+    total = TileCycles(tuple(tiles), *rest).at_least([least] * 2).total([full, masked], slow)
     return Work(*(heads * n for n in (total, full + masked, inside, around)))
 
 

@@ -7,8 +7,9 @@ What FILE already has isn't compiled again.
 Each kernel is compiled with several block sizes for v5e, v6e and tpu7x at head dims 64, 128 and 256 in bfloat16; attnops' and
 tokamax's also with transposed keys and the compiler's other scheduler, which tokamax's tuning often finds best. The
 cycles of a tile are read from the compiler's final schedule (attnops.verify.static_clock); a tile costs no less than the matrix
-units need for its products at their published peak. The cost of a pass is that of its live tiles, the
-starts and ends of its sums, its steps, and its work once per head (attnops' fused backward pass clears and writes the sums
+units need for its products at their published peak. attnops' kernels are compiled for each mask, because their code paths for
+a tile depend on it; the others have one for tiles without a mask and one with it. The cost of a pass is that of its live tiles,
+the starts and ends of its sums, its steps, and its work once per head (attnops' fused backward pass clears and writes the sums
 of its keys); each kernel's best block sizes count. Not counted, for any of them: waits for memory, and XLA's work around the
 kernels (scaling the query, the sum over output and its gradient; for tokamax's fused backward pass the sum over the partial
 gradients of the query, which attnops' keeps in VMEM).
@@ -39,10 +40,11 @@ from jax.sharding import AbstractMesh, AxisType
 
 from attnops import Causal, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.compat import abstract_device
+from attnops.operators.kernels.splash.bodies import WHOLE
 from attnops.verify import tile_counts
 from attnops.verify.generations import abstract_target, products_a_cycle
 from attnops.verify.static_clock import TileCycles, kernels_in, regions, tile_cycles
-from attnops.verify.tile_counts import matrix_cycles
+from attnops.verify.tile_counts import matrix_cycles, tiles_of
 
 HERE = Path(__file__).parent
 TARGETS = ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")
@@ -50,8 +52,10 @@ DIMS = (64, 128, 256)
 LENGTHS = (4096, 8192, 32768)
 MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(0), "window": Causal(0) & SlidingWindow(1023, 0, offset=0)}
 BLOCKS = ((1024, 1024, 512), (1024, 1024, 1024), (512, 512, 512))
-WIDE = (2048, 2048, 512)  # only for the forward pass
+WIDE = (2048, 2048, 512)
 BACKWARD = {"block_q_dkv": 1024, "block_kv_dkv": 1024, "block_kv_dkv_compute": 512}
+_PLANNED = {"block_q_dkv": 1024, "block_kv_dkv": 2048}  # and units as planned
+BACKWARD_OF = {"attnops": {"v6e:2x2": _PLANNED, "tpu7x:2x2x1": _PLANNED}}
 TURNED = {  # keys transposed, and the LP scheduler
     "attnops": {"k_layout": "seq_minor", "use_experimental_scheduler": True},
     "tokamax": {"k_layout": 2, "use_experimental_scheduler": True},
@@ -81,12 +85,13 @@ def work_of(python: str, **case: Any) -> int | str:
 def cycles_of(python: str, **case: Any) -> dict[str, TileCycles] | str:
     """The cycles of each kernel of a case, by its name, or why there are none. Each process dumps one kernel."""
     found = {}
-    for name in NAMES[case["kernel"], case["fused"]][: 1 if tuple(case["blocks"]) == WIDE else None]:
+    for name in NAMES[case["kernel"], case["fused"]]:
         with tempfile.TemporaryDirectory() as folder:
             made = work_of(python, **case, out=folder, length=COMPILED_LENGTH, hlo=f"{name}.1")
             if isinstance(made, str):
                 return made
-            found[name] = tile_cycles(regions(*(path.read_text() for path in kernels_in(Path(folder))[name])))
+            cycles = tile_cycles(regions(*(path.read_text() for path in kernels_in(Path(folder))[name])))
+            found[name] = cycles if case["kernel"] == "attnops" else cycles.cheapest_first()
     return found
 
 
@@ -97,12 +102,15 @@ def measure(pythons: dict[str, str], kernels: list[str], known: dict[str, Any]) 
     made = {_key(row): row for part in ("rows", "temps") for row in known.get(part, [])}
     for target, dim, kernel in itertools.product(TARGETS, DIMS, kernels):
         same = {"kernel": kernel, "target": target, "dim": dim}
-        rows += [same | {"blocks": blocks, "fused": kernel != "jax"} for blocks in BLOCKS]
-        rows += [same | {"blocks": BLOCKS[0], "fused": True, "fields": TURNED[kernel]}] if kernel in TURNED else []
+        cases = [{"blocks": blocks, "fused": kernel != "jax"} for blocks in BLOCKS]
+        cases += [{"blocks": BLOCKS[0], "fused": True, "fields": TURNED[kernel]}] if kernel in TURNED else []
         apart = {"block_q_dq": 1024, "block_kv_dq": 512} if kernel == "jax" else {}
-        rows += [same | {"blocks": WIDE, "fused": kernel != "jax", "fields": BACKWARD | apart}]
+        backward = BACKWARD_OF.get(kernel, {}).get(target, BACKWARD)
+        cases += [{"blocks": WIDE, "fused": kernel != "jax", "fields": backward | apart}]
         # The other kind of backward pass.
-        rows += [same | {"blocks": BLOCKS[0], "fused": kernel == "jax"}] if kernel != "tokamax" else []
+        cases += [{"blocks": BLOCKS[0], "fused": kernel == "jax"}] if kernel != "tokamax" else []
+        masks = [{"mask": "causal"}, {"mask": "window"}] if kernel == "attnops" else [{}]
+        rows += [same | case | mask for case in cases for mask in masks]
         temps.append(same | {"blocks": BLOCKS[0], "fused": kernel != "jax"} | LARGE)
 
     def row(case: dict[str, Any], measured: Any, what: str) -> dict[str, Any]:
@@ -125,57 +133,98 @@ def _key(row: dict[str, Any]) -> str:
 
 
 class Kernel(NamedTuple):
-    """A kernel's cycles and its blocks; `slow` is the axis of the sums that it starts and ends."""
+    """A kernel's cycles, the least that a tile's products take, and its blocks and units.
+
+    `slow` is the axis of the sums that it starts and ends. In kernels without units, a unit is the whole tile.
+    """
 
     cycles: TileCycles
-    block_q: int
-    block_kv: int
+    least: int
+    block: tuple[int, int]
+    unit: tuple[int, int]
     slow: str
 
 
 def passes(row: dict[str, Any]) -> dict[str, list[Kernel]]:
     """'forward' and 'backward' -> their kernels."""
-    block_q, block_kv, compute = row["blocks"]
     kind, dim = abstract_target(row["target"])[0], row["dim"]
     found: dict[str, list[Kernel]] = {"forward": [], "backward": []}
-    for name, cycles in row["cycles"].items():
+    for name, (tiles, *rest) in row["cycles"].items():
         which = "forward" if "forward" in name or "fwd" in name else "backward"
         products = which if which == "forward" or row["fused"] else "dq" if "dq" in name else "dkv"
-        fast = compute if products == "dq" else block_kv
-        least = matrix_cycles(kind, products, block_q, fast, dim, dim)
+        block, unit = sizes_of(row, products)
+        least = matrix_cycles(kind, products, *block, dim, dim)
         by_kv = "dkv" in name  # theirs, fused or not
-        found[which].append(Kernel(TileCycles(*cycles).at_least(least), block_q, fast, "kv" if by_kv else "q"))
+        found[which].append(Kernel(TileCycles(tuple(tiles), *rest), least, block, unit, "kv" if by_kv else "q"))
     return found
 
 
-def cost(kernels: list[Kernel], mask: Mask, length: int, parts: int = 1) -> int:
+def sizes_of(row: dict[str, Any], products: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(blocks, units) of queries and keys of a row's kernel."""
+    block_q, block_kv, compute = row["blocks"]
+    fields = row.get("fields", {})
+    if row["kernel"] == "attnops":
+        config = planned(row["target"], row["dim"], COMPILED_LENGTH, row["mask"], json.dumps(declared(row)))
+        names = {
+            "forward": ("block_q", "block_kv", "block_q_compute", "block_kv_compute"),
+            "dq": ("block_q_dq", "block_kv_dq", "block_q_dq", "block_kv_dq_compute"),
+        }.get(products, ("block_q_dkv", "block_kv_dkv", "block_q_dkv_compute", "block_kv_dkv_compute"))
+        a, b, c, d = (getattr(config, name) for name in names)
+        return (a, b), (c, d)
+    if products != "forward":
+        block_q, block_kv = fields.get("block_q_dkv", block_q), fields.get("block_kv_dkv", block_kv)
+    block = (block_q, compute) if products == "dq" else (block_q, block_kv)
+    return block, block
+
+
+def cost(kernels: list[Kernel], row: dict[str, Any], mask: Mask, length: int, parts: int = 1) -> int:
     """Cycles per head; `parts` of the keys, each of which goes over all queries."""
     total = 0
     for kernel in kernels:
-        kinds = mask.live_blocks(kernel.block_q, kernel.block_kv, q_len=length, kv_len=length)
-        blocks = parts * (length // (kernel.block_q if kernel.slow == "q" else kernel.block_kv))
-        full, masked = (int((kinds == kind).sum()) for kind in (2, 1))
-        total += kernel.cycles.total(full, masked, blocks, heads=length // COMPILED_LENGTH)
+        bodies, counts, blocks = tiles_of(mask, kernel.block, kernel.unit, length, length, 0, kernel.slow)
+        cycles = kernel.cycles
+        if row["kernel"] == "attnops":
+            # The kernel is compiled for this mask, or for one whose bodies include this one's.
+            of_mask = tiles_of(MASKS[row["mask"]], kernel.block, kernel.unit, COMPILED_LENGTH, COMPILED_LENGTH, 0)[0]
+            cycles = cycles._replace(tiles=tuple(cycles.tiles[of_mask.index(body)] for body in bodies))
+            least = [math.ceil(kernel.least * body.live) for body in bodies]
+        else:
+            # Without a mask, with one; tiles of a single kind use the first path.
+            counts = [
+                sum(n for body, n in zip(bodies, counts, strict=True) if (body == WHOLE) == whole) for whole in (1, 0)
+            ]
+            least = [kernel.least] * 2
+        total += cycles.at_least(least).total(counts, parts * blocks, heads=length // COMPILED_LENGTH)
     return total
+
+
+def declared(row: dict[str, Any]) -> dict[str, Any]:
+    """The config of attnops' kernels in a row."""
+    block_q, block_kv, compute = row["blocks"]
+    blocks = {
+        "block_q": block_q, "block_kv": block_kv, "block_kv_compute": compute, "block_q_dkv": block_q,
+        "block_kv_dkv": block_kv, "block_kv_dkv_compute": compute, "use_fused_bwd_kernel": row["fused"],
+    }  # fmt: skip
+    apart = {} if row["fused"] else {"block_q_dq": block_q, "block_kv_dq": compute}
+    return blocks | apart | row.get("fields", {})
 
 
 def key_parts(row: dict[str, Any], length: int) -> int:
     """How many parts attnops' fused backward pass splits the keys into, as planned."""
     if row["kernel"] != "attnops" or not row["fused"]:
         return 1
-    block_q, block_kv, compute = row["blocks"]
-    blocks = {"block_q_dkv": block_q, "block_kv_dkv": block_kv, "block_kv_dkv_compute": compute}
-    return _parts(row["target"], row["dim"], length, json.dumps(blocks | {"use_fused_bwd_kernel": True}))
+    config = planned(row["target"], row["dim"], length, row["mask"], json.dumps(declared(row)))
+    return tile_counts.key_parts(config, length)
 
 
 @functools.cache
-def _parts(target: str, dim: int, length: int, config: str) -> int:
+def planned(target: str, dim: int, length: int, mask: str, config: str) -> Any:
+    """A declared config, resolved."""
     device = abstract_device(abstract_target(target)[0], 1, "tpu")
     mesh = AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Auto,), abstract_device=device)
-    declared = OperationMetadata(mesh=mesh, operation_configs={"splash": json.loads(config)}, tuning="off")
+    metadata = OperationMetadata(mesh=mesh, operation_configs={"splash": json.loads(config)}, tuning="off")
     x = jax.ShapeDtypeStruct((1, length, 1, dim), jnp.bfloat16)
-    decided = OperationRegistry.create("splash", declared).plan(x, x, x, mask=Causal())
-    return tile_counts.key_parts(decided.config, length)
+    return OperationRegistry.create("splash", metadata).plan(x, x, x, mask=MASKS[mask]).config
 
 
 def table(rows: list[dict[str, Any]], kernels: list[str]) -> list[dict[str, Any]]:
@@ -190,13 +239,14 @@ def table(rows: list[dict[str, Any]], kernels: list[str]) -> list[dict[str, Any]
                         best: dict[str, Any] = {}
                         for row in rows:
                             same = (row["target"], row["dim"], row["kernel"]) == (target, dim, kernel)
-                            if not same or isinstance(row["cycles"], str):
+                            of_mask = row.get("mask", name) == ("causal" if name == "full" else name)
+                            if not same or not of_mask or isinstance(row["cycles"], str):
                                 continue
                             for which, made in passes(row).items():
                                 if made:
                                     blocks = [*row["blocks"], row["fused"], row.get("fields", {})]
                                     parts = key_parts(row, length) if which == "backward" else 1
-                                    got = cost(made, mask, length, parts), blocks, mxu(row, which)
+                                    got = cost(made, row, mask, length, parts), blocks, mxu(row, which)
                                     best[which] = min(best.get(which, got), got, key=lambda one: one[0])
                         cell[kernel] = best
                     cells.append(cell)
@@ -206,7 +256,7 @@ def table(rows: list[dict[str, Any]], kernels: list[str]) -> list[dict[str, Any]
 def mxu(row: dict[str, Any], which: str) -> float:
     """Useful operations of a tile without a mask over the peak in its cycles: two products forward, five backward."""
     products = 2 if which == "forward" else 5
-    a_weight = sum(kernel.cycles.full / (kernel.block_q * kernel.block_kv) for kernel in passes(row)[which])
+    a_weight = sum(max(kernel.cycles.tiles[0], kernel.least) / math.prod(kernel.block) for kernel in passes(row)[which])
     return products * row["dim"] / (a_weight * products_a_cycle(abstract_target(row["target"])[0]))
 
 

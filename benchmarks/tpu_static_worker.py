@@ -4,8 +4,8 @@ libtpu's dumps of the final schedule go to `out`; it prints the bytes that the c
 results. Each case has its own process, because libtpu reads its options when it starts.
 
 Keys: kernel (attnops, jax or tokamax), target, length, dim, out, and either blocks [q, kv, compute] with fused, or for tokamax
-config, the fields of its SplashConfig. Optional: fields (more of a config), heads, value_dim, mask (causal or full),
-forward_only; hlo, the one kernel to dump, by its name in the compiled program.
+config, the fields of its SplashConfig. Optional: fields (more of a config), heads, value_dim, mask (causal, full, or window with
+attnops' kernel), forward_only; hlo, the one kernel to dump, by its name in the compiled program.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HEADS = CASE.get("heads", 2)
 
 def of_attnops(mesh: Mesh, length: int, dim: int) -> tuple[Callable[..., Any], tuple[int, ...]]:
     """attnops' kernel or JAX's, through the same declaration."""
-    from attnops import Causal, OperationMetadata, OperationRegistry
+    from attnops import Causal, Full, OperationMetadata, OperationRegistry, SlidingWindow
 
     kernel, (block_q, block_kv, compute) = CASE["kernel"], CASE["blocks"]
     config: dict[str, Any] = {
@@ -53,7 +53,9 @@ def of_attnops(mesh: Mesh, length: int, dim: int) -> tuple[Callable[..., Any], t
     config |= CASE.get("fields", {})
     metadata = OperationMetadata(mesh=mesh, operation_configs={"splash": config}, fallback="error")
     attend = OperationRegistry.create("splash", metadata)
-    return lambda q, k, v: attend(q, k, v, mask=Causal()).attention_outputs, (1, length, HEADS, dim)
+    window = Causal() & SlidingWindow(1023, 0)
+    mask = {"causal": Causal(), "full": Full(), "window": window}[CASE.get("mask", "causal")]
+    return lambda q, k, v: attend(q, k, v, mask=mask).attention_outputs, (1, length, HEADS, dim)
 
 
 def of_tokamax(length: int, dim: int) -> tuple[Callable[..., Any], tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""JAX's plugins for devices that aren't there: libtpu and CUDA's complain at length when JAX looks for a device."""
+"""Keep JAX from starting plugins for devices that aren't there: those for TPUs and CUDA print long complaints."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 __all__ = ["leave_absent_devices_alone"]
 
-# Where Linux shows TPUs, NVIDIA's GPUs and AMD's.
+# Device files of TPUs, NVIDIA GPUs and AMD GPUs on Linux.
 _DEVICES = ("accel*", "vfio/*", "nvidia*", "kfd")
 
 
 def leave_absent_devices_alone(
     environment: MutableMapping[str, str] = os.environ, devices: Path = Path("/dev")
 ) -> None:
-    """Where Linux shows no accelerator, and nobody says on what JAX is to run, let it be the CPU.
+    """Make JAX run on the CPU if Linux shows no accelerator and the environment doesn't choose a platform.
 
-    Before JAX is imported. Compilers for devices that aren't here work as before: they don't ask for a device.
+    Call this before JAX is imported. Compiling for devices that aren't here still works: that needs no device.
     """
     if sys.platform == "linux" and not any(any(devices.glob(name)) for name in _DEVICES):
         environment.setdefault("JAX_PLATFORMS", "cpu")

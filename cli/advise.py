@@ -1,4 +1,4 @@
-"""`attnops advise`: search what to declare for a target, and tell it in a table."""
+"""`attnops advise`: search for the best declaration for a target, and print a table."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .enabled import enabled_notes
 
 __all__ = ["AdviseOptions", "print_advice", "run_advise"]
 
-_WIDE = 150  # in a pipe, so that no number is folded
-_REFUSED = 8  # kinds that are told
+_WIDE = 150  # width in a pipe, so that no number is wrapped
+_REFUSED = 8  # refused kinds that are printed
 
 
 class AdviseOptions(NamedTuple):
@@ -40,7 +40,7 @@ class AdviseOptions(NamedTuple):
 
 
 def run_advise(options: AdviseOptions) -> tuple[Advice, tuple[str, ...]]:
-    """The advice, and notes of the command; the best is written if that is asked for."""
+    """Return the advice and the command's notes. With `write`, also write the best declaration."""
     declaration = Declaration.load(options.config)
     held = {} if options.mesh is None else parse_mesh(options.mesh)
     with _bar(options.target) as progress:
@@ -70,7 +70,7 @@ def _write(declaration: Declaration, path: Path) -> None:
 
 
 def print_advice(found: Advice, options: AdviseOptions, notes: tuple[str, ...]) -> None:
-    """The table, the best one's terms, and why others can't be."""
+    """Print the table, the terms of the best entry, and why others are refused."""
     console = text(_WIDE)
     if found.entries:
         best = found.best
@@ -95,7 +95,7 @@ def print_advice(found: Advice, options: AdviseOptions, notes: tuple[str, ...]) 
 
 @contextlib.contextmanager
 def _bar(target: str) -> Iterator[Any]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Show a progress bar on a terminal, and nothing elsewhere."""
     console = errors()
     columns = (
         TextColumn(target),

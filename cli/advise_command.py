@@ -1,4 +1,4 @@
-"""The options of `attnops advise`; what they do is imported when it is asked for."""
+"""The options of `attnops advise`. The implementation is imported only when the command runs."""
 
 from __future__ import annotations
 
@@ -12,27 +12,31 @@ from . import options as o
 
 __all__ = ["advise"]
 
-Target = Annotated[str, typer.Option("--target", help="A TPU topology, GPUs or CPUs: v5p:4x4x4, h100:8, cpu:8.")]
+Target = Annotated[str, typer.Option("--target", help="TPU topology, GPUs or CPUs: v5p:4x4x4, h100:8, cpu:8.")]
 Batch = Annotated[
     list[int] | None,
-    typer.Option("--batch", min=1, help="Instead of the declared one; may be repeated.", show_default=False),
+    typer.Option("--batch", min=1, help="Batch size, instead of the declared one; repeatable.", show_default=False),
 ]
 Devices = Annotated[
-    str | None, typer.Option("--devices", help="How many: 8, or 8..64. By default all.", show_default=False)
+    str | None, typer.Option("--devices", help="Number of devices: 8, or 8..64. Default: all.", show_default=False)
 ]
 Held = Annotated[
     str | None,
-    typer.Option("--mesh", help="Axes of fsdp, cp, sp, tp whose sizes are held: tp=8.", show_default=False),
+    typer.Option("--mesh", help="Fixed sizes of mesh axes fsdp, cp, sp, tp: tp=8.", show_default=False),
 ]
 Operations = Annotated[
     list[str] | None,
     typer.Option(
-        "--operation", help="Instead of the declared one and its rivals; may be repeated.", show_default=False
+        "--operation",
+        help="Operation to try, instead of the declared one and its alternatives; repeatable.",
+        show_default=False,
     ),
 ]
-Compile = Annotated[int, typer.Option("--compile", min=0, help="How many of the best are compiled.")]
-Rows = Annotated[int, typer.Option("--rows", min=1, help="Of the table.")]
-WriteTo = Annotated[Path | None, typer.Option("--write", help="Write the best as a declaration.", show_default=False)]
+Compile = Annotated[int, typer.Option("--compile", min=0, help="Number of best candidates to compile.")]
+Rows = Annotated[int, typer.Option("--rows", min=1, help="Rows of the table.")]
+WriteTo = Annotated[
+    Path | None, typer.Option("--write", help="Write the best declaration to this file.", show_default=False)
+]
 
 
 def advise(
@@ -48,7 +52,7 @@ def advise(
     write: WriteTo = None,
     as_json: o.Json = False,
 ) -> None:
-    """Search what to declare for a target: meshes, strategies, operations and blocks, estimated; the best are compiled."""
+    """Find the best declaration for a target: estimate meshes, strategies, operations and blocks, and compile the best."""
     from .advise import AdviseOptions, print_advice, run_advise
     from .json_output import print_json
 

@@ -1,4 +1,4 @@
-"""The `attnops` command. Exit status: 0 done, 1 refused or a check failed, 2 bad input, 130 interrupted."""
+"""The `attnops` command. Exit status: 0 success, 1 refused or a check failed, 2 bad input, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .commands import Refused, app
 
 __all__ = ["app", "main"]
 
-# typer carries click inside from 0.22 on and has it as a dependency before; either way this is its ClickException.
+# From 0.22 on typer contains click; earlier versions depend on it. Either way this is its ClickException.
 _UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
@@ -26,11 +26,11 @@ app.command()(advise)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status. What attnops raises on purpose becomes one message on stderr."""
+    """Run the command and return its exit status. Errors that attnops raises become one message on stderr."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     leave_absent_devices_alone()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a name that the terminal's encoding lacks is no reason to fail
+        if isinstance(stream, io.TextIOWrapper):  # don't fail on a name that the terminal can't encode
             stream.reconfigure(errors="backslashreplace")
     with warnings.catch_warnings():
         warnings.filterwarnings("always", category=FallbackWarning)
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             status = app(args=given or ["--help"], prog_name="attnops", standalone_mode=False) or 0
             sys.stdout.flush()
-            # typer answers an interrupt with 130 and no word; older ones raise Abort.
+            # typer returns 130 for an interrupt and prints nothing; older versions raise Abort.
             return status if status != 130 else _fail("interrupted.", 130)
         except (Refused, RefusedError, UnfitError) as error:
             return _fail(str(error), 1)
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail("interrupted.", 130)
         except MemoryError as error:
             return _fail(f"not enough memory: {error}; make the call smaller.", 2)
-        except BrokenPipeError:  # the reader went away, as in `attnops schema | head`: nobody is left to tell
+        except BrokenPipeError:  # the reader has closed the pipe, as in `attnops schema | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
 

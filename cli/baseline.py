@@ -1,4 +1,4 @@
-"""The same work by jax.nn.dot_product_attention, or why it can't be expressed there. Never other work in silence."""
+"""The same work with jax.nn.dot_product_attention, or why that can't express it. It never runs different work silently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGEST_MASK = 2**30
 
 
 class Baseline(NamedTuple):
-    """A function of arrays that does the same work, the arrays, and how the mask is told to it."""
+    """A function that does the same work, its arrays, and how the mask is passed to it."""
 
     function: Callable[..., jax.Array]
     arguments: tuple[Any, ...]
@@ -28,7 +28,7 @@ class Baseline(NamedTuple):
 
 
 class NotExpressible(NamedTuple):
-    """Why there is nothing to compare with."""
+    """Why there is no baseline."""
 
     reason: str
 
@@ -40,7 +40,8 @@ class _Flags(NamedTuple):
 
 
 def baseline(plan: Plan, arrays: Mapping[str, Any]) -> Baseline | NotExpressible:
-    """Say the call in jax's words. `arrays` lie where the operation wants them; the same placement is used here."""
+    """Express the call in terms of jax.nn. `arrays` are placed as the operation needs them; the baseline uses the same
+    placement."""
     problem = plan.problem
     if reason := _why_not(problem):
         return NotExpressible(reason)
@@ -73,14 +74,14 @@ def _why_not(problem: AttentionProblem) -> str:
     if absent:
         return f"it lacks {'; '.join(absent)}"
     if problem.softmax_dtype != "float32":
-        return f"its softmax is float32, this one's {problem.softmax_dtype}"
+        return f"its softmax is in float32, but this call's is in {problem.softmax_dtype}"
     if problem.platform == "cpu" and problem.runtime_dtype == "float16":
         return "XLA has no float16 product with a float32 result on CPU"
     return ""
 
 
 def _flags(problem: AttentionProblem) -> _Flags | None:
-    """The mask in jax's own words, None where only an array can say it."""
+    """The mask as arguments of jax.nn, or None if only an array can express it."""
     static, dynamic = problem.mask.split_static()
     if any(part.kind != "kv_lengths" for part in dynamic) or len(dynamic) > 1:
         return None
@@ -107,5 +108,5 @@ def _words(told: _Flags, mask: np.ndarray | None) -> str:
 
 
 def _bthd(x: jax.Array, layout: str) -> jax.Array:
-    # In its own layout from the start: a transposition is not charged to it.
+    # The baseline gets its own layout from the start, so that its time includes no transposition.
     return x[None] if layout == "thd" else x.swapaxes(1, 2) if layout == "bhtd" else x

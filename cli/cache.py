@@ -1,4 +1,4 @@
-"""The plan of a declared KV cache on the terminal, and the note of commands that don't read one."""
+"""Print the plan of a declared KV cache, and the note of commands that ignore the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CALL_ALONE = "the file declares a cache, which `attnops plan` plans; this is th
 
 
 def plan_cache(declaration: Declaration, metadata: OperationMetadata) -> CachePlan | None:
-    """The cache's plan on the metadata's mesh and platform; None where no cache is declared."""
+    """The cache's plan on the metadata's mesh and platform, or None if no cache is declared."""
     if declaration.cache is None:
         return None
     kind = None if devices_platform(metadata.mesh) else metadata.backend or metadata.platform
@@ -28,10 +28,10 @@ def plan_cache(declaration: Declaration, metadata: OperationMetadata) -> CachePl
 
 
 def print_cache(plan: CachePlan, notes: tuple[str, ...] = (), *, arrays: bool = True) -> None:
-    """The whole plan, or without the table of its arrays; `notes` are those of its file."""
+    """Print the plan, with or without the table of its arrays. `notes` are those of the file."""
     console = text()
     console.print(Text(plan.describe(), style="bold"))
-    refused = Text("REFUSED: the cache can't be made so", style="bold red")
+    refused = Text("REFUSED: this cache can't be created", style="bold red")
     rows: list[tuple[str, str | Text]] = [("cache", refused)] if plan.refused else []
     console.print(fields([*rows, *fact_rows(plan), *[("note", note) for note in notes]]))
     if not arrays:
@@ -44,7 +44,7 @@ def print_cache(plan: CachePlan, notes: tuple[str, ...] = (), *, arrays: bool = 
 
 
 def show_cache(plan: CachePlan, notes: tuple[str, ...], as_json: bool) -> None:
-    """The plan of a file that declares a cache, and neither a call nor a step. Errors: RefusedError, once it is shown."""
+    """Print the plan of a file that declares only a cache. Errors: RefusedError, after the plan is printed."""
     if as_json:
         print_json(enabled_json({"cache": plan.to_dict()}, notes))
     else:
@@ -53,10 +53,10 @@ def show_cache(plan: CachePlan, notes: tuple[str, ...], as_json: bool) -> None:
 
 
 def cache_notes(declaration: Declaration) -> tuple[str, ...]:
-    """For commands that compile or run the call."""
+    """The note for commands that compile or run the call."""
     return () if declaration.cache is None or declaration.step is not None else (_CALL_ALONE,)
 
 
 def noted(data: dict[str, Any], notes: tuple[str, ...]) -> dict[str, Any]:
-    """JSON of a report with these among its notes."""
+    """A report's JSON with these notes added."""
     return data | ({"notes": [*data.get("notes", ()), *notes]} if notes else {})

@@ -1,4 +1,4 @@
-"""The arrays of a declared call: drawn, or from an inputs file that is held against the declaration."""
+"""The arrays of a declared call: drawn at random, or read from an inputs file and checked against the declaration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .inputs import read_arrays
 
 __all__ = ["CallArrays", "call_arrays", "call_shapes"]
 
-# Name in the file -> field of the declaration that speaks of it.
+# Name in the file -> the field of the declaration that declares it.
 _TRACED = {
     "mask": "dense_mask",
     "bias": "bias",
@@ -38,7 +38,7 @@ INPUT_NAMES = ("query", "key", "value", *_TRACED, "expected")
 
 
 class CallArrays(NamedTuple):
-    """The arrays by argument name, what the output is expected to be, and what was decided on the way."""
+    """The arrays by argument name, the expected output, and notes on what was decided."""
 
     arrays: dict[str, Any]
     expected: np.ndarray | None
@@ -46,14 +46,14 @@ class CallArrays(NamedTuple):
 
 
 def call_arrays(call: CallDeclaration, inputs: Path | None, seed: int) -> CallArrays:
-    """Draw the arrays, or read them. Errors: InputError where file and declaration disagree."""
+    """Draw the arrays, or read them. Errors: InputError if the file and the declaration disagree."""
     if inputs is None:
         return CallArrays(dict(call.draw(seed)), None, (f"inputs drawn at random, seed {seed}",))
     return _read(call, inputs, seed)
 
 
 def call_shapes(call: CallDeclaration, inputs: Path | None) -> CallArrays:
-    """The same as shapes, for a plan."""
+    """The same as `call_arrays`, with shapes only, for a plan."""
     if inputs is None:
         return CallArrays(dict(call.shapes()), None, ())
     found = _read(call, inputs, 0)
@@ -83,11 +83,11 @@ def _read(call: CallDeclaration, path: Path, seed: int) -> CallArrays:
 
 
 def _cast(name: str, array: np.ndarray, call: CallDeclaration, path: Path, notes: list[str]) -> np.ndarray:
-    """Bring an array to a dtype that attention takes, and say so."""
+    """Cast an array to a dtype that attention supports, and add a note."""
     if name in ("key", "value") and (call.kv_dtype is not None or array.dtype.name in QUANTISED):
         if call.is_set("kv_dtype") and array.dtype.name != call.kv_dtype:
             raise InputError(
-                f"{path}: {name} is {array.dtype.name}, and call.kv_dtype={call.kv_dtype} is declared; a file's arrays are "
+                f"{path}: {name} is {array.dtype.name}, but call.kv_dtype={call.kv_dtype} is declared; a file's arrays are "
                 "neither quantised nor dequantised. Make them agree, or leave call.kv_dtype out."
             )
         return array
@@ -96,7 +96,7 @@ def _cast(name: str, array: np.ndarray, call: CallDeclaration, path: Path, notes
         if array.dtype.kind not in "fV" or wanted not in _FLOATS:
             raise InputError(f"{path}: {name} has dtype {array.dtype}; wanted one of {', '.join(_FLOATS)}.")
         if wanted != array.dtype.name:
-            why = "call.dtype" if call.is_set("dtype") else "float64 is not on"
+            why = "call.dtype" if call.is_set("dtype") else "float64 is disabled"
             notes.append(f"{name} of {path.name} cast from {array.dtype.name} to {wanted} ({why})")
         return array.astype(jnp.dtype(wanted))
     if name in _INDICES and is_integer(array.dtype):
@@ -120,13 +120,13 @@ def _agree_on_sizes(call: CallDeclaration, arrays: Mapping[str, np.ndarray], pat
         shape = arrays[name].shape
         if len(shape) != len(call.layout):
             axes = ", ".join({"b": "batch", "t": "time", "h": "heads", "d": "dim"}[axis] for axis in call.layout)
-            raise InputError(f"{path}: {name} has shape {shape}; layout {call.layout!r} wants [{axes}].")
+            raise InputError(f"{path}: {name} has shape {shape}; layout {call.layout!r} requires [{axes}].")
         for axis, size in zip(call.layout, shape, strict=True):
             field = by_axis[axis]
             declared = getattr(call, field)
             if call.is_set(field) and declared is not None and declared != size:
                 raise InputError(
-                    f"{path}: {name} has shape {shape}, so {field} is {size}, and call.{field}={declared} is declared; "
+                    f"{path}: {name} has shape {shape}, so {field} is {size}, but call.{field}={declared} is declared; "
                     f"make them agree, or leave call.{field} out."
                 )
 
@@ -138,11 +138,11 @@ def _agree_on_traced(call: CallDeclaration, arrays: dict[str, Any], path: Path) 
             continue
         if name not in arrays:
             raise InputError(
-                f"{path}: holds no {name}, and call.{field} is declared; add it, or leave call.{field} out."
+                f"{path}: holds no {name}, but call.{field} is declared; add it, or leave call.{field} out."
             )
         if arrays[name].shape != tuple(shape):
             raise InputError(
-                f"{path}: {name} has shape {arrays[name].shape}, and call.{field}={list(shape)} is declared."
+                f"{path}: {name} has shape {arrays[name].shape}, but call.{field}={list(shape)} is declared."
             )
     if call.is_set("kv_scales") and call.kv_scales is not None:
         for name in ("key", "value"):
@@ -150,17 +150,17 @@ def _agree_on_traced(call: CallDeclaration, arrays: dict[str, Any], path: Path) 
             got = f"holds no {scale}" if scale not in arrays else f"{scale} has shape {arrays[scale].shape}"
             if scale not in arrays or arrays[scale].shape != wanted:
                 raise InputError(
-                    f"{path}: {got}, and call.kv_scales={call.kv_scales} is declared, shape {wanted}; make them agree, or leave "
+                    f"{path}: {got}, but call.kv_scales={call.kv_scales} is declared, shape {wanted}; make them agree, or leave "
                     "call.kv_scales out."
                 )
     if call.segment_ids is not None:
         ids = next((arrays[name] for name in ("q_segment_ids", "kv_segment_ids") if name in arrays), None)
         if ids is None:
-            raise InputError(f"{path}: holds no q_segment_ids, and call.segment_ids={call.segment_ids} is declared.")
+            raise InputError(f"{path}: holds no q_segment_ids, but call.segment_ids={call.segment_ids} is declared.")
         most = max(len(np.unique(row)) for row in np.atleast_2d(ids))
         if most != call.segment_ids:
             raise InputError(
-                f"{path}: has up to {most} segments in a row, and call.segment_ids={call.segment_ids} is declared."
+                f"{path}: has up to {most} segments in a row, but call.segment_ids={call.segment_ids} is declared."
             )
     for name in ("kv_lengths", "kv_starts"):
         said = getattr(call, name)
@@ -168,15 +168,15 @@ def _agree_on_traced(call: CallDeclaration, arrays: dict[str, Any], path: Path) 
             declared = np.array(said, np.int32)
             if name in arrays and not np.array_equal(arrays[name], declared):
                 got = arrays[name].tolist()
-                raise InputError(f"{path}: {name} is {got}, and call.{name}={declared.tolist()} is declared.")
+                raise InputError(f"{path}: {name} is {got}, but call.{name}={declared.tolist()} is declared.")
             arrays[name] = declared
         elif said is True and name not in arrays:
-            raise InputError(f"{path}: holds no {name}, and call.{name}=true is declared; add it, or give a list.")
+            raise InputError(f"{path}: holds no {name}, but call.{name}=true is declared; add it, or give a list.")
     if call.query_offset is not None and "query_offset" in arrays:
         raise InputError(
             f"{path}: holds query_offset, and call.query_offset={call.query_offset} is declared; keep one."
         )
-    # Here, not only by the call: a plan gets the shapes alone.
+    # Checked here too, not only by the call: a plan gets only shapes.
     try:
         for name in ("kv_lengths", "kv_starts"):
             if name in arrays:

@@ -1,4 +1,4 @@
-"""Hold a result against the float64 reference, piece by piece so that memory stays small, and against given values."""
+"""Compare a result with the float64 reference, in pieces to limit memory, and with given values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from .progress import Told
 
 __all__ = ["Comparison", "check"]
 
-_PIECE = 2**20  # logits of one piece: the reference holds about ten float64 arrays of that many
+_PIECE = 2**20  # logits in one piece; the reference holds about ten float64 arrays of this size
 
 
 class Comparison(NamedTuple):
-    """One tensor against another. `relative` is the largest error of a row over the row's size (verify.closeness)."""
+    """One tensor compared with another. `relative` is the largest error of a row relative to the row's size
+    (verify.closeness)."""
 
     what: str
     against: str
@@ -37,7 +38,7 @@ class Comparison(NamedTuple):
 
 
 class _Worst:
-    """The largest error so far, by itself and over its row's size; anything not finite where it shouldn't be is inf."""
+    """The largest error so far, absolute and relative to its row's size. An unexpected non-finite value counts as inf."""
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = dtype
@@ -46,7 +47,7 @@ class _Worst:
     def add(self, got: np.ndarray, want: np.ndarray, sizes: np.ndarray) -> None:
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
         finite = np.isfinite(want)
-        same = np.array_equal(np.where(finite, 0.0, got), np.where(finite, 0.0, want))  # -inf only against -inf
+        same = np.array_equal(np.where(finite, 0.0, got), np.where(finite, 0.0, want))  # -inf matches only -inf
         got, want = np.where(finite, got, 0.0), np.where(finite, want, 0.0)
         relative = row_error(got, want, sizes, self.dtype) if same else np.inf
         self.relative = max(self.relative, relative)
@@ -64,9 +65,9 @@ def check(
     source: str = "",
     told: Told | None = None,
 ) -> list[Comparison]:
-    """Compare output, and lse and weights where they were asked for, with verify.reference_attention; and the output with the
-    `expected` of a source, without rows of padding queries. `told` hears of each piece. Errors: InputError for `expected` of
-    another shape.
+    """Compare the output, and lse and weights if requested, with verify.reference_attention. Also compare the output with the
+    `expected` array of a source, leaving out rows of padding queries. `told` is called for each piece. Errors: InputError for
+    `expected` with a wrong shape.
     """
     problem, given = plan.problem, materials(plan.problem, arrays)
     packed = problem.layout == "thd"
@@ -119,7 +120,7 @@ def _tolerance(plan: Plan) -> float | None:
 
 
 def _real_queries(problem: AttentionProblem, arrays: Mapping[str, Any]) -> np.ndarray:
-    """bool [batch, q]: False for queries at padded places of a self-attention."""
+    """bool [batch, q]: False for padding queries of self-attention."""
     real = np.ones((problem.batch, problem.q_len), bool)
     if problem.q_len != problem.kv_len:
         return real

@@ -1,6 +1,6 @@
-"""The commands: their options, and which file does the work.
+"""The commands: their options, and which file implements each.
 
-jax is imported inside the commands, after the options are known to make sense.
+jax is imported inside the commands, after the options have been checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Refused", "app"]
 
 app = typer.Typer(
     name="attnops",
-    help="Declare an attention operation, know what will run where and why, and run it.",
+    help="Declare an attention operation, see what will run where and why, and run it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -28,20 +28,20 @@ app = typer.Typer(
 
 
 class Refused(AttnOpsError):
-    """A plan that was made and says no."""
+    """A plan was made, but it refuses the call."""
 
 
 @app.callback()
 def _about(version: o.Version = False) -> None:
-    """Declare an attention operation, know what will run where and why, and run it."""
-    del version  # printed before this runs
+    """Declare an attention operation, see what will run where and why, and run it."""
+    del version  # its callback has already printed it
 
 
 @app.command("list")
 def list_operations(
     as_json: o.Json = False,
 ) -> None:
-    """Show the operations, which method runs on which platform, and what each can do."""
+    """List the operations, the method that runs on each platform, and what each can do."""
     from .listing import listing, print_listing
 
     data = listing()
@@ -85,7 +85,7 @@ def plan(
     layer: o.Layer = None,
     write: o.Write = None,
 ) -> None:
-    """Show what would run and why, and where every tensor would live. Needs no devices."""
+    """Show what would run and why, and where every tensor would be. Needs no devices."""
     of_model = {
         "operation": operation, "family": family, "part": part, "ignore": ignore, "dtype": dtype, "batch": batch, "q_len": q_len,
         "kv_len": kv_len, "layer": layer, "write": write,
@@ -97,14 +97,14 @@ def plan(
     if model is not None:
         for name, other in (("CONFIG", config), ("--inputs", inputs)):
             if other is not None:
-                raise ConfigError(f"{name} {other} beside --model {model}; give one of them.")
+                raise ConfigError(f"{name} {other} and --model {model} exclude each other; give one of them.")
         _plan_model({"model": model} | given | target, as_json, verbose)
         return
     if config is None:
         raise ConfigError("nothing to plan; give a declaration file, or --model with a model's config.json.")
     if given:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ConfigError(f"{names} without --model; in {config} the declaration says that.")
+        raise ConfigError(f"{names} without --model; for {config} the declaration specifies that.")
     from ..registry import OperationRegistry
     from .cache import plan_cache, print_cache, show_cache
     from .call_arrays import call_shapes
@@ -166,7 +166,7 @@ def verify(
     fallback: o.Fallback = None,
     as_json: o.Json = False,
 ) -> None:
-    """Compile for TPUs or GPUs that aren't here, or for virtual devices: does it fit, what does it take, what does it send."""
+    """Compile for TPUs or GPUs that aren't here, or for virtual devices, and report whether it fits and what it sends."""
     from .cache import cache_notes, noted
     from .enabled import enabled_json, enabled_notes
     from .source import declared_in
@@ -196,7 +196,7 @@ def tune(
     cache: o.Cache = None,
     as_json: o.Json = False,
 ) -> None:
-    """Search block sizes, for TPUs that aren't here or on this machine's device, and keep the best for later plans."""
+    """Search block sizes for TPUs that aren't here, or on this machine's device, and keep the best for later plans."""
     from .cache import cache_notes, noted
     from .enabled import enabled_json, enabled_notes
     from .source import declared_in
@@ -212,7 +212,7 @@ def tune(
         print_tuned(reports, (*notes, *cached))
     failed = [name for name, report in reports if report.found.choice is None]
     if failed:
-        raise Refused(f"{', '.join(failed)}: no candidate compiles or runs; the reasons stand beside them.")
+        raise Refused(f"{', '.join(failed)}: no candidate compiles or runs; the table lists the reasons.")
 
 
 @app.command()
@@ -229,7 +229,7 @@ def run(
     quiet: o.Quiet = False,
     as_json: o.Json = False,
 ) -> None:
-    """Run the declared call on this machine's devices, virtual CPU devices where the mesh needs more."""
+    """Run the declared call on this machine's devices, or on virtual CPU devices if the mesh needs more."""
     from .run import RunOptions
     from .run import run as run_command
     from .source import declared_in
@@ -240,7 +240,7 @@ def run(
 
 @app.command()
 def example(name: o.ExampleName = None, to: o.To = Path("examples")) -> None:
-    """Write an example's files, such as the manual's commands name; without a NAME, list the examples."""
+    """Write the files of an example used in the manual; without NAME, list the examples."""
     from .example import list_examples, write_example
 
     if name is None:
@@ -262,7 +262,7 @@ def report(
     seed: o.Seed = 0,
     output: o.Page = Path("report.html"),
 ) -> None:
-    """Write one HTML page: declaration, mask, placement, plan with reasons, what compilers say, tuning, timings."""
+    """Write one HTML page: declaration, mask, placement, plan with reasons, compiler results, tuning, timings."""
     from .cache import cache_notes
     from .enabled import enabled_notes
     from .report import ReportOptions

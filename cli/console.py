@@ -1,4 +1,4 @@
-"""How the command writes: results to stdout, everything else to stderr; lines end between words."""
+"""How the command prints: results to stdout, everything else to stderr; lines break between words."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rich.text import Text
 
 __all__ = ["Columns", "Fields", "errors", "fields", "seconds_text", "table", "text"]
 
-_WIDTH = 80  # of a pipe or a file; a terminal says its own width
+_WIDTH = 80  # of a pipe or a file; a terminal has its own width
 _ANY = 10_000
-_LEAST = 24  # columns that a value gets, however long its label
+_LEAST = 24  # least columns for a value, however long its label
 # A number stays with its unit.
 _WORD = re.compile(r"\(?\d[\d.,]* (?:[KMG]iB|B|s|ms|us|GFLOP)\b\S*\s*|\S+\s*|\s+")
 
 
 class _Console(Console):
-    """A console that lets a word longer than the line run over its end, where it can be copied whole."""
+    """A console that doesn't break a word longer than the line, so that it can be copied whole."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **{"crop": False} | options)
 
 
 class Fields:
-    """Labelled lines; a label that repeats is written once."""
+    """Labelled lines. A repeated label is printed once."""
 
     def __init__(self, rows: Sequence[tuple[str, str | Text]]) -> None:
         self.rows = rows
@@ -48,19 +48,19 @@ class Fields:
 
 
 class Columns:
-    """A table under a head; in a line too short for its rows each row becomes a paragraph: its first cell, then the others."""
+    """A table with a header. If its rows don't fit the width, each row becomes a paragraph: its first cell, then the others."""
 
     def __init__(self, *heads: str) -> None:
         self.heads = heads
         self.rows: list[tuple[tuple[Text, ...], str | None]] = []
 
     def add_row(self, *cells: str | Text, style: str | None = None) -> None:
-        """One cell for each head; a missing one is empty."""
+        """Add a row with one cell for each column; missing cells are empty."""
         filled = (*cells, *[""] * (len(self.heads) - len(cells)))
         self.rows.append((tuple(cell if isinstance(cell, Text) else Text(cell) for cell in filled), style))
 
     def fits(self, width: int) -> bool:
-        """Whether each row has room in one line."""
+        """Whether every row fits on one line."""
         console = Console(width=_ANY)
         return self._table().__rich_measure__(console, console.options).maximum <= width
 
@@ -85,7 +85,7 @@ class Columns:
 
 
 def _wrapped(value: str | Text, width: int) -> list[Text]:
-    """Lines of at most this width that end between words; a longer word has a line of its own."""
+    """Lines of at most this width, broken between words. A longer word gets a line of its own."""
     whole = value if isinstance(value, Text) else Text(value)
     found: list[Text] = []
     for line in whole.split("\n", allow_blank=True):
@@ -109,22 +109,22 @@ def _line(head: Text, line: Text, console: Console, style: str = "") -> Iterator
 
 
 def text(width: int = _WIDTH) -> Console:
-    """The console of results; `width` is that of a pipe or a file. Made for each use: sys.stdout may be replaced."""
+    """The console for results. `width` applies to a pipe or a file. Created for each use, as sys.stdout may be replaced."""
     return _console(stderr=False, width=width)
 
 
 def errors() -> Console:
-    """The console of errors, warnings and progress."""
+    """The console for errors, warnings and progress."""
     return _console(stderr=True, width=_WIDTH)
 
 
 def table(*columns: str) -> Columns:
-    """A table under a head, whose cells are never broken."""
+    """A table with a header, whose cells are never broken."""
     return Columns(*columns)
 
 
 def fields(rows: Sequence[tuple[str, str | Text]]) -> Fields:
-    """Labelled lines; a label that repeats is written once."""
+    """Labelled lines. A repeated label is printed once."""
     return Fields(rows)
 
 

@@ -1,4 +1,4 @@
-"""What the command says of a file with "enabled": false: it plans, compiles and runs it all the same, and tells."""
+"""How the command treats a file with "enabled": false: it plans, compiles and runs it, and adds a note."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ..registry.declaration import Declaration
 __all__ = ["enabled_json", "enabled_notes"]
 
 _DISABLED = (
-    '"enabled" is false: behind an adapter the framework\'s own attention runs, and nothing of what stands here; this is what '
+    '"enabled" is false: behind an adapter the framework\'s own attention runs, and nothing shown here; this is what '
     "attnops would do if it were true"
 )
 
 
 def enabled_notes(declaration: Declaration) -> tuple[str, ...]:
-    """The note on a disabled declaration; none on an enabled one."""
+    """The note for a disabled declaration; empty for an enabled one."""
     return () if declaration.enabled else (_DISABLED,)
 
 
 def enabled_json(data: dict[str, Any], notes: tuple[str, ...]) -> dict[str, Any]:
-    """JSON of a plan or a report, with `enabled` and the note among its notes."""
+    """The JSON of a plan or a report with `enabled` and the note added."""
     return data | {"enabled": not notes} | ({"notes": [*data.get("notes", ()), *notes]} if notes else {})

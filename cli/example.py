@@ -1,4 +1,4 @@
-"""`attnops example`: the declarations that the manual's commands name, which come with the package."""
+"""`attnops example`: the declarations used by the manual's commands, which are part of the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FROM = Path(__file__).resolve().parents[1] / "examples"
 
 
 class Example(NamedTuple):
-    """Its files, in the folder of examples; what it shows; a command that runs it."""
+    """Its files, relative to the examples folder; what it shows; a command to run it."""
 
     files: tuple[str, ...]
     about: str
@@ -26,13 +26,13 @@ EXAMPLES = {
         ("llama3_8b_layer.json",), "a layer of Llama 3 8B, with block sizes declared", "plan {0} --platform v5e"
     ),
     "llama3_8b_decode": Example(
-        ("llama3_8b_decode.json",), "one query a row against a cache of 2048 keys", "plan {0} --platform v5e"
+        ("llama3_8b_decode.json",), "one query per row against a cache of 2048 keys", "plan {0} --platform v5e"
     ),
     "long_context_ring": Example(
         ("long_context_ring.json",), "a sequence split over devices, keys in a ring", "plan {0} --mesh sp=8 --platform v5p"
     ),
     "minilm_layer": Example(
-        ("minilm_layer.json", "minilm_layer.npz"), "a recorded layer of MiniLM, with what came out there",
+        ("minilm_layer.json", "minilm_layer.npz"), "a recorded layer of MiniLM, with its recorded output",
         "run {0} --inputs {1} --check",
     ),
     "gemma-2-27b-it": Example(
@@ -43,14 +43,14 @@ EXAMPLES = {
 
 
 def list_examples() -> None:
-    """Their names."""
+    """Print the names of the examples and what they show."""
     text().print(fields([(name, example.about) for name, example in EXAMPLES.items()]))
 
 
 def write_example(name: str, folder: Path) -> None:
-    """Copy its files into a folder; files that are there already stay, and have to be the same.
+    """Copy the files of an example into a folder. Files that already exist are kept, and must be identical.
 
-    Errors: ConfigError for a name that there isn't, and where nothing can be written.
+    Errors: ConfigError for an unknown name, for a file with other contents, and if nothing can be written.
     """
     if name not in EXAMPLES:
         raise ConfigError(
@@ -62,9 +62,7 @@ def write_example(name: str, folder: Path) -> None:
         path, data = folder / file, (_FROM / file).read_bytes()
         try:
             if path.exists() and path.read_bytes() != data:
-                raise ConfigError(
-                    f"{path} is there with other contents; move it away, or give another folder with --to."
-                )
+                raise ConfigError(f"{path} exists with other contents; move it, or give another folder with --to.")
             rows.append(("there" if path.exists() else "wrote", str(path)))
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)

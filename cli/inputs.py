@@ -1,4 +1,4 @@
-"""Arrays of a call from .npz and .safetensors files, and results into them: whole files or none."""
+"""Read a call's arrays from .npz and .safetensors files, and write results to them atomically."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SAFETENSORS = {
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return every array of a file by name. Errors: InputError for a file that can't be read; pickles are refused."""
+    """Return all arrays of a file by name. Errors: InputError for a file that can't be read; pickles are refused."""
     _check_suffix(path)
     if path.is_dir():
         raise InputError(f"{path}: is a directory; wanted a .npz or .safetensors file.")
@@ -39,7 +39,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def check_output_path(path: Path) -> None:
-    """Refuse, before anything runs, a path that can't be written. Errors: InputError."""
+    """Check before anything runs that a path can be written. Errors: InputError."""
     _check_suffix(path)
     if path.is_dir():
         raise InputError(f"{path}: is a directory; wanted the name of a file.")
@@ -52,7 +52,8 @@ def check_output_path(path: Path) -> None:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[str, ...]:
-    """Write a file at once: a reader sees the old one or the new one, never a part. Returns what was changed.
+    """Write a file atomically: a reader sees the old file or the new one, never a partial one. Returns notes on what was
+    changed.
 
     NumPy's format has no bfloat16: in .npz it becomes float32, which is exact.
     """
@@ -80,7 +81,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[str, ...
 
 
 def _as_new_file(name: str) -> None:
-    # mkstemp makes files that only their owner reads; a result should be as open as any new file.
+    # mkstemp creates files that only their owner can read; a result should have the permissions of any new file.
     mask = os.umask(0)
     os.umask(mask)
     os.chmod(name, 0o666 & ~mask)
@@ -101,7 +102,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
                 raise InputError(f"{path}: holds one array; wanted an archive of named ones, as np.savez writes.")
             with file:
                 for name in file.files:
-                    array = file[name]  # jax has this machine's byte order alone
+                    array = file[name]  # jax supports only this machine's byte order
                     found[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         if isinstance(error, InputError):
@@ -109,7 +110,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "pickle" in text.lower():
             text = "it holds pickled objects, which are never loaded; save plain arrays with np.savez"
-        if "dtype descriptor" in text:  # so NumPy writes fp8, and can't read it
+        if "dtype descriptor" in text:  # NumPy writes fp8 this way, but can't read it
             text = f"{text}; .npz has no bfloat16 and no fp8: use .safetensors"
         raise InputError(f"{path}: not a readable .npz: {text}.") from None
     for name, array in found.items():
@@ -125,7 +126,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
     found: dict[str, np.ndarray] = {}
     try:
-        # safetensors.numpy.load knows neither bfloat16 nor fp8, so the bytes are read here.
+        # safetensors.numpy.load supports neither bfloat16 nor fp8, so the bytes are read here.
         for name, tensor in deserialize(path.read_bytes()):
             if tensor["dtype"] not in _SAFETENSORS:
                 known = ", ".join(_SAFETENSORS)

@@ -1,4 +1,4 @@
-"""What the command writes with --json."""
+"""Output of the command with --json."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ __all__ = ["print_json"]
 
 
 def print_json(data: Any) -> None:
-    """To stdout, and nothing else beside it."""
+    """Print data to stdout as JSON, and nothing else."""
     print(json.dumps(data, indent=2, allow_nan=False))

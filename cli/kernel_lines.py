@@ -1,4 +1,4 @@
-"""What `attnops verify` prints of a program's kernels: VMEM on a TPU; registers, shared memory and inner loops on a GPU."""
+"""What `attnops verify` prints about a program's kernels: VMEM on a TPU; registers, shared memory and inner loops on a GPU."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from ..verify.paged_step import StepReport
 
 __all__ = ["kernel_limits", "kernel_lines"]
 
-_UNREAD = "VMEM isn't known, nor what is sent: this jaxlib can't read the program that libtpu made"
+_UNREAD = "VMEM use and communication are not known: this jaxlib can't read programs of this libtpu"
 _NO_FILE = "registers, spills, shared memory and occupancy are not known without attnops[cuda-compile]"
 _NO_LOOPS = "instructions of the inner loops are not known without attnops[cuda-sass]"
-_NO_SHAPE = "how long the tensor cores take is not known: their instructions don't tell the shape of a product"
+_NO_SHAPE = "tensor-core time is not known: the instructions don't give the shape of a product"
 
 
 def kernel_limits(report: TargetReport) -> str:
-    """What a device has for its kernels."""
+    """What a device provides for its kernels."""
     device = report.device
     if isinstance(device, GpuDevice):
         shared = bytes_text(device.shared_bytes)
-        return f"{device.multiprocessors} multiprocessors, and {shared} of shared memory for a block of threads"
+        return f"{device.multiprocessors} multiprocessors, and {shared} of shared memory per block of threads"
     return f"a kernel {bytes_text(report.vmem_default)} of VMEM by default and {bytes_text(report.vmem_most)} at most"
 
 
 def kernel_lines(
     report: TargetReport | StepReport, kernels: Sequence[AnyKernelUse] | None, told: Sequence[AnyKernelUse] = ()
 ) -> Iterator[str]:
-    """A line or more for each kind of kernel; what isn't known is said. told: kernels of GPUs of which the name is enough."""
+    """Yield one or more lines for each kind of kernel, and say what isn't known. told: GPU kernels already described, for which
+    the name is enough."""
     if kernels is None:
         yield _UNREAD
         return
@@ -47,7 +48,7 @@ def kernel_lines(
             limit = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
             yield f"{kernel.name}: {used} of {bytes_text(limit)} of VMEM{many}"
         elif kernel in told:
-            yield f"{kernel.name}: as in the pass before{many}"
+            yield f"{kernel.name}: as in the previous pass{many}"
         else:
             yield f"{kernel.name}: {_resources(kernel)}{many}"
             yield from (f"{kernel.name}: {_loop(one)}" for one in kernel.loops or ())
@@ -58,9 +59,9 @@ def kernel_lines(
 def _resources(kernel: GpuKernelUse) -> str:
     if kernel.registers is None or kernel.shared_bytes is None:
         return "compiled"
-    spills = f"{kernel.stack_bytes} B a thread spilled" if kernel.stack_bytes else "none spilled"
+    spills = f"{kernel.stack_bytes} B per thread spilled" if kernel.stack_bytes else "none spilled"
     text = (
-        f"{kernel.registers} registers a thread, {spills}; {bytes_text(kernel.shared_bytes)} of shared memory a block of "
+        f"{kernel.registers} registers per thread, {spills}; {bytes_text(kernel.shared_bytes)} of shared memory per block of "
         f"{kernel.threads} threads"
     )
     if (held := kernel.occupancy) is None:

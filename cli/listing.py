@@ -15,7 +15,7 @@ __all__ = ["listing", "print_listing"]
 
 
 def listing() -> dict[str, Any]:
-    """Everything that is registered, as JSON-ready values. What fails to import is listed with its error."""
+    """All registered operations, as JSON-ready values. An operation that fails to import is listed with its error."""
     operations = {}
     for name in OperationRegistry.names():
         try:
@@ -55,7 +55,7 @@ def _number(value: float | None) -> str:
 
 
 def print_listing(data: dict[str, Any]) -> None:
-    """The same as three tables."""
+    """Print the listing as three tables."""
     console = text()
     sound = {name: entry for name, entry in data["operations"].items() if "error" not in entry}
     runs = table("operation", *METHODS)
@@ -72,7 +72,7 @@ def print_listing(data: dict[str, Any]) -> None:
     for name, entry in sound.items():
         for method, able in entry["implementations"].items():
             if not able["tolerance"]:
-                continue  # it only refuses
+                continue  # refuses every call
             if able["borrowed_from"] is None:
                 columns.append((f"{name}.{method}", able))
             else:
@@ -86,12 +86,12 @@ def print_listing(data: dict[str, Any]) -> None:
     )
     for line in borrowed:
         console.print(Text(line, style="dim"))
-    console.print(Text("What is asked and not consumed is refused; `attnops plan` gives every reason.", style="dim"))
+    console.print(Text("A feature that isn't consumed is refused; `attnops plan` gives every reason.", style="dim"))
     bounds = table("implementation", "dtype", "forward", "backward")
     for title, implementation in columns:
         for dtype, value in implementation["tolerance"].items():
             bounds.add_row(title, dtype, f"{value['forward']:g}", _number(value["backward"]))
-    title = "Published error against the float64 reference, row by row, relative to the row's size"
+    title = "Published error against the float64 reference, per row and relative to the row's size"
     console.print("", Text(title, style="bold underline"), bounds, sep="\n")
     for name, entry in data["operations"].items():
         if "error" in entry:

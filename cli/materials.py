@@ -1,4 +1,4 @@
-"""What check and baseline need of a call: arrays as [batch, time, heads, dim], and the merged mask."""
+"""What check and baseline need from a call: arrays as [batch, time, heads, dim], and the merged mask."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["Materials", "canonical", "materials"]
 
 
 class Materials(NamedTuple):
-    """Host arrays of a call in canonical form, in the run-time dtype; a quantised key or value times its scale in float64.
-    `query_offset` is an int or an array [batch]."""
+    """A call's host arrays in canonical form and the run-time dtype. A quantised key or value is multiplied by its scale in
+    float64. `query_offset` is an int or an array [batch]."""
 
     query: np.ndarray
     key: np.ndarray
@@ -27,13 +27,13 @@ class Materials(NamedTuple):
     query_offset: int | np.ndarray
 
     def visible(self, rows: slice) -> np.ndarray:
-        """The mask of some query rows and all keys, bool [batch | 1, heads | 1, rows, kv]."""
+        """The mask for some query rows and all keys, bool [batch | 1, heads | 1, rows, kv]."""
         seen = self.mask.materialise(rows, slice(0, self.key.shape[1]), query_offset=self.query_offset)
         return np.asarray(seen)
 
 
 def materials(problem: AttentionProblem, arrays: Mapping[str, Any]) -> Materials:
-    """Collect them. The mask is the problem's own, with the arrays in its slots."""
+    """Collect the materials. The mask is the problem's, with the arrays in its slots."""
     dtype = jnp.dtype(problem.runtime_dtype)
 
     def tensor(name: str) -> np.ndarray:
@@ -66,7 +66,7 @@ def _leaf(name: str, problem: AttentionProblem, arrays: Mapping[str, Any]) -> np
 
 
 def _sinks(problem: AttentionProblem, arrays: Mapping[str, Any]) -> np.ndarray | None:
-    """[heads, sinks]: a row for every query head."""
+    """[heads, sinks]: one row per query head."""
     if "softmax_aux" not in arrays:
         return None
     sinks = np.asarray(arrays["softmax_aux"], np.float64)

@@ -1,4 +1,4 @@
-"""`attnops plan --model`: the plan of every distinct layer of a model, in a table, or of one layer in full."""
+"""`attnops plan --model`: plan every distinct layer of a model in a table, or one layer in full."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .target import TargetOptions, plan_metadata, targeted
 
 __all__ = ["ModelOptions", "ModelPlans", "model_json", "plan_model", "print_model"]
 
-_NAMING = 2  # columns that say which layers a row is about
-_LONGEST = 131072  # that is planned where no length is given; some models promise millions
+_NAMING = 2  # columns that identify the layers of a row
+_LONGEST = 131072  # longest sequence planned by default; some configs promise millions
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What the command line says."""
+    """The options of the command line."""
 
     model: Path
     operation: str = "splash"
@@ -52,7 +52,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ModelPlans:
-    """The model, and a plan for each of its distinct layers, or for the one that was asked for."""
+    """The model, and a plan for each of its distinct layers, or for the requested layer."""
 
     model: ModelDeclaration
     plans: tuple[tuple[LayerDeclaration, Plan], ...]
@@ -61,12 +61,12 @@ class ModelPlans:
 
     @property
     def refused(self) -> list[str]:
-        """Why nothing may run, of every layer that is refused."""
+        """The reasons of every refused layer."""
         return [f"{layer.kind}: {plan.refusal()}" for layer, plan in self.plans if plan.implementation is None]
 
 
 def plan_model(options: ModelOptions) -> ModelPlans:
-    """Read the config, plan its layers, write their declarations if that is wanted."""
+    """Read the config, plan its layers, and write their declarations if requested."""
     reading: dict[str, Any] = {
         "family": options.family,
         "part": options.part,
@@ -81,7 +81,7 @@ def plan_model(options: ModelOptions) -> ModelPlans:
         positions = ModelDeclaration.from_config(options.model, **reading).positions
         if kv_len is None:
             kv_len = min(positions, _LONGEST)
-            notes.append(f"{kv_len} tokens, of max_position_embeddings={positions}; --q-len and --kv-len say otherwise")
+            notes.append(f"{kv_len} tokens, of max_position_embeddings={positions}; --q-len and --kv-len override it")
         q_len = 1 if cached else kv_len
     model = ModelDeclaration.from_config(
         options.model,
@@ -94,7 +94,7 @@ def plan_model(options: ModelOptions) -> ModelPlans:
     )
     target = TargetOptions(options.mesh, options.platform, options.topology, options.strict, options.fallback)
     chosen: Sequence[LayerDeclaration] = model.distinct if options.layer is None else [model.layer(options.layer)]
-    # What is planned is what is written, so every option that changes the plan is in the file.
+    # The file declares what was planned, so it contains every option that changes the plan.
     layers = tuple(replace(layer, declaration=targeted(layer.declaration, target)) for layer in chosen)
     if options.write is not None:
         paths = write_layers(layers, options.write)
@@ -111,7 +111,7 @@ def _plan(layer: LayerDeclaration) -> Plan:
 
 
 def model_json(found: ModelPlans) -> dict[str, Any]:
-    """The same as JSON values."""
+    """The plans as JSON-ready values."""
     return {
         "family": found.model.family,
         "layers": [
@@ -129,7 +129,7 @@ def model_json(found: ModelPlans) -> dict[str, Any]:
 
 
 def print_model(found: ModelPlans, *, whole: bool, verbose: bool = False) -> None:
-    """The table, or with `whole` the plan of the one layer."""
+    """Print the table, or with `whole` the plan of the one layer."""
     if whole:
         ((layer, plan),) = found.plans
         text().print(
@@ -148,7 +148,7 @@ def print_model(found: ModelPlans, *, whole: bool, verbose: bool = False) -> Non
     layers = [_row(found, layer, plan, call) for layer, plan in found.plans]
     heads = [name for name in layers[0] if any(row[name] for row in layers)]
     columns = _table(heads, layers)
-    if not columns.fits(console.width):  # what all layers have in common stands once
+    if not columns.fits(console.width):  # print once what all layers have in common
         alike = [name for name in heads[_NAMING:] if len({row[name] for row in layers}) == 1]
         console.print(fields([("all", ", ".join(f"{name} {layers[0][name]}" for name in alike))] if alike else []))
         columns = _table([name for name in heads if name not in alike], layers)
@@ -166,7 +166,7 @@ def _table(heads: Sequence[str], rows: Sequence[dict[str, str]]) -> Columns:
 
 
 def _row(found: ModelPlans, layer: LayerDeclaration, plan: Plan, call: CallDeclaration) -> dict[str, str]:
-    """The cells of a layer by the head of their column; a column that is empty for all layers isn't shown."""
+    """A layer's cells by column heading. A column that is empty for all layers isn't shown."""
     problem = plan.problem
     kv_heads, value_dim = call.kv_heads or call.q_heads, call.value_dim or call.head_dim
     sinks = problem.sinks_shape
@@ -176,7 +176,7 @@ def _row(found: ModelPlans, layer: LayerDeclaration, plan: Plan, call: CallDecla
         "heads": f"{call.q_heads}" if kv_heads == call.q_heads else f"{call.q_heads}/{kv_heads}",
         "dim": f"{call.head_dim}" if value_dim == call.head_dim else f"{call.head_dim}/{value_dim}",
         "cap": "" if problem.logits_soft_cap is None else f"{problem.logits_soft_cap:g}",
-        "sinks": "" if sinks is None else f"{1 if len(sinks) == 1 else sinks[1]} a head",
+        "sinks": "" if sinks is None else f"{1 if len(sinks) == 1 else sinks[1]} per head",
         "runs": plan.implementation or "nothing",
         "why": plan.kind,
         "blocks": _blocks(plan),
@@ -185,7 +185,7 @@ def _row(found: ModelPlans, layer: LayerDeclaration, plan: Plan, call: CallDecla
 
 
 def _told(plans: Sequence[tuple[LayerDeclaration, Plan]]) -> list[tuple[str, str | Text]]:
-    """What the plans have to tell beside the table, each line once, with the kinds of layers that it is about if not all."""
+    """What the plans say that isn't in the table: each line once, with the kinds of layers it applies to unless it is all."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for layer, plan in plans:
         notes = [("note", note) for note in plan.notes]

@@ -1,4 +1,4 @@
-"""A plan on the terminal: what runs and why, why not the others, where every tensor lives."""
+"""Print a plan: what runs and why, why the others don't, and where every tensor is."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _STYLES = {"platform": "green", "native": "green", "routed": "green", "fallback"
 def print_plan(
     plan: Plan, notes: tuple[str, ...] = (), platform_source: str | None = None, *, verbose: bool = False
 ) -> None:
-    """One screen, or with `verbose` the whole decision. `platform_source`: where the platform was read, if not where the plan
-    says."""
+    """Print one screen, or with `verbose` the whole decision. `platform_source`: where the platform was read from, if not where
+    the plan says."""
     console = text()
     console.print(Text(plan.problem.describe(), style="bold"))
     source = f"{plan.problem.platform}, from {platform_source or plan.problem.platform_source}"
@@ -42,7 +42,7 @@ def print_plan(
 
 
 def brief_rows(plan: Plan) -> list[tuple[str, str | Text]]:
-    """The decision in a few lines."""
+    """The decision in a few rows."""
     rows: list[tuple[str, str | Text]] = [runs_row(plan), *rejected_rows(plan)]
     fitted = plan.placement.fitted
     query = fitted.get("query")
@@ -59,13 +59,13 @@ def runs_row(plan: Plan | PagedPlan) -> tuple[str, Text]:
 
 
 def head_text(described: str) -> Text:
-    """The first line of a problem without its device and mesh, which each target has of its own."""
+    """The first line of a problem, without its device and mesh: those differ for each target."""
     sizes = described.partition(":")[2].rpartition(", mesh")[0]
     return Text.assemble((described.partition(" on ")[0], "bold"), f":{sizes}")
 
 
 def rejected_rows(plan: Plan | PagedPlan) -> list[tuple[str, str]]:
-    """Every reason against the others."""
+    """Every reason why the others don't run."""
     rows = []
     for rejected in plan.rejected:
         rows += [("not", f"{rejected.implementation}: {reason}") for reason in rejected.reasons]

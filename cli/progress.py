@@ -1,4 +1,4 @@
-"""Bars for work that takes seconds: on a terminal, on standard error; nothing elsewhere."""
+"""Progress bars for work that takes seconds. They are shown on standard error if it is a terminal, and nowhere else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Told = Callable[[int, int, str], None]  # (done, of, what is being done)
 
 @contextlib.contextmanager
 def bar(title: str, *, quiet: bool = False) -> Iterator[Told]:
-    """A bar that is told how much is done; until it is, it only says that something goes on. It is gone once all is done."""
+    """Show a progress bar and yield a function that updates it. Until the first update it only shows activity; at the end it
+    disappears."""
     console = errors()
     columns = (
         SpinnerColumn(),

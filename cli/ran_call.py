@@ -1,4 +1,4 @@
-"""A declared call that ran: what is compiled, compared, checked and timed; told by `attnops run` and by a report."""
+"""A declared call that ran: compiled, compared, checked and timed, for `attnops run` and for a report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ __all__ = ["Ran", "check_row", "memory_text", "not_finite", "output_row", "ran_c
 
 
 class Ran(NamedTuple):
-    """A call that ran `repeats` times; `seconds` are medians of it, and of the same work by jax.nn where that can be said."""
+    """A call that ran `repeats` times. `seconds` has its median time, and that of the same work by jax.nn if that can express
+    it."""
 
     plan: Plan
     output: AttentionOutput
@@ -45,13 +46,13 @@ class Ran(NamedTuple):
 
     @property
     def failures(self) -> list[str]:
-        """What is wrong with it, a line each."""
+        """What is wrong with the result, one line each."""
         failed = [f"check failed: {verdict(c)}" for c in self.checks if not c.passed]
         return failed + ([self.unsound] if self.unsound else [])
 
     @property
     def agreement(self) -> str:
-        """How far the two results differ."""
+        """How much the two results differ."""
         return "" if self.theirs is None else agreement(self.plan, self.output, self.theirs)
 
 
@@ -66,7 +67,7 @@ def ran_call(
     checked: bool,
     quiet: bool = False,
 ) -> Ran:
-    """Compile it, run it, time it, check it. Errors: those of planning, and RefusedError where nothing runs it."""
+    """Compile, run, time and check the call. Errors: those of planning, and RefusedError if nothing can run it."""
     kind: Any = OperationRegistry.get(declaration.operation)
     operation = kind(run_metadata(declaration, mesh=mesh))
     arrays, expected, notes = call_arrays(declaration.call, inputs, seed)
@@ -92,7 +93,7 @@ def ran_call(
 
 
 def ran_rows(ran: Ran) -> list[tuple[str, str | Text]]:
-    """The output, times, the comparison and the checks."""
+    """The rows for the output, times, the comparison and the checks."""
     rows: list[tuple[str, str | Text]] = [output_row(ran.output.attention_outputs, ran.unsound)]
     runs = f"median of {ran.repeats} runs" if ran.repeats > 1 else "1 run"
     cost = f"{seconds_text(ran.seconds[0])}, {runs}; compile {ran.compiled.compile_seconds:.2f} s; {memory_text(ran.compiled)}"
@@ -107,7 +108,7 @@ def ran_rows(ran: Ran) -> list[tuple[str, str | Text]]:
 
 
 def not_finite(output: jax.Array, arrays: dict[str, Any]) -> str:
-    """What is wrong with an output that isn't finite, '' if it is."""
+    """What is wrong with an output that isn't finite; '' if it is finite."""
     count = int((~np.isfinite(np.asarray(output, np.float32))).sum())
     if not count:
         return ""
@@ -120,20 +121,20 @@ def not_finite(output: jax.Array, arrays: dict[str, Any]) -> str:
 
 
 def output_row(output: jax.Array, unsound: str) -> tuple[str, Text]:
-    """Its shape and dtype, and whether it is finite."""
+    """The output's shape and dtype, and whether it is finite."""
     shape = f"{'x'.join(map(str, output.shape))} {output.dtype.name}, "
     finite = Text("NOT FINITE: " + unsound, style="red") if unsound else Text("every value finite")
     return "output", Text.assemble(shape, finite)
 
 
 def memory_text(compiled: Compiled) -> str:
-    """`temporary memory 1.0 MiB a device`."""
-    used = "unknown" if compiled.temp_bytes is None else f"{bytes_text(compiled.temp_bytes)} a device"
+    """`temporary memory 1.0 MiB per device`."""
+    used = "unknown" if compiled.temp_bytes is None else f"{bytes_text(compiled.temp_bytes)} per device"
     return f"temporary memory {used}"
 
 
 def agreement(plan: Plan, output: Any, theirs: Compiled) -> str:
-    """How far the other result is off, without fully masked rows: 0 here, the mean of the values there."""
+    """How much the other result differs. Fully masked rows are left out: they are 0 here, and the mean of the values there."""
     problem = plan.problem
     ours = canonical(np.asarray(output.attention_outputs, np.float32), problem.layout)
     other = np.asarray(theirs.result, np.float32)
@@ -148,7 +149,7 @@ def agreement(plan: Plan, output: Any, theirs: Compiled) -> str:
 
 
 def verdict(comparison: Comparison) -> str:
-    """How far one is off the other, and what was allowed."""
+    """How much the two differ, and the tolerance."""
     tolerance = "no tolerance" if comparison.tolerance is None else f"tolerance {comparison.tolerance:g}"
     remark = f" ({comparison.remark})" if comparison.remark else ""
     return (
@@ -158,6 +159,6 @@ def verdict(comparison: Comparison) -> str:
 
 
 def check_row(comparison: Comparison) -> tuple[str, Text]:
-    """Whether a check passed."""
+    """The row for a check: whether it passed, and by how much."""
     word, style = ("pass", "bold green") if comparison.passed else ("FAIL", "bold red")
     return "check", Text.assemble((word, style), f"  {verdict(comparison)}")

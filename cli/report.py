@@ -1,4 +1,4 @@
-"""`attnops report`: one HTML page of a declared call: what is declared, planned, compiled, tuned and timed."""
+"""`attnops report`: one HTML page about a declared call: what is declared, planned, compiled, tuned and timed."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class ReportOptions(NamedTuple):
 
 
 def report(options: ReportOptions) -> list[str]:
-    """Write the page. Returns what is wrong: targets that fail, checks that fail. Errors: ConfigError for steps over pages."""
+    """Write the page. Returns the targets and checks that fail. Errors: ConfigError for steps over pages."""
     declaration = options.declaration
     if is_paged(declaration):
         raise ConfigError(
-            f"operation {declaration.operation!r} has steps over pages, and a report is of calls; `attnops plan` and `attnops "
-            "verify` tell of a step."
+            f"operation {declaration.operation!r} runs steps over pages, but a report describes calls; use `attnops plan` or "
+            "`attnops verify` for a step."
         )
     if not options.output.parent.is_dir():
-        raise ConfigError(f"--output {options.output}: {options.output.parent} is no folder.")
+        raise ConfigError(f"--output {options.output}: {options.output.parent} is not a folder.")
     shapes = call_shapes(declaration.call, options.inputs)
-    # What runs here comes first: once jax has started, no more virtual devices can be made.
+    # Run on this machine first: once jax has started, no more virtual devices can be created.
     ran = None
     if options.run:
         ran = ran_call(
@@ -85,7 +85,7 @@ def _verified(options: ReportOptions, target: str) -> TargetReport:
 
 
 def _plan(options: ReportOptions, arrays: dict[str, object]) -> Plan:
-    """The plan for what the file declares, without devices."""
+    """The plan of the declared call, without devices."""
     declaration = options.declaration
     declaration = targeted(declaration, TargetOptions(mesh=options.mesh, fallback=options.fallback))
     operation = OperationRegistry.get(declaration.operation)
@@ -93,7 +93,7 @@ def _plan(options: ReportOptions, arrays: dict[str, object]) -> Plan:
 
 
 def _searches(name: str, plan: Plan) -> list[Searched]:
-    """What is kept for a plan, pass by pass and by the way of measuring."""
+    """The cached search results of a plan, by pass and by method of measuring."""
     if plan.method is None:
         return []
     kept = load(tune_key(plan.method, plan.problem, plan.placement)).measured

@@ -1,4 +1,4 @@
-"""What a report tells, gathered: a page is made of it."""
+"""The data of a report, from which the page is made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Reported", "Searched"]
 
 
 class Searched(NamedTuple):
-    """What a search has kept of one pass of a call: its candidates, the best first; which is the heuristic's."""
+    """The cached search of one pass of a call: its candidates, best first, and which of them is the heuristic's choice."""
 
     target: str
     part: str
@@ -25,7 +25,7 @@ class Searched(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """All that a page tells. plan: where there is no target, and nothing was compiled."""
+    """All data of a page. plan: shown if there is no target and nothing was compiled."""
 
     declaration: Declaration
     plan: Plan

@@ -1,4 +1,4 @@
-"""A report as one HTML page: no script, no font, no picture from elsewhere."""
+"""A report as one HTML page, without scripts, fonts or pictures from elsewhere."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .report_data import Reported, Searched
 __all__ = ["report_page"]
 
 _MOST_TILES = 2**20
-_REGISTERS = 255  # that a thread can have, by NVIDIA's instruction set
+_REGISTERS = 255  # most registers per thread in NVIDIA's instruction set
 
 
 def report_page(found: Reported) -> str:
-    """The page."""
+    """The page as HTML."""
     described = found.plan.problem.describe()
     name = f"{described.partition(' on ')[0]}:{described.partition(':')[2].rpartition(', mesh')[0]}"
     targets = [(f"target-{n}", one) for n, one in enumerate(found.targets)]
@@ -49,12 +49,12 @@ def report_page(found: Reported) -> str:
 
 
 _UNCOMPILED = (
-    "Nothing was compiled: --target v5e:2x2 or h100:8 compiles for devices that aren't here, --target here for these."
+    "Nothing was compiled. --target v5e:2x2 or h100:8 compiles for devices elsewhere, --target here for this machine."
 )
 
 
 def _masks(plan: Plan) -> list[str]:
-    """Its structure, and beside it the kernel's own tiles, where they are known and not too many."""
+    """The mask's structure, and next to it the kernel's tiles if they are known and not too many."""
     problem = plan.problem
     sizes = [getattr(plan.route or plan.config, name, None) for name in ("block_q", "block_kv")]
     q, kv = (size if isinstance(size, int) and size > 0 else None for size in sizes)
@@ -66,7 +66,7 @@ def _masks(plan: Plan) -> list[str]:
 
 
 def _plan(plan: Plan) -> Iterator[str]:
-    """One screen of it, the whole of it folded, and where its tensors are."""
+    """One screen of the plan, the whole plan folded, and where its tensors are."""
     runs = ("runs", f"{plan.implementation or 'nothing'} ({WHY[plan.kind]})")
     yield rows([runs, *(row for row in screen_rows(plan) if row[0] != "more")])
     yield folded("The whole plan", code(plan.explain(verbose=True)))
@@ -77,7 +77,7 @@ def _plan(plan: Plan) -> Iterator[str]:
 def _target(report: TargetReport) -> Iterator[str]:
     device = report.device
     if device is not None:
-        yield paragraph(f"{device.kind}: {bytes_text(device.hbm_bytes)} of HBM a device")
+        yield paragraph(f"{device.kind}: {bytes_text(device.hbm_bytes)} of HBM per device")
     yield from (paragraph(warning, warns=True) for warning in report.warnings)
     yield from _plan(report.plan)
     if any(not one.compiled for one in report.passes):
@@ -107,7 +107,7 @@ def _pass(report: TargetReport, one: PassReport) -> Iterator[str]:
 
 
 def _memory(report: TargetReport, one: PassReport) -> Iterator[str]:
-    """HBM, and what each kernel takes of VMEM, or of shared memory and registers."""
+    """HBM, and each kernel's use of VMEM, or of shared memory and registers."""
     limit = None if report.device is None else report.device.hbm_bytes
     of = "" if limit is None else f" of {bytes_text(limit)}"
     found = [Bar("memory at the peak", one.peak_bytes, f"{bytes_text(one.peak_bytes)}{of}", limit)]
@@ -130,7 +130,7 @@ def _memory(report: TargetReport, one: PassReport) -> Iterator[str]:
 
 
 def _sent(report: TargetReport, one: PassReport) -> Iterator[str]:
-    """Collectives against the least that the strategy has to send."""
+    """Collectives, compared with the least that the strategy must send."""
     if report.plan.problem.devices == 1 or one.collectives is None:
         return
     kinds = dict.fromkeys([*(c.kind for c in one.collectives), *(need.kind for need in one.needs)])
@@ -155,11 +155,11 @@ def _sent(report: TargetReport, one: PassReport) -> Iterator[str]:
     if one.differences:
         yield from (paragraph(f"Differs in {line}", warns=True) for line in one.differences)
     elif not one.unknown:
-        yield paragraph("What is sent is what is needed.")
+        yield paragraph("The program sends exactly what is needed.")
 
 
 def _roofline(report: TargetReport) -> Iterator[str]:
-    """Each pass under the published rates of the device."""
+    """Each pass on the roofline of the device's published rates."""
     done = [one for one in report.passes if one.roofline_seconds and one.intensity]
     device, plan = report.device, report.plan
     if device is None or not done:
@@ -182,7 +182,7 @@ def _roofline(report: TargetReport) -> Iterator[str]:
 
 def _tuning(searches: Sequence[Searched]) -> Iterator[str]:
     if not searches:
-        yield paragraph("No search is kept for this call; attnops tune makes one.")
+        yield paragraph("The tuning cache has no search for this call; attnops tune runs one.")
     drawn = []
     for one in searches:
         unit = "ms, measured" if one.how == "device" else "ms by static clock, an estimate"
@@ -200,7 +200,7 @@ def _tuning(searches: Sequence[Searched]) -> Iterator[str]:
 
 def _timings(found: Reported) -> Iterator[str]:
     if found.ran is None:
-        yield paragraph("It was not run; --run does.")
+        yield paragraph("The call was not run; --run runs it.")
         return
     ran = found.ran
     first = ("runs", f"{ran.plan.implementation} on {ran.plan.problem.device}")

@@ -1,4 +1,4 @@
-"""`attnops run`: compile, run, compare, check, write; and what is told about it."""
+"""`attnops run`: compile, run, compare and check a call, write its results, and print what was found."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class RunOptions(NamedTuple):
 
 
 def run(options: RunOptions) -> int:
-    """Do it. Returns the exit status: 1 for a failed check or an output that isn't finite."""
+    """Run the command. Returns the exit status: 1 for a failed check or an output that isn't finite."""
     if options.as_json:
         for name in ("quiet", "explain"):
             if getattr(options, name):
                 raise ConfigError(
-                    f"--{name} beside --json, which prints the whole plan and all else; leave one of them out."
+                    f"--{name} has no effect with --json, which prints everything; leave one of them out."
                 )
     if options.output is not None:
         check_output_path(options.output)
@@ -79,7 +79,7 @@ def run(options: RunOptions) -> int:
 
 
 def _run_step(declaration: Declaration, options: RunOptions) -> int:
-    """The same of a step over pages."""
+    """The same for a step over pages."""
     refuse_inputs(options.inputs)
     with bar("compile", quiet=options.quiet):
         ran = compile_step(declaration, options.mesh, options.mode, options.seed)

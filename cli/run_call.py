@@ -19,7 +19,7 @@ __all__ = ["Compiled", "compile_call", "compile_declared", "on_devices", "time_c
 
 
 class Compiled(NamedTuple):
-    """A compiled call, its first result, and what it takes: seconds to compile, bytes of temporary memory a device."""
+    """A compiled call, its first result, the seconds to compile it, and bytes of temporary memory per device."""
 
     call: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -31,7 +31,7 @@ class Compiled(NamedTuple):
 def compile_declared(
     operation: Operation, declaration: Declaration, arrays: Mapping[str, Any], mode: str | None
 ) -> Compiled:
-    """Compile and run the declared call on arrays of `on_devices`; `result` is its AttentionOutput."""
+    """Compile and run the declared call on arrays from `on_devices`; `result` is its AttentionOutput."""
 
     def attend(given: dict[str, Any]) -> AttentionOutput:
         return operation(**declaration.call_arguments(given, mode=mode))
@@ -50,8 +50,8 @@ def compile_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Co
 
 
 def time_calls(calls: Sequence[Compiled], repeats: int, told: Told | None = None) -> list[float]:
-    """Median seconds of each. The calls take turns, so that a busy moment of the machine meets all of them. `told` hears of
-    each turn."""
+    """Median seconds of each call. The calls take turns, so that load on the machine affects all of them. `told` is called
+    after each turn."""
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(repeats):
         if told is not None:
@@ -64,7 +64,7 @@ def time_calls(calls: Sequence[Compiled], repeats: int, told: Told | None = None
 
 
 def on_devices(arrays: Mapping[str, Any], plan: Plan, mesh: Mesh | None) -> dict[str, jax.Array]:
-    """Put every array where its fitted spec wants it, before anything is timed."""
+    """Place every array by its fitted spec, before anything is timed."""
     if mesh is None:
         return {name: jax.device_put(x) for name, x in arrays.items()}
     placed = {}

@@ -48,7 +48,7 @@ def ran_json(
 def compared_json(
     other: Baseline | NotExpressible, theirs: Compiled | None, seconds: float | None, agreement: str
 ) -> dict[str, Any]:
-    """What jax.nn.dot_product_attention made of the same work, or what it lacks."""
+    """The result of jax.nn.dot_product_attention for the same work, or what it lacks."""
     if isinstance(other, NotExpressible) or theirs is None:
         return {"expressible": False, "reason": getattr(other, "reason", "")}
     return {
@@ -61,5 +61,5 @@ def compared_json(
 
 
 def _number(value: Any) -> Any:
-    """JSON has no infinity: an error without bound is written as a word."""
+    """JSON has no infinity: an infinite error is written as a string."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

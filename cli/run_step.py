@@ -1,4 +1,4 @@
-"""`attnops run` of a declared step over pages: compile, run, check against float64, and what is told about it."""
+"""`attnops run` for a declared step over pages: compile it, run it, check it against float64, and print what was found."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _AGAINST = "float64 reference over the pages"
 
 
 class RanStep(NamedTuple):
-    """A step that ran: its plan, what was compiled (result: a StepOutput), the arrays given, and notes."""
+    """A step that ran: its plan, the compiled step (result: a StepOutput), its input arrays, and notes."""
 
     plan: PagedPlan
     compiled: Compiled
@@ -42,7 +42,7 @@ class RanStep(NamedTuple):
 
 
 def one_layer(declaration: Declaration, metadata: OperationMetadata) -> tuple[Declaration, tuple[str, ...]]:
-    """The declaration with a cache of one layer, which is all that a step reads; and the note of it. Where layers are in groups,
+    """The declaration with a cache of one layer, which is all that a step reads, and a note about it. If layers are in groups,
     it has the pages that the plan gives the layer's group."""
     cache, step = declaration.cache, declaration.step
     if cache is None or step is None or cache.layer_count == 1:
@@ -61,11 +61,11 @@ def one_layer(declaration: Declaration, metadata: OperationMetadata) -> tuple[De
         update={"cache": KVCache.from_dict(fields), "step": step.model_copy(update={"layer": 0})}
     ).checked()
     which = "" if len(cache.groups) == 1 else f", layer {step.layer}"
-    return changed, (f"one of the cache's {cache.layer_count} layers{which}: a step attends to one",)
+    return changed, (f"one of the cache's {cache.layer_count} layers{which}: a step uses one",)
 
 
 def compile_step(declaration: Declaration, mesh: str | None, mode: str | None, seed: int) -> RanStep:
-    """Draw pages and tokens, compile the step, and run it once. Errors: RefusedError where nothing runs it."""
+    """Draw pages and tokens, compile the step, and run it once. Errors: RefusedError if nothing can run it."""
     metadata = run_metadata(declaration, mesh=mesh)
     alone, notes = one_layer(declaration, metadata)
     operation, step = step_of(alone, metadata, mode)
@@ -80,7 +80,7 @@ def compile_step(declaration: Declaration, mesh: str | None, mode: str | None, s
 
 
 def check_step(ran: RanStep) -> list[Comparison]:
-    """Output and lse against the float64 reference over the pages after the step's own tokens were written."""
+    """Compare output and lse with the float64 reference, over the pages after the step's own tokens were written."""
     plan, output = ran.plan, ran.compiled.result
     cache, problem = plan.cache.cache, plan.problem
     after = jax.tree.map(np.asarray, output.state.layers[0])
@@ -124,7 +124,8 @@ def check_step(ran: RanStep) -> list[Comparison]:
 
 
 def _compare_lse(got: np.ndarray, want: np.ndarray, tolerance: float | None) -> Comparison:
-    """-inf, of a row that sees nothing, has to be so in both; numbers are held against the size of their row."""
+    """Compare lse. -inf, for a row that attends to nothing, must be -inf in both; other errors are relative to the row's
+    size."""
     both = np.isfinite(got) & np.isfinite(want)
     error = row_error(got[both], want[both], lse_size(want[both])) if both.any() else 0.0
     if not np.array_equal(got[~both], want[~both]):
@@ -134,13 +135,13 @@ def _compare_lse(got: np.ndarray, want: np.ndarray, tolerance: float | None) -> 
 
 
 def _stored_table(batch: RaggedBatch, pages: int) -> np.ndarray:
-    """Where each sequence's pages lie in a shard's arrays of `pages`."""
+    """The places of each sequence's pages in the arrays of `pages` of a shard."""
     table, n = np.asarray(batch.page_table), batch.sequence_shards
     return table if n == 1 else stored_ids(whole_table(table, pages), n, pages)
 
 
 def _split(cache: CacheFields, pages: LayerPages) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values [pages, page, kv_heads, dim] of any layout."""
+    """Keys and values [pages, page, kv_heads, dim] from any layout."""
     if cache.layout == "joined":
         both = np.asarray(pages.key).swapaxes(1, 2)
         return both[..., : cache.head_dim], both[..., cache.head_dim : cache.head_dim + cache.value_size]

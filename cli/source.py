@@ -12,7 +12,7 @@ __all__ = ["declared_in"]
 
 
 def declared_in(path: Path) -> Declaration:
-    """The declaration. Errors: ConfigError for what can't be read or has no meaning."""
+    """Read the declaration. Errors: ConfigError if it can't be read or is invalid."""
     if str(path) != "-":
         return Declaration.load(path)
     try:

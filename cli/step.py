@@ -1,4 +1,4 @@
-"""`attnops plan` of a file whose operation attends to pages: the step and its cache on the terminal."""
+"""`attnops plan` for an operation over pages: print the plans of the step and its cache."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = ["is_paged", "plan_step", "print_step", "refuse_inputs", "show_step", 
 
 
 def is_paged(declaration: Declaration) -> bool:
-    """Whether the operation has steps over pages. Errors: ConfigError where the file declares the other kind of call."""
+    """Whether the operation runs steps over pages. Errors: ConfigError if the file declares the other kind of call."""
     operation: Any = OperationRegistry.get(declaration.operation)
     paged = issubclass(operation, Paged)
     if paged and declaration.is_set("call"):
         raise ConfigError(
-            f"operation {declaration.operation!r} has steps over pages; declare `step` in the place of `call`."
+            f"operation {declaration.operation!r} runs steps over pages; declare `step` instead of `call`."
         )
     if not paged and declaration.step is not None:
         raise ConfigError(
-            f"the file declares a step, and operation {declaration.operation!r} has calls; use 'paged', or declare `call`."
+            f"the file declares a step, but operation {declaration.operation!r} runs calls; use 'paged', or declare `call`."
         )
     return paged
 
@@ -56,7 +56,7 @@ def step_of(declaration: Declaration, metadata: OperationMetadata, mode: str | N
 def plan_step(
     declaration: Declaration, metadata: OperationMetadata, mode: str | None, inputs: Path | None = None
 ) -> PagedPlan:
-    """The plan of the declared step, with what it reads."""
+    """The plan of the declared step, including what it reads."""
     refuse_inputs(inputs)
     operation, step = step_of(declaration, metadata, mode)
     tokens, options = (step.query, step.key, step.value), step.options | {"softmax_aux": step.sinks}
@@ -64,7 +64,7 @@ def plan_step(
 
 
 def refuse_inputs(inputs: Path | None) -> None:
-    """A step's sizes are all in its file."""
+    """Refuse --inputs: a step's sizes are all in its declaration."""
     if inputs is not None:
         raise ConfigError(f"--inputs {inputs}: a step over pages reads no file; its sizes are in the declaration.")
 
@@ -73,8 +73,8 @@ def show_step(
     plan: PagedPlan, cache: CachePlan | None, notes: tuple[str, ...], platform_source: str | None, as_json: bool,
     *, verbose: bool = False,
 ) -> None:  # fmt: skip
-    """Print it, as text or as JSON, and the plan of the whole cache. Errors: RefusedError, once it is shown, where nothing can
-    run it."""
+    """Print the plans of the step and of the whole cache, as text or JSON. Errors: RefusedError, after printing, if nothing can
+    run the step."""
     whole = plan.cache if cache is None or not cache.parts else cache
     if as_json:
         print_json(enabled_json(plan.to_dict() | {"cache": whole.to_dict()}, notes))
@@ -91,8 +91,8 @@ def print_step(
     *,
     verbose: bool = False,
 ) -> None:
-    """One screen, or with `verbose` the whole decision; the cache's plan after the step's, that of the layer's group unless
-    another one is given."""
+    """Print one screen, or with `verbose` the whole decision, and then the cache's plan: that of the layer's group unless another
+    is given."""
     console = text()
     console.print(Text(plan.problem.describe(), style="bold"))
     rows: list[tuple[str, str | Text]] = [runs_row(plan), *rejected_rows(plan)]
@@ -101,7 +101,7 @@ def print_step(
         rows.append((name, f"{plan.problem.platform}, from {platform_source}" if source else line))
     told = [note for note in (*plan.notes, *notes) if verbose or not isinstance(note, Aside)]
     console.print(fields([*rows, *[("note", note) for note in told]]), "", sep="\n")
-    # On one device a spec splits nothing.
+    # On one device specs split nothing, so the table is left out.
     whole = verbose or math.prod(axis.size for axis in plan.problem.mesh) > 1
     if whole:
         tensors = table("tensor", "fitted", "shape", "per device", "bytes")

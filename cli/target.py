@@ -1,4 +1,4 @@
-"""What a command plans for or runs on: an abstract mesh, described TPUs or GPUs, or the devices of this machine."""
+"""What a command plans for or runs on: an abstract mesh, described TPUs or GPUs, or this machine's devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..verify.topology import described_mesh
 
 __all__ = ["TargetOptions", "declared_sizes", "here", "plan_metadata", "run_metadata", "targeted"]
 
-# More virtual devices than this are a slip of the hand: each costs a thread pool.
+# More virtual devices than this are taken for a typing error: each costs a thread pool.
 _MOST_VIRTUAL = 256
 
 
@@ -37,7 +37,7 @@ def here() -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """The options that say what is planned for; None, or False, where one wasn't given."""
+    """The options that choose the target; None or False for options not given."""
 
     mesh: str | None = None
     platform: str | None = None
@@ -47,9 +47,9 @@ class TargetOptions:
 
 
 def targeted(declaration: Declaration, options: TargetOptions) -> Declaration:
-    """The declaration as these options change it: what is planned, and what a file has to say for the same plan.
+    """The declaration with these options applied: it is what is planned, and a file with it gives the same plan.
 
-    Errors: ConfigError and ShardingError for options that have no meaning.
+    Errors: ConfigError and ShardingError for invalid options.
     """
     platform, topology = options.platform, options.topology
     sizes = declared_sizes(options.mesh, declaration)
@@ -62,7 +62,9 @@ def targeted(declaration: Declaration, options: TargetOptions) -> Declaration:
     gpus = topology is not None and is_gpu_target(topology)
     if topology is not None and platform not in ((None, "cuda", "gpu") if gpus else (None, "tpu")):
         kind = "NVIDIA's GPUs" if gpus else "TPUs"
-        raise ConfigError(f"--topology {topology} describes {kind}, --platform says {platform}; leave one of them out.")
+        raise ConfigError(
+            f"--topology {topology} describes {kind}, but --platform is {platform}; leave one of them out."
+        )
     metadata = dict(declaration.metadata)
     if options.strict:
         metadata["strict"] = True
@@ -78,7 +80,7 @@ def targeted(declaration: Declaration, options: TargetOptions) -> Declaration:
         metadata["mesh"] = mesh_to_dict(named.abstract({"fsdp": 1} if sizes is None else sizes))
     elif platform is not None and topology is None:
         metadata["backend"] = platform
-        if sizes is not None:  # a mesh says itself where it is
+        if sizes is not None:  # a mesh has its own platform
             metadata["mesh"] = _named_axes(metadata["mesh"]) | {
                 "platform": platform,
                 "device_kind": None,
@@ -88,7 +90,7 @@ def targeted(declaration: Declaration, options: TargetOptions) -> Declaration:
 
 
 def _described(topology: str, sizes: dict[str, int] | None) -> AnyMesh:
-    """How TPUs lie only libtpu knows; without it their generation and number are enough to plan for."""
+    """The described devices. Only libtpu knows how TPUs are arranged; without it, generation and number are enough to plan."""
     if not is_gpu_target(topology) and has_libtpu():
         return described_mesh(topology, sizes)
     target = target_of(topology)
@@ -98,28 +100,28 @@ def _described(topology: str, sizes: dict[str, int] | None) -> AnyMesh:
 def _unknown_platform(platform: str) -> str:
     names = (*METHODS, *device_names())
     if devices_named(platform.partition(":")[0], 1) is not None:
-        return f"--platform {platform}: so many devices are a topology; wanted --topology {platform}."
+        return f"--platform {platform} describes a topology; use --topology {platform}."
     return f"--platform {platform}: wanted one of {', '.join(names)}.{nearest(platform, names)}"
 
 
 def plan_metadata(declaration: Declaration) -> OperationMetadata:
-    """The metadata with a mesh that needs no devices, be they here or not."""
+    """The metadata with an abstract mesh, which needs no devices."""
     if declared_sizes(None, declaration) is None:
         return declaration.operation_metadata()
     return declaration.operation_metadata({"mesh": _named_axes(declaration.metadata["mesh"]) | {"abstract": True}})
 
 
 def _named_axes(mesh: Mapping[str, Any]) -> dict[str, Any]:
-    """The one spelling of a mesh that has room for its platform."""
+    """The spelling of a mesh that can hold a platform."""
     if "axis_names" in mesh or "axis_sizes" in mesh:
         return dict(mesh)
     return {"axis_names": list(mesh), "axis_sizes": list(mesh.values())}
 
 
 def run_metadata(declaration: Declaration, *, mesh: str | None) -> OperationMetadata:
-    """The metadata on this machine's devices; on CPU as many virtual ones as the mesh needs.
+    """The metadata on this machine's devices; on CPU with as many virtual devices as the mesh needs.
 
-    Errors: ShardingError when there are too few devices, ConfigError when the config wants another platform.
+    Errors: ShardingError if there are too few devices, ConfigError if the config requires another platform.
     """
     sizes = declared_sizes(mesh, declaration)
     if sizes is not None:
@@ -137,14 +139,14 @@ def run_metadata(declaration: Declaration, *, mesh: str | None) -> OperationMeta
         wanted = getattr(metadata, name)
         if wanted is not None and wanted != platform and not (wanted == "gpu" and platform in ("cuda", "rocm")):
             raise ConfigError(
-                f"metadata.{name} is {wanted!r} and this machine's devices are {platform}; run it there, use "
+                f"metadata.{name} is {wanted!r}, but this machine's devices are {platform}; run it there, use "
                 f"`attnops plan`, or leave {name} out."
             )
     return metadata
 
 
 def declared_sizes(mesh: str | None, declaration: Declaration) -> dict[str, int] | None:
-    """The mesh's sizes: the option's, else the config's."""
+    """The mesh's sizes, from the option or else from the config."""
     if mesh is not None:
         return parse_mesh(mesh)
     declared = declaration.metadata.get("mesh")
@@ -154,19 +156,19 @@ def declared_sizes(mesh: str | None, declaration: Declaration) -> dict[str, int]
     found = dict(declared)
     if isinstance(names, list) and isinstance(sizes, list):
         found = dict(zip(names, sizes, strict=False))
-    # A mesh without meaning is left for OperationMetadata, which says what is wrong with it.
+    # An invalid mesh is left to OperationMetadata, which says what is wrong with it.
     sound = found and all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in found.values())
     return found if sound else None
 
 
 def _make_cpu_devices(count: int) -> None:
-    """Ask for virtual CPU devices. On other platforms this changes nothing that is used."""
+    """Request virtual CPU devices. This has no effect on other platforms."""
     if count > _MOST_VIRTUAL:
         raise ShardingError(
             f"mesh of {count} devices: `run` makes at most {_MOST_VIRTUAL} virtual ones; `attnops plan` needs none."
         )
     if count == 1 or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        return  # nothing to ask for, or the user has said how many
-    # RuntimeError: the backend runs already. virtual_mesh tells whether its devices are enough.
+        return  # none needed, or the user has set the number
+    # RuntimeError: the backend is already running. virtual_mesh checks whether it has enough devices.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)

@@ -1,4 +1,4 @@
-"""`attnops tune`: search the sizes of the declared call, by static clock or on this machine's device, and keep them."""
+"""`attnops tune`: search block sizes for the declared call, by static clock or on this machine's device, and cache them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .verify import target_mesh
 __all__ = ["TuneOptions", "print_tuned", "tune", "tuned_json"]
 
 
-_WIDE = 150  # in a pipe, so that no number is folded
+_WIDE = 150  # width in a pipe, so that no number is wrapped
 
 
 class TuneOptions(NamedTuple):
@@ -45,7 +45,7 @@ class TuneOptions(NamedTuple):
 
 
 def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
-    """(target, report) of each target, or of this machine's device where none is given."""
+    """(target, report) for each target, or for this machine's device if none is given."""
     if options.cache is not None:
         os.environ[ENVIRONMENT] = str(options.cache.absolute())
     declaration = options.declaration
@@ -55,7 +55,7 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
     kind = OperationRegistry.get(declaration.operation)
     arguments = declaration.call_arguments(call_shapes(declaration.call, options.inputs).arrays, mode=options.mode)
     if options.how == "device" and options.targets:
-        raise ConfigError("--how device takes times on this machine; leave --target out, or --how.")
+        raise ConfigError("--how device measures times on this machine; leave out --target or --how.")
     found = []
     for target in options.targets or (None,):
         if target is None:
@@ -74,7 +74,9 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
 
 def _tune_step(declaration: Declaration, options: TuneOptions) -> list[tuple[str, TuneReport]]:
     if options.targets:
-        raise ConfigError(f"--target {options.targets[0]}: a step over pages is searched by time, here; leave it out.")
+        raise ConfigError(
+            f"--target {options.targets[0]}: a step over pages is tuned by times measured on this machine; leave it out."
+        )
     metadata = run_metadata(declaration, mesh=options.mesh)
     alone, _ = one_layer(declaration, metadata)
     operation, step = step_of(alone, metadata, options.mode)
@@ -105,7 +107,7 @@ def tuned_json(reports: list[tuple[str, TuneReport]]) -> list[dict[str, Any]]:
 
 
 def print_tuned(reports: list[tuple[str, TuneReport]], notes: tuple[str, ...] = ()) -> None:
-    """A table for each target and pass, the fastest first; `notes` come last."""
+    """Print a table for each target and pass, fastest first, and then `notes`."""
     console = text()
     for target, report in reports:
         problem = report.plan.problem
@@ -124,14 +126,14 @@ def _about(report: TuneReport) -> list[tuple[str, str | Text]]:
     if report.how == "device":
         word = f"measured here, on {jax.devices()[0].device_kind}: medians"
     else:
-        word = "by static clock: cycles of the compiler's schedule, an estimate without waits for memory"
+        word = "by static clock: cycles of the compiler's schedule, an estimate that leaves out waits for memory"
     rows: list[tuple[str, str | Text]] = [("how", word)]
-    rows.append(("ratio", "to the heuristic's own choice"))
+    rows.append(("ratio", "relative to the heuristic's choice"))
     return [*rows, ("reused", f"{report.reused} candidates measured before")] if report.reused else rows
 
 
 def _table(report: TuneReport, part: str) -> Any:
-    """The candidates that work, the fastest first."""
+    """The candidates that work, fastest first."""
     measured, heuristic = report.measured(part), report.heuristic(part)
     names = list(dict.fromkeys(name for one in measured for name in one.fields))
     figures = ("cycles", "VMEM") if report.how == "static" else ("time",)
@@ -162,4 +164,4 @@ def _ending(report: TuneReport) -> list[tuple[str, str | Text]]:
     choice = report.found.choice
     if choice is None:
         return [("chosen", Text("nothing: no candidate compiles", style="red"))]
-    return [("chosen", Text(fields_text(choice.fields), style="green")), ("kept in", str(report.found.path))]
+    return [("chosen", Text(fields_text(choice.fields), style="green")), ("stored in", str(report.found.path))]

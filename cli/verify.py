@@ -1,5 +1,5 @@
-"""`attnops verify`: compile the declared call for TPUs or GPUs that aren't here, or for a mesh of virtual CPU devices, and tell
-what the compiler says.
+"""`attnops verify`: compile the declared call for TPUs or GPUs that aren't here, or for a mesh of virtual CPU devices, and print
+what the compiler reports.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class VerifyOptions(NamedTuple):
 
 
 def verify(options: VerifyOptions) -> list[TargetReport] | list[StepReport]:
-    """One report a target; without one, of this machine's devices, virtual ones where the mesh needs them."""
+    """One report per target. Without a target: one for this machine's devices, virtual ones if the mesh needs them."""
     declaration = options.declaration
     if is_paged(declaration):
         refuse_inputs(options.inputs)
@@ -87,7 +87,7 @@ def _devices_here(metadata: OperationMetadata) -> str:
 
 
 def target_mesh(target: str, mesh: str | None, declaration: Declaration) -> AnyMesh:
-    """The target's devices, arranged by --mesh, else as the config's mesh if that has as many, else along fsdp."""
+    """The target's devices, arranged by --mesh, else by the config's mesh if its size matches, else along fsdp."""
     wanted = target_of(target)
     sizes: Mapping[str, int] | None = declared_sizes(mesh, declaration)
     if sizes is not None and mesh is None and math.prod(sizes.values()) != wanted.count:
@@ -96,7 +96,7 @@ def target_mesh(target: str, mesh: str | None, declaration: Declaration) -> AnyM
 
 
 def why(report: TargetReport | StepReport) -> str:
-    """Why a target didn't pass."""
+    """Why a target fails."""
     if isinstance(report, StepReport):
         return why_step(report)
     if report.plan.implementation is None:
@@ -107,7 +107,7 @@ def why(report: TargetReport | StepReport) -> str:
 
 
 def print_reports(reports: Sequence[TargetReport] | Sequence[StepReport], notes: tuple[str, ...] = ()) -> None:
-    """All of it, a paragraph a target; `notes` come last."""
+    """Print all reports, one paragraph per target, and then `notes`."""
     if isinstance(reports[0], StepReport):
         print_step_reports([report for report in reports if isinstance(report, StepReport)], notes)
         return
@@ -144,7 +144,7 @@ def _rows(report: TargetReport) -> list[tuple[str, str | Text]]:
 def _pass_rows(report: TargetReport, one: PassReport, told: Sequence[AnyKernelUse]) -> list[tuple[str, str | Text]]:
     rows: list[tuple[str, str | Text]] = []
     if one.failure is not None:
-        fits = "doesn't compile" if not one.peak_bytes else "compiles and doesn't fit"
+        fits = "doesn't compile" if not one.peak_bytes else "compiles but doesn't fit"
         rows = [(one.name, Text(f"{fits}: {one.failure.message}", style="red"))]
         rows += [(one.name, f"counted: {bytes_text(size)} for {what}") for what, size in one.held]
         rows += [] if one.advice is None else [(one.name, one.advice)]
@@ -161,18 +161,18 @@ def _pass_rows(report: TargetReport, one: PassReport, told: Sequence[AnyKernelUs
     rows.append(
         (
             one.name,
-            "{} of a device: arguments {}, outputs {}, temporary {}; {} at the peak".format(
+            "{} per device: arguments {}, outputs {}, temporary {}; {} at the peak".format(
                 memory, *map(bytes_text, sizes)
             ),
         )
     )
-    work = f"{one.flops / 1e9:.4g} GFLOP, {bytes_text(one.bytes_moved)} moved, {one.intensity:.0f} operations a byte"
+    work = f"{one.flops / 1e9:.4g} GFLOP, {bytes_text(one.bytes_moved)} moved, {one.intensity:.0f} operations per byte"
     least = f": at least {seconds_text(one.roofline_seconds)}, bound by {one.bound}" if one.bound else ""
     return [*rows, (one.name, work + least)]
 
 
 def _sent_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | Text]]:
-    """What the program sends between devices, beside what it has to."""
+    """What the program sends between devices, and what it must send."""
     if report.plan.problem.devices == 1 or one.collectives is None:
         return []
     rows: list[tuple[str, str | Text]] = []
@@ -182,7 +182,7 @@ def _sent_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | T
             (
                 one.name,
                 f"{sent.count} {sent.kind} of {bytes_text(sent.result_bytes)} over {'+'.join(sent.axes)}: "
-                f"{bytes_text(round(sent.sent_bytes))} sent by a device{apart}",
+                f"{bytes_text(round(sent.sent_bytes))} sent per device{apart}",
             )
         )
     if not one.collectives:
@@ -192,9 +192,9 @@ def _sent_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | T
         parts = ", ".join(f"{need.what} {bytes_text(need.sent_bytes)}" for need in needs)
         rows.append((one.name, f"needed by {kind}: {bytes_text(sum(need.sent_bytes for need in needs))} ({parts})"))
     if one.unknown:
-        rows += [(one.name, f"not held against what is needed: {why}") for why in one.unknown]
+        rows += [(one.name, f"not compared with what is needed: {why}") for why in one.unknown]
     elif one.differences:
         rows += [(one.name, Text(f"DIFFERS in {line}", style="red")) for line in one.differences]
     else:
-        rows.append((one.name, "what is sent is what is needed" if one.needs else "and nothing is needed"))
+        rows.append((one.name, "sends exactly what is needed" if one.needs else "and nothing needs to be sent"))
     return rows

@@ -1,4 +1,4 @@
-"""`attnops verify` of a declared step over pages: what the compiler says of it, target by target."""
+"""`attnops verify` for a declared step over pages: what the compiler reports for each target."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def verify_steps(
 
 
 def print_step_reports(reports: list[StepReport], notes: tuple[str, ...] = ()) -> None:
-    """All of it, a paragraph a target; `notes` come last."""
+    """Print all reports, one paragraph per target, and then `notes`."""
     console = text()
     console.print(head_text(reports[0].plan.problem.describe()))
     for report in reports:
@@ -43,7 +43,7 @@ def print_step_reports(reports: list[StepReport], notes: tuple[str, ...] = ()) -
 
 
 def why_step(report: StepReport) -> str:
-    """Why it didn't pass."""
+    """Why a target fails."""
     if report.plan.implementation is None:
         return f"{report.target}: {report.plan.refusal()}"
     if report.plan.cache.refused:
@@ -63,7 +63,7 @@ def _rows(report: StepReport) -> list[tuple[str, str | Text]]:
     rows += [runs_row(plan), *rejected_rows(plan), *[("note", note) for note in plan.notes]]
     rows += [("refused", Text(str(reason), style="red")) for reason in plan.cache.refused]
     if report.failure is not None:
-        fits = "compiles and doesn't fit" if report.argument_bytes else "doesn't compile"
+        fits = "compiles but doesn't fit" if report.argument_bytes else "doesn't compile"
         return [*rows, ("step", Text(f"{fits}: {report.failure.message}", style="red"))]
     if not report.compiled:
         return (
@@ -79,12 +79,14 @@ def _rows(report: StepReport) -> list[tuple[str, str | Text]]:
             rows.append(("step", Text(f"SENDS {sent.count} {sent.kind} that nothing needs", style="red")))
         else:
             size, over = bytes_text(round(sent.sent_bytes)), "+".join(sent.axes)
-            rows.append(("step", f"sends {size} in {sent.count} {sent.kind} over {over}, to join outputs by their lse"))
+            rows.append(
+                ("step", f"sends {size} in {sent.count} {sent.kind} over {over}, to merge outputs by their lse")
+            )
     if report.collectives == () and plan.problem.mesh:
         rows.append(("step", "no collectives: nothing is sent between devices"))
     sizes = (report.argument_bytes, report.output_bytes, report.temp_bytes, report.peak_bytes)
     texts = tuple(map(bytes_text, sizes))
-    rows.append(("step", "a device: arguments {}, outputs {}, temporary {}; {} at the peak".format(*texts)))
+    rows.append(("step", "per device: arguments {}, outputs {}, temporary {}; {} at the peak".format(*texts)))
     if plan.reads is not None:
         work = f"{plan.reads.describe()}; {report.flops / 1e9:.4g} GFLOP"
         least = f": at least {seconds_text(report.roofline_seconds)}, bound by {report.bound}" if report.bound else ""

@@ -9,7 +9,7 @@ __all__ = ["version_text"]
 
 
 def version_text() -> str:
-    """`attnops 0.2.0 (jax 0.10.2, jaxlib 0.10.2, Python 3.11.2)`; libtpu where it is installed."""
+    """`attnops 0.2.0 (jax 0.10.2, jaxlib 0.10.2, Python 3.11.2)`; with libtpu if it is installed."""
     parts = [f"{name} {version}" for name in ("jax", "jaxlib", "libtpu") if (version := _installed(name))]
     return f"attnops {_installed('attnops') or 'from a checkout'} ({', '.join([*parts, f'Python {platform.python_version()}'])})"
 

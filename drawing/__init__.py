@@ -1,4 +1,4 @@
-"""Pictures as text and as SVG, of plain numbers: this room knows nothing of masks or plans."""
+"""Pictures as text and SVG, from plain numbers: this subpackage doesn't know masks or plans."""
 
 from .devices import DevicePicture, Placed, Sent, Split
 from .tiles import TilePicture

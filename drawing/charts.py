@@ -1,4 +1,4 @@
-"""Charts for a report: bars of what is used of a limit, as HTML; a roofline and a curve, as SVG."""
+"""Charts for a report: bars for use of a limit, as HTML; a roofline and a curve, as SVG."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 44.0, 44.0
 
 
 class Bar(NamedTuple):
-    """So much of a limit, or of the longest bar where there is none; `told` in words."""
+    """A value relative to its limit, or to the longest bar if there is no limit. `told`: the value as text."""
 
     name: str
     value: float
@@ -26,7 +26,7 @@ class Bar(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Work: operations a byte, operations a second at most, and its name."""
+    """Work: its operations per byte, its maximum operations per second, and its name."""
 
     name: str
     intensity: float
@@ -34,7 +34,7 @@ class Point(NamedTuple):
 
 
 def bars(found: Sequence[Bar]) -> str:
-    """One below the other, each with its words; one that is over its limit is marked, in words too."""
+    """Bars, one below the other, each with its text. A bar over its limit is marked, also in its text."""
     longest = max((bar.value for bar in found), default=0.0) or 1.0
     lines = []
     for bar in found:
@@ -52,7 +52,7 @@ def bars(found: Sequence[Bar]) -> str:
 
 
 def roofline(flops_per_second: float, bytes_per_second: float, points: Sequence[Point], device: str) -> str:
-    """The most operations a second at each intensity, on two logarithmic axes, and where work stands under it."""
+    """The maximum operations per second at each intensity, on two logarithmic axes, with points for work."""
     knee = flops_per_second / bytes_per_second
     xs = [knee, *(point.intensity for point in points)]
     low, high = math.floor(math.log10(min(xs)) - 0.5), math.ceil(math.log10(max(xs)) + 0.5)
@@ -85,7 +85,7 @@ def roofline(flops_per_second: float, bytes_per_second: float, points: Sequence[
         parts.append(element("path", d=f"M{at:.1f} {_TOP} V{_HEIGHT - _BOTTOM}", class_="ao-line", stroke_opacity=0.5))
     for power in range(math.ceil(bottom), math.floor(top) + 1):
         parts.append(label(_LEFT - 6, y(10.0**power) + 4, _si(10.0**power), "ao-small", "end"))
-    parts.append(label(_LEFT + plot[0] / 2, _HEIGHT - 10, "operations a byte", "ao-small", "middle"))
+    parts.append(label(_LEFT + plot[0] / 2, _HEIGHT - 10, "operations per byte", "ao-small", "middle"))
     for number, point in enumerate(points):
         at, height = x(point.intensity), y(point.rate)
         parts.append(element("circle", cx=at, cy=height, r=5.0, class_="ao-head"))
@@ -97,7 +97,7 @@ def roofline(flops_per_second: float, bytes_per_second: float, points: Sequence[
 
 
 def curve(title: str, unit: str, values: Sequence[tuple[str, float]], chosen: int, heuristic: int | None) -> str:
-    """Values of candidates from the best to the worst, as dots on a line; the chosen and the heuristic's are named."""
+    """The values of candidates from best to worst, as dots on a line. The chosen one and the heuristic's are labelled."""
     plot = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
     most, least = max(v for _, v in values), min(v for _, v in values)
     floor = 0.0 if least < 0.5 * most else least - (most - least or most) * 0.3
@@ -120,7 +120,7 @@ def curve(title: str, unit: str, values: Sequence[tuple[str, float]], chosen: in
     ]
     marks = {chosen: "chosen"} | ({} if heuristic is None else {heuristic: "heuristic"})
     if heuristic == chosen:
-        marks = {chosen: "chosen, as the heuristic"}
+        marks = {chosen: "chosen, same as the heuristic"}
     for index, word in marks.items():
         px, py = places[index]
         parts.append(element("circle", cx=px, cy=py, r=6.0, class_="ao-good" if index == chosen else "ao-head"))

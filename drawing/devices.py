@@ -1,4 +1,4 @@
-"""DevicePicture: which part of each tensor every device of a mesh holds, and what is sent, as text and as SVG."""
+"""DevicePicture: which part of each tensor every device of a mesh holds, and what is sent, as text and SVG."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DevicePicture", "Placed", "Sent", "Split"]
 
 @dataclass(frozen=True)
 class Split:
-    """One dimension of a tensor: its name, its length, the mesh axes that split it, and into how many parts."""
+    """One dimension of a tensor: its name, its length, the mesh axes that split it, and the number of parts."""
 
     name: str
     size: int
@@ -22,17 +22,17 @@ class Split:
     parts: int
 
     def range(self, part: int) -> str:
-        """`0:256`, the indices of a part."""
+        """The indices of a part, such as `0:256`."""
         step = self.size // self.parts
         return f"{part * step}:{(part + 1) * step}"
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Tensors that lie alike. shapes: of the whole and of a device's part, as text.
+    """Tensors with the same placement. shapes: those of the whole and of a device's part, as text.
 
-    held: of each device of the mesh in its order, the part along each dimension.
-    dropped: (mesh axis, dimension, why) of axes that were declared and can't be used.
+    held: for each device, in the mesh's order, its part along each dimension.
+    dropped: (mesh axis, dimension, why) for declared axes that can't be used.
     """
 
     names: tuple[str, ...]
@@ -44,7 +44,7 @@ class Placed:
 
     @property
     def copies(self) -> int:
-        """How many devices hold each part."""
+        """The number of devices that hold each part."""
         return len(self.held) // math.prod(dim.parts for dim in self.dims)
 
     def first_holder(self, device: int) -> int:
@@ -54,7 +54,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Sent:
-    """What groups of devices send: `kind` is 'all-gather', 'ring', 'all-to-all' or 'all-reduce'; `groups`: places in the mesh."""
+    """What groups of devices send. kind: 'all-gather', 'ring', 'all-to-all' or 'all-reduce'. groups: positions in the mesh."""
 
     what: str
     kind: str
@@ -65,7 +65,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class DevicePicture:
-    """`print` gives the text; a notebook shows the SVG. mesh: (axis, size); ids: of the mesh's devices in its order."""
+    """`print` shows the text, a notebook the SVG. mesh: (axis, size). ids: the ids of the mesh's devices, in its order."""
 
     title: str
     mesh: tuple[tuple[str, int], ...]
@@ -75,21 +75,21 @@ class DevicePicture:
     repeated: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """For a terminal, in 80 columns and plain characters."""
+        """The picture as text for a terminal, in 80 columns and plain characters."""
         return devices_text(self)
 
     def __str__(self) -> str:
         return self.text()
 
     def svg(self) -> str:
-        """For a page: light and dark, no fonts or scripts from elsewhere."""
+        """The picture as SVG for a page, in light and dark, without fonts or scripts from elsewhere."""
         return devices_svg(self)
 
     def _repr_html_(self) -> str:
         return self.svg()
 
     def save(self, path: str | Path) -> Path:
-        """Write the SVG to a file, or where its name ends in .txt the text."""
+        """Write the SVG to a file, or the text if its name ends in .txt."""
         found = Path(path)
         found.write_text(self.text() + "\n" if found.suffix == ".txt" else self.svg(), encoding="utf-8")
         return found

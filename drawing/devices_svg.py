@@ -1,4 +1,4 @@
-"""A DevicePicture as SVG: each tensor as a grid of its parts with the devices that hold them, then what is sent by arrows."""
+"""A DevicePicture as SVG: each tensor as a grid of parts with the devices that hold them, then arrows for what is sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .svg import element, label, picture, rectangle
 __all__ = ["devices_svg"]
 
 _WIDTH, _LEFT = 440.0, 100.0
-_PANELS = 2  # of parts along further dimensions
+_PANELS = 2  # panels for parts along further dimensions
 _MOST = 8  # parts of a dimension that are drawn
 _CELL = 40.0, 26.0
 _LINE = 66  # characters of a small line
@@ -48,7 +48,7 @@ def devices_svg(found: Any) -> str:
 
 
 def _lines(text: str, y: float, class_: str) -> tuple[list[str], float]:
-    """Small lines under y, and where they end."""
+    """Small lines of text below y, and the y at which they end."""
     drawn, line = list[str](), ""
     for word in text.split():
         if line and len(line) + len(word) + 1 > _LINE:
@@ -61,7 +61,7 @@ def _lines(text: str, y: float, class_: str) -> tuple[list[str], float]:
 
 
 def _tensor(found: Any, tensor: Any, y: float) -> tuple[list[str], float]:
-    """Its name and spec, what was dropped, and a grid for every part of what isn't along its sides."""
+    """A tensor's name and spec, what was dropped, and a grid for each part along dimensions that aren't the grid's sides."""
     parts = [
         label(12, y, ", ".join(tensor.names), class_="ao-strong"),
         label(12, y + 16, f"{tensor.spec}   {tensor.shapes}", class_="ao-small"),
@@ -100,7 +100,7 @@ def _tensor(found: Any, tensor: Any, y: float) -> tuple[list[str], float]:
 def _grid(
     tensor: Any, holders: dict[Any, list[int]], fixed: dict[int, int], across: list[int], down: list[int], y: float
 ) -> tuple[list[str], float]:
-    """Parts along two dimensions, each with its devices; beyond the first eight an ellipsis."""
+    """The parts along two dimensions, each with its devices; an ellipsis after the first eight."""
     parts = list[str]()
     columns, rows = (min(tensor.dims[d[0]].parts, _MOST) if d else 1 for d in (across, down))
     width, height = _CELL
@@ -132,7 +132,7 @@ def _grid(
 
 
 def _sent(found: Any, one: Any, y: float) -> tuple[list[str], float]:
-    """A line of words and the arrows of the first group."""
+    """A line of text, and the arrows of the first group."""
     parts, y = _lines(f"{one.what}: {one.kind} over {'+'.join(one.axes)}, {one.why}", y + 4, "ao-small")
     group, step = one.groups[0], 46.0
     ids = [str(found.ids[place]) for place in group]
@@ -154,7 +154,7 @@ def _sent(found: Any, one: Any, y: float) -> tuple[list[str], float]:
         parts.append(label((26 + last) / 2, top - 11, "each with each", class_="ao-small", text_anchor="middle"))
     if (more := len(one.groups) - 1) > 0:
         bottom += 14
-        parts.append(label(12, bottom, f"and {more} group{'s' if more > 1 else ''} more, likewise", class_="ao-small"))
+        parts.append(label(12, bottom, f"and {more} more group{'s' if more > 1 else ''}, likewise", class_="ao-small"))
     return parts, bottom
 
 

@@ -1,4 +1,4 @@
-"""A DevicePicture as text: a row a device, then who sends to whom."""
+"""A DevicePicture as text: one row per device, then which devices send to which."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 __all__ = ["devices_text", "short_name"]
 
 _WIDTH = 80
-_DEVICES = 16  # that are told one by one
-_STAYS = "\x00"  # a space at which no line ends
-_GROUPS, _MEMBERS = 4, 8  # of what is sent
+_DEVICES = 16  # devices that are listed
+_STAYS = "\x00"  # a non-breaking space
+_GROUPS, _MEMBERS = 4, 8  # groups and their members that are shown for what is sent
 _SHORT = {
     "batch": "b",
     "q_len": "q",
@@ -24,7 +24,7 @@ _SHORT = {
 
 
 def short_name(dim: str) -> str:
-    """`kv` for kv_len, so that the parts of a tensor stand in one cell."""
+    """`kv` for kv_len, so that the parts of a tensor fit in one cell."""
     return _SHORT.get(dim, dim.removeprefix("bias_") or "-")
 
 
@@ -63,7 +63,7 @@ def devices_text(picture: Any) -> str:
 
 
 def _cells(picture: Any, tensor: Any) -> list[str]:
-    """A head of three lines, then what each device holds."""
+    """A heading of three lines, then what each device holds."""
     cells = [", ".join(tensor.names), tensor.spec, tensor.shapes]
     for device, parts in enumerate(tensor.held[:_DEVICES]):
         dims = [(dim, part) for dim, part in zip(tensor.dims, parts, strict=True) if dim.parts > 1]
@@ -74,7 +74,7 @@ def _cells(picture: Any, tensor: Any) -> list[str]:
 
 
 def _chunks(picture: Any) -> Iterator[list[list[str]]]:
-    """The columns of tables that are no wider than the page."""
+    """Groups of columns, each for a table that fits the page."""
     left = max(len(row) for row in _device_cells(picture))
     found: list[list[str]] = []
     used = left
@@ -91,7 +91,7 @@ def _chunks(picture: Any) -> Iterator[list[list[str]]]:
 
 
 def _device_cells(picture: Any) -> list[str]:
-    """The first column: a device's id and its place along each axis."""
+    """The first column: each device's id and its coordinates along the axes."""
     names = [name for name, size in picture.mesh if size > 1]
     sizes = [size for _, size in picture.mesh]
     cells = [" ".join(["device", *names]), "", ""]
@@ -120,7 +120,7 @@ def _dropped(picture: Any) -> Iterator[str]:
 
 
 def _sent(picture: Any, one: Any) -> Iterator[str]:
-    """What, how, and the arrows of the first groups."""
+    """What is sent and how, and the arrows of the first groups."""
     yield f"{one.what}: {one.kind} over {'+'.join(one.axes)}, {one.why}"
     arrow = " -> " if one.kind == "ring" else " <-> "
     drawn = []
@@ -130,4 +130,4 @@ def _sent(picture: Any, one: Any) -> Iterator[str]:
             ids = [*ids[: _MEMBERS - 2], "...", ids[-1]]
         drawn.append(arrow.join([*ids, ids[0]] if one.kind == "ring" else ids).replace(" ", _STAYS))
     more = len(one.groups) - _GROUPS
-    yield "   ".join(drawn) + (f"   and {more} groups more" if more > 0 else "")
+    yield "   ".join(drawn) + (f"   and {more} more groups" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""HTML as strings: labelled rows, code, pictures side by side; what a notebook shows, and what a report is made of."""
+"""HTML as strings, for notebooks and reports: labelled rows, code, pictures side by side."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ padding-right:0}.ao-page .ao-rows td:first-child:empty{display:none}.ao-page .ao
 
 
 def fragment(parts: Iterable[str]) -> str:
-    """What a notebook puts below a cell; it brings its own style."""
+    """The HTML that a notebook shows below a cell, with its own style."""
     return f'<div class="ao ao-page"><style>{_PAGE_STYLE}</style>{"".join(parts)}</div>'
 
 
 def document(name: str, body: str) -> str:
-    """A whole page in one file: nothing is loaded from elsewhere, and no script runs."""
+    """A whole page in one file, which loads nothing from elsewhere and runs no scripts."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,'
         f'initial-scale=1"><meta name="color-scheme" content="light dark"><title>{escape(name)}</title>'
@@ -75,13 +75,13 @@ def document(name: str, body: str) -> str:
 
 
 def title(text: str, links: Iterable[tuple[str, str]]) -> str:
-    """The head of a document, and (name, heading) of its sections to jump to."""
+    """The title of a document, with links to its sections, given as (name, heading)."""
     found = "".join(f'<a href="#{escape(name)}">{escape(heading)}</a>' for name, heading in links)
     return f"<h1>{escape(text)}</h1><nav>{found}</nav>"
 
 
 def section(heading: str, parts: Iterable[str], name: str = "") -> str:
-    """A part of a document under its heading; `name` is what a link says of it."""
+    """A section of a document with its heading; `name` is the target of links to it."""
     at = f' id="{escape(name)}"' if name else ""
     return f"<section{at}><h2>{escape(heading)}</h2>{''.join(parts)}</section>"
 
@@ -92,12 +92,12 @@ def subsection(heading: str) -> str:
 
 
 def folded(summary: str, inner: str) -> str:
-    """What a reader opens to see."""
+    """Content that the reader can unfold."""
     return f"<details><summary>{escape(summary)}</summary>{inner}</details>"
 
 
 def paragraph(text: str, *, warns: bool = False) -> str:
-    """Plain words."""
+    """A paragraph of plain text."""
     return f'<p class="ao-warned">{escape(text)}</p>' if warns else f"<p>{escape(text)}</p>"
 
 
@@ -107,7 +107,7 @@ def heading(text: str) -> str:
 
 
 def rows(told: Iterable[tuple[str, str]]) -> str:
-    """Labelled lines; a label that repeats is written once."""
+    """Labelled lines. A repeated label is shown once."""
     cells, last = [], ""
     for label, line in told:
         cells.append(f"<tr><td>{escape('' if label == last else label)}</td><td>{escape(line)}</td></tr>")
@@ -116,10 +116,10 @@ def rows(told: Iterable[tuple[str, str]]) -> str:
 
 
 def code(text: str) -> str:
-    """Text as it stands."""
+    """Preformatted text."""
     return f"<pre>{escape(text)}</pre>"
 
 
 def pictures(svgs: Iterable[str]) -> str:
-    """Side by side where there is room, else one below the other."""
+    """Pictures side by side if there is room, else one below the other."""
     return f'<div class="ao-pictures">{"".join(svgs)}</div>'

@@ -1,4 +1,4 @@
-"""SVG as strings: elements, a style for light and dark pages, text that can't break out of its place."""
+"""SVG as strings: elements, a style for light and dark pages, and escaped text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from html import escape
 
 __all__ = ["STYLE", "element", "label", "picture", "rectangle"]
 
-# Class names begin with `ao-`: a style inside a page counts for the whole page. Colours hold a contrast of 4.5 for text on its
-# ground in both schemes; what colour tells is told by a legend or a label as well.
+# Class names begin with `ao-`, as a style inside a page applies to the whole page. Text has a contrast of at least 4.5 with its
+# background in both schemes. A legend or a label repeats what colours show.
 STYLE = """
 .ao{--ao-ground:#ffffff;--ao-ink:#1f2933;--ao-faint:#5a6673;--ao-line:#c6ced6;--ao-full:#1f5fa8;--ao-part:#9cc4ec;
 --ao-dead:#eef1f4;--ao-warn:#b3261e;--ao-move:#8a4b08;--ao-good:#1b7a3d;--ao-on:#ffffff;background:var(--ao-ground);
@@ -37,13 +37,13 @@ font-family:system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
 
 
 def element(name: str, inner: str = "", **attributes: object) -> str:
-    """`<name a="1">inner</name>`; `_` in a name stands for `-`, and one at its end for nothing (class_)."""
+    """`<name a="1">inner</name>`; `_` in a name becomes `-`, and a trailing one is removed (class_)."""
     told = "".join(f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"' for key, value in attributes.items())
     return f"<{name}{told}>{inner}</{name}>" if inner else f"<{name}{told}/>"
 
 
 def label(x: float, y: float, text: str, class_: str = "", text_anchor: str = "start") -> str:
-    """A line of text whose baseline begins (or, by text_anchor, ends or has its middle) at x, y."""
+    """A line of text whose baseline begins (or ends, or is centred, by text_anchor) at x, y."""
     return element("text", escape(text), x=x, y=y, class_=class_, text_anchor=text_anchor)
 
 
@@ -53,7 +53,7 @@ def rectangle(x: float, y: float, width: float, height: float, class_: str) -> s
 
 
 def picture(width: float, height: float, title: str, parts: Iterable[str]) -> str:
-    """A whole SVG on its own ground, no wider than its page; `title` is what a screen reader says of it."""
+    """A whole SVG with its own background, no wider than its page. `title` is for screen readers."""
     ground = rectangle(0, 0, width, height, class_="ao-ground")
     inner = f"<title>{escape(title)}</title><style>{STYLE}</style>{ground}{''.join(parts)}"
     return element(

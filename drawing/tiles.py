@@ -1,4 +1,4 @@
-"""TilePicture: which tiles of a matrix of queries and keys are dead, partial or full, as text and as SVG."""
+"""TilePicture: which tiles of a matrix of queries and keys are dead, partial or full, as text and SVG."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .svg import label, picture, rectangle
 __all__ = ["TilePicture"]
 
 _NAMES = ("dead", "partial", "full")
-_MARKS = ".+#"  # in every terminal
-_CHARACTERS = 32  # of a line of text, at most; each has a space after it
-_CELLS = 256  # of a side of an SVG, at most: about a pixel each
+_MARKS = ".+#"  # available in every terminal
+_CHARACTERS = 32  # most tiles in a line of text; each is followed by a space
+_CELLS = 256  # most cells along a side of an SVG, about a pixel each
 _PLOT, _LEFT, _TOP = 352.0, 60.0, 62.0
 
 
 @dataclass(frozen=True)
 class TilePicture:
-    """Tiles int8 [rows, columns] of 0 dead, 1 partial, 2 full. `print` gives the text; a notebook shows the SVG.
+    """Tiles, int8 [rows, columns]: 0 dead, 1 partial, 2 full. `print` shows the text, a notebook the SVG.
 
-    first_query, first_key: the index of the first row and column. visible: the share of the matrix that is visible, None where
-    it isn't known. remark: what a reader has to know of the tiles, "" for nothing.
+    first_query, first_key: the index of the first row and column. visible: the share of the matrix that is visible, or None if
+    unknown. remark: a remark on the tiles, or "".
     """
 
     title: str
@@ -40,11 +40,11 @@ class TilePicture:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many tiles are dead, partial and full."""
+        """The numbers of dead, partial and full tiles."""
         return {name: int((self.tiles == kind).sum()) for kind, name in enumerate(_NAMES)}
 
     def text(self) -> str:
-        """For a terminal: at most 72 columns, in plain characters, with a legend."""
+        """The picture as text for a terminal: at most 72 columns of plain characters, with a legend."""
         cells, (rows, columns) = self._merged(_CHARACTERS)
         width = max(len(str((len(cells) - 1) * rows * self.block_q)), 4)
         lines = [self.title, f"{self._sizes()}", *self._told(rows, columns), ""]
@@ -59,7 +59,7 @@ class TilePicture:
         return self.text()
 
     def svg(self) -> str:
-        """For a page: light and dark, no fonts or scripts from elsewhere."""
+        """The picture as SVG for a page, in light and dark, without fonts or scripts from elsewhere."""
         cells, (rows, columns) = self._merged(_CELLS)
         height = min(max(_PLOT * self.q_len / max(self.kv_len, 1), 16.0), 1.5 * _PLOT)
         below = _TOP + height
@@ -81,7 +81,7 @@ class TilePicture:
         return self.svg()
 
     def save(self, path: str | Path) -> Path:
-        """Write the SVG to a file, or where its name ends in .txt the text."""
+        """Write the SVG to a file, or the text if its name ends in .txt."""
         found = Path(path)
         found.write_text(self.text() + "\n" if found.suffix == ".txt" else self.svg(), encoding="utf-8")
         return found
@@ -92,14 +92,14 @@ class TilePicture:
 
     @property
     def _is_exact(self) -> bool:
-        """Whether each tile is one query and one key, of which nothing is partial."""
+        """Whether each tile is one query and one key, so that none is partial."""
         return self.block_q == self.block_kv == 1 and not (self.tiles == 1).any()
 
     def _names(self) -> tuple[str, str, str]:
         return ("hidden", "partial", "visible") if self._is_exact else _NAMES
 
     def _told(self, rows: int, columns: int) -> list[str]:
-        """Counts, the visible share, and what one cell of the picture is where it is more than a tile."""
+        """Counts, the visible share, and the size of a cell in the picture if it is more than one tile."""
         counts = self.counts
         line = "tiles: " + ", ".join(f"{counts[name]} {name}" for name in reversed(_NAMES))
         if self._is_exact:
@@ -108,11 +108,12 @@ class TilePicture:
             line += f"; {100 * self.visible:.3g}% of the matrix is visible"
         told = [line]
         if (rows, columns) != (1, 1):
-            told.append(f"drawn by {rows} x {columns} tiles: partial where they differ")
+            told.append(f"each cell is {rows} x {columns} tiles: partial where they differ")
         return told + ([self.remark] if self.remark else [])
 
     def _merged(self, most: int) -> tuple[NDArray[np.int8], tuple[int, int]]:
-        """The tiles, merged to at most so many a side, and how many a cell then has along each: mixed ones are partial."""
+        """The tiles, merged to at most `most` per side, and the number of tiles per cell along each side. Mixed cells are
+        partial."""
         rows, columns = (-(-size // most) for size in self.tiles.shape)
         if (rows, columns) == (1, 1):
             return self.tiles, (1, 1)
@@ -124,7 +125,7 @@ class TilePicture:
         return np.where(least == largest, least, 1).astype(np.int8), (rows, columns)
 
     def _rectangles(self, cells: NDArray[np.int8], height: float) -> Iterator[str]:
-        """A rectangle for each run of equal cells in a row that aren't dead; the last cells may be shorter than the others."""
+        """A rectangle for each run of equal cells in a row that aren't dead. The last cells may be shorter than the others."""
         merged_q, merged_kv = (-(-n // m) for n, m in zip(self.tiles.shape, cells.shape, strict=True))
         y = np.minimum(np.arange(len(cells) + 1) * merged_q * self.block_q, self.q_len) * (height / max(self.q_len, 1))
         x = np.minimum(np.arange(cells.shape[1] + 1) * merged_kv * self.block_kv, self.kv_len)
@@ -148,7 +149,7 @@ class TilePicture:
 
 
 def _axis(size: int, height: float | None = None) -> Iterator[str]:
-    """Indices at the begin, the quarters and the end: of keys above the picture, of queries (`height`) beside it."""
+    """Indices at the start, the quarters and the end: of keys above the picture, or of queries (with `height`) beside it."""
     for quarter in range(5):
         index, share = size * quarter // 4, quarter / 4
         if quarter in (1, 2, 3) and (size % 4 or (height is not None and height < 60)):
@@ -162,7 +163,7 @@ def _axis(size: int, height: float | None = None) -> Iterator[str]:
 
 
 def _ticks(cells: int, size: int) -> str:
-    """The index of every eighth cell above it."""
+    """The index of every eighth cell, above it."""
     line = ""
     for cell in range(0, cells, 8):
         line = f"{line:<{2 * cell}}{cell * size}  "

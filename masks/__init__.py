@@ -1,7 +1,7 @@
-"""What may attend to what: a small closed algebra.
+"""Masks: which query may attend to which key, as a small closed algebra.
 
 Static leaves: Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction, Blocks. Dynamic leaves: SegmentIds,
-Lengths, Positions, Dense, ChosenBlocks. Combined with & | ~ into And, Or, Not. See Mask for what one can ask of a mask.
+Lengths, Positions, Dense, ChosenBlocks. `&`, `|` and `~` combine masks into And, Or and Not. See Mask for the methods.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The algebra: Mask, and And, Or, Not and Full, of which `&`, `|` and `~` make masks in a normal form.
+"""The algebra: Mask, Full, And, Or and Not. `&`, `|` and `~` build masks in a normal form.
 
-Equal declarations compare equal: And and Or are flat and of at least two masks. And drops Full, Or becomes Full if one
-is; And of nothing is Full and Or of nothing is ~Full. ~~m is m.
+Equal declarations compare equal: And and Or are flat and have at least two masks. And drops Full, and Or with a Full is
+Full. An empty And is Full, and an empty Or is ~Full. ~~m is m.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["And", "Full", "Mask", "Not", "Or", "raw"]
 
 
 class Mask(Drawn["Mask"]):
-    """What may attend to what. Combine with `&`, `|` and `~`; True means that the query may see the key.
+    """Which query may attend to which key. Combine masks with `&`, `|` and `~`. True means that the query may see the key.
 
-    Row i and key j are global indices and `position = i + query_offset`. A leaf with `offset=None` looks at
-    the position; one with an explicit offset looks at `i + offset`.
+    Row i and key j are global indices, and `position = i + query_offset`. A leaf with `offset=None` uses
+    the position; a leaf with an explicit offset uses `i + offset`.
     """
 
-    # Makes `numpy_array & mask` come to __rand__ instead of turning into an array of objects.
+    # Makes `numpy_array & mask` call __rand__ instead of creating an array of objects.
     __array_ufunc__ = None
-    # How pydantic reads and writes a mask: set by schema.py, which stands above all nodes.
+    # How pydantic reads and writes a mask: set by schema.py, which imports all nodes.
     __get_pydantic_core_schema__: ClassVar[Any]
     __pydantic_serializer__: ClassVar[Any]
 
@@ -61,7 +61,8 @@ class Mask(Drawn["Mask"]):
         return self.describe()
 
     def bounds(self) -> tuple[Mask, Mask]:
-        """Static masks (lower, upper) with lower ⊆ self ⊆ upper, whatever the dynamic leaves hold; a static mask twice."""
+        """Static masks (lower, upper) with lower ⊆ self ⊆ upper for any values of the dynamic leaves. For a static mask both
+        are the mask."""
         return self, self
 
     def split_static(self) -> tuple[Mask, tuple[Mask, ...]]:
@@ -70,16 +71,16 @@ class Mask(Drawn["Mask"]):
         return And([m for m in parts if m.is_static]), tuple(m for m in parts if not m.is_static)
 
     def materialise(self, q_slice: slice, kv_slice: slice, *, query_offset: Any = 0) -> Any:
-        """What is visible, bool [batch | 1, heads | 1, q, kv], for global half-open slices: the meaning.
+        """Evaluate the mask for global half-open slices: bool [batch | 1, heads | 1, q, kv], True where visible.
 
-        query_offset: int, or integer array [batch]. NumPy comes out unless arrays or offset are jax's.
+        query_offset: int, or integer array [batch]. Returns a NumPy array unless the arrays or the offset are jax's.
         """
         return materialise(self, q_slice, kv_slice, query_offset)
 
     def row_intervals(self, rows: ArrayLike, kv_len: int, *, query_offset: int = 0) -> Intervals | None:
-        """The visible keys of each row as (lo, hi), int64 [K, rows], K >= 1; None where only a test can tell.
+        """The visible keys of each row as (lo, hi), int64 [K, rows], K >= 1; None if only a test of each cell can tell.
 
-        Half-open, within [0, kv_len), sorted along K, disjoint and not adjacent; unused ones come last as
+        Half-open, within [0, kv_len), sorted along K, disjoint and not adjacent. Unused intervals come last, as
         lo == hi == kv_len. Exact for static masks without MaskFunction.
         """
         rows = np.asarray(rows, np.int64)
@@ -98,19 +99,19 @@ class Mask(Drawn["Mask"]):
     ) -> NDArray[np.int8]:
         """0 dead, 1 partial, 2 full for each block: int8 [ceil(q_len / block_q), ceil(kv_len / block_kv)].
 
-        Rows are q_start..q_start+q_len, keys k_start..k_start+kv_len; what is beyond their ends doesn't count.
-        Exact for static masks; with dynamic leaves, dead and full are certain and partial is everything else. Of heads that
-        see different blocks, dead and full are what all of them say.
+        Rows are q_start..q_start+q_len, keys k_start..k_start+kv_len; cells beyond their ends don't count.
+        Exact for static masks. With dynamic leaves, dead and full are certain, and everything else is partial. If heads see
+        different blocks, a block is dead or full only if it is so for all heads.
         """
         grid = Grid(block_q, block_kv, q_len, kv_len, q_start, query_offset, k_start)
         return live_blocks(*self.bounds(), grid)
 
     def live_blocks_by_head(self, block_q: int, block_kv: int, **place: int) -> NDArray[np.int8]:
-        """`live_blocks` of each head: int8 [heads | 1, q blocks, kv blocks], 1 where all heads have the same."""
+        """`live_blocks` of each head: int8 [heads | 1, q blocks, kv blocks], 1 if all heads are alike."""
         return live_blocks_by_head(*self.bounds(), Grid.of(block_q, block_kv, **place))
 
     def may_have_dead_rows(self, q_len: int, kv_len: int, *, q_start: int = 0, query_offset: int = 0) -> bool:
-        """Whether some row of q_start..q_start+q_len sees no key; with dynamic leaves, whether one may."""
+        """Whether a row of q_start..q_start+q_len sees no key. With dynamic leaves: whether that may happen."""
         grid = Grid(1, LIMIT, q_len, kv_len, q_start, query_offset)
         return has_dead_rows(self.bounds()[0], grid)
 
@@ -137,9 +138,9 @@ class Full(Mask):
 
 @dataclass(frozen=True, init=False)
 class _Several(Mask):
-    """And and Or: what their masks say, joined."""
+    """Base class of And and Or, which join the answers of their masks."""
 
-    join: ClassVar[Any]  # of two tests, or two block bounds
+    join: ClassVar[Any]  # joins two tests, or two block bounds
     join_intervals: ClassVar[Any]
     masks: tuple[Mask, ...]
 
@@ -153,7 +154,7 @@ class _Several(Mask):
 
     @staticmethod
     def flat(masks: Sequence[Mask]) -> Sequence[Mask]:
-        """The same in normal form, at least one."""
+        """The masks in normal form; at least one."""
         raise NotImplementedError
 
     def children(self) -> tuple[Mask, ...]:
@@ -187,7 +188,7 @@ class _Several(Mask):
 
 @dataclass(frozen=True, init=False)
 class And(_Several):
-    """Visible where every mask says so."""
+    """Visible where every mask is."""
 
     kind: ClassVar[str] = "and"
     label: ClassVar[str] = "&"
@@ -204,7 +205,7 @@ class And(_Several):
 
 @dataclass(frozen=True, init=False)
 class Or(_Several):
-    """Visible where some mask says so."""
+    """Visible where any mask is."""
 
     kind: ClassVar[str] = "or"
     label: ClassVar[str] = "|"
@@ -219,7 +220,7 @@ class Or(_Several):
 
 @dataclass(frozen=True, init=False)
 class Not(Mask):
-    """Visible where the mask says no."""
+    """Visible where the mask is not."""
 
     kind: ClassVar[str] = "not"
     mask: Mask
@@ -262,7 +263,7 @@ class Not(Mask):
 
 
 def raw(cls: type[Any], **fields: Any) -> Any:
-    """A mask with these fields, neither checked nor brought into normal form."""
+    """Create a mask with these fields, without checks and without normalising."""
     mask = object.__new__(cls)
     for name, value in fields.items():
         object.__setattr__(mask, name, value)

@@ -1,7 +1,7 @@
-"""Blocks: a leaf that says for whole blocks of queries and keys whether they meet; and ChosenBlocks, whose choice is traced.
+"""Blocks: a leaf that makes whole blocks of keys visible to blocks of queries. ChosenBlocks: the same with a traced choice.
 
-A block of queries is rows i * block_q up to (i + 1) * block_q, counted by the row's own index, as in Dense; a block of keys
-likewise. The last block of a sequence may be short.
+Query block i has the rows from i * block_q up to (i + 1) * block_q, by the row's own index, as in Dense. Key blocks are
+counted likewise. The last block of a sequence may be short.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .slots import DynamicMask, Slot
 
 __all__ = ["Blocks", "ChosenBlocks"]
 
-_STATIC = "a bool array of NumPy's, [q blocks, kv blocks] or [heads, q blocks, kv blocks]"
+_STATIC = "a NumPy bool array, [q blocks, kv blocks] or [heads, q blocks, kv blocks]"
 _TRACED = "integers [batch, heads, q blocks, k], the chosen kv blocks, or bools [batch, heads, q blocks, kv blocks]"
 
 
@@ -36,8 +36,8 @@ class Blocks(Mask):
     """Key j is visible to row i where layout[i // block_q, j // block_kv] is True.
 
     layout: bool, [q blocks, kv blocks] for all heads or [heads, q blocks, kv blocks], heads those of the query or of the key.
-    It has to cover all rows; keys beyond it are not visible. An array of rank 4, which may be traced, makes a ChosenBlocks in
-    its place. Errors: MaskError.
+    It must cover all rows; keys beyond it are not visible. An array of rank 4, which may be traced, makes a ChosenBlocks
+    instead. Errors: MaskError.
     """
 
     kind: ClassVar[str] = "blocks"
@@ -45,7 +45,7 @@ class Blocks(Mask):
     block_q: int
     block_kv: int
 
-    # __new__ instead of __init__, because a choice by indices is a mask of another class.
+    # __new__ instead of __init__, because an array of rank 4 makes a mask of another class.
     def __new__(cls, layout: Any, block_q: Any, block_kv: Any) -> Any:
         sizes = [whole(n, f"Blocks {name}", minimum=1) for name, n in (("block_q", block_q), ("block_kv", block_kv))]
         if len(getattr(layout, "shape", ())) == 4:
@@ -78,20 +78,20 @@ class Blocks(Mask):
 
     @property
     def heads(self) -> int:
-        """How many heads have a layout of their own; 1 for one layout for all."""
+        """The number of heads with their own layout; 1 if all heads share one."""
         return int(self.layout.shape[0])
 
     def of_heads(self, heads: slice | list[int]) -> Blocks:
-        """The leaf of some heads alone."""
+        """This leaf for some of the heads only."""
         return type(self)(self.layout[heads], self.block_q, self.block_kv) if self.heads > 1 else self
 
     def repeated(self, times: int) -> Blocks:
-        """The layout of each head for as many heads, one after the other."""
+        """This leaf with each head's layout repeated `times` times in a row."""
         layout = np.repeat(self.layout, times, axis=0)
         return type(self)(layout, self.block_q, self.block_kv) if self.heads > 1 else self
 
     def from_head(self, first: Any, count: int) -> Mask:
-        """The leaf of `count` heads from a traced one on."""
+        """This leaf for `count` heads, starting at `first`, which may be traced."""
         part = jax.lax.dynamic_slice_in_dim(jnp.asarray(self.layout), first, count)
         return ChosenBlocks(part[None], self.block_q, self.block_kv)
 
@@ -110,7 +110,7 @@ class Blocks(Mask):
         return layout[(head, *at)] & inside
 
     def table(self, first: Any, count: int) -> Any:
-        """bool [1, heads, q blocks, count]: the kv blocks from `first` on, which may be traced; False beyond the last."""
+        """bool [1, heads, q blocks, count]: the kv blocks starting at `first`, which may be traced; False beyond the last."""
         layout = self.layout[None]
         if isinstance(first, int | np.integer):
             part = layout[..., first : first + count]
@@ -119,7 +119,7 @@ class Blocks(Mask):
         return jax.lax.dynamic_slice_in_dim(padded, jnp.minimum(first, layout.shape[-1]), count, axis=3)
 
     def kinds(self, rows: tuple[Any, Any], cols: tuple[Any, Any]) -> NDArray[np.int8]:
-        """0 dead, 1 partial, 2 full, int8 [heads, q, kv], of blocks between rows and between keys (both inclusive)."""
+        """0 dead, 1 partial, 2 full, int8 [heads, q, kv], for blocks bounded by rows and by keys (both inclusive)."""
         self._check_rows(int(rows[1].max()) + 1)
         first = int(cols[0][0]) // self.block_kv
         count = int(cols[1][-1]) // self.block_kv + 1 - first
@@ -143,7 +143,9 @@ class Blocks(Mask):
         covered = self.layout.shape[1] * self.block_q
         if rows > covered:
             got = f"{self.layout.shape[1]} blocks of {self.block_q}"
-            raise MaskError(f"Blocks layout has {got}, {covered} rows; wanted {rows}: give a row of it to each block")
+            raise MaskError(
+                f"Blocks layout has {got}, {covered} rows; wanted {rows}: add a row for each block of queries"
+            )
 
     @property
     def density(self) -> float:
@@ -165,9 +167,9 @@ class Blocks(Mask):
 class ChosenBlocks(DynamicMask):
     """Key j is visible to row i where j // block_kv is among choice[b, h, i // block_q].
 
-    choice: int [batch | 1, heads | 1, q blocks, k], heads those of the query or of the key. A number that no kv block has, such
-    as -1, chooses nothing; one that is there twice counts once. Or bool [.., kv blocks], True where a block is chosen. What
-    `Blocks` makes of an array of rank 4.
+    choice: int [batch | 1, heads | 1, q blocks, k], heads those of the query or of the key. A number that is not a kv block,
+    such as -1, chooses nothing; a duplicate counts once. Or bool [.., kv blocks], True where a block is chosen. `Blocks`
+    creates it from an array of rank 4.
     """
 
     kind: ClassVar[str] = "chosen_blocks"
@@ -198,7 +200,7 @@ class ChosenBlocks(DynamicMask):
 
     @property
     def heads(self) -> int:
-        """How many heads choose for themselves."""
+        """The number of heads with their own choice."""
         return int(self.choice.shape[1])
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
@@ -214,7 +216,7 @@ class ChosenBlocks(DynamicMask):
         return (chosen.astype(np.int32)[..., None, :] == kv_block[:, None]).any(-1)
 
     def table(self, first: Any, count: int) -> Any:
-        """bool [batch | 1, heads | 1, q blocks, count]: the kv blocks from `first` on, which may be traced."""
+        """bool [batch | 1, heads | 1, q blocks, count]: the kv blocks starting at `first`, which may be traced."""
         choice = jnp.asarray(self.choice)
         if choice.dtype == np.bool_:
             padded = jnp.pad(choice, [(0, 0)] * 3 + [(0, count)])
@@ -234,13 +236,11 @@ class ChosenBlocks(DynamicMask):
 
 
 def _table(layout: Any) -> NDArray[np.bool_]:
-    """The array that is meant: a bool array, nested lists of bools, or rows of text as JSON has them."""
+    """Read a layout: a bool array, nested lists of bools, or rows of text as in JSON."""
     if isinstance(layout, jax.Array | jax.ShapeDtypeStruct):
-        hint = (
-            "pass np.asarray(layout) for a layout that is known before the program runs, a rank of 4 for one that isn't"
-        )
+        hint = "pass np.asarray(layout) if the layout is known before the program runs, else an array of rank 4"
         raise MaskError(
-            f"Blocks layout is {layout.dtype}{list(layout.shape)} of jax; wanted {_STATIC}, or {_TRACED}: {hint}"
+            f"Blocks layout is {layout.dtype}{list(layout.shape)} from jax; wanted {_STATIC}, or {_TRACED}: {hint}"
         )
     if isinstance(layout, list | tuple):
         layout = _read_rows(layout)
@@ -251,7 +251,7 @@ def _table(layout: Any) -> NDArray[np.bool_]:
 
 
 def _read_rows(rows: Sequence[Any]) -> Any:
-    """An array of nested lists; a row may be text of 0 and 1."""
+    """Make an array from nested lists. A row may be a string of 0 and 1."""
 
     def one(row: Any) -> Any:
         return [digit == "1" for digit in row] if isinstance(row, str) else row
@@ -259,9 +259,13 @@ def _read_rows(rows: Sequence[Any]) -> Any:
     for row in rows:
         for text in row if isinstance(row, list | tuple) else (row,):
             if isinstance(text, str) and set(text) - {"0", "1"}:
-                raise MaskError(f"Blocks layout has a row {shown(text)}; wanted text of 0 and 1, one for each kv block")
+                raise MaskError(
+                    f"Blocks layout has a row {shown(text)}; wanted a string of 0 and 1, one for each kv block"
+                )
     try:
         found = np.array([[one(part) for part in row] if isinstance(row, list | tuple) else one(row) for row in rows])
     except ValueError:
-        raise MaskError("Blocks layout has rows of different lengths; wanted as many kv blocks in each") from None
+        raise MaskError(
+            "Blocks layout has rows of different lengths; wanted the same number of kv blocks in each"
+        ) from None
     return found

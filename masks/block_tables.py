@@ -1,4 +1,4 @@
-"""Tables of blocks: what a layout of one size of blocks says of blocks of another size, counted."""
+"""Block tables: convert a layout with one block size to another block size, by counting."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["counted", "counted_bounds", "runs"]
 
 
 def counted(table: NDArray[np.bool_], rows: Sequence[NDArray[Any]], cols: Sequence[NDArray[Any]]) -> NDArray[np.int8]:
-    """0 none, 1 some, 2 all, int8 [..., q, kv], of the rectangles between rows and cols of a bool table [..., q, kv].
+    """0 none, 1 some, 2 all, int8 [..., q, kv], for rectangles of a bool table [..., q, kv] bounded by rows and cols.
 
-    rows, cols: the first and the last of each, inclusive.
+    rows, cols: the first and the last of each rectangle, inclusive.
     """
     some, every = _rectangles(table, rows, cols, np)
     found: NDArray[np.int8] = some.astype(np.int8) + every
@@ -26,12 +26,12 @@ def counted(table: NDArray[np.bool_], rows: Sequence[NDArray[Any]], cols: Sequen
 
 
 def counted_bounds(leaf: Any, blocks: Blocks) -> BlockBounds:
-    """Block bounds of a leaf with a `table`: exact for its part of a mask."""
+    """Block bounds of a leaf with a `table`; exact for this leaf."""
     rows = [edge.reshape(-1) // leaf.block_q for edge in blocks.rows]
     cols = [edge.reshape(-1) // leaf.block_kv for edge in blocks.cols]
     host = isinstance(cols[0], np.ndarray)
     width = cols[0].size
-    # Where the place of the first key is traced, its block may be cut anywhere.
+    # If the position of the first key is traced, its block may be cut anywhere.
     count = int(cols[1][-1]) + 1 - int(cols[0][0]) if host else -(-width * blocks.block_kv // leaf.block_kv) + 1
     first = int(cols[0][0]) if host else cols[0][0]
     table = leaf.table(first, count)
@@ -42,7 +42,7 @@ def counted_bounds(leaf: Any, blocks: Blocks) -> BlockBounds:
 
 
 def _rectangles(table: Any, rows: Sequence[Any], cols: Sequence[Any], xp: Any) -> tuple[Any, Any]:
-    """(any, all) of each rectangle."""
+    """(any, all) for each rectangle."""
     (top, bottom), (left, right) = rows, cols
     if (
         all(isinstance(x, np.ndarray) for x in (top, bottom, left, right))
@@ -62,8 +62,8 @@ def _single(first: NDArray[Any], last: NDArray[Any]) -> bool:
 
 
 def _along(table: Any, first: Any, last: Any, axis: int, xp: Any) -> Any:
-    """The sums of table[first : last + 1] along an axis."""
-    if xp is np and (first[1:] == last[:-1] + 1).all() and (last >= first).all():  # side by side, as they mostly are
+    """Sums of table[first : last + 1] along an axis."""
+    if xp is np and (first[1:] == last[:-1] + 1).all() and (last >= first).all():  # adjacent, the usual case
         inside = (
             np.take(table, np.arange(first[0], last[-1] + 1), axis=axis) if last[-1] + 1 < table.shape[axis] else table
         )
@@ -75,7 +75,7 @@ def _along(table: Any, first: Any, last: Any, axis: int, xp: Any) -> Any:
 
 
 def _sums(table: NDArray[Any], first: NDArray[Any], axis: int) -> NDArray[np.int32]:
-    """The sums from each place to the next; of equal widths by a slice for each cell of a width."""
+    """Sums from each start to the next. For equal widths, add one slice per cell of a width."""
     widths = np.diff(first)
     width = int(widths[0]) if len(widths) else 0
     if not width or width > 16 or (widths != width).any() or first[0] or len(first) * width != table.shape[axis]:
@@ -90,7 +90,7 @@ def _sums(table: NDArray[Any], first: NDArray[Any], axis: int) -> NDArray[np.int
 
 
 def runs(layout: NDArray[np.bool_], block_kv: int, q_blocks: NDArray[Any], end: int) -> Intervals:
-    """The keys of each row as intervals, for a layout [q blocks, kv blocks] and the query block of each row."""
+    """The visible keys of each row as intervals, from a layout [q blocks, kv blocks] and the query block of each row."""
     wanted, row = np.unique(q_blocks, return_inverse=True)
     steps = np.diff(np.pad(layout[wanted], ((0, 0), (1, 1))).astype(np.int8), axis=1)
     count = (steps == 1).sum(axis=1)

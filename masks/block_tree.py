@@ -1,7 +1,7 @@
-"""Which blocks a mask with Blocks in it leaves: what its parts say, joined; and tests of weights where that doesn't decide.
+"""The live blocks of a mask that contains Blocks: join the answers of its parts, and test cells where that doesn't decide.
 
-Two parts that are each partial in a block may meet nowhere in it. Where a Blocks leaf says the same of a whole block, as it
-does wherever the blocks asked for divide its own, nothing is left to test.
+Two parts that are both partial in a block may have no cell in common. If a Blocks leaf is dead or full in the block, which is
+always so if the requested blocks divide its own, no cells have to be tested.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from .node import Node
 
 __all__ = ["has_blocks", "joined_heads", "tree_blocks"]
 
-_LOOKS = 4  # rows of a block that are looked at first
+_LOOKS = 4  # rows of a block that are tested first
 
 
 def has_blocks(mask: Node[Any]) -> bool:
-    """Whether there is a Blocks leaf in a mask."""
+    """Whether a mask contains a Blocks leaf."""
     return any(atom.kind == "blocks" for atom in mask.atoms())
 
 
 def joined_heads(kinds: NDArray[np.int8]) -> NDArray[np.int8]:
-    """Of all heads, int8 [q blocks, kv blocks]: dead and full where every head says so."""
+    """Join all heads, int8 [q blocks, kv blocks]: dead or full where every head is."""
     least, most = kinds.min(axis=0), kinds.max(axis=0)
     return np.where(least == 2, 2, np.minimum(most, 1)).astype(np.int8)
 
 
 def tree_blocks(mask: Node[Any], grid: Grid, plain: Callable[[Node[Any], Grid], NDArray[np.int8]]) -> NDArray[np.int8]:
-    """0 dead, 1 partial, 2 full, int8 [heads | 1, q blocks, kv blocks], exactly. plain: the same of a mask without Blocks."""
+    """0 dead, 1 partial, 2 full, int8 [heads | 1, q blocks, kv blocks], exact. plain: the same for a mask without Blocks."""
     kinds, sure = _kinds(mask, grid, plain)
     if sure.all():
         return kinds
@@ -45,7 +45,7 @@ def tree_blocks(mask: Node[Any], grid: Grid, plain: Callable[[Node[Any], Grid], 
         seen = _seen(mask, grid, some, looks)
         any_seen, all_seen = _of_tiles(seen)
         mixed = any_seen & ~all_seen
-        sure[:, some[:, 0], some[:, 1]] |= mixed  # some are seen and some aren't: partial, as was thought
+        sure[:, some[:, 0], some[:, 1]] |= mixed  # some cells are visible and some aren't: partial is right
     tiles = np.argwhere(~sure.all(axis=0)).astype(np.int32)
     step = max(1, CELLS // (len(kinds) * grid.block_q * grid.block_kv))
     rows = np.arange(grid.block_q, dtype=np.int32)
@@ -58,13 +58,13 @@ def tree_blocks(mask: Node[Any], grid: Grid, plain: Callable[[Node[Any], Grid], 
 
 
 def _of_tiles(seen: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """(any, all) of what `_seen` gives: [heads, tiles]."""
+    """(any, all) of the result of `_seen`: [heads, tiles]."""
     by_head = np.swapaxes(seen, 0, 1)
     return np.any(by_head, axis=(2, 3)), np.all(by_head, axis=(2, 3))
 
 
 def _kinds(mask: Node[Any], grid: Grid, plain: Any) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
-    """(kinds, where they are sure): a partial block may be dead or full as well where it isn't sure."""
+    """(kinds, where they are certain): elsewhere a partial block may also be dead or full."""
     if not has_blocks(mask):
         found = plain(mask, grid)[None]
         return found, np.ones(found.shape, bool)
@@ -88,7 +88,7 @@ def _kinds(mask: Node[Any], grid: Grid, plain: Any) -> tuple[NDArray[np.int8], N
 
 
 def _edges(grid: Grid) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """The first and the last row, and key, of each block."""
+    """The first and last row, and the first and last key, of each block."""
     found = []
     for count, block, length, start in (
         (grid.shape[0], grid.block_q, grid.q_len, grid.q_start),
@@ -100,7 +100,7 @@ def _edges(grid: Grid) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 
 
 def _seen(mask: Node[Any], grid: Grid, tiles: NDArray[np.int32], looks: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Which weights are visible in these rows of tiles: bool [tiles, heads, rows, block_kv]; beyond an end the last ones."""
+    """The visible cells in these rows of tiles: bool [tiles, heads, rows, block_kv]. Past an end, the last row or key repeats."""
     row, col = tiles[:, 0, None] * np.int32(grid.block_q), tiles[:, 1, None] * np.int32(grid.block_kv)
     rows = np.minimum(row + looks, np.int32(grid.q_len - 1))[:, None, :, None] + np.int32(grid.q_start)
     keys = np.arange(grid.block_kv, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Which blocks of the attention matrix are dead, partial or full, without ever building the matrix."""
+"""Which blocks of the attention matrix are dead, partial or full, found without building the matrix."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Grid", "has_dead_rows", "live_blocks", "live_blocks_by_head"]
 
 
 def live_blocks(lower: Node[Any], upper: Node[Any], grid: Grid) -> NDArray[np.int8]:
-    """See Mask.live_blocks; of a mask between two static ones, or of the static one that both are."""
+    """See Mask.live_blocks. lower, upper: the static bounds of the mask; the same object for a static mask."""
     return joined_heads(live_blocks_by_head(lower, upper, grid))
 
 
 def live_blocks_by_head(lower: Node[Any], upper: Node[Any], grid: Grid) -> NDArray[np.int8]:
-    """The same of each head, int8 [heads | 1, q blocks, kv blocks]."""
+    """The same for each head, int8 [heads | 1, q blocks, kv blocks]."""
     found = _of_heads(upper, grid)
     if lower is not upper:
         found = np.where(_of_heads(lower, grid) == 2, np.int8(2), np.minimum(found, np.int8(1)))
@@ -34,7 +34,7 @@ def _of_heads(mask: Node[Any], grid: Grid) -> NDArray[np.int8]:
 
 
 def has_dead_rows(mask: Node[Any], grid: Grid) -> bool:
-    """Whether some row sees no key by a static mask. The grid's keys are counted from the first."""
+    """Whether some row of a static mask sees no key. The grid's keys start at key 0."""
     heads = max(getattr(atom, "heads", 1) for atom in mask.atoms())
     if heads > 1:
         return any(has_dead_rows(_of_head(mask, head), grid) for head in range(heads))
@@ -56,7 +56,7 @@ def has_dead_rows(mask: Node[Any], grid: Grid) -> bool:
 
 
 def _of_head(mask: Node[Any], head: int) -> Node[Any]:
-    """The mask of one head: with the layout of that head in the place of each Blocks."""
+    """The mask of one head: each Blocks leaf is replaced by that head's layout."""
     return mask.map_atoms(lambda atom: atom.of_heads([head]) if atom.kind == "blocks" else atom)
 
 
@@ -74,9 +74,9 @@ def _intervals(mask: Node[Any], grid: Grid, rows: NDArray[np.int64]) -> Interval
 
 
 def _counted(known: Intervals, grid: Grid) -> NDArray[np.int8]:
-    """Blocks from intervals: each row adds 1 where a run of touched (covered) blocks begins, -1 after it."""
+    """Blocks from intervals: each row adds 1 where a run of touched (covered) blocks begins, and -1 after its end."""
     lo, hi = known
-    if grid.k_start:  # what ends before the grid's first key becomes empty
+    if grid.k_start:  # an interval that ends before the grid's first key becomes empty
         lo, hi = np.maximum(lo - grid.k_start, 0), np.maximum(hi - grid.k_start, 0)
     block, width = grid.block_kv, grid.shape[1] + 1
     rows = lo.shape[1]
@@ -89,7 +89,7 @@ def _counted(known: Intervals, grid: Grid) -> NDArray[np.int8]:
             (touched, (lo[k] // block, -(-hi[k] // block))),
             (covered, (-(-lo[k] // block), np.where(hi[k] == grid.kv_len, width - 1, hi[k] // block))),
         ):
-            # An empty interval touches nothing, a short one covers nothing: both make the run empty.
+            # An empty interval touches no block and a short one covers none: in both cases the run is empty.
             last = np.where(lo[k] < hi[k], np.maximum(first, last), first)
             total += np.bincount(base + first, minlength=len(total))
             total -= np.bincount(base + last, minlength=len(total))
@@ -100,7 +100,7 @@ def _counted(known: Intervals, grid: Grid) -> NDArray[np.int8]:
 
 
 def _evaluated(mask: Node[Any], grid: Grid, rows: NDArray[np.int64]) -> NDArray[np.int8]:
-    """Blocks from the test, one block row at a time, only where the conjuncts with intervals leave any."""
+    """Blocks from the test, one block row at a time, only where the conjuncts with intervals leave some."""
     end = grid.k_start + grid.kv_len
     known = [_intervals(part, grid, rows) for part in mask.conjuncts()]
     outer = intersect([single(0, end, len(rows), end), *(x for x in known if x is not None)], end)

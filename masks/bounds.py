@@ -1,6 +1,6 @@
-"""Block bounds: what is known of whole blocks while a program runs, from the extents of rows, positions, keys and arrays.
+"""Block bounds: what is known about whole blocks at run time, from the extents of rows, positions, keys and arrays.
 
-live_blocks answers on the host and exactly; this answers with traced arrays and offsets, and errs to 'partial'.
+live_blocks works on the host and is exact. Block bounds work with traced arrays and offsets, and report 'partial' in doubt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ __all__ = ["BlockBounds", "Blocks", "Extent", "between", "equal"]
 
 
 class BlockBounds(NamedTuple):
-    """Of each block, bool, broadcastable to [batch, heads, q blocks, kv blocks]: may something be seen, is surely all seen."""
+    """For each block, bool, broadcastable to [batch, heads, q blocks, kv blocks]: whether any cell may be visible, and whether
+    all cells certainly are."""
 
     some: Any
     every: Any
@@ -30,7 +31,7 @@ class BlockBounds(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The least and the largest value of a block, both inclusive; blocks of rows [..., q, 1], of keys [..., 1, kv]."""
+    """The smallest and the largest value in a block, both inclusive; [..., q, 1] for blocks of rows, [..., 1, kv] of keys."""
 
     lo: Any
     hi: Any
@@ -38,7 +39,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of a mask: extents of global rows, of positions and of keys. The last block of each may be shorter."""
+    """Blocks of a mask: the extents of global rows, positions and keys. The last block of each may be shorter."""
 
     rows: Extent
     positions: Extent
@@ -51,15 +52,15 @@ class Blocks:
         return self.rows.lo.shape[-2], self.cols.lo.shape[-1]
 
     def of_rows(self, array: Any) -> Extent:
-        """The extents of an array [batch, q]."""
+        """The extents of an array [batch, q] in each block of rows."""
         return Extent(*(_reduced(array, 1, self.block_q, f)[:, None, :, None] for f in (jnp.min, jnp.max)))
 
     def of_keys(self, array: Any) -> Extent:
-        """The extents of an array [batch, kv]."""
+        """The extents of an array [batch, kv] in each block of keys."""
         return Extent(*(_reduced(array, 1, self.block_kv, f)[:, None, None, :] for f in (jnp.min, jnp.max)))
 
     def of_cells(self, array: Any) -> BlockBounds:
-        """(any, all) of a bool array [batch, heads, q, kv] with sizes of 1 where it broadcasts."""
+        """(any, all) for a bool array [batch, heads, q, kv] with size 1 where it broadcasts."""
         some = every = jnp.asarray(array)
         for axis, block in ((2, self.block_q), (3, self.block_kv)):
             some, every = _reduced(some, axis, block, jnp.any), _reduced(every, axis, block, jnp.all)
@@ -67,13 +68,13 @@ class Blocks:
 
 
 def equal(first: Extent, second: Extent) -> BlockBounds:
-    """Of first == second."""
+    """Block bounds of first == second."""
     one = (first.lo == first.hi) & (second.lo == second.hi)
     return BlockBounds((first.lo <= second.hi) & (second.lo <= first.hi), one & (first.lo == second.lo))
 
 
 def between(least: Extent | None, values: Extent, most: Extent | None) -> BlockBounds:
-    """Of least <= values <= most; None for no bound, on one side at most."""
+    """Block bounds of least <= values <= most. None means no bound; at most one may be None."""
     above = None if least is None else BlockBounds(values.hi >= least.lo, values.lo >= least.hi)
     below = None if most is None else BlockBounds(values.lo <= most.hi, values.hi <= most.lo)
     both = [bound for bound in (above, below) if bound is not None]
@@ -81,7 +82,7 @@ def between(least: Extent | None, values: Extent, most: Extent | None) -> BlockB
 
 
 def _reduced(array: Any, axis: int, block: int, reduce: Any) -> Any:
-    """Reduce each block of an axis; an axis of size 1 stays."""
+    """Reduce each block of an axis; an axis of size 1 is kept."""
     array = jnp.asarray(array)
     size = array.shape[axis]
     if size == 1:

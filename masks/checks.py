@@ -1,4 +1,4 @@
-"""Checks of what a mask is built from, shared by all nodes."""
+"""Checks of a mask's parameters, shared by all nodes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..errors import MaskError, a_type, shown
 
 __all__ = ["LIMIT", "check_distances", "is_host", "whole", "whole_or_none"]
 
-# Positions are int32 on devices. With every declared number within 2**30, sums and differences of an index
-# and a declared number can't wrap round.
+# Positions are int32 on devices. If every declared number is within 2**30, sums and differences of an index
+# and a declared number can't overflow.
 LIMIT = 2**30
 
 
 def whole(value: Any, what: str, *, minimum: int = -LIMIT, none: str = "") -> int:
-    """Return `value` as an int in [minimum, 2**30]; `none` says what None would mean, for the messages."""
+    """Return `value` as an int in [minimum, 2**30]. `none` says what None would mean, for the messages."""
     wanted = f"an int, or None for {none}" if none else "an int"
     if isinstance(value, (bool, np.bool_)):
         raise MaskError(f"{what}={shown(value)} is a bool; wanted {wanted}: write the number")
     try:
         number = operator.index(value)
-    except Exception:  # floats and strings have no index; a tracer raises an error of jax's own
+    except Exception:  # floats and strings have no index; a tracer raises jax's own error
         hint = "give the number itself"
         if isinstance(value, jax.core.Tracer):
             hint = "traced numbers go into Lengths, Positions or Dense"
@@ -35,17 +35,17 @@ def whole(value: Any, what: str, *, minimum: int = -LIMIT, none: str = "") -> in
     if number < minimum:
         raise MaskError(f"{what}={shown(number)}; wanted an int of at least {minimum}{hint}")
     if number > LIMIT:
-        raise MaskError(f"{what}={shown(number)}; wanted at most 2**30, or int32 indices wrap round{hint}")
+        raise MaskError(f"{what}={shown(number)}; wanted at most 2**30, so that int32 indices can't overflow{hint}")
     return number
 
 
 def whole_or_none(value: Any, what: str, none: str, *, minimum: int = -LIMIT) -> int | None:
-    """The same, where None is a value with the meaning `none`."""
+    """The same, but None is allowed, with the meaning `none`."""
     return None if value is None else whole(value, what, minimum=minimum, none=none)
 
 
 def check_distances(window: Any) -> None:
-    """Check the inclusive distances `left` and `right` of a leaf, of which one may be None, and make them ints."""
+    """Check the inclusive distances `left` and `right` of a leaf and make them ints. One of them may be None."""
     name = type(window).__name__
     if window.left is None and window.right is None:
         raise MaskError(f"{name}(left=None, right=None) bounds nothing; use Full()")

@@ -1,4 +1,4 @@
-"""Drawn: a mask as a picture of tiles, made from intervals and block bounds, never from the matrix."""
+"""Drawn: draw a mask as a picture of tiles, from intervals and block bounds, without building the matrix."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .node import Leaf, M, Node
 
 __all__ = ["Drawn"]
 
-_SIDE = 32  # tiles of a side where no block is given
+_SIDE = 32  # most tiles per side by default
 _MOST_TILES = 2**24
-_MOST_TESTS = 2**24  # of a function, cell by cell
-_LEAST, _LONGEST = 16, 2**17  # of a length that nobody gave
-_MOST_ROWS = 2**24  # each is looked at
-_UNKNOWN = "partial: some of it is visible, or only the call's arrays tell"
+_MOST_TESTS = 2**24  # tested cells of a mask function
+_LEAST, _LONGEST = 16, 2**17  # range of default lengths
+_MOST_ROWS = 2**24  # each row is examined
+_UNKNOWN = "partial: some of it is visible, or this depends on the call's arrays"
 
 
 class Drawn(Node[M]):
-    """A node that can be drawn; Mask, which says between which static masks it lies, is one."""
+    """A node that can be drawn, given its static bounds. Mask is its subclass."""
 
     def bounds(self) -> tuple[M, M]:
         """Static masks (lower, upper) with lower ⊆ self ⊆ upper."""
@@ -42,10 +42,11 @@ class Drawn(Node[M]):
         block: int | Sequence[int] | None = None,
         batch: int = 0,
     ) -> TilePicture:
-        """A picture of tiles, dead, partial or full: `print` it, or let a notebook show it; `svg()` and `save(path)`.
+        """Draw the mask as dead, partial and full tiles. Print the picture or show it in a notebook; it has `svg()` and
+        `save(path)`.
 
-        Lengths: those of the mask's arrays, else some that show its structure. block: a tile's size, or (queries, keys); by
-        default at most 32 a side. batch: the row of the mask's arrays. Errors: MaskError.
+        The lengths default to those of the mask's arrays, or else to lengths that show its structure. block: the tile size, or
+        (queries, keys); by default there are at most 32 tiles per side. batch: the row of the mask's arrays. Errors: MaskError.
         """
         return _draw(self, self.bounds(), q_len, kv_len, query_offset, block, batch)
 
@@ -70,7 +71,9 @@ def _draw(
     q_len = whole(next(n for n in (q_len, q_known, length) if n is not None), "q_len", minimum=1)
     kv_len = whole(next(n for n in (kv_len, kv_known, length) if n is not None), "kv_len", minimum=1)
     if q_len > _MOST_ROWS:
-        raise MaskError(f"q_len={q_len}; at most {_MOST_ROWS} rows are drawn: give fewer, and query_offset")
+        raise MaskError(
+            f"q_len={q_len}; at most {_MOST_ROWS} rows can be drawn: give a smaller q_len, and a query_offset"
+        )
     rows = max([1, *(np.shape(leaf.array)[0] for leaf in leaves if leaf.array is not None)])
     if whole(batch, "batch", minimum=0) >= rows:
         raise MaskError(f"batch={batch}; wanted 0 to {rows - 1}, a row of the mask's arrays")
@@ -78,7 +81,7 @@ def _draw(
     grid = Grid(*blocks, q_len, kv_len, 0, query_offset)
     if grid.shape[0] * grid.shape[1] > _MOST_TILES:
         raise MaskError(
-            f"{grid.shape[0]} x {grid.shape[1]} tiles of {blocks[0]} x {blocks[1]}; at most {_MOST_TILES} are drawn: give a "
+            f"{grid.shape[0]} x {grid.shape[1]} tiles of {blocks[0]} x {blocks[1]}; at most {_MOST_TILES} can be drawn: give a "
             "larger block"
         )
     tiles, remark = _tiles(mask, bounds, leaves, grid, batch)
@@ -88,12 +91,12 @@ def _draw(
 def _tiles(
     mask: Node[Any], bounds: tuple[Node[Any], Node[Any]], leaves: tuple[Leaf, ...], grid: Grid, batch: int
 ) -> tuple[NDArray[np.int8], str]:
-    """int8 [rows, columns], and what has to be said of them."""
+    """The tiles, int8 [rows, columns], and the remarks on them."""
     known = mask.intervals(np.zeros(1, np.int64), np.zeros(1, np.int64), grid.kv_len) is not None
     if mask.is_static and (known or grid.q_len * grid.kv_len <= _MOST_TESTS):
         return live_blocks(mask, mask, grid), ""
     if mask.is_static:
-        return _bounded(mask, grid, 0), "partial: some of it is visible, or only the function tells"
+        return _bounded(mask, grid, 0), "partial: some of it is visible, or this depends on the function"
     found = live_blocks(*bounds, grid)
     if not all(_has_values(leaf.array) for leaf in leaves):
         return found, _UNKNOWN
@@ -105,7 +108,7 @@ def _tiles(
 
 
 def _bounded(mask: Node[Any], grid: Grid, batch: int) -> NDArray[np.int8]:
-    """By block bounds, which err to partial."""
+    """Tiles from block bounds, which report partial in doubt."""
     ends = []
     for length, block, offset in ((grid.q_len, grid.block_q, 0), (grid.kv_len, grid.block_kv, 0)):
         first = np.arange(offset, length, block, dtype=np.int32)
@@ -115,20 +118,20 @@ def _bounded(mask: Node[Any], grid: Grid, batch: int) -> NDArray[np.int8]:
     with jax.ensure_compile_time_eval():
         some, every = mask.block_bounds(Blocks(rows, positions, cols, grid.block_q, grid.block_kv))
         some, every = (_of_row(np.asarray(x), batch) for x in (some, every))
-    # Of several heads a tile is full where all see all of it, and dead where none sees any.
+    # With several heads, a tile is full if all heads see all of it, and dead if none sees any of it.
     some, every = some.any(axis=0), every.all(axis=0)
     tiles = np.where(every & some, 2, np.where(some, 1, 0)).astype(np.int8)
     return np.broadcast_to(tiles, grid.shape)
 
 
 def _of_row(found: NDArray[np.bool_], batch: int) -> NDArray[np.bool_]:
-    """[heads | 1, q blocks, kv blocks] of one row of the batch, of what broadcasts to [batch, heads, q blocks, kv blocks]."""
+    """One batch row, [heads | 1, q blocks, kv blocks], of an array that broadcasts to [batch, heads, q blocks, kv blocks]."""
     whole = found.reshape((1,) * (4 - found.ndim) + found.shape)
     return whole[batch if whole.shape[0] > 1 else 0]
 
 
 def _visible(mask: Node[Any], grid: Grid) -> float | None:
-    """The share of the matrix that is visible, by intervals."""
+    """The share of the matrix that is visible, from intervals."""
     count = 0
     for _, rows in grid.slabs():
         known = mask.intervals(rows, rows + grid.query_offset, grid.kv_len)
@@ -139,7 +142,7 @@ def _visible(mask: Node[Any], grid: Grid) -> float | None:
 
 
 def _size(mask: Node[Any], leaves: tuple[Leaf, ...], dim: str) -> int | None:
-    """What the leaves and their arrays say of a dimension."""
+    """The size of a dimension, from the leaves and their arrays."""
     made_for = [atom.covers()[("q", "kv").index(dim)] for atom in mask.atoms()]
     sizes = [size for size in made_for if size is not None]
     sizes += [
@@ -149,7 +152,7 @@ def _size(mask: Node[Any], leaves: tuple[Leaf, ...], dim: str) -> int | None:
 
 
 def _default_length(mask: Node[Any]) -> int:
-    """Four times the largest number of the mask, in whole tiles."""
+    """Four times the largest number in the mask, in whole tiles."""
     numbers = [abs(x) for atom in mask.atoms() for x in atom._fields().values() if isinstance(x, int)]
     length = min(max([_LEAST, *(4 * n for n in numbers)]), _LONGEST)
     block = _block(length)
@@ -157,7 +160,7 @@ def _default_length(mask: Node[Any]) -> int:
 
 
 def _block(length: int) -> int:
-    """A power of two, with at most so many tiles."""
+    """The smallest power of two that gives few enough tiles."""
     return 1 << max(0, (-(-length // _SIDE) - 1).bit_length())
 
 

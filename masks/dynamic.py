@@ -21,7 +21,7 @@ __all__ = ["Dense", "Lengths", "Positions", "SegmentIds"]
 
 @dataclass(frozen=True, eq=False)
 class SegmentIds(DynamicMask):
-    """Key is visible when its id equals the query's: query int [batch, q], kv int [batch, kv]."""
+    """A key is visible when its id equals the query's: query int [batch, q], kv int [batch, kv]."""
 
     kind: ClassVar[str] = "segment_ids"
     parts = (("query", "q_segment_ids", ("batch", "q")), ("kv", "kv_segment_ids", ("batch", "kv")))
@@ -66,9 +66,9 @@ class Lengths(DynamicMask):
 
 @dataclass(frozen=True, eq=False)
 class Positions(DynamicMask):
-    """Key is visible when q_pos - left <= kv_pos <= q_pos + right: query int [batch, q], kv int [batch, kv].
+    """A key is visible when q_pos - left <= kv_pos <= q_pos + right: query int [batch, q], kv int [batch, kv].
 
-    left and right are static inclusive distances, None for no bound.
+    left and right are static inclusive distances; None means no bound.
     """
 
     kind: ClassVar[str] = "positions"
@@ -111,7 +111,7 @@ class Positions(DynamicMask):
 
 @dataclass(frozen=True, eq=False)
 class Dense(DynamicMask):
-    """Key is visible where the array is True: bool, rank 4, broadcastable to [batch, heads, q, kv]."""
+    """A key is visible where the array is True: bool, rank 4, broadcastable to [batch, heads, q, kv]."""
 
     kind: ClassVar[str] = "dense_mask"
     parts = (("array", "mask", ("batch", "heads", "q", "kv")),)
@@ -146,11 +146,11 @@ class Dense(DynamicMask):
         return size == 1
 
 
-# The bounds of a window, not the difference of two positions: no value of int32 makes these wrap round.
+# Bounds of the window instead of the difference of two positions: these don't overflow for any int32.
 
 
 def _first(query: Any, left: int) -> Any:
-    """The least key position within `left` of the query's."""
+    """The smallest key position within `left` of the query's."""
     least = np.iinfo(query.dtype).min + left
     return query if left == 0 else (np if is_host(query) else jnp).maximum(query, least) - left
 

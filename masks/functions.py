@@ -1,4 +1,4 @@
-"""MaskFunction: a leaf named by a string, so that it stays hashable and serialisable; and the names."""
+"""MaskFunction: a leaf that refers to a registered function by name, so that it is hashable and serialisable."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
 def register_mask_function(name: str, *, override: bool = False) -> Callable[[Function], Function]:
-    """Register fn(query_position, key_index) -> bool, elementwise on integer arrays of any one library.
+    """Register fn(query_position, key_index) -> bool, elementwise on integer arrays of NumPy or jax.
 
-    The function must be pure: it is called on the host for planning and inside kernels for running.
-    Registering a name twice raises MaskError unless override=True; masks made before keep the function that they have.
+    The function must be pure: it is called on the host during planning, and inside kernels.
+    Registering a name twice raises MaskError unless override=True. Existing masks keep their function.
     """
     _check_name(name)
 
@@ -50,11 +50,11 @@ def mask_function_names() -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class MaskFunction(OffsetMask):
-    """Key j is visible when the function registered under `name` says so of (x, j).
+    """Key j is visible when the function registered under `name` returns True for (x, j).
 
-    The mask holds the function that has the name when the mask is made: plans and compiled programs are kept by mask, so
-    what a mask says doesn't change. Two are equal that have name, offset and function in common; JSON and pickle have the
-    name. Errors: MaskError for a name that nobody registered.
+    The mask holds the function that was registered when the mask was created: plans and compiled programs are cached by mask,
+    so a mask's meaning must not change. Two are equal if name, offset and function are; JSON and pickle store only the name.
+    Errors: MaskError for a name that isn't registered.
     """
 
     kind: ClassVar[str] = "mask_function"
@@ -69,11 +69,11 @@ class MaskFunction(OffsetMask):
             hint = f"register it first, with @register_mask_function({shown(self.name)})"
             close = nearest(self.name, _functions)
             raise MaskError(f"no mask function is named {shown(self.name)} (registered: {known}); {hint}.{close}")
-        object.__setattr__(self, "_held", _functions[self.name])  # no field: a file can't say it
+        object.__setattr__(self, "_held", _functions[self.name])  # not a field: a file can't set it
 
     @property
     def function(self) -> Callable[[Any, Any], Any]:
-        """The function that it holds."""
+        """The function that this mask holds."""
         held: Callable[[Any, Any], Any] = vars(self)["_held"]
         return held
 
@@ -89,7 +89,7 @@ class MaskFunction(OffsetMask):
         return type(self), (self.name, self.offset)
 
     def __copy__(self) -> MaskFunction:
-        return self  # immutable; by __reduce__ it could get another function
+        return self  # immutable; __reduce__ could give it another function
 
     def __deepcopy__(self, memo: Any) -> MaskFunction:
         return self
@@ -110,7 +110,7 @@ class MaskFunction(OffsetMask):
         ends = zip(seen.shape[::-1], wanted[::-1], strict=False)
         lost = len(seen.shape) < min(np.ndim(x), np.ndim(cols))
         if lost or len(seen.shape) > len(wanted) or any(n not in (1, m) for n, m in ends):
-            # One answer for many pairs, as of np.all, would be another one for another block.
+            # One value for many pairs, as from np.all, would depend on the block.
             raise MaskError(
                 f"mask function {shown(self.name)} returned shape {seen.shape} for positions {np.shape(x)} and keys "
                 f"{np.shape(cols)}; wanted one that broadcasts to {wanted}: compare element by element"
@@ -118,11 +118,11 @@ class MaskFunction(OffsetMask):
         return seen
 
     def _call(self, x: Any, cols: Any) -> Any:
-        """The function's own answer, or a MaskError that names it."""
+        """The function's result. Errors: MaskError that names the function."""
         try:
             if not is_host(x, cols):
                 return self.function(x, cols)
-            # A function written in jnp would trace when planning happens under jit.
+            # A function written with jnp would be traced when planning happens under jit.
             with jax.ensure_compile_time_eval():
                 return np.asarray(self.function(x, cols))
         except (MaskError, MemoryError):
@@ -141,7 +141,7 @@ class MaskFunction(OffsetMask):
             ) from error
 
     def block_bounds(self, blocks: Blocks) -> BlockBounds:
-        # Elementwise is all that is known of the function: nothing follows for a block.
+        # The function is known only elementwise: nothing follows for a block.
         some = blocks.rows.lo + blocks.cols.lo
         return BlockBounds(some == some, some != some)
 
@@ -152,7 +152,7 @@ def _check_function(name: str, function: Any) -> None:
         raise MaskError(f"mask function {shown(name)} is {a_type(function)}; {wanted}")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of some built-in functions nothing is known
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return
     try:
         signature.bind(0, 0)

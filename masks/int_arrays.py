@@ -1,4 +1,4 @@
-"""Arrays of ids, lengths, positions and offsets: whole numbers that int32, the width of indices on devices, holds."""
+"""Arrays of ids, lengths, positions and offsets: integers that fit in int32, the type of indices on devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WITHIN_INT32 = frozenset(map(np.dtype, ("int8", "int16", "int32", "uint8", "uin
 
 
 def int_array(value: Any, what: str, dims: tuple[str, ...]) -> None:
-    """Refuse anything that isn't an array of integers within int32 and of exactly these dimensions."""
+    """Check that a value is an integer array with values within int32 and exactly these dimensions."""
     wanted = f"an integer array [{', '.join(dims)}]"
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise MaskError(f"{what} is a {type(value).__name__}; wanted {wanted}: pass np.asarray({what})")
@@ -33,27 +33,27 @@ def int_array(value: Any, what: str, dims: tuple[str, ...]) -> None:
 
 
 def is_integer(dtype: Any) -> bool:
-    """Whether a dtype is one of whole numbers, which bools and NumPy's time spans are not."""
+    """Whether a dtype is an integer dtype; bool and NumPy's timedelta are not."""
     return jnp.issubdtype(dtype, jnp.integer) and dtype.kind != "m"
 
 
 def beyond_int32(value: Any, what: str) -> str:
-    """Why an integer array may hold a number that int32 doesn't, "" where it can't: by its dtype, else by its values."""
+    """Why an integer array may hold a number beyond int32, judged by its dtype or else by its values; "" if it can't."""
     if value.dtype in _WITHIN_INT32 or value.dtype.itemsize < 4:
         return ""
-    values, wanted = known_values(value), "wanted whole numbers that fit in int32, as on devices"
+    values, wanted = known_values(value), "wanted integers that fit in int32, the type of indices on devices"
     if values is None:
         return f"{what} has dtype {value.dtype} and unknown values; {wanted}: use {what}.astype('int32')"
     found = least_and_most(values)
     wide = next((n for n in found if not _INT32.min <= n <= _INT32.max), None)
-    hint = "number the ids anew, from 0" if "segment" in what else "count from the first key of the call"
+    hint = "renumber the ids from 0" if "segment" in what else "count from the first key of the call"
     return "" if wide is None else f"{what} holds {wide}; {wanted}: {hint}"
 
 
 def known_values(value: Any) -> np.ndarray | None:
-    """The values of an array on the host; None for a tracer, a shape, and what lies in other processes.
+    """The values of an array on the host; None for a tracer, a shape, or an array with parts in other processes.
 
-    Of an array on an accelerator this waits for what computes it, and copies it.
+    For an array on an accelerator this waits for its computation and copies it.
     """
     if isinstance(value, np.ndarray | np.generic):
         return np.asarray(value)
@@ -63,14 +63,15 @@ def known_values(value: Any) -> np.ndarray | None:
 
 
 def least_and_most(values: np.ndarray) -> tuple[int, ...]:
-    """The least and the largest of integers; nothing of none."""
+    """The smallest and the largest value; empty for an empty array."""
     return (int(values.min()), int(values.max())) if values.size else ()
 
 
 def same_width(first: Any, second: Any) -> tuple[Any, Any]:
-    """Bring two integer arrays to int32, in which all numbers of a mask that was checked fit.
+    """Cast two integer arrays to int32, which holds all numbers of a checked mask.
 
-    Explicitly, as strict dtype promotion asks for; and before subtracting, where uint8 and int8 would wrap round.
+    The cast is explicit because strict dtype promotion requires that, and comes before subtraction because uint8 and int8 would
+    overflow.
     """
     if not is_host(first, second):
         first, second = jnp.asarray(first), jnp.asarray(second)

@@ -1,4 +1,4 @@
-"""Sets of keys as intervals: one small set for each row, all rows at once.
+"""Sets of keys as intervals: one small set per row, for all rows at once.
 
 A set is (lo, hi), int64 [K, rows]: half-open, sorted along K, disjoint, not adjacent, within [0, end). Unused
 intervals come last and are lo == hi == end: so lo and hi are sorted, and the complement is a shift by one.
@@ -19,14 +19,14 @@ Intervals = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def single(lo: NDArray[Any] | int, hi: NDArray[Any] | int, rows: int, end: int) -> Intervals:
-    """One interval for each row, clipped to [0, end)."""
+    """One interval per row, clipped to [0, end)."""
     lo = np.broadcast_to(np.clip(np.asarray(lo, np.int64), 0, end), (1, rows))
     hi = np.broadcast_to(np.clip(np.asarray(hi, np.int64), 0, end), (1, rows))
     return _park(lo, hi, end)
 
 
 def intersect(sets: Sequence[Intervals], end: int) -> Intervals:
-    """What is in all."""
+    """The keys that are in all sets."""
     return functools.reduce(lambda first, second: _both(first, second, end), sets)
 
 
@@ -38,17 +38,17 @@ def _both(first: Intervals, second: Intervals, end: int) -> Intervals:
 
 
 def unite(sets: Sequence[Intervals], end: int) -> Intervals:
-    """What is in any."""
+    """The keys that are in any set."""
     return _normalise(np.concatenate([s[0] for s in sets]), np.concatenate([s[1] for s in sets]), end)
 
 
 def complement(set_: Intervals, end: int) -> Intervals:
-    """What is in [0, end) but not in the set."""
+    """The keys in [0, end) that are not in the set."""
     lo, hi = set_
     first = np.zeros((1, lo.shape[1]), np.int64)
     last = np.full((1, lo.shape[1]), end, np.int64)
     before, after = np.concatenate([first, hi, last]), np.concatenate([lo, last, last])
-    # The gaps are in normal form already, but where the set begins at 0 the first one is empty and goes.
+    # The gaps are already in normal form, but if the set begins at 0 the first gap is empty and is dropped.
     from_zero = lo[0] == 0
     lo, hi = np.where(from_zero, before[1:], before[:-1]), np.where(from_zero, after[1:], after[:-1])
     used = max(1, int((lo < hi).any(axis=1).sum()))
@@ -62,7 +62,7 @@ def _park(lo: NDArray[np.int64], hi: NDArray[np.int64], end: int) -> Intervals:
 
 
 def _normalise(lo: NDArray[np.int64], hi: NDArray[np.int64], end: int) -> Intervals:
-    """Sort, merge what overlaps or touches, and drop the K that no row uses."""
+    """Sort, merge intervals that overlap or touch, and drop each K that no row uses."""
     lo, hi = _park(lo, hi, end)
     count, rows = lo.shape
     if count == 1 or rows == 0:
@@ -81,7 +81,7 @@ def _normalise(lo: NDArray[np.int64], hi: NDArray[np.int64], end: int) -> Interv
     out_lo = np.full((used + 1, rows), end, np.int64)
     out_hi = np.full((used + 1, rows), end, np.int64)
     column = np.arange(rows)
-    for k in range(count):  # the extra last row takes what index -1 (no interval yet) would write
+    for k in range(count):  # the extra last row receives what index -1 (no interval yet) would write
         out_lo[np.where(starts[k], index[k], used), column] = lo[k]
         out_hi[np.where(filled[k], index[k], used), column] = furthest[k]
     return out_lo[:used], out_hi[:used]

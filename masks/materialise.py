@@ -1,4 +1,4 @@
-"""materialise: the meaning of a mask over a rectangle of rows and keys."""
+"""materialise: evaluate a mask over a rectangle of rows and keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["materialise"]
 def materialise(mask: Node[Any], q_slice: slice, kv_slice: slice, query_offset: Any) -> Any:
     """See Mask.materialise."""
     q_slice, kv_slice = _bounded(q_slice, "q_slice"), _bounded(kv_slice, "kv_slice")
-    # int32 on both sides, the width of indices on devices: strict dtype promotion has nothing to refuse.
+    # int32 on both sides, the type of indices on devices, as strict dtype promotion requires equal dtypes.
     rows = np.arange(q_slice.start, q_slice.stop, dtype=np.int32)[None, None, :, None]
     cols = np.arange(kv_slice.start, kv_slice.stop, dtype=np.int32)[None, None, None, :]
     seen = mask.narrow(q_slice, kv_slice).test(rows, rows + _offset(query_offset), cols)

@@ -1,4 +1,4 @@
-"""Node, under all masks: what a node says for itself, and what follows from the tree: leaves, features, arrays."""
+"""Node, the base of all masks: the methods of a single node, and what follows from the tree: leaves, features, arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ M = TypeVar("M", bound="Node[Any]")
 
 
 class Leaf(NamedTuple):
-    """One array of a mask: its name, the array (None in a structure) and the names of its dimensions."""
+    """One array of a mask: its name, the array (None in a structure), and the names of its dimensions."""
 
     name: str
     array: Any
@@ -27,35 +27,35 @@ class Leaf(NamedTuple):
 
 
 class Node(Generic[M]):
-    """A node of a tree of masks; M is the type of all of them, `Mask`, which adds how they combine."""
+    """A node of a tree of masks. M is the type of all nodes, `Mask`, which adds how they combine."""
 
     kind: ClassVar[str]
-    label: ClassVar[str] = ""  # in `describe`, where it isn't the kind
+    label: ClassVar[str] = ""  # used in `describe` instead of the kind
     is_slot: ClassVar[bool] = False
     # (field, public name, dimensions) of each array that a dynamic leaf holds.
     parts: ClassVar[tuple[tuple[str, str, tuple[str, ...]], ...]] = ()
 
-    # What each node says for itself.
+    # Methods of a single node.
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
-        """Whether row sees key, elementwise, in the arrays' own library (NumPy, jnp, a Pallas kernel).
+        """Whether each row sees each key, elementwise, in the arrays' own library (NumPy, jnp, a Pallas kernel).
 
-        rows, positions [..., q, 1] and cols [..., 1, kv]; the answer broadcasts to their common shape, so
-        a Pallas kernel should pass all three as [q, kv]. Dynamic leaves answer as [batch, 1 | heads, q, kv],
+        rows, positions [..., q, 1] and cols [..., 1, kv]. The result broadcasts to their common shape, so
+        a Pallas kernel should pass all three as [q, kv]. Dynamic leaves return [batch, 1 | heads, q, kv],
         and their arrays must already be cut to these rows and keys (`narrow`).
         """
         raise NotImplementedError
 
     def block_bounds(self, blocks: Blocks) -> BlockBounds:
-        """What is seen of whole blocks; arrays may be traced, and must be cut to these rows and keys."""
+        """The block bounds of this node. Arrays may be traced, and must be cut to these rows and keys."""
         raise NotImplementedError
 
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals | None:
-        """`row_intervals` for rows [R] at given positions [R]."""
+        """`row_intervals` for rows [R] at positions [R]."""
         return None
 
     def covers(self) -> tuple[int | None, int | None]:
-        """The rows and the keys that this leaf is made for; None for any number."""
+        """The numbers of rows and of keys that this leaf is made for; None for any number."""
         return None, None
 
     def describe(self) -> str:
@@ -65,22 +65,22 @@ class Node(Generic[M]):
         return f"{self.label or self.kind}({text})" if text else self.label or self.kind
 
     def to_dict(self) -> dict[str, Any]:
-        """The mask as plain JSON values; dynamic leaves raise MaskError. Inverse: `mask_from_dict`."""
+        """Return the mask as plain JSON values. Dynamic leaves raise MaskError. Inverse: `mask_from_dict`."""
         return {"kind": self.kind} | self._fields()
 
     def _fields(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(cast(Any, self))}
 
     def children(self) -> tuple[M, ...]:
-        """The masks that this node combines; none for a leaf."""
+        """The masks that this node combines; empty for a leaf."""
         return ()
 
     def with_children(self, children: Sequence[M]) -> M:
-        """This node, which is no leaf, over other children."""
+        """This node with other children. The node must not be a leaf."""
         raise NotImplementedError
 
     def conjuncts(self) -> tuple[M, ...]:
-        """Masks whose And is this mask; none for Full."""
+        """The masks whose And is this mask; empty for Full."""
         return (cast(M, self),)
 
     @property
@@ -90,10 +90,10 @@ class Node(Generic[M]):
 
     @property
     def needs_offset(self) -> bool:
-        """Whether some leaf looks at positions, that is, has no offset of its own."""
+        """Whether some leaf uses positions, that is, has no offset of its own."""
         return any(child.needs_offset for child in self.children())
 
-    # The whole tree.
+    # Methods of the whole tree.
 
     def atoms(self) -> Iterator[M]:
         """The leaves of the tree, left to right."""
@@ -103,13 +103,13 @@ class Node(Generic[M]):
             yield from child.atoms()
 
     def map_atoms(self, change: Callable[[M], M]) -> M:
-        """The same tree with every leaf changed."""
+        """The same tree with `change` applied to every leaf."""
         if not self.children():
             return change(cast(M, self))
         return self.with_children([child.map_atoms(change) for child in self.children()])
 
     def features(self) -> frozenset[str]:
-        """Kinds of static leaves and of dynamic conjuncts; "dynamic_or" for any other dynamic leaf."""
+        """The kinds of static leaves and of dynamic conjuncts, and "dynamic_or" for any other dynamic leaf."""
         found = set()
         for conjunct in self.conjuncts():
             for atom in conjunct.atoms():
@@ -122,10 +122,10 @@ class Node(Generic[M]):
         return self.map_atoms(lambda atom: atom.with_offset(offset) if atom.needs_offset else atom)
 
     def with_offset(self, offset: int | None) -> M:
-        """This leaf with another offset, if it is one that has offsets."""
+        """This leaf with another offset, if its kind has offsets."""
         return cast(M, self)
 
-    # Arrays: out, back in, and cut.
+    # Take arrays out, put them back, and cut them.
 
     def split(self) -> tuple[M, tuple[Leaf, ...]]:
         """(hashable structure with a Slot for each dynamic leaf, its arrays); `merge` is the inverse."""
@@ -138,10 +138,10 @@ class Node(Generic[M]):
         return self.map_atoms(lambda atom: atom.slot() if atom.parts else atom), tuple(leaves)
 
     def merge(self, arrays: Sequence[Any]) -> M:
-        """The mask with these arrays in its slots, in the order in which `split` gave them."""
+        """The mask with these arrays in its slots, in the order of `split`."""
         wanted = sum(len(atom.parts) for atom in self.atoms() if atom.is_slot)
         if len(arrays) != wanted:
-            raise MaskError(f"got {len(arrays)} arrays for {self}; wanted {wanted}, as split() gave them")
+            raise MaskError(f"got {len(arrays)} arrays for {self}; wanted {wanted}, as returned by split()")
         queue = iter(arrays)
 
         def fill(atom: M) -> M:
@@ -153,10 +153,10 @@ class Node(Generic[M]):
         """The mask with its arrays cut to these global rows and keys."""
         return self.map_atoms(lambda atom: atom.cut(q_slice, kv_slice) if atom.parts else atom)
 
-    # What a leaf with `parts` says of its arrays.
+    # Methods of a leaf with `parts`.
 
     def arrays(self) -> tuple[Any, ...]:
-        """The arrays that this leaf holds, one for each of `parts`."""
+        """The arrays of this leaf, one for each of `parts`."""
         return ()
 
     def slot(self) -> M:

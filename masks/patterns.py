@@ -1,4 +1,4 @@
-"""Named patterns of block-sparse attention, each a function that returns a mask. `length` is that of queries and keys."""
+"""Named patterns of block-sparse attention: functions that return masks. `length` is the number of queries and of keys."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ __all__ = ["a_shape", "bigbird", "dilated_blocks", "local_blocks", "longformer",
 def bigbird(
     length: int, *, block: int = 64, window: int = 3, first: int = 2, random: int = 3, seed: int = 0, heads: int = 1
 ) -> Blocks:
-    """A window of blocks, the first ones for and from all, and random ones.
+    """A window of blocks, global first blocks, and random blocks.
 
-    window: blocks around the row's own, itself included, odd. first: blocks that see all and that all see. random: further
-    blocks that each block of queries sees, fewer where fewer are left; others in each of `heads`. With `& Causal()` a decoder's.
+    window: blocks around the row's own, which is included; odd. first: blocks that see all blocks and that all blocks see.
+    random: further blocks that each block of queries sees, or fewer if fewer are left; different in each of `heads`. For a
+    decoder, add `& Causal()`.
     Source: Zaheer et al., "Big Bird: Transformers for Longer Sequences" (2020).
     """
     q_block, kv_block = _grid(length, block)
     window, first, random, heads = _counts(window=window, first=first, random=random, heads=heads)
     if window % 2 == 0:
         raise MaskError(
-            f"bigbird window={window}; wanted an odd number of blocks: as many before a row's own as after it"
+            f"bigbird window={window}; wanted an odd number of blocks: the same number before and after the row's own"
         )
     _counts(heads=heads, minimum=1)
     fixed = (abs(q_block - kv_block) <= window // 2) | (q_block < first) | (kv_block < first)
     layout = np.repeat(fixed[None], heads, axis=0)
-    draw = np.random.RandomState(whole(seed, "bigbird seed", minimum=0))  # its numbers are the same in every version
+    draw = np.random.RandomState(
+        whole(seed, "bigbird seed", minimum=0)
+    )  # gives the same numbers in every version of NumPy
     for head in layout:
         for row in head:
             free = np.flatnonzero(~row)
@@ -41,7 +44,7 @@ def bigbird(
 
 
 def longformer(length: int, *, window: int, first: int = 0) -> Mask:
-    """Keys within window // 2 on both sides, and `first` tokens that see all and that all see.
+    """Keys within window // 2 on both sides, and `first` tokens that see all tokens and that all tokens see.
 
     Source: Beltagy et al., "Longformer: The Long-Document Transformer" (2020).
     """
@@ -55,7 +58,7 @@ def longformer(length: int, *, window: int, first: int = 0) -> Mask:
 
 
 def local_blocks(length: int, *, block: int = 64, window: int = 4) -> Mask:
-    """Causal, and the last `window` blocks, the row's own included: the local heads of a Sparse Transformer, by blocks.
+    """Causal, with the last `window` blocks, including the row's own: the local heads of a Sparse Transformer, in blocks.
 
     Source: Child et al., "Generating Long Sequences with Sparse Transformers" (2019).
     """
@@ -65,7 +68,7 @@ def local_blocks(length: int, *, block: int = 64, window: int = 4) -> Mask:
 
 
 def strided_blocks(length: int, *, block: int = 64, stride: int = 4) -> Mask:
-    """Causal, and every `stride`-th block back from the row's own: the strided heads of a Sparse Transformer, by blocks.
+    """Causal, with every `stride`-th block back from the row's own: the strided heads of a Sparse Transformer, in blocks.
 
     Source: Child et al., "Generating Long Sequences with Sparse Transformers" (2019).
     """
@@ -75,9 +78,9 @@ def strided_blocks(length: int, *, block: int = 64, stride: int = 4) -> Mask:
 
 
 def dilated_blocks(length: int, *, block: int = 64, window: int = 4, dilation: int = 2) -> Blocks:
-    """Blocks up to `window` steps of `dilation` blocks away on both sides; with `& Causal()` those before.
+    """Blocks up to `window` steps of `dilation` blocks away on both sides; add `& Causal()` for earlier blocks only.
 
-    Source: the dilated sliding window of Beltagy et al., "Longformer: The Long-Document Transformer" (2020), by blocks.
+    Source: the dilated sliding window of Beltagy et al., "Longformer: The Long-Document Transformer" (2020), in blocks.
     """
     q_block, kv_block = _grid(length, block)
     (window,), (dilation,) = _counts(window=window), _counts(dilation=dilation, minimum=1)
@@ -86,9 +89,9 @@ def dilated_blocks(length: int, *, block: int = 64, window: int = 4, dilation: i
 
 
 def a_shape(*, first: int, window: int) -> Mask:
-    """Causal, the `first` keys and the last `window`, the row's own included. Of any length, and not by blocks.
+    """Causal, with the `first` keys and the last `window` keys, including the row's own. Works for any length, not in blocks.
 
-    Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023); named so by Jiang et al.,
+    Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023); the name is from Jiang et al.,
     "MInference 1.0" (2024).
     """
     window = whole(window, "a_shape window", minimum=1)
@@ -96,7 +99,7 @@ def a_shape(*, first: int, window: int) -> Mask:
 
 
 def _grid(length: int, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Numbers of the blocks of queries, as a column, and of keys, as a row."""
+    """The indices of query blocks, as a column, and of key blocks, as a row."""
     count = -(-whole(length, "length", minimum=1) // whole(block, "block", minimum=1))
     numbers = np.arange(count)
     return numbers[:, None], numbers[None, :]

@@ -1,6 +1,6 @@
 """Masks as jax pytrees: static leaves are structure, the arrays of dynamic leaves are the tree's leaves.
 
-Rebuilding neither validates nor brings into normal form, because jax also passes None, object() and specs.
+Unflattening neither validates nor normalises, because jax also passes None, object() and specs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """JSON Schema of masks, and masks as fields of pydantic models.
 
-The schema is what editors complete with; `mask_from_dict` is what decides, and says what is wrong.
+The schema is for completion in editors. `mask_from_dict` decides what is valid, and reports errors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, with_config
 from pydantic_core import PydanticSerializationUnexpectedValue, core_schema
-from typing_extensions import TypeAliasType, TypedDict  # typing's own need Python 3.12 here
+from typing_extensions import TypeAliasType, TypedDict  # those of typing would need Python 3.12 here
 
 from ..errors import MaskError
 from .algebra import Mask
@@ -24,7 +24,7 @@ _CLOSED = with_config(ConfigDict(extra="forbid"))
 _Distance = Annotated[int, Field(ge=0, le=LIMIT)]
 _Offset = Annotated[
     Annotated[int, Field(ge=-LIMIT, le=LIMIT)] | None,
-    Field(description="Added to the row index; null: the query offset that the call gives."),
+    Field(description="Added to the row index; null: the call's query offset."),
 ]
 
 
@@ -72,7 +72,7 @@ class PrefixDict(TypedDict):
 
 @_CLOSED
 class MaskFunctionDict(TypedDict):
-    """Keys are visible where the function registered under `name` says so."""
+    """Keys are visible where the function registered under `name` returns true."""
 
     kind: Literal["mask_function"]
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")]
@@ -86,7 +86,7 @@ _LayoutRow = Annotated[
 
 @_CLOSED
 class BlocksDict(TypedDict):
-    """Keys of whole blocks are visible; the layout has a row for each block of queries, for all heads or for each."""
+    """Whole blocks of keys are visible. The layout has one row per block of queries, for all heads or for each head."""
 
     kind: Literal["blocks"]
     layout: list[_LayoutRow] | list[list[_LayoutRow]]
@@ -96,7 +96,7 @@ class BlocksDict(TypedDict):
 
 @_CLOSED
 class AndDict(TypedDict):
-    """Visible where every mask says so."""
+    """Visible where every mask is."""
 
     kind: Literal["and"]
     masks: list[MaskDict]
@@ -104,7 +104,7 @@ class AndDict(TypedDict):
 
 @_CLOSED
 class OrDict(TypedDict):
-    """Visible where some mask says so."""
+    """Visible where any mask is."""
 
     kind: Literal["or"]
     masks: list[MaskDict]
@@ -112,7 +112,7 @@ class OrDict(TypedDict):
 
 @_CLOSED
 class NotDict(TypedDict):
-    """Visible where the mask says no."""
+    """Visible where the mask is not."""
 
     kind: Literal["not"]
     mask: MaskDict
@@ -124,7 +124,7 @@ MaskDict = TypeAliasType("MaskDict", Literal["causal", "full"] | _Object)
 
 
 def mask_json_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of what `mask_from_dict` takes; recursive through $defs."""
+    """JSON Schema (2020-12) of the input of `mask_from_dict`; recursive through $defs."""
     return copy.deepcopy(_schema())
 
 
@@ -138,24 +138,24 @@ def _validate(wanted: type[Mask], value: Any) -> Mask:
     if not mask.is_static:
         raise MaskError(f"{mask} holds arrays, which a config can't; pass it in the call")
     if not isinstance(mask, wanted):
-        raise MaskError(f"{mask} is a {type(mask).__name__}; wanted a {wanted.__name__}, as the field is declared")
+        raise MaskError(f"{mask} is a {type(mask).__name__}; wanted a {wanted.__name__}, the type of the field")
     return mask
 
 
 def _write(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mask):  # one branch of a union after the other is tried
+    if not isinstance(value, Mask):  # pydantic tries the branches of a union in turn
         raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is not a mask")
     return value.to_dict()
 
 
 def _field_schema(wanted: type[Mask], handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-    """A field of a pydantic model: takes a static mask, its dict, "causal" or "full"; is written as the dict.
+    """The schema of a pydantic field. It accepts a static mask, its dict, "causal" or "full", and is written as the dict.
 
-    The dict is written whole, whatever is asked of the model: exclude_none would turn SlidingWindow(3, None) into
-    SlidingWindow(3), which sees no key ahead.
+    The whole dict is always written: exclude_none would turn SlidingWindow(3, None) into SlidingWindow(3), which sees no
+    later keys.
     """
     as_dict = handler.generate_schema(MaskDict)
-    # Described as a MaskDict, and written by no schema of its own, so that nothing is left out.
+    # Described as a MaskDict, but not serialised by a schema, so that nothing is left out.
     whole: Any = {**as_dict, "serialization": core_schema.plain_serializer_function_ser_schema(lambda data: data)}
     return core_schema.no_info_plain_validator_function(
         functools.partial(_validate, wanted),
@@ -165,5 +165,5 @@ def _field_schema(wanted: type[Mask], handler: GetCoreSchemaHandler) -> core_sch
 
 
 Mask.__get_pydantic_core_schema__ = staticmethod(_field_schema)
-# Where pydantic looks at the value and not at the field's type (Any, serialize_as_any), it would write a bare dataclass.
+# If pydantic goes by the value instead of the field's type (Any, serialize_as_any), it would write a plain dataclass.
 Mask.__pydantic_serializer__ = TypeAdapter(Mask).serializer

@@ -1,4 +1,4 @@
-"""Masks from JSON values. The way out is Mask.to_dict; the round trip is exact."""
+"""Masks from JSON values. The inverse is Mask.to_dict; the round trip is exact."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _KINDS = (*_LEAVES, And.kind, Or.kind, Not.kind)
 
 
 def mask_from_dict(data: Any) -> Mask:
-    """Build a mask from what `Mask.to_dict` gives, or from "causal" or "full".
+    """Build a mask from the result of `Mask.to_dict`, or from "causal" or "full".
 
-    Fields with a default may be left out. Anything unknown, mistyped or nested deeper than 64 raises
-    MaskError, which says where.
+    Fields with a default may be left out. Anything unknown, of a wrong type, or nested deeper than 64 levels
+    raises MaskError, which says where.
     """
     return _read(data, "mask", 1)
 
@@ -83,5 +83,5 @@ def _fields(data: dict[Any, Any], at: str, required: tuple[str, ...], optional: 
             raise MaskError(f"{at} has an unknown key {shown(key)}; {data['kind']} has {names}.{hint}")
     for key in required:
         if key not in data:
-            raise MaskError(f'{at} has no {shown(key)}; {data["kind"]} wants it: add "{key}"')
+            raise MaskError(f'{at} has no {shown(key)}; {data["kind"]} requires it: add "{key}"')
     return {key: data[key] for key in known if key in data}

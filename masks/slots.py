@@ -1,4 +1,4 @@
-"""DynamicMask, the base of the leaves that hold arrays, and Slot, what remains of one without its arrays."""
+"""DynamicMask, the base class of leaves that hold arrays, and Slot, such a leaf without its arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _classes: dict[str, type[DynamicMask]] = {}
 
 
 class _Unknown(Mask):
-    """What dynamic leaves and slots have in common: nothing is known of them before the call."""
+    """Base class of dynamic leaves and slots: nothing is known about them before the call."""
 
     @property
     def is_static(self) -> bool:
@@ -33,9 +33,9 @@ class _Unknown(Mask):
 
 
 class DynamicMask(_Unknown):
-    """A leaf that holds arrays: NumPy's, jax's, tracers, or ShapeDtypeStructs for planning.
+    """A leaf that holds arrays: of NumPy or jax, tracers, or ShapeDtypeStructs for planning.
 
-    Leaves are equal only if they are the same object, and have no hash; `split()[0]` compares and hashes.
+    Leaves are equal only if they are the same object, and have no hash; `split()[0]` can be compared and hashed.
     """
 
     def __init_subclass__(cls) -> None:
@@ -55,14 +55,14 @@ class DynamicMask(_Unknown):
 
     @classmethod
     def from_slot(cls, slot: Slot, arrays: Sequence[Any]) -> Mask:
-        """The leaf that `slot` stands for, over these arrays."""
+        """The leaf of `slot` with these arrays."""
         return cls(*arrays)
 
     @staticmethod
     def related(leaf: Any, parts: Sequence[Any], cols: Any) -> Any:
-        """The test on parts that broadcast together: `leaf` (or its slot) has the static parameters, `parts` the arrays.
+        """The test on parts that broadcast with each other. `leaf` (or its slot) has the static parameters, `parts` the arrays.
 
-        For kernels, which bring the parts of a tile into shape themselves.
+        For kernels, which shape the parts of a tile themselves.
         """
         raise NotImplementedError
 
@@ -70,7 +70,7 @@ class DynamicMask(_Unknown):
         return self.slot().describe()
 
     def check(self) -> None:
-        """Refuse arrays of the wrong rank or dtype: here, any but integers of one batch."""
+        """Refuse arrays of a wrong rank or dtype: here, all but integers with one batch size."""
         for array, (_, name, dims) in zip(self.arrays(), self.parts, strict=True):
             int_array(array, name, dims)
         batches = [array.shape[0] for array in self.arrays()]
@@ -79,7 +79,7 @@ class DynamicMask(_Unknown):
             raise MaskError(f"{self.kind} has batch {got}; wanted the same: repeat the one with batch 1, {hint}")
 
     def usable(self) -> None:
-        """Refuse arrays that can't be computed with; jax rebuilds leaves without calling check."""
+        """Refuse arrays without values: jax rebuilds leaves without calling check."""
         if any(isinstance(array, jax.ShapeDtypeStruct) for array in self.arrays()):
             raise MaskError(f"{self.kind} holds shapes without values; wanted arrays: use jax.eval_shape for shapes")
         self.check()
@@ -107,10 +107,10 @@ class DynamicMask(_Unknown):
 
 @dataclass(frozen=True)
 class Slot(_Unknown):
-    """The place of a dynamic leaf in a structure: its kind and static parameters, no arrays. Hashable.
+    """The place of a dynamic leaf in a structure: its kind and static parameters, without arrays. Hashable.
 
-    left, right: of positions. broadcast: which of [batch, heads, q, kv] have size 1 in a dense mask. block_q, block_kv: of
-    chosen blocks.
+    left, right: those of Positions. broadcast: which of [batch, heads, q, kv] have size 1 in a dense mask. block_q, block_kv:
+    those of ChosenBlocks.
     """
 
     kind: str  # type: ignore[misc]  # a class variable of every other mask
@@ -135,7 +135,7 @@ class Slot(_Unknown):
         return _classes[self.kind].from_slot(self, arrays)
 
     def related(self, parts: Sequence[Any], cols: Any) -> Any:
-        """The test of the leaf, on parts that broadcast with each other and with cols."""
+        """The leaf's test, on parts that broadcast with each other and with cols."""
         return _classes[self.kind].related(self, parts, cols)
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""The static leaves beside Full: hashable, serialisable, known before any array is."""
+"""The static leaves other than Full: hashable, serialisable, and known before any array is."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .intervals import Intervals, single
 __all__ = ["Causal", "Chunked", "OffsetMask", "Prefix", "SlidingWindow", "window_tokens"]
 
 
-# Not a dataclass itself, or `offset` would come first among the fields of its subclasses.
+# Not a dataclass itself: `offset` would come first among the fields of its subclasses.
 class OffsetMask(Mask):
-    """A static leaf that compares the row's position, or the row plus its own offset, with the key."""
+    """A static leaf that compares the key with the row's position, or with the row plus the leaf's own offset."""
 
     offset: int | None
 
@@ -31,17 +31,17 @@ class OffsetMask(Mask):
         return type(self)(**{**vars(self), "offset": offset})
 
     def position(self, rows: Any, positions: Any) -> Any:
-        """The row's index plus the offset; by default the position that the call gives."""
+        """The row's index plus the offset; without an offset, the call's position."""
         if self.offset is None:
             return positions
         return rows + self.offset if self.offset else rows
 
     def block_positions(self, blocks: Blocks) -> Extent:
-        """`position` of whole blocks."""
+        """`position` for whole blocks."""
         return Extent(*(self.position(row, at) for row, at in zip(blocks.rows, blocks.positions, strict=True)))
 
     def _check_offset(self) -> None:
-        none = "the position that the call gives"
+        none = "the call's position"
         object.__setattr__(self, "offset", whole_or_none(self.offset, f"{type(self).__name__} offset", none))
 
 
@@ -68,9 +68,9 @@ class Causal(OffsetMask):
 
 @dataclass(frozen=True)
 class SlidingWindow(OffsetMask):
-    """Key j is visible when x - left <= j <= x + right: inclusive distances, None for no bound on that side.
+    """Key j is visible when x - left <= j <= x + right. Distances are inclusive; None means no bound on that side.
 
-    `left=3, right=0` keeps 4 keys; `window_tokens(4)` says the same by the number of keys.
+    `left=3, right=0` keeps 4 keys; `window_tokens(4)` is the same, given the number of keys.
     """
 
     kind: ClassVar[str] = "sliding_window"
@@ -105,13 +105,13 @@ class SlidingWindow(OffsetMask):
 
 
 def window_tokens(n: int) -> SlidingWindow:
-    """The window of the last n keys, the row's own included."""
+    """The window of the last n keys, including the row's own."""
     return SlidingWindow(left=whole(n, "window_tokens n", minimum=1) - 1, right=0)
 
 
 @dataclass(frozen=True)
 class Chunked(OffsetMask):
-    """Key j is visible when x and j lie in the same chunk of `size`: floor(x / size) == floor(j / size).
+    """Key j is visible when x and j are in the same chunk of `size`: floor(x / size) == floor(j / size).
 
     A row with negative x sees nothing, as no key is negative.
     """
@@ -127,9 +127,9 @@ class Chunked(OffsetMask):
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         x = self.position(rows, positions)
         if self.size & (self.size - 1) == 0:
-            shift = self.size.bit_length() - 1  # an arithmetic shift rounds down, negative x too
+            shift = self.size.bit_length() - 1  # an arithmetic shift rounds down, also for negative x
             return (x >> shift) == (cols >> shift)
-        # lax.div is one instruction but rounds -1 / size to 0; x >= 0 puts that right.
+        # lax.div is one instruction but rounds -1 / size to 0; x >= 0 corrects that.
         return (_divide(x, self.size) == _divide(cols, self.size)) & (x >= 0)
 
     def block_bounds(self, blocks: Blocks) -> BlockBounds:
@@ -144,7 +144,7 @@ class Chunked(OffsetMask):
 
 @dataclass(frozen=True)
 class Prefix(Mask):
-    """Keys before `length` are visible; 0 makes none visible."""
+    """Keys before `length` are visible; with 0 none are."""
 
     kind: ClassVar[str] = "prefix"
     length: int

@@ -1,1 +1,1 @@
-"""What a Hugging Face config says of attention."""
+"""What a Hugging Face config says about attention."""

@@ -1,7 +1,7 @@
-"""The model families whose configs can be read: the keys that each reads, their defaults, and its layers' kinds.
+"""The model families whose configs can be read: the keys that each family reads, their defaults, and the kinds of layers.
 
-Source of every row: the family's configuration and modelling files in transformers 5.23, held against that by
-tests/registry/test_model_transformers.py. A key that isn't in `defaults` isn't read by the family.
+Source of every row: the family's configuration and modelling files in transformers 5.23, checked against it by
+tests/registry/test_model_transformers.py. The family doesn't read a key that isn't in `defaults`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """How one `model_type` is read.
+    """How to read one `model_type`.
 
-    defaults: every key that the family reads, and what is meant where the config doesn't say it. kinds: of each layer,
-    where the config has no `layer_types`. names: the family's own names of keys. skips: keys of the model's other parts.
-    causal: whether its tokens see only those before them. sinks: one learned logit per query head. cross: the keys are an
-    encoder's.
+    defaults: every key that the family reads, with its value if the config doesn't have the key. kinds: the kind of each layer
+    if the config has no `layer_types`. names: the family's own names for keys. skips: keys of other parts of the model.
+    causal: whether tokens see only earlier ones. sinks: whether each query head has a learned logit. cross: whether the keys
+    are an encoder's.
     """
 
     defaults: Mapping[str, Any]
@@ -53,12 +53,12 @@ _NOT_READ: Any = object()
 
 
 def _by(test: Callable[[Fields, int], Any], yes: str = LOCAL) -> Callable[[Fields], list[str]]:
-    """Layers of kind `yes` where the test of fields and layer number holds, global ones elsewhere."""
+    """Layers of kind `yes` where test(fields, layer number) holds, and global layers elsewhere."""
     return lambda f: [yes if test(f, layer) else GLOBAL for layer in range(f["num_hidden_layers"])]
 
 
 def _all_but_every(period: int | str) -> Callable[[Fields], list[str]]:
-    """Local layers but for every n-th, counted from 1."""
+    """Local layers, except that every n-th layer, counted from 1, is global."""
     return _by(lambda f, layer: (layer + 1) % (f[period] if isinstance(period, str) else period))
 
 
@@ -94,7 +94,7 @@ _BERT_FAMILY = Family(_BERT | {"is_decoder": False}, names=_BERT_NAMES, causal=F
 def _parts(
     name: str, source: tuple[str, int], target: tuple[str, int], *, width: int, layers: int, heads: int
 ) -> dict[str, Family]:
-    """The three attentions of an encoder-decoder; source and target are the keys and defaults of their longest lengths."""
+    """The three attentions of an encoder-decoder. source, target: the keys and defaults of their maximum lengths."""
     found = {}
     for part, whose, (positions, longest) in (
         ("encoder", "encoder", source),
@@ -232,7 +232,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 PARTS = dict.fromkeys(("bart", "whisper"), ("encoder", "decoder", "cross"))
-"""Encoder-decoders, whose three attentions are read one at a time: FAMILIES has them as `bart encoder` and so on."""
+"""Encoder-decoders. Their three attentions are read one at a time: FAMILIES has them as `bart encoder` and so on."""
 
 _IMAGES = "tokens of one image see each other in both directions there; the masks here are those of text"
 COMPOSITES: dict[str, str | None] = {
@@ -242,4 +242,4 @@ COMPOSITES: dict[str, str | None] = {
     "llava_next": None,
     "mistral3": None,
 }
-"""Multimodal models whose `text_config` is read, and what of attention that leaves out."""
+"""Multimodal models whose `text_config` is read, and what that leaves out about attention."""

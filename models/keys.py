@@ -1,6 +1,6 @@
-"""The keys of model configs: which are attention's, what each becomes, which speak of other things, which are refused.
+"""The keys of model configs: which concern attention and what they become, which concern other things, which are refused.
 
-The names are those of Hugging Face configs (transformers 5). docs/model-configs.md shows these tables; tests walk them.
+The names are those of Hugging Face configs (transformers 5). docs/model-configs.md shows these tables, and tests cover them.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ ATTENTION: dict[str, str] = {
     "is_encoder_decoder": "whether you have to give a `part`",
     "text_config": "the language model of a multimodal model: read instead of the whole config",
 }
-"""What a key becomes. A key that its family doesn't read is refused, unless it is null."""
+"""What a key becomes. A key that its family doesn't read is refused unless it is null."""
 
-# Other names for the same, in every family.
+# Synonyms, in every family.
 SYNONYMS = {"torch_dtype": "dtype", "_sliding_window_pattern": "sliding_window_pattern"}
 
 OTHER: dict[str, tuple[str, ...]] = {
@@ -116,16 +116,16 @@ OTHER: dict[str, tuple[str, ...]] = {
         "reorder_and_upcast_attn", "use_flash_attn", "use_flash_attention_2",
     ),
 }  # fmt: skip
-"""Why a key isn't read: it says nothing about the call of attention."""
+"""Why a key isn't read: it doesn't concern the attention call."""
 
-# Of these, the ones that change what attention is given: a note says that it is the model's to do.
+# Those of these keys that change the inputs of attention: a note says that the model must do that.
 NOTED = {
     "attn_temperature_tuning": "the model scales the query by its position in global layers, before attention",
     "clip_qkv": "the model clips query, key and value, before attention",
     "kv_lora_rank": "each head has its own key and value here; attention to a cache of the latents is another call",
 }
 
-# Values that ask for nothing.
+# Values that request nothing.
 _ABSENT: tuple[Any, ...] = (None, False, [], {}, ())
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "alibi": (_ABSENT, "ALiBi adds a bias by distance to the logits"),
@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "relative_attention_num_buckets": (_ABSENT, "a learned position bias is added to the logits"),
     "relative_attention": (_ABSENT, "relative attention adds terms to the logits"),
-    "add_cross_attention": (_ABSENT, "cross attention to an encoder isn't declared by a model config"),
+    "add_cross_attention": (_ABSENT, "a model config doesn't declare cross-attention to an encoder"),
     "attn_config": (_ABSENT, "an attention config of the model's own"),
     "attention_types": (_ABSENT, "layer kinds under another name"),
     "attention_window": (_ABSENT, "windows of Longformer, with global tokens"),
@@ -145,10 +145,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "sinks": (_ABSENT, "sinks under a key that no family here has"),
     "attn_logit_cap": (_ABSENT, "a soft cap under a key that no family here has"),
 }
-"""Key: the values that mean nothing is asked for, and what any other asks for."""
+"""Key: the values that request nothing, and what any other value requests."""
 
 _OTHER = {key for keys in OTHER.values() for key in keys}
-# What a key that nobody has seen may have to do with attention; what fits is not passed over.
+# Unknown keys that match this may concern attention, and are not ignored.
 _SUSPICIOUS = re.compile(
     r"attn|attention|window|heads?(_|$)|mask|alibi|position_bias|relative|causal|bidirection|sinks?(_|$)|soft_?cap"
     r"|(^|_)(qk|qkv|kv|q|k|v|key|query|value|keys|queries)(_|$)|chunk|(^|_)(local|global)(_|$)|softmax|sparse"
@@ -156,7 +156,7 @@ _SUSPICIOUS = re.compile(
 
 
 def kind_of_key(key: str) -> str:
-    """'attention', 'other', 'refused', 'suspicious' or 'unknown'."""
+    """Classify a key as 'attention', 'other', 'refused', 'suspicious' or 'unknown'."""
     if SYNONYMS.get(key, key) in ATTENTION:
         return "attention"
     if key in REFUSED:
@@ -167,6 +167,6 @@ def kind_of_key(key: str) -> str:
 
 
 def is_quiet(key: str, value: Any) -> bool:
-    """Whether a key that can't be carried asks for nothing."""
+    """Whether the value of a key that can't be represented requests nothing."""
     silent = REFUSED[key][0] if key in REFUSED else _ABSENT
     return any(type(value) is type(other) and value == other for other in silent)

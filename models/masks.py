@@ -1,4 +1,4 @@
-"""Each layer of a model's config: its kind, and its mask."""
+"""The kind and the mask of each layer in a model's config."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .values import flag, whole
 
 __all__ = ["LayerAttention", "is_causal", "layer_attentions"]
 
-# Keys that say by a rule what layer_types lists.
+# Keys that give a rule for what layer_types lists.
 _PATTERNS = ("sliding_window_pattern", "max_window_layers", "global_attn_every_n_layers")
 
-_MOST_LAYERS = 10_000  # each is looked at; more are a slip of the hand
+_MOST_LAYERS = 10_000  # each is processed; more are taken for a typing error
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """One layer: 'global', 'local 4096' and the like, its mask, and its scale where the layers differ in it."""
+    """One layer: its kind ('global', 'local 4096' and so on), its mask, and its scale if scales differ between layers."""
 
     kind: str
     mask: Mask
@@ -28,20 +28,20 @@ class LayerAttention:
 
 
 def layer_attentions(config: ModelConfig, head_dim: int, causal: bool, notes: list[str]) -> tuple[LayerAttention, ...]:
-    """One for each layer. Errors: ConfigError."""
+    """One LayerAttention per layer. Errors: ConfigError."""
     kinds = _kinds(config, notes)
     return tuple(_layer(config, kind, number, head_dim, causal) for number, kind in enumerate(kinds))
 
 
 def is_causal(config: ModelConfig) -> bool:
-    """Whether tokens see only those before them."""
+    """Whether tokens see only earlier ones."""
     f, rules = config.fields, config.rules
     if not rules.causal:
         return flag(config, "is_decoder") if "is_decoder" in f else False
     if f.get("use_bidirectional_attention") and config.family != "gemma3_text":
         raise config.error(
             f"use_bidirectional_attention={shown(f['use_bidirectional_attention'])}: transformers builds a causal mask for "
-            f"{config.family} all the same; take it out, and say is_causal=false if none is wanted."
+            f"{config.family} anyway; remove it, and set is_causal=false if the mask should not be causal."
         )
     if f.get("use_bidirectional_attention"):
         return not flag(config, "use_bidirectional_attention")
@@ -49,10 +49,10 @@ def is_causal(config: ModelConfig) -> bool:
 
 
 def _kinds(config: ModelConfig, notes: list[str]) -> list[str]:
-    """Each layer's kind, by layer_types where the config has them, else by the family's rule."""
+    """The kind of each layer, by layer_types if the config has it, else by the family's rule."""
     f, count = config.fields, whole(config, "num_hidden_layers", most=_MOST_LAYERS)
     for key in ("sliding_window_pattern", "no_rope_layer_interval", "global_attn_every_n_layers"):
-        if key in f and not (config.family == "exaone4" and f["sliding_window"] is None):  # there it is then 0
+        if key in f and not (config.family == "exaone4" and f["sliding_window"] is None):  # where it is 0
             whole(config, key)
     if f.get("max_window_layers") is not None:
         whole(config, "max_window_layers", least=0)
@@ -70,12 +70,12 @@ def _kinds(config: ModelConfig, notes: list[str]) -> list[str]:
     for number, kind in enumerate(types):
         if kind not in (GLOBAL, LOCAL, CHUNKED):
             raise config.error(
-                f"layer_types[{number}] is {shown(kind)}; wanted {GLOBAL}, {LOCAL} or {CHUNKED}. Layers of other kinds, such as "
-                "linear attention, are none that attnops has."
+                f"layer_types[{number}] is {shown(kind)}; wanted {GLOBAL}, {LOCAL} or {CHUNKED}. attnops doesn't support "
+                "other kinds of layers, such as linear attention."
             )
     said = [key for key in _PATTERNS if key in config.given and f.get(key)]
     if said and list(types) != by_rule:
-        notes.append(f"layer_types decides, as in transformers; {', '.join(said)} would say otherwise")
+        notes.append(f"layer_types decides, as in transformers; {', '.join(said)} would give other layers")
     return list(types)
 
 
@@ -89,8 +89,10 @@ def _layer(config: ModelConfig, kind: str, number: int, head_dim: int, causal: b
     if kind == CHUNKED:
         size = f.get("attention_chunk_size")
         if size is None or not causal:
-            why = "attention_chunk_size is not said" if size is None else "is_causal is false"
-            raise config.error(f"layer {number} is {CHUNKED}, and {why}; wanted a causal chunk size.")
+            why = "attention_chunk_size is missing" if size is None else "is_causal is false"
+            raise config.error(
+                f"layer {number} is {CHUNKED}, but {why}; wanted attention_chunk_size and a causal mask."
+            )
         return LayerAttention(f"chunked {whole(config, 'attention_chunk_size')}", Causal() & Chunked(size), scale)
     left, right = _window(config, number, causal)
     label = f"local {left + 1}" if right == 0 else f"local ±{left}"
@@ -99,18 +101,18 @@ def _layer(config: ModelConfig, kind: str, number: int, head_dim: int, causal: b
 
 
 def _window(config: ModelConfig, number: int, causal: bool) -> tuple[int, int]:
-    """The distances of a local layer: transformers' masking_utils, kv > q - W or |q - kv| <= W."""
+    """The distances of a local layer, as in transformers' masking_utils: kv > q - W, or |q - kv| <= W."""
     f = config.fields
     if "local_attention" in f:
         half = whole(config, "local_attention", least=2) // 2
         return half, half
     if f.get("sliding_window") is None or f.get("use_sliding_window") is False:
         off = "use_sliding_window is false" if f.get("use_sliding_window") is False else "sliding_window is null"
-        raise config.error(f"layer_types[{number}] is {LOCAL}, and {off}; say the window, or {GLOBAL}.")
+        raise config.error(f"layer_types[{number}] is {LOCAL}, but {off}; specify the window, or use {GLOBAL}.")
     width = whole(config, "sliding_window")
     if f.get("sliding_window_size") not in (None, width):
         raise config.error(
-            f"sliding_window={width} and sliding_window_size={f['sliding_window_size']} say two things; keep one."
+            f"sliding_window={width} and sliding_window_size={f['sliding_window_size']} contradict each other; keep one."
         )
     if causal:
         return width - 1, 0

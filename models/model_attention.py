@@ -1,4 +1,4 @@
-"""What a model's config says about attention, in attnops' words: heads, dims, scale, and each layer's mask."""
+"""What a model's config says about attention, in attnops' terms: heads, dims, scale, and each layer's mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ModelAttention:
-    """All layers: what they share, and one LayerAttention each. `softmax_scale` None is 1/sqrt(head_dim)."""
+    """All layers: what they share, and one LayerAttention each. A `softmax_scale` of None means 1/sqrt(head_dim)."""
 
     name: str
     q_heads: int
@@ -40,18 +40,20 @@ class ModelAttention:
 
 
 def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
-    """Work it out; a dtype given here goes before the config's. Errors: ConfigError for values without sense."""
+    """Derive the attention of a config. `dtype` overrides the config's. Errors: ConfigError for invalid values."""
     f, rules, notes = config.fields, config.rules, list(config.notes)
     q_heads = whole(config, "num_attention_heads")
     kv_heads = q_heads if f.get("num_key_value_heads") is None else whole(config, "num_key_value_heads")
     if q_heads % kv_heads:
         default = "" if "num_key_value_heads" in config.given else f", the default of {config.family}"
-        raise config.error(f"num_attention_heads={q_heads} is no multiple of num_key_value_heads={kv_heads}{default}.")
+        raise config.error(
+            f"num_attention_heads={q_heads} is not a multiple of num_key_value_heads={kv_heads}{default}."
+        )
     head_dim, value_dim = _dims(config, q_heads, kv_heads)
     causal = is_causal(config)
     said = _dtype(config) if dtype is None else dtype_name(dtype)
     if said is None:
-        notes.append("the config says no dtype; a call is declared in float32 where no other is given")
+        notes.append("the config has no dtype; a call is declared in float32 unless another is given")
     layers = layer_attentions(config, head_dim, causal, notes)
     return ModelAttention(
         name=config.name,
@@ -78,15 +80,15 @@ def _dims(config: ModelConfig, q_heads: int, kv_heads: int) -> tuple[int, int]:
     if "qk_rope_head_dim" in f:
         rope = whole(config, "qk_rope_head_dim")
         both = whole(config, "qk_nope_head_dim") + rope
-        # transformers writes qk_rope_head_dim as head_dim, the part that is rotated
+        # transformers writes qk_rope_head_dim, the rotated part, as head_dim
         for key, meant in (("qk_head_dim", (both,)), ("head_dim", (rope, both))):
             if f[key] is not None and f[key] not in meant:
                 raise config.error(
-                    f"{key}={shown(f[key])}, and qk_nope_head_dim and qk_rope_head_dim add up to {both}."
+                    f"{key}={shown(f[key])}, but qk_nope_head_dim and qk_rope_head_dim add up to {both}."
                 )
         if kv_heads != q_heads:
             raise config.error(
-                f"num_key_value_heads={kv_heads} with latent attention, where every one of {q_heads} heads has its own key."
+                f"num_key_value_heads={kv_heads} with latent attention, where each of the {q_heads} heads has its own key."
             )
         return both, whole(config, "v_head_dim")
     if f.get("head_dim") is not None:
@@ -95,13 +97,13 @@ def _dims(config: ModelConfig, q_heads: int, kv_heads: int) -> tuple[int, int]:
     hidden = whole(config, "hidden_size")
     if hidden % q_heads:
         raise config.error(
-            f"hidden_size={hidden} is no multiple of num_attention_heads={q_heads}, and no head_dim is said."
+            f"hidden_size={hidden} is not a multiple of num_attention_heads={q_heads}, and head_dim is missing."
         )
     return hidden // q_heads, hidden // q_heads
 
 
 def _scale(config: ModelConfig, head_dim: int) -> float | None:
-    """What multiplies q.k, where the layers share one and it isn't 1/sqrt(head_dim)."""
+    """The factor of q.k, if all layers share one and it isn't 1/sqrt(head_dim); else None."""
     f = config.fields
     if "query_pre_attn_scalar" in f:
         return positive(config, "query_pre_attn_scalar") ** -0.5
@@ -112,11 +114,11 @@ def _scale(config: ModelConfig, head_dim: int) -> float | None:
     if "qk_rope_head_dim" not in f:
         return None
     if f["rope_parameters"] and f["rope_scaling"] and f["rope_parameters"] != f["rope_scaling"]:
-        raise config.error("rope_parameters and rope_scaling say two things; keep one.")
+        raise config.error("rope_parameters and rope_scaling contradict each other; keep one.")
     rope = f["rope_parameters"] or f["rope_scaling"] or {}
     if not isinstance(rope, Mapping):
         raise config.error(f"rope_scaling={shown(rope)}; wanted an object.")
-    # yarn of DeepSeek: the logits grow with the context, by the square of what its paper calls the temperature
+    # DeepSeek's yarn: the logits are scaled by the square of what the YaRN paper calls the temperature
     if rope.get("rope_type", rope.get("type", "default")) == "default" or not rope.get("mscale_all_dim"):
         return None
     factor, all_dim = (number(config, f"rope_scaling.{key}", rope.get(key)) for key in ("factor", "mscale_all_dim"))
@@ -131,6 +133,6 @@ def _dtype(config: ModelConfig) -> str | None:
     name = dtype_name(value)
     if name not in _DTYPES:
         raise config.error(
-            f"dtype={shown(name)}; wanted one of {', '.join(_DTYPES)}: give dtype= with what the model computes in."
+            f"dtype={shown(name)}; wanted one of {', '.join(_DTYPES)}: give dtype= with the dtype that the model computes in."
         )
     return name

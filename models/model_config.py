@@ -1,7 +1,7 @@
-"""A model's config, read: from a file, a dict or an object to the fields that its family speaks of attention with.
+"""Read a model's config, from a file, a dict or an object, into the fields with which its family describes attention.
 
-Every key of a config is read, known to speak of other things, or named in a note; what concerns attention and can't be
-carried is refused. `models/keys.py` has the table.
+Every key of a config is read, or is known to concern other things, or is named in a note. A key that concerns attention but
+can't be represented is refused. `models/keys.py` has the tables.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
 
 __all__ = ["ModelConfig", "as_dict", "is_model_config", "read_model_config"]
 
-# Keys that every family takes, and what they mean where they are left out.
+# Keys that every family reads, and their defaults.
 _EVERYWHERE: dict[str, Any] = {"dtype": None, "output_attentions": False}
-# A config that is saved leaves out no key but, in a nested config, those with the class's default.
+# A saved config has all keys, except that a nested config leaves out those with the class's default.
 _NEEDED = ("num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model's own words about attention. `fields` has every key of the family, `given` those that the config says."""
+    """One model's attention fields. `fields` has every key of the family, `given` those that the config has."""
 
     name: str
     family: str
@@ -45,7 +45,7 @@ class ModelConfig:
 
 
 def is_model_config(config: Any) -> bool:
-    """Whether this is a file, or a dict or object that names its model_type."""
+    """Whether this is a file, or a dict or object with a model_type."""
     if isinstance(config, str | os.PathLike):
         return True
     kind = config.get("model_type") if isinstance(config, Mapping) else getattr(config, "model_type", None)
@@ -60,11 +60,12 @@ def read_model_config(
     ignore: Collection[str] = (),
     name: str | None = None,
 ) -> ModelConfig:
-    """Read a config: the path of a config.json or of its folder, a dict, or an object as transformers has them.
+    """Read a config: the path of a config.json or of its folder, a dict, or a transformers config object.
 
-    family: read it as this family, in the place of its model_type. ignore: keys that are known to be none of attention's.
-    part: 'encoder', 'decoder' or 'cross', of an encoder-decoder. name: what messages call it.
-    Errors: ConfigError for what is no model config, an unknown family, keys that can't be carried or contradict.
+    family: read it as this family instead of its model_type. ignore: keys that are known not to concern attention. part:
+    'encoder', 'decoder' or 'cross' of an encoder-decoder. name: the config's name in messages.
+    Errors: ConfigError for anything that isn't a model's config, an unknown family, and keys that can't be represented or
+    contradict each other.
     """
     data, own_name = as_dict(config)
     name = own_name if name is None else name
@@ -91,17 +92,17 @@ def read_model_config(
     taken = [f"{key}={fields[key]}" for key in sorted(fields.keys() - given) if _speaks(key, fields)]
     off = "use_sliding_window" not in given and fields.get("use_sliding_window") is False
     if off and "sliding_window" in given and fields["sliding_window"] is not None:
-        notes.append(f"sliding_window={fields['sliding_window']} is off, as the config doesn't say use_sliding_window")
+        notes.append(f"sliding_window={fields['sliding_window']} is off, as the config doesn't have use_sliding_window")
     if taken:
-        notes.append(f"the config doesn't say {', '.join(taken)}: the default of {model}")
+        notes.append(f"the config doesn't have {', '.join(taken)}: the default of {model}")
     return ModelConfig(name, model, fields, frozenset(given), tuple(notes))
 
 
 def as_dict(config: Any) -> tuple[dict[str, Any], str]:
-    """A config's keys, and what messages call it."""
+    """A config's keys, and its name in messages."""
     if isinstance(config, str | os.PathLike):
         path = Path(config)
-        with contextlib.suppress(OSError, ValueError):  # a name that no file can have: read_text says so
+        with contextlib.suppress(OSError, ValueError):  # an impossible file name: read_text reports it
             path = path / "config.json" if path.is_dir() else path
         data = parse_json(read_text(path, "the config.json of a model"), str(path))
         if not isinstance(data, dict):
@@ -130,26 +131,26 @@ def _text_part(data: dict[str, Any], name: str, family: str | None, notes: list[
         text, _ = as_dict(text)
     if not isinstance(kind, str) or kind not in COMPOSITES:
         raise ConfigError(
-            f"{name}: model_type {shown(kind)} has a text_config, and attnops doesn't know what else its layers see; known: "
-            f"{', '.join(COMPOSITES)}. If its masks are those of text alone, give the text_config itself."
+            f"{name}: model_type {shown(kind)} has a text_config, but attnops doesn't know what else its layers see; known: "
+            f"{', '.join(COMPOSITES)}. If its masks are those of text only, give the text_config itself."
             + nearest(kind, COMPOSITES)
         )
-    notes.append(f"text_config of {kind} is read; its other parts, if they attend, do so by configs of their own")
+    notes.append(f"text_config of {kind} is read; if its other parts have attention, they have their own configs")
     if COMPOSITES[kind] is not None:
         notes.append(f"{kind}: {COMPOSITES[kind]}")
     beside = [key for key, value in data.items() if not _of_the_whole(key) and not is_quiet(key, value)]
     if beside:
-        notes.append(f"not read, as they stand beside text_config and not in it: {', '.join(sorted(beside))}")
+        notes.append(f"not read, as they are outside text_config: {', '.join(sorted(beside))}")
     text = dict(text)
     if "dtype" not in text and "torch_dtype" not in text:
         text |= {key: data[key] for key in ("dtype", "torch_dtype") if key in data}
     if "model_type" not in text and family is None:
-        raise ConfigError(f'{name}: text_config has no model_type; add it, or say family="llama" or what it is.')
+        raise ConfigError(f'{name}: text_config has no model_type; add it, or give its family, such as family="llama".')
     return text
 
 
 def _of_the_whole(key: str) -> bool:
-    """Whether a key beside text_config is read, is another part, or is known to be none of attention's."""
+    """Whether a key outside text_config is read, is another part, or is known not to concern attention."""
     return key in ("model_type", "dtype", "torch_dtype") or key.endswith("_config") or kind_of_key(key) == "other"
 
 
@@ -162,7 +163,7 @@ def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | 
     known = sorted({*PARTS, *(known for known in FAMILIES if " " not in known)})
     if kind is None or kind == "":
         raise ConfigError(
-            f"{name}: no model_type, so this is no model's config as transformers saves it; wanted one of "
+            f"{name}: no model_type, so this isn't a model's config as saved by transformers; wanted one of "
             f"{', '.join(known)}, or family=."
         )
     if part is not None and (not isinstance(part, str) or kind not in PARTS or part not in PARTS[kind]):
@@ -172,10 +173,10 @@ def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | 
         raise ConfigError(f"{name}: part={shown(part)}; {wanted}.")
     if kind in PARTS:
         if part is None:
-            raise ConfigError(f"{name}: {kind} has three attentions; say part= one of {', '.join(PARTS[kind])}.")
+            raise ConfigError(f"{name}: {kind} has three attentions; give part= one of {', '.join(PARTS[kind])}.")
         return f"{kind} {part}"
     if kind not in known:
-        hint = "" if family else " If it attends as one of them does, say so with family=."
+        hint = "" if family else " If its attention is that of one of these, give it as family=."
         raise ConfigError(
             f"{name}: {'family' if family else 'model_type'} {shown(kind)} is not one that attnops can read; known: "
             f"{', '.join(known)}." + (nearest(kind, known) or hint)
@@ -188,7 +189,7 @@ def _fields(
 ) -> tuple[dict[str, Any], set[str]]:
     rules = FAMILIES[model]
     known = _EVERYWHERE | dict(rules.defaults)
-    renamed = {"attention_dropout"} & set(rules.names.values())  # under the family's own name only
+    renamed = {"attention_dropout"} & set(rules.names.values())  # read only under the family's own name
     fields, said_by, unknown = dict(known), dict[str, str](), list[str]()
     for key, value in data.items():
         own = rules.names.get(key, SYNONYMS.get(key, key))
@@ -197,7 +198,7 @@ def _fields(
         if own in known and key not in renamed:
             if own in said_by and None not in (fields[own], value) and fields[own] != value:
                 raise ConfigError(
-                    f"{name}: {said_by[own]}={shown(fields[own])} and {key}={shown(value)} say two things; keep one."
+                    f"{name}: {said_by[own]}={shown(fields[own])} and {key}={shown(value)} contradict each other; keep one."
                 )
             if own in said_by and value is None:
                 continue
@@ -212,23 +213,23 @@ def _fields(
             )
         if kind == "attention" and not _quiet(key, value, data):
             raise ConfigError(
-                f"{name}: {key}={shown(value)}, and models of type {model} don't read {key}. Take it out, say family= if it "
-                f"is another one, or name it in ignore=.{nearest(key, known)}"
+                f"{name}: {key}={shown(value)}, but models of type {model} don't read {key}. Remove it, give family= if "
+                f"the model is of another family, or name the key in ignore=.{nearest(key, known)}"
             )
         nothing = is_quiet(key, value) or (value == 0 and "drop" in key)
         if kind == "suspicious" and not nothing:
             raise ConfigError(
-                f"{name}: {key}={shown(value)} may be attention's, and attnops doesn't know it. If it isn't, name it in ignore=."
-                + nearest(key, ATTENTION)
+                f"{name}: {key}={shown(value)} may concern attention, but attnops doesn't know it. If it doesn't, name it in "
+                "ignore=." + nearest(key, ATTENTION)
             )
         if kind == "unknown" and not is_quiet(key, value):
             unknown.append(key)
     if unknown:
-        notes.append(f"not read, as attnops knows nothing of them: {', '.join(sorted(unknown))}")
+        notes.append(f"not read, as attnops doesn't know them: {', '.join(sorted(unknown))}")
     if ignore:
-        notes.append(f"not read, as was asked for: {', '.join(ignore)}")
+        notes.append(f"not read, as requested: {', '.join(ignore)}")
     for key in list(said_by):
-        if fields[key] is None and key not in _NULLABLE:  # null says nothing, but for a window, a cap, a head dim
+        if fields[key] is None and key not in _NULLABLE:  # null means unset, except for a window, a cap or a head dim
             fields[key] = known[key]
             del said_by[key]
     return fields, set(said_by)
@@ -238,7 +239,7 @@ _NULLABLE = ("sliding_window", "attn_logit_softcapping", "attention_chunk_size",
 
 
 def _quiet(key: str, value: Any, data: Mapping[str, Any]) -> bool:
-    """Whether an attention key says nothing, or only what holds anyway."""
+    """Whether an attention key has no effect, or only states what holds anyway."""
     if is_quiet(key, value) or (key in ("is_causal", "is_decoder") and value is True):
         return True
     if key == "attention_dropout" and value == 0:
@@ -251,7 +252,7 @@ def _quiet(key: str, value: Any, data: Mapping[str, Any]) -> bool:
 
 
 def _speaks(key: str, fields: Mapping[str, Any]) -> bool:
-    """Whether a default that the config doesn't say has to be told."""
+    """Whether a note must mention a default that was used because the config doesn't have the key."""
     if key in ("sliding_window", "max_window_layers") and fields.get("use_sliding_window") is False:
         return False
     if key in ("sliding_window_pattern", "global_attn_every_n_layers", "no_rope_layer_interval") and (

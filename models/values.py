@@ -1,4 +1,4 @@
-"""Single values of a model's config: a whole number, a positive one, a probability, a flag, a dtype; or a refusal."""
+"""Read single values of a model's config: an integer, a positive number, a probability, a flag or a dtype."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ _LIMIT = 2**31 - 1
 
 
 def dtype_name(value: Any) -> str:
-    """'bfloat16' of a string, a NumPy dtype, a jnp scalar type or a torch dtype."""
+    """The name, such as 'bfloat16', of a string, a NumPy dtype, a jnp scalar type or a torch dtype."""
     text = getattr(value, "name", None) or getattr(value, "__name__", None) or str(value)
     return str(text).removeprefix("torch.")
 
 
 def whole(config: ModelConfig, key: str, least: int = 1, most: int = _LIMIT) -> int:
-    """A whole number from `least` to `most`."""
+    """An integer from `least` to `most`. Errors: ConfigError."""
     value = config.fields[key]
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        upto = "on" if most == _LIMIT else f"to {most}"
+        upto = "up" if most == _LIMIT else f"to {most}"
         raise config.error(f"{key}={shown(value)}; wanted a whole number from {least} {upto}.")
     return value
 
 
 def positive(config: ModelConfig, key: str) -> float:
-    """A positive number."""
+    """A positive number. Errors: ConfigError."""
     return number(config, key, config.fields[key])
 
 
 def number(config: ModelConfig, key: str, value: Any) -> float:
-    """The same, of a value that stands deeper."""
+    """The same for a nested value."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise config.error(f"{key}={shown(value)}; wanted a positive number.")
     return float(value)
 
 
 def probability(config: ModelConfig, key: str) -> float:
-    """In [0, 1)."""
+    """A probability in [0, 1). Errors: ConfigError."""
     value = config.fields[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise config.error(f"{key}={shown(value)}; wanted a probability in [0, 1).")
@@ -49,7 +49,7 @@ def probability(config: ModelConfig, key: str) -> float:
 
 
 def flag(config: ModelConfig, key: str) -> bool:
-    """True or False."""
+    """True or False. Errors: ConfigError."""
     value = config.fields[key]
     if not isinstance(value, bool):
         raise config.error(f"{key}={shown(value)}; wanted true or false.")

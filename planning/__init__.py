@@ -1,4 +1,4 @@
-"""What will run, where every tensor lies, and why: problems, capabilities, placements, plans."""
+"""What will run, where every tensor is, and why: problems, capabilities, placements, plans."""
 
 from .capability import ALL_FEATURES, FEATURES, STATIC_MASKS, Capability, Reason, Rule, Tolerance, implementation
 from .decide import plan

@@ -1,4 +1,4 @@
-"""CallArguments: what a call takes beside query, key and value, written here once; the types are what a caller may give."""
+"""CallArguments: the arguments of a call other than query, key and value, defined only here, with the accepted types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..masks import Mask
 
 __all__ = ["CALL_ARGUMENTS", "CALL_OPTIONS", "CallArguments", "CallArray"]
 
-# A ShapeDtypeStruct can be planned with, not attended to.
+# A ShapeDtypeStruct is for planning only.
 CallArray: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
@@ -29,11 +29,11 @@ class _CallArrays(TypedDict, total=False):
 
 
 class CallOptions(TypedDict, total=False):
-    """The static ones, part of what gets compiled; a declaration file has a field for each."""
+    """The static arguments, which are compiled in. A declaration file has a field for each."""
 
     causal: bool | None
     sliding_window: int | tuple[int | None, int | None] | None
-    query_offset: int | CallArray | None  # an array of one a row isn't static
+    query_offset: int | CallArray | None  # an array, with one value per row, isn't static
     softmax_scale: float | None
     logits_soft_cap: float | None
     dropout_prob: float | None
@@ -45,7 +45,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class CallArguments(_CallArrays, CallOptions, total=False):
-    """The keywords of a call, of its plan and of its explanation."""
+    """The keyword arguments of a call, and of `plan` and `explain`."""
 
 
 CALL_OPTIONS = tuple(CallOptions.__annotations__)

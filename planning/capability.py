@@ -1,4 +1,4 @@
-"""What an implementation can do, as data: the features that it consumes and rules over the problem."""
+"""What an implementation can do, as data: the features that it consumes, and rules about the problem."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .route import Route
 
 __all__ = ["ALL_FEATURES", "FEATURES", "STATIC_MASKS", "Capability", "Reason", "Rule", "Tolerance", "implementation"]
 
-# Everything that a call can ask of an implementation. What is requested and not consumed is a refusal.
+# All features that a call can request. A requested feature that an implementation doesn't consume is refused.
 FEATURES: Mapping[str, str] = {
     "causal": "causal mask",
     "sliding_window": "sliding window",
@@ -43,7 +43,7 @@ STATIC_MASKS = frozenset({"causal", "sliding_window", "chunked", "prefix", "mask
 
 
 class Reason(NamedTuple):
-    """Why an implementation can't run a problem: a stable code, the field, the values met, and the hint."""
+    """Why an implementation can't run a problem: a stable code, the field, the message with the values, and the hint."""
 
     code: str
     field: str
@@ -58,8 +58,8 @@ class Reason(NamedTuple):
 class Rule:
     """A condition that a problem must meet. `message` and `hint` are formatted with p=problem and c=config.
 
-    `test` is pure and returns True where the problem is fine. `routes`: where it fails another method is the better one
-    for such a problem, so leaving it to that one is dispatch and no fallback.
+    `test` is pure and returns True if the problem meets the condition. `routes`: if it fails, another method is better for
+    such a problem, so using that one is dispatch, not a fallback.
     """
 
     code: str
@@ -70,7 +70,7 @@ class Rule:
     routes: bool = False
 
     def check(self, problem: AttentionProblem, config: OperationConfig) -> Reason | None:
-        """Return the reason if the rule fails on this problem."""
+        """Return the reason if this problem breaks the rule, else None."""
         if self.test(problem, config):
             return None
         return Reason(
@@ -79,7 +79,7 @@ class Rule:
 
 
 class Tolerance(NamedTuple):
-    """Published error against the float64 reference, row by row: relative to each row's own size (verify/closeness.py)."""
+    """Published error against the float64 reference, per row and relative to the row's size (verify/closeness.py)."""
 
     forward: float
     backward: float | None  # None: there is no gradient
@@ -92,15 +92,15 @@ class Capability:
     consumes: frozenset[str]
     rules: tuple[Rule, ...] = ()
     tolerance: Mapping[str, Tolerance] = field(default_factory=dict)
-    # jax's shard_map can check replication; some Pallas kernels can't be traced under that check.
+    # Whether it can be traced under shard_map's check of replication, as some Pallas kernels can't.
     check_vma: bool = True
-    # Whether it works on keys and values in the run-time dtype, made from quantised ones before it starts.
+    # Whether quantised keys and values are dequantised to the run-time dtype before it starts.
     dequantises: bool = False
-    # Chooses among the implementation's own ways, where it has several.
+    # Chooses a route, if the implementation has several.
     route: Callable[[AttentionProblem, Placement, OperationConfig], Route] | None = None
 
     def reasons(self, problem: AttentionProblem, config: OperationConfig) -> tuple[Reason, ...]:
-        """Return every reason against this problem, () when it can run."""
+        """Return every reason against this problem; () if it can run."""
         missing = [
             Reason(f"feature.{name}", name, f"does not support {FEATURES[name]}", _hint(name))
             for name in sorted(problem.features - self.consumes)
@@ -109,7 +109,7 @@ class Capability:
         return (*missing, *(reason for reason in failing if reason is not None))
 
     def leaves(self, problem: AttentionProblem, config: OperationConfig) -> bool:
-        """Whether this implementation leaves such problems to another one, whatever else is against them."""
+        """Whether this implementation leaves such problems to another one, regardless of other reasons."""
         return any(rule.routes and rule.check(problem, config) is not None for rule in self.rules)
 
 
@@ -125,7 +125,7 @@ def implementation(
     dequantises: bool = False,
     route: Callable[[AttentionProblem, Placement, OperationConfig], Route] | None = None,
 ) -> Callable[[F], F]:
-    """Declare what a forward method can do. Errors: ValueError for a feature that doesn't exist."""
+    """Declare what a forward method can do. Errors: ValueError for an unknown feature."""
     wanted = frozenset(consumes)
     if unknown := sorted(wanted - ALL_FEATURES):
         raise ValueError(f"unknown features {unknown}; wanted some of {sorted(ALL_FEATURES)}.")

@@ -1,4 +1,4 @@
-"""plan(operation, problem, policy): the one function that decides what runs, and keeps why."""
+"""plan(operation, problem, policy): the function that decides what runs, and records why."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["plan"]
 
 
 def _unresolved(problem: AttentionProblem, error: ConfigError) -> Reason:
-    """Why a config can't be filled in for a problem; the error tells what is wanted."""
+    """Why a config can't be resolved for a problem. The error says what is expected."""
     declared = problem.config.model_fields_set - {"operation", "schema_version"}
     hint = "Declare other sizes, or leave them out." if declared else "Split the call over more devices."
     return Reason("config", "operation_configs", str(error).removesuffix("."), hint)
@@ -32,12 +32,12 @@ _DEFAULT = Policy()
 
 
 def plan(operation: type[PlannedOperation], problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
-    """Decide what runs, from the operation, the problem, the policy and the tuned choices; cached until another choice is kept.
+    """Decide what runs, from the operation, the problem, the policy and the tuned choices. Cached until a new choice is stored.
 
-    Errors: ShardingError, or ConfigError for sizes that aren't kept, where the policy says so. A problem that nothing can run
-    gives a plan of kind 'refused'; so does, with fallback='error', a config that can't be resolved for it.
+    Errors: ShardingError, or ConfigError if no tuned sizes are stored, if the policy requires that. If nothing can run the
+    problem, or if with fallback='error' the config can't be resolved, the plan is of kind 'refused'.
     """
-    # mypy takes a class with an instance __hash__ for unhashable.
+    # mypy treats a class with an instance __hash__ as unhashable.
     return _decide(operation, problem, policy, tune_cache.state(problem.device))  # type: ignore[arg-type]
 
 
@@ -50,7 +50,7 @@ def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy
     placement = place(own[0] if own else "forward_native")
     notes = list(problem.notes)
     if platform != problem.platform:
-        notes.append(f"kernel of {platform} run on {problem.platform} by its config (interpreted)")
+        notes.append(f"the kernel for {platform} runs on {problem.platform}, interpreted, as its config requests")
     rejected: list[Rejected] = []
     routed = bool(own) and all(operation.capability(m).leaves(problem, problem.config) for m in own)
     decided = Plan(
@@ -81,9 +81,7 @@ def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy
             config = operation.resolve_config(method, asked, placement)
         kind: Kind = "platform" if method in own else "routed" if routed else "fallback" if own else "native"
         if kind == "native":
-            notes.append(
-                f"{operation.name} has no kernel of its own on {problem.platform}: forward_native is its dispatch"
-            )
+            notes.append(f"{operation.name} has no kernel of its own on {problem.platform}, so forward_native runs")
         padding = operation.padding(method, problem, placement, config)
         notes.extend(operation.remarks(method, problem, placement, config))
         notes.extend(sequence_notes(operation, problem, policy, placement))

@@ -1,4 +1,4 @@
-"""draw_plan: a plan's placement as a picture: each tensor over the mesh, device by device, and what is sent."""
+"""draw_plan: draw a plan's placement: each tensor over the mesh, device by device, and what is sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["draw_plan"]
 
 
 class _Way(NamedTuple):
-    """How a tensor lies."""
+    """How a tensor is placed."""
 
     dims: tuple[Split, ...]
     drops: tuple[tuple[str, str, str], ...]
@@ -35,8 +35,8 @@ def draw_plan(plan: PlanFields, mesh: AnyMesh | None) -> DevicePicture:
     mesh = plan.mesh if mesh is None else mesh
     if mesh is not None and [axis[:2] for axis in axes_of(mesh)] != [axis[:2] for axis in problem.mesh]:
         raise ShardingError(
-            f"this plan is for mesh {describe_mesh(problem.mesh)}, and the mesh to draw is {describe_mesh(mesh)}; give "
-            "draw(mesh) the one that the call will run on, or leave it out."
+            f"this plan is for mesh {describe_mesh(problem.mesh)}, but the mesh to draw is {describe_mesh(mesh)}; give "
+            "draw(mesh) the mesh that the call will run on, or leave it out."
         )
     axes = tuple((axis.name, axis.size) for axis in problem.mesh)
     count = math.prod(size for _, size in axes)
@@ -47,14 +47,14 @@ def draw_plan(plan: PlanFields, mesh: AnyMesh | None) -> DevicePicture:
 
 
 def _repeated(plan: PlanFields) -> Iterator[str]:
-    """Heads that are repeated, and axes over which work is."""
+    """Lines for repeated heads, and for axes over which work is repeated."""
     if (times := plan.placement.kv_repeat) > 1:
         yield f"each kv head is repeated {times} times, so that devices get whole heads"
     yield from repeated_lines(plan.placement.repeated)
 
 
 def _coordinates(plan: PlanFields) -> list[dict[str, int]]:
-    """The place of each device along each axis, in the mesh's order."""
+    """The coordinate of each device along each axis, in the mesh's order."""
     sizes = [axis.size for axis in plan.problem.mesh]
     names = [axis.name for axis in plan.problem.mesh]
     found = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=-1) if sizes else np.zeros((1, 0), int)
@@ -62,7 +62,7 @@ def _coordinates(plan: PlanFields) -> list[dict[str, int]]:
 
 
 def _tensors(plan: PlanFields) -> Iterator[Placed]:
-    """The tensors of the call; those that lie alike, with the same names of dimensions, are one."""
+    """The tensors of the call. Tensors with the same placement and the same dimension names are drawn as one."""
     alike: dict[_Way, list[FittedSpec]] = {}
     for fitted in plan.placement.fitted.specs:
         if fitted.tensor != "query3d":
@@ -88,7 +88,7 @@ def _dims(plan: PlanFields, fitted: FittedSpec) -> tuple[Split, ...]:
 
 
 def _part(dim: Split, at: dict[str, int], plan: PlanFields) -> int:
-    """Which part of a dimension a device holds: the first axis of its entry counts most."""
+    """The part of a dimension that a device holds; the first axis of the spec's entry is the most significant."""
     if dim.parts == 1:
         return 0
     sizes = {axis.name: axis.size for axis in plan.problem.mesh}
@@ -99,7 +99,7 @@ def _part(dim: Split, at: dict[str, int], plan: PlanFields) -> int:
 
 
 def _sent(plan: PlanFields) -> Iterator[Sent]:
-    """What the forward pass sends between devices, by the placement's own record."""
+    """What the forward pass sends between devices, according to the placement."""
     placement, problem = plan.placement, plan.problem
     split, query, key = placement.sequence, placement.fitted["query"], placement.fitted["key"]
     t, d = (problem.layout.index(axis) for axis in "td")
@@ -109,12 +109,12 @@ def _sent(plan: PlanFields) -> Iterator[Sent]:
         if groups := _groups(plan, axes):
             yield Sent(what, kind, axes, groups, why)
 
-    yield from sent("query", "all-gather", query.axes(d), "a head is worked on whole")
-    yield from sent(moved, "all-gather", key.axes(d), "a head is worked on whole")
+    yield from sent("query", "all-gather", query.axes(d), "each head is processed whole")
+    yield from sent(moved, "all-gather", key.axes(d), "each head is processed whole")
     if split.strategy in ("", "gather"):
         yield from sent(moved, "all-gather", key.axes(t), "a query sees every key")
     yield from sent("query", "all-gather", split.gathered_queries, "every query attends to each part of the keys")
-    yield from sent("query, key, value", "all-to-all", split.head_axes, "heads are split in place of the sequence")
+    yield from sent("query, key, value", "all-to-all", split.head_axes, "heads are split instead of the sequence")
     steps = f"{len(split.steps) - 1} of {split.ring_size - 1} steps" if split.ring_axes else ""
     yield from sent("key, value", "ring", split.ring_axes, f"in {steps}")
     if split.strategy == "split_kv":
@@ -123,7 +123,7 @@ def _sent(plan: PlanFields) -> Iterator[Sent]:
 
 
 def _groups(plan: PlanFields, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """The devices that differ along these axes alone; none where the axes have one device."""
+    """Groups of devices that differ only along these axes; () if the axes have one device."""
     names = [axis.name for axis in plan.problem.mesh]
     sizes = [axis.size for axis in plan.problem.mesh]
     along = [names.index(axis) for axis in axes]

@@ -1,4 +1,4 @@
-"""GivenModel: a pydantic model of which only what was given is written, because unset and None are two things."""
+"""GivenModel: a pydantic model that serialises only the fields that were given, because unset differs from None."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .other_names import other_name
 __all__ = ["GivenModel", "explain_validation"]
 
 
-if TYPE_CHECKING:  # a type checker takes the fields of a model from pydantic's own metaclass
+if TYPE_CHECKING:  # type checkers get the fields of a model from pydantic's metaclass
     from pydantic._internal._model_construction import ModelMetaclass as _Explaining
 else:
 
     class _Explaining(type(BaseModel)):
-        """Of models whose constructor says what is wrong in attnops' words. Validation doesn't come through here."""
+        """Makes a model's constructor raise ConfigError with attnops' messages. Validation methods don't use this."""
 
         def __call__(cls, *args: Any, **fields: Any) -> Any:
             try:
@@ -31,28 +31,28 @@ else:
 
 
 class GivenModel(BaseModel, metaclass=_Explaining):
-    """Frozen, hashable where its values are, no unknown fields. Validating and writing keep which fields were given.
+    """Frozen, hashable if its values are, without unknown fields. Validation and serialisation keep which fields were given.
 
-    Every way out (model_dump, model_dump_json, also inside another model) writes the given fields and those of `tags`, and
-    no others. So it is with exclude_unset, exclude_none and exclude_defaults: a None that was given, or a value that equals
-    the default, is a choice, and without it the declaration would mean something else. include and exclude leave out what
-    they name. An instance is validated again wherever one is taken, as model_copy and model_construct validate nothing.
+    Serialisation (model_dump, model_dump_json, also inside another model) always writes the given fields and those of `tags`,
+    and no others, even with exclude_unset, exclude_none or exclude_defaults: a None that was given, or a value that equals the
+    default, is a choice, and without it the declaration would have another meaning. include and exclude work as usual. An
+    instance is validated again wherever it is passed as a value, because model_copy and model_construct don't validate.
     """
 
-    # By name too: an instance that is validated again has its fields under their names.
+    # Populate by name too: when an instance is validated again, its fields have their names.
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always", populate_by_name=True
     )
 
-    # Fields that say what the data is: always written, and no choice, so given or not they are equal.
+    # Fields that identify the data. They are always written, and whether they were given doesn't affect equality.
     tags: ClassVar[frozenset[str]] = frozenset()
 
     def is_set(self, field: str) -> bool:
-        """Whether the field was given, be it as None."""
+        """Whether the field was given, even as None."""
         return field in self.model_fields_set
 
     def checked(self) -> Self:
-        """Itself, validated again: model_copy and model_construct validate nothing. Errors: ConfigError."""
+        """Return a validated copy: model_copy and model_construct don't validate. Errors: ConfigError."""
         try:
             return type(self).model_validate(self)
         except ValidationError as error:
@@ -61,14 +61,14 @@ class GivenModel(BaseModel, metaclass=_Explaining):
             ) from None
 
     def every_field(self) -> dict[str, Any]:
-        """The JSON values of all fields, those too that were never given."""
+        """The JSON values of all fields, including those that weren't given."""
         whole = self.model_copy(update={name: getattr(self, name) for name in type(self).model_fields})
         return whole.model_dump(mode="json")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
         schema: Any = handler(source)
-        if cls.__pydantic_complete__:  # the class's own schema, which has been through here
+        if cls.__pydantic_complete__:  # the class's own schema, which this method has already changed
             return schema
 
         def write(value: Any, fields: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class GivenModel(BaseModel, metaclass=_Explaining):
 
     @classmethod
     def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:  # type: ignore[override]
-        """pydantic's own, which validates nothing; but a name that is no field is kept, to be refused where it is used."""
+        """pydantic's model_construct, which doesn't validate, but an unknown name is kept, so that it is refused on use."""
         made = super().model_construct(_fields_set, **values)
         made.__dict__.update({name: value for name, value in values.items() if name not in _names(cls)})
         return made
@@ -99,12 +99,12 @@ class GivenModel(BaseModel, metaclass=_Explaining):
 def _given(
     cls: type[GivenModel], value: Any, fields: SerializerFunctionWrapHandler, info: SerializationInfo
 ) -> dict[str, Any]:
-    if not isinstance(value, cls):  # one branch of a union after the other is tried
+    if not isinstance(value, cls):  # pydantic tries the branches of a union in turn
         raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is not a {cls.__name__}")
     if type(value) is not cls or info.exclude_unset or info.exclude_none or info.exclude_defaults:
         include: Any = info.include
         exclude: Any = info.exclude
-        return value.model_dump(  # its own fields, and all that were given
+        return value.model_dump(  # the instance's own fields, and all that were given
             mode=info.mode,
             include=include,
             exclude=exclude,
@@ -124,7 +124,7 @@ def _names(cls: type[GivenModel]) -> set[str]:
 
 
 def explain_validation(error: ValidationError, model: type[BaseModel]) -> str:
-    """Turn pydantic's report into one line: what was got, what is wanted, the nearest name for a typo."""
+    """Turn pydantic's report into one line: the value, what is expected, and the nearest name for a typo."""
     lines = []
     for item in error.errors(include_url=False):
         where = ".".join(str(part) for part in item["loc"]) or "value"
@@ -144,7 +144,7 @@ def explain_validation(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
-    """The fields of the (nested) model at `path`, or nothing where it isn't a model."""
+    """The fields of the (nested) model at `path`; [] if it isn't a model."""
     for part in path:
         field = model.model_fields.get(str(part))
         annotation = field.annotation if field else None

@@ -1,4 +1,4 @@
-"""NamedShardings of what a plan places: on a mesh, as jax.device_put and jax.jit take them."""
+"""NamedShardings of a plan's arrays on a mesh, for jax.device_put and jax.jit."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def named_shardings(
     wanted = [axis[:2] for axis in problem.mesh]
     if mesh is None or [axis[:2] for axis in axes_of(mesh)] != wanted:
         raise ShardingError(
-            f"this plan is for mesh {describe_mesh(problem.mesh)}, and the mesh to name is {describe_mesh(mesh)}; give "
-            "named_shardings(mesh) the one that the call will run on, or declare it."
+            f"this plan is for mesh {describe_mesh(problem.mesh)}, but the mesh given is {describe_mesh(mesh)}; give "
+            "named_shardings(mesh) the mesh that the call will run on, or declare it."
             if wanted
-            else "this plan is for no mesh, so there is nothing to name; declare one, as OperationMetadata(mesh=mesh)."
+            else "this plan has no mesh, so it has no NamedShardings; declare one, as OperationMetadata(mesh=mesh)."
         )
-    # A tensor whose heads are repeated has more of them in its fitted shape; what comes isn't split there yet.
+    # The fitted shape of a tensor with repeated heads has more heads; the call's array isn't split there yet.
     shapes = {fitted.tensor: fitted.shape for fitted in placement.fitted.specs if fitted.tensor != "query3d"}
     shapes |= {name: problem.shape_of(name) for name in ("query", "key", "value", "output")} | dict(problem.scales)
     return {name: NamedSharding(mesh, placement.given(name, shape)) for name, shape in shapes.items()}

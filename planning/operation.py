@@ -1,4 +1,4 @@
-"""PlannedOperation: what planning needs to know of an operation class. operators/base.py adds how a call runs."""
+"""PlannedOperation: what planning needs from an operation class. operators/base.py adds how a call runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .text import bytes_text
 
 __all__ = ["METHODS", "Padding", "PlannedOperation", "dequantised_copy"]
 
-# A platform's own methods, best first; forward_native stands behind all of them.
+# A platform's own methods, best first; forward_native is the last choice on all of them.
 METHODS: dict[str, tuple[str, ...]] = {
     "tpu": ("forward_tpu",),
     "cuda": ("forward_cuda", "forward_gpu"),
@@ -28,7 +28,7 @@ _ALL = (*dict.fromkeys(m for own in METHODS.values() for m in own), "forward_nat
 
 
 class Padding(NamedTuple):
-    """Rows that a kernel adds on each device, and the share of its work that they are."""
+    """Rows that a kernel adds on each device, and their share of its work."""
 
     q_len: int
     kv_len: int
@@ -36,13 +36,13 @@ class Padding(NamedTuple):
 
 
 def dequantised_copy(problem: AttentionProblem, placement: Placement) -> str:
-    """`a dequantised copy of key and value (bfloat16, 12.0 MiB a device, beside 6.0 MiB as given)`."""
+    """`a dequantised copy of key and value (bfloat16, 12.0 MiB per device, in addition to 6.0 MiB as given)`."""
     local, dims = placement.local, {"key": problem.head_dim, "value": problem.value_dim}
     given = local.batch * local.kv_heads * local.kv_len * sum(dims[name] for name in problem.quantised)
     copied = given * jnp.dtype(problem.runtime_dtype).itemsize
     return (
-        f"a dequantised copy of {' and '.join(problem.quantised)} ({problem.runtime_dtype}, {bytes_text(copied)} a device, "
-        f"beside {bytes_text(given)} as given)"
+        f"a dequantised copy of {' and '.join(problem.quantised)} ({problem.runtime_dtype}, {bytes_text(copied)} per device, "
+        f"in addition to {bytes_text(given)} as given)"
     )
 
 
@@ -51,37 +51,37 @@ class PlannedOperation:
 
     name: ClassVar[str]
     config: ClassVar[type[OperationConfig]]
-    # The one way in which an operation handles a split sequence; None: as the policy says.
+    # The operation's only strategy for a split sequence; None: as the policy says.
     sequence_parallel: ClassVar[str | None] = None
-    # The operation whose kernel this one runs, if so: what is declared in that one's config counts here too.
+    # The operation whose kernel this one runs, if any: its config applies here too.
     kernel_config: ClassVar[str | None] = None
-    # Platforms on which it runs the kernels of another operation, and takes that one's config in place of its own.
+    # Platforms on which it runs the kernels of another operation, and uses that operation's config instead of its own.
     kernels_on: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def implements(cls, method: str) -> bool:
-        """Whether the class has written a forward method."""
+        """Whether the class implements a forward method."""
         return getattr(cls, method, None) is not None
 
     @classmethod
     def declared_methods(cls) -> tuple[str, ...]:
-        """The forward methods that are written. Errors: ConfigError for one without @implementation."""
+        """The forward methods that the class implements. Errors: ConfigError for one without @implementation."""
         written = tuple(m for m in _ALL if cls.implements(m))
         if "forward_native" not in written:
-            raise ConfigError(f"operation {shown(cls.name)} has no forward_native; it is needed.")
+            raise ConfigError(f"operation {shown(cls.name)} has no forward_native, which is required.")
         for method in written:
             cls.capability(method)
         return written
 
     @classmethod
     def running_methods(cls) -> dict[str, str]:
-        """By platform the first of its methods that runs something there; one without a published tolerance only refuses."""
+        """For each platform, the first method that can run there. A method without a published tolerance only refuses."""
         written = [m for m in cls.declared_methods() if cls.capability(m).tolerance]
         return {platform: next((m for m in own if m in written), "forward_native") for platform, own in METHODS.items()}
 
     @classmethod
     def capability(cls, method: str) -> Capability:
-        """What a forward method declares. Errors: ConfigError if it declares nothing."""
+        """The declared capability of a forward method. Errors: ConfigError if it declares nothing."""
         found = getattr(getattr(cls, method, None), "capability", None)
         if not isinstance(found, Capability):
             raise ConfigError(f"{cls.name}.{method} declares nothing; decorate it with @implementation(...).")
@@ -89,21 +89,21 @@ class PlannedOperation:
 
     @classmethod
     def kernel_platform(cls, problem: AttentionProblem) -> str:
-        """The platform whose methods are tried; an operation with an interpreter may answer otherwise."""
+        """The platform whose methods are tried. An operation with an interpreter may override this."""
         return problem.platform
 
     @classmethod
     def resolve_config(cls, method: str, problem: AttentionProblem, placement: Placement) -> OperationConfig:
         """Return the config with every default filled in for this method and these local shapes.
 
-        Errors: ConfigError where there is none; a plan has it as a reason against the method.
+        Errors: ConfigError if there is none; the plan then has it as a reason against the method.
         """
         del method, placement
         return problem.config
 
     @classmethod
     def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
-        """The config's fields that a search may choose for this problem: none, unless an operation says otherwise."""
+        """The config's fields that a search may choose for this problem. Default: none."""
         del method, problem, placement
         return ()
 
@@ -111,9 +111,9 @@ class PlannedOperation:
     def candidates(
         cls, method: str, problem: AttentionProblem, placement: Placement
     ) -> Mapping[str, tuple[dict[str, Any], ...]]:
-        """What a search tries: 'forward' and 'backward' -> fields to set, the most promising first, which is the heuristic's.
+        """What a search tries: 'forward' and 'backward' -> fields to set, most promising first. The first is the heuristic's.
 
-        The two are measured apart, so no field stands in both.
+        The two are measured separately, so no field is in both.
         """
         del method, problem, placement
         return {}
@@ -122,7 +122,7 @@ class PlannedOperation:
     def table_choice(
         cls, method: str, problem: AttentionProblem, placement: Placement
     ) -> tuple[str, Mapping[str, Any]] | None:
-        """(where it comes from, fields) of a choice that the operation ships, None for none."""
+        """(source, fields) of a choice that is shipped with the operation, or None."""
         del method, problem, placement
         return None
 
@@ -130,21 +130,21 @@ class PlannedOperation:
     def memory(
         cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> Mapping[str, Mapping[str, int]]:
-        """A kernel's name in the compiled program -> bytes of fast memory by what they hold; {} where nobody counts."""
+        """The kernel's name in the compiled program -> bytes of fast memory, by what they hold; {} if they aren't counted."""
         del method, problem, placement, config
         return {}
 
     @classmethod
     def check_vma(cls, method: str, config: OperationConfig) -> bool:
-        """Whether a method with this config can be traced under shard_map's check of replication."""
+        """Whether a method with this config can be traced under shard_map's replication check."""
         del config
         return cls.capability(method).check_vma
 
     @classmethod
     def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
-        """Whether a method with this config can work on a part of the keys: not by itself.
+        """Whether a method with this config can work on a part of the keys. Default: False.
 
-        strategy: 'split_kv', where it is given a part, or 'ring', where it takes one after the other (LocalCall.ring).
+        strategy: 'split_kv', with one part, or 'ring', with one part after the other (LocalCall.ring).
         """
         del method, config, strategy
         return False
@@ -153,7 +153,7 @@ class PlannedOperation:
     def padding(
         cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> Padding | None:
-        """What the method pads on each device, None for nothing."""
+        """The method's padding on each device, or None."""
         del method, problem, placement, config
         return None
 
@@ -161,7 +161,7 @@ class PlannedOperation:
     def remarks(
         cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> tuple[str, ...]:
-        """Notes for the plan: config fields that this method doesn't read, or a copy that it works on."""
+        """Notes for the plan: config fields that this method doesn't read, or a dequantised copy."""
         notes = []
         given = sorted(config.model_fields_set - {"operation", "schema_version"})
         if given and not cls.reads_config(method):
@@ -172,5 +172,5 @@ class PlannedOperation:
 
     @classmethod
     def reads_config(cls, method: str) -> bool:
-        """Whether a method reads the config: by default the platforms' own do, and forward_native where it is alone."""
+        """Whether a method reads the config. By default the platforms' methods do, and forward_native if there are no others."""
         return method != "forward_native" or cls.declared_methods() == ("forward_native",)

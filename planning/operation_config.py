@@ -1,4 +1,4 @@
-"""OperationConfig: the frozen, tagged base of every operation's config, and what it accepts."""
+"""OperationConfig: the frozen, tagged base class of all operation configs."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ __all__ = ["OperationConfig"]
 
 
 class Operations(Protocol):
-    """What a config has to know of the operations that exist."""
+    """What a config needs to know about the existing operations."""
 
     def names(self) -> tuple[str, ...]:
-        """Of all."""
+        """The names of all operations."""
         ...
 
     def configs(self) -> Mapping[str, type[OperationConfig]]:
-        """The config classes by operation."""
+        """The config classes by operation name."""
         ...
 
     def get(self, name: str) -> Any:
-        """The class of one."""
+        """The class of an operation."""
         ...
 
 
 class OperationConfig(GivenModel):
-    """Base of the operation configs: frozen, hashable, no unknown fields.
+    """Base class of the operation configs: frozen, hashable, without unknown fields.
 
-    A field that was never given is unset (`config.is_set`), which is not None: unset lets attnops choose, None asks
-    for the kernel's own default. Equality, hash and JSON keep the difference.
+    A field that wasn't given is unset (`config.is_set`), which differs from None: unset lets attnops choose, None selects
+    the kernel's own default. Equality, hash and JSON keep the difference.
 
-    A subclass gives `operation` its name as the default. One that doesn't, as this class, is no operation's config: as the
-    type of a field it takes that of any operation, and reads it by its tag.
+    A subclass sets the default of `operation` to the operation's name. A class that doesn't, such as this one, is not an
+    operation's config: as the type of a field it accepts the config of any operation, identified by its tag.
     """
 
     model_config = ConfigDict(validate_default=True)
 
     tags: ClassVar = frozenset({"operation", "schema_version"})
-    # metadata's blocksize_* defaults -> the field of this config that they feed
+    # metadata's blocksize_* default -> the field of this config that it sets
     feeds: ClassVar[Mapping[str, str]] = {}
-    registry: ClassVar[Operations]  # set by the registry, which stands above
+    registry: ClassVar[Operations]  # set by the registry, which is in a higher layer
 
     operation: str
     schema_version: Literal[1] = 1
@@ -61,7 +61,7 @@ class OperationConfig(GivenModel):
     def __new__(cls, *args: Any, **fields: Any) -> Self:
         if cls._is_abstract():
             raise ConfigError(
-                f"{cls.__name__} is the config of no operation; wanted that of one: {', '.join(cls.registry.names())}."
+                f"{cls.__name__} is not an operation's config; wanted that of one of {', '.join(cls.registry.names())}."
             )
         return super().__new__(cls)
 
@@ -89,7 +89,7 @@ class OperationConfig(GivenModel):
         return cls.__pydantic_fields__["operation"].is_required()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that were given, with the operation's tag; `coerce` of it gives an equal config."""
+        """Return the fields that were given, with the operation's tag. `coerce` of the result gives an equal config."""
         return self.model_dump(mode="json")
 
     def with_fields(self, changes: Mapping[str, Any]) -> Self:
@@ -99,10 +99,10 @@ class OperationConfig(GivenModel):
 
     @classmethod
     def coerce(cls, value: Self | Mapping[str, Any] | object) -> Self:
-        """Take a config, a dict, or any object with fields or attributes of these names.
+        """Convert a config, a dict, or any object with fields or attributes of these names.
 
-        Errors: ConfigError for unknown names (with the nearest known one) and for values that make no sense. An
-        object's attributes are all read: one that isn't a field is refused, not passed over.
+        Errors: ConfigError for unknown names (with the nearest known one) and for invalid values. All attributes of an
+        object are read: one that isn't a field is refused, not ignored.
         """
         if isinstance(value, OperationConfig) and not isinstance(value, cls):
             raise ConfigError(
@@ -118,16 +118,16 @@ class OperationConfig(GivenModel):
 
 
 def _by_tag(wanted: type[OperationConfig], value: Any) -> OperationConfig:
-    """The config of any operation, from its tag. Errors: ValueError, as pydantic wants it."""
+    """The config of any operation, from its tag. Errors: ValueError, as pydantic requires."""
     tag = value.get("operation") if isinstance(value, Mapping) else getattr(value, "operation", None)
     if not isinstance(tag, str):
-        raise ValueError("no 'operation', which says whose config this is")
+        raise ValueError("no 'operation', which identifies the operation of this config")
     try:
         own = type(value) if isinstance(value, OperationConfig) else wanted.registry.get(tag).config
     except AttnOpsError as error:  # UnknownNameError is a LookupError
         raise ValueError(str(error)) from None
     if not issubclass(own, wanted):
-        raise ValueError(f"{own.__name__} is no {wanted.__name__}")
+        raise ValueError(f"{own.__name__} is not a {wanted.__name__}")
     return own.model_validate(value)
 
 

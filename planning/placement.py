@@ -1,8 +1,8 @@
-"""Placement: the declared specs fitted to the call, and the specs under which the kernel runs on each device.
+"""Placement: the declared specs, fitted to the call, and the specs of the kernel on each device.
 
-The two differ where one device can't work on its declared part alone. A query shard needs every key, so K and V are
-gathered along the sequence, or travel around it, or heads are split there instead; K and V heads follow the query heads; a
-head is never split in its dim.
+The two differ if a device can't work on its declared part alone. A query shard needs every key, so K and V are gathered
+along the sequence, or sent around a ring, or heads are split instead of the sequence. K and V heads follow the query heads.
+A head is never split along its dim.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["LocalShape", "Placement", "place_problem"]
 
 
 class LocalShape(NamedTuple):
-    """Sizes that a kernel sees inside the operation, before padding."""
+    """The sizes that a kernel sees inside the operation, before padding."""
 
     batch: int
     q_len: int
@@ -33,11 +33,11 @@ class LocalShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every tensor lives, declared (`fitted`) and inside the operation (`run`, in the kernel's layout).
+    """Where every tensor is: as declared (`fitted`), and inside the operation (`run`, in the kernel's layout).
 
-    `head_axes` and `q_axes` split what a device works on; `local` has the sizes that a kernel works on at once, which on a
-    zigzag ring are those of one piece. `outer_kv_heads` are a device's own, before an all-to-all splits them further.
-    `repeated`: the mesh axes over which devices do the same work.
+    `head_axes` and `q_axes` split a device's work. `local` has the sizes that a kernel works on at once; on a zigzag ring
+    those are of one piece. `outer_kv_heads` are the kv heads per device before an all-to-all splits them further. `repeated`:
+    the mesh axes over which devices do the same work.
     """
 
     fitted: FittedRules
@@ -53,9 +53,9 @@ class Placement:
     repeated: tuple[RepeatedAxis, ...] = ()
 
     def given(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        """Where an array of the call is put before the call starts.
+        """The spec of an array of the call before the call starts.
 
-        Its fitted spec, but for heads that are still to be repeated: they are not split yet. Unsplit where it has none.
+        This is its fitted spec, but heads that will be repeated are not split yet. An array without a spec is unsplit.
         """
         fitted = self.fitted.get(name)
         if fitted is None or len(fitted.shape) != len(shape):
@@ -71,7 +71,7 @@ class Placement:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every mesh axis that splits work: batch, queries, heads, or keys that each device attends to in part."""
+        """All mesh axes that split work: batch, queries, heads, or keys if each device attends to a part of them."""
         keys = self.sequence.axes if self.sequence.strategy == "split_kv" else ()
         return (*self.batch_axes, *self.q_axes, *self.head_axes, *keys)
 
@@ -84,9 +84,9 @@ def place_problem(
     strategy: str = "gather",
     ring_order: str | None = None,
 ) -> Placement:
-    """Fit the problem's rules to its shapes and mesh. Errors: ShardingError when strict or kv_heads='error' say so.
+    """Fit the problem's rules to its shapes and mesh. Errors: ShardingError as required by strict and kv_heads='error'.
 
-    `strict` refuses what doesn't fit as declared, and a mesh over which work is only repeated.
+    `strict` refuses specs that don't fit as declared, and mesh axes over which work is only repeated.
     """
     counted = {axis for axes in problem.manual_sequence or () for axis in axes}
     fitted = fit(
@@ -155,7 +155,7 @@ def _shapes(problem: AttentionProblem) -> dict[str, TensorShape]:
     if problem.bias_shape is not None:
         shapes["bias"] = TensorShape(problem.bias_shape, size)
     if problem.sinks_shape is not None:
-        # [kv_heads, sinks] is repeated over the groups, as K and V are, before it is split.
+        # [kv_heads, sinks] is repeated over the groups, like K and V, before it is split.
         shapes["softmax_aux"] = TensorShape((problem.q_heads, *problem.sinks_shape[1:]), size)
     for leaf in problem.leaves:
         if leaf.name == "mask":
@@ -166,7 +166,7 @@ def _shapes(problem: AttentionProblem) -> dict[str, TensorShape]:
 
 
 def _scale_specs(problem: AttentionProblem, fitted: FittedRules) -> tuple[FittedSpec, ...]:
-    """A scale is split as its tensor is, but along dimensions of 1, which stand for all."""
+    """A scale is split like its tensor, except along dimensions of 1, which are broadcast."""
     found = []
     for name, shape in problem.scales.items():
         tensor = fitted[name.removesuffix("_scale")]
@@ -204,7 +204,7 @@ def _run_specs(
         "lse": PartitionSpec(meaning["batch"], meaning["heads"], meaning["q"]),
         "weights": PartitionSpec(meaning["batch"], meaning["heads"], meaning["q"], None),
         "softmax_aux": PartitionSpec(meaning["heads"]),
-        # Inside, a scale is [batch, kv heads, kv], split as its tensor is.
+        # Inside, a scale is [batch, kv heads, kv], split like its tensor.
         **{name: PartitionSpec(meaning["batch"], meaning["heads"], meaning["kv"]) for name in problem.scales},
         "query_offset": PartitionSpec(meaning["batch"]),
         "dropout_seed": PartitionSpec(),
@@ -219,7 +219,7 @@ def _run_specs(
 def _split_specs(
     problem: AttentionProblem, batch: tuple[str, ...], sequence: tuple[str, ...], heads: tuple[str, ...]
 ) -> tuple[tuple[str, PartitionSpec], ...]:
-    """Where the tensors are that stay split along the sequence; they take the place of those before them."""
+    """The specs of tensors that stay split along the sequence; they replace the earlier ones."""
     order = {"b": _entry(batch), "t": _entry(sequence), "h": _entry(heads), "d": None}
     tensor = PartitionSpec(*(order[axis] for axis in problem.kernel_layout))
     found = dict.fromkeys(("query", "key", "value", "output"), tensor)
@@ -231,7 +231,9 @@ def _query_changes(query: FittedSpec, at: dict[str, int], sizes: dict[str, int])
     split = [a for a in query.axes(at["d"]) if sizes[a] > 1]
     if not split:
         return ()
-    return (f"query: head_dim is declared split over {'+'.join(split)}; gathered, a head is worked on whole",)
+    return (
+        f"query: head_dim is declared split over {'+'.join(split)}; gathered, because each head is processed whole",
+    )
 
 
 def _key_changes(
@@ -247,7 +249,7 @@ def _key_changes(
     changes = []
     if key.axes(at["t"]) and split.strategy in ("", "gather"):
         changes.append(
-            f"{names}: gathered along kv_len over {'+'.join(key.axes(at['t']))}: a query shard sees every key"
+            f"{names}: gathered along kv_len over {'+'.join(key.axes(at['t']))}: each query shard sees every key"
         )
     if key.axes(at["d"]):
         changes.append(f"{names}: gathered along head_dim over {'+'.join(key.axes(at['d']))}")

@@ -1,4 +1,4 @@
-"""Plan: what was decided of a call and why, as data, as text that a person reads, and as JSON."""
+"""Plan: what was decided for a call and why, as data, text and JSON."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True, eq=False)
 class Plan(PlanFields):
-    """What will run, with which config, where every tensor lives, and why nothing else runs.
+    """What will run, with which config, where every tensor is, and why nothing else runs.
 
-    `kind` is 'platform' (the platform's own method), 'native' (there is nothing better here), 'routed' (the platform's own
-    method leaves such calls to forward_native), 'fallback' (it refused) or 'refused' (`implementation` is then None). `mesh` is
-    the one it was made for, where an operation made it; it is no part of what is compared, pickled or written.
+    `kind` is 'platform' (the platform's own method), 'native' (the platform has none of its own), 'routed' (the platform's own
+    method leaves such calls to forward_native), 'fallback' (it refuses) or 'refused' (`implementation` is then None). `mesh` is
+    the mesh that the plan was made for, if an operation made it; it isn't compared, pickled or serialised.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -41,7 +41,7 @@ class Plan(PlanFields):
         return hash((self.problem, self.policy))
 
     def _key(self) -> tuple[object, ...]:
-        # All else follows from these.
+        # Everything else follows from these.
         return self.operation, self.problem, self.policy, self.tuning
 
     def __repr__(self) -> str:
@@ -53,10 +53,10 @@ class Plan(PlanFields):
         return self.problem.rules
 
     def named_shardings(self, mesh: AnyMesh | None = None) -> Mapping[str, NamedSharding]:
-        """Where every array of the call is put, by its name in the call, and the output: for jax.device_put and jax.jit.
+        """The shardings of the call's arrays and of the output, by name, for jax.device_put and jax.jit.
 
-        The fitted specs on `mesh`, by default the plan's own, else that of the context. Heads that are still to be repeated
-        are not split. Errors: ShardingError for a plan without a mesh, or for another one.
+        These are the fitted specs on `mesh`; default: the plan's mesh, else the context's. Heads that will be repeated are not
+        split. Errors: ShardingError for a plan without a mesh, or for another mesh.
         """
         return named_shardings(self.problem, self.placement, self.mesh if mesh is None else mesh)
 
@@ -64,25 +64,25 @@ class Plan(PlanFields):
         return {**vars(self), "mesh": None}  # devices can't be pickled
 
     def require(self) -> Plan:
-        """Return self, or raise RefusedError with every reason if nothing can run."""
+        """Return self. Errors: RefusedError with every reason if nothing can run."""
         if self.implementation is None:
             raise RefusedError(self.refusal())
         return self
 
     def refusal(self) -> str:
-        """All reasons, one a line."""
+        """All reasons, one per line."""
         head = f"{self.problem.describe()}:"
         lines = [f"  {r.implementation}: {reason}" for r in self.rejected for reason in r.reasons]
         return "\n".join((head, *lines))
 
     def explain(self, verbose: bool = False) -> str:
-        """The decision as text: what runs and why, and what asks for something; `verbose`: all of it."""
+        """The decision as text: what runs and why, and what needs your attention. With `verbose`, all of it."""
         return explain(self, verbose=verbose)
 
     def draw(self, mesh: AnyMesh | None = None) -> DevicePicture:
-        """A picture of each tensor over the mesh, device by device: dropped axes, copies, and arrows for what is sent.
+        """Draw each tensor over the mesh, device by device, with dropped axes, copies, and arrows for what is sent.
 
-        `mesh` names the devices; by default the plan's own, else they are numbered. Errors: ShardingError for another mesh.
+        `mesh` names the devices; default: the plan's mesh, else devices are numbered. Errors: ShardingError for another mesh.
         """
         return draw_plan(self, mesh)
 
@@ -90,7 +90,7 @@ class Plan(PlanFields):
         return plan_html(self)
 
     def config_lines(self) -> list[str]:
-        """Every field of the config that runs, and where it comes from."""
+        """Every field of the config, and where its value comes from."""
         return config_lines(self.config, self.problem.config, {} if self.tuning is None else self.tuning.fields)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""PlanFields: what was decided of a call, as data; Plan adds what can be asked of it."""
+"""PlanFields: what was decided for a call, as data. Plan adds the methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["WHY", "Kind", "PlanFields", "Rejected"]
 Kind = Literal["platform", "native", "routed", "fallback", "refused"]
 WHY = {
     "platform": "the platform's own implementation",
-    "native": "dispatch: nothing better is written for this platform",
+    "native": "dispatch: no better implementation for this platform",
     "routed": "dispatch: the platform's own implementation leaves such calls to it",
     "fallback": "FALLBACK: the platform's own implementation refused",
     "refused": "REFUSED: no implementation may run this",
@@ -29,7 +29,7 @@ WHY = {
 
 
 class Rejected(NamedTuple):
-    """An implementation that was tried and every reason against it."""
+    """An implementation that was tried, and every reason against it."""
 
     implementation: str
     reasons: tuple[Reason, ...]
@@ -37,7 +37,7 @@ class Rejected(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PlanFields:
-    """The fields of a Plan, which says what they mean."""
+    """The fields of Plan, which documents them."""
 
     operation: type[PlannedOperation]
     problem: AttentionProblem

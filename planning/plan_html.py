@@ -1,4 +1,4 @@
-"""A plan as HTML, for notebooks: one screen of it, its mask and its placement."""
+"""A plan as HTML, for notebooks: one screen of text, its mask and its placement."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["plan_html", "plan_pictures"]
 
 
 def plan_html(plan: PlanFields) -> str:
-    """What a notebook shows of a plan."""
+    """The HTML that a notebook shows for a plan."""
     runs = ("runs", f"{plan.implementation or 'nothing'} ({WHY[plan.kind]})")
     told = rows([runs, *screen_rows(plan)])
     return fragment([heading(plan.problem.describe()), told, pictures(plan_pictures(plan))])
 
 
 def plan_pictures(plan: PlanFields) -> list[str]:
-    """Its mask, and on a mesh its placement, as SVG."""
+    """The plan's mask and, on a mesh, its placement, as SVG."""
     problem = plan.problem
     mask = problem.mask.draw(problem.q_len, problem.kv_len, query_offset=problem.query_offset or 0)
     return [mask.svg()] + ([draw_plan(plan, None).svg()] if problem.devices > 1 else [])

@@ -1,4 +1,4 @@
-"""A plan as text: every line of it, or one screen of what runs, why, and what asks for something."""
+"""A plan as text: all of it, or one screen with what runs, why, and what needs attention."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .text import Aside, bytes_text, spec_text
 
 __all__ = ["config_lines", "decision_rows", "dropped_lines", "explain", "placement_rows", "screen_rows", "tensor_rows"]
 
-_WASTE = 0.05  # of the work on padding: from here on it asks for other sizes
+_WASTE = 0.05  # share of the work on padding from which it is shown on one screen
 
 
 def tensor_rows(plan: PlanFields) -> list[tuple[str, str, str, str, str, str]]:
-    """Rows (tensor, declared spec, fitted spec, shape, per-device shape, per-device bytes) of the ten tensors and of scales."""
+    """Rows (tensor, declared spec, fitted spec, shape, per-device shape, per-device bytes) for the ten tensors and the scales."""
     rows = []
     for tensor in AttnShardingRules._fields:
         declared, fitted = getattr(plan.problem.rules, tensor), plan.placement.fitted.get(tensor)
@@ -47,7 +47,7 @@ def tensor_rows(plan: PlanFields) -> list[tuple[str, str, str, str, str, str]]:
 def config_lines(
     config: OperationConfig, declared: OperationConfig, tuned: Mapping[str, object] = MappingProxyType({})
 ) -> list[str]:
-    """`block_q=512 (declared)` and so on, every field of a resolved config: what is declared first, then what is tuned."""
+    """`block_q=512 (declared)` and so on, for every field of a resolved config: declared fields first, then tuned ones."""
 
     def origin(name: str) -> str:
         return "declared" if declared.is_set(name) else "tuned" if name in tuned else "default"
@@ -60,12 +60,12 @@ def config_lines(
 
 
 def dropped_lines(plan: PlanFields, *, brief: bool = False) -> list[str]:
-    """One line per dropped mesh axis, dimension and reason, naming the tensors; harmless ones come last.
+    """One line per dropped mesh axis, dimension and reason, with the tensors; harmless ones come last.
 
-    `brief` leaves out axes that split nothing anyway: a standard one that the mesh doesn't have, one of size 1, a Manual one.
+    `brief` leaves out axes that split nothing anyway: standard axes that the mesh doesn't have, axes of size 1, Manual axes.
     """
     if not plan.problem.mesh:
-        return []  # without a mesh there is nothing that could be split
+        return []  # without a mesh nothing can be split
     could = {axis.name for axis in plan.problem.mesh if axis.size > 1 and axis.kind != "manual"}
     groups: dict[tuple[bool, str, str, str, str], list[str]] = {}
     for drop in plan.placement.fitted.dropped:
@@ -81,7 +81,7 @@ def dropped_lines(plan: PlanFields, *, brief: bool = False) -> list[str]:
 
 
 def decision_rows(plan: PlanFields) -> list[tuple[str, str]]:
-    """Labelled lines of what was asked and with what it runs: all but the reasons, the tensors and the notes."""
+    """Labelled lines of what was requested and how it runs: everything except reasons, tensors and notes."""
     problem = plan.problem
     rows = [
         ("platform", f"{problem.platform}, from {problem.platform_source}"),
@@ -106,7 +106,7 @@ def decision_rows(plan: PlanFields) -> list[tuple[str, str]]:
 
 
 def placement_rows(plan: PlanFields, *, brief: bool = True) -> list[tuple[str, str]]:
-    """Mesh axes that are dropped, those over which work is repeated, and where tensors are elsewhere inside the operation."""
+    """Rows for dropped mesh axes, for axes over which work is repeated, and for changes of placement inside the operation."""
     rows = [("dropped", line) for line in dropped_lines(plan, brief=brief)]
     rows += [("repeated", line) for line in repeated_lines(plan.placement.repeated)]
     return rows + [("inside", change) for change in plan.placement.changes]
@@ -115,9 +115,9 @@ def placement_rows(plan: PlanFields, *, brief: bool = True) -> list[tuple[str, s
 def screen_rows(
     plan: PlanFields, notes: tuple[str, ...] = (), whole: str = "explain(verbose=True)"
 ) -> list[tuple[str, str]]:
-    """One screen, after what runs: reasons, fields that somebody chose, specs of what is split, notes that ask for something.
+    """The rows of one screen, after what runs: reasons, fields that were chosen, specs of split tensors, notes that matter.
 
-    `notes` come after the plan's own. The last row names what is left out; `whole`: how a reader gets it.
+    `notes` come after the plan's own. The last row names what is left out; `whole` says how to get it.
     """
     rows = [("not", f"{r.implementation}: {reason}") for r in plan.rejected for reason in r.reasons]
     chosen = [line for line in _config(plan) if not line.endswith("(default)")]
@@ -164,14 +164,14 @@ def explain(plan: PlanFields, *, verbose: bool) -> str:
 
 
 def _config(plan: PlanFields) -> list[str]:
-    """The fields of the config that the method reads."""
+    """The config lines, for the fields that the method reads."""
     if plan.method is None or not plan.operation.reads_config(plan.method):
         return []
     return config_lines(plan.config, plan.problem.config, {} if plan.tuning is None else plan.tuning.fields)
 
 
 def _split_tensors(plan: PlanFields) -> list[tuple[str, str]]:
-    """(names, spec, shapes, bytes) of the arrays of the call on a mesh; those that lie alike in one row."""
+    """Rows with names, spec, shapes and bytes of the call's arrays on a mesh; arrays with the same placement share a row."""
     if plan.problem.devices == 1:
         return []
     alike: dict[str, list[str]] = {}

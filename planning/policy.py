@@ -1,4 +1,4 @@
-"""Policy: what to do when things don't fit. A field of it is written here, and nowhere else."""
+"""Policy: what to do when things don't fit. Its fields are defined only here."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ def _declared(default: Any, doc: str) -> Any:
 
 @dataclass(frozen=True)
 class Policy:
-    """What to do when things don't fit. Errors: ConfigError for a value that is not one of its field's type.
+    """What to do when things don't fit. Errors: ConfigError for a value that its field doesn't allow.
 
-    These are arguments of OperationMetadata too, which takes its fields from here: a new one needs its line, and its reader.
+    OperationMetadata has these arguments too, and takes their definitions from here.
     """
 
     # fmt: off
     fallback: Literal["warn", "error", "allow"] = _declared(
-        "warn", "'warn' (run forward_native and say so once), 'error', or 'allow' (run it, without a word).")
+        "warn", "If a platform's own implementation refuses: 'warn' (run forward_native and warn once), 'error', or 'allow' (run "
+        "it without a warning).")
     kv_heads: Literal["replicate", "error"] = _declared(
-        "replicate", "'replicate' or 'error' when the mesh splits query heads further than there are kv heads.")
+        "replicate", "If the mesh splits query heads further than there are kv heads: 'replicate' them, or 'error'.")
     strict: bool = _declared(
-        False, "Refuse every spec that doesn't fit as declared, and a mesh axis over which devices only do the same work.")
+        False, "Refuse specs that don't fit as declared, and mesh axes over which devices only repeat work.")
     tuning: Literal["heuristic", "tune", "error", "off"] = _declared(
-        "heuristic", "Where no tuned sizes are kept: 'heuristic', 'tune' (search them now, and keep them) or 'error'; 'off' "
-        "looks for none.")
+        "heuristic", "If no tuned sizes are stored: 'heuristic', 'tune' (search now, and store the result) or 'error'. 'off' "
+        "ignores tuned sizes.")
     sequence_parallel: Literal["auto", "gather", "ring", "ulysses", "ulysses_ring"] = _declared(
-        "auto", "How queries see all keys where the sequence is split over devices: 'gather' brings the keys together on each "
-        "device, 'ring' sends them around, 'ulysses' splits heads instead of the sequence meanwhile, 'ulysses_ring' does both, "
-        "over two axes. 'auto' gathers, but leaves a cache where it lies, and merges outputs, where that sends less.")
+        "auto", "How queries see all keys if the sequence is split over devices: 'gather' gathers the keys on each device, "
+        "'ring' sends them around a ring, 'ulysses' splits heads instead of the sequence, 'ulysses_ring' does both, over two "
+        "axes. 'auto' gathers, but leaves a cache split and merges outputs if that sends less.")
     ring_order: Literal["contiguous", "zigzag"] | None = _declared(
-        None, "'contiguous' or 'zigzag', in which every device has a piece from the begin and one from the end; None lets the "
-        "plan choose.")
+        None, "'contiguous' or 'zigzag', in which every device has one piece from the start and one from the end. None: the "
+        "plan chooses.")
     scan_ring_attention: bool | None = _declared(
-        None, "Whether a ring's steps are one loop or compiled one by one; None lets attnops choose.")
+        None, "Whether a ring's steps are one loop (True) or compiled one by one (False). None: attnops chooses.")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class Policy:
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
-    """The values of a field's type."""
+    """The values that a field's type allows."""
     if annotation in (bool, types.NoneType):
         return (True, False) if annotation is bool else (None,)
     if typing.get_origin(annotation) is Literal:
@@ -70,7 +71,7 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 
 
 def with_fields(cls: type) -> str:
-    """The docstring of a dataclass, and what its fields declare of themselves."""
+    """The docstring of a dataclass, extended by the documentation of its fields."""
     return "\n".join([cls.__doc__ or "", *(f"    {f.name}: {f.metadata['doc']}" for f in fields(cls))])
 
 

@@ -1,4 +1,4 @@
-"""AttentionProblem: one call without its arrays; frozen, hashable, and all that a plan is made from."""
+"""AttentionProblem: one call without its arrays; frozen, hashable, and all that a plan depends on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["AttentionProblem", "LeafShape"]
 
 
 class LeafShape(NamedTuple):
-    """A traced array of the mask: name, shape, what its dimensions mean ('batch', 'heads', 'q', 'kv'), dtype."""
+    """A traced array of the mask: name, shape, names of its dimensions ('batch', 'heads', 'q', 'kv'), dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,12 +25,12 @@ class LeafShape(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """What is asked: shapes (global), dtypes, mask structure, features, mode, layout, mesh and platform.
+    """What a call requests: global shapes, dtypes, mask structure, features, mode, layout, mesh and platform.
 
     `layout` is the caller's; thd counts as batch 1. `input_dtype` is the query's. `key_scale_shape` and
-    `value_scale_shape` are in the caller's layout, None without a scale. `query_offset` is an int, or None where it is known
-    only at run time or nothing depends on it. `platform_source` says where the platform was read. `manual_sequence`: the
-    Manual axes over which the caller has split (queries, keys), where a strategy counts them in; lengths are those of all.
+    `value_scale_shape` are in the caller's layout, None without a scale. `query_offset` is an int, or None if it is known
+    only at run time or nothing depends on it. `platform_source` says where the platform was read from. `manual_sequence`: the
+    Manual axes over which the caller has split (queries, keys), if the strategy uses them; lengths are then the total ones.
     """
 
     operation: str
@@ -87,22 +87,22 @@ class AttentionProblem:
 
     @property
     def quantised(self) -> dict[str, str]:
-        """Those of 'key' and 'value' that are int8 or fp8, with their dtypes."""
+        """The dtypes of 'key' and 'value', for those that are int8 or fp8."""
         dtypes = {"key": self.key_dtype, "value": self.value_dtype}
         return {name: dtype for name, dtype in dtypes.items() if dtype in QUANTISED}
 
     @property
     def scales(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the scales that there are, in the caller's layout: 'key_scale', 'value_scale'."""
+        """The shapes of the scales in the call, in the caller's layout: 'key_scale', 'value_scale'."""
         shapes = {"key_scale": self.key_scale_shape, "value_scale": self.value_scale_shape}
         return {name: shape for name, shape in shapes.items() if shape is not None}
 
     def itemsize_of(self, tensor: str) -> int:
-        """Bytes of one element of a tensor as it is given; key and value may have a dtype of their own."""
+        """Bytes of one element of a tensor as given; key and value may have their own dtype."""
         return _itemsize({"key": self.key_dtype, "value": self.value_dtype}.get(tensor, self.input_dtype))
 
     def shape_of(self, tensor: str) -> tuple[int, ...]:
-        """Global shape of query, key, value, output or query3d in the caller's layout."""
+        """The global shape of query, key, value, output or query3d in the caller's layout."""
         heads, length, dim = {
             "query": (self.q_heads, self.q_len, self.head_dim),
             "query3d": (self.q_heads, 1, self.head_dim),
@@ -117,7 +117,7 @@ class AttentionProblem:
 
     @property
     def device(self) -> str:
-        """The device kind, or the platform where the kind isn't known."""
+        """The device kind, or the platform if the kind is unknown."""
         return self.device_kind or f"{self.platform} of unknown kind"
 
     @property
@@ -125,7 +125,7 @@ class AttentionProblem:
         return math.prod(axis.size for axis in self.mesh)
 
     def describe(self) -> str:
-        """One line: what is computed, where."""
+        """What is computed, and where, in one line."""
         heads = f"{self.q_heads} heads" + (f" ({self.kv_heads} kv)" if self.kv_heads != self.q_heads else "")
         dims = f"dim {self.head_dim}" + (f" (value {self.value_dim})" if self.value_dim != self.head_dim else "")
         kind = f" ({self.device_kind})" if self.device_kind not in (self.platform, "") else ""

@@ -10,7 +10,7 @@ import numpy as np
 __all__ = ["GRANULARITIES", "QUANTISED", "quantise", "scale_shape"]
 
 QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
-# What has a scale of its own -> the axes of a layout along which scales differ.
+# What has its own scale -> the axes of a layout along which scales differ.
 GRANULARITIES = {"tensor": "", "head": "h", "token": "bt", "token_head": "bth"}
 
 
@@ -21,7 +21,8 @@ def scale_shape(shape: Sequence[int], granularity: str, layout: str) -> tuple[in
 
 
 def quantise(x: np.ndarray, dtype: str, granularity: str, layout: str) -> tuple[np.ndarray, np.ndarray]:
-    """(x over its scale in `dtype`, the float32 scale): the largest value that shares a scale becomes the dtype's largest."""
+    """Return (x divided by its scale, in `dtype`; the float32 scale). The largest value under a scale becomes the dtype's
+    largest."""
     alone = tuple(i for i, n in enumerate(scale_shape((2,) * x.ndim, granularity, layout)) if n == 1)
     kind = jnp.dtype(dtype)
     most = float(jnp.iinfo(kind).max if dtype == "int8" else jnp.finfo(kind).max)

@@ -1,4 +1,4 @@
-"""Mesh axes that split no work: their devices all do the same, and why."""
+"""Mesh axes that split no work, so that their devices all do the same, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["RepeatedAxis", "repeated_axes", "repeated_lines", "repeated_work"]
 class RepeatedAxis(NamedTuple):
     """A mesh axis that splits neither queries nor the keys that a device attends to, so that its devices do the same work.
 
-    `splits`: the tensors of the call that are declared split over it all the same. They are brought together for the work.
+    splits: the tensors of the call that are nevertheless declared split over it. They are gathered for the work.
     """
 
     axis: str
@@ -27,7 +27,7 @@ class RepeatedAxis(NamedTuple):
 
 
 def repeated_axes(problem: AttentionProblem, fitted: FittedRules, working: Set[str]) -> tuple[RepeatedAxis, ...]:
-    """The axes of the problem's mesh, longer than 1, that aren't in `working`; Manual ones are the caller's."""
+    """The axes of the problem's mesh that are longer than 1 and not in `working`. Manual axes are the caller's and left out."""
     return tuple(
         _repeated(axis, problem, fitted)
         for axis in problem.mesh
@@ -36,13 +36,13 @@ def repeated_axes(problem: AttentionProblem, fitted: FittedRules, working: Set[s
 
 
 def repeated_work(repeated: Sequence[RepeatedAxis]) -> dict[str, Any]:
-    """How many devices do the same work, and the axes, as JSON-ready values."""
+    """The number of devices that do the same work, and the axes, as JSON-ready values."""
     axes = [axis._asdict() | {"splits": list(axis.splits)} for axis in repeated]
     return {"devices": _devices(repeated), "axes": axes}
 
 
 def repeated_lines(repeated: Sequence[RepeatedAxis]) -> list[str]:
-    """One line an axis: what it splits, how many devices do the same work, why, and the hint."""
+    """One line per axis: what it splits, how many devices do the same work, why, and the hint."""
     lines = []
     for axis in repeated:
         what = f"{', '.join(axis.splits)} as declared, but no work" if axis.splits else "nothing"
@@ -65,7 +65,7 @@ def _repeated(axis: MeshAxis, problem: AttentionProblem, fitted: FittedRules) ->
         spec.tensor for spec in given if any(axis.name in spec.axes(index) for index in range(len(spec.shape)))
     )
     if splits:
-        reason = f"a device works on the whole of what it splits of {', '.join(splits)}"
+        reason = f"each device works on all parts of {', '.join(splits)}"
         if axis.name in fitted["key"].axes(problem.layout.index("t")):
             hint = (
                 "Declare sequence_parallel='auto' or 'ring', with which each device attends to its own part of the keys"
@@ -75,7 +75,7 @@ def _repeated(axis: MeshAxis, problem: AttentionProblem, fitted: FittedRules) ->
         return RepeatedAxis(axis.name, axis.size, splits, reason, hint)
     drops = [drop for spec in given for drop in spec.dropped if drop.axis == axis.name]
     if drops:
-        # Of the first tensor alone, which is the query where it is declared for it: the others follow it.
+        # Only for the first tensor, which is the query if the axis is declared for it: the others follow it.
         reasons = dict.fromkeys(f"{d.dim} of {d.tensor}: {d.reason}" for d in drops if d.tensor == drops[0].tensor)
         hint = f"Choose sizes that {axis.name!r} divides, split another dimension over it, or take it out of the mesh"
         return RepeatedAxis(axis.name, axis.size, (), ", ".join(reasons), hint)
@@ -87,6 +87,6 @@ def _repeated(axis: MeshAxis, problem: AttentionProblem, fitted: FittedRules) ->
 
 
 def _named(problem: AttentionProblem) -> set[str]:
-    """Every axis that the rules name, for tensors of this call or not."""
+    """All axes that the rules name, also for tensors that are not in this call."""
     specs = [spec for spec in problem.rules if spec is not None]
     return {axis for spec in specs for index in range(len(spec)) for axis in axes_at(spec, index)}

@@ -1,4 +1,4 @@
-"""Route: which of several ways inside one implementation a call takes, and why; part of its plan."""
+"""Route: which of several algorithms inside one implementation a call uses, and why. It is part of the plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Route"]
 
 @dataclass(frozen=True)
 class Route:
-    """A way's name and why it was chosen; subclasses add the sizes that it works with."""
+    """A route's name and why it was chosen. Subclasses add its sizes."""
 
     name: str
     why: str
@@ -22,5 +22,5 @@ class Route:
         return f"{', '.join((self.name, *sizes))}: {self.why}"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values."""
+        """The route as JSON-ready values."""
         return dataclasses.asdict(self)

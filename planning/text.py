@@ -1,4 +1,4 @@
-"""Specs, bytes and fields as the text that plans and errors have of them."""
+"""Specs, bytes and fields as text, for plans and errors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["Aside", "bytes_text", "fields_text", "spec_text"]
 
 
 class Aside(str):
-    """A note that asks for nothing: what a plan leaves out of its one screen. As a string it is like any other note."""
+    """A note that needs no action, so that a plan's one screen leaves it out. Otherwise it is a string like any other note."""
 
     __slots__ = ()
 
 
 def spec_text(spec: PartitionSpec) -> str:
-    """`P(fsdp+dp, sp, tp, -)`: axes of one dimension joined by +, - for unsplit."""
+    """`P(fsdp+dp, sp, tp, -)`: axes of one dimension are joined by +, and - means unsplit."""
 
     def entry(axes: str | tuple[str, ...] | None) -> str:
         return "-" if axes is None else axes if isinstance(axes, str) else "+".join(axes) or "-"

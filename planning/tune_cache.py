@@ -1,7 +1,7 @@
-"""The kept measurements of searches: one JSON file for each call and device kind, safe with several writers.
+"""Stored measurements of searches: one JSON file per call and device kind, safe with several writers.
 
-A file is written whole and put in place at once; a writer holds the file's lock while it adds to what others have measured.
-So a search that was cut off goes on where it stood, and two at the same call share their work.
+Files are replaced atomically, and a writer holds the file's lock while it adds to what others have measured. So an interrupted
+search continues where it stopped, and two searches for the same call share their work.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ..errors import InputError
 
 try:
     import fcntl
-except ImportError:  # Windows: files are whole all the same, but of two writers at once the later one wins
+except ImportError:  # Windows: files are still replaced atomically, but of two simultaneous writers the later one wins
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["ENVIRONMENT", "Choice", "Found", "Measured", "best_of", "folder", "keep", "kept_here", "load", "state"]
 
 ENVIRONMENT = "ATTNOPS_TUNE_CACHE"
 _VERSION = 1
-_KINDS = ("device", "static")  # a time on the device beats an estimate
+_KINDS = ("device", "static")  # a time on the device takes precedence over an estimate
 _counter = itertools.count(1)
 _kept = 0
 
 
 class Measured(NamedTuple):
-    """A candidate of one pass and what came of it. how: 'device' or 'static'; seconds: None with a failure."""
+    """A candidate of one pass and its result. how: 'device' or 'static'. seconds: None if it failed."""
 
     part: str
     fields: dict[str, Any]
@@ -45,19 +45,19 @@ class Measured(NamedTuple):
 
     @property
     def name(self) -> tuple[str, str, str]:
-        """What makes two measurements the same."""
+        """The identity of a measurement."""
         return self.part, self.how, json.dumps(self.fields, sort_keys=True)
 
 
 class Choice(NamedTuple):
-    """The fields to take, and how they were found."""
+    """The fields to use, and how they were found."""
 
     fields: dict[str, Any]
     how: str
 
 
 class Found(NamedTuple):
-    """What is kept of a call. choice: None before a search has ended; trouble: why a file can't be read."""
+    """What is stored for a call. choice: None until a search has finished; trouble: why a file can't be read."""
 
     path: Path
     measured: tuple[Measured, ...]
@@ -66,7 +66,7 @@ class Found(NamedTuple):
 
 
 def folder() -> Path:
-    """Where choices are kept: $ATTNOPS_TUNE_CACHE, else attnops/tune in the user's cache folder."""
+    """The folder of stored choices: $ATTNOPS_TUNE_CACHE, else attnops/tune in the user's cache folder."""
     named = os.environ.get(ENVIRONMENT)
     if named:
         return Path(named).expanduser()
@@ -75,29 +75,29 @@ def folder() -> Path:
 
 
 def kept_here() -> int:
-    """A number that changes whenever this process keeps something: for caches of what was decided by it."""
+    """A number that changes whenever this process stores something, for caches of decisions that depend on it."""
     return _kept
 
 
 def state(device: str) -> tuple[str, int, int]:
-    """What changes when anybody keeps something for a device: where it is kept, when that folder last changed, `kept_here`."""
+    """A value that changes when any process stores something for a device: the folder, its time of change, and `kept_here`."""
     place = os.path.join(folder(), _folder_name(device))
     try:
         changed = os.stat(place).st_mtime_ns
-    except OSError:  # nothing kept yet, or nothing that can be read
+    except OSError:  # nothing stored yet, or not readable
         changed = 0
     return place, changed, _kept
 
 
 def load(key: Mapping[str, Any]) -> Found:
-    """What is kept under a key; never fails: what can't be read is a miss with its reason."""
+    """What is stored under a key. This never raises: an unreadable file is a miss, with the reason."""
     path = _path(key)
     try:
         data = json.loads(path.read_bytes())
         if data["schema_version"] != _VERSION:
-            return Found(path, (), None, f"{path} is of another version")
+            return Found(path, (), None, f"{path} is from another version")
         if json.dumps(data["key"], sort_keys=True) != json.dumps(key, sort_keys=True):
-            return Found(path, (), None, f"{path} is of another call")
+            return Found(path, (), None, f"{path} is for another call")
         measured = tuple(Measured(**one) for one in data["measured"])
         return Found(path, measured, _choice(measured, tuple(data["finished"])))
     except FileNotFoundError:
@@ -107,9 +107,9 @@ def load(key: Mapping[str, Any]) -> Found:
 
 
 def keep(key: Mapping[str, Any], measured: list[Measured], *, finished: str | None = None) -> Found:
-    """Add measurements to what is kept; `finished` names a way of measuring whose search has ended.
+    """Add measurements to what is stored. `finished` names a way of measuring whose search has finished.
 
-    Errors: InputError where the folder can't be written to.
+    Errors: InputError if the folder can't be written to.
     """
     global _kept
     path = _path(key)
@@ -128,7 +128,7 @@ def keep(key: Mapping[str, Any], measured: list[Measured], *, finished: str | No
             _replace(path, json.dumps(data, indent=1))
     except OSError as error:
         raise InputError(
-            f"{path}: can't be written: {error.strerror or error}; set {ENVIRONMENT} to a folder of yours."
+            f"{path}: can't be written: {error.strerror or error}; set {ENVIRONMENT} to a writable folder."
         ) from None
     _kept = next(_counter)
     return load(key)
@@ -172,7 +172,7 @@ def _folder_name(device: object) -> str:
 def _locked(path: Path) -> Iterator[None]:
     with path.with_suffix(".lock").open("a") as lock:
         if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the file
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
         yield
 
 

@@ -1,7 +1,7 @@
-"""Tuned choices: what a choice of sizes depends on, and which one a plan takes.
+"""Tuned choices: what a choice of sizes depends on, and which one a plan uses.
 
-A choice is looked for among those that `attnops tune` keeps on this machine (tune_cache.py), then in the operation's own table;
-without one, the operation's heuristic decides. A plan says which it was.
+A choice is looked up among those that `attnops tune` has stored on this machine (tune_cache.py), then in the operation's own
+table. Otherwise the operation's heuristic decides. The plan says which.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .problem import AttentionProblem
 
 __all__ = ["Tuning", "choose", "kept_or", "tune_key", "versions"]
 
-# A heuristic needs no libtpu, so a search is found by its name: the package that may measure stands above this one.
+# Searches are found through an entry point, because the package that measures is in a higher layer.
 _GROUP = "attnops.tuners"
-_COMMAND = "`attnops tune` searches one"
+_COMMAND = "`attnops tune` finds one"
 
 
 class Tuning(NamedTuple):
-    """Where a plan's sizes come from: source 'cache', 'table' or 'heuristic', why, and the fields that were chosen."""
+    """Where a plan's sizes come from: source 'cache', 'table' or 'heuristic', why, and the chosen fields."""
 
     source: str
     why: str
     fields: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values."""
+        """The choice as JSON-ready values."""
         return {"source": self.source, "why": self.why, "fields": dict(self.fields)}
 
 
@@ -62,10 +62,10 @@ def tune_key(method: str, problem: AttentionProblem, placement: Placement) -> di
 def choose(
     operation: type[PlannedOperation], method: str, problem: AttentionProblem, placement: Placement, policy: str
 ) -> Tuning | None:
-    """The choice for a problem; None where there is nothing to choose.
+    """The choice for a problem; None if there is nothing to choose.
 
-    policy: 'heuristic', 'tune' or 'error' say what a miss leads to; 'off' looks for nothing. Errors: ConfigError on a miss
-    with 'error'.
+    policy: 'heuristic', 'tune' or 'error' decide what happens on a miss; 'off' looks up nothing. Errors: ConfigError on a
+    miss with 'error'.
     """
     names = operation.tuned_fields(method, problem, placement)
     if not names:
@@ -73,7 +73,7 @@ def choose(
 
     def search() -> Tuning:
         choice = _tuner()(operation, method, problem, placement)
-        return Tuning("cache", f"{choice.how}, searched for this plan and kept", choice.fields)
+        return Tuning("cache", f"{choice.how}, searched for this plan and stored", choice.fields)
 
     key = tune_key(method, problem, placement)
     shipped = functools.partial(operation.table_choice, method, problem, placement)
@@ -88,22 +88,22 @@ def kept_or(
     shipped: Callable[[], tuple[str, Mapping[str, Any]] | None],
     search: Callable[[], Tuning],
 ) -> Tuning:
-    """What is kept under a key, else what is shipped, else what the policy says; `problem` is described in an error."""
+    """The choice stored under a key, else the shipped one, else what the policy says. `problem` is described in errors."""
     if policy == "off":
         return Tuning("heuristic", "tuning='off'", {})
     found = tune_cache.load(key)
     trouble = found.trouble
     if found.choice is not None and not set(found.choice.fields) <= set(names):
-        trouble = f"{found.path} holds fields that aren't searched here"
+        trouble = f"{found.path} has fields that aren't searched here"
     elif found.choice is not None:
-        return Tuning("cache", f"{found.choice.how}, kept in {found.path}", found.choice.fields)
+        return Tuning("cache", f"{found.choice.how}, stored in {found.path}", found.choice.fields)
     table = shipped()
     if table is not None:
         return Tuning("table", *table)
-    missing = trouble or f"no tuned choice is kept for this call on {problem.device}"
+    missing = trouble or f"no tuned choice is stored for this call on {problem.device}"
     if policy == "error":
         raise ConfigError(
-            f"{problem.describe()}: {missing}, and tuning='error' is declared; {_COMMAND}, or declare 'heuristic'."
+            f"{problem.describe()}: {missing}, but tuning='error' is declared; {_COMMAND}, or declare 'heuristic'."
         )
     if policy == "tune":
         return search()
@@ -114,7 +114,7 @@ def _tuner() -> Any:
     entries = list(importlib.metadata.entry_points(group=_GROUP))
     if len(entries) != 1:
         raise ConfigError(
-            f"tuning='tune' wants one entry point in {shown(_GROUP)}; installed: "
+            f"tuning='tune' requires one entry point in {shown(_GROUP)}; installed: "
             f"{', '.join(entry.value for entry in entries) or 'none (is attnops installed?)'}."
         )
     return entries[0].load()

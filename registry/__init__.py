@@ -1,4 +1,4 @@
-"""What is declared and what exists: metadata, declarations, operations."""
+"""What is declared, and which operations exist: metadata, declarations, the registry."""
 
 from .metadata import OperationMetadata
 from .registry import OperationRegistry

@@ -1,6 +1,6 @@
-"""CallDeclaration: one attention call written down: sizes, mask, options, and the traced inputs by shape.
+"""CallDeclaration: a declaration of one attention call: sizes, mask, options, and the shapes of traced inputs.
 
-A field that is left out is unset, which is not null: unset takes what an inputs file holds, null refuses it.
+An omitted field is unset, which differs from null: an unset field accepts what an inputs file has, null refuses it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SIZES = ("batch", "q_len", "kv_len", "q_heads", "kv_heads", "head_dim", "value_
 
 
 class CallDeclaration(GivenModel):
-    """The call: sizes count elements; `kv_len`, `kv_heads`, `value_dim` are those of the query where left out."""
+    """The call. Sizes count elements; `kv_len`, `kv_heads` and `value_dim` default to those of the query."""
 
     model_config = ConfigDict(title="call")
 
@@ -60,11 +60,11 @@ class CallDeclaration(GivenModel):
     segment_ids: Annotated[_Size | None, Field(description="Number of packed segments in each row.")] = None
     kv_lengths: Annotated[
         tuple[_Distance, ...] | Literal[True] | None,
-        Field(description="Keys of each batch row, or true for drawn ones."),
+        Field(description="Number of keys of each batch row, or true for random numbers."),
     ] = None
     kv_starts: Annotated[
         tuple[_Distance, ...] | Literal[True] | None,
-        Field(description="The first key of each batch row that is seen, or true for drawn ones."),
+        Field(description="First visible key of each batch row, or true for random ones."),
     ] = None
     bias: Annotated[tuple[_Size, ...] | None, Field(description="Shape, broadcasts to [batch, heads, q, kv].")] = None
     softmax_aux: Annotated[tuple[_Size, ...] | None, Field(description="Shape of the sinks.")] = None
@@ -74,11 +74,11 @@ class CallDeclaration(GivenModel):
 
     kv_dtype: Annotated[
         Literal["int8", "float8_e4m3fn", "float8_e5m2"] | None,
-        Field(description="Of a quantised key and value; null: dtype."),
+        Field(description="Dtype of a quantised key and value; null: dtype."),
     ] = None
     kv_scales: Annotated[
         Literal["tensor", "head", "token", "token_head"] | None,
-        Field(description="What has a scale of its own; null: fp8 as it stands. Only with kv_dtype."),
+        Field(description="What has its own scale; null: fp8 without scales. Only with kv_dtype."),
     ] = "token_head"
 
     @model_validator(mode="after")
@@ -116,7 +116,7 @@ class CallDeclaration(GivenModel):
             return value
         what = "lengths" if info.field_name == "kv_lengths" else "starts"
         raise ValueError(
-            f"call.{info.field_name}={shown(value)}; wanted a list of {what}, one a batch row, or true for drawn ones"
+            f"call.{info.field_name}={shown(value)}; wanted a list of {what}, one per batch row, or true for random ones"
         )
 
     @field_validator(*_SHAPES, mode="before")
@@ -132,7 +132,7 @@ class CallDeclaration(GivenModel):
         raise ValueError(f"call.{name}={shown(value)}; wanted a shape: a list of {count} positive integers")
 
     def sizes(self) -> dict[str, int]:
-        """Every size by field name. Errors: ConfigError for sizes that are left out, and as `checked`."""
+        """All sizes by field name. Errors: ConfigError for omitted sizes, and those of `checked`."""
         self.checked()
         missing = [name for name in ("q_len", "q_heads", "head_dim") if getattr(self, name) is None]
         if missing:
@@ -147,7 +147,7 @@ class CallDeclaration(GivenModel):
         return found
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every array of the call by argument name, without values."""
+        """The shapes of all arrays of the call, by argument name."""
         n, dtype = self.sizes(), jnp.dtype(self.dtype)
         kv_dtype = dtype if self.kv_dtype is None else jnp.dtype(self.kv_dtype)
         rows = () if self.layout == "thd" else (n["batch"],)
@@ -169,7 +169,7 @@ class CallDeclaration(GivenModel):
             shortest = min(n["q_len"], n["kv_len"])
             if self.segment_ids > shortest:
                 raise ConfigError(
-                    f"call.segment_ids={self.segment_ids} segments in {shortest} tokens; wanted at most one a token."
+                    f"call.segment_ids={self.segment_ids} segments in {shortest} tokens; wanted at most one per token."
                 )
             found["q_segment_ids"] = jax.ShapeDtypeStruct((*rows, n["q_len"]), jnp.int32)
             found["kv_segment_ids"] = jax.ShapeDtypeStruct((*rows, n["kv_len"]), jnp.int32)
@@ -178,11 +178,11 @@ class CallDeclaration(GivenModel):
             if said is None:
                 continue
             if said is not True and len(said) != n["batch"]:
-                raise ConfigError(f"call.{name} has {len(said)} numbers; wanted one a batch row, {n['batch']}.")
+                raise ConfigError(f"call.{name} has {len(said)} numbers; wanted one per batch row, {n['batch']}.")
             if said is not True and max(said) > n["kv_len"]:
                 raise ConfigError(
-                    f"call.{name} holds {max(said)}; wanted 0 to {n['kv_len']}, as many keys as call.kv_len says: count the keys "
-                    "of each row that are written."
+                    f"call.{name} holds {max(said)}; wanted 0 to {n['kv_len']}, the number of keys in call.kv_len: count the "
+                    "keys of each row that are written."
                 )
             found[name] = jax.ShapeDtypeStruct((n["batch"],), jnp.int32)
         if self.dense_mask is not None:
@@ -196,10 +196,10 @@ class CallDeclaration(GivenModel):
         return found
 
     def draw(self, seed: int) -> dict[str, np.ndarray]:
-        """Concrete arrays of these shapes: normal numbers, sorted segment ids from 1, lengths up to kv_len.
+        """Random arrays of these shapes: normally distributed numbers, sorted segment ids from 1, lengths up to kv_len.
 
-        Quantised keys and values are such numbers over their scales. Lengths are never shorter than the queries that stand
-        at a cache's end. The same seed gives the same arrays.
+        Quantised keys and values are such numbers divided by their scales. If the queries are at the end of a cache, lengths
+        are at least the number of queries. The same seed gives the same arrays.
         """
         random, found = np.random.default_rng(seed), {}
         n = self.sizes()
@@ -210,7 +210,7 @@ class CallDeclaration(GivenModel):
                 low = n["q_len"] if n["q_len"] < n["kv_len"] else 1
                 drawn = random.integers(low, n["kv_len"], n["batch"], endpoint=True)
                 found[name] = np.asarray(drawn if self.kv_lengths is True else self.kv_lengths, np.int32)
-            elif name == "kv_starts":  # no row without a key, but by the lengths
+            elif name == "kv_starts":  # every row keeps a key, unless the lengths leave none
                 least = found["kv_lengths"] if "kv_lengths" in found else np.full(n["batch"], n["kv_len"])
                 drawn = random.integers(0, np.maximum(least - n["q_len"], 0), n["batch"], endpoint=True)
                 found[name] = np.asarray(drawn if self.kv_starts is True else self.kv_starts, np.int32)
@@ -232,7 +232,7 @@ class CallDeclaration(GivenModel):
 
 
 def call_arguments(call: CallDeclaration, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
-    """The keyword arguments of Operation.__call__ and Operation.plan for these arrays (or ShapeDtypeStructs)."""
+    """Return the keyword arguments of Operation.__call__ and Operation.plan for these arrays (or ShapeDtypeStructs)."""
     call = call.checked()
     mask: Any = call.mask
     if "mask" in arrays:
@@ -247,7 +247,7 @@ def _whole(value: Any, least: int) -> bool:
 
 
 def _segments(random: np.random.Generator, shape: tuple[int, ...], count: int) -> np.ndarray:
-    """Sorted ids 1..count, each at least once in every row."""
+    """Sorted ids 1..count; every row has each id at least once."""
     length = shape[-1]
 
     def row() -> np.ndarray:

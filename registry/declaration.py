@@ -1,4 +1,4 @@
-"""Declaration: the config file. An operation's name, its metadata, a call or a step, a KV cache; exact in JSON both ways."""
+"""Declaration: the config file, with an operation, its metadata, a call or a step, and a KV cache. JSON round trips are exact."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _DEEPEST = 64
 
 
 class Declaration(GivenModel):
-    """What a config file says. `metadata` is what OperationMetadata.from_dict takes; `enabled` false leaves attention to the
-    framework behind whose adapter the file stands. `cache` and `step` are those of attention over pages: the operation `paged`
-    has a step where others have a call. A cache alone, or beside a call, is planned.
+    """The contents of a config file. `metadata` is the input of OperationMetadata.from_dict. If `enabled` is false, the adapter
+    that reads the file leaves attention to its framework. `cache` and `step` declare attention over pages: the operation
+    `paged` has a step instead of a call. A cache alone, or next to a call, is planned.
 
-    Errors of every way in: ConfigError that names the source, the field, what was got and what is wanted.
+    Errors of all constructors: ConfigError that names the source, the field, the value and what is expected.
     """
 
     model_config = ConfigDict(title="attnops declaration")
@@ -60,13 +60,13 @@ class Declaration(GivenModel):
         for name, size in held.items():
             if (said := getattr(self.call, name)) not in (None, size):
                 raise ValueError(
-                    f"call.{name}={said}, and the cache's is {size}; wanted the same: the cache holds its keys and values"
+                    f"call.{name}={said}, but the cache's is {size}; wanted the same: the cache holds the call's keys and values"
                 )
         return self
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "declaration") -> Self:
-        """Build one from JSON values."""
+        """Build a declaration from JSON values."""
         if not isinstance(data, Mapping):
             raise ConfigError(
                 f'{source}: got {a_type(data)}; wanted an object, {{"operation": "splash", "call": ...}}.'
@@ -74,7 +74,7 @@ class Declaration(GivenModel):
         if "model_type" in data and "operation" not in data:
             raise ConfigError(
                 f"{source}: this is a model's config (model_type {shown(data['model_type'])}); wanted a declaration. "
-                "ModelDeclaration.from_config, or `attnops plan --model`, makes declarations of it."
+                "ModelDeclaration.from_config, or `attnops plan --model`, makes declarations from it."
             )
         try:
             return cls.model_validate(dict(data))
@@ -84,17 +84,17 @@ class Declaration(GivenModel):
 
     @classmethod
     def from_json(cls, text: str, source: str = "declaration") -> Self:
-        """Build one from JSON text. A key that stands twice, NaN and Infinity are refused, as nothing may be lost."""
+        """Build a declaration from JSON text. Duplicate keys, NaN and Infinity are refused, so that nothing is lost."""
         return cls.from_dict(parse_json(text, source), source)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file in UTF-8. Errors: ConfigError also for a file that can't be read."""
+        """Read a UTF-8 file. Errors: ConfigError, also for a file that can't be read."""
         text = read_text(Path(path), "a JSON file with a declaration")
         return cls.from_json(text, str(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that were given; `from_dict` of it gives an equal declaration."""
+        """Return the fields that were given. `from_dict` of the result gives an equal declaration."""
         return self.model_dump(mode="json", by_alias=True)
 
     def to_json(self, *, indent: int | None = 2) -> str:
@@ -102,7 +102,7 @@ class Declaration(GivenModel):
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def operation_metadata(self, changes: Mapping[str, Any] | None = None) -> OperationMetadata:
-        """Build the metadata, with some fields changed. Starts jax's backend where a mesh is declared."""
+        """Build the metadata, with some fields changed. Starts jax's backend if a mesh is declared."""
         return OperationMetadata.from_dict(self.checked().metadata | dict(changes or {}))
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -114,7 +114,7 @@ class Declaration(GivenModel):
         return self.checked().call.draw(seed)
 
     def call_arguments(self, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
-        """The keyword arguments of the call for these arrays; a mode given here takes the place of the declared one."""
+        """Return the keyword arguments of the call for these arrays. `mode` overrides the declared one."""
         return call_arguments(self.checked().call, arrays, mode=mode)
 
 
@@ -125,11 +125,11 @@ def _json_value(at: str, value: Any, depth: int = 1) -> Any:
         raise ValueError(f"{at}={value}; wanted a finite number")
     if isinstance(value, dict):
         odd = [key for key in value if not isinstance(key, str)]
-        if odd:  # str() of it may be another key
+        if odd:  # str() of it may equal another key
             raise ValueError(f"{at} has the key {shown(odd[0])}; wanted strings, as in JSON")
         return {key: _json_value(f"{at}.{key}", item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_json_value(f"{at}[{index}]", item, depth + 1) for index, item in enumerate(value)]
     if value is not None and not isinstance(value, str | int | float | bool):
-        raise ValueError(f"{at} is {a_type(value)}; wanted a JSON value, as OperationMetadata.to_dict() gives")
+        raise ValueError(f"{at} is {a_type(value)}; wanted a JSON value, as returned by OperationMetadata.to_dict()")
     return value

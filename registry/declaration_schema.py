@@ -1,4 +1,4 @@
-"""JSON Schema of the config file, so that editors complete and check it."""
+"""JSON Schema of the config file, for completion and checks in editors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def config_json_schema(operation: str) -> dict[str, Any]:
 
 
 def declaration_json_schema(operation: str | None = None) -> dict[str, Any]:
-    """JSON Schema (2020-12) of the declaration, with the configs of all operations, or of the one given.
+    """JSON Schema (2020-12) of the declaration, with the configs of all operations, or only of the given one.
 
-    An operation that can't be imported gets no schema of its own; the others are not touched by that.
+    An operation that can't be imported gets no schema of its own; this doesn't affect the others.
     """
     schema = Declaration.model_json_schema(by_alias=True)
     definitions = schema.setdefault("$defs", {})

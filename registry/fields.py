@@ -1,6 +1,6 @@
-"""The fields of OperationMetadata that are no policy's: each one's type, kind, default, place in a config, and meaning."""
+"""The fields of OperationMetadata other than the policy: type, kind, default, name in a config, and documentation of each."""
 
-# ruff: noqa: RUF009 - _declared makes a dataclass field, which ruff can't see
+# ruff: noqa: RUF009 - _declared returns a dataclass field, which ruff can't see
 from __future__ import annotations
 
 import dataclasses
@@ -23,7 +23,7 @@ Taken = TypeVar("Taken", contravariant=True)
 
 
 class Declared(Protocol[Held, Taken]):
-    """A field, for type checkers: read, it is `Held`; the constructor takes `Taken`, or UNSET for what is not given."""
+    """A field, for type checkers: reading it gives `Held`; the constructor accepts `Taken`, or UNSET if it isn't given."""
 
     def __get__(self, instance: Any, owner: Any = None) -> Held: ...
 
@@ -38,13 +38,13 @@ def _declared(
     pickup: str | None = None,
     read: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """kind: what it takes; default: where nobody says; pickup: the name that it has in a base_config; read: see ReadAs."""
+    """kind: the values it accepts; default: its default; pickup: its name in a base_config; read: see ReadAs."""
     said = {"kind": kind, "default": default, "doc": doc, "pickup": pickup, "read": read}
     return dataclasses.field(default=UNSET, metadata=said)
 
 
 class ReadAs:
-    """An attribute that is kept as it is given, and read as what `read` makes of the whole object."""
+    """An attribute that is stored as given, and read as `read(object)`."""
 
     def __init__(self, name: str, read: Callable[[Any], Any]) -> None:
         self.name, self.read = name, read
@@ -63,43 +63,45 @@ def _mesh(metadata: Any) -> AnyMesh | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MetadataFields:
-    """All but base_config and partition_manager are in files too. A new field needs its line here, and a reader."""
+    """All fields except base_config and partition_manager can be in files. A new field needs a line here, and a reader."""
 
     # fmt: off
     runtime_dtype: Declared[np.dtype | None, Any] = _declared(
-        kinds.DTYPE_OR_NONE, None, "Dtype of q, k, v inside the operation and of its output; None keeps the query's.",
+        kinds.DTYPE_OR_NONE, None, "Dtype of q, k, v inside the operation and of its output. None: the query's dtype.",
         pickup="attn_dtype")
     runtime_softmax_dtype: Declared[np.dtype, Any] = _declared(
-        kinds.DTYPE, None, "Dtype of logits and softmax; float32 by default.", pickup="attn_softmax_dtype")
+        kinds.DTYPE, None, "Dtype of logits and softmax. Default: float32.", pickup="attn_softmax_dtype")
     sequence_axis_name: Declared[str, str] = _declared(
-        kinds.TEXT, UNSET, "Mesh axis of the sequence; by default partition_axis.sequence_parallel_axis.",
+        kinds.TEXT, UNSET, "Mesh axis of the sequence. Default: partition_axis.sequence_parallel_axis.",
         pickup="sequence_axis_name")
     platform: Declared[str | None, str | None] = _declared(
         kinds.PLATFORM, None,
-        "The platform that is expected ('tpu', 'cuda', 'rocm', 'gpu', 'cpu'); a mesh that disagrees is an error.",
+        "The expected platform ('tpu', 'cuda', 'rocm', 'gpu', 'cpu'). A mesh on another platform is an error.",
         pickup="platform")
     backend: Declared[str | None, str | None] = _declared(
-        kinds.PLATFORM, None, "The platform to plan for where there is no mesh with devices; by default jax's.", pickup="backend")
+        kinds.PLATFORM, None, "The platform to plan for if there is no mesh with devices. Default: jax's.", pickup="backend")
     partition_axis: Declared[PartitionAxis, PartitionAxis | Mapping[str, Any]] = _declared(
         kinds.AXES, UNSET, "An eformer PartitionAxis, or a dict of its fields.", pickup="partition_axis")
     partition_manager: Declared[PartitionManager, PartitionManager] = _declared(  # making one registers it as eformer's last one
-        None, UNSET, "An eformer PartitionManager: another way to give partition_axis.",
+        None, UNSET, "An eformer PartitionManager, as an alternative to partition_axis.",
         read=lambda m: PartitionManager(m.partition_axis))
     base_config: Any = dataclasses.field(
-        default=None, metadata={"doc": "Any config object; what is not given here is taken from its attributes."})
+        default=None, metadata={"doc": "Any config object. Arguments that are not given are taken from its attributes."})
     operation_configs: Declared[Mapping[str, OperationConfig], Mapping[str, Any] | None] = _declared(
         kinds.CONFIGS, None, "{operation name: config, dict or object}.", pickup="operation_configs")
     mesh: Declared[AnyMesh | None, AnyMesh | Mapping[str, int] | None] = _declared(
         kinds.MESH, None, "A Mesh, an AbstractMesh, {axis: size}, or an object of axis_names, axis_sizes, axis_types, platform, "
-        "device_kind; by default the mesh of the context at each call.", pickup="mesh", read=_mesh)
+        "device_kind. Default: the context's mesh at each call.", pickup="mesh", read=_mesh)
     softmax_scale: Declared[float | None, float | None] = _declared(
-        kinds.NUMBER_OR_NONE, None, "Multiplies q.k once; None is 1/sqrt(head_dim).")
+        kinds.NUMBER_OR_NONE, None, "Factor applied once to q.k. None: 1/sqrt(head_dim).")
     dropout_prob: Declared[float, float] = _declared(
         kinds.PROBABILITY, 0.0, "Probability of dropping an attention weight, in [0, 1).")
     causal: Declared[bool, bool] = _declared(kinds.FLAG, True, "Whether a call without a Mask object is causal.")
-    scan_ring_attention: bool | None = None  # Policy's; here is its place among the arguments
+    scan_ring_attention: bool | None = None  # Policy's field; listed here for its position among the arguments
     blocksize_q: Declared[int | None, int | None] = _declared(
-        kinds.BLOCK, None, "Block size of queries that operation configs take where they declare none.")
-    blocksize_k: Declared[int | None, int | None] = _declared(kinds.BLOCK, None, "The same of keys.")
-    blocksize_b: Declared[int | None, int | None] = _declared(kinds.BLOCK, None, "The same of the batch.")
+        kinds.BLOCK, None, "Block size of queries, for operation configs that declare none.")
+    blocksize_k: Declared[int | None, int | None] = _declared(
+        kinds.BLOCK, None, "Block size of keys, for operation configs that declare none.")
+    blocksize_b: Declared[int | None, int | None] = _declared(
+        kinds.BLOCK, None, "Block size of the batch, for operation configs that declare none.")
     # fmt: on

@@ -1,4 +1,4 @@
-"""What a field of OperationMetadata takes, what it becomes, how JSON has it, and the message for anything else."""
+"""Kinds of fields of OperationMetadata: accepted values, conversion, JSON form, and error messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Kind(NamedTuple):
-    """`take` turns a field's name and a value into what is kept, or raises ConfigError; `schema` and `write` are for JSON."""
+    """`take(name, value)` returns the value to store, or raises ConfigError. `schema` and `write` are for JSON."""
 
     take: Callable[[str, Any], Any]
     schema: Mapping[str, Any]
@@ -36,11 +36,11 @@ class Kind(NamedTuple):
 
 
 class Configs(dict[str, OperationConfig]):
-    """The operation configs of a metadata: a dict that doesn't change."""
+    """The operation configs of a metadata: an immutable dict."""
 
     def _frozen(self, *args: Any, **changes: Any) -> Any:
         del args, changes
-        raise TypeError("operation_configs don't change; use metadata.replace(operation_configs=...).")
+        raise TypeError("operation_configs are immutable; use metadata.replace(operation_configs=...).")
 
     __setitem__ = __delitem__ = pop = popitem = clear = update = setdefault = __ior__ = _frozen
 
@@ -58,12 +58,12 @@ def pick(config: Any, name: str) -> Any:
 
 def _dtype(name: str, value: Any) -> np.dtype:
     try:
-        # An array is no dtype, though NumPy takes its.
+        # Refuse an array, though NumPy would use its dtype.
         dtype = None if isinstance(value, jax.Array | np.ndarray | np.generic) else jnp.dtype(value)
-    except Exception:  # what NumPy raises depends on what it takes the value for: TypeError, ValueError, SyntaxError
+    except Exception:  # NumPy may raise TypeError, ValueError or SyntaxError
         dtype = None
     if dtype is None:
-        raise ConfigError(f"{name}={shown(value)} is not a dtype; wanted for example 'bfloat16' or jnp.float32.")
+        raise ConfigError(f"{name}={shown(value)} is not a dtype; wanted a dtype such as 'bfloat16' or jnp.float32.")
     if dtype.name not in _FLOATS:
         raise ConfigError(f"{name}={dtype.name}; wanted float32, bfloat16, float16 or float64.")
     return jnp.dtype(dtype.name)  # in the machine's byte order
@@ -83,7 +83,7 @@ def _axes(value: Any) -> PartitionAxis:
 
 
 def joined_axes(axes: Any, name: Any, manager: PartitionManager | Unset, base: Callable[[str], Any]) -> PartitionAxis:
-    """The axis rules, whose sequence axis is `name`. What is given goes before what the base config says, either way."""
+    """The axis rules with `name` as sequence axis. Given values override those of the base config."""
     if manager is not UNSET:
         if axes is not UNSET and _axes(axes) != manager.paxis:
             raise ConfigError("partition_manager and partition_axis disagree; give one of them.")
@@ -117,12 +117,12 @@ def _checked(axis: PartitionAxis) -> PartitionAxis:
                 f"partition_axis.{field.name}={shown(value)}; wanted a mesh axis, a tuple of them, or None."
             )
         if isinstance(value, list):
-            lists[field.name] = tuple(value)  # as JSON gives it back, so that the two are equal
+            lists[field.name] = tuple(value)  # as read from JSON, so that the two are equal
     return dataclasses.replace(axis, **lists) if lists else axis
 
 
 def renamed(axis: PartitionAxis, name: str) -> PartitionAxis:
-    """The same axis rules with the sequence axis called otherwise."""
+    """The same axis rules with another name for the sequence axis."""
     old = axis.sequence_parallel_axis
 
     def rename(value: Any) -> Any:
@@ -132,7 +132,7 @@ def renamed(axis: PartitionAxis, name: str) -> PartitionAxis:
 
 
 def names_no_device(value: Any) -> bool:
-    """Whether what a framework's config has under `platform` is the language of its kernels, which asks for no platform."""
+    """Whether the `platform` of a framework's config is the language of its kernels, and so specifies no platform."""
     value = getattr(value, "value", value)  # enums
     return isinstance(value, str) and value.lower() in ("jax", "pallas", "triton")
 
@@ -197,7 +197,7 @@ def _block(name: str, value: Any) -> int:
 
 
 def _or(otherwise: Any, take: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    """`take`, and something else for None."""
+    """`take`, but return `otherwise` for None."""
     return lambda name, value: otherwise if value is None else take(name, value)
 
 

@@ -1,4 +1,4 @@
-"""OperationMetadata: what a model declares once about its attention, in Python or JSON."""
+"""OperationMetadata: a model's declaration of its attention, in Python or JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass_transform(eq_default=False)
 def _declaration(cls: type[T]) -> type[T]:
-    """A frozen dataclass that refuses other keywords with a hint; its fields are read and documented as they are declared."""
+    """Make a frozen dataclass whose constructor refuses unknown keywords with a hint. Its fields define reading and help."""
     made: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
     start = made.__init__
 
@@ -54,13 +54,13 @@ def _declaration(cls: type[T]) -> type[T]:
     return made
 
 
-# A dataclass has the fields of its last base first. It is frozen; were mypy told so, it would lose the types of reading.
+# A dataclass starts with the fields of its last base. It is frozen, but telling mypy so would lose the types for reading.
 @_declaration
 class OperationMetadata(Policy, MetadataFields):  # type: ignore[misc]
-    """One attention declaration; immutable, hashable, usable as a static argument of jit.
+    """A declaration of attention: immutable, hashable, and usable as a static argument of jit.
 
-    Errors: ConfigError (a ValueError) names the field, what was got, what is wanted. All arguments are keywords, or in this
-    order; each may be left out.
+    Errors: ConfigError (a ValueError) that names the field, the value and what is expected. All arguments are optional, and can
+    be passed by keyword or in this order.
     """
 
     def __post_init__(self) -> None:
@@ -74,14 +74,14 @@ class OperationMetadata(Policy, MetadataFields):  # type: ignore[misc]
             self.set_attrs_carefully(name, said["default"], said["pickup"], use_base_config=said["pickup"] is not None)
             put[name] = kind.take(name, put[name])
 
-    # -- where values come from ------------------------------------------------------------------------------------
+    # -- sources of values -----------------------------------------------------------------------------------------
 
     def set_attrs_carefully(
         self, attr_name: str, default: Any, pickup_name: str | None = None, use_base_config: bool = True
     ) -> None:
-        """Set an attribute that is UNSET: from base_config's `pickup_name` if it has one that is set, else the default.
+        """Set an attribute that is UNSET, from `pickup_name` of base_config if that is set there, else to the default.
 
-        An attribute that has a value is left alone. Errors: AttributeError for a name that metadata doesn't have.
+        An attribute that has a value is unchanged. Errors: AttributeError for a name that metadata doesn't have.
         """
         if attr_name not in METADATA_ARGUMENTS:
             raise AttributeError(
@@ -106,26 +106,26 @@ class OperationMetadata(Policy, MetadataFields):  # type: ignore[misc]
         ignore: Collection[str] = (),
         **changes: Any,
     ) -> Self:
-        """Take what a model's config declares; `changes` come on top.
+        """Build metadata from a model's config; `changes` override it.
 
-        config: a Hugging Face config (object, dict, or path of a config.json), of which this is scale, dropout, causality
-        and dtype, and a ConfigWarning tells what else its calls need; or any object with the names of base_config.
-        family, part, ignore: how to read the former, see read_model_config.
+        config: a Hugging Face config (object, dict, or path of a config.json), or any object with the attributes of base_config.
+        From a Hugging Face config, metadata has the scale, dropout, causality and dtype; a ConfigWarning lists what else its
+        calls need. family, part, ignore: how to read such a config, see read_model_config.
         """
         reading = {"family": family, "part": part, "ignore": ignore}
         return cls(**arguments_of(config, changes, PICKUP, reading))
 
     @property
     def declared_mesh(self) -> AnyMesh | None:
-        """The declared mesh, else the base config's, else None; `mesh` is then that of the context."""
+        """The declared mesh, else the base config's, else None: then `mesh` is the context's."""
         return self.__dict__["mesh"]
 
     @functools.cached_property
     def policy(self) -> Policy:
-        """The fields that are a policy's, alone."""
+        """The fields of the policy only."""
         return Policy(**{name: getattr(self, name) for name in CHOICES})
 
-    # -- what follows from it --------------------------------------------------------------------------------------
+    # -- derived values --------------------------------------------------------------------------------------------
 
     def get_shardings(
         self,
@@ -136,20 +136,20 @@ class OperationMetadata(Policy, MetadataFields):  # type: ignore[misc]
     ) -> AttnShardingRules:
         """Return the ten PartitionSpecs for a mode and a layout.
 
-        `softmax_aux` is the sinks or their rank. Errors: InputError for an unknown mode or layout.
+        softmax_aux: the sinks, or their rank. Errors: InputError for an unknown mode or layout.
         """
         ndim = softmax_aux if isinstance(softmax_aux, int) else 0 if softmax_aux is None else len(softmax_aux.shape)
         return resolve_rules(self.partition_axis, mode, layout, qkv_mni_sharding=qkv_mni_sharding, aux_ndim=ndim)
 
     def get_operation_config(self, impl_name: str) -> OperationConfig | None:
-        """Return the config declared for an operation, or None. Errors: UnknownNameError for a name nobody registered."""
+        """Return the config declared for an operation, or None. Errors: UnknownNameError for an unregistered name."""
         config = self.operation_configs.get(impl_name)
         if config is None and impl_name not in OperationRegistry.names():
             OperationRegistry.get(impl_name)
         return config
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some arguments changed; everything derived from them is derived again."""
+        """Return a copy with some arguments changed. Derived values are derived again."""
         arguments = self._arguments()
         for name in changes:
             if name == "base_config":
@@ -167,10 +167,10 @@ class OperationMetadata(Policy, MetadataFields):  # type: ignore[misc]
     # -- JSON ------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready values; `from_dict` of them gives an equal metadata.
+        """Return JSON-ready values. `from_dict` of the result gives equal metadata.
 
-        A mesh is written as axis names, sizes, types and platform. base_config is not written: all that was taken
-        from it is.
+        A mesh is written as axis names, sizes, types and platform. base_config is not written, but the values taken
+        from it are.
         """
         data = {name: value for name, value in self._arguments().items() if name != "sequence_axis_name"}
         data |= {name: kind.write(data[name]) for name, kind in _KINDS.items() if name in data}
@@ -178,7 +178,7 @@ class OperationMetadata(Policy, MetadataFields):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Build metadata from a dict as `to_dict` writes it; keys may be left out. Errors: ConfigError for unknown ones."""
+        """Build metadata from a dict in the form of `to_dict`. Keys may be omitted. Errors: ConfigError for unknown keys."""
         if not isinstance(data, Mapping):
             raise ConfigError(f"metadata: got {a_type(data)}; wanted an object of fields.")
         fields = dict(data)
@@ -199,7 +199,7 @@ class OperationMetadata(Policy, MetadataFields):  # type: ignore[misc]
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Build metadata from JSON text. Errors: ConfigError with the place where the text is broken."""
+        """Build metadata from JSON text. Errors: ConfigError with the position of a syntax error."""
         return cls.from_dict(parse_json(text, "metadata"))
 
     # -- pydantic ----------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class OperationMetadata(Policy, MetadataFields):  # type: ignore[misc]
         return self._hash
 
     def __reduce__(self) -> Any:
-        # Devices can't be pickled, base_config may not be, and the kept hash is another one in another process.
+        # Devices can't be pickled, base_config perhaps not, and the cached hash would differ in another process.
         return type(self).from_dict, (self.to_dict(),)
 
     def __copy__(self) -> Self:
@@ -251,6 +251,6 @@ _KINDS: dict[str, Kind] = {
     name: field.metadata["kind"] for name, field in _FIELDS.items() if field.metadata.get("kind")
 }
 PICKUP = {name: field.metadata["pickup"] for name, field in _FIELDS.items() if field.metadata.get("pickup")}
-"""Where a value comes from when it isn't given: the attribute of base_config that model configs use for it."""
-# Where pydantic looks at the value and not at the field's type (Any, serialize_as_any), it would write a bare dataclass.
+"""The attribute of base_config from which an argument is taken if it isn't given."""
+# If pydantic goes by the value instead of the field's type (Any, serialize_as_any), it would write a plain dataclass.
 OperationMetadata.__pydantic_serializer__ = TypeAdapter(OperationMetadata).serializer  # type: ignore[attr-defined]

@@ -17,19 +17,19 @@ __all__ = ["field_json_schema", "field_schema", "metadata_json_schema"]
 
 
 def field_schema(wanted: type[Any]) -> CoreSchema:
-    """Takes metadata, or a dict as `to_dict` writes it; is written as that dict, whole, whatever is asked of the model."""
+    """The schema of a pydantic field. It accepts metadata or the dict of `to_dict`, and always writes that whole dict."""
 
     def read(value: Any) -> Any:
         if isinstance(value, wanted):
-            return value  # immutable, and checked when it was made
+            return value  # immutable, and checked when it was created
         try:
             return wanted.from_dict(value)
-        except AttnOpsError as error:  # some of which are no ValueError, as pydantic wants it
+        except AttnOpsError as error:  # pydantic requires a ValueError, which not all of these are
             raise ValueError(str(error)) from None
 
     def write(value: Any) -> dict[str, Any]:
-        if not isinstance(value, wanted):  # one branch of a union after the other is tried
-            raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is no {wanted.__name__}")
+        if not isinstance(value, wanted):  # pydantic tries the branches of a union in turn
+            raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is not a {wanted.__name__}")
         return value.to_dict()
 
     return core_schema.no_info_plain_validator_function(
@@ -38,14 +38,14 @@ def field_schema(wanted: type[Any]) -> CoreSchema:
 
 
 def field_json_schema(wanted: type[Any], handler: GetJsonSchemaHandler) -> dict[str, Any]:
-    """JSON Schema of such a field, with the configs of all operations that can be imported here."""
+    """JSON Schema of the field, with the configs of all operations that can be imported here."""
     configs = OperationRegistry.configs()
     schemas = {name: handler(config.__pydantic_core_schema__) for name, config in configs.items()}
     return metadata_json_schema(wanted, schemas)
 
 
 def metadata_json_schema(wanted: type[Any], configs: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON Schema of the dict that `wanted.from_dict` takes, around those of the operations' configs."""
+    """JSON Schema of the input of `wanted.from_dict`, including those of the operations' configs."""
     fields: dict[str, Any] = {"schema_version": {"const": 1}}
     for field in dataclasses.fields(wanted):
         kind = field.metadata.get("kind")

@@ -24,7 +24,7 @@ _LIMIT = 2**31 - 1  # indices are int32 on devices
 
 @dataclass(frozen=True)
 class LayerDeclaration:
-    """Layers, by number from 0, that attend in the same way: the kind ('global', 'local 4096'), and their declaration."""
+    """Layers with the same attention: their numbers, from 0; their kind ('global', 'local 4096'); and their declaration."""
 
     layers: tuple[int, ...]
     kind: str
@@ -34,9 +34,9 @@ class LayerDeclaration:
 
 @dataclass(frozen=True)
 class ModelDeclaration:
-    """A model's attention. `distinct` has each way of attending once, with the numbers of its layers.
+    """A model's attention. `distinct` has each distinct kind of attention once, with the numbers of its layers.
 
-    family: the model_type that was read. positions: max_position_embeddings. notes: what was decided or left out.
+    family: the model_type. positions: max_position_embeddings. notes: what was decided or left out.
     """
 
     family: str
@@ -61,17 +61,17 @@ class ModelDeclaration:
         part: str | None = None,
         ignore: Collection[str] = (),
     ) -> Self:
-        """Read a config: the path of a config.json or its folder, a dict, or an object of transformers.
+        """Read a config: the path of a config.json or its folder, a dict, or a transformers config object.
 
-        operation, metadata: of every declaration; `metadata` goes before what the config says, and the names that
-        OperationMetadata takes from any config (attn_dtype, mesh and so on) go before transformers'. batch, q_len, kv_len,
-        mode, dtype, layout: of the call; where q_len and kv_len differ, queries are the last of kv_len tokens, and a
-        decode or insert has kv_lengths. family, part, ignore: see read_model_config. Errors: ConfigError.
+        operation, metadata: those of every declaration. `metadata` overrides the config, and the names that OperationMetadata
+        takes from any config (attn_dtype, mesh and so on) override those of transformers. batch, q_len, kv_len, mode, dtype,
+        layout: those of the call. If q_len and kv_len differ, the queries are the last of kv_len tokens, and a decode or
+        insert has kv_lengths. family, part, ignore: see read_model_config. Errors: ConfigError.
         """
         data, name = as_dict(config)
         for argument, size in (("batch", batch), ("q_len", q_len), ("kv_len", kv_len)):
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _LIMIT):
-                raise ConfigError(f"{argument}={shown(size)}; wanted a whole number from 1 on, in 31 bits.")
+                raise ConfigError(f"{argument}={shown(size)}; wanted an integer from 1 to 2**31 - 1.")
         if metadata is not None and not isinstance(metadata, Mapping):
             raise ConfigError(f"metadata={shown(metadata)}; wanted a dict of OperationMetadata's fields.")
         own = {key: data.pop(key) for key in PICKUP.values() if key in data}
@@ -96,13 +96,13 @@ class ModelDeclaration:
 
     @property
     def layers(self) -> tuple[LayerDeclaration, ...]:
-        """One for each layer of the model, in order; layers that attend in the same way share theirs."""
+        """One declaration per layer of the model, in order. Layers with the same attention share one."""
         by_number = {number: layer for layer in self.distinct for number in layer.layers}
         return tuple(by_number[number] for number in range(len(by_number)))
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """The layers by their windows, as KVCache(layers=...) takes them; those with another mask keep all tokens."""
+        """The layers grouped by window, as for KVCache(layers=...). Layers with another mask keep all tokens."""
         windows: list[int | None] = []
         for layer in self.layers:
             mask = layer.declaration.call.mask
@@ -119,12 +119,12 @@ class ModelDeclaration:
         return self.layers[number]
 
     def write(self, folder: str | Path) -> tuple[Path, ...]:
-        """Write one declaration file for each distinct layer, named for its kind. Errors: ConfigError."""
+        """Write one declaration file per distinct layer, named by its kind. Errors: ConfigError."""
         return write_layers(self.distinct, folder)
 
 
 def write_layers(layers: Sequence[LayerDeclaration], folder: str | Path) -> tuple[Path, ...]:
-    """Write the declaration of each of these layers, named for its kind. Errors: ConfigError."""
+    """Write the declaration of each of these layers, named by its kind. Errors: ConfigError."""
     folder, paths = Path(folder), []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def write_layers(layers: Sequence[LayerDeclaration], folder: str | Path) -> tupl
 
 
 def _of_framework(own: dict[str, Any]) -> dict[str, Any]:
-    """Metadata that a config gives under the names of OperationMetadata's base_config, as JSON values."""
+    """The metadata that a config has under the names of OperationMetadata's base_config, as JSON values."""
     whole = OperationMetadata(base_config=own).to_dict() if own else {}
     fields = {
         "partition_axis" if name == "sequence_axis_name" else name
@@ -149,7 +149,7 @@ def _of_framework(own: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_cached(mode: str | None) -> bool:
-    """Whether a mode attends to a cache, so that each row has a length of its own. Errors: InputError."""
+    """Whether a mode attends to a cache, so that each row has its own length. Errors: InputError."""
     return mode is not None and canonical_mode(mode) in GENERATION
 
 
@@ -178,14 +178,14 @@ def _call(
     if found.cross:
         if q_len is not None and kv_len is None:
             raise ConfigError(
-                f"q_len={q_len} without kv_len, and the keys of cross attention are the encoder's; give both."
+                f"q_len={q_len} without kv_len, but the keys of cross-attention are the encoder's; give both."
             )
         return call
     shorter = kv_len is not None and q_len is not None and q_len != kv_len
     cached = is_cached(mode)
     if (shorter or cached) and not found.causal:
         raise ConfigError(
-            f"q_len={q_len}, kv_len={kv_len}, mode={mode!r}: this model's tokens see each other on both sides, so queries "
+            f"q_len={q_len}, kv_len={kv_len}, mode={mode!r}: this model's tokens see each other in both directions, so queries "
             "and keys are the same tokens; give q_len alone."
         )
     if shorter and q_len is not None and kv_len is not None and q_len > kv_len:

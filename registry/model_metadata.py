@@ -1,4 +1,4 @@
-"""The part of a model's config that OperationMetadata holds, and word of the part that it can't."""
+"""The part of a model's config that OperationMetadata can hold, and a warning about the rest."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .unset import UNSET
 
 __all__ = ["arguments_of", "metadata_of"]
 
-# What makes an object a model's config though it doesn't name its type.
+# Attributes that identify an object without model_type as a model's config.
 _SIGNS = ("num_attention_heads", "num_hidden_layers", "n_head", "n_heads")
 
 
 def metadata_of(found: ModelAttention) -> dict[str, Any]:
-    """The fields of OperationMetadata that hold for every layer."""
+    """The fields of OperationMetadata, which apply to every layer."""
     fields: dict[str, Any] = {"causal": found.causal}
     if found.dtype is not None:
         fields["runtime_dtype"] = found.dtype
@@ -34,11 +34,11 @@ def metadata_of(found: ModelAttention) -> dict[str, Any]:
 def arguments_of(
     config: Any, changes: Mapping[str, Any], own_names: Mapping[str, str], reading: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What OperationMetadata.from_config hands to OperationMetadata.
+    """The arguments that OperationMetadata.from_config passes to OperationMetadata.
 
-    A file, a dict that names its model_type, and an object of transformers are read by their family; what belongs to the
-    call is told in a ConfigWarning. `own_names` in them, and any other object, are a base_config.
-    `reading` is for read_model_config.
+    A file, a dict with a model_type, and a transformers config object are read by their family. A ConfigWarning lists what
+    belongs to the call. `own_names` in them, and any other object, are treated as a base_config. `reading` is passed to
+    read_model_config.
     """
     if not _is_read(config, own_names, reading):
         return {"base_config": config, **changes}
@@ -48,7 +48,7 @@ def arguments_of(
     left = _for_the_call(found)
     if left:
         warnings.warn(
-            f"{found.name}: {'; '.join(left)}: metadata has no place for that. Give it in each call, or take "
+            f"{found.name}: {'; '.join(left)}: metadata can't hold that. Give it in each call, or use "
             "ModelDeclaration.from_config, which declares every layer.",
             ConfigWarning,
             stacklevel=3,
@@ -68,7 +68,10 @@ def _is_read(config: Any, own_names: Mapping[str, str], reading: Mapping[str, An
         return True
     said = [name for name, value in reading.items() if value]
     if said:
-        raise ConfigError(f"from_config: {', '.join(said)} for {a_type(config)}, of which only its own names are read.")
+        raise ConfigError(
+            f"from_config: {', '.join(said)} for {a_type(config)}, which isn't a model's config; "
+            "only attributes of base_config are read from it."
+        )
     return False
 
 

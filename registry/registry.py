@@ -1,4 +1,4 @@
-"""OperationRegistry: operations by name, found through entry points and imported when asked for."""
+"""OperationRegistry: operations by name, found through entry points and imported on first use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ C = TypeVar("C", bound=type)
 
 
 class Output(Protocol):
-    """What a call gives: operators/output.py says the shapes."""
+    """The result of a call; operators/output.py has the shapes."""
 
     attention_outputs: jax.Array
     attention_weights: jax.Array | None
@@ -32,7 +32,7 @@ class Output(Protocol):
 
 
 class AttentionOperation(Protocol):
-    """What a caller knows of an operation that he has by its name; operators/base.py writes it, and says what a call takes."""
+    """The interface of an operation obtained by name; operators/base.py implements it, and documents the arguments of a call."""
 
     name: ClassVar[str]
     config: ClassVar[type[OperationConfig]]
@@ -50,7 +50,7 @@ class AttentionOperation(Protocol):
 
 
 class OperationRegistry:
-    """The operations that exist. Built-ins and plug-ins alike stand in the entry-point group `attnops.operations`."""
+    """All operations. Built-ins and plug-ins are both in the entry-point group `attnops.operations`."""
 
     _registered: ClassVar[dict[str, type[AttentionOperation]]] = {}
     _lock: ClassVar[threading.RLock] = threading.RLock()
@@ -67,24 +67,24 @@ class OperationRegistry:
         with cls._lock:
             known = cls._registered.get(name)
             taken = [known] if known is not None else [entry.value for entry in _entry_points().get(name, ())]
-            # A class of the name's own entry point that registers itself while it is imported is that very operation.
+            # A class from the name's own entry point that registers itself while being imported is that operation.
             same = [operation] if known is not None else [f"{operation.__module__}:{operation.__qualname__}"]
             if taken and taken != same and not override:
                 raise ConfigError(
-                    f"operation {shown(name)} exists already ({taken[0]}); pass override=True to replace it."
+                    f"operation {shown(name)} already exists ({taken[0]}); pass override=True to replace it."
                 )
             cls._registered[name] = operation
         return operation
 
     @classmethod
     def get(cls, name: str) -> type[AttentionOperation]:
-        """Return the class of that name, importing it if need be.
+        """Return the class of that name, importing it if necessary.
 
-        Errors: UnknownNameError with the known names and the closest one; ConfigError, naming the plug-in, if its
-        import fails (the other operations are not touched by that).
+        Errors: UnknownNameError with the known names and the closest one; ConfigError that names the plug-in if its
+        import fails (this doesn't affect the other operations).
         """
         if not isinstance(name, str):
-            raise UnknownNameError(f"an operation is asked for by its name, got {a_type(name)}.")
+            raise UnknownNameError(f"an operation's name must be a string, got {a_type(name)}.")
         found = cls._registered.get(name)
         if found is not None:
             return found
@@ -97,13 +97,13 @@ class OperationRegistry:
             )
         if len(entries) > 1:
             raise ConfigError(
-                f"operation {shown(name)} is offered by {' and by '.join(map(_where, entries))}; uninstall all but one, or "
-                "register the one that you want with override=True."
+                f"operation {shown(name)} is provided by {' and by '.join(map(_where, entries))}; uninstall all but one, or "
+                "register the one you want with override=True."
             )
         (entry,) = entries
         try:
             operation = entry.load()
-        except Exception as error:  # a plug-in can fail in any way; its name is what the user needs
+        except Exception as error:  # a plug-in can fail in any way; the message has to name it
             text = f"operation {shown(name)} ({_where(entry)}) can't be imported: {type(error).__name__}: {error}"
             raise ConfigError(text) from error
         declared = _check(operation)
@@ -121,12 +121,12 @@ class OperationRegistry:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The names of all operations, sorted; imports none of them."""
+        """The names of all operations, sorted. Imports none of them."""
         return tuple(sorted(cls._registered.keys() | _entry_points().keys()))
 
     @classmethod
     def configs(cls) -> dict[str, type[OperationConfig]]:
-        """The config classes by operation name, but of those operations that can't be imported here."""
+        """The config classes by operation name, except for operations that can't be imported here."""
         found = {}
         for name in cls.names():
             with contextlib.suppress(AttnOpsError):
@@ -135,7 +135,7 @@ class OperationRegistry:
 
     @classmethod
     def unregister(cls, name: str) -> None:
-        """Take an operation registered in this process out again. Errors: UnknownNameError."""
+        """Remove an operation that was registered in this process. Errors: UnknownNameError."""
         with cls._lock:
             if cls._registered.pop(name, None) is None:
                 raise UnknownNameError(f"operation {shown(name)} was not registered in this process.")
@@ -146,7 +146,7 @@ OperationConfig.registry = OperationRegistry
 
 @functools.cache
 def _entry_points() -> dict[str, tuple[importlib.metadata.EntryPoint, ...]]:
-    """The entry points by name; more than one only where installed distributions disagree about a name."""
+    """The entry points by name. A name has more than one only if several installed distributions provide it."""
     found: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
         found.setdefault(entry.name, {}).setdefault(entry.value, entry)
@@ -173,5 +173,5 @@ def _check(operation: Any) -> str:
         raise ConfigError(
             f"operation {shown(name)} has config={shown(found.config)}; wanted a subclass of OperationConfig."
         )
-    found.declared_methods()  # a method without declared abilities is an error now, not at the first call
+    found.declared_methods()  # so that a method without declared abilities fails now, not at the first call
     return name

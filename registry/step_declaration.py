@@ -1,4 +1,4 @@
-"""StepDeclaration: one step over a cache's pages written down: whose tokens there are, mask, options."""
+"""StepDeclaration: a declaration of one step over a cache's pages: the tokens of each sequence, mask, options."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class StepDeclaration(GivenModel):
-    """The step: queries and keys of each sequence, keys counted after the step's own were written.
+    """The step: the numbers of queries and keys of each sequence. Keys include those that the step writes.
 
-    A number stands for all sequences; a list has one for each. Heads are the query's; all else is the cache's.
+    A number applies to all sequences; a list has one per sequence. Heads are the query's; everything else is the cache's.
     """
 
     model_config = ConfigDict(title="step")
 
     q_heads: _Size
-    layer: Annotated[_Count, Field(description="Of the cache; those of a group are alike.")] = 0
+    layer: Annotated[_Count, Field(description="Layer of the cache; layers of one group are alike.")] = 0
     sequences: Annotated[
-        _Size | None, Field(description="null: as many as a list has, else the cache's max_sequences.")
+        _Size | None,
+        Field(description="Number of sequences; null: the length of the lists, else the cache's max_sequences."),
     ] = None
-    q_lens: Annotated[_Count | tuple[_Count, ...], Field(description="Queries of each sequence.")] = 1
+    q_lens: Annotated[_Count | tuple[_Count, ...], Field(description="Number of queries of each sequence.")] = 1
     kv_lens: Annotated[
-        _Count | tuple[_Count, ...] | None, Field(description="Keys of each sequence; null: the cache's max_length.")
+        _Count | tuple[_Count, ...] | None,
+        Field(description="Number of keys of each sequence; null: the cache's max_length."),
     ] = None
-    tokens: Annotated[
-        _Size | None, Field(description="Length of the token arrays; null: as many as there are queries.")
-    ] = None
+    tokens: Annotated[_Size | None, Field(description="Length of the token arrays; null: the number of queries.")] = (
+        None
+    )
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, Field(description="Of the query; null: the cache's.")
+        Literal["float32", "bfloat16", "float16"] | None, Field(description="Dtype of the query; null: the cache's.")
     ] = None
     mode: Literal["prefill", "autoregressive", "insert", "mixed"] | None = None
     update: Literal["before", "fused", "none"] | None = None
-    max_q_len: Annotated[_Size | None, Field(description="No sequence has more queries.")] = None
+    max_q_len: Annotated[_Size | None, Field(description="Maximum number of queries per sequence.")] = None
     mask: Mask | None = None
     causal: StrictBool | None = None
     sliding_window: _Count | tuple[_Count | None, _Count | None] | None = None
@@ -54,7 +56,7 @@ class StepDeclaration(GivenModel):
     return_lse: StrictBool = False
 
     def rows(self, cache: KVCache) -> tuple[tuple[int, int], ...]:
-        """(queries, keys) of each sequence. Errors: ConfigError for lists that disagree, and for what doesn't fit."""
+        """(queries, keys) of each sequence. Errors: ConfigError for lists of different lengths and numbers that don't fit."""
         lists = {name: len(x) for name in ("q_lens", "kv_lens") if isinstance(x := getattr(self, name), tuple)}
         counts = {**lists, **({} if self.sequences is None else {"sequences": self.sequences})}
         if len(set(counts.values())) > 1:
@@ -72,12 +74,12 @@ class StepDeclaration(GivenModel):
             if n > cache.max_length or q > n:
                 raise ConfigError(
                     f"step: sequence {row} has {q} queries and {n} keys; wanted at most {cache.max_length} keys, the cache's "
-                    "max_length, and no more queries than keys: kv_lens count the step's own."
+                    "max_length, and no more queries than keys: kv_lens include the step's own."
                 )
         return rows
 
     def group(self, cache: KVCache) -> int:
-        """The group of the cache's layers that the step's is in. Errors: ConfigError for a layer that isn't there."""
+        """The group of the cache's layers that contains the step's layer. Errors: ConfigError for an unknown layer."""
         if self.layer >= cache.layer_count:
             raise ConfigError(
                 f"step.layer={shown(self.layer)}; wanted 0 to {cache.layer_count - 1}: the cache has {cache.layer_count} layers."
@@ -85,7 +87,7 @@ class StepDeclaration(GivenModel):
         return cache.group_of(self.layer)
 
     def options(self) -> dict[str, Any]:
-        """What the call of the operation takes beside arrays."""
+        """The arguments of the operation's call other than arrays."""
         names = ("mask", "causal", "sliding_window", "softmax_scale", "logits_soft_cap", "mode", "update", "max_q_len")
         return {name: getattr(self, name) for name in names} | {"return_lse": self.return_lse}
 

@@ -1,4 +1,4 @@
-"""UNSET: the value of a field that nobody gave, which is something else than None."""
+"""UNSET: the value of a field that wasn't given, which differs from None."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["UNSET", "Unset"]
 
 
 class _Unset(enum.Enum):
-    """One member, so that it compares, hashes and pickles as itself."""
+    """An enum with one member, so that it compares, hashes and pickles as itself."""
 
     UNSET = "unset"
 

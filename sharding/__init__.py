@@ -1,4 +1,4 @@
-"""Where tensors live: modes, layouts, the ten PartitionSpecs, fitting them to shapes and a mesh, placing arrays."""
+"""Where tensors are placed: modes, layouts, the ten PartitionSpecs, fitting them to shapes and a mesh, placing arrays."""
 
 from .fit import Dropped, FittedRules, FittedSpec, TensorShape, axes_at, fit, fit_tensor, kv_repeat, refuse_unfit
 from .mesh import (

@@ -1,7 +1,7 @@
-"""Fit specs to real shapes and a mesh: what is kept, what is dropped and why, and what each device then holds.
+"""Fit specs to shapes and a mesh: which axes are kept, which are dropped and why, and what each device then holds.
 
-Pure: needs axis names and sizes only, no devices. jax itself is uneven here: `with_sharding_constraint` on Auto axes
-takes an axis that doesn't divide without a word, `device_put`, `shard_map` and `reshard` raise.
+Pure: it needs only axis names and sizes, no devices. jax itself is inconsistent here: `with_sharding_constraint` on Auto
+axes silently accepts an axis that doesn't divide, but `device_put`, `shard_map` and `reshard` raise an error.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = [
     "refuse_unfit",
 ]
 
-# The axis names that every eformer PartitionAxis speaks of unless told otherwise. A mesh without one of them is an
-# ordinary mesh; a name outside of them was declared by somebody, so its absence is worth an error when strict.
+# The axis names that every eformer PartitionAxis uses by default. A mesh without one of them is normal. Any other name
+# was declared explicitly, so with strict its absence is an error.
 _STANDARD = frozenset({"dp", "fsdp", "tp", "sp", "ep"})
 
 
@@ -44,10 +44,10 @@ class TensorShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Dropped:
-    """One mesh axis that a spec names and that can't be used for a dimension.
+    """A mesh axis that a spec names but that can't be used for a dimension.
 
-    `harmless` is True where dropping changes nothing: a mesh axis of size 1, a standard axis (dp, fsdp, tp, sp, ep) that
-    the mesh doesn't have, or a dimension of length 1, which stands for broadcasting.
+    `harmless` is True if dropping it changes nothing: a mesh axis of size 1, a standard axis (dp, fsdp, tp, sp, ep) that
+    the mesh doesn't have, or a dimension of length 1, which is broadcast.
     """
 
     tensor: str
@@ -61,7 +61,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class FittedSpec:
-    """A spec as it fits, with the shape and bytes on each device."""
+    """A fitted spec, with the shape and bytes on each device."""
 
     tensor: str
     spec: PartitionSpec
@@ -71,13 +71,13 @@ class FittedSpec:
     dropped: tuple[Dropped, ...]
 
     def axes(self, index: int) -> tuple[str, ...]:
-        """Mesh axes over which dimension `index` is split, () if it isn't."""
+        """The mesh axes that split dimension `index`; () if it isn't split."""
         return axes_at(self.spec, index)
 
 
 @dataclass(frozen=True)
 class FittedRules:
-    """The fitted specs by tensor name (only those tensors that are there), and how often KV heads are repeated."""
+    """The fitted specs by name, for the tensors of the call only, and how many times KV heads are repeated."""
 
     specs: tuple[FittedSpec, ...]
     kv_repeat: int = 1
@@ -110,10 +110,10 @@ def fit(
     """Fit each tensor of `shapes` (by its name in AttnShardingRules) to the mesh.
 
     Manual axes are left out of every spec: inside the caller's own shard_map the arrays are already local to them.
-    With `kv_heads='replicate'` K and V whose head count doesn't divide get their heads repeated (the factor is in the
-    result); with 'error' they are refused. `strict` turns every drop that isn't harmless into one ShardingError.
-    Errors: ShardingError for a tensor that the rules don't have or of another rank; InputError for an unknown mode or
-    layout.
+    If the KV head count doesn't divide, `kv_heads='replicate'` repeats the heads of K and V (the result has the factor), and
+    'error' refuses. With `strict`, all drops that aren't harmless are raised as one ShardingError.
+    Errors: ShardingError for a tensor that the rules don't have or that has another rank; InputError for an unknown mode
+    or layout.
     """
     mode, layout = canonical_mode(mode), canonical_layout(layout)
     if kv_heads not in ("replicate", "error"):
@@ -137,7 +137,7 @@ def fit(
         shape, itemsize = sized[tensor]
         dims = tensor_dims(tensor, layout, qkv_mni_sharding=qkv_mni_sharding, aux_ndim=len(shape))
         if len(dims) != len(shape):
-            raise ShardingError(f"{tensor} has shape {shape}; layout {layout} wants dimensions ({', '.join(dims)}).")
+            raise ShardingError(f"{tensor} has shape {shape}; layout {layout} requires dimensions ({', '.join(dims)}).")
         if len(spec) > len(shape):
             raise ShardingError(f"{tensor} has shape {shape}; its spec {spec} is for {len(spec)} dimensions.")
         if tensor in ("key", "value") and repeat > 1:
@@ -153,7 +153,7 @@ def fit(
 def refuse_unfit(
     fitted: FittedRules, mode: str, layout: str, mesh: tuple[MeshAxis, ...], repeated: Sequence[str] = ()
 ) -> None:
-    """What `strict` refuses, as one ShardingError: drops that aren't harmless, and a line each in `repeated` of other axes."""
+    """Raise one ShardingError for all that `strict` refuses: drops that aren't harmless, and the lines of `repeated` axes."""
     serious = [d for d in fitted.dropped if not d.harmless]
     counts = [f"{len(serious)} axes can't be used as declared"] * bool(serious)
     counts += [f"work is repeated over {len(repeated)} of the mesh's axes"] * bool(repeated)
@@ -169,13 +169,13 @@ def _where(mode: str, layout: str, mesh: tuple[MeshAxis, ...]) -> str:
 
 
 def axes_at(spec: PartitionSpec, index: int) -> tuple[str, ...]:
-    """The axes that a spec names for a dimension, () for none."""
+    """The axes that a spec names for a dimension; () for none."""
     entry = spec[index] if index < len(spec) else None
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def kv_repeat(kv_heads: int, shards: int) -> int:
-    """How often each KV head must be repeated so that `shards` devices get whole heads."""
+    """How many times each KV head must be repeated so that `shards` devices get whole heads."""
     return shards // math.gcd(kv_heads, shards)
 
 
@@ -191,7 +191,7 @@ def _repeat_for(
     policy: str,
     where: str,
 ) -> int:
-    """Repeat factor that lets KV heads follow the split of the query heads."""
+    """The repeat factor that lets KV heads follow the split of the query heads."""
     if "query" not in sized or "key" not in sized:
         return 1
     at = layout.index("h")
@@ -239,7 +239,7 @@ def _fit_one(
 def _why_dropped(
     name: str, left: int, length: int, used: set[str], axes: Mapping[str, MeshAxis]
 ) -> tuple[str, str, bool] | None:
-    """(reason, hint, harmless), or None when the axis can be used."""
+    """(reason, hint, harmless), or None if the axis can be used."""
     axis = axes.get(name)
     if axis is None:
         known = ", ".join(axes) or "none"
@@ -274,6 +274,6 @@ def fit_tensor(
     dims: tuple[str, ...],
     mesh: AnyMesh | Mapping[str, int] | tuple[MeshAxis, ...] | None,
 ) -> FittedSpec:
-    """Fit the spec of a tensor that no rules know, whose dimensions are called `dims`."""
+    """Fit the spec of a tensor that is not in the rules. `dims`: the names of its dimensions."""
     sized = _sized(shape)
     return _fit_one(tensor, spec, sized.shape, sized.itemsize, dims, {axis.name: axis for axis in axes_of(mesh)})

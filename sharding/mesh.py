@@ -1,4 +1,4 @@
-"""Meshes: finding the current one, its axes and platform, and writing one down as names and sizes."""
+"""Meshes: find the current one, get its axes and platform, and serialise it as names and sizes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MeshAxis(NamedTuple):
 
 
 def axes_of(mesh: AnyMesh | Mapping[str, int] | tuple[MeshAxis, ...] | None) -> tuple[MeshAxis, ...]:
-    """Return the axes of a mesh, of a {name: size} mapping, or nothing for None. Needs no devices."""
+    """Return the axes of a mesh or of a {name: size} mapping; () for None. Needs no devices."""
     if mesh is None:
         return ()
     if isinstance(mesh, tuple):
@@ -59,8 +59,8 @@ def axes_of(mesh: AnyMesh | Mapping[str, int] | tuple[MeshAxis, ...] | None) -> 
 
 @functools.cache
 def _thread_resources() -> Any | None:
-    # `with mesh:` is visible in no other public place (get_abstract_mesh and get_mesh see jax.set_mesh only). The
-    # name is deprecated since jax 0.8.2; once it is gone, so is `with mesh:`, and there is nothing left to see.
+    # No other public API shows `with mesh:` (get_abstract_mesh and get_mesh see only jax.set_mesh). The name is
+    # deprecated since jax 0.8.2; when it is removed, `with mesh:` will be too, so that nothing is missed.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.interpreters import pxla
@@ -69,16 +69,16 @@ def _thread_resources() -> Any | None:
 
 
 def current_mesh() -> AnyMesh | None:
-    """Return the mesh of the context: in shard_map or jit the abstract one, else jax.set_mesh's, else `with mesh:`."""
+    """Return the context's mesh: the abstract one in shard_map or jit, else that of jax.set_mesh, else of `with mesh:`."""
     abstract = get_abstract_mesh()
     if not abstract.empty:
         if any(kind is AxisType.Manual for kind in abstract.axis_types):
             return abstract
         try:
             concrete = get_mesh()
-        except ValueError:  # under jit only the abstract mesh can be asked for
+        except ValueError:  # under jit only the abstract mesh is available
             return abstract
-        # jax.sharding.use_abstract_mesh inside jax.set_mesh: the inner one is in force.
+        # jax.sharding.use_abstract_mesh inside jax.set_mesh: the inner one applies.
         return concrete if concrete.abstract_mesh == abstract else abstract
     resources = _thread_resources()
     if resources is not None and not resources.env.physical_mesh.empty:
@@ -87,22 +87,22 @@ def current_mesh() -> AnyMesh | None:
 
 
 def devices_platform(mesh: AnyMesh | None) -> tuple[str, str] | None:
-    """Return (platform, device kind) of a mesh's devices, real, described or abstract; None if it has none.
+    """Return (platform, device kind) of a mesh's devices, which may be real, described or abstract; None if it has none.
 
-    Platforms are 'tpu', 'cpu', 'cuda', 'rocm', and 'gpu' where the vendor can't be told.
+    Platforms are 'tpu', 'cpu', 'cuda', 'rocm', and 'gpu' if the vendor is unknown.
     """
     if isinstance(mesh, Mesh) and mesh.devices.size:
         device = mesh.devices.flat[0]
         return gpu_vendor(device.platform, getattr(device, "client", None)), device.device_kind
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is not None:
-        # Under jit jax hands out the abstract mesh, whose platform for any vendor is 'gpu'; the kind is still there.
+        # Under jit jax returns the abstract mesh, whose platform is 'gpu' for any vendor; it still has the device kind.
         return gpu_vendor(platform_of(abstract), None, abstract.device_kind), abstract.device_kind
     return None
 
 
 def gpu_vendor(platform: str, client: Any, device_kind: str = "") -> str:
-    """Turn jax's 'gpu' into 'cuda' or 'rocm' by what the runtime says of itself, or by the device's name."""
+    """Turn jax's 'gpu' into 'cuda' or 'rocm', by the runtime's version string or the device's name."""
     if platform != "gpu":
         return platform
     version = f"{getattr(client, 'platform_version', '')} {device_kind}".lower()
@@ -113,12 +113,14 @@ def gpu_vendor(platform: str, client: Any, device_kind: str = "") -> str:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Parse 'fsdp=2,tp=4' into {'fsdp': 2, 'tp': 4}. Errors: ShardingError that shows the form."""
+    """Parse 'fsdp=2,tp=4' into {'fsdp': 2, 'tp': 4}. Errors: ShardingError that shows the expected form."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
         if not name.isidentifier() or not size.isdecimal() or int(size) < 1:
-            raise ShardingError(f"mesh {shown(text)}: {shown(part)} is not AXIS=SIZE; wanted for example fsdp=2,tp=4.")
+            raise ShardingError(
+                f"mesh {shown(text)}: {shown(part)} is not AXIS=SIZE; wanted a mesh such as fsdp=2,tp=4."
+            )
         if name in sizes:
             raise ShardingError(f"mesh {shown(text)} names the axis {shown(name)} twice; give each axis once.")
         sizes[name] = int(size)
@@ -126,14 +128,14 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def virtual_mesh(sizes: Mapping[str, int], *, explicit: bool = False) -> Mesh:
-    """Make a mesh of this process's devices. Errors: ShardingError when there are too few, or for a size below 1."""
+    """Make a mesh of this process's devices. Errors: ShardingError if there are too few, or for a size below 1."""
     if not sizes:
-        raise ShardingError("a mesh without axes; wanted for example {'fsdp': 2, 'tp': 4}.")
+        raise ShardingError("a mesh without axes; wanted a mesh such as {'fsdp': 2, 'tp': 4}.")
     _check_sizes(sizes)
     wanted, have = math.prod(sizes.values()), len(jax.devices())
     if wanted > have:
         raise ShardingError(
-            f"mesh {_sizes_text(sizes)} needs {wanted} devices and {have} are there; make the mesh smaller, or, to try "
+            f"mesh {_sizes_text(sizes)} needs {wanted} devices, but there are {have}; make the mesh smaller, or, to try "
             f"it on CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} before jax starts."
         )
     kind = AxisType.Explicit if explicit else AxisType.Auto
@@ -143,10 +145,10 @@ def virtual_mesh(sizes: Mapping[str, int], *, explicit: bool = False) -> Mesh:
 
 
 def mesh_to_dict(mesh: AnyMesh) -> dict[str, Any]:
-    """Write a mesh down as axis names, sizes and types, and the platform of its devices; which devices is not written.
+    """Serialise a mesh as axis names, sizes and types, and the platform of its devices, but not the devices themselves.
 
-    An abstract mesh for which this process has devices is marked, so that it comes back abstract. One without them
-    gets them where they are: that is how a file written on a laptop runs on a pod.
+    An abstract mesh for which this process has devices is marked as abstract, so that it stays abstract. One without devices
+    here gets devices where the file is read, if there are any: so a file written on a laptop runs on a pod.
     """
     axes = axes_of(mesh)
     device = (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh).abstract_device
@@ -167,7 +169,7 @@ def mesh_to_dict(mesh: AnyMesh) -> dict[str, Any]:
 
 
 def mesh_from_dict(data: Mapping[str, Any]) -> AnyMesh:
-    """Build the mesh again: on this process's devices where they match in platform and number, else abstract.
+    """Restore a mesh: on this process's devices if platform and number match, else abstract.
 
     Errors: ConfigError for unknown keys, duplicate axes, sizes that are not positive integers, an unknown platform.
     """
@@ -208,7 +210,7 @@ def mesh_from_dict(data: Mapping[str, Any]) -> AnyMesh:
 
 
 def describe_mesh(mesh: AnyMesh | tuple[MeshAxis, ...] | None) -> str:
-    """Return 'fsdp=2,tp=4', with the axis type where it is not auto, or 'none'."""
+    """Return 'fsdp=2,tp=4', with the axis type if it isn't auto, or 'none'."""
     axes = axes_of(mesh)
     return ",".join(f"{a.name}={a.size}" + ("" if a.kind == "auto" else f"({a.kind})") for a in axes) or "none"
 
@@ -233,7 +235,7 @@ def _sizes_text(sizes: Mapping[str, int]) -> str:
 
 
 def same_devices(mesh: Mesh, array: jax.Array) -> bool:
-    """Whether a committed array already lives on the devices of a mesh, in the mesh's order: jit refuses another."""
+    """Whether a committed array is already on the devices of a mesh, in the mesh's order. jit refuses other devices."""
     if isinstance(array.sharding, NamedSharding) and isinstance(array.sharding.mesh, Mesh):
         return np.array_equal(np.ravel(array.sharding.mesh.devices), np.ravel(mesh.devices))
     return mesh.size == 1 and set(np.ravel(mesh.devices)) == array.sharding.device_set

@@ -1,4 +1,4 @@
-"""The four run-time modes and the three tensor layouts, and the names by which a caller may ask for them."""
+"""The four run-time modes and the three tensor layouts, and the names that callers can use for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BY_NAME = {name: mode for mode in MODES for name in (mode, mode.strip("_"))} | 
 def canonical_mode(mode: str) -> str:
     """Return the dunder name of a mode (`train` -> `__train__`).
 
-    Errors: InputError for anything else; eformer resolves an unknown mode as train in silence.
+    Errors: InputError for anything else; eformer would silently resolve an unknown mode as train.
     """
     if isinstance(mode, str) and mode in _BY_NAME:
         return _BY_NAME[mode]
@@ -32,7 +32,7 @@ def canonical_mode(mode: str) -> str:
 
 
 def canonical_layout(layout: str) -> Layout:
-    """Return the layout unchanged if it is one of bthd, bhtd, thd; InputError otherwise."""
+    """Return the layout if it is one of bthd, bhtd, thd. Errors: InputError otherwise."""
     for known in LAYOUTS if isinstance(layout, str) else ():
         if layout == known:
             return known

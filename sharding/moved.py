@@ -1,4 +1,4 @@
-"""What each device holds of an array under a sharding, and what it lacks where the array is to lie otherwise."""
+"""Which part of an array each device holds under a sharding, and what it lacks for another sharding."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Parts", "comparable", "lacking", "parts_of"]
 
 
 class Parts(NamedTuple):
-    """Of each device the part of an array that it holds: begin and end along each dimension, integers [devices, dims].
+    """The part of an array on each device: start and end along each dimension, integers [devices, dims].
 
-    `devices` are those of the mesh, or their positions in it where it has none.
+    `devices` are those of the mesh, or their positions in it if it has none.
     """
 
     devices: tuple[Any, ...]
@@ -30,14 +30,14 @@ class Parts(NamedTuple):
 
 
 def comparable(source: Sharding, target: NamedSharding) -> bool:
-    """Whether it can be told which device of one is which of the other: both have devices, or the same mesh axes."""
+    """Whether the devices of the two can be matched: both have devices, or both have the same mesh axes."""
     if not (_abstract(source) or _abstract(target)):
         return True
     return isinstance(source, NamedSharding) and dict(source.mesh.shape) == dict(target.mesh.shape)
 
 
 def parts_of(sharding: Sharding, shape: tuple[int, ...], *, positions: bool = False) -> Parts | None:
-    """Who holds what of an array; None where the shape doesn't divide. `positions` numbers devices in place of naming them."""
+    """The part on each device; None if the shape doesn't divide. With `positions`, devices are numbered instead of named."""
     if not isinstance(sharding, NamedSharding):
         found = sharding.devices_indices_map(shape)
         ends = [[part.indices(length)[:2] for part, length in zip(i, shape, strict=True)] for i in found.values()]
@@ -61,7 +61,7 @@ def parts_of(sharding: Sharding, shape: tuple[int, ...], *, positions: bool = Fa
 
 
 def lacking(source: Parts, target: Parts) -> np.ndarray:
-    """Elements that each device of the target needs and doesn't hold, integers [devices]."""
+    """The number of elements that each device of the target needs but doesn't hold, integers [devices]."""
     held = {device: row for row, device in enumerate(source.devices)}
     rows = np.array([held.get(device, -1) for device in target.devices])
     both = np.minimum(source.end[rows], target.end) - np.maximum(source.begin[rows], target.begin)

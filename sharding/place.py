@@ -1,4 +1,4 @@
-"""Pin arrays to their specs: a constraint on Auto axes, a reshard on Explicit ones, nothing on Manual ones."""
+"""Pin arrays to their specs: a constraint on Auto axes, a reshard on Explicit axes, nothing on Manual axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["only", "pin", "place"]
 
 
 def pin(array: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None) -> jax.Array:
-    """Return the array with `spec` in force on `mesh`, for use while tracing.
+    """Return the array with `spec` applied on `mesh`, while tracing.
 
     On a mesh of mixed axis types each axis is treated by its own type; a Manual axis is left out of the spec.
     """
@@ -24,16 +24,16 @@ def pin(array: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None) -> jax.Arra
     explicit = {n for n, k in kinds.items() if k is AxisType.Explicit}
     auto = {n for n, k in kinds.items() if k is AxisType.Auto}
     if explicit:
-        # Explicit axes are part of the array's type: they are changed by reshard, and reshard refuses Auto axes.
+        # Explicit axes are part of the array's type: reshard changes them, but refuses Auto axes.
         array = jax.sharding.reshard(array, NamedSharding(mesh, only(spec, explicit)))
     if auto:
-        # ... and the constraint refuses Explicit ones, so on a mixed mesh each sees its own axes.
+        # ... and the constraint refuses Explicit axes, so on a mixed mesh each gets only its own axes.
         array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, only(spec, auto)))
     return array
 
 
 def place(array: jax.Array | np.ndarray, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
-    """Put a concrete array onto the mesh's devices if it isn't there yet (outside of tracing)."""
+    """Put a concrete array on the mesh's devices if it isn't there yet (outside of tracing)."""
     if not isinstance(array, jax.Array):
         return jax.device_put(array, NamedSharding(mesh, spec))
     if array.committed and not same_devices(mesh, array):
@@ -42,7 +42,7 @@ def place(array: jax.Array | np.ndarray, spec: PartitionSpec, mesh: Mesh) -> jax
 
 
 def only(spec: PartitionSpec, names: Set[str]) -> PartitionSpec:
-    """The spec without any axes but these."""
+    """The spec with only these axes."""
 
     def keep(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         if entry is None:

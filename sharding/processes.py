@@ -1,4 +1,4 @@
-"""Whether all processes of a job declare the same, before they compute together; they ask each other through jax."""
+"""Check that all processes of a job declare the same before they compute together. They communicate through jax."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from .mesh import AnyMesh, axes_of, describe_mesh, devices_platform
 
 __all__ = ["check_processes"]
 
-_MOST = 5  # differences that one error tells
+_MOST = 5  # differences shown in one error
 _LONGEST = 200  # characters of a value in an error
 _DIGEST = 32  # bytes of a SHA-256
 
 
 def check_processes(mesh: AnyMesh | Mapping[str, int] | None = None, agree: Mapping[str, Any] | None = None) -> None:
-    """Return when all processes of the job have called it and declare the same; else raise, in each of them.
+    """Wait until all processes of the job have called this. Return if they declare the same, else raise in each of them.
 
-    Compared are the versions of jax and attnops, the number of devices, axis names, sizes and types of `mesh`, its platform
-    and the ids of its devices in their order, and `agree`: names to JSON values, or to what has `to_dict()`, as metadata and
-    plans do. Call it after `jax.distributed.initialize`, in every process; it is a computation of all devices, and waits for
-    a process that doesn't come as any other. One process has nobody to ask, and returns.
+    It compares the versions of jax and attnops, the number of devices, the axis names, sizes and types of `mesh`, its platform
+    and the ids of its devices in order, and `agree`: names to JSON values, or to objects with `to_dict()`, such as metadata and
+    plans. Call it after `jax.distributed.initialize`, in every process. It is a computation on all devices and, as any other,
+    waits for a process that doesn't join. With a single process it returns at once.
 
-    Errors: ProcessError that names the processes which differ from most others, and on what. InputTypeError, ShardingError
-    for arguments without a meaning, before anything is sent.
+    Errors: ProcessError that names the processes that differ from the majority, and how. InputTypeError, ShardingError
+    for invalid arguments, before anything is sent.
     """
     facts = _facts(mesh, {} if agree is None else agree)
     if jax.process_count() == 1:
         return
-    # Known without asking. process_allgather wants the same number everywhere.
+    # Known without communication. process_allgather needs the same number everywhere.
     owners = Counter(device.process_index for device in jax.devices())
     _compare({process: {"the number of devices": str(owners[process])} for process in range(jax.process_count())})
     digest = hashlib.sha256(json.dumps(facts).encode()).digest()
     text = json.dumps([jax.process_index(), facts]).encode()
-    # All give as many bytes to a gathering: the texts, of any length, come after their lengths, and only if they differ.
+    # Every process must gather the same number of bytes: so lengths come before texts, which are sent only if they differ.
     marks = _gather(digest + len(text).to_bytes(8, "big"))
     if len({mark[:_DIGEST] for mark in marks}) > 1:
         longest = max(int.from_bytes(mark[_DIGEST:], "big") for mark in marks)
@@ -53,16 +53,16 @@ def check_processes(mesh: AnyMesh | Mapping[str, int] | None = None, agree: Mapp
 
 
 def _gather(data: bytes) -> list[bytes]:
-    """The data of every process. Each has to give the same number of bytes."""
+    """The data of every process. All must pass the same number of bytes."""
     return [row.tobytes() for row in multihost_utils.process_allgather(np.frombuffer(data, np.uint8))]
 
 
 def _facts(mesh: AnyMesh | Mapping[str, int] | None, agree: Mapping[str, Any]) -> dict[str, str]:
-    """What this process says of itself, as texts under names."""
+    """What this process declares, as texts by name."""
     if not isinstance(mesh, Mesh | AbstractMesh | Mapping | None):
         raise InputTypeError(f"mesh={shown(mesh)}, {a_type(mesh)}; wanted a mesh, or axis names to sizes.")
     if not isinstance(agree, Mapping) or not all(isinstance(name, str) for name in agree):
-        raise InputTypeError(f"agree={shown(agree)}; wanted names to values, for example {{'attention': metadata}}.")
+        raise InputTypeError(f"agree={shown(agree)}; wanted names to values, such as {{'attention': metadata}}.")
     facts = {"the version of attnops": version("attnops"), "the version of jax": jax.__version__}
     facts["the mesh"] = describe_mesh(axes_of(mesh))
     if isinstance(mesh, Mesh | AbstractMesh):
@@ -76,13 +76,13 @@ def _facts(mesh: AnyMesh | Mapping[str, int] | None, agree: Mapping[str, Any]) -
             plain = parse_json(json.dumps(value.to_dict() if hasattr(value, "to_dict") else value), "as JSON")
             leaves |= {at: json.dumps(leaf) for at, leaf in _leaves(path, plain)}
         except (ConfigError, TypeError, ValueError, RecursionError) as error:
-            text = f"{path}={shown(value)}: {str(error).rstrip('.')}. Wanted a JSON value, or what has to_dict()."
+            text = f"{path}={shown(value)}: {str(error).rstrip('.')}. Wanted a JSON value, or an object with to_dict()."
             raise InputTypeError(text) from error
     return facts | dict(sorted(leaves.items()))
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Each leaf under its path, so that an error shows the field and not the whole."""
+    """Each leaf with its path, so that an error shows only the field."""
     if not isinstance(value, dict | list) or not value:
         yield path, value
         return
@@ -91,7 +91,8 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _compare(said: Mapping[int, Mapping[str, str]]) -> None:
-    """Errors: ProcessError that names who differs from the most; of groups as large as each other, the lowest is it."""
+    """Errors: ProcessError that names who differs from the majority. If groups are equally large, the one with the lowest
+    process is the majority."""
     outside: set[int] = set()
     texts: list[str] = []
     for name in dict.fromkeys(name for process in sorted(said) for name in said[process]):
@@ -105,7 +106,7 @@ def _compare(said: Mapping[int, Mapping[str, str]]) -> None:
     if texts:
         more = f"; and {len(texts) - _MOST} more" if len(texts) > _MOST else ""
         text = f"the processes don't agree. {'; '.join(texts[:_MOST])}{more}."
-        text += " All of them have to declare the same, with the devices in the same order."
+        text += " All of them must declare the same, with the devices in the same order."
         raise ProcessError(text, sorted(outside))
 
 
@@ -115,7 +116,7 @@ def _has(processes: list[int], value: str) -> str:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """'3, 5-7' for 3, 5, 6, 7, which are in order."""
-    by_gap = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])  # the same within a run
+    """'3, 5-7' for 3, 5, 6, 7, which must be sorted."""
+    by_gap = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])  # constant within a run
     runs = [[number for _, number in run] for _, run in by_gap]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

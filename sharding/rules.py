@@ -1,4 +1,4 @@
-"""AttnShardingRules: ten PartitionSpecs read from one table of (tensor, layout) -> semantic axes."""
+"""AttnShardingRules: ten PartitionSpecs, from one table of (tensor, layout) -> semantic axes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = ["AttnShardingRules", "resolve_rules", "tensor_dims"]
 
 
 class AttnShardingRules(NamedTuple):
-    """PartitionSpecs of every tensor that an attention operation touches, for one mode and one layout.
+    """The PartitionSpecs of all tensors of an attention operation, for one mode and one layout.
 
-    `query3d` is a query of one token, [batch, heads, head_dim]. `softmax_aux` is None when no sinks are declared.
+    `query3d` is a query of one token, [batch, heads, head_dim]. `softmax_aux` is None if no sinks are declared.
     """
 
     query3d: PartitionSpec
@@ -43,8 +43,8 @@ class AttnShardingRules(NamedTuple):
     softmax_aux: PartitionSpec | None
 
 
-# The dimensions of each tensor, in words. One table serves resolving, fitting and every message that names a
-# dimension. A packed (thd) batch has its tokens on one axis, which is the query or the kv length.
+# The names of each tensor's dimensions. Resolving, fitting and all messages that name a dimension use this table.
+# A packed (thd) batch has its tokens on one axis, which is the query or the kv length.
 _DIMS: dict[str, dict[str, tuple[str, ...]]] = {
     "bthd": {
         "query": ("batch", "q_len", "heads", "head_dim"),
@@ -110,7 +110,7 @@ def resolve_rules(
     qkv_mni_sharding: bool = False,
     aux_ndim: int = 0,
 ) -> AttnShardingRules:
-    """Resolve the ten specs for a mode and a layout.
+    """Resolve the ten specs of a mode and a layout.
 
     `qkv_mni_sharding` splits K and V by the query's head axes. `aux_ndim` is the rank of the sinks: 0 (none), 1
     ([heads]) or 2 ([heads, sinks]). Errors: InputError for an unknown mode or layout or another rank.
@@ -133,16 +133,16 @@ def _mesh_axes(partition_axis: PartitionAxis, dim: str, mode: str) -> str | tupl
     semantic, attribute, generation_attribute = _SEMANTIC[dim]
     registered = PartitionAxis.get_registered_axes().get(semantic)
     if registered is not None:
-        # The user replaced this axis for the whole process; that is eformer's to resolve. It calls a rule of None an
-        # unknown axis unless it stands in a tuple, and gives nested tuples where a rule names several attributes.
+        # The user has replaced this axis for the whole process, so eformer must resolve it. It treats a rule of None as
+        # an unknown axis unless it is in a tuple, and returns nested tuples if a rule names several attributes.
         generation_rule = registered["generation_axis_rule"] if mode in GENERATION else NOT_GIVEN
         if registered["axis_rule"] is None and generation_rule is NOT_GIVEN:
             return None
         composite: Any = (semantic,)
         axes: Any = partition_axis.resolve_axis([composite], mode)[0]
     else:
-        # Read the attribute itself: eformer 0.0.101's resolve_axis takes `decode_*_axis=None` as not given and falls
-        # back to the training axis, so a decode query of length 1 would be split over the sequence axis.
+        # Read the attribute directly: resolve_axis of eformer 0.0.101 treats `decode_*_axis=None` as not given and falls
+        # back to the training axis, so that a decode query of length 1 would be split over the sequence axis.
         # tests/sharding/test_rules.py shows the upstream behaviour.
         axes = getattr(partition_axis, generation_attribute if mode in GENERATION else attribute)
     names = _flat(axes)

@@ -34,7 +34,7 @@ from attnops.verify.clock_worker import ClockWorker
 from attnops.verify.generations import clock_rate
 from attnops.verify.local_call import LocalProblem
 from attnops.verify.static_clock import TileCycles
-from attnops.verify.tile_counts import kernel_cycles, kernels_of, key_parts
+from attnops.verify.tile_counts import kernel_bodies, kernel_cycles, kernels_of, key_parts
 from attnops.verify.topology import described_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,7 +85,7 @@ class Work:
             outcome = worker.ask(problem.device_kind, _short(decided, fields), part, fields)
             self.put("tiles", name, outcome.failure if outcome.cycles is None else list(outcome.cycles))
         found = self.data["tiles"][name]
-        return found if isinstance(found, str) else TileCycles(*found)
+        return found if isinstance(found, str) else TileCycles(tuple(found[0]), *found[1:])
 
     def close(self) -> None:
         for worker in self._workers.values():
@@ -157,7 +157,8 @@ def cost(work: Work, decided: Plan, part: str, fields: dict[str, Any]) -> int | 
             return cycles
         keys = placement.local.kv_len // key_parts(config, placement.local.kv_len)
         cycles = cycles._replace(head=cycles.head * keys // _short_length(fields))
-        total += kernel_cycles(problem, placement, config, part, kernel, cycles)
+        compiled = kernel_bodies(config, part, kernel, Causal(0), _short_length(fields))
+        total += kernel_cycles(problem, placement, config, part, kernel, cycles, compiled)
     return total
 
 

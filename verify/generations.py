@@ -43,6 +43,7 @@ class _Generation(NamedTuple):
     cube: bool  # all axes have to be such multiples
     vector: tuple[float, float, float, float]  # cycles per weight besides products: see vector_cycles
     row: int  # cost of a row of a tile, in weights of a large tile; forward, and half of it backward
+    pipelined: tuple[float, float] | None = None  # like vector, forward and backward, for pipelined tiles
 
 
 # By a topology's prefix, as libtpu 0.0.51 describes them. Clocks: the published bfloat16 rate over the operations per cycle of a
@@ -54,18 +55,42 @@ class _Generation(NamedTuple):
 # Rings: the same source, of v5p: "all 4x4x4 and larger slices have full 3D torus connectivity", smaller ones none; v4 and
 # tpu7x are built of the same cubes; of v5e and v6e jax-ml.github.io/scaling-book/tpus: only an axis of 16 chips.
 # Vector: static cycles of attnops' own kernels, tiles of 1024 x 1024 at head dims 64 and 128, where they exceed those of the
-# matrix units (benchmarks/results/tpu_static.json); a row: from tiles of 512 x 512 in comparison. v4 and v5p, whose schedules
-# weren't read, use v5e's.
-_OF_V5E = (0.0041, 0.0066, 0.0056, 0.0025)
+# matrix units (benchmarks/results/tpu_static.json); a row: from tiles of 512 x 512 in comparison; pipelined ones: 2048 x 2048.
+# v4 and v5p, whose schedules weren't read, use v5e's.
+_OF_V5E = (0.00395, 0.0063, 0.0056, 0.0025)
 _GENERATIONS = {
     "v4": _Generation("TPU v4", 2, 1, "v4:2x2x1", 1.05e9, 65536, 128, 50e9, 4, True, _OF_V5E, 0),
     "v5e": _Generation("TPU v5 lite", 1, 1, "v5e:2x2", 1.5e9, 65536, 128, 50e9, 16, False, _OF_V5E, 0),
     "v5p": _Generation("TPU v5", 1, 2, "v5p:2x2x1", 1.75e9, 65536, 128, 100e9, 4, True, _OF_V5E, 0),
     "v6e": _Generation(
-        "TPU v6 lite", 1, 1, "v6e:2x2", 1.75e9, 262144, 256, 100e9, 16, False, (0.0024, 0.0043, 0.0037, 0.0015), 500
+        "TPU v6 lite",
+        1,
+        1,
+        "v6e:2x2",
+        1.75e9,
+        262144,
+        256,
+        100e9,
+        16,
+        False,
+        (0.0024, 0.0043, 0.0037, 0.0015),
+        500,
+        (0.00175, 0.0035),
     ),
     "tpu7x": _Generation(
-        "TPU7x", 2, 1, "tpu7x:2x2x1", 2.0e9, 262144, 256, 100e9, 4, True, (0.0026, 0.0043, 0.0037, 0.0015), 500
+        "TPU7x",
+        2,
+        1,
+        "tpu7x:2x2x1",
+        2.0e9,
+        262144,
+        256,
+        100e9,
+        4,
+        True,
+        (0.0026, 0.0043, 0.0037, 0.0015),
+        500,
+        (0.00175, 0.0035),
     ),
 }
 _LONGEST_SHAPE = 40
@@ -141,13 +166,16 @@ def cores_of(kind: str) -> int:
     return _of_kind(kind).cores
 
 
-def vector_cycles(kind: str, products: str, block_kv: int) -> float:
-    """Cycles per weight that one core spends on work other than products: exponentials, sums, masks and what waits for them; with
-    the share of each row's cost in tiles of so many keys.
+def vector_cycles(kind: str, products: str, block_kv: int, pipelined: bool = False) -> float:
+    """Cycles per weight that one core spends on work other than products: exponentials, sums, masks and what waits for them;
+    with the share of each row's cost in tiles of so many keys.
 
-    products: 'forward', 'backward' (fused), 'dkv' or 'dq'. Errors: ConfigError for an unknown kind.
+    products: 'forward', 'backward' (fused), 'dkv' or 'dq'. pipelined: products run ahead of exponentials.
+    Errors: ConfigError for an unknown kind.
     """
     generation = _of_kind(kind)
+    if pipelined and generation.pipelined is not None and products in _PASSES[:2]:
+        return generation.pipelined[_PASSES.index(products)]
     row = generation.row if products == "forward" else generation.row / 2
     return generation.vector[_PASSES.index(products)] * (1 + row / block_kv) / (1 + row / _LARGE_TILE)
 

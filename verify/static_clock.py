@@ -9,7 +9,7 @@ bound.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from ..errors import ConfigError
 
 __all__ = ["Region", "TileCycles", "dump_options", "kernels_in", "regions", "tile_cycles"]
 
+_MOST_WAYS = 3  # through a tile
 _BUNDLE = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+(?:[A-Z]{2})?\s*:\s*(?:>\s*)*\{")
 _STARTS = re.compile(r"Start(?:/End empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
@@ -47,24 +48,30 @@ class Region:
 
 
 class TileCycles(NamedTuple):
-    """A flash attention kernel's cycles: for a fully visible tile, for a masked tile, besides the tiles for a block of
+    """A flash attention kernel's cycles: for each code path of a tile, in program order; besides the tiles for a block of
     the slow axis (start and end of its sums), for a step of the grid, and once per kv head.
     """
 
-    full: int
-    masked: int
+    tiles: tuple[int, ...]
     block: int
     step: int
     head: int = 0
 
-    def total(self, full: int, masked: int, blocks: int, heads: int = 1) -> int:
-        """Cycles of so many tiles, blocks of the slow axis and kv heads."""
-        tiles = full * self.full + masked * self.masked + (full + masked) * self.step
-        return tiles + blocks * self.block + heads * self.head
+    def total(self, tiles: Sequence[int], blocks: int, heads: int = 1) -> int:
+        """Cycles of so many tiles on each path, blocks of the slow axis and kv heads; one path may serve all tiles."""
+        ways = self.tiles if len(self.tiles) > 1 else self.tiles * len(tiles)
+        inside = sum(count * cycles for count, cycles in zip(tiles, ways, strict=True))
+        return inside + sum(tiles) * self.step + blocks * self.block + heads * self.head
 
-    def at_least(self, cycles: int) -> TileCycles:
-        """The same, with at least so many cycles per tile."""
-        return self._replace(full=max(self.full, cycles), masked=max(self.masked, cycles))
+    def at_least(self, cycles: Sequence[int]) -> TileCycles:
+        """The same, with at least so many cycles on each path; a single path takes the most."""
+        if len(self.tiles) == 1:
+            cycles = [max(cycles, default=0)]
+        return self._replace(tiles=tuple(map(max, self.tiles, cycles)))
+
+    def cheapest_first(self) -> TileCycles:
+        """The same with sorted paths, for kernels with one path for tiles without a mask and one with it, in either order."""
+        return self._replace(tiles=tuple(sorted(self.tiles)))
 
 
 def dump_options(folder: str, kernel: str) -> str:
@@ -134,13 +141,13 @@ def tile_cycles(root: Region) -> TileCycles:
         if not any(r.products for r in inner[0].inside):
             break
         body = inner[0]
-    tiles = sorted((r for r in body.inside if r.products), key=lambda r: r.vector)
-    if not tiles or len(tiles) > 2:
-        raise ConfigError(f"expected a kernel with one or two ways through a tile, found {len(tiles)}.")
+    tiles = [r for r in body.inside if r.products]
+    if not tiles or len(tiles) > _MOST_WAYS:
+        raise ConfigError(f"expected a kernel with one to {_MOST_WAYS} ways through a tile, found {len(tiles)}.")
     ends = [r for r in body.inside if not r.products]
     rest, head = sum(r.cycles for r in ends), sum(r.cycles for end in ends for r in end.inside if not r.is_loop)
     step = whole - rest - sum(r.cycles for r in tiles)
-    return TileCycles(tiles[0].cycles, tiles[-1].cycles, rest - head, step, head)
+    return TileCycles(tuple(r.cycles for r in tiles), rest - head, step, head)
 
 
 def _insert(tree: Region, one: Region) -> None:

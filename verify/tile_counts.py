@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..errors import ConfigError
+from ..masks import Mask
 from ..planning import AttentionProblem, OperationConfig, Placement
 from .generations import matrix_depth, products_a_cycle
 from .static_clock import TileCycles
 
-__all__ = ["kernel_cycles", "kernels_of", "key_parts", "matrix_cycles"]
+if TYPE_CHECKING:
+    from ..operators.kernels.splash.bodies import Body
+
+__all__ = ["kernel_bodies", "kernel_cycles", "kernels_of", "key_parts", "matrix_cycles", "tiles_of"]
 
 # How many of a tile's products sum over the head dim, sum over the value dim, and have either as their rows.
 _PRODUCTS = {"forward": (1, 0, 0, 1), "backward": (1, 1, 2, 1), "dkv": (1, 1, 1, 1), "dq": (1, 1, 1, 0)}
 
-# The splash kernels of each part: their blocks, and the axis that they go along.
+# The splash kernels of each part: their blocks and units, and the axis that they go along.
+_DKV = ("block_q_dkv", "block_kv_dkv", "block_q_dkv_compute", "block_kv_dkv_compute")
 _KERNELS = {
-    "forward": {"attnops_splash_forward": ("block_q", "block_kv", 0)},
+    "forward": {"attnops_splash_forward": (("block_q", "block_kv", "block_q_compute", "block_kv_compute"), "q")},
     "backward": {
-        "attnops_splash_backward": ("block_q_dkv", "block_kv_dkv", 0),
-        "attnops_splash_dkv": ("block_q_dkv", "block_kv_dkv", 1),
-        "attnops_splash_dq": ("block_q_dq", "block_kv_dq", 0),
+        "attnops_splash_backward": (_DKV, "q"),
+        "attnops_splash_dkv": (_DKV, "kv"),
+        "attnops_splash_dq": (("block_q_dq", "block_kv_dq", "block_q_dq", "block_kv_dq_compute"), "q"),
     },
 }
 
@@ -37,34 +44,79 @@ def kernels_of(part: str, config: OperationConfig) -> tuple[str, ...]:
 
 
 def kernel_cycles(
-    problem: AttentionProblem, placement: Placement, config: OperationConfig, part: str, kernel: str, cycles: TileCycles
+    problem: AttentionProblem,
+    placement: Placement,
+    config: OperationConfig,
+    part: str,
+    kernel: str,
+    cycles: TileCycles,
+    compiled: tuple[Body, ...] | None = None,
 ) -> int:
-    """A kernel's cycles for one device's part of the problem."""
+    """Cycles of a kernel for one device's part of the problem.
+
+    cycles: of the kernel as it is compiled for the problem; or, for a problem like it with another mask, of a kernel whose
+    bodies are `compiled`, from which those of others are estimated.
+    """
     sizes: Any = config
     local, tile = placement.local, sizes.heads_per_tile or 1
-    q_name, kv_name, slow = _KERNELS[part][kernel]
-    kinds = problem.mask.live_blocks(
-        getattr(sizes, q_name),
-        getattr(sizes, kv_name),
-        q_len=local.q_len,
-        kv_len=local.kv_len,
-        query_offset=problem.query_offset or 0,
+    names, slow = _KERNELS[part][kernel]
+    block_q, block_kv, *unit = (getattr(sizes, name) for name in names)
+    bodies, counts, slow_blocks = tiles_of(
+        problem.mask,
+        (block_q, block_kv),
+        (unit[0], unit[1]),
+        local.q_len,
+        local.kv_len,
+        problem.query_offset or 0,
+        slow,
     )
+    if compiled is not None:
+        cycles = cycles._replace(tiles=_estimated(bodies, compiled, cycles.tiles))
     products = kernel.removeprefix("attnops_splash_")
-    least = matrix_cycles(
-        problem.device_kind,
-        products,
-        getattr(sizes, q_name),
-        getattr(sizes, kv_name),
-        problem.head_dim,
-        problem.value_dim,
-    )
-    cycles = cycles.at_least(tile * least)
+    least = tile * matrix_cycles(problem.device_kind, products, block_q, block_kv, problem.head_dim, problem.value_dim)
+    cycles = cycles.at_least([math.ceil(least * body.live) for body in bodies])
     tiles = local.batch * local.q_heads // tile
     kv_tiles = local.batch * local.kv_heads // max(1, tile * local.kv_heads // local.q_heads)
-    full, masked = int((kinds == 2).sum()), int((kinds == 1).sum())
-    parts = key_parts(config, local.kv_len) if products == "backward" else 1  # each part goes over all queries
-    return cycles.total(full * tiles, masked * tiles, parts * kinds.shape[slow] * tiles, heads=parts * kv_tiles)
+    parts = key_parts(config, local.kv_len) if products == "backward" else 1  # each goes over all queries
+    return cycles.total([n * tiles for n in counts], parts * slow_blocks * tiles, heads=parts * kv_tiles)
+
+
+def kernel_bodies(config: OperationConfig, part: str, kernel: str, mask: Mask, length: int) -> tuple[Body, ...]:
+    """The bodies of a kernel that is compiled with a resolved config for so many queries and keys."""
+    a, b, c, d = (getattr(config, name) for name in _KERNELS[part][kernel][0])
+    return tiles_of(mask, (a, b), (c, d), length, length, 0)[0]
+
+
+def tiles_of(
+    mask: Mask,
+    block: tuple[int, int],
+    unit: tuple[int, int],
+    q_len: int,
+    kv_len: int,
+    query_offset: int,
+    slow: str = "q",
+) -> tuple[tuple[Body, ...], list[int], int]:
+    """(bodies, the tiles of each, blocks of the slow axis) of splash's kernels, by the queries and keys of blocks and units.
+
+    What is known when the program runs only counts as masked.
+    """
+    from ..operators.kernels.splash.bodies import MASKED
+    from ..operators.kernels.splash.schedule import tile_bodies
+    from ..operators.local_mask import LocalMask
+
+    if not mask.is_static:
+        live = mask.live_blocks(*block, q_len=q_len, kv_len=kv_len, query_offset=query_offset)
+        return (MASKED,), [int((live > 0).sum())], live.shape[0 if slow == "q" else 1]
+    bodies, numbers = tile_bodies(LocalMask(mask, 0, q_len, kv_len, query_offset), block, unit)
+    counts = np.bincount(np.asarray(numbers).reshape(-1), minlength=len(bodies) + 1)[1:]
+    return bodies, [int(n) for n in counts], numbers.shape[2 if slow == "q" else 3]
+
+
+def _estimated(bodies: tuple[Body, ...], known: tuple[Body, ...], cycles: tuple[int, ...]) -> tuple[int, ...]:
+    """Cycles of bodies, derived from those of others: a cost for the computed part of a tile, and one for the masked part."""
+    shares = np.array([[body.live, body.masked] for body in known])
+    factors, *_ = np.linalg.lstsq(shares, np.array(cycles, float), rcond=None)
+    return tuple(round(float(body.live * factors[0] + body.masked * max(factors[1], 0.0))) for body in bodies)
 
 
 def key_parts(config: OperationConfig, kv_len: int) -> int:

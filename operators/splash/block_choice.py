@@ -28,10 +28,11 @@ _LARGE = (
     4096,
 )  # so that lists of long sequences, or of many rows, find room in scalar memory; no faster elsewhere
 _COMPUTE_IN = {"TPU7x": 256}  # 5 % fewer cycles than with 512 there; 4 % more on a v5e
-# In weights of a tile without a mask: what a masked one costs, and a step of the grid beside its tile (half a microsecond;
-# not measured on a TPU). Two passes make seven products where the fused one makes five.
-_PARTIAL, _STEP, _APART = 1.3, 1 << 17, 1.4
+# In weights of a tile without a mask: a step of the grid beside its tile (half a microsecond; not measured on a TPU). Two
+# passes make seven products where the fused one makes five.
+_STEP, _APART = 1 << 17, 1.4
 _FILL = 1 << 18  # what the start and end of a pipelined tile cost more: 415 cycles on v6e at head dim 128
+_NARROW, _NARROWER = 256, 1.05  # the fewest queries of a unit that are chosen; what half of 512 costs on tpu7x
 _SAMPLE = 1 << 14  # rows and keys from which a mask's costs are known
 _PARTS = 8  # of the keys, each a kernel that has to be compiled
 _MIB = 1 << 20
@@ -100,23 +101,38 @@ def _cost(problem: AttentionProblem, placement: Placement, config: SplashConfig)
     again = math.ceil(placement.local.kv_len / (config.block_kv_dkv_sums or placement.local.kv_len)) - 1
     again *= math.ceil(min(placement.local.q_len, _SAMPLE) / config.block_q)
     fill = _FILL if config.transposed_tiles else 0
-    return apart * tile_cost(problem, placement, config.block_q, config.block_kv, fill) + again * _STEP
+    unit = config.block_q_compute or config.block_q, config.block_kv_compute or config.block_kv
+    return apart * tile_cost(problem, placement, (config.block_q, config.block_kv), unit, fill) + again * _STEP
 
 
-def tile_cost(problem: AttentionProblem, placement: Placement, block_q: int, block_kv: int, fill: int = 0) -> float:
-    """The work of a pass in weights: large blocks take few steps, small ones skip more. fill: of a tile, beside its step."""
+def tile_cost(
+    problem: AttentionProblem, placement: Placement, block: tuple[int, int], unit: tuple[int, int], fill: int = 0
+) -> float:
+    """The work of a pass in weights: large blocks take few steps, small ones skip more, as do small units within them.
+
+    block, unit: of queries and keys. fill: of a tile, beside its step.
+    """
     if "mask_function" in problem.features:  # would be evaluated weight by weight
-        return 1 / (block_q * block_kv)
+        return 1 / math.prod(block)
     place = {"query_offset": problem.query_offset or 0, **_sample(problem, placement)}
-    partial, full = _tiles_of_kinds(problem.mask, block_q, block_kv, tuple(place.items()))
-    return (full + _PARTIAL * partial) * block_q * block_kv + (full + partial) * (_STEP + fill)
+    return sum(
+        count * (work * math.prod(block) + _STEP + fill)
+        for work, count in _tiles_of_bodies(problem.mask, block, unit, tuple(place.items()))
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def _tiles_of_kinds(mask: Mask, block_q: int, block_kv: int, place: tuple[tuple[str, int], ...]) -> tuple[float, float]:
-    """(partial, full) tiles of a head, in the mean."""
-    kinds = mask.live_blocks_by_head(block_q, block_kv, **dict(place))
-    return float((kinds == 1).sum()) / len(kinds), float((kinds == 2).sum()) / len(kinds)
+def _tiles_of_bodies(
+    mask: Mask, block: tuple[int, int], unit: tuple[int, int], place: tuple[tuple[str, int], ...]
+) -> tuple[tuple[float, float], ...]:
+    """(what a body costs, tiles of a head that go through it, in the mean), for each body."""
+    from ..kernels.splash.bodies import bodies_of, cells  # Pallas comes with the package
+
+    at = dict(place)
+    count = math.ceil(at["q_len"] / block[0]), math.ceil(at["kv_len"] / block[1])
+    kinds = mask.live_blocks_by_head(*unit, **at)
+    bodies, numbers = bodies_of(cells(kinds, count, (block[0] // unit[0], block[1] // unit[1])))
+    return tuple((body.work, float((numbers == i).sum()) / len(kinds)) for i, body in enumerate(bodies, 1))
 
 
 def _sample(problem: AttentionProblem, placement: Placement) -> dict[str, int]:
@@ -157,12 +173,12 @@ def _with_blocks(
     unit = math.lcm(LANES, config.block_q_dkv_compute or 1)
     declared = config.is_set("block_q") and unit == LANES
     sizes.fill("block_q_dkv", sizes["block_q"] if declared else choose_block(q_len, most_rows, unit))
-    sizes.fill_inner("block_q_dkv_compute", "block_q_dkv", (fused and way.queries_dkv) or sizes["block_q_dkv"])
     sizes.fill("products_ahead_dkv", way.ahead_dkv if fused else 0, 0)
     unit = math.lcm(LANES, config.block_kv_dkv_compute or 1)
     sums = config.block_kv_dkv_sums
     sizes.fill("block_kv_dkv", choose_block(kv_len, most, unit) if sums is None else dividing_block(sums, most, unit))
     sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", (fused and way.keys_dkv) or min(_COMPUTE, most))
+    sizes.fill_inner("block_q_dkv_compute", "block_q_dkv", _queries_dkv(problem, placement, sizes, way.queries_dkv))
     if not fused:
         sizes.fill("block_q_dq", sizes["block_q_dkv"])
         # In large blocks only where small ones would be too many: a step of this pass has few products.
@@ -178,6 +194,16 @@ def _with_blocks(
     resolved = config.with_fields(sizes.found | switches)
     assert isinstance(resolved, SplashConfig)
     return _with_sums(problem, placement, resolved) if fused and not config.is_set("block_kv_dkv_sums") else resolved
+
+
+def _queries_dkv(problem: AttentionProblem, placement: Placement, sizes: BlockSizes, queries: int) -> int:
+    """The queries of a backward pass's units: half as many where the mask then leaves out more than smaller units cost."""
+    block = sizes["block_q_dkv"], sizes["block_kv_dkv"]
+    wide, narrow = (
+        tile_cost(problem, placement, block, (dividing_block(block[0], most), sizes["block_kv_dkv_compute"]))
+        for most in (queries, queries // 2)
+    )
+    return queries // 2 if queries // 2 >= _NARROW and narrow * _NARROWER < wide else queries
 
 
 def _with_sums(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> SplashConfig:

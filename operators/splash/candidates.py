@@ -24,6 +24,7 @@ BACKWARD = (
     "block_q_dq", "block_kv_dq", "block_kv_dq_compute", "stationary_weights",
 )  # fmt: skip
 _BLOCKS, _COMPUTE = (2048, 1024, 512, 256, 128), (512, 1024, 256)
+_UNIT = 512  # of queries and of keys, as most are
 
 
 def tuned_fields(problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
@@ -88,7 +89,9 @@ def _pairs(problem: AttentionProblem, placement: Placement, config: SplashConfig
         most = math.ceil(length / LANES) * LANES
         sizes.append([declared] if declared else [n for n in _BLOCKS if n <= most] or [most])
     pairs: list[tuple[int, int]] = list(itertools.product(*sizes))
-    return sorted(pairs, key=lambda pair: tile_cost(problem, placement, *pair))
+    return sorted(
+        pairs, key=lambda pair: tile_cost(problem, placement, pair, (min(pair[0], _UNIT), min(pair[1], _UNIT)))
+    )
 
 
 def _forward(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> list[dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Declared KV caches: what is said of one, what it takes of each device, where its arrays live, and what is against it."""
+"""Declared KV caches: their fields, the memory they need on each device, where their arrays are, and reasons against them."""

@@ -1,4 +1,4 @@
-"""CacheFields: what is declared of a KV cache, in Python and in JSON."""
+"""CacheFields: the declaration of a KV cache, in Python and in JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .layer_groups import LayerGroup, Layers, checked_layers, groups_problem, la
 __all__ = ["ONE_ARRAY", "CacheFields", "QuantisedPages", "axis_names"]
 
 ONE_ARRAY = ("joined", "interleaved", "packed")
-"""Layouts of one array for keys and values."""
+"""Layouts that store keys and values in one array."""
 _LANES = 128
 _LIMIT = 2**30  # positions, page ids and their sums are int32 on devices
 _MOST_BYTES = 2**50
@@ -39,10 +39,10 @@ _Axes = Annotated[str | tuple[str, ...] | None, AfterValidator(_named_once)]
 
 
 class QuantisedPages(GivenModel):
-    """How pages hold keys and values that aren't stored in the cache's own dtype.
+    """How pages store quantised keys and values.
 
-    `scale` says what has a scale of its own: the whole tensor or each head, given to `init` and kept, or each token and head,
-    made of what is inserted.
+    `scale`: what has its own scale. Scales of the whole tensor or of each head are passed to `init` and stay fixed; scales of
+    each token and head are computed from what is inserted.
     """
 
     model_config = ConfigDict(title="cache.quantised")
@@ -52,10 +52,9 @@ class QuantisedPages(GivenModel):
 
 
 class CacheFields(GivenModel):
-    """The fields of KVCache. Sizes count elements of the whole cache, over all devices; `bytes_per_device` alone is a device's.
+    """The fields of KVCache. Sizes count elements of the whole cache, over all devices; only `bytes_per_device` is per device.
 
-    Errors of every way in: ConfigError that names the source, the field, what was got and what is wanted; pydantic's own
-    ValidationError from the constructor.
+    Errors of all constructors: ConfigError that names the source, the field, the value and what is expected.
     """
 
     model_config = ConfigDict(title="cache")
@@ -63,32 +62,32 @@ class CacheFields(GivenModel):
     layers: Annotated[
         Layers,
         BeforeValidator(checked_layers),
-        Field(description="How many; or groups of them, each with its own window, pages and page table."),
+        Field(description="Number of layers; or groups of layers, each with its own window, pages and page table."),
     ]
     kv_heads: _Size
     head_dim: _Size
-    value_dim: Annotated[_Size | None, Field(description="null: head_dim.")] = None
+    value_dim: Annotated[_Size | None, Field(description="Head dimension of values; null: head_dim.")] = None
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     quantised: QuantisedPages | None = None
-    page_size: Annotated[_Size, Field(description="Tokens of a page.")] = 16
-    pages: Annotated[_Size | None, Field(description="Of the whole cache; or bytes_per_device says.")] = None
+    page_size: Annotated[_Size, Field(description="Tokens per page.")] = 16
+    pages: Annotated[_Size | None, Field(description="Pages of the whole cache; or use bytes_per_device.")] = None
     bytes_per_device: Annotated[
-        _Bytes | None, Field(description="As many pages as fit in so much, scales and page table counted.")
+        _Bytes | None, Field(description="Memory per device; as many pages as fit, including scales and page table.")
     ] = None
-    max_sequences: Annotated[_Size, Field(description="Rows of a batch, over all devices.")]
-    max_length: Annotated[_Size, Field(description="Tokens of the longest sequence.")]
-    max_tokens: Annotated[_Size | None, Field(description="Tokens of a step's arrays, over all devices, at most.")] = (
-        None
-    )
+    max_sequences: Annotated[_Size, Field(description="Maximum number of sequences in a batch, over all devices.")]
+    max_length: Annotated[_Size, Field(description="Maximum number of tokens per sequence.")]
+    max_tokens: Annotated[
+        _Size | None, Field(description="Maximum number of tokens in a step's arrays, over all devices.")
+    ] = None
     layout: Annotated[
         Literal["split", "heads", "joined", "interleaved", "packed"],
-        Field(description="How pages lie; the last three hold keys and values in one array."),
+        Field(description="Layout of the pages; the last three hold keys and values in one array."),
     ] = "split"
-    pages_axis: Annotated[_Axes, Field(description="Mesh axes that split pages and batch: data parallel.")] = None
+    pages_axis: Annotated[_Axes, Field(description="Mesh axes that split pages and batch (data parallelism).")] = None
     kv_head_axis: Annotated[_Axes, Field(description="Mesh axes that split the kv heads.")] = "tp"
     page_sequence_axis: Annotated[
         _Axes,
-        Field(description="Mesh axes that split each sequence's pages, in turn; outputs are joined by their lse."),
+        Field(description="Mesh axes that split each sequence's pages, round-robin; outputs are merged by their lse."),
     ] = None
     scrub_on_free: Annotated[StrictBool, Field(description="Whether freed pages are zeroed.")] = False
 
@@ -104,12 +103,12 @@ class CacheFields(GivenModel):
         if own and (self.pages is not None or self.bytes_per_device is not None):
             other = "bytes_per_device" if self.pages is None else "pages"
             raise ValueError(
-                f"layers[{own[0]}].pages and {other} are given; wanted one: it says how large the cache is"
+                f"layers[{own[0]}].pages and {other} are given; wanted one of them, which sets the size of the cache"
             )
         if own and len(own) < len(self.groups):
             without = next(number for number in range(len(self.groups)) if number not in own)
             raise ValueError(
-                f"layers[{without}] has no pages, and layers[{own[0]}] has; wanted pages in each, or in none"
+                f"layers[{without}] has no pages, but layers[{own[0]}] has; wanted pages in each, or in none"
             )
         if self.pages is not None and len(self.groups) > 1:
             raise ValueError(
@@ -118,7 +117,7 @@ class CacheFields(GivenModel):
         if not own and (self.pages is None) == (self.bytes_per_device is None):
             got = "neither" if self.pages is None else "both"
             raise ValueError(
-                f"{got} of pages and bytes_per_device is given; wanted one: it says how large the cache is"
+                f"{got} of pages and bytes_per_device is given; wanted one of them, which sets the size of the cache"
             )
         return self
 
@@ -126,8 +125,8 @@ class CacheFields(GivenModel):
     def _one_dim(self) -> Self:
         if self.layout in ("interleaved", "packed") and self.value_size != self.head_dim:
             raise ValueError(
-                f"layout={shown(self.layout)} with value_dim={self.value_size} and head_dim={self.head_dim}; wanted one dim: "
-                "keys and values go by turns, or layout 'split', 'heads' or 'joined'"
+                f"layout={shown(self.layout)} with value_dim={self.value_size} and head_dim={self.head_dim}; wanted the same "
+                "dim, as keys and values alternate, or layout 'split', 'heads' or 'joined'"
             )
         return self
 
@@ -143,7 +142,7 @@ class CacheFields(GivenModel):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "cache") -> Self:
-        """Build one from JSON values."""
+        """Build a cache from JSON values."""
         if not isinstance(data, Mapping):
             raise ConfigError(f'{source}: got {a_type(data)}; wanted an object, {{"layers": 32, "kv_heads": 8, ...}}.')
         try:
@@ -153,16 +152,16 @@ class CacheFields(GivenModel):
 
     @classmethod
     def from_json(cls, text: str, source: str = "cache") -> Self:
-        """Build one from JSON text. A key that stands twice, NaN and Infinity are refused, as nothing may be lost."""
+        """Build a cache from JSON text. Duplicate keys, NaN and Infinity are refused, so that nothing is lost."""
         return cls.from_dict(parse_json(text, source), source)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file in UTF-8. Errors: ConfigError also for a file that can't be read."""
+        """Read a UTF-8 file. Errors: ConfigError, also for a file that can't be read."""
         return cls.from_json(read_text(Path(path), "a JSON file with a cache"), str(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that were given; `from_dict` of it gives an equal cache."""
+        """Return the fields that were given. `from_dict` of the result gives an equal cache."""
         return self.model_dump(mode="json")
 
     def to_json(self, *, indent: int | None = 2) -> str:
@@ -171,16 +170,16 @@ class CacheFields(GivenModel):
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """The groups of layers: one of all, where `layers` is a number."""
+        """The groups of layers; a single group if `layers` is a number."""
         return (LayerGroup(layers=self.layers),) if isinstance(self.layers, int) else self.layers
 
     @property
     def layer_count(self) -> int:
-        """Layers of all groups."""
+        """The number of layers in all groups."""
         return self.layers if isinstance(self.layers, int) else sum(map(len, layer_numbers(self.layers)))
 
     def group_of(self, layer: int) -> int:
-        """Which group a layer is in. Errors: InputError for a layer that the cache doesn't have."""
+        """The group that a layer is in. Errors: InputError for a layer that the cache doesn't have."""
         for number, layers in enumerate(
             [range(self.layers)] if isinstance(self.layers, int) else layer_numbers(self.layers)
         ):
@@ -192,22 +191,23 @@ class CacheFields(GivenModel):
 
     @property
     def window_tokens(self) -> int | None:
-        """The window of a cache of one group: tokens that a query sees at most. Errors: ConfigError for several groups."""
+        """The window of a cache with one group: the maximum number of tokens that a query sees. Errors: ConfigError for several
+        groups."""
         if isinstance(self.layers, int):
             return None
         if len(self.layers) > 1:
             raise ConfigError(
-                f"the cache has {len(self.layers)} groups of layers; ask one of them for its window_tokens."
+                f"the cache has {len(self.layers)} groups of layers; use the window_tokens of one of them."
             )
         return self.layers[0].window_tokens
 
     def part(self, group: int, pages: int) -> Self:
-        """A cache of one group's layers, numbered from 0, with so many pages; of the only group, the cache itself."""
+        """A cache with one group's layers, numbered from 0, and this many pages. For the only group, the cache itself."""
         return self if len(self.groups) == 1 else _part(self, group, max(1, pages))
 
     @property
     def value_size(self) -> int:
-        """Elements of a value's row."""
+        """The head dimension of values."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
@@ -216,7 +216,7 @@ class CacheFields(GivenModel):
         return self.dtype if self.quantised is None else self.quantised.dtype
 
     def pages_shape(self, pages: int, heads: int, dim: int) -> tuple[int, ...]:
-        """Of an array of pages: of keys, of values, or of both where the layout joins them."""
+        """The shape of an array of pages: of keys, of values, or of both if the layout joins them."""
         page = self.page_size
         if self.layout == "heads":
             return pages, heads, page, dim
@@ -230,7 +230,7 @@ class CacheFields(GivenModel):
 
     @property
     def pack(self) -> int:
-        """Stored numbers of a 32-bit word."""
+        """Stored numbers per 32-bit word."""
         return 4 // _ITEMSIZE.get(self.stored_dtype, 1)
 
     @property
@@ -240,7 +240,7 @@ class CacheFields(GivenModel):
 
     @property
     def table_width(self) -> int:
-        """Pages of the longest sequence, which a row of the page table has room for."""
+        """Pages of the longest sequence: the width of the page table."""
         return -(-self.max_length // self.page_size)
 
 

@@ -1,4 +1,4 @@
-"""CacheNumbers: a planned KV cache in numbers and arrays, whole or of one group of its layers."""
+"""CacheNumbers: the numbers and arrays of a planned KV cache, or of one group of its layers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ __all__ = ["CacheArray", "CacheNumbers"]
 
 
 class CacheArray(NamedTuple):
-    """An array of the cache or of a batch over it: where it lies, how many there are (one a layer), bytes of one on a device.
+    """An array of the cache or of a batch: its spec, the number of copies (one per layer), and bytes of one copy per device.
 
-    The bytes count what a device pads, which the fitted spec's own don't. `group` is that of its layers, where there are several.
+    The bytes include the device's padding, which those of the fitted spec don't. `group`: its group of layers, if there are
+    several.
     """
 
     fitted: FittedSpec
@@ -33,20 +34,20 @@ class CacheArray(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name, with the group where there are several."""
+        """The name, with the group if there are several."""
         return self.name if self.group is None else f"{self.name}[{self.group}]"
 
 
 @dataclass(frozen=True)
 class CacheNumbers:
-    """What a CachePlan is made of. `refused` has every reason against the cache; () where it can be made.
+    """The data of a CachePlan. `refused` has every reason against the cache; () if it can be created.
 
-    `pages` are those of the whole cache, `shards` the parts in which `pages_axis` splits them and the batch, `sequence_shards`
-    the devices of each that the pages of one sequence are dealt to in turn, `kv_repeat` how often a kv head is stored.
-    `scalar_limit` and `memory_limit` are bytes of a device, None where they aren't known.
+    pages: pages of the whole cache. shards: the number of parts into which `pages_axis` splits pages and batch.
+    sequence_shards: the devices of each shard over which the pages of one sequence are distributed round-robin. kv_repeat: how
+    many times each kv head is stored. scalar_limit, memory_limit: bytes per device, None if unknown.
 
-    Of a cache whose layers are in several groups, `parts` are the plans of the groups, each that of a cache of its own, and
-    `pages` are those of all; `group` of such a part is (its number, how many there are).
+    If the cache has several groups of layers, `parts` are the plans of the groups, each for a separate cache, and `pages` are
+    those of all groups; `group` of a part is (its number, the number of groups).
     """
 
     cache: CacheFields
@@ -72,21 +73,21 @@ class CacheNumbers:
         return array
 
     def get(self, name: str) -> CacheArray | None:
-        """An array by its name, None where the cache has none of that name. Errors: InputError where each group has one."""
+        """An array by name, or None if there is none. Errors: InputError if each group has its own."""
         self.one_group(f"plan[{name!r}]")
         return next((array for array in self.arrays if array.name == name), None)
 
     @property
     def groups(self) -> tuple[Self, ...]:
-        """The plan of each group of layers; itself where there is one."""
+        """The plan of each group of layers; the plan itself if there is one group."""
         return self.parts or (self,)
 
     def one_group(self, what: str) -> Self:
-        """Itself. Errors: InputError for the plan of several groups, where `what` is of one."""
+        """Return self. Errors: InputError for a plan of several groups, as `what` needs one."""
         if self.parts:
             raise InputError(
-                f"{what} is of one group of layers, and the cache has {len(self.parts)}; wanted plan.groups[n]: "
-                "cache.group_of(layer) says which."
+                f"{what} needs one group of layers, but the cache has {len(self.parts)}; use plan.groups[n]: "
+                "cache.group_of(layer) gives n."
             )
         return self
 
@@ -98,7 +99,7 @@ class CacheNumbers:
 
     @property
     def idle_axes(self) -> tuple[MeshAxis, ...]:
-        """Mesh axes over which the devices all hold the same pages."""
+        """The mesh axes along which all devices hold the same pages."""
         pages = self.pages_array.fitted
         used = {*pages.axes(0), *pages.axes(self.heads_at)}
         return tuple(a for a in self.mesh if a.size > 1 and a.kind != "manual" and a.name not in used)
@@ -110,41 +111,41 @@ class CacheNumbers:
 
     @property
     def stored_heads(self) -> int:
-        """KV heads of the whole cache's arrays, repeats counted."""
+        """KV heads in the whole cache's arrays, including repeats."""
         return self.cache.kv_heads * self.kv_repeat
 
     @property
     def local_pages(self) -> int:
-        """Pages of a shard, on all of its sequence shards. Page ids count from 0 in each; this number itself is the id of
+        """Pages per shard, on all of its sequence shards. Page ids count from 0 in each shard; this number is the id of
         padding."""
         return self.one_group("local_pages").pages // self.shards
 
     @property
     def table_width(self) -> int:
-        """Pages of a row of the page table: those of the longest sequence, as many on each sequence shard."""
+        """Pages per row of the page table: those of the longest sequence, with the same number on each sequence shard."""
         return -(-self.cache.table_width // self.sequence_shards) * self.sequence_shards
 
     @property
     def local_sequences(self) -> int:
-        """Rows of a shard's batch."""
+        """Rows of the batch per shard."""
         return self.cache.max_sequences // self.shards
 
     @property
     def token_bytes(self) -> int | None:
-        """Bytes a device of a step's keys and values, as many as max_tokens allows, in a layer; None where it isn't declared."""
+        """Bytes per device and layer of a step's keys and values for max_tokens tokens; None if that isn't declared."""
         if self.cache.max_tokens is None:
             return None
         heads = self.pages_array.fitted
         split = math.prod(axis.size for axis in self.mesh if axis.name in heads.axes(self.heads_at))
         own = self.cache.kv_heads // (
             split if self.kv_repeat == 1 else 1
-        )  # repeated heads come as declared, all of them
+        )  # heads that are repeated arrive unrepeated and whole
         each = own * (self.cache.head_dim + self.cache.value_size) * (4 if self.cache.dtype == "float32" else 2)
         return self.cache.max_tokens // self.shards * each
 
     @property
     def most_pages(self) -> int:
-        """Pages that one sequence has at most: those of max_length tokens, or of a window and a step."""
+        """The maximum number of pages of one sequence: those of max_length tokens, or of a window and a step."""
         return pages_of_one(self.one_group("most_pages").cache, self.shards, self.sequence_shards)
 
     @property
@@ -157,7 +158,7 @@ class CacheNumbers:
 
     @property
     def tokens(self) -> int:
-        """Tokens that fit into all pages; with a window more, as long sequences give pages back."""
+        """Tokens that fit in all pages. With a window that is more, as long sequences free pages."""
         return min(
             max(
                 part.pages * part.cache.page_size,
@@ -168,24 +169,24 @@ class CacheNumbers:
 
     @property
     def window_tokens(self) -> int | None:
-        """Of the one group: tokens that a query sees at most."""
+        """The maximum number of tokens that a query of the one group sees."""
         return self.cache.window_tokens
 
     @property
     def most_lost(self) -> int:
-        """Tokens' places that last pages leave empty at most, while all sequences are there."""
+        """The maximum number of empty token slots in last pages when the cache has all sequences."""
         return self.cache.max_sequences * (self.cache.page_size - 1)
 
     @property
     def page_table_bytes(self) -> int:
-        """Of a device's page table, as scalar memory holds it; each group of layers has one."""
+        """Bytes per device of a page table in scalar memory. Each group of layers has one."""
         return 4 * self.local_sequences * self.table_width // self.sequence_shards
 
     def bytes_of(self, *names: str) -> int:
-        """Bytes a device of the arrays of these names, or of all."""
+        """Bytes per device of the arrays with these names, or of all."""
         return sum(array.copies * array.device_bytes for array in self.arrays if not names or array.name in names)
 
     @property
     def bytes_per_device(self) -> int:
-        """Of pages, scales and one batch's arrays."""
+        """Bytes per device of pages, scales and one batch's arrays."""
         return self.bytes_of()

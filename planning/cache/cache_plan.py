@@ -1,4 +1,4 @@
-"""CachePlan: what a declared KV cache takes on each device, where its arrays live, and what is against it."""
+"""CachePlan: the memory that a declared KV cache needs on each device, where its arrays are, and reasons against it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["CachePlan", "array_rows", "fact_rows"]
 
 @dataclass(frozen=True)
 class CachePlan(CacheNumbers):
-    """The whole decision, and how it is told; its fields are those of CacheNumbers."""
+    """The whole decision, with its text and JSON forms. Its fields are those of CacheNumbers."""
 
     def require(self) -> CachePlan:
-        """Return self. Errors: RefusedError with every reason where the cache can't be made."""
+        """Return self. Errors: RefusedError with every reason if the cache can't be created."""
         if self.refused:
             lines = [f"  {reason}" for reason in self.refused]
             raise RefusedError("\n".join((f"{self.describe()}:", *lines)))
@@ -31,7 +31,9 @@ class CachePlan(CacheNumbers):
         cache = self.cache
         dims = f"{cache.head_dim}" if cache.value_size == cache.head_dim else f"{cache.head_dim}/{cache.value_size}"
         stored = (
-            "" if cache.quantised is None else f" in {cache.quantised.dtype} (a scale a {_PER[cache.quantised.scale]})"
+            ""
+            if cache.quantised is None
+            else f" in {cache.quantised.dtype} (a scale per {_PER[cache.quantised.scale]})"
         )
         layout = "" if cache.layout == "split" else f", layout {cache.layout}"
         layers = f"{cache.layer_count} layers" + (f" in {len(self.parts)} groups" if self.parts else "")
@@ -100,7 +102,7 @@ _BATCH = ("page_table", "cu_q_lens", "kv_lens", "num_seqs")
 
 
 def fact_rows(plan: CachePlan) -> list[tuple[str, str]]:
-    """Labelled lines of all but the arrays."""
+    """Labelled lines for everything except the arrays."""
     cache, width = plan.cache, plan.table_width // plan.sequence_shards
     rows = [
         ("mesh", describe_mesh(plan.mesh)),
@@ -109,7 +111,7 @@ def fact_rows(plan: CachePlan) -> list[tuple[str, str]]:
         ("tokens", _fit_text(plan)) if plan.parts else ("pages", f"{_pages_text(plan)}: {_fit_text(plan)}"),
         (
             "bytes",
-            f"{bytes_text(plan.bytes_per_device)} a device: pages {bytes_text(plan.bytes_of(*_PAGES))}, "
+            f"{bytes_text(plan.bytes_per_device)} per device: pages {bytes_text(plan.bytes_of(*_PAGES))}, "
             f"scales {bytes_text(plan.bytes_of('key_scale', 'value_scale'))}, a batch {bytes_text(plan.bytes_of(*_BATCH))}",
         ),
         (
@@ -120,14 +122,14 @@ def fact_rows(plan: CachePlan) -> list[tuple[str, str]]:
             "scalars",
             f"page table {plan.local_sequences} x {width}: {bytes_text(plan.page_table_bytes)}"
             + ("" if plan.scalar_limit is None else f" of {bytes_text(plan.scalar_limit)} scalar memory")
-            + (", one a group" if plan.parts else ""),
+            + (", one per group" if plan.parts else ""),
         ),
     ]
     if plan.token_bytes is not None:
         rows.append(
             (
                 "a step",
-                f"at most {cache.max_tokens} tokens: {bytes_text(plan.token_bytes)} of keys and values a device and layer",
+                f"at most {cache.max_tokens} tokens: {bytes_text(plan.token_bytes)} of keys and values per device and layer",
             )
         )
     rows += [("note", note) for note in plan.notes]
@@ -146,11 +148,11 @@ def array_rows(plan: CachePlan) -> list[tuple[str, str, str, str, str]]:
 
 
 def _pages_text(plan: CachePlan, what: str = "") -> str:
-    """How many pages one group has, and where."""
+    """The number of pages of one group, and where they are."""
     each = "" if plan.shards == 1 else f", {plan.local_pages} on each of {plan.shards} shards"
     if plan.sequence_shards > 1:
         each += f", {plan.local_pages // plan.sequence_shards} on each of {plan.sequence_shards} sequence shards"
-    most = "" if plan.window_tokens is None else f", at most {plan.most_pages} a sequence"
+    most = "" if plan.window_tokens is None else f", at most {plan.most_pages} per sequence"
     return f"{plan.pages}{what}{each}{most}"
 
 
@@ -160,13 +162,13 @@ def _fit_text(plan: CachePlan) -> str:
 
 
 def _group_text(plan: CachePlan, number: int) -> str:
-    """One of several groups."""
+    """The line of one of several groups."""
     part = plan.parts[number]
     layers = layer_numbers(plan.cache.groups)[number]
     window = "all tokens" if part.window_tokens is None else f"a window of {part.window_tokens} tokens"
     return (
         f"{len(layers)} layer{'' if len(layers) == 1 else 's'} ({_runs(layers)}), {window}: {_pages_text(part, ' pages')}: "
-        f"{_fit_text(part)}; {bytes_text(part.bytes_of(*_PAGES, 'key_scale', 'value_scale'))} a device"
+        f"{_fit_text(part)}; {bytes_text(part.bytes_of(*_PAGES, 'key_scale', 'value_scale'))} per device"
     )
 
 
@@ -186,7 +188,7 @@ def _group_dict(plan: CachePlan, number: int) -> dict[str, Any]:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """0-4, 6-10: numbers that follow one another by their ends."""
+    """0-4, 6-10: consecutive numbers as ranges."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][-1] + 1:

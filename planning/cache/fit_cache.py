@@ -1,4 +1,4 @@
-"""A declared KV cache held against a mesh and a kind of device: one pure function to its CachePlan."""
+"""Fit a declared KV cache to a mesh and a kind of device: a pure function that returns a CachePlan."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ __all__ = ["fit_cache"]
 
 _MIB = 2**20
 _config: Any = jax.config
-_TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")  # jax tells of one core, and one device may have both
+_TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")  # jax reports the memory of one core, but a device may have two
 _PLATFORMS = ("cpu", "cuda", "rocm", "gpu", "tpu")
 
 
 class _Target(NamedTuple):
-    """What a cache is planned for; bytes of scalar memory and of memory, None where they aren't known."""
+    """What a cache is planned for. Bytes of scalar memory and of memory are None if unknown."""
 
     platform: str
     kind: str
@@ -57,7 +57,7 @@ def fit_cache(cache: CacheFields, mesh: AnyMesh | None, kv_heads: str, device_ki
     if len(counts) == 1:
         return _fit_one(cache, sizes._replace(pages=counts[0]), axes, target, kv_heads)
     many = len(counts)
-    alone = target._replace(memory=None)  # the memory is that of all groups
+    alone = target._replace(memory=None)  # all groups share the memory
     parts = [
         _fit_one(cache.part(n, pages), sizes._replace(pages=pages), axes, alone, kv_heads, (n, many))
         for n, pages in enumerate(counts)
@@ -107,9 +107,9 @@ def _fit_one(
 
 
 def _pages(cache: CacheFields, sizes: CacheSizes, axes: tuple[MeshAxis, ...], target: _Target) -> tuple[int, ...]:
-    """Pages of each group: as declared, or as many as fit in the bytes of a device, all else counted.
+    """Pages of each group: as declared, or as many as fit in the bytes per device next to everything else.
 
-    All groups get the same number, but one with a window no more than all sequences have at most; the others get what is left.
+    All groups get the same number, but a group with a window gets no more than all sequences can use; the others get the rest.
     """
     if cache.bytes_per_device is None:
         return tuple(group.pages or cache.pages or 0 for group in cache.groups)
@@ -125,7 +125,7 @@ def _pages(cache: CacheFields, sizes: CacheSizes, axes: tuple[MeshAxis, ...], ta
             None if part.window_tokens is None else pages_of_all(part, sizes.shards, sizes.along) // sizes.along
         )
     if None not in wanted:
-        wanted = [None] * len(wanted)  # nobody else would have what is left
+        wanted = [None] * len(wanted)  # no other group could use the rest
     given = [0] * len(parts)
     order = sorted(range(len(parts)), key=lambda n: math.inf if (most := wanted[n]) is None else most)
     for place, n in enumerate(order):
@@ -190,14 +190,14 @@ def _arrays(
 
 
 def _page_arrays(cache: CacheFields) -> dict[str, int]:
-    """The arrays of pages, and the dim of each."""
+    """The arrays of pages, and the head dimension of each."""
     if cache.layout in ONE_ARRAY:
         return {"kv_pages": cache.head_dim}
     return {"key_pages": cache.head_dim, "value_pages": cache.value_size}
 
 
 def _with_heads(cache: CacheFields, pages: Any, heads: Any, rank: int) -> PartitionSpec:
-    """The spec of an array that pages and heads split."""
+    """The spec of an array that is split by pages and heads."""
     at = {0: pages, cache.heads_at: heads}
     return PartitionSpec(*(at.get(index) for index in range(rank)))
 
@@ -219,17 +219,17 @@ def _device_bytes(fitted: FittedSpec, itemsize: int, target: _Target) -> int:
 
 
 def _split(declared: Any, axes: tuple[MeshAxis, ...]) -> int:
-    """Into how many parts a mesh splits by the declared axes; Manual ones are the caller's."""
+    """The number of parts into which the declared mesh axes split. Manual axes are the caller's and don't count."""
     return math.prod(axis.size for axis in axes if axis.name in axis_names(declared) and axis.kind != "manual")
 
 
 def _target(mesh: AnyMesh | None, device_kind: str | None) -> _Target:
-    """Of the given kind, else of the mesh's devices, else of jax's default device."""
+    """The target: the given kind, else the mesh's devices, else jax's default device."""
     real: Any = None
     if device_kind is not None:
         if not isinstance(device_kind, str) or not device_kind:
             raise ConfigError(
-                f"device_kind={shown(device_kind)}; wanted jax's name of a device, such as 'TPU v5 lite'."
+                f"device_kind={shown(device_kind)}; wanted jax's name for a device, such as 'TPU v5 lite'."
             )
         first = device_kind.split()[0].lower()
         platform = "tpu" if first.startswith("tpu") else first if first in _PLATFORMS else "gpu"
@@ -237,7 +237,7 @@ def _target(mesh: AnyMesh | None, device_kind: str | None) -> _Target:
     elif (found := devices_platform(mesh)) is not None:
         platform, kind = found
         real = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
-    else:  # for a mesh without devices too, as calls are planned
+    else:  # also for a mesh without devices, as for calls
         real = _default_device()
         platform, kind = gpu_vendor(real.platform, real.client), real.device_kind
     if platform == "tpu":
@@ -252,7 +252,7 @@ def _default_device() -> Any:
 
 
 def _memory(device: Any) -> int | None:
-    """Bytes that a device's allocator may use; None where it doesn't tell, as on a CPU and of a device that isn't here."""
+    """Bytes that a device's allocator may use; None if unknown, as for a CPU or a device that isn't here."""
     if getattr(device, "client", None) is None:
         return None
     try:
@@ -263,7 +263,7 @@ def _memory(device: Any) -> int | None:
 
 
 def _tpu_limits(kind: str) -> tuple[int, int | None]:
-    """(scalar memory, memory) of a kind of TPU; of one that jax doesn't know, what all have from v4 on."""
+    """(scalar memory, memory) of a kind of TPU. For a kind that jax doesn't know: what all have from v4 on."""
     from jax.experimental.pallas import tpu as pltpu
 
     device = abstract_device(kind, 1, "tpu")

@@ -1,4 +1,4 @@
-"""KVCache: a paged cache of keys and values, declared like an operand; what it takes is known before it is made."""
+"""KVCache: a declared paged cache of keys and values, whose memory is known before it is created."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["KVCache", "LayerGroup", "QuantisedPages", "layer_groups"]
 
 
 class KVCache(CacheFields):
-    """A KV cache in pages: frozen, hashable, exact in JSON both ways. What is given and what is left out are kept apart."""
+    """A paged KV cache: frozen, hashable, with exact JSON round trips. It distinguishes fields that were given from omitted
+    ones."""
 
     def plan(
         self,
@@ -23,10 +24,10 @@ class KVCache(CacheFields):
         kv_heads: Literal["replicate", "error"] = "replicate",
         device_kind: str | None = None,
     ) -> CachePlan:
-        """What each device holds, how many tokens fit, where every array lives, and what is against it. Allocates nothing.
+        """Plan what each device holds, how many tokens fit, where every array is, and reasons against it. Allocates nothing.
 
-        `kv_heads`: where the mesh splits heads further than there are kv heads, 'replicate' stores each several times, 'error'
-        refuses. `device_kind` is jax's name of a device, such as 'TPU v5 lite', or a platform; by default that of the mesh's
-        devices, else of jax's default device. Errors: ConfigError for a cache or a policy without meaning.
+        kv_heads: if the mesh splits heads further than there are kv heads, 'replicate' stores each several times, and 'error'
+        refuses. device_kind: jax's name for a device, such as 'TPU v5 lite', or a platform; default: that of the mesh's devices,
+        else of jax's default device. Errors: ConfigError for an invalid cache or policy.
         """
         return fit_cache(self.checked(), mesh, kv_heads, device_kind)

@@ -1,4 +1,4 @@
-"""LayerGroup: layers of a KV cache whose pages are given out together, as they see the same window of a sequence."""
+"""LayerGroup: layers of a KV cache that share a page table, as they see the same window of a sequence."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ _Number = Annotated[int, Field(strict=True, ge=0, lt=_LIMIT)]
 
 
 class LayerGroup(GivenModel):
-    """Layers with pages and a page table of their own.
+    """Layers with their own pages and page table.
 
-    layers: how many, the next ones in the order of the groups; or which, by their numbers from 0. window_tokens: a query sees
-    so many tokens at most, itself among them, and older pages may be given back; None: all. pages: of this group, over all
-    devices, where the cache's bytes_per_device doesn't say.
+    layers: their number, assigned in the order of the groups; or a list of layer numbers, from 0. window_tokens: the maximum
+    number of tokens that a query sees, including itself, so that older pages can be freed; None: all. pages: pages of this
+    group over all devices, unless the cache declares bytes_per_device.
     """
 
     model_config = ConfigDict(title="cache.layers")
 
     layers: Annotated[
-        _Size | tuple[_Number, ...], Field(description="How many, the next ones; or which, by their numbers from 0.")
+        _Size | tuple[_Number, ...],
+        Field(description="Number of layers, in the order of the groups; or a list of layer numbers."),
     ]
     window_tokens: Annotated[
-        _Size | None, Field(description="Tokens that a query sees at most, itself among them; null: all.")
+        _Size | None, Field(description="Maximum number of tokens that a query sees, including itself; null: all.")
     ] = None
-    pages: Annotated[_Size | None, Field(description="Of this group, over all devices; or bytes_per_device says.")] = (
-        None
-    )
+    pages: Annotated[
+        _Size | None, Field(description="Pages of this group, over all devices; or use bytes_per_device.")
+    ] = None
 
     @field_validator("layers", mode="before")
     @classmethod
@@ -46,14 +47,16 @@ class LayerGroup(GivenModel):
                 return tuple(value)
         elif _whole(value, 1):
             return value
-        raise ValueError(f"layers={shown(value)}; wanted how many, from 1 on, or a list of different numbers of layers")
+        raise ValueError(
+            f"layers={shown(value)}; wanted a number of layers, at least 1, or a list of distinct layer numbers"
+        )
 
 
 Layers = _Size | tuple[LayerGroup, ...]
 
 
 def checked_layers(value: Any) -> Any:
-    """An integer, or groups as LayerGroups. Errors: ValueError, with the group."""
+    """Check `layers`: an integer, or groups, which become LayerGroups. Errors: ValueError that names the group."""
     if not isinstance(value, list | tuple):
         if _whole(value, 1):
             return value
@@ -73,17 +76,17 @@ def checked_layers(value: Any) -> Any:
 
 
 def groups_problem(groups: Sequence[LayerGroup]) -> str:
-    """What is wrong with the groups of a cache; '' where each layer is in one of them."""
+    """What is wrong with the groups of a cache; '' if each layer is in exactly one."""
     if not groups:
         return "layers is an empty list; wanted at least one group"
     if len({isinstance(group.layers, int) for group in groups}) > 1:
-        return "layers: some groups say how many and some which; wanted the same of all"
+        return "layers: some groups have a number of layers and some a list; wanted the same for all"
     numbers = [number for group in layer_numbers(groups) for number in group]
     if sorted(numbers) == list(range(len(numbers))):
         return ""
     twice = [number for number in numbers if numbers.count(number) > 1]
     if twice:
-        return f"layers: layer {twice[0]} is in two groups; wanted it in one"
+        return f"layers: layer {twice[0]} is in two groups; wanted each layer in one"
     missing = min(set(range(max(numbers))) - set(numbers))
     return f"layers: layer {missing} of 0 to {max(numbers)} is in no group"
 
@@ -102,9 +105,9 @@ def layer_numbers(groups: Sequence[LayerGroup]) -> tuple[Sequence[int], ...]:
 
 
 def layer_groups(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
-    """Groups of a model's layers by their windows: `windows` has the window_tokens of each layer, None where it sees all.
+    """Group a model's layers by window. `windows` has the window_tokens of each layer, or None if it sees all tokens.
 
-    A group stands where its first layer does. Errors: pydantic's ValidationError for what is no window.
+    Groups are in the order of their first layers. Errors: ConfigError for an invalid window.
     """
     found: dict[int | None, list[int]] = {}
     for number, window in enumerate(windows):

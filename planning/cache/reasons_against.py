@@ -1,4 +1,4 @@
-"""What is against a fitted KV cache, and what is to be told of it."""
+"""Reasons against a fitted KV cache, and notes on it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .cache_plan import CachePlan
 
 __all__ = ["CacheSizes", "memory_refusal", "notes", "padded", "refusals", "together"]
 
-_LANES = 128  # to which XLA pads the last dimension of an array on a TPU; the others lose nothing
+_LANES = 128  # XLA pads the last dimension of an array on a TPU to a multiple of this; other dimensions lose nothing
 _MOST_PAGES = 2**30
 _T = TypeVar("_T")
 
 
 class CacheSizes(NamedTuple):
-    """The whole cache in numbers; `along`: the shards of one sequence's pages."""
+    """The sizes of the whole cache. along: the shards of one sequence's pages."""
 
     pages: int
     shards: int
@@ -30,12 +30,12 @@ class CacheSizes(NamedTuple):
 
 
 def padded(lanes: int) -> int:
-    """A last dimension as a TPU stores it."""
+    """The size of a last dimension on a TPU."""
     return -(-lanes // _LANES) * _LANES
 
 
 def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
-    """Every reason against it."""
+    """Every reason against the cache."""
     cache, found = plan.cache, []
 
     def refuse(code: str, field: str, message: str, hint: str) -> None:
@@ -47,15 +47,15 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
     if own:
         refuse(
             "page_sequence_axis", "page_sequence_axis",
-            f"page_sequence_axis={shown(cache.page_sequence_axis)}, and the mesh's axis {own[0]!r} is Manual here: inside a "
-            "shard_map of the caller's nobody joins what its devices see",
-            "Call it outside of the shard_map, or leave page_sequence_axis out.",
+            f"page_sequence_axis={shown(cache.page_sequence_axis)}, but the mesh's axis {own[0]!r} is Manual here: inside the "
+            "caller's shard_map the outputs of its devices can't be merged",
+            "Call it outside the shard_map, or leave page_sequence_axis out.",
         )  # fmt: skip
     if sizes.repeat > 1 and policy == "error":
         refuse(
             "kv_heads", "kv_heads",
             f"{cache.kv_heads} kv heads are split {sizes.head_shards} ways over {_plus(cache.kv_head_axis)} "
-            f"({describe_mesh(plan.mesh)}), and kv_heads='error'",
+            f"({describe_mesh(plan.mesh)}), but kv_heads='error'",
             f"Plan with kv_heads='replicate' (each head stored {sizes.repeat} times), or split at most {cache.kv_heads} ways.",
         )  # fmt: skip
     seen = set()
@@ -69,7 +69,7 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
     if cache.layout == "packed" and (2 * plan.stored_heads) % (cache.pack * sizes.head_shards):
         refuse(
             "page_packing", "layout",
-            f"layout='packed' puts {cache.pack} heads of {cache.stored_dtype} in a word, and a device has "
+            f"layout='packed' puts {cache.pack} heads of {cache.stored_dtype} in a word, but a device has "
             f"{2 * plan.stored_heads / sizes.head_shards:g} of keys and values",
             "Split heads over fewer devices, or declare another layout.",
         )  # fmt: skip
@@ -87,13 +87,16 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
         )  # fmt: skip
     if plan.local_pages > _MOST_PAGES:
         refuse(
-            "page_ids", "pages", f"{plan.local_pages} pages a shard; page ids are int32", "Make pages larger, or fewer."
+            "page_ids",
+            "pages",
+            f"{plan.local_pages} pages per shard; page ids are int32",
+            "Declare larger or fewer pages.",
         )
     if plan.local_pages < plan.most_pages:
         where = "" if plan.group is None else f"group {plan.group[0]}: "
-        held = f"{plan.local_pages} pages" + (" a shard" if plan.shards > 1 else "")
+        held = f"{plan.local_pages} pages" + (" per shard" if plan.shards > 1 else "")
         least = sizes.shards * plan.most_pages
-        bytes_ = "" if cache.bytes_per_device is None else f" in {bytes_text(cache.bytes_per_device)} a device"
+        bytes_ = "" if cache.bytes_per_device is None else f" in {bytes_text(cache.bytes_per_device)} per device"
         needs = f"a sequence of max_length={cache.max_length} needs {cache.table_width}"
         hint = f"Wanted at least {least} pages, or a smaller max_length."
         if plan.most_pages < plan.table_width:
@@ -109,28 +112,30 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
         refuse(
             "page_table_smem", "max_length",
             f"the page table of {plan.local_sequences} sequences x {plan.table_width // sizes.along} pages and the lengths are "
-            f"{bytes_text(scalars)}, and scalar memory of a {plan.device_kind or 'TPU'} is {bytes_text(plan.scalar_limit)}",
+            f"{bytes_text(scalars)}, but scalar memory of a {plan.device_kind or 'TPU'} is {bytes_text(plan.scalar_limit)}",
             "Make pages larger, max_length or max_sequences smaller, or split sequences over pages_axis.",
         )  # fmt: skip
     return [*found, *memory_refusal(plan)]
 
 
 def memory_refusal(plan: CachePlan) -> tuple[Reason, ...]:
-    """The reason against more bytes than a device has."""
+    """The reason against a cache larger than a device's memory."""
     if plan.memory_limit is None or plan.bytes_per_device <= plan.memory_limit:
         return ()
     field = "pages" if plan.cache.bytes_per_device is None else "bytes_per_device"
-    text = f"{bytes_text(plan.bytes_per_device)} a device, and a {plan.device_kind} has {bytes_text(plan.memory_limit)}"
+    text = (
+        f"{bytes_text(plan.bytes_per_device)} per device, but a {plan.device_kind} has {bytes_text(plan.memory_limit)}"
+    )
     return (Reason("device_memory", field, text, "Declare fewer pages, a quantised cache, or a larger mesh."),)
 
 
 def together(found: Iterable[Iterable[_T]]) -> tuple[_T, ...]:
-    """What is said of several groups, each thing once."""
+    """The reasons or notes of several groups, without duplicates."""
     return tuple(dict.fromkeys(one for own in found for one in own))
 
 
 def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
-    """What changes nothing that was declared, and costs something."""
+    """Notes on what is as declared but has a cost."""
     cache, found = plan.cache, []
     if sizes.repeat > 1:
         found.append(
@@ -143,32 +148,32 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
         if size % _LANES:
             found.append(
                 f"{what} of {size} is padded to {padded(size)} lanes in layout {cache.layout}: "
-                f"{1 - size / padded(size):.0%} of the pages is padding, counted in the bytes"
+                f"{1 - size / padded(size):.0%} of the pages is padding, included in the bytes"
             )
     elif plan.platform == "tpu":
         for name, size in (("head_dim", cache.head_dim), ("value_dim", cache.value_size)):
             if size % _LANES and (name == "head_dim" or size != cache.head_dim):
                 found.append(
                     f"{name} {size} is padded to {padded(size)} lanes on a TPU: {1 - size / padded(size):.0%} of such pages is "
-                    "padding, counted in the bytes"
+                    "padding, included in the bytes"
                 )
     if plan.platform == "cpu" and cache.stored_dtype not in ("float32", "int8"):
         found.append(
-            f"XLA:CPU copies a layer's pages of {cache.stored_dtype} at each write; those of float32 and int8 it doesn't"
+            f"XLA:CPU copies a layer's pages of {cache.stored_dtype} at each write; pages of float32 and int8 aren't copied"
         )
     if sizes.along > 1:
         found.append(
-            f"page number p of a sequence lies on shard p % {sizes.along} of {_plus(cache.page_sequence_axis)}, and so do its "
+            f"page number p of a sequence is on shard p % {sizes.along} of {_plus(cache.page_sequence_axis)}, and so are its "
             f"ids: g % {sizes.along} == p % {sizes.along}"
         )
     if plan.window_tokens is not None and cache.max_tokens is None:
         found.append(
-            "max_tokens isn't declared, so a step may bring a whole sequence: layers with a window of "
+            "max_tokens isn't declared, so a step may insert a whole sequence: layers with a window of "
             f"{plan.window_tokens} tokens are planned with the pages of max_length"
         )
     if plan.idle_axes:
         names = ", ".join(f"{axis.name}={axis.size}" for axis in plan.idle_axes)
-        found.append(f"{names} of the mesh split nothing of the cache: their devices all hold the same")
+        found.append(f"{names} of the mesh split nothing of the cache: all their devices hold the same data")
     for field in ("pages_axis", "page_sequence_axis", "kv_head_axis"):
         told = plan.pages_array.fitted.dropped if plan.mesh and cache.is_set(field) else ()
         own_axes = axis_names(getattr(cache, field))

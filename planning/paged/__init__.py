@@ -1,1 +1,1 @@
-"""A step over pages: a ragged batch that attends to a declared cache; what is asked, what will run, and why."""
+"""A step over pages, in which a ragged batch attends to a declared cache: what is requested, what will run, and why."""

@@ -1,4 +1,4 @@
-"""plan_paged(operation, problem, policy): what runs a step over pages, and why nothing else does."""
+"""plan_paged(operation, problem, policy): decide what runs a step over pages, and record why."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ __all__ = ["plan_paged", "token_specs"]
 
 
 def plan_paged(operation: type[PlannedOperation], problem: PagedProblem, policy: Policy) -> PagedPlan:
-    """Decide what runs, from the step, the policy and the tuned choices; cached until another choice is kept.
+    """Decide what runs, from the step, the policy and the tuned choices. Cached until a new choice is stored.
 
-    A step that nothing can run gives a plan of kind 'refused'. Errors: ConfigError with tuning='error' where nothing is kept.
+    If nothing can run the step, the plan is of kind 'refused'. Errors: ConfigError with tuning='error' if no tuned choice is
+    stored.
     """
-    # mypy takes a class with an instance __hash__ for unhashable.
+    # mypy treats a class with an instance __hash__ as unhashable.
     return _decide(operation, problem, policy, tune_cache.state(problem.device))  # type: ignore[arg-type]
 
 
@@ -43,11 +44,11 @@ def _decide(operation: type[PlannedOperation], problem: PagedProblem, policy: Po
     if joined := problem.joined_bytes:
         n = problem.sequence_shards
         notes.append(
-            f"each device attends to its own pages, and outputs are joined by their lse over {'+'.join(problem.sequence_axes)}: "
-            f"all-reduces of {bytes_text(joined)}, {bytes_text(2 * joined * (n - 1) // n)} sent by a device and layer"
+            f"each device attends to its own pages, and outputs are merged by their lse over {'+'.join(problem.sequence_axes)}: "
+            f"all-reduces of {bytes_text(joined)}, {bytes_text(2 * joined * (n - 1) // n)} sent per device and layer"
         )
     if platform != problem.platform:
-        notes.append(f"kernel of {platform} run on {problem.platform} by its config (interpreted)")
+        notes.append(f"the kernel for {platform} runs on {problem.platform}, interpreted, as its config requests")
     kind: Kind = "refused"
     rejected: list[Rejected] = []
     implementation, chosen, config, tuning = None, None, problem.config, None
@@ -69,9 +70,7 @@ def _decide(operation: type[PlannedOperation], problem: PagedProblem, policy: Po
             asked = replace(problem, config=problem.config.with_fields(tuning.fields))
         config = which.resolve_config(method, asked, None)
         if kind == "native":
-            notes.append(
-                f"{operation.name} has no kernel of its own on {problem.platform}: forward_native is its dispatch"
-            )
+            notes.append(f"{operation.name} has no kernel of its own on {problem.platform}, so forward_native runs")
         notes.extend(which.remarks(method, problem, None, config))
         break
     return PagedPlan(
@@ -90,9 +89,9 @@ def _decide(operation: type[PlannedOperation], problem: PagedProblem, policy: Po
 
 
 def token_specs(cache: CachePlan) -> tuple[PartitionSpec, PartitionSpec]:
-    """(of query and output, of key and value), [tokens, heads, dim], by the specs of a cache's plan.
+    """(spec of query and output, spec of key and value), [tokens, heads, dim], from the specs of a cache's plan.
 
-    Heads of key and value, which come as declared, are split only where they needn't be repeated.
+    Heads of key and value arrive unrepeated, so they are split only if they needn't be repeated.
     """
     pages = cache.pages_array.fitted.spec
     split, heads = (axes_at(pages, index) or None for index in (0, cache.heads_at))

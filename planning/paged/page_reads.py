@@ -1,4 +1,4 @@
-"""PageReads: which pages of a layer a known batch has to read, and their bytes; what no implementation can go below."""
+"""PageReads: the pages that a known batch must read in a layer, and their bytes. No implementation can read less."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["PageReads", "live_pages", "page_bytes", "page_reads", "step_flops"]
 
 
 class PageReads(NamedTuple):
-    """Of one layer, summed over the sequences of all shards: pages that some query sees, pages that hold keys, and bytes of
-    the former on the device that reads most."""
+    """For one layer, summed over the sequences of all shards: pages that some query sees, pages that hold keys, and bytes of
+    the former on the device that reads the most."""
 
     sequences: int
     queries: int
@@ -26,18 +26,18 @@ class PageReads(NamedTuple):
     device_bytes: int
 
     def describe(self) -> str:
-        """One line."""
+        """The reads in one line."""
         share = "" if self.live == self.held else f" of {self.held} that hold keys"
         return (
             f"{self.queries} queries of {self.sequences} sequences: {self.live} pages{share}, "
-            f"{bytes_text(self.device_bytes)} a device and layer"
+            f"{bytes_text(self.device_bytes)} per device and layer"
         )
 
 
 def live_pages(q_len: int, kv_len: int, page: int, window: tuple[int | None, int | None]) -> tuple[int, int]:
-    """(first, one past the last) of the pages with a key that one of a sequence's last `q_len` positions of `kv_len` sees.
+    """(first, one past the last) page with a key that one of the last `q_len` positions of a sequence of `kv_len` sees.
 
-    A causal mask leaves out none: the last query stands at the last key.
+    A causal mask leaves out no page: the last query is at the last key.
     """
     if not q_len:
         return 0, 0
@@ -48,13 +48,13 @@ def live_pages(q_len: int, kv_len: int, page: int, window: tuple[int | None, int
 
 
 def _held(q_len: int, kv_len: int, problem: PagedProblem) -> int:
-    """Pages that hold keys of a sequence; those that the cache's window has left behind don't."""
+    """The number of pages that hold keys of a sequence; pages that the cache's window has passed don't."""
     page = problem.page_size
     return math.ceil(kv_len / page) - first_kept(kv_len - q_len, problem.cache.window_tokens, page)
 
 
 def page_bytes(problem: PagedProblem) -> int:
-    """Bytes of a page's keys, values and scales in one layer on a device, as they lie there."""
+    """Bytes of a page's keys, values and scales in one layer on a device, as stored."""
     plan = problem.cache
     names = ("key_pages", "value_pages", "kv_pages", "key_scale", "value_scale")
     arrays = [array for name in names if (array := plan.get(name)) is not None and len(array.fitted.shape) > 2]
@@ -62,7 +62,7 @@ def page_bytes(problem: PagedProblem) -> int:
 
 
 def page_reads(problem: PagedProblem, batch: Any) -> PageReads:
-    """Of a batch (cu_q_lens, kv_lens, num_seqs), whose values are known."""
+    """The reads of a batch (cu_q_lens, kv_lens, num_seqs) with known values."""
     _, window = causal_window(problem.mask) or (True, (None, None))
     shards, n = _by_shard(batch), problem.sequence_shards
     live, held, sequences, queries, most = 0, 0, 0, 0, 0
@@ -80,7 +80,7 @@ def page_reads(problem: PagedProblem, batch: Any) -> PageReads:
 
 
 def step_flops(problem: PagedProblem, batch: Any) -> float:
-    """Operations of the products with keys and values that are seen, on the device that has most of them."""
+    """Operations in the products with visible keys and values, on the device that has the most."""
     causal, (left, right) = causal_window(problem.mask) or (True, (None, None))
     most, shards = 0, problem.sequence_shards
     for starts, lens, count in _by_shard(batch):
@@ -99,7 +99,7 @@ def step_flops(problem: PagedProblem, batch: Any) -> float:
 
 
 def _keys_below(position: np.ndarray, shard: int, problem: PagedProblem) -> np.ndarray:
-    """How many of the keys in front of positions lie in pages of a sequence shard."""
+    """The number of keys before each position that are in pages of a sequence shard."""
     page, turn = problem.page_size, problem.page_size * problem.sequence_shards
     return position // turn * page + np.clip(position % turn - shard * page, 0, page)
 

@@ -1,4 +1,4 @@
-"""PagedPlan: what was decided of a step over pages and why, as data, as text that a person reads, and as JSON."""
+"""PagedPlan: what was decided for a step over pages and why, as data, text and JSON."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["PagedPlan", "step_rows", "token_rows"]
 
 @dataclass(frozen=True, eq=False)
 class PagedPlan:
-    """What will run, with which config, where tokens and pages live, and why nothing else runs; `kind` as a Plan's.
+    """What will run, with which config, where tokens and pages are, and why nothing else runs. `kind` is as in Plan.
 
-    `tensors` are query, key, value and output, [tokens, heads, dim]. `reads` is None where the batch's lengths aren't known.
+    `tensors` are query, key, value and output, [tokens, heads, dim]. `reads` is None if the batch's lengths are unknown.
     """
 
     operation: type[PlannedOperation]
@@ -50,34 +50,34 @@ class PagedPlan:
         return hash((self.problem, self.policy))
 
     def _key(self) -> tuple[object, ...]:
-        return self.operation, self.problem, self.policy, self.tuning, self.reads  # all else follows from these
+        return self.operation, self.problem, self.policy, self.tuning, self.reads  # everything else follows from these
 
     def __repr__(self) -> str:
         return f"PagedPlan({self.implementation or 'refused'}: {self.problem.describe()})"
 
     @property
     def cache(self) -> CachePlan:
-        """What the cache takes, and where its arrays live."""
+        """The memory of the cache, and where its arrays are."""
         return self.problem.cache
 
     def config_lines(self) -> list[str]:
-        """Every field of the config that runs, and where it comes from."""
+        """Every field of the config, and where its value comes from."""
         return config_lines(self.config, self.problem.config, {} if self.tuning is None else self.tuning.fields)
 
     def require(self) -> PagedPlan:
-        """Return self, or raise RefusedError with every reason if nothing can run, or the cache can't be made."""
+        """Return self. Errors: RefusedError with every reason if nothing can run, or the cache can't be created."""
         self.cache.require()
         if self.implementation is None:
             raise RefusedError(self.refusal())
         return self
 
     def refusal(self) -> str:
-        """All reasons, one a line."""
+        """All reasons, one per line."""
         lines = [f"  {r.implementation}: {reason}" for r in self.rejected for reason in r.reasons]
         return "\n".join((f"{self.problem.describe()}:", *lines))
 
     def explain(self) -> str:
-        """The whole decision as text, the cache's after the step's."""
+        """The whole decision as text: the step's, then the cache's."""
         lines = [self.problem.describe(), f"runs      {self.implementation or 'nothing'} ({WHY[self.kind]})"]
         lines += [f"{name:<9} {text}" for name, text in step_rows(self)]
         for rejected in self.rejected:
@@ -132,7 +132,7 @@ class PagedPlan:
 
 
 def step_rows(plan: PagedPlan, *, verbose: bool = True) -> list[tuple[str, str]]:
-    """Labelled lines between what runs and the reasons against the others; all of them, or one screen's."""
+    """The labelled lines between what runs and the reasons against the others: all of them, or those of one screen."""
     problem = plan.problem
     rows = [
         ("platform", f"{problem.platform}, from {problem.platform_source}"),
@@ -172,5 +172,5 @@ def token_rows(plan: PagedPlan) -> list[tuple[str, str, str, str, str]]:
 _UPDATES = {
     "before": "before: keys and values are written to their pages, then attended to",
     "fused": "fused: keys and values are written to their pages by the call itself",
-    "none": "none: the pages are taken as they are",
+    "none": "none: the pages are used as they are",
 }

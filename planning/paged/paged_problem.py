@@ -1,4 +1,4 @@
-"""PagedProblem: one step over a cache's pages, without its arrays; frozen, hashable, all that its plan is made from."""
+"""PagedProblem: one step over a cache's pages, without its arrays; frozen, hashable, and all that its plan depends on."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..operation_config import OperationConfig
 __all__ = ["STEP_MODES", "PagedProblem", "causal_window"]
 
 STEP_MODES = ("prefill", "autoregressive", "insert", "mixed")
-"""Chunks of prompts; one token, or a few, of each sequence; writes alone; chunks and single tokens together."""
+"""Chunks of prompts; one or a few tokens of each sequence; writes only; chunks and single tokens together."""
 
 
 @dataclass(frozen=True)
 class PagedProblem:
-    """What a step asks: the cache, tokens and heads (of all devices), dtypes, mask, features, mode, mesh and platform.
+    """What a step requests: the cache, tokens and heads (of all devices), dtypes, mask, features, mode, mesh and platform.
 
-    `tokens` is the length of the token arrays, padding counted. `max_q_len`: no sequence has more queries; None where any may.
-    `update` says when the step's own keys are written: 'before', 'fused', or 'none'.
+    tokens: the length of the token arrays, including padding. max_q_len: the maximum number of queries per sequence; None: any.
+    update: when the step's own keys are written: 'before', 'fused', or 'none'.
     """
 
     operation: str
@@ -47,7 +47,7 @@ class PagedProblem:
 
     @property
     def kv_heads(self) -> int:
-        """As declared; the cache may store each several times."""
+        """KV heads as declared. The cache may store each several times."""
         return self.cache.cache.kv_heads
 
     @property
@@ -60,7 +60,7 @@ class PagedProblem:
 
     @property
     def layout(self) -> str:
-        """Of the cache's pages."""
+        """The layout of the cache's pages."""
         return self.cache.cache.layout
 
     @property
@@ -73,12 +73,12 @@ class PagedProblem:
 
     @property
     def device(self) -> str:
-        """The device kind, or the platform where the kind isn't known."""
+        """The device kind, or the platform if the kind is unknown."""
         return self.device_kind or f"{self.platform} of unknown kind"
 
     @property
     def sequence_shards(self) -> int:
-        """Devices that the pages of one sequence are dealt to in turn; 1 where it has them all on one."""
+        """The number of devices over which the pages of one sequence are distributed round-robin; 1 if they aren't split."""
         return self.cache.sequence_shards
 
     @property
@@ -89,19 +89,19 @@ class PagedProblem:
 
     @property
     def joined_bytes(self) -> int:
-        """Bytes of a device's arrays that are summed over these devices: float32 outputs, and two numbers for each."""
+        """Bytes per device that are summed over these devices: float32 outputs, and two numbers for each."""
         if self.sequence_shards == 1 or self.mode == "insert":
             return 0
         return 4 * self.local_tokens * self.local_heads[0] * (self.value_dim + 2)
 
     @property
     def local_tokens(self) -> int:
-        """Tokens of a shard."""
+        """Tokens per shard."""
         return self.tokens // self.cache.shards
 
     @property
     def local_heads(self) -> tuple[int, int]:
-        """(query heads, kv heads) of a device. Where heads are split over a Manual axis, those of the query are given so."""
+        """(query heads, kv heads) per device. If heads are split over a Manual axis, the query's heads are already split."""
         fitted, declared = self.cache.pages_array.fitted, axis_names(self.cache.cache.kv_head_axis)
         shards, manual = 1, 1
         for axis in self.mesh:
@@ -110,13 +110,13 @@ class PagedProblem:
         return self.q_heads // shards, max(1, self.cache.stored_heads // (shards * manual))
 
     def describe(self) -> str:
-        """One line: what is computed, where."""
+        """What is computed, and where, in one line."""
         cache = self.cache.cache
         heads = f"{self.q_heads} heads" + (f" ({self.kv_heads} kv)" if self.kv_heads != self.q_heads else "")
         dims = f"dim {self.head_dim}" + (f" (value {self.value_dim})" if self.value_dim != self.head_dim else "")
         kind = f" ({self.device_kind})" if self.device_kind not in (self.platform, "") else ""
         stored = "" if cache.quantised is None else f" in {cache.quantised.dtype}"
-        most = "" if self.max_q_len is None else f" of at most {self.max_q_len} a sequence"
+        most = "" if self.max_q_len is None else f" of at most {self.max_q_len} per sequence"
         return (
             f"{self.operation} on {self.platform}{kind}: {self.tokens} tokens{most}, up to {cache.max_sequences} sequences, "
             f"{heads}, {dims}, {self.runtime_dtype}, pages of {cache.page_size}{stored}, mode {self.mode}, "
@@ -125,7 +125,7 @@ class PagedProblem:
 
 
 def causal_window(mask: Mask) -> tuple[bool, tuple[int | None, int | None]] | None:
-    """(causal, inclusive distances left and right) of a mask that says no more than these, else None."""
+    """(causal, inclusive distances left and right) of a mask that is fully described by these, else None."""
     causal, left, right = False, None, None
     for part in mask.conjuncts():
         if isinstance(part, Full):

@@ -1,4 +1,4 @@
-"""Tuned choices of steps over pages: what such a choice depends on, which one a plan takes, and what a search tries."""
+"""Tuned choices for steps over pages: what a choice depends on, which one a plan uses, and what a search tries."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from .paged_problem import PagedProblem
 
 __all__ = ["choose_step", "step_candidates", "step_key", "tuned_fields"]
 
-_KEYS = (64, 128, 256, 512, 1024)  # of a block of pages
+_KEYS = (64, 128, 256, 512, 1024)  # keys in a block of pages
 _QUERIES = (8, 16, 32, 64, 128, 256)
 
 
 def tuned_fields(problem: PagedProblem) -> tuple[str, ...]:
-    """The config's unset sizes that the step reads: one query a sequence has no blocks of queries."""
+    """The config's unset sizes that the step uses. With one query per sequence there are no query blocks."""
     names = ("pages_per_block",) if problem.max_q_len is not None else ("pages_per_block", "queries_per_block")
     return () if problem.mode == "insert" else tuple(name for name in names if not problem.config.is_set(name))
 
 
 def step_key(method: str, problem: PagedProblem) -> dict[str, Any]:
-    """All that a measured choice depends on, as JSON values; lengths of sequences are traced, so they aren't in it."""
+    """All that a measured choice depends on, as JSON values. Sequence lengths are traced, so they are not included."""
     cache = problem.cache.cache
     return {
         "operation": "paged",
@@ -47,20 +47,20 @@ def step_key(method: str, problem: PagedProblem) -> dict[str, Any]:
 
 
 def choose_step(method: str, problem: PagedProblem, policy: str) -> Tuning | None:
-    """The choice for a step; None where there is nothing to choose. Errors: ConfigError on a miss with 'error'."""
+    """The choice for a step; None if there is nothing to choose. Errors: ConfigError on a miss with 'error'."""
     names = tuned_fields(problem)
     if not names:
         return None
 
     def search() -> Tuning:
-        why = "tuning='tune' searches nothing for a step, whose lengths aren't known to a plan; `attnops tune` does"
+        why = "tuning='tune' doesn't search for a step, because a plan doesn't know its lengths; `attnops tune` does"
         return Tuning("heuristic", why, {})
 
     return kept_or(names, step_key(method, problem), problem, policy, lambda: None, search)
 
 
 def step_candidates(problem: PagedProblem) -> tuple[dict[str, int], ...]:
-    """What a search tries; first nothing declared, which is the rule's own choice."""
+    """What a search tries. The first candidate declares nothing and is the rule's choice."""
     names, width = tuned_fields(problem), problem.cache.table_width // problem.sequence_shards
     pages = dict.fromkeys(max(1, min(keys // problem.page_size, width)) for keys in _KEYS)
     queries = [n for n in _QUERIES if n < 2 * problem.local_tokens] or [_QUERIES[0]]

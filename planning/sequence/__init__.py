@@ -1,1 +1,1 @@
-"""Split sequences: which strategy a call gets, what it does to the tensors, and what stands against it."""
+"""Split sequences: the strategy of a call, what it does to the tensors, and reasons against it."""

@@ -1,4 +1,4 @@
-"""Where a plan's methods would have the tensors of a split sequence: as declared, or, for 'auto', as sends the least."""
+"""Choose the strategy for a split sequence for a plan's methods: as declared or, for 'auto', the one that sends the least."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["declared_strategy", "placements"]
 
 
 def declared_strategy(operation: type[PlannedOperation], declared: str) -> str:
-    """The operation's own strategy, else what metadata declares. Errors: ConfigError where both have one and they differ."""
+    """The operation's own strategy, else the declared one. Errors: ConfigError if both are set and they differ."""
     own = operation.sequence_parallel
     if own is not None and declared not in ("auto", own):
         raise ConfigError(
-            f"operation {operation.name!r} is sequence_parallel={own!r} by its name, and {declared!r} is declared; leave "
-            f"sequence_parallel out, or create an operation that takes it, such as 'splash'."
+            f"operation {operation.name!r} always has sequence_parallel={own!r}, but {declared!r} is declared; leave "
+            f"sequence_parallel out, or create an operation that accepts it, such as 'splash'."
         )
     return own or declared
 
@@ -36,10 +36,10 @@ def declared_strategy(operation: type[PlannedOperation], declared: str) -> str:
 def placements(
     operation: type[PlannedOperation], problem: AttentionProblem, policy: Policy
 ) -> Callable[[str], Placement]:
-    """A function from a method to the placement that it would get.
+    """Return a function from a method to its placement.
 
-    'auto' is 'gather', but while generating, where keys are split: there it is 'split_kv' if the method can, and if that sends
-    fewer bytes. Errors: ShardingError where the policy says so, ConfigError for a strategy that contradicts the operation.
+    'auto' is 'gather', except while generating with split keys: then it is 'split_kv' if the method can run it and it sends
+    fewer bytes. Errors: ShardingError as the policy requires, ConfigError for a strategy that contradicts the operation.
     """
     declared = declared_strategy(operation, policy.sequence_parallel)
 
@@ -51,19 +51,19 @@ def placements(
     if declared != "auto" or problem.mode not in GENERATION:
         only = place("gather" if declared == "auto" else declared)
         return lambda _: only
-    # What is strict holds for the one that is chosen.
+    # strict applies only to the chosen strategy.
     merged = place("split_kv", strict=False)
     if merged.sequence.strategy != "split_kv":  # the keys aren't split
         only = place("gather")
         return lambda _: only
     merging, gathering = _sent(problem, merged)
-    sizes = f"merging sends {bytes_text(merging)} a device, gathering the keys {bytes_text(gathering)}"
+    sizes = f"merging sends {bytes_text(merging)} per device, gathering the keys {bytes_text(gathering)}"
 
     def choose(method: str) -> Placement:
         reasons = sequence_reasons(operation, problem, merged, method, None)
         if reasons:
             against = "; ".join(reason.message.removeprefix(f"{MERGING}: ") for reason in reasons)
-            return because("gather", f"keys are gathered, and outputs not merged: {against}")
+            return because("gather", f"keys are gathered, not outputs merged: {against}")
         if merging >= gathering:
             return because("gather", f"keys are gathered: {sizes}")
         return because("split_kv", f"outputs are merged: {sizes}")
@@ -76,7 +76,7 @@ def placements(
 
 
 def _sent(problem: AttentionProblem, merged: Placement) -> tuple[float, float]:
-    """Bytes that a device sends forward: (the outputs in the softmax dtype with two numbers a row, all keys and values)."""
+    """Bytes sent per device in the forward pass: (outputs in the softmax dtype and two numbers per row, keys and values)."""
     local, shards = merged.local, merged.sequence.shards
     rows = local.batch * local.q_heads * local.q_len
     item, wide = (jnp.dtype(name).itemsize for name in (problem.runtime_dtype, problem.softmax_dtype))

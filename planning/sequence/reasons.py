@@ -1,4 +1,4 @@
-"""What stands against a strategy for a split sequence: a reason each, with its hint."""
+"""Reasons against a strategy for a split sequence, with hints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .split import is_triangular
 
 __all__ = ["MERGING", "sequence_reasons"]
 
-MERGING = "keys that stay split"  # how reasons against it begin
+MERGING = "keys that stay split"  # the start of reasons against it
 
 _NOT_AROUND = {
     "bias": "a dense bias",
@@ -23,7 +23,7 @@ _ELSEWHERE = "Declare sequence_parallel='gather'."
 def sequence_reasons(
     operation: type[PlannedOperation], problem: AttentionProblem, placement: Placement, method: str, order: str | None
 ) -> tuple[Reason, ...]:
-    """Why a method can't have the strategy that a placement is made for, with the ring order that is declared."""
+    """Why a method can't run the strategy of a placement, with the declared ring order."""
     split = placement.sequence
     if split.strategy in ("", "gather"):
         return ()
@@ -33,7 +33,7 @@ def sequence_reasons(
             Reason(
                 "ulysses_ring.axes",
                 "sequence_parallel",
-                f"sequence_parallel='ulysses_ring' wants the sequence split over two mesh axes, and the rules name "
+                f"sequence_parallel='ulysses_ring' requires a sequence split over two mesh axes, but the rules name "
                 f"{'+'.join(split.declared)}",
                 "Name two in the partition axis, such as query_sequence_axis=('ring', 'sp'): heads are split over the last.",
             )
@@ -44,8 +44,9 @@ def sequence_reasons(
             Reason(
                 "ring.zigzag",
                 "ring_order",
-                f"ring_order='zigzag' is for masks under which no piece of the sequence sees a later one, and lengths in "
-                f"{pieces} pieces; the mask is {problem.mask.describe()}, q_len {problem.q_len}, kv_len {problem.kv_len}",
+                f"ring_order='zigzag' requires a mask under which no piece of the sequence sees a later one, and lengths "
+                f"divisible into {pieces} pieces; the mask is {problem.mask.describe()}, q_len {problem.q_len}, "
+                f"kv_len {problem.kv_len}",
                 "Leave ring_order out.",
             )
         )
@@ -58,7 +59,7 @@ def _said(placement: Placement) -> str:
 
 
 def _of_all(problem: AttentionProblem, placement: Placement) -> list[Reason]:
-    """Lengths and heads that don't divide."""
+    """Reasons for lengths and heads that don't divide."""
     split, said, found = placement.sequence, _said(placement), []
     if problem.kv_len % split.shards:
         found.append(
@@ -89,7 +90,7 @@ def _of_all(problem: AttentionProblem, placement: Placement) -> list[Reason]:
 def _of_keys_in_parts(
     operation: type[PlannedOperation], problem: AttentionProblem, placement: Placement, method: str
 ) -> list[Reason]:
-    """What a ring, and keys that stay split, ask of a kernel."""
+    """Reasons why a kernel can't run a ring or work on keys that stay split."""
     split, said, found = placement.sequence, _said(placement), []
     if not split.ring_axes and split.strategy != "split_kv":
         return []
@@ -113,7 +114,7 @@ def _of_keys_in_parts(
             Reason(
                 f"{split.strategy}.softmax_dtype",
                 "runtime_softmax_dtype",
-                f"{said}: this merges outputs by a log-sum-exp, which {problem.softmax_dtype} is too coarse for",
+                f"{said}: outputs are merged by their log-sum-exp, for which {problem.softmax_dtype} is too coarse",
                 "Leave runtime_softmax_dtype at float32.",
             )
         )
@@ -121,4 +122,4 @@ def _of_keys_in_parts(
 
 
 def _no_way(strategy: str, feature: str, said: str) -> Reason:
-    return Reason(f"{strategy}.{feature}", feature, f"{said}: there is no way for {_NOT_AROUND[feature]}", _ELSEWHERE)
+    return Reason(f"{strategy}.{feature}", feature, f"{said}: no support for {_NOT_AROUND[feature]}", _ELSEWHERE)

@@ -1,4 +1,4 @@
-"""SequenceSplit: how queries see all keys where the sequence is split over devices, by what is declared and what fits."""
+"""SequenceSplit: how queries see all keys if the sequence is split over devices, from what is declared and what fits."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """strategy: '' where nothing is split, a declared one but 'auto', or 'split_kv': whole queries, and keys that stay split.
+    """The split of a sequence, and how each query sees all keys.
 
-    axes: the mesh axes that split the queries outside the operation (for 'split_kv' the keys); shards: their size. ring_axes,
-    head_axes: those of them around which keys travel, and those that split heads instead of the sequence inside.
-    steps: how far keys come around the ring, in shards, 0 first: where some device may see something.
-    zigzag: a device works on two pieces of the sequence, the k-th from its begin and the k-th from its end.
-    whole_pairs: on a zigzag ring, every piece of the queries sees all of every piece of the keys before it.
-    gathers: keys enter the operation split as the queries are, and are brought together inside.
+    strategy: '' if nothing is split, a declared strategy other than 'auto', or 'split_kv': whole queries, keys stay split.
+    axes: the mesh axes that split the queries outside the operation (for 'split_kv' the keys); shards: their size.
+    ring_axes: the axes around which keys are sent; head_axes: those that split heads instead of the sequence inside.
+    steps: the distances around the ring, in shards, at which some device may see some key; 0 comes first.
+    zigzag: a device works on two pieces of the sequence, the k-th from the start and the k-th from the end.
+    whole_pairs: on a zigzag ring, every piece of the queries sees all of every earlier piece of the keys.
+    gathers: keys enter the operation split like the queries, and are gathered inside.
     declared: the axes that the rules name for the queries' sequence, whether they fit or not.
-    gathered_queries: for 'split_kv', the axes that split the queries outside, which are whole inside.
+    gathered_queries: for 'split_kv', the axes that split the queries outside; inside, queries are whole.
     """
 
     strategy: str = ""
@@ -49,11 +50,11 @@ class SequenceSplit:
 
     @property
     def pieces(self) -> int:
-        """In how many pieces a device's queries and keys are worked on."""
+        """The number of pieces of a device's queries and keys."""
         return 2 if self.zigzag else 1
 
     def changes(self) -> tuple[str, ...]:
-        """What happens to the tensors inside the operation, a line a step."""
+        """What happens to the tensors inside the operation, one line per step."""
         over, around, heads = ("+".join(axes) for axes in (self.axes, self.ring_axes, self.head_axes))
         found = []
         if self.gathered_queries:
@@ -67,14 +68,14 @@ class SequenceSplit:
             )
         if self.ring_axes:
             skipped = self.ring_size - len(self.steps)
-            seen = f"; {skipped} are left out, where the mask lets nothing be seen" if skipped else ""
+            seen = f"; {skipped} are left out, as the mask hides all their keys" if skipped else ""
             found.append(
                 f"key, value: travel around {around} in {len(self.steps) - 1} of {self.ring_size - 1} steps, outputs merged by "
                 f"lse{seen}"
             )
         if self.zigzag:
             found.append(
-                f"query, key, value: in zigzag order around {around} (a piece from the begin, one from the end), so that under "
+                f"query, key, value: in zigzag order around {around} (one piece from the start, one from the end), so that under "
                 "the causal mask all devices have equal work"
             )
         return tuple(found)
@@ -92,7 +93,7 @@ def split_sequence(
     key_axes: tuple[str, ...],
     declared: tuple[str, ...],
 ) -> SequenceSplit:
-    """The split of the axes that fit the queries' and the keys' sequence; `declared` are all that the rules name.
+    """The split by the axes that fit the queries' and the keys' sequence; `declared` are all axes that the rules name.
 
     'ulysses_ring' splits heads over the last declared axis and sends keys around the others. 'split_kv' leaves keys in place,
     whether queries are split or not.
@@ -129,14 +130,14 @@ def split_sequence(
 
 
 def loop_from(steps: tuple[int, ...]) -> int | None:
-    """The step from which on a ring's steps are alike and enough for one loop; None where they are compiled one by one."""
+    """The step from which a ring's steps are alike and enough for a loop; None if they are compiled one by one."""
     moves = [after - before for before, after in itertools.pairwise(steps)]
     alike = next((i for i in range(len(moves)) if len(set(moves[i:])) == 1), len(moves))
     return alike if len(moves) - alike > 2 else None
 
 
 def _steps(problem: AttentionProblem, shards: int, *, zigzag: bool) -> tuple[int, ...]:
-    """The distances at which some device may see something."""
+    """The distances at which some device may see some key."""
     every = tuple(range(shards))
     pieces = 2 * shards if zigzag else shards
     if problem.dynamic_query_offset or "mask_function" in problem.features:
@@ -144,13 +145,14 @@ def _steps(problem: AttentionProblem, shards: int, *, zigzag: bool) -> tuple[int
     if problem.kv_len % pieces or problem.q_len % pieces:
         return every
     rows, keys = np.nonzero(_live(problem, pieces))
-    if zigzag:  # of twice as many pieces, a device has one from the begin and its counterpart from the end
+    if zigzag:  # of twice as many pieces, a device has one from the start and its counterpart from the end
         rows, keys = (np.minimum(x, pieces - 1 - x) for x in (rows, keys))
     return tuple(sorted({0, *((rows - keys) % shards).tolist()}))
 
 
 def _zigzag(problem: AttentionProblem, shards: int, order: str | None) -> bool:
-    """Where it is declared, and unset where it evens the work out: no step falls away, and the later a row the more it sees."""
+    """Whether to use zigzag order: if declared, or if unset and it balances the work, that is, if all steps are needed and later
+    rows see more."""
     if order is not None:
         return order == "zigzag"
     if len(_steps(problem, shards, zigzag=False)) < shards or "mask_function" in problem.features:
@@ -159,8 +161,8 @@ def _zigzag(problem: AttentionProblem, shards: int, order: str | None) -> bool:
 
 
 def is_triangular(problem: AttentionProblem, shards: int, *, whole: bool = False) -> bool:
-    """Whether, of twice as many pieces as shards, none is seen from a piece before it, whatever the call's arrays hold; and,
-    if asked, all of it from those behind.
+    """Whether, of twice as many pieces as shards, no piece sees a later one, for any values of the call's arrays. `whole`:
+    and every piece sees all of all earlier ones.
     """
     pieces = 2 * shards
     if problem.dynamic_query_offset or problem.q_len % pieces or problem.kv_len % pieces:
@@ -176,5 +178,5 @@ def _live_of(mask: object, pieces: int, q_len: int, kv_len: int, offset: int) ->
 
 
 def _live(problem: AttentionProblem, pieces: int) -> np.ndarray:
-    """Which pieces of the queries see something of which pieces of the keys, by the static part of the mask."""
+    """Which pieces of the queries see which pieces of the keys, by the static part of the mask."""
     return _live_of(problem.mask, pieces, problem.q_len, problem.kv_len, problem.query_offset or 0)

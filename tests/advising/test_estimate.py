@@ -74,10 +74,10 @@ def test_tiles_by_device_and_hop() -> None:
 
 def test_work_by_hand() -> None:
     """One v5e, all visible, 2 x 8 heads of 4096 tokens, D 128. A weight takes 256 products of 65536 a cycle, 0.0039 cycles, and
-    beside them 0.0041, which is more; 4096 rows take as much as 256 weights each, and 64 tiles 50 cycles."""
+    beside them 0.00395, which is more; 4096 rows take as much as 256 weights each, and 64 tiles 50 cycles."""
     machine = machine_of("v5e:1x1")
     (one,) = estimate(_plan(machine, {"fsdp": 1}, length=4096, mask=Full(), mode="prefill"), machine).passes
-    cycles = 16 * (0.0041 * (4096 * 4096 + 4096 * 256) + 64 * 50)
+    cycles = 16 * (0.00395 * (4096 * 4096 + 4096 * 256) + 64 * 50)
     assert one.seconds == pytest.approx(cycles / 1.5e9)
     assert (one.bound, one.waiting, one.sends) == ("vector", 0.0, ())
 
@@ -110,7 +110,7 @@ def test_a_ring_beside_its_work() -> None:
     short = estimate(_plan(machine, {"sp": 4}, length=2048, **fields), machine).passes[0]
     (send,) = short.sends
     hop //= 8
-    work = 16 * (0.0041 * (512 * 512 + 512 * 256) + 50) / 1.5e9
+    work = 16 * (0.00395 * (512 * 512 + 512 * 256) + 50) / 1.5e9
     assert send.waited == pytest.approx(3 * (hop / 5e10 + 1e-6 - work))
     assert short.seconds == pytest.approx(4 * work + send.waited)
 
@@ -120,8 +120,8 @@ def test_the_busiest_device_is_waited_for() -> None:
     machine = machine_of("v5e:2x4")
     plan = _plan(machine, {"sp": 8}, length=8192, mask=Causal(), mode="prefill", sequence_parallel="gather")
     (one,) = estimate(plan, machine).passes
-    rows = 1024 * 256 * 0.0041
-    tile = 512 * 512 * 0.0041 + 50
+    rows = 1024 * 256 * 0.00395
+    tile = 512 * 512 * 0.00395 + 50
     assert one.waiting / one.work == pytest.approx((31 * tile + rows) / (17 * tile + rows) - 1)
 
 

@@ -98,7 +98,7 @@ def test_options_of_one_command(attnops: Callable[..., Any], tmp_path: Path) -> 
     config = tmp_path / "good.json"
     config.write_text(GOOD)
     for arguments, says in (
-        (("run", config, "--mesh", "tp=16"), "needs 16 devices and 8 are there"),
+        (("run", config, "--mesh", "tp=16"), "needs 16 devices, but there are 8"),
         (("run", config, "--mesh", "tp=5000"), "at most 256 virtual ones"),
         (("run", config, "--repeats", "0"), "--repeats"),
         (("run", config, "--seed", str(2**64)), "--seed"),
@@ -130,7 +130,7 @@ def _arrays(**changes: np.ndarray | None) -> dict[str, np.ndarray]:
         (_arrays(key=np.ones((2, 8, 2, 5), np.float32)), "call.head_dim=4"),
         (_arrays(query=np.ones((2, 9, 2, 4), np.float32)), "call.q_len=8"),
         (_arrays(value=np.ones((2, 7, 2, 4), np.float32)), "key and value differ in length"),
-        (_arrays(query=np.ones((8, 2, 4), np.float32)), "wants [batch, time, heads, dim]"),
+        (_arrays(query=np.ones((8, 2, 4), np.float32)), "requires [batch, time, heads, dim]"),
         (_arrays(query=np.ones((2, 8, 2, 4), np.int32)), "query has dtype int32"),
         (_arrays(mask=np.ones((2, 8), bool)), "mask has shape (2, 8)"),
         (_arrays(mask=np.ones((2, 1, 8, 8), np.float32)), "mask has dtype float32"),
@@ -138,7 +138,7 @@ def _arrays(**changes: np.ndarray | None) -> dict[str, np.ndarray]:
         (_arrays(kv_lengths=np.ones((3,), np.int32)), "kv_lengths"),
         (
             _arrays(kv_lengths=np.array([2**40, 1])),
-            "kv_lengths holds 1099511627776; wanted whole numbers that fit in int32",
+            "kv_lengths holds 1099511627776; wanted integers that fit in int32",
         ),
         (_arrays(kv_lengths=np.array([-1, 1])), "kv_lengths holds -1; wanted 0 to 8"),
         (_arrays(kv_lengths=np.array([9, 1], np.uint8)), "kv_lengths holds 9; wanted 0 to 8"),
@@ -181,18 +181,18 @@ def test_declared_and_given_must_agree(
         ({"dense_mask": [1, 1, 8, 8]}, "holds no mask"),
         ({"query_offset": 1}, "keep one"),
         ({"batch": 3}, "call.batch=3"),
-        ({"kv_dtype": "int8"}, "key is float32, and call.kv_dtype=int8 is declared"),
+        ({"kv_dtype": "int8"}, "key is float32, but call.kv_dtype=int8 is declared"),
     ):
         _refused(attnops("plan", config(**sizes, **call), "--inputs", inputs), says)
     whole = np.ones((2, 8, 2, 4), np.int8)
     scale = {"key_scale": np.ones((1, 1, 2, 1), np.float32)}
     np.savez(inputs, **_arrays(key=whole, value=whole), **scale)  # type: ignore[arg-type]
     for call, says in (
-        ({"kv_dtype": None}, "key is int8, and call.kv_dtype=None is declared"),
-        ({"kv_dtype": "float8_e5m2"}, "key is int8, and call.kv_dtype=float8_e5m2 is declared"),
+        ({"kv_dtype": None}, "key is int8, but call.kv_dtype=None is declared"),
+        ({"kv_dtype": "float8_e5m2"}, "key is int8, but call.kv_dtype=float8_e5m2 is declared"),
         ({"kv_dtype": "int8"}, "value is int8, but value_scale is missing"),
-        ({"kv_dtype": "int8", "kv_scales": "head"}, "holds no value_scale, and call.kv_scales=head"),
-        ({"kv_dtype": "int8", "kv_scales": "token"}, "key_scale has shape (1, 1, 2, 1), and call.kv_scales=token"),
+        ({"kv_dtype": "int8", "kv_scales": "head"}, "holds no value_scale, but call.kv_scales=head"),
+        ({"kv_dtype": "int8", "kv_scales": "token"}, "key_scale has shape (1, 1, 2, 1), but call.kv_scales=token"),
         ({"kv_scales": None}, "key is int8, but key_scale is missing"),
     ):
         _refused(attnops("plan", config(**sizes, **call), "--inputs", inputs), says)

@@ -37,7 +37,7 @@ def test_caps_and_sinks_have_their_columns(attnops: Callable[..., Any], monkeypa
     wide = ("plan", "--q-len", 64, "--platform", "v5p", "--model")
     for model, heads, cells in (
         ("gemma-2-27b-it", "cap", "50"),
-        ("gpt-oss-20b", "sinks", "1 a head"),
+        ("gpt-oss-20b", "sinks", "1 per head"),
         ("llama-3.1-8b", "heads", "32/8"),
     ):
         monkeypatch.setenv("COLUMNS", "140")
@@ -153,8 +153,8 @@ def test_refused_layers_end_with_status_1(attnops: Callable[..., Any]) -> None:
     ("arguments", "says"),
     [
         ((), "nothing to plan; give a declaration file, or --model"),
-        (("examples/minilm_layer.json", "--model", GEMMA), "CONFIG examples/minilm_layer.json beside --model"),
-        (("--model", GEMMA, "--inputs", "x.npz"), "--inputs x.npz beside --model"),
+        (("examples/minilm_layer.json", "--model", GEMMA), "CONFIG examples/minilm_layer.json and --model"),
+        (("--model", GEMMA, "--inputs", "x.npz"), "--inputs x.npz and --model"),
         (("examples/minilm_layer.json", "--q-len", 5), "--q-len without --model"),
         (("--model", "nothing.json"), "nothing.json: No such file or directory; wanted the config.json of a model"),
         (("--model", MODELS), "config.json: No such file"),

@@ -233,8 +233,8 @@ def test_a_platform_by_the_name_of_a_device(
 @pytest.mark.parametrize(
     ("platform", "says"),
     [
-        ("v5e:2x2", "wanted --topology v5e:2x2"),
-        ("h100:8", "wanted --topology h100:8"),
+        ("v5e:2x2", "use --topology v5e:2x2"),
+        ("h100:8", "use --topology h100:8"),
         ("gpus", "wanted one of tpu, cuda, rocm, gpu, cpu, v4, v5e, "),
         ("v6", "Did you mean 'v6e'?"),
     ],

@@ -111,7 +111,7 @@ def test_a_step_of_a_group_is_planned_run_and_compiled(attnops: Callable[..., An
         "of group 0 of 2: a window of 7 tokens",
         "7 queries of 3 sequences: 9 pages, ",
         "cache: 3 layers in 2 groups",
-        "2 layers (0, 2), a window of 7 tokens: 12 pages, at most 5 a sequence",
+        "2 layers (0, 2), a window of 7 tokens: 12 pages, at most 5 per sequence",
         "1 layer (1), all tokens: 32 pages",
         "value_pages[1]",
     ):
@@ -124,7 +124,7 @@ def test_a_step_of_a_group_is_planned_run_and_compiled(attnops: Callable[..., An
     of_others = attnops("plan", in_groups(tmp_path, layer=1, sliding_window=None), "--json")
     data = json.loads(of_others.out)
     assert (data["group"], data["reads"]["held"], data["reads"]["live"]) == (1, 16, 16)
-    assert "layer 2: a step attends to one" in attnops("run", in_groups(tmp_path, layer=2), "--check").out
+    assert "layer 2: a step uses one" in attnops("run", in_groups(tmp_path, layer=2), "--check").out
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_a_wrong_lse_fails_the_check() -> None:
     [
         ({"step": None}, 2, "has steps, but the file declares none"),
         ({"cache": None}, 2, "declare `cache` in the file"),
-        ({"operation": "splash"}, 2, "the file declares a step, and operation 'splash' has calls"),
-        ({"call": {"q_len": 4}}, 2, "declare `step` in the place of `call`"),
+        ({"operation": "splash"}, 2, "the file declares a step, but operation 'splash' runs calls"),
+        ({"call": {"q_len": 4}}, 2, "declare `step` instead of `call`"),
         ({"step": {"kv_lens": [17, 9]}}, 2, "q_lens of 3, kv_lens of 2"),
         ({"step": {"kv_lens": [17, 4, 30]}}, 2, "sequence 1 has 5 queries and 4 keys"),
         ({"step": {"kv_lens": [17, 9, 65]}}, 2, "at most 64 keys"),
@@ -234,7 +234,7 @@ def test_sizes_of_a_step_are_searched_and_kept(
     assert json.loads(attnops("tune", path, "--json", "--most", "3").out)[0]["reused"] == 2
     refused = attnops("tune", path, "--target", "v5e:2x2")
     assert refused.status == 2
-    assert "searched by time" in refused.err
+    assert "tuned by times measured" in refused.err
 
 
 def test_a_file_with_a_step_is_no_attention_that_a_model_calls() -> None:

@@ -72,7 +72,7 @@ def test_round_trip_is_exact(call: dict[str, Any]) -> None:
         ("[1]", ["list", "wanted an object"]),
         ("[" * 50_000, ["nested too deep"]),
         ('{"call": {}}', ["operation is missing"]),
-        ('{"operation": "splash", "operation": "sdpa"}', ["'operation' stands twice"]),
+        ('{"operation": "splash", "operation": "sdpa"}', ["'operation' appears twice"]),
         ('{"operation": "splash", "call": {"softmax_scale": NaN}}', ["NaN", "finite"]),
         ('{"operation": "splash", "call": {"softmax_scale": 1e999}}', ["1e999", "finite"]),
         ('{"operation": "splash", "metadata": {"softmax_scale": -Infinity}}', ["-Infinity"]),
@@ -165,8 +165,8 @@ def test_packed_self_attention_has_one_set_of_ids() -> None:
     [
         ({"q_len": 4}, "call.q_heads, call.head_dim missing"),
         ({"q_len": 4, "q_heads": 1, "head_dim": 4, "batch": 2, "layout": "thd"}, "no batch"),
-        ({"q_len": 4, "q_heads": 1, "head_dim": 4, "segment_ids": 5}, "at most one a token"),
-        ({"q_len": 4, "q_heads": 1, "head_dim": 4, "kv_lengths": [1, 2]}, "one a batch row"),
+        ({"q_len": 4, "q_heads": 1, "head_dim": 4, "segment_ids": 5}, "at most one per token"),
+        ({"q_len": 4, "q_heads": 1, "head_dim": 4, "kv_lengths": [1, 2]}, "one per batch row"),
     ],
 )
 def test_sizes_that_make_no_call(call: dict[str, Any], says: str) -> None:

@@ -80,8 +80,8 @@ def test_a_plan_alone(attnops: Callable[..., Any], config: Callable[..., Path]) 
     assert "fsdp of batch dropped: 3 is not divisible by fsdp=2" in " ".join(page.texts["plan"].split())
     assert "496 full" in page.texts["mask"]
     assert "Nothing was compiled" in page.texts["plan"]
-    assert "attnops tune makes one" in page.texts["tuning"]
-    assert "--run does" in page.texts["timings"]
+    assert "attnops tune runs one" in page.texts["tuning"]
+    assert "--run runs it" in page.texts["timings"]
 
 
 def test_compiled_and_run_here(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
@@ -93,11 +93,11 @@ def test_compiled_and_run_here(attnops: Callable[..., Any], config: Callable[...
         for found in one["collectives"]:
             assert f"{found['count']} {found['kind']} of" in target
     assert "all-gather: the least" in target
-    assert "What is sent is what is needed." in target
+    assert "The program sends exactly what is needed." in target
     assert "Forward and backward" in target
     assert "pass output against float64 reference" in " ".join(page.texts["timings"].split())
     assert "median" not in page.texts["timings"]
-    assert "only the call's arrays tell" in page.texts["mask"]
+    assert "this depends on the call's arrays" in page.texts["mask"]
 
 
 @needs_libtpu
@@ -183,7 +183,7 @@ def test_a_refused_plan_has_its_page(attnops: Callable[..., Any], config: Callab
 def test_bad_input(attnops: Callable[..., Any], config: Callable[..., Path], examples: Path, tmp_path: Path) -> None:
     result = attnops("report", config(), "--output", tmp_path / "nowhere" / "page.html")
     assert (result.status, result.out) == (2, "")
-    assert "is no folder" in result.err
+    assert "is not a folder" in result.err
     result = attnops("report", config(), "--target", "v9")
     assert result.status == 2
     assert "generations" in result.err
@@ -192,7 +192,7 @@ def test_bad_input(attnops: Callable[..., Any], config: Callable[..., Path], exa
     step.write_text((examples / "serve" / "smollm2.json").read_text())
     result = attnops("report", step)
     assert result.status == 2
-    assert "a report is of calls" in result.err
+    assert "a report describes calls" in result.err
 
 
 def test_names_can_not_break_out(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:

@@ -104,7 +104,7 @@ def test_json(attnops: Callable[..., Any], config: Callable[..., Path], examples
     for other in ("--quiet", "--explain"):
         refused = attnops("run", config(), "--json", other)
         assert (refused.status, refused.out) == (2, "")
-        assert f"{other} beside --json" in refused.err
+        assert f"{other} has no effect with --json" in refused.err
 
 
 def test_fallback_is_one_short_warning(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:

@@ -72,7 +72,7 @@ def test_nothing_compiles(attnops: Any, config: Any) -> None:
     ("options", "message"),
     [
         (["--target", "v9:2x2"], "target 'v9:2x2'; wanted a TPU generation and a shape"),
-        (["--target", "v5e:2x2", "--how", "device"], "--how device takes times on this machine"),
+        (["--target", "v5e:2x2", "--how", "device"], "--how device measures times on this machine"),
         (["--how", "static"], "device kind 'cpu' is no TPU that can be described"),
         (["--how", "guess"], "how='guess'; wanted 'static' or 'device'"),
         (["--most", "0"], "--most"),

@@ -62,7 +62,7 @@ def test_a_program_whose_text_can_not_be_read_compiles_all_the_same(
     arguments = (config("splash", **SIZES), "--target", "v5e:2x2", "--mode", "prefill")
     result = attnops("verify", *arguments)
     assert result.status == 0
-    assert "VMEM isn't known" in result.out
+    assert "VMEM use and communication are not known" in result.out
     (report,) = json.loads(attnops("verify", *arguments, "--json").out)
     assert report["passed"]
     assert report["passes"][0]["kernels"] is None
@@ -226,7 +226,7 @@ def test_the_command_on_virtual_devices(attnops: Callable[..., Any], config: Cal
     path = config("splash", {"sequence_parallel": "ulysses"}, q_len=256, q_heads=8, kv_heads=8, head_dim=16, batch=2)
     result = attnops("verify", path, "--mesh", "fsdp=2,sp=4", "--mode", "prefill")
     assert (result.status, result.err) == (0, "")
-    for part in ("8 cpu devices", "passes", "over sp: ", "needed by all-to-all", "what is sent is what is needed"):
+    for part in ("8 cpu devices", "passes", "over sp: ", "needed by all-to-all", "sends exactly what is needed"):
         assert part in result.out
     (report,) = json.loads(attnops("verify", path, "--mesh", "fsdp=2,sp=4", "--json").out)
     assert report["device"] is None

@@ -79,7 +79,7 @@ def test_a_call_on_a_described_gpu(attnops: Callable[..., Any], config: Callable
     result = attnops(*arguments)
     assert (result.status, result.err) == (0, "")
     said = " ".join(result.out.split())
-    for part in ("compiles in", "attnops_flash_forward: ", "HBM of a device: arguments 512.0 KiB, outputs 256.0 KiB"):
+    for part in ("compiles in", "attnops_flash_forward: ", "HBM per device: arguments 512.0 KiB, outputs 256.0 KiB"):
         assert part in said
     (report,) = json.loads(attnops(*arguments, "--json").out)
     (kernel,) = report["passes"][0]["kernels"]
@@ -88,7 +88,7 @@ def test_a_call_on_a_described_gpu(attnops: Callable[..., Any], config: Callable
         assert "not known without attnops[cuda-compile]" in said
     else:
         assert kernel["occupancy"]["blocks"] >= 1
-        assert f"{kernel['registers']} registers a thread" in said
+        assert f"{kernel['registers']} registers per thread" in said
         told = "inner loop of" if disassembler() else "not known without attnops[cuda-sass]"
         assert told in said
 
@@ -100,7 +100,7 @@ def test_a_failure_is_status_1(attnops: Callable[..., Any], config: Callable[...
     assert result.status == 1
     assert "a device needs" in result.err
     assert "of HBM and has 79.3 GiB" in result.err
-    assert "compiles and doesn't fit" in result.out
+    assert "compiles but doesn't fit" in result.out
     # XLA takes it. 64 x 131072 x 32 x 128 x 2 bytes are 64 GiB of queries, and as much of outputs.
     assert "outputs 64.0 GiB" in " ".join(result.out.split())
 

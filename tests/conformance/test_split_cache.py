@@ -30,7 +30,7 @@ SPLIT_QUERIES = {"partition_axis": {"decode_query_sequence_axis": "sp"}}
 # Their masks count from the row's index, so that a cut would mean another thing; or they have few queries already.
 WHOLE = {"everything", "lower_triangle"}
 FEW = ("cache", "one_query")
-GATHERED = {"weights": "there is no way for the attention weights"}
+GATHERED = {"weights": "no support for the attention weights"}
 
 
 def _built(name: str, layout: str) -> cases.Case:
@@ -152,7 +152,7 @@ def test_the_choice_is_what_sends_less(q_len: int) -> None:
     chosen = _insert(q_len)[0].placement
     assert chosen.sequence.strategy == min(sent, key=sent.__getitem__)
     merging, gathering = (bytes_text(sent[means]) for means in ("split_kv", "gather"))
-    assert f"merging sends {merging} a device, gathering the keys {gathering}" in chosen.changes[-1]
+    assert f"merging sends {merging} per device, gathering the keys {gathering}" in chosen.changes[-1]
 
 
 @pytest.mark.parametrize(("q_len", "strategy"), [(72, "split_kv"), (80, "gather")])

@@ -96,8 +96,8 @@ def test_keys_beside_a_text_config_are_told() -> None:
     }
     beside = {"attn_logit_softcapping": 30.0, "zz": 1, "sliding_window": None}
     notes = ModelDeclaration.from_config(model | beside, q_len=8).notes
-    assert "not read, as they stand beside text_config and not in it: attn_logit_softcapping, zz" in notes
-    assert not any("beside" in note for note in ModelDeclaration.from_config(model, q_len=8).notes)
+    assert "not read, as they are outside text_config: attn_logit_softcapping, zz" in notes
+    assert not any("outside" in note for note in ModelDeclaration.from_config(model, q_len=8).notes)
 
 
 def test_keys_that_are_no_strings() -> None:

@@ -120,8 +120,8 @@ def test_arrays_need_wrapping(combine):
     [
         (lambda: Causal(True), "write the number"),
         (lambda: Causal(1.0), r"offset=1\.0 is a float; wanted an int, .*: write 1$"),
-        (lambda: Causal("1"), "wanted an int, or None for the position that the call gives"),
-        (lambda: Causal(2**31), "use None for the position"),
+        (lambda: Causal("1"), "wanted an int, or None for the call's position"),
+        (lambda: Causal(2**31), "use None for the call's position"),
         (lambda: SlidingWindow(None, None), r"use Full\(\)"),
         (lambda: SlidingWindow(-1), "use None for no bound"),
         (lambda: SlidingWindow(left=2**31 - 1), "use None for no bound"),

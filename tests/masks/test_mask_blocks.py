@@ -187,13 +187,13 @@ def test_patterns_by_their_definitions():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Blocks(np.ones((2, 2)), 8, 8), r"array of float64; wanted a bool array .*astype\(bool\)"),
-        (lambda: Blocks(np.ones(3, bool), 8, 8), r"shape \(3,\); wanted a bool array"),
+        (lambda: Blocks(np.ones((2, 2)), 8, 8), r"array of float64; wanted a NumPy bool array, .*astype\(bool\)"),
+        (lambda: Blocks(np.ones(3, bool), 8, 8), r"shape \(3,\); wanted a NumPy bool array"),
         (lambda: Blocks(np.ones((0, 2), bool), 8, 8), r"shape \(0, 2\)"),
         (lambda: Blocks(jnp.ones((2, 2), bool), 8, 8), r"np\.asarray\(layout\)"),
         (lambda: Blocks("bigbird", 8, 8), "is a str; wanted"),
         (lambda: Blocks([[True], [True, False]], 8, 8), "different lengths"),
-        (lambda: Blocks(["01", "0x"], 8, 8), "'0x'; wanted text of 0 and 1"),
+        (lambda: Blocks(["01", "0x"], 8, 8), "'0x'; wanted a string of 0 and 1"),
         (lambda: Blocks(np.ones((2, 2), bool), 0, 8), "block_q=0; wanted an int of at least 1"),
         (lambda: Blocks(np.ones((2, 2), bool), 8, 8.0), "block_kv=8.0 is a float"),
         (lambda: Blocks(jnp.ones((1, 1, 2, 2)), 8, 8), "dtype float32; wanted integers"),

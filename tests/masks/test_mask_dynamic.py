@@ -132,7 +132,7 @@ def test_split_and_merge():
     slots, holes = structure.split()
     assert slots == structure
     assert [(leaf.name, leaf.array) for leaf in holes] == [(leaf.name, None) for leaf in leaves]
-    with pytest.raises(MaskError, match="wanted 8, as split"):
+    with pytest.raises(MaskError, match="wanted 8, as returned by split"):
         structure.merge([])
     with pytest.raises(MaskError, match=r"merge\(arrays\) first"):
         structure.materialise(slice(0, Q), slice(0, K))
@@ -270,10 +270,10 @@ def test_no_position_wraps_round(left, right, array):
         (lambda: SegmentIds(np.zeros((1, 3)), np.zeros((1, 3), int)), r"astype\('int32'\)"),
         (lambda: Lengths(np.zeros((1, 1), int)), r"integer array \[batch\]"),
         (lambda: Lengths([3]), r"np\.asarray\(kv_lengths\)"),
-        (lambda: Lengths(np.full(1, 2**31)), "kv_lengths holds 2147483648; wanted whole numbers that fit in int32"),
+        (lambda: Lengths(np.full(1, 2**31)), "kv_lengths holds 2147483648; wanted integers that fit in int32"),
         (
             lambda: SegmentIds(np.full((1, 3), -(2**31) - 1), np.zeros((1, 3), int)),
-            "q_segment_ids holds -2147483649; .* anew",
+            "q_segment_ids holds -2147483649; .* renumber",
         ),
         (lambda: Lengths(jax.ShapeDtypeStruct((1,), np.uint32)), r"uint32 and unknown values; .* kv_lengths\.astype"),
         (lambda: Lengths(jax.ShapeDtypeStruct((1,), np.int64)), r"int64 and unknown values; .* kv_lengths\.astype"),

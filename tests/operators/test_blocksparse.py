@@ -15,7 +15,7 @@ from attnops.compat import abstract_device
 from attnops.masks import bigbird
 from attnops.operators.kernels.block_words import block_words, seen_by_words
 from attnops.operators.kernels.flash.visits import visits
-from attnops.operators.kernels.splash.schedule import LIVE, kv_block_of, q_block_of, tile_schedule
+from attnops.operators.kernels.splash.schedule import body_of, kv_block_of, q_block_of, tile_schedule
 from attnops.operators.kernels.tiles import tile_table
 from attnops.operators.local_mask import LocalMask
 from attnops.operators.mask_blocks import fitted_block
@@ -77,7 +77,7 @@ def test_tiles_of_heads_are_listed_apart_on_a_tpu(name: str, tables: int) -> Non
     words = np.asarray(made.words).reshape(tables, made.length)
     for table in range(tables):
         heads = slice(table * 4 // tables, (table + 1) * 4 // tables)
-        live = [word for word in words[table] if word & LIVE]
+        live = [word for word in words[table] if body_of(word)]
         assert {(int(q_block_of(w)), int(kv_block_of(w))) for w in live} == _wanted(name, heads, 32, 16)
         assert len(live) == len(set(live))
 

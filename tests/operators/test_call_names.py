@@ -38,21 +38,21 @@ WAYS = {
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("casual", "'casual' is no argument of a call. Did you mean 'causal'?"),
-        ("is_causal", "Here it is causal; left out, it is OperationMetadata's, True"),
+        ("casual", "'casual' is not an argument of a call. Did you mean 'causal'?"),
+        ("is_causal", "Here it is causal; the default is OperationMetadata's, which is True"),
         ("scale", "Here it is softmax_scale"),
         ("local_window_size", "Here it is sliding_window, with the same meaning"),
         ("window_size", "None, not -1, for no bound"),
         ("attn_mask", "True where a query may attend; what is added to the logits is bias"),
         ("key_value_seq_lengths", "Here it is kv_lengths"),
-        ("query_seq_lengths", "disregard their output"),
+        ("query_seq_lengths", "ignore their output"),
         ("segment_ids", "Here it is q_segment_ids and kv_segment_ids"),
-        ("dropout_p", "Here it is dropout_prob; weights are dropped with deterministic=False"),
+        ("dropout_p", "Here it is dropout_prob; weights are dropped only with deterministic=False"),
         ("enable_gqa", "Leave it out"),
         ("softcap", "None, not 0, for none"),
         ("s_aux", "Here it is softmax_aux"),
         ("tuning", "It is an argument of OperationMetadata."),
-        ("zzz", "'zzz' is no argument of a call. Wanted query, key, value, mask"),
+        ("zzz", "'zzz' is not an argument of a call. Wanted query, key, value, mask"),
     ],
 )
 def test_a_call(way, name, says):
@@ -60,7 +60,7 @@ def test_a_call(way, name, says):
         WAYS[way](QUERY, QUERY, QUERY, **{name: True})
     assert says in str(caught.value)
     assert isinstance(caught.value, TypeError)
-    assert str(caught.value).startswith(f"'{name}' is no argument of a call.")
+    assert str(caught.value).startswith(f"'{name}' is not an argument of a call.")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_metadata(name, says):
 
 def test_a_file():
     call = {"q_len": 8, "q_heads": 2, "head_dim": 4}
-    with pytest.raises(ConfigError, match=r"Here it is causal; left out"):
+    with pytest.raises(ConfigError, match=r"Here it is causal; the default"):
         Declaration.from_dict({"operation": "vanilla", "call": call | {"is_causal": True}})
     with pytest.raises(ConfigError, match="Did you mean 'causal'"):
         Declaration.from_dict({"operation": "vanilla", "call": call | {"casual": True}})

@@ -114,7 +114,7 @@ def _traced(attend: Any, *qkv: np.ndarray, **call: Any) -> jax.Array:
 
 
 WRONG = [
-    ("ids", np.full((B, Q), 2**32), InputError, "q_segment_ids holds 4294967296; .* int32, .*: number the ids anew, from 0"),
+    ("ids", np.full((B, Q), 2**32), InputError, "q_segment_ids holds 4294967296; .* int32, .*: renumber the ids from 0"),
     ("lengths", np.array([2**32 + 3, 4]), InputError, "kv_lengths holds 4294967299; .* int32"),
     ("lengths", np.array([-1, 4], np.int32), InputError, "kv_lengths holds -1; wanted 0 to 6"),
     ("lengths", np.array([0, 7], np.uint8), InputError, "kv_lengths holds 7; wanted 0 to 6"),

@@ -221,5 +221,5 @@ def test_a_strategy_that_contradicts_the_operations_name_is_refused(name: str, d
     if name == declared:
         OperationRegistry.create(name, metadata)
         return
-    with pytest.raises(ConfigError, match=f"sequence_parallel='{name}' by its name, and '{declared}' is declared"):
+    with pytest.raises(ConfigError, match=f"sequence_parallel='{name}', but '{declared}' is declared"):
         OperationRegistry.create(name, metadata)

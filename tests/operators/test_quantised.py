@@ -101,7 +101,7 @@ def test_the_plan_tells_all() -> None:
     assert plan.placement.spec("key_scale") == PartitionSpec("fsdp", "tp", None)
     assert "value is float8_e5m2 without value_scale: its values are used unscaled" in plan.notes
     assert any(
-        "dequantised copy of key and value (bfloat16, 8.0 KiB a device, beside 4.0 KiB as given)" in n
+        "dequantised copy of key and value (bfloat16, 8.0 KiB per device, in addition to 4.0 KiB as given)" in n
         for n in plan.notes
     )
     told = plan.to_dict()

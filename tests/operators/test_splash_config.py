@@ -211,7 +211,7 @@ def test_weights_stay_where_a_head_dim_leaves_columns_idle(kind: str, dim: int, 
         ({"block_kv_compute_in": 384}, {"block_kv": 384, "block_kv_compute": 384}),
         (
             {"vmem_limit_bytes": None},
-            {"vmem_limit_bytes": None, "block_q": 1024, "block_kv_dkv_sums": 1024},
+            {"vmem_limit_bytes": None, "block_q": 1024, "block_kv_dkv_sums": 2048},
         ),  # of 16 MiB
         ({"kernel": "jax"}, {"block_q": 512, "block_kv_compute": 512, "block_q_dq": 512}),
         ({"kernel": "jax", "block_q": 256}, {"block_q": 256, "block_q_dkv": 256, "block_kv": 512}),
@@ -246,7 +246,7 @@ def test_the_generation_decides_what_fits() -> None:
 
 
 def test_what_may_not_fit_is_noted() -> None:
-    blocks = dict.fromkeys(("block_q", "block_kv", "block_kv_compute"), 8192)
+    blocks = dict.fromkeys(("block_q", "block_q_compute", "block_kv", "block_kv_compute"), 8192)
     metadata = OperationMetadata(mesh=MESH, operation_configs={"splash": blocks})
     x = jax.ShapeDtypeStruct((1, 8192, 2, 128), jnp.bfloat16)
     attend = OperationRegistry.create("splash", metadata)

@@ -218,7 +218,7 @@ def test_planning_of_long_sequences_looks_at_few_tiles(length: int, most: int, m
 
     count("live_blocks")
     count("live_blocks_by_head")
-    block_choice._tiles_of_kinds.cache_clear()
+    block_choice._tiles_of_bodies.cache_clear()
     _plan(length, heads=6)  # a problem that no other test has planned
     assert 0 < sum(seen) < most
 
@@ -229,5 +229,5 @@ def test_split_keys_are_costed_where_they_are_seen(mask: Mask) -> None:
     fields = {"mesh": _mesh(sp=4), "partition_axis": {"decode_key_sequence_axis": "sp"}, "sequence_parallel": "ring"}
     q, k = (_shape(1, length, 4, 128, dtype=jnp.bfloat16) for length in (512, 16384))
     plan = OperationRegistry.create("splash", OperationMetadata(**fields)).plan(q, k, k, mask=mask, mode="insert")
-    assert tile_cost(plan.problem, plan.placement, 128, 128) > 0
+    assert tile_cost(plan.problem, plan.placement, (128, 128), (128, 128)) > 0
     assert plan.tuning is None  # one device's tiles are not the problem's

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
 from attnops.masks import Lengths
+from attnops.operators.kernels.splash.bodies import MASKED, WHOLE, Body
 from attnops.operators.kernels.splash.schedule import (
+    BODY,
     FIRST,
     LAST,
-    LIVE,
-    PARTIAL,
     Known,
+    body_of,
     fewest_steps,
     kv_block_of,
     live_tiles,
@@ -42,22 +43,31 @@ MASKS: dict[str, Mask] = {
 }
 
 
-def _brute(visible: np.ndarray, block_q: int, block_kv: int) -> dict[tuple[int, int], int]:
-    """(q block, kv block) -> flags LIVE and PARTIAL, of a bool [q, kv]; padded keys aren't visible."""
+def _brute(visible: np.ndarray, block_q: int, block_kv: int) -> dict[tuple[int, int], np.ndarray]:
+    """(q block, kv block) -> the tile, of a bool [q, kv], where something is visible; padded keys aren't."""
     found = {}
     for i in range(0, visible.shape[0], block_q):
         for j in range(0, visible.shape[1], block_kv):
             tile = visible[i : i + block_q, j : j + block_kv]
             if tile.any():
-                whole = tile.all() and tile.shape[1] == block_kv
-                found[i // block_q, j // block_kv] = LIVE | (0 if whole else PARTIAL)
+                found[i // block_q, j // block_kv] = np.pad(tile, ((0, 0), (0, block_kv - tile.shape[1])))
     return found
 
 
-def _check(words: np.ndarray, want: dict[tuple[int, int], int], slow: str, slow_blocks: int) -> None:
+def _check(
+    words: np.ndarray,
+    bodies: tuple[Body, ...],
+    want: dict[tuple[int, int], np.ndarray],
+    slow: str,
+    slow_blocks: int,
+    block_q: int,
+    unit: tuple[int, int],
+) -> None:
     places = [(int(q_block_of(w)), int(kv_block_of(w))) for w in words]
-    flags = [int(w) & (LIVE | PARTIAL) for w in words]
-    assert {p: f for p, f in zip(places, flags, strict=True) if f} == want
+    numbers = {place: int(body_of(w)) for place, w in zip(places, words, strict=True) if body_of(w)}
+    assert set(numbers) == set(want)
+    for place, number in numbers.items():
+        _check_body(bodies[number - 1], want[place], block_q, unit)
     of_slow = [p[0 if slow == "q" else 1] for p in places]
     assert of_slow == sorted(of_slow)
     assert set(of_slow) == set(range(slow_blocks))  # each is visited: its output has to be written
@@ -67,21 +77,36 @@ def _check(words: np.ndarray, want: dict[tuple[int, int], int], slow: str, slow_
         assert [bool(w & LAST) for w in mine] == [False] * (len(mine) - 1) + [True]
 
 
+def _check_body(body: Body, tile: np.ndarray, block_q: int, unit: tuple[int, int]) -> None:
+    """What a body leaves out nobody sees, and what it doesn't mask is seen whole."""
+    for i in range(0, tile.shape[0], unit[0]):
+        for j in range(0, tile.shape[1], unit[1]):
+            kind = body.kind(i, j, block_q, tile.shape[1])
+            seen = tile[i : i + unit[0], j : j + unit[1]]
+            assert kind == 1 or (seen.all() if kind == 2 else not seen.any())
+
+
 @pytest.mark.parametrize("slow", ["q", "kv"])
 @pytest.mark.parametrize("name", MASKS)
-@given(q_len=st.integers(1, 200), kv_len=st.integers(1, 200), block_q=st.integers(8, 70), block_kv=st.integers(8, 70))
+@given(
+    q_len=st.integers(1, 200), kv_len=st.integers(1, 200), unit=st.tuples(st.integers(4, 70), st.integers(4, 70)),
+    units=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+)  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_every_live_tile_once(name: str, slow: str, q_len: int, kv_len: int, block_q: int, block_kv: int) -> None:
+def test_every_live_tile_once(
+    name: str, slow: str, q_len: int, kv_len: int, unit: tuple[int, int], units: tuple[int, int]
+) -> None:
     mask = MASKS[name]
-    visits = tile_schedule(LocalMask(mask, 0, q_len, kv_len, None), block_q, block_kv, slow)
+    block_q, block_kv = unit[0] * units[0], unit[1] * units[1]
+    visits = tile_schedule(LocalMask(mask, 0, q_len, kv_len, None), block_q, block_kv, slow, unit=unit)
     visible = np.broadcast_to(mask.materialise(slice(0, q_len), slice(0, kv_len))[0, 0], (q_len, kv_len))
     want = _brute(visible, block_q, block_kv)
     blocks = -(-q_len // block_q) if slow == "q" else -(-kv_len // block_kv)
-    _check(np.asarray(visits.words), want, slow, blocks)
+    _check(np.asarray(visits.words), visits.bodies, want, slow, blocks, block_q, unit)
     assert visits.length == visits.covered == len(visits.words)
     assert broken_rule(visits, slow) is None
-    assert visits.some_partial == any(f & PARTIAL for f in want.values())
-    assert visits.some_full == any(not f & PARTIAL for f in want.values())
+    assert set(map(int, body_of(visits.words))) - {0} == set(range(1, len(visits.bodies) + 1))
+    assert len(visits.bodies) <= 3
 
 
 # Masks of positions, for places that the call gives.
@@ -103,19 +128,23 @@ def test_a_traced_place_gives_the_same_list(name: str, slow: str, traced: tuple[
     mask = ELSEWHERE[name.removesuffix("_elsewhere")] if name.endswith("_elsewhere") else MASKS[name]
     places = {"q_start": 60, "k_start": 50, "query_offset": 10}
 
+    bodies: list[tuple[Body, ...]] = []
+
     def words(given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         at: dict[str, Any] = {**places, **given}
         if "query_offset" in given:  # a number a batch row
             at["query_offset"] = at["query_offset"][None]
-        visits = tile_schedule(LocalMask(mask, q_len=150, kv_len=200, **at), 32, 48, slow)
+        visits = tile_schedule(LocalMask(mask, q_len=150, kv_len=200, **at), 32, 48, slow, unit=(16, 12))
+        bodies.append(visits.bodies)
         return jnp.asarray(visits.words), jnp.asarray(visits.covered)
 
     rows, keys = np.arange(60, 210)[:, None], np.arange(50, 250)[None]
     visible = np.broadcast_to(mask.test(rows, rows + 10, keys), (150, 200))
     known, _ = words({})
-    _check(np.asarray(known), _brute(visible, 32, 48), slow, 5)
+    _check(np.asarray(known), bodies[0], _brute(visible, 32, 48), slow, 5, 32, (16, 12))
     found, covered = jax.jit(words)({place: jnp.int32(places[place]) for place in traced})
-    np.testing.assert_array_equal(found[: int(covered)], known)
+    np.testing.assert_array_equal(found[: int(covered)] & ~BODY, known & ~BODY)
+    _check(np.asarray(found[: int(covered)]), bodies[1], _brute(visible, 32, 48), slow, 5, 32, (16, 12))
 
 
 @pytest.mark.parametrize("k_start", [0, 96, 130, 400])
@@ -137,9 +166,11 @@ def test_bounds_of_a_list_at_keys_that_lie_elsewhere(name: str, k_start: int) ->
 
 def test_a_list_for_each_batch_row() -> None:
     lengths = np.array([0, 50, 200])
+    bodies: list[tuple[Body, ...]] = []
 
     def words(lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-        visits = tile_schedule(LocalMask(Lengths(lengths) & Causal(0), 0, 150, 200, None), 32, 48, "q")
+        visits = tile_schedule(LocalMask(Lengths(lengths) & Causal(0), 0, 150, 200, None), 32, 48, "q", unit=(16, 12))
+        bodies.append(visits.bodies)
         assert visits.rows == 3
         assert visits.length < 5 * 5  # what the static part rules out has no place
         return visits.words.reshape(3, -1), visits.covered
@@ -150,7 +181,7 @@ def test_a_list_for_each_batch_row() -> None:
     for got, length in zip(np.asarray(lists), lengths, strict=True):
         want = _brute((keys <= rows) & (keys < length), 32, 48)
         used = len(want) + 5 - len({q for q, _ in want})  # and one for each block without keys
-        _check(got[:used], {p: LIVE | PARTIAL if f & PARTIAL else f for p, f in want.items()}, "q", 5)
+        _check(got[:used], bodies[0], want, "q", 5, 32, (16, 12))
         assert not (got[used:] & 15).any()
         assert set(got[used:] >> 4) <= {got[used - 1] >> 4}  # stays where it is, so nothing is fetched
         most = max(most, used)
@@ -168,9 +199,9 @@ def test_a_list_for_each_batch_row() -> None:
         (lambda w: w[q_block_of(w) != 1], "without a gap|FIRST|LAST"),
         (lambda w: np.append(w[:1], w), "FIRST"),
         (lambda w: np.append(w[:-1], [w[-1] & ~LAST, w[-1] & ~FIRST]), "twice"),
-        (lambda w: w & ~LIVE, "is live"),
+        (lambda w: w | BODY, "one of those there are"),
         (lambda w: np.append(w, w[-1]), "FIRST|LAST"),
-        (lambda w: np.append(w, w[0] & ~(FIRST | LAST | LIVE | PARTIAL)), "what follows the end"),
+        (lambda w: np.append(w, w[0] & ~(FIRST | LAST | BODY)), "what follows the end"),
     ],
 )
 def test_a_list_that_breaks_a_rule_is_found(change: Any, rule: str, slow: str) -> None:
@@ -188,6 +219,61 @@ def test_128k_tokens_are_planned_from_a_closed_form() -> None:
     assert tile_schedule(mask, 1024, 1024, "q").length == 128 * 129 // 2
     windowed = LocalMask(Causal(0) & SlidingWindow(4095, 0, offset=0), 0, 1 << 17, 1 << 17, None)
     assert tile_schedule(windowed, 1024, 1024, "kv").length == 128 * 5 - (1 + 2 + 3 + 4)
+
+
+def _bodies(mask: Mask, length: int, block: int, unit: tuple[int, int]) -> dict[Body, int]:
+    """Each body with the tiles that go through it."""
+    visits = tile_schedule(LocalMask(mask, 0, length, length, None), block, block, "q", unit=unit)
+    numbers = body_of(np.asarray(visits.words))
+    return {body: int((numbers == number).sum()) for number, body in enumerate(visits.bodies, 1)}
+
+
+def test_a_causal_tile_on_the_diagonal_leaves_out_what_nobody_sees() -> None:
+    """Of 4 x 2 units of 256 queries and 512 keys two lie above the diagonal and two below it."""
+    diagonal = Body(((1, 0), (1, 0), (2, 1), (2, 1)))
+    assert _bodies(Causal(0), 4096, 1024, (256, 512)) == {WHOLE: 6, diagonal: 4}
+
+
+def test_the_two_edges_of_a_window_have_a_body_each() -> None:
+    window = Causal(0) & SlidingWindow(1023, 0, offset=0)
+    diagonal = Body(((1, 0), (2, 1)))
+    old = Body(((1, 2), (0, 1)))  # a key is seen by 1024 rows from its own on
+    assert _bodies(window, 4096, 1024, (512, 512)) == {diagonal: 4, old: 3}
+    wide = Causal(0) & SlidingWindow(2047, 0, offset=0)
+    assert _bodies(wide, 8192, 1024, (512, 512)) == {WHOLE: 7, diagonal: 8, old: 6}
+
+
+def test_tiles_of_many_kinds_share_three_bodies() -> None:
+    """Chunks that fit no block: whatever is joined, no weight is lost."""
+    mask = Causal(0) & Chunked(700, offset=0)
+    bodies = _bodies(mask, 8192, 1024, (128, 128))
+    assert len(bodies) == 3
+    whole = mask.live_blocks(128, 128, q_len=8192, kv_len=8192)
+    computed = sum(count * round(body.live * 64) for body, count in bodies.items())
+    assert (whole > 0).sum() <= computed < 64 * sum(bodies.values())
+
+
+def test_a_body_that_saves_little_is_not_compiled() -> None:
+    """One tile in 136 whose last key is padded goes the way of those on the diagonal."""
+    assert len(_bodies(Causal(0), 16 * 1024 - 1, 1024, (256, 512))) == 2
+    assert _bodies(Full(), 2047, 128, (128, 128)) == {WHOLE: 240, MASKED: 16}
+
+
+def test_traced_rows_take_the_way_of_the_masks_edge() -> None:
+    """A causal shard of a longer sequence whose blocks begin where keys' blocks do; elsewhere tiles are masked whole."""
+    made: list[tuple[Body, ...]] = []
+
+    def numbers(start: jax.Array) -> jax.Array:
+        visits = tile_schedule(LocalMask(Causal(0), start, 2048, 4096, None), 1024, 1024, "q", unit=(256, 512))
+        made.append(visits.bodies)
+        return body_of(visits.words)
+
+    diagonal = Body(((1, 0), (1, 0), (2, 1), (2, 1)))
+    at_block = jax.jit(numbers)(jnp.int32(2048))
+    assert made[0] == (WHOLE, diagonal, MASKED)
+    assert list(at_block) == [1, 1, 2, 1, 1, 1, 2, 0]
+    beside = jax.jit(numbers)(jnp.int32(2050))
+    assert list(beside) == [1, 1, 3, 3, 1, 1, 1, 3]
 
 
 def test_configs_and_plans_pickle() -> None:

@@ -106,7 +106,7 @@ def test_one_process_has_nobody_to_ask() -> None:
             r"agree\['x'\]=\{1, 2\}: .*not JSON serializable. Wanted a JSON value",
         ),
         ({"agree": {"x": [float("nan")]}}, InputTypeError, r"agree\['x'\]=\[nan\]: as JSON: NaN is not a JSON number"),
-        ({"agree": {"x": {1: 2, "1": 3}}}, InputTypeError, r"the key '1' stands twice"),
+        ({"agree": {"x": {1: 2, "1": 3}}}, InputTypeError, r"the key '1' appears twice"),
         ({"agree": {"m": OperationMetadata}}, InputTypeError, r"agree\['m'\]=.*to_dict\(\) missing"),
     ],
 )

@@ -264,7 +264,7 @@ def test_lengths_of_a_cache() -> None:
         with pytest.raises((ConfigError, InputError), match=says):
             ModelDeclaration.from_config(LLAMA, **given)
     bert = LLAMA | {"model_type": "bert"}
-    with pytest.raises(ConfigError, match="both sides"):
+    with pytest.raises(ConfigError, match="both directions"):
         ModelDeclaration.from_config(bert, q_len=1, kv_len=64)
 
 
@@ -309,12 +309,12 @@ def test_a_window_that_is_off_is_told() -> None:
 
 def test_keys_that_are_passed_over_on_purpose() -> None:
     odd = LLAMA | {"attention_flavour": "vanilla", "sliding_window": 4}
-    with pytest.raises(ConfigError, match="attention_flavour='vanilla' may be attention's"):
+    with pytest.raises(ConfigError, match="attention_flavour='vanilla' may concern attention"):
         ModelDeclaration.from_config(odd)
     with pytest.raises(ConfigError, match="don't read sliding_window"):
         ModelDeclaration.from_config(odd, ignore="attention_flavour")
     model = ModelDeclaration.from_config(odd, ignore=("attention_flavour", "sliding_window"))
-    assert "as was asked for: attention_flavour, sliding_window" in "\n".join(model.notes)
+    assert "as requested: attention_flavour, sliding_window" in "\n".join(model.notes)
     with pytest.raises(ConfigError, match=r"ignore names 'attention_flavor'.*Did you mean 'attention_flavour'"):
         ModelDeclaration.from_config(odd, ignore=["attention_flavor"])
     assert ModelDeclaration.from_config(odd, family="mistral", ignore=["attention_flavour"]).layers[0].kind == "local 4"
@@ -332,17 +332,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": "8"}, "num_attention_heads='8'"),
     ({"num_attention_heads": 8.0}, "num_attention_heads=8.0"),
     ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
-    ({"hidden_size": 65}, "hidden_size=65 is no multiple of num_attention_heads=8"),
-    ({"num_key_value_heads": 3}, "num_attention_heads=8 is no multiple of num_key_value_heads=3"),
+    ({"hidden_size": 65}, "hidden_size=65 is not a multiple of num_attention_heads=8"),
+    ({"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of num_key_value_heads=3"),
     ({"head_dim": 0}, "head_dim=0"),
     ({"sliding_window": 8}, "models of type llama don't read sliding_window"),
     ({"query_pre_attn_scalar": 64}, "don't read query_pre_attn_scalar"),
     ({"attention_dropout": 1.0}, "attention_dropout=1.0; wanted a probability"),
     ({"torch_dtype": "int8"}, "dtype='int8'; wanted one of float32, bfloat16, float16"),
-    ({"torch_dtype": "bfloat16", "dtype": "float16"}, "torch_dtype='bfloat16' and dtype='float16' say two things"),
+    (
+        {"torch_dtype": "bfloat16", "dtype": "float16"},
+        "torch_dtype='bfloat16' and dtype='float16' contradict each other",
+    ),
     ({"alibi": True}, "ALiBi adds a bias"),
     ({"position_embedding_type": "relative_key"}, "relative position embeddings"),
-    ({"add_cross_attention": True}, "cross attention"),
+    ({"add_cross_attention": True}, "cross-attention"),
     ({"is_encoder_decoder": True}, "don't read is_encoder_decoder"),
     ({"pruned_heads": {"0": [1]}}, "pruned_heads"),
     ({"is_causal": "no"}, "is_causal='no'; wanted true or false"),
@@ -357,12 +360,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "qwen3", "layer_types": ["linear_attention", "full_attention"]}, "linear attention"),
     ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2}, "use_sliding_window is false"),
     ({"model_type": "gemma2", "sliding_window": None}, "sliding_window is null"),
-    ({"model_type": "gemma2", "sliding_window_size": 8}, "say two things"),
+    ({"model_type": "gemma2", "sliding_window_size": 8}, "contradict each other"),
     ({"model_type": "gemma2", "query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1; wanted a positive number"),
     ({"model_type": "gemma2", "attn_logit_softcapping": "50"}, "attn_logit_softcapping='50'"),
-    ({"model_type": "gemma2", "use_bidirectional_attention": True}, "builds a causal mask for gemma2 all the same"),
+    ({"model_type": "gemma2", "use_bidirectional_attention": True}, "builds a causal mask for gemma2 anyway"),
     ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern=0"),
-    ({"model_type": "llama4_text", "attention_chunk_size": None}, "attention_chunk_size is not said"),
+    ({"model_type": "llama4_text", "attention_chunk_size": None}, "attention_chunk_size is missing"),
     ({"model_type": "llama4_text", "no_rope_layers": [1]}, "no_rope_layers: got 1 entries"),
     ({"model_type": "llama4_text", "is_causal": False}, "is_causal is false"),
     ({"model_type": "modernbert", "local_attention": 1}, "local_attention=1; wanted a whole number from 2"),
@@ -379,7 +382,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model_type": "deepseek_v3", "rope_scaling": {"a": 1}, "rope_parameters": {"a": 2}},
-        "rope_parameters and rope_scaling say two things",
+        "rope_parameters and rope_scaling contradict each other",
     ),
     ({"model_type": "gemma4", "text_config": {}}, "doesn't know what else its layers see"),
     ({"model_type": "llava", "text_config": {}}, "text_config has no model_type"),
@@ -405,7 +408,7 @@ def test_configs_that_lack_something(key: str) -> None:
 def test_the_familys_own_names_are_the_ones_that_are_missed() -> None:
     with pytest.raises(ConfigError, match="n_layer, n_head, n_embd missing"):
         ModelDeclaration.from_config({"model_type": "gpt2", "vocab_size": 5})
-    with pytest.raises(ConfigError, match="n_head=4 and num_attention_heads=8 say two things"):
+    with pytest.raises(ConfigError, match="n_head=4 and num_attention_heads=8 contradict each other"):
         ModelDeclaration.from_config({"model_type": "gpt2", "n_head": 4, "num_attention_heads": 8})
     with pytest.raises(ConfigError, match="don't read attention_dropout"):
         ModelDeclaration.from_config(LLAMA | {"model_type": "bert", "attention_dropout": 0.2})
@@ -416,7 +419,7 @@ def test_the_familys_own_names_are_the_ones_that_are_missed() -> None:
     [
         ("[1]", "wanted the config.json of a model: an object"),
         ("{", "not JSON at line 1"),
-        ('{"model_type": "llama", "model_type": "gemma"}', "stands twice"),
+        ('{"model_type": "llama", "model_type": "gemma"}', "appears twice"),
         ('{"model_type": "llama", "num_hidden_layers": NaN}', "NaN is not a JSON number"),
         ('{"operation": "splash", "call": {}}', "no model_type"),
     ],
@@ -545,15 +548,15 @@ def test_parts_of_an_encoder_decoder() -> None:
     call = cross.layer(0).declaration.call
     assert (call.q_len, call.kv_len, call.kv_lengths, call.query_offset) == (1, 1500, None, None)
     for arguments, says in (
-        ({}, "three attentions; say part= one of encoder, decoder, cross"),
+        ({}, "three attentions; give part= one of encoder, decoder, cross"),
         ({"part": "both"}, "part='both'; wanted one of encoder, decoder, cross"),
-        ({"part": "cross", "q_len": 4}, "the keys of cross attention are the encoder's"),
+        ({"part": "cross", "q_len": 4}, "the keys of cross-attention are the encoder's"),
     ):
         with pytest.raises(ConfigError, match=says):
             ModelDeclaration.from_config(WHISPER, **arguments)
     with pytest.raises(ConfigError, match="llama has one attention: leave it out"):
         ModelDeclaration.from_config(LLAMA, part="decoder")
-    with pytest.raises(ConfigError, match="say two things"):
+    with pytest.raises(ConfigError, match="contradict each other"):
         ModelDeclaration.from_config(WHISPER | {"num_hidden_layers": 30}, part="encoder")
     assert not OperationMetadata.from_config(WHISPER, part="encoder").causal
     assert OperationMetadata.from_config(WHISPER, part="decoder").causal

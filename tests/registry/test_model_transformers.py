@@ -120,7 +120,7 @@ def test_objects_of_transformers_and_their_dicts(model_type: str, said: dict[str
         for form in (config, config.to_dict(), json.loads(config.to_json_string())):
             found = ModelDeclaration.from_config(form, **_lengths(part))
             assert found.distinct == wanted
-            assert not [note for note in found.notes if "not read" in note or "doesn't say" in note]
+            assert not [note for note in found.notes if "not read" in note or "config doesn't have" in note]
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ def test_a_plug_in_does_not_replace_a_built_in_silently(plugins, monkeypatch):
     module(monkeypatch, "third_party_attention", Mine=toy.make(name="sdpa"))
     plugins("sdpa", "third_party_attention:Mine")
     monkeypatch.delitem(OperationRegistry._registered, "sdpa", raising=False)
-    with pytest.raises(ConfigError, match="is offered by"):
+    with pytest.raises(ConfigError, match="is provided by"):
         OperationRegistry.get("sdpa")
 
 
@@ -221,7 +221,7 @@ def test_a_name_twice_is_an_error_unless_overridden():
     first, second = toy.make(), toy.make()
     assert first.__qualname__ == second.__qualname__  # told apart by what they are, not by what they are called
     OperationRegistry.register(first)
-    with pytest.raises(ConfigError, match=r"'toy' exists already.*override=True"):
+    with pytest.raises(ConfigError, match=r"'toy' already exists.*override=True"):
         OperationRegistry.register(second)
     assert OperationRegistry.get("toy") is first
 

@@ -414,7 +414,7 @@ def test_a_plug_ins_config_may_have_aliases_and_fields_written_in_their_own_way(
 
 
 def test_the_base_is_no_config() -> None:
-    with pytest.raises(ConfigError, match=r"the config of no operation; wanted that of one: .*splash"):
+    with pytest.raises(ConfigError, match=r"is not an operation's config; wanted that of one of .*splash"):
         OperationConfig(operation="splash")
 
 

@@ -46,7 +46,7 @@ def test_a_miss_takes_the_heuristic_and_says_so() -> None:
     decided = _plan()
     assert decided.tuning is not None
     assert decided.tuning.source == "heuristic"
-    assert "no tuned choice is kept for this call on tpu" in decided.explain(verbose=True)
+    assert "no tuned choice is stored for this call on tpu" in decided.explain(verbose=True)
     assert "no tuned choice" not in decided.explain()
     assert decided.to_dict()["tuning"]["source"] == "heuristic"
 
@@ -57,7 +57,7 @@ def test_a_hit_is_taken_and_says_where_it_is_kept(folder: Path) -> None:
     decided = _plan()
     assert decided.config.block_q == 256
     assert "block_q=256 (tuned)" in decided.explain()
-    assert f"cache: static clock, an estimate, kept in {folder}" in decided.explain()
+    assert f"cache: static clock, an estimate, stored in {folder}" in decided.explain()
     assert decided.problem.config.model_fields_set == set()  # the declaration is as it was
 
 
@@ -127,7 +127,7 @@ def test_what_no_choice_depends_on_is_not_in_the_key() -> None:
 
 
 def test_tuning_error_refuses_a_miss() -> None:
-    with pytest.raises(ConfigError, match=r"no tuned choice is kept.*tuning='error' is declared; `attnops tune`"):
+    with pytest.raises(ConfigError, match=r"no tuned choice is stored.*tuning='error' is declared; `attnops tune`"):
         _plan(tuning="error")
     _keep(_plan(), block_q=256)
     assert _plan(tuning="error").config.block_q == 256
@@ -177,7 +177,7 @@ def test_a_choice_of_fields_that_are_not_searched_is_a_miss_and_told() -> None:
     _keep(_plan(), block_q=256, no_such_field=1)
     decided = _plan()
     assert (decided.tuning.source, decided.config.block_q) == ("heuristic", 512)
-    assert "holds fields that aren't searched here" in decided.tuning.why
+    assert "has fields that aren't searched here" in decided.tuning.why
 
 
 def test_nothing_is_said_where_there_is_nothing_to_choose() -> None:

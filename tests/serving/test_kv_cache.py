@@ -128,7 +128,7 @@ def test_a_call_beside_a_cache_has_its_sizes(name: str, size: int, held: int) ->
     call = {"q_len": 8, "q_heads": 4, "head_dim": 8}
     file = {"operation": "vanilla", "cache": SMALL}
     Declaration.from_dict(file | {"call": call | {name: held}})
-    with pytest.raises(ConfigError, match=f"call.{name}={size}, and the cache's is {held}; wanted the same"):
+    with pytest.raises(ConfigError, match=f"call.{name}={size}, but the cache's is {held}; wanted the same"):
         Declaration.from_dict(file | {"call": call | {name: size}})
 
 
@@ -313,7 +313,7 @@ def test_a_refused_cache_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixtu
         == 1
     )
     out, err = capsys.readouterr()
-    assert "REFUSED: the cache" in out
+    assert "REFUSED: this cache" in out
     assert "[pages]" in err
     assert "[kv_heads]" in err
     cache = SMALL | {"max_sequences": 256, "max_length": 8192, "pages": 4096}

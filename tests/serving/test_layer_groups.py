@@ -139,11 +139,11 @@ def test_groups_of_a_models_config(config: dict[str, Any], windows: list[int | N
         ({"layers": [{"window_tokens": 3}]}, r"layers\[0\]: layers is missing"),
         ({"layers": [{"layers": 2, "window": 3, "pages": 9}]}, r"layers\[0\]: unknown field 'window'"),
         ({"layers": [{"layers": 2, "window_tokens": 0, "pages": 9}]}, r"layers\[0\]: window_tokens=0"),
-        ({"layers": [{"layers": [], "pages": 9}]}, r"layers\[0\]: layers=\[\]; wanted how many"),
-        ({"layers": [{"layers": [0, 0], "pages": 9}]}, "list of different numbers"),
+        ({"layers": [{"layers": [], "pages": 9}]}, r"layers\[0\]: layers=\[\]; wanted a number of layers"),
+        ({"layers": [{"layers": [0, 0], "pages": 9}]}, "list of distinct layer numbers"),
         ({"layers": [{"layers": [0, 2], "pages": 9}]}, "layer 1 of 0 to 2 is in no group"),
         ({"layers": [{"layers": [0], "pages": 9}, {"layers": [1, 0], "pages": 9}]}, "layer 0 is in two groups"),
-        ({"layers": [{"layers": 1, "pages": 9}, {"layers": [1], "pages": 9}]}, "some groups say how many"),
+        ({"layers": [{"layers": 1, "pages": 9}, {"layers": [1], "pages": 9}]}, "some groups have a number of layers"),
         ({"layers": [{"layers": 1, "pages": 9}, {"layers": 1}]}, r"layers\[1\] has no pages"),
         ({"layers": [{"layers": 1}, {"layers": 1}], "pages": 9}, "pages=9 for 2 groups"),
         ({"pages": 9}, r"layers\[0\].pages and pages are given"),
@@ -214,10 +214,10 @@ def test_explain_says_each_group() -> None:
     text = plan.explain()
     for part in (
         "cache: 3 layers in 2 groups, 2 kv heads of 8, float32, pages of 4 tokens",
-        "group 0   2 layers (0, 2), a window of 6 tokens: 12 pages, at most 4 a sequence: 72 tokens, 3 sequences of 24",
-        "group 1   1 layer (1), all tokens: 20 pages: 80 tokens, 3 sequences of 24 tokens; 10.0 KiB a device",
+        "group 0   2 layers (0, 2), a window of 6 tokens: 12 pages, at most 4 per sequence: 72 tokens, 3 sequences of 24",
+        "group 1   1 layer (1), all tokens: 20 pages: 80 tokens, 3 sequences of 24 tokens; 10.0 KiB per device",
         "tokens    72 tokens, 3 sequences of 24 tokens",
-        "page table 4 x 6: 96 B, one a group",
+        "page table 4 x 6: 96 B, one per group",
         "key_pages[0]",
         "2 x float32[12,4,2,8]",
         "value_pages[1]",
@@ -227,7 +227,7 @@ def test_explain_says_each_group() -> None:
     assert [array["count"] for array in plan.to_dict()["arrays"].values()] == [2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
     with pytest.raises(InputError, match=r"plan.groups\[n\]"):
         plan["key_pages"]
-    with pytest.raises(InputError, match=r"one group of layers, and the cache has 2"):
+    with pytest.raises(InputError, match=r"one group of layers, but the cache has 2"):
         RaggedBatch.make(plan, cu_q_lens=[0], kv_lens=[], page_table=[])
     unsaid = cache_of(max_tokens=None, layers=[{"layers": 1, "window_tokens": 6, "pages": 12}]).plan(device_kind="cpu")
     assert "max_tokens isn't declared" in unsaid.explain()
@@ -379,7 +379,7 @@ def test_a_group_has_to_be_said_where_there_are_several() -> None:
         lambda: scrub(state, [1]),
         lambda: state.pages,
     ):
-        with pytest.raises(InputError, match=r"2 groups.*say which"):
+        with pytest.raises(InputError, match=r"2 groups.*specify one"):
             call()
     for group in (2, -1, True, "0"):
         with pytest.raises(InputError, match="wanted 0 to 1"):

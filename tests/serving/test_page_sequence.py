@@ -351,7 +351,7 @@ def test_reads_and_products_are_those_of_the_device_with_most(window: Any) -> No
     assert step_flops(plan.problem, step.batch) == 2 * pairs.max() * HEADS * (DIM + 8)
     tokens = sum(q_lens)
     assert plan.problem.joined_bytes == 4 * tokens * HEADS * (8 + 2)
-    assert any("joined by their lse over sp" in note for note in plan.notes)
+    assert any("merged by their lse over sp" in note for note in plan.notes)
 
 
 def test_a_compiled_step_sends_what_joins_outputs_and_nothing_else() -> None:

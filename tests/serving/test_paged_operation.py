@@ -89,7 +89,7 @@ def test_a_plan_says_where_tokens_live_and_what_is_read() -> None:
         "mask      causal & window(left=3, right=0)",
         "update    before: keys and values are written",
         "  query           P(dp, tp, -)  8x4x16 -> 4x2x16",
-        "int8 (a scale a token and head)",
+        "int8 (a scale per token and head)",
         "  page_table      P(dp, -, -)",
     ):
         assert part in text, text

@@ -212,8 +212,8 @@ def test_sinks_of_two_dimensions():
     ("shapes", "message"),
     [
         ({"querry": (2, 4, 4, 8)}, "Did you mean 'query'"),
-        ({"query": (2, 4, 8)}, r"wants dimensions \(batch, q_len, heads, head_dim\)"),
-        ({"key": (2, 4, 8)}, r"wants dimensions \(batch, kv_len, kv_heads, kv_head_dim\)"),
+        ({"query": (2, 4, 8)}, r"requires dimensions \(batch, q_len, heads, head_dim\)"),
+        ({"key": (2, 4, 8)}, r"requires dimensions \(batch, kv_len, kv_heads, kv_head_dim\)"),
         ({"softmax_aux": (4,)}, "no spec for it"),
     ],
 )

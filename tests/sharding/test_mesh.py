@@ -138,7 +138,7 @@ def test_parse_mesh(text, sizes):
     "text", ["", "tp", "tp=", "=4", "tp=0", "tp=-1", "tp=two", "tp=2;fsdp=2", "tp=2,", "tp=1.5", "2=tp"]
 )
 def test_text_that_is_no_mesh_shows_the_form(text):
-    with pytest.raises(ShardingError, match="wanted for example fsdp=2,tp=4"):
+    with pytest.raises(ShardingError, match="wanted a mesh such as fsdp=2,tp=4"):
         parse_mesh(text)
 
 
@@ -158,7 +158,7 @@ def test_virtual_mesh():
     assert list(mesh.devices.flat) == jax.devices()[:4]
     assert mesh.axis_types == (AUTO, AUTO)
     assert virtual_mesh({"tp": 8}, explicit=True).axis_types == (EXPLICIT,)
-    with pytest.raises(ShardingError, match=r"needs 16 devices and 8 are there.*device_count=16"):
+    with pytest.raises(ShardingError, match=r"needs 16 devices, but there are 8.*device_count=16"):
         virtual_mesh({"fsdp": 2, "tp": 8})
 
 

@@ -69,7 +69,7 @@ def test_heads_that_are_repeated_are_not_split_before() -> None:
 def test_whose_mesh() -> None:
     mesh, x = _mesh(tp=2), jax.ShapeDtypeStruct((1, 4, 2, 8), np.float32)
     alone = Attention("vanilla").plan(x, x, x)
-    with pytest.raises(ShardingError, match="this plan is for no mesh, so there is nothing to name; declare one"):
+    with pytest.raises(ShardingError, match="this plan has no mesh, so it has no NamedShardings; declare one"):
         alone.named_shardings()
     decided = Attention("vanilla", mesh=mesh).plan(x, x, x)
     assert decided.mesh == decided.named_shardings()["query"].mesh == mesh
@@ -81,7 +81,7 @@ def test_whose_mesh() -> None:
         assert meshless.named_shardings(mesh) == decided.named_shardings()
         with jax.set_mesh(mesh):
             assert meshless.named_shardings() == decided.named_shardings()
-    with pytest.raises(ShardingError, match="this plan is for mesh tp=2, and the mesh to name is tp=4"):
+    with pytest.raises(ShardingError, match="this plan is for mesh tp=2, but the mesh given is tp=4"):
         decided.named_shardings(_mesh(tp=4))
     with jax.set_mesh(mesh):
         assert Attention("vanilla").plan(x, x, x).named_shardings()["query"].spec == P(None, None, "tp", None)

@@ -129,7 +129,7 @@ def test_candidates_fit_and_mean_something_for_real_models(shape: dict[str, Any]
 
 def test_cycles_are_counted_by_tiles_blocks_and_heads() -> None:
     decided = _plan(q_len=1024, heads=8, kv_heads=2, config={"block_q": 256, "block_kv": 256, "block_q_dkv": 512})
-    cycles = TileCycles(full=3000, masked=3100, block=50, step=7, head=3)
+    cycles = TileCycles((3000, 3100), block=50, step=7, head=3)
     count = lambda part, kernel, config: kernel_cycles(  # noqa: E731
         decided.problem, decided.placement, config, part, f"attnops_splash_{kernel}", cycles
     )
@@ -145,7 +145,7 @@ def test_cycles_are_counted_by_tiles_blocks_and_heads() -> None:
 def test_each_part_of_the_keys_goes_over_all_queries() -> None:
     config = {"block_q_dkv": 256, "block_kv_dkv": 256, "block_kv_dkv_sums": 512}
     decided = _plan(q_len=1024, heads=2, kv_heads=1, config=config)
-    cycles = TileCycles(full=3000, masked=3100, block=50, step=7, head=3)
+    cycles = TileCycles((3000, 3100), block=50, step=7, head=3)
     got = kernel_cycles(
         decided.problem, decided.placement, decided.config, "backward", "attnops_splash_backward", cycles
     )
@@ -178,7 +178,7 @@ def test_the_matrix_units_need_their_cycles(
 def test_a_tile_costs_no_less_than_its_products() -> None:
     """A schedule that issues products faster than the units' peak is no gain."""
     decided = _plan(q_len=1024, heads=2, kv_heads=2, config={"block_q": 512, "block_kv": 1024, "heads_per_tile": 2})
-    cycles = TileCycles(full=10, masked=10, block=0, step=0)
+    cycles = TileCycles((10,), block=0, step=0)
     kind, problem = decided.problem.device_kind, decided.problem
     least = 2 * matrix_cycles(kind, "forward", 512, 1024, problem.head_dim, problem.value_dim)
     assert least > 100
@@ -290,7 +290,7 @@ def test_a_search_that_was_cut_off_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(dict(fields))
         if len(asked) == 3:
             raise KeyboardInterrupt
-        return Outcome(TileCycles(1000 - len(asked), 1000, 1, 1), 1 << 20)
+        return Outcome(TileCycles((1000 - len(asked),), 1, 1), 1 << 20)
 
     monkeypatch.setattr(ClockWorker, "ask", answer)
     monkeypatch.setattr(tune_module.os, "cpu_count", lambda: 1)
@@ -316,7 +316,7 @@ def test_a_process_that_dies_is_told_and_asked_again_later(monkeypatch: pytest.M
         (one,) = tune_plan(decided, most=1).measured("forward")
     assert one.failure is not None
     assert "took more than 0.05 s" in one.failure
-    monkeypatch.setattr(ClockWorker, "ask", lambda *args: Outcome(TileCycles(1000, 1000, 1, 1), 1 << 20))
+    monkeypatch.setattr(ClockWorker, "ask", lambda *args: Outcome(TileCycles((1000,), 1, 1), 1 << 20))
     report = tune_plan(decided, most=1)
     assert report.reused == 0
     assert report.measured("forward")[0].failure is None

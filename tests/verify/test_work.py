@@ -10,6 +10,7 @@ import pytest
 from attnops import Causal, Full, Mask, OperationMetadata, OperationRegistry
 from attnops.planning import Plan
 from attnops.verify.targets import target_of
+from attnops.verify.topology import described_mesh
 from attnops.verify.work import attention_flops
 
 TILES = {"block_q": 64, "block_kv": 64, "block_q_dkv": 32, "block_kv_dkv": 64, "block_q_dq": 64, "block_kv_dq": 32}
@@ -60,3 +61,17 @@ def test_an_implementation_without_tiles(monkeypatch: pytest.MonkeyPatch) -> Non
     weights = 2 * 8 * 3 * 128 * 128
     assert attention_flops(plan, False) == 2 * weights * (64 + 32)
     assert attention_flops(plan, True) == 2 * weights * (64 + 32) + 2 * weights * (3 * 64 + 2 * 32)
+
+
+def test_units_that_a_tpu_kernel_leaves_out() -> None:
+    """Causal, 2 x 2 blocks of 512 of which 3 are live, units of 128: the two on the diagonal have 10 of 16 live."""
+    config = {"block_q": 512, "block_kv": 512, "block_q_compute": 128, "block_kv_compute": 128, "block_q_dkv": 512}
+    config |= {"block_kv_dkv": 512, "block_q_dkv_compute": 512, "block_kv_dkv_compute": 256}
+    metadata = OperationMetadata(mesh=described_mesh("v5e:2x2"), operation_configs={"splash": config}, tuning="off")
+    x = jax.ShapeDtypeStruct((4, 1024, 4, 64), "bfloat16")
+    plan = OperationRegistry.create("splash", metadata).plan(x, x, x)
+    weights = 4 * 4 * (16 + 2 * 10) * 128 * 128
+    devices = 4
+    assert attention_flops(plan, False) == 2 * weights * 2 * 64 / devices
+    backward = 4 * 4 * 3 * 512 * 512  # no part of 512 x 256 lies above the diagonal of 512 x 512
+    assert attention_flops(plan, True) == 2 * (weights * 2 + backward * 5) * 64 / devices

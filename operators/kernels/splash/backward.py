@@ -9,6 +9,7 @@ one by query block that of the query.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -18,9 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .bodies import Body
 from .forward import tile_product
 from .frame import Frame, Input
-from .schedule import FIRST, LAST, LIVE, PARTIAL
+from .schedule import FIRST, LAST
 from .tile import Logits, Tile
 from .units import Unit, pipelined, rows_of, units_of
 
@@ -109,7 +111,8 @@ def backward_kernel(
         elif of_keys:
             clear("key_sum", "value_sum")
 
-    def visit(masked: bool) -> None:
+    def visit(body: Body) -> None:
+        tile.forget()
         dropout = tile.dropout_keys()
         factors: dict[Any, tuple[Any, int]] = {}
 
@@ -118,7 +121,7 @@ def backward_kernel(
             key, value = key_and_value(unit)
             products = tile_product(key, query_of(unit), 1 - k_time, 1 - q_time)
             d_out = rows_of(refs["d_output"], unit.head, unit.queries, 0)
-            return *tile.weigh(products, unit, masked), tile_product(value, d_out, 1 - v_time, 1)
+            return *tile.weigh(products, unit), tile_product(value, d_out, 1 - v_time, 1)
 
         def accumulate(unit: Unit, made: tuple[jax.Array, Any, jax.Array]) -> None:
             (x, capped, d_p), kv_head = made, unit.head[0]
@@ -151,7 +154,7 @@ def backward_kernel(
                 factors[at] = (x.T, 1) if turns else (x, seq_minor)
             return factors[at]
 
-        pipelined(units_of(frame, *compute), ahead, multiply, accumulate)
+        pipelined(units_of(frame, *compute, body), ahead, multiply, accumulate)
 
     def query_of(unit: Unit) -> Any:
         return rows_of(refs["query"], unit.head, unit.queries, q_time)
@@ -168,11 +171,8 @@ def backward_kernel(
         else:
             refs[name][head, rows, :] += tile_product(weights, factor[0], axis, factor[1])
 
-    live, partial = tile.says(LIVE), tile.says(PARTIAL)
-    if frame.visits.some_full:
-        pl.when(live & ~partial)(lambda: visit(masked=False))
-    if frame.visits.some_partial:
-        pl.when(partial)(lambda: visit(masked=True))
+    for number, body in enumerate(frame.visits.bodies, 1):
+        pl.when(tile.body == number)(functools.partial(visit, body))
 
     def query_done() -> None:
         for number, head in enumerate(heads):

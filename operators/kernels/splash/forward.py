@@ -6,6 +6,7 @@ logits, that of a value on the value.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..precision import exact
+from .bodies import Body
 from .frame import Frame
-from .schedule import FIRST, LAST, LIVE, PARTIAL
+from .schedule import FIRST, LAST
 from .tile import Logits, Tile
 from .units import Unit, pipelined, rows_of, units_of
 
@@ -119,7 +121,8 @@ def forward_kernel(
             peak[number] = jnp.full(peak.shape[1:], sink, jnp.float32)
             total[number] = jnp.full(total.shape[1:], jnp.where(sink > _NOTHING, 1.0, 0.0), jnp.float32)
 
-    def visit(masked: bool) -> None:
+    def visit(body: Body) -> None:
+        tile.forget()
         dropout = tile.dropout_keys()
         values: dict[Any, jax.Array] = {}
         peaks: dict[Any, jax.Array] = {}
@@ -129,7 +132,7 @@ def forward_kernel(
             query = rows_of(refs["query"], unit.head, unit.queries, q_time)
             key = rows_of(refs["key"], unit.head[:1], unit.keys, k_time).astype(query.dtype)
             factors = (key, query, 1 - k_time, 1 - q_time) if transposed else (query, key, 1 - q_time, 1 - k_time)
-            x, _ = tile.weigh(tile_product(*factors), unit, masked)
+            x, _ = tile.weigh(tile_product(*factors), unit)
             at = unit.number, unit.queries.start
             # Of a unit whose sums aren't made yet, as it is on its way.
             old_peak = peaks[at] if at in peaks else peak[(unit.number, *numbers.at(unit.queries))]
@@ -169,13 +172,10 @@ def forward_kernel(
                 values[at] = _prepared(refs, unit, v_time, transposed, sum_by_product, refs["query"].dtype)
             return values[at]
 
-        pipelined(units_of(frame, *compute), ahead, multiply, accumulate)
+        pipelined(units_of(frame, *compute, body), ahead, multiply, accumulate)
 
-    live, partial = tile.says(LIVE), tile.says(PARTIAL)
-    if frame.visits.some_full:
-        pl.when(live & ~partial)(lambda: visit(masked=False))
-    if frame.visits.some_partial:
-        pl.when(partial)(lambda: visit(masked=True))
+    for number, body in enumerate(frame.visits.bodies, 1):
+        pl.when(tile.body == number)(functools.partial(visit, body))
 
     @pl.when(tile.says(LAST))
     def _end() -> None:

@@ -212,7 +212,7 @@ class Frame:
         """The work of the live tiles; `dims` are the summed depths of a weight's products."""
         steps = self.visits.covered if isinstance(self.visits.covered, int) else self.visits.length
         heads = self.batch * self.heads.kv_heads * self.heads.group
-        weights = heads * steps * self.block_q * self.block_kv
+        weights = round(heads * self.visits.tiles * self.block_q * self.block_kv)
         tiles = self.batch * self.heads.kv_heads * self.heads.group // len(self.heads.in_tile)
         moved = sum(x.bytes_moved(self.slow, tiles * steps) for x in self.inputs.values())
         moved += sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype, _ in self.outputs.values())

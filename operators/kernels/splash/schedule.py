@@ -7,25 +7,28 @@ device, and the grid's length is then the number of live tiles found there.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ....masks import And, Mask
+from ....masks import And, Full, Mask
 from ...local_mask import LocalMask
+from .bodies import MASKED, WHOLE, Body, bodies_of, cells
 
 __all__ = [
-    "FIRST", "LAST", "LIVE", "MOST_KV_BLOCKS", "MOST_Q_BLOCKS", "MOST_WORDS", "PARTIAL", "Known", "TileSchedule",
-    "fewest_steps", "kv_block_of", "live_tiles", "most_steps", "q_block_of", "tile_schedule",
+    "BODY", "FIRST", "LAST", "MOST_KV_BLOCKS", "MOST_Q_BLOCKS", "MOST_WORDS", "Known", "TileSchedule", "body_of",
+    "fewest_steps", "kv_block_of", "live_tiles", "most_steps", "q_block_of", "tile_bodies", "tile_schedule",
 ]  # fmt: skip
 
-# What a word's low bits say: the first and the last visit of a block of the slow axis; a tile with something visible; one
-# that needs its mask.
-FIRST, LAST, LIVE, PARTIAL = 1, 2, 4, 8
+# What a word's low bits say: the first and the last visit of a block of the slow axis; the number of the body that the tile
+# goes through, 0 where nothing is visible.
+FIRST, LAST, BODY = 1, 2, 12
 _KV_BITS = 12
 MOST_KV_BLOCKS, MOST_Q_BLOCKS = 1 << _KV_BITS, 1 << (31 - 4 - _KV_BITS)
+_MOST_UNITS = 1 << 22  # whose kinds are looked at; beyond, tiles are taken whole
 MOST_WORDS = 7 << 15  # seven eighths of a MiB: of all generations' scalar memory, something is left for the compiler
 
 
@@ -61,17 +64,24 @@ class Known(NamedTuple):
 class TileSchedule(NamedTuple):
     """`words` int32 [rows * tables * length]: a list for each batch row, or one for all, and for each part of the heads.
 
-    `length` is that of a list, `covered` the part of it that the grid covers. `some_partial`, `some_full`: False where the
-    host knows that no tile is such.
+    `length` is that of a list, `covered` the part of it that the grid covers. `bodies`: those that visits go through, of which
+    the first has number 1.
     """
 
     words: np.ndarray | jax.Array
     rows: int
     length: int
     covered: int | jax.Array
-    some_partial: bool
-    some_full: bool
+    bodies: tuple[Body, ...]
     tables: int = 1
+
+    @property
+    def tiles(self) -> float:
+        """How many tiles' weights a list has at most: parts of tiles that are left out don't count."""
+        if not isinstance(self.words, np.ndarray):
+            return self.length
+        counts = np.bincount(body_of(self.words), minlength=len(self.bodies) + 1)[1:]
+        return sum(count * body.live for count, body in zip(counts, self.bodies, strict=True)) / self.tables
 
 
 def q_block_of(word: Any) -> Any:
@@ -84,48 +94,115 @@ def kv_block_of(word: Any) -> Any:
     return (word >> 4) & (MOST_KV_BLOCKS - 1)
 
 
+def body_of(word: Any) -> Any:
+    """The number of the body that a visit goes through; 0 for none."""
+    return (word & BODY) >> 2
+
+
 def tile_schedule(
-    mask: LocalMask, block_q: int, block_kv: int, slow: str, kv_blocks: slice = slice(None), tables: int = 1
+    mask: LocalMask,
+    block_q: int,
+    block_kv: int,
+    slow: str,
+    kv_blocks: slice = slice(None),
+    tables: int = 1,
+    unit: tuple[int, int] | None = None,
 ) -> TileSchedule:
     """List the tiles that have something visible, by query block (`slow` is 'q') or by kv block ('kv').
 
-    A block of the slow axis with nothing visible is visited once all the same: its output has to be written. A last kv
-    block that is padded counts as partial. kv_blocks: those that the list is of. tables: parts of the heads with lists of
-    their own, where heads see blocks of their own.
+    A block of the slow axis with nothing visible is visited once all the same: its output has to be written. What is padded
+    of keys isn't visible. kv_blocks: those that the list is of. tables: parts of the heads with lists of their own, where
+    heads see blocks of their own. unit: the queries and keys of a unit, of which bodies are made; one for the whole tile if
+    None.
     """
-    kinds = mask.kinds_of_heads(block_q, block_kv, tables)
-    tables = kinds.shape[1]
-    kinds = kinds.reshape(-1, *kinds.shape[2:])
-    xp: Any = np if isinstance(kinds, np.ndarray) else jnp
-    if mask.kv_len % block_kv:
-        last_block = np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1
-        kinds = xp.where(last_block, xp.minimum(kinds, 1), kinds)
-    q_block, kv_block = np.meshgrid(*(np.arange(n, dtype=np.int32) for n in kinds.shape[1:]), indexing="ij")
-    kinds, q_block, kv_block = kinds[..., kv_blocks], q_block[:, kv_blocks], kv_block[:, kv_blocks]
+    bodies, numbers = tile_bodies(mask, (block_q, block_kv), unit or (block_q, block_kv), tables)
+    tables = numbers.shape[1]
+    numbers = numbers.reshape(-1, *numbers.shape[2:])[..., kv_blocks]
+    shape = -(-mask.q_len // block_q), -(-mask.kv_len // block_kv)
+    q_block, kv_block = np.meshgrid(*(np.arange(n, dtype=np.int32) for n in shape), indexing="ij")
+    q_block, kv_block = q_block[:, kv_blocks], kv_block[:, kv_blocks]
     if slow == "kv":
-        kinds, q_block, kv_block = kinds.swapaxes(1, 2), q_block.T, kv_block.T
-    live = kinds > 0
-    visited = live | (~live.any(-1, keepdims=True) & (np.arange(kinds.shape[-1]) == 0))
+        numbers, q_block, kv_block = numbers.swapaxes(1, 2), q_block.T, kv_block.T
+    live = numbers > 0
+    visited = live | (~live.any(-1, keepdims=True) & (np.arange(numbers.shape[-1]) == 0))
     rank = visited.cumsum(-1)
     first, last = visited & (rank == 1), visited & (rank == rank[..., -1:])
-    flags = first * FIRST + last * LAST + live * LIVE + (kinds == 1) * PARTIAL
-    words = (((q_block << _KV_BITS) | kv_block) << 4) + flags
-    if isinstance(kinds, np.ndarray):
+    words = (((q_block << _KV_BITS) | kv_block) << 4) + first * FIRST + last * LAST + numbers * (BODY & -BODY)
+    if isinstance(numbers, np.ndarray):
         lists = [own[here].astype(np.int32) for own, here in zip(words, visited, strict=True)]
         length = max(map(len, lists))
         listed = np.concatenate([np.concatenate([x, np.repeat(_ended(x[-1:]), length - len(x))]) for x in lists])
-        some = bool((kinds == 1).any()), bool((kinds == 2).any())
-        return TileSchedule(listed, 1, length, length, *some, tables)
+        return TileSchedule(listed, 1, length, length, bodies, tables)
     length = most_steps(live_tiles(Known.of(mask), block_q, block_kv), slow, kv_blocks)
-    return _sorted_on_device(words.astype(jnp.int32), visited, length, tables)
+    return _sorted_on_device(words.astype(jnp.int32), visited, length, tables, bodies)
+
+
+def tile_bodies(
+    mask: LocalMask, block: tuple[int, int], unit: tuple[int, int], tables: int = 1
+) -> tuple[tuple[Body, ...], np.ndarray | jax.Array]:
+    """(bodies, each tile's number int8 [rows, tables | 1, q blocks, kv blocks]) for blocks of queries and keys, and units.
+
+    Where there are too many units to look at, a tile is one.
+    """
+    count = -(-mask.q_len // block[0]), -(-mask.kv_len // block[1])
+    of_block = block[0] // unit[0], block[1] // unit[1]
+    if math.prod(count) * math.prod(of_block) * tables > _MOST_UNITS:
+        unit, of_block = block, (1, 1)
+    units = cells(_units(mask, *unit, tables), count, of_block)
+    return bodies_of(units) if isinstance(units, np.ndarray) else _bodies_at_run_time(mask, units, unit, count)
+
+
+def _units(mask: LocalMask, q_unit: int, kv_unit: int, tables: int) -> np.ndarray | jax.Array:
+    """The kinds of units, of which one with padded keys is partial."""
+    kinds = mask.kinds_of_heads(q_unit, kv_unit, tables)
+    if not mask.kv_len % kv_unit:
+        return kinds
+    xp: Any = np if isinstance(kinds, np.ndarray) else jnp
+    return xp.where(np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1, xp.minimum(kinds, 1), kinds)
+
+
+def _bodies_at_run_time(
+    mask: LocalMask, units: jax.Array, unit: tuple[int, int], blocks: tuple[int, int]
+) -> tuple[tuple[Body, ...], jax.Array]:
+    """(bodies, each tile's number) where units are known on the device alone.
+
+    One body leaves out what the mask's static part hides in the tiles at its edge, as they are with rows and keys that start
+    at 0: a tile goes through it that hides and shows as much.
+    """
+    live, whole = (units > 0).any((-1, -2)), (units == 2).all((-1, -2))
+    edge = _edge(mask, unit, blocks, units.shape[-2:])
+    if edge is None:
+        return (WHOLE, MASKED), jnp.where(live, jnp.where(whole, 1, 2), 0)
+    kinds = np.asarray(edge.kinds)
+    fits = ((units == 0) | (kinds > 0)) & ((units == 2) | (kinds < 2))
+    number = jnp.where(whole, 1, jnp.where(fits.all((-1, -2)), 2, 3))
+    return (WHOLE, edge, MASKED), jnp.where(live, number, 0)
+
+
+def _edge(mask: LocalMask, unit: tuple[int, int], blocks: tuple[int, int], of_block: tuple[int, ...]) -> Body | None:
+    """The body of the most tiles at the edge of the mask's static part; None where it would leave out nothing."""
+    static = mask.mask.split_static()[0]
+    if math.prod(of_block) == 1 or isinstance(static, Full) or "mask_function" in static.features():
+        return None
+    start = {"q_start": mask.q_start, "k_start": mask.k_start, "query_offset": mask.query_offset}
+    known = {name: at if isinstance(at, int) else 0 for name, at in start.items()}
+    kinds = static.live_blocks(*unit, q_len=mask.q_len, kv_len=mask.kv_len, **known)
+    bodies, numbers = bodies_of(cells(kinds, blocks, (of_block[0], of_block[1])))
+    saved = [(MASKED.work - body.work) * int((numbers == i).sum()) for i, body in enumerate(bodies, 1)]
+    at_edge = [
+        (gain, body) for gain, body in zip(saved, bodies, strict=True) if len(body.kinds) > 1 or len(body.kinds[0]) > 1
+    ]
+    return max(at_edge, key=lambda one: one[0])[1] if at_edge else None
 
 
 def _ended(word: Any) -> Any:
     """A visit to the same place at which nothing is done: blocks that stay the same are not fetched again."""
-    return word & ~(FIRST | LAST | LIVE | PARTIAL)
+    return word & ~(FIRST | LAST | BODY)
 
 
-def _sorted_on_device(words: jax.Array, visited: jax.Array, length: int, tables: int) -> TileSchedule:
+def _sorted_on_device(
+    words: jax.Array, visited: jax.Array, length: int, tables: int, bodies: tuple[Body, ...]
+) -> TileSchedule:
     rows = len(words)
     words, visited = words.reshape(rows, -1), visited.reshape(rows, -1)
     place = jnp.where(visited, visited.cumsum(-1) - 1, length)
@@ -134,7 +211,7 @@ def _sorted_on_device(words: jax.Array, visited: jax.Array, length: int, tables:
     counts = visited.sum(-1, dtype=jnp.int32)
     end = _ended(jnp.take_along_axis(listed, counts[:, None] - 1, axis=1))  # a list repeats it beyond its end
     listed = jnp.where(np.arange(length) < counts[:, None], listed, end)
-    return TileSchedule(listed.reshape(-1), rows // tables, length, counts.max(), True, True, tables)
+    return TileSchedule(listed.reshape(-1), rows // tables, length, counts.max(), bodies, tables)
 
 
 def live_tiles(known: Known, block_q: int, block_kv: int) -> np.ndarray:

@@ -145,6 +145,7 @@ class _KernelPass:
         traced: Traced,
         block_q: int,
         block_kv: int,
+        unit: tuple[int, int],
         slow: str,
         kv_blocks: slice = slice(None),
     ) -> None:
@@ -155,7 +156,7 @@ class _KernelPass:
         heads = Heads.tiled(kv_heads, q_heads // kv_heads, blocks.heads_per_tile)
         mask, dropout = join_static(logits.static_part, traced)
         tables = heads.kv_heads // heads.kv_tile if mask.heads_apart else 1
-        visits = tile_schedule(mask, block_q, block_kv, slow, kv_blocks, tables)
+        visits = tile_schedule(mask, block_q, block_kv, slow, kv_blocks, tables, unit)
         broken = broken_rule(visits, slow)
         assert broken is None, broken
         self.frame = frame = Frame(batch, heads, block_q, block_kv, visits, slow)
@@ -212,7 +213,8 @@ def _rows_padded(x: jax.Array, length: int) -> jax.Array:
 
 def _forward(static: _SplashStatic, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
     blocks, logits = static.blocks, static.logits
-    work = _KernelPass(static, operands, traced, blocks.block_q, blocks.block_kv, "q")
+    unit = blocks.block_q_compute, blocks.block_kv_compute
+    work = _KernelPass(static, operands, traced, blocks.block_q, blocks.block_kv, unit, "q")
     if operands.sinks is not None:
         work.frame.scalars["sinks"] = operands.sinks
     normalised = blocks.fuse_reciprocal
@@ -222,7 +224,7 @@ def _forward(static: _SplashStatic, operands: Operands, traced: Traced) -> tuple
         forward_kernel,
         frame=work.frame,
         logits=logits,
-        compute=(blocks.block_q_compute, blocks.block_kv_compute),
+        compute=unit,
         compute_in=blocks.block_kv_compute_in,
         transposed=blocks.transposed_tiles,
         ahead=blocks.products_ahead,
@@ -261,11 +263,12 @@ def _backward(
         keys: slice = slice(None),  # those that the pass goes over
         before: jax.Array | None = None,  # the query's gradient from the keys before them
     ) -> dict[str, jax.Array]:
-        block_q, block_kv, q_compute, kv_compute, ahead = sizes
+        block_q, block_kv, *compute, ahead = sizes
+        unit = compute[0], compute[1]
         first, end = (keys.start or 0) // block_kv, -(-(keys.stop or logits.static_part.kv_len) // block_kv)
         goes_on = keys.stop is not None and keys.stop < logits.static_part.kv_len
         work = _KernelPass(
-            static, operands, traced, block_q, block_kv, "q" if of_query else "kv", kv_blocks=slice(first, end)
+            static, operands, traced, block_q, block_kv, unit, "q" if of_query else "kv", slice(first, end)
         )
         frame = work.frame
         work.queries("d_output", d_output.astype(operands.query.dtype), "head_dim_minor")
@@ -282,7 +285,7 @@ def _backward(
             backward_kernel,
             frame=frame,
             logits=logits,
-            compute=(q_compute, kv_compute),
+            compute=unit,
             ahead=ahead,
             layouts=(blocks.q_layout, blocks.k_layout, blocks.v_layout),
             stationary_weights=blocks.stationary_weights,

@@ -20,6 +20,7 @@ from ..answer import Answer
 from ..block_words import BlockWords, is_blocks, seen_by_words
 from ..operands import StaticPart
 from .frame import Frame, Input, Step
+from .schedule import body_of
 from .units import Unit
 
 __all__ = ["LOG2E", "HeadKey", "Logits", "Tile", "add_to_frame"]
@@ -124,7 +125,17 @@ class Tile:
         """Whether the visit's word has a flag."""
         return (self.step.word & flag) != 0
 
-    def weigh(self, raw: jax.Array, unit: Unit, masked: bool) -> tuple[jax.Array, Any]:
+    def forget(self) -> None:
+        """Begin another body: what one has made isn't there in the next."""
+        self._seen.clear()
+        self._scales.clear()
+
+    @property
+    def body(self) -> Any:
+        """The number of the body that the tile goes through."""
+        return body_of(self.step.word)
+
+    def weigh(self, raw: jax.Array, unit: Unit) -> tuple[jax.Array, Any]:
         """(logits times log2 e where base2, the cap's tanh for its gradient) from a unit's products."""
         logits = self.logits
         capped = None
@@ -137,7 +148,7 @@ class Tile:
             x = capped * (logits.soft_cap * logits.unit)
         if "bias" in self.refs:
             x = x + self._dense("bias", unit).astype(jnp.float32) * logits.unit
-        if masked:
+        if unit.masked:
             seen = self._visible(unit)
             if seen is not None:
                 x = jnp.where(seen, x, -jnp.inf)

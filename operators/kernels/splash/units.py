@@ -6,18 +6,23 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from .bodies import Body
 from .frame import Frame
 
 __all__ = ["Unit", "pipelined", "rows_of", "units_of"]
 
 
 class Unit(NamedTuple):
-    """Queries and keys of a head in a tile; `number` is the head's place there, `head` (kv head, query head of its group)."""
+    """Queries and keys of a head in a tile; `number` is the head's place there, `head` (kv head, query head of its group).
+
+    masked: whether some of them are hidden.
+    """
 
     number: int
     head: tuple[int, int]
     queries: slice
     keys: slice
+    masked: bool
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -30,12 +35,13 @@ class Unit(NamedTuple):
             yield self._replace(keys=slice(start, start + size))
 
 
-def units_of(frame: Frame, queries: int, keys: int) -> list[Unit]:
-    """A tile in units of so many queries and keys."""
+def units_of(frame: Frame, queries: int, keys: int, body: Body) -> list[Unit]:
+    """What a body computes of a tile, in units of so many queries and keys."""
     return [
-        Unit(number, head, slice(q, q + queries), slice(k, k + keys))
+        Unit(number, head, slice(q, q + queries), slice(k, k + keys), kind == 1)
         for q in range(0, frame.block_q, queries)
         for k in range(0, frame.block_kv, keys)
+        if (kind := body.kind(q, k, frame.block_q, frame.block_kv))
         for number, head in enumerate(frame.heads.in_tile)
     ]
 

@@ -11,7 +11,7 @@ from .frame import Heads
 __all__ = ["Shape", "Vmem", "backward_parts", "forward_parts", "vmem_of"]
 
 _LANES = 128
-_OVERLAPPED = 2048  # queries of a unit, beyond which the logits of others have to be counted too
+_OVERLAPPED = 1024  # queries and keys of a tile, beyond which the logits of several units have to be counted
 _MIB = 1 << 20
 
 
@@ -64,8 +64,10 @@ def forward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, int]:
     value_dim = out_dim = _lanes(shape.value_dim)
     unit = blocks.block_q_compute * blocks.block_kv_compute
     working = _working(unit, shape.itemsize) + blocks.products_ahead * unit * 4  # whose logits wait
-    if blocks.block_q_compute > _OVERLAPPED:
-        working *= 4  # the compiler begins with later units: 76 MiB in a compiled program of 4096 rows
+    # The compiler begins with later units: 15 MiB in a compiled program of 2048 x 2048, 49 of 4096 x 4096, 76 with 4096 rows
+    # in a unit.
+    if not blocks.transposed_tiles and rows * keys > _OVERLAPPED**2:
+        working = max(working + 2 * rows * keys, working * (4 if blocks.block_q_compute > 2 * _OVERLAPPED else 1))
     columns = 2 * _LANES
     if blocks.transposed_tiles:
         working += kv_tile * keys * value_dim * shape.itemsize  # the values, transposed

@@ -1,0 +1,129 @@
+"""Bodies: the ways through a tile that a kernel is compiled with, each of which knows what every unit of the tile needs.
+
+A tile at the edge of a mask has units that nobody sees and units that are seen whole. Where the host knows the tiles, those
+that look alike share a body, which leaves out the former and masks neither. A kernel has at most three bodies: they cost
+compile time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["MASKED", "MOST", "WHOLE", "Body", "bodies_of", "cells", "few_bodies"]
+
+MOST = 3  # a visit's word has two bits for the number of its body
+_LOOKED_AT = 12  # so many of the most frequent tiles are compared with each other
+_MASK = 1.25  # what a unit costs with its mask
+_WORTH = 0.02  # of the work, that a further body has to save
+
+
+@dataclass(frozen=True)
+class Body:
+    """What a way through a tile does with each of its units: 0 leaves it out, 1 applies the mask, 2 needs no mask.
+
+    kinds: by units of queries, then of keys; one number stands for the whole tile.
+    """
+
+    kinds: tuple[tuple[int, ...], ...]
+
+    def kind(self, query: int, key: int, block_q: int, block_kv: int) -> int:
+        """Of a unit that begins with these of the tile's queries and keys."""
+        return self.kinds[query * len(self.kinds) // block_q][key * len(self.kinds[0]) // block_kv]
+
+    @property
+    def live(self) -> float:
+        """The part of the tile that is computed."""
+        return float((np.asarray(self.kinds) > 0).mean())
+
+    @property
+    def masked(self) -> float:
+        """The part of the tile that is masked."""
+        return float((np.asarray(self.kinds) == 1).mean())
+
+    @property
+    def work(self) -> float:
+        """What it costs beside a tile without a mask."""
+        return _work(np.asarray(self.kinds))
+
+
+WHOLE, MASKED = Body(((2,),)), Body(((1,),))
+
+
+def cells(kinds: Any, blocks: tuple[int, int], of_block: tuple[int, int]) -> Any:
+    """Kinds of units [..., q units, kv units] by tile: [..., q blocks, kv blocks, units of each, units of each].
+
+    blocks: how many there are. The last tile's units beyond the last query are as those before them; beyond the last key
+    there is nothing to see.
+    """
+    short = tuple(n * size - have for n, size, have in zip(blocks, of_block, kinds.shape[-2:], strict=True))
+    if any(short):
+        xp = np if isinstance(kinds, np.ndarray) else _jax_numpy()
+        rest = [(0, 0)] * (kinds.ndim - 2)
+        kinds = xp.pad(kinds, [*rest, (0, short[0]), (0, 0)], mode="edge")
+        kinds = xp.pad(kinds, [*rest, (0, 0), (0, short[1])])
+    shape = kinds.shape[:-2]
+    apart = kinds.reshape(*shape, blocks[0], of_block[0], blocks[1], of_block[1])
+    return apart.swapaxes(-3, -2)
+
+
+def bodies_of(tiles: np.ndarray) -> tuple[tuple[Body, ...], np.ndarray]:
+    """(bodies, the number of each tile's, from 1, and 0 for a dead one) for tiles [..., units of queries, units of keys]."""
+    flat = np.ascontiguousarray(tiles.reshape(-1, *tiles.shape[-2:]).astype(np.int8))
+    as_bytes = flat.reshape(len(flat), -1).view(np.dtype((np.void, flat[0].size)))[:, 0]
+    found, place, counts = np.unique(as_bytes, return_inverse=True, return_counts=True)
+    kinds = found.view(np.int8).reshape(len(found), *flat.shape[1:])
+    live = [i for i in np.argsort(-counts, kind="stable") if kinds[i].any()]
+    bodies, of_kind = few_bodies(Counter({kinds[i].tobytes(): int(counts[i]) for i in live}), kinds.shape[1:])
+    numbers = np.array([of_kind.get(one.tobytes(), 0) for one in kinds], np.int8)
+    return bodies, numbers[place].reshape(tiles.shape[:-2])
+
+
+def few_bodies(counts: Counter[bytes], shape: tuple[int, ...]) -> tuple[tuple[Body, ...], dict[bytes, int]]:
+    """(bodies, each tile's number) for tiles, int8 as bytes, that occur so often: as few as are worth their compile time."""
+    total = sum(counts.values())
+    groups: list[tuple[np.ndarray, int, list[bytes]]] = [
+        (np.frombuffer(tile, np.int8).reshape(shape), count, [tile]) for tile, count in counts.most_common()
+    ]
+    for one in groups[_LOOKED_AT:]:
+        groups[_LOOKED_AT - 1] = _joined(groups[_LOOKED_AT - 1], one)
+    del groups[_LOOKED_AT:]
+    while len(groups) > 1:
+        dearer, i, j = min((_more_work(a, b), i, j) for (i, a), (j, b) in itertools.combinations(enumerate(groups), 2))
+        if len(groups) <= MOST and dearer > _WORTH * total:
+            break
+        groups[i] = _joined(groups[i], groups[j])
+        del groups[j]
+    groups.sort(key=lambda group: (not (group[0] == 2).all(), -_work(group[0])))  # without a mask first
+    bodies = tuple(Body(tuple(tuple(map(int, row)) for row in _short(kinds))) for kinds, _, _ in groups)
+    return bodies, {tile: number for number, (_, _, tiles) in enumerate(groups, 1) for tile in tiles}
+
+
+def _joined(
+    a: tuple[np.ndarray, int, list[bytes]], b: tuple[np.ndarray, int, list[bytes]]
+) -> tuple[np.ndarray, int, list[bytes]]:
+    return np.where(a[0] == b[0], a[0], np.int8(1)), a[1] + b[1], a[2] + b[2]
+
+
+def _more_work(a: tuple[np.ndarray, int, list[bytes]], b: tuple[np.ndarray, int, list[bytes]]) -> float:
+    both = _joined(a, b)
+    return _work(both[0]) * both[1] - _work(a[0]) * a[1] - _work(b[0]) * b[1]
+
+
+def _work(kinds: np.ndarray) -> float:
+    return float(((kinds > 0) + (_MASK - 1) * (kinds == 1)).mean())
+
+
+def _short(kinds: np.ndarray) -> np.ndarray:
+    """One number where all units have the same kind."""
+    return kinds[:1, :1] if (kinds == kinds.flat[0]).all() else kinds
+
+
+def _jax_numpy() -> Any:
+    import jax.numpy
+
+    return jax.numpy
