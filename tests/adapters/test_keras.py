@@ -170,7 +170,7 @@ class _Own(MHA):
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = MHA(2, 4)
-    with pytest.raises(InputError, match="holds no MultiHeadAttention"):
+    with pytest.raises(InputError, match="holds no built MultiHeadAttention"):
         attention_of(keras.layers.Dense(3), PLAIN)
     with pytest.raises(InputError, match="isn't a keras model or layer"):
         attention_of(3, PLAIN)
