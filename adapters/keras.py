@@ -157,7 +157,7 @@ def _mask(mask: jax.Array, cells: tuple[int, ...], spans: list[list[int]]) -> ja
     if len(shape) != len(wanted) or any(n not in (1, m) for n, m in zip(shape, wanted, strict=True)):
         raise InputError(
             f"attention_mask has shape {tuple(mask.shape)}; wanted one that broadcasts to {wanted}, [batch, ..., heads, query "
-            "axes, key axes]; dimensions before the query's may be left out, from the right."
+            "axes, key axes]; dimensions before the query's may be left out, starting from the right."
         )
     mask = mask.reshape(shape)
     if own > 2:

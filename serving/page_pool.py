@@ -64,7 +64,7 @@ class PagePool(PoolBooks):
         self.sequence_shards = whole_number("sequence_shards", sequence_shards, 1)
         if self.pages % self.sequence_shards:
             raise InputError(
-                f"{self.pages} pages for sequence_shards={self.sequence_shards}; wanted a multiple, so each shard has as many."
+                f"{self.pages} pages for sequence_shards={self.sequence_shards}; wanted a multiple, for equal shards."
             )
         if max_pages_per_sequence is not None:
             max_pages_per_sequence = whole_number("max_pages_per_sequence", max_pages_per_sequence, 1)

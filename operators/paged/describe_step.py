@@ -158,9 +158,7 @@ def _check_tokens(
             f"{count} tokens in a step, but the cache declares max_tokens={cache.max_tokens}; split the step, or declare more."
         )
     if count % plan.shards:
-        raise InputError(
-            f"{count} tokens for {plan.shards} shards of pages; wanted a multiple, so that each has as many."
-        )
+        raise InputError(f"{count} tokens for {plan.shards} shards of pages; wanted a multiple, for equal shards.")
 
 
 def _causal_notes(step: Step) -> tuple[str, ...]:

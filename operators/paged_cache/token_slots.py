@@ -65,7 +65,7 @@ def rows_by_shard(shards: int | None, array: Any, what: str) -> Any:
         return array
     if array.shape[0] % shards:
         raise InputError(
-            f"{what}: {array.shape[0]} for a batch of {shards} shards; wanted a multiple of {shards}, so that each has as many."
+            f"{what}: {array.shape[0]} for a batch of {shards} shards; wanted a multiple of {shards}, for equal shards."
         )
     reshaped = np.reshape if isinstance(array, np.ndarray) else jnp.reshape
     return reshaped(array, (shards, array.shape[0] // shards, *array.shape[1:]))
