@@ -83,7 +83,7 @@ def blockwise_attention(
 
 @dataclass(frozen=True)
 class BlockwisePart:
-    """The same as a PartKernel."""
+    """Blockwise attention as a PartKernel."""
 
     layout: str
     scale: float

@@ -61,7 +61,7 @@ def flash_attention(
 
 @dataclass(frozen=True)
 class FlashPart:
-    """The same as a PartKernel."""
+    """These kernels as a PartKernel."""
 
     layout: str
     scale: float

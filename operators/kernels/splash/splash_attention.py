@@ -74,7 +74,7 @@ def splash_attention(
 
 @dataclass(frozen=True)
 class SplashPart:
-    """The same as a PartKernel."""
+    """These kernels as a PartKernel."""
 
     scale: float
     soft_cap: float | None

@@ -86,7 +86,7 @@ def forward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, int]:
 
 
 def backward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, dict[str, int]]:
-    """The same of each backward pass, by the name of its kernel."""
+    """The same for each backward pass, by the name of its kernel."""
     of_keys = blocks.block_q_dkv, blocks.block_kv_dkv, (blocks.block_q_dkv_compute, blocks.block_kv_dkv_compute)
     ways = blocks.stationary_weights, blocks.products_ahead_dkv
     if blocks.use_fused_bwd_kernel:
