@@ -1,6 +1,6 @@
-"""Front doors of other libraries, one file each: jax_nn, flax_nnx, flax_linen, equinox, keras, easydel, torch, transformers,
-diffusers; dispatch is for code bases with a dispatcher of their own.
+"""Adapters to other libraries, one file each: jax_nn, flax_nnx, flax_linen, equinox, keras, easydel, torch, transformers,
+diffusers. dispatch is for code bases with their own dispatcher.
 
-None is imported until asked for: import the file that you need (`from attnops.adapters.flax_nnx import attention_fn`). Each but
-jax_nn and dispatch needs its framework, an extra.
+None is imported automatically: import the one you need (`from attnops.adapters.flax_nnx import attention_fn`). All except
+jax_nn and dispatch require their framework, which is an extra.
 """

@@ -1,6 +1,6 @@
-"""diffusers: a declared attention as a backend of its attention dispatcher. Needs torch and diffusers.
+"""diffusers: a declared attention as a backend of its attention dispatcher. Requires torch and diffusers.
 
-`register()` once, then `model.set_attention_backend("attnops")`, or `with attention_backend("attnops"):`.
+Call `register()` once, then `model.set_attention_backend("attnops")`, or `with attention_backend("attnops"):`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _OURS = (
     "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "return_lse", "_parallel_config",
 )  # fmt: skip
 _HINTS = {
-    "return_lse": "a backend returns its output alone",
-    "_parallel_config": "declare a mesh and sequence_parallel in attnops' metadata in its place",
-    "window_size": "declare it, call.sliding_window",
+    "return_lse": "a backend returns only its output",
+    "_parallel_config": "declare a mesh and sequence_parallel in attnops' metadata instead",
+    "window_size": "declare call.sliding_window instead",
 }
 
 
 def register(
     declared: Declared = "vanilla", *, name: str | None = None, round_lengths: bool = False, **keywords: Any
 ) -> str:
-    """Make the attention backend of this name run what is declared; returns the name.
+    """Make the attention backend of this name run the declared attention; returns the name.
 
-    declared: an operation's name with keywords of an Attention, an Attention, a declaration or its path. name: by default
-    "attnops", and "attnops:FILE" for a path; in small letters, as diffusers reads names. round_lengths: see TorchCall. A name
-    that is registered again is replaced, in models that exist too. Errors: ConfigError for "enabled": false and for diffusers'
-    names.
+    declared: an operation's name with keywords of an Attention, an Attention, a declaration or its path. name: "attnops" by
+    default, "attnops:FILE" for a path; lower case, as diffusers reads names. round_lengths: see TorchCall. Registering a name
+    again replaces it, in existing models too. Errors: ConfigError for "enabled": false and for names that diffusers
+    uses.
     """
     backend = attention_for(declared, round_lengths=round_lengths, **keywords)
     if name is None:
@@ -54,9 +54,11 @@ def register(
     held = {x.value: x for x in names}
     theirs = name in held and not isinstance(registry._backends.get(held[name]), DiffusersAttention)
     if not isinstance(name, str) or not name or name != name.lower() or theirs:
-        raise ConfigError(f"name={shown(name)}; wanted small letters that diffusers doesn't use, such as 'attnops'.")
+        raise ConfigError(
+            f"name={shown(name)}; wanted a lower-case name that diffusers doesn't use, such as 'attnops'."
+        )
     member = held.get(name)
-    if member is None:  # its names are an Enum, which set_attention_backend and attention_backend look into
+    if member is None:  # its names are an Enum, which set_attention_backend and attention_backend look up
         member = str.__new__(names, name)
         member._name_, member._value_ = name.upper(), name
         names._member_map_[member._name_] = names._value2member_map_[name] = member
@@ -69,16 +71,16 @@ def attention_for(declared: Declared, *, round_lengths: bool = False, **keywords
     """The function that `register` registers."""
     attention: Attention = declared_attention(declared, keywords)
     if not attention.enabled:
-        raise ConfigError('the declaration says "enabled": false; say set_attention_backend("native") in its place.')
+        raise ConfigError('the declaration says "enabled": false; use set_attention_backend("native") instead.')
     return DiffusersAttention(attention, round_lengths)
 
 
 class DiffusersAttention(TorchCall):
-    """A declared attention with the signature of diffusers' backends. `attention.plans` are the plans of the calls so far."""
+    """A declared attention with the signature of diffusers' backends. `attention.plans` holds the plans of the calls so far."""
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """What the dispatcher hands over: it drops each argument that isn't in here, so all that any backend takes are."""
+        """The parameters of all backends: the dispatcher drops any argument that isn't in this signature."""
         taken = attention_dispatch._AttentionBackendRegistry._supported_arg_names.values()
         names = dict.fromkeys((*_OURS, *sorted(set().union(*taken))))
         return inspect.Signature([inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY) for x in names])
@@ -95,17 +97,17 @@ class DiffusersAttention(TorchCall):
         enable_gqa: bool = False,
         **others: Any,
     ) -> torch.Tensor:
-        """Attend; differentiable once, in attn_mask too where it is a float that requires it.
+        """Attend. Differentiable once, also in attn_mask if it is a float tensor that requires a gradient.
 
         Shapes: query [batch, q, heads, dim], key and value [batch, kv, kv_heads, dim]; attn_mask, bool (True = may attend) or
-        float (added), broadcasts to [batch, heads, q, kv], or is [batch, kv]: two dimensions of these sizes are keys. is_causal
-        lets query i see the keys up to i. Errors: InputError, InputTypeError, ConfigError say what is refused.
+        float (added), broadcasts to [batch, heads, q, kv], or is [batch, kv]: a two-dimensional mask of these sizes masks keys.
+        is_causal lets query i see the keys up to i. Errors: InputError, InputTypeError and ConfigError name what is refused.
         """
         for name, x in others.items():
             if x is not None and x is not False:
                 raise ConfigError(
-                    f"{name} ({a_type(x)}) is given to attnops' backend, which has no use for it: "
-                    f"{_HINTS.get(name, 'it is of other backends; leave it out of attention_kwargs')}."
+                    f"{name} ({a_type(x)}) is passed to attnops' backend, which doesn't support it: "
+                    f"{_HINTS.get(name, 'it belongs to other backends; remove it from attention_kwargs')}."
                 )
         given = {"query": query, "key": key, "value": value}
         for name, x in given.items():
@@ -118,14 +120,14 @@ class DiffusersAttention(TorchCall):
             )
         if key.shape[2] != query.shape[2] and not enable_gqa:
             raise InputError(
-                f"query has {query.shape[2]} heads, key {key.shape[2]}; grouped heads need enable_gqa=True, as in torch."
+                f"query has {query.shape[2]} heads, key has {key.shape[2]}; grouped heads require enable_gqa=True, as in torch."
             )
         given = {name: x.transpose(1, 2) for name, x in given.items()}
         if attn_mask is not None:
             check_tensor("attn_mask", attn_mask, (torch.bool, *DTYPES))
             if is_causal:
                 raise InputError(
-                    "attn_mask with is_causal=True is an error, as in torch; put the triangle into attn_mask."
+                    "attn_mask with is_causal=True is an error, as in torch; include the causal mask in attn_mask."
                 )
             if attn_mask.shape == (key.shape[0], key.shape[1]):
                 attn_mask = attn_mask[:, None, None]

@@ -1,4 +1,4 @@
-"""What a dispatcher with its own call shape has to translate: logical axes, parts of a softmax, block sizes. Needs jax alone."""
+"""Helpers for a dispatcher with its own call form: logical axes, parts of a softmax, block sizes. Requires only jax."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _TRAINING = (
     "attention_kv_dim_axis",
 )  # fmt: skip
 _FIELDS = (*_TRAINING, *(f"decode_{name}" for name in _TRAINING), "bias_head_sequence_axis", "bias_key_sequence_axis")
-# What joiners take for the maximum of a row without keys: finite, so that no difference of two is NaN.
+# The maximum that stands for a row without keys: finite, so that differences aren't NaN.
 _NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 def partition_axis_from_rules(
     rules: Mapping[str, Any] | Iterable[tuple[str, Any]], names: Mapping[str, str | None]
 ) -> PartitionAxis:
-    """The PartitionAxis of logical axis rules, as flax's and MaxText's are: (logical name, a mesh axis, several, or None).
+    """The PartitionAxis of logical axis rules as in flax and MaxText: (logical name, a mesh axis, several, or None).
 
-    names: the logical name of each field, such as {"batch_axis": "activation_batch", "head_axis": "heads"}; a field that isn't
-    named, or is None, is split by nothing, but that a decode_* one follows its own of training, and decode_query_sequence_axis is
-    None. Errors: ConfigError for a field or a logical name that doesn't exist, and for one here that has rules that differ.
+    names: the logical name of each field, such as {"batch_axis": "activation_batch", "head_axis": "heads"}. A field that is
+    missing or None isn't split. Exceptions: a decode_* field follows its training field, and decode_query_sequence_axis is None.
+    Errors: ConfigError for an unknown field or logical name, and for a name here whose rules differ.
     """
     known: dict[str, list[tuple[str, ...] | None]] = {}
     for rule in rules.items() if isinstance(rules, Mapping) else rules:
@@ -46,19 +46,19 @@ def partition_axis_from_rules(
     for field, name in names.items():
         if field not in _FIELDS:
             raise ConfigError(
-                f"{shown(field)} is no field of PartitionAxis that attention reads; wanted {', '.join(_FIELDS)}."
+                f"{shown(field)} isn't a PartitionAxis field that attention reads; wanted {', '.join(_FIELDS)}."
                 + nearest(field, _FIELDS)
             )
         if name is not None and name not in known:
             raise ConfigError(
-                f"{field}={shown(name)}, and no rule has that name; wanted one of {', '.join(map(str, known))}."
+                f"{field}={shown(name)}, but no rule has that name; wanted one of {', '.join(map(str, known))}."
                 + nearest(name, known)
             )
         if name is not None and len(known[name]) > 1:
             several = ", ".join(map(shown, known[name]))
             raise ConfigError(
-                f"{field}={shown(name)} has {len(known[name])} rules, {several}; which one holds would "
-                "depend on the other dimensions of a tensor. Leave one of them."
+                f"{field}={shown(name)} has {len(known[name])} rules, {several}; which one applies would "
+                "depend on the other dimensions of a tensor. Hint: keep one of them."
             )
         found[field] = None if name is None else known[name][0]
     for field in _TRAINING:
@@ -82,16 +82,18 @@ def _axes(logical: Any, axes: Any) -> tuple[str, ...] | None:
 def max_and_sum(
     lse: Float[Array, "batch heads q"], layout: str = "bthd"
 ) -> tuple[Float[Array, ...], Float[Array, ...]]:
-    """(max, sum) for a dispatcher that joins parts of a softmax, beside the output of a call with return_lse=True.
+    """(max, sum) for a dispatcher that merges parts of a softmax, to go with the output of a call with return_lse=True.
 
     Shapes: both [batch, q, heads, 1] in layout bthd, [batch, heads, q, 1] in bhtd, so that they broadcast with the output. For
     parts (out, max, sum) such a dispatcher computes sum_i(exp(max_i - m) out_i) / sum_i(exp(max_i - m) sum_i), where m is the
-    greatest max. attnops' outputs are divided by their sums already: the log-sum-exp stands for the max, and 1 for the sum. A
-    row without keys has output 0, and here a large negative number, with which nothing becomes NaN.
+    greatest max. attnops' outputs are already divided by their sums: the log-sum-exp stands for the max, and 1 for the sum. A
+    row without keys has output 0 and a large negative number here, which never produces NaN.
     """
     if not is_array(lse) or lse.ndim != 3 or not jnp.issubdtype(lse.dtype, jnp.floating):
         got = f"{lse.dtype}{list(lse.shape)}" if is_array(lse) else a_type(lse)
-        raise InputTypeError(f"lse is {got}; wanted floats [batch, heads, q], as a call with return_lse=True gives.")
+        raise InputTypeError(
+            f"lse is {got}; wanted floats [batch, heads, q], as returned by a call with return_lse=True."
+        )
     if layout not in ("bthd", "bhtd"):
         raise InputError(f"layout={shown(layout)}; wanted 'bthd' or 'bhtd'.")
     least = jnp.asarray(max(_NOTHING, 0.7 * float(jnp.finfo(lse.dtype).min)), lse.dtype)
@@ -101,12 +103,12 @@ def max_and_sum(
 
 
 def splash_config_from(blocks: Any, *, prefix: str = "", ignore: Collection[str] = (), **fields: Any) -> SplashConfig:
-    """The SplashConfig of block sizes as others hold them: jax's BlockSizes, a dict of its names, a config with a prefix.
+    """The SplashConfig of block sizes held in another form: jax's BlockSizes, a dict of its names, a config with a prefix.
 
-    prefix: of the attributes or keys that are meant, as in MaxText's sa_block_q; with one, all other names are passed over, and
-    without one every name has to be a field. ignore: names, without the prefix, that have no meaning here. Layouts may be enums,
-    or in capitals. fields: others of SplashConfig, such as kernel="jax". Errors: ConfigError for names that SplashConfig doesn't
-    have, for names to ignore that aren't there or that it has, and where nothing has the prefix.
+    prefix: selects attributes or keys that begin with it, as in MaxText's sa_block_q; all other names are skipped. Without a
+    prefix every name must be a field. ignore: names, without the prefix, to skip. Layouts may be enums or upper case. fields:
+    other fields of SplashConfig, such as kernel="jax". Errors: ConfigError for names that SplashConfig doesn't have, for names
+    in ignore that don't occur or that it has, and if nothing has the prefix.
     """
     if isinstance(blocks, Mapping):
         held = dict(blocks)
@@ -119,13 +121,13 @@ def splash_config_from(blocks: Any, *, prefix: str = "", ignore: Collection[str]
     for name in ignore:
         if name not in found or name in SplashConfig.model_fields:
             why = "is a field of SplashConfig" if name in found else f"isn't among {', '.join(found) or 'no names'}"
-            raise ConfigError(f"ignore={shown(name)}, which {why}; take it out of ignore.")
+            raise ConfigError(f"ignore={shown(name)}, which {why}; remove it from ignore.")
         del found[name]
     if prefix and not found:
         raise ConfigError(f"no name begins with {shown(prefix)}; got {', '.join(map(str, held)) or 'nothing'}.")
     twice = [name for name in fields if name in found]
     if twice:
-        raise ConfigError(f"{', '.join(twice)}: in the block sizes and beside them; say it once.")
+        raise ConfigError(f"{', '.join(twice)}: specified in the block sizes and as fields; specify it once.")
     return SplashConfig.coerce(found | fields)
 
 

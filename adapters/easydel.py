@@ -1,6 +1,6 @@
-"""EasyDeL: a declared attention as an implementation in EasyDeL's registry of operations. Needs easydel.
+"""EasyDeL: a declared attention as an implementation in EasyDeL's registry of operations. Requires easydel.
 
-`register()` once, then `attn_mechanism="attnops"` in a model's configuration.
+Call `register()` once, then set `attn_mechanism="attnops"` in a model's configuration.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ with extra("easydel"):
 
 __all__ = ["attentions", "register"]
 
-# What EasyDeL's metadata says and a declaration says too; the declaration's own word counts.
+# What both EasyDeL's metadata and a declaration can specify; the declaration wins.
 _TAKEN = ("mesh", "partition_axis", "runtime_dtype", "runtime_softmax_dtype")
-# What FlexibleAttentionModule hands to each implementation, for kernels of its own, and what it is where nobody chose it.
+# What FlexibleAttentionModule passes to each implementation, for its own kernels, with the defaults.
 _OF_KERNELS = {
     "prevent_cse": True, "cum_seqlens_q": None, "cum_seqlens_k": None, "normalize_output": True, "fused_backward": False,
     "compute_dtype": None, "optimized": False, "mask_value": None, "vmem_limit_bytes": None,
 }  # fmt: skip
 _HINTS = {
     "cum_seqlens_q": "pass segment ids in mask_info", "cum_seqlens_k": "pass segment ids in mask_info",
-    "compute_dtype": "say attn_dtype in the configuration", "vmem_limit_bytes": "declare it in attnops' operation_configs",
+    "compute_dtype": "set attn_dtype in the configuration", "vmem_limit_bytes": "declare it in attnops' operation_configs",
 }  # fmt: skip
-_WINDOW = "sliding_window {} isn't asked for once more: mask_info has it, in positions of the cache"
-_CACHED = "causal isn't asked for in a step of one query: mask_info hides the keys that the cache doesn't have yet"
+_WINDOW = "sliding_window {} isn't applied again: mask_info has it, in positions of the cache"
+_CACHED = "causal isn't applied in a step of one query: mask_info hides the keys that aren't in the cache yet"
 
 
 def register(declared: Declared = "vanilla", *, name: str | None = None, **keywords: Any) -> str:
-    """Make `attn_mechanism` of this name run what is declared; returns the name.
+    """Make `attn_mechanism` of this name run the declared attention; returns the name.
 
-    declared: an operation's name with keywords of an Attention, an Attention without a mesh, a declaration or its path. name: by
-    default "attnops", and "attnops:FILE" for a path. EasyDeL's mesh, axes and dtypes count where the declaration says none.
-    Errors: ConfigError for "enabled": false, and for a name that EasyDeL has.
+    declared: an operation's name with keywords of an Attention, an Attention without a mesh, a declaration or its path. name:
+    "attnops" by default, "attnops:FILE" for a path. EasyDeL's mesh, axes and dtypes apply where the declaration has none.
+    Errors: ConfigError for "enabled": false, and for a name that EasyDeL uses.
     """
     attention = declared_attention(declared, keywords)
     if not attention.enabled:
-        raise ConfigError('the declaration says "enabled": false; say attn_mechanism="vanilla" in its place.')
+        raise ConfigError('the declaration says "enabled": false; set attn_mechanism="vanilla" instead.')
     if name is None:
         of_file = isinstance(declared, Path) or (isinstance(declared, str) and not is_operation_name(declared))
         name = f"attnops:{declared}" if of_file else "attnops"
@@ -62,12 +62,12 @@ def register(declared: Declared = "vanilla", *, name: str | None = None, **keywo
 
 
 def attentions(name: str = "attnops") -> tuple[Attention, ...]:
-    """The Attentions that models run under a registered name, one for each mesh, axes and dtypes; they have the plans."""
+    """The Attentions that models run under a registered name, one for each mesh, axes and dtypes; they hold the plans."""
     return tuple(OperationRegistry.get(name).made)
 
 
 class _Implementation(OperationImpl):
-    """A declared attention with the call of EasyDeL's implementations."""
+    """A declared attention with the call signature of EasyDeL's implementations."""
 
     registered = ""
     declared: Attention
@@ -77,12 +77,14 @@ class _Implementation(OperationImpl):
         super().__init__(metadata)
         if metadata.operation_configs:
             raise ConfigError(
-                "operation_configs of the configuration are for ejkernel's kernels; leave them out, and declare attnops' own."
+                "operation_configs of the configuration are for ejkernel's kernels; remove them, and declare attnops' own."
             )
         given = {name: getattr(metadata, name) for name in _TAKEN if not self.declared.states(name)}
         given = {name: x for name, x in given.items() if x is not None}
         attention = Attention(self.declared.declared(), **given)
-        self.attention = self.made.setdefault(attention, attention)  # layers share one, and what it has compiled
+        self.attention = self.made.setdefault(
+            attention, attention
+        )  # layers share one attention and its compiled programs
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -90,7 +92,7 @@ class _Implementation(OperationImpl):
 
     @classmethod
     def get_requirements(cls, mode: ExecutionMode = ExecutionMode.MIXED) -> OperationRequirements:
-        """As EasyDeL's vanilla: its basic metadata, and its dense cache."""
+        """The same as EasyDeL's vanilla: its basic metadata, and its dense cache."""
         return OperationRequirements.create(
             name=cls.registered,
             required_metadata=MetadataField.basic(),
@@ -120,11 +122,12 @@ class _Implementation(OperationImpl):
         policy: Any = None,
         **others: Any,
     ) -> AttentionOutput:
-        """Attend, as EasyDeL's vanilla does, to keys among which those of the cache are already.
+        """Attend, as EasyDeL's vanilla does, to keys that already include those of the cache.
 
         Shapes: query [batch, q, heads, dim], key and value [batch, kv, kv_heads, dim]; bias [batch, heads, kv_heads or 1, q,
-        kv]; softmax_aux [heads], [kv_heads] or [sinks], or these with sinks behind. Windows are inclusive distances, counted, as
-        causality, from the first query and the first key. cache_metadata and policy have nothing that is computed with.
+        kv]; softmax_aux [heads], [kv_heads] or [sinks], or the first two with a sinks dimension appended. Windows are inclusive
+        distances. Windows and causality count from the first query and the first key. cache_metadata and policy aren't used in
+        the computation.
         """
         self._check(cache_view, precision, others)
         if mask_info is None and bias is None and init_bias is not None:
@@ -171,22 +174,23 @@ class _Implementation(OperationImpl):
     def _check(self, cache_view: Any, precision: Any, others: dict[str, Any]) -> None:
         if cache_view is not None and not isinstance(cache_view, TransformerCacheView):
             raise ConfigError(
-                f"cache_view is a {a_type(cache_view)}; wanted a TransformerCacheView: pages need EasyDeL's paged operations."
+                f"cache_view is a {a_type(cache_view)}; wanted a TransformerCacheView: pages require EasyDeL's paged operations."
             )
         if precision not in (None, jax.lax.Precision.DEFAULT):
             raise ConfigError(
-                f"precision={precision}; wanted the default: attnops' products keep all bits of their dtype."
+                f"precision={precision}; wanted the default: attnops' products keep the full precision of their dtype."
             )
         for name, value in others.items():
             if value is not None and (name not in _OF_KERNELS or value != _OF_KERNELS[name]):
-                hint = _HINTS.get(name, "it is of other implementations; leave it out")
+                hint = _HINTS.get(name, "it belongs to other implementations; remove it")
                 raise ConfigError(
-                    f"{name}={shown(value)} is given to attnops' implementation, which has no use for it: {hint}."
+                    f"{name}={shown(value)} is passed to attnops' implementation, which doesn't support it: {hint}."
                 )
 
 
 def _sinks(sinks: jax.Array, heads: int, kv_heads: int) -> jax.Array:
-    """EasyDeL's sinks as [heads, sinks]: a vector as long as the heads or the kv heads is one a head, another is for all."""
+    """EasyDeL's sinks as [heads, sinks]: a vector as long as the heads or the kv heads holds one per head, any other is for
+    all."""
     if sinks.ndim not in (1, 2):
         raise InputError(f"softmax_aux has shape {tuple(sinks.shape)}; wanted one or two dimensions.")
     if sinks.ndim == 1:

@@ -1,4 +1,4 @@
-"""equinox: its MultiheadAttention with a declared attention inside. Needs equinox (`pip install 'attnops[equinox]'`)."""
+"""equinox: its MultiheadAttention with a declared attention inside. Requires equinox (`pip install 'attnops[equinox]'`)."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _Model = TypeVar("_Model")
 
 
 def attention_of(model: _Model, declared: Declared, **metadata: Any) -> _Model:
-    """The same model with every equinox.nn.MultiheadAttention in it (or itself one) running what is declared.
+    """The same model, with every equinox.nn.MultiheadAttention in it (or the model itself) running the declared attention.
 
-    Weights, sizes and the tree of leaves stay as they are. declared: an Attention, a Declaration, its dict, or the path of
-    its JSON file. metadata: fields of OperationMetadata that take the place of the file's, such as mesh. With
-    "enabled": false the model is returned as it came. Errors: InputError for a model without such a layer.
+    Weights, sizes and the tree of leaves don't change. declared: an Attention, a Declaration, its dict, or the path of
+    its JSON file. metadata: fields of OperationMetadata that replace the file's, such as mesh. With
+    "enabled": false the model is returned unchanged. Errors: InputError for a model without such a layer.
     """
     attention = declared_attention(declared, metadata)
     layers = [x for x in jax.tree.leaves(model, is_leaf=_is_layer) if _is_layer(x)]
     if not layers:
         raise InputError(
-            f"{type(model).__name__} holds no equinox.nn.MultiheadAttention, so there is nothing to declare the attention of."
+            f"{type(model).__name__} holds no equinox.nn.MultiheadAttention, so there is no attention to replace."
         )
     if not attention.enabled:
         return model
@@ -48,8 +48,8 @@ def _is_layer(x: object) -> bool:
 class MultiheadAttention(eqx.nn.MultiheadAttention):
     """equinox.nn.MultiheadAttention with a declared attention in place of its own; made from an existing layer.
 
-    `attention` is the Attention, static: `attention.plans` are the plans of the calls so far. Inside jax.vmap, as equinox's
-    layers are used for batches, a plan is that of one row.
+    `attention` is the Attention, static: `attention.plans` holds the plans of the calls so far. Inside jax.vmap, which equinox
+    uses for batches, a plan describes one row.
     """
 
     attention: Attention = eqx.field(static=True)
@@ -59,7 +59,9 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             setattr(self, field.name, getattr(layer, field.name))
         self.attention = declared_attention(declared, metadata)
         if not self.attention.enabled:
-            raise ConfigError('the declaration says "enabled": false; keep the layer, or use attention_of, which does.')
+            raise ConfigError(
+                'the declaration says "enabled": false; keep the layer, or use attention_of, which keeps it.'
+            )
 
     def __call__(
         self,
@@ -73,16 +75,18 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         deterministic: bool | None = None,
         process_heads: Callable[..., Any] | None = None,
     ) -> Float[Array, "q_len output_size"]:
-        """As equinox's own, of one row: see equinox.nn.MultiheadAttention.__call__."""
+        """The same as equinox's own, for one row: see equinox.nn.MultiheadAttention.__call__."""
         if deterministic is not None:
-            warnings.warn("deterministic is deprecated by equinox; say inference", DeprecationWarning, stacklevel=2)
+            warnings.warn("deterministic is deprecated by equinox; use inference", DeprecationWarning, stacklevel=2)
             inference = deterministic
         q_len, kv_len = query.shape[0], key_.shape[0]
         if value.shape[0] != kv_len:
             raise InputError(f"key_ has {kv_len} rows, value has {value.shape[0]}; wanted the same.")
         wanted = ((q_len, kv_len), (self.num_heads, q_len, kv_len))
         if mask is not None and tuple(mask.shape) not in wanted:
-            raise InputError(f"mask has shape {tuple(mask.shape)}; wanted {wanted[0]} or, a head each, {wanted[1]}.")
+            raise InputError(
+                f"mask has shape {tuple(mask.shape)}; wanted {wanted[0]} or, with one per head, {wanted[1]}."
+            )
         projections = ((self.query_proj, query), (self.key_proj, key_), (self.value_proj, value))
         heads = tuple(jax.vmap(layer)(x).reshape(x.shape[0], self.num_heads, -1) for layer, x in projections)
         if process_heads is not None:
@@ -93,9 +97,9 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             heads = processed
         inference = self.dropout.inference if inference is None else inference
         if not isinstance(inference, bool):
-            raise InputError(f"inference is {a_type(inference)}; wanted True or False: it is compiled in.")
+            raise InputError(f"inference is {a_type(inference)}; wanted True or False: it is a compile-time constant.")
         if self.dropout.p > 0 and not inference and key is None:
-            raise InputError(f"dropout of {self.dropout.p} needs key=jax.random.key(...); or say inference=True.")
+            raise InputError(f"dropout of {self.dropout.p} requires key=jax.random.key(...), or inference=True.")
         found = attend(
             self.attention,
             *heads,

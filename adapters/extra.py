@@ -1,4 +1,4 @@
-"""extra: what an adapter's import says where its framework isn't installed."""
+"""extra: the error of an adapter's import if its framework isn't installed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["extra"]
 
 @contextlib.contextmanager
 def extra(framework: str) -> Iterator[None]:
-    """Import a framework within. Errors: ModuleNotFoundError that names the extra, if it is the framework that is missing."""
+    """Import a framework inside this context. Errors: ModuleNotFoundError that names the extra if the framework is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
         if error.name != framework:
             raise
         raise ModuleNotFoundError(
-            f"this adapter needs {framework}, which isn't installed; pip install 'attnops[{framework}]'.",
+            f"this adapter requires {framework}, which isn't installed; pip install 'attnops[{framework}]'.",
             name=framework,
         ) from error

@@ -1,4 +1,4 @@
-"""FlaxAttention: what flax's two attention modules have in common in their calls of an attention_fn."""
+"""FlaxAttention: what flax's two attention modules share when they call an attention_fn."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _DEFAULT_PRECISION = (None, "default", "fastest", "bfloat16", jax.lax.Precision.
 
 
 class FlaxAttention:
-    """A declared attention with flax's calling convention. Hashable by what it declares, as a module's attribute has to be.
+    """A declared attention with flax's calling convention. Hashable by its declaration, as a module attribute must be.
 
-    `attention` is the Attention: `attention.plans` are the plans of the calls so far.
+    `attention` is the Attention: `attention.plans` holds the plans of the calls so far.
     """
 
     def __init__(self, attention: Attention) -> None:
         self.attention = attention
 
     def check_dtype(self, dtype: Any) -> None:
-        """Refuse a module's dtype that isn't the file's runtime_dtype, where both are said."""
+        """Refuse a module's dtype that differs from the file's runtime_dtype, if both are given."""
         said = self.attention.operation.metadata.runtime_dtype
         if dtype is not None and said is not None and jnp.dtype(dtype) != said:
             raise ConfigError(
-                f"dtype: the file's metadata declares runtime_dtype={said.name!r}, the module says {jnp.dtype(dtype).name!r}; "
-                "leave one of them out."
+                f"dtype: the file's metadata declares runtime_dtype={said.name!r}, but the module has {jnp.dtype(dtype).name!r}; "
+                "remove one of them."
             )
 
     def attend(
@@ -50,17 +50,17 @@ class FlaxAttention:
         is_causal: bool,
         weights: bool,
     ) -> Attended:
-        """Attend to arrays of one dtype, [..., length, heads, dim]. Errors: ConfigError, InputError say what is refused."""
+        """Attend to arrays of one dtype, [..., length, heads, dim]. Errors: ConfigError and InputError name what is refused."""
         if not all(one in _DEFAULT_PRECISION for one in (precision if isinstance(precision, tuple) else (precision,))):
             raise ConfigError(
-                f"precision={precision!r}: attnops' products keep all bits of their dtype, so that runtime_dtype says how exact "
-                "they are; leave precision out of the module. For its other layers, run the step under "
+                f"precision={precision!r}: attnops' products keep the full precision of their dtype, so runtime_dtype decides "
+                "how exact they are; remove precision from the module. For its other layers, run the step under "
                 "jax.default_matmul_precision(...)."
             )
         if dropout_rate > 0 and not deterministic and broadcast_dropout:
             raise ConfigError(
                 "broadcast_dropout=True (flax's default) drops the same weights in every batch row and head; attnops draws "
-                "each by itself. Construct the module with broadcast_dropout=False."
+                "each separately. Construct the module with broadcast_dropout=False."
             )
         return attend(
             self.attention,
@@ -79,7 +79,8 @@ class FlaxAttention:
         )
 
     def _aligned(self, query: jax.Array, key: jax.Array) -> int | None:
-        """Where is_causal puts the first query: at the first key. Errors: InputError where that may not be what is meant."""
+        """The position that is_causal gives the first query: that of the first key. Errors: InputError if that may not be
+        meant."""
         q_len, kv_len = query.shape[-3], key.shape[-3]
         if q_len == kv_len:
             return 0
@@ -87,8 +88,8 @@ class FlaxAttention:
         if said is None:
             raise InputError(
                 f"is_causal=True with {q_len} queries and {kv_len} keys: flax's own would let the first query see the first "
-                "key alone. Leave is_causal out where a cache's mask says what is written (decode=True), or declare in the "
-                f"file call.query_offset: 0 for flax's way, {kv_len - q_len} for queries that are the last tokens."
+                "key alone. Leave out is_causal if a cache's mask marks the written keys (decode=True), or declare in the "
+                f"file call.query_offset: 0 for flax's behaviour, {kv_len - q_len} if the queries are the last tokens."
             )
         return said
 

@@ -1,4 +1,4 @@
-"""flax linen: an attention_fn for MultiHeadDotProductAttention. Needs flax (`pip install 'attnops[flax]'`)."""
+"""flax linen: an attention_fn for MultiHeadDotProductAttention. Requires flax (`pip install 'attnops[flax]'`)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["LinenAttention", "attention_fn"]
 
 
 def attention_fn(declared: Declared, **metadata: Any) -> Callable[..., jax.Array]:
-    """The `attention_fn` of a linen.MultiHeadDotProductAttention that runs what is declared.
+    """The `attention_fn` of a linen.MultiHeadDotProductAttention that runs the declared attention.
 
     declared: an Attention, a Declaration, its dict, or the path of its JSON file. metadata: fields of OperationMetadata that
-    take the place of the file's, such as mesh. With "enabled": false it is linen.dot_product_attention itself.
+    replace the file's, such as mesh. With "enabled": false it is linen.dot_product_attention itself.
     """
     attention = declared_attention(declared, metadata)
     return LinenAttention(attention) if attention.enabled else linen.dot_product_attention
@@ -33,7 +33,7 @@ def attention_fn(declared: Declared, **metadata: Any) -> Callable[..., jax.Array
 class LinenAttention(FlaxAttention):
     """A declared attention with the signature of linen.dot_product_attention.
 
-    The names are linen's to the last one: its module leaves out, without a word, what a function doesn't name.
+    The parameter names are exactly linen's: its module silently drops what a function doesn't name.
     """
 
     def __call__(
@@ -67,14 +67,14 @@ class LinenAttention(FlaxAttention):
         ):
             if function is not None:
                 raise ConfigError(
-                    f"{name} is given, and attnops' kernels make their products themselves; construct the module without it "
+                    f"{name} is given, but attnops' kernels compute their own products; construct the module without it "
                     "(attnops takes quantised keys and values as int8 or fp8 arrays)."
                 )
         softmax = self.attention.operation.metadata.runtime_softmax_dtype
         if force_fp32_for_softmax and softmax != jnp.float32:
             raise ConfigError(
-                f"force_fp32_for_softmax: the file's metadata declares runtime_softmax_dtype={softmax.name!r}; leave one of "
-                "them out."
+                f"force_fp32_for_softmax: the file's metadata declares runtime_softmax_dtype={softmax.name!r}; remove one of "
+                "them."
             )
         self.check_dtype(dtype)
         query, key, value = dtypes.promote_dtype(query, key, value, dtype=dtype)
@@ -83,7 +83,7 @@ class LinenAttention(FlaxAttention):
             dropout_rate=dropout_rate, deterministic=deterministic, precision=precision, is_causal=False,
             weights=module is not None,
         )  # fmt: skip
-        # linen keeps float32 weights then, and its output is float32 with them.
+        # linen then keeps float32 weights, and so its output is float32.
         dtype = jnp.float32 if force_fp32_for_softmax else found.output.dtype
         if module is not None and found.weights is not None:
             module.sow("intermediates", "attention_weights", found.weights.astype(dtype))

@@ -1,4 +1,4 @@
-"""flax nnx: an attention_fn for nnx.MultiHeadAttention. Needs flax (`pip install 'attnops[flax]'`)."""
+"""flax nnx: an attention_fn for nnx.MultiHeadAttention. Requires flax (`pip install 'attnops[flax]'`)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["NnxAttention", "attention_fn"]
 
 
 def attention_fn(declared: Declared, **metadata: Any) -> Callable[..., jax.Array]:
-    """The `attention_fn` of an nnx.MultiHeadAttention that runs what is declared.
+    """The `attention_fn` of an nnx.MultiHeadAttention that runs the declared attention.
 
     declared: an Attention, a Declaration, its dict, or the path of its JSON file. metadata: fields of OperationMetadata that
-    take the place of the file's, such as mesh. With "enabled": false it is nnx.dot_product_attention itself.
+    replace the file's, such as mesh. With "enabled": false it is nnx.dot_product_attention itself.
     """
     attention = declared_attention(declared, metadata)
     return NnxAttention(attention) if attention.enabled else nnx.dot_product_attention

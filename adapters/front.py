@@ -1,4 +1,4 @@
-"""What every adapter does: read the declaration, bring arrays of any batch rank to rank 4, and say what the framework said."""
+"""What every adapter does: read the declaration, bring arrays of any batch rank to rank 4, and apply the framework's call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TRAILING = 3
 
 
 class Attended(NamedTuple):
-    """The output, as the query; weights [..., heads, q, kv] and lse [..., heads, q], None where the call didn't ask."""
+    """The output, shaped as the query; weights [..., heads, q, kv] and lse [..., heads, q], None if not requested."""
 
     output: jax.Array
     weights: jax.Array | None
@@ -32,11 +32,11 @@ class Attended(NamedTuple):
 
 
 def declared_attention(declared: Declared, metadata: Mapping[str, Any]) -> Attention:
-    """The Attention of what an adapter was given. Errors: ConfigError for what a framework's call has no place for."""
+    """The Attention of an adapter's argument. Errors: ConfigError for what a framework's call has no place for."""
     if isinstance(declared, Attention):
         if metadata:
             raise ConfigError(
-                f"{', '.join(metadata)}: given beside an Attention, which has its metadata; pass them to Attention(...)."
+                f"{', '.join(metadata)}: given with an Attention, which has its own metadata; pass them to Attention(...)."
             )
         attention = declared
     else:
@@ -44,7 +44,7 @@ def declared_attention(declared: Declared, metadata: Mapping[str, Any]) -> Atten
     for name in ("return_weights", "return_lse"):
         if getattr(attention.declaration.call, name):
             raise ConfigError(
-                f"call.{name} is declared, and a framework's attention returns its output alone; leave it out behind an "
+                f"call.{name} is declared, but a framework's attention returns only its output; remove it for an "
                 "adapter."
             )
     return attention
@@ -59,12 +59,12 @@ def attend(
     remarks: tuple[str, ...] = (),
     **call: Unpack[CallArguments],
 ) -> Attended:
-    """Attend with any number of batch dimensions, none included. `call` says the layout; None is what wasn't said.
+    """Attend with any number of batch dimensions, including none. `call` gives the layout; None stands for what isn't specified.
 
     Shapes: query [..., q, heads, dim] (layout bthd) or [..., heads, q, dim] (bhtd), key and value likewise; mask (anything
-    that compares with 0) and bias broadcast to [..., heads, q, kv] from the right, as NumPy does. causal=False is what
-    frameworks have where nothing was said: the file's own word then counts, and without one the call is not causal. `remarks`
-    stand among the notes of the plan that is kept.
+    that compares with 0) and bias broadcast to [..., heads, q, kv] from the right, as in NumPy. causal=False is the frameworks'
+    default: the file's own value then applies, and without one the call isn't causal. `remarks`
+    are added to the notes of the plan that is kept.
     Errors: InputError for shapes; ConfigError where the file and the framework's call disagree.
     """
     layout = call["layout"]
@@ -91,14 +91,14 @@ def attend(
     four = (jnp.reshape(x, (math.prod(batch), *x.shape[-_TRAILING:])) for x in (query, key, value))
     found = attention.run(remarks, *four, **call)
     output, weights, lse = (None if x is None else x.reshape(*batch, *x.shape[1:]) for x in found)
-    assert output is not None  # always asked for
+    assert output is not None  # always requested
     return Attended(output, weights, lse)
 
 
 def _causal(attention: Attention, causal: bool) -> bool | None:
-    """What the framework says; where it says nothing, None if the file says something, else False: flax's, torch's default.
+    """The framework's value. If it is the default: None if the file has a value, else False, flax's and torch's default.
 
-    The metadata's own default, True, is for calls of ours.
+    The metadata's own default, True, is for direct calls of attnops.
     """
     said = attention.declaration.call.causal is not None or attention.states("causal")
     return True if causal else None if said else False
@@ -108,18 +108,18 @@ def _check_dropout(attention: Attention, probability: float) -> None:
     said = attention.operation.metadata.dropout_prob
     if attention.states("dropout_prob") and said != probability:
         raise ConfigError(
-            f"dropout_prob: the file's metadata declares {said}, the framework's call says {probability}; leave it out of the "
+            f"dropout_prob: the file's metadata declares {said}, the framework's call has {probability}; remove it from the "
             "file: the framework has the key and the flag for it."
         )
 
 
 def _four(name: str, x: Any, cells: tuple[int, ...]) -> Any:
-    """An array that broadcasts to [..., heads, q, kv] as one of rank 4, with no dimension written out that can stay 1."""
+    """An array that broadcasts to [..., heads, q, kv] brought to rank 4; dimensions that can stay 1 do."""
     shape = tuple(x.shape)
     if len(shape) > len(cells) or any(n not in (1, m) for n, m in zip(shape[::-1], cells[::-1], strict=False)):
         raise InputError(
-            f"{name} has shape {shape}; wanted one that broadcasts to {cells}, [..., heads, query length, key length]. One of "
-            f"[batch, key length] is {name}[:, None, None, :]."
+            f"{name} has shape {shape}; wanted one that broadcasts to {cells}, [..., heads, query length, key length]. Hint: for "
+            f"[batch, key length] pass {name}[:, None, None, :]."
         )
     shape = (1,) * (len(cells) - len(shape)) + shape
     batch, own = cells[:-_TRAILING], shape[:-_TRAILING]
@@ -137,7 +137,7 @@ def _boolean(mask: Any) -> Any:
 
 
 def _as_it_is(mask: Any) -> Any:
-    """A mask whose values are known stays known while something else is traced: the plan then says what it is."""
+    """A mask with known values keeps them while something else is traced, so that the plan can describe it."""
     return contextlib.nullcontext() if isinstance(mask, jax.core.Tracer) else jax.ensure_compile_time_eval()
 
 

@@ -1,4 +1,4 @@
-"""jax.nn: dot_product_attention with jax's signature, meaning and ranks, run by what is declared. Needs jax alone."""
+"""jax.nn: dot_product_attention with jax's signature, semantics and ranks, run by a declared attention. Requires only jax."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def dot_product_attention(
     implementation: Implementation | None = "vanilla",
     return_residual: bool = False,
 ) -> Any:
-    """Attend as jax.nn.dot_product_attention does; `implementation` says by what.
+    """Attend as jax.nn.dot_product_attention does; `implementation` chooses what runs it.
 
     Shapes: query [batch, q, heads, dim] or [q, heads, dim]; key and value likewise, with as many heads or a divisor of them;
     bias and mask broadcast to [batch, heads, q, kv]; lengths int [batch]. Positions count from the first query and the first
     key. local_window_size is (left, right), inclusive, None for no limit, or one distance for both sides.
     implementation: an operation's name, an Attention, a Declaration or its dict, the path of a JSON file, an
     OperationMetadata for 'vanilla'; None is 'vanilla'. Returns an array as the query, [..., q, heads, value_dim], and with
-    return_residual also the log-sum-exps [..., q, heads], in the key's dtype and without a gradient, as in jax.
+    return_residual also the log-sum-exps [..., q, heads], in the key's dtype and, without a gradient, as in jax.
     A query that may see no key, or that lies beyond its row's length, has output 0 and a log-sum-exp of -inf.
-    Errors: InputError, InputTypeError, ConfigError, RefusedError and UnknownNameError say what is refused.
+    Errors: InputError, InputTypeError, ConfigError, RefusedError and UnknownNameError name what is refused.
     """
     attention = _attention(implementation)
     if not attention.enabled:
@@ -117,7 +117,7 @@ def _attention(implementation: Any) -> Attention:
 
 
 def _array(x: Any) -> Any:
-    """An array as it is; what numpy can make one of, such as a list, as numpy's."""
+    """An array as it is; anything else that numpy can convert, such as a list, as a numpy array."""
     return x if x is None or is_array(x) else np.asarray(x)
 
 
@@ -133,7 +133,7 @@ def _mask(mask: Any) -> Any:
     mask = _array(mask)
     if mask is not None and mask.dtype != bool:
         raise InputTypeError(
-            f"mask is {mask.dtype}; wanted bool, True where a query may attend. What is added to the logits is bias."
+            f"mask is {mask.dtype}; wanted bool, True where a query may attend. Hint: to add to the logits, pass bias."
         )
     return mask
 
@@ -143,21 +143,21 @@ def _lengths(name: str, lengths: Any, rows: int, most: int) -> Any:
     if lengths is None:
         return None
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise InputTypeError(f"{name} is {lengths.dtype}; wanted int32, one number a batch row.")
+        raise InputTypeError(f"{name} is {lengths.dtype}; wanted int32, one number per batch row.")
     if lengths.shape != (rows,):
-        raise InputError(f"{name} has shape {tuple(lengths.shape)}; wanted {(rows,)}, one number a batch row.")
+        raise InputError(f"{name} has shape {tuple(lengths.shape)}; wanted {(rows,)}, one number per batch row.")
     values = at_hand(lengths)
     for number in () if values is None else least_and_most(values):
         if not 0 <= number <= most:
-            raise InputError(f"{name} holds {number}; wanted 0 to {most}, as long as the array is.")
+            raise InputError(f"{name} holds {number}; wanted 0 to {most}, the array's length.")
     return lengths
 
 
 def _scale(scale: Any) -> float | None:
     if isinstance(scale, jax.core.Tracer):
         raise InputTypeError(
-            "scale is traced; wanted a number, which is compiled in. Write head_dim**-0.5 with Python's or NumPy's numbers, or "
-            "multiply the query by it and say scale=1."
+            "scale is traced; wanted a number, because it is a compile-time constant. Compute head_dim**-0.5 from Python or "
+            "NumPy numbers, or multiply the query by it and pass scale=1."
         )
     if is_array(scale) and scale.ndim == 0:
         scale = float(scale)

@@ -1,4 +1,4 @@
-"""keras: MultiHeadAttention and GroupQueryAttention on the JAX backend with a declared attention. Needs keras."""
+"""keras: MultiHeadAttention and GroupQueryAttention on the JAX backend with a declared attention. Requires keras."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ with extra("keras"):
 __all__ = ["KerasAttention", "attention_of"]
 
 _Layer = TypeVar("_Layer", bound="keras.Layer")
-_PLACE = "_compute_attention"  # which keras leaves to its users to override
+_PLACE = "_compute_attention"  # which keras lets users override
 _KINDS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
 
 def attention_of(model: _Layer, declared: Declared, **metadata: Any) -> _Layer:
-    """Let every MultiHeadAttention and GroupQueryAttention in a model (or the layer itself) run what is declared.
+    """Make every MultiHeadAttention and GroupQueryAttention in a model (or the layer itself) run the declared attention.
 
-    The layers are changed where they are, and the model is returned; weights, names and what is saved stay keras' own. Compiled
-    steps are forgotten. declared: an Attention, a Declaration, its dict, or the path of its JSON file. metadata: fields of
-    OperationMetadata that take the place of the file's, such as mesh. With "enabled": false the layers get keras' own back.
-    Errors: ConfigError for another backend than JAX's and for flash_attention=True; InputError for a model without such a layer,
-    or with one whose class has an attention of its own.
+    The layers are changed in place, and the model is returned; weights, names and saved files stay keras' own. Compiled
+    steps are discarded. declared: an Attention, a Declaration, its dict, or the path of its JSON file. metadata: fields of
+    OperationMetadata that replace the file's, such as mesh. With "enabled": false the layers get keras' own attention back.
+    Errors: ConfigError for a backend other than JAX and for flash_attention=True; InputError for a model without such a layer,
+    or with one whose class has its own attention.
     """
     attention = declared_attention(declared, metadata)
     if keras.backend.backend() != "jax":
@@ -39,13 +39,13 @@ def attention_of(model: _Layer, declared: Declared, **metadata: Any) -> _Layer:
             f"keras runs on {shown(keras.backend.backend())}; wanted 'jax': set KERAS_BACKEND=jax before keras is imported."
         )
     if not isinstance(model, keras.Layer):
-        raise InputError(f"{type(model).__name__} is no keras model or layer.")
+        raise InputError(f"{type(model).__name__} isn't a keras model or layer.")
     inside = list(model._flatten_layers())
     layers = [x for x in inside if isinstance(x, _KINDS)]
     if not layers:
         raise InputError(
-            f"{type(model).__name__} holds no MultiHeadAttention or GroupQueryAttention that is built, so there is nothing to "
-            "declare the attention of."
+            f"{type(model).__name__} holds no built MultiHeadAttention or GroupQueryAttention, so there is no attention to "
+            "replace."
         )
     for layer in layers:
         _check(layer)
@@ -62,7 +62,7 @@ def attention_of(model: _Layer, declared: Declared, **metadata: Any) -> _Layer:
 
 @dataclass(frozen=True, eq=False)
 class KerasAttention:
-    """A declared attention in the place of one layer's `_compute_attention`; `attention.plans` are the plans of the calls."""
+    """A declared attention that replaces one layer's `_compute_attention`; `attention.plans` holds the plans of the calls."""
 
     layer: Any
     attention: Attention
@@ -77,9 +77,9 @@ class KerasAttention:
         return_attention_scores: bool | None = None,
         use_causal_mask: bool = False,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """(output, scores or None), as keras' own.
+        """(output, scores or None), like keras' own.
 
-        Shapes: query [batch, ..., heads, dim], key and value likewise, of which the layer's attention axes are attended over;
+        Shapes: query [batch, ..., heads, dim], key and value likewise; the layer's attention axes are attended over;
         attention_mask broadcasts to [batch, ..., heads, q ..., kv ...] as keras aligns it. The scores are those before dropout.
         """
         grouped = isinstance(self.layer, keras.layers.GroupQueryAttention)
@@ -92,7 +92,7 @@ class KerasAttention:
         axes = (1,) if grouped else tuple(self.layer._attention_axes)
         if (use_causal_mask or window is not None) and axes != (1,):
             raise InputError(
-                f"use_causal_mask and sliding_window are of one axis, 1; the layer attends over {axes}. Pass a mask."
+                f"use_causal_mask and sliding_window apply to axis 1 only; the layer attends over {axes}. Hint: pass a mask."
             )
         heads = [_rows(x, axes) for x in (query, key, value)]
         cells = (*heads[0].shape[:-3], heads[0].shape[-2], *(x.shape[-3] for x in heads[:2]))
@@ -104,7 +104,7 @@ class KerasAttention:
             layout="bthd",
             mask=None if attention_mask is None else _mask(attention_mask, cells, spans),
             causal=use_causal_mask,
-            # The mask array has the window already; said once more, its blocks are known to be hidden.
+            # The mask array already has the window; passing it too tells which blocks are hidden.
             sliding_window=None if window is None else (window - 1, window - 1),
             query_offset=0 if use_causal_mask or window is not None else None,
             softmax_scale=1 / math.sqrt(dim),
@@ -124,32 +124,32 @@ def _check(layer: Any) -> None:
     kind = next(kind for kind in _KINDS if isinstance(layer, kind))
     if getattr(type(layer), _PLACE) is not getattr(kind, _PLACE):
         raise InputError(
-            f"layer {shown(layer.name)} is a {type(layer).__name__}, whose class has an attention of its own ({_PLACE}); it "
-            "would be lost. Call attnops.dot_product_attention in it instead."
+            f"layer {shown(layer.name)} is a {type(layer).__name__}, whose class has its own attention ({_PLACE}), which "
+            "would be lost. Hint: call attnops.dot_product_attention in it instead."
         )
     if layer._flash_attention:
         raise ConfigError(
-            f"layer {shown(layer.name)} has flash_attention=True, and the declaration says what runs; leave it None, and "
-            "keras.config.disable_flash_attention() where it was enabled for all."
+            f"layer {shown(layer.name)} has flash_attention=True, but the declaration decides what runs; leave it None, and call "
+            "keras.config.disable_flash_attention() if it was enabled for all."
         )
 
 
 def _rows(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """[..., heads, dim] with the attended axes as one, before the heads: [..., length, heads, dim]."""
+    """[..., heads, dim] with the attended axes merged into one, before the heads: [..., length, heads, dim]."""
     last = x.ndim - 2
     x = jnp.moveaxis(x, axes, range(last - len(axes), last))
     return x.reshape(*x.shape[: last - len(axes)], -1, *x.shape[last:])
 
 
 def _back(x: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
-    """What `_rows` made, with the axes where they were."""
+    """The inverse of `_rows`."""
     last = len(shape) - 2
     x = x.reshape(*x.shape[:-3], *(shape[axis] for axis in axes), *x.shape[-2:])
     return jnp.moveaxis(x, range(last - len(axes), last), axes)
 
 
 def _mask(mask: jax.Array, cells: tuple[int, ...], spans: list[list[int]]) -> jax.Array:
-    """The mask as keras aligns it, [..., heads, q, kv]: dimensions that are missing are put before those of queries and keys."""
+    """The mask as keras aligns it, [..., heads, q, kv]: missing dimensions are inserted before those of queries and keys."""
     own = 2 * len(spans[0])
     shape = tuple(mask.shape)
     wanted = (*cells[:-2], *spans[0], *spans[1])
@@ -157,7 +157,7 @@ def _mask(mask: jax.Array, cells: tuple[int, ...], spans: list[list[int]]) -> ja
     if len(shape) != len(wanted) or any(n not in (1, m) for n, m in zip(shape, wanted, strict=True)):
         raise InputError(
             f"attention_mask has shape {tuple(mask.shape)}; wanted one that broadcasts to {wanted}, [batch, ..., heads, query "
-            "axes, key axes], where those before the query's may be missing from the right."
+            "axes, key axes]; dimensions before the query's may be left out, starting from the right."
         )
     mask = mask.reshape(shape)
     if own > 2:

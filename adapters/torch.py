@@ -1,7 +1,7 @@
-"""torch: scaled_dot_product_attention on torch tensors, run by JAX. Needs torch (`pip install 'attnops[torch]'`).
+"""torch: scaled_dot_product_attention on torch tensors, run by JAX. Requires torch (`pip install 'attnops[torch]'`).
 
-Tensors go over and come back through DLPack, without a copy where they lie densely on JAX's own device; torchax's tensors,
-which are JAX arrays, as those.
+Tensors are exchanged through DLPack, without a copy if they are dense and on JAX's own device. torchax's tensors are JAX
+arrays and are used as such.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["ScaledDotProductAttention", "scaled_dot_product_attention", "scaled_
 def scaled_dot_product_attention_for(
     declared: Declared, *, round_lengths: bool = True, **metadata: Any
 ) -> Callable[..., torch.Tensor]:
-    """A function like torch.nn.functional.scaled_dot_product_attention that runs what is declared.
+    """A function like torch.nn.functional.scaled_dot_product_attention that runs the declared attention.
 
     declared: an Attention, a Declaration, its dict, or the path of its JSON file. metadata: fields of OperationMetadata that
-    take the place of the file's, such as mesh. round_lengths: see TorchCall. With "enabled": false it is torch's own function.
+    replace the file's, such as mesh. round_lengths: see TorchCall. With "enabled": false it is torch's own function.
     """
     attention = declared_attention(declared, metadata)
     if not attention.enabled:
@@ -40,7 +40,7 @@ def scaled_dot_product_attention_for(
 
 
 class ScaledDotProductAttention(TorchCall):
-    """A declared attention with torch's signature. `attention.plans` are the plans of the calls so far."""
+    """A declared attention with torch's signature. `attention.plans` holds the plans of the calls so far."""
 
     def __call__(
         self,
@@ -54,11 +54,11 @@ class ScaledDotProductAttention(TorchCall):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Attend; differentiable once by torch's autograd, in attn_mask too where it is a float that requires it.
+        """Attend. Differentiable once by torch's autograd, also in attn_mask if it is a float tensor that requires a gradient.
 
         Shapes: query [..., heads, q, dim], key [..., kv_heads, kv, dim], value [..., kv_heads, kv, value_dim]; attn_mask,
         bool (True = may attend) or float (added to the logits), broadcasts to [..., heads, q, kv]. is_causal lets query i
-        see the keys up to i, whatever the lengths. Errors: InputError, InputTypeError and ConfigError say what is refused.
+        see the keys up to i, whatever the lengths. Errors: InputError, InputTypeError and ConfigError name what is refused.
         """
         given = {"query": query, "key": key, "value": value}
         for name, x in given.items():
@@ -71,7 +71,7 @@ class ScaledDotProductAttention(TorchCall):
             check_tensor("attn_mask", attn_mask, (torch.bool, *DTYPES))
             if is_causal:
                 raise InputError(
-                    "attn_mask with is_causal=True is an error, as in torch; put the triangle into attn_mask."
+                    "attn_mask with is_causal=True is an error, as in torch; include the causal mask in attn_mask."
                 )
             given["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
         shape = _output_shape(query, key, value, enable_gqa)
@@ -99,13 +99,13 @@ def _output_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, e
         heads = [shape[-1] if shape else 1 for shape in leading]
         if heads[1] != heads[2] or heads[0] % heads[1]:
             raise InputError(
-                f"{said}: enable_gqa wants as many key as value heads, and query heads a multiple of them."
+                f"{said}: enable_gqa requires as many key as value heads, and a multiple of them as query heads."
             )
         leading = [(*shape[:-1], heads[0]) for shape in leading]
     try:
         return (*np.broadcast_shapes(*leading), shapes[0][-2], shapes[2][-1])
     except ValueError:
-        hint = "" if enable_gqa else " Grouped heads need enable_gqa=True."
+        hint = "" if enable_gqa else " Hint: grouped heads require enable_gqa=True."
         raise InputError(f"{said}: the dimensions before the last two don't broadcast.{hint}") from None
 
 

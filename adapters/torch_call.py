@@ -1,4 +1,4 @@
-"""TorchCall: torch tensors to a declared attention and back, with JAX's gradient as torch's; what torch's front doors share."""
+"""TorchCall: torch tensors to a declared attention and back, with JAX's gradient as torch's; shared by the torch adapters."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .torch_tensors import dropout_key, is_torchax, to_jax, to_torch
 __all__ = ["DTYPES", "CallOptions", "TorchCall"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_KEPT = 512  # compiled calls of one function
+_KEPT = 512  # compiled calls kept per function
 _ROUNDED = (
-    "keys are rounded up to {}, of which those that came count (kv_lengths), so that a growing cache compiles once for each "
+    "keys are padded to {}; only the given ones count (kv_lengths), so that a growing cache compiles once for each "
     "power of 2; round_lengths=False of the adapter turns it off"
 )
-_LEAST = 32  # keys that a rounded call has at least
+_LEAST = 32  # the fewest keys of a rounded call
 
 
 class CallOptions(NamedTuple):
-    """What gets compiled in. `shape`: of the output [..., heads, q, value_dim]."""
+    """Compile-time options. `shape`: of the output [..., heads, q, value_dim]."""
 
     causal: bool
     scale: float | None
@@ -38,11 +38,11 @@ class CallOptions(NamedTuple):
 
 
 class TorchCall:
-    """A declared attention behind torch's tensors. `attention.plans` are the plans of the calls so far.
+    """A declared attention behind torch's tensors. `attention.plans` holds the plans of the calls so far.
 
-    round_lengths: in calls of fewer queries than keys, and of one query, as decoding from a growing cache makes them, keys are
-    rounded up to a power of 2, at least 32, of which no query sees the added ones: a generation compiles once for each of few
-    sizes, and not for each token.
+    round_lengths: calls with fewer queries than keys, or with one query, as in decoding from a growing cache, pad their keys
+    to a power of 2, at least 32; no query sees the padding. A generation then compiles once for each of a few
+    sizes, not once for each token.
     """
 
     def __init__(self, attention: Attention, round_lengths: bool = True) -> None:
@@ -50,8 +50,8 @@ class TorchCall:
         self._compiled: dict[CallOptions, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
     def run(self, given: dict[str, torch.Tensor], options: CallOptions, *, compiled: bool) -> torch.Tensor:
-        """Attend to tensors by their names in a call, [..., heads, length, dim]. `compiled`: the whole call is one program, to
-        which values of masks aren't known; so are rounded calls, and those with a gradient.
+        """Attend to tensors by their names in a call, [..., heads, length, dim]. `compiled`: the whole call is one program, in
+        which mask values aren't known; so are rounded calls and those with a gradient.
         """
         given, lengths = self._rounded(given)
         rng = dropout_key(given["query"]) if options.dropout_p > 0 else None
@@ -63,10 +63,10 @@ class TorchCall:
         return to_torch(_attend(self.attention, options, arrays, rng, lengths), home)
 
     def _rounded(self, given: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], np.ndarray | None]:
-        """The tensors with as many keys as are compiled for, and how many of them count, [1]; None where nothing is added."""
+        """The tensors with the padded number of keys, and how many of them count, [1]; None if nothing is added."""
         q_len, keys = given["query"].shape[-2], given["key"].shape[-2]
         grows = q_len < keys or q_len == 1
-        # A file that declares lengths, or a segment for each key, wants them from the call.
+        # A file that declares lengths, or a segment for each key, requires them from the call.
         if not (self.round_lengths and grows) or is_torchax(given["query"]) or self._declares_keys():
             return given, None
         size = max(_LEAST, 1 << (keys - 1).bit_length())
@@ -75,7 +75,7 @@ class TorchCall:
             for name in ("key", "value"):
                 found[name] = torch.nn.functional.pad(given[name], (0, 0, 0, more))
             for name in ("mask", "bias"):
-                if name in given and given[name].shape[-1] == keys:  # else 1, which stands for all keys
+                if name in given and given[name].shape[-1] == keys:  # else 1, which covers all keys
                     found[name] = torch.nn.functional.pad(given[name], (0, more))
         return found, np.full((1,), keys, np.int32)
 
@@ -84,7 +84,8 @@ class TorchCall:
         return any(getattr(call, name) is not None for name in ("kv_lengths", "kv_starts", "segment_ids"))
 
     def programs(self, options: CallOptions) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """The compiled call, and that which also gives its pull-back: of the arrays to differentiate, and the others."""
+        """The compiled call, and the one that also returns its pull-back; they take the arrays to differentiate, and the
+        others."""
         found = self._compiled.get(options)
         if found is not None:
             return found
@@ -113,7 +114,8 @@ class TorchCall:
 
 
 class _Differentiable(torch.autograd.Function):
-    """JAX's gradient as torch's. Only what requires a gradient is differentiated: a bias' own is as large as the logits."""
+    """JAX's gradient as torch's. Only inputs that require a gradient are differentiated: a bias' own is as large as the
+    logits."""
 
     @staticmethod
     def forward(
@@ -125,18 +127,18 @@ class _Differentiable(torch.autograd.Function):
         out, ctx.pull = function.programs(options)[1](inexact, arrays, *others)
         ctx.names, ctx.attention = names, function.attention
         result = to_torch(out, home)
-        # The pull-back holds their memory; so torch's own check finds one that was changed in place.
+        # The pull-back holds their memory; so torch's own check detects in-place changes.
         ctx.save_for_backward(*tensors, result)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # once_differentiable would let some of these pass, without a gradient
+        if torch.is_grad_enabled():  # once_differentiable would let some of these pass without a gradient
             raise RefusedError(
-                "create_graph=True: attnops' attention has one derivative behind torch's autograd, not two; take the second in "
-                "JAX, or use torch's own there."
+                "create_graph=True: attnops' attention has one derivative behind torch's autograd, not two. Hint: take the "
+                "second in JAX, or use torch's own attention there."
             )
-        _ = ctx.saved_tensors  # raises where one was changed in place
+        _ = ctx.saved_tensors  # raises if one was changed in place
         arrays, home = to_jax(ctx.attention, {"gradient": gradient})
         (found,) = _backward(ctx.pull, arrays["gradient"])
         return (None, None, None, None, *(to_torch(found[n], home) if n in found else None for n in ctx.names))
@@ -148,7 +150,7 @@ def _backward(pull: Any, gradient: jax.Array) -> Any:
 
 
 def _attend(attention: Attention, options: CallOptions, arrays: dict[str, Any], rng: Any, lengths: Any) -> jax.Array:
-    """The call, on arrays; query, key and value get the batch dimensions and heads that torch would broadcast them to."""
+    """The call on arrays; query, key and value get the batch dimensions and heads that torch would broadcast them to."""
     query, key, value = (
         arrays[n].reshape((1,) * (3 - arrays[n].ndim) + arrays[n].shape) for n in ("query", "key", "value")
     )

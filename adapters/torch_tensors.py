@@ -1,4 +1,4 @@
-"""torch and torchax tensors to JAX arrays and back: through DLPack, or, for torchax's, as the JAX arrays that they are."""
+"""torch and torchax tensors to JAX arrays and back: through DLPack or, for torchax's, as the JAX arrays that they are."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["check_tensor", "dropout_key", "is_torchax", "to_jax", "to_torch"]
 
 
 def check_tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Refuse what JAX can't take over. Errors: InputTypeError for a kind of tensor or a dtype."""
+    """Refuse what JAX can't accept. Errors: InputTypeError for a kind of tensor or a dtype."""
     if not is_torchax(x) and (type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided):
         raise InputTypeError(
             f"{name} is a {type(x).__module__}.{type(x).__qualname__}; wanted a plain dense torch.Tensor, or one of "
-            "torchax. (A subclass that wraps something else can't be handed to JAX by DLPack.)"
+            "torchax. (DLPack can't pass a subclass that wraps something else to JAX.)"
         )
     if x.dtype not in dtypes:
         raise InputTypeError(f"{name} is {x.dtype}; wanted one of {', '.join(map(str, dtypes))}: cast it.")
 
 
 def dropout_key(query: torch.Tensor) -> Any:
-    """A key of jax.random: for plain tensors torch.manual_seed decides it, for torchax's its environment."""
+    """A key of jax.random, derived from torch.manual_seed for plain tensors and from the environment for torchax's."""
     if not is_torchax(query):
         return np.asarray(torch.randint(2**32, (2,), dtype=torch.int64), np.uint32)
     import torchax
@@ -44,13 +44,13 @@ def to_jax(attention: Attention, tensors: dict[str, torch.Tensor]) -> tuple[dict
         return {name: interop.jax_view(x) for name, x in tensors.items()}, None
     if any(map(is_torchax, tensors.values())):
         kinds = ", ".join(f"{name} {'torchax' if is_torchax(x) else 'plain'}" for name, x in tensors.items())
-        raise InputTypeError(f"tensors of two kinds: {kinds}; bring all of them to torchax, x.to('jax'), or none.")
+        raise InputTypeError(f"tensors of two kinds: {kinds}; move all of them to torchax with x.to('jax'), or none.")
     mesh = attention.operation.metadata.declared_mesh
     where = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh) else jax.local_devices()[0]
     arrays = {name: jnp.from_dlpack(x.detach().contiguous()) for name, x in tensors.items()}
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(
-            "the declared mesh has no devices, so torch tensors can't be run on it; declare a Mesh of devices."
+            "the declared mesh has no devices, so torch tensors can't run on it; declare a Mesh of devices."
         )
     home = next(iter(arrays.values())).sharding
     if mesh is None and all(x.device is where for x in arrays.values()):
@@ -59,7 +59,7 @@ def to_jax(attention: Attention, tensors: dict[str, torch.Tensor]) -> tuple[dict
 
 
 def to_torch(x: jax.Array, home: Any) -> torch.Tensor:
-    """An array as a tensor of the kind, and on the device, that `to_jax` said."""
+    """An array as a tensor of the kind and on the device that `to_jax` returned."""
     if home is None:
         from torchax import interop
 
@@ -70,5 +70,5 @@ def to_torch(x: jax.Array, home: Any) -> torch.Tensor:
 
 
 def is_torchax(x: Any) -> bool:
-    """Known without an import: who has such a tensor has imported torchax."""
+    """Found without an import: whoever has such a tensor has imported torchax."""
     return type(x).__module__ in ("torchax.tensor", "torchax.view")

@@ -1,6 +1,6 @@
-"""transformers: attention for its AttentionInterface, and masks for its AttentionMaskInterface. Needs torch and transformers.
+"""transformers: attention for its AttentionInterface, and masks for its AttentionMaskInterface. Requires torch and transformers.
 
-`register()` once, then `attn_implementation="attnops"` in from_pretrained, from_config or set_attn_implementation.
+Call `register()` once, then set `attn_implementation="attnops"` in from_pretrained, from_config or set_attn_implementation.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ with extra("transformers"):
 
 __all__ = ["TransformersAttention", "attention_for", "register"]
 
-# What models hand to every attention function and none computes with: positions are in the masks and the rotations.
+# What models pass to every attention function although none uses it: positions are in the masks and the rotations.
 _OF_OTHERS = frozenset({
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict",
     "num_items_in_batch", "logits_to_keep", "deterministic", "position_embeddings", "token_type_ids", "labels",
 })  # fmt: skip
 _HINTS = {
     "output_attentions": "attnops returns no weights here; use attn_implementation='eager' for them",
-    "cache": "pages of continuous batching aren't taken; use its own attention there",
+    "cache": "pages of continuous batching aren't supported; use its own attention there",
 }
-_PACKED = "lengths of packed sequences are Flash Attention's; leave them out: masks follow from position_ids"
+_PACKED = "lengths of packed sequences are for Flash Attention; remove them: masks follow from position_ids"
 _HINTS |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"), _PACKED)
 
 
 def register(
     declared: Declared = "vanilla", *, name: str | None = None, round_lengths: bool = True, **keywords: Any
 ) -> str:
-    """Make `attn_implementation` of this name run what is declared, masks included; returns the name.
+    """Make `attn_implementation` of this name run the declared attention, including masks; returns the name.
 
-    declared: an operation's name with keywords of an Attention, an Attention, a declaration or its path. name: by default
-    "attnops", and "attnops:FILE" for a path. round_lengths: see TorchCall. A name that is registered again is replaced, in
-    models that exist too. Errors: ConfigError for a declaration with "enabled": false.
+    declared: an operation's name with keywords of an Attention, an Attention, a declaration or its path. name: "attnops" by
+    default, "attnops:FILE" for a path. round_lengths: see TorchCall. Registering a name again replaces it, in
+    existing models too. Errors: ConfigError for a declaration with "enabled": false.
     """
     attention = attention_for(declared, round_lengths=round_lengths, **keywords)
     if name is None:
@@ -60,7 +60,7 @@ def register(
             f"name={shown(name)}; wanted a string that transformers doesn't use itself, such as 'attnops'."
         )
     AttentionInterface.register(name, attention)
-    # Without masks of its own, a name gets none at all from transformers.
+    # A name without its own masks gets none from transformers.
     AttentionMaskInterface.register(name, sdpa_mask)
     return name
 
@@ -69,14 +69,14 @@ def attention_for(declared: Declared, *, round_lengths: bool = True, **keywords:
     """The function that `register` registers."""
     attention: Attention = declared_attention(declared, keywords)
     if not attention.enabled:
-        raise ConfigError('the declaration says "enabled": false; say attn_implementation="sdpa" in its place.')
+        raise ConfigError('the declaration says "enabled": false; set attn_implementation="sdpa" instead.')
     return TransformersAttention(attention, round_lengths)
 
 
 class TransformersAttention(TorchCall):
     """A declared attention with the signature of transformers' attention functions.
 
-    `attention.plans` are the plans of the calls so far, of all layers and models that use it.
+    `attention.plans` holds the plans of the calls so far, for all layers and models that use it.
     """
 
     def __call__(
@@ -95,12 +95,12 @@ class TransformersAttention(TorchCall):
         position_bias: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend; differentiable once, in s_aux and position_bias too.
+        """Attend. Differentiable once, in s_aux and position_bias too.
 
         Shapes: query [batch, heads, q, dim], key and value [batch, kv_heads, kv, dim]; attention_mask, bool or added, and
         position_bias, added, broadcast to [batch, heads, q, kv]; s_aux [heads]. Returns [batch, q, heads, value_dim] and None.
-        Without a mask a call of several queries is causal, from the first key, if the module is or is_causal says so, and
-        sees the last `sliding_window` keys. Errors: InputError, InputTypeError, ConfigError say what is refused.
+        Without a mask a call of several queries is causal, from the first key, if the module is or is_causal is set, and
+        sees the last `sliding_window` keys. Errors: InputError, InputTypeError and ConfigError name what is refused.
         """
         _check_others(others)
         given = {"query": query, "key": key, "value": value}
@@ -140,17 +140,17 @@ class TransformersAttention(TorchCall):
 
 
 def _window(tokens: Any, mask: torch.Tensor | None, causal: bool, keys: int) -> tuple[int, int] | None:
-    """The window of a call without a mask; a mask has it already, as `register` has transformers make them."""
+    """The window of a call without a mask; a mask already has it, because `register` has transformers make them."""
     if tokens is None or mask is not None:
         return None
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise InputTypeError(f"sliding_window is {shown(tokens)}; wanted a number of tokens, or None.")
     if causal:
-        return tokens - 1, 0  # the query's own is one of them
+        return tokens - 1, 0  # the query's own token is one of them
     if keys > tokens:
         raise InputError(
-            f"sliding_window={tokens} with {keys} keys, no mask and no causality says not which keys are seen; pass a mask, as "
-            "models do whose attention was put in by register()."
+            f"sliding_window={tokens} with {keys} keys, no mask and no causality doesn't define which keys are seen; pass a "
+            "mask, as models do if register() set their attention."
         )
     return None
 
@@ -160,6 +160,6 @@ def _check_others(others: dict[str, Any]) -> None:
         if name in _OF_OTHERS or value is None or value is False:
             continue
         raise ConfigError(
-            f"{name} ({a_type(value)}) is given to the attention function, which has no use for it: "
-            f"{_HINTS.get(name, 'if it changes what is computed, put it into the mask or the bias')}."
+            f"{name} ({a_type(value)}) is passed to the attention function, which doesn't support it: "
+            f"{_HINTS.get(name, 'if it changes the result, put it into the mask or the bias')}."
         )

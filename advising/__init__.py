@@ -1,4 +1,4 @@
-"""What to declare for a target: meshes, strategies, operations and blocks, planned, estimated, and the best compiled."""
+"""What to declare for a target: meshes, strategies, operations and blocks are planned and estimated, and the best compiled."""
 
 from .advice import Advice
 from .search import advise

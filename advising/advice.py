@@ -1,4 +1,4 @@
-"""Advice: what a search found, the best first."""
+"""Advice: the result of a search, the best candidates first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Advice"]
 
 @dataclass(frozen=True)
 class Advice:
-    """The candidates in the order of their estimates, and why the others can't be."""
+    """The candidates in the order of their estimates, and why the others can't run."""
 
     target: str
     entries: tuple[Entry, ...]
@@ -24,7 +24,7 @@ class Advice:
 
     @property
     def best(self) -> Entry:
-        """The first. Errors: RefusedError where there is none, with every reason."""
+        """The first candidate. Errors: RefusedError if there is none, with every reason."""
         if not self.entries:
             raise RefusedError(self.refusal())
         return self.entries[0]
@@ -32,7 +32,7 @@ class Advice:
     def refusal(self) -> str:
         """Why nothing can run the call there."""
         reasons = "; ".join(map(str, self.refused))
-        return f"nothing can run this call on {self.target}: {reasons or 'no mesh has the sizes that are held'}."
+        return f"nothing can run this call on {self.target}: {reasons or 'no mesh has the fixed sizes'}."
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""

@@ -1,4 +1,4 @@
-"""What is asked of a search: numbers of devices, batches, and the ways that a declaration leaves open."""
+"""The scope of a search: numbers of devices, batches, and what a declaration leaves open."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ORDERS = ("contiguous", "zigzag")
 
 
 def asked_devices(machine: Machine, devices: int | str | None) -> tuple[int, ...]:
-    """The numbers of devices that a target has parts of, within what is asked. Errors: ConfigError where there are none."""
+    """The numbers of devices in range that a target has parts of. Errors: ConfigError if there are none."""
     if devices is None:
         return (machine.count,)
     match = None if isinstance(devices, bool) else _RANGE.fullmatch(str(devices))
@@ -29,7 +29,7 @@ def asked_devices(machine: Machine, devices: int | str | None) -> tuple[int, ...
     found = tuple(n for n in possible if low <= n <= high)
     if not found:
         raise ConfigError(
-            f"devices={shown(devices)}: {machine.target} has {machine.count} devices, and no part of so many; it has parts of "
+            f"devices={shown(devices)}: {machine.target} has {machine.count} devices, and no part of that size; it has parts of "
             f"{', '.join(map(str, possible))}."
         )
     return found
@@ -51,7 +51,7 @@ def _with_call(given: Declaration, name: str, value: Any) -> Declaration:
 
 
 def declared_ways(given: Declaration, operation: Any) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-    """(strategies, ring orders) to try: what is declared, or implied by the operation's name, else all."""
+    """(strategies, ring orders) to try: those declared or implied by the operation's name, else all."""
     declared = operation.sequence_parallel or given.metadata.get("sequence_parallel", "auto")
     strategies = _STRATEGIES if declared == "auto" else (declared,)
     order = given.metadata.get("ring_order")

@@ -1,4 +1,4 @@
-"""Blocks: of the sizes that a search would try, those by which the estimate is clearly shorter."""
+"""Block sizes: of those that a size search would try, the ones with a clearly shorter estimate."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .estimate import estimate
 
 __all__ = ["better_blocks"]
 
-_GAIN = 0.97  # estimates that are closer say nothing
-_MOST = 8  # of a pass
+_GAIN = 0.97  # estimates closer than this don't count
+_MOST = 8  # per pass
 
 
 def better_blocks(entry: Entry) -> Entry:
-    """The entry with other sizes declared, where they are open, nothing is known of them by a search, and the estimate gains."""
+    """The entry with other sizes declared, if they are open, no search has stored any, and the estimate gains."""
     plan = entry.plan
     if plan.method is None or (plan.tuning is not None and plan.tuning.source != "heuristic"):
         return entry
@@ -42,7 +42,7 @@ def better_blocks(entry: Entry) -> Entry:
     given = entry.given.model_copy(update={"metadata": metadata}).checked()
     problem = replace(plan.problem, config=plan.problem.config.with_fields(sizes))
     said = ", ".join(f"{name}={value}" for name, value in sizes.items())
-    notes = (*entry.notes, f"{said}: shorter by the estimate than the rule's own sizes")
+    notes = (*entry.notes, f"{said}: estimated faster than the default sizes")
     return replace(
         entry,
         given=given,
@@ -53,7 +53,7 @@ def better_blocks(entry: Entry) -> Entry:
 
 
 def _distinct(ways: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first few with tiles of their own: what differs in how a tile is worked on is alike to an estimate."""
+    """The first few with distinct tiles: options within a tile make no difference to an estimate."""
     found: dict[Any, dict[str, Any]] = {}
     for fields in ways:
         tiles = tuple((n, v) for n, v in fields.items() if n.startswith("block_") and "compute" not in n)

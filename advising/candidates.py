@@ -1,4 +1,4 @@
-"""Candidates: every mesh over so many devices, with each strategy that its axes allow, and each operation."""
+"""Candidates: every mesh over a number of devices, with each strategy that its axes allow, and each operation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..planning import AttentionProblem
 __all__ = ["AXES", "SEQUENCE_AXES", "Candidate", "Sought", "candidates", "meshes"]
 
 AXES = ("fsdp", "cp", "sp", "tp")  # batch; the sequence, twice; heads
-SEQUENCE_AXES = ("cp", "sp")  # what ulysses_ring names: keys travel around the first, heads are split over the second
-# What stands beside the declared operation, by platform.
+SEQUENCE_AXES = ("cp", "sp")  # for ulysses_ring: keys travel around the first, heads are split over the second
+# Operations tried besides the declared one, by platform.
 _OPERATIONS = {"tpu": ("splash", "vanilla"), "cuda": ("flash_attn2", "sdpa", "vanilla")}
 
 
@@ -32,16 +32,16 @@ class Candidate(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """`ring`: what refusals are told by."""
+        """Groups refusals, for example `ring`."""
         return self.strategy or "whole sequences"
 
     @property
     def where(self) -> str:
-        """`fsdp=2,tp=4 on v5e:2x4`."""
+        """For example `fsdp=2,tp=4 on v5e:2x4`."""
         return ",".join(f"{name}={size}" for name, size in self.sizes) + f" on {self.target}"
 
     def fields(self) -> dict[str, Any]:
-        """The metadata that it declares beside its mesh."""
+        """The metadata that it declares besides its mesh."""
         found: dict[str, Any] = {}
         if self.strategy is not None:
             found["sequence_parallel"] = self.strategy
@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
 
 
 class Sought(NamedTuple):
-    """What is enumerated for one batch: the call, the axes that are held, and the strategies and ring orders that are left."""
+    """What to enumerate for one batch: the call, the fixed axes, and the open strategies and ring orders."""
 
     problem: AttentionProblem
     operations: tuple[str, ...]
@@ -65,7 +65,7 @@ class Sought(NamedTuple):
 
 
 def operations_for(declared: str, platform: str, kernels_on: Mapping[str, str]) -> tuple[str, ...]:
-    """The declared operation, and the others that are worth a look there; not one whose kernels it runs itself."""
+    """The declared operation, and others worth trying on the platform; none whose kernels the declared one runs itself."""
     others = (name for name in _OPERATIONS.get(platform, ()) if kernels_on.get(platform) != name)
     return tuple(dict.fromkeys((declared, *others)))
 
@@ -91,7 +91,7 @@ def meshes(devices: int, held: Mapping[str, int]) -> Iterator[dict[str, int]]:
 
 
 def candidates(sought: Sought, batch: int, devices: int, target: str) -> Iterator[Candidate | tuple[str, str]]:
-    """Candidates, and (kind, reason) for what lengths and heads rule out before a plan is made."""
+    """Candidates, and (kind, reason) for what lengths and heads rule out before planning."""
     problem = sought.problem
     for sizes in meshes(devices, sought.held):
         if reason := _indivisible(problem, sizes, sought.generating):
@@ -104,7 +104,7 @@ def candidates(sought: Sought, batch: int, devices: int, target: str) -> Iterato
 
 
 def _indivisible(problem: AttentionProblem, sizes: Mapping[str, int], generating: bool) -> tuple[str, str] | None:
-    """A mesh over which some devices would only repeat others' work."""
+    """Why a mesh would make some devices repeat others' work."""
     sequence = math.prod(sizes.get(name, 1) for name in SEQUENCE_AXES)
     length, what = (problem.kv_len, "keys") if generating else (problem.q_len, "queries")
     if problem.layout == "thd" and "fsdp" in sizes:
@@ -116,14 +116,14 @@ def _indivisible(problem: AttentionProblem, sizes: Mapping[str, int], generating
         ("sp", sequence, problem.kv_len, "keys"),
     ):
         if number % size:
-            return name, f"{number} {thing} don't divide over so many devices"
+            return name, f"{number} {thing} can't be divided over this many devices"
     if "cp" in sizes and ("sp" not in sizes or generating):
-        return "cp", "a second axis of the sequence is for ulysses_ring, with both of them"
+        return "cp", "a second sequence axis requires ulysses_ring, which uses both"
     return None
 
 
 def _ways(sought: Sought, sizes: Mapping[str, int]) -> Iterator[tuple[str | None, str | None]]:
-    """(strategy, ring order) that a mesh has axes for."""
+    """(strategy, ring order) pairs that a mesh has the axes for."""
     if "sp" not in sizes:
         yield None, None
     elif sought.generating:

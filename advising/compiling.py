@@ -1,4 +1,4 @@
-"""compile_best: the best few candidates through the target's compiler; what doesn't compile or fit is refused."""
+"""compile_best: compiles the best few candidates for the target; those that don't compile or fit are refused."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def compile_best(
     tell: Progress,
     notes: list[str],
 ) -> list[Entry]:
-    """The best few compiled, in their order, without those that don't compile or fit; they come before all others."""
+    """The best few compiled, in order, without those that don't compile or fit; they come before all others."""
     described = machine_of(ranked[0].candidate.target).described if ranked else None
     if not ranked or most < 1:
         return ranked
     if described is None:
-        notes.append("nothing is compiled for virtual CPU devices; `attnops verify` does, or `attnops run`")
+        notes.append("nothing is compiled for virtual CPU devices; use `attnops verify` or `attnops run` for that")
         return ranked
     if not described.compiles:
         notes.append(not_compiled(described.platform, "nothing was compiled"))

@@ -1,4 +1,4 @@
-"""CpuRates: what a machine's cores do in a second; virtual devices share them, so that times add up over devices."""
+"""CpuRates: what a machine's cores do per second; virtual devices share them, so times add up over devices."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["CpuRates"]
 
 @dataclass(frozen=True)
 class CpuRates:
-    """Processor seconds, of all cores together, as benchmarks/advise.py fits them on cases of its own (docs/advise.md), here of
+    """Processor seconds, summed over all cores, as benchmarks/advise.py fits them on its own cases (docs/advise.md); here for
     an AMD EPYC with two cores, where the clock shows half of them at best.
 
-    flops_per_second: of products in float32; weights_per_second: of what a weight takes beside products; bytes_per_second: of
-    what is sent; tile_seconds: of a tile; step_seconds: of a hop of a ring on one device.
+    flops_per_second: for float32 products; weights_per_second: for a weight's work besides products; bytes_per_second: for
+    what is sent; tile_seconds: per tile; step_seconds: per hop of a ring on one device.
     """
 
     flops_per_second: float = 100000000000.0

@@ -1,4 +1,4 @@
-"""A candidate as a declaration, and the metadata by which it is planned: abstract devices, nothing compiled."""
+"""A candidate as a declaration, and the metadata for planning it: abstract devices, nothing compiled."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .machine import Machine
 __all__ = ["SEARCHED", "declared_as", "metadata_for"]
 
 _OF_TARGET = ("mesh", "platform", "backend")
-SEARCHED = ("tune", "error")  # policies of tuning under which a plan would search, or fail
+SEARCHED = ("tune", "error")  # tuning policies under which a plan would search or fail
 
 
 def metadata_for(
     given: Declaration, machine: Machine, sizes: Mapping[str, int], fields: Mapping[str, Any]
 ) -> OperationMetadata:
-    """The declared metadata on a mesh of the machine's devices. What would fall back to another path is refused, if nothing
-    else is declared."""
+    """The declared metadata on a mesh of the machine's devices. What would fall back to another path is refused, unless
+    something else is declared."""
     said = {name: value for name, value in given.metadata.items() if name not in _OF_TARGET}
     if said.get("tuning") in SEARCHED:
         said["tuning"] = "heuristic"
@@ -33,7 +33,7 @@ def metadata_for(
 
 
 def declared_as(given: Declaration, candidate: Candidate, machine: Machine) -> Declaration:
-    """The declaration with the candidate's operation, mesh and strategy: planned as it stands it gives the candidate's plan."""
+    """The declaration with the candidate's operation, mesh and strategy. Planned as it stands, it gives the candidate's plan."""
     said = {name: value for name, value in given.metadata.items() if name not in _OF_TARGET}
     metadata = {"fallback": "error", **said, **candidate.fields(), "mesh": mesh_to_dict(_mesh(machine, candidate.mesh))}
     update = {"operation": candidate.operation, "metadata": metadata}

@@ -16,8 +16,8 @@ __all__ = ["Entry", "Refusal", "Refusals"]
 
 @dataclass(frozen=True)
 class Entry:
-    """A candidate that something may run: plan and estimate; given: the declaration that it was made from, with its blocks where
-    they were chosen; compiled: what the compiler says, if asked."""
+    """A candidate that can run: plan and estimate. given: the declaration it was made from, with any chosen block sizes.
+    compiled: the compiler's report, if requested."""
 
     candidate: Candidate
     given: Declaration
@@ -28,29 +28,29 @@ class Entry:
 
     @property
     def declaration(self) -> Declaration:
-        """What to write: planned as it stands it gives this plan."""
+        """The declaration to write. Planned as it stands, it gives this plan."""
         return declared_as(self.given, self.candidate, self.estimate.machine)
 
     @property
     def seconds_a_row(self) -> float:
-        """Of a row of the batch: by this candidates of several batches are compared."""
+        """Seconds per batch row, to compare candidates with different batches."""
         return self.estimate.seconds / self.candidate.batch
 
     @property
     def differs(self) -> bool:
-        """Whether its compiled program sends other than its strategy has to, and so takes longer than was estimated."""
+        """Whether its compiled program sends something other than its strategy has to, and so takes longer than estimated."""
         return self.compiled is not None and any(one.differences for one in self.compiled.passes)
 
     @property
     def peak_bytes(self) -> int | None:
-        """What a device holds at the peak, by the compiler."""
+        """The peak memory of a device, by the compiler."""
         passes = () if self.compiled is None else self.compiled.passes
         return max((one.peak_bytes for one in passes if one.compiled), default=None)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Candidates of one kind that can't be, all for one reason: how many, of which operations, and the first mesh."""
+    """Candidates of one kind that can't run, all for one reason: how many, of which operations, and the first mesh."""
 
     kind: str
     operations: tuple[str, ...]
@@ -64,13 +64,13 @@ class Refusal:
 
 
 class Refusals:
-    """Refusals by kind and code, with the reason and the mesh of the first, and the operations that they are about."""
+    """Refusals by kind and code, with the reason and the mesh of the first, and the operations concerned."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str], Refusal] = {}
 
     def add(self, kind: str, operation: str, code: str, reason: str, where: str) -> None:
-        """One more candidate."""
+        """Add one candidate."""
         first = Refusal(kind, (), reason, 0, where)
         before = self.found.get((kind, code), first)
         operations = tuple(dict.fromkeys((*before.operations, *([operation] if operation else []))))

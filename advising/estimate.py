@@ -1,4 +1,4 @@
-"""Estimate: how long a planned call takes on a machine, as terms that add up, and what a device has to hold at least."""
+"""Estimate: how long a planned call takes on a machine, as terms that add up, and the least that a device has to hold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WORK, _AROUND, _ORDER = "work", "around the ring", "zigzag"
 
 @dataclass(frozen=True)
 class Send:
-    """What a device sends of one kind along some mesh axes: bytes, seconds, and those of them in which nothing else is done."""
+    """What a device sends of one kind along some mesh axes: bytes, seconds, and the seconds in which nothing else is done."""
 
     kind: str
     what: str
@@ -47,7 +47,7 @@ class Term:
 
 @dataclass(frozen=True)
 class PassEstimate:
-    """One pass, without the other: terms that add up to its seconds. bound: what the work is bound by."""
+    """One pass on its own: terms that add up to its seconds. bound: what limits the work."""
 
     name: str
     work: float
@@ -58,7 +58,7 @@ class PassEstimate:
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """Work of the mean device, waiting for the busiest one, and each collective as far as it is waited for."""
+        """Work of the mean device, waiting for the busiest one, and each collective's share that isn't overlapped."""
         sends = [Term(f"{send.kind} over {'+'.join(send.axes)}", send.waited) for send in self.sends]
         return (Term(_WORK, self.work), Term("waiting for the busiest device", self.waiting), *sends)
 
@@ -73,8 +73,8 @@ class PassEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Both passes of a training call, or the forward pass. Bytes of a device: operands and results, which are exact, and about
-    what the strategy holds beside them: a TPU's compiler may keep small arrays in VMEM instead."""
+    """Both passes of a training call, or the forward pass. Bytes per device: operands and results, which are exact, and an
+    approximation of what the strategy holds besides them: a TPU's compiler may keep small arrays in VMEM instead."""
 
     machine: Machine
     passes: tuple[PassEstimate, ...]
@@ -92,23 +92,23 @@ class Estimate:
 
     @property
     def least_bytes(self) -> int:
-        """Operands and results."""
+        """Bytes of operands and results."""
         return self.argument_bytes + self.output_bytes
 
     @property
     def about_bytes(self) -> int:
-        """With what the strategy holds."""
+        """The same, with what the strategy holds."""
         return self.least_bytes + self.held_bytes
 
     @property
     def bound(self) -> str:
-        """The longest term of all passes, and what the work is bound by."""
+        """The longest term of all passes, and what limits the work."""
         longest = max(((term, one) for one in self.passes for term in one.terms), key=lambda found: found[0].seconds)
         return f"{_WORK}: {longest[1].bound}" if longest[0].name == _WORK else longest[0].name
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """What is sent, and can't be said before compiling: then the seconds are too few."""
+        """Traffic that is only known after compiling; the seconds are then too few."""
         return tuple(why for one in self.passes for why in one.unknown)
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Estimate:
 
 
 def estimate(plan: Plan, machine: Machine, sizes: Mapping[str, int] | None = None) -> Estimate:
-    """Of a planned call that something may run. sizes: the plan's mesh in another order, which decides how its axes lie."""
+    """Estimate a planned call that can run. sizes: the plan's mesh in another order, which decides how its axes lie."""
     sizes = {axis.name: axis.size for axis in plan.problem.mesh} if sizes is None else sizes
     spans = lay(machine.physical, sizes)
     known = _known(plan, machine)
@@ -185,7 +185,7 @@ def _pass(plan: Plan, machine: Machine, spans: Mapping[str, tuple[Span, ...]], k
 
 
 def _shared(done: Worked, machine: Machine, plan: Plan) -> tuple[float, float]:
-    """(work of the mean device, what is waited for beyond it: at each hop the busiest device counts)."""
+    """(work of the mean device, the wait beyond it: at each hop the busiest device counts)."""
     mean, lockstep = float(done.seconds.sum(1).mean()), float(done.seconds.max(0).sum())
     if machine.cpu is not None:
         steps = len(plan.placement.sequence.steps) or 1
@@ -209,7 +209,7 @@ def _send(
     kind, axes, word = key
     sent = sum(need.sent_bytes for need in needs)
     what = ", ".join(dict.fromkeys(need.what for need in needs))
-    if machine.cpu is not None:  # every device's copy is made by the same cores
+    if machine.cpu is not None:  # the same cores make every device's copy
         seconds = sent * plan.problem.devices / machine.cpu.bytes_per_second
         return Send(kind, what, axes, sent, seconds, seconds)
     if word == _ORDER:
@@ -229,13 +229,13 @@ def _send(
         for by in (*moves, *home)
     ]
     seconds = sum(taken)
-    beside = [float(column.max()) for column in done.seconds.T]  # what is worked on meanwhile
+    beside = [float(column.max()) for column in done.seconds.T]  # the work done meanwhile
     hidden = sum(min(a, b) for a, b in zip(taken[: len(moves)], beside, strict=False)) if machine.overlaps else 0.0
     return Send(kind, what, axes, sent, seconds, seconds - hidden)
 
 
 def _operands(plan: Plan, backward: bool) -> tuple[int, int]:
-    """Bytes of (arguments, results) of a device, those of both passes with the outputs' gradients and all others."""
+    """Bytes of (arguments, results) per device; for both passes with the outputs' gradients and all others."""
     problem, placement = plan.problem, plan.placement
     sizes = {axis.name: axis.size for axis in problem.mesh}
     given = outgoing = gradients = 0
@@ -261,7 +261,7 @@ def _operands(plan: Plan, backward: bool) -> tuple[int, int]:
 
 
 def _held(plan: Plan, machine: Machine, backward: bool) -> int:
-    """Bytes that the strategy holds beside operands and results: gathered keys, those that come around a ring, exchanged
+    """Bytes that the strategy holds besides operands and results: gathered keys, keys received around a ring, exchanged
     tensors; backward the gradients of these too, around a ring in float32."""
     problem, split, local = plan.problem, plan.placement.sequence, plan.placement.local
     item = sent_itemsize(problem.runtime_dtype, machine.platform == "cpu")

@@ -1,4 +1,4 @@
-"""Machine: what an estimate needs of a target, TPUs, GPUs or this kind of machine's CPUs; its links from the tables of verify."""
+"""Machine: what an estimate needs to know of a target (TPUs, GPUs or CPUs of this kind); its links, from verify's tables."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _CPU = re.compile(r"cpu:([1-9]\d{0,2})")
 
 @dataclass(frozen=True)
 class Machine:
-    """So many devices, how they are joined, and what one does in a second.
+    """A number of devices, how they are connected, and what one does per second.
 
-    hop_seconds: of a message to a neighbour, whatever its size; 0 where no public figure is known. overlaps: what a ring sends
-    can go on beside the work. cpu: the rates of virtual devices, which share one machine's cores; else None.
+    hop_seconds: for a message to a neighbour, whatever its size; 0 where no public figure is known. overlaps: a ring can send
+    while it works. cpu: the rates of virtual devices, which share one machine's cores; else None.
     """
 
     target: str
@@ -44,18 +44,18 @@ class Machine:
 
     @property
     def hbm_bytes(self) -> int | None:
-        """Of one device; None where the devices share a machine's memory."""
+        """HBM of one device; None where the devices share a machine's memory."""
         return None if self.limits is None else self.limits.hbm_bytes
 
     @property
     def described(self) -> Target | None:
-        """The same as verify has it; None for CPUs."""
+        """The same target in verify; None for CPUs."""
         return None if self.cpu is not None else target_of(self.target)
 
 
 @functools.lru_cache(maxsize=256)
 def machine_of(target: str) -> Machine:
-    """Read a target's name: a TPU topology, GPUs, or virtual CPU devices, `cpu:8`. Errors: ConfigError for another one."""
+    """Read a target's name: a TPU topology, GPUs, or virtual CPU devices, `cpu:8`. Errors: ConfigError for any other name."""
     if match := _CPU.fullmatch(target):
         if (count := int(match[1])) > _MOST_CPUS:
             raise ConfigError(f"target {target} has {count} virtual devices; wanted at most {_MOST_CPUS}.")
@@ -87,8 +87,8 @@ def cpu_machine(count: int, rates: CpuRates) -> Machine:
 
 
 def with_devices(target: str, count: int) -> str | None:
-    """The name of a part of a target with so many devices, as its shape divided by primes, the longest axis first; None
-    where it has no such part."""
+    """The name of a part of a target with so many devices: its shape divided by primes, the longest axis first; None
+    if it has no such part."""
     whole = machine_of(target)
     if count == whole.count:
         return target

@@ -1,4 +1,4 @@
-"""Entries as rows of a table and as JSON: predicted times, memory, what is sent, what binds, why others lose."""
+"""Entries as rows of a table and as JSON: predicted times, memory, traffic, bounds, and why the others lose."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rows(entries: tuple[Entry, ...], most: int = SHOWN) -> list[tuple[str, ...]]
 
 
 def term_rows(entry: Entry) -> list[tuple[str, str]]:
-    """(pass, its terms), which add up to its seconds; then what the compiler says, if it was asked."""
+    """(pass, its terms), which add up to its seconds; then the compiler's report, if requested."""
     found = []
     for one in entry.estimate.passes:
         parts = [f"work {time_text(one.work)} (bound by {one.bound})"]
@@ -75,19 +75,19 @@ def term_rows(entry: Entry) -> list[tuple[str, str]]:
     parts = [f"operands {bytes_text(guess.argument_bytes)}", f"results {bytes_text(guess.output_bytes)}"]
     if guess.held_bytes:
         parts.append(f"about {bytes_text(guess.held_bytes)} that the strategy holds")
-    found.append(("memory", f"{' + '.join(parts)}, a device"))
+    found.append(("memory", f"{' + '.join(parts)} per device"))
     for made in () if entry.compiled is None else entry.compiled.passes:
-        sent = "what is sent is what is needed" if not made.differences else "; ".join(made.differences)
+        sent = "sends exactly what is needed" if not made.differences else "; ".join(made.differences)
         found.append(("compiled", f"{made.name}: {bytes_text(made.peak_bytes)} at the peak; {sent}"))
     return found
 
 
 def loses(entry: Entry, winner: Entry) -> str:
-    """What takes longer than in the winner, the most first."""
+    """What takes longer than in the winner, the largest first."""
     if entry.differs and not winner.differs:
-        return "its program sends other than it has to"
+        return "its program doesn't send exactly what is needed"
     if entry.estimate.unknown and not winner.estimate.unknown:
-        return f"not known what it sends: {entry.estimate.unknown[0]}"
+        return f"its traffic isn't known: {entry.estimate.unknown[0]}"
     mine, theirs = _by_term(entry.estimate), _by_term(winner.estimate)
     per_row = winner.candidate.batch, entry.candidate.batch
     more = {name: seconds / per_row[1] - theirs.get(name, 0.0) / per_row[0] for name, seconds in mine.items()}
@@ -95,7 +95,7 @@ def loses(entry: Entry, winner: Entry) -> str:
     gap = entry.seconds_a_row - winner.seconds_a_row
     told = [f"{name} +{time_text(seconds * per_row[1])}" for name, seconds in longest if seconds > 0.1 * gap]
     if gap <= 1e-3 * winner.seconds_a_row or not told:
-        return "no slower by the estimate"
+        return "estimated no slower"
     return ", ".join(told)
 
 

@@ -1,4 +1,4 @@
-"""advise: plan every candidate, refuse what can't be with its reason, estimate the rest, and compile the best few."""
+"""advise: plan every candidate, refuse those that can't run with the reason, estimate the rest, and compile the best few."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .spans import lay
 __all__ = ["advise"]
 
 _COMPILED = 3
-_REFINED = 6  # whose blocks are looked at
+_REFINED = 6  # candidates whose block sizes are refined
 
 
 def advise(
@@ -44,11 +44,12 @@ def advise(
 ) -> Advice:
     """Search what to declare for a call on a target: `v5p:4x4x4`, `h100:8`, `cpu:8`.
 
-    batches: instead of the declared one. devices: a number, or `8..64`, instead of all. mesh: axes (fsdp, cp, sp, tp) whose sizes
-    are held. operations: instead of the declared one and those known beside it. most_compiled: how many are compiled, where the
-    compiler is installed. progress is told (done, of, what). What the file declares (a strategy, a ring order, blocks) is kept.
+    batches: replace the declared one. devices: a number, or `8..64`, instead of all. mesh: axes (fsdp, cp, sp, tp) with fixed
+    sizes. operations: replace the declared one and those known besides it. most_compiled: how many to compile, if the compiler
+    is installed. progress is called with (done, of, what). What the file declares (a strategy, a ring order, block sizes) is
+    kept.
 
-    Errors: ConfigError for a target that isn't known, a number of devices that it has no part of, an axis that isn't searched.
+    Errors: ConfigError for an unknown target, a number of devices that it has no part of, or an axis that isn't searched.
     """
     given = with_mode(_declaration(declaration), mode)
     tell = progress or (lambda done, of, what: None)
@@ -85,7 +86,8 @@ def advise(
 
 
 def _rank(entry: Entry) -> tuple[bool, float, int, int]:
-    """What isn't wholly known is no winner. Of equals the one that splits heads least: layers around it send for that."""
+    """A candidate that isn't fully known can't win. Of equals the one that splits heads least: other layers communicate for
+    that."""
     guess = entry.estimate
     return (
         bool(guess.unknown),
@@ -99,10 +101,10 @@ def _declaration(given: Declaration | Mapping[str, Any] | str | Path) -> Declara
     if not isinstance(given, Declaration):
         given = Declaration.from_dict(given) if isinstance(given, Mapping) else Declaration.load(given)
     if given.step is not None or not given.is_set("call"):
-        raise ConfigError("advise is for calls, and this declares none, or a step over pages; declare `call`.")
+        raise ConfigError("advise is for calls, and this declares none or a step over pages. Hint: declare `call`.")
     if "partition_axis" in given.metadata or "partition_manager" in given.metadata:
         raise ConfigError(
-            f"advise names the mesh axes itself ({', '.join(AXES)}), and metadata.partition_axis names others; leave it out."
+            f"advise names the mesh axes itself ({', '.join(AXES)}), but metadata.partition_axis names others. Hint: remove it."
         )
     return given
 
@@ -128,7 +130,7 @@ def _sought(given: Declaration, machine: Machine, held: Mapping[str, int], opera
 
 
 def _planned(candidate: Candidate, given: Declaration) -> Entry | tuple[str, str]:
-    """The entry with the order of axes that takes least, or the code and the words why it can't be."""
+    """The entry with the fastest order of axes, or the code and the reason why it can't run."""
     machine = machine_of(candidate.target)
     try:
         plan = _plan(candidate, given, machine)
@@ -156,7 +158,7 @@ def _plan(candidate: Candidate, given: Declaration, machine: Machine) -> Plan:
 
 
 def _best_order(plan: Plan, machine: Machine) -> tuple[tuple[tuple[str, int], ...], Estimate]:
-    """The mesh's axes in the order in which they lie best on the links."""
+    """The mesh's axes in the order that lies best on the links."""
     seen: dict[Any, tuple[tuple[tuple[str, int], ...], Estimate]] = {}
     axes = [(axis.name, axis.size) for axis in plan.problem.mesh]
     for order in itertools.permutations(axes):
@@ -168,7 +170,7 @@ def _best_order(plan: Plan, machine: Machine) -> tuple[tuple[tuple[str, int], ..
 
 
 def _distinct(entries: Iterable[Entry]) -> list[Entry]:
-    """Without those that run the same as another: 'auto' where nothing is split, a ring order where the plan's own is that."""
+    """Drop those that run the same as another: 'auto' where nothing is split, or a ring order equal to the plan's own."""
     kept: dict[Any, Entry] = {}
     for entry in entries:
         split = entry.plan.placement.sequence
@@ -181,7 +183,7 @@ def _distinct(entries: Iterable[Entry]) -> list[Entry]:
 
 def _notes(given: Declaration) -> tuple[str, ...]:
     said = [name for name in ("mesh", "platform", "backend") if given.metadata.get(name) is not None]
-    notes = [f"metadata.{name} isn't read: the target says that" for name in said]
+    notes = [f"metadata.{name} is ignored: the target decides it" for name in said]
     if (tuning := given.metadata.get("tuning")) in SEARCHED:
-        notes.append(f"metadata.tuning={tuning!r} isn't followed here: kept sizes are taken, and else the rule's own")
+        notes.append(f"metadata.tuning={tuning!r} is ignored here: stored sizes are used, otherwise the default ones")
     return tuple(notes)

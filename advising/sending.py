@@ -1,4 +1,4 @@
-"""Seconds that a collective takes on the links along which its devices lie: bytes over the busiest link, and hops.
+"""Seconds that a collective takes on the links between its devices: bytes over the busiest link, and hops.
 
 docs/advise.md has the formulas, with their sources.
 """
@@ -15,13 +15,13 @@ from .spans import Span
 
 __all__ = ["busiest_link", "hops", "reordered_seconds", "ring_hop_seconds", "seconds_of"]
 
-Message = tuple[int, int, float]  # from, to, bytes, by place on the mesh axis
+Message = tuple[int, int, float]  # from, to, bytes; places on the mesh axis
 
 
 def seconds_of(kind: str, sent: float, spans: tuple[Span, ...]) -> float:
-    """Of an all-gather, reduce-scatter, all-reduce or all-to-all in which each device sends so many bytes by the usual counts.
+    """Seconds of an all-gather, reduce-scatter, all-reduce or all-to-all; `sent` is each device's bytes by the usual counts.
 
-    All physical axes are used at once, and both ways around a ring: an all-gather's bytes go at the sum of their rates.
+    All physical axes are used at once, and both directions of a ring: an all-gather's bytes move at the sum of their rates.
     """
     if not spans or not sent:
         return 0.0
@@ -33,7 +33,7 @@ def seconds_of(kind: str, sent: float, spans: tuple[Span, ...]) -> float:
 
 
 def hops(kind: str, spans: tuple[Span, ...]) -> int:
-    """Messages that follow each other in a collective: how far the farthest device is, twice for an all-reduce."""
+    """Sequential messages of a collective: the distance to the farthest device, twice for an all-reduce."""
     far = sum(
         1 if span.switched else (span.size // 2 if span.closed else span.size - 1) * span.stride for span in spans
     )
@@ -41,12 +41,12 @@ def hops(kind: str, spans: tuple[Span, ...]) -> int:
 
 
 def ring_hop_seconds(sent: float, spans: tuple[Span, ...], by: int) -> float:
-    """A hop of a ring over the axis: each device sends so many bytes `by` places on, all at once."""
+    """A hop of a ring over the axis: all devices at once send so many bytes `by` places on."""
     return sent * _hop(spans, by)
 
 
 def reordered_seconds(sent: float, spans: tuple[Span, ...]) -> float:
-    """Into zigzag order, or out of it: a device sends so many bytes in all, half of them for each of its two pieces."""
+    """Into zigzag order or out of it: a device sends so many bytes in all, half of them for each of its two pieces."""
     return sent * _reordered(spans)
 
 
@@ -58,7 +58,7 @@ def _hop(spans: tuple[Span, ...], by: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _reordered(spans: tuple[Span, ...]) -> float:
-    """Piece p of twice as many as devices is with device p // 2, and in zigzag order with p, or its counterpart from the end."""
+    """There are twice as many pieces as devices. Piece p is with device p // 2, in zigzag order with p or 2 * devices - 1 - p."""
     size = math.prod(span.size for span in spans)
     moves = [(p // 2, min(p, 2 * size - 1 - p)) for p in range(2 * size)]
     most = max(sum(a == device != b for a, b in moves) for device in range(size))
@@ -66,8 +66,8 @@ def _reordered(spans: tuple[Span, ...]) -> float:
 
 
 def busiest_link(spans: tuple[Span, ...], messages: Sequence[Message]) -> float:
-    """Seconds until the busiest link has carried its bytes. A message goes along one physical axis after the other, the
-    last first, and the shorter way around a ring."""
+    """Seconds until the busiest link has carried its bytes. A message goes along one physical axis after another, the
+    last first, and takes the shorter way around a ring."""
     shape = tuple(span.size for span in spans)
     load: dict[tuple[int, tuple[int, ...], int, int], float] = {}
     for source, target, size in messages:
@@ -84,7 +84,7 @@ def busiest_link(spans: tuple[Span, ...], messages: Sequence[Message]) -> float:
 
 
 def _path(span: Span, start: int, goal: int) -> list[tuple[int, int]]:
-    """(link, direction) in turn; of a switch, the sender's own link."""
+    """(link, direction) in turn; for a switch, the sender's own link."""
     if span.switched:
         return [(start, 1)]
     ahead = (goal - start) % span.size
@@ -97,7 +97,7 @@ def _path(span: Span, start: int, goal: int) -> list[tuple[int, int]]:
 
 
 def _exchange(sent: float, spans: tuple[Span, ...]) -> float:
-    """All-to-all: every device has the same for each other one; the axis with the busiest link counts."""
+    """All-to-all: every device sends the same to each other one; the axis with the busiest link counts."""
     size = math.prod(span.size for span in spans)
     each = sent / (size - 1)
     slowest = 0.0
@@ -106,7 +106,7 @@ def _exchange(sent: float, spans: tuple[Span, ...]) -> float:
         if span.switched:
             load = pair * (m - 1)
         elif span.closed:
-            load = pair * (m * m // 4) / 2  # shortest ways, over both directions of m links
+            load = pair * (m * m // 4) / 2  # shortest paths, over both directions of m links
         else:
             load = pair * (m // 2) * ((m + 1) // 2)  # over the link in the middle
         slowest = max(slowest, load * span.stride / span.link)
@@ -114,6 +114,6 @@ def _exchange(sent: float, spans: tuple[Span, ...]) -> float:
 
 
 def _switched_rate(spans: tuple[Span, ...]) -> float:
-    """Through switches: a host's devices share what leaves it, each with its own adapter."""
+    """Through switches: a host's devices share its outgoing bandwidth, each with its own adapter."""
     *outer, inner = spans
     return min([inner.link, *(span.link * inner.size for span in outer)])

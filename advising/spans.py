@@ -1,4 +1,4 @@
-"""How a mesh lies on a target's links: each mesh axis as spans, one for each physical axis that it goes along."""
+"""How a mesh lies on a target's links: each mesh axis as spans, one for each physical axis that it runs along."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["Physical", "Span", "lay"]
 
 @dataclass(frozen=True)
 class Physical:
-    """One physical axis: devices along it, bytes a second of a device to a neighbour, one way.
+    """One physical axis: devices along it, bytes per second from a device to a neighbour, one way.
 
-    closed: the last is the first's neighbour. switched: there are no neighbours, each reaches all at this rate.
+    closed: the last device is next to the first. switched: there are no neighbours, each device reaches all at this rate.
     """
 
     size: int
@@ -25,7 +25,7 @@ class Physical:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a mesh axis along one physical axis: its size, and how many hops its neighbours are apart."""
+    """A part of a mesh axis along one physical axis: its size, and the hops between its neighbours."""
 
     size: int
     link: float
@@ -37,9 +37,9 @@ class Span:
 def lay(physical: tuple[Physical, ...], sizes: Mapping[str, int]) -> dict[str, tuple[Span, ...]]:
     """The spans of each mesh axis, the slowest-changing first; the sizes multiply to the number of devices.
 
-    As jax.make_mesh does it: the last mesh axis chooses first, and takes whole physical axes, as many as have its size
-    together. Where that doesn't come out, devices are counted row by row, and a mesh axis may get a part of a physical one: it
-    is no ring then, and neighbours may be several hops apart.
+    This follows jax.make_mesh: the last mesh axis chooses first, and takes whole physical axes whose sizes multiply to its
+    own. If none do, devices are counted row by row, and a mesh axis may get a part of a physical one: it
+    is then no ring, and neighbours may be several hops apart.
     """
     whole = _whole(physical, sizes)
     return _row_by_row(physical, sizes) if whole is None else whole
@@ -59,7 +59,7 @@ def _whole(physical: tuple[Physical, ...], sizes: Mapping[str, int]) -> dict[str
 
 
 def _row_by_row(physical: tuple[Physical, ...], sizes: Mapping[str, int]) -> dict[str, tuple[Span, ...]]:
-    rest = [[axis, 1] for axis in physical if axis.size > 1]  # and how much of it is taken
+    rest = [[axis, 1] for axis in physical if axis.size > 1]  # and how much of it is used
     found: dict[str, tuple[Span, ...]] = {}
     for name, size in reversed([*sizes.items()]):
         spans: list[Span] = []
@@ -69,7 +69,7 @@ def _row_by_row(physical: tuple[Physical, ...], sizes: Mapping[str, int]) -> dic
             assert isinstance(taken, int)
             part = math.gcd(size, axis.size // taken) if taken < axis.size else 1
             if part == 1:
-                # What is left of this axis has no common factor: the neighbours are on the next one, or further along this.
+                # The rest of this axis has no common factor: the neighbours are on the next one, or further along this one.
                 if taken < axis.size and len(rest) == 1:
                     part = size
                 else:
@@ -81,7 +81,7 @@ def _row_by_row(physical: tuple[Physical, ...], sizes: Mapping[str, int]) -> dic
             size //= part
             if taken * part >= axis.size:
                 rest.pop()
-        if size > 1:  # of sizes that no physical axis has a factor of
+        if size > 1:  # sizes that no physical axis has a factor of
             spans.insert(0, Span(size, physical[0].link, physical[-1].size, False, physical[0].switched))
         found[name] = tuple(spans)
     return {name: found[name] for name in sizes}

@@ -1,4 +1,4 @@
-"""What each device has to work on, hop by hop: weights in tiles that may be live, by the mask and the place of its tokens."""
+"""What each device has to work on, hop by hop: weights in tiles that may be live, by the mask and its tokens' positions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..planning import Plan
 
 __all__ = ["Kernel", "Live", "kernels_of_pass", "live_of"]
 
-_TILE = 128  # where an implementation has no tiles of its own
-_MOST_BLOCKS = 2048  # a side; beyond that several blocks are looked at as one
+_TILE = 128  # if an implementation has no tiles of its own
+_MOST_BLOCKS = 2048  # per side; beyond that several blocks are treated as one
 
 
 class Kernel(NamedTuple):
-    """One kernel of a pass: what it makes, its blocks, how many products sum over the head dim, and over the value dim.
+    """One kernel of a pass: what it makes, its blocks, how many products sum over the head dim and over the value dim.
 
-    unit: the queries and keys of the parts of a tile that it can leave out. pipelined: products go ahead of exponentials.
+    unit: the queries and keys of the parts of a tile that it can leave out. pipelined: products run ahead of exponentials.
     """
 
     products: str
@@ -33,9 +33,9 @@ class Kernel(NamedTuple):
 
 
 class Live(NamedTuple):
-    """Weights of one head and batch row by device of the sequence and hop: [devices, hops], in blocks of these sizes.
+    """Weights per head and batch row, by device of the sequence and hop: [devices, hops], in blocks of these sizes.
 
-    Of blocks that the mask cuts, those parts count that are computed.
+    Of blocks that the mask cuts, only the computed parts count.
     """
 
     weights: np.ndarray
@@ -85,7 +85,7 @@ def kernels_of_pass(plan: Plan, backward: bool) -> tuple[Kernel, ...]:
 
 
 def live_of(plan: Plan, kernel: Kernel) -> Live:
-    """Of a planned call. Where only the run tells what is seen, everything counts."""
+    """The live tiles of a planned call. If visibility is only known at run time, everything counts."""
     problem, placement = plan.problem, plan.placement
     local, split = placement.local, placement.sequence
     block_q, block_kv = _even(local.q_len, kernel.block_q), _even(local.kv_len, kernel.block_kv)
@@ -113,7 +113,7 @@ def live_of(plan: Plan, kernel: Kernel) -> Live:
 
 
 def _even(length: int, block: int) -> int:
-    """The block that cuts a length into equal parts, as many as blocks of the asked size."""
+    """The block that cuts a length into as many equal parts as blocks of the given size would."""
     return math.ceil(length / math.ceil(length / block))
 
 
@@ -133,7 +133,7 @@ def _pairs(
 
 
 def _seen(length: int, block: int, pieces: int) -> int:
-    """The block by which the mask is looked at: a piece at most, and no more than `_MOST_BLOCKS` a side."""
+    """The block size for looking at the mask: a piece at most, and no more than `_MOST_BLOCKS` blocks per side."""
     piece = length // pieces
     while math.ceil(length / block) > max(_MOST_BLOCKS, pieces) and block * 2 <= piece and piece % (block * 2) == 0:
         block *= 2
@@ -141,13 +141,13 @@ def _seen(length: int, block: int, pieces: int) -> int:
 
 
 def _bounds(length: int, block: int, pieces: int) -> list[int]:
-    """Where pieces begin, in blocks, and the end."""
+    """Where pieces begin, in blocks, and the end of the last."""
     each = max(1, math.ceil(length // pieces / block))
     return [each * piece for piece in range(pieces + 1)]
 
 
 def _around(pairs: np.ndarray, devices: int, steps: tuple[int, ...], zigzag: bool) -> np.ndarray:
-    """By device and hop. In zigzag order a device has the k-th piece from the begin and the k-th from the end."""
+    """By device and hop. In zigzag order device k has the k-th piece from the start and the k-th from the end."""
     mine = np.arange(devices)[:, None]
     theirs = (mine - np.array(steps)) % devices
     if not zigzag:

@@ -1,4 +1,4 @@
-"""Seconds that one device works on its tiles: the longest of products, what a weight takes beside them, and HBM traffic."""
+"""Seconds that one device works on its tiles: the longest of products, a weight's other work, and HBM traffic."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .tiles import Kernel, live_of
 __all__ = ["Rate", "Worked", "rate_of", "worked"]
 
 _LANES = 128
-_STEP_CYCLES = 50  # of a step of the grid: 41 to 64 in the schedules read (benchmarks/results/tpu_static.json)
+_STEP_CYCLES = 50  # per step of the grid: 41 to 64 in the schedules read (benchmarks/results/tpu_static.json)
 _FILL_CYCLES = 415  # until products and exponentials of a tile overlap, and after the last product (docs/splash.md)
 # Start and end of a row's sums, in weights: 195 to 280, and 30 to 80, in the same schedules.
 _ROW_WEIGHTS = {"forward": 256, "backward": 32, "dkv": 64, "dq": 64}
-_EXACT_PASSES = 6  # of bfloat16 for a product of float32 that loses no bits
-# How often what isn't a kernel reads or writes its weights in HBM: logits and weights are written and read once each, and
-# backward the logits' gradient and that of the weights too.
+_EXACT_PASSES = 6  # bfloat16 passes for a full-precision float32 product
+# How often code other than a kernel reads or writes its weights in HBM: logits and weights are written and read once each;
+# backward also the gradients of the logits and of the weights.
 _WEIGHTS_MOVED = {"forward": 4, "backward": 8}
 
 
 class Rate(NamedTuple):
-    """Of one kernel on one device: seconds of products and of the rest for a weight, for a row of the queries, for a tile;
-    bytes of HBM for a weight, a row of the queries and a key, of one head and batch row."""
+    """One kernel's cost on one device: seconds of products and of other work per weight, per row of the queries, per tile;
+    bytes of HBM per weight, per row of the queries and per key, for one head and batch row."""
 
     products: float
     vector: float
@@ -43,14 +43,14 @@ class Rate(NamedTuple):
 
 
 class Worked(NamedTuple):
-    """Seconds by device of the sequence and hop, and what they are bound by: 'products', 'vector' or 'HBM'."""
+    """Seconds by device of the sequence and hop, and what limits them: 'products', 'vector' or 'HBM'."""
 
     seconds: np.ndarray
     bound: str
 
 
 def rate_of(machine: Machine, plan: Plan, kernel: Kernel) -> Rate:
-    """By the published rates of the device; see docs/advise.md."""
+    """From the published rates of the device; see docs/advise.md."""
     problem = plan.problem
     d, dv = problem.head_dim, problem.value_dim
     flops = 2.0 * (kernel.dims * d + kernel.value_dims * dv)
@@ -112,8 +112,9 @@ def worked(machine: Machine, plan: Plan, kernels: tuple[Kernel, ...]) -> Worked:
 
 
 def _moved(kernel: Kernel, item: int, d: int, dv: int, share: int) -> tuple[float, float, float]:
-    """Of a kernel whose tiles are fetched at each step: what the fast axis holds comes anew with every tile of the slow one."""
-    if kernel.products == "dkv":  # by keys: queries and the output's gradient come with every tile
+    """HBM traffic of a kernel that fetches tiles at each step: what the fast axis holds is fetched again for every tile of the
+    slow one."""
+    if kernel.products == "dkv":  # by keys: queries and the output's gradient are fetched with every tile
         return (d + dv) * item / kernel.block_kv, 0.0, 2 * (d + dv) * item
     fetched = (d + dv) * item / kernel.block_q / share
     if kernel.products == "forward":
@@ -123,7 +124,7 @@ def _moved(kernel: Kernel, item: int, d: int, dv: int, share: int) -> tuple[floa
 
 
 def _once(kernel: Kernel, item: int, d: int, dv: int, group: int) -> tuple[float, float, float]:
-    """Arrays each once: a cache is taken to hold what comes again."""
+    """HBM traffic if every array moves once: a cache is assumed to hold what is used again."""
     if kernel.products == "forward":
         return 0.0, (d + dv) * item, (d + dv) * item / group
     written = 2 if kernel.products in ("backward", "dkv") else 1
@@ -131,7 +132,7 @@ def _once(kernel: Kernel, item: int, d: int, dv: int, group: int) -> tuple[float
 
 
 def _of_xla(plan: Plan, kernel: Kernel, item: int) -> tuple[float, float, float]:
-    """Products and softmax are programs of their own, with the weights between them in HBM."""
+    """Products and softmax are separate programs, with the weights between them in HBM."""
     problem = plan.problem
     wide = jnp.dtype(problem.softmax_dtype).itemsize
     keys = sum(

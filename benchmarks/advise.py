@@ -1,13 +1,13 @@
-"""The estimate of `attnops advise` against measured time, on eight virtual CPU devices: does it order strategies as they are?
+"""The estimates of `attnops advise` against measured times, on eight virtual CPU devices: do they rank strategies correctly?
 
     python benchmarks/advise.py --json FILE [--only fit|held] [--report]
 
 Each case is a call on one sequence split over all eight devices (mask, length, heads, head dim, dtype, pass), run with every
-strategy that it allows: gather, ring contiguous and zigzag, ulysses, ulysses_ring on 2 x 4. A case has
-three figures of each strategy, which take turns: the median and the least of seconds by the clock, and the median of processor
+strategy that it allows: gather, ring contiguous and zigzag, ulysses, ulysses_ring on 2 x 4. For each strategy a case has
+three figures, measured in turns: the median and the minimum of wall-clock seconds, and the median of processor
 seconds, which other work on the machine disturbs least. The rates of
 attnops.advising.cpu_rates are fitted to the cases of FIT, by least squares of the logarithm; Kendall's tau between estimate and
-measurement is taken over the strategies of each case of HELD, which are others. What FILE has isn't measured again.
+measurement is taken over the strategies of each case of HELD, which are different cases. What FILE has isn't measured again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FIGURES = ("median", "least", "processor")
 
 
 def case(mask: str, length: int, heads: int, kv_heads: int, dim: int, dtype: str, backward: bool) -> str:
-    """A name that says all."""
+    """A name that describes the whole case."""
     return f"{mask} {length} {heads}/{kv_heads} D{dim} {dtype} {'both' if backward else 'forward'}"
 
 
@@ -92,12 +92,12 @@ def operation(name: str, way: str, mesh: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def ways(name: str) -> list[str]:
-    """Zigzag is for causal masks."""
+    """The strategies of a case; zigzag is only for causal masks."""
     return [way for way in WAYS if way != "zigzag" or name.startswith("causal")]
 
 
 def measure(name: str) -> dict[str, dict[str, float]]:
-    """Seconds of each strategy, which take turns."""
+    """Seconds of each strategy, measured in turns."""
     import jax
     import jax.numpy as jnp
 
@@ -157,15 +157,15 @@ def planned(name: str, way: str) -> Any:
 
 
 def kendall(a: list[float], b: list[float]) -> float:
-    """Tau: pairs in the same order less those in the other, over all."""
+    """Kendall's tau: pairs in the same order minus those in opposite order, over all pairs."""
     pairs = list(itertools.combinations(range(len(a)), 2))
     return sum((1 if (a[i] - a[j]) * (b[i] - b[j]) > 0 else -1) for i, j in pairs) / len(pairs)
 
 
 def fitted(cells: dict[str, dict[str, dict[str, float]]], figure: str) -> Any:
-    """The rates by which the cases of FIT are predicted best, by coordinate descent on logarithms.
+    """The rates that predict the cases of FIT best, by coordinate descent on logarithms.
 
-    What a case is off as a whole counts for a tenth: the order of its strategies is what is asked for.
+    A case's overall offset counts for a tenth: what matters is the order of its strategies.
     """
     import math
     from dataclasses import fields, replace
@@ -195,7 +195,7 @@ def fitted(cells: dict[str, dict[str, dict[str, float]]], figure: str) -> Any:
 
 
 def report(data: dict[str, Any]) -> None:
-    """Fit to each figure, and the taus of the cases that are held back."""
+    """Fit to each figure, and print the taus of the held-out cases."""
     from dataclasses import asdict
 
     cells = data["cells"]
@@ -215,7 +215,7 @@ def report(data: dict[str, Any]) -> None:
             print(f"{name:38} tau {taus[name]:5.2f}  {row}")
         if taus:
             data["tau"][figure] = {"mean": statistics.mean(taus.values()), "cases": taus}
-            print(f"{len(taus)} cases, Kendall's tau {data['tau'][figure]['mean']:.3f} in the mean")
+            print(f"{len(taus)} cases, Kendall's tau {data['tau'][figure]['mean']:.3f} on average")
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
-"""Masks of blocks: time against visited tiles, and against dense attention; what the kernels visit; how long a plan takes.
+"""Block masks: time against visited tiles, and against dense attention; what the kernels visit; how long planning takes.
 
     python benchmarks/blocksparse.py [--lengths 8192 32768] [--rounds 5] [--json FILE]
 
 Layouts are random, with a block on each row's diagonal, in blocks of 128; 4 heads of 64, batch 1, float32, on this machine's
-CPU. In a row of the table each way runs in turn and the median counts. `a tile` is the time of a visited tile divided by that
-of a layout that is wholly True, in the same tiles: 1 where time follows the number of tiles. jax.nn gets the mask as an array,
-and takes part up to 8192 tokens. Visited tiles of the TPU's and the GPU's kernels are counted from the lists that they read,
-beside the live tiles of the layout. Rivals that sort blocks themselves (ejkernel) are measured where they are installed.
+CPU. In a row of the table the implementations run in turns and the median counts. `a tile` is the time of a visited tile divided
+by that of an all-True layout in the same tiles: 1 if time follows the number of tiles. jax.nn gets the mask as an array,
+and is measured up to 8192 tokens. Visited tiles of the TPU's and the GPU's kernels are counted from the lists that they read,
+relative to the live tiles of the layout. Implementations that sort blocks themselves (ejkernel) are measured if installed.
 Run it on an idle machine.
 """
 
@@ -39,18 +39,18 @@ from attnops.operators.local_mask import LocalMask
 
 BLOCK, HEADS, DIM = 128, 4, 64
 DENSITIES = (0.05, 0.1, 0.25, 0.5)
-MOST_WHOLE = 8192  # tokens up to which a rival holds whole logits
+MOST_WHOLE = 8192  # the most tokens for implementations that hold whole logits
 
 
 def layout_of(length: int, density: float) -> np.ndarray:
-    """Random blocks of a share, the diagonal among them."""
+    """Random blocks with this density, including the diagonal."""
     count = length // BLOCK
     seen = np.random.default_rng(0).random((count, count)) < density - 1 / count
     return seen | np.eye(count, dtype=bool)
 
 
 def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, one of each in turn, after one of each that doesn't count."""
+    """Median seconds of each, run in turns, after one run of each that doesn't count."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
@@ -101,7 +101,7 @@ def on_this_machine(length: int, rounds: int, backward: bool) -> list[dict[str, 
 
 
 def visited(length: int, density: float) -> dict[str, Any]:
-    """Visits of the kernels' lists for each live tile, where tiles are blocks of the mask."""
+    """Visits in the kernels' lists per live tile, for tiles that are blocks of the mask."""
     layout = layout_of(length, density)
     local = LocalMask(Blocks(layout, BLOCK, BLOCK), 0, length, length, None)
     live, found = int(layout.sum()), {}
@@ -113,7 +113,7 @@ def visited(length: int, density: float) -> dict[str, Any]:
 
 
 def planning() -> dict[str, float]:
-    """Milliseconds of a new plan for 131072 tokens, causal and a layout of tenths, in blocks of 128 and 512, by platform."""
+    """Milliseconds of a new plan for 131072 tokens, causal and a layout of density 0.1, in blocks of 128 and 512, by platform."""
     kinds = {"tpu": "TPU v5 lite", "gpu": "NVIDIA H100 80GB HBM3"}
     meshes: dict[str, Any] = {"cpu": None} | {
         name: AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(kind, 1, name))
@@ -139,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",

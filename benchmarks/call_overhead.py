@@ -1,8 +1,8 @@
-"""What a call costs on the host: import time, an eager call with a cached plan, making a plan, a long mask.
+"""What a call costs on the host: import time, an eager call with a cached plan, planning, a long mask.
 
     python benchmarks/call_overhead.py [--json FILE]
 
-Medians, interleaved in one process; import times each in processes of their own. Run it on an idle machine.
+Medians, interleaved in one process; each import is timed in a new process. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from attnops import Causal, OperationMetadata, OperationRegistry, SlidingWindow
 
 
 def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median microseconds of each call, one of each in turn."""
+    """Median microseconds of each call, run in turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for round_ in range(rounds + 50):
         for name, call in calls.items():
@@ -70,7 +70,7 @@ def eager_calls() -> dict[str, float]:
 
 
 def planning() -> dict[str, float]:
-    """Microseconds of making a plan for 128k x 128k, new each time, and of its causal block map alone."""
+    """Microseconds of planning 128k x 128k, new each time, and of only its causal block map."""
     count = iter(range(10**6))
 
     def plan() -> Any:
@@ -86,7 +86,7 @@ def planning() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     imports, calls, plans = import_times(), eager_calls(), planning()
     figures = {

@@ -1,11 +1,11 @@
-"""attnops' kernels for GPUs against JAX's and tokamax's in Pallas' Triton flavour, by the same compiler, without a GPU.
+"""attnops' GPU kernels against JAX's and tokamax's in Pallas' Triton flavour, through the same compiler, without a GPU.
 
     python benchmarks/gpu_static.py --json FILE [--only TEXT]     (an environment with attnops[cuda-compile,cuda-sass,tokamax])
     python benchmarks/gpu_static.py --json FILE --report
 
-All are compiled for described GPUs. Of each kernel's loops over tiles the instructions are counted, and the cycles for which a
-warp waits by the compiler's own schedule summed; both are set over the logits that the mask leaves: times the warps of a tile and
-the tiles that the loop goes through. So tiles that a mask leaves nothing of cost what they cost. Waits for memory and for the
+All are compiled for described GPUs. For each kernel's loops over tiles it counts the instructions, and sums the cycles that a
+warp waits by the compiler's own schedule. Both are given per logit that the mask leaves: times the warps of a tile and
+the tiles that the loop goes through, so fully masked tiles count at their full cost. Waits for memory and for the
 tensor cores' results aren't in the sums, and nothing here was timed.
 """
 
@@ -40,7 +40,7 @@ PASSES = ("forward", "backward")
 
 
 def cases() -> list[dict[str, Any]]:
-    """What is compiled. JAX's kernel and tokamax's know no window, and would go through a causal mask's tiles."""
+    """What is compiled. JAX's and tokamax's kernels support no window, and would visit all tiles of a causal mask."""
     return [
         {"target": target, "dim": dim, "mask": mask, "pass": part, "who": who}
         for target in TARGETS
@@ -48,7 +48,7 @@ def cases() -> list[dict[str, Any]]:
         for part in PASSES
         for mask in MASKS
         for who in WHO
-        if not (who == "tokamax" and part == "backward")  # XLA's there
+        if not (who == "tokamax" and part == "backward")  # tokamax uses XLA there
     ]
 
 
@@ -73,7 +73,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         counts = loops_of(kernel)
         if not counts:
             continue
-        assert kernel.loops is not None, "nvdisasm isn't there: pip install 'attnops[cuda-sass]'"
+        assert kernel.loops is not None, "nvdisasm isn't installed: pip install 'attnops[cuda-sass]'"
         assert len(kernel.loops) == len(counts), f"{kernel.name} has {len(kernel.loops)} loops; wanted {len(counts)}"
         warps = (kernel.threads or 0) // 32
         for one, tiles in zip(kernel.loops, counts, strict=True):
@@ -101,7 +101,7 @@ def _attnops(case: dict[str, Any], mesh: Any) -> Any:
     }
 
     def loops_of(kernel: GpuKernelUse) -> list[int]:
-        """Tiles of the loop without a mask, then of that with it."""
+        """Tiles of the loop without a mask, then of the loop with it."""
         if (kernel.name == "attnops_flash_forward") == (case["pass"] == "backward"):
             return []
         block_q, block_kv, slow = sizes[kernel.name]
@@ -121,7 +121,7 @@ def _jax(case: dict[str, Any], mesh: Any) -> Any:
     causal, sizes = case["mask"] != "full", attention.BlockSizes.get_default()
 
     def tiles(rows: int, keys: int) -> int:
-        """Of a pass by blocks of rows: up to the last key that the block's last row sees."""
+        """Tiles of a pass by blocks of rows, up to the last key that the block's last row sees."""
         ends = -(-rows * (np.arange(LENGTH // rows) + 1) // keys)
         return int(ends.sum()) if causal else (LENGTH // rows) * (LENGTH // keys)
 
@@ -151,7 +151,7 @@ def _tokamax(case: dict[str, Any], mesh: Any) -> Any:
     count = LENGTH // block
 
     def loops_of(kernel: GpuKernelUse) -> list[int]:
-        # The tile on the diagonal is no loop: it is counted as the others.
+        # The tile on the diagonal has no loop: it is counted like the others.
         return [count * (count + 1) // 2] if causal else [count * count]
 
     return (lambda q, k, v: attend(q, k, v, is_causal=causal)), loops_of
@@ -163,7 +163,7 @@ def name_of(case: dict[str, Any]) -> str:
 
 
 def report(rows: dict[str, Any]) -> None:
-    """A table: stalls and instructions a live logit, and the ratios to the rivals."""
+    """A table: stalls and instructions per live logit, and the ratios to the other implementations."""
     print(f"{'':27}  {'attnops':>15}  {'jax':>15}  {'tokamax':>15}  {'/jax':>6}  {'/tokamax':>8}")
     for case in cases():
         if case["who"] != "attnops":
@@ -194,7 +194,7 @@ def main() -> None:
             continue
         try:
             data["rows"][name] = measure(case)
-        except Exception as error:  # the compiler's own among them
+        except Exception as error:  # including the compiler's own
             data["rows"][name] = {"failure": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
         print(name, data["rows"][name], file=sys.stderr, flush=True)
         options.json.write_text(json.dumps(data, indent=1) + "\n")

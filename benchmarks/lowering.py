@@ -1,11 +1,11 @@
-"""What attention adds to lowering and compiling a model: text, functions, seconds, host memory; beside jax.nn's.
+"""What attention adds to lowering and compiling a model: text, functions, seconds, host memory; compared with jax.nn's.
 
     python benchmarks/lowering.py [--layers 32] [--compiled 8] [--rounds 5] [--length 1024] [--masks] [--json FILE]
 
 Layers with projections, forward and backward, are lowered with jax.nn.dot_product_attention, with one operation for all,
-with an operation made in each layer, and with an Attention made in each layer; a smaller number of them is compiled. One of
-each in turn, every cache of jax's cleared before each; medians. --masks lowers long masks, each in a process of its own, and
-gives the memory that this added to the process. Run it on an idle machine.
+with an operation made in each layer, and with an Attention made in each layer; a smaller number of them is compiled. They run
+in turns, with all of jax's caches cleared before each; medians. --masks lowers long masks, each in its own process, and
+reports the memory that this added to the process. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LENGTHS = (4096, 16384)
 
 
 def attends(dtype: str) -> dict[str, Callable[[], Attend]]:
-    """What makes each layer's attention: called once a layer."""
+    """What makes each layer's attention: called once per layer."""
     metadata = {"runtime_dtype": dtype}
     shared = OperationRegistry.create("vanilla", OperationMetadata(**metadata))
 
@@ -93,7 +93,7 @@ def models(layers: int, length: int, dtype: str, rounds: int, *, compiled: bool)
                 start = time.perf_counter()
                 lowered.compile()
             taken = time.perf_counter() - start
-            if round_ == 0:  # the first of each also imports, and warms what clear_caches leaves
+            if round_ == 0:  # the first of each also imports, and warms caches that clear_caches leaves
                 text = lowered.as_text()
                 found[name] = {"text_bytes": len(text), "functions": text.count("func.func")}
             else:
@@ -118,7 +118,7 @@ def of_mask(route: str, mask: str, length: int, gradient: bool) -> dict[str, flo
     program = jax.grad(lambda *x: attend(*x).sum(), (0, 1, 2)) if gradient else attend
     x = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)
     small = jax.ShapeDtypeStruct((1, 16, 1, 64), jnp.float32)
-    jax.jit(program).lower(small, small, small)  # imports aren't the mask's
+    jax.jit(program).lower(small, small, small)  # keeps imports out of the measurement
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     lowered = jax.jit(program).lower(x, x, x)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -126,7 +126,7 @@ def of_mask(route: str, mask: str, length: int, gradient: bool) -> dict[str, flo
 
 
 def masks() -> dict[str, dict[str, float]]:
-    """`of_mask` for every route, mask and length, each in a process of its own. jax.nn has no mask but causal by a flag."""
+    """`of_mask` for every route, mask and length, each in its own process. jax.nn's only mask without an array is causal."""
     found = {}
     for route in ROUTES:
         for mask in MASKS if route != "jax.nn" else ["causal"]:
@@ -141,14 +141,14 @@ def masks() -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=32, help="how many are lowered")
-    parser.add_argument("--compiled", type=int, default=8, help="how many are compiled; 0 for none")
+    parser.add_argument("--layers", type=int, default=32, help="how many layers to lower")
+    parser.add_argument("--compiled", type=int, default=8, help="how many layers to compile; 0 for none")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--masks", action="store_true", help="lower long masks as well, each in a process of its own")
+    parser.add_argument("--masks", action="store_true", help="also lower long masks, each in its own process")
     parser.add_argument("--one", nargs=4, metavar=("ROUTE", "MASK", "LENGTH", "GRADIENT"), help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     if arguments.one:
         route, mask, length, gradient = arguments.one

@@ -1,14 +1,14 @@
-"""The native path against its rivals: time as a ratio, temporary memory, share of the machine's matrix-product rate.
+"""The native path against other implementations: time ratio, temporary memory, share of the machine's matrix-product rate.
 
     python benchmarks/native.py [--minutes N] [--python tokamax=/path/to/python] [--json FILE [--resume]] [--plot FILE]
     python benchmarks/native.py --report --json FILE [--plot FILE]
 
-Every cell is one shape, mask, dtype and pass. In a cell each rival runs in turn, one call each, and the median counts.
-Rivals that aren't installed are left out and said so; `--python NAME=PATH` gives one an environment of its own. The
+Every cell is one shape, mask, dtype and pass. In a cell the implementations run in turns, one call each, and the median counts.
+Implementations that aren't installed are left out and listed; `--python NAME=PATH` gives one its own environment. The
 cells that the goals name come first, the others in a fixed shuffled order, so that a run cut short by --minutes is a fair
-sample; cells not reached are listed, and --resume goes on with them. --report measures nothing and prints what FILE has.
-A JAX rival that takes three times as long as attnops, and over three seconds, is stopped, except in the cells that the
-goals name: its time is then at least that, shown as <ratio. Run it on an idle machine.
+sample; cells not reached are listed, and --resume continues with them. --report measures nothing and prints what FILE has.
+Another JAX implementation that takes three times as long as attnops, and over three seconds, is stopped, except in the cells
+that the goals name: its time is then at least that, shown as <ratio. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ CELL_SECONDS = 4.0
 MOST_ROUNDS = 9
 MOST_BYTES = 10 << 30
 SETUP_SECONDS = 120.0
-# A JAX rival's call is stopped after this many times ours, and not before so many seconds; where a goal names the cell,
-# and for torch, after the last one.
+# A call of another JAX implementation is stopped after this many times ours, but no sooner than this many seconds; where a
+# goal names the cell, and for torch, after the last number.
 STOP_RATIO, STOP_SECONDS, GOAL_SECONDS = 3.0, 3.0, 90.0
 
 
 class Worker:
-    """One implementation's process: the threads of one library must not wait in the way of another's."""
+    """One implementation's process, so that the threads of one library don't disturb another's."""
 
     def __init__(self, python: str, script: str = "native_worker.py") -> None:
         self.command = [python, str(HERE / script)]
@@ -55,7 +55,7 @@ class Worker:
         )
 
     def ask(self, limit: float = SETUP_SECONDS, **request: Any) -> dict[str, Any]:
-        """The answer; after `limit` seconds the process is replaced by a fresh one, and the answer is {"stopped": limit}."""
+        """The answer; after `limit` seconds a fresh process replaces this one, and the answer is {"stopped": limit}."""
         self.send(**request)
         return self.receive(limit)
 
@@ -122,16 +122,16 @@ def _too_large(rival: str, cell: dict[str, Any]) -> str | None:
 
 
 def measure(cell: dict[str, Any], workers: dict[str, Worker]) -> dict[str, Any]:
-    """Run one cell: for each rival median seconds, temp bytes, or why there is none."""
+    """Run one cell: for each implementation median seconds and temp bytes, or why there are none."""
     results: dict[str, dict[str, Any]] = {}
     samples: dict[str, list[float]] = {}
     limit = math.inf
     too_large = {rival: reason for rival in workers if (reason := _too_large(rival, cell))}
-    for rival, worker in workers.items():  # compiling side by side
+    for rival, worker in workers.items():  # compile in parallel
         if rival not in too_large:
             worker.send(do="setup", rival=rival, cell=cell)
     answers = {r: {"error": too_large[r]} if r in too_large else w.receive() for r, w in workers.items()}
-    for rival, worker in workers.items():  # attnops is the first
+    for rival, worker in workers.items():  # attnops is first
         answer = answers[rival]
         if "stopped" in answer:
             answer = {"error": f"not compiled in {SETUP_SECONDS:.0f} s"}
@@ -147,8 +147,8 @@ def measure(cell: dict[str, Any], workers: dict[str, Worker]) -> dict[str, Any]:
     running = [rival for rival, result in results.items() if "seconds" in result]
     times: dict[str, list[float]] = {rival: [] for rival in running}
     if sum(results[rival]["seconds"] for rival in running) > CELL_SECONDS:
-        # No time for several calls of all: the first counts. Another program on the machine would decide a close race
-        # then, so attnops and torch run three times in all.
+        # No time for several calls of all: the first one counts. Other work on the machine could then decide a close race,
+        # so attnops and torch run three times in all.
         for rival in running:
             times[rival].append(results[rival]["seconds"])
         for rival in ("attnops", "torch") * 2:
@@ -177,12 +177,12 @@ def _agree(ours: list[float] | None, theirs: list[float], dtype: str) -> bool:
 
 
 def flops(cell: dict[str, Any]) -> float:
-    """Of a full forward pass."""
+    """Operations of a full forward pass."""
     return 4.0 * HEADS * cell["q_len"] * cell["kv_len"] * cell["dim"]
 
 
 def ratio(row: dict[str, Any], rival: str) -> float | None:
-    """Our time over a rival's, an upper bound of it where the rival was stopped, None where one of them has no time."""
+    """Our time over another implementation's; an upper bound if that one was stopped, None if either has no time."""
     ours, theirs = row["results"]["attnops"], row["results"].get(rival, {})
     seconds = theirs.get("seconds", theirs.get("stopped"))
     return ours["seconds"] / seconds if seconds and "seconds" in ours else None
@@ -195,7 +195,7 @@ def share(row: dict[str, Any]) -> float:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """One line a cell: our time, each rival's ratio (ours / theirs), temp memory, share of the product rate."""
+    """One line per cell: our time, each ratio (ours / theirs), temp memory, share of the product rate."""
     head = f"{'cell':<44}{'ms':>9}" + "".join(f"{r:>10}" for r in RIVALS) + f"{'MiB':>8}{'jax MiB':>9}{'peak':>6}"
     lines = [head]
     for row in sorted(
@@ -217,13 +217,13 @@ def table(rows: list[dict[str, Any]]) -> str:
             line += f"{share(row):6.0%}"
         lines.append(line)
     lines.append(
-        "ratios are attnops / rival: below 1 attnops is faster; < = the rival was stopped; ! = its numbers differ from ours"
+        "ratios are attnops / other: below 1 attnops is faster; < = the other was stopped; ! = its numbers differ from ours"
     )
     return "\n".join(lines)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The goals: how many cells are won against each rival, geometric means, memory, product rate."""
+    """The goals: cells won against each implementation, geometric means, memory, product rate."""
     found: dict[str, Any] = {}
     for rival in RIVALS:
         ratios = [x for row in rows if (x := ratio(row, rival)) is not None]
@@ -256,7 +256,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def means(rows: list[dict[str, Any]]) -> str:
-    """Geometric means of the ratios by pass, mask and length, as a Markdown table; * where a rival was stopped."""
+    """Geometric means of the ratios by pass, mask and length, as a Markdown table; * where an implementation was stopped."""
     lines = [f"| Pass, mask | keys | cells | {' | '.join(RIVALS)} |", "|" + "---|" * (3 + len(RIVALS))]
     kinds = sorted({(r["cell"]["backward"], r["cell"]["mask"], r["cell"]["kv_len"]) for r in rows})
     for backward, mask, length in kinds:
@@ -275,7 +275,7 @@ def means(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Ratios against each rival over the length, a dot a cell, forward and forward+backward."""
+    """Ratios to each implementation over the length, one dot per cell, forward and forward+backward."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -307,7 +307,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set_xticks([512, 2048, 8192, 32768], ["512", "2k", "8k", "32k"])
         axis.minorticks_off()
         axis.grid(alpha=0.25)
-    axes[0][0].set_ylabel("time, attnops / rival")
+    axes[0][0].set_ylabel("time, attnops / other")
     axes[0][0].set_yticks([0.02, 0.05, 0.1, 0.2, 0.5, 1, 2], ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"])
     handles = [plt.Line2D([], [], color=c, marker="o", linestyle="", label=m) for m, c in masks.items()]
     handles += [
@@ -345,25 +345,25 @@ def show(found: dict[str, Any], picture: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this long")
-    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="a rival's own interpreter")
-    parser.add_argument("--only", default="", help="cells whose description contains this")
-    parser.add_argument("--json", type=Path)
     parser.add_argument(
-        "--resume", action="store_true", help="keep the cells that the JSON file has, measure the others"
+        "--python", action="append", default=[], metavar="NAME=PATH", help="an implementation's own interpreter"
     )
+    parser.add_argument("--only", default="", help="only cells whose description contains this")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--resume", action="store_true", help="keep the cells in the JSON file, measure the others")
     parser.add_argument("--report", action="store_true", help="only print the JSON file's results")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     if options.report:
         if not options.json:
-            parser.error("--report wants --json FILE")
+            parser.error("--report requires --json FILE")
         show(json.loads(options.json.read_text()), options.plot)
         return
     own = dict(pair.split("=", 1) for pair in options.python)
     if options.resume and not (options.json and options.json.exists()):
-        parser.error("--resume wants --json FILE with an earlier run's results")
+        parser.error("--resume requires --json FILE with an earlier run's results")
     if unknown := sorted(set(own) - set(RIVALS)):
-        parser.error(f"--python names {unknown}; the rivals are {', '.join(RIVALS)}")
+        parser.error(f"--python names {unknown}; the implementations are {', '.join(RIVALS)}")
 
     started = time.monotonic()
     workers = {rival: Worker(own.get(rival, sys.executable)) for rival in ("attnops", *RIVALS)}
@@ -389,7 +389,7 @@ def main() -> None:
     if options.resume:
         before = json.loads(options.json.read_text())
         if differ := [key for key in about if before[key] != about[key]]:
-            sys.exit(f"{options.json} was measured with another {' and '.join(differ)}: start anew, without --resume")
+            sys.exit(f"{options.json} was measured with another {' and '.join(differ)}: start again without --resume")
         rows = before["rows"]
     done = [row["cell"] for row in rows]
     left = [cell for cell in cells() if cell not in done]

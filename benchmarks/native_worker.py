@@ -1,7 +1,7 @@
-"""Run one implementation of attention at a time, as benchmarks/native.py asks over stdin: one JSON object a line each way.
+"""Run one implementation of attention at a time for benchmarks/native.py, over stdin: one JSON object per line each way.
 
-A process of its own for each environment, so that a rival can need other versions than attnops does, and so that the
-threads of one library don't wait in the way of another's.
+Each environment has its own process, so that an implementation may need other versions than attnops does, and so that the
+threads of one library don't disturb another's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def segment_ids(cell: dict[str, Any]) -> np.ndarray:
 
 
 def visible(cell: dict[str, Any], xp: Any) -> Any:
-    """The cell's mask as a boolean array [q, kv], for those who want one."""
+    """The cell's mask as a boolean array [q, kv], for implementations that take one."""
     rows, cols = xp.arange(cell["q_len"])[:, None], xp.arange(cell["kv_len"])[None, :]
     seen = cols <= rows
     if cell["mask"] == "window":
@@ -206,7 +206,7 @@ class Torch:
 
 
 def _timed(run: Callable[[], Any]) -> float:
-    """Seconds of a call. A short one is preceded by one that doesn't count: the others' threads have left the caches cold
+    """Seconds of a call. Before a short one an extra call runs that doesn't count: the others' threads have left the caches cold
     and may still be spinning."""
     time.sleep(0.01)
     for _ in range(2):
@@ -221,7 +221,7 @@ def _timed(run: Callable[[], Any]) -> float:
 def main() -> None:
     """Answer requests until stdin ends. An error is an answer too."""
     answers = sys.stdout
-    sys.stdout = sys.stderr  # libraries print where they like
+    sys.stdout = sys.stderr  # keeps libraries' prints out of the answers
     workers: dict[str, Any] = {}
     for line in sys.stdin:
         asked = json.loads(line)

@@ -1,16 +1,16 @@
-"""attnops' TPU kernels of paged attention against JAX's ragged_paged_attention, by the same compiler, without a TPU.
+"""attnops' TPU kernels of paged attention against JAX's ragged_paged_attention, through the same compiler, without a TPU.
 
-    python benchmarks/paged_static.py --json FILE [--only TEXT]     (an environment with libtpu; goes on where it was stopped)
+    python benchmarks/paged_static.py --json FILE [--only TEXT]     (an environment with libtpu; resumes where it was stopped)
     python benchmarks/paged_static.py --json FILE --report
 
-Both are compiled for described TPUs. Of the decoding kernel's step (a block of pages against a row of every head) the cycles
-are read from the compiler's final schedule, and held against the time that the step's bytes take at the published bandwidth.
-Waits aren't in the cycles: a step that needs fewer cycles than its bytes take is bound by memory if enough bytes are on their way
-meanwhile, which is what the ring of buffers is for. Bytes are counted from what the kernels fetch: whole pages, of rows padded to
-128 numbers where the array's layout has it so.
+Both are compiled for described TPUs. For the decoding kernel's step (a block of pages against a row of every head) the cycles
+are read from the compiler's final schedule, and compared with the time that the step's bytes take at the published bandwidth.
+The cycles don't include waits: a step that needs fewer cycles than its bytes take is bound by memory if enough bytes are being
+fetched meanwhile, which is what the ring of buffers is for. Bytes are counted from what the kernels fetch: whole pages, with rows
+padded to 128 numbers if the array's layout pads them.
 
-Of JAX's kernel a step is a block of pages against a block of queries, which are of several sequences in decoding: each of
-them takes a step of its own, with all the rows of the block.
+A step of JAX's kernel is a block of pages against a block of queries, which in decoding belong to several sequences: each of
+them takes its own step, with all the rows of the block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TARGETS = ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")
 MODELS = {"llama-3-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64)}
 KERNELS = ("heads", "split", "joined", "jax")  # our layouts, and JAX's kernel
 SEQUENCES = 64
-JAX_KEYS = 512  # of a block of JAX's kernel
+JAX_KEYS = 512  # keys per block of JAX's kernel
 
 
 def cases() -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def cases() -> list[dict[str, Any]]:
 
 
 def compile_case(case: dict[str, Any], folder: str) -> dict[str, Any]:
-    """In a process of its own: compile, and read the schedule of the kernel."""
+    """Compile in a new process, and read the kernel's schedule."""
     name = kernel_name(case)
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
@@ -83,10 +83,10 @@ def compile_case(case: dict[str, Any], folder: str) -> dict[str, Any]:
             from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
             kv = shape((pages, page, 2 * kv_heads, dim), bf16)
-            # Its own choice asks for the device that runs the process. 32 queries are its default.
+            # Its own choice queries the device that runs the process. 32 queries are its default.
             sizes = {"num_kv_pages_per_block": min(width, JAX_KEYS // page), "num_queries_per_block": 32}
             call = jax.jit(lambda *x: ragged_paged_attention(*x, sm_scale=dim**-0.5, **sizes))
-            # It asks what it runs on while it is traced.
+            # It queries its device while it is traced.
             device = abstract_device(mesh.devices[0].device_kind, 1, "tpu")
             auto = (jax.sharding.AxisType.Auto,)
             asked = jax.sharding.AbstractMesh((1,), ("device",), axis_types=auto, abstract_device=device)
@@ -123,16 +123,16 @@ def compile_case(case: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def kernel_name(case: dict[str, Any]) -> str:
-    """Of the kernel whose schedule is read; of JAX's, whose name holds its sizes, all is dumped."""
+    """The kernel whose schedule is read; JAX's has its sizes in its name, so everything is dumped."""
     if case["layout"] == "jax":
         return ""
     return f"attnops_paged_{'decode' if case['kind'] == 'decode' else 'chunks'}"
 
 
 def step_cycles(root: Any) -> int:
-    """Cycles of the innermost loop that does all products but those of other ways through it.
+    """Cycles of the innermost loop with all products, without its alternative branches.
 
-    What loops inside without products is for blocks that aren't whole: page by page.
+    Inner loops without products handle partial blocks, page by page.
     """
     body = root
     while True:

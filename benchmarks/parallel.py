@@ -1,21 +1,22 @@
-"""A sequence split over eight devices: attnops' strategies and their rivals. Time, temporary memory, what is sent, balance.
+"""A sequence split over eight devices: attnops and other implementations. Time, temporary memory, bytes sent, balance.
 
     python benchmarks/parallel.py [--python ejkernel=PATH] [--python tokamax=PATH] [--json FILE] [--only TEXT]
     python benchmarks/parallel.py --report --json FILE [--page docs/benchmarks/sequence-parallel.md]
 
 The devices are virtual: one machine's cores do the work of all eight. So a time here is the SUM of what the devices do, over
-the cores, with every copy between them in memory; it isn't the time of the slowest device, nor has it a network in it. A
-strategy that leaves seven devices idle while one works is not punished for it here. What is free of that is told beside it:
+the cores, with every copy between them in memory; it is neither the time of the slowest device nor does it include a network. A
+strategy that leaves seven devices idle while one works isn't penalised here. Figures without this flaw are given as well:
 
 - Balance: the operations of the matrix products that each device runs, by hop, read from the compiled program and its run
-  (parallel_products.py). Devices that wait for each other at each hop take the sum of each hop's busiest device; that over the
-  mean device is how much longer they take than with equal parts. A full mask is the control: 1, and all operations counted.
-- Temporary memory of a device and the bytes that it sends, from the compiled program; and the same from programs compiled for
+(parallel_products.py). If devices wait for each other at each hop, the time is the sum of each hop's busiest device; that over
+the mean device shows how much longer they take than with equal parts. A full mask is the control: 1, and all operations counted.
+- Temporary memory of a device and the bytes that it sends, from the compiled program; the same from programs compiled for
   a described TPU v5e 2x4, which nobody runs.
 
-Each implementation is held against a float64 reference (output and gradients of one kv head, all positions) before it is timed;
-one that is wrong isn't timed. Implementations take turns, a call each, and medians count. A rival is stopped after three times
-what our slowest strategy takes, and over five seconds: its time is then at least that, its ratios are at most those shown.
+Each implementation is checked against a float64 reference (output and gradients of one kv head, all positions) before it is
+timed; a wrong one isn't timed. Implementations run in turns, one call each, and medians count. Other implementations are stopped
+after three times our slowest strategy's time, and over five seconds: their time is then at least that, and the ratios upper
+bounds.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from parallel_tables import OURS, RIVALS, TOPOLOGY, WINDOW, describe, fill, pair
 from attnops.verify.collectives import collectives, sent_bytes
 
 SCRIPT = "parallel_worker.py"
-SECONDS, MOST_ROUNDS = 4.0, 7  # of an implementation in a cell
+SECONDS, MOST_ROUNDS = 4.0, 7  # per implementation in a cell
 STOP_RATIO, STOP_SECONDS = 3.0, 5.0
 MOST_BYTES = 12 << 30  # of whole logits, on all devices
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
@@ -57,7 +58,7 @@ def cells() -> list[dict[str, Any]]:
 
 
 def left_out(name: str, cell: dict[str, Any]) -> str | None:
-    """Why a cell isn't for an implementation."""
+    """Why an implementation is left out of a cell."""
     logits = 4 * cell["heads"] * cell["length"] ** 2 * (5 if cell["backward"] else 2)
     if name.startswith("jit") and logits > MOST_BYTES:
         return f"about {logits / 2**30:.0f} GiB of whole logits"
@@ -113,7 +114,7 @@ def measure(cell: dict[str, Any], workers: dict[str, Worker], folder: Path) -> d
     results: dict[str, dict[str, Any]] = {}
     times: dict[str, list[float]] = {}
     here = {name: worker for name, worker in workers.items() if left_out(name, cell) is None}
-    for name, worker in here.items():  # compiling side by side
+    for name, worker in here.items():  # compile in parallel
         worker.send(do="setup", name=name, cell=cell, text=str(folder / name))
     wanted = folder / "reference.npz"
     reference(cell, wanted)
@@ -199,7 +200,7 @@ def measure_described(workers: dict[str, Worker], folder: Path) -> list[dict[str
 
 
 def interpreted(worker: Worker, folder: Path) -> dict[str, Any]:
-    """tokamax's ring in Pallas' interpreter: whether its numbers are right. Its time there means nothing."""
+    """tokamax's ring in Pallas' interpreter: whether its numbers are right. Its time there has no meaning."""
     cell = _cell("causal", 1024, dim=128, backward=True)
     reference(cell, folder / "reference.npz")
     made = worker.ask(300, do="setup", name="tokamax", cell=cell)
@@ -214,7 +215,9 @@ def interpreted(worker: Worker, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="a rival's own interpreter")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="NAME=PATH", help="an implementation's own interpreter"
+    )
     parser.add_argument("--only", default="", help="time only cells whose description contains this")
     parser.add_argument("--skip", action="append", default=[], choices=("time", "balance", "described"))
     parser.add_argument("--json", type=Path)
@@ -223,7 +226,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.report:
         if not options.json:
-            parser.error("--report wants --json FILE")
+            parser.error("--report requires --json FILE")
         tell(json.loads(options.json.read_text()), options.page)
         return
     own = dict(pair.split("=", 1) for pair in options.python)
@@ -283,7 +286,7 @@ def main() -> None:
 
 
 def commit() -> str | None:
-    """Of the checkout that this file lies in."""
+    """The commit of the checkout that holds this file."""
     command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None

@@ -1,8 +1,8 @@
 """How many operations each device spends on matrix products, and in which hop, while a compiled program runs.
 
-A ring's tiles are skipped at run time, by the device's place, so the program's text alone doesn't tell the work. JAX's profiler
-names every instruction that XLA:CPU runs, with the device; the text tells how many operations a product has, and how many
-collectives its operands have been through. Counts, not times: they don't depend on how many cores the machine has.
+A ring skips tiles at run time, depending on the device's place, so the program's text alone doesn't show the work. JAX's profiler
+names every instruction that XLA:CPU runs, with the device; the text shows how many operations a product has, and how many
+collectives its operands have passed through. These are counts, not times: they don't depend on the machine's cores.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COLLECTIVES = ("collective-permute", "all-to-all", "all-gather", "all-reduce", 
 
 
 class Product(NamedTuple):
-    """An instruction that multiplies: operations of one run, and the collectives that its operands have been through."""
+    """A multiplying instruction: operations per run, and the collectives that its operands have passed through."""
 
     operations: int
     hop: int
@@ -47,7 +47,7 @@ class _Line(NamedTuple):
 def products(text: str) -> dict[str, Product]:
     """The multiplying instructions of a compiled program's text, fused or not, by their names.
 
-    What a loop calls has the hop of the loop: a program whose collectives stand in a loop has one hop only.
+    A loop's body has the hop of the loop: a program whose collectives are in a loop has only one hop.
     """
     bodies = {name: (entry, dict(lines)) for name, entry, lines in _computations(text)}
     main = next(lines for entry, lines in bodies.values() if entry)
@@ -85,7 +85,7 @@ def executed(call: Callable[[], Any], text: str) -> dict[int, dict[int, int]]:
     multiplying = products(text)
     devices: dict[int, dict[int, int]] = {i: defaultdict(int) for i in range(jax.device_count())}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        # jaxlib's types of these have no module, of which Python 3.13 warns; as an error that ends the process.
+        # jaxlib's types for these have no module; Python 3.13 warns about that, and as an error it would end the process.
         warnings.filterwarnings("ignore", "builtin type", DeprecationWarning)
         with jax.profiler.trace(folder):
             jax.block_until_ready(call())
@@ -98,7 +98,7 @@ def executed(call: Callable[[], Any], text: str) -> dict[int, dict[int, int]]:
 
 
 def balance(devices: dict[int, dict[int, int]]) -> dict[str, Any]:
-    """Operations of each device, in all and by hop; the busiest device, and the sum of each hop's busiest, over the mean."""
+    """Operations of each device, in total and by hop; the busiest device, and the sum of each hop's busiest, over the mean."""
     totals = [sum(hops.values()) for hops in devices.values()]
     numbers = sorted({hop for hops in devices.values() for hop in hops})
     lockstep = sum(max(hops.get(hop, 0) for hops in devices.values()) for hop in numbers)

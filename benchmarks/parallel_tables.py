@@ -1,4 +1,4 @@
-"""What benchmarks/parallel.py found, as tables: for the terminal, and for the manual."""
+"""The results of benchmarks/parallel.py as tables, for the terminal and for the manual."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def describe(cell: dict[str, Any]) -> str:
 
 
 def pairs(cell: dict[str, Any]) -> int:
-    """Of a query and a key that it sees, of one head."""
+    """Pairs of a query and a visible key, for one head."""
     length = cell["length"]
     if cell["mask"] == "full":
         return length**2
@@ -40,14 +40,14 @@ def pairs(cell: dict[str, Any]) -> int:
 
 
 def ratio(row: dict[str, Any], ours: str, rival: str, what: str = "seconds") -> float | None:
-    """Ours over theirs, an upper bound where the rival was stopped, None where one of them has no number."""
+    """Ours over theirs; an upper bound if theirs was stopped, None if either has no number."""
     mine, theirs = row["results"].get(ours, {}), row["results"].get(rival, {})
     other = theirs.get(what, theirs.get("stopped") if what == "seconds" else None)
     return mine[what] / other if other and mine.get(what) else None
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each strategy against each rival, and some against each other: cells, faster in, geometric means, the worst."""
+    """Each strategy against each other implementation, and some strategies against each other: cells, faster in, means, worst."""
     found = []
     for ours, rival in _PAIRS:
         ratios = [x for row in rows if (x := ratio(row, ours, rival)) is not None]
@@ -92,7 +92,7 @@ def _reasons(rows: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
 
 
 def _cells(rows: list[dict[str, Any]], what: str) -> Iterator[list[str]]:
-    """The head, then a line a cell, a column an implementation."""
+    """The header, then one line per cell, one column per implementation."""
     names = [name for name in (*OURS, *RIVALS) if any(name in row["results"] for row in rows)]
     yield ["cell", *names]
     for row in rows:
@@ -152,15 +152,15 @@ def _markdown(lines: Iterator[list[str]]) -> str:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Everything, on the terminal."""
+    """Print everything to the terminal."""
     rows, cores = found["rows"], found["machine"]["cores"]
     print(json.dumps({key: found[key] for key in ("machine", "commit", "versions", "left out")}))
     print(f"\n{DEVICES} virtual devices on {cores} cores: ms (medians), the sum of the devices' work over the cores")
     print(_aligned(_cells(rows, "seconds")))
-    print("> = stopped after; wrong = its numbers differ from the float64 reference; - = told below")
-    print("\nTemporary memory of a device, MiB")
+    print("> = stopped after; wrong = its numbers differ from the float64 reference; - = reason below")
+    print("\nTemporary memory per device, MiB")
     print(_aligned(_cells(rows, "temp")))
-    print("\nSent by a device, MiB")
+    print("\nSent per device, MiB")
     print(_aligned(_cells(rows, "sent")))
     print("\nRatios, geometric means; below 1 the first is faster, or takes less temporary memory")
     print(_aligned(_ratios(rows)))
@@ -171,7 +171,7 @@ def show(found: dict[str, Any]) -> None:
         "\nBalance: operations of the matrix products that each device runs; lockstep = each hop's busiest device, summed"
     )
     print(_aligned(_balance(found["balance"])))
-    print(f"\nCompiled for a described TPU {TOPOLOGY}, not run: MiB of a device, in HBM (XLA keeps some in VMEM)")
+    print(f"\nCompiled for a described TPU {TOPOLOGY}, not run: MiB per device, in HBM (XLA keeps some in VMEM)")
     print(_aligned(_described(found["described"])))
     for name, reason in {(row["name"], _failure(row)) for row in found["described"] if "temp" not in row}:
         print(f"{name}: {reason}")

@@ -1,7 +1,7 @@
-"""Run one implementation of attention over a split sequence, as benchmarks/parallel.py asks: one JSON object a line each way.
+"""Run one implementation of attention over a split sequence for benchmarks/parallel.py: one JSON object per line each way.
 
-A process of its own for each, with eight virtual CPU devices, so that a rival can have an environment of its own. Tensors are
-[batch, time, heads, dim]; they come split along time over all devices, in order, and the output goes back so.
+Each runs in its own process with eight virtual CPU devices, so that it can have its own environment. Tensors are
+[batch, time, heads, dim]; they are split along time over all devices, in order, and so is the output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-WINDOW = 1024  # keys that a query sees, with itself
+WINDOW = 1024  # keys that a query sees, including its own
 SPLIT = PartitionSpec(None, "sp")
 PACKAGES = ("jax", "jaxlib", "libtpu", "ejkernel", "tokamax")
 Made = tuple[Callable[..., Any], NamedSharding]
@@ -55,7 +55,7 @@ def attnops(strategy: str, order: str | None = None) -> Callable[[dict[str, Any]
         from attnops import Causal, Full, OperationMetadata, OperationRegistry, SlidingWindow
 
         fields: dict[str, Any] = {"sequence_parallel": strategy, "ring_order": order, "runtime_dtype": cell["dtype"]}
-        if cell.get("unrolled"):  # the hops of a loop can't be told apart
+        if cell.get("unrolled"):  # the hops of a loop can't be distinguished
             fields["scan_ring_attention"] = False
         axes: tuple[str, ...] = ("sp",)
         mesh = mesh_of(devices, {"sp": len(devices)})
@@ -75,7 +75,7 @@ def attnops(strategy: str, order: str | None = None) -> Callable[[dict[str, Any]
 
 
 def constrained(inside: PartitionSpec) -> Callable[[dict[str, Any], list[Any]], Made]:
-    """jax.nn under plain jit: XLA partitions it by what its operands are constrained to."""
+    """jax.nn under plain jit: XLA partitions it according to its operands' sharding constraints."""
 
     def make(cell: dict[str, Any], devices: list[Any]) -> Made:
         mesh = mesh_of(devices, {"sp": len(devices)})
@@ -98,7 +98,7 @@ def constrained(inside: PartitionSpec) -> Callable[[dict[str, Any], list[Any]], 
 
 
 def ejkernel(as_window: bool) -> Callable[[dict[str, Any], list[Any]], Made]:
-    """ejkernel's ring, on XLA or for TPUs its kernels, with its own choice of blocks. XLA's wants no grouped queries."""
+    """ejkernel's ring, on XLA or with its TPU kernels, with its own choice of blocks. XLA's doesn't take grouped queries."""
 
     def make(cell: dict[str, Any], devices: list[Any]) -> Made:
         on_tpu = devices[0].platform == "tpu"
@@ -118,7 +118,7 @@ def ejkernel(as_window: bool) -> Callable[[dict[str, Any], list[Any]], Made]:
 
 
 def tokamax(cell: dict[str, Any], devices: list[Any]) -> Made:
-    """tokamax's ring of splash kernels; off TPUs they run in Pallas' interpreter. It takes no scale of its own."""
+    """tokamax's ring of splash kernels; off TPUs they run in Pallas' interpreter. It takes no scale."""
     from tokamax._src.ops.experimental.tpu.splash_attention import ring_attention_kernel as ring
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as kernel
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
@@ -141,7 +141,7 @@ def tokamax(cell: dict[str, Any], devices: list[Any]) -> Made:
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         q, k, v = (x[0].transpose(1, 0, 2) for x in (q * cell["dim"] ** -0.5, k, v))
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # it asks what it runs on
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # it queries its device
             return around(made, q, k, v).transpose(1, 0, 2)[None]
 
     return attend, NamedSharding(mesh, SPLIT)
@@ -181,7 +181,7 @@ class Program:
         return jax.tree.leaves(jax.block_until_ready(self.compiled(*self.qkv)))
 
     def errors(self, outputs: list[Any], reference: str) -> list[float]:
-        """Of the output and each gradient, for the reference's heads: the largest difference over the largest value."""
+        """The largest difference over the largest value, for the output and each gradient, on the reference's heads."""
         found = []
         with np.load(reference) as wanted:
             for x, name in zip(outputs, ("output", "query", "key", "value"), strict=False):
@@ -200,7 +200,7 @@ class Program:
         calls = {"forward": (forward, self.qkv), "backward": (backward, (pull, self.cotangent))}
         found = {}
         for which, (program, operands) in calls.items():
-            jax.block_until_ready(program(*operands))  # the next one alone is counted
+            jax.block_until_ready(program(*operands))  # only the next run is counted
             found[which] = balance(executed(lambda p=program, o=operands: p(*o), program.as_text()))
         return found
 
@@ -263,7 +263,7 @@ def answer(asked: dict[str, Any], programs: dict[str, Program]) -> dict[str, Any
 def main() -> None:
     """Answer requests until stdin ends. An error is an answer too."""
     answers = sys.stdout
-    sys.stdout = sys.stderr  # libraries print where they like
+    sys.stdout = sys.stderr  # keeps libraries' prints out of the answers
     programs: dict[str, Program] = {}
     for line in sys.stdin:
         try:

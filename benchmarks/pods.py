@@ -5,8 +5,8 @@
 
 Two kinds of cells. `attention`: the attention of Llama-3 70B (64 heads, 8 kv heads, 128 wide) on one sequence of 131072
 tokens in bfloat16, causal, with all gradients, at 8, 64 and 256 chips of v5p and v5e. `layer`: the whole decoder layer with
-its weights split over all 256 chips, on 16 such sequences, with all gradients. Each cell is compiled in a process of its
-own; nothing runs. Needs libtpu.
+its weights split over all 256 chips, on 16 such sequences, with all gradients. Each cell is compiled in its own
+process; nothing runs. Requires libtpu.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BEGIN, _END = "<!-- pods -->", "<!-- end of pods -->"
 
 
 class Way(NamedTuple):
-    """A strategy and the mesh that it is for, by the number of chips."""
+    """A strategy and its mesh, by the number of chips."""
 
     fields: dict[str, Any]
     inner: int  # size of the last axis; 0 for none
@@ -64,14 +64,14 @@ CELLS = [
         for chips in TARGETS
         for kind in TARGETS[chips]
         for way in WAYS
-        if WAYS[way].inner < chips  # else nothing is left to split the sequence over
+        if WAYS[way].inner < chips  # otherwise no chips are left to split the sequence over
     ),
     *(f"layer/{way}/256/{kind}" for kind in TARGETS[256] for way in WAYS),
 ]
 
 
 def compile_cell(name: str) -> dict[str, Any]:
-    """What the compiler says of a cell."""
+    """The compiler's figures for a cell."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     from attnops import OperationMetadata, OperationRegistry, RefusedError
     from attnops.verify.topology import described_mesh
@@ -181,7 +181,7 @@ def _layer(attend: Any, mesh: Any) -> dict[str, Any]:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """A cell in a process of its own."""
+    """Compile a cell in its own process."""
     command = [sys.executable, __file__, "--cell", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CELL_SECONDS, check=False)
@@ -256,7 +256,7 @@ def _layer_column(cell: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    """Compile what is asked for, one after the other, and print the tables."""
+    """Compile the requested cells, one after another, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--json", type=Path)

@@ -1,13 +1,13 @@
-"""Attention over pages on this machine: attnops beside gathering the pages, jax's reference, ejkernel and our own dense decode.
+"""Attention over pages on this machine: attnops, gathering the pages, jax's reference, ejkernel and attnops' dense decode.
 
     python benchmarks/serving.py [--cells REGEX] [--rounds N] [--seconds N] [--max-mib N] [--json FILE] [--without NAME,...]
     python benchmarks/serving.py --report --json FILE
 
-Medians of calls that take turns in one process, and ratios, below 1 attnops is faster. All must agree, or the run stops.
-`even`: all sequences have the whole context; `ragged`: from an eighth of it to all. `chunk N`: the last sequence brings N
-queries of a prompt, the others decode. Dense decode reads a cache without pages, gathered before the clock starts. A rival
-that isn't installed is left out and named, and so is a cell whose pages take more than --max-mib. jax's reference is a
-program for each sequence, so it is left out from --most-unrolled sequences on. Run it on an idle machine.
+Medians of calls that take turns in one process, and ratios; below 1 attnops is faster. All must agree, or the run stops. `even`:
+all sequences have the whole context; `ragged`: from an eighth of it to all. `chunk N`: the last sequence has N queries of a
+prompt, the others decode. Dense decode reads a cache without pages, gathered before the clock starts. Implementations that
+aren't installed are left out and listed, as are cells whose pages take more than --max-mib. jax's reference compiles a program
+for each sequence, so it is left out from --most-unrolled sequences on. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def all_cells() -> Iterator[Cell]:
 
 
 def measure(cell: Cell, names: list[str], rounds: int, seconds: float) -> dict[str, Any]:
-    """Milliseconds of each, the median of calls in turn, and ratios to the rivals; fewer rounds where they take too long."""
+    """Milliseconds of each, the median of calls in turns, and ratios to the others; fewer rounds if they take too long."""
     step = step_of(cell)
     calls = {"attnops": attnops(cell, step)}
     calls |= {name: call for name in names if (call := RIVALS[name](cell, step)) is not None}
@@ -87,7 +87,7 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
         classes.append(
             (f"{model} {step} batch {batch}", [r for r in rows if (r["model"], r["kind"], r["batch"]) == kind])
         )
-    yield f"{'':32} {'rival':16} {'cells':>5} {'faster in':>9} {'mean':>6} {'worst':>6}"
+    yield f"{'':32} {'against':16} {'cells':>5} {'faster in':>9} {'mean':>6} {'worst':>6}"
     for title, members in classes:
         for name in RIVALS:
             if ratios := [row["ratio"][name] for row in members if name in row["ratio"]]:
@@ -98,14 +98,16 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cells", default="", help="only cells whose name matches")
-    parser.add_argument("--without", default="", help="rivals to leave out, with commas between them")
+    parser.add_argument("--without", default="", help="implementations to leave out, separated by commas")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=20, help="of a cell's rounds; three are run in any case")
+    parser.add_argument("--seconds", type=float, default=20, help="per cell; at least three rounds are run")
     parser.add_argument(
-        "--max-mib", type=float, default=512, help="leave out cells with more of pages; a run takes 6 times it"
+        "--max-mib", type=float, default=512, help="leave out cells whose pages take more; a run takes 6 times this"
     )
-    parser.add_argument("--most-unrolled", type=int, default=16, help="sequences that jax's reference is compiled for")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument(
+        "--most-unrolled", type=int, default=16, help="the most sequences to compile jax's reference for"
+    )
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--report", action="store_true", help="measure nothing, print what --json has")
     arguments = parser.parse_args()
     if arguments.report:
@@ -117,7 +119,7 @@ def main() -> None:
         print(f"{name} is left out: {why}")
     without = {*absent, *filter(None, arguments.without.split(","))}
     if unknown := without - set(RIVALS):
-        parser.error(f"--without {', '.join(sorted(unknown))}; the rivals are {', '.join(RIVALS)}")
+        parser.error(f"--without {', '.join(sorted(unknown))}; the implementations are {', '.join(RIVALS)}")
     names = [name for name in RIVALS if name not in without]
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {versions()}"
     print(machine)

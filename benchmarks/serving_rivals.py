@@ -1,6 +1,6 @@
-"""What benchmarks/serving.py compares: one cell, its arrays, and each way to attend to them as a function of no arguments.
+"""What benchmarks/serving.py compares: one cell, its arrays, and each implementation as a function without arguments.
 
-Every way gets the layout that it is made for, ready in memory, and gives [tokens, heads, dim].
+Each one gets its own layout, prepared in memory, and returns [tokens, heads, dim].
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Cell:
 
     @property
     def mib(self) -> float:
-        """Of the pages."""
+        """MiB of the pages."""
         _, kv_heads, dim = MODELS[self.model]
         return 2 * self.batch * self.context * kv_heads * dim * jnp.dtype(self.dtype).itemsize / 2**20
 
@@ -63,7 +63,7 @@ Call = Callable[[], jax.Array]
 
 
 def step_of(cell: Cell) -> Step:
-    """Normal values, the pages of the sequences mixed."""
+    """Normal values, with the sequences' pages in mixed order."""
     heads, kv_heads, dim = MODELS[cell.model]
     rng = np.random.default_rng(0)
     width = cell.context // PAGE
@@ -107,7 +107,7 @@ def attnops(cell: Cell, step: Step) -> Call:
 
 
 def gather(cell: Cell, step: Step) -> Call:
-    """What is written without a kernel: every sequence's pages in one array, then jax.nn; of a chunk, in a second call."""
+    """The approach without a kernel: every sequence's pages in one array, then jax.nn; a chunk takes a second call."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
         def part(rows: jax.Array, of: slice) -> jax.Array:
@@ -129,7 +129,7 @@ def gather(cell: Cell, step: Step) -> Call:
 
 
 def jax_reference(cell: Cell, step: Step) -> Call:
-    """jax's reference of its TPU kernel, on interleaved pages. It is compiled for these lengths, a sequence after the other."""
+    """jax's reference of its TPU kernel, on interleaved pages. It is compiled for these lengths, one sequence after another."""
     module = import_module("jax.experimental.pallas.ops.tpu.ragged_paged_attention")
     sequences = np.array([cell.batch], np.int32)
 
@@ -143,7 +143,7 @@ def jax_reference(cell: Cell, step: Step) -> Call:
 
 
 def ejkernel(cell: Cell, step: Step) -> Call:
-    """Its XLA kernel for interleaved pages, that only reads; with sums in float32, as the others have them."""
+    """Its XLA kernel for interleaved pages, which only reads; with float32 sums like the others."""
     module = import_module("ejkernel.kernels._xla.ragged_page_attention_v2")
 
     def attend(query: jax.Array, pages: jax.Array, table: jax.Array, lens: jax.Array, ends: jax.Array) -> jax.Array:
@@ -155,7 +155,7 @@ def ejkernel(cell: Cell, step: Step) -> Call:
 
 
 def dense(cell: Cell, step: Step) -> Call | None:
-    """Our own attention over a cache without pages, of the same lengths; it is gathered beforehand."""
+    """attnops' own attention over a cache without pages, of the same lengths; gathered beforehand."""
     if cell.chunk > 1:
         return None
     attend = OperationRegistry.create("vanilla", OperationMetadata(runtime_dtype=cell.dtype))
@@ -176,7 +176,7 @@ RIVALS: dict[str, Callable[[Cell, Step], Call | None]] = {
 
 
 def missing() -> dict[str, str]:
-    """Rivals that this environment doesn't have, and why."""
+    """Implementations that this environment lacks, and why."""
     try:
         import_module("ejkernel.kernels._xla.ragged_page_attention_v2")
     except ImportError as error:
@@ -185,7 +185,7 @@ def missing() -> dict[str, str]:
 
 
 def versions() -> str:
-    """Of jax, and of ejkernel where it is there."""
+    """Versions of jax and, if it is installed, of ejkernel."""
     found = [f"jax {jax.__version__}"]
     if not missing():
         found.append(f"ejkernel {metadata.version('ejkernel')}")

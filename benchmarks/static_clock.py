@@ -3,14 +3,14 @@
     python benchmarks/static_clock.py --python /path/to/python --json FILE    (an environment with tokamax and libtpu)
     python benchmarks/static_clock.py --json FILE --report
 
-tokamax ships, for a list of shapes, the best block sizes that were found on a TPU and the times measured with them. Each of
-these kernels is compiled with that very configuration for a described TPU, its cycles are read from the compiler's final
-schedule (attnops.verify.static_clock), no tile below what the matrix units need at their published peak, and the two are
-compared. Only one measurement is published a shape: how the clock
-ranks block sizes is seen from where the published best stands among other candidates.
+tokamax ships, for a list of shapes, the best block sizes found on a TPU and the times measured with them. Each of
+these kernels is compiled with exactly that configuration for a described TPU, its cycles are read from the compiler's final
+schedule (attnops.verify.static_clock), with no tile below what the matrix units need at their published peak, and the two are
+compared. Only one measurement per shape is published: how the clock
+ranks block sizes is judged by where the published best stands among other candidates.
 
 Not in the cycles: waits for memory, the start of the pipeline, and XLA's work around the kernel (tokamax transposes query,
-key, value and output there). The report tries what a term for these is worth.
+key, value and output there). The report tests what a term for these adds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from attnops.verify.static_clock import TileCycles, kernels_in, regions, tile_cy
 from attnops.verify.tile_counts import matrix_cycles
 
 WORKER = Path(__file__).parent / "tpu_static_worker.py"
-# Folder of the data -> topology, HBM bytes a second of a core (as JAX's TPU table has them).
+# Folder of the data -> topology, HBM bytes per second of a core (as JAX's TPU table has them).
 CHIPS = {
     "tpu7x": ("tpu7x:2x2x1", 7.40e12 / 2),
     "tpu_v6_lite": ("v6e:2x2", 1.64e12),
@@ -48,7 +48,7 @@ OTHERS = [
 
 
 def published(data: Path) -> list[dict[str, Any]]:
-    """The shapes in bfloat16, causal or full, that have a measurement."""
+    """The shapes in bfloat16, causal or full, with a measurement."""
     found = []
     for chip, (which, file) in itertools.product(CHIPS, FILES.items()):
         entries = json.loads((data / chip / file).read_text() or "{}") if (data / chip / file).exists() else {}
@@ -90,7 +90,7 @@ def blocks(config: dict[str, Any]) -> tuple[int, int]:
 def case_of(row: dict[str, Any]) -> dict[str, Any]:
     """What is compiled: the schedule doesn't depend on batch, heads, or the number of blocks beyond two."""
     config = dict(row["config"])
-    if row["pass"] == "backward":  # a forward pass comes with it: any
+    if row["pass"] == "backward":  # any forward pass will do
         side = min(512, row["length"])
         config |= {"block_q": side, "block_kv": side, "block_kv_compute": side}
     return {
@@ -129,7 +129,7 @@ def measure(python: str, data: dict[str, Any], save: Any) -> None:
 
 
 class Work(NamedTuple):
-    """What a call costs by each measure: cycles of a core, steps of the grid, bytes of HBM in the kernel and around it."""
+    """The cost of a call by each measure: cycles of a core, steps of the grid, bytes of HBM in the kernel and around it."""
 
     cycles: float
     steps: float
@@ -138,7 +138,7 @@ class Work(NamedTuple):
 
 
 def work(row: dict[str, Any], cycles: list[Any]) -> Work:
-    """Of all heads."""
+    """The work of all heads."""
     block_q, block_kv = blocks(row["config"])
     mask = Causal(0) if row["mask"] == "causal" else Full()
     kinds = mask.live_blocks(block_q, block_kv, q_len=row["length"], kv_len=row["length"])
@@ -146,7 +146,7 @@ def work(row: dict[str, Any], cycles: list[Any]) -> Work:
     backward = row["pass"] == "backward"
     slow = row["length"] // (block_kv if backward else block_q)
     heads = row["batch"] * row["heads"]
-    q, v = (-(-row[name] // 128) * 128 * 2 for name in ("dim", "value_dim"))  # bytes of a row
+    q, v = (-(-row[name] // 128) * 128 * 2 for name in ("dim", "value_dim"))  # bytes per row
     rows, kv_share = row["length"], row["kv_heads"] / row["heads"]
     if backward:  # by kv block: query, its gradient's part and that of the output every step
         inside = (full + masked) * block_q * (2 * q + v) + rows * 2 * (q + v)
@@ -217,7 +217,7 @@ def _compare(chip: str, which: str, rows: list[dict[str, Any]]) -> None:
         errors = np.abs(predicted / measured - 1)
         print(
             f"  {name:32} error {np.median(errors):4.0%} in the median, {errors.max():4.0%} at most; rank correlation"
-            f" {spearman(predicted, measured):.3f}, of the time a weight {spearman(predicted / weights, measured / weights):.3f};"
+            f" {spearman(predicted, measured):.3f}, of time per weight {spearman(predicted / weights, measured / weights):.3f};"
             f" {1e-9 / factors[0]:.2f} GHz" + "".join(f", {f:.3g}" for f in factors[1:])
         )
 

@@ -2,20 +2,20 @@
 
     python benchmarks/tpu_static.py [--python tokamax=/path/to/python] [--json FILE] [--report]
 
-What is in FILE already isn't compiled again.
+What FILE already has isn't compiled again.
 
 Each kernel is compiled with several block sizes for v5e, v6e and tpu7x at head dims 64, 128 and 256 in bfloat16; attnops' and
-tokamax's also with keys handed over transposed and the compiler's other scheduler, which tokamax's tuning often finds best. The
+tokamax's also with transposed keys and the compiler's other scheduler, which tokamax's tuning often finds best. The
 cycles of a tile are read from the compiler's final schedule (attnops.verify.static_clock); a tile costs no less than the matrix
-units need for its products at their published peak. attnops' kernels are compiled for each mask, as their ways through a tile
-depend on it; the others' have one for tiles without a mask and one with it. A pass costs its live tiles, the
-starts and ends of its sums, its steps, and what it does once for a head (attnops' fused backward clears and writes the sums
-of its keys); each kernel's best block sizes count. Not counted, for anyone: waits for memory, and XLA's work around the
-kernels (scaling the query, the sum over output and its gradient; for tokamax's fused backward the sum over the partial
+units need for its products at their published peak. attnops' kernels are compiled for each mask, because their code paths for
+a tile depend on it; the others have one for tiles without a mask and one with it. The cost of a pass is that of its live tiles,
+the starts and ends of its sums, its steps, and its work once per head (attnops' fused backward pass clears and writes the sums
+of its keys); each kernel's best block sizes count. Not counted, for any of them: waits for memory, and XLA's work around the
+kernels (scaling the query, the sum over output and its gradient; for tokamax's fused backward pass the sum over the partial
 gradients of the query, which attnops' keeps in VMEM).
 
-MXU: the useful operations of a tile without a mask over those of which the matrix units are capable in its cycles. Temp: what
-forward and backward need in HBM beside arguments and results for eight heads of 32768 tokens, causal, with the first block sizes.
+MXU: the useful operations of a tile without a mask over those that the matrix units could do in its cycles. Temp: what forward
+and backward need in HBM besides arguments and results for eight heads of 32768 tokens, causal, with the first block sizes.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ TURNED = {  # keys transposed, and the LP scheduler
     "attnops": {"k_layout": "seq_minor", "use_experimental_scheduler": True},
     "tokamax": {"k_layout": 2, "use_experimental_scheduler": True},
 }
-LARGE = {"length": 32768, "heads": 8}  # what the bytes in HBM are asked for
+LARGE = {"length": 32768, "heads": 8}  # the call whose HBM bytes are measured
 _THEIRS = ("splash_mha_fwd_residuals", "splash_mha_dkv_no_residuals")
-NAMES = {  # of the kernels, by whose they are and whether the backward pass is fused
+NAMES = {  # of the kernels, by owner and whether the backward pass is fused
     ("attnops", True): ("attnops_splash_forward", "attnops_splash_backward"),
     ("attnops", False): ("attnops_splash_forward", "attnops_splash_dkv", "attnops_splash_dq"),
     ("jax", True): _THEIRS,
     ("jax", False): (*_THEIRS, "splash_mha_dq_no_residuals"),
     ("tokamax", True): _THEIRS,
 }
-COMPILED_LENGTH = 4096  # the schedule doesn't depend on it, but for what is done once for a head, which grows with it
+COMPILED_LENGTH = 4096  # the schedule doesn't depend on it, except for work once per head, which grows with it
 
 
 def work_of(python: str, **case: Any) -> int | str:
-    """Compile a case: the bytes needed beside arguments and results, or why it can't be."""
+    """Compile a case: the bytes needed besides arguments and results, or why it can't be compiled."""
     command = [python, str(HERE / "tpu_static_worker.py"), json.dumps(case)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -83,7 +83,7 @@ def work_of(python: str, **case: Any) -> int | str:
 
 
 def cycles_of(python: str, **case: Any) -> dict[str, TileCycles] | str:
-    """The cycles of each kernel of a case, by its name, or why there are none. A process dumps one kernel."""
+    """The cycles of each kernel of a case, by its name, or why there are none. Each process dumps one kernel."""
     found = {}
     for name in NAMES[case["kernel"], case["fused"]]:
         with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +96,7 @@ def cycles_of(python: str, **case: Any) -> dict[str, TileCycles] | str:
 
 
 def measure(pythons: dict[str, str], kernels: list[str], known: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """A row for each kernel, target, head dim, block sizes and way of the backward pass; and one for the bytes in HBM."""
+    """A row for each kernel, target, head dim, block sizes and kind of backward pass; and one for the bytes in HBM."""
     rows: list[dict[str, Any]] = []
     temps: list[dict[str, Any]] = []
     made = {_key(row): row for part in ("rows", "temps") for row in known.get(part, [])}
@@ -107,7 +107,7 @@ def measure(pythons: dict[str, str], kernels: list[str], known: dict[str, Any]) 
         apart = {"block_q_dq": 1024, "block_kv_dq": 512} if kernel == "jax" else {}
         backward = BACKWARD_OF.get(kernel, {}).get(target, BACKWARD)
         cases += [{"blocks": WIDE, "fused": kernel != "jax", "fields": backward | apart}]
-        # The other way of the backward pass.
+        # The other kind of backward pass.
         cases += [{"blocks": BLOCKS[0], "fused": kernel == "jax"}] if kernel != "tokamax" else []
         masks = [{"mask": "causal"}, {"mask": "window"}] if kernel == "attnops" else [{}]
         rows += [same | case | mask for case in cases for mask in masks]
@@ -133,9 +133,9 @@ def _key(row: dict[str, Any]) -> str:
 
 
 class Kernel(NamedTuple):
-    """A kernel's cycles, which a tile's products take at least, and its blocks and units.
+    """A kernel's cycles, the least that a tile's products take, and its blocks and units.
 
-    `slow` is the axis of the sums that it starts and ends. A unit is the whole tile in kernels that know no parts of it.
+    `slow` is the axis of the sums that it starts and ends. In kernels without units, a unit is the whole tile.
     """
 
     cycles: TileCycles
@@ -178,18 +178,18 @@ def sizes_of(row: dict[str, Any], products: str) -> tuple[tuple[int, int], tuple
 
 
 def cost(kernels: list[Kernel], row: dict[str, Any], mask: Mask, length: int, parts: int = 1) -> int:
-    """Cycles of a head; `parts` of the keys, each of which goes over all queries."""
+    """Cycles per head; `parts` of the keys, each of which goes over all queries."""
     total = 0
     for kernel in kernels:
         bodies, counts, blocks = tiles_of(mask, kernel.block, kernel.unit, length, length, 0, kernel.slow)
         cycles = kernel.cycles
         if row["kernel"] == "attnops":
-            # The kernel is compiled for this mask, or for one of whose bodies this one's are some.
+            # The kernel is compiled for this mask, or for one whose bodies include this one's.
             of_mask = tiles_of(MASKS[row["mask"]], kernel.block, kernel.unit, COMPILED_LENGTH, COMPILED_LENGTH, 0)[0]
             cycles = cycles._replace(tiles=tuple(cycles.tiles[of_mask.index(body)] for body in bodies))
             least = [math.ceil(kernel.least * body.live) for body in bodies]
         else:
-            # Without a mask, with one; tiles of one kind have the first way.
+            # Without a mask, with one; tiles of a single kind use the first path.
             counts = [
                 sum(n for body, n in zip(bodies, counts, strict=True) if (body == WHOLE) == whole) for whole in (1, 0)
             ]
@@ -210,7 +210,7 @@ def declared(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def key_parts(row: dict[str, Any], length: int) -> int:
-    """In how many parts attnops' fused backward takes the keys, as it is planned."""
+    """How many parts attnops' fused backward pass splits the keys into, as planned."""
     if row["kernel"] != "attnops" or not row["fused"]:
         return 1
     config = planned(row["target"], row["dim"], length, row["mask"], json.dumps(declared(row)))
@@ -228,7 +228,7 @@ def planned(target: str, dim: int, length: int, mask: str, config: str) -> Any:
 
 
 def table(rows: list[dict[str, Any]], kernels: list[str]) -> list[dict[str, Any]]:
-    """For each cell the best of each kernel, in cycles a head, and its blocks."""
+    """For each cell the best of each kernel, in cycles per head, and its blocks."""
     cells = []
     for target in TARGETS:
         for dim in DIMS:
@@ -262,7 +262,7 @@ def mxu(row: dict[str, Any], which: str) -> float:
 
 def show(cells: list[dict[str, Any]], kernels: list[str]) -> None:
     print(
-        "Static cycles of attnops' kernels over those of each rival, the best block sizes of each; below 1 is faster.\n"
+        "Static cycles of attnops' kernels over the others', with the best block sizes of each; below 1 attnops is faster.\n"
         "MXU: attnops' tile without a mask, of the matrix units' peak."
     )
     print(
@@ -285,11 +285,11 @@ def show(cells: list[dict[str, Any]], kernels: list[str]) -> None:
         print(line + f"{shares[0]:>9.0%}{shares[1]:>6.0%}")
     for (rival, which), found in ratios.items():
         mean = math.exp(sum(map(math.log, found)) / len(found))
-        print(f"{which} of {rival}: {mean:.2f} in the geometric mean, {min(found):.2f} to {max(found):.2f}")
+        print(f"{which} of {rival}: {mean:.2f} as geometric mean, {min(found):.2f} to {max(found):.2f}")
 
 
 def show_temps(temps: list[dict[str, Any]], kernels: list[str]) -> None:
-    print(f"\nMiB in HBM beside arguments and results: {LARGE['heads']} heads, {LARGE['length']} tokens, both passes.")
+    print(f"\nMiB in HBM besides arguments and results: {LARGE['heads']} heads, {LARGE['length']} tokens, both passes.")
     print(f"{'target':12}{'dim':>5}" + "".join(f"{kernel:>10}" for kernel in kernels))
     for target, dim in itertools.product(TARGETS, DIMS):
         found = {row["kernel"]: row["temp"] for row in temps if (row["target"], row["dim"]) == (target, dim)}
@@ -310,7 +310,9 @@ def _ratio(cell: dict[str, Any], rival: str, which: str) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="a rival's own environment")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="NAME=PATH", help="an implementation's own environment"
+    )
     parser.add_argument("--json", type=Path, help="write the measurements, or with --report read them")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
@@ -322,7 +324,7 @@ def main() -> None:
         versions = {name: metadata.version(name) for name in ("jax", "libtpu")}
         known = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
         if known and known["versions"] != versions:
-            parser.error(f"{options.json} was made with {known['versions']}, here are {versions}; give another file")
+            parser.error(f"{options.json} was made with {known['versions']}, here are {versions}; use another file")
         data = {"versions": versions, **measure(pythons, kernels, known)}
         if options.json:
             options.json.write_text(json.dumps(data, indent=1))

@@ -1,7 +1,7 @@
 """Compile one splash kernel for a described TPU: python tpu_static_worker.py '{"kernel": ..., ...}'.
 
-libtpu's dumps of the final schedule go to `out`; the bytes that the compiled program needs beside its arguments and results
-are printed. A process for each, as libtpu takes its options at its start.
+libtpu's dumps of the final schedule go to `out`; it prints the bytes that the compiled program needs besides its arguments and
+results. Each case has its own process, because libtpu reads its options when it starts.
 
 Keys: kernel (attnops, jax or tokamax), target, length, dim, out, and either blocks [q, kv, compute] with fused, or for tokamax
 config, the fields of its SplashConfig. Optional: fields (more of a config), heads, value_dim, mask (causal, full, or window with
@@ -59,7 +59,7 @@ def of_attnops(mesh: Mesh, length: int, dim: int) -> tuple[Callable[..., Any], t
 
 
 def of_tokamax(length: int, dim: int) -> tuple[Callable[..., Any], tuple[int, ...]]:
-    """tokamax's splash; it has no scale of its own, so the query isn't scaled."""
+    """tokamax's splash; it takes no scale, so the query isn't scaled."""
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as kernel
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
 
@@ -93,7 +93,7 @@ def main() -> None:
         return attend(q, k, v).astype(jnp.float32).sum()
 
     with contextlib.ExitStack() as stack:
-        if CASE["kernel"] == "tokamax":  # asks what it runs on; attnops says it itself
+        if CASE["kernel"] == "tokamax":  # it queries its device; attnops sets it itself
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
         lowered = jax.jit(attend if CASE.get("forward_only") else jax.grad(loss, (0, 1, 2))).lower(x, x, value)
     print(lowered.compile().memory_analysis().temp_size_in_bytes)

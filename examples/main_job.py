@@ -1,8 +1,8 @@
 """The main example: a recorded MiniLM layer checked against the model, and a Llama-3-8B layer on eight devices.
 
-`make run` calls this. Every step is an `attnops` command and is printed, so that it can be repeated by hand. The eight
-devices are virtual ones of the CPU; the inputs of the Llama layer are drawn (its sizes are the model's, its sequence is
-cut). Ends with status 1 if any check fails.
+`make run` calls this. Every step is an `attnops` command, which is printed so that it can be repeated by hand. The eight
+devices are virtual CPU devices; the inputs of the Llama layer are random (its sizes are the model's, its sequence is
+shortened). Exits with status 1 if any check fails.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STEPS = (
 
 
 def main() -> int:
-    """Run the steps, each in a process of its own: the number of devices is fixed once jax has started."""
+    """Run the steps, each in its own process, because the number of devices is fixed once jax has started."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     start, failed = time.monotonic(), []
     for title, arguments in STEPS:

@@ -1,4 +1,4 @@
-"""The operations. One file each; the registry imports one only when it is asked for."""
+"""The operations, one file each; the registry imports one only when it is requested."""
 
 from .base import Operation
 from .local import LocalCall, LocalOutput

@@ -13,18 +13,18 @@ from ..sharding.mesh import gpu_vendor
 
 __all__ = ["Ambient", "ambient_platform"]
 
-_config: Any = jax.config  # its options are attributes that no type checker sees
+_config: Any = jax.config  # type checkers don't know its options
 
 
 class Ambient(NamedTuple):
-    """A platform ('tpu', 'cpu', 'cuda', 'rocm', or 'gpu' of no known vendor), the kind of its device, and where it was read."""
+    """A platform ('tpu', 'cpu', 'cuda', 'rocm', or 'gpu' of unknown vendor), the kind of its device, and the source of both."""
 
     platform: str
     device_kind: str
     source: str
 
     def serves(self, platform: str) -> bool:
-        """Whether this is a platform that was planned for; 'gpu' is one of any vendor."""
+        """Whether this is the planned platform; 'gpu' matches any vendor."""
         vendors = ("gpu", "cuda", "rocm")
         return platform == self.platform or (
             "gpu" in (platform, self.platform) and {platform, self.platform} <= {*vendors}
@@ -32,11 +32,11 @@ class Ambient(NamedTuple):
 
 
 def ambient_platform(arrays: Iterable[Any]) -> Ambient:
-    """The platform on which jax runs a jitted call of these arrays, as jax itself decides it.
+    """The platform on which jax runs a jitted call of these arrays, by jax's own rules.
 
-    The first committed array that is no tracer says it, else `jax.default_device`, else the default backend: under jit what
-    the arrays will be is not known. Takes what isn't an array (None, a ShapeDtypeStruct) and passes over it. Cheap: part of
-    the key under which an operation keeps its calls.
+    The first committed array that isn't a tracer decides it, else `jax.default_device`, else the default backend; under jit the
+    arrays' devices aren't known. Anything that isn't an array (None, a ShapeDtypeStruct) is skipped. It is cheap, because it is
+    part of the key under which an operation caches its calls.
     """
     for x in arrays:
         if not isinstance(x, jax.core.Tracer) and getattr(x, "committed", False):
@@ -52,7 +52,7 @@ def _first(platform: str) -> jax.Device:
         return jax.devices(platform)[0]
     except RuntimeError as error:
         raise InputError(
-            f"jax.default_device is {platform!r}, and there is none here ({error}); leave it out."
+            f"jax.default_device is {platform!r}, but there is none here ({error}); leave it out."
         ) from None
 
 

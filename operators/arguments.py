@@ -1,4 +1,4 @@
-"""The arguments of a call: the arrays apart from everything static, and the mask that they make together."""
+"""The arguments of a call: arrays separated from everything static, and the mask that they make together."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NOT_IN_JAX = (
 
 
 class Arrays(NamedTuple):
-    """Every array of a call (or its ShapeDtypeStruct), None where it wasn't given. A pytree."""
+    """Every array of a call (or its ShapeDtypeStruct); None where it wasn't given. A pytree."""
 
     query: Any
     key: Any
@@ -51,7 +51,7 @@ class Arrays(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Everything static of a call, with its defaults. `mask` is a structure whose arrays stand in Arrays.mask_leaves."""
+    """Everything static in a call, with its defaults. `mask` is a structure whose arrays are in Arrays.mask_leaves."""
 
     mask: Mask | None = None
     mask_is_array: bool = False
@@ -73,7 +73,7 @@ _KNOWN = frozenset(CALL_ARGUMENTS)
 
 
 def takes_call_arguments(function: Function) -> Function:
-    """Show the `**call` of a method as what it takes, for help() and inspect.signature."""
+    """Show the `**call` of a method as its actual keywords, for help() and inspect.signature."""
     whole = inspect.signature(function)
     shown_as = [p for p in whole.parameters.values() if p.kind is not p.VAR_KEYWORD]
     for name, kind in CallArguments.__annotations__.items():
@@ -84,7 +84,7 @@ def takes_call_arguments(function: Function) -> Function:
 
 
 def check_names(call: Mapping[str, Any]) -> None:
-    """Refuse keywords that a call doesn't have. Errors: InputTypeError that says what they are called here."""
+    """Refuse keywords that a call doesn't have. Errors: InputTypeError that gives their name here."""
     if not _KNOWN.issuperset(call):
         refuse_unknown([n for n in call if n not in _KNOWN], CALL_ARGUMENTS, "call", METADATA_ARGUMENTS)
 
@@ -95,7 +95,7 @@ def is_array(value: object) -> bool:
 
 
 def shaped(name: str, value: Any) -> jax.ShapeDtypeStruct:
-    """Return shape and canonical dtype. Errors: InputTypeError for what isn't an array."""
+    """Return shape and canonical dtype. Errors: InputTypeError if the value isn't an array."""
     if not is_array(value):
         raise InputTypeError(f"{name} is {a_type(value)}; wanted a jax or numpy array.")
     dtype = value.dtype
@@ -107,7 +107,7 @@ def shaped(name: str, value: Any) -> jax.ShapeDtypeStruct:
 
 
 def split_arguments(query: Any, key: Any, value: Any, call: CallArguments) -> tuple[Arrays, Options]:
-    """Sort the arguments of a call into arrays and options. Cheap: checks types only where it sorts by them."""
+    """Sort the arguments of a call into arrays and options. Cheap: checks only the types that decide the sorting."""
     if not call:  # most calls
         return Arrays(query, key, value), _DEFAULTS
     check_names(call)
@@ -140,9 +140,9 @@ def _structure(mask: Any) -> tuple[Mask, bool, tuple[Any, ...]]:
 
 
 def join_mask(arrays: Arrays, options: Options, default_causal: bool) -> Mask:
-    """Return the intersection of everything that masks: the mask, causal, window, segment ids, lengths, starts.
+    """Return the intersection of everything that masks: mask, causal, window, segment ids, lengths, starts.
 
-    A Mask object says all about its own structure, so the metadata's `causal` is a default for calls without one.
+    A Mask object defines its whole structure, so the metadata's `causal` is a default for calls without one.
     """
     parts: list[Mask] = []
     if options.mask is not None:
@@ -166,9 +166,9 @@ def join_mask(arrays: Arrays, options: Options, default_causal: bool) -> Mask:
 def bound_mask(
     mask: Mask, arrays: Arrays, options: Options, mode: str, q_len: int, kv_len: int
 ) -> tuple[Mask, int | None, bool]:
-    """Give every offset that the mask leaves open: (mask, static offset, whether the offset is known only at run time).
+    """Set every offset that the mask leaves open: (mask, static offset, whether the offset is known only at run time).
 
-    Errors: InputError where q and kv differ in length and nothing says how they are aligned.
+    Errors: InputError if q and kv differ in length and nothing specifies how they are aligned.
     """
     if not mask.needs_offset:
         return mask, None, False
@@ -183,28 +183,28 @@ def bound_mask(
     if q_len == kv_len:
         return mask.bind(0), 0, False
     raise InputError(
-        f"q_len={q_len} and kv_len={kv_len} differ and the mask {mask.describe()} depends on positions; say how they are "
+        f"q_len={q_len} and kv_len={kv_len} differ and the mask {mask.describe()} depends on positions; specify how they are "
         f"aligned: query_offset=0 (the first query sees the first key), query_offset={kv_len - q_len} (the last query sees "
         f"the last key), Causal(offset=...), or mode='autoregressive' with a cache."
     )
 
 
 def run_time_offset(mask: Mask, arrays: Arrays, batch: int, q_len: int) -> jax.Array:
-    """The [batch] offset that is known only at run time: the given one, else from the cache's lengths."""
+    """The [batch] offset that is known only at run time: as given, or from the cache's lengths."""
     if arrays.query_offset is not None:
         return jnp.broadcast_to(jnp.asarray(arrays.query_offset, jnp.int32), (batch,))
     return jnp.asarray(cache_lengths(mask, arrays), jnp.int32) - q_len
 
 
 def cache_lengths(mask: Mask, arrays: Arrays) -> Any:
-    """The lengths of the cache, given as the argument or inside the mask; None where there are none.
+    """The lengths of the cache, from the argument or the mask; None if there are none.
 
-    Errors: InputError for several, which could disagree.
+    Errors: InputError if there are several, because they might disagree.
     """
     found = [m.kv for m in mask.conjuncts() if isinstance(m, Lengths)]
     if len(found) > 1:
         raise InputError(
-            f"the mask {mask.describe()} holds lengths {len(found)} times; pass query_offset, or join them."
+            f"the mask {mask.describe()} holds lengths {len(found)} times; pass query_offset, or merge them."
         )
     return found[0] if found else arrays.kv_lengths
 
@@ -235,7 +235,7 @@ def _integer(name: str, value: Any) -> int | None:
 
 
 def read_flag(name: str, value: Any, *, optional: bool = False) -> Any:
-    """True, False or, if it is optional, None. Errors: InputTypeError."""
+    """True, False or, if `optional`, None. Errors: InputTypeError."""
     if value is True or value is False or (value is None and optional):
         return value
     if isinstance(value, np.bool_):
@@ -250,7 +250,7 @@ def _name(name: str, value: Any, *, optional: bool = False) -> Any:
 
 
 def read_window(name: str, value: Any) -> tuple[int | None, int | None] | None:
-    """A bare integer n is (n, n), as jax.nn.dot_product_attention's local_window_size has it."""
+    """The window; an integer n means (n, n), as in jax.nn.dot_product_attention's local_window_size."""
     if value is None:
         return None
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
@@ -266,7 +266,7 @@ def read_window(name: str, value: Any) -> tuple[int | None, int | None] | None:
     return left, right
 
 
-# By the type that CallOptions declares; a new type needs a check here.
+# By the type in CallOptions; a new type needs a check here.
 _OF_TYPE: dict[Any, Callable[[str, Any], Any]] = {
     bool: read_flag, bool | None: partial(read_flag, optional=True), float | None: read_number,
     str: _name, str | None: partial(_name, optional=True),

@@ -1,4 +1,4 @@
-"""Attention: what is declared, by a file or by keywords, ready to be called by a model."""
+"""Attention: a declaration from a file or from keywords, ready for a model to call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .output import AttentionOutput
 
 __all__ = ["Attention"]
 
-# Arrays that a file declares by shape and a call has to give.
+# Arrays that a file declares by shape and a call must pass.
 _DECLARED_ARRAYS = {
     "segment_ids": "q_segment_ids", "kv_lengths": "kv_lengths", "kv_starts": "kv_starts", "bias": "bias",
     "softmax_aux": "softmax_aux", "dense_mask": "mask",
@@ -45,15 +45,15 @@ _KEPT_PLANS = 64
 class Attention:
     """A declared attention: an operation with the options of its calls. Hashable, so it can be a static argument of jit.
 
-    declared: an operation's name; or a Declaration, its dict, or the path of its JSON file. keywords: with a name, what is the
-    same in all calls (mask, causal, sliding_window and the other static arguments of a call), fields of OperationMetadata
-    (or `metadata`, a whole one) and fields of the operation's config, such as block_q. Beside a declaration, fields of
-    OperationMetadata that take the place of its own, such as the mesh that the program has made.
+    declared: an operation's name; or a Declaration, its dict, or the path of its JSON file. keywords: with a name, whatever is
+    the same in all calls (mask, causal, sliding_window and the other static arguments of a call), fields of OperationMetadata
+    (or `metadata`, a whole one) and fields of the operation's config, such as block_q. With a declaration, fields of
+    OperationMetadata that replace its own, such as a mesh that the program has made.
 
-    What a call gives beside its arrays joins what is declared: masks intersect, an option that both say has to be the same.
-    Heads, dims and dtypes that a file declares are checked; its batch and lengths serve `attnops plan` alone.
-    Errors: ConfigError for a declaration that is disabled or disagrees with a call; InputTypeError for keywords that have no
-    place; InputError for arrays that were declared and are missing.
+    What a call passes besides its arrays is combined with the declaration: masks intersect; an option given in both must be
+    equal. Heads, dims and dtypes that a file declares are checked; its batch and lengths are only for `attnops plan`. Errors:
+    ConfigError for a declaration that is disabled or disagrees with a call; InputTypeError for unknown keywords; InputError for
+    declared arrays that are missing.
     """
 
     def __init__(self, declared: Declaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None:
@@ -71,17 +71,17 @@ class Attention:
 
     @property
     def enabled(self) -> bool:
-        """What the file says: whether attnops runs, or, behind an adapter, the framework's own attention."""
+        """The file's value: whether attnops runs or, in an adapter, the framework's own attention."""
         return self.declaration.enabled
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The distinct plans of the calls so far, in the order in which they came (at most 64); under jit, of the traces."""
+        """The distinct plans of the calls so far, in order (at most 64); under jit, those of the traces."""
         with self._lock:
             return tuple(self._plans.values())
 
     def states(self, field: str) -> bool:
-        """Whether the file or the program says a field of the metadata, so that its value is more than a default."""
+        """Whether the file or the program specifies a field of the metadata, so that its value isn't just a default."""
         return field in self._stated
 
     @takes_call_arguments
@@ -99,14 +99,14 @@ class Attention:
         value: CallArray,
         **call: Unpack[CallArguments],
     ) -> AttentionOutput:
-        """As a call; `remarks` stand among the notes of its plan in `plans`: what an adapter made of what it was given."""
+        """Like a call. `remarks` are added to the notes of its plan in `plans`: what an adapter made of its arguments."""
         options = self.options(query, key, value, **call)
         output = self.operation(query, key, value, **options)
         decided = output.plan
-        assert decided is not None  # the call itself tells it
+        assert decided is not None  # the call itself sets it
         with self._lock:
             new = decided not in self._plans and len(self._plans) < _KEPT_PLANS
-        if new:  # where arrays mask, planned once more: plan() also looks at their values
+        if new:  # with array masks, plan again: plan() also looks at their values
             noted = self.operation.plan(query, key, value, **options) if decided.problem.leaves else decided
             with self._lock:
                 self._plans[decided] = replace(noted, notes=(*noted.notes, *remarks)) if remarks else noted
@@ -126,13 +126,13 @@ class Attention:
     def options(
         self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]
     ) -> dict[str, Any]:
-        """What the call says and what the file declares, as one."""
+        """The call's options combined with the declared ones."""
         check_names(call)
         declared = self.declaration.call
         if not self.enabled:
             raise ConfigError(
-                f"this declaration of {self.declaration.operation!r} says enabled=false, so a framework's own attention is "
-                "wanted, and there is none here; call that one, or take 'enabled' out of the file."
+                f"this declaration of {self.declaration.operation!r} has enabled=false, which selects a framework's own "
+                "attention, but there is none here; call that one, or remove 'enabled' from the file."
             )
         found: dict[str, Any] = {**call}
         for name in CALL_OPTIONS:
@@ -150,11 +150,11 @@ class Attention:
         for argument, name in wanted.items():
             if found.get(argument) is None:
                 raise InputError(
-                    f"call.{name} is declared, and the call has no {argument}; give it, or leave {name} out."
+                    f"call.{name} is declared, but the call has no {argument}; pass it, or leave {name} out."
                 )
         if declared.mask is not None:
             found["mask"] = _both(declared.mask, found.get("mask"))
-        # What is no array is the operation's to refuse.
+        # The operation refuses what isn't an array.
         arrays = {n: x for n, x in (("query", query), ("key", key), ("value", value)) if is_array(x)}
         layout = found.get("layout")
         self._check_sizes(arrays, "bthd" if layout is None else canonical_layout(layout))
@@ -179,11 +179,11 @@ class Attention:
             if declared.is_set(field) and dtype != jnp.dtype(getattr(declared, field)):
                 raise InputError(
                     f"{name} is {dtype}; the file declares call.{field}={getattr(declared, field)!r}. Cast it, or "
-                    f"leave {field} out; metadata.runtime_dtype declares what to compute in."
+                    f"leave {field} out; metadata.runtime_dtype declares the dtype to compute in."
                 )
 
     def _key(self) -> tuple[Any, ...]:
-        # Behind an adapter a stated causal or dropout_prob is more than a default of the same value.
+        # In an adapter a specified causal or dropout_prob is more than a default of the same value.
         stated = self._stated & {"causal", "dropout_prob"}
         return self.declaration.operation, self.operation.metadata, self.declaration.call, self.enabled, stated
 
@@ -194,7 +194,7 @@ class Attention:
         return hash(self._key())
 
     def declared(self) -> Declaration:
-        """The declaration with what the program said in its place; an Attention of it equals this one."""
+        """The declaration with what the program specified in its place; an Attention of it equals this one."""
         unsaid = OperationMetadata().to_dict()
         metadata = {
             name: value
@@ -219,12 +219,12 @@ class Attention:
                 )
             try:
                 return cls(value)
-            except AttnOpsError as error:  # some of which are no ValueError, as pydantic wants it
+            except AttnOpsError as error:  # some aren't a ValueError, which pydantic requires
                 raise ValueError(str(error)) from None
 
         def write(value: Any) -> Declaration:
-            if not isinstance(value, cls):  # one branch of a union after the other is tried
-                raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is no {cls.__name__}")
+            if not isinstance(value, cls):  # pydantic tries the branches of a union in turn
+                raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} isn't a {cls.__name__}")
             return value.declared()
 
         return core_schema.no_info_plain_validator_function(
@@ -243,7 +243,7 @@ class Attention:
         return fragment([heading("Attention"), code(self.declared().to_json()), *drawn, rows(plans)])
 
 
-# Where pydantic looks at the value and not at the field's type (Any, serialize_as_any).
+# For when pydantic looks at the value instead of the field's type (Any, serialize_as_any).
 Attention.__pydantic_serializer__ = TypeAdapter(Attention).serializer  # type: ignore[attr-defined]
 
 
@@ -254,7 +254,7 @@ def _both(declared: Mask, told: Any) -> Mask:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """One spelling of what has several: [3, 0] and (3, 0), 3 and (3, 3), 'train' and '__train__'."""
+    """One form for equivalent values: [3, 0] and (3, 0), 3 and (3, 3), 'train' and '__train__'."""
     if name == "mode":
         return canonical_mode(value)
     if name == "sliding_window":

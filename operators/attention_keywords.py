@@ -1,4 +1,4 @@
-"""Attention by keywords: which of them are the call's, the metadata's and the operation's config's."""
+"""Attention by keywords: which belong to the call, to the metadata and to the operation's config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TAGS = frozenset({"operation", "schema_version"})
 
 
 class Given(NamedTuple):
-    """What an Attention is made of: `metadata` is whole, with the fields in `stated` said by somebody."""
+    """What an Attention is made of: `metadata` is complete; the fields in `stated` were specified."""
 
     declaration: Declaration
     metadata: OperationMetadata
@@ -34,7 +34,7 @@ _made: BoundedCache[Given] = BoundedCache(256)
 
 
 def is_operation_name(text: str) -> bool:
-    """Whether a string names an operation: one that exists, or a bare word for which there is no file."""
+    """Whether a string names an operation: an existing one, or a bare word without a matching file."""
     bare = text.isidentifier() and len(text) <= _LONGEST
     return text in OperationRegistry.names() or (bare and not os.path.exists(text))
 
@@ -42,15 +42,15 @@ def is_operation_name(text: str) -> bool:
 def given(declared: Any, keywords: Mapping[str, Any]) -> Given:
     """Read a declaration, or an operation's name with its keywords.
 
-    Errors: ConfigError, InputTypeError for keywords that have no place; UnknownNameError for an operation nobody registered.
+    Errors: ConfigError, InputTypeError for unknown keywords; UnknownNameError for an operation that isn't registered.
     """
     if isinstance(declared, str) and is_operation_name(declared):
         return _kept(declared, keywords)
     others = [name for name in keywords if name not in METADATA_ARGUMENTS]
     if others:
         raise InputTypeError(
-            f"{', '.join(map(shown, others))}: given beside a declaration, which says this itself; wanted fields of "
-            "OperationMetadata, such as mesh. Put the others into the declaration, or give an operation's name in its place."
+            f"{', '.join(map(shown, others))}: given with a declaration, which specifies them itself; wanted fields of "
+            "OperationMetadata, such as mesh. Put the others into the declaration, or pass an operation's name instead."
             + nearest(others[0], METADATA_ARGUMENTS)
         )
     if isinstance(declared, str | Path):
@@ -62,39 +62,39 @@ def given(declared: Any, keywords: Mapping[str, Any]) -> Given:
 
 
 def _kept(name: str, keywords: Mapping[str, Any]) -> Given:
-    """`_named`, once for equal keywords: a model may make an Attention in every layer."""
+    """`_named`, cached for equal keywords: a model may make an Attention in every layer."""
     key = (name, OperationRegistry.get(name), *((key, _types(value), value) for key, value in keywords.items()))
     try:
         found = None if "base_config" in keywords else _made.find(key)
-    except TypeError:  # not hashable, such as a mesh as a dict
+    except TypeError:  # not hashable, for example a mesh given as a dict
         return _named(name, keywords)
     if found is None:
         found = _named(name, keywords)
-        if "base_config" not in keywords:  # whose attributes may change
+        if "base_config" not in keywords:  # its attributes may change
             _made.put(key, found)
     return found
 
 
 def _types(value: Any) -> Any:
-    """1 and True are equal, and only one of them is a flag."""
+    """1 and True are equal, but only one of them is a flag."""
     return tuple(map(type, value)) if isinstance(value, tuple) else type(value)
 
 
 def _named(name: str, keywords: Mapping[str, Any]) -> Given:
-    """The declaration that the keywords make; `metadata` among them is an OperationMetadata with all of its fields."""
+    """The declaration that the keywords make; `metadata` among them is a complete OperationMetadata."""
     config = OperationRegistry.get(name).config
     fields = [field for field in config.model_fields if field not in _TAGS]
     parts: dict[str, dict[str, Any]] = {"call": {}, "metadata": {}, "config": {}}
     for key, value in keywords.items():
         if key == "metadata":
             continue
-        # What the call and the metadata both have is the call's: it holds for every call, those with a Mask object too.
+        # What both the call and the metadata have goes to the call: it applies to every call, even with a Mask object.
         known = {"call": _CALL, "metadata": METADATA_ARGUMENTS, "config": fields}
         part = next((part for part, names in known.items() if key in names), None)
         if part is None:
             every = sorted({*_CALL, *METADATA_ARGUMENTS, *fields, "metadata"})
             raise InputTypeError(
-                f"{shown(key)} is no argument of Attention({name!r}, ...)."
+                f"{shown(key)} is not an argument of Attention({name!r}, ...)."
                 + (other_name(key, every, "call") or f" Wanted one of {', '.join(every)}.")
             )
         parts[part][key] = value
@@ -109,20 +109,20 @@ def _metadata(name: str, fields: dict[str, Any], config: dict[str, Any], whole: 
             raise InputTypeError(f"metadata is {a_type(whole)}; wanted an OperationMetadata.")
         if fields:
             raise ConfigError(
-                f"{', '.join(fields)}: given beside metadata={type(whole).__name__}(...), which has them; say them there."
+                f"{', '.join(fields)}: given with metadata={type(whole).__name__}(...), which has them; set them there."
             )
     metadata = OperationMetadata(**fields) if whole is None else whole
     if not config:
         return metadata
     if name in metadata.operation_configs:
         raise ConfigError(
-            f"{', '.join(config)}: given beside operation_configs[{name!r}], which is the same config; say them there."
+            f"{', '.join(config)}: given with operation_configs[{name!r}], which is the same config; set them there."
         )
     return metadata.replace(operation_configs={**metadata.operation_configs, name: config})
 
 
 def _said(whole: OperationMetadata | None) -> frozenset[str]:
-    """The fields of a whole metadata that aren't as they are by default."""
+    """The fields of a whole metadata that differ from their defaults."""
     if whole is None:
         return frozenset()
     unsaid = OperationMetadata().to_dict()

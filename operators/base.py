@@ -1,6 +1,6 @@
 """Operation: a name, a config class and forward methods; describe -> plan -> place -> run -> return.
 
-A subclass writes `forward_native`, which runs anywhere, and `forward_tpu`, `forward_gpu`, `forward_cuda`,
+A subclass defines `forward_native`, which runs anywhere, and `forward_tpu`, `forward_gpu`, `forward_cuda`,
 `forward_rocm`, `forward_cpu` only where there is something better. Each is declared with @implementation.
 """
 
@@ -41,17 +41,17 @@ __all__ = ["Operation"]
 
 
 class _Prepared(NamedTuple):
-    """What is decided of a call before its arrays' values are looked at. devices: where committed arrays are put, if at all."""
+    """What is decided for a call before its arrays' values are read. devices: where committed arrays are moved, if at all."""
 
     plan: Plan
     program: Program
     devices: Mesh | None
 
 
-# Of all operations: equal ones share what was planned. What is compiled is in jax's own cache.
+# For all operations: equal ones share their plans. Compiled programs are in jax's own cache.
 _prepared: BoundedCache[_Prepared] = BoundedCache(1024)
-_wide = operator.attrgetter("jax_enable_x64")  # also what a context manager has set; jax's types don't name it
-_array_types: set[type] = set()  # those met; jax.Array itself is asked slowly
+_wide = operator.attrgetter("jax_enable_x64")  # includes what a context manager has set; missing from jax's types
+_array_types: set[type] = set()  # those seen so far; isinstance of jax.Array is slow
 
 
 class Operation(DeclaredOperation):
@@ -80,7 +80,7 @@ class Operation(DeclaredOperation):
         mesh = self._mesh()
         listed = (*arrays[:-1], *arrays.mask_leaves) if call else arrays[:3]
         given = [x for x in listed if x is not None]
-        # All that planning and its checks read; jax itself keys what is compiled.
+        # Everything that planning and its checks read; jax itself caches compiled programs.
         asked = (
             self,
             mesh,
@@ -122,7 +122,7 @@ class Operation(DeclaredOperation):
         arrays, mesh = checked_values(arrays, options), self._mesh()
         decided = self._plan(arrays, options, mesh)
         problem = decided.problem
-        # Not in describe: a call's plan is kept for all calls of its shapes, whatever values come, and wherever they lie.
+        # Not in describe: a plan is cached for all calls of its shapes, whatever their values and devices.
         notes = value_notes(decided.notes, problem.mask, arrays.mask_leaves, problem.q_len, problem.kv_len)
         notes += moved_notes(decided, arrays, mesh)
         return decided if notes == decided.notes else replace(decided, notes=notes)
@@ -132,7 +132,7 @@ class Operation(DeclaredOperation):
         """Return the plan of the same call as text."""
         return self.plan(query, key, value, **call).explain()
 
-    # -- the way of a call -------------------------------------------------------------------------------------------
+    # -- the steps of a call -----------------------------------------------------------------------------------------
 
     def _plan(self, arrays: Arrays, options: Options, mesh: AnyMesh | None) -> Plan:
         operation = type(self)
@@ -152,7 +152,7 @@ class Operation(DeclaredOperation):
         return _Prepared(decided, program, mesh if isinstance(mesh, Mesh) else None)
 
 
-@functools.lru_cache(maxsize=1024)  # once; a warning that was made an error is raised each time
+@functools.lru_cache(maxsize=1024)  # once; a warning turned into an error is raised each time
 def _warn(decided: Plan) -> None:
     warnings.warn(
         f"{decided.implementation} runs instead of the platform's own method.\n{decided.refusal()}\n"
@@ -171,11 +171,11 @@ def _signature(x: Any) -> Any:
     if isinstance(x, jax.Array | np.ndarray):
         _array_types.add(type(x))
         return x.shape, x.dtype
-    return type(x)  # is refused, and so never found
+    return type(x)  # will be refused, so never cached
 
 
 def _place(x: Any) -> Any:
-    """What the notes of a plan tell of where an array is: its sharding where somebody has said so."""
+    """What a plan's notes say about where an array is: its sharding, if it was specified."""
     if isinstance(x, jax.core.Tracer):
         return jax.typeof(x).sharding
     return x.sharding if isinstance(x, jax.Array) and x.committed else None
@@ -186,7 +186,7 @@ def _concrete(x: Any) -> bool:
 
 
 def _on_devices(arrays: Arrays, decided: Plan, mesh: Mesh) -> Arrays:
-    """Move concrete arrays that were committed to other devices to the mesh's, laid out as they are wanted there."""
+    """Move concrete arrays that were committed to other devices to the mesh's, laid out as the plan requires."""
     if not any(_concrete(x) and x.committed for x in jax.tree.leaves(arrays)):
         return arrays
 
@@ -194,6 +194,6 @@ def _on_devices(arrays: Arrays, decided: Plan, mesh: Mesh) -> Arrays:
         return place(x, decided.placement.given(name, x.shape), mesh) if _concrete(x) else x
 
     moved = {name: put(name, x) for name, x in arrays._asdict().items() if name != "mask_leaves"}
-    # The mask's own arrays come first among those of the whole mask.
+    # The mask argument's own arrays come first among those of the whole mask.
     leaves = zip(decided.problem.leaves, arrays.mask_leaves, strict=False)
     return Arrays(**moved, mask_leaves=tuple(put("mask" if leaf.name == "mask" else "", x) for leaf, x in leaves))

@@ -1,4 +1,4 @@
-"""Blocks in a call's mask: sizes held against the call, heads brought to those of the query, and what a plan says of both."""
+"""Blocks in a call's mask: sizes checked against the call, heads expanded to the query's, and what a plan says of both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_choice(dims: Sequence[str]) -> bool:
 
 
 def with_query_heads(mask: Mask, sizes: dict[str, int]) -> Mask:
-    """The mask with each layout for all heads or for each of the query's. Errors: InputError for sizes that don't fit."""
+    """The mask with each layout for all heads or for each query head. Errors: InputError for sizes that don't fit."""
 
     def one(atom: Mask) -> Mask:
         if not isinstance(atom, Blocks):
@@ -48,13 +48,13 @@ def choice_shape(leaf: Leaf, slot: Mask, sizes: dict[str, int]) -> LeafShape:
 
 
 def of_query_heads(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A choice in that shape: that of a kv head for each query head of its group."""
+    """A choice in that shape: a kv head's choice is repeated for each query head of its group."""
     heads = array.shape[1]
     return array if heads == shape[1] else jnp.repeat(array, shape[1] // heads, axis=1)
 
 
 def block_notes(given: Mask, leaves: Sequence[Leaf], sizes: dict[str, int]) -> list[str]:
-    """What the call's heads make of a layout or a choice of the kv heads."""
+    """Notes on how a layout or a choice for the kv heads applies to the query heads."""
     heads = [atom.heads for atom in given.atoms() if isinstance(atom, Blocks)]
     heads += [leaf.array.shape[1] for leaf in leaves if is_choice(leaf.dims)]
     group = sizes["h"] // sizes["k"]
@@ -64,7 +64,7 @@ def block_notes(given: Mask, leaves: Sequence[Leaf], sizes: dict[str, int]) -> l
 
 
 def _check(what: str, leaf: Any, shape: Sequence[int | None], sizes: dict[str, int]) -> None:
-    """shape: heads, q blocks and kv blocks, None for indices, which may be anything."""
+    """shape: heads, q blocks and kv blocks; None for indices, which may have any number."""
     wanted = dict.fromkeys((1, sizes["k"], sizes["h"]))
     if shape[0] not in wanted:
         raise InputError(

@@ -1,4 +1,4 @@
-"""blocksparse: splash for masks of blocks, with tiles of plain XLA that can be declared."""
+"""blocksparse: splash for block masks, with tiles of plain XLA that can be declared."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _NATIVE = "forward_native"
 
 
 class BlockSparseConfig(VanillaConfig):
-    """See VanillaConfig: tiles in plain XLA; unset, the mask's blocks choose them. Kernels have the configs of their operations.
+    """See VanillaConfig: tiles in plain XLA; if unset, the mask's blocks choose them. Kernels use their operations' configs.
 
-    Which blocks are seen is the mask's to say: Blocks(layout, block_q, block_kv).
+    The mask defines which blocks are seen: Blocks(layout, block_q, block_kv).
     """
 
     operation: Literal["blocksparse"] = "blocksparse"  # type: ignore[assignment]
 
 
 class BlockSparse(Splash):
-    """Tiles with something to see are visited, and no others: splash's kernels on TPUs, flash_attn2's on CUDA, blocks in XLA."""
+    """Only tiles with visible keys are visited: splash's kernels on TPUs, flash_attn2's on CUDA, blocks in XLA."""
 
     name = "blocksparse"
     config = BlockSparseConfig
@@ -38,14 +38,14 @@ class BlockSparse(Splash):
 
     @classmethod
     def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
-        """As the method's owner does."""
+        """The same as for the method's owner."""
         if method == _NATIVE:
             return Vanilla.works_on_parts(method, config, strategy)
         return super().works_on_parts(method, config, strategy)
 
     @classmethod
     def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
-        """The unset sizes of whatever runs."""
+        """The unset sizes of the implementation that runs."""
         if method == _NATIVE:
             return Vanilla.tuned_fields(method, problem, placement)
         return super().tuned_fields(method, problem, placement)
@@ -54,7 +54,7 @@ class BlockSparse(Splash):
     def candidates(
         cls, method: str, problem: AttentionProblem, placement: Placement
     ) -> Mapping[str, tuple[dict[str, Any], ...]]:
-        """Sizes of whatever runs."""
+        """Sizes of the implementation that runs."""
         if method == _NATIVE:
             return Vanilla.candidates(method, problem, placement)
         return super().candidates(method, problem, placement)
@@ -63,7 +63,7 @@ class BlockSparse(Splash):
     def remarks(
         cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> tuple[str, ...]:
-        """Also a mask without blocks."""
+        """Also reports a mask without blocks."""
         if method == _NATIVE and isinstance(config, VanillaConfig):
             notes = Vanilla.remarks(method, problem, placement, config)
         else:
@@ -73,4 +73,7 @@ class BlockSparse(Splash):
             notes = (*notes, f"{method} doesn't read the config's {', '.join(given)}")
         if has_blocks(problem):
             return notes
-        return (*notes, "no part of the mask says which blocks are seen: declare Blocks, or a pattern of attnops.masks")
+        return (
+            *notes,
+            "no part of the mask defines which blocks are seen: declare Blocks, or a pattern of attnops.masks",
+        )

@@ -1,4 +1,4 @@
-"""BoundedCache: a mapping of bounded size that forgets what hasn't been used for long."""
+"""BoundedCache: a mapping of bounded size that drops what hasn't been used for long."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Value = TypeVar("Value")
 
 
 class BoundedCache(Generic[Value]):
-    """Keeps at least the `size` values that were used last, and at most twice as many. A value is never None.
+    """Keeps at least the `size` most recently used values, and at most twice as many. A value is never None.
 
-    Two generations in place of a list in order of use: a hit in the young one, which is nearly every hit, is one look-up in
-    a dict, without a lock. When the young one is full it becomes the old one, and what nobody used since is forgotten.
+    It keeps two generations instead of a list in order of use: a hit in the young one, which is nearly every hit, is one look-up
+    in a dict, without a lock. When the young one is full it becomes the old one, and what wasn't used since is dropped.
     """
 
     def __init__(self, size: int) -> None:
@@ -23,7 +23,7 @@ class BoundedCache(Generic[Value]):
         self._old: dict[Hashable, Value] = {}
 
     def find(self, key: Hashable) -> Value | None:
-        """The value under a key, which counts as used now; None where there is none."""
+        """The value under a key, which now counts as used; None if there is none."""
         value = self._young.get(key)
         if value is None:
             value = self._old.get(key)
@@ -32,7 +32,7 @@ class BoundedCache(Generic[Value]):
         return value
 
     def put(self, key: Hashable, value: Value) -> None:
-        """Keep a value."""
+        """Store a value."""
         if len(self._young) >= self._size:
             self._old, self._young = self._young, {}
         self._young[key] = value

@@ -1,4 +1,4 @@
-"""A call whose arrays lie on different devices: what jax says of the compiled function, said of the arguments."""
+"""A call whose arrays lie on different devices: translates jax's error into one about the arguments."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .arguments import Arrays
 
 __all__ = ["explain_devices"]
 
-_MOST = 8  # devices that are named
+_MOST = 8  # the most devices to name
 
 
 def explain_devices(arrays: Arrays, error: ValueError) -> None:
-    """Raise InputError that names the arguments if their devices are why a call failed; return if they aren't.
+    """Raise InputError that names the arguments if their devices made a call fail; else return.
 
-    For the way out of a call that jax refused: one that runs pays nothing for it.
+    It is called only after jax refuses a call, so successful calls pay nothing for it.
     """
     held: dict[frozenset[jax.Device], list[str]] = {}
     for name, array in _named(arrays):
-        # A tracer has no devices, and what isn't committed goes where the others are.
+        # A tracer has no devices, and uncommitted arrays go where the others are.
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.committed:
             held.setdefault(frozenset(array.sharding.device_set), []).append(name)
     if len(held) < 2:
         return
     lying = "; ".join(f"{', '.join(names)} on {_devices_text(devices)}" for devices, names in held.items())
     raise InputError(
-        f"the arrays of a call are committed to different devices: {lying}. Bring them together, for example with "
+        f"the arrays of a call are committed to different devices: {lying}. Move them to the same devices, for example with "
         f"jax.device_put({next(reversed(held.values()))[0]}, {next(iter(held.values()))[0]}.sharding), or declare a mesh."
     ) from error
 

@@ -1,7 +1,7 @@
-"""What is checked of a call's values, every time: integers fit in int32, lengths in the cache, offsets within 2**30.
+"""What is checked in a call's values, every time: integers fit in int32, lengths in the cache, offsets within 2**30.
 
-Everything else of a call is checked by shape and dtype, once for all calls that are alike. These checks look at values that
-the host has: NumPy's, and those of jax on CPU devices. Of an accelerator's arrays they'd wait for the device at every call.
+Everything else in a call is checked by shape and dtype, once for all similar calls. These checks read values that
+the host has: NumPy's, and those of jax on CPU devices. For an accelerator's arrays they would wait for the device at every call.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _INT32 = np.dtype(np.int32)
 
 
 def checked_values(arrays: Arrays, options: Options) -> Arrays:
-    """Return the arrays of a call, or their shapes, with known integers of 64 bits, or unsigned ones of 32, as int32.
+    """Return the arrays of a call, or their shapes, with known 64-bit integers and unsigned 32-bit ones as int32.
 
-    What isn't an array of integers is left to `describe`. Errors: InputTypeError for such integers whose values aren't known;
-    InputError for values that mean nothing.
+    Anything that isn't an integer array is left to `describe`. Errors: InputTypeError for such integers whose values aren't
+    known; InputError for invalid values.
     """
     changed: dict[str, Any] = {}
     for name in _NAMES:
@@ -47,27 +47,27 @@ def checked_values(arrays: Arrays, options: Options) -> Arrays:
 
 
 def check_lengths(name: str, lengths: np.ndarray, kv_len: int) -> None:
-    """Refuse lengths of a cache below 0 or above it. Errors: InputError."""
+    """Refuse cache lengths below 0 or above the cache's length. Errors: InputError."""
     for number in least_and_most(lengths):
         if not 0 <= number <= kv_len and not (number > kv_len and _is_part()):
             raise InputError(
-                f"{name} holds {number}; wanted 0 to {kv_len}, as many keys as the call has: count the keys of each row that "
+                f"{name} holds {number}; wanted 0 to {kv_len}, the number of keys in the call: count the keys of each row that "
                 "are written."
             )
 
 
 def check_offsets(name: str, offsets: np.ndarray) -> None:
-    """Refuse offsets beyond 2**30, with which positions would wrap round. Errors: InputError."""
+    """Refuse offsets beyond 2**30, with which positions would overflow. Errors: InputError."""
     for number in least_and_most(offsets):
         if not -LIMIT <= number <= LIMIT:
             raise InputError(
-                f"{name} holds {number}; wanted at most 2**30 either way, or int32 positions wrap round: count positions from "
+                f"{name} holds {number}; wanted at most 2**30 either way, or int32 positions overflow: count positions from "
                 "the first key of the call."
             )
 
 
 def _checked(name: str, x: Any, arrays: Arrays, options: Options) -> Any:
-    """One array, as int32 where its dtype is wider."""
+    """One array, as int32 if its dtype is wider."""
     if getattr(x, "dtype", None) != _INT32:
         if not is_array(x) or not is_integer(x.dtype):
             return x
@@ -90,12 +90,12 @@ def _narrowed(name: str, x: Any) -> Any:
     reason = beyond_int32(x, name)
     if reason:
         raise (InputTypeError if known_values(x) is None else InputError)(f"{reason}.")
-    # A byte order of its own is no reason to refuse NumPy's integers; jax has one.
+    # NumPy's integers are accepted in any byte order; jax has only one.
     return x.astype(np.int32) if x.dtype.itemsize > 2 else x
 
 
 def at_hand(x: Any) -> np.ndarray | None:
-    """Values that cost no transfer."""
+    """Values that can be read without a transfer."""
     if isinstance(x, np.ndarray):
         return x
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
@@ -105,7 +105,7 @@ def at_hand(x: Any) -> np.ndarray | None:
 
 
 def _is_part() -> bool:
-    """Inside the caller's own shard_map the keys of a call may be a part of those that lengths count."""
+    """Whether the keys of a call may be only a part of those that lengths count, as inside the caller's own shard_map."""
     return bool(get_abstract_mesh().manual_axes)
 
 

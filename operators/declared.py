@@ -1,4 +1,4 @@
-"""DeclaredOperation: what an operation is beside its calls: metadata, identity, and the mesh in force."""
+"""DeclaredOperation: what an operation has besides its calls: metadata, identity, and the mesh in force."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DeclaredOperation"]
 
 
 class DeclaredOperation(PlannedOperation):
-    """An operation with its metadata; equal ones of one class are one, and hash alike."""
+    """An operation with its metadata; equal ones of one class compare and hash equal."""
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         if metadata is not None and not isinstance(metadata, OperationMetadata):
@@ -38,8 +38,8 @@ class DeclaredOperation(PlannedOperation):
     def _mesh(self) -> AnyMesh | None:
         """The caller's manual mesh if this runs inside a shard_map, else the declared mesh, else the context's.
 
-        Where the declared mesh and that of jax.set_mesh are the same but for their axis types, the context's is in force:
-        jax takes no other inside it.
+        If the declared mesh and that of jax.set_mesh differ only in their axis types, the context's is in force:
+        jax accepts no other inside it.
         """
         current = current_mesh()
         declared = self.metadata.declared_mesh

@@ -1,4 +1,4 @@
-"""The config that an operation runs with, from all that metadata declares; and what it declares for nobody here."""
+"""The config that an operation runs with, from everything in the metadata; and notes on what no operation here reads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["declared_config"]
 def declared_config(
     operation: type[PlannedOperation], metadata: OperationMetadata, platform: str = ""
 ) -> tuple[OperationConfig, list[str]]:
-    """(the config, notes): its own and that of the kernel that it runs, then metadata's block sizes where neither has one.
+    """(the config, notes): its own and that of the kernel that it runs, then metadata's block sizes where neither specifies one.
 
-    On a platform where the operation runs the kernels of another, that one's config alone.
-    Errors: ConfigError where the two configs disagree, or a block size doesn't go with the others.
+    On a platform where the operation runs another one's kernels, only that one's config counts.
+    Errors: ConfigError if the two configs disagree, or a block size doesn't fit the others.
     """
     elsewhere = operation.kernels_on.get(platform)
     read = (operation.name, operation.kernel_config) if elsewhere is None else (elsewhere,)

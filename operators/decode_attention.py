@@ -10,13 +10,13 @@ __all__ = ["AutoregressiveDecodeAttention", "AutoregressiveDecodeConfig"]
 
 
 class AutoregressiveDecodeConfig(VanillaConfig):
-    """See VanillaConfig; what is declared for 'vanilla' counts too."""
+    """See VanillaConfig; what is declared for 'vanilla' applies too."""
 
     operation: Literal["autoregressive_decodeattn"] = "autoregressive_decodeattn"  # type: ignore[assignment]
 
 
 class AutoregressiveDecodeAttention(Vanilla):
-    """`vanilla` over a dense cache: `kv_starts` and `kv_lengths` say which keys of each row there are."""
+    """`vanilla` over a dense cache: `kv_starts` and `kv_lengths` specify which keys of each row exist."""
 
     name = "autoregressive_decodeattn"
     config = AutoregressiveDecodeConfig

@@ -1,4 +1,4 @@
-"""Keys and values in int8 or fp8: what they stand for, and their gradients."""
+"""Keys and values in int8 or fp8: the values they stand for, and their gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["dequantised", "quantised_gradients"]
 def dequantised(x: jax.Array, scale: jax.Array | None, layout: str, dtype: Any) -> jax.Array:
     """Return [batch, kv, heads, dim] (bthd) or [batch, heads, kv, dim] (bhtd) in `dtype`, times a scale [batch, heads, kv].
 
-    The product is made in float32, then rounded once. An array that has the dtype and no scale is returned as it is.
+    The product is computed in float32, then rounded once. An array of this dtype without a scale is returned unchanged.
     """
     if scale is None:
         return x.astype(dtype)  # int8 and fp8 are exact in bfloat16
@@ -25,7 +25,7 @@ def dequantised(x: jax.Array, scale: jax.Array | None, layout: str, dtype: Any) 
 def quantised_gradients(x: jax.Array, scale: jax.Array | None, gradient: jax.Array) -> tuple[Any, jax.Array | None]:
     """(cotangent of x, of its scale) from that of `dequantised`, all [batch, heads, kv, dim]; integers have none.
 
-    An fp8 array's is rounded to fp8, as its dtype demands.
+    The cotangent of an fp8 array is rounded to fp8, as its dtype requires.
     """
     d_scale = None
     if scale is not None:

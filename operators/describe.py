@@ -1,4 +1,4 @@
-"""describe: a call becomes an AttentionProblem; every shape and dtype is checked here, once per distinct call."""
+"""describe: turns a call into an AttentionProblem; every shape and dtype is checked here, once per distinct call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def describe(
     options: Options,
     mesh: AnyMesh | None,
 ) -> AttentionProblem:
-    """Build the problem of a call. Errors: InputError and InputTypeError name the argument, got, wanted, the hint."""
+    """Build the problem of a call. Errors: InputError and InputTypeError give the argument, its value, what is wanted and a
+    hint."""
     layout = canonical_layout(options.layout)
     for name in ("query", "key", "value"):
         shaped(name, getattr(arrays, name))
@@ -81,7 +82,9 @@ def describe(
         raise InputError(f"dropout_prob={probability}; wanted a probability in [0, 1).")
     dropping = probability > 0 and not options.deterministic
     if dropping and arrays.dropout_rng is None:
-        raise InputError(f"dropout_prob={probability} with deterministic=False needs dropout_rng=jax.random.key(...).")
+        raise InputError(
+            f"dropout_prob={probability} with deterministic=False requires dropout_rng=jax.random.key(...)."
+        )
     if dropping:
         check_key(arrays.dropout_rng)
     scale = metadata.softmax_scale if options.softmax_scale is None else options.softmax_scale
@@ -172,12 +175,12 @@ def describe(
 
 
 def varying_axes(x: object) -> frozenset[str]:
-    """Manual mesh axes over which a traced array is known to vary: not empty inside a shard_map with check_vma=True."""
+    """Manual mesh axes over which a traced array is known to vary; nonempty only inside a shard_map with check_vma=True."""
     return varies_over(x) if isinstance(x, jax.core.Tracer) else frozenset()
 
 
 def packed(arrays: Arrays, layout: str) -> Arrays:
-    """Give the segment ids of a thd call their batch dimension of 1; leave the others as they are."""
+    """Give the segment ids of a thd call their batch dimension of 1; leave all others unchanged."""
     if layout != "thd":
         return arrays
 
@@ -198,14 +201,14 @@ def _mode(mode: str | None, q_len: int, kv_len: int) -> str:
 def _check_manual_sequence(
     metadata: OperationMetadata, axes: tuple[MeshAxis, ...], q_len: int, mask: Mask, given: bool
 ) -> None:
-    """Refuse to guess where the caller's own shard of the sequence stands."""
+    """Raise where the position of the caller's own shard in the sequence is unknown."""
     rules = metadata.partition_axis
     names = {n for entry in (rules.query_sequence_axis, rules.key_sequence_axis) for n in _flat(entry)}
     manual = [a.name for a in axes if a.kind == "manual" and a.size > 1 and a.name in names]
     if manual and mask.needs_offset and not given and q_len > 1:
         raise InputError(
-            f"the sequence axis {'+'.join(manual)} is Manual here (this runs inside your own shard_map), so where the "
-            f"local queries stand can't be known and the mask {mask.describe()} depends on it; pass query_offset, or "
+            f"the sequence axis {'+'.join(manual)} is Manual here (this runs inside your own shard_map), so the position of the "
+            f"local queries isn't known and the mask {mask.describe()} depends on it; pass query_offset, or "
             "declare sequence_parallel='ring' or 'ulysses', which count this axis in."
         )
 
@@ -219,10 +222,12 @@ def _notes(
     dynamic: bool, probability: float, platform: str, source: str,
     mesh: AnyMesh | None, by_caller: tuple[tuple[str, ...], ...], rules: AttnShardingRules,
 ) -> list[str]:  # fmt: skip
-    """What was given and has no effect, or was decided for the caller: told, not dropped."""
+    """Notes on arguments without effect, and on what was decided for the caller: reported, not silently dropped."""
     notes = []
     if platform == "gpu":
-        notes.append("a gpu of unknown vendor: forward_cuda and forward_rocm aren't considered; say 'cuda' or 'rocm'")
+        notes.append(
+            "a gpu of unknown vendor: forward_cuda and forward_rocm aren't considered; specify 'cuda' or 'rocm'"
+        )
     if metadata.backend not in (None, platform, "gpu" if platform in ("cuda", "rocm") else None):
         notes.append(f"backend={metadata.backend} is not used: {source} say {platform}")
     if metadata.runtime_dtype is not None and shapes.query.dtype != metadata.runtime_dtype:
@@ -233,7 +238,7 @@ def _notes(
     for name in ("key", "value"):
         dtype = getattr(shapes, name).dtype.name
         if dtype in QUANTISED and getattr(shapes, f"{name}_scale") is None:
-            notes.append(f"{name} is {dtype} without {name}_scale: it counts as it stands")
+            notes.append(f"{name} is {dtype} without {name}_scale: its values are used unscaled")
     declared = metadata.declared_mesh
     if declared is not None and mesh is not declared and axes_of(declared) != axes_of(mesh):
         notes.append(f"the mesh of the context is in force: {describe_mesh(mesh)}, declared {describe_mesh(declared)}")

@@ -1,4 +1,4 @@
-"""What a plan says of arrays that are computed with in fewer bits than they came in."""
+"""What a plan says of arrays that are computed in fewer bits than given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["width_notes"]
 
 
 def width_notes(arrays: Arrays, metadata: OperationMetadata) -> list[str]:
-    """What is computed in float32 though it came as float64; query, key and value become the declared run-time dtype."""
+    """Notes on float64 arrays computed in float32; query, key and value are cast to the declared run-time dtype."""
     notes = []
     softmax = f"{metadata.runtime_softmax_dtype.name} (runtime_softmax_dtype)"
     used = {"bias": softmax, "softmax_aux": softmax, "key_scale": "float32", "value_scale": "float32"}

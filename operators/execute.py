@@ -1,6 +1,6 @@
-"""execute: place the operands, run the method on each device's part inside shard_map, put the outputs in place.
+"""execute: places the operands, runs the method on each device's part inside shard_map, and places the outputs.
 
-The order is fixed and is what keeps a mask right on every mesh: shard, then (inside the method) pad, choose blocks, and
+The order is fixed, and keeps a mask right on every mesh: shard, then (inside the method) pad, choose blocks, and
 build the mask with the shard's own global offset.
 """
 
@@ -31,7 +31,7 @@ from .sharded_operands import ShardedOperands
 
 __all__ = ["execute"]
 
-_UNROLLED = 8  # steps, where it isn't declared
+_UNROLLED = 8  # steps unrolled by default
 
 
 def execute(
@@ -46,7 +46,7 @@ def execute(
 ) -> LocalOutput:
     """Run a plan on arrays with its method; traceable. Returns outputs in the caller's layout.
 
-    default_causal: what counts where neither the call nor a mask says. check_vma: whether the method can be traced under
+    default_causal: applies if neither the call nor a mask specifies it. check_vma: whether the method can be traced under
     shard_map's check.
     """
     problem, placement = plan.problem, plan.placement
@@ -69,7 +69,7 @@ def execute(
     if mesh is not None and math.prod(a.size for a in axes) > 1:
         if problem.vma and len(axes) < len(problem.mesh):
             # jax 0.10 and 0.12 can't lower the residuals of a shard_map inside a shard_map with check_vma=True ("already
-            # bound by a parent sdy.manual_computation op"); with the forward recomputed there are none but the inputs.
+            # bound by a parent sdy.manual_computation op"); with the forward pass recomputed the inputs are the only ones.
             body = jax.checkpoint(body)
         specs, placed = without_manual((specs, tuple(placement.spec(name) for name in names)), problem)
         operands = jax.tree.map(lambda x, s: pin(x, s, mesh), operands, specs)
@@ -79,7 +79,7 @@ def execute(
             in_specs=(specs,),
             out_specs=placed,
             axis_names={a.name for a in axes},
-            # What a shard_map around this doesn't say of its axes can't be checked here, where they are sent over.
+            # If an outer shard_map doesn't check its axes, they can't be checked here, where data is sent along them.
             check_vma=check_vma and (problem.vma or problem.manual_sequence is None),
         )(operands)
     else:
@@ -111,7 +111,7 @@ def _prepare(
 
     query, key, value = (tensor(name, x) for name, x in zip(("query", "key", "value"), arrays[:3], strict=True))
     if placement.kv_repeat > 1:
-        # On Explicit axes a dimension that is split can't be repeated: its heads come together first.
+        # On Explicit axes a split dimension can't be repeated: its heads are gathered first.
         whole_heads = PartitionSpec(*(None if i == heads_at else axes for i, axes in enumerate(placement.spec("key"))))
         key, value = (jnp.repeat(pin(x, whole_heads, mesh), placement.kv_repeat, axis=heads_at) for x in (key, value))
     whole = packed(_paired_segments(arrays), problem.layout)
@@ -146,7 +146,7 @@ def _paired_segments(arrays: Arrays) -> Arrays:
 
 
 def _one_sink_a_head(sinks: jax.Array, problem: AttentionProblem, mesh: AnyMesh | None) -> jax.Array:
-    """Join several sinks of a head into one: sum of exp(s) is exp(logsumexp(s)), exactly and differentiably."""
+    """Merge several sinks of a head into one: the sum of exp(s) is exp(logsumexp(s)), exactly and differentiably."""
     sinks = jnp.asarray(sinks, jnp.dtype(problem.softmax_dtype))
     if sinks.ndim == 2:
         sinks = logsumexp(sinks)
@@ -157,7 +157,7 @@ def _one_sink_a_head(sinks: jax.Array, problem: AttentionProblem, mesh: AnyMesh 
 def _scale(
     scale: jax.Array | None, kv_len: int, problem: AttentionProblem, placement: Placement, mesh: AnyMesh | None
 ) -> jax.Array | None:
-    """A scale as float32 [batch, kv heads, kv], with the heads repeated as those of its tensor."""
+    """A scale as float32 [batch, kv heads, kv], with its heads repeated like those of its tensor."""
     if scale is None:
         return None
     scale = jnp.squeeze(jnp.asarray(scale, jnp.float32), -1)
@@ -171,7 +171,7 @@ def _scale(
 
 
 def _specs(operands: ShardedOperands, placement: Placement) -> Any:
-    """The same tree as the operands, of specs."""
+    """Specs in the same tree as the operands."""
     specs: dict[str, Any] = {
         name: None if x is None else placement.spec(name) for name, x in operands._asdict().items() if name != "leaves"
     }
@@ -189,7 +189,7 @@ def _index(axes: tuple[str, ...], problem: AttentionProblem) -> tuple[int | jax.
 
 
 def _of_heads(mask: Mask, shard: int | jax.Array, count: int) -> Mask:
-    """The mask of this device's heads, where it has layouts for each."""
+    """The mask of this device's heads, if it has layouts per head."""
     return mask.map_atoms(
         lambda atom: atom.from_head(shard * count, count) if isinstance(atom, Blocks) and atom.heads > 1 else atom
     )
@@ -200,10 +200,10 @@ def _local_call(plan: Plan, options: Options, local: ShardedOperands) -> LocalCa
     split, scan = placement.sequence, plan.policy.scan_ring_attention
     ring = None
     if split.ring_axes:
-        # Unrolled, a program grows with the steps; and XLA:CPU, where nothing overlaps, keeps the buffers of each.
+        # An unrolled program grows with the steps; XLA:CPU overlaps nothing and keeps the buffers of each step.
         looped = problem.platform == "cpu" or len(split.steps) > _UNROLLED if scan is None else scan
         ring = Ring(split.ring_axes, split.ring_size, split.steps, looped, split.zigzag, split.whole_pairs)
-    # A device's own lengths; a kernel may get them in pieces.
+    # A device's own lengths; a kernel may receive them in pieces.
     q_len, kv_len = (n * split.pieces for n in (placement.local.q_len, placement.local.kv_len))
     shard, shards = _index(placement.q_axes, problem)
     k_start: int | jax.Array = 0

@@ -12,7 +12,7 @@ __all__ = ["FlashAttention2", "FlashAttention2Config"]
 
 
 class FlashAttention2(Splash):
-    """What `splash` is, by the config of the kernels for GPUs; on a TPU the config of 'splash' counts."""
+    """Like `splash`, but with the config of the GPU kernels; on a TPU the config of 'splash' applies."""
 
     name = "flash_attn2"
     config = FlashAttention2Config

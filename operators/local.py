@@ -25,10 +25,10 @@ class LocalOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """axis: the mesh axes that split the sequence, as one. steps: how far, in shards, the keys have come at each step that some
-    device has something to see in; the first is 0. scan: one compiled step for all, else one for each. zigzag: this device's
-    rows and keys are the k-th of 2 * size pieces and the k-th from the end, where else they are the k-th of size.
-    whole_pairs: there a piece of the rows sees all of each piece of the keys before it, so that no mask is looked at.
+    """axis: the mesh axes that split the sequence, as one. steps: how many shards the keys have moved at each step in which any
+    device has visible keys; the first is 0. scan: one compiled step for all, else one for each. zigzag: this device's
+    rows and keys are the k-th of 2 * size pieces and the k-th from the end; otherwise they are the k-th of size.
+    whole_pairs: with zigzag, a piece of the rows sees all of each earlier piece of the keys, so that no mask is needed.
     """
 
     axes: tuple[str, ...]
@@ -40,7 +40,7 @@ class Ring:
 
     @property
     def pieces(self) -> int:
-        """In how many pieces a device's rows and keys lie in the sequence."""
+        """How many pieces of the sequence a device's rows and keys form."""
         return 2 if self.zigzag else 1
 
 
@@ -48,7 +48,7 @@ class Ring:
 class LocalCall:
     """One device's part of a call. Arrays are in `layout` (bthd or bhtd) and in the run-time dtype.
 
-    A quantised key or value is as it was given; what is attended to is it times its scale. A method that doesn't do that
+    A quantised key or value is unchanged; the attention uses it times its scale. A method that doesn't do that
     itself works on `dequantised()`.
     """
 
@@ -56,7 +56,7 @@ class LocalCall:
     key: jax.Array
     value: jax.Array
     bias: jax.Array | None
-    sinks: jax.Array | None  # [heads], in the softmax dtype: several sinks of a head are already joined
+    sinks: jax.Array | None  # [heads], in the softmax dtype: several sinks of a head are already merged
     mask: LocalMask
     dropout: Dropout | None
     layout: str
@@ -72,14 +72,14 @@ class LocalCall:
     # Index of this device's query shard among `q_shards`, traced when there are several.
     q_shard: int | jax.Array = 0
     q_shards: int = 1
-    # How keys come from other devices; None where this device has them all.
+    # How keys arrive from other devices; None if this device has them all.
     ring: Ring | None = None
-    # [batch, kv heads, kv] in float32; None where key or value isn't quantised, or counts as it stands.
+    # [batch, kv heads, kv] in float32; None where key or value isn't quantised, or is used unscaled.
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
 
     def dequantised(self) -> LocalCall:
-        """The call with key and value in the run-time dtype and without scales; itself where nothing is quantised."""
+        """The call with key and value in the run-time dtype and without scales; itself if nothing is quantised."""
         if not self.problem.quantised:
             return self
         key, value = (
@@ -90,5 +90,5 @@ class LocalCall:
 
 
 def by_row(x: jax.Array, layout: str) -> jax.Array:
-    """A number a row, [batch, heads, q], in the form in which it is multiplied with an output in the layout."""
+    """A number per row, [batch, heads, q], reshaped to multiply an output in the layout."""
     return (x if layout == "bhtd" else x.swapaxes(1, 2))[..., None]

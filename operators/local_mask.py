@@ -1,4 +1,4 @@
-"""The mask and the dropout of one shard, which know where in the whole problem the shard lies."""
+"""The mask and the dropout of one shard, with the shard's place in the whole problem."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .threefry import threefry
 __all__ = ["Dropout", "LocalMask", "dropout_seed"]
 
 
-_CONSTANT = 128  # weights of a mask that is a constant
+_CONSTANT = 128  # the most weights of a mask stored as a constant
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,21 @@ class LocalMask:
 
     @property
     def heads_apart(self) -> bool:
-        """Whether heads see blocks of their own."""
+        """Whether heads have different blocks."""
         return any(getattr(atom, "heads", 1) > 1 for atom in self.mask.atoms())
 
     def kinds(self, block_q: int, block_kv: int) -> np.ndarray | jax.Array:
-        """0 dead, 1 partial, 2 full, int8 [batch | 1, q blocks, kv blocks]; NumPy's if nothing about it is traced.
+        """0 dead, 1 partial, 2 full, int8 [batch | 1, q blocks, kv blocks]; a NumPy array if nothing in it is traced.
 
-        Exact for a static mask; otherwise dead and full are certain. What is beyond the ends doesn't count. Of heads that see
-        blocks of their own, dead and full are what all of them say.
+        Exact for a static mask; otherwise dead and full are certain. What lies beyond the ends doesn't count. If heads have
+        different blocks, dead and full mean so for all of them.
         """
         return self.kinds_of_heads(block_q, block_kv, 1)[:, 0]
 
     def kinds_of_heads(self, block_q: int, block_kv: int, tables: int) -> np.ndarray | jax.Array:
-        """The same for each of as many parts of the heads, side by side: [batch | 1, tables | 1, q blocks, kv blocks].
+        """The same for that many groups of heads: [batch | 1, tables | 1, q blocks, kv blocks].
 
-        It is 1 where heads don't differ.
+        The second size is 1 where heads don't differ.
         """
         kinds = self._kinds_by_head(block_q, block_kv)
         if kinds.shape[1] == 1:
@@ -59,7 +59,7 @@ class LocalMask:
         return _joined(kinds.reshape(kinds.shape[0], tables, -1, *kinds.shape[2:]))
 
     def _kinds_by_head(self, block_q: int, block_kv: int) -> np.ndarray | jax.Array:
-        if isinstance(self.mask, Full):  # wherever its rows lie
+        if isinstance(self.mask, Full):  # wherever its rows are
             return np.full((1, 1, -(-self.q_len // block_q), -(-self.kv_len // block_kv)), 2, np.int8)
         offset = 0 if self.query_offset is None else self.query_offset
         static, dynamic = self.mask.split_static()
@@ -87,23 +87,23 @@ class LocalMask:
         some, every = (self.mask if known is None else And(dynamic)).block_bounds(blocks)
         found = jnp.where(every & some, 2, jnp.where(some, 1, 0)).astype(jnp.int8)
         found = found.reshape((1,) * (4 - found.ndim) + found.shape)
-        if found.shape[1] > 1 and not self.heads_apart:  # of an array with a plane for each head
+        if found.shape[1] > 1 and not self.heads_apart:  # an array with a plane for each head
             found = jnp.asarray(_joined(found[:, None]))
         found = jnp.broadcast_to(found, (*found.shape[:2], *blocks.shape))
         return found if known is None else jnp.minimum(found, known)
 
     def array(self, keys: slice | None = None) -> jax.Array | np.ndarray | None:
-        """Return the mask of some keys, or of all, as a bool array that broadcasts to [batch, heads, q, keys]; None for full."""
+        """Return the mask of some or all keys as a bool array that broadcasts to [batch, heads, q, keys]; None if full."""
         if isinstance(self.mask, Full):
             return None
         keys = keys or slice(0, self.kv_len)
         mask = self.mask.narrow(slice(0, self.q_len), keys)
         width = keys.stop - keys.start
-        # NumPy's numbers make a static mask a constant of the program, of two digits a weight: 33 MB for 4096 x 4096. Numbers
-        # that the program makes are a few instructions, which are fused into what is done with the logits. Up to this size
+        # NumPy's numbers make a static mask a constant of the program, of two digits per weight: 33 MB for 4096 x 4096. Numbers
+        # that the program computes are a few instructions, fused with what is done with the logits. Up to this size
         # the constant is the smaller of the two.
         count = _host_numbers if self.q_len * width <= _CONSTANT else numbers
-        # Arrays have rank 4 in a mask: beside them numbers have it too, for who has rank promotion refused.
+        # Arrays in a mask have rank 4, so the numbers do too, in case rank promotion is disabled.
         ones = () if mask.is_static and not hasattr(self.query_offset, "ndim") else (1, 1)
         rows = shifted(count((*ones, self.q_len, 1), len(ones)), self.q_start)
         offset = 0 if self.query_offset is None else self.query_offset
@@ -114,7 +114,7 @@ class LocalMask:
 
     @property
     def all_rows_see(self) -> bool:
-        """Whether it is known, without a test of each weight, that every row sees a key."""
+        """Whether it is known, without testing each weight, that every row sees a key."""
         start, offset = self.q_start, 0 if self.query_offset is None else self.query_offset
         if not isinstance(start, int) or not isinstance(offset, int) or not isinstance(self.k_start, int):
             return False  # traced
@@ -124,7 +124,7 @@ class LocalMask:
 
 
 def _joined(kinds: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-    """Kinds [batch, tables, heads, q, kv] without heads: dead and full where all of them are."""
+    """Kinds [batch, tables, heads, q, kv] merged over heads: dead and full where all of them are."""
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
     return xp.where(kinds.min(2) == 2, 2, xp.minimum(kinds.max(2), 1)).astype(np.int8)
 
@@ -136,9 +136,9 @@ def _host_numbers(shape: tuple[int, ...], axis: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Which weights are dropped: a function of the seed and of a weight's place in the whole problem, and of nothing else.
+    """Which weights are dropped: a function of only the seed and a weight's place in the whole problem.
 
-    So every mesh, every block size and both passes drop the same weights, and none of them is stored. `seed` is uint32
+    So every mesh, every block size and both passes drop the same weights, and none of this is stored. `seed` is uint32
     [2]; the starts are this shard's first batch row, head, query row and key.
     """
 
@@ -165,21 +165,21 @@ class Dropout:
         return self.kept(first, second, shifted(row, self.q_start), shifted(col, self.k_start), self.probability)
 
     def head_keys(self, batch: Any, head: Any) -> tuple[jax.Array, jax.Array]:
-        """One key a head, uint32: made on few elements, so that one draw a weight is left."""
+        """One key per head, uint32: computed on few elements, so that only one draw per weight is left."""
         return self.head_key(self.seed[0], self.seed[1], batch + self.batch_start, head + self.head_start)
 
     @staticmethod
     def head_key(first: Any, second: Any, batch: Any, head: Any) -> tuple[jax.Array, jax.Array]:
-        """`head_keys` for the seed's words and for a batch row and a head of the whole problem; also inside kernels."""
+        """`head_keys` for the seed's words and for a batch row and a head of the whole problem; also used inside kernels."""
         batch, head = (jnp.asarray(index).astype(jnp.uint32) for index in (batch, head))
         return threefry(first, second, batch, head)
 
     @staticmethod
     def kept(first: Any, second: Any, row: Any, col: Any, probability: float) -> jax.Array:
-        """`keep` for a head's key and for rows and keys of the whole problem; also inside kernels."""
+        """`keep` for a head's key and for rows and keys of the whole problem; also used inside kernels."""
         row, col = (jnp.asarray(index).astype(jnp.uint32) for index in (row, col))
         bits = threefry(first, second, row, col)[0]
-        # 32 bits decide, so p is exact to 2**-32.
+        # 32 random bits decide, so p is exact to 2**-32.
         return bits >= np.uint32(min(round(probability * 2**32), 2**32 - 1))
 
 

@@ -1,4 +1,4 @@
-"""Tiles for a mask of blocks: sizes that its blocks suggest, and what a plan tells of the tiles that are visited."""
+"""Tiles for a mask of blocks: sizes that its blocks suggest, and what a plan says of the visited tiles."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from ..planning import AttentionProblem, Placement
 
 __all__ = ["SHARED", "block_remarks", "fitted_block", "has_blocks", "heads_apart"]
 
-_MOST_TILES = 1 << 21  # that are counted for a note
+_MOST_TILES = 1 << 21  # the most tiles to count for a note
 SHARED = "share its choice"
 
 
 def heads_apart(problem: AttentionProblem) -> bool:
-    """Whether heads see blocks of their own."""
+    """Whether heads have different blocks."""
     static = any(isinstance(atom, Blocks) and atom.heads > 1 for atom in problem.mask.atoms())
     return static or any("q_blocks" in leaf.dims and leaf.shape[1] > 1 for leaf in problem.leaves)
 
 
 def has_blocks(problem: AttentionProblem) -> bool:
-    """Whether a part of the mask says which blocks are seen."""
+    """Whether a part of the mask defines visible blocks."""
     return bool(_leaves(problem.mask))
 
 
 def fitted_block(mask: Mask, axis: str, size: int, length: int, least: int) -> int:
-    """A size of tiles of at most `size` along 'q' or 'kv' that the mask's blocks divide, or that divides them.
+    """A tile size of at most `size` along 'q' or 'kv' that the mask's blocks divide, or that divides them.
 
-    Not below `least`: smaller blocks are joined in a tile. A block that holds the whole length asks for nothing.
+    It isn't below `least`: smaller blocks share a tile. A block that covers the whole length makes no demand.
     """
     for block in (getattr(leaf, f"block_{axis}") for leaf in _leaves(mask)):
         if block >= length:
@@ -46,9 +46,9 @@ def fitted_block(mask: Mask, axis: str, size: int, length: int, least: int) -> i
 def block_remarks(
     problem: AttentionProblem, placement: Placement, block_q: int, block_kv: int, tables: int
 ) -> tuple[str, ...]:
-    """What is visited, beside the same mask without its blocks; what is rounded to tiles; whose choices are united.
+    """What is visited, compared with the same mask without its blocks; what is rounded to tiles; which choices are merged.
 
-    tables: parts of a device's heads whose tiles are visited apart.
+    tables: groups of a device's heads whose tiles are visited separately.
     """
     leaves = _leaves(problem.mask)
     if not leaves:
@@ -96,7 +96,7 @@ def _density(problem: AttentionProblem, leaf: Any) -> str:
 def _counted(
     problem: AttentionProblem, placement: Placement, block_q: int, block_kv: int, tables: int
 ) -> tuple[float, float, int, str] | None:
-    """(what a head visits in the mean, what it would without the blocks, all, of what); None where it isn't known before."""
+    """(what a head visits on average, what it would without the blocks, all, of what); None if it isn't known before the run."""
     mask, leaves = problem.mask, _leaves(problem.mask)
     known = all(isinstance(leaf, Blocks) for leaf in leaves)
     if not known or problem.dynamic_query_offset or "mask_function" in problem.features:
@@ -104,7 +104,7 @@ def _counted(
     heads = max(leaf.heads for leaf in leaves)
     of = "tiles"
     if heads * math.ceil(problem.q_len / block_q) * math.ceil(problem.kv_len / block_kv) > _MOST_TILES:
-        # Of many tiles those that lie in one block of the mask are counted as one.
+        # If there are many tiles, those in one block of the mask are counted as one.
         block_q, block_kv = (
             size * max(1, max(getattr(leaf, f"block_{axis}") for leaf in leaves) // size)
             for axis, size in (("q", block_q), ("kv", block_kv))
@@ -113,7 +113,7 @@ def _counted(
     place = {"q_len": problem.q_len, "kv_len": problem.kv_len, "query_offset": problem.query_offset or 0}
     kinds = mask.live_blocks_by_head(block_q, block_kv, **place) > 0
     if len(kinds) > 1:
-        every_table = problem.q_heads * tables // placement.local.q_heads  # of all devices
+        every_table = problem.q_heads * tables // placement.local.q_heads  # over all devices
         kinds = np.array(kinds.reshape(every_table, -1, *kinds.shape[1:]).any(axis=1))
     without = mask.map_atoms(lambda atom: Full() if isinstance(atom, Blocks) else atom)
     dense = without.live_blocks(block_q, block_kv, **place) > 0

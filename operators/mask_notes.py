@@ -1,4 +1,4 @@
-"""What a plan says of a mask that came as an array: that it isn't known, or what it is and how to declare that."""
+"""What a plan says of a mask given as an array: that it isn't known, or what it is and how to declare that."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..planning.problem import LeafShape
 
 __all__ = ["dense_notes", "value_notes"]
 
-_ALL_CELLS = 1 << 24  # looked at whole, in tens of milliseconds; of larger masks some rows are
+_ALL_CELLS = 1 << 24  # checked whole, in tens of milliseconds; of larger masks only some rows
 _ROWS = 64
 
 
 def dense_notes(leaves: Sequence[LeafShape]) -> list[str]:
-    """A note for each array of [.., q, kv] in the mask; one query or one key has no structure to declare."""
+    """A note for each array of [.., q, kv] in the mask; an array with one query or one key has no structure to declare."""
     return [_unknown(leaf.shape) for leaf in leaves if _has_rows(leaf.name, leaf.shape)]
 
 
 def value_notes(notes: Sequence[str], mask: Mask, leaves: Sequence[Any], q_len: int, kv_len: int) -> tuple[str, ...]:
-    """The same notes where the arrays' values are known: what each array is takes the place of 'not known'."""
+    """The same notes if the arrays' values are known: what each array is replaces 'not known'."""
     found = list(notes)
     for array in leaves:
         if not _readable(array) or array.dtype != np.bool_ or _unknown(array.shape) not in found:
@@ -44,7 +44,7 @@ def _unknown(shape: Sequence[int]) -> str:
 
 def _known(array: Any, mask: Mask, q_len: int, kv_len: int) -> list[str]:
     planes, whole = array.shape[0] * array.shape[1], array.size <= _ALL_CELLS
-    # Where only some rows are read: the first, the last and others between, of the first plane.
+    # The rows read of a large mask: the first, the last and some in between, of the first plane.
     rows = np.arange(q_len) if whole else np.unique(np.linspace(0, q_len - 1, _ROWS).astype(int))
     with jax.ensure_compile_time_eval():
         cells = np.asarray(array) if whole else np.asarray(array[:1, :1, rows])
@@ -55,9 +55,9 @@ def _known(array: Any, mask: Mask, q_len: int, kv_len: int) -> list[str]:
     if not whole:
         name += f" in the {len(rows)} rows" + (f" of the first of {planes} planes" if planes > 1 else "") + " looked at"
     if said.bind(0) in [part for part in mask.conjuncts() if part.is_static]:
-        return [f"{name}, which is declared already; pass no array: it is read for nothing"]
+        return [f"{name}, which is declared already; pass no array: reading it has no use"]
     if said.describe() == "full":
-        return [f"{name}: it hides nothing; pass no array: it is read for nothing"]
+        return [f"{name}: it hides nothing; pass no array: reading it has no use"]
     short = '"causal": true or ' if said.describe() == "causal" else ""
     words = f'{short}"mask": {json.dumps(said.to_dict())}'
     return [f"{name}; declare {words} in call and pass no array: hidden blocks are then skipped"]

@@ -1,4 +1,4 @@
-"""Where a model's own arrays lie so that its attention needn't move them: tokens, projections, a dense cache."""
+"""Where to put a model's own arrays so that its attention needn't move them: tokens, projections, a dense cache."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["ModelShardings", "shardings_for"]
 
 
 class ModelShardings(NamedTuple):
-    """NamedShardings around one attention, as jax.device_put and jit's in_shardings take them.
+    """NamedShardings for one attention, in the form that jax.device_put and jit's in_shardings take.
 
     tokens: ids [batch, length] and hidden states [batch, length, features]. query, key, value, output: the call's, in its
     layout. q_proj, k_proj, v_proj: kernels [features, heads, dim] or [features, heads * dim]; o_proj: [heads, dim, features] or
     [heads * dim, features]. q_bias, k_bias, v_bias: [heads, dim] or [heads * dim]. cache_key, cache_value: a dense cache
-    [batch, cache_len, kv_heads, dim] in the layout, None where no cache_len was given.
+    [batch, cache_len, kv_heads, dim] in the layout, None without a cache_len.
     """
 
     tokens: NamedSharding
@@ -55,11 +55,11 @@ def shardings_for(
     mode: str = "train",
     mesh: AnyMesh | None = None,
 ) -> ModelShardings:
-    """Name where a model's arrays lie, from one plan of its self-attention and, with cache_len, one of a decoding step.
+    """Return shardings for a model's arrays, from one plan of its self-attention and, with cache_len, one of a decoding step.
 
-    mesh: by default the attention's own, else that of the context. Heads of a projection are split as those of the call; where
-    kv heads are repeated for the mesh, and where an axis doesn't divide, what is here is whole. Errors: ShardingError without a
-    mesh; InputError for sizes that no call could have.
+    mesh: by default the attention's own, else that of the context. The heads of a projection are split like those of the call;
+    where kv heads are repeated for the mesh, or an axis doesn't divide a size, the array here isn't split. Errors: ShardingError
+    without a mesh; InputError for sizes that no call could have.
     """
     declared = attention.declaration.call
     layout = canonical_layout(declared.layout)
@@ -68,7 +68,7 @@ def shardings_for(
     mesh = attention.operation.metadata.mesh if mesh is None else mesh
     if mesh is None:
         raise ShardingError(
-            "there is no mesh; declare one, Attention(..., mesh=mesh), or give shardings_for(mesh=mesh)."
+            "there is no mesh; declare one with Attention(..., mesh=mesh), or pass shardings_for(mesh=mesh)."
         )
     sizes = {"b": batch, "h": q_heads, "d": head_dim, "kv": kv_heads or q_heads, "v": value_dim or head_dim}
 

@@ -1,4 +1,4 @@
-"""The one rule that chooses how forward_native works: logits whole, in blocks, or a few queries against many keys."""
+"""The rule that chooses how forward_native works: whole logits, blocks, or a few queries against many keys."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["NativeRoute", "native_block_remarks", "native_route"]
 class NativeRoute(Route):
     """name: 'plain', 'blockwise' or 'decode'. Sizes of a tile, None where the logits are built whole.
 
-    block_q, block_kv, heads_per_tile: query rows, keys and kv heads worked on at once; the backward pass has its own rows
-    and keys. On the decode route block_kv is the keys of one piece, and the other two belong to the backward pass alone.
+    block_q, block_kv, heads_per_tile: query rows, keys and kv heads processed at once; the backward pass has its own rows
+    and keys. On the decode route block_kv is the number of keys in one piece, and the other two are only for the backward pass.
     """
 
     block_q: int | None = None
@@ -28,7 +28,7 @@ class NativeRoute(Route):
     block_kv_backward: int | None = None
 
 
-# The measurements behind these numbers: docs/native-path.md.
+# For the measurements behind these numbers see docs/native-path.md.
 _PLAIN_ROW_BYTES = (
     512 << 10
 )  # logits of a batch row so small that one product over the whole batch beats a loop over it,
@@ -36,32 +36,32 @@ _PLAIN_BYTES = 8 << 20  # while those of the batch stay in the cache
 _ONE_TILE = 512  # lengths up to this are one tile,
 _ONE_TILE_BYTES = 8 << 20  # of as many heads as this holds
 _TILE_CELLS = 1 << 18  # logits of a tile of one head: the fewest that XLA:CPU spreads over its threads
-_ACCELERATOR_CELLS = 1 << 25  # of a tile over all heads: 128 MiB in float32
-_RING_BLOCK = 128  # no smaller blocks than that in a ring
-_MASK_BLOCK = 64  # the mask's blocks are joined to tiles of as many rows and keys, where they are smaller
-_DECODE_ROWS = 16  # query rows of all heads together, up to which block-diagonal products are cheap
+_ACCELERATOR_CELLS = 1 << 25  # per tile over all heads: 128 MiB in float32
+_RING_BLOCK = 128  # the smallest block in a ring
+_MASK_BLOCK = 64  # smaller mask blocks are joined into tiles of this many rows and keys
+_DECODE_ROWS = 16  # query rows over all heads, up to which block-diagonal products are cheap
 _DECODE_KEYS = 2048
 _PIECES = 8
 
 
 def native_route(problem: AttentionProblem, placement: Placement, config: OperationConfig) -> NativeRoute:
-    """Choose from the shapes that one device gets; a path and blocks that the config declares are taken."""
+    """Choose from the shapes that one device gets; a path and blocks declared in the config are used as they are."""
     local = placement.local
-    ours = config if hasattr(config, "path") else None  # vanilla's fields, under whatever name
+    ours = config if hasattr(config, "path") else None  # vanilla's fields, under any operation's name
     declared = getattr(ours, "path", None)
     logits = local.batch * local.q_heads * local.q_len * local.kv_len * _itemsize(problem.softmax_dtype)
-    size = f"{bytes_text(logits)} a device"
+    size = f"{bytes_text(logits)} per device"
     if "return_weights" in problem.features:
-        return NativeRoute("plain", "the attention weights are asked for, and only whole logits give them")
+        return NativeRoute("plain", "the attention weights are requested, and only whole logits give them")
     if _itemsize(problem.softmax_dtype) < 4:
-        return NativeRoute("plain", f"the blocks' softmax is float32 or wider, and {problem.softmax_dtype} is declared")
+        return NativeRoute("plain", f"the blocks' softmax is float32 or wider, but {problem.softmax_dtype} is declared")
     blocks = _blocks(problem, placement, getattr(ours, "block_q", None), getattr(ours, "block_kv", None))
     if placement.sequence.ring_axes:
-        return NativeRoute("blockwise", "keys come a part at a time, and parts are merged by their lse", *blocks)
+        return NativeRoute("blockwise", "keys arrive one part at a time, and parts are merged by their lse", *blocks)
     if declared == "plain":
         return NativeRoute("plain", f"declared; the logits take {size}")
     rows = local.q_heads * local.q_len
-    # Of keys that stay split, a part is worked on as the whole would be: whole logits would copy it.
+    # If keys stay split, a part takes the same route as the whole: whole logits would copy it.
     seen = problem.kv_len if placement.sequence.strategy == "split_kv" else local.kv_len
     few = rows <= _DECODE_ROWS and seen >= _DECODE_KEYS
     if declared == "decode" or (declared is None and few):
@@ -69,9 +69,9 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
         piece = max(_DECODE_KEYS, math.ceil(local.kv_len / _PIECES))
         piece = min(getattr(ours, "block_kv", None) or piece, local.kv_len)
         return NativeRoute("decode", why, blocks[0], piece, *blocks[2:])
-    alone = 2 if local.batch == 1 else 1  # a single row has no loop to save
+    alone = 2 if local.batch == 1 else 1  # a single row has no loop to avoid
     if declared is None and logits <= _PLAIN_BYTES and logits <= local.batch * _PLAIN_ROW_BYTES // alone:
-        return NativeRoute("plain", f"the logits take {size}: few enough to be built whole")
+        return NativeRoute("plain", f"the logits take {size}: small enough to build whole")
     return NativeRoute("blockwise", f"{'declared; ' if declared else ''}whole logits would take {size}", *blocks)
 
 
@@ -82,37 +82,39 @@ def _blocks(
     local = placement.local
     group = local.q_heads // local.kv_heads
     if problem.platform != "cpu":
-        # An accelerator wants all heads at once; the tile is then bounded by its memory.
+        # An accelerator works best on all heads at once; its memory then limits the tile.
         most_q = most_kv = 512
         heads = _divisor(local.kv_heads, _ACCELERATOR_CELLS // (group * most_q * most_kv))
     elif max(local.q_len, local.kv_len) <= _ONE_TILE and not placement.sequence.ring_axes:
         most_q = most_kv = _ONE_TILE
         heads = _divisor(local.kv_heads, _ONE_TILE_BYTES // (4 * group * local.q_len * local.kv_len))
     else:
-        # One kv head at a time. Where blocks are skipped, smaller ones skip more.
+        # One kv head at a time. Smaller blocks skip more.
         rows = 1024 if isinstance(problem.mask, Full) or group > 1 else 512
         most_q, most_kv, heads = max(8, rows // group), _TILE_CELLS // rows, 1
-        if placement.sequence.ring_axes:  # two blocks at least, for one alone isn't skipped where nothing is seen
+        if (
+            placement.sequence.ring_axes
+        ):  # at least two blocks, because a single one isn't skipped where nothing is visible
             most_q, most_kv = (
                 min(most, max(_RING_BLOCK, math.ceil(length / 2)))
                 for most, length in ((most_q, local.q_len), (most_kv, local.kv_len))
             )
     if heads_apart(problem):
-        heads = 1  # what a group's heads see is united; not with that of other groups
+        heads = 1  # the visible blocks of a group's heads are merged, but not those of different groups
     fitted = []
     for axis, length, declared, most in (
         ("q", local.q_len, block_q, most_q),
         ("kv", local.kv_len, block_kv, most_kv),
     ):
         of_mask = most if declared else fitted_block(problem.mask, axis, most, length, _MASK_BLOCK)
-        # Sizes that the mask's blocks suggest stay: balanced, they would lie across them.
+        # Keep sizes that the mask's blocks suggest: balanced sizes would cross block boundaries.
         fitted.append(_balanced(length, declared or most) if of_mask == most else min(of_mask, length))
     sizes = fitted[0], fitted[1]
     return *sizes, heads, *sizes
 
 
 def native_block_remarks(problem: AttentionProblem, placement: Placement, route: NativeRoute) -> tuple[str, ...]:
-    """What a plan tells of a mask of blocks on this route."""
+    """What a plan says of a mask of blocks on this route."""
     local = placement.local
     if route.name == "plain":
         return block_remarks(problem, placement, local.q_len, local.kv_len, 1)
@@ -133,7 +135,7 @@ def _divisor(number: int, most: int) -> int:
 
 
 def _balanced(length: int, most: int, unit: int = 8) -> int:
-    """The block of about `most` at most that cuts a length into equal blocks with the least padding."""
+    """A block of at most about `most` that cuts a length into equal blocks with the least padding."""
     count = math.ceil(length / most)
     block = math.ceil(length / count)
     return block if count == 1 else math.ceil(block / unit) * unit

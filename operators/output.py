@@ -24,8 +24,8 @@ class AttentionOutput:
         less than 1; a fully masked row is 0.
     lse: [batch, heads, q] (thd: [heads, q]), in the softmax dtype, or None. A fully masked row has -inf, or, with sinks,
         the log-sum-exp of its head's sinks.
-    plan: what ran and why. It is told by the call itself and is no part of the tree: branches of lax.cond may have different
-        plans, and what comes out of jit, scan or tree_map has None here.
+    plan: what ran and why. The call itself sets it, and it isn't part of the tree: branches of lax.cond may have different
+        plans, and the result of jit, scan or tree_map has None here.
     """
 
     attention_outputs: jax.Array

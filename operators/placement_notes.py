@@ -1,4 +1,4 @@
-"""What a plan says of arrays that come elsewhere, or split otherwise, than is declared: whence, whither, and bytes sent."""
+"""What a plan says of arrays that are given on other devices, or split differently, than declared: from, to, bytes sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["moved_notes"]
 
 
 class _Given(NamedTuple):
-    """An array of the call that has a place already. `tensor`: its name among the fitted specs, '' if it has none."""
+    """An array of the call that already has a place. `tensor`: its name among the fitted specs, '' if it has none."""
 
     name: str
     tensor: str
@@ -31,9 +31,9 @@ class _Given(NamedTuple):
 
 
 def moved_notes(plan: Plan, arrays: Arrays, mesh: AnyMesh | None) -> tuple[str, ...]:
-    """A note for each array that the call moves: committed to other devices than the mesh's, or split otherwise than declared.
+    """A note for each array that the call moves: committed to devices other than the mesh's, or split differently than declared.
 
-    Arrays that aren't committed, NumPy's among them, have no place yet. The bytes are the least that can be sent: what a
+    Arrays that aren't committed, NumPy's among them, have no place yet. The bytes are a lower bound: what a
     device needs and doesn't hold. Errors: InputError for a ShapeDtypeStruct whose sharding doesn't divide its shape.
     """
     if mesh is None or any(axis.kind == "manual" for axis in plan.problem.mesh):
@@ -43,7 +43,7 @@ def moved_notes(plan: Plan, arrays: Arrays, mesh: AnyMesh | None) -> tuple[str, 
 
 def _given(plan: Plan, arrays: Arrays, mesh: AnyMesh) -> Iterator[_Given]:
     named = [(name, name, x) for name, x in arrays._asdict().items() if name != "mask_leaves"]
-    # The mask's own arrays come first among those of the whole mask.
+    # The mask argument's own arrays come first among those of the whole mask.
     leaves = zip(plan.problem.leaves, arrays.mask_leaves, strict=False)
     named += [(f"mask ({leaf.name})", "mask" if leaf.name == "mask" else "", x) for leaf, x in leaves]
     for name, tensor, x in named:
@@ -54,7 +54,7 @@ def _given(plan: Plan, arrays: Arrays, mesh: AnyMesh) -> Iterator[_Given]:
 
 
 def _place(x: Any) -> Sharding | None:
-    """Where an array is; None where nobody has said so yet."""
+    """Where an array is; None if that isn't specified yet."""
     if isinstance(x, jax.core.Tracer):
         typed = jax.typeof(x).sharding
         kinds = {kind for kind, size in zip(typed.mesh.axis_types, typed.mesh.axis_sizes, strict=True) if size > 1}
@@ -65,9 +65,9 @@ def _place(x: Any) -> Sharding | None:
 
 
 def _note(given: _Given, plan: Plan, mesh: AnyMesh) -> str | None:
-    """Where it comes from, where it goes, and what is sent; None if it lies as is declared."""
+    """Where it comes from, where it goes, and what is sent; None if it is placed as declared."""
     if not given.elsewhere and plan.placement.fitted.get(given.tensor) is None:
-        return None  # small, and what is best for it isn't declared
+        return None  # small, and without a declared placement
     declared = NamedSharding(mesh, plan.placement.given(given.tensor, given.shape))
     come = f"{given.name} comes {_words(given, mesh)}"
     if not comparable(given.sharding, declared):
@@ -79,8 +79,8 @@ def _note(given: _Given, plan: Plan, mesh: AnyMesh) -> str | None:
     wanted = _parts(declared, given, positions)
     if _alike(source, wanted):
         return None
-    # An array of other devices is put where it is declared. Another goes into the program as it lies, and there at once to
-    # where the operation wants it.
+    # An array on other devices is moved to the declared placement. Any other array enters the program as it is, and is then moved
+    # directly to where the operation requires it.
     target = declared if given.elsewhere else NamedSharding(mesh, _inside(plan, given, declared.spec))
     whither = _text(target.spec, given)
     if _text(declared.spec, given) != whither:
@@ -89,15 +89,15 @@ def _note(given: _Given, plan: Plan, mesh: AnyMesh) -> str | None:
     sent = lacking(source, needed) * given.itemsize
     if not sent.any():
         held = bytes_text(int(source.sizes.max()) * given.itemsize)
-        return f"{come} and is taken as {whither}: nothing is sent, a device holds {held}"
+        return f"{come} and is taken as {whither}: nothing is sent, each device holds {held}"
     most = bytes_text(int(sent.max()))
     if (sent == sent[0]).all():
         return f"{come} and is moved to {whither}: {most} sent to each device"
-    return f"{come} and is moved to {whither}: up to {most} sent to a device, {bytes_text(int(sent.sum()))} in all"
+    return f"{come} and is moved to {whither}: up to {most} sent to each device, {bytes_text(int(sent.sum()))} in all"
 
 
 def _inside(plan: Plan, given: _Given, declared: PartitionSpec) -> PartitionSpec:
-    """Where the operation wants a tensor at its entry, in the caller's layout."""
+    """Where the operation requires a tensor at its entry, in the caller's layout."""
     problem, placement = plan.problem, plan.placement
     if given.tensor not in ("query", "key", "value"):
         return placement.spec("bias") if given.tensor == "bias" else declared
@@ -119,7 +119,7 @@ def _alike(source: Parts, target: Parts) -> bool:
 
 
 def _words(given: _Given, mesh: AnyMesh) -> str:
-    """`as P(fsdp, -, -, -)`, with what is different about its devices or its mesh."""
+    """`as P(fsdp, -, -, -)`, with any difference in its devices or its mesh."""
     sharding = given.sharding
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set

@@ -1,4 +1,4 @@
-"""planned_platform: the platform for which a call is planned, and where that was read."""
+"""planned_platform: the platform that a call is planned for, and the source of that."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["planned_platform"]
 
 
 def planned_platform(metadata: OperationMetadata, mesh: AnyMesh | None, arrays: Any) -> tuple[str, str, str]:
-    """(platform, device kind, where it was read): the mesh's devices, else backend or platform, else where jax would run it.
+    """(platform, device kind, source): the mesh's devices, else backend or platform, else where jax would run the call.
 
-    `arrays` is a tree of the call's. Errors: InputError where metadata.platform says another one.
+    `arrays` is a tree of the call's arrays. Errors: InputError if metadata.platform differs.
     """
     found = devices_platform(mesh)
     here = ambient_platform(jax.tree.leaves(arrays))
@@ -31,11 +31,11 @@ def planned_platform(metadata: OperationMetadata, mesh: AnyMesh | None, arrays: 
     else:
         platform, kind, source = here
     if platform == "gpu" and here.platform in ("cuda", "rocm"):
-        # jax calls every vendor's GPUs 'gpu'; those of this process say whose they are.
+        # jax calls every vendor's GPUs 'gpu'; the process's own GPUs tell the vendor.
         platform, kind = here.platform, here.device_kind
     elif platform in ("cuda", "rocm") and not kind and here.platform == platform:
         kind = here.device_kind
-    elif platform == "gpu" and kind.startswith("NVIDIA"):  # of GPUs that are described, and not here
+    elif platform == "gpu" and kind.startswith("NVIDIA"):  # described GPUs that aren't here
         platform = "cuda"
     wanted = metadata.platform
     if wanted is not None and wanted != platform and not (wanted == "gpu" and platform in ("cuda", "rocm")):

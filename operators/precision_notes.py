@@ -1,4 +1,4 @@
-"""What a plan notes of JAX's own settings, where the products are another library's."""
+"""What a plan notes of JAX's own settings if the products are another library's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["ambient_precision"]
 
 
 def ambient_precision(problem: AttentionProblem) -> tuple[str, ...]:
-    """Of float32 on an accelerator: its published tolerance wants a setting. On a CPU the setting changes nothing."""
+    """For float32 on an accelerator: its published tolerance requires a setting. On a CPU the setting changes nothing."""
     if problem.platform == "cpu" or problem.runtime_dtype != "float32":
         return ()
     return (

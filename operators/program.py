@@ -1,6 +1,6 @@
-"""Program: all that is static of a planned call, and the one jitted function that runs every such call.
+"""Program: everything static in a planned call, and the one jitted function that runs every such call.
 
-Equal programs are one entry of jax's own caches, whichever object asked: a model whose layers each make their operation
+Equal programs share one entry of jax's own caches, whichever object asked: a model whose layers each make their operation
 traces, lowers and compiles it once, as `jax.jit` does for any function that is called twice.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["Program", "attention"]
 
 
 class Program:
-    """An operation, its plan, the mesh and the options of a call. Compared by value; the hash is made once."""
+    """An operation, its plan, the mesh and the options of a call. Compared by value; the hash is computed once."""
 
     __slots__ = ("_hash", "default_causal", "mesh", "operation", "options", "plan")
 
@@ -45,7 +45,7 @@ class Program:
 
 @functools.partial(jax.jit, static_argnums=0)
 def attention(program: Program, arrays: Arrays) -> LocalOutput:
-    """Run a planned call. In a profile and in a program's text it goes by this name."""
+    """Run a planned call. This is its name in a profile and in a program's text."""
     operation, decided = program.operation, program.plan
     return execute(
         getattr(operation, decided.method or ""),

@@ -1,4 +1,4 @@
-"""What can be planned and not run: shapes without values, a mesh without devices, a platform that isn't here."""
+"""What can be planned but not run: shapes without values, a mesh without devices, a platform that isn't here."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["check_runnable"]
 
 
 def check_runnable(leaves: Sequence[Any], mesh: AnyMesh | None, devices: int, platform: str, source: str) -> None:
-    """Refuse a call of these arrays that was planned for so many devices of a platform, read from `source`.
+    """Refuse a call of these arrays that was planned for a number of devices of a platform, read from `source`.
 
-    Errors: InputTypeError for shapes, InputError for a mesh that can't be had here, and for another platform.
+    Errors: InputTypeError for shapes, InputError for a mesh that isn't available here, and for another platform.
     """
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         raise InputTypeError("a ShapeDtypeStruct has no values to attend with; pass arrays, or call plan().")
     tracing = any(isinstance(x, jax.core.Tracer) for x in leaves)
     if isinstance(mesh, AbstractMesh) and not mesh.manual_axes and not tracing:
         raise InputError(
-            f"mesh {describe_mesh(mesh)} has no devices, so this can be planned and lowered but not run; give a Mesh of devices."
+            f"mesh {describe_mesh(mesh)} has no devices, so this can be planned and lowered but not run; pass a Mesh of devices."
         )
     context = get_abstract_mesh()
     if mesh is not None and not context.empty and not context.manual_axes and devices > 1:

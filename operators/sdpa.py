@@ -22,13 +22,13 @@ _FEATURES = STATIC_MASKS | {
 
 
 class SdpaConfig(OperationConfig):
-    """sdpa has nothing to choose."""
+    """sdpa has no options."""
 
     operation: Literal["sdpa"] = "sdpa"
 
 
 def _flags(mask: Mask, q_len: int, kv_len: int) -> tuple[bool, tuple[int, int] | None] | None:
-    """(is_causal, local_window_size) where these say the same as a square mask, else None."""
+    """(is_causal, local_window_size) if these express the same square mask, else None."""
     if isinstance(mask, Full):
         return False, None
     parts = mask.conjuncts()
@@ -43,7 +43,7 @@ def _flags(mask: Mask, q_len: int, kv_len: int) -> tuple[bool, tuple[int, int] |
 
 
 def _adds_bias(p: AttentionProblem) -> bool:
-    # cuDNN takes an array mask as a bias; a query shard can't use the flags, which count from its own first row.
+    # cuDNN takes an array mask as a bias. A query shard can't use the flags, which count from its own first row.
     split = p.rules.query[p.layout.index("t")] is not None and p.devices > 1
     return "bias" in p.features or split or _flags(p.mask, p.q_len, p.kv_len) is None
 
@@ -72,14 +72,14 @@ _CUDNN = (
         "sdpa.cudnn_head_dim",
         "head_dim",
         lambda p, c: p.head_dim % 8 == 0 and p.head_dim <= _most(p),
-        "head_dim={p.head_dim} on {p.device}: cuDNN wants a multiple of 8 up to 128 (256 on Hopper and later)",
+        "head_dim={p.head_dim} on {p.device}: cuDNN requires a multiple of 8 up to 128 (256 on Hopper and later)",
         "Pad the head dim in the projections, or use 'vanilla'.",
     ),
     Rule(
         "sdpa.cudnn_even_lengths",
         "q_len",
         lambda p, c: not _adds_bias(p) or (p.q_len % 2 == 0 and p.kv_len % 2 == 0),
-        "q_len={p.q_len}, kv_len={p.kv_len} with a bias or array mask: cuDNN wants even lengths for its gradient",
+        "q_len={p.q_len}, kv_len={p.kv_len} with a bias or array mask: cuDNN requires even lengths for its gradient",
         "Pad the sequence to an even length.",
     ),
 )
@@ -95,7 +95,7 @@ class ScaledDotProduct(Operation):
     def remarks(
         cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> tuple[str, ...]:
-        """Also at what precision jax multiplies."""
+        """Also reports the precision of jax's products."""
         return (*super().remarks(method, problem, placement, config), *ambient_precision(problem))
 
     @implementation(
@@ -113,7 +113,7 @@ class ScaledDotProduct(Operation):
     @implementation(
         consumes=_FEATURES,
         rules=(_SOFTMAX,),
-        # bfloat16: jax 0.12 on CPU rounds more than jax 0.10 where heads stand before time (a row off by 5.8e-2 of its size).
+        # bfloat16: jax 0.12 on CPU rounds more than jax 0.10 if heads come before time (a row off by 5.8e-2 of its size).
         tolerance={"float32": (4e-6, 1e-5), "bfloat16": (7e-2, 7e-2), "float16": (2e-3, 4e-3)},
         dequantises=True,
     )

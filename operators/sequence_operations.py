@@ -1,4 +1,4 @@
-"""ring and ulysses: splash (and on other platforms the native path) with one way of handling a split sequence, by name."""
+"""ring and ulysses: splash (on other platforms the native path) with a fixed strategy for a split sequence."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["RingAttention", "RingConfig", "UlyssesAttention", "UlyssesConfig"]
 
 
 class RingConfig(SplashConfig):
-    """The splash kernel's config; see SplashConfig. What is declared for 'splash' counts too."""
+    """The splash kernel's config; see SplashConfig. What is declared for 'splash' applies too."""
 
     operation: Literal["ring"] = "ring"  # type: ignore[assignment]
 
 
 class UlyssesConfig(SplashConfig):
-    """The splash kernel's config; see SplashConfig. What is declared for 'splash' counts too."""
+    """The splash kernel's config; see SplashConfig. What is declared for 'splash' applies too."""
 
     operation: Literal["ulysses"] = "ulysses"  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""Every shape and dtype of a call, checked against each other; once per distinct call."""
+"""Checks every shape and dtype of a call against the others; once per distinct call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sizes_of(arrays: Arrays, layout: str) -> dict[str, int]:
     for name in ("query", "key", "value"):
         shape = getattr(arrays, name).shape
         if len(shape) != rank:
-            raise InputError(f"{name} has shape {shape}; layout {layout!r} wants {words[layout]}.")
+            raise InputError(f"{name} has shape {shape}; layout {layout!r} requires {words[layout]}.")
         if 0 in shape:
             raise InputError(f"{name} has shape {shape}; wanted at least one element along every dimension.")
     q, k, v = (dict(zip(layout, getattr(arrays, n).shape, strict=True)) for n in ("query", "key", "value"))
@@ -53,12 +53,12 @@ def with_segments(arrays: Arrays, layout: str, batch: int, q_len: int, kv_len: i
     q, kv = arrays.q_segment_ids, arrays.kv_segment_ids
     if q is None and kv is None:
         if layout == "thd":
-            raise InputError("layout 'thd' packs sequences, so q_segment_ids [tokens] is needed; pass it.")
+            raise InputError("layout 'thd' packs sequences, so q_segment_ids [tokens] is required; pass it.")
         return arrays
     if q is None or kv is None:
         if q_len != kv_len:
             missing = "q_segment_ids" if q is None else "kv_segment_ids"
-            raise InputError(f"{missing} is missing and q_len={q_len}, kv_len={kv_len} differ; pass both.")
+            raise InputError(f"{missing} is missing, but q_len={q_len} and kv_len={kv_len} differ; pass both.")
         q = kv = q if kv is None else kv
     for name, ids, length in (("q_segment_ids", q, q_len), ("kv_segment_ids", kv, kv_len)):
         want = (length,) if layout == "thd" else (batch, length)
@@ -74,12 +74,12 @@ def _need_integers(name: str, array: jax.ShapeDtypeStruct) -> None:
 
 
 def check_dtypes(arrays: Arrays, metadata: OperationMetadata) -> None:
-    """Check that query, key and value are floats of one dtype, but for a quantised key and value; and what is declared."""
+    """Check that query, key and value are floats of one dtype, except for quantised key and value; and the declared dtypes."""
     for name in ("runtime_dtype", "runtime_softmax_dtype"):
         declared = getattr(metadata, name)
         if declared is not None and jax.dtypes.canonicalize_dtype(declared) != declared:
             raise ConfigError(
-                f"{name}={declared.name!r}, and jax_enable_x64 is off, so jax would compute in "
+                f"{name}={declared.name!r}, but jax_enable_x64 is off, so jax would compute in "
                 f"{jax.dtypes.canonicalize_dtype(declared).name}; turn it on before the call, with "
                 "jax.config.update('jax_enable_x64', True) or JAX_ENABLE_X64=1, or declare float32."
             )
@@ -103,7 +103,7 @@ def check_scales(arrays: Arrays, layout: str) -> None:
         if scale is None:
             if tensor.dtype == jnp.int8:
                 raise InputError(
-                    f"{name} is int8 and {name}_scale is missing; pass it, floats that broadcast to {words}."
+                    f"{name} is int8, but {name}_scale is missing; pass it, floats that broadcast to {words}."
                 )
             continue
         if not quantised:
@@ -139,15 +139,15 @@ def check_extras(arrays: Arrays, options: Options, sizes: dict[str, int]) -> Non
         if array is not None:
             _need_integers(name, array)
             if array.shape != (b,) and not (name == "query_offset" and array.shape == ()):
-                raise InputError(f"{name} has shape {array.shape}; wanted ({b},), one number a batch row.")
+                raise InputError(f"{name} has shape {array.shape}; wanted ({b},), one number per batch row.")
     if options.query_offset is not None and abs(options.query_offset) > LIMIT:
         raise InputError(
-            f"query_offset={shown(options.query_offset)}; wanted at most 2**30 either way, or int32 positions wrap round."
+            f"query_offset={shown(options.query_offset)}; wanted at most 2**30 either way, or int32 positions overflow."
         )
 
 
 def check_key(rng: Any) -> None:
-    """Check that the dropout key, as given, is one key: jax.random.key(...) or a raw uint32 one."""
+    """Check that the dropout key is one key: jax.random.key(...) or a raw uint32 one."""
     typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
     if not (typed and rng.shape == ()) and not (rng.dtype == jnp.uint32 and len(rng.shape) == 1):
         raise InputTypeError(

@@ -1,4 +1,4 @@
-"""ShardedOperands: the arrays that cross into shard_map."""
+"""ShardedOperands: the arrays that are passed into shard_map."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ShardedOperands"]
 
 
 class ShardedOperands(NamedTuple):
-    """In canonical form: query, key and value of rank 4, one sink a head, a scale for every key."""
+    """In canonical form: query, key and value of rank 4, one sink per head, a scale for every key."""
 
     query: jax.Array
     key: jax.Array

@@ -23,13 +23,13 @@ from .sequence.ring_call import around_the_ring
 __all__ = ["Vanilla", "VanillaConfig"]
 
 
-_TRIED = (64, 128, 256, 512, 1024, 2048)  # block sizes of a search
+_TRIED = (64, 128, 256, 512, 1024, 2048)  # block sizes that a search tries
 
 
 class VanillaConfig(OperationConfig):
-    """path: 'plain' builds the logits whole, 'blockwise' never does, 'decode' is for few queries; unset, the plan chooses.
+    """path: 'plain' builds the logits whole, 'blockwise' never does, 'decode' is for few queries; if unset, the plan chooses.
 
-    block_q, block_kv: the most query rows and keys of a tile; unset or None, the plan chooses.
+    block_q, block_kv: the most query rows and keys per tile; if unset or None, the plan chooses.
     """
 
     feeds: ClassVar = {"blocksize_q": "block_q", "blocksize_k": "block_kv"}
@@ -65,7 +65,7 @@ class Vanilla(Operation):
         consumes=ALL_FEATURES,
         rules=(_PATH,),
         tolerance={
-            "float64": (4e-6, 2e-5),  # with the softmax in float32, as it is unless declared otherwise
+            "float64": (4e-6, 2e-5),  # with the softmax in float32, the default
             "float32": (6e-6, 2e-5),  # head dims of 576; the gradient of keys under a soft cap
             "bfloat16": (1.5e-2, 3e-2),
             "float16": (2e-3, 4e-3),
@@ -74,10 +74,10 @@ class Vanilla(Operation):
         route=native_route,
     )
     def forward_native(self, call: LocalCall) -> LocalOutput:
-        """Attend by the plan's route: with the logits whole, or a part at a time."""
+        """Attend by the plan's route: with whole logits, or a part at a time."""
         call = call.dequantised()
         route = call.route
-        if not isinstance(route, NativeRoute):  # called from a method of another operation, which declares no route
+        if not isinstance(route, NativeRoute):  # called from another operation's method, which has no route
             route = native_route(call.problem, call.placement, VanillaConfig())
         if route.name != "plain":
             return _in_parts(call, route)
@@ -103,7 +103,7 @@ class Vanilla(Operation):
 
     @classmethod
     def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
-        """On one part by each of its paths; on one after the other by blocks."""
+        """On a single part with any path; on one part after another with blocks."""
         by_blocks = getattr(config, "path", None) in (None, "blockwise")
         return method == "forward_native" and (by_blocks or strategy == "split_kv")
 
@@ -111,7 +111,7 @@ class Vanilla(Operation):
     def remarks(
         cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> tuple[str, ...]:
-        """Also the block sizes that the route doesn't read."""
+        """Also reports block sizes that the route doesn't read."""
         notes = super().remarks(method, problem, placement, config)
         if not isinstance(config, VanillaConfig):
             return notes
@@ -127,7 +127,7 @@ class Vanilla(Operation):
 
     @classmethod
     def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
-        """The unset block sizes, where the call goes by blocks."""
+        """The unset block sizes, if the call uses blocks."""
         config = problem.config
         if not isinstance(config, VanillaConfig) or placement.q_axes:
             return ()
@@ -139,7 +139,7 @@ class Vanilla(Operation):
     def candidates(
         cls, method: str, problem: AttentionProblem, placement: Placement
     ) -> Mapping[str, tuple[dict[str, Any], ...]]:
-        """Both passes have the same blocks, so in mode train they are measured together."""
+        """Both passes use the same blocks, so in mode train they are measured together."""
         free = cls.tuned_fields(method, problem, placement)
         if not free:
             return {}
@@ -150,7 +150,7 @@ class Vanilla(Operation):
             [n for n in _TRIED if n < 2 * length] if name in free else [chosen[name]]
             for name, length in (("block_q", local.q_len), ("block_kv", local.kv_len))
         ]
-        # Nearest to the heuristic's first: sizes matter by their ratios.
+        # Nearest to the heuristic's first; distance is by ratio.
         pairs = sorted(
             itertools.product(*sizes),
             key=lambda pair: sum(abs(math.log2(n / c)) for n, c in zip(pair, chosen.values(), strict=True)),

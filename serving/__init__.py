@@ -1,4 +1,4 @@
-"""What a served model needs around its attention: which pages of a KV cache hold which sequence."""
+"""Page management for serving a model: which pages of a KV cache hold which sequence."""
 
 from .page_pool import PagePool
 from .page_pools import PagePools

@@ -1,4 +1,4 @@
-"""What a caller gives a page pool, checked: counts and token ids."""
+"""Checks of a page pool's arguments: counts and token ids."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def token_array(token_ids: Iterable[int]) -> array[int]:
     """Token ids as 64-bit integers, from any iterable of integers. Errors: InputTypeError, InputError."""
     if isinstance(token_ids, str | bytes | bytearray | memoryview | dict):
         raise InputTypeError(f"token_ids is {a_type(token_ids)}; wanted integers, such as a tokenizer's ids.")
-    try:  # an array's list is made in one step; to go through a jax array one by one takes seconds
+    try:  # tolist() is one step; iterating over a jax array takes seconds
         return array("q", token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids)
     except OverflowError:
-        raise InputError(f"token_ids={shown(token_ids)}; wanted integers of 64 bits.") from None
+        raise InputError(f"token_ids={shown(token_ids)}; wanted 64-bit integers.") from None
     except TypeError:
         raise InputTypeError(
             f"token_ids={shown(token_ids)} is {a_type(token_ids)}; wanted integers in one dimension. "
-            "Hint: one token is [token]; for tokens whose ids aren't known there is append_count."
+            "Hint: for one token give [token]; for tokens whose ids aren't known use append_count."
         ) from None

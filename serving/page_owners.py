@@ -1,4 +1,4 @@
-"""Who has which page: counted references, and which page is given away next."""
+"""Page ownership: reference counts, and which page is handed out next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PageOwners"]
 class PageOwners:
     """Every page is used (it has references), free (never used, or returned), or cached (unused, but in the index).
 
-    Page g lies on shard g % shards; each shard has its own free and cached pages, so as many of them as there are shards.
+    Page g lies on shard g % shards. Each shard has its own free and cached pages, so there are as many lists of each as shards.
     """
 
     def __init__(self, pages: int, index: PrefixIndex) -> None:
@@ -22,16 +22,16 @@ class PageOwners:
         self.shards = shards = len(index.unused)
         self.references: dict[int, int] = {}
         self.used = [0] * shards  # pages with references
-        self.next_new = list(range(shards))  # of a shard's pages, those from here on were never given to anybody
+        self.next_new = list(range(shards))  # the first page of each shard that was never handed out
         self.returned: tuple[deque[int], ...] = tuple(deque() for _ in range(shards))
 
     @property
     def available(self) -> int:
-        """How many pages can be given away: free and cached ones."""
+        """How many pages can be handed out: free and cached ones."""
         return self.pages - len(self.references)
 
     def available_on(self, shard: int) -> int:
-        """The same of one shard."""
+        """How many pages of one shard can be handed out."""
         return self.pages // self.shards - self.used[shard]
 
     @property
@@ -39,9 +39,9 @@ class PageOwners:
         return self.available - sum(map(len, self.index.unused))
 
     def take(self, shard: int) -> tuple[int, bool]:
-        """A page of a shard for one owner, and whether it had one before.
+        """Take a page of a shard for one owner; return it, and whether it had an owner before.
 
-        It is one that was never used, else the one that was returned first, else the cached one that was left first.
+        A page that was never used comes first, then the page returned longest ago, then the page cached longest ago.
         """
         old = self.next_new[shard] >= self.pages
         if old:
@@ -53,13 +53,13 @@ class PageOwners:
         return page, old
 
     def retain(self, pages: Iterable[int]) -> None:
-        """One owner more."""
+        """Add one owner to each page."""
         for page in pages:
             self._use(page, self.references.get(page, 0) + 1)
             self.index.unused[page % self.shards].pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One owner less; the last page first, so that it is evicted before those that it can't be found without."""
+        """Drop one owner of each page. The last page goes first, so that it is evicted before the pages that lead to it."""
         for page in reversed(pages):
             self.references[page] -= 1
             if not self.references[page]:

@@ -19,29 +19,29 @@ from .window import Window
 
 __all__ = ["PagePool"]
 
-_SLOTS = 2**31 - 1  # page ids, lengths and slots are int32 on devices
+_SLOTS = 2**31 - 1  # page ids, lengths and slots are int32 on the device
 
 
 class PagePool(PoolBooks):
-    """Gives the pages of a paged KV cache to sequences, shares them where prefixes agree, and takes them back.
+    """Allocates the pages of a paged KV cache to sequences, shares pages between equal prefixes, and reclaims them.
 
-    A sequence has an id of the caller's: anything hashable but None. It grows by `alloc` (room only) and `append` (tokens);
-    what the device has to do for it comes back as a Growth, to be carried out before the tokens are written, in the order
-    of the calls. Nobody writes into a page that another sequence has: the last page of forked sequences is copied for the one
-    that grows first. Sequences whose tokens the device has written are published; then `adopt` starts others on their
-    whole pages. Published pages of no sequence are kept until they are needed, and then go in the order in which they were left.
+    The caller chooses each sequence's id: anything hashable except None. A sequence grows by `alloc` (room only) and `append`
+    (tokens). Each call returns a Growth: what the device has to do before the tokens are written, in the order of the calls. No
+    sequence writes into a page that another one uses: when a forked sequence grows, its last page is copied first. Once the
+    device has written a sequence's tokens, publish it; `adopt` can then start other sequences on its whole pages. Published
+    pages without a sequence are kept until they are needed; the page unused for longest is evicted first.
 
-    pages, page_size: how many pages of how many tokens. max_pages_per_sequence: the width of the page table, if it has one.
-    prefix_sharing=False: nothing is published or matched. scrub_on_free=True: pages that had an owner before are reported in
-    `to_scrub` when they get another. sequence_shards=n: page number p of a sequence gets an id g with g % n == p % n, as a cache
-    needs whose page_sequence_axis splits each sequence's pages over n devices. window_tokens: the layers see so many tokens at
-    most, so `release` gives back what the next token doesn't see, and a prefix is matched by what it sees.
+    pages, page_size: the number of pages, and of tokens per page. max_pages_per_sequence: the width of the page table, if it is
+    fixed. prefix_sharing=False: nothing is published or matched. scrub_on_free=True: a page that had another owner before is
+    reported in `to_scrub` when it is handed out again. sequence_shards=n: page number p of a sequence gets an id g with g % n ==
+    p % n, as required by a cache whose page_sequence_axis splits each sequence's pages over n devices. window_tokens: the layers
+    see at most this many tokens; `release` gives back what the next token doesn't see, and a prefix needs only what it sees.
 
-    A pool is for one cache of one model on one data-parallel shard. Page ids are local to it: a caller with several shards has
-    a pool for each and chooses the shard of each sequence. One thread at a time may use it.
+    A pool serves one cache of one model on one data-parallel shard. Page ids are local to the pool: a caller with several shards
+    keeps a pool for each and chooses the shard of each sequence. A pool is not thread-safe.
 
-    A call that raises has changed nothing. Errors: CapacityError when too few pages are left; UnknownNameError for a sequence
-    that isn't here; InputError and InputTypeError for arguments.
+    A call that raises changes nothing. Errors: CapacityError when too few pages are left; UnknownNameError for an unknown
+    sequence; InputError and InputTypeError for arguments.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PagePool(PoolBooks):
         self.sequence_shards = whole_number("sequence_shards", sequence_shards, 1)
         if self.pages % self.sequence_shards:
             raise InputError(
-                f"{self.pages} pages for sequence_shards={self.sequence_shards}; wanted a multiple, as many for each shard."
+                f"{self.pages} pages for sequence_shards={self.sequence_shards}; wanted a multiple, for equal shards."
             )
         if max_pages_per_sequence is not None:
             max_pages_per_sequence = whole_number("max_pages_per_sequence", max_pages_per_sequence, 1)
@@ -77,12 +77,12 @@ class PagePool(PoolBooks):
         self._index = PrefixIndex(self.page_size, self.sequence_shards)
         self._owners = PageOwners(self.pages, self._index)
 
-    # -- sequences grow -----------------------------------------------------------------------------------------------
+    # -- growing sequences ---------------------------------------------------------------------------------------------
 
     def alloc(self, sequence: Hashable, tokens: int) -> Growth:
-        """Give a sequence, here or new, pages for `tokens` more tokens; its length stays.
+        """Give a sequence, existing or new, pages for `tokens` more tokens; its length doesn't change.
 
-        The next `tokens` tokens then need no page any more, unless the sequence is forked before.
+        The next `tokens` tokens then need no new page, unless the sequence is forked first.
         """
         tokens = whole_number("tokens", tokens, 0)
         state = self._find(sequence) or SequenceState()
@@ -91,7 +91,7 @@ class PagePool(PoolBooks):
         return growth
 
     def append(self, sequence: Hashable, token_ids: Iterable[int]) -> Growth:
-        """Make a sequence longer by these tokens, with pages for them where it has none."""
+        """Append these tokens to a sequence, with new pages where they are needed."""
         state, ids = self._get(sequence), token_array(token_ids)
         growth = self._grow(sequence, state, len(ids))
         if self.prefix_sharing and len(state.tokens) == state.length:
@@ -100,15 +100,15 @@ class PagePool(PoolBooks):
         return growth
 
     def append_count(self, sequence: Hashable, tokens: int) -> Growth:
-        """The same for so many tokens whose ids aren't known; pages from there on are never shared by prefix."""
+        """Append tokens whose ids aren't known. Pages from there on are never shared by prefix."""
         state, tokens = self._get(sequence), whole_number("tokens", tokens, 0)
         growth = self._grow(sequence, state, tokens)
         state.length += tokens
         return growth
 
     def truncate(self, sequence: Hashable, length: int) -> None:
-        """Cut a sequence to its first `length` tokens, as after refused guesses; pages beyond them are given back. Errors:
-        InputError for a length at which the next token would see pages that were released."""
+        """Cut a sequence to its first `length` tokens, for example after rejected speculative tokens; pages beyond them are given
+        back. Errors: InputError for a length at which the next token would see pages that were released."""
         state, length = self._truncated(sequence, length)
         state.length = length
         keep = -(-length // self.page_size)
@@ -130,10 +130,10 @@ class PagePool(PoolBooks):
         self._owners.release(pages)
 
     def release(self, sequence: Hashable) -> int:
-        """Give back the pages that neither the sequence's next token nor a later one sees; how many. None without a window.
+        """Give back the pages that no later token of the sequence sees; return how many. Without a window there are none.
 
-        They become padding in the page table. Others that share them keep them, and published ones can be matched as before. Call
-        it once the step that writes the sequence's last tokens has its page table, and after `publish` and `truncate`.
+        In the page table they become padding. Sequences that share them keep them, and published pages can still be matched. Call
+        this once the step that writes the sequence's last tokens has its page table, and after `publish` and `truncate`.
         """
         state = self._get(sequence)
         first = self._window.first_kept(state.length)
@@ -147,25 +147,25 @@ class PagePool(PoolBooks):
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
     def publish(self, sequence: Hashable) -> None:
-        """Let others find this sequence's whole pages from now on: the device has written all its tokens.
+        """Let other sequences find this sequence's whole pages from now on. The device must have written all its tokens.
 
-        It is a step of its own because sequences of one step may run in any order: one must not read what another one is about
-        to write.
+        This is a step of its own because sequences of one step may run in any order: none may read what another is about to
+        write.
         """
         state = self._get(sequence)
         if self.prefix_sharing:
             self._index.publish(state.tokens, state.keys, state.pages, state.released)
 
     def match(self, token_ids: Iterable[int]) -> PrefixMatch:
-        """The longest published prefix of these tokens, in whole pages; with a window, those pages that its next token sees.
-        Nothing changes, and nothing is kept for the caller."""
+        """The longest published prefix of these tokens, in whole pages; with a window, only the pages that its next token sees.
+        Nothing changes, and nothing is reserved for the caller."""
         keys, pages = self._index.walk(token_array(token_ids), self._window)
         return PrefixMatch(len(keys) * self.page_size, tuple(pages))
 
     def adopt(self, sequence: Hashable, token_ids: Iterable[int], tokens: int = 0) -> Growth:
-        """Start a sequence on the longest published prefix of these tokens, with pages for `tokens` more beyond it.
+        """Start a sequence on the longest published prefix of these tokens, with pages for `tokens` more after it.
 
-        `matched` in the result says how long the sequence is now. Leave out a prompt's last token, as its query has to run.
+        `matched` in the result is the sequence's length. Leave out a prompt's last token, because its query has to run.
         """
         tokens = whole_number("tokens", tokens, 0)
         state, pages = self._adopted(sequence, token_array(token_ids))
@@ -177,12 +177,12 @@ class PagePool(PoolBooks):
     # -- for the device -----------------------------------------------------------------------------------------------
 
     def page_table(self, sequences: Sequence[Hashable | None], width: int | None = None) -> np.ndarray:
-        """int32 [sequences, width]: the pages of each sequence, then the id `pages`, which doesn't exist and also stands for
-        pages that were released. Scatters drop what goes to that id. A row is empty where None stands for a sequence. `width` is
-        max_pages_per_sequence unless given.
+        """int32 [sequences, width]: the pages of each sequence, padded with the id `pages`. No page has that id; scatters drop
+        what goes to it. It also replaces pages that were released. A row is empty where None stands for a sequence. `width`
+        defaults to max_pages_per_sequence.
         """
         if width is None and self.max_pages_per_sequence is None:
-            raise InputError("page_table has no width. Hint: give width=, or the pool max_pages_per_sequence=.")
+            raise InputError("page_table has no width. Hint: pass width= here or max_pages_per_sequence= to the pool.")
         width = whole_number("width", self.max_pages_per_sequence if width is None else width, 0)
         states = [None if sequence is None else self._get(sequence) for sequence in sequences]
         for sequence, state in zip(sequences, states, strict=True):
@@ -198,10 +198,10 @@ class PagePool(PoolBooks):
         return table
 
     def kv_lens(self, sequences: Sequence[Hashable | None]) -> np.ndarray:
-        """int32 [sequences]: how many tokens each has, those just appended included; 0 where None stands for a sequence."""
+        """int32 [sequences]: how many tokens each has, including those just appended; 0 where None stands for a sequence."""
         return np.array([0 if s is None else self._get(s).length for s in sequences], np.int32)
 
-    # -- what is where ------------------------------------------------------------------------------------------------
+    # -- contents and checks ------------------------------------------------------------------------------------------
 
     def __contains__(self, sequence: object) -> bool:
         return sequence in self._sequences
@@ -217,15 +217,15 @@ class PagePool(PoolBooks):
 
     @property
     def available(self) -> int:
-        """How many pages can be given away: free and cached ones."""
+        """How many pages can be handed out: free and cached ones."""
         return self._owners.available
 
     def pages_of(self, sequence: Hashable) -> tuple[int, ...]:
-        """The pages of a sequence in the order of its tokens; the id `pages` for those that were released."""
+        """The pages of a sequence in the order of its tokens; the id `pages` replaces those that were released."""
         return tuple(self._get(sequence).pages)
 
     def counts(self) -> PageCounts:
-        """How many pages are used, free and cached, and how many slots of used ones are empty. Goes through all tables."""
+        """How many pages are used, free and cached, and how many slots of used pages are empty. Goes through all tables."""
         filled: dict[int, int] = {}
         for state in self._sequences.values():
             whole, rest = divmod(state.length, self.page_size)
@@ -237,13 +237,14 @@ class PagePool(PoolBooks):
         return PageCounts(used, self._owners.free, sum(map(len, self._index.unused)), padding)
 
     def check(self) -> None:
-        """Prove that no page leaks or is shared wrongly. Errors: AttnOpsError, which says what is wrong with which page."""
+        """Prove that no page leaks or is shared wrongly. Errors: AttnOpsError, which names the page and what is wrong with it."""
         check_pool(self._owners, self._sequences, self._window)
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------------
 
     def _grow(self, sequence: Hashable, state: SequenceState, tokens: int, adopted: Sequence[int] = ()) -> Growth:
-        """Pages for more tokens, or an error before anything is changed; `adopted` are the state's pages, not yet counted."""
+        """Allocate pages for more tokens, or raise before anything changes; `adopted`: the state's pages that aren't counted
+        yet."""
         owners, inside = self._owners, state.length // self.page_size
         shards, last, copied = self._wanted(sequence, state, tokens, adopted)
         owners.retain(adopted)
@@ -257,6 +258,6 @@ class PagePool(PoolBooks):
         elif last is not None:
             self._index.withdraw(last)
         state.pages.extend(new[copied:])
-        # A copy overwrites its whole page, so that one needs no zeros.
+        # A copy overwrites its whole page, so its destination needs no zeros.
         scrub = tuple(page for page, old in taken[copied:] if old) if self.scrub_on_free else ()
         return Growth(tuple(new), copies, scrub)

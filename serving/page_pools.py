@@ -1,4 +1,4 @@
-"""The pools of a cache whose layers are in groups: each has pages of its own, and sequences grow in all of them together."""
+"""The pools of a cache whose layers are in groups: each group has its own pages, and sequences grow in all of them together."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ _T = TypeVar("_T")
 
 
 class PagePools:
-    """A PagePool for each group of layers. Every call is made of all of them, and what comes back is a tuple in their order.
+    """A PagePool for each group of layers. Every call goes to all of them and returns a tuple in their order.
 
-    A prefix is matched as far as every group has what its layers see of it. A call that raises has changed none of the pools.
-    Errors: those of PagePool; InputError for pools that can't have the same sequences.
+    A prefix matches as far as every group has the pages that its layers see. A call that raises changes none of the pools.
+    Errors: those of PagePool; InputError for pools that can't hold the same sequences.
     """
 
     def __init__(self, pools: Sequence[PagePool]) -> None:
         self.pools = tuple(pools)
         if not self.pools:
-            raise InputError("PagePools of no pools; wanted one for each group of layers.")
+            raise InputError("PagePools got no pools; wanted one for each group of layers.")
         alike = {(pool.page_size, pool.prefix_sharing, len(pool)) for pool in self.pools}
         if len(alike) > 1 or len(self):
-            raise InputError("pools of one cache have the same page_size and prefix_sharing, and no sequences yet.")
+            raise InputError(
+                "the pools of one cache must have the same page_size and prefix_sharing, and no sequences yet."
+            )
 
     @classmethod
     def of(cls, plan: CachePlan, *, prefix_sharing: bool = True) -> PagePools:
-        """The pools of one data-parallel shard, as the plan of a cache says."""
+        """The pools of one data-parallel shard, as the plan of a cache describes them."""
         return cls(
             [
                 PagePool(
@@ -56,10 +58,10 @@ class PagePools:
             ]
         )
 
-    # -- sequences grow -----------------------------------------------------------------------------------------------
+    # -- growing sequences ---------------------------------------------------------------------------------------------
 
     def alloc(self, sequence: Hashable, tokens: int) -> tuple[Growth, ...]:
-        """See PagePool.alloc. With a window, ask for no more than the next step's tokens: room isn't given back."""
+        """See PagePool.alloc. With a window, ask only for the next step's tokens: unused room isn't given back."""
         tokens = whole_number("tokens", tokens, 0)
         self._could_grow(sequence, tokens, new=True)
         return self._each(lambda pool: pool.alloc(sequence, tokens))
@@ -90,22 +92,22 @@ class PagePools:
         self._each(lambda pool: pool.free(sequence))
 
     def release(self, sequence: Hashable) -> tuple[int, ...]:
-        """See PagePool.release: how many pages each pool got back, 0 where the layers see all tokens."""
+        """See PagePool.release: how many pages each pool got back; 0 where the layers see all tokens."""
         return self._each(lambda pool: pool.release(sequence))
 
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
     def publish(self, sequence: Hashable) -> None:
-        """See PagePool.publish. Do so before `release`: what is given back unpublished is found by nobody."""
+        """See PagePool.publish. Call it before `release`: pages released unpublished can't be found again."""
         self._each(lambda pool: pool.publish(sequence))
 
     def match(self, token_ids: Iterable[int]) -> tuple[PrefixMatch, ...]:
-        """See PagePool.match: the longest prefix of all pools."""
+        """See PagePool.match: the longest prefix that all pools have."""
         common = self._common(token_array(token_ids))
         return self._each(lambda pool: pool.match(common))
 
     def adopt(self, sequence: Hashable, token_ids: Iterable[int], tokens: int = 0) -> tuple[Growth, ...]:
-        """See PagePool.adopt: `matched` is the same in all."""
+        """See PagePool.adopt: `matched` is the same in all pools."""
         tokens, common = whole_number("tokens", tokens, 0), self._common(token_array(token_ids))
         for pool in self.pools:
             state, pages = pool._adopted(sequence, common)
@@ -119,10 +121,10 @@ class PagePools:
         return self._each(lambda pool: pool.page_table(sequences, width))
 
     def kv_lens(self, sequences: Sequence[Hashable | None]) -> np.ndarray:
-        """See PagePool.kv_lens: the same for all."""
+        """See PagePool.kv_lens: the same for all pools."""
         return self.pools[0].kv_lens(sequences)
 
-    # -- what there is ------------------------------------------------------------------------------------------------
+    # -- contents and checks ------------------------------------------------------------------------------------------
 
     def __contains__(self, sequence: Hashable) -> bool:
         """Whether a sequence is here."""
@@ -140,29 +142,29 @@ class PagePools:
         return self._each(lambda pool: pool.counts())
 
     def check(self) -> None:
-        """See PagePool.check; and the pools have the same sequences."""
+        """See PagePool.check; also checks that the pools have the same sequences."""
         self._each(lambda pool: pool.check())
         first = self.pools[0]
         for pool in self.pools[1:]:
             lengths = [{name: state.length for name, state in one._sequences.items()} for one in (first, pool)]
             if lengths[0] != lengths[1]:
                 raise InputError(
-                    "the pools have other sequences; wanted every call made of PagePools, and of no pool alone."
+                    "the pools hold different sequences. Hint: make every call on PagePools, never on a single pool."
                 )
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------------
 
     def _each(self, call: Callable[[PagePool], _T]) -> tuple[_T, ...]:
         return tuple(call(pool) for pool in self.pools)
 
     def _could_grow(self, sequence: Hashable, tokens: int, *, new: bool = False) -> None:
-        """Ask every pool before one is changed. Errors: those of growing."""
+        """Ask every pool before changing any. Errors: those of growing."""
         for pool in self.pools:
             state = (pool._find(sequence) or SequenceState()) if new else pool._get(sequence)
             pool._wanted(sequence, state, tokens)
 
     def _common(self, ids: array[int]) -> array[int]:
-        """As many of these tokens as all pools have the longest prefix of."""
+        """The longest prefix of these tokens that all pools have."""
         size = self.pools[0].page_size
         keys = list(chain_keys(ids, size))
         count = max(set[int].intersection(*(pool._index.lengths(keys, pool._window) for pool in self.pools)))

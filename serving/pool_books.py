@@ -1,4 +1,4 @@
-"""PoolBooks: what a page pool knows of its sequences, and what a call would take of it; nothing here changes anything."""
+"""PoolBooks: what a page pool records of its sequences, and what a call would take. Nothing here changes the pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["PoolBooks"]
 
 
 class PoolBooks:
-    """The books of a PagePool, which makes and changes them."""
+    """The records of a PagePool, which creates and changes them."""
 
     pages: int
     page_size: int
@@ -29,7 +29,9 @@ class PoolBooks:
 
     def _find(self, sequence: Hashable) -> SequenceState | None:
         if sequence is None:
-            raise InputTypeError("a sequence's id is None; wanted anything else: None is an empty row of a page table.")
+            raise InputTypeError(
+                "a sequence's id is None; wanted any other id: None marks an empty row of a page table."
+            )
         try:
             return self._sequences.get(sequence)
         except TypeError:
@@ -41,15 +43,15 @@ class PoolBooks:
         state = self._find(sequence)
         if state is None:
             raise UnknownNameError(
-                f"no sequence {shown(sequence)} is in the pool ({len(self._sequences)} are). "
-                "Hint: alloc, adopt or fork starts one; free forgets it, so it is freed once."
+                f"no sequence {shown(sequence)} is in the pool, which has {len(self._sequences)}. "
+                "Hint: alloc, adopt or fork starts a sequence; free ends it, so free it only once."
             )
         return state
 
     def _must_be_new(self, sequence: Hashable) -> None:
         if self._find(sequence) is not None:
             raise InputError(
-                f"sequence {shown(sequence)} is in the pool already; wanted a new id. Hint: free it first."
+                f"sequence {shown(sequence)} is already in the pool; wanted a new id. Hint: free it first."
             )
 
     def _truncated(self, sequence: Hashable, length: int) -> tuple[SequenceState, int]:
@@ -64,7 +66,8 @@ class PoolBooks:
         return state, length
 
     def _adopted(self, sequence: Hashable, ids: array[int]) -> tuple[SequenceState, list[int]]:
-        """A new sequence on the longest prefix that is here, and its pages, not yet counted. Errors: for one that is here."""
+        """A new sequence on the longest published prefix, and its pages, not yet counted. Errors: if the sequence is here
+        already."""
         self._must_be_new(sequence)
         keys, pages = self._index.walk(ids, self._window)
         matched, released = len(keys) * self.page_size, len(keys) - len(pages)
@@ -74,7 +77,7 @@ class PoolBooks:
     def _wanted(
         self, sequence: Hashable, state: SequenceState, tokens: int, adopted: Sequence[int] = ()
     ) -> tuple[list[int], int | None, bool]:
-        """(the shards of new pages, the page that is written first beside them, whether it has to be copied). Nothing changes.
+        """(the shards of new pages, the existing page that is written first, whether it has to be copied). Changes nothing.
         Errors: those of growing."""
         owners = self._owners
         inside, offset = divmod(state.length, self.page_size)
@@ -83,7 +86,7 @@ class PoolBooks:
         reached = -(-(state.length + tokens) // self.page_size)
         if self.max_pages_per_sequence is not None and reached > self.max_pages_per_sequence:
             raise InputError(
-                f"sequence {shown(sequence)} of {state.length} tokens would get {tokens} more, on {reached} pages; "
+                f"sequence {shown(sequence)} of {state.length} tokens would get {tokens} more and take {reached} pages; "
                 f"max_pages_per_sequence is {self.max_pages_per_sequence}. Hint: end the sequence, or declare a wider table."
             )
         n = self.sequence_shards
@@ -92,7 +95,7 @@ class PoolBooks:
         return shards, last, copied
 
     def _must_have(self, sequence: Hashable, shards: Sequence[int], tokens: int, adopted: Sequence[int]) -> None:
-        """So many pages of each shard; `adopted` are kept. Errors: CapacityError."""
+        """Check that each shard has enough pages; `adopted` pages are kept. Errors: CapacityError."""
         owners, n = self._owners, self.sequence_shards
         each = self.pages // n
         kept = [page % n for page in adopted if page not in owners.references]
@@ -101,8 +104,8 @@ class PoolBooks:
             if wanted > available:
                 where = "" if n == 1 else f" on sequence shard {shard} of {n}"
                 raise CapacityError(
-                    f"sequence {shown(sequence)} wants {wanted} {'page' if wanted == 1 else 'pages'}{where} for {tokens} more "
-                    f"tokens; {available} of {each} can be had, and {each - available} are in use. "
+                    f"sequence {shown(sequence)} needs {wanted} {'page' if wanted == 1 else 'pages'}{where} for {tokens} more "
+                    f"tokens; {available} of {each} are available, and {each - available} are in use. "
                     "Hint: free a sequence, or make the pool larger.",
                     wanted,
                     available,

@@ -1,4 +1,4 @@
-"""The proof that a page pool's books are right: no page leaks, none is shared wrongly, every prefix is what it says."""
+"""The check that a page pool's records are right: no page leaks, none is shared wrongly, every prefix matches its content."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["check_pool"]
 
 
 def check_pool(owners: PageOwners, sequences: Mapping[Hashable, SequenceState], window: Window) -> None:
-    """Raise an AttnOpsError that names the page or the sequence, unless all books agree."""
+    """Raise an AttnOpsError that names the page or the sequence unless all records agree."""
     index, tables = owners.index, Counter[int]()
     for name, state in sequences.items():
         _check_sequence(name, state, owners, window)
@@ -29,12 +29,12 @@ def check_pool(owners: PageOwners, sequences: Mapping[Hashable, SequenceState], 
 def _must(holds: bool, what: str) -> None:
     if not holds:
         raise AttnOpsError(
-            f"the page pool contradicts itself: {what}. This is a bug in attnops, or its insides were changed."
+            f"the page pool contradicts itself: {what}. This is a bug in attnops, or its internal state was changed."
         )
 
 
 def _check_sequence(name: Hashable, state: SequenceState, owners: PageOwners, window: Window) -> None:
-    """Pages exist, lie on the shard of their page number, stand once in the table, and are enough; no page that the next token
+    """Pages exist, lie on the shard of their page number, occur once in the table, and are enough; no page that the next token
     sees was released."""
     n, size, released = owners.shards, window.page_size, state.released
     first = window.first_kept(state.length)
@@ -43,7 +43,7 @@ def _check_sequence(name: Hashable, state: SequenceState, owners: PageOwners, wi
         f"sequence {shown(name)} has released {released} pages, and its next token sees page {first}",
     )
     gone = set(state.pages[:released]) - {owners.pages}
-    _must(not gone, f"sequence {shown(name)} has released page {min(gone, default=0)}, and it is in its table")
+    _must(not gone, f"sequence {shown(name)} has released page {min(gone, default=0)}, but it is still in its table")
     for number, page in enumerate(state.held, released):
         _must(0 <= page < owners.pages, f"sequence {shown(name)} has page {page} of {owners.pages}")
         where = f"page {page} of shard {page % n} as number {number}, of shard {number % n}"
@@ -58,26 +58,26 @@ def _check_sequence(name: Hashable, state: SequenceState, owners: PageOwners, wi
 
 
 def _check_places(owners: PageOwners, tables: Counter[int]) -> None:
-    """Counts are those of the tables, and each page is in one place: used, free or cached."""
+    """Reference counts match the tables, and each page is in one place: used, free or cached."""
     pages, references, index, n = owners.pages, owners.references, owners.index, owners.shards
     cached = {page: shard for shard, own in enumerate(index.unused) for page in own}
     free = [page for start in owners.next_new for page in range(start, pages, n)]
     free += [page for own in owners.returned for page in own]
     for shard in range(n):
         used = sum(page % n == shard for page in references)
-        _must(owners.used[shard] == used, f"shard {shard} counts {owners.used[shard]} used pages, and has {used}")
+        _must(owners.used[shard] == used, f"shard {shard} counts {owners.used[shard]} used pages, but has {used}")
         wrong = [page for page in (owners.next_new[shard], *owners.returned[shard]) if page % n != shard]
-        _must(not wrong, f"pages {shown(wrong)} are free on shard {shard}, where they don't lie")
+        _must(not wrong, f"pages {shown(wrong)} are free on shard {shard}, where they don't belong")
     for page in references.keys() | tables.keys():
         counted = references.get(page, 0)
-        _must(counted == tables[page], f"page {page} has {counted} references and is in {tables[page]} tables")
+        _must(counted == tables[page], f"page {page} has {counted} references but is in {tables[page]} tables")
     for page, count in Counter(free).items():
         _must(count == 1, f"page {page} is free {count} times")
         _must(page not in references, f"page {page} is both free and used")
         _must(page not in cached, f"page {page} is both free and cached")
-        _must(page not in index.content, f"page {page} is free and still found by its prefix")
+        _must(page not in index.content, f"page {page} is free but still found by its prefix")
     for page, shard in cached.items():
-        _must(page % n == shard, f"page {page} is cached on shard {shard}, where it doesn't lie")
+        _must(page % n == shard, f"page {page} is cached on shard {shard}, where it doesn't belong")
         _must(page not in references, f"page {page} is both cached and used")
         _must(page in index.content, f"page {page} is cached, but no prefix leads to it")
     for page in index.content:
@@ -93,7 +93,7 @@ def _check_places(owners: PageOwners, tables: Counter[int]) -> None:
 
 
 def _check_index(index: PrefixIndex) -> None:
-    """Every cached prefix page has the key of what it holds, and that key leads to it."""
+    """Every cached prefix page has the key of its content, and that key leads to it."""
     for page, content in index.content.items():
         wanted = 8 * index.page_size
         _must(
@@ -101,25 +101,25 @@ def _check_index(index: PrefixIndex) -> None:
             f"cached page {page} isn't whole: {len(content.tokens)} of {wanted} bytes of ids",
         )
         right = content.key == chain_key(content.before, content.tokens)
-        _must(right, f"cached page {page} has a key that isn't the one of its tokens after its prefix")
+        _must(right, f"cached page {page} has a key that doesn't match its tokens and prefix")
         _must(index.page_of.get(content.key) == page, f"the key of cached page {page} doesn't lead to it")
     for page in index.page_of.values():
         _must(page in index.content, f"a key leads to page {page}, whose content isn't known")
 
 
 def _check_contents(name: Hashable, state: SequenceState, tables: Counter[int], index: PrefixIndex) -> None:
-    """The keys of a sequence are those of its tokens, its cached pages hold its tokens, and its room is its own."""
+    """A sequence's keys match its tokens, its cached pages hold its tokens, and its room belongs to it alone."""
     size, before = index.page_size, b""
     for number, page in enumerate(state.pages):
         own = state.tokens[number * size : (number + 1) * size].tobytes()
         content = None if number < state.released else index.content.get(page)
         if content is not None:
             same = content.tokens.startswith(own) and content.before == before
-            _must(same, f"cached page {page} holds other tokens than sequence {shown(name)}, which has it")
+            _must(same, f"cached page {page} holds other tokens than sequence {shown(name)}, which uses it")
         if number * size >= state.length:
             many = f"page {page} is room of sequence {shown(name)} and has {tables[page]} owners"
-            _must(tables[page] == 1, f"{many}; what may be written has one")
-            _must(content is None, f"page {page} is room of sequence {shown(name)} and found by a prefix")
+            _must(tables[page] == 1, f"{many}; a page that may be written must have one")
+            _must(content is None, f"page {page} is room of sequence {shown(name)} but is found by a prefix")
         before = chain_key(before, own) if len(own) == 8 * size else b"-"
         if number < len(state.keys):
-            _must(state.keys[number] == before, f"key {number} of sequence {shown(name)} isn't the one of its tokens")
+            _must(state.keys[number] == before, f"key {number} of sequence {shown(name)} doesn't match its tokens")

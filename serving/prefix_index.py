@@ -1,4 +1,4 @@
-"""Which page holds which tokens after which prefix, and which of those pages nobody uses, oldest first."""
+"""Which page holds which tokens after which prefix, and which of those pages are unused, oldest first."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Content(NamedTuple):
 
 
 def chain_key(before: bytes, tokens: bytes) -> bytes:
-    """The key of a page: of its tokens and, through the key of the page before it, of all tokens before them.
+    """The key of a page: a hash of its tokens and, through the key of the page before it, of all tokens before them.
 
-    256 bits, because two prefixes of one key would read each other's cache.
+    256 bits, because two prefixes with the same key would read each other's cache.
     """
     return blake2b(before + tokens, digest_size=32).digest()
 
@@ -42,7 +42,7 @@ def chain_keys(tokens: array[int], size: int) -> Iterator[bytes]:
 class PrefixIndex:
     """Pages whose contents can be found by their tokens.
 
-    `unused` are those of no sequence, for each shard (page g lies on shard g % shards), the one that was left first at the front;
+    `unused` are the pages without a sequence, by shard (page g lies on shard g % shards), the one unused for longest first;
     `evict` takes it.
     """
 
@@ -53,7 +53,7 @@ class PrefixIndex:
         self.unused: tuple[OrderedDict[int, None], ...] = tuple(OrderedDict() for _ in range(shards))
 
     def walk(self, tokens: array[int], window: Window) -> tuple[list[bytes], list[int]]:
-        """Keys and pages of the longest prefix of whole pages that is here: those of its pages that the next token sees."""
+        """Keys and pages of the longest published prefix of whole pages; only the pages that the next token sees."""
         keys, found = [], []
         for key in chain_keys(tokens, self.page_size):
             page = self.page_of.get(key)
@@ -66,7 +66,7 @@ class PrefixIndex:
         return keys[:count], [page for page in found[first:count] if page is not None]
 
     def lengths(self, keys: Iterable[bytes], window: Window) -> set[int]:
-        """For which numbers of pages, 0 among them, all pages are here that the token after them sees."""
+        """The numbers of pages (including 0) after which the next token finds all the pages that it sees."""
         found, run = {0}, 0
         for count, key in enumerate(keys, 1):
             run = run + 1 if key in self.page_of else 0
@@ -75,9 +75,9 @@ class PrefixIndex:
         return found
 
     def publish(self, tokens: array[int], keys: list[bytes], pages: array[int], released: int) -> None:
-        """Let whole pages of `tokens` be found from now on; `keys` has those of the first pages and gets the others.
+        """Let whole pages of `tokens` be found from now on; `keys` holds those of the first pages and gets the rest appended.
 
-        Where another page holds the same, that one stays the one that is found. The first `released` pages aren't here any more.
+        Where another page already holds the same tokens, that page is still the one found. The first `released` pages are gone.
         """
         size = self.page_size
         for number in range(len(keys), len(tokens) // size):
@@ -90,13 +90,13 @@ class PrefixIndex:
                 self.content[pages[number]] = Content(key, before, own)
 
     def withdraw(self, page: int) -> None:
-        """Let a page be found no more, if it could be: it is about to be written."""
+        """Stop a page from being found: it is about to be written."""
         content = self.content.pop(page, None)
         if content is not None:
             del self.page_of[content.key]
 
     def evict(self, shard: int) -> int:
-        """Take the shard's page that has been unused for longest, and forget what it holds."""
+        """Take the shard's page that has been unused for longest, and forget its content."""
         page, _ = self.unused[shard].popitem(last=False)
         self.withdraw(page)
         return page

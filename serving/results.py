@@ -1,4 +1,4 @@
-"""What a page pool answers."""
+"""Results of a page pool's calls."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ __all__ = ["Growth", "PageCounts", "PrefixMatch"]
 
 
 class Growth(NamedTuple):
-    """What a call gave a sequence, and what the device has to do about it before it writes there."""
+    """What a call gave a sequence, and what the device has to do before it writes there."""
 
     new_pages: tuple[int, ...] = ()
-    """Pages that the sequence got, destinations of copies among them."""
+    """Pages that the sequence got, including the destinations of copies."""
     copies: tuple[tuple[int, int], ...] = ()
-    """(source, destination): the whole page is to be copied."""
+    """(source, destination): copy the whole page."""
     to_scrub: tuple[int, ...] = ()
-    """Pages to be zeroed, as somebody else's tokens may lie there; empty unless the pool was made with scrub_on_free."""
+    """Pages to zero, because they may hold another owner's tokens; empty unless the pool was made with scrub_on_free."""
     matched: int = 0
-    """How many tokens the sequence took over from cached pages; they need no prefill."""
+    """How many tokens the sequence took from cached pages; they need no prefill."""
 
 
 class PrefixMatch(NamedTuple):
@@ -28,8 +28,8 @@ class PrefixMatch(NamedTuple):
 
 
 class PageCounts(NamedTuple):
-    """How many pages are in use, free, and cached (of no sequence, but still found by their prefix); and the slots of pages in
-    use that hold no token."""
+    """How many pages are in use, free, and cached (without a sequence, but still found by their prefix); and how many slots of
+    pages in use are empty."""
 
     used: int
     free: int

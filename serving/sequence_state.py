@@ -1,4 +1,4 @@
-"""What a page pool keeps of one sequence."""
+"""A page pool's record of one sequence."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["SequenceState"]
 
 @dataclass(slots=True)
 class SequenceState:
-    """Pages, and what of their contents is known.
+    """Pages, and what is known of their contents.
 
-    `pages` may reach beyond `length`: what alloc has given and no token fills yet. `tokens` has the ids of the first tokens,
-    as far as they are known; `keys` the prefix keys of the first whole pages, as far as they were published or matched. The first
-    `released` pages were given back, as no query sees them any more; in their place stands the number of all pages.
+    `pages` may reach beyond `length`: room from alloc that no token fills yet. `tokens` holds the ids of the first tokens, as far
+    as they are known; `keys` the prefix keys of the first whole pages, as far as they were published or matched. The first
+    `released` pages were given back, because no query sees them any more; the pool's number of pages stands in their place.
     """
 
     length: int = 0
@@ -25,7 +25,7 @@ class SequenceState:
 
     @property
     def held(self) -> array[int]:
-        """The pages that it has."""
+        """The pages that the sequence still has."""
         return self.pages[self.released :]
 
     def copy(self, pages: int) -> SequenceState:

@@ -8,7 +8,7 @@ __all__ = ["Window"]
 
 
 class Window(NamedTuple):
-    """tokens: how many a query sees at most, itself among them; None: all."""
+    """tokens: how many tokens a query sees at most, including itself; None: all."""
 
     tokens: int | None
     page_size: int

@@ -1,7 +1,7 @@
-"""An extension of griffe: the parameters and errors of a docstring, which stand there as sentences, as a list of the reference.
+"""A griffe extension: shows a docstring's parameters and errors, which are written as sentences, as a list.
 
-`name: what it is.` begins a parameter where the function, or the class by its `__init__`, has one of that name.
-`Errors: X for ...` begins what it raises.
+`name: what it is.` begins a parameter if the function, or the class by its `__init__`, has one of that name.
+`Errors: X for ...` begins the errors that it raises.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ITEM = re.compile(r"(?:(?<=^)|(?<=[.;)] )|(?<=\n))\*{0,2}(?P<names>\w+(?:(?:, |
 
 
 def listed(text: str, parameters: set[str]) -> str:
-    """The docstring with a list in the place of its parameters and errors."""
+    """The docstring with a list in place of its parameters and errors."""
     paragraphs = []
     for paragraph in text.split("\n\n"):
         if paragraph.startswith((" ", "```", "|", "- ")):

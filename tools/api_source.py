@@ -1,6 +1,6 @@
-"""A hook of mkdocs: the package's own files, and nothing beside them, where the API reference is read from.
+"""An mkdocs hook: links the package's own files, and nothing else, for the API reference.
 
-The root of the repository is the package. Read as such, it would have all that lies in it: environments, and links to itself.
+The root of the repository is the package. Read directly, it would include everything in it: environments, and links to itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ SOURCE = ROOT / ".api" / "attnops"
 
 
 def on_startup(command: str, dirty: bool) -> None:
-    """Link the package's folders and files into `.api/attnops`, before a plugin looks for them."""
+    """Link the package's folders and files into `.api/attnops`, before any plugin looks for them."""
     shutil.rmtree(SOURCE.parent, ignore_errors=True)
     SOURCE.mkdir(parents=True)
     for path in (*ROOT.glob("*.py"), *(room.parent for room in ROOT.glob("*/__init__.py"))):

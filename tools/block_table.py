@@ -1,12 +1,12 @@
 """Choose block sizes for the shapes of real models on every TPU generation, and ship them.
 
-    python tools/block_table.py --search WORK.json     compile what isn't in WORK.json yet; then write the table
+    python tools/block_table.py --search WORK.json     compile what WORK.json lacks, then write the table
     python tools/block_table.py --write WORK.json      only write operators/shipped.json and docs/block-choices.md
 
 For each shape of tests/data/model_shapes.json (bfloat16, mode train, one device) the first candidates of both passes of attnops'
 splash kernels are compared by static cycles. The cycles of a tile don't depend on the length, so they are read from compiling
-short sequences, once for all shapes with the same head dims and soft cap; what the fused backward does once for a head grows
-with the keys. The cheapest choice that the compiler takes at the real length is kept. Nothing is run. Needs libtpu.
+short sequences, once for all shapes with the same head dims and soft cap; the fused backward pass's work per head grows
+with the keys. The cheapest choice that compiles at the real length is kept. Nothing is run. Requires libtpu.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TARGETS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2
 PAGE = ROOT / "docs" / "block-choices.md"
 BEGIN = "<!-- begin: written by tools/block_table.py -->"
 END = "<!-- end: written by tools/block_table.py -->"
-MOST = 3  # candidates of a pass
+MOST = 3  # candidates per pass
 SHORT = 2048
 
 
@@ -103,7 +103,7 @@ def planned(shape: dict[str, Any], target: str, fields: dict[str, Any]) -> tuple
     """(operation, arguments, plan) of a shape on one device of a target."""
     mesh = described_mesh(target)
     one = jax.sharding.Mesh(mesh.devices.reshape(-1)[:1], ("device",))
-    # Heads don't change a tile: one kv head with its group, so that compiling is quick.
+    # Heads don't change a tile: one kv head with its group compiles quickly.
     group = shape["hq"] // shape["hkv"]
 
     def tensor(length: int, heads: int, dim: int) -> jax.ShapeDtypeStruct:
@@ -128,7 +128,7 @@ def planned(shape: dict[str, Any], target: str, fields: dict[str, Any]) -> tuple
 
 
 def _short_length(fields: dict[str, Any]) -> int:
-    """Two of the largest blocks at least."""
+    """At least two of the largest blocks."""
     sizes = [v for n, v in fields.items() if n.startswith("block_") and isinstance(v, int)]
     return max(SHORT, 2 * max(sizes, default=0))
 
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--generation", action="append", choices=tuple(TARGETS))
     options = parser.parse_args()
     if options.search is None and options.write is None:
-        parser.error("one of --search and --write is wanted")
+        parser.error("one of --search and --write is required")
     work = Work(options.search or options.write)
     if options.search is not None:
 

@@ -1,7 +1,7 @@
-"""Type-check attnops under the names by which it is imported; mypy's arguments are handed on.
+"""Type-check attnops under its import name; arguments are passed on to mypy.
 
-The root of the repository is the package, whatever its folder is called. mypy names a package after its folder, so it is given
-one link, `.types/attnops`, to the root.
+The root of the repository is the package, whatever its folder is called. mypy names a package after its folder, so it gets
+a link, `.types/attnops`, to the root.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Print what each implementation declares, as Markdown: where it runs, features, rules, tolerances.
 
-`python tools/support_table.py` prints; with --write it goes between the markers in docs/support.md. A test holds that
-page against the declarations, so a change of a capability needs a `--write`.
+`python tools/support_table.py` prints; with --write the tables go between the markers in docs/support.md. A test checks that
+page against the declarations, so run `--write` after changing a capability.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def tables() -> str:
 
 
 def _distinct(operations: dict[str, type[PlannedOperation]]) -> Iterator[tuple[str, Capability]]:
-    """The implementations, each once: splash's forward_native is vanilla's own, and stands there."""
+    """Each implementation once: splash's forward_native is vanilla's own, and is listed there."""
     found = [(n, m, op.capability(m)) for n, op in operations.items() for m in op.declared_methods()]
-    # By the class that has written the method.
+    # By the class that defines the method.
     wrote = {op.__name__: n for n, op in operations.items()}
     owner = {id(c): wrote.get(getattr(operations[n], m).__qualname__.partition(".")[0], n) for n, m, c in found}
     return ((f"{name}.{method}", c) for name, method, c in found if owner[id(c)] == name)

@@ -1,10 +1,10 @@
-"""Compile splash for described TPUs, feature by feature, and write docs/tpu-support.md of what came out.
+"""Compile splash for described TPUs, feature by feature, and write the results to docs/tpu-support.md.
 
     python tools/tpu_support.py --write [--again]   compiles what benchmarks/results/tpu_support.json lacks, then writes the page
-    python tools/tpu_support.py --page              writes the page alone
+    python tools/tpu_support.py --page              only writes the page
 
-A cell is a kernel, a call and a target, compiled forward and with its gradient by attnops.verify. Nothing runs. What is there
-is kept, so that --write goes on where it was stopped; --again compiles all anew, as a change of versions does.
+A cell is a kernel, a call and a target, compiled forward and with its gradient by attnops.verify. Nothing runs. Existing results
+are kept, so that --write resumes where it was stopped; --again compiles everything anew, as after a change of versions.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Cell(NamedTuple):
 
 
 def cells() -> Iterator[Cell]:
-    """All of them; the plain causal call stands in both tables of attnops' kernel, and is there once."""
+    """All cells; the plain causal call is in both tables of attnops' kernel, and is yielded once."""
     found = [Cell(kernel, f, "bfloat16", 128, 128, t) for kernel, f, t in itertools.product(KERNELS, CALLS, TARGETS)]
     sizes = itertools.product(DIMS, DTYPES, TARGETS)
     found[len(CALLS) * len(TARGETS) : 0] = [Cell("attnops", "causal", d, *dims, t) for dims, d, t in sizes]
@@ -165,7 +165,7 @@ def compiled(cell: Cell) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides the outcome."""
+    """The versions that determine the outcome."""
     found = {}
     for name in ("jax", "libtpu", "tokamax"):
         try:
@@ -176,13 +176,13 @@ def versions() -> dict[str, str]:
 
 
 def compile_all(again: bool) -> dict[str, Any]:
-    """Compile what the data lacks, and keep it after every cell."""
+    """Compile what the data lacks, and save it after every cell."""
     data = {"versions": versions(), "cells": {}}
     if DATA.exists() and not again:
         kept = json.loads(DATA.read_text(encoding="utf-8"))
         data = kept if kept["versions"] == data["versions"] else data
     with TemporaryDirectory() as nothing:
-        os.environ[TUNE_CACHE] = nothing  # this machine's own choices of blocks would not be everybody's
+        os.environ[TUNE_CACHE] = nothing  # this machine's own block choices must not enter the table
         for cell in cells():
             if cell.name in data["cells"]:
                 continue
@@ -193,7 +193,7 @@ def compile_all(again: bool) -> dict[str, Any]:
 
 
 class _Notes:
-    """Footnotes: each reason once, numbered as it is met."""
+    """Footnotes: each reason once, numbered in order of appearance."""
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
@@ -282,8 +282,8 @@ def main() -> None:
     """Compile, or only write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", action="store_true", help="compile what is lacking, then write the page")
-    what.add_argument("--page", action="store_true", help="write the page from what is there")
+    what.add_argument("--write", action="store_true", help="compile what is missing, then write the page")
+    what.add_argument("--page", action="store_true", help="write the page from existing results")
     parser.add_argument("--again", action="store_true", help="with --write: compile everything anew")
     options = parser.parse_args()
     data = compile_all(options.again) if options.write else json.loads(DATA.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What can be known without the target device."""
+"""Checks that need no target device."""
 
 from .reference import ReferenceOutput, reference_attention, reference_gradients
 

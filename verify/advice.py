@@ -1,4 +1,4 @@
-"""What to say to a kernel that takes too much of a core's memory: what it holds, and which sizes compile."""
+"""Advice for a kernel that takes too much of a core's memory: what it holds, and which sizes compile."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .devices import lowered_for, tracing_on
 
 __all__ = ["advice", "held"]
 
-_OF_TPU, _OF_GPU = 128, 16  # the least that a block shrinks to
+_OF_TPU, _OF_GPU = 128, 16  # the smallest block size tried
 
 
 def held(plan: Plan, found: Failure) -> tuple[tuple[str, int], ...]:
-    """What the kernel that failed holds in VMEM, the largest first; nothing of what isn't VMEM."""
+    """What the failed kernel holds in VMEM, largest first; empty if the failure isn't about VMEM."""
     if found.memory != "vmem":
         return ()
     problem = plan.problem
@@ -30,7 +30,7 @@ def advice(
     operation: Operation, arguments: Mapping[str, Any], plan: Plan, found: Failure, name: str, vmem_most: int
 ) -> str:
     """The largest choice that compiles: on a TPU more VMEM if there is more, on a GPU fewer stages, else smaller blocks. Each
-    is tried, none is guessed."""
+    choice is compiled, none is guessed."""
     config, tag = plan.config, plan.problem.config.operation
     for changes in _stages(config) if found.memory == "shared" else _vmem(config, found, vmem_most):
         if all(getattr(config, n) == v for n, v in changes.items()):

@@ -16,9 +16,9 @@ __all__ = ["arranged"]
 
 
 def arranged(devices: Sequence[Any], sizes: Mapping[str, int] | None, target: str) -> Mesh:
-    """The devices of a target as a mesh of these sizes; by default one axis 'fsdp' of all of them.
+    """Arrange the devices of a target as a mesh of these sizes; by default one axis 'fsdp' of all of them.
 
-    Errors: ShardingError when the sizes don't multiply to their number.
+    Errors: ShardingError when the sizes don't multiply to the number of devices.
     """
     sizes = {"fsdp": len(devices)} if sizes is None else dict(sizes)
     if math.prod(sizes.values()) != len(devices):
@@ -30,6 +30,6 @@ def arranged(devices: Sequence[Any], sizes: Mapping[str, int] | None, target: st
     kinds = (AxisType.Auto,) * len(sizes)
     try:  # neighbours on an axis are neighbours on the chips, as on a real machine
         return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=list(devices))
-    except (NotImplementedError, ValueError, AssertionError):  # a shape that jax finds no order for
+    except (NotImplementedError, ValueError, AssertionError):  # jax finds no order for the shape
         ordered: np.ndarray = np.asarray(devices).reshape(tuple(sizes.values()))
         return Mesh(ordered, tuple(sizes), axis_types=kinds)

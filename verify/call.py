@@ -1,5 +1,5 @@
-"""verify_call: compile a planned call for described devices or for those here; say whether it fits, and what it takes and
-sends.
+"""verify_call: compile a planned call for described devices or for those of this machine; report whether it fits, its memory and
+its traffic.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = ["PassReport", "TargetReport", "verify_call"]
 
 @dataclass(frozen=True)
 class PassReport:
-    """One pass, per device. `compiled` is False where it was only lowered. Bytes and operations are the compiler's counts; of
-    GPUs, for which it counts neither, operations are attnops' and bytes those of arguments and outputs, each once.
+    """One pass, per device. `compiled` is False where the pass was only lowered. Bytes and operations are the compiler's counts.
+    For GPUs the compiler counts neither: operations are attnops' count, and bytes are those of arguments and outputs, each once.
 
-    failure: why it didn't compile, or doesn't fit though it did. held: what the kernel that failed holds in VMEM, (what,
-    bytes), the largest first, as attnops counts it: without what the compiler spills. kernels, collectives: None where the
+    failure: why it didn't compile, or doesn't fit though it compiled. held: what the failed kernel holds in VMEM, as (what,
+    bytes), largest first, by attnops' count, which leaves out what the compiler spills. kernels, collectives: None where the
     compiled program's text can't be read. roofline_seconds: the longer of arithmetic and HBM traffic at the device's published
-    rates, which `bound` names; intensity: operations a byte. needs: the least that has to be sent; differences: where the
-    program sends another number of bytes, none where its text can't be read, or where (unknown) it can't be said what has to be
-    sent.
+    rates; `bound` names which. intensity: operations per byte. needs: the least that has to be sent. differences: where the
+    program sends a different number of bytes; empty where its text can't be read, or where (unknown) what has to be sent can't
+    be worked out.
     """
 
     name: str
@@ -64,7 +64,7 @@ class PassReport:
 
 @dataclass(frozen=True)
 class TargetReport:
-    """A call on one target; `device` is known of TPUs and NVIDIA's GPUs, VMEM of TPUs."""
+    """A call on one target. `device` is known for TPUs and NVIDIA GPUs, VMEM for TPUs."""
 
     target: str
     plan: Plan
@@ -76,8 +76,8 @@ class TargetReport:
 
     @property
     def passed(self) -> bool:
-        """Whether something may run it, and every pass compiled (or, without its compiler, was lowered), fits, and sends what it
-        has to."""
+        """Whether an implementation may run it, and every pass compiled (or, without its compiler, was lowered), fits, and sends
+        what it has to."""
         fine = all(p.failure is None and not p.differences for p in self.passes)
         return self.plan.implementation is not None and fine
 
@@ -111,10 +111,11 @@ class TargetReport:
 def verify_call(
     operation: Operation, arguments: Mapping[str, Any], target: str, told: Callable[[int, int, str], None] | None = None
 ) -> TargetReport:
-    """Plan the call, then compile its forward pass, and in mode train its gradient.
+    """Plan the call, then compile its forward pass and, in mode train, its gradient.
 
-    The operation's mesh is of described devices, of those that are here, or abstract: then the passes are only lowered.
-    `arguments` are those of `operation.plan`, with ShapeDtypeStructs for arrays. `told` hears of each pass: (done, of, its name).
+    The operation's mesh is of described devices, of real devices, or abstract; with an abstract mesh the passes are only lowered.
+    `arguments` are those of `operation.plan`, with ShapeDtypeStructs for arrays. `told` is called with (done, of, name) for each
+    pass.
     """
     plan = operation.plan(**arguments)
     tpu = plan.problem.platform == "tpu"
@@ -127,7 +128,7 @@ def verify_call(
         if device is not None and limit is not None and limit > most:
             warnings.append(
                 f"vmem_limit_bytes={limit} ({bytes_text(limit)}) is more than {device.kind} has: the compiler takes "
-                f"{bytes_text(most)} without a word"
+                f"{bytes_text(most)} and doesn't say so"
             )
         backward = plan.problem.mode == "__train__"
         names = ("forward", "forward and backward") if backward else ("forward",)
@@ -175,7 +176,7 @@ def _verify_pass(
     memory, work = compiled.memory_analysis(), compiled.cost_analysis()
     parts = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
     peak = sum(parts) - memory.alias_size_in_bytes
-    if work is None:  # of a program for GPUs
+    if work is None:  # a program for GPUs
         flops, moved = attention_flops(plan, "backward" in name), float(sum(parts[:2]))
     else:
         flops, moved = float(work.get("flops", 0.0)), float(work.get("bytes accessed", 0.0))

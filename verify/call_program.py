@@ -1,4 +1,4 @@
-"""A planned call, and the call with its gradients, as programs to compile: arrays laid out on the mesh as the plan says."""
+"""A planned call, and the call with its gradients, as programs to compile: arrays are laid out on the mesh as planned."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["call_program"]
 def call_program(
     operation: Operation, arguments: Mapping[str, Any], plan: Plan, backward: bool
 ) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
-    """(the jitted call, or it with its gradients; its arrays, laid out as planned).
+    """(the jitted call, with or without its gradients; its arrays, laid out as planned).
 
-    Backward, the arrays hold the gradients of the outputs too, and the gradients come back where their arrays lie: so what is
-    sent is sent for attention, not for a loss.
+    For the backward pass the arrays include the outputs' gradients, and each gradient is returned where its array lies. So all
+    communication is for attention, not for a loss.
     """
     mesh = operation.metadata.mesh
 

@@ -1,7 +1,7 @@
-"""A process that compiles one device's calls for a described TPU and reads the cycles of a kernel from its schedule.
+"""A process that compiles one device's calls for a described TPU and reads a kernel's cycles from its schedule.
 
-libtpu is told when it starts what to dump, so there is a process for each kernel: `python -m attnops.verify.clock_worker`,
-with pickled (device kind, problem, part, fields) coming in and Outcomes going out.
+libtpu reads what to dump when it starts, so there is one process per kernel: `python -m attnops.verify.clock_worker`. It takes
+pickled (device kind, problem, part, fields) and returns Outcomes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SECONDS = 600.0
 
 
 class Outcome(NamedTuple):
-    """What the compiler made of a candidate: the kernel's cycles and its bytes of VMEM (None where they can't be
+    """What the compiler made of a candidate: the kernel's cycles and bytes of VMEM (None where they can't be
     read), or why it failed.
 
-    lost: the process ended before it answered, so another try may do better.
+    lost: the process ended before it answered, so another attempt may succeed.
     """
 
     cycles: TileCycles | None
@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
 
 
 class ClockWorker:
-    """A process that compiles one kernel, started at the first question and again after one that took too long."""
+    """A process that compiles one kernel. It is started at the first request, and again after one that took too long."""
 
     def __init__(self, kernel: str) -> None:
         self.kernel = kernel
@@ -49,7 +49,7 @@ class ClockWorker:
         self._folder = ""
 
     def ask(self, kind: str, problem: LocalProblem, part: str, fields: Mapping[str, Any]) -> Outcome:
-        """Compile a part with these fields for a kind of device; one question at a time."""
+        """Compile a part with these fields for a kind of device; one request at a time."""
         with self._lock:
             return self._ask(kind, problem, part, fields)
 
@@ -108,7 +108,7 @@ class ClockWorker:
 def compile_one(
     folder: Path, kernel: str, kind: str, problem: LocalProblem, part: str, fields: Mapping[str, Any]
 ) -> Outcome:
-    """Compile a part and read its dumps, which are removed."""
+    """Compile a part, read its dumps and remove them."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -136,7 +136,7 @@ def compile_one(
         return Outcome(cycles, used)
     except AttnOpsError as error:
         return Outcome(None, 0, str(error))
-    except Exception as error:  # the compiler's own
+    except Exception as error:  # raised by the compiler
         return Outcome(None, 0, failure(error).message)
     finally:
         for path in folder.iterdir():
@@ -147,28 +147,28 @@ def compile_one(
 
 
 def main() -> None:
-    """Answer questions until there are no more."""
+    """Answer requests until there are no more."""
     answers: BinaryIO = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints, prints elsewhere
+    os.dup2(2, 1)  # keeps other output out of the answers
     folder = Path(os.environ[_FOLDER])
     while True:
         try:
             question = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        except Exception as error:  # what this process doesn't have, such as a mask function of the caller's
+        except Exception as error:  # something this process lacks, such as the caller's mask function
             question = None
-            answer = Outcome(None, 0, f"the call can't be carried to the compiler's process: {error}")
+            answer = Outcome(None, 0, f"the call can't be sent to the compiler's process: {error}")
         else:
             answer = compile_one(folder, *question)
         pickle.dump(answer, answers)
         answers.flush()
         if question is None:
-            return  # the rest of the stream means nothing
+            return  # the rest of the stream can't be read
 
 
 if __name__ == "__main__":
-    # This file runs as __main__, but what it pickles has to be known by its importable name.
+    # This file runs as __main__, but what it pickles needs an importable name.
     from .clock_worker import main as run
 
     run()

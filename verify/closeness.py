@@ -1,15 +1,15 @@
-"""How far a result is from the reference, row by row: the rule that published tolerances are in.
+"""How far a result is from the reference, row by row: the measure of the published tolerances.
 
-A row is the last axis: the output of one query and head, the gradient of one key and head. Its error is the largest one in
-it, over the row's own size; so a row that is small is held as tightly as one that is large.
+A row is the last axis: the output of one query and head, or the gradient of one key and head. Its error is its largest
+deviation divided by the row's own size, so small rows are held as tightly as large ones.
 
-A row's size is its largest absolute value, and no less than the root of the sum of the squares of the terms that make it up.
-That is the floor: rounding errors of terms are independent of one another, so what they leave in a sum grows with that root,
-also where the terms themselves cancel. In the first row of a causal mask, say, the gradient of the query is exactly 0, as the
-difference of two numbers that are not.
-Where a soft cap is all but flat, its slope is such a difference too.
+A row's size is its largest absolute value, but at least the root of the sum of the squares of the terms that it sums.
+This is the floor: rounding errors of terms are independent, so the error of a sum grows with that root even where the terms
+cancel. In the first row of a causal mask, for example, the gradient of the query is exactly 0, as the difference of two
+nonzero numbers.
+Where a soft cap is nearly flat, its slope is such a difference too.
 
-A log-sum-exp is held number by number, and its size is no less than 1: its error is the relative error of the sum.
+A log-sum-exp is compared number by number, and its size is at least 1: its error is the relative error of the sum.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ __all__ = ["lse_size", "output_size", "row_error", "row_sizes", "term_sizes"]
 
 # 1 - tanh**2, the slope of a soft cap, is known to 2e-7 in float32, however small it is: to 6e-6 of this.
 _FLAT = 2**-5
-_TINY = float(np.finfo(np.float32).tiny)  # what is smaller may be flushed to 0
+_TINY = float(np.finfo(np.float32).tiny)  # smaller values may be flushed to 0
 
 
 def row_error(got: np.ndarray, want: np.ndarray, sizes: np.ndarray, dtype: Any = np.float32) -> float:
-    """The largest |got - want| / size, 0 if there is nothing; `sizes` broadcast. What isn't finite in `got` is infinitely far.
+    """The largest |got - want| / size, 0 if there are no values; `sizes` broadcast. Values of `got` that aren't finite are
+    infinitely far.
 
-    dtype: what `got` was stored in; less than its smallest step (6e-8 in float16) is no error.
+    dtype: the dtype that `got` was stored in; less than its smallest step (6e-8 in float16) is no error.
     """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     if not np.isfinite(got).all():
@@ -41,13 +42,13 @@ def row_error(got: np.ndarray, want: np.ndarray, sizes: np.ndarray, dtype: Any =
 
 
 def row_sizes(want: np.ndarray, terms: np.ndarray | None = None) -> np.ndarray:
-    """[..., 1]: of each row the largest absolute value, and no less than that of `terms`."""
+    """[..., 1]: the largest absolute value of each row, or of the same row of `terms` if that is larger."""
     largest = np.abs(want) if terms is None else np.maximum(np.abs(want), terms)
     return np.asarray(largest.max(axis=-1, keepdims=True, initial=0.0))
 
 
 def lse_size(want: np.ndarray) -> np.ndarray:
-    """Number by number."""
+    """The size of each number of an lse."""
     return np.maximum(np.abs(want), 1.0)
 
 
@@ -75,10 +76,10 @@ def term_sizes(
     keep: np.ndarray | None = None,
     keep_probability: float = 1.0,
 ) -> dict[str, np.ndarray]:
-    """The same of the output, and of each gradient of `reference_gradients`, in its shape. Takes what that takes."""
+    """The term sizes of the output and of each gradient of `reference_gradients`, in its shape. Takes the same arguments."""
     made: Forward = forward(query, key, value, scale, mask, bias, soft_cap, sinks, keep, keep_probability)
     squared_d_output = np.asarray(d_output, np.float64) ** 2
-    # d_logits = weights * (d_weights - inner + d_lse), each of which is a sum in its turn.
+    # d_logits = weights * (d_weights - inner + d_lse), each of which is itself a sum.
     d_weights = np.einsum("bqhd,bkhd->bhqk", squared_d_output, made.value**2)
     if keep is not None:
         d_weights = np.where(keep, d_weights / keep_probability**2, 0)

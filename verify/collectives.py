@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices: its collectives, from the program's text."""
+"""What a compiled program sends between devices: the collectives in its text."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _CONDITION = re.compile(r"condition=%([\w.\-]+)")
 _BELOW = re.compile(r"ROOT .* compare\(%[\w.\-]+, %(?P<limit>[\w.\-]+)\), direction=LT")
-_WAITS = re.compile(r'"is_sync":true')  # a GPU's collective that is awaited where it is started
+_WAITS = re.compile(r'"is_sync":true')  # a GPU collective that is awaited where it starts
 _DEVICES = re.compile(r"num_partitions=(\d+)")
 _BITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective with arrays of one size: how often it runs, bytes of its result on a device, devices of a group.
+    """Collectives of one kind and array size: how often they run, bytes of the result per device, devices per group.
 
-    overlapped: it is started and awaited apart, so that work can go on meanwhile. axes: the mesh axes along which the devices of
-    a group lie, () where the mesh isn't given.
+    overlapped: start and wait are separate, so work can go on in between. axes: the mesh axes along which the devices of
+    a group lie; () if no mesh is given.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends, all told, by the usual ring algorithms."""
+        """Bytes that a device sends in total, by the usual ring algorithms."""
         share = (self.group - 1) / self.group
         each = {
             "all-gather": self.result_bytes * share,
@@ -57,9 +57,9 @@ class Collective:
 
 
 def collectives(text: str, sizes: Mapping[str, int] | None = None) -> tuple[Collective, ...]:
-    """The collectives of a compiled program's text; in a loop each counts as often as it is known to run.
+    """The collectives in a compiled program's text; inside a loop each counts as often as the loop is known to run.
 
-    A collective over one device sends nothing and is left out. `sizes` are those of the program's mesh, to tell the axes.
+    A collective over one device sends nothing and is left out. `sizes` are the mesh's, to identify the axes.
     """
     bodies = dict(_computations(text))
     said = _DEVICES.search(text)
@@ -68,7 +68,7 @@ def collectives(text: str, sizes: Mapping[str, int] | None = None) -> tuple[Coll
     entry = next((name for name, (is_entry, _) in bodies.items() if is_entry), None)
 
     def walk(name: str, times: int, apart: bool, channels: set[str] | None) -> None:
-        """`channels`: those seen already by the fusions of one computation; None outside of fusions."""
+        """`channels`: those already seen in the fusions of one computation; None outside fusions."""
         seen: set[str] = set()
         for line in bodies[name][1]:
             if match := _OPERATION.search(line):
@@ -90,7 +90,7 @@ def collectives(text: str, sizes: Mapping[str, int] | None = None) -> tuple[Coll
                 for called in _CALLED.findall(line):
                     for one in re.findall(r"%([\w.\-]+)", called):
                         if one in bodies:
-                            # A collective inside fusions goes on beside them: each of them names its channel.
+                            # A collective that overlaps fusions appears in each of them, with the same channel.
                             inside = (channels if channels is not None else seen) if fused else channels
                             walk(one, times * trips, apart or fused or started, inside)
 
@@ -103,7 +103,7 @@ def collectives(text: str, sizes: Mapping[str, int] | None = None) -> tuple[Coll
 
 
 def _trips(line: str, bodies: dict[str, tuple[bool, list[str]]]) -> int:
-    """How often a loop runs: as it says itself, else up to what its condition compares its counter with; 1 if neither."""
+    """How often a loop runs: its stated trip count, else the limit of its counter; 1 if neither is known."""
     if known := _TRIPS.search(line):
         return int(known[1])
     condition = _CONDITION.search(line)
@@ -134,7 +134,7 @@ def _computations(text: str) -> Iterator[tuple[str, tuple[bool, list[str]]]]:
 
 
 def _result_bytes(match: re.Match[str]) -> int:
-    """Of the arrays of the result. What is started apart has its operands in front, and counters behind."""
+    """Bytes of the result's arrays. A collective's start lists its operands first and its counters last."""
     sizes = []
     for array in _ARRAY.finditer(match["type"]):
         bits = 8 if array["dtype"] == "pred" else int(_BITS.search(array["dtype"])[0])  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""What a compiled program says of itself: its kernels' VMEM, its memory, its work; and why it didn't compile."""
+"""What a compiled program says of itself: its kernels' VMEM, its memory and its work; and why it didn't compile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MIB = 1 << 20
 
 
 class KernelUse(NamedTuple):
-    """A Pallas kernel of a program: bytes of scoped VMEM that it takes, and its limit where one was asked for."""
+    """A Pallas kernel of a program: the bytes of scoped VMEM that it takes, and its limit if one was requested."""
 
     name: str
     vmem_used: int | None
@@ -31,9 +31,10 @@ class KernelUse(NamedTuple):
 
 
 def program_text(compiled: Any) -> str | None:
-    """The text of a compiled program; None where this jaxlib can't read what libtpu made.
+    """The text of a compiled program; None where this jaxlib can't read libtpu's program.
 
-    So it is with jaxlib 0.10 and libtpu 0.0.51 for large programs on tpu7x: "async-update instruction should have 1 operands".
+    This happens with jaxlib 0.10 and libtpu 0.0.51 for large programs on tpu7x: "async-update instruction should have 1
+    operands".
     """
     try:
         return compiled.as_text()
@@ -42,7 +43,7 @@ def program_text(compiled: Any) -> str | None:
 
 
 def kernels(text: str) -> tuple[KernelUse, ...]:
-    """The kernels of a compiled program, in its order."""
+    """The kernels of a compiled program, in program order."""
     found = []
     calls = list(_CALL.finditer(text))
     ends = [call.start() for call in calls[1:]] + [len(text)]
@@ -64,8 +65,8 @@ def kernels(text: str) -> tuple[KernelUse, ...]:
 
 
 class Failure(NamedTuple):
-    """Why a program didn't compile. memory: 'vmem', 'hbm', 'shared' (of a GPU) or None. needed, available: bytes, and kernel,
-    where they were told."""
+    """Why a program didn't compile. memory: 'vmem', 'hbm', 'shared' (of a GPU) or None. needed, available: bytes; these and
+    kernel only where the compiler reports them."""
 
     message: str
     memory: str | None = None
@@ -85,7 +86,7 @@ _HBM_ANY = re.compile(r"Used ([\d.]+[KMG]?) of ([\d.]+[KMG]?) hbm", re.IGNORECAS
 
 
 def failure(error: Exception) -> Failure:
-    """The compiler's refusal in our words."""
+    """Translate the compiler's error into attnops' words."""
     text = str(error)
     if found := _SCOPED.search(text):
         kernel, needed, limit = re.sub(r"\.\d+$", "", found[1]), _bytes(found[2]), _bytes(found[3])
@@ -100,7 +101,7 @@ def failure(error: Exception) -> Failure:
     if found := _VMEM_OF_CHIP.search(text):
         needed, limit = _bytes(found[1]), _bytes(found[2])
         return Failure(
-            f"a kernel needs {bytes_text(needed)} of VMEM, of which there are {bytes_text(limit)}: "
+            f"a kernel needs {bytes_text(needed)} of VMEM; there are {bytes_text(limit)}: "
             f"{bytes_text(needed - limit)} too much",
             "vmem",
             needed,
@@ -109,7 +110,7 @@ def failure(error: Exception) -> Failure:
     if found := _SHARED.search(text):
         needed, limit = int(found[1]), int(found[2])
         return Failure(
-            f"a kernel asks for {bytes_text(needed)} of shared memory a block, of which there are {bytes_text(limit)}: "
+            f"a kernel asks for {bytes_text(needed)} of shared memory per block; there are {bytes_text(limit)}: "
             f"{bytes_text(needed - limit)} too much",
             "shared",
             needed,
@@ -118,13 +119,13 @@ def failure(error: Exception) -> Failure:
     if found := _HBM.search(text) or _HBM_ANY.search(text):
         return too_much_hbm(_bytes(found[1]), _bytes(found[2]))
     if _CUDNN.search(text):
-        return Failure("cuDNN isn't installed, which this takes on a GPU; pip install nvidia-cudnn-cu13 compiles it")
+        return Failure("cuDNN isn't installed, which this requires on a GPU. Hint: pip install nvidia-cudnn-cu13")
     first = next(iter(text.strip().splitlines()), "no word")
     return Failure(f"{type(error).__name__}: {first}")
 
 
 def too_much_hbm(needed: int, limit: int) -> Failure:
-    """A device doesn't hold what the program needs at its peak."""
+    """The failure of a program that needs more HBM at its peak than a device has."""
     return Failure(
         f"a device needs {bytes_text(needed)} of HBM and has {bytes_text(limit)}: {bytes_text(needed - limit)} too much",
         "hbm",

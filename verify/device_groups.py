@@ -1,4 +1,4 @@
-"""Which devices a collective of a compiled program joins, and along which mesh axes they lie."""
+"""Which devices a collective of a compiled program connects, and along which mesh axes they lie."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def device_groups(line: str, devices: int) -> Groups:
-    """The groups of devices of an instruction, by their places in the mesh; of a permute its pairs that aren't at home.
+    """The groups of devices of an instruction, by their places in the mesh; for a permute, its pairs of distinct devices.
 
-    Errors: ValueError for a form of the text that isn't known.
+    Errors: ValueError if the text has an unknown form.
     """
     if pairs := _PAIRS.search(line):
         return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)", pairs[0]) if a != b)

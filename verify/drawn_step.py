@@ -1,4 +1,4 @@
-"""A declared step with arrays drawn at random, ready to run on the devices that are here."""
+"""A declared step with random arrays, ready to run on this machine's devices."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..planning.cache.kv_cache import KVCache
 
 __all__ = ["DrawnStep", "draw_step"]
 
-_AMPLITUDE = 40  # of what int8 pages hold
+_AMPLITUDE = 40  # largest value drawn for int8 pages
 
 
 class DrawnStep(NamedTuple):
-    """`run(state, batch, tokens, sinks)` is the step of the declared layer, `arguments` are its own, placed; `arrays` as
-    they were drawn."""
+    """`run(state, batch, tokens, sinks)` is the step of the declared layer; `arguments` are its arguments, placed; `arrays` the
+    arrays as drawn."""
 
     run: Callable[..., StepOutput]
     arguments: tuple[CacheState, RaggedBatch, tuple[Any, Any, Any], Any]
@@ -32,7 +32,7 @@ class DrawnStep(NamedTuple):
 
 
 def draw_step(operation: Paged, step: DeclaredStep, seed: int) -> DrawnStep:
-    """Draw tokens, and pages that are full of what others have written. The lse is asked for too."""
+    """Draw tokens, and pages already full of other tokens. The lse is requested too."""
     arrays = step.draw(seed)
     mesh, kv_heads = operation.metadata.mesh, operation.metadata.policy.kv_heads
     devices = mesh if isinstance(mesh, Mesh) else None

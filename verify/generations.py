@@ -1,4 +1,4 @@
-"""TPU generations: what one device computes and moves in a second, and what it holds."""
+"""TPU generations: what one device computes and moves per second, and what it holds."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ __all__ = [
 
 class _Generation(NamedTuple):
     kind: str
-    devices: int  # of a chip
-    cores: int  # of a device
-    topology: str  # a small one
-    clock: float  # cycles a second
-    products: int  # multiplications and additions of bfloat16 that a core's matrix units do in a cycle
-    depth: int  # of a matrix unit, over which a product sums
-    link: float  # bytes a second of one link between chips, one way
-    ring: int  # a physical axis is closed to a ring where it has a multiple of so many chips
+    devices: int  # per chip
+    cores: int  # per device
+    topology: str  # a small topology
+    clock: float  # cycles per second
+    products: int  # bfloat16 multiply-adds per cycle of a core's matrix units
+    depth: int  # columns that a matrix unit sums over at once
+    link: float  # bytes per second of one link between chips, one way
+    ring: int  # a physical axis is a ring where its size is a multiple of this
     cube: bool  # all axes have to be such multiples
-    vector: tuple[float, float, float, float]  # cycles that a weight takes beside products: see vector_cycles
-    row: int  # what a row of a tile takes forward, in weights of a large tile; backward half of it
-    pipelined: tuple[float, float] | None = None  # as vector, forward and backward, of pipelined tiles
+    vector: tuple[float, float, float, float]  # cycles per weight besides products: see vector_cycles
+    row: int  # cost of a row of a tile, in weights of a large tile; forward, and half of it backward
+    pipelined: tuple[float, float] | None = None  # like vector, forward and backward, for pipelined tiles
 
 
-# By a topology's prefix, as libtpu 0.0.51 describes them. Clocks: the published bfloat16 rate over the operations that the
-# matrix units of a chip do in a cycle; of tpu7x, fitted to tokamax's published times beside a term for the bytes that XLA
+# By a topology's prefix, as libtpu 0.0.51 describes them. Clocks: the published bfloat16 rate over the operations per cycle of a
+# chip's matrix units; of tpu7x, fitted to tokamax's published times beside a term for the bytes that XLA
 # moves around the kernel (benchmarks/results/static_clock.txt). Products: four units of 128 x 128; from v6e on two
-# of 256 x 256, which take 16 rows in 8 cycles: what the published rate asks for.
+# of 256 x 256, which take 16 rows in 8 cycles, as the published rate requires.
 # Links: docs.cloud.google.com/tpu/docs, "bidirectional inter-chip interconnect (ICI) bandwidth per chip" of v5e (400 GB/s), v5p
 # (1200), v6e (800) and tpu7x (1200), of v4 "2400 Gbps": halved, and divided by the chip's links (4 in a plane, 6 in space).
-# Rings: there too, of v5p: "all 4x4x4 and larger slices have full 3D torus connectivity", smaller ones none, and alike v4 and
-# tpu7x, which are built of the same cubes; of v5e and v6e jax-ml.github.io/scaling-book/tpus: only an axis of 16 chips.
-# Vector: static cycles of attnops' own kernels, tiles of 1024 x 1024 at head dims 64 and 128, where they are above the matrix
-# units' (benchmarks/results/tpu_static.json); a row from tiles of 512 x 512 beside them; pipelined ones of 2048 x 2048. Of v4
-# and v5p, whose schedules weren't read, v5e's.
+# Rings: the same source, of v5p: "all 4x4x4 and larger slices have full 3D torus connectivity", smaller ones none; v4 and
+# tpu7x are built of the same cubes; of v5e and v6e jax-ml.github.io/scaling-book/tpus: only an axis of 16 chips.
+# Vector: static cycles of attnops' own kernels, tiles of 1024 x 1024 at head dims 64 and 128, where they exceed those of the
+# matrix units (benchmarks/results/tpu_static.json); a row: from tiles of 512 x 512 in comparison; pipelined ones: 2048 x 2048.
+# v4 and v5p, whose schedules weren't read, use v5e's.
 _OF_V5E = (0.00395, 0.0063, 0.0056, 0.0025)
 _GENERATIONS = {
     "v4": _Generation("TPU v4", 2, 1, "v4:2x2x1", 1.05e9, 65536, 128, 50e9, 4, True, _OF_V5E, 0),
@@ -96,13 +96,13 @@ _GENERATIONS = {
 _LONGEST_SHAPE = 40
 _LARGE_TILE = 1024
 _PASSES = ("forward", "backward", "dkv", "dq")
-# docs.cloud.google.com/tpu/docs/tpu7x: the dies of a chip are joined six times as fast as chips by one link. Of v4 no figure is
-# published; its two cores share the chip's HBM, which is about as fast.
+# docs.cloud.google.com/tpu/docs/tpu7x: the link between a chip's dies is six times as fast as one between chips. For v4 no
+# figure is published; its two cores share the chip's HBM, which is about as fast.
 _DIE_LINKS = 6
 
 
 class Device(NamedTuple):
-    """One device: its kind, bytes of HBM, of VMEM a core, bfloat16 operations and HBM bytes a second."""
+    """One device: its kind, bytes of HBM, bytes of VMEM per core, bfloat16 operations and HBM bytes per second."""
 
     kind: str
     hbm_bytes: int
@@ -111,14 +111,14 @@ class Device(NamedTuple):
     bytes_per_second: float
 
     def roofline(self, flops: float, moved: float, dtype: str, exact: bool) -> tuple[float, float]:
-        """(seconds of arithmetic, seconds of HBM traffic) at the published rates; an exact float32 product is six passes of
-        bfloat16, and of every other dtype the matrix units take one."""
+        """(seconds of arithmetic, seconds of HBM traffic) at the published rates. An exact float32 product takes six bfloat16
+        passes, a product of any other dtype one."""
         rate = self.flops_per_second / (6 if exact else 1)
         return flops / rate, moved / self.bytes_per_second
 
 
 def device_of(kind: str) -> Device:
-    """The device of a kind, as Pallas knows it."""
+    """The device of a kind, as Pallas describes it."""
     from jax.experimental.pallas import tpu as pltpu
 
     cores = next((g.cores for g in _GENERATIONS.values() if g.kind == kind), 1)
@@ -126,7 +126,7 @@ def device_of(kind: str) -> Device:
     described = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(described):
         info = pltpu.get_tpu_info()
-    # Pallas tells of one core.
+    # Pallas describes one core.
     return Device(
         kind,
         info.hbm_capacity_bytes * cores,
@@ -152,26 +152,26 @@ def topology_of(kind: str) -> str:
 
 
 def clock_rate(kind: str) -> float:
-    """Cycles a second of a kind of device. Errors: ConfigError for one that isn't known."""
+    """Cycles per second of a kind of device. Errors: ConfigError for an unknown kind."""
     return _of_kind(kind).clock
 
 
 def products_a_cycle(kind: str) -> int:
-    """Multiplications and additions of bfloat16 a cycle of one core. Errors: ConfigError for a kind that isn't known."""
+    """Multiply-adds of bfloat16 per cycle of one core. Errors: ConfigError for an unknown kind."""
     return _of_kind(kind).products
 
 
 def cores_of(kind: str) -> int:
-    """Cores of one device of a kind. Errors: ConfigError for a kind that isn't known."""
+    """Cores per device of a kind. Errors: ConfigError for an unknown kind."""
     return _of_kind(kind).cores
 
 
 def vector_cycles(kind: str, products: str, block_kv: int, pipelined: bool = False) -> float:
-    """Cycles of one core that a weight takes whatever its products: exponentials, sums, masks, and what waits for them; and, of
-    tiles with so many keys, its share of what each row of a tile takes.
+    """Cycles per weight that one core spends on work other than products: exponentials, sums, masks and what waits for them;
+    with the share of each row's cost in tiles of so many keys.
 
-    products: 'forward', 'backward' (fused), 'dkv' or 'dq'. pipelined: products go ahead of exponentials.
-    Errors: ConfigError for a kind that isn't known.
+    products: 'forward', 'backward' (fused), 'dkv' or 'dq'. pipelined: products run ahead of exponentials.
+    Errors: ConfigError for an unknown kind.
     """
     generation = _of_kind(kind)
     if pipelined and generation.pipelined is not None and products in _PASSES[:2]:
@@ -181,9 +181,9 @@ def vector_cycles(kind: str, products: str, block_kv: int, pipelined: bool = Fal
 
 
 class Torus(NamedTuple):
-    """The chips of a topology: sizes of the physical axes, which of them are rings, bytes a second of a link one way.
+    """The chips of a topology: the sizes of the physical axes, which of them are rings, bytes per second of a link, one way.
 
-    devices: of a chip; they share its links, and are joined by `die_link`.
+    devices: per chip; they share its links and are joined by `die_link`.
     """
 
     shape: tuple[int, ...]
@@ -194,7 +194,7 @@ class Torus(NamedTuple):
 
 
 def torus_of(target: str) -> Torus:
-    """The links of a topology's name, such as v5p:4x4x4. Errors: ConfigError for another form."""
+    """The links of a topology's name, such as v5p:4x4x4. Errors: ConfigError for any other form."""
     abstract_target(target)
     name, _, text = target.partition(":")
     generation = _GENERATIONS[name]
@@ -206,7 +206,7 @@ def torus_of(target: str) -> Torus:
 
 
 def matrix_depth(kind: str) -> int:
-    """Over how many columns a matrix unit sums at once. Errors: ConfigError for a kind that isn't known."""
+    """How many columns a matrix unit sums over at once. Errors: ConfigError for an unknown kind."""
     return _of_kind(kind).depth
 
 
@@ -219,7 +219,7 @@ def _of_kind(kind: str) -> _Generation:
 
 
 def abstract_target(target: str) -> tuple[str, int]:
-    """(device kind, number of devices) of a topology's name, without libtpu. Errors: ConfigError for another form."""
+    """(device kind, number of devices) of a topology's name, without libtpu. Errors: ConfigError for any other form."""
     match = re.fullmatch(r"([a-z0-9]+):([1-9][0-9]*(?:x[1-9][0-9]*)+)", target)
     if match is None or match[1] not in _GENERATIONS or len(match[2]) > _LONGEST_SHAPE:
         raise ConfigError(

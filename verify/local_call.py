@@ -1,4 +1,4 @@
-"""One device's part of a planned call, as a call of its own: what is compiled and timed when sizes are searched."""
+"""One device's part of a planned call, as a call of its own: what a size search compiles and times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["LocalProblem"]
 
 @dataclass(frozen=True)
 class LocalProblem:
-    """A call without a mesh. Pickles: `metadata` is JSON values, `arguments` hold ShapeDtypeStructs."""
+    """A call without a mesh. It can be pickled: `metadata` is JSON values, `arguments` hold ShapeDtypeStructs."""
 
     operation: str
     metadata: dict[str, Any]
@@ -29,11 +29,11 @@ class LocalProblem:
 
     @classmethod
     def of(cls, problem: AttentionProblem, placement: Placement) -> LocalProblem:
-        """The part of one device. Errors: ConfigError where the queries are split, for then no part is like another."""
+        """The part of one device. Errors: ConfigError where the queries are split, because the parts then differ."""
         if placement.q_axes:
             raise ConfigError(
-                f"the queries are split over {'+'.join(placement.q_axes)}, so each device has other tiles; search for the "
-                "call of one device instead, without a mesh."
+                f"the queries are split over {'+'.join(placement.q_axes)}, so each device has different tiles. Hint: search for "
+                "the call of one device instead, without a mesh."
             )
         local, dtype = placement.local, jnp.dtype(problem.runtime_dtype)
         sizes = {"batch": local.batch, "heads": local.q_heads, "q": local.q_len, "kv": local.kv_len}
@@ -95,7 +95,7 @@ class LocalProblem:
     def program(
         self, fields: Mapping[str, Any], part: str, mesh: AnyMesh | None = None
     ) -> tuple[Callable[[Any], Any], Any]:
-        """(function of the arrays, their shapes): the call, or for part 'backward' its gradient."""
+        """(function of the arrays, their shapes): the call or, for part 'backward', its gradient."""
         attend = self.make(fields, mesh)
         leaves, tree = jax.tree.flatten(self.arguments, is_leaf=lambda x: x is None)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
@@ -110,7 +110,7 @@ class LocalProblem:
         return run, [leaves[i] for i in places]
 
     def arrays(self, shapes: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        """Values to time it with: normal numbers; int8 from -127 to 127; one segment, whole lengths, positions in order, mask
+        """Values to time it with: normal numbers; int8 from -127 to 127; one segment, full lengths, positions in order, mask
         arrays all visible.
         """
         names = {id(leaf.array): leaf.name for leaf in self.arguments["mask"].split()[1]}
@@ -120,7 +120,7 @@ class LocalProblem:
         def draw(shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
             name = names.get(id(shape), "")
             if jnp.issubdtype(shape.dtype, jnp.floating):
-                narrow = jnp.dtype(shape.dtype).itemsize == 1  # fp8 isn't drawn by itself
+                narrow = jnp.dtype(shape.dtype).itemsize == 1  # fp8 can't be drawn directly
                 return jax.random.normal(key, shape.shape, jnp.float32 if narrow else shape.dtype).astype(shape.dtype)
             if shape.dtype == jnp.int8 and not name:
                 return jax.random.randint(key, shape.shape, -127, 128, jnp.int8)

@@ -1,4 +1,4 @@
-"""The meaning of paged attention: float64, plain NumPy. Keys and values are gathered from their pages, then `reference`."""
+"""The definition of paged attention in float64 NumPy: gathers keys and values from their pages, then calls `reference`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def paged_reference(
 ) -> PagedReference:
     """Attend sequence by sequence. Shapes and meaning as in `operators.kernels.paged.paged_attention`.
 
-    A page is read where a key of the sequence lies in it that the window of its first query reaches, and nowhere else: an id that
-    is out of range is an IndexError here.
+    Only pages with a key inside the window of the sequence's first query are read; an out-of-range id among them raises
+    IndexError.
     """
     tokens, heads, _ = query.shape
     output = np.zeros((tokens, heads, value_pages.shape[-1]))

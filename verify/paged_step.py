@@ -1,4 +1,4 @@
-"""verify_step: compile a planned step over pages for described devices or for those here; does it fit, what does it take."""
+"""verify_step: compile a planned step over pages for described or real devices; report whether it fits, and its memory."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = ["StepReport", "verify_step"]
 
 @dataclass(frozen=True)
 class StepReport:
-    """A step on one target, per device. `compiled` is False where it was only lowered. Bytes are the compiler's.
+    """A step on one target, per device. `compiled` is False where the step was only lowered. Bytes are the compiler's.
 
-    page_bytes: of the pages that the batch has to read, and what is written of the step's own keys; flops: of the products of
-    keys and values that are seen. roofline_seconds: the longer of both at the device's published rates, which `bound` names.
+    page_bytes: of the pages that the batch has to read, and of the step's own keys as written; flops: of the products over
+    visible keys and values. roofline_seconds: the longer of the two at the device's published rates; `bound` names which.
     kernels, collectives: None where the compiled program's text can't be read.
     """
 
@@ -56,13 +56,13 @@ class StepReport:
 
     @property
     def passed(self) -> bool:
-        """Whether something may run it, it compiled (or, without its compiler, was lowered) and fits, and nothing is sent between
-        devices but what joins the outputs of those that have pages of the same sequences."""
+        """Whether an implementation may run it, it compiled (or, without its compiler, was lowered) and fits, and devices send
+        nothing except what merges the outputs of devices with pages of the same sequences."""
         return self.plan.implementation is not None and self.failure is None and not self.unneeded
 
     @property
     def unneeded(self) -> tuple[Collective, ...]:
-        """What is sent and needn't be."""
+        """Collectives that aren't needed."""
         problem = self.plan.problem
         left, found = problem.joined_bytes, []
         for sent in self.collectives or ():
@@ -75,7 +75,7 @@ class StepReport:
 
     @property
     def peak_bytes(self) -> int:
-        """Of arguments, outputs and temporary memory; donated pages count once."""
+        """Bytes of arguments, outputs and temporary memory; donated pages count once."""
         return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,8 +94,8 @@ class StepReport:
 
 
 def verify_step(operation: Paged, step: DeclaredStep, target: str) -> StepReport:
-    """Plan the step, then compile it with its pages donated. The mesh is of described devices, of those here, or abstract: then
-    the step is only lowered."""
+    """Plan the step, then compile it with its pages donated. The mesh is of described devices, of real devices, or abstract;
+    with an abstract mesh the step is only lowered."""
     options = step.options | {"softmax_aux": step.sinks}
     plan = operation.plan(
         step.query, step.key, step.value, cache=step.cache, layer=step.layer, batch=step.batch, **options
@@ -114,7 +114,7 @@ def verify_step(operation: Paged, step: DeclaredStep, target: str) -> StepReport
         compiled = lowered.compile() if here else None
     except AttnOpsError:
         raise
-    except Exception as error:  # the compiler's refusal, in whatever class it comes
+    except Exception as error:  # the compiler's error, of whatever class
         return StepReport(target, plan, device, *limits, here, failure(error), time.perf_counter() - start)
     seconds = time.perf_counter() - start
     if compiled is None:
@@ -145,7 +145,7 @@ def verify_step(operation: Paged, step: DeclaredStep, target: str) -> StepReport
 
 
 def _lowered(operation: Paged, step: DeclaredStep, plan: PagedPlan, mesh: Any) -> Any:
-    """The step lowered with every array where the plan has it; one layer of the cache, donated."""
+    """The step lowered with every array placed as planned; one layer of the cache, donated."""
     state = abstract(plan.cache, mesh, layers=1)
     query, key = token_specs(plan.cache)
 

@@ -1,4 +1,4 @@
-"""The operands of a placed call: where each lies as declared, and where inside the operation."""
+"""The operands of a placed call: how each is split as declared, and how inside the operation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["PlacedTensor", "all_axes", "axes_by_dim", "placed_tensors", "sent_it
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """An operand inside the operation: its whole shape, bytes of an element, and the axes of each dimension."""
+    """An operand inside the operation: its full shape, bytes per element, and the axes of each dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,13 +27,13 @@ class PlacedTensor:
 
 
 def sent_itemsize(dtype: str, cpu: bool) -> int:
-    """Bytes of an element on its way: XLA:CPU works on 16-bit floats as float32, and sends them so."""
+    """Bytes per element when sent: XLA:CPU computes 16-bit floats as float32, and sends them so."""
     size = jnp.dtype(dtype).itemsize
     return max(size, 4) if cpu and size == 2 else size
 
 
 def placed_tensors(problem: AttentionProblem, placement: Placement, item: int) -> Iterator[PlacedTensor]:
-    """All operands, in the shapes that they have inside: four dimensions, repeated heads."""
+    """All operands, in their shapes inside the operation: four dimensions, repeated heads."""
     for name in ("query", "key", "value"):
         fitted = placement.fitted[name]
         declared = placement.given(name, problem.shape_of(name))
@@ -81,7 +81,7 @@ def placed_tensors(problem: AttentionProblem, placement: Placement, item: int) -
 
 
 def axes_by_dim(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
-    """The axes of each dimension; of a packed tensor, which has no batch, the first has none."""
+    """The axes of each dimension; a packed tensor has no batch, so its first dimension has none."""
     entries = tuple(axes_at(spec, index) for index in range(len(spec)))
     if len(entries) == rank - 1:
         return ((), *entries)

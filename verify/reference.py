@@ -1,4 +1,4 @@
-"""The meaning of attention in attnops: float64, plain NumPy, one page. Everything else is held against this."""
+"""The definition of attention in attnops, in float64 NumPy. Everything else is tested against it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ReferenceOutput(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What both passes share, a kv head's tensors repeated for each of its query heads; `sunk` are the sinks' weights."""
+    """What both passes share; a kv head's tensors are repeated for each of its query heads; `sunk` are the sinks' weights."""
 
     query: np.ndarray
     key: np.ndarray
@@ -35,7 +35,7 @@ def forward(
     bias: np.ndarray | None, soft_cap: float | None, sinks: np.ndarray | None, keep: np.ndarray | None,
     keep_probability: float,
 ) -> Forward:  # fmt: skip
-    """See reference_attention, whose arguments these are."""
+    """See reference_attention, which takes the same arguments."""
     q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
     batch, q_len, heads, _ = q.shape
     kv_len, group = k.shape[1], heads // k.shape[2]
@@ -46,7 +46,7 @@ def forward(
         logits = logits + np.asarray(bias, np.float64)
     visible = np.broadcast_to(True if mask is None else np.asarray(mask), (batch, heads, q_len, kv_len))
     logits = np.where(visible, logits, -np.inf)
-    # Sinks are further logits without a value: [heads], or [heads or kv_heads, sinks].
+    # Sinks are additional logits without a value: [heads], or [heads or kv_heads, sinks].
     extra = np.zeros((heads, 0)) if sinks is None else np.asarray(sinks, np.float64).reshape(len(sinks), -1)
     extra = np.broadcast_to(
         np.repeat(extra, heads // len(extra), axis=0)[:, None], (batch, heads, q_len, extra.shape[1])
@@ -56,7 +56,7 @@ def forward(
     shift = np.where(np.isfinite(shift), shift, 0)
     exponentials = np.exp(every - shift)
     total = exponentials.sum(axis=-1, keepdims=True)
-    probabilities = exponentials / np.where(total == 0, 1, total)  # a row with nothing to see is 0
+    probabilities = exponentials / np.where(total == 0, 1, total)  # a row with no visible key is 0
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + shift)[..., 0]
     weights = probabilities[..., :kv_len]
@@ -77,7 +77,7 @@ def reference_attention(
     keep: np.ndarray | None = None,
     keep_probability: float = 1.0,
 ) -> ReferenceOutput:
-    """Attend in float64: query [batch, q, heads, dim], key [batch, kv, kv_heads, dim], value likewise.
+    """Attention in float64: query [batch, q, heads, dim], key [batch, kv, kv_heads, dim], value likewise.
 
     `mask` is True where a query may attend; `mask`, `bias` and `keep` broadcast to [batch, heads, q, kv].
     """
@@ -101,7 +101,7 @@ def reference_gradients(
     keep: np.ndarray | None = None,
     keep_probability: float = 1.0,
 ) -> dict[str, np.ndarray]:
-    """Gradients of sum(output * d_output) + sum(lse * d_lse), by hand: query, key, value, and bias, softmax_aux if given."""
+    """Gradients of sum(output * d_output) + sum(lse * d_lse): query, key, value, and bias and softmax_aux if given."""
     given = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
     q, k, v, raw, weights, sunk, dropped, _ = forward(query, key, value, *given)
     d_output = np.asarray(d_output, np.float64)

@@ -1,8 +1,8 @@
-"""Static cycles: what the TPU compiler's final schedule says of a kernel, read from libtpu's dumps.
+"""Static cycles: what the TPU compiler's final schedule says about a kernel, read from libtpu's dumps.
 
-libtpu writes the bundles (a bundle is issued a cycle) of what it compiles in a process that was started with
-LIBTPU_INIT_ARGS=dump_options(...). Stalls for memory aren't in them, nor waits for the matrix units: the schedule may issue
-products faster than their published peak takes them, which tile_counts.matrix_cycles makes good. An estimate, and a lower
+libtpu writes the bundles (one is issued per cycle) of what it compiles in a process started with
+LIBTPU_INIT_ARGS=dump_options(...). They don't show stalls for memory or waits for the matrix units: the schedule may issue
+products faster than the published peak rate, which tile_counts.matrix_cycles corrects. The result is an estimate, and a lower
 bound.
 """
 
@@ -41,15 +41,15 @@ class Region:
         return self.end - self.start
 
     def all(self) -> Iterator[Region]:
-        """This region and all within it."""
+        """This region and all regions within it."""
         yield self
         for region in self.inside:
             yield from region.all()
 
 
 class TileCycles(NamedTuple):
-    """A flash attention kernel's cycles: of each way through a tile, as they stand in the program; beside the tile for a block
-    of the slow axis (start and end of its sums), for a step of the grid, and once for a kv head.
+    """A flash attention kernel's cycles: for each code path of a tile, in program order; besides the tiles for a block of
+    the slow axis (start and end of its sums), for a step of the grid, and once per kv head.
     """
 
     tiles: tuple[int, ...]
@@ -58,26 +58,26 @@ class TileCycles(NamedTuple):
     head: int = 0
 
     def total(self, tiles: Sequence[int], blocks: int, heads: int = 1) -> int:
-        """Cycles of so many tiles that go each way, blocks of the slow axis and kv heads; one way may serve all tiles."""
+        """Cycles of so many tiles on each path, blocks of the slow axis and kv heads; one path may serve all tiles."""
         ways = self.tiles if len(self.tiles) > 1 else self.tiles * len(tiles)
         inside = sum(count * cycles for count, cycles in zip(tiles, ways, strict=True))
         return inside + sum(tiles) * self.step + blocks * self.block + heads * self.head
 
     def at_least(self, cycles: Sequence[int]) -> TileCycles:
-        """The same, with no way below its number of cycles; one way for all takes the most."""
+        """The same, with at least so many cycles on each path; a single path takes the most."""
         if len(self.tiles) == 1:
             cycles = [max(cycles, default=0)]
         return self._replace(tiles=tuple(map(max, self.tiles, cycles)))
 
     def cheapest_first(self) -> TileCycles:
-        """The same, for kernels with a way through tiles without a mask and one with it, in whichever order they stand."""
+        """The same with sorted paths, for kernels with one path for tiles without a mask and one with it, in either order."""
         return self._replace(tiles=tuple(sorted(self.tiles)))
 
 
 def dump_options(folder: str, kernel: str) -> str:
     """libtpu's options to dump the final schedule of one kernel, by its name in the compiled program (`name.1`).
 
-    The dump of all that is compiled takes ten times as long as to compile it.
+    Dumping everything takes ten times as long as compiling it.
     """
     return (
         f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final.* "
@@ -99,11 +99,13 @@ def kernels_in(folder: Path) -> dict[str, tuple[Path, Path]]:
 
 
 def regions(bundles: str, utilization: str) -> Region:
-    """The kernel's regions as a tree, from the two dumps' texts. Errors: ConfigError for a form that isn't known."""
+    """The kernel's regions as a tree, from the texts of the two dumps. Errors: ConfigError for an unknown form."""
     lines = _bundles(bundles)
     units, rows = _units(utilization)
     if len(rows) != len(lines) or "MATMUL" not in units or "VALU" not in units:
-        raise ConfigError("these are not dumps of final bundles and their utilization as libtpu 0.0.51 writes them.")
+        raise ConfigError(
+            "these aren't dumps of final bundles and their utilization in the form that libtpu 0.0.51 writes."
+        )
     product, vector = units.index("MATMUL"), units.index("VALU")
     starts: dict[int, int] = {}
     for number, line in enumerate(lines):
@@ -129,12 +131,12 @@ def regions(bundles: str, utilization: str) -> Region:
 def tile_cycles(root: Region) -> TileCycles:
     """Read the cycles of a flash attention kernel, whose steps are one loop around a tile's work.
 
-    What stands in a guard within the guard of a block's start or end is taken for a kv head's: so attnops' fused backward
-    is built, whose sums of the keys live as long as the head. Errors: ConfigError for a kernel of another form.
+    A guard nested in the guard of a block's start or end is taken as per kv head. This fits attnops' fused backward
+    pass, whose sums over keys last for the whole head. Errors: ConfigError for a kernel of another form.
     """
     body = max((r for r in root.all() if r.is_loop), key=lambda r: r.cycles, default=root)
     whole = body.cycles
-    # What guards the whole step (there are steps that only fetch or write) is no part of the work, nor what stands beside it.
+    # Leave out what guards the whole step (some steps only fetch or write), and what stands beside it.
     while (inner := [r for r in body.inside if r.products]) and inner[0].products == body.products:
         if not any(r.products for r in inner[0].inside):
             break

@@ -1,4 +1,4 @@
-"""Target: devices that aren't here, by a name such as v5e:2x2 or h100:8; their mesh, with the compiler or without it."""
+"""Target: devices that aren't here, by a name such as v5e:2x2 or h100:8; their mesh, with or without the compiler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Target", "device_names", "devices_named", "not_compiled", "target_of
 
 @dataclass(frozen=True)
 class Target:
-    """So many devices of a kind. platform and cores are what jax says of such a device."""
+    """A number of devices of a kind. platform and cores are what jax reports for such a device."""
 
     name: str
     platform: str
@@ -32,20 +32,20 @@ class Target:
 
     @property
     def compiles(self) -> bool:
-        """Whether what compiles for it is installed."""
+        """Whether the compiler for it is installed."""
         return has_libtpu() if self.platform == "tpu" else has_cuda_plugin()
 
     def described(self, sizes: Mapping[str, int] | None) -> Mesh:
-        """A mesh of described devices, for which programs can be compiled. Errors: ConfigError where nothing does."""
+        """A mesh of described devices, which programs can be compiled for. Errors: ConfigError if the compiler is missing."""
         make: Callable[..., Mesh] = described_mesh if self.platform == "tpu" else described_gpus
         return make(self.name, sizes)
 
     def mesh(self, sizes: Mapping[str, int]) -> AnyMesh:
-        """The described mesh, or where nothing compiles for it an abstract one. Errors: ShardingError for a wrong number."""
+        """The described mesh, or an abstract one if the compiler is missing. Errors: ShardingError for a wrong number."""
         return self.described(sizes) if self.compiles else self.abstract(sizes)
 
     def abstract(self, sizes: Mapping[str, int]) -> AbstractMesh:
-        """A mesh that needs no compiler: enough to plan for, and to lower. Errors: ShardingError for a wrong number."""
+        """A mesh that needs no compiler: enough to plan and to lower. Errors: ShardingError for a wrong number."""
         if math.prod(sizes.values()) != self.count:
             got = ",".join(f"{name}={size}" for name, size in sizes.items())
             raise ShardingError(
@@ -57,7 +57,7 @@ class Target:
 
 
 def target_of(name: str) -> Target:
-    """Read a target's name. Errors: ConfigError for one that is neither a TPU topology nor GPUs."""
+    """Read a target's name. Errors: ConfigError if it is neither a TPU topology nor GPUs."""
     if is_gpu_target(name):
         wanted = gpu_target(name)
         spec = gpu_specs()[wanted.name]
@@ -73,7 +73,7 @@ def target_of(name: str) -> Target:
 
 
 def devices_named(name: str, count: int) -> Target | None:
-    """So many devices by the name of their TPU generation or GPU, such as v5e or h100; None for any other name."""
+    """The target with so many devices of a TPU generation or GPU, such as v5e or h100; None for any other name."""
     if name in gpu_specs():
         spec = gpu_specs()[name]
         return Target(name, "gpu", spec.kind, spec.cores, count)
@@ -83,12 +83,12 @@ def devices_named(name: str, count: int) -> Target | None:
 
 
 def device_names() -> tuple[str, ...]:
-    """What `devices_named` knows."""
+    """The names that `devices_named` accepts."""
     return (*generations(), *gpu_specs())
 
 
 def not_compiled(platform: str, done: str = "this was lowered and not compiled") -> str:
-    """Why what is for devices that aren't here wasn't compiled, what was done instead, and what would compile it."""
+    """Why a program for devices that aren't here wasn't compiled, what was done instead, and what to install."""
     if platform == "tpu":
         return f"libtpu isn't installed, so {done}; pip install 'attnops[tpu]' (Linux) compiles it"
     return f"jax's CUDA plugin isn't installed, so {done}; pip install 'attnops[cuda-compile]' (Linux) compiles it"

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = ["kernel_bodies", "kernel_cycles", "kernels_of", "key_parts", "matrix_cycles", "tiles_of"]
 
-# Of a tile's products, how many sum over the head dim, over the value dim, and have one of each for their rows.
+# How many of a tile's products sum over the head dim, sum over the value dim, and have either as their rows.
 _PRODUCTS = {"forward": (1, 0, 0, 1), "backward": (1, 1, 2, 1), "dkv": (1, 1, 1, 1), "dq": (1, 1, 1, 0)}
 
-# The splash kernels of each part: their blocks and units, and the axis by which they go.
+# The splash kernels of each part: their blocks and units, and the axis that they go along.
 _DKV = ("block_q_dkv", "block_kv_dkv", "block_q_dkv_compute", "block_kv_dkv_compute")
 _KERNELS = {
     "forward": {"attnops_splash_forward": (("block_q", "block_kv", "block_q_compute", "block_kv_compute"), "q")},
@@ -34,10 +34,10 @@ _KERNELS = {
 
 
 def kernels_of(part: str, config: OperationConfig) -> tuple[str, ...]:
-    """The kernels that a pass runs with a resolved config. Errors: ConfigError for an operation that has none."""
+    """The kernels that a pass runs with a resolved config. Errors: ConfigError for an operation without any."""
     fused = getattr(config, "use_fused_bwd_kernel", None)
     if fused is None:
-        raise ConfigError(f"{config.operation} has no kernels whose schedule could be read; it is timed on the device.")
+        raise ConfigError(f"{config.operation} has no kernels whose schedule can be read; time it on the device.")
     if part == "forward":
         return tuple(_KERNELS[part])
     return ("attnops_splash_backward",) if fused else ("attnops_splash_dkv", "attnops_splash_dq")
@@ -113,24 +113,24 @@ def tiles_of(
 
 
 def _estimated(bodies: tuple[Body, ...], known: tuple[Body, ...], cycles: tuple[int, ...]) -> tuple[int, ...]:
-    """Cycles of bodies from those of others: so many for what is computed of a tile, so many more for what is masked."""
+    """Cycles of bodies, derived from those of others: a cost for the computed part of a tile, and one for the masked part."""
     shares = np.array([[body.live, body.masked] for body in known])
     factors, *_ = np.linalg.lstsq(shares, np.array(cycles, float), rcond=None)
     return tuple(round(float(body.live * factors[0] + body.masked * max(factors[1], 0.0))) for body in bodies)
 
 
 def key_parts(config: OperationConfig, kv_len: int) -> int:
-    """In how many parts a resolved config's fused backward takes the keys."""
+    """How many parts a resolved config's fused backward pass splits the keys into."""
     sums = getattr(config, "block_kv_dkv_sums", None)
     return math.ceil(kv_len / sums) if sums else 1
 
 
 def matrix_cycles(kind: str, products: str, block_q: int, block_kv: int, head_dim: int, value_dim: int) -> int:
-    """The cycles that a core's matrix units need at least for one head's tile, in bfloat16, counted by the products they issue.
+    """The least cycles of a core's matrix units for one head's tile, in bfloat16, by the products that they issue.
 
-    products: those of the forward pass, of a backward pass that is fused ("backward"), or of one of two ("dkv", "dq"). What
-    sums over a head dim fills whole depths of a unit, 128 or, from v6e on, 256, where a product of 16 rows (vmatmul) is issued
-    every 8 cycles on each of two units. What has the head dim for its rows or columns streams past the weights.
+    products: those of the forward pass, of a fused backward pass ("backward"), or of one of the two kernels ("dkv", "dq"). A sum
+    over a head dim fills whole depths of a unit, 128 or, from v6e on, 256; a product of 16 rows (vmatmul) is issued
+    every 8 cycles on each of two units. Where the head dim is the rows or columns, it streams past the weights.
     """
     depth = matrix_depth(kind)
     columns = math.ceil(head_dim / depth) * depth, math.ceil(value_dim / depth) * depth, head_dim, value_dim

@@ -17,27 +17,27 @@ from .generations import has_libtpu
 
 __all__ = ["TOPOLOGIES", "described_mesh"]
 
-# Names that are known to work, of every generation that libtpu describes; larger ones follow the same form.
+# Names known to work, for every generation that libtpu describes; larger ones have the same form.
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5e:4x4", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
-# Without these libtpu asks the cloud's metadata server what it runs on, and locks out other processes.
+# Without these libtpu asks the cloud's metadata server where it runs, and locks out other processes.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# libtpu's own form. It takes '' for a topology of its choice, and a size of 0 ends the process (SIGFPE, libtpu 0.0.51).
+# libtpu's own form. It reads '' as a topology of its choice, and a size of 0 kills the process (SIGFPE, libtpu 0.0.51).
 _FORM = re.compile(r"[A-Za-z0-9_ ]+[=_:]([1-9][0-9]*(?:x[1-9][0-9]*)*)(?:_twisted|_untwisted)?")
 _MOST_CHIPS = 2**16  # seven times the largest pod; each device is an object
-# Two threads that ask first at the same time would both load libtpu, and one be refused.
+# If two threads asked first at the same time, both would load libtpu, and one would fail.
 _loading = threading.Lock()
 
 
 def described_mesh(topology: str, sizes: Mapping[str, int] | None = None) -> Mesh:
     """Return a mesh over the devices of a TPU topology such as 'v5e:2x2'; by default one axis 'fsdp' of all of them.
 
-    Needs libtpu, no TPU, and works with JAX_PLATFORMS=cpu. Errors: ConfigError without libtpu or for a name that libtpu
+    Requires libtpu but no TPU, and works with JAX_PLATFORMS=cpu. Errors: ConfigError without libtpu or for a name that libtpu
     doesn't know; ShardingError when the sizes don't multiply to the number of devices.
     """
     if not has_libtpu():

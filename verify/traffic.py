@@ -1,10 +1,10 @@
-"""The least that a placed call has to send between devices, by the strategy that its plan declares; a compiled program is held
-against it.
+"""The least that a placed call has to send between devices, given the strategy that its plan declares; compiled programs are
+compared with it.
 
-Forward, each operand goes from its declared split to the one inside the operation: axes that are gone there have to be
-gathered. A ring sends each step what it has of K and V, and zigzag order costs two permutes of half an array each way; an
-exchange of heads sends each tensor once; keys that stay split send what merges the outputs. Backward, a gradient goes the
-way back, and is summed over the axes that split the work but not its array.
+In the forward pass, each operand goes from its declared split to the one inside the operation: axes that disappear have to be
+gathered. A ring sends its part of K and V at each step, and zigzag order costs two permutes of half an array each way; an
+exchange of heads sends each tensor once; keys that stay split send what merges the outputs. In the backward pass, a gradient
+goes the way back, and is summed over the axes that split the work but not its array.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .placed_tensors import PlacedTensor, all_axes, axes_by_dim, placed_tensors,
 
 __all__ = ["Need", "Traffic", "least_traffic"]
 
-# Bytes, and the share of all that is sent, below which nobody counts: ids that two operands share, a scalar of the compiler's.
+# Differences below these bytes, or this share of the total, are ignored: ids that two operands share, the compiler's scalars.
 _SMALL, _SHARE = 4096, 0.01
 
 
 class Need(NamedTuple):
-    """What a device has to send of one kind of collective, for what, and along which mesh axes; optional: a compiler may do
-    without."""
+    """What a device has to send in one kind of collective, for what, and along which mesh axes. optional: a compiler may do
+    without it."""
 
     kind: str
     sent_bytes: float
@@ -37,13 +37,13 @@ class Need(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The needs of a program, and why they aren't all known, if so: then it isn't held against them."""
+    """The needs of a program, and why some are unknown, if so: then the program isn't compared with them."""
 
     needs: tuple[Need, ...]
     unknown: tuple[str, ...] = ()
 
     def differences(self, found: tuple[Collective, ...]) -> tuple[str, ...]:
-        """Where a program sends another number of bytes than it has to, a line for each kind of collective."""
+        """Where a program sends a different number of bytes than it has to, one line per kind of collective."""
         if self.unknown:
             return ()
         total = sum(need.sent_bytes for need in self.needs)
@@ -54,12 +54,12 @@ class Traffic(NamedTuple):
             most = sum(n.sent_bytes for n in self.needs if n.kind == kind)
             slack = max(_SHARE * total, _SMALL)
             if not least - slack <= sent <= most + slack:
-                lines.append(f"{kind}: {sent:.0f} bytes are sent by a device, {least:.0f} are needed")
+                lines.append(f"{kind}: {sent:.0f} bytes sent per device, {least:.0f} needed")
         return tuple(lines)
 
 
 def least_traffic(plan: Plan, backward: bool) -> Traffic:
-    """The needs of the forward pass, or of both passes with the outputs and all gradients given back as declared."""
+    """The needs of the forward pass, or of both passes with the outputs and all gradients returned as declared."""
     count = _Count(plan)
     needs = [*count.forward(), *(count.backward() if backward else ())]
     return Traffic(tuple(need for need in needs if need.sent_bytes), tuple(dict.fromkeys(count.unknown)))
@@ -107,10 +107,10 @@ class _Count:
         yield from self._of_strategy_backward()
 
     def _copies(self, tensor: PlacedTensor, local: float) -> Iterator[Need]:
-        """The gradients of a repeated head's copies are added up, and come back to whoever had the head."""
+        """The gradients of a repeated head's copies are added up and returned to the owner of the head."""
         kv_heads, repeat = self.problem.kv_heads, self.placement.kv_repeat
         if kv_heads > 1:
-            self.unknown.append(f"{kv_heads} kv heads are copied, and XLA chooses how their gradients come together")
+            self.unknown.append(f"{kv_heads} kv heads are copied, and XLA chooses how their gradients are summed")
         heads = self.placement.head_axes
         yield Need("all-reduce", 2 * local * (repeat - 1) / repeat, f"gradient of {tensor.name}", axes=heads)
 
@@ -172,13 +172,13 @@ class _Count:
         if split.ring_axes:
             steps = len(split.steps) - 1
             for tensor in keys:
-                # One step goes the same way in both passes, and then XLA:CPU of jax 0.10 takes what it has: no barrier is kept.
+                # One step goes the same way in both passes, so XLA:CPU of jax 0.10 reuses the first result: it drops the barrier.
                 sent = local[tensor.name] * steps
                 again = Need("collective-permute", sent, f"{tensor.name} around the ring again", axes=ring)
                 yield again._replace(optional=self.cpu and steps == 1)
                 if steps:  # sums in float32, but for the way home
                     sums = local[tensor.name] * (steps * self.wide / self.item + 1)
-                    # The first hop has no sum yet but what a GPU's kernel wrote in the dtype, and XLA may widen it afterwards.
+                    # On the first hop the sum is only what a GPU's kernel wrote in the dtype, and XLA may widen it afterwards.
                     first = local[tensor.name] * (self.wide / self.item - 1) if self.problem.platform == "cuda" else 0.0
                     around = f"gradient of {tensor.name} around the ring"
                     yield Need("collective-permute", sums - first, around, axes=ring)
@@ -197,7 +197,7 @@ class _Count:
 
     @property
     def _swapped(self) -> float:
-        """How much of an array moves, into zigzag order: of two devices' the first halves stay."""
+        """The fraction of an array that moves into zigzag order: two devices keep their first halves."""
         return 0.5 if self.split.ring_size == 2 else 1.0
 
     def _moved(
@@ -207,14 +207,14 @@ class _Count:
         after: tuple[tuple[str, ...], ...],
         what: str,
     ) -> Iterator[Need]:
-        """From one split to another: axes that are gone are gathered, those that change their dimension exchanged."""
+        """The needs from one split to another: axes that disappear are gathered, axes that change dimension are exchanged."""
         gone = all_axes(before) - all_axes(after)
         kept = [(a, i) for i, dim in enumerate(before) for a in dim if a not in gone]
         other = {a for a, i in kept if a not in after[i]}
         local = self._bytes(tensor, all_axes(before))
         if other:
             self.unknown.append(
-                f"{tensor.name} is split otherwise inside than declared, and XLA chooses how it gets there"
+                f"{tensor.name} is split differently inside than declared, and XLA chooses how it gets there"
             )
         if gone:
             yield Need("all-gather", local * (self._size(gone) - 1), what, axes=self._named(gone))
@@ -223,7 +223,7 @@ class _Count:
         return math.prod(tensor.shape) * tensor.itemsize / self._size(axes)
 
     def _named(self, axes: set[str]) -> tuple[str, ...]:
-        """In the mesh's order."""
+        """The axes in the mesh's order."""
         return tuple(axis for axis in self.sizes if axis in axes)
 
     def _size(self, axes: set[str]) -> int:

@@ -1,6 +1,6 @@
-"""Searching sizes: every candidate of every pass is compiled, or timed, and what was found is kept at once.
+"""Size search: every candidate of every pass is compiled or timed, and each measurement is stored at once.
 
-Off the device a candidate's seconds are static cycles (verify/static_clock.py) at the generation's clock: an estimate, without
+Off the device a candidate's seconds are static cycles (verify/static_clock.py) at the generation's clock: an estimate without
 waits for memory. On the device they are measured.
 """
 
@@ -33,14 +33,14 @@ from .tile_counts import kernel_cycles, kernels_of
 
 __all__ = ["MOST", "TuneReport", "tune_plan", "tune_problem"]
 
-MOST = 16  # candidates of a pass
+MOST = 16  # candidates per pass
 _REPEATS, _LEAST_SECONDS = 5, 0.1
 
 Progress = Callable[[int, int, str], None]
 
 
 class TuneReport(NamedTuple):
-    """A search: what was measured, the heuristic's own candidates first, and what is kept of it."""
+    """A search: what was measured, the heuristic's own candidates first, and what is stored."""
 
     plan: Plan | PagedPlan
     how: str
@@ -54,7 +54,7 @@ class TuneReport(NamedTuple):
         return best_of(self.found.measured, self.how)
 
     def measured(self, part: str) -> list[Measured]:
-        """This search's candidates of a pass, in their order."""
+        """This search's candidates of a pass, in order."""
         kept = {one.name: one for one in self.found.measured}
         names = [Measured(part, fields, self.how, None).name for fields in self.candidates[part]]
         return [kept[name] for name in names if name in kept]
@@ -67,10 +67,10 @@ class TuneReport(NamedTuple):
 def tune_problem(
     operation: type[PlannedOperation], method: str, problem: AttentionProblem, placement: Placement
 ) -> Choice:
-    """Search with the defaults, for a plan with tuning='tune'. Errors: ConfigError where nothing can be measured."""
+    """Search with the defaults, for a plan with tuning='tune'. Errors: ConfigError if nothing can be measured."""
     found = _search(operation, method, problem, placement, _way(problem, None), MOST, None)[1]
     if found.choice is None:
-        raise ConfigError(f"{problem.describe()}: no candidate compiles or runs; `attnops tune` tells why.")
+        raise ConfigError(f"{problem.describe()}: no candidate compiles or runs; `attnops tune` shows why.")
     return found.choice
 
 
@@ -79,9 +79,9 @@ def tune_plan(
 ) -> TuneReport:
     """Search the sizes of a planned call.
 
-    how: 'static' compiles for a described TPU, 'device' takes times here; by default the latter where this machine is what
-    the call is planned for. most: candidates a pass. progress is told (done, of, what). What is measured is kept as it
-    comes, and not measured again. Errors: ConfigError where there is nothing to search or no way to measure, RefusedError.
+    how: 'static' compiles for a described TPU, 'device' times on this machine; the default is 'device' if this machine is what
+    the call is planned for. most: candidates per pass. progress is called with (done, of, what). Each measurement is stored as it
+    is made and isn't repeated. Errors: ConfigError if there is nothing to search or no way to measure, RefusedError.
     """
     if decided.method is None:
         raise RefusedError(decided.refusal())
@@ -89,8 +89,8 @@ def tune_plan(
     operation = decided.operation
     if not operation.tuned_fields(decided.method, problem, decided.placement):
         raise ConfigError(
-            f"{decided.implementation} has no sizes to search for this call: they are all declared, or the way that it takes "
-            "has none, or queries or keys are split over devices."
+            f"{decided.implementation} has no sizes to search for this call: they are all declared, or its path has none, or "
+            "queries or keys are split over devices."
         )
     way = _way(problem, how)
     candidates, found, reused = _search(operation, decided.method, problem, decided.placement, way, most, progress)
@@ -112,10 +112,10 @@ def _way(problem: AttentionProblem, how: str | None) -> str:
         return "device"
     if how is None and problem.platform != "tpu":
         raise ConfigError(
-            f"planned for {problem.device}, whose sizes are found by time: run it on such a device. Off the device the "
-            "compiler's schedule is read for TPUs only."
+            f"planned for {problem.device}, whose sizes are searched by timing: run it on such a device. Off the device, only "
+            "compilers' schedules for TPUs can be read."
         )
-    topology_of(problem.device_kind)  # refuses what can't be described
+    topology_of(problem.device_kind)  # raises for what can't be described
     if not has_libtpu():
         raise ConfigError(
             f"searching for {problem.device} off the device needs libtpu, which isn't installed; pip install 'attnops[tpu]'."
@@ -163,7 +163,7 @@ def _by_clock(
     local: LocalProblem,
     todo: list[tuple[str, dict[str, Any]]],
 ) -> Iterator[Measured]:
-    """Measurements as they come: the parts in turn, so that different kernels are compiled side by side."""
+    """Measurements as they are made: the parts take turns, so that different kernels compile in parallel."""
     workers: dict[str, ClockWorker] = {}
     lock = threading.Lock()
 
@@ -204,13 +204,13 @@ def _in_turn(todo: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str
 
 
 def _by_time(local: LocalProblem, todo: list[tuple[str, dict[str, Any]]]) -> Iterator[Measured]:
-    """Medians, one candidate after the other: nothing else may run beside them."""
+    """Median times, one candidate after the other: nothing else may run meanwhile."""
     for part, fields in todo:
         try:
             seconds = _median(local, part, fields)
         except AttnOpsError as error:
             yield Measured(part, fields, "device", None, str(error))
-        except Exception as error:  # the compiler's own, or the device's
+        except Exception as error:  # raised by the compiler or the device
             yield Measured(part, fields, "device", None, failure(error).message)
         else:
             yield Measured(part, fields, "device", seconds)

@@ -1,4 +1,4 @@
-"""tune_step: search the block sizes of a step over pages by time on this machine's device, and keep the best."""
+"""tune_step: search the block sizes of a step over pages by timing on this machine's device, and keep the best."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _REPEATS, _LEAST_SECONDS = 5, 0.1
 def tune_step(
     operation: Paged, step: DeclaredStep, *, how: str | None = None, most: int = MOST, progress: Progress | None = None
 ) -> TuneReport:
-    """Time each candidate on the declared batch, drawn at random. What is measured is kept as it comes, and not measured again.
+    """Time each candidate on the declared batch with random values. Each measurement is stored as it is made and isn't repeated.
 
-    Errors: ConfigError where there is nothing to search, and for a device that isn't here; RefusedError.
+    Errors: ConfigError if there is nothing to search, or for a device that isn't here; RefusedError.
     """
     options = step.options | {"softmax_aux": step.sinks}
     plan = operation.plan(
@@ -42,8 +42,8 @@ def tune_step(
     problem, ours = plan.problem, ambient_platform(())
     if how == "static" or not ours.serves(problem.platform):
         raise ConfigError(
-            f"a step over pages is searched by time, on the device: it was planned for {problem.device}, and this machine has "
-            f"{ours.device_kind}. Leave --target and --how static out, or run it there."
+            f"a step over pages is searched by timing on the device: it was planned for {problem.device}, and this machine has "
+            f"{ours.device_kind}. Hint: leave out --target and --how static, or run it there."
         )
     candidates = step_candidates(problem)[:most]
     if not candidates:
@@ -69,12 +69,12 @@ def _measured(operation: Paged, step: DeclaredStep, fields: dict[str, int]) -> M
         return Measured(_PART, fields, "device", _median(_with(operation, fields), step))
     except AttnOpsError as error:
         return Measured(_PART, fields, "device", None, str(error))
-    except Exception as error:  # the compiler's own, or the device's
+    except Exception as error:  # raised by the compiler or the device
         return Measured(_PART, fields, "device", None, failure(error).message)
 
 
 def _with(operation: Paged, fields: dict[str, int]) -> Paged:
-    """The operation with these sizes declared; and nothing looked up, so that an empty choice is the rule's."""
+    """The operation with these sizes declared and no lookup, so that an empty choice means the rule's."""
     metadata, name = operation.metadata, operation.name
     config: Any = metadata.operation_configs.get(name) or operation.config.coerce({})
     configs = dict(metadata.operation_configs) | {name: config.with_fields(fields)}

@@ -16,13 +16,13 @@ _DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux", "key_scale", 
 
 
 def outputs(operation: Operation, arguments: Mapping[str, Any]) -> tuple[jax.Array, ...]:
-    """What the call gives: its output, and the weights and the lse where they are asked for."""
+    """What the call returns: its output, and the weights and the lse if requested."""
     made = operation(**arguments)
     return tuple(x for x in (made.attention_outputs, made.attention_weights, made.lse) if x is not None)
 
 
 def outputs_and_gradients(operation: Operation, arguments: Mapping[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(the sum of all outputs, its gradient by every floating array that has one)."""
+    """(the sum of all outputs, its gradient for every floating array that has one)."""
     smooth = {name: x for name, x in arguments.items() if is_differentiable(name, x)}
     others = {name: x for name, x in arguments.items() if name not in smooth}
 

@@ -1,4 +1,4 @@
-"""The operations of a call's products, counted by attnops where a compiler doesn't count them; and how exact they are."""
+"""The operations of a call's products, counted by attnops where the compiler doesn't count them; and their precision."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .tile_counts import tiles_of
 
 __all__ = ["attention_flops", "exact_products"]
 
-_TILE = 128  # where the implementation has no tiles of its own
-# Of each kernel: its blocks, and how many products have the head dim, and how many the value dim.
+_TILE = 128  # if the implementation has no tiles of its own
+# Per kernel: its blocks, how many products have the head dim, and how many the value dim.
 _FORWARD = (("block_q", "block_kv", 1, 1),)
 _KERNELS = (("block_q_dkv", "block_kv_dkv", 2, 2), ("block_q_dq", "block_kv_dq", 2, 1))
 _AT_ONCE = (("block_q", "block_kv", 3, 2),)
@@ -18,12 +18,12 @@ _FUSED = (("block_q_dkv", "block_kv_dkv", 3, 2),)
 
 
 def attention_flops(plan: Plan, backward: bool) -> float:
-    """Of one device, where all have the same: a multiplication and an addition are two. Whole tiles that may be live are
-    counted: by the mask as far as it is known before the run, in the implementation's tiles, or the parts of these that it
-    leaves out.
+    """Operations of one device, where all have the same number; a multiply-add counts as two. Whole tiles that may be live are
+    counted: by the mask as far as it is known before the run, in the implementation's tiles. If attnops' TPU kernels leave
+    out parts of tiles, only the computed parts are counted.
 
-    backward: with the gradient, for which a kernel for key and value and one for the query make seven products, and everything
-    else at least five, where the forward pass makes two.
+    backward: with the gradient. Separate kernels for key and value and for the query make seven products, everything else at
+    least five; the forward pass makes two.
     """
     problem, config = plan.problem, plan.config
     sizes = {axis.name: axis.size for axis in problem.mesh}
@@ -40,7 +40,7 @@ def attention_flops(plan: Plan, backward: bool) -> float:
 
 
 def exact_products(plan: Plan) -> bool:
-    """Whether products of float32 lose no bits: attnops' kernels ask for that. Elsewhere it is not counted on."""
+    """Whether float32 products keep full precision: attnops' kernels request that. Elsewhere it isn't assumed."""
     if plan.problem.runtime_dtype != "float32":
         return False
     if plan.method == "forward_cuda":
@@ -49,7 +49,7 @@ def exact_products(plan: Plan) -> bool:
 
 
 def _weights(plan: Plan, q_name: str, kv_name: str) -> int:
-    """Weights of a head, in tiles that may be live, by the fields with their sizes."""
+    """Weights per head, in tiles that may be live, by the fields with their sizes."""
     problem, config = plan.problem, plan.config
     q_len, kv_len, offset = problem.q_len, problem.kv_len, problem.query_offset or 0
     block_q, block_kv = (getattr(config, name, None) or _TILE for name in (q_name, kv_name))

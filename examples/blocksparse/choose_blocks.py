@@ -1,6 +1,6 @@
 """Top-k block selection: each block of queries chooses the blocks of keys that it attends to, while the program runs.
 
-In the manner of MoBA (Lu et al., 2025) and of the selected branch of NSA (Yuan et al., 2025): a block of keys stands for itself
+In the manner of MoBA (Lu et al., 2025) and of the selected branch of NSA (Yuan et al., 2025): each block of keys is represented
 by its mean, a kv head's query heads choose together, and the block's own keys are always chosen.
 """
 
@@ -20,7 +20,7 @@ def choose(query: jax.Array, key: jax.Array, block: int, count: int) -> jax.Arra
     """The row's own block, and the `count` best of those before it, -1 for none: int32 [batch, kv heads, blocks, count + 1].
 
     query [batch, time, heads, dim], key [batch, time, kv heads, dim]; time is a multiple of `block`. The first query of a block
-    chooses for it, so that nothing later is looked at: not even the choice knows it.
+    chooses for the whole block, so that nothing later influences the choice.
     """
     batch, time, kv_heads, dim = key.shape
     blocks = time // block
@@ -36,12 +36,12 @@ def choose(query: jax.Array, key: jax.Array, block: int, count: int) -> jax.Arra
 
 
 class ChosenAttention:
-    """Called as an Attention is, and calls one with the chosen blocks as its mask."""
+    """Called like an Attention; calls one with the chosen blocks as its mask."""
 
     def __init__(self, attend: Attention, block: int, count: int) -> None:
         self.attend, self.block, self.count = attend, block, count
 
     def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, **call: Any) -> Any:
-        """Train mode alone: a cache has its own blocks."""
+        """Only for train mode: a cache has its own blocks."""
         chosen = choose(query, key, self.block, self.count)
         return self.attend(query, key, value, mask=Causal() & Blocks(chosen, self.block, self.block), **call)

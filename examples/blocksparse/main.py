@@ -2,8 +2,8 @@
 
     python examples/blocksparse/main.py [--steps 100]
 
-Both begin with the same weights and see the same text. Prints the plan of the chosen blocks, both losses beside the entropy of
-single characters, and how far the gradients of chosen blocks are from those of the reference's formula. Ends with status 1 if
+Both start with the same weights and see the same text. Prints the plan of the chosen blocks, both losses next to the entropy of
+single characters, and how far the gradients of chosen blocks are from those of the reference's formula. Exits with status 1 if
 the model with chosen blocks learned too little, or if the two implementations of its attention disagree.
 """
 
@@ -40,7 +40,7 @@ def build(symbols: int, *, chosen: bool, operation: str = "blocksparse") -> Deco
 
 
 def loss_of(model: Decoder, rows: jax.Array) -> jax.Array:
-    """Mean cross entropy in nats of each character after those before it."""
+    """Mean cross entropy, in nats, of each character given those before it."""
     logits, _ = model(rows[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
 
@@ -56,7 +56,7 @@ evaluate = nnx.jit(loss_of)
 
 
 def train(model: Decoder, tokens: np.ndarray, held_out: jax.Array, steps: int) -> float:
-    """Train; the loss on held-out text."""
+    """Train; returns the loss on held-out text."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, max(1, steps // 10), steps, 4e-4)
     optimizer = nnx.Optimizer(model, optax.adamw(schedule, weight_decay=0.01), wrt=nnx.Param)
     for _, batch in zip(range(steps), batches(tokens, BATCH, LENGTH, 0), strict=False):
@@ -65,7 +65,7 @@ def train(model: Decoder, tokens: np.ndarray, held_out: jax.Array, steps: int) -
 
 
 def disagreement(tokens: np.ndarray, symbols: int) -> float:
-    """How far gradients by visited tiles are from those of whole logits, of the largest."""
+    """The difference between gradients by visited tiles and by whole logits, relative to the largest."""
     rows = jnp.asarray(next(batches(tokens, 2, 4 * BLOCK, 3)))
     found = []
     for path in ("blockwise", "plain"):

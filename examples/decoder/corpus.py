@@ -1,4 +1,4 @@
-"""What the decoder learns: Python's own manual, letter by letter."""
+"""The decoder's training text: Python's own manual, letter by letter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def corpus() -> str:
 
 
 class Alphabet:
-    """Characters as numbers; those that the corpus has fewer than 50 times are one number."""
+    """Characters as numbers; characters that occur fewer than 50 times in the corpus share one number."""
 
     def __init__(self, text: str) -> None:
         symbols, counts = np.unique(np.array(list(text)), return_counts=True)
@@ -30,7 +30,7 @@ class Alphabet:
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
-    """In nats a character."""
+    """The entropy in nats per character."""
     share = np.bincount(tokens) / len(tokens)
     share = share[share > 0]
     return float(-(share * np.log(share)).sum())

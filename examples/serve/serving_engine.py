@@ -1,4 +1,4 @@
-"""The device's side of serving: a model's compiled steps over its declared cache. What a sequence is, the scheduler knows."""
+"""The device side of serving: a model's compiled steps over its declared cache. The scheduler keeps track of sequences."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from attnops.serving import Growth, PagePool
 
 
 class Choices(NamedTuple):
-    """For each row of a step: its next token, and by how much that one's logit is the largest; the step's tokens, padding
-    counted, and its seconds."""
+    """For each row of a step: its next token, and by how much its logit is the largest; the step's tokens including
+    padding, and its seconds."""
 
     tokens: np.ndarray
     leads: np.ndarray
@@ -31,11 +31,11 @@ class Choices(NamedTuple):
 
 
 class Engine:
-    """Holds weights and pages, and runs steps of a few fixed shapes: `slots` tokens or 1 where all rows decode, `budget` tokens
-    where prompts are among them. Shorter steps are padded. `attention` is the operation that is declared, on the mesh of its
+    """Holds weights and pages, and runs steps of a few fixed shapes: `slots` tokens or 1 if all rows decode, `budget` tokens
+    if there are prompts among them. Shorter steps are padded. `attention` is the declared operation, on the mesh of its
     metadata; `options` are those of each of its calls, such as a sliding window.
 
-    Errors: RefusedError for a cache that its plan refuses, InputError for one of another model.
+    Errors: RefusedError for a cache that its plan refuses, InputError for a cache of another model.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Engine:
         for name in ("layers", "kv_heads", "head_dim"):
             if getattr(cache, name) != getattr(sizes, name):
                 raise InputError(
-                    f"the cache declares {name}={getattr(cache, name)}, and the model has {getattr(sizes, name)}."
+                    f"the cache declares {name}={getattr(cache, name)}, but the model has {getattr(sizes, name)}."
                 )
         mesh: Mesh | None = attention.metadata.mesh
         kv_heads = attention.metadata.policy.kv_heads
@@ -62,7 +62,7 @@ class Engine:
         if budget < self.slots:
             raise InputError(f"budget={budget}; wanted at least {self.slots}, a token for each row.")
         self.budget = budget
-        # Which programs there are: tokens of a step, and the longest row if it is known to be short.
+        # The programs: tokens per step, and the longest row if it is known to be short.
         self.shapes = tuple(dict.fromkeys([(1, 1), (self.slots, 1), (budget, None)]))
         placed: dict[str, Any] = {}
         axis = None
@@ -86,7 +86,7 @@ class Engine:
         self._copy, self._scrub = jax.jit(copy, donate_argnums=0), jax.jit(scrub, donate_argnums=0)
 
     def compile(self) -> float:
-        """Compile all programs, several at once, and run each on nothing; returns the seconds that it took."""
+        """Compile all programs, several at once, and run each without tokens; returns the seconds taken."""
         began = time.perf_counter()
 
         def compiled(shape: tuple[int, int | None]) -> Any:
@@ -99,7 +99,7 @@ class Engine:
         return time.perf_counter() - began
 
     def run(self, new: Mapping[Any, Sequence[int]], pool: PagePool) -> Choices:
-        """One step: `new` has each sequence's new tokens, which the pool counts already."""
+        """Run one step: `new` has each sequence's new tokens, which the pool has already counted."""
         longest, tokens = max(map(len, new.values())), sum(map(len, new.values()))
         fit = [s for s in self.shapes if s[0] >= tokens and longest <= (s[1] or longest)]
         if not fit:
@@ -107,14 +107,14 @@ class Engine:
         return self._run(min(fit), new, pool)
 
     def carry_out(self, growth: Growth) -> None:
-        """Do what a pool's answer asks of the device."""
+        """Carry out on the device what a pool's answer requires."""
         if growth.to_scrub:
             self.state = self._scrub(self.state, np.asarray(growth.to_scrub, np.int32))
         if growth.copies:
             self.state = self._copy(self.state, np.asarray(growth.copies, np.int32))
 
     def product_seconds(self, tokens: int, repeats: int = 5) -> float:
-        """The shortest time of a step's products with the weights alone, for so many tokens."""
+        """The shortest time of a step's products with the weights alone, for this many tokens."""
         alone, x = jax.jit(products), jnp.ones((self.weights.norm.shape[0], tokens))
         found = []
         for _ in range(repeats + 1):

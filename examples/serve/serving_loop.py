@@ -1,4 +1,4 @@
-"""The host's side of serving: continuous batching. Which sequences a step runs, which wait, and which give their pages back."""
+"""The host side of serving: continuous batching. It decides which sequences run, which wait, and which give their pages back."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from attnops.serving import PagePool
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, and what is made of it: until the token `end`, or `most` tokens."""
+    """A prompt and its answer, which ends at the token `end` or after `most` tokens."""
 
     name: str
     prompt: list[int]
     most: int
     end: int | None = None
     out: list[int] = field(default_factory=list)
-    leads: list[float] = field(default_factory=list)  # of each token: its logit over the second largest
+    leads: list[float] = field(default_factory=list)  # for each token: its logit's lead over the second largest
     came: float = 0.0
-    first_token: float | None = None  # seconds after it came
+    first_token: float | None = None  # seconds after its arrival
 
     @property
     def context(self) -> list[int]:
@@ -38,32 +38,32 @@ class Request:
 
 
 class Moment(NamedTuple):
-    """The pool after a step, and what the step took."""
+    """The pool after a step, and the cost of the step."""
 
     at: float
     used: int
     cached: int
     rows: int
-    size: int  # of the compiled step, padding counted
+    size: int  # of the compiled step, including padding
     device_seconds: float
 
 
 @dataclass
 class Totals:
-    """Counts of a loop's life."""
+    """Counts over a loop's lifetime."""
 
-    prefilled: int = 0  # tokens of prompts that ran
-    matched: int = 0  # tokens of prompts that were in the cache
+    prefilled: int = 0  # prompt tokens that ran
+    matched: int = 0  # prompt tokens found in the cache
     preempted: int = 0
     moments: list[Moment] = field(default_factory=list)
 
 
 class ServingLoop:
-    """Serves requests in the order in which they came, `slots` at a time, over one pool of pages.
+    """Serves requests in order of arrival, `slots` at a time, over one pool of pages.
 
-    A step has one token of every sequence that decodes, and chunks of prompts in what is left of the engine's budget. A prompt
-    is let in when there are pages for all of it. Sequences that grow later may find none: then the one that came last gives its
-    pages back, and runs again from its tokens when there is room. With `share`, prompts take over the whole pages of
+    A step has one token of every decoding sequence, and chunks of prompts in the rest of the engine's budget. A prompt
+    is admitted when there are pages for all of it. Sequences that grow later may find none: then the latest one gives its
+    pages back, and runs again from its tokens when there is room. With `share`, prompts reuse the whole pages of
     published prefixes.
     """
 
@@ -89,12 +89,12 @@ class ServingLoop:
         )
         self.on_token = on_token
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in the order in which they were let in
+        self.running: list[Request] = []  # in the order of admission
         self.totals = Totals()
         self.began = time.perf_counter()
 
     def submit(self, request: Request) -> None:
-        """Errors: InputError for a prompt that is empty, or longer than the cache's max_length together with its answer."""
+        """Queue a request. Errors: InputError for an empty prompt, or one longer than the cache's max_length with its answer."""
         length, longest = len(request.prompt) + request.most, self.engine.cache.max_length
         if not request.prompt or request.most < 1 or length > longest:
             raise InputError(
@@ -105,7 +105,7 @@ class ServingLoop:
         self.waiting.append(request)
 
     def serve(self, requests: Iterable[Request] = ()) -> float:
-        """Run until nothing is left; returns the seconds that it took."""
+        """Run until nothing is left; returns the seconds taken."""
         began = time.perf_counter()
         for request in requests:
             self.submit(request)
@@ -114,12 +114,12 @@ class ServingLoop:
         return time.perf_counter() - began
 
     def step(self) -> None:
-        """One step of the device: choose, run, take the tokens, give back the pages of what is finished."""
+        """One step of the device: choose, run, take the tokens, give back the pages of finished requests."""
         new = self._chosen()
         found = self.engine.run({request.name: tokens for request, tokens in new.items()}, self.pool)
         now = time.perf_counter()
         for request, token, lead in zip(new, found.tokens, found.leads, strict=True):
-            # The step that writes these pages is done: from now on others may read them.
+            # The step that writes these pages is done: others may read them from now on.
             self.pool.publish(request.name)
             if self._missing(request) == 0:
                 self._take(request, int(token), float(lead), now)
@@ -134,7 +134,7 @@ class ServingLoop:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _missing(self, request: Request) -> int:
-        """Tokens of its context that no step has written."""
+        """Tokens of its context that no step has written yet."""
         return len(request.context) - int(self.pool.kv_lens([request.name])[0])
 
     def _take(self, request: Request, token: int, lead: float, now: float) -> None:
@@ -151,7 +151,7 @@ class ServingLoop:
         room = self.engine.budget - decoding
         new: dict[Request, list[int]] = {}
         for request in list(self.running):
-            if request not in self.running:  # gave its pages to one before it
+            if request not in self.running:  # it gave its pages to an earlier request
                 continue
             count = self._missing(request)
             if count > 1:
@@ -168,7 +168,7 @@ class ServingLoop:
         return new
 
     def _next(self, request: Request, count: int) -> list[int]:
-        """The tokens that were just counted: the last of what the pool has."""
+        """The tokens that were just counted: the last ones in the pool."""
         length = int(self.pool.kv_lens([request.name])[0])
         tokens = request.context[length - count : length]
         self.totals.prefilled += count if count > 1 or not request.out else 0
@@ -179,7 +179,7 @@ class ServingLoop:
         self.engine.carry_out(self.pool.append(request.name, request.context[length : length + count]))
 
     def _grown(self, request: Request, count: int) -> bool:
-        """Append, and take pages from those that came last where there are none; False if it was this one's turn to give."""
+        """Append, taking pages from the latest requests if there are none; False if this one had to give its own."""
         while True:
             try:
                 self._append(request, count)
@@ -196,7 +196,7 @@ class ServingLoop:
     def _let_in(self, request: Request, new: dict[Request, list[int]]) -> bool:
         """Start a request on its cached prefix, with pages for the rest of its tokens, or let it wait."""
         context = request.context
-        prefix = context[:-1]  # the last token's query has to run
+        prefix = context[:-1]  # the last token's query must run
         known = self.pool.match(prefix).tokens
         if self.pool.prefix_sharing and any(self._soon(prefix, other) > known for other in new):
             return False
@@ -212,7 +212,7 @@ class ServingLoop:
         return True
 
     def _soon(self, prefix: list[int], other: Request) -> int:
-        """How much of a prefix, in whole pages, this step writes for another request: it is published after the step."""
+        """How much of a prefix, in whole pages, this step writes for another request; it is published after the step."""
         length = int(self.pool.kv_lens([other.name])[0])
         common = 0
         for mine, its in zip(prefix, other.context[:length], strict=False):

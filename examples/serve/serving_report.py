@@ -1,4 +1,4 @@
-"""What a run of the server is measured by, said in a table and drawn; and whether two runs gave the same tokens."""
+"""How a run of the server is measured, as a table and a picture; and whether two runs gave the same tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serving_loop import Request, Totals
 
 
 class Run(NamedTuple):
-    """A way of serving, and what came of it."""
+    """A way of serving, and its results."""
 
     title: str
     requests: Sequence[Request]
@@ -33,12 +33,12 @@ class Run(NamedTuple):
         return 1 - sum(moment.device_seconds for moment in self.totals.moments) / self.seconds
 
     def outside_products(self, product_seconds: dict[int, float]) -> float:
-        """The share that isn't the model's products with its weights; `product_seconds` of a step of each size."""
+        """The share of its time outside the model's products with its weights; `product_seconds` by step size."""
         return 1 - sum(product_seconds[moment.size] for moment in self.totals.moments) / self.seconds
 
 
 def differences(wanted: Run, found: Run) -> list[str]:
-    """A line for each request whose tokens differ: which, and where first."""
+    """A line for each request whose tokens differ: which request, and the first difference."""
     lines = []
     for one, other in zip(wanted.requests, found.requests, strict=True):
         if one.out != other.out:
@@ -51,7 +51,7 @@ def differences(wanted: Run, found: Run) -> list[str]:
 
 
 def table(runs: Sequence[Run], product_seconds: dict[int, float]) -> Table:
-    """One column a run; ratios are to the first."""
+    """One column per run; ratios are to the first."""
     made = Table("", *(run.title for run in runs))
     for column in made.columns[1:]:
         column.justify = "right"

@@ -1,6 +1,6 @@
 """A decoder of SmolLM2's class over a paged cache: RMSNorm, rotary positions, grouped queries, SwiGLU; embeddings tied to logits.
 
-Activations stand as columns, [features, tokens], and weights as in their file, [out, in]: `weight @ x`. On a CPU XLA multiplies
+Activations are columns, [features, tokens], and weights are as in their file, [out, in]: `weight @ x`. On a CPU XLA multiplies
 a few columns two to three times as fast as a few rows.
 """
 
@@ -18,7 +18,7 @@ from attnops.operators.paged_cache import CacheState, RaggedBatch
 
 
 class Sizes(NamedTuple):
-    """What a model of this class is; `heads` of queries share `kv_heads` of keys and values."""
+    """The sizes of a model of this class; `heads` query heads share `kv_heads` kv heads."""
 
     layers: int
     heads: int
@@ -52,7 +52,7 @@ class Weights(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Of each wanted position: the token with the largest logit, and by how much it is the largest."""
+    """For each wanted position: the token with the largest logit, and its lead."""
 
     token: jax.Array
     lead: jax.Array
@@ -70,7 +70,7 @@ def step(
     *,
     max_q_len: int | None = None,
 ) -> tuple[Sampled, CacheState]:
-    """Run tokens int32 [tokens] that stand at `positions` of their sequences; greedy choices at the indices `wanted`.
+    """Run tokens int32 [tokens] at `positions` of their sequences; greedy choices at the indices `wanted`.
 
     `attention` is the operation `paged`: it writes each layer's keys and values into their pages, and attends.
     """
@@ -94,7 +94,7 @@ def step(
 
 
 def products(weights: Weights, x: jax.Array) -> jax.Array:
-    """All products of a step with its weights, and nothing else, for x [width, tokens]: what a step can't do without."""
+    """All products of a step with its weights, and nothing else, for x [width, tokens]: the least work of a step."""
     for layer in weights.layers:
         inner = layer.query @ x
         kept = (layer.key @ x).sum(0) + (layer.value @ x).sum(0)
@@ -120,7 +120,7 @@ def _angles(sizes: Sizes, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn neighbouring pairs of [heads, head_dim, tokens], as GGUF files of this class have them."""
+    """Rotate neighbouring pairs of [heads, head_dim, tokens], in the order of this class's GGUF files."""
     pairs = x.reshape(len(x), -1, 2, x.shape[2])
     even, odd = pairs[:, :, 0], pairs[:, :, 1]
     return jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=2).reshape(x.shape)
@@ -129,15 +129,15 @@ def _rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 def fitted(sizes: Sizes, weights: Weights, kv_repeat: int, mesh: Mesh | None, axis: Any) -> Weights:
     """The weights for a cache that stores each kv head `kv_repeat` times and splits heads over the mesh's `axis`, or None.
 
-    A head's copies share its queries evenly, so a group that doesn't divide is filled with heads of zeros: they attend, and
-    nothing comes out of them. Query heads and the hidden layer are split; keys and values are made on every device, and the
+    A head's copies share its queries evenly, so a group that doesn't divide is padded with heads of zeros: they attend, but
+    contribute nothing. Query heads and the hidden layer are split; keys and values are computed on every device, and the
     cache takes each device's own.
     """
     group = sizes.heads // sizes.kv_heads
     missing = -group % kv_repeat
 
     def filled(x: jax.Array, at: int) -> jax.Array:
-        """Zeros behind each group of heads; dimension `at` has heads * head_dim."""
+        """Add zeros after each group of heads; dimension `at` has heads * head_dim."""
         if not missing:
             return x
         lead, rest = x.shape[:at], x.shape[at + 1 :]

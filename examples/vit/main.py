@@ -1,10 +1,10 @@
 """A vision transformer on handwritten digits: 197 tokens, not causal, its attention declared in a JSON file.
 
-    python examples/vit/main.py [--steps 500] [--picture FILE]      (needs flax, optax, scikit-learn)
+    python examples/vit/main.py [--steps 500] [--picture FILE]      (requires flax, optax, scikit-learn)
 
-The digits of scikit-learn, 8 x 8, are drawn at 56 x 56 and cut into 14 x 14 patches of 4 x 4: with the class token 197 tokens,
+The digits of scikit-learn, 8 x 8, are enlarged to 56 x 56 and cut into 14 x 14 patches of 4 x 4: with the class token 197 tokens,
 a multiple of no block size. The model is plain flax nnx; nnx.MultiHeadAttention gets its attention function from
-attention.json, and with "enabled": false in there it has flax's own. Ends with status 1 below 95 % accuracy on test images.
+attention.json, and with "enabled": false there it has flax's own. Exits with status 1 below 95 % accuracy on test images.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def shifted(images: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Each image moved by up to 5 pixels, so that the few there are aren't learnt by heart."""
+    """Each image shifted by up to 5 pixels, so that the model doesn't memorise the few images."""
     moves = random.integers(-5, 6, (len(images), 2))
     return np.stack([np.roll(image, move, (0, 1)) for image, move in zip(images, moves, strict=True)])
 
@@ -107,7 +107,7 @@ def train(model: VisionTransformer, steps: int) -> tuple[list[tuple[int, float]]
 
 
 def draw(losses: list[tuple[int, float]], predictions: np.ndarray, path: Path) -> None:
-    """The loss, and test images with what the model takes them for; wrong ones first."""
+    """The loss, and test images with the model's predictions; wrong ones first."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -132,7 +132,7 @@ def draw(losses: list[tuple[int, float]], predictions: np.ndarray, path: Path) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--picture", type=Path, help="where the picture goes (needs matplotlib)")
+    parser.add_argument("--picture", type=Path, help="file for the picture (requires matplotlib)")
     options = parser.parse_args()
     began = time.monotonic()
     attend = attention_fn(HERE / "attention.json")

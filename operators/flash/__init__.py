@@ -1,4 +1,4 @@
-"""flash attention for GPUs: its config, how its sizes are chosen, and a call through its kernels."""
+"""Flash attention for GPUs: its config, how its sizes are chosen, and a call through its kernels."""
 
 from .flash_candidates import flash_candidates, flash_tuned_fields
 from .flash_config import FlashAttention2Config

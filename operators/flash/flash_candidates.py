@@ -1,4 +1,4 @@
-"""What a search for the sizes of the kernels for GPUs tries: around what is chosen without one, the nearest first."""
+"""The sizes that a search for the GPU kernels tries: around the default choice, the nearest first."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["flash_candidates", "flash_tuned_fields"]
 _SIZES = ("block_q", "block_kv", "num_warps", "num_stages")
 _FORWARD = (*_SIZES, "kv_splits")
 _BACKWARD = tuple(f"{size}{suffix}" for suffix in ("_dkv", "_dq") for size in _SIZES)
-# A size's neighbours: half, the same, twice. Stages: one less, the same, one more.
+# A size's neighbours: half, the same, twice. Stages: one fewer, the same, one more.
 _FACTORS = (0.5, 1, 2)
 _LEAST = {"block_q": 16, "block_kv": 16, "num_warps": 1, "num_stages": 1, "kv_splits": 1}
 _MOST = {"block_q": 256, "block_kv": 256, "num_warps": 16, "num_stages": 4, "kv_splits": 256}
 
 
 def flash_tuned_fields(problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
-    """The sizes that nobody declared; none where queries or keys are split, whose devices have their own tiles."""
+    """The undeclared sizes; none where queries or keys are split, because each device then has different tiles."""
     config = problem.config
     split = placement.q_axes or placement.sequence.strategy == "split_kv"
     if not isinstance(config, FlashAttention2Config) or split:
@@ -33,7 +33,7 @@ def flash_tuned_fields(problem: AttentionProblem, placement: Placement) -> tuple
 
 
 def flash_candidates(problem: AttentionProblem, placement: Placement) -> dict[str, tuple[dict[str, Any], ...]]:
-    """'forward', and in mode train 'backward' -> undeclared sizes with values; the choice without a search comes first."""
+    """'forward', and in mode train 'backward' -> undeclared sizes with values; the default choice comes first."""
     config = problem.config
     assert isinstance(config, FlashAttention2Config)
     free, chosen = flash_tuned_fields(problem, placement), resolve_flash(problem, placement, config)
@@ -45,7 +45,7 @@ def flash_candidates(problem: AttentionProblem, placement: Placement) -> dict[st
             continue
         own = {name: getattr(chosen, name) for name in names}
         around: list[list[dict[str, Any]]] = []
-        for group in groups:  # the kernels of the backward pass don't know of each other's sizes
+        for group in groups:  # the sizes of the backward kernels are independent
             fields = [name for name in group if name in free]
             near = [_near(name, own[name]) for name in fields]
             pairs = sorted(itertools.product(*near), key=lambda way, o=own, f=fields: _far(way, [o[n] for n in f]))  # type: ignore[misc]
@@ -68,7 +68,7 @@ def _far(way: tuple[int, ...], own: list[int]) -> float:
 def _distinct(
     problem: AttentionProblem, placement: Placement, config: FlashAttention2Config, ways: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Those that can work together, each once."""
+    """Those that work together, each once."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for way in ways:
         try:

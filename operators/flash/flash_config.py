@@ -1,4 +1,4 @@
-"""FlashAttention2Config: what can be declared about the kernels for GPUs."""
+"""FlashAttention2Config: what can be declared for the GPU kernels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LEAST = 16  # rows of a product on tensor cores
 
 
 class FlashAttention2Config(OperationConfig):
-    """Block sizes, warps and stages of the kernels for GPUs. A field that is unset or None is chosen from shapes and device.
+    """Block sizes, warps and stages of the GPU kernels. A field that is unset or None is chosen from shapes and device.
 
-    block_q, block_kv: query rows and keys of a tile of the forward pass, powers of two; what a multiprocessor holds follows
-    from them. num_warps: warps that share a tile, 1, 2, 4, 8 or 16. num_stages: tiles of keys on their way from memory at
-    once. *_dkv: of the gradients of key and value, *_dq: of that of the query. kv_splits: parts of the keys that the forward
-    pass works on apart, so that few queries fill the device; joined by their lse. fold: the query heads that share a kv head
-    are rows of one tile, which then has to hold all queries. residual_checkpoint_name: the name of the output and its
+    block_q, block_kv: query rows and keys per tile of the forward pass, powers of two; they determine what a multiprocessor
+    holds. num_warps: warps that share a tile, 1, 2, 4, 8 or 16. num_stages: tiles of keys being loaded from memory at once.
+    *_dkv: for the gradients of key and value, *_dq: for that of the query. kv_splits: parts of the keys that the forward pass
+    works on separately, so that few queries fill the device; their outputs are merged by lse. fold: the query heads that share a
+    kv head are rows of one tile, which must then hold all queries. residual_checkpoint_name: the name of the output and its
     log-sum-exp for jax.checkpoint policies. interpret: run the kernels in Pallas' interpreter, on any platform; for tests.
     """
 

@@ -1,4 +1,4 @@
-"""What the kernels for GPUs can do, as data."""
+"""What the GPU kernels support, as data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["FLASH_FEATURES", "FLASH_RULES", "ON_ROCM"]
 
 FLASH_FEATURES = ALL_FEATURES - {"return_weights"}
 _MOST_DIM = 256
-# Starts of the device kinds of GPUs with a compute capability below 8.0; NVIDIA's table of them.
+# Prefixes of the device kinds of GPUs with a compute capability below 8.0, from NVIDIA's table.
 _BEFORE_AMPERE = (
     "Tesla", "NVIDIA T4", "NVIDIA P", "NVIDIA TITAN", "NVIDIA GeForce RTX 20", "NVIDIA GeForce GTX", "Quadro", "NVIDIA Quadro",
     "NVIDIA Tesla",

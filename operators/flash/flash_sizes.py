@@ -21,8 +21,8 @@ class _Sizes(NamedTuple):
 
 
 _DIMS = (64, 128, 256)
-# (forward, gradients of key and value, gradient of the query) by the power of two that holds the head dim. Chosen by what the
-# compiler makes of them (docs/gpu.md): no spills, or few, then the least stalls in the inner loop. Not timed on a GPU.
+# (forward, gradients of key and value, gradient of the query) by the power of two that holds the head dim. Chosen from the
+# compiled programs (docs/gpu.md): few or no spills, then the fewest stalls in the inner loop. Not timed on a GPU.
 _HOPPER = {
     64: (_Sizes(128, 64, 4, 3), _Sizes(64, 128, 8, 2), _Sizes(64, 64, 4, 2)),
     128: (_Sizes(128, 128, 8, 2), _Sizes(32, 64, 4, 2), _Sizes(128, 64, 8, 1)),
@@ -33,32 +33,30 @@ _AMPERE = {
     128: (_Sizes(128, 64, 8, 2), _Sizes(32, 64, 4, 2), _Sizes(64, 32, 4, 2)),
     256: (_Sizes(64, 32, 4, 2), _Sizes(32, 32, 4, 1), _Sizes(64, 32, 8, 1)),
 }
-# Of GPUs with less shared memory than these, and of those that aren't known: 99 KiB a block is what all from sm_86 on have.
+# For GPUs with less shared memory, and for unknown ones: all GPUs from sm_86 on have 99 KiB per block.
 _SMALL = {
     64: (_Sizes(64, 64, 4, 2), _Sizes(64, 64, 4, 1), _Sizes(64, 64, 4, 1)),
     128: (_Sizes(64, 64, 4, 1), _Sizes(32, 64, 4, 1), _Sizes(64, 32, 4, 1)),
     256: (_Sizes(64, 32, 4, 1), _Sizes(16, 32, 4, 1), _Sizes(32, 32, 4, 1)),
 }
-# Of float32, whose products don't run on tensor cores.
+# For float32, whose products don't run on tensor cores.
 _WIDE = {
     64: (_Sizes(64, 32, 4, 2), _Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1)),
     128: (_Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1)),
     256: (_Sizes(16, 32, 4, 1), _Sizes(16, 16, 4, 1), _Sizes(16, 16, 4, 1)),
 }
-_FOLDED_ROWS = (
-    64  # queries of all heads that share a kv head, up to which they are the rows of one tile that holds them
-)
+_FOLDED_ROWS = 64  # the most queries, over all heads that share a kv head, that become the rows of one tile
 _LEAST_TILE = 32
 _PLACES = 2**31
-_SPLIT_KEYS = 256  # the fewest keys of a part
+_SPLIT_KEYS = 256  # the fewest keys per part
 _MOST_SPLITS = 64
-# Multiprocessors, by the start of jax's device kind; NVIDIA's data sheets.
+# Multiprocessors, by prefix of jax's device kind; NVIDIA's data sheets.
 _CORES = {
     "NVIDIA A100": 108, "NVIDIA H100 PCIe": 114, "NVIDIA H100": 132, "NVIDIA H200": 132, "NVIDIA GH200": 132, "NVIDIA B200": 148,
     "NVIDIA GB200": 148,
 }  # fmt: skip
 _SOME_CORES = 108
-# Bytes of shared memory that a block of threads may have, by the start of jax's device kind: the CUDA C++ Programming Guide.
+# Bytes of shared memory per block of threads, by prefix of jax's device kind: the CUDA C++ Programming Guide.
 _SHARED = {
     "NVIDIA A100": 166912,
     **dict.fromkeys(("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200", "NVIDIA B200", "NVIDIA GB200"), 232448),
@@ -68,7 +66,7 @@ _SHARED = {
 def resolve_flash(
     problem: AttentionProblem, placement: Placement, config: FlashAttention2Config
 ) -> FlashAttention2Config:
-    """Fill in every size. Errors: ConfigError where declared ones can't work together."""
+    """Fill in every size. Errors: ConfigError if declared sizes can't work together."""
     local = placement.local
     q_len, kv_len = local.q_len, local.kv_len
     group = local.q_heads // local.kv_heads
@@ -99,14 +97,14 @@ def resolve_flash(
 
 
 def unknown_gpu(problem: AttentionProblem, config: FlashAttention2Config) -> str | None:
-    """A note where sizes were chosen for a GPU of which nothing is known."""
+    """A note if sizes were chosen for an unknown GPU."""
     if config.interpret or problem.device_kind.startswith(tuple(_CORES)):
         return None
-    return f"sizes for {problem.device} are those that fit any GPU from sm_86 on; known are {', '.join(_CORES)}"
+    return f"sizes for {problem.device} fit any GPU from sm_86 on; known GPUs are {', '.join(_CORES)}"
 
 
 def _splits(problem: AttentionProblem, placement: Placement, programs: int) -> int:
-    """Parts of the keys that make as many programs as the device has multiprocessors, where the queries alone don't."""
+    """Parts of the keys that make as many programs as the device has multiprocessors, if the queries alone don't."""
     cores = next((n for kind, n in _CORES.items() if problem.device_kind.startswith(kind)), _SOME_CORES)
     if 2 * programs > cores:
         return 1
@@ -115,7 +113,7 @@ def _splits(problem: AttentionProblem, placement: Placement, programs: int) -> i
 
 
 def _check_places(problem: AttentionProblem, placement: Placement) -> None:
-    """Triton counts places in such arrays with 32 bits where they have up to 2**32 bytes. Errors: ConfigError."""
+    """Triton uses 32-bit offsets for arrays of up to 2**32 bytes. Errors: ConfigError for larger counts of one-byte numbers."""
     local, dims = placement.local, {"key": problem.head_dim, "value": problem.value_dim}
     sizes = {name: local.batch * local.kv_heads * local.kv_len * dims[name] for name in problem.quantised}
     for leaf in problem.leaves:
@@ -129,10 +127,10 @@ def _check_places(problem: AttentionProblem, placement: Placement) -> None:
 
 
 def least_shared_bytes(problem: AttentionProblem, config: FlashAttention2Config) -> dict[str, int]:
-    """Bytes of shared memory that each pass of a filled config takes at least: the tiles that are on their way at once.
+    """The least shared memory, in bytes, that each pass of a filled config takes: the tiles being loaded at once.
 
-    What the loop goes through, keys and values, or queries and their gradients: one tile fewer than stages on Ampere, whose last
-    one is consumed from registers. Compiled kernels take this or more (docs/gpu.md).
+    These are the tiles that the loop runs over: keys and values, or queries and their gradients. On Ampere it is one tile fewer
+    than stages, because the last one is consumed from registers. Compiled kernels take this or more (docs/gpu.md).
     """
     row = problem.head_dim + problem.value_dim
     size = {"float32": 4}.get(problem.runtime_dtype, 2)
@@ -143,7 +141,7 @@ def least_shared_bytes(problem: AttentionProblem, config: FlashAttention2Config)
 
 
 def _check_shared(problem: AttentionProblem, config: FlashAttention2Config) -> None:
-    """Errors: ConfigError for tiles that can't fit, where that is known: products of two-byte numbers, known GPUs."""
+    """Errors: ConfigError for tiles that can't fit, as far as that is known: products of two-byte numbers, known GPUs."""
     most = next((n for kind, n in _SHARED.items() if problem.device_kind.startswith(kind)), None)
     if most is None or config.interpret or problem.runtime_dtype == "float32" or problem.quantised:
         return
@@ -169,7 +167,7 @@ def _table(problem: AttentionProblem) -> tuple[_Sizes, _Sizes, _Sizes]:
 
 
 def _defaults(problem: AttentionProblem, rows: int, q_len: int, kv_len: int) -> dict[str, _Sizes]:
-    """By the suffix of the fields: the sizes of each pass; rows: of the forward pass, where heads may be folded into them."""
+    """The sizes of each pass, by the suffix of the fields. rows: of the forward pass, which may include folded heads."""
     forward, *backward = _table(problem)
     sizes = [(forward, rows), *((size, q_len) for size in backward)]
     found = {
@@ -180,7 +178,7 @@ def _defaults(problem: AttentionProblem, rows: int, q_len: int, kv_len: int) -> 
 
 
 def _of_mask(problem: AttentionProblem, size: _Sizes, *, folded: bool) -> _Sizes:
-    """Tiles that lie in one block of the mask, where its blocks are no smaller than a tile can be."""
+    """Tiles that lie in one block of the mask, unless its blocks are smaller than a tile can be."""
     blocks = {}
     for axis, most, length in (("q", size.block_q, problem.q_len), ("kv", size.block_kv, problem.kv_len)):
         fitted = fitted_block(problem.mask, axis, most, length, _LEAST_TILE)
@@ -193,7 +191,7 @@ def _power(length: int) -> int:
 
 
 def sizes_of(config: FlashAttention2Config) -> dict[str, _Sizes]:
-    """The sizes of a config that has been filled in, by pass."""
+    """The sizes of a filled config, by pass."""
     names = {"forward": "", "dkv": "_dkv", "dq": "_dq"}
     return {
         pass_: _Sizes(*(getattr(config, f"{field}{suffix}") for field in _Sizes._fields))

@@ -1,4 +1,4 @@
-"""A LocalCall through the kernels for GPUs."""
+"""A LocalCall through the GPU kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ __all__ = ["run_flash"]
 
 def run_flash(call: LocalCall, config: FlashAttention2Config) -> tuple[jax.Array, jax.Array]:
     """(output in the call's layout, lse)."""
-    from ..kernels.flash import FlashPart, FlashSizes, PassSizes, flash_attention  # imports Pallas: only where they run
+    from ..kernels.flash import (
+        FlashPart,
+        FlashSizes,
+        PassSizes,
+        flash_attention,
+    )  # imports Pallas, so only where they run
 
     passes = {name: PassSizes(*sizes) for name, sizes in sizes_of(config).items()}
     sizes = FlashSizes(**passes, kv_splits=config.kv_splits or 1, fold=bool(config.fold))

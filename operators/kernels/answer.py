@@ -1,4 +1,4 @@
-"""Answer: what a kernel has found out about a tile, in the place of a leaf of the mask."""
+"""Answer: a kernel's result for a mask leaf on one tile, in place of that leaf."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Answer"]
 
 
 class Answer(Mask):
-    """A leaf whose test has been made."""
+    """A leaf that has already been evaluated."""
 
     kind = "answer"
 

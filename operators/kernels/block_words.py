@@ -1,7 +1,7 @@
 """Blocks in a tile: which of the mask's blocks a row sees, as the bits of a word for each block of the kernel's keys.
 
-A kernel's tile may cover several of the mask's blocks or begin in the middle of one. A word a row, and the number of the
-tile's first block, say all; a weight is a shift and a bit of them.
+A kernel's tile may cover several of the mask's blocks, or begin in the middle of one. One word per row and the number of the
+tile's first block are enough: a weight is one shift and one bit.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ class BlockWords(NamedTuple):
     bits: int
 
     def seen(self, words: list[Any], keys: Any, first_key: Any) -> Any:
-        """Whether rows see keys, from the rows' words; first_key: the tile's, a number of the whole problem as the keys are."""
+        """Whether rows see keys, from the rows' words. first_key: the tile's first key, numbered in the whole problem, like the
+        keys."""
         return (words[0] & 1) != 0 if self.bits == 1 else seen_by_words(words, keys, first_key, self.size)
 
 
 def is_blocks(atom: Mask) -> bool:
-    """Whether a leaf, or what stands in its place, is one of blocks."""
+    """Whether a leaf, or its replacement, is one of blocks."""
     return atom.kind in (Blocks.kind, ChosenBlocks.kind)
 
 
 def seen_by_words(words: list[Any], keys: Any, first_key: Any, size: int) -> Any:
-    """See BlockWords.seen; also inside kernels."""
+    """See BlockWords.seen; also used inside kernels."""
     block = _divided(keys, size) - _divided(first_key, size)
     word = words[0]
     for number in range(1, len(words)):
@@ -54,10 +55,10 @@ def seen_by_words(words: list[Any], keys: Any, first_key: Any, size: int) -> Any
 def block_words(
     mask: LocalMask, block_q: int, block_kv: int, rows: int, tables: int, *, settle: bool = True
 ) -> tuple[BlockWords | None, ...]:
-    """Those of each leaf of blocks, in the mask's order; None where a visited tile is known to be seen as far as it goes.
+    """The words of each leaf of blocks, in the mask's order; None where every visited tile is fully visible to that leaf.
 
-    rows: the queries, filled up. tables: parts of the heads whose tiles are visited apart. settle: False where tiles
-    that nothing is seen of are visited as well.
+    rows: the queries, padded. tables: groups of heads whose tiles are visited separately. settle: False if tiles
+    without visible keys are visited as well.
     """
     leaves = [atom for atom in mask.mask.atoms() if is_blocks(atom)]
     settled = [
@@ -82,7 +83,7 @@ def _words(leaf: Any, mask: LocalMask, block_kv: int, rows: int) -> BlockWords:
     if isinstance(mask.k_start, int):
         last = (np.minimum(starts + block_kv, mask.kv_len) - 1 + mask.k_start) // size
         bits, count = int((last - base).max()) + 1, int(last[-1] - base[0]) + 1
-    else:  # where the first key is traced, its block may be cut anywhere
+    else:  # if the first key is traced, its block may be cut anywhere
         bits, count = (block_kv + size - 2) // size + 1, (tiles * block_kv + size - 2) // size + 1
     table = jnp.asarray(leaf.table(base[0] if not isinstance(base, np.ndarray) else int(base[0]), count + bits))
     numbers = jnp.arange(rows, dtype=jnp.int32) + mask.q_start
@@ -100,7 +101,7 @@ def _words(leaf: Any, mask: LocalMask, block_kv: int, rows: int) -> BlockWords:
 
 
 def _divided(x: Any, size: int) -> Any:
-    """x // size of numbers that aren't negative."""
+    """x // size for numbers that aren't negative."""
     if size & (size - 1) == 0:
         return x >> (size.bit_length() - 1)
     return lax.div(x, jnp.full_like(x, size)) if isinstance(x, jax.Array) else x // size

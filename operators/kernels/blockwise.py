@@ -1,8 +1,8 @@
 """Attention in blocks with an online softmax, forward and backward, on plain XLA.
 
-The K and V of a group of kv heads (of all groups, where they are small) are copied together once: a stage. Then each query
-block goes over the kv blocks that its rows can see; first those that need a mask, then those that don't. The logits exist one
-tile at a time. Logits are held in base 2 (times log2 e), as exp2 is the cheaper exponential.
+The K and V of a group of kv heads (of all groups, if they are small) are copied together once: a stage. Then each query
+block goes over the kv blocks that its rows can see; first those that need a mask, then those that don't. The logits exist for one
+tile at a time. Logits are in base 2 (times log2 e), because exp2 is the cheaper exponential.
 
 The recurrence is that of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); the backward pass
 that recomputes the weights from the lse is that of Dao et al., "FlashAttention" (2022).
@@ -42,7 +42,7 @@ class Blocking:
 
 @dataclass(frozen=True)
 class _BlockwiseStatic:
-    """All that is known at trace time."""
+    """Everything known at trace time."""
 
     layout: str
     scale: float
@@ -83,7 +83,7 @@ def blockwise_attention(
 
 @dataclass(frozen=True)
 class BlockwisePart:
-    """The same as a PartKernel."""
+    """Blockwise attention as a PartKernel."""
 
     layout: str
     scale: float
@@ -131,9 +131,9 @@ def bias_gradient(
     platform: str,
     blocking: Blocking,
 ) -> jax.Array:
-    """Return the gradient of the bias alone, for a kernel that doesn't make it. All arrays bhtd; results: output and lse.
+    """Return the gradient of the bias alone, for a kernel that doesn't compute it. All arrays bhtd; results: output and lse.
 
-    Where a compiler drops what nobody reads, it costs nothing unless it is asked for.
+    If the compiler drops unused results, this costs nothing unless it is used.
     """
     static = _BlockwiseStatic("bhtd", scale, soft_cap, np.dtype(np.float32), platform, blocking, blocking, static_part)
     gradient = _backward(static, operands, traced, *results, *cotangents).bias
@@ -145,7 +145,7 @@ def bias_gradient(
 
 
 class QueryBlock(NamedTuple):
-    """Where a query block is: batch row, group of kv heads, place of the group in its stage, and block of the queries."""
+    """Where a query block is: batch row, group of kv heads, the group's place in its stage, and block of the queries."""
 
     batch: Any
     group: Any
@@ -153,13 +153,13 @@ class QueryBlock(NamedTuple):
     q_block: Any
 
 
-# The keys, values and sums that lie ready together, in bytes. A third level of loops costs XLA:CPU as much compile time as a
+# Bytes of keys, values and sums that are prepared together. A third level of loops costs XLA:CPU as much compile time as a
 # fifth of a layer with projections; long keys are copied group by group, so that the copies take little memory.
 _STAGED_TOGETHER = 2**24
 
 
 class _BlockPass:
-    """One pass's view of the operands: shapes, tiles in and out, and the logits of a tile."""
+    """One pass's view of the operands: shapes, input and output tiles, and the logits of a tile."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class _BlockPass:
         self.dim, self.value_dim = query.shape[-1], value.shape[-1]
         self.groups = self.kv_heads // blocking.heads
         self.tile_heads = blocking.heads * self.group
-        self.rows = self.group * blocking.block_q  # of one kv head
+        self.rows = self.group * blocking.block_q  # per kv head
         self.q_blocks = -(-static.static_part.q_len // blocking.block_q)
         self.kv_blocks = -(-static.static_part.kv_len // blocking.block_kv)
         self.q_padded = self.q_blocks * blocking.block_q
@@ -199,7 +199,7 @@ class _BlockPass:
         self.axes = varying(operands)
 
     def full(self, shape: tuple[int, ...], value: float, dtype: Any) -> jax.Array:
-        """A constant that varies over the mesh as the operands do, so that it can be a loop's first value."""
+        """A constant that varies over the mesh like the operands, so that it can be a loop's first value."""
         return vary(jnp.full(shape, value, dtype), self.axes)
 
     def each_stage(self, step: Callable[[Any, Any], Any], carry: Any) -> Any:
@@ -219,7 +219,7 @@ class _BlockPass:
     def each_live(self, at: QueryBlock, step: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
         """Fold over the kv blocks that a query block sees: (kv block, carry, whether a mask is needed)."""
         plan = self.table
-        if self.kv_blocks == 1:  # its mask says all: no loop, whatever is known only at run time
+        if self.kv_blocks == 1:  # its mask is enough: no loop, even if it is known only at run time
             known = plan.some_partial or plan.some_full
             return step(0, carry, plan.some_partial) if known else carry
         first, ends, block = self._range(at)
@@ -234,12 +234,12 @@ class _BlockPass:
         return carry
 
     def _range(self, at: QueryBlock) -> tuple[Any, tuple[Any, Any], Callable[[Any], Any]]:
-        """The kv blocks of a query block: n of the first, n after the partial ones and after all, and the block of each n."""
+        """The kv blocks of a query block: n of the first, n after the partial ones and after all, and the block for each n."""
         table = self.table.table
         begin: Any
         end: Any
         if isinstance(table, np.ndarray) and (table == table[:1, :1, :1]).all():
-            row = jnp.asarray(table[0, 0, 0])  # all query blocks see the same: nothing to look up but the kv block
+            row = jnp.asarray(table[0, 0, 0])  # all query blocks see the same: only the kv block is looked up
             begin, end = (int(n) for n in table[0, 0, 0, :2])
         else:
             place = (at.batch if table.shape[0] > 1 else 0, at.group if table.shape[1] > 1 else 0, at.q_block, 0)
@@ -271,18 +271,18 @@ class _BlockPass:
         x = held_in_loop(x, head, row, platform)
         if self.head == 1:
             return as_bits(lax.squeeze(cut(x, (batch, head, row, 0), (1, heads, rows, dim)), (0,)), platform)
-        # Of bthd as [batch, time, heads * dim]: XLA:CPU copies these runs 5 to 10 % of a forward pass faster.
+        # View bthd as [batch, time, heads * dim]: XLA:CPU then copies faster, by 5 to 10 % of a forward pass.
         flat = cut(x.reshape(*x.shape[:2], -1), (batch, row, head * dim), (1, rows, heads * dim))
         return as_bits(flat, platform).reshape(rows, heads, dim).transpose(1, 0, 2)
 
     def keys(self, x: jax.Array, at: QueryBlock, kv_block: Any) -> jax.Array:
-        """The keys (or values) of a tile, from what `take` gave: [kv heads, block_kv, dim]."""
+        """The keys (or values) of a tile, from the result of `take`: [kv heads, block_kv, dim]."""
         size = self.blocking.block_kv
         part = cut(x, (at.slot, 0, kv_block * size, 0), (1, x.shape[1], size, x.shape[-1]))
         return from_bits(lax.squeeze(part, (0,)), self.compute)
 
     def padded_queries(self, x: jax.Array) -> jax.Array:
-        """Fill the queries up to whole blocks."""
+        """Pad the queries to whole blocks."""
         short = self.q_padded - x.shape[self.time]
         return jnp.pad(x, [(0, short if i == self.time else 0) for i in range(4)]) if short else x
 
@@ -303,7 +303,7 @@ class _BlockPass:
         return put(whole, part, starts)
 
     def row_values(self, x: jax.Array, at: QueryBlock) -> jax.Array:
-        """One number a row of a tile, of [batch, heads, padded q]: [kv heads, group * block_q]."""
+        """One number per row of a tile, from [batch, heads, padded q]: [kv heads, group * block_q]."""
         part = cut(x, self._row_starts(at), (1, self.tile_heads, self.blocking.block_q))
         return part.reshape(self.blocking.heads, self.rows)
 
@@ -323,9 +323,9 @@ class _BlockPass:
         return x.reshape(self.tile_heads, self.blocking.block_q, x.shape[-1])
 
     def mask_rows(self, seen: jax.Array) -> jax.Array:
-        """bool [1 | heads, 1 | block_q, n] as it broadcasts to [kv heads, group * block_q, n].
+        """bool [1 | heads, 1 | block_q, n] in a shape that broadcasts to [kv heads, group * block_q, n].
 
-        Reshaping the logits instead would cost compile time: XLA's simplifier moves a reshape past one instruction a round.
+        Reshaping the logits instead would cost compile time: XLA's simplifier moves a reshape past one instruction per round.
         """
         heads, rows, n = seen.shape
         if heads == 1 and (rows == 1 or self.group == 1):
@@ -402,7 +402,7 @@ def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tu
                 tile = work.tile(at, kv_block)
                 x, factor, _ = work.logits(q, work.keys(key, at, kv_block), tile, masked)
                 new_peak = jnp.maximum(peak, x.max(axis=-1) * factor)
-                # A row that has seen nothing yet keeps shift 0: its exponentials are 0, not NaN.
+                # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
                 shift = where(new_peak != -jnp.inf, new_peak, 0)
                 p = work.exp2(x * factor - shift[..., None])
                 shrink = jnp.exp2(peak - shift)
@@ -435,7 +435,7 @@ def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tu
 
 
 def _first(x: jax.Array, length: int, axis: int) -> jax.Array:
-    """x without what it was filled up with."""
+    """x without its padding."""
     return x if x.shape[axis] == length else lax.slice_in_dim(x, 0, length, axis=axis)
 
 
@@ -462,14 +462,14 @@ def _backward(
     d_lse: jax.Array,
 ) -> Operands:
     # In the forward pass XLA:CPU reads and writes a masked tile once more before the row's greatest logit is found. Here the
-    # mask is part of the exponential, so that tiles with a mask and without need not be two loops of five products each.
+    # mask is part of the exponential, so masked and unmasked tiles need no separate loops of five products each.
     apart = not is_arithmetic(static.static_part.mask)
     work = _BlockPass(static, static.backward, operands, traced, apart=apart, sums=True)
     heads, blocks, size = work.blocking.heads, work.kv_blocks, work.blocking.block_kv
     time, head = work.time, work.head
     query, output, d_output = (work.padded_queries(x) for x in (operands.query, output, d_output))
     short = work.q_padded - static.static_part.q_len
-    # A row without keys has no weights, nor has a padded one: exp(x - inf) is 0.
+    # Rows without keys and padded rows have no weights: exp(x - inf) is 0.
     d_lse, padded_lse = d_lse.astype(work.dtype), where(lse != -jnp.inf, lse, jnp.inf)
     if short:
         d_lse, padded_lse = (
@@ -488,7 +488,8 @@ def _backward(
             delta = (out.astype(work.dtype) * d_out.astype(work.dtype)).sum(-1)
             delta = delta - work.row_values(d_lse, at)
             shift = row_lse * LOG2E
-            # Left factors with the contracted dimension last: XLA:CPU would copy the other factor otherwise, a tile large.
+            # Left factors with the contracted dimension last: otherwise XLA:CPU would copy the other factor, which is as large
+            # as a tile.
             q_across, d_out_across = lax.optimization_barrier((q.swapaxes(1, 2), d_out.swapaxes(1, 2)))
 
             def of_tile(kv_block: Any, carry: Any, masked: bool) -> Any:

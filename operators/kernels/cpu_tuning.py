@@ -1,6 +1,6 @@
-"""What plain XLA needs to be told on a CPU to run attention fast. Measured on 2 cores with AVX-512, jax 0.10.2.
+"""Ways to make plain XLA run attention fast on a CPU. Measured on 2 cores with AVX-512, jax 0.10.2.
 
-Each function is the identity, or the plain operation, on other platforms.
+On other platforms each function is the identity or the plain operation.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def product(form: str, a: jax.Array, b: jax.Array, dtype: np.dtype) -> jax.Array
 def few_rows_product(rows: jax.Array, keys: jax.Array, dtype: np.dtype, platform: str) -> jax.Array:
     """rows [..., n, x] times keys [..., s, x]: [..., n, s], for a few rows and many keys.
 
-    In float32 XLA:CPU reads the keys at 20 to 36 GB/s as the left factor, at 12 to 18 as the right one; in bfloat16 the
-    right one is as good, but a single row goes by way of float32 there: 26 ms in place of 2 for 8 x 32768 x 64.
+    In float32 XLA:CPU reads the keys at 20 to 36 GB/s as the left factor, at 12 to 18 as the right one. In bfloat16 the
+    right one is as good, but a single row is converted to float32 there: 26 ms instead of 2 for 8 x 32768 x 64.
     """
     if platform == "cpu" and rows.dtype == jnp.bfloat16 and rows.shape[-2] == 1:
         pair = jnp.concatenate([rows, rows], axis=-2)
@@ -66,10 +66,10 @@ def few_rows_product(rows: jax.Array, keys: jax.Array, dtype: np.dtype, platform
 
 
 def has_fast_lone_row(rows: jax.Array, values: jax.Array, platform: str) -> bool:
-    """True where `lone_row_product` and `lone_row_sum` are the faster way, for rows [batch, kv heads, n, dim].
+    """True if `lone_row_product` and `lone_row_sum` are faster, for rows [batch, kv heads, n, dim].
 
-    A block-diagonal product multiplies every key by every head's row. One row a head, 32768 keys, 8 heads of 64: 9.2 ms in
-    products, 5.7 in these; in bfloat16 7.2 and 4.6.
+    A block-diagonal product multiplies every key by every head's row. With one row per head, 32768 keys and 8 heads of 64: 9.2 ms
+    with products, 5.7 with these; in bfloat16 7.2 and 4.6.
     """
     widths = rows.shape[-1], values.shape[-1]
     return platform == "cpu" and rows.shape[-2] == 1 and all(n % _LANES == 0 for n in widths)
@@ -78,8 +78,8 @@ def has_fast_lone_row(rows: jax.Array, values: jax.Array, platform: str) -> bool
 def lone_row_product(row: jax.Array, keys: jax.Array, dtype: np.dtype) -> jax.Array:
     """row [..., x], broadcast over keys [..., x]: their products summed over x.
 
-    As a sum over x XLA:CPU adds one number after the other, at 10 GB/s; as slices that are added it fills the vector
-    registers, at 30. The barrier keeps the rest of the sum from being computed anew for every lane.
+    A sum over x makes XLA:CPU add one number after another, at 10 GB/s; adding slices fills the vector
+    registers, at 30. The barrier keeps the rest of the sum from being recomputed for every lane.
     """
     terms = keys.astype(dtype) * row.astype(dtype)
     lanes = sum((terms[..., i : i + _LANES] for i in range(_LANES, terms.shape[-1], _LANES)), terms[..., :_LANES])
@@ -89,11 +89,11 @@ def lone_row_product(row: jax.Array, keys: jax.Array, dtype: np.dtype) -> jax.Ar
 def lone_row_sum(weights: jax.Array, values: jax.Array, axis: int, dtype: np.dtype) -> jax.Array:
     """weights [...] times values [..., x], summed over an axis of the weights.
 
-    An eighth of the rows onto another: 26 to 34 GB/s, where the sum over an axis of many rows has 10.
+    Adds eighths of the rows to each other: 26 to 34 GB/s, whereas the sum over an axis of many rows has 10.
     """
     terms = values.astype(dtype) * lax.optimization_barrier(weights)[..., None].astype(dtype)
     rest = []
-    for _ in range(2):  # a third time would be no faster, and XLA then takes the slices of the first apart
+    for _ in range(2):  # a third time would be no faster, and XLA would then split the first slices
         if (eighth := terms.shape[axis] // 8) >= 64:
             parts = [lax.slice_in_dim(terms, i * eighth, (i + 1) * eighth, axis=axis) for i in range(8)]
             rest.append(lax.slice_in_dim(terms, 8 * eighth, None, axis=axis).sum(axis))
@@ -104,17 +104,17 @@ def lone_row_sum(weights: jax.Array, values: jax.Array, axis: int, dtype: np.dty
 def as_bits(x: jax.Array, platform: str) -> jax.Array:
     """View bfloat16 as uint16, for copies and slices.
 
-    XLA:CPU moves bfloat16 by way of float32, and then multiplies in float32 too: 1.3 to 1.6 times slower forward. And to
-    write a slice into an array it converts all of the array: 12 % of a forward pass at 8192.
+    XLA:CPU moves bfloat16 as float32, and then multiplies in float32 too: 1.3 to 1.6 times slower forward. And to
+    write a slice into an array it converts the whole array: 12 % of a forward pass at 8192.
     """
     return lax.bitcast_convert_type(x, jnp.uint16) if platform == "cpu" and x.dtype == jnp.bfloat16 else x
 
 
 def held_in_loop(x: jax.Array, head: Any, row: Any, platform: str) -> jax.Array:
-    """x, tied to a loop's indices, to be cut in the loop.
+    """x, tied to a loop's indices so that it is sliced inside the loop.
 
-    XLA:CPU would move the conversion or the view of all of a bfloat16 array in front of the loop, as a copy of it:
-    81 MiB of temporary memory in place of 29 for a gradient at 8192, 8 heads of 128.
+    Otherwise XLA:CPU would convert or view the whole bfloat16 array before the loop, as a copy:
+    81 MiB of temporary memory instead of 29 for a gradient at 8192, 8 heads of 128.
     """
     return lax.optimization_barrier((x, head, row))[0] if platform == "cpu" and x.dtype == jnp.bfloat16 else x
 
@@ -127,8 +127,8 @@ def from_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
 def exp2(x: jax.Array, platform: str, accurate: bool) -> jax.Array:
     """2**x for x at most a little above 0; exactly 0 below -127, and for -inf.
 
-    On CPU in float32 a polynomial on [-1/2, 1/2] and the exponent put together from bits: jnp.exp2 takes 4 to 6 % longer
-    over a whole forward pass. The relative error is 2e-7, or 1e-4 where not `accurate` (for bfloat16 results).
+    On CPU in float32 it uses a polynomial on [-1/2, 1/2] and assembles the exponent from bits: jnp.exp2 takes 4 to 6 % longer
+    over a whole forward pass. The relative error is 2e-7, or 1e-4 if not `accurate` (for bfloat16 results).
     """
     if platform != "cpu" or x.dtype != jnp.float32:
         return jnp.exp2(x)

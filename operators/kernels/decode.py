@@ -1,9 +1,9 @@
-"""The forward pass of a few queries against many keys: K and V are read once, where they lie.
+"""The forward pass of a few queries against many keys: K and V are read once, without copies.
 
 With K seen as [batch, kv, kv heads * dim], one product with a block-diagonal query gives the logits of all heads, so no
-head is copied out of K or V. Where each kv head has one row alone, a CPU is faster without products (xla_seam). The keys
-are worked on in a few pieces, each skipped while the program runs if no row sees any of it: a cache that is mostly empty
-costs what its filled part costs.
+head is copied out of K or V. If each kv head has only one row, a CPU is faster without products (xla_seam). The keys
+are processed in a few pieces; a piece that no row sees is skipped at run time: a mostly empty cache
+costs only as much as its filled part.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .varying import vary, varying
 __all__ = ["Pieces", "decode_forward"]
 
 
-# Keys of all heads up to which lone rows are taken as one piece. Their 64 bytes each add up: from 32 MiB on, the C library
-# asks the system for the memory anew at every call, and that takes longer than the attention.
+# Keys over all heads up to which lone rows are one piece. Their 64 bytes each add up: from 32 MiB on, the C library
+# requests memory from the system again at every call, which takes longer than the attention.
 _LONE_ROW_CELLS = 1 << 17
 
 # (sum of weights times values, greatest logit, sum of weights), the weights not yet divided by their sum
@@ -43,7 +43,7 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Pieces:
-    """The keys of one piece. Their number is small and fixed by the caller: each is its own part of the program."""
+    """The keys of one piece. The caller fixes their number, which is small: each piece is its own part of the program."""
 
     block_kv: int
 
@@ -107,7 +107,7 @@ def decode_forward(
         pieces_of = _known_range(kinds, pieces.block_kv, kv_len)
     else:
         pieces_of = [(i * pieces.block_kv, min((i + 1) * pieces.block_kv, kv_len)) for i in range(kinds.shape[-1])]
-        # Known or not, the program is not to know it: conditionals run one after the other, and share their memory.
+        # Hidden from the program even if known: conditionals run one after another and share their memory.
         live = lax.optimization_barrier(jnp.asarray(kinds > 0).any(axis=(0, 1)))
     width = value.shape[-1] * (kv_heads if flat else 1)
     carry = _start((batch, heads, q_len), width, sinks, softmax_dtype, varying((query, key, value, sinks)))
@@ -140,7 +140,7 @@ def decode_forward(
     alive = total != 0
     safe = where(alive, total, 1)
     lse = where(alive, peak * LN2 + jnp.log(safe), -jnp.inf)
-    if flat:  # a row's own head out of all heads
+    if flat:  # select each row's own head
         acc = acc.reshape(batch, kv_heads, group * q_len, kv_heads, -1)
         own_parts = [
             lax.slice_in_dim(lax.slice_in_dim(acc, h, h + 1, axis=1), h, h + 1, axis=3) for h in range(kv_heads)
@@ -151,7 +151,7 @@ def decode_forward(
 
 
 def _known_range(kinds: np.ndarray, block_kv: int, kv_len: int) -> list[tuple[int, int]]:
-    """The keys from the first live block to the last as one piece: a cut through K and V is a copy of them."""
+    """The keys from the first live block to the last as one piece: slicing K and V copies them."""
     live = np.flatnonzero((kinds > 0).any(axis=(0, 1)))
     return [(int(live[0]) * block_kv, min((int(live[-1]) + 1) * block_kv, kv_len))] if len(live) else []
 

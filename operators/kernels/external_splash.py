@@ -1,13 +1,13 @@
-"""What is done alike around the splash kernels of jax and tokamax, so that they mean what the reference means.
+"""What the splash kernels of jax and tokamax need around them to match the reference.
 
-Their own mask objects are evaluated block by block on the host: minutes for 128k tokens. The kernels themselves want only
+Their own mask objects are evaluated block by block on the host: minutes for 128k tokens. The kernels themselves need only
 small tables (which blocks are live, in which order) and a function of (query, key) indices. Both follow from the mask's closed
-form in milliseconds, so they are built here and in the two adapters, and handed to the kernels directly.
+form in milliseconds, so they are built here and in the two adapters, and passed to the kernels directly.
 
 Three things are added:
 - the kernels apply no softmax scale: the query is scaled first;
-- a fully masked row gives the mean of the values there: a sink at -1e30 takes such a row's whole weight (output 0, and
-  gradient 0) and is nothing beside any real logit;
+- a fully masked row would give the mean of the values: a sink at -1e30 takes such a row's whole weight (output 0, and
+  gradient 0) and is negligible next to any real logit;
 - lengths must be multiples of the blocks: q, k, v are padded here and padded keys are masked.
 """
 
@@ -56,7 +56,7 @@ class ExternalBlocks:
     use_experimental_scheduler: bool
 
     def padded(self, q_len: int, kv_len: int) -> tuple[int, int]:
-        """The lengths as the kernels need them: multiples of every block in use."""
+        """The lengths that the kernels require: multiples of every block in use."""
         q_block = math.lcm(self.block_q, self.block_q_dkv, self.block_q_dq or 1)
         kv_block = math.lcm(self.block_kv, self.block_kv_dkv, self.block_kv_dq or 1)
         return -(-q_len // q_block) * q_block, -(-kv_len // kv_block) * kv_block
@@ -67,7 +67,7 @@ class MaskInKernel:
     """The mask as a function of global query rows and key columns; hashable, so that jit caches by it.
 
     A row of -1 is padding and sees nothing, in every pass. Passes with different blocks visit different padded rows; one
-    that saw keys in the backward pass alone would meet a log-sum-exp of nothing there, and give NaN.
+    that saw keys only in the backward pass would meet an empty log-sum-exp there, and give NaN.
     """
 
     mask: Mask
@@ -77,9 +77,9 @@ class MaskInKernel:
 
 
 class ExternalOperands(NamedTuple):
-    """A call's arrays, padded, and its mask, made ready for a kernel.
+    """A call's padded arrays and its mask, prepared for a kernel.
 
-    `function` is the mask in the kernel, None where nothing is masked; `rows` the global number of each query row then.
+    `function` is the mask in the kernel, None where nothing is masked; then `rows` holds the global number of each query row.
     """
 
     query: Array
@@ -92,7 +92,7 @@ class ExternalOperands(NamedTuple):
     rows: Array | None
 
     def attend(self, kernel: Callable[..., Any], q_len: int) -> Array:
-        """Run a kernel of (q, k, v, segment ids, sinks) without a batch over the batch; the rows without padding."""
+        """Run a kernel of (q, k, v, segment ids, sinks) without a batch over the batch; returns the rows without padding."""
         sinks = None if self.sinks is None else _float32_gradient(self.sinks)
         run = jax.vmap(kernel, in_axes=(0, 0, 0, None if self.segments is None else 0, None))
         output: Array = run(self.query, self.key, self.value, self.segments, sinks)
@@ -121,7 +121,7 @@ class ExternalCall(NamedTuple):
     shards: int
 
     def operands(self, q_padded: int, kv_padded: int) -> ExternalOperands:
-        """Scale, pad, and join what masks."""
+        """Scale, pad, and merge everything that masks."""
         q_len, kv_len = self.query.shape[2], self.key.shape[2]
         query = _pad((self.query * jnp.asarray(self.scale, jnp.float32)).astype(self.query.dtype), q_padded)
         mask = self.mask if kv_padded == kv_len else And((*self.mask.conjuncts(), Prefix(kv_len)))
@@ -139,7 +139,7 @@ class ExternalCall(NamedTuple):
         )
 
     def _segments(self, q_padded: int, kv_padded: int) -> tuple[Array, Array] | None:
-        """Join segment ids and lengths into segment ids: a key beyond its row's length gets an id that no query has."""
+        """Merge segment ids and lengths into segment ids: a key beyond its row's length gets an id that no query has."""
         q_ids, kv_ids, kv_lengths = self.q_segment_ids, self.kv_segment_ids, self.kv_lengths
         if q_ids is None and kv_lengths is None:
             return None
@@ -155,7 +155,7 @@ class ExternalCall(NamedTuple):
 
 
 def in_32_bits(attend: Callable[[ExternalCall], Array], call: ExternalCall) -> Array:
-    """Run a kernel, forward and backward, as without jax_enable_x64: Python numbers would be of 64 bits, which Mosaic hasn't."""
+    """Run a kernel, forward and backward, as if without jax_enable_x64: Python numbers would be 64-bit, which Mosaic lacks."""
     arrays = {name: x for name, x in call._asdict().items() if isinstance(x, jax.Array)}
     return _in_32_bits(lambda given: attend(call._replace(**given)), arrays)
 
@@ -184,7 +184,7 @@ _in_32_bits.defvjp(_in_32_bits_fwd, _in_32_bits_bwd)
 
 @jax.custom_vjp
 def _float32_gradient(sinks: Array) -> Array:
-    # The kernels' gradient of float32 sinks comes in the query's dtype; what produced the sinks needs its own.
+    # The kernels' gradient of float32 sinks has the query's dtype; what produced the sinks requires its own.
     return sinks
 
 
@@ -220,5 +220,5 @@ def block_kinds(
 
 
 def small(index: np.ndarray, bound: int) -> np.ndarray:
-    """In the smallest type that holds `bound`: the tables live in scalar memory, of which there is little."""
+    """The index in the smallest type that holds `bound`: the tables are in scalar memory, which is small."""
     return index.astype(np.int8 if bound <= 127 else np.int16 if bound <= 32767 else np.int32)

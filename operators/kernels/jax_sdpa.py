@@ -1,4 +1,4 @@
-"""jax.nn.dot_product_attention on raw arrays, with the meaning that the reference has."""
+"""jax.nn.dot_product_attention on raw arrays, with the reference's semantics."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def jax_sdpa(
 ) -> Float[Array, "batch q heads dim"]:
     """Attend with jax.nn.dot_product_attention.
 
-    What it does otherwise and is put right here: a fully masked row gives the mean of the values there (0 here), and a
-    bias of -inf along a whole row gives NaN (it counts as masked here). all_rows_see: the mask leaves no row without a key.
+    This corrects two differences: for a fully masked row it would give the mean of the values (0 here), and for a
+    bias of -inf along a whole row NaN (treated as masked here). all_rows_see: the mask leaves no row without a key.
     """
     dtype = query.dtype
     if dtype == jnp.float16 and implementation == "xla":

@@ -100,7 +100,7 @@ def _tables(
 def _shrink(live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Move the live columns of each row to the front, in order, and cut to the longest row (at least one column).
 
-    The rest of a row repeats its last live index: an index that doesn't change fetches nothing.
+    The rest of a row repeats its last live index, because an index that doesn't change fetches nothing.
     """
     counts = live.sum(axis=-1, keepdims=True)
     width = max(1, int(counts.max()))

@@ -1,4 +1,4 @@
-"""Log-sum-exps joined, with -inf for a sum of nothing: exp(-inf - -inf) is NaN, and so is the gradient of log 0."""
+"""Merges log-sum-exps, with -inf for an empty sum: exp(-inf - -inf) is NaN, and so is the gradient of log 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["divisor", "log_of_sum", "logsumexp", "shift_of"]
 
 
 def shift_of(*logits: jax.Array) -> jax.Array:
-    """What to take exponentials against: the greatest, elementwise, and 0 where all are -inf, whose exponentials are then 0.
+    """What to subtract before taking exponentials: the greatest, elementwise, or 0 where all are -inf and the exponentials are 0.
 
     A log-sum-exp doesn't depend on its shift, so no gradient goes through it.
     """
@@ -23,7 +23,7 @@ def shift_of(*logits: jax.Array) -> jax.Array:
 
 
 def divisor(total: jax.Array) -> jax.Array:
-    """A sum of exponentials, to divide by: 1 where it is 0, for there is nothing to be divided."""
+    """A sum of exponentials to divide by: 1 where it is 0, because there is nothing to divide."""
     return where(total != 0, total, 1)
 
 
@@ -33,6 +33,6 @@ def log_of_sum(total: jax.Array, shift: jax.Array) -> jax.Array:
 
 
 def logsumexp(x: jax.Array) -> jax.Array:
-    """Over the last axis. jax.nn's gradient of a row of -inf is NaN; here it is 0."""
+    """Log-sum-exp over the last axis. jax.nn's gradient of a row of -inf is NaN; here it is 0."""
     shift = shift_of(jnp.max(lax.stop_gradient(x), axis=-1))
     return log_of_sum(jnp.exp(x - shift[..., None]).sum(-1), shift)

@@ -1,4 +1,4 @@
-"""A call's arrays with and without gradients, and what is static about its mask and dropout: in the form custom_vjp takes."""
+"""A call's arrays with and without gradients, and the static parts of its mask and dropout, in the form that custom_vjp takes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Operands(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """Arrays without gradients: those of the mask, and the places and the seed where they are traced."""
+    """Arrays without gradients: those of the mask, and the places and the seed if they are traced."""
 
     leaves: tuple[jax.Array, ...]
     q_start: jax.Array | None
@@ -40,7 +40,7 @@ class Traced(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticPart:
-    """What is known of the mask and the dropout at trace time; starts and `query_offset` are None where traced."""
+    """What is known of the mask and the dropout at trace time; starts and `query_offset` are None if traced."""
 
     mask: Mask
     q_len: int
@@ -52,7 +52,7 @@ class StaticPart:
 
 
 def split_static(mask: LocalMask, dropout: Dropout | None) -> tuple[StaticPart, Traced]:
-    """(what is static, what is traced) of a mask and a dropout; `join_static` is the inverse."""
+    """(static, traced) parts of a mask and a dropout; `join_static` is the inverse."""
     structure, leaves = mask.mask.split()
     placed_q, placed_k = (isinstance(start, int) for start in (mask.q_start, mask.k_start))
     placed_offset = mask.query_offset is None or isinstance(mask.query_offset, int)
@@ -80,7 +80,7 @@ def split_static(mask: LocalMask, dropout: Dropout | None) -> tuple[StaticPart, 
 
 
 def join_static(static_part: StaticPart, traced: Traced) -> tuple[LocalMask, Dropout | None]:
-    """The mask and the dropout."""
+    """Reassemble the mask and the dropout."""
     mask = LocalMask(
         static_part.mask.merge(traced.leaves),
         static_part.q_start if traced.q_start is None else traced.q_start,  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""How a layer's pages lie in its arrays, by layout: their shape, the pages of some ids, and where tokens go.
+"""Page layouts: the shape of a layer's page arrays, how to read pages by id, and where tokens go.
 
 split        key and value [pages, page, kv_heads, dim] each
 heads        key and value [pages, kv_heads, page, dim] each: a head's page is one tile
-joined       both in one array [pages, kv_heads, page, lanes]: a key, its value behind it, and padding to lanes of 128
-interleaved  both in one array [pages, page, 2 kv_heads, dim], keys and values by turns
+joined       both in one array [pages, kv_heads, page, lanes]: a key followed by its value, padded to 128 lanes
+interleaved  both in one array [pages, page, 2 kv_heads, dim], keys and values alternating
 packed       the same with heads in 32-bit words and dim in lanes of 128, [pages, page, 2 kv_heads / pack, pack, lanes]
 """
 
@@ -31,7 +31,7 @@ __all__ = [
 ONE_ARRAY = ("joined", "interleaved", "packed")
 """Layouts that hold keys and values in one array."""
 HEADS_FIRST = ("heads", "joined")
-"""Layouts in which a page's heads stand before its tokens."""
+"""Layouts in which a page's heads come before its tokens."""
 _LANES = 128
 
 
@@ -48,9 +48,9 @@ class PageShape(NamedTuple):
 def page_shape(
     layout: str, key: jax.Array, value: jax.Array | None, dim: int, value_dim: int | None = None
 ) -> PageShape:
-    """Read off the arrays; `dim` is the query's. Where one array holds keys and values it is `key`, and `value` is None.
+    """Read the sizes from the arrays; `dim` is the query's. If one array holds keys and values it is `key`, and `value` is None.
 
-    `value_dim`: where padded rows don't tell; None: the query's.
+    `value_dim`: needed if padded rows don't determine it; None: the query's.
     """
     shape = key.shape
     if layout == "joined":
@@ -76,9 +76,9 @@ def fetch(
 ) -> Any:
     """Pages by ids [..., n], all of them in range: [..., kv heads, n * page, dim].
 
-    Where an array has keys and values, `half` is 0 for keys and 1 for values; a joined row's begin at `first`. One gather
-    that transposes as it goes. The barrier keeps the view of a bfloat16 array as bits inside the loop: in front of it, it
-    would be a copy of the whole cache.
+    If an array holds keys and values, `half` is 0 for keys and 1 for values; a joined row's begin at `first`. One gather
+    transposes at the same time. The barrier keeps the view of a bfloat16 array as bits inside the loop: before it, it
+    would copy the whole cache.
     """
     pages, ids = lax.optimization_barrier((pages, ids))
     given = as_bits(pages, platform) if dtype == pages.dtype else pages
@@ -101,7 +101,7 @@ def fetch(
 
 
 def fetch_joint_heads(pages: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
-    """Pages of layout `split` by ids [..., n], all of them in range: [..., n * page, kv heads * dim], as they lie.
+    """Pages of layout `split` by ids [..., n], all of them in range: [..., n * page, kv heads * dim], not transposed.
 
     XLA:CPU gathers whole rows up to twice as fast as parts of more dimensions.
     """
@@ -111,7 +111,7 @@ def fetch_joint_heads(pages: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array
 
 
 def joined(layout: str, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Tokens' keys and values [tokens, kv_heads, dim], as an array that has both holds them."""
+    """Tokens' keys and values [tokens, kv_heads, dim], in the form of an array that holds both."""
     if layout == "joined":
         both = jnp.concatenate([key, value], axis=-1)
         return jnp.pad(both, ((0, 0), (0, 0), (0, -both.shape[-1] % _LANES)))
@@ -125,5 +125,5 @@ def joined(layout: str, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def places_of(layout: str, page: jax.Array, row: jax.Array) -> tuple[Any, ...]:
-    """The index of tokens in an array of pages, or of scales: theirs is the page's `row`."""
+    """The index of tokens in an array of pages, or of scales: the page's `row`."""
     return (page, slice(None), row) if layout in HEADS_FIRST else (page, row)

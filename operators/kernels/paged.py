@@ -1,6 +1,6 @@
-"""Attention of a ragged batch, prefill chunks and decoding rows, against keys and values that lie in pages; on plain XLA.
+"""Attention of a ragged batch, prefill chunks and decoding rows, against keys and values in pages; on plain XLA.
 
-Only live pages are read: those that hold keys of a sequence that some of its rows can see. Decoding rows take the decode
+Only live pages are read: those with keys of a sequence that some of its rows can see. Decoding rows take the decode
 route, chunks go block by block.
 """
 
@@ -24,9 +24,9 @@ from .varying import alike
 
 __all__ = ["paged_attention", "places"]
 
-_KEYS = 256  # of a block of pages: within 10 % of the best in most cases
-_STEP_BYTES = 2**20  # of keys, in float32, that a decode step fetches: still in a cache when they are multiplied
-_ROWS = 256  # of one kv head in a block of queries
+_KEYS = 256  # per block of pages: within 10 % of the best in most cases
+_STEP_BYTES = 2**20  # of keys, in float32, per decode step: still in a CPU cache when they are multiplied
+_ROWS = 256  # per kv head in a block of queries
 _MOST_PAIRS = 8
 
 
@@ -58,21 +58,21 @@ def paged_attention(
 ) -> tuple[Array, Array]:
     """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]).
 
-    Rows cu_q_lens[s] to cu_q_lens[s + 1] of the query are sequence s's, for s < num_seqs. kv_lens counts its keys after those
-    of this step were written: its row i stands at position kv_lens[s] - q_len + i, and key j lies in page
-    page_table[s, j // page] at j % page. Ids outside of 0 to pages - 1, and what kv_lens says beyond the table's width, are
-    no keys: they aren't seen, and nothing is read in their place. A row that belongs to no sequence or sees nothing is 0, its
-    lse -inf, or with sinks, if it belongs to one, that of its sinks.
+    Rows cu_q_lens[s] to cu_q_lens[s + 1] of the query belong to sequence s, for s < num_seqs. kv_lens counts a sequence's keys
+    including those of this step: its row i is at position kv_lens[s] - q_len + i, and key j is in page
+    page_table[s, j // page] at j % page. Ids outside 0 to pages - 1, and lengths in kv_lens beyond the table's width, give
+    no keys: they aren't seen, and nothing is read for them. A row that belongs to no sequence or sees nothing is 0 and its
+    lse -inf; with sinks, if it belongs to a sequence, the lse is that of its sinks.
 
     sliding_window: inclusive distances (left, right), None for no limit; `causal` intersects. Scales of int8 or fp8 pages:
-    one number, [kv_heads], or one for each token and head, as pages lie. `layout`: see page_layout; where it joins keys and
-    values, `key_pages` has both and `value_pages` is None; `value_dim` says of which dim they are, None: the query's.
+    one number, [kv_heads], or one per token and head, in the pages' order. `layout`: see page_layout; if it joins keys and
+    values, `key_pages` has both and `value_pages` is None; `value_dim` is then the values' dim, None: the query's.
 
     `page_stride` n, `page_shard` s: the table has every n-th page of each sequence from number s on, and only these are seen: key
-    j lies in page_table[row, j // page // n] if j // page % n == s. Output and lse are then those of these keys alone.
+    j is in page_table[row, j // page // n] if j // page % n == s. Output and lse then cover only these keys.
 
-    `max_q_len`: no sequence has more queries in this batch; rows beyond it aren't attended to and are 0. None: any. The sizes
-    at the end are for tuning; `platform` is jax's default backend.
+    `max_q_len`: the most queries of any sequence in this batch; rows beyond it are skipped and give 0. None: any. The sizes
+    at the end are for tuning; `platform` defaults to jax's default backend.
     """
     sizes = {"max_q_len": max_q_len, "pages_a_block": pages_a_block, "pairs": pairs, "block_q": block_q}
     sizes["page_stride"] = page_stride
@@ -112,7 +112,7 @@ def paged_attention(
 
 
 def _sizes(operands: PagedOperands, layout: str) -> tuple[int, int, int]:
-    """(pages of a block, pairs of a decode step, rows of a block of queries) by rule."""
+    """(pages per block, pairs per decode step, rows per block of queries) by rule."""
     _, page, kv_heads, dim, _ = page_shape(layout, operands.key_pages, operands.value_pages, operands.query.shape[2])
     sequences, width = operands.page_table.shape
     pages = min(max(1, _KEYS // page), width)
@@ -123,7 +123,7 @@ def _sizes(operands: PagedOperands, layout: str) -> tuple[int, int, int]:
 
 
 def _power_of_two(n: int) -> int:
-    """The greatest that is no more than n: batches are powers of two more often than not, and divide by it."""
+    """The greatest power of two up to n: batches are often powers of two, and then divide by it."""
     return 1 << (n.bit_length() - 1)
 
 
@@ -154,13 +154,13 @@ def _attend(static: PagedStatic, operands: PagedOperands) -> tuple[jax.Array, ja
 @_attend.defjvp
 def _no_gradient(static: PagedStatic, primals: Any, tangents: Any) -> Any:
     raise InputError(
-        "paged attention was differentiated; wanted a call outside of jax.grad: serving has no gradient. "
+        "paged attention was differentiated; wanted a call outside jax.grad: serving has no gradient. "
         "Train with the operation vanilla or splash, or put jax.lax.stop_gradient around the arguments."
     )
 
 
 def places(operands: PagedOperands, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each row of the query: (its sequence, its place there, whether it has one)."""
+    """For each row of the query: (its sequence, its place there, whether it has one)."""
     tokens, sequences = operands.query.shape[0], operands.kv_lens.shape[0]
     token = jnp.arange(tokens, dtype=np.int32)
     ends = jnp.where(

@@ -1,4 +1,4 @@
-"""What the arrays of a paged call must be: shapes and dtypes. Values are the caller's affair; most of them are traced."""
+"""Checks shapes and dtypes of a paged call's arrays. Values are left to the caller; most of them are traced."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_operands(operands: PagedOperands, layout: str) -> None:
     _check_batch(operands)
     if operands.sinks is not None and operands.sinks.shape != (heads,):
         raise InputError(
-            f"sinks has the shape {operands.sinks.shape}; wanted [heads] = ({heads},): join several by logsumexp."
+            f"sinks has the shape {operands.sinks.shape}; wanted [heads] = ({heads},): merge several with logsumexp."
         )
     for name, pages, scale in (("key", key, operands.key_scale), ("value", value, operands.value_scale)):
         _check_scale(name, key if pages is None else pages, scale, layout, kv_heads)
@@ -52,16 +52,16 @@ def _check_pages(query: jax.Array, key: jax.Array, value: jax.Array | None, layo
     if layout in ONE_ARRAY:
         _rank("key_pages", key, 5 if layout == "packed" else 4, _FORMS[layout])
         if value is not None:
-            raise InputError(f"value_pages was given beside pages of layout {layout!r}, which hold both; wanted None.")
+            raise InputError(f"value_pages was given with pages of layout {layout!r}, which hold both; wanted None.")
     elif value is None:
-        raise InputError(f"value_pages is None, and pages of layout {layout!r} hold keys alone; give them.")
+        raise InputError(f"value_pages is None, but pages of layout {layout!r} hold only keys; pass value_pages.")
     else:
         _rank("key_pages", key, 4, _FORMS[layout])
         _rank("value_pages", value, 4, _FORMS[layout].replace("dim]", "value_dim]"))
         if value.shape[:3] != key.shape[:3]:
             raise InputError(
                 f"value_pages has the shape {value.shape} and key_pages {key.shape}; wanted the same pages, page size and "
-                "kv_heads: keys and values of a token lie at the same place."
+                "kv_heads: keys and values of a token are at the same place."
             )
     dim = page_shape(layout, key, value, query.shape[2]).dim
     if dim != query.shape[2] or dim > key.shape[-1]:
@@ -75,7 +75,7 @@ def _check_pages(query: jax.Array, key: jax.Array, value: jax.Array | None, layo
 
 
 def check_numbers(softmax_scale: object, soft_cap: object, sizes: Mapping[str, object]) -> None:
-    """Of the options that are Python numbers; `sizes`: None or whole numbers from 1 on, by name."""
+    """Check options that are Python numbers; `sizes`: None or whole numbers from 1 on, by name."""
     for name, x in (("softmax_scale", softmax_scale), ("logits_soft_cap", soft_cap)):
         if isinstance(x, bool) or not isinstance(x, int | float | None):
             raise InputTypeError(f"{name}={shown(x)}; wanted a Python number: it is part of what is compiled.")
@@ -89,7 +89,7 @@ def check_numbers(softmax_scale: object, soft_cap: object, sizes: Mapping[str, o
 
 
 def int32(name: str, x: Any) -> jax.Array:
-    """An array of lengths or ids, as devices count."""
+    """An array of lengths or ids as int32."""
     dtype = jnp.result_type(x)
     if not jnp.issubdtype(dtype, jnp.integer):
         raise InputTypeError(f"{name} is {dtype}; wanted int32: lengths and ids are whole numbers.")
@@ -138,7 +138,7 @@ def _check_scale(name: str, pages: jax.Array, scale: jax.Array | None, layout: s
     if scale is None:
         if pages.dtype == jnp.int8:
             raise InputError(
-                f"{name}_pages is int8 and {name}_scale is missing; wanted a number, [kv_heads] or one a token."
+                f"{name}_pages is int8, but {name}_scale is missing; wanted a number, [kv_heads] or one per token."
             )
         return
     if not quantised:

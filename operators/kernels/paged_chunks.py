@@ -1,7 +1,7 @@
 """Prefill chunks against pages: the rows in blocks of one sequence each, every block against the pages that it sees.
 
 How many blocks there are, whose they are and which pages they see is computed on the device. A block's last rows may be
-another sequence's: they see nothing here, and what is written of them is written over by the block that they belong to.
+another sequence's: they see nothing here, and their results are overwritten by the block that they belong to.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ __all__ = ["attend_chunks"]
 def attend_chunks(
     static: PagedStatic, operands: PagedOperands, batch: Batch, wanted: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(output [T, heads, value_dim], lse [T, heads]) of the wanted sequences' rows; other rows hold anything finite or -inf."""
+    """(output [T, heads, value_dim], lse [T, heads]) of the wanted sequences' rows; others hold arbitrary finite values or
+    -inf."""
     tiles = Tiles(static, operands, few_rows=None)
     tokens, heads, _ = operands.query.shape
     size, platform, dtype = static.block_q, static.platform, operands.query.dtype
@@ -55,7 +56,7 @@ def attend_chunks(
             seen = tiles.seen(first, live, positions, kv_len)
             x = tiles.logits(rows, ids, seen)
             peak = jnp.maximum(sums.peak, x.max(axis=-1))
-            # A row that has seen nothing yet keeps shift 0: its exponentials are 0, not NaN.
+            # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
             shift = where(peak != -jnp.inf, peak, 0)
             p = tiles.exp2(x - shift[..., None])
             shrink = jnp.exp2(sums.peak - shift)

@@ -1,8 +1,8 @@
 """Decoding rows against pages: a flat list of live (sequence, block of pages) pairs, a few of them at a time.
 
-The loop's trip count is the number of live blocks in the batch, so one long sequence costs its own blocks and no others'. The
-list is never written down: pair n is looked up in the running sum of the sequences' blocks. Pairs that stand together belong
-to sequences that stand together, once those without live pages are left out; so a step merges its sums into one window of the
+The loop's trip count is the number of live blocks in the batch, so a long sequence costs only its own blocks. The
+list is never stored: pair n is looked up in the running sum of the sequences' blocks. Adjacent pairs belong
+to adjacent sequences, once those without live pages are left out; so a step merges its sums into one window of the
 carry, by a small selection, without a scatter.
 """
 
@@ -27,7 +27,7 @@ class DecodePairs(NamedTuple):
 
     first_page: jax.Array
     end_page: jax.Array
-    begin: jax.Array  # of a sequence's pairs
+    begin: jax.Array  # start of a sequence's pairs
     end: jax.Array
     rank: jax.Array  # a sequence's place among those that have pairs
     total: jax.Array
@@ -65,7 +65,7 @@ def attend_decode(
         number = n * np.int32(pair_count) + jnp.arange(pair_count, dtype=np.int32)
         real = number < pairs.total
         seq = jnp.sum(pairs.end[None, :] <= number[:, None], axis=1, dtype=np.int32)
-        last = jnp.sum(pairs.end < pairs.total, dtype=np.int32)  # what a pair beyond the end stands for, masked
+        last = jnp.sum(pairs.end < pairs.total, dtype=np.int32)  # stands for a pair beyond the end, masked
         seq = jnp.where(real, seq, last)
         of = lambda x: x.at[seq].get(mode="promise_in_bounds")  # noqa: E731
         number = jnp.where(real, number, pairs.total - 1)
@@ -104,5 +104,5 @@ def attend_decode(
 
 
 def _chosen(own: jax.Array, parts: jax.Array, otherwise: float) -> jax.Array:
-    """[places, pairs, ...]: a pair's part where its sequence is, a number elsewhere. A product with 0 would let NaN through."""
+    """[places, pairs, ...]: a pair's part where its sequence is, otherwise a number. A product with 0 would let NaN through."""
     return jnp.where(own.reshape(*own.shape, *[1] * (parts.ndim - 1)), parts[None], np.float32(otherwise))

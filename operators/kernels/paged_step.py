@@ -1,6 +1,6 @@
-"""What both routes of paged attention share: the batch's numbers, pages fetched, logits of a step, sums brought to an end.
+"""What both routes of paged attention share: the batch's numbers, fetching pages, logits of a step, finishing sums.
 
-Logits are held in base 2 (times log2 e), and the softmax in float32.
+Logits are in base 2 (times log2 e), and the softmax is in float32.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .primitives import where
 
 __all__ = ["Batch", "PagedOperands", "PagedStatic", "Sums", "Tiles", "batch_of", "finish"]
 
-# Heads of keys, and rows of all of them, up to which a CPU is faster with one block-diagonal product than by head.
+# Key heads, and rows over all of them, up to which a CPU is faster with one block-diagonal product than per head.
 _JOINT_HEADS = 4
 _JOINT_ROWS = 32
 
 
 @dataclass(frozen=True)
 class PagedStatic:
-    """All that is known at trace time. stride: how many shards have pages of one sequence, by turns."""
+    """Everything known at trace time. stride: how many shards share the pages of a sequence in turn."""
 
     scale: float
     causal: bool
@@ -44,7 +44,7 @@ class PagedStatic:
 
 
 class PagedOperands(NamedTuple):
-    """The arrays of a call; shapes as in `paged_attention`. `shard` is None where the stride is 1."""
+    """The arrays of a call; shapes as in `paged_attention`. `shard` is None if the stride is 1."""
 
     query: jax.Array
     key_pages: jax.Array
@@ -60,7 +60,7 @@ class PagedOperands(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The sequences that count, int32 [S] each; 0 for those that don't."""
+    """The sequences in use, int32 [S] each; 0 for those that aren't."""
 
     starts: jax.Array  # of a sequence's first row in the query
     q_lens: jax.Array
@@ -69,7 +69,7 @@ class Batch(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of rows: values times weights [..., rows, value_dim], greatest logit [..., rows], weights [..., rows]."""
+    """Sums of rows: values times weights [..., rows, value_dim], greatest logit [..., rows], weights [..., rows]."""
 
     acc: jax.Array
     peak: jax.Array
@@ -77,7 +77,7 @@ class Sums(NamedTuple):
 
 
 def batch_of(operands: PagedOperands) -> Batch:
-    """Read the lengths; what stands beyond num_seqs isn't looked at."""
+    """Read the lengths; entries beyond num_seqs are ignored."""
     size = operands.kv_lens.shape[0]
     counts = jnp.arange(size, dtype=np.int32) < operands.num_seqs
     starts, ends = operands.cu_q_lens[:-1], operands.cu_q_lens[1:]
@@ -93,7 +93,7 @@ def batch_of(operands: PagedOperands) -> Batch:
 class Tiles:
     """Logits and weighted values of some rows against some pages of their sequence.
 
-    Rows stand as [..., kv heads, queries * group, dim]; leading dimensions are those of the ids.
+    Rows have the shape [..., kv heads, queries * group, dim]; leading dimensions are those of the ids.
     """
 
     def __init__(self, static: PagedStatic, operands: PagedOperands, *, few_rows: int | None) -> None:
@@ -134,7 +134,7 @@ class Tiles:
         return rows.reshape(*lead, q_len, self.kv_heads * self.group, dim)
 
     def range_of(self, first: Any, last: Any, kv_len: Any) -> tuple[Any, Any]:
-        """(first page, one past the last page) that queries at the positions first to last can see; pages as the table counts."""
+        """(first page, one past the last page) that queries at positions first to last can see; pages as counted by the table."""
         static = self.static
         begin = jnp.zeros_like(kv_len) if static.left is None else jnp.maximum(first - static.left, 0)
         end = jnp.minimum(kv_len, self.width * static.stride * self.page)
@@ -147,15 +147,15 @@ class Tiles:
         return self._own(begin_page), self._own(end_page)
 
     def _own(self, page: jax.Array) -> jax.Array:
-        """How many of a sequence's first pages are this shard's: the least page of its table at `page` or after it."""
+        """How many of a sequence's first pages are this shard's: its table's first page at or after `page`."""
         stride, shard = np.int32(self.static.stride), self.operands.shard
         return page if shard is None else lax.div(page - shard + (stride - 1), stride)
 
     def slots(self, seq: jax.Array, first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(ids, live), both [..., n], of n pages of sequences `seq` from `first` on.
 
-        A slot that isn't live, beyond `end` or with an id that is out of range, gets the id of one that is: nothing else is read
-        for it.
+        A slot that isn't live, beyond `end` or with an id out of range, gets the id of one that is, so that nothing else is
+        read for it.
         """
         at = first[..., None] + jnp.arange(self.static.pages_a_block, dtype=np.int32)
         table = self.operands.page_table
@@ -203,7 +203,8 @@ class Tiles:
         return where(self._each_row(seen), x, -jnp.inf)
 
     def values(self, weights: jax.Array, ids: jax.Array, seen: jax.Array) -> jax.Array:
-        """Weights [..., kv heads, rows, keys] times values. A row of V that nobody sees is 0: a freed page may hold NaN."""
+        """Weights [..., kv heads, rows, keys] times values. A row of V that nobody sees is treated as 0: a freed page may hold
+        NaN."""
         static, operands = self.static, self.operands
         pages = operands.key_pages if operands.value_pages is None else operands.value_pages
         alive = seen.any(axis=-2)[..., None, :]
@@ -218,7 +219,7 @@ class Tiles:
         return product("...ns,...sx->...nx", weights, values, np.dtype(np.float32))
 
     def _joint_logits(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
-        """Rows by a block-diagonal factor with the keys as they lie: kv_heads times the arithmetic, and no copy by head."""
+        """Rows as a block-diagonal factor times the untransposed keys: kv_heads times the arithmetic, but no copy per head."""
         keys = fetch_joint_heads(self.operands.key_pages, ids, self.dtype)
         own = np.eye(self.kv_heads, dtype=bool)[:, None, :, None]
         across = jnp.where(own, rows[..., None, :], 0).reshape(*ids.shape[:-1], -1, keys.shape[-1])
@@ -226,7 +227,7 @@ class Tiles:
         return x.reshape(*rows.shape[:-1], -1)
 
     def _joint_values(self, weights: jax.Array, pages: jax.Array, ids: jax.Array, alive: jax.Array) -> jax.Array:
-        """Every row's weights with the values of all heads; its own head's are kept."""
+        """Every row's weights with the values of all heads; only its own head's are kept."""
         values = jnp.where(alive[..., None], fetch_joint_heads(pages, ids, self.dtype), 0)
         flat = weights.reshape(*ids.shape[:-1], -1, weights.shape[-1])
         sums = product("...ns,...sx->...nx", flat, values, np.dtype(np.float32))
@@ -237,14 +238,14 @@ class Tiles:
         return exp2(x, self.static.platform, accurate=self.operands.query.dtype.itemsize >= 4)
 
     def _scale(self, scale: jax.Array, ids: jax.Array) -> jax.Array:
-        """As it multiplies logits: [kv heads, 1, 1] or [..., kv heads, 1, keys]."""
+        """The scale in the shape that multiplies logits: [kv heads, 1, 1] or [..., kv heads, 1, keys]."""
         if scale.ndim < 3:
             return jnp.broadcast_to(scale.astype(np.float32), (self.kv_heads,))[:, None, None]
         layout = "heads" if self.static.layout in HEADS_FIRST else "split"
         return fetch(layout, scale[..., None], ids, self.static.platform, np.float32)[..., 0][..., None, :]
 
     def _each_row(self, seen: jax.Array) -> jax.Array:
-        """Of [..., queries, keys] as [..., kv heads, queries * group, keys]."""
+        """[..., queries, keys] as [..., kv heads, queries * group, keys]."""
         *lead, q_len, keys = seen.shape
         shape = (*lead, self.kv_heads, q_len, self.group, keys)
         return jnp.broadcast_to(seen[..., None, :, None, :], shape).reshape(*lead, self.kv_heads, -1, keys)

@@ -1,7 +1,7 @@
-"""PartKernel: a flash kernel whose passes can be run over parts of the keys; and its way into jax's gradients.
+"""PartKernel: a flash kernel whose passes can run over parts of the keys; and its gradient in jax.
 
-The log-sum-exp of a part is enough to merge its output with that of another; and with the output and the log-sum-exp of all
-keys, the backward pass over a part gives exactly that part's share of every gradient.
+The log-sum-exp of a part is enough to merge its output with another's; and given the output and the log-sum-exp of all
+keys, the backward pass over a part computes exactly that part's share of every gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OUTPUT_NAME, LSE_NAME = "attnops_output", "attnops_lse"
 
 
 class PartKernel(Protocol):
-    """Hashable; `layout` is that of its tensors. Sinks and biases are not for it: they belong to all keys together."""
+    """Hashable; `layout` is that of its tensors. It doesn't handle sinks and biases: they belong to all keys together."""
 
     @property
     def layout(self) -> str:
@@ -37,7 +37,7 @@ class PartKernel(Protocol):
         ...
 
     def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-        """(output in the layout, lse [batch, heads, q]) of these keys alone; rows that see none give 0 and -inf."""
+        """(output in the layout, lse [batch, heads, q]) of only these keys; rows that see none give 0 and -inf."""
         ...
 
     def differentiate(
@@ -50,14 +50,14 @@ class PartKernel(Protocol):
         d_output: jax.Array,
         d_lse: jax.Array,
     ) -> Operands:
-        """The share of these keys in the gradients; output, lse and their gradients are those of all keys."""
+        """These keys' share of the gradients; output, lse and their gradients are those of all keys."""
         ...
 
 
 def differentiable(
     kernel: PartKernel, operands: Operands, mask: LocalMask, dropout: Dropout | None
 ) -> tuple[jax.Array, jax.Array]:
-    """(output, lse) of a kernel over the mask's keys, both differentiable in reverse; they are what is kept for it."""
+    """(output, lse) of a kernel over the mask's keys, both differentiable in reverse; they are also the residuals."""
     static_part, traced = split_static(mask, dropout)
     operands, traced = alike((operands, traced))
     return _attend(_PartStatic(kernel, static_part), operands, traced)
@@ -69,8 +69,8 @@ class _PartStatic:
     static_part: StaticPart
 
 
-# jax keeps what it has traced of a jitted function by its static arguments and the shapes of the others. So a kernel is traced
-# once for the steps of a ring and for all layers of a model, whatever made their operations; and a program has it once.
+# jax caches the traces of a jitted function by its static arguments and the shapes of the others. So a kernel is traced
+# once for the steps of a ring and for all layers of a model, whatever made their operations, and occurs once in a program.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def attend_part(
     kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced

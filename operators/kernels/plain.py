@@ -1,4 +1,4 @@
-"""Attention written out in jax.numpy, with the logits built whole."""
+"""Attention written in jax.numpy, with whole logits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plain_attention(
     `mask` is True where a query may attend. Query heads are a multiple of kv heads and share them in order. Fully masked
     rows give output 0, weights 0, lse -inf and zero gradients.
     """
-    # Products in canonical form, [batch, kv heads, rows, dim]: XLA:CPU would transpose the logits otherwise.
+    # Products in canonical form, [batch, kv heads, rows, dim]: otherwise XLA:CPU would transpose the logits.
     by_head = [x if layout == "bhtd" else x.swapaxes(1, 2) for x in (query, key, value)]
     q, k, v = (x.astype(_compute_dtype(query.dtype)) for x in by_head)
     (batch, heads, q_len, dim), (kv_heads, kv_len) = q.shape, k.shape[1:3]

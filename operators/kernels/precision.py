@@ -1,4 +1,4 @@
-"""What a product asks of a matrix unit: that its factors count as they are."""
+"""The precision that a product requests of a matrix unit, so that its factors aren't rounded."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["exact"]
 def exact(dtype: jax.typing.DTypeLike) -> lax.Precision:
     """The precision at which factors of a dtype lose no bits.
 
-    A TPU multiplies bfloat16, and at the default precision rounds wider factors to it; a GPU rounds float32 to 10 bits there.
-    Never None, which would be what jax_default_matmul_precision says: then an operation's routes would differ, and Mosaic
-    takes nothing but the default for bfloat16.
+    A TPU multiplies bfloat16, and at the default precision rounds wider factors to it; a GPU rounds float32 to 10 bits.
+    Never None, which would mean jax_default_matmul_precision: an operation's routes would then differ, and Mosaic
+    accepts only the default for bfloat16.
     """
     return lax.Precision.DEFAULT if jnp.dtype(dtype) == jnp.bfloat16 else lax.Precision.HIGHEST

@@ -1,7 +1,7 @@
 """Loops, slices, selections and products as single instructions.
 
-What jax.numpy and the defaults of jax.lax put around them (a function each for `where`, `//` and `%`, five instructions for
-an index that may be negative, a second counter and a function for a loop) was two thirds of the native path's program, and
+What jax.numpy and the defaults of jax.lax add (a function each for `where`, `//` and `%`, five instructions for
+an index that may be negative, a second counter and a function for a loop) made up two thirds of the native path's program, and
 every layer of a model traces, lowers and compiles it.
 """
 
@@ -20,12 +20,12 @@ __all__ = ["cut", "cut_along", "dot", "fold", "loop", "numbers", "put", "shifted
 
 
 def numbers(shape: tuple[int, ...], axis: int, start: Any = 0, dtype: Any = np.int32) -> jax.Array:
-    """start, start + 1, ... along an axis; made by the program, where an array of them would be as long as the axis."""
+    """start, start + 1, ... along an axis; computed by the program, because an array of them would be as long as the axis."""
     return shifted(lax.broadcasted_iota(dtype, shape, axis), start)
 
 
 def shifted(x: Any, by: Any) -> Any:
-    """x + by, or x where that is known to be the same."""
+    """x + by, or x if that is known to be the same."""
     return x if isinstance(by, int) and by == 0 else x + by
 
 
@@ -37,9 +37,9 @@ def where(seen: jax.Array | np.ndarray, x: jax.Array, otherwise: float) -> jax.A
 
 
 def dot(a: jax.Array, b: jax.Array, axis: int, dtype: np.dtype) -> jax.Array:
-    """The products [..., i, j] of a [..., i, x] and b [..., j, x] or [..., x, j], whose x is at `axis`; dtype: of the sum.
+    """The products [..., i, j] of a [..., i, x] and b [..., j, x] or [..., x, j]; `axis` is the axis of x, `dtype` the sum's.
 
-    The factors are of one dtype, and none is rounded.
+    The factors have one dtype, and none is rounded.
     """
     rows = tuple(range(a.ndim - 2))
     sizes = ((a.ndim - 1,), (axis,)), (rows, rows)
@@ -47,10 +47,10 @@ def dot(a: jax.Array, b: jax.Array, axis: int, dtype: np.dtype) -> jax.Array:
 
 
 def summed(x: jax.Array, axis: int) -> jax.Array:
-    """The sum over an axis, which stays with size 1; by a product with ones.
+    """The sum over an axis, which is kept with size 1; computed by a product with ones.
 
-    XLA:CPU of jaxlib 0.10.2 loses rows of a sum over more than 256 of them where it fuses it with the products before it
-    (jax issue 39103); products it makes right.
+    XLA:CPU of jaxlib 0.10.2 loses rows of a sum over more than 256 of them if it fuses it with the products before it
+    (jax issue 39103); products are computed correctly.
     """
     ones = lax.full((x.shape[axis],), 1, x.dtype)
     total = lax.dot_general(
@@ -60,7 +60,7 @@ def summed(x: jax.Array, axis: int) -> jax.Array:
 
 
 def cut(x: jax.Array, starts: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
-    """A slice at traced places, none of them negative."""
+    """A slice at traced positions, none of them negative."""
     return lax.dynamic_slice(x, _indices(starts), sizes, allow_negative_indices=False)
 
 
@@ -72,23 +72,23 @@ def cut_along(x: jax.Array, start: Any, size: int, axis: int = 0) -> jax.Array:
 
 
 def put(x: jax.Array, part: jax.Array, starts: Sequence[Any]) -> jax.Array:
-    """x with a part in place of what is there, none of the places negative."""
+    """x with a part replaced, at positions that aren't negative."""
     return lax.dynamic_update_slice(x, part, _indices(starts), allow_negative_indices=False)
 
 
 def split_index(n: Any, size: int, count: int) -> tuple[Any, Any]:
-    """(n // size, n % size) of 0 <= n < size * count."""
+    """(n // size, n % size) for 0 <= n < size * count."""
     if size == 1 or count == 1:
         return (n, 0) if size == 1 else (0, n)
     if isinstance(n, int):
         return divmod(n, size)
-    if size & (size - 1) == 0:  # a signed division by a power of two is ten instructions, for the sign's sake
+    if size & (size - 1) == 0:  # a signed division by a power of two takes ten instructions because of the sign
         return lax.shift_right_logical(n, np.int32(size.bit_length() - 1)), lax.bitwise_and(n, np.int32(size - 1))
     return lax.div(n, np.int32(size)), lax.rem(n, np.int32(size))
 
 
 def fold(count: int, step: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """step(n, carry) for n below a known number; of one step, no loop. jax drops what nobody reads of the carry."""
+    """step(n, carry) for n below a known number; for one step, no loop. jax drops unused parts of the carry."""
     return step(0, carry) if count == 1 else loop(0, count, step, carry)
 
 
@@ -102,7 +102,7 @@ def _indices(starts: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _int32(n: Any) -> Any:
-    """A number as all others are counted: with jax_enable_x64 those of Python and of loops have 64 bits."""
+    """A number as int32: with jax_enable_x64 Python's numbers and loop counters have 64 bits."""
     if isinstance(n, int | np.integer):
         return np.int32(n)
     return n if n.dtype == np.int32 else lax.convert_element_type(n, np.int32)

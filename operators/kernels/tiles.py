@@ -1,4 +1,4 @@
-"""Tiles: the blocks that a pass visits, and what mask, bias and dropout say about one of them."""
+"""Tiles: the blocks that a pass visits, and the mask, bias and dropout of one of them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["TilePosition", "TileSource", "TileTable", "is_arithmetic", "tile_tab
 class TileTable(NamedTuple):
     """Which kv blocks each query block visits: a row of `table` [batch | 1, tables | 1, q blocks, 2 + most kv blocks].
 
-    From the third place on it holds the partial ones, then the full ones; its first two numbers are the place after the
-    partial ones, and that after both. One row, because each slice of a table is a part of every program. Where all are of one
-    kind and every row's are neighbours, the table [.., q blocks, 2] has only the first and the one after the last. A table for
-    each of several parts of the heads, where heads see blocks of their own.
+    From the third entry on it holds the partial ones, then the full ones; its first two numbers are the place after the
+    partial ones, and that after both. It is one row, because each slice of a table is a part of every program. If all are of one
+    kind and neighbours in every row, the table [.., q blocks, 2] holds only the first and the one after the last. If heads have
+    different blocks, each of several groups of heads has its own table.
 
-    `some_partial` and `some_full` are False where the host knows that no block is such.
+    `some_partial` and `some_full` are False if the host knows that there are no such blocks.
     """
 
     table: jax.Array | np.ndarray
@@ -35,22 +35,22 @@ class TileTable(NamedTuple):
     neighbours: bool
 
 
-# Leaves whose test is a few operations on numbers of rows and of keys, which are fused into what is done with a logit anyway.
+# Leaves whose test is a few operations on numbers of rows and of keys, which are fused into the work on a logit anyway.
 _ARITHMETIC = frozenset({"causal", "sliding_window", "chunked", "prefix", "segment_ids", "kv_lengths", "positions"})
 _MOST_LEAVES = 4
 
 
 def is_arithmetic(mask: Mask) -> bool:
-    """Whether a tile's mask costs next to nothing: no function of the user's, no plane to read, few parts."""
+    """Whether a tile's mask costs next to nothing: no user function, no plane to read, few parts."""
     atoms = list(mask.atoms())
     return len(atoms) <= _MOST_LEAVES and all(atom.kind in _ARITHMETIC for atom in atoms)
 
 
 def tile_table(mask: LocalMask, block_q: int, block_kv: int, *, tables: int = 1, apart: bool = True) -> TileTable:
-    """Sort each query block's kv blocks by kind, for each of `tables` parts of the heads. A last block that is padded is partial.
+    """Sort each query block's kv blocks by kind, for each of `tables` groups of heads. A padded last block is partial.
 
-    apart=False counts full ones as partial, too: they are then one loop, half of the program. So does a mask that costs next
-    to nothing where few blocks are full.
+    apart=False counts full blocks as partial too: there is then one loop, half of the program. A mask that costs next
+    to nothing does the same if few blocks are full.
     """
     kinds = mask.kinds_of_heads(block_q, block_kv, tables)
     if not isinstance(kinds, np.ndarray):
@@ -68,12 +68,12 @@ def tile_table(mask: LocalMask, block_q: int, block_kv: int, *, tables: int = 1,
     if not (some_partial and some_full) and (last - first == live).all():
         return TileTable(np.stack([first, last], -1).astype(np.int32), some_partial, some_full, True)
     table = _sorted_by_kind(kinds, np)
-    most = int(table[..., 1].max())  # in a window a row sees few blocks: the others need not be in the program
+    most = int(table[..., 1].max())  # in a window a row sees few blocks: the program can leave out the others
     return TileTable(table[..., :most], some_partial, some_full, False)
 
 
 def _known_at_run_time(kinds: jax.Array, padded: bool, apart: bool) -> TileTable:
-    """The same of kinds that are traced."""
+    """The same for traced kinds."""
     if not apart:
         kinds = jnp.minimum(kinds, 1)
     if padded:
@@ -92,7 +92,7 @@ def _sorted_by_kind(kinds: Any, xp: Any) -> Any:
 
 
 class TilePosition(NamedTuple):
-    """Where a tile lies: batch row, first head and number of heads, query block, kv block."""
+    """A tile's position: batch row, first head and number of heads, query block, kv block."""
 
     batch: Any
     head: Any
@@ -109,7 +109,7 @@ class TileSource:
     ) -> None:
         self.mask, self.dropout, self.block_q, self.block_kv = mask, dropout, block_q, block_kv
         rows = -(-mask.q_len // block_q) * block_q
-        # Of a single block the mask says all: it is visited whatever it sees.
+        # For a single block the mask is enough: it is visited whatever it sees.
         words = iter(block_words(mask, block_q, block_kv, rows, tables, settle=mask.kv_len > block_kv))
 
         def padded(atom: Mask) -> Mask:
@@ -146,7 +146,7 @@ class TileSource:
         return self.dropout.keep(tile.batch, heads, rows, cols)
 
     def pad(self, array: jax.Array) -> jax.Array:
-        """Fill [batch, heads, q, kv] up to whole blocks; dimensions of 1 stand for all and stay."""
+        """Pad [batch, heads, q, kv] to whole blocks; dimensions of 1 are kept, because they apply to all."""
         return self._pad(array, ("batch", "heads", "q", "kv"), broadcasts=True)
 
     def cut(self, array: jax.Array, tile: TilePosition) -> jax.Array:
@@ -179,7 +179,7 @@ class TileSource:
         return _refill(atom, arrays)
 
     def _seen_blocks(self, held: BlockWords, tile: TilePosition) -> jax.Array:
-        """What a leaf of blocks says of the tile: bool [1, heads | 1, block_q, block_kv | 1]."""
+        """A leaf of blocks evaluated on the tile: bool [1, heads | 1, block_q, block_kv | 1]."""
         batch, heads, _, words, _ = held.words.shape
         starts = (tile.batch if batch > 1 else 0, tile.head if heads > 1 else 0, tile.kv_block, 0)
         sizes = (1, tile.heads if heads > 1 else 1, 1, words, self.block_q)
@@ -217,7 +217,7 @@ class TileSource:
 
 
 class _Words(Mask):
-    """In the place of a leaf of blocks, its words."""
+    """Replaces a leaf of blocks: its words."""
 
     kind = "words"
 
@@ -226,5 +226,5 @@ class _Words(Mask):
 
 
 def _refill(atom: Mask, arrays: list[jax.Array]) -> Mask:
-    """The same leaf over other arrays; a leaf without arrays as it is."""
+    """The same leaf over other arrays; a leaf without arrays is unchanged."""
     return atom.slot().fill(arrays) if arrays else atom

@@ -1,8 +1,8 @@
 """tokamax's Pallas TPU splash kernel on raw arrays, with symbolic masks.
 
-The kernel's module is private to tokamax. What tokamax makes public (`tokamax.ops.experimental.tpu.SplashAttention`, from a
-version on that needs Python 3.12) takes neither the backward's blocks nor fuse_reciprocal, a residual's name or interpret, and
-makes a [q, kv] array of every mask but full and causal. So this reaches into the module; TRIED says of which versions.
+The kernel's module is private to tokamax. tokamax's public interface (`tokamax.ops.experimental.tpu.SplashAttention`, in
+versions that require Python 3.12) takes neither the backward's blocks nor fuse_reciprocal, a residual's name or interpret, and
+makes a [q, kv] array of every mask except full and causal. So this uses the private module; TRIED lists the versions tested.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 __all__ = ["TRIED", "installed", "tokamax_splash_attention", "untried"]
 
 TRIED = ("0.0.12", "0.0.17")  # the first with jax 0.10.2, the second with jax 0.12.0
-_LISTED = 1 << 14  # tiles of an open mask; 13 bytes of scalar memory each
+_LISTED = 1 << 14  # most tiles of an open mask; 13 bytes of scalar memory each
 _PACKAGE = "tokamax._src.ops.experimental.tpu.splash_attention"
 
 
 def installed() -> bool:
-    """Whether the kernel's module is there; nothing is imported to find out."""
+    """Whether the kernel's module is installed; checked without an import."""
     spec = util.find_spec("tokamax")
     file = Path(*_PACKAGE.split(".")[1:], "splash_attention_kernel.py")
     return spec is not None and any((Path(root) / file).exists() for root in spec.submodule_search_locations or ())
 
 
 def untried() -> str | None:
-    """A note where the installed version isn't one that this was tried with."""
+    """A note if the installed version isn't one that was tried."""
     version = _version()
     return None if version in TRIED else f"tokamax {version}: its private kernel was tried in {', '.join(TRIED)}"
 
@@ -53,7 +53,7 @@ def _version() -> str:
 def tokamax_splash_attention(
     call: ExternalCall, blocks: ExternalBlocks, *, residual_checkpoint_name: str | None, interpret: bool
 ) -> Float[Array, "batch heads q value_dim"]:
-    """Attend with tokamax's kernel, forward and gradient. Its backward is the fused one."""
+    """Attend with tokamax's kernel, forward and gradient. Its backward pass is the fused one."""
     splash, mask_info, base = _modules()
     q_len, kv_len = call.query.shape[2], call.key.shape[2]
     padded = blocks.padded(q_len, kv_len)
@@ -80,7 +80,7 @@ def tokamax_splash_attention(
 
 
 def _modules() -> tuple[ModuleType, ModuleType, ModuleType]:
-    """The kernel, its mask tables, and what both stand on; imported only here."""
+    """The kernel, its mask tables, and what both depend on; imported only here."""
     from importlib import import_module
 
     kernel, mask_info, base = (
@@ -114,9 +114,9 @@ def _config(
 
 
 class _Tables(NamedTuple):
-    """For every shard the steps of a pass: int [shards, steps]. Without `rows` and `cols` the steps are all tiles.
+    """The steps of a pass for every shard: int [shards, steps]. Without `rows` and `cols` the steps are all tiles.
 
-    `kinds` is 0 for a tile that isn't computed, 1 for one with its mask, 2 for one without; `live` the share of live tiles.
+    `kinds` is 0 for a skipped tile, 1 for one with its mask, 2 for one without; `live` is the share of live tiles.
     """
 
     rows: np.ndarray | None
@@ -138,10 +138,10 @@ def _tables(
     block_kv: int,
     of_keys: bool,
 ) -> _Tables | None:
-    """The forward's live tiles in the order of query blocks, or, `of_keys`, all tiles by kv block.
+    """The forward pass's live tiles in the order of query blocks or, with `of_keys`, all tiles by kv block.
 
-    None for an open mask, unless its tiles are few: without a list the forward divides the step's number, and to lower that
-    Pallas asks what it runs on, so that it could not be compiled where no TPU is.
+    None for an open mask, unless its tiles are few: without a list the forward pass divides the step's number, and to lower that
+    Pallas needs to know the device, so it couldn't be compiled without a TPU.
     """
     if isinstance(mask, Full) and (of_keys or (q_padded // block_q) * (kv_padded // block_kv) > _LISTED):
         return None
@@ -150,11 +150,11 @@ def _tables(
     if of_keys:
         every = kinds.swapaxes(1, 2).reshape(shards, -1)
         return _Tables(None, None, every, np.full(shards, every.shape[1]), live)
-    # A query block with nothing visible is visited once, or its output would never be written. Kind 1: in 0.0.12 the forward
-    # computes whatever it visits.
+    # A query block with no visible keys is visited once, because its output would otherwise never be written. Kind 1: in 0.0.12
+    # the forward pass computes whatever it visits.
     kinds[:, :, 0] = np.where(kinds.any(axis=2), kinds[:, :, 0], 1)
     steps = (kinds > 0).sum(axis=(1, 2))
-    # Beyond a shard's steps, where the grid doesn't reach, a row of -1: the kernel sees there that the last one has ended.
+    # After a shard's steps comes a row of -1, outside the grid: it tells the kernel that the last row has ended.
     rows, cols, listed = (np.full((shards, steps.max()), -1) for _ in range(3))
     for shard, count in enumerate(steps):
         found = np.nonzero(kinds[shard])
@@ -164,10 +164,10 @@ def _tables(
 
 
 def _alive(tables: _Tables | None, given: ExternalOperands, call: ExternalCall, blocks: ExternalBlocks) -> Array | None:
-    """Whether the forward pass has a tile in which ids may meet; None without ids.
+    """Whether the forward pass has a tile in which ids may match; None without ids.
 
-    0.0.17 leaves out tiles in which they can't, by the blocks' least and greatest ids. Where that leaves none at all, its
-    log-sum-exp is the mask's value and not the sink, and gradients come out wrong or NaN; they are 0.
+    0.0.17 skips tiles in which they can't, by the blocks' least and greatest ids. If that leaves none at all, its
+    log-sum-exp is the mask's value instead of the sink, and gradients come out wrong or NaN; they should be 0.
     """
     if given.segments is None:
         return None

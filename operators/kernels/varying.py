@@ -1,4 +1,4 @@
-"""Inside a shard_map with check_vma=True a loop's first value must vary over the mesh axes over which its results do."""
+"""Inside a shard_map with check_vma=True a loop's first value must vary over the same mesh axes as its results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def varying(tree: Any) -> frozenset[str]:
 
 
 def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """The same array, said to vary over these axes too."""
+    """The same array, marked as varying over these axes too."""
     missing = tuple(sorted(axes - varies_over(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 

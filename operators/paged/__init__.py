@@ -1,4 +1,4 @@
-"""The operation `paged`, and the names by which others know it."""
+"""The operation `paged`, and the names under which other libraries know it."""
 
 from .operation import Paged
 from .paged_config import PagedConfig

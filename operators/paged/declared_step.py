@@ -1,4 +1,4 @@
-"""A declared step as the arguments of the operation: shapes to plan with, or arrays drawn at random to run."""
+"""A declared step as the operation's arguments: shapes to plan with, or random arrays to run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["DeclaredStep", "declared_step"]
 
 
 class DeclaredStep(NamedTuple):
-    """query, key, value and sinks as shapes; the batch on the host, pages given out in order, as far as the window of the layer's
-    group keeps them; options of the call."""
+    """query, key, value and sinks as shapes; the batch on the host, with pages handed out in order, as far as the window of the
+    layer's group keeps them; options of the call."""
 
     cache: KVCache
     layer: int
@@ -32,7 +32,7 @@ class DeclaredStep(NamedTuple):
     options: dict[str, Any]
 
     def draw(self, seed: int) -> dict[str, Any]:
-        """Normal query, key, value and sinks, in the dtypes of the shapes; None for what isn't there."""
+        """Normal query, key, value and sinks, in the dtypes of the shapes; None for absent ones."""
         random = np.random.default_rng(seed)
         found: dict[str, Any] = {}
         for name in ("query", "key", "value", "sinks"):
@@ -42,10 +42,10 @@ class DeclaredStep(NamedTuple):
 
 
 def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: str | None = None) -> DeclaredStep:
-    """Of a file with a step and a cache, whose plan is `plan`. `update` is that of the operation's config, where the step has
+    """The declared step of a file with a cache, whose plan is `plan`. `update` is the operation config's, used if the step has
     none.
 
-    Sequences are dealt to the shards of the pages in turn, whole blocks of them. Errors: ConfigError for a file without either.
+    Whole blocks of sequences go to the shards of the pages. Errors: ConfigError for a file without a step or a cache.
     """
     cache, step = declaration.cache, declaration.step
     if cache is None:
@@ -53,7 +53,7 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
             f"operation {declaration.operation!r} attends to a cache's pages; declare `cache` in the file."
         )
     if step is None:
-        raise ConfigError(f"operation {declaration.operation!r} has steps, and the file declares none; declare `step`.")
+        raise ConfigError(f"operation {declaration.operation!r} has steps, but the file declares none; declare `step`.")
     plan = plan.groups[step.group(cache)]
     rows = step.rows(cache)
     each = plan.local_sequences
@@ -99,7 +99,7 @@ def _batch(plan: CachePlan, rows: tuple[tuple[int, int], ...], tokens: int) -> R
         if max(given) > plan.local_pages // n:
             where = "" if n == 1 else f" of one of {n} sequence shards"
             raise ConfigError(
-                f"step: the first {row + 1} sequences of a shard need {max(given)} pages of {page}{where}, and it has "
+                f"step: the first {row + 1} sequences of a shard need {max(given)} pages of {page}{where}, but it has "
                 f"{plan.local_pages // n}; declare more pages, or fewer keys."
             )
         table.append(own)

@@ -1,4 +1,4 @@
-"""describe_step: a step over pages becomes a PagedProblem; shapes and dtypes are checked here, once per distinct step."""
+"""describe_step: turns a step over pages into a PagedProblem; shapes and dtypes are checked here, once per distinct step."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def describe_step(
     mesh: AnyMesh | None,
     arrays: Any,
 ) -> PagedProblem:
-    """Build the problem of a step over a group's layers; `tokens` are query, key and value, `arrays` all that may say where it
-    runs.
+    """Build the problem of a step over a group's layers. `tokens` are query, key and value, `arrays` all that may determine where
+    it runs.
 
-    Errors: InputError and InputTypeError name the argument, what was got, what is wanted, the hint.
+    Errors: InputError and InputTypeError give the argument, its value, what is wanted and a hint.
     """
     platform, kind, source = planned_platform(metadata, mesh, arrays)
     config, notes = declared_config(operation, metadata, platform)
@@ -51,7 +51,7 @@ def describe_step(
     first = query if query is not None else key
     assert first is not None
     count, heads = first.shape[0], cache.kv_heads if query is None else query.shape[1]
-    # Inside the caller's own shard_map heads are a device's part of them; attend holds them against its pages.
+    # Inside the caller's own shard_map heads are a device's part; attend checks them against its pages.
     _check_tokens(cache, plan, count, query, key, value, parts=any(axis.kind == "manual" for axis in axes_of(mesh)))
     if metadata.policy.strict and plan.idle_axes:
         names = ", ".join(f"{axis.name}={axis.size}" for axis in plan.idle_axes)
@@ -60,7 +60,7 @@ def describe_step(
             "kv_head_axis or page_sequence_axis for them, or another mesh."
         )
     if sinks is not None and (s := shaped("softmax_aux", sinks)).shape != (heads,):
-        raise InputError(f"softmax_aux has shape {s.shape}; wanted [heads] = ({heads},): join several by logsumexp.")
+        raise InputError(f"softmax_aux has shape {s.shape}; wanted [heads] = ({heads},): merge several with logsumexp.")
     scale = metadata.softmax_scale if step.softmax_scale is None else step.softmax_scale
     scale = cache.head_dim**-0.5 if scale is None else scale
     if not math.isfinite(scale):
@@ -80,7 +80,7 @@ def describe_step(
     if metadata.partition_axis != OperationMetadata().partition_axis:
         notes.append("partition_axis is not read: the cache declares pages_axis, kv_head_axis and page_sequence_axis")
     if update == "fused":
-        notes.append("update='fused': no kernel here writes pages, so keys are written before; the result is the same")
+        notes.append("update='fused': no kernel here writes pages, so keys are written first; the result is the same")
     wanted = {
         "logits_soft_cap": cap is not None,
         "sinks": sinks is not None,
@@ -119,15 +119,15 @@ _NAMES = ("query", "key", "value")
 def _check_given(step: Step, update: str, query: Any, key: Any, value: Any) -> None:
     check_written(update, key, value)
     if query is None and step.mode != "insert":
-        raise InputError(f"query is None in mode {step.mode!r}; give it, or mode='insert' to write alone.")
+        raise InputError(f"query is None in mode {step.mode!r}; pass it, or mode='insert' to only write.")
     if step.mode == "insert" and update == "none":
-        raise InputError("mode 'insert' writes, and update is 'none'; wanted 'before'.")
+        raise InputError("mode 'insert' writes, but update is 'none'; wanted 'before'.")
 
 
 def _check_tokens(
     cache: KVCache, plan: CachePlan, count: int, query: Any, key: Any, value: Any, *, parts: bool
 ) -> None:
-    """Shapes and dtypes of the token arrays, heads as declared or as stored."""
+    """Check shapes and dtypes of the token arrays; heads may be as declared or as stored."""
     heads = {cache.kv_heads, plan.stored_heads}
     for name, x, dim in (
         ("query", query, cache.head_dim),
@@ -139,12 +139,12 @@ def _check_tokens(
         if len(x.shape) != 3 or x.shape[2] != dim:
             raise InputError(f"{name} has shape {x.shape}; wanted [tokens, heads, {dim}], as the cache declares.")
         if x.shape[0] != count:
-            raise InputError(f"{name} has {x.shape[0]} tokens and the query {count}; wanted as many.")
+            raise InputError(f"{name} has {x.shape[0]} tokens and the query {count}; wanted the same number.")
         if name != "query" and not parts and x.shape[1] not in heads:
             raise InputError(f"{name} has {x.shape[1]} heads; wanted {cache.kv_heads}, the cache's kv_heads.")
         if name != "query" and x.dtype != jnp.dtype(cache.dtype):
             raise InputTypeError(
-                f"{name} is {x.dtype} and the cache is declared {cache.dtype}; convert it, or declare the cache's dtype so."
+                f"{name} is {x.dtype}, but the cache is declared {cache.dtype}; convert it, or declare that dtype for the cache."
             )
     if query is not None and query.dtype.name not in _FLOATS:
         raise InputTypeError(f"query is {query.dtype}; wanted one of {', '.join(_FLOATS)}.")
@@ -155,15 +155,15 @@ def _check_tokens(
         )
     if cache.max_tokens is not None and count > cache.max_tokens:
         raise InputError(
-            f"{count} tokens in a step, and the cache declares max_tokens={cache.max_tokens}; split the step, or declare more."
+            f"{count} tokens in a step, but the cache declares max_tokens={cache.max_tokens}; split the step, or declare more."
         )
     if count % plan.shards:
-        raise InputError(f"{count} tokens for {plan.shards} shards of pages; wanted a multiple, as many for each.")
+        raise InputError(f"{count} tokens for {plan.shards} shards of pages; wanted a multiple, for equal shards.")
 
 
 def _causal_notes(step: Step) -> tuple[str, ...]:
-    """A mask that is not causal sees keys that later tokens of the same step wrote: told, as it is rarely meant."""
+    """A mask that isn't causal sees keys that later tokens of the same step wrote: noted, because it is rarely intended."""
     found = causal_window(step.mask)
     if found is None or found[0] or step.max_q_len == 1 or step.mode == "insert":
         return ()
-    return ("the mask is not causal: a query sees keys of its own step that stand after it",)
+    return ("the mask is not causal: a query sees later keys of its own step",)

@@ -45,8 +45,8 @@ from .tpu_kernel import on_tpu, tpu_notes, tpu_reasons, tpu_sizes
 __all__ = ["Paged"]
 
 
-_wide = operator.attrgetter("jax_enable_x64")  # decides of which dtype a float64 array is
-_prepared: BoundedCache[PagedPlan] = BoundedCache(512)  # of all operations: equal ones share what was planned
+_wide = operator.attrgetter("jax_enable_x64")  # decides the dtype of a float64 array
+_prepared: BoundedCache[PagedPlan] = BoundedCache(512)  # for all operations: equal ones share their plans
 
 _FEATURES = frozenset(
     {"causal", "sliding_window", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "quantized_kv"}
@@ -54,11 +54,11 @@ _FEATURES = frozenset(
 
 
 class Paged(DeclaredOperation):
-    """Attention over the pages of a declared KV cache, which it writes first."""
+    """Attention over the pages of a declared KV cache; writes the step's keys first."""
 
     name = "paged"
     config = PagedConfig
-    # Of the names by which others know it: the layout of pages that they stand for.
+    # The page layout that other libraries' names for it stand for.
     cache_layout: ClassVar[str | None] = None
 
     # -- calling -----------------------------------------------------------------------------------------------------
@@ -74,12 +74,12 @@ class Paged(DeclaredOperation):
         batch: RaggedBatch,
         **call: Unpack[StepArguments],
     ) -> StepOutput:
-        """Write a step's keys and values into their pages, and attend to all that the sequences have.
+        """Write a step's keys and values into their pages, and attend to all keys of the sequences.
 
         Shapes: query [tokens, heads, head_dim], key [tokens, kv_heads, head_dim], value [tokens, kv_heads, value_dim] in the
-        cache's dtype; the batch says whose they are. See docs/serving.md for every argument. Call it inside jit with the state
-        donated: outside, the layer's pages are copied. There is no gradient.
-        Errors: InputError, InputTypeError (bad arguments, known batches that make no sense), RefusedError (nothing can run it).
+        cache's dtype; the batch assigns tokens to sequences. See docs/serving.md for every argument. Call it inside jit with the
+        state donated: outside, the layer's pages are copied. There is no gradient. Errors: InputError, InputTypeError (bad
+        arguments, known invalid batches), RefusedError (nothing can run it).
         """
         step, sinks = step_of(call, self.metadata.causal)
         own = alone(state, layer, batch)
@@ -126,18 +126,16 @@ class Paged(DeclaredOperation):
     ) -> PagedPlan:
         """Return the plan of the same step, made from arrays or ShapeDtypeStructs; nothing runs.
 
-        `layer` has to be said where the cache's layers are in several groups.
-        With a batch whose values are known it also says which pages are read. A plan of kind 'refused' is returned, not raised.
+        Specify `layer` if the cache's layers are in several groups.
+        For a batch with known values the plan also says which pages are read. A plan of kind 'refused' is returned, not raised.
         """
         step, sinks = step_of(call, self.metadata.causal)
         declared = cache.cache if isinstance(cache, CacheState) else cache
         if not isinstance(declared, KVCache):
-            raise InputTypeError(
-                f"cache is {type(cache).__name__}; wanted a KVCache, or the CacheState that was made of one."
-            )
+            raise InputTypeError(f"cache is {type(cache).__name__}; wanted a KVCache, or a CacheState made from one.")
         if layer is None and len(declared.groups) > 1:
             raise InputError(
-                f"the cache's layers are in {len(declared.groups)} groups; say of which the step is: layer=0."
+                f"the cache's layers are in {len(declared.groups)} groups; specify the step's layer, such as layer=0."
             )
         group = declared.group_of(0 if layer is None else layer)
         mesh = self._mesh()
@@ -159,7 +157,7 @@ class Paged(DeclaredOperation):
         """Return the plan of the same step as text."""
         return self.plan(query, key, value, cache=cache, layer=layer, batch=batch, **call).explain()
 
-    # -- the way of a step -------------------------------------------------------------------------------------------
+    # -- the steps of a call ------------------------------------------------------------------------------------------
 
     def _plan(
         self,
@@ -192,16 +190,16 @@ class Paged(DeclaredOperation):
         check_runnable(jax.tree.leaves(arrays), mesh, devices, problem.platform, problem.platform_source)
         return decided
 
-    # -- what planning asks ------------------------------------------------------------------------------------------
+    # -- what planning uses ------------------------------------------------------------------------------------------
 
     @classmethod
     def kernel_platform(cls, problem: Any) -> str:
-        """TPU's, where the config says that its kernel be interpreted."""
+        """The TPU, if the config asks for its kernel to be interpreted."""
         return "tpu" if getattr(problem.config, "interpret", False) else problem.platform
 
     @classmethod
     def reasons_against(cls, method: str, problem: PagedProblem) -> tuple[Reason, ...]:
-        """Every reason against a method: features that it doesn't have, rules that fail, the layout that a name stands for."""
+        """Every reason against a method: missing features, rules that fail, the layout that a name stands for."""
         capability = cls.capability(method)
         found = step_reasons(problem, method, capability.consumes, cls.name, cls.cache_layout)
         if method == "forward_tpu":
@@ -211,7 +209,7 @@ class Paged(DeclaredOperation):
 
     @classmethod
     def remarks(cls, method: str, problem: Any, placement: Any, config: Any) -> tuple[str, ...]:
-        """Fields of the config that the method doesn't read."""
+        """Config fields that the method doesn't read."""
         del placement
         if method == "forward_tpu":
             return tpu_notes(problem)
@@ -221,7 +219,7 @@ class Paged(DeclaredOperation):
 
     @classmethod
     def resolve_config(cls, method: str, problem: Any, placement: Any) -> OperationConfig:
-        """With the TPU kernels' sizes filled in."""
+        """The config with the TPU kernels' sizes filled in."""
         del placement
         return tpu_sizes(problem) if method == "forward_tpu" else problem.config
 
@@ -237,7 +235,7 @@ class Paged(DeclaredOperation):
         check_vma=False,
     )
     def forward_tpu(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
-        """Attend by Pallas kernels: pages come by DMA, several blocks of them on their way; dead pages aren't fetched."""
+        """Attend with Pallas kernels: pages come by DMA, several blocks at a time; dead pages aren't fetched."""
         return on_tpu(call)
 
     @implementation(
@@ -246,7 +244,7 @@ class Paged(DeclaredOperation):
         tolerance={"float32": (4e-6, None), "bfloat16": (1.5e-2, None), "float16": (2e-3, None)},
     )
     def forward_native(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
-        """Attend by plain XLA: decoding rows by a list of live pages, chunks block by block; dead pages aren't read."""
+        """Attend with plain XLA: decoding rows by a list of live pages, chunks block by block; dead pages aren't read."""
         return on_xla(call)
 
 
@@ -255,9 +253,9 @@ def _signature(x: Any) -> Any:
 
 
 def _check_pages(decided: PagedPlan, state: CacheState, pages: Any, mesh: AnyMesh | None) -> None:
-    """Refuse a state that was made for another mesh than the one in force."""
+    """Refuse a state made for a different mesh than the one in force."""
     if mesh is not None and any(axis.kind == "manual" for axis in decided.problem.mesh):
-        return  # the caller's own shard_map: these are a device's parts
+        return  # inside the caller's own shard_map: these are a device's parts
     wanted = decided.cache.pages_array.fitted.shape
     check_mesh(state, decided.cache)
     if pages.key.shape != wanted:

@@ -1,4 +1,4 @@
-"""PagedConfig: what is declared of attention over pages, beside the cache itself."""
+"""PagedConfig: what can be declared for attention over pages, besides the cache itself."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["PagedConfig"]
 
 
 class PagedConfig(OperationConfig):
-    """update: when a step's own keys and values are written: 'before' they are attended to, 'fused' with it, 'none' for pages
+    """update: when a step's own keys and values are written: 'before' the attention, 'fused' with it, 'none' for pages
     that have them already.
 
-    pages_per_block, queries_per_block: what the kernel works on at once; unset or None, it chooses.
-    interpret: run the TPU kernel in Pallas' interpreter, on any platform. vmem_limit_bytes: of the TPU kernel; unset or None,
+    pages_per_block, queries_per_block: what the kernel processes at once; if unset or None, it chooses.
+    interpret: run the TPU kernel in Pallas' interpreter, on any platform. vmem_limit_bytes: of the TPU kernel; if unset or None,
     what it counts.
     """
 

@@ -1,4 +1,4 @@
-"""The names by which others know attention over pages: `paged` with a layout of pages and an update that they stand for."""
+"""Other libraries' names for attention over pages: `paged` with the page layout and update that each name stands for."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ __all__ = [
 
 
 class RaggedPageAttentionV2Config(PagedConfig):
-    """See PagedConfig; what is declared for 'paged' counts too."""
+    """See PagedConfig; what is declared for 'paged' applies too."""
 
     operation: Literal["ragged_page_attention_v2"] = "ragged_page_attention_v2"  # type: ignore[assignment]
 
 
 class RaggedPageAttentionV3Config(PagedConfig):
-    """See PagedConfig; what is declared for 'paged' counts too. The update is 'fused'."""
+    """See PagedConfig; what is declared for 'paged' applies too. The update is 'fused'."""
 
     operation: Literal["ragged_page_attention_v3"] = "ragged_page_attention_v3"  # type: ignore[assignment]
     update: Literal["before", "fused", "none"] = "fused"
 
 
 class UnifiedAttentionConfig(PagedConfig):
-    """See PagedConfig; what is declared for 'paged' counts too."""
+    """See PagedConfig; what is declared for 'paged' applies too."""
 
     operation: Literal["unified_attention"] = "unified_attention"  # type: ignore[assignment]
 
 
 class PagedFlashAttentionConfig(PagedConfig):
-    """See PagedConfig; what is declared for 'paged' counts too."""
+    """See PagedConfig; what is declared for 'paged' applies too."""
 
     operation: Literal["paged_flash_attention"] = "paged_flash_attention"  # type: ignore[assignment]
 
 
 class RaggedPageAttentionV2(Paged):
-    """`paged` over pages of layout interleaved: keys and values of a head by turns, in one array."""
+    """`paged` over pages of layout interleaved: each head's keys and values alternate in one array."""
 
     name = "ragged_page_attention_v2"
     config = RaggedPageAttentionV2Config
@@ -72,7 +72,7 @@ class UnifiedAttention(Paged):
 
 
 class PagedFlashAttention(Paged):
-    """`paged` over pages of layout split, as flash-attention's block tables have them."""
+    """`paged` over pages of layout split, as in flash-attention's block tables."""
 
     name = "paged_flash_attention"
     config = PagedFlashAttentionConfig

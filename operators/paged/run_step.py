@@ -22,7 +22,7 @@ __all__ = ["StepProgram", "run_step"]
 
 
 class StepProgram:
-    """All that is static of a step. Compared by value; the hash is made once."""
+    """Everything static in a step. Compared by value; the hash is computed once."""
 
     __slots__ = ("_hash", "debug", "mesh", "operation", "plan")
 
@@ -44,12 +44,12 @@ class StepProgram:
 def run_step(
     program: StepProgram, state: CacheState, batch: RaggedBatch, query: Any, key: Any, value: Any, sinks: Any
 ) -> tuple[jax.Array | None, jax.Array | None, CacheState]:
-    """(output, lse, the state after) of one layer, which is the state's only one. Goes by this name in a profile."""
+    """(output, lse, the state after) of one layer, which is the state's only one. This is its name in a profile."""
     problem, config = program.plan.problem, program.plan.config
     if problem.mode == "insert":
         return None, None, insert(state, 0, batch, key, value, debug=program.debug)
     found = causal_window(problem.mask)
-    assert found is not None  # or nothing would run it
+    assert found is not None  # otherwise nothing would run it
     causal, window = found
     made = attend(
         state,

@@ -1,4 +1,4 @@
-"""StepArguments: what a step over pages takes beside query, key, value, cache and batch."""
+"""StepArguments: what a step over pages takes besides query, key, value, cache and batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Step", "StepArguments", "step_of"]
 
 
 class StepArguments(TypedDict, total=False):
-    """The keywords of a step, of its plan and of its explanation; those that a call has too mean what they mean there."""
+    """The keywords of a step, of its plan and of its explanation; those that a call has too have the same meaning."""
 
     mask: Mask | None
     causal: bool | None
@@ -31,7 +31,7 @@ class StepArguments(TypedDict, total=False):
 
 
 class Step(NamedTuple):
-    """The static arguments of a step, checked. `update` is None where the config says."""
+    """The static arguments of a step, checked. `update` is None if the config decides."""
 
     mask: Mask
     softmax_scale: float | None
@@ -45,9 +45,9 @@ class Step(NamedTuple):
 
 _ELSEWHERE = {
     "kv_lengths": "the batch's kv_lens are the keys of each sequence",
-    "query_offset": "queries stand at the end of their sequences, as the batch's kv_lens say",
-    "q_segment_ids": "the batch says to which sequence a token belongs",
-    "kv_segment_ids": "the batch says to which sequence a token belongs",
+    "query_offset": "queries are at the end of their sequences, as the batch's kv_lens specify",
+    "q_segment_ids": "the batch specifies the sequence of each token",
+    "kv_segment_ids": "the batch specifies the sequence of each token",
     "layout": "tokens are [tokens, heads, dim]; the cache declares the layout of pages",
     "key_scale": "the cache has its own scales",
     "value_scale": "the cache has its own scales",
@@ -55,13 +55,13 @@ _ELSEWHERE = {
     "dropout_prob": "serving has no dropout",
     "dropout_rng": "serving has no dropout",
     "deterministic": "serving has no dropout",
-    "return_weights": "weights over pages aren't kept",
+    "return_weights": "weights over pages aren't computed",
 }
 
 
 def step_of(call: StepArguments, default_causal: bool) -> tuple[Step, Any]:
-    """(the static arguments, the sinks). Errors: InputTypeError for names that a step doesn't have, and InputError for values
-    without meaning."""
+    """(the static arguments, the sinks). Errors: InputTypeError for names that a step doesn't have, InputError for invalid
+    values."""
     given: Mapping[str, Any] = call
     for name in given:
         if name in StepArguments.__annotations__:
@@ -75,7 +75,7 @@ def step_of(call: StepArguments, default_causal: bool) -> tuple[Step, Any]:
     arrays, options = split_arguments(None, None, None, shared)
     if options.mask_is_array or arrays.mask_leaves:
         raise InputTypeError(
-            "mask holds arrays; wanted a Mask of Causal and SlidingWindow: keys lie in pages, in no row that an array could mask."
+            "mask holds arrays; wanted a Mask of Causal and SlidingWindow: keys lie in pages, which an array can't mask."
         )
     longest = given.get("max_q_len")
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):

@@ -19,8 +19,8 @@ class StepOutput:
     """The results of one step; a JAX pytree.
 
     attention_outputs: [tokens, heads, value_dim], 0 for a token that belongs to no sequence; None in mode 'insert'.
-    lse: float32 [tokens, heads], where it was asked for. state: the cache after the step. plan: what ran and why; no part of
-    the tree, so what comes out of jit has None here.
+    lse: float32 [tokens, heads], if it was requested. state: the cache after the step. plan: what ran and why; not part of
+    the tree, so the result of jit has None here.
     """
 
     attention_outputs: jax.Array | None

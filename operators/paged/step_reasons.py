@@ -1,4 +1,4 @@
-"""What is against a method for a step over pages, whichever it is: its mask, its features, its window, its pages."""
+"""Reasons against any method for a step over pages: its mask, its features, its window, its pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPE = Rule(
 
 
 def step_reasons(problem: PagedProblem, method: str, consumes: Set[str], name: str, layout: str | None) -> list[Reason]:
-    """`consumes` are the method's features, `layout` that of the pages that the operation's name stands for."""
+    """`consumes` are the method's features, `layout` the page layout that the operation's name stands for."""
     found = []
     if causal_window(problem.mask) is None:
         text = f"the mask {problem.mask.describe()}: over pages it is Causal and SlidingWindow, by positions"
@@ -36,14 +36,14 @@ def step_reasons(problem: PagedProblem, method: str, consumes: Set[str], name: s
         hint = "Leave it out, or declare fallback='allow'."
         found.append(Reason(f"feature.{feature}", feature, f"{method} has no {feature}", hint))
     if layout not in (None, problem.layout):
-        text = f"{name} stands for pages of layout {layout!r}, and the cache declares {problem.layout!r}"
+        text = f"{name} stands for pages of layout {layout!r}, but the cache declares {problem.layout!r}"
         hint = f"Declare cache.layout={layout!r}, or use the operation 'paged'."
         found.append(Reason("paged.layout", "cache.layout", text, hint))
     return found
 
 
 def _window_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
-    """The reason against a window that is larger than the one for which the layer's pages are kept."""
+    """The reason against a window larger than the one for which the layer's pages are kept."""
     seen, kept = causal_window(problem.mask), problem.cache.window_tokens
     if seen is None or kept is None or problem.mode == "insert":
         return ()

@@ -1,4 +1,4 @@
-"""The TPU kernels behind `paged`: what is against them for a step, the sizes that they work with, and the call itself."""
+"""The TPU kernels behind `paged`: the reasons against them for a step, their sizes, and the call itself."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from ..paged_cache.paged_call import PagedCall
 __all__ = ["on_tpu", "tpu_notes", "tpu_reasons", "tpu_sizes"]
 
 _LAYOUTS = ("split", "heads", "joined")
-_COPIES = "page_rows"  # the one piece of advice that is a reason: XLA would copy all of the cache before each call
+_COPIES = "page_rows"  # the only advice that is a reason: XLA would copy the whole cache before each call
 
 
 def tpu_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
     """Every reason against the kernels."""
     if problem.sequence_shards > 1:
         text = (
-            f"the TPU kernel takes pages of whole sequences, and page_sequence_axis splits each over {problem.sequence_shards} "
+            f"the TPU kernel takes pages of whole sequences, but page_sequence_axis splits each over {problem.sequence_shards} "
             "devices"
         )
         hint = "Leave it out, or declare fallback='allow' for plain XLA."
         return (Reason("paged.page_sequence", "cache.page_sequence_axis", text, hint),)
     if problem.layout not in _LAYOUTS:
-        text = f"the TPU kernel takes pages of layout {', '.join(_LAYOUTS)}, and the cache declares {problem.layout!r}"
+        text = f"the TPU kernel takes pages of layout {', '.join(_LAYOUTS)}, but the cache declares {problem.layout!r}"
         return (Reason("paged.page_layout", "cache.layout", text, "Declare cache.layout='joined'."),)
     geometry, options = _geometry(problem), _options(problem, problem.config)
     room = _room(problem, problem.config)
@@ -50,7 +50,7 @@ def tpu_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
     if taken > room:
         text = (
             f"blocks of {sized.pages_per_block} pages and {sized.queries_per_block} queries take {bytes_text(taken)} of VMEM, "
-            f"and a kernel may take {bytes_text(room)}"
+            f"but a kernel may take {bytes_text(room)}"
         )
         hint = "Declare smaller blocks, or a larger vmem_limit_bytes where the device has it."
         reasons.append(Reason("paged.vmem", "vmem_limit_bytes", text, hint))
@@ -65,17 +65,19 @@ def tpu_sizes(problem: PagedProblem) -> OperationConfig:
 
 
 def tpu_notes(problem: PagedProblem) -> tuple[str, ...]:
-    """What the kernels take, but slowly or with memory to spare."""
+    """What the kernels accept but run slowly or with wasted memory."""
     return tuple(
         f"{message}: better is {hint}" for code, message, hint in advice(_geometry(problem)) if code != _COPIES
     )
 
 
 def on_tpu(call: PagedCall) -> tuple[jax.Array, jax.Array]:
-    """Attend by the TPU kernels; see kernels/paged_tpu."""
+    """Attend with the TPU kernels; see kernels/paged_tpu."""
     pages, batch = call.pages, call.batch
     if call.sequence_shards > 1:
-        raise ConfigError(f"pages of a sequence on {call.sequence_shards} devices; the TPU kernel wants them on one.")
+        raise ConfigError(
+            f"the pages of a sequence are on {call.sequence_shards} devices; the TPU kernel requires them on one."
+        )
     if call.layout not in _LAYOUTS:
         raise ConfigError(f"pages of layout {call.layout!r}; wanted one of {', '.join(_LAYOUTS)}.")
     return paged_attention_tpu(
@@ -156,5 +158,5 @@ def _options(problem: PagedProblem, config: OperationConfig) -> Options:
 
 
 def _room(problem: PagedProblem, config: OperationConfig) -> int:
-    """Bytes of VMEM that a kernel may take; where it is interpreted, those of the least TPU."""
+    """Bytes of VMEM that a kernel may take; if it is interpreted, those of the smallest TPU."""
     return vmem_room(problem.device_kind, getattr(config, "vmem_limit_bytes", None))

@@ -1,4 +1,4 @@
-"""The arrays of a declared KV cache, and what is done to them beside attention."""
+"""The arrays of a declared KV cache, and operations on them other than attention."""
 
 from .attend import PagedOutput, attend
 from .batch import RaggedBatch

@@ -1,4 +1,4 @@
-"""attend: one step's attention of a ragged batch over a layer of the cache; writes the step's own tokens first, if asked."""
+"""attend: one step's attention of a ragged batch over a layer of the cache; optionally writes the step's own tokens first."""
 
 from __future__ import annotations
 
@@ -62,16 +62,17 @@ def attend(
     sizes: PagedSizes = _CHOSEN,
     check_vma: bool = True,
 ) -> PagedOutput:
-    """Attend to the keys of each row's pages, those of this step's own tokens included. The operation `paged` is this, planned.
+    """Attend to the keys in each row's pages, including those of this step's own tokens. The operation `paged` is this, planned.
 
-    update: 'before' writes `key` and `value` first, as `insert` does; 'none' takes the pages as they are, and no key or value.
+    update: 'before' writes `key` and `value` first, as `insert` does; 'none' uses the pages as they are, without key or value.
     `mesh` and `kv_heads` are those that the state was made with: each device then works on its own pages and heads.
-    `softmax_scale` is by default 1/sqrt(head_dim). `sliding_window`: inclusive distances (left, right). `max_q_len`: no row has
-    more queries in this step, 1 when all decode; of a traced batch those beyond it give 0. `debug`: checks traced batches on the
-    host while the step runs. `method` is what attends, by default plain XLA; `check_vma` whether shard_map can check it.
+    `softmax_scale` defaults to 1/sqrt(head_dim). `sliding_window`: inclusive distances (left, right). `max_q_len`: the most
+    queries of any row in this step, 1 if all rows decode; in a traced batch queries beyond it give 0. `debug`: checks traced
+    batches on the host while the step runs. `method` does the attention, by default plain XLA; `check_vma`: whether shard_map
+    can check it.
 
-    A query that belongs to no sequence gives 0, its lse is -inf. There is no gradient. Errors: those of `insert` and of
-    RaggedBatch.check; InputError for shapes, and for keys that `update` has no use for or misses.
+    A query that belongs to no sequence gives 0, and its lse is -inf. There is no gradient. Errors: those of `insert` and of
+    RaggedBatch.check; InputError for shapes, and for keys that `update` doesn't use or that it needs and doesn't get.
     """
     check_operands(state, layer, query, key, value, update)
     own = alone(state, layer, batch)
@@ -110,7 +111,7 @@ def attend(
 
 
 def check_operands(state: CacheState, layer: Any, query: Any, key: Any, value: Any, update: str) -> None:
-    """Refuse an update without meaning, keys that it has no use for or misses, and a query of another shape."""
+    """Refuse an unknown update, keys that it doesn't use or lacks, and a query of a wrong shape."""
     if update not in ("before", "none"):
         raise ConfigError(f"update={shown(update)}; wanted 'before' or 'none'.")
     check_written(update, key, value)
@@ -124,7 +125,7 @@ def check_operands(state: CacheState, layer: Any, query: Any, key: Any, value: A
 
 
 def check_window(window_tokens: int | None, sliding_window: tuple[int | None, int | None] | None) -> None:
-    """Refuse a window that is larger than the one of the layer's pages. Errors: InputError."""
+    """Refuse a window larger than that of the layer's pages. Errors: InputError."""
     left = None if sliding_window is None else sliding_window[0]
     if window_tokens is not None and (left is None or left >= window_tokens):
         raise InputError(
@@ -134,7 +135,7 @@ def check_window(window_tokens: int | None, sliding_window: tuple[int | None, in
 
 
 def check_written(update: str, key: Any, value: Any) -> None:
-    """Refuse keys and values that an update has no use for, or misses. Errors: InputError."""
+    """Refuse keys and values that an update doesn't use, or lacks. Errors: InputError."""
     if (key is None) != (value is None) or (key is None) != (update == "none"):
         given = " and ".join(name for name, x in (("key", key), ("value", value)) if x is not None) or "neither"
         wanted = "neither: the pages have them" if update == "none" else "key and value, to be written"
@@ -142,7 +143,7 @@ def check_written(update: str, key: Any, value: Any) -> None:
 
 
 def check_longest(batch: RaggedBatch, max_q_len: int | None, *, debug: bool) -> None:
-    """Refuse batches with more queries in a row than the call says, which would not be attended to; traced ones with `debug`."""
+    """Refuse batches with more queries in a row than specified, which would be ignored; check traced ones with `debug`."""
     if max_q_len is None:
         return
     starts, count = known_values(batch.cu_q_lens), known_values(batch.num_seqs)
@@ -158,7 +159,7 @@ def _longest(starts: Any, count: Any, max_q_len: int) -> None:
     longest = int(np.where(live, np.diff(starts, axis=-1), 0).max(initial=0))
     if longest > max_q_len:
         raise InputError(
-            f"max_q_len={max_q_len}, and a row of the batch has {longest} queries; give the longest, or none."
+            f"max_q_len={max_q_len}, but a row of the batch has {longest} queries; pass the longest, or leave it out."
         )
 
 
@@ -173,7 +174,7 @@ def _by_device(
     kv_heads: Any,
     check_vma: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Each shard of the pages with its own part of the batch; on a mesh, each device with its own heads too."""
+    """Each shard of the pages with its own part of the batch; on a mesh, each device also with its own heads."""
     sinks = None if sinks is None else jnp.asarray(sinks)
     if mesh is None or mesh.size == 1 or all(axis.kind == "manual" for axis in axes_of(mesh)):
         if batch.shards is None:
@@ -190,7 +191,7 @@ def _by_device(
     along = axes_at(of_table, len(of_table) - 3) if plan.sequence_shards > 1 else ()
 
     def body(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any) -> tuple[jax.Array, jax.Array]:
-        if batch.shards is not None:  # a device has one
+        if batch.shards is not None:  # a device has one shard
             batch = jax.tree.map(lambda x: x[0], batch)
         if not along:
             return shard(query, pages, batch, sinks)
@@ -212,7 +213,7 @@ def _by_device(
 def _one_by_one(
     shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Without a mesh: each sequence shard after the other, if there are several, and their outputs joined."""
+    """Without a mesh: one sequence shard after the other, if there are several, with their outputs merged."""
     if (n := batch.sequence_shards) == 1:
         return shard(query, pages, batch, sinks)
     found = []

@@ -1,4 +1,4 @@
-"""RaggedBatch: which tokens of a step belong to which sequence, and in which pages each sequence lies."""
+"""RaggedBatch: which tokens of a step belong to which sequence, and which pages hold each sequence."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ _INT32 = np.iinfo(np.int32)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RaggedBatch:
-    """A step's batch. A cache with a `pages_axis` has a leading dimension more in each, one entry a shard, and page ids that
-    count within the shard. Where a mesh splits each sequence's pages (`page_sequence_axis`), the page table has one dimension
-    more behind that, an entry for each of n devices: its own pages, every n-th of a sequence, by local ids.
+    """A step's batch. If the cache has a `pages_axis`, each array has an additional leading dimension with one entry per shard,
+    and page ids count within the shard. If a mesh splits each sequence's pages (`page_sequence_axis`), the page table has one
+    more dimension after that, with an entry for each of n devices: its own pages, every n-th of a sequence, by local ids.
 
-    cu_q_lens: tokens of row s are cu_q_lens[s] to cu_q_lens[s + 1]. kv_lens: tokens of the sequence after these are appended.
-    page_table: page ids in the order of the sequence; the number of pages is the id of padding, which also stands for pages
-    that a window has left behind. num_seqs: rows that count. group: of a cache whose layers are in groups, the one whose pages
-    these are.
+    cu_q_lens: the tokens of row s are cu_q_lens[s] to cu_q_lens[s + 1]. kv_lens: a sequence's tokens including these.
+    page_table: page ids in the order of the sequence, padded with the number of pages, which also replaces pages outside the
+    window. num_seqs: the number of rows in use. group: if the cache's layers are in groups, the one whose pages these are.
     """
 
     cu_q_lens: Int32[Array, "*shards rows+1"]
@@ -51,13 +50,14 @@ class RaggedBatch:
         num_seqs: int | None = None,
         tokens: int | None = None,
     ) -> RaggedBatch:
-        """A batch of one shard from host values, checked, and padded to the cache's `max_sequences` and `max_length`. Of a cache
-        whose layers are in groups, `plan` is that of a group, plan.groups[n].
+        """A batch of one shard from host values, checked, and padded to the cache's `max_sequences` and `max_length`. For a
+        cache with several groups of layers, `plan` is that of a group, plan.groups[n].
 
-        `page_table` is an array, or a list of page ids for each row, ids as a PagePool gives them. `num_seqs` is by default the
-        number of rows, `tokens` the length of the token arrays, if it is to be checked. Errors: InputTypeError for what are no
-        whole numbers; InputError, with the row, for numbers that int32 doesn't hold, ids out of range or on another sequence
-        shard than their page number, lengths that pages or tokens don't have, and writes to a page that another row reads.
+        `page_table` is an array, or a list of page ids for each row, with ids from a PagePool. `num_seqs` defaults to the number
+        of rows; `tokens` is the length of the token arrays, if it should be checked. Errors: InputTypeError for values that
+        aren't whole numbers; InputError, naming the row, for numbers that don't fit in int32, ids out of range or on a different
+        sequence shard than their page number, lengths that exceed the pages or tokens, and writes to a page that another row
+        reads.
         """
         plan.one_group("a batch")
         rows, width, padding, split = plan.local_sequences, plan.table_width, plan.local_pages, plan.sequence_shards
@@ -69,7 +69,7 @@ class RaggedBatch:
         if len(starts) != len(lens) + 1:
             raise InputError(f"cu_q_lens has {len(starts)} entries for {len(lens)} rows; wanted one more than rows.")
         if len(table) != len(lens):
-            raise InputError(f"page_table has {len(table)} rows and kv_lens {len(lens)}; wanted as many.")
+            raise InputError(f"page_table has {len(table)} rows and kv_lens {len(lens)}; wanted the same number.")
         count = int(_numbers("num_seqs", [len(lens) if num_seqs is None else num_seqs])[0])
         if tokens is not None and (most := plan.cache.max_tokens) is not None and tokens > most // plan.shards:
             each = "" if plan.shards == 1 else f", {most // plan.shards} on each of {plan.shards} shards"
@@ -92,25 +92,25 @@ class RaggedBatch:
 
     @classmethod
     def stack(cls, batches: Sequence[RaggedBatch]) -> RaggedBatch:
-        """One batch of several shards' own, for a cache with a `pages_axis`: a leading dimension, in the shards' order."""
+        """Stack the batches of several shards, for a cache with a `pages_axis`: a leading dimension, in the shards' order."""
         if not batches or any(np.ndim(batch.kv_lens) != 1 for batch in batches):
-            raise InputError("stack wants the batches of all shards, each without a leading dimension.")
+            raise InputError("stack takes the batches of all shards, each without a leading dimension.")
         if len(groups := {batch.group for batch in batches}) > 1:
             raise InputError(f"stack got batches of groups {sorted(groups)}; wanted those of one group of layers.")
         return jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
 
     @property
     def shards(self) -> int | None:
-        """Entries of the leading dimension, None where there is none."""
+        """Entries of the leading dimension; None if there is none."""
         return self.kv_lens.shape[0] if len(self.kv_lens.shape) == 2 else None
 
     @property
     def sequence_shards(self) -> int:
-        """Tables of each batch, one for each device that has pages of the same sequences; 1 where one has them all."""
+        """Page tables in each batch, one for each device with pages of the same sequences; 1 if one device has them all."""
         return self.page_table.shape[-3] if len(self.page_table.shape) == len(self.kv_lens.shape) + 2 else 1
 
     def check(self, pages: int, page_size: int, tokens: int | None = None, window_tokens: int | None = None) -> None:
-        """Check the values that are known, for `pages` pages and `tokens` tokens a shard, those of its sequence shards together.
+        """Check the known values, for `pages` pages and `tokens` tokens per shard, counting its sequence shards together.
         With a window, pages that no query sees may be padding. Errors: InputError."""
         self.check_form()
         starts, lens, table, count = map(known_values, (self.cu_q_lens, self.kv_lens, self.page_table, self.num_seqs))
@@ -148,7 +148,7 @@ class RaggedBatch:
 
 
 def _numbers(name: str, value: Any) -> np.ndarray:
-    """int32 [n] of whole numbers that int32 holds."""
+    """int32 [n] from whole numbers that fit in int32."""
     array = np.asarray(value)
     if array.size == 0:
         array = array.astype(np.int32)
@@ -158,9 +158,7 @@ def _numbers(name: str, value: Any) -> np.ndarray:
         raise InputError(f"{name} has shape {array.shape}; wanted [rows].")
     wide = np.flatnonzero((array > _INT32.max) | (array < _INT32.min))
     if wide.size:
-        raise InputError(
-            f"row {wide[0]}: {name} is {shown(int(array[wide[0]]))}; wanted a number that fits in int32, as on devices."
-        )
+        raise InputError(f"row {wide[0]}: {name} is {shown(int(array[wide[0]]))}; wanted a number that fits in int32.")
     return array.astype(np.int32)
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a batch whose values are known, with the row; and the same said from inside a compiled step."""
+"""What is wrong with a batch whose values are known, naming the row; and the same check inside a compiled step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def batch_problem(
     tokens: int | None = None,
     window: int | None = None,
 ) -> str:
-    """The first thing that is wrong, '' where all is well. `pages` and `tokens` count those of a shard. `window`: tokens that a
-    query sees at most, so that pages before may be padding."""
+    """The first problem found, '' if there is none. `pages` and `tokens` count those of a shard. `window`: the most tokens that a
+    query sees, so that earlier pages may be padding."""
     if page_table.ndim == kv_lens.ndim + 2:
         page_table = whole_table(page_table, pages)
     if kv_lens.ndim == 1:
@@ -40,7 +40,7 @@ def batch_problem(
 def check_later(
     arrays: Sequence[Any], pages: int, page_size: int, tokens: int | None, window: int | None = None
 ) -> None:
-    """The same check of traced arrays, made on the host while the step runs, which then fails with the message."""
+    """The same check for traced arrays: it runs on the host during the step, which then fails with the message."""
 
     def check(*values: np.ndarray) -> None:
         starts, lens, table, count = (np.asarray(value) for value in values)
@@ -71,7 +71,7 @@ def _shard_problem(
         return f"row {row}: cu_q_lens falls from {starts[row]} to {starts[row + 1]}; wanted the sum of the rows' query lengths."
     if tokens is not None and starts[-1] > tokens:
         row = _first(starts[1:] > tokens)
-        return f"row {row}: cu_q_lens goes to {starts[-1]}, and there are {tokens} tokens; wanted at most as many."
+        return f"row {row}: cu_q_lens goes to {starts[-1]}, but there are {tokens} tokens; wanted at most as many."
     if (row := _first(q_lens > lens)) is not None:
         return (
             f"row {row}: {q_lens[row]} queries and kv_len {lens[row]}; wanted at least as many: kv_lens count the tokens that "
@@ -89,7 +89,7 @@ def _shard_problem(
         row, slot = divmod(at, width)
         return _missing(row, slot, int(lens[row]), int(needed[row]), int(first[row]), page_size, window)
     if (row := _first(needed > width)) is not None:
-        return f"row {row}: kv_len {lens[row]} needs {needed[row]} pages of {page_size}, and the table gives {width}."
+        return f"row {row}: kv_len {lens[row]} needs {needed[row]} pages of {page_size}, but the table has {width}."
     written = live & (slots >= ((lens - q_lens) // page_size)[:, None]) & (q_lens > 0)[:, None]
     readers = np.bincount(live_table[live], minlength=pages + 1)
     if (at := _first(written & (readers[live_table] > 1))) is not None:
@@ -103,7 +103,7 @@ def _shard_problem(
 
 def _missing(row: int, slot: int, length: int, needed: int, first: int, page_size: int, window: int | None) -> str:
     if window is None or not first:
-        return f"row {row}: kv_len {length} needs {needed} pages of {page_size}, and the table gives {slot}."
+        return f"row {row}: kv_len {length} needs {needed} pages of {page_size}, but the table has {slot}."
     return (
         f"row {row}: page number {slot} is padding; with kv_len {length} and a window of {window} tokens its queries see pages "
         f"{first} to {needed - 1} of {page_size}. Release pages after the step, and grow a sequence before it."

@@ -1,4 +1,4 @@
-"""dense_insert: write tokens into a dense cache [batch, length, heads, dim] at a place for each row."""
+"""dense_insert: writes tokens into a dense cache [batch, length, heads, dim] from a given position in each row."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def dense_insert(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (cache_key, cache_value) with row b's tokens at start[b], start[b] + 1 and so on; one start serves all rows.
 
-    Errors: InputTypeError for another dtype than the cache's, InputError for shapes, and for tokens out of the cache where starts
-    are known. Where they aren't, such tokens are dropped, never clamped.
+    Errors: InputTypeError for a dtype other than the cache's, InputError for shapes, and for tokens outside the cache if starts
+    are known. If they aren't, such tokens are dropped, never clamped.
     """
     for name, cache, tokens in (("key", cache_key, key), ("value", cache_value, value)):
         if cache.dtype != tokens.dtype:
-            raise InputTypeError(f"{name} is {tokens.dtype} and its cache {cache.dtype}; convert one of them.")
+            raise InputTypeError(f"{name} is {tokens.dtype}, but its cache is {cache.dtype}; convert one of them.")
         rows, length, *rest = cache.shape if len(cache.shape) == 4 else (0, 0)
         if len(cache.shape) != 4 or len(tokens.shape) != 4 or (tokens.shape[0], *tokens.shape[2:]) != (rows, *rest):
             raise InputError(
-                f"{name} has shape {tuple(tokens.shape)} and its cache {tuple(cache.shape)}; wanted [batch, q_len, heads, dim] "
+                f"{name} has shape {tuple(tokens.shape)}, its cache {tuple(cache.shape)}; wanted [batch, q_len, heads, dim] "
                 "and [batch, length, heads, dim]."
             )
     if cache_key.shape[:2] != cache_value.shape[:2] or key.shape[1] != value.shape[1]:
         raise InputError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} go into caches {tuple(cache_key.shape)} and "
-            f"{tuple(cache_value.shape)}; wanted as many rows and tokens in both."
+            f"{tuple(cache_value.shape)}; wanted the same number of rows and of tokens in both."
         )
     batch, length = cache_key.shape[:2]
     starts = _starts(start, batch, length, key.shape[1])
@@ -48,7 +48,7 @@ def dense_insert(
     place = jnp.where(place < 0, length, place)
 
     def write(cache: jax.Array, tokens: jax.Array) -> jax.Array:
-        # vmap and not two index arrays: a batch that is split over devices stays so.
+        # Uses vmap, not two index arrays, so that a batch split over devices stays split.
         return jax.vmap(lambda one, at, own: put(one, (at,), own))(jnp.asarray(cache), place, jnp.asarray(tokens))
 
     return write(cache_key, key), write(cache_value, value)
@@ -60,7 +60,7 @@ def _starts(start: Any, batch: int, length: int, q_len: int) -> jax.Array:
     if not is_integer(array.dtype):
         raise InputTypeError(f"start has dtype {array.dtype}; wanted whole numbers, [batch].")
     if tuple(array.shape) not in ((), (batch,)):
-        raise InputError(f"start has shape {tuple(array.shape)}; wanted [{batch}], one a row, or one number.")
+        raise InputError(f"start has shape {tuple(array.shape)}; wanted [{batch}], one per row, or one number.")
     known = known_values(array)
     if known is not None:
         wrong = np.atleast_1d((known < 0) | (known > length - q_len))
@@ -72,6 +72,6 @@ def _starts(start: Any, batch: int, length: int, q_len: int) -> jax.Array:
             )
     elif problem := beyond_int32(array, "start"):
         raise InputError(f"{problem}.")
-    # A traced start so large that start + i wraps round would be written elsewhere.
+    # With a very large traced start, start + i would overflow and write elsewhere.
     made = jnp.asarray(array).astype(jnp.int32)
     return jnp.broadcast_to(jnp.where(made > length, length, made), (batch,))

@@ -1,4 +1,4 @@
-"""insert: write a batch's keys and values into their pages, quantised where the cache is."""
+"""insert: writes a batch's keys and values into their pages, quantised if the cache is."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def insert(
 ) -> CacheState:
     """Return the state with the tokens written: row s's token i at position kv_len - q_len + i of its sequence.
 
-    Tokens that belong to no sequence, and those without a page, are dropped, never clamped. Where batch values are known they
-    are checked first; `debug` checks traced ones on the host while the step runs, which then fails with the message. Heads come
+    Tokens that belong to no sequence, and those without a page, are dropped, never clamped. Known batch values
+    are checked first; `debug` checks traced ones on the host during the step, which then fails with the message. Heads may be
     as declared, or as the cache stores them. Inside a shard_map everything is a device's own part, heads repeated.
-    Errors: InputTypeError for another dtype than the declared one, InputError for shapes and for values as RaggedBatch.make.
+    Errors: InputTypeError for a dtype other than the declared one, InputError for shapes and for values, as in RaggedBatch.make.
     """
     whole, at = state, layer
     state, layer = alone(whole, at, batch), 0
@@ -48,7 +48,7 @@ def insert(
     for name, tokens, dim in (("key", key, shape.dim), ("value", value, shape.value_dim)):
         _check_tokens(name, tokens, pages.key, shape.kv_heads, dim, state)
     if key.shape[0] != value.shape[0]:
-        raise InputError(f"key has {key.shape[0]} tokens and value {value.shape[0]}; wanted as many.")
+        raise InputError(f"key has {key.shape[0]} tokens and value {value.shape[0]}; wanted the same number.")
     own_pages, own_tokens = check_step(state, layer, batch, key, debug=debug)
     arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
 
@@ -90,7 +90,7 @@ def insert(
 
 
 def check_step(state: CacheState, layer: int, batch: RaggedBatch, tokens: Any, *, debug: bool) -> tuple[int, int]:
-    """(pages, tokens) of a shard, once the batch's values are checked for them: now, or with `debug` while the step runs. The
+    """(pages, tokens) of a shard, after checking the batch's values against them: now, or with `debug` during the step. The
     state is that of one group of layers."""
     batch.check_form()
     check_shards(state, batch)
@@ -105,17 +105,17 @@ def check_step(state: CacheState, layer: int, batch: RaggedBatch, tokens: Any, *
 
 
 def check_shards(state: CacheState, batch: RaggedBatch) -> None:
-    """Refuse a batch that was made for another number of sequence shards than the state. Errors: InputError."""
+    """Refuse a batch made for a different number of sequence shards than the state. Errors: InputError."""
     rank = len(batch.page_table.shape) - len(batch.kv_lens.shape)
     if batch.sequence_shards != state.sequence_shards or rank != (1 if state.sequence_shards == 1 else 2):
         raise InputError(
-            f"the batch has page tables for {batch.sequence_shards} sequence shards, and the state {state.sequence_shards}: make "
-            "both on the plan of one mesh, and use them outside of a shard_map over page_sequence_axis."
+            f"the batch has page tables for {batch.sequence_shards} sequence shards, but the state has {state.sequence_shards}: "
+            "make both from the plan of one mesh, and use them outside a shard_map over page_sequence_axis."
         )
 
 
 def _on_each(slots: Callable[..., tuple[jax.Array, jax.Array]], n: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """token_slots of each of n sequence shards, [n, tokens]; each has a table of its own."""
+    """token_slots of each of n sequence shards, [n, tokens]; each has its own table."""
 
     def of_all(starts: jax.Array, lens: jax.Array, tables: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         own = jax.vmap(lambda table, shard: slots(starts, lens, table, count, shard=shard))
@@ -127,8 +127,8 @@ def _on_each(slots: Callable[..., tuple[jax.Array, jax.Array]], n: int) -> Calla
 def quantised_tokens(
     tokens: Float[Array, "tokens heads dim"], dtype: str, scale: Any = None
 ) -> tuple[jax.Array, Float[Array, "tokens heads"]]:
-    """(tokens over their scale in `dtype`, the scale): of each token and head, so that its largest value is the dtype's largest,
-    or a given one, [] or [heads]. What a given scale has no number for becomes the dtype's least or largest."""
+    """(tokens divided by their scale in `dtype`, the scale). The scale is per token and head, so that the largest value is the
+    dtype's largest, or a given one, [] or [heads]. Values out of range for a given scale become the dtype's least or largest."""
     kind = jnp.dtype(dtype)
     most = float(jnp.iinfo(kind).max if dtype == "int8" else jnp.finfo(kind).max)
     wide = tokens.astype(jnp.float32)
@@ -145,15 +145,15 @@ def _check_tokens(name: str, tokens: Any, stored: jax.Array, heads: int, dim: in
         raise InputTypeError(f"{name} is {a_type(tokens)}; wanted an array [tokens, kv_heads, dim] of {cache.dtype}.")
     if tokens.dtype != jnp.dtype(cache.dtype):
         raise InputTypeError(
-            f"{name} is {tokens.dtype} and the cache is declared {cache.dtype}; convert it, or declare the cache's dtype so."
+            f"{name} is {tokens.dtype}, but the cache is declared {cache.dtype}; convert it, or declare that dtype for the cache."
         )
     axes = set(axis_names(cache.kv_head_axis))
     alike = axes & (varying(stored) - varying(tokens))
     if alike and cache.kv_heads > 1:
         axis = min(alike)
         raise InputError(
-            f"{name} is the same on all devices of {axis!r}, which splits the pages' heads; inside a shard_map {name} is a "
-            "device's own heads, repeated as the cache's are."
+            f"{name} is the same on all devices of {axis!r}, which splits the pages' heads; inside a shard_map {name} must be a "
+            "device's own heads, repeated like the cache's."
         )
     fitting = {heads} | ({cache.kv_heads} if heads % cache.kv_heads == 0 else set())
     if len(tokens.shape) != 3 or tokens.shape[1] not in fitting or tokens.shape[2] != dim:

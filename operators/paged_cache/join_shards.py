@@ -1,4 +1,4 @@
-"""Outputs of the devices that have pages of the same sequences, joined by their log-sum-exps."""
+"""Merges the outputs of devices with pages of the same sequences by their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["check_mesh", "joined_outputs", "joined_over_devices", "sinks_of"]
 def joined_over_devices(
     output: Float[Array, "tokens heads value_dim"], lse: Float[Array, "tokens heads"], axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Inside a shard_map: (output, lse) of all keys, of those of each device's own. A row that none saw is 0, its lse -inf."""
+    """Inside a shard_map: (output, lse) of all keys, from each device's own. A row without visible keys is 0, its lse -inf."""
     shift = shift_of(lax.pmax(lse, axes))
     share = jnp.exp(lse - shift)
     weighted, total = lax.psum((output.astype(lse.dtype) * share[..., None], share), axes)
@@ -31,7 +31,7 @@ def joined_over_devices(
 def joined_outputs(
     output: Float[Array, "shards tokens heads value_dim"], lse: Float[Array, "shards tokens heads"]
 ) -> tuple[jax.Array, jax.Array]:
-    """The same of arrays that have all parts."""
+    """The same for arrays that hold all parts."""
     shift = shift_of(lse.max(axis=0))
     share = jnp.exp(lse - shift)
     total = share.sum(axis=0)
@@ -40,14 +40,14 @@ def joined_outputs(
 
 
 def sinks_of(sinks: jax.Array | None, index: Any) -> jax.Array | None:
-    """A sink counts once: the first shard's are the sinks, the others' are -inf, keys that weigh nothing."""
+    """A sink counts once: the first shard has the sinks, the others -inf, which weighs nothing."""
     return None if sinks is None else jnp.where(index == 0, sinks, -jnp.inf)
 
 
 def check_mesh(state: CacheState, plan: CachePlan) -> None:
-    """Refuse a state whose sequence shards aren't those of the mesh. Errors: InputError."""
+    """Refuse a state whose sequence shards don't match the mesh. Errors: InputError."""
     if state.sequence_shards != plan.sequence_shards:
         raise InputError(
-            f"the state has {state.sequence_shards} sequence shards, and on the mesh {describe_mesh(plan.mesh)} "
+            f"the state has {state.sequence_shards} sequence shards, but on the mesh {describe_mesh(plan.mesh)} "
             f"page_sequence_axis makes {plan.sequence_shards}: make the state with init(cache, mesh) of this mesh."
         )

@@ -1,4 +1,4 @@
-"""A sequence's keys and values taken out of its pages, to be kept elsewhere, and brought back into pages."""
+"""Copies a sequence's keys and values out of its pages, to be stored elsewhere, and back into pages."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _Batches = RaggedBatch | Sequence[RaggedBatch]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SavedSequence:
-    """A sequence's pages in its own order, a layer's as the cache's layout has them, zeros behind its last token and in the place
-    of pages that a window has left behind; scales that are the cache's own stand as they were. A pytree: jax.device_get brings
+    """A sequence's pages in its own order; each layer has the cache's layout, with zeros after its last token and in place
+    of pages outside the window. Per-cache scales are unchanged. A pytree: jax.device_get moves
     it to the host."""
 
     layers: tuple[LayerPages, ...]
@@ -40,11 +40,11 @@ class SavedSequence:
 
 
 def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int]) -> SavedSequence:
-    """A copy of what a batch's row has in its pages; `sequence` is the row, or (shard, row) where batches have shards. Where
+    """A copy of a batch row's pages; `sequence` is the row, or (shard, row) if batches have shards. If
     layers are in groups, `batch` is a list with the batch of each.
 
-    Where the batch's values are known it has the pages that the row's tokens are in, else as many as a row of the table.
-    Errors: InputError for a row that isn't there, and for pages out of range where they are known.
+    If the batch's values are known the copy has only the pages that hold the row's tokens, else as many as a row of the table.
+    Errors: InputError for a row that doesn't exist, and for pages out of range if they are known.
     """
     if len(state.cache.groups) > 1:
         parts = [extract(own, one, sequence) for own, one in _by_group(state, batch)]
@@ -76,11 +76,11 @@ def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int])
 
 
 def restore(state: CacheState, saved: SavedSequence, batch: _Batches, sequence: int | tuple[int, int]) -> CacheState:
-    """Return the state with a saved sequence in the pages that a batch's row has, which may be others than before. Where layers
+    """Return the state with a saved sequence in a batch row's pages, which may differ from the old ones. If layers
     are in groups, `batch` is a list with the batch of each.
 
     The row may have more tokens than were saved: those that the batch appends. Pages out of range are dropped. Errors: InputError
-    for a sequence of another cache, and, where values are known, for too few pages and for one that another row has too.
+    for a sequence of another cache and, if values are known, for too few pages and for a page that another row uses too.
     """
     if len(state.cache.groups) > 1:
         _check_same(state, saved)
@@ -99,7 +99,7 @@ def restore(state: CacheState, saved: SavedSequence, batch: _Batches, sequence: 
         _check_alone(_tables(batch, count), batch.kv_lens, needed[needed < count], sequence, size)
         known_length = known_values(length)
         if known_length is not None and int(known_length) < int(kept):
-            raise InputError(f"sequence {sequence}: kv_len {int(known_length)}, and {int(kept)} tokens were saved.")
+            raise InputError(f"sequence {sequence}: kv_len is {int(known_length)}, but {int(kept)} tokens were saved.")
     slots = min(saved.layers[0].key.shape[0], table.shape[0])
     ids = stored_ids(jnp.asarray(table)[:slots], state.sequence_shards, count)
     used = (ids >= 0) & (ids < count) & (jnp.arange(slots) * size < saved.length)
@@ -139,8 +139,8 @@ def _tables(batch: RaggedBatch, pages: int) -> Any:
 
 
 def _needed(table: np.ndarray, length: int, state: CacheState, count: int, sequence: Any) -> np.ndarray:
-    """The ids of the pages that so many tokens are in, those that a window has left behind as they are. Errors: InputError for
-    some that the table doesn't give."""
+    """The ids of the pages that hold so many tokens; ids of pages outside the window stay as they are. Errors: InputError for
+    pages that the table lacks."""
     size = state.cache.page_size
     needed, first = -(-length // size), first_kept(length, state.cache.window_tokens, size)
     ids = table[:needed]
@@ -154,7 +154,7 @@ def _needed(table: np.ndarray, length: int, state: CacheState, count: int, seque
 
 
 def _by_group(state: CacheState, batches: _Batches) -> list[tuple[CacheState, RaggedBatch]]:
-    """Each group's layers with its batch. Errors: InputError for batches that aren't one of each group, in order."""
+    """Each group's layers with its batch. Errors: InputError unless there is one batch per group, in order."""
     count = len(state.cache.groups)
     given = [] if isinstance(batches, RaggedBatch) else list(batches)
     if [one.group for one in given] != list(range(count)):
@@ -180,13 +180,11 @@ def _check_alone(table: Any, kv_lens: Any, ids: np.ndarray, sequence: Any, size:
     for other, (table, length) in enumerate(zip(tables[shard], lens[shard], strict=True)):
         both = np.intersect1d(ids, table[: -(-int(length) // size)]) if other != row else ids[:0]
         if both.size:
-            raise InputError(
-                f"sequence {sequence}: page {both[0]} is row {other}'s too; give the row pages of its own."
-            )
+            raise InputError(f"sequence {sequence}: page {both[0]} is row {other}'s too; give the row its own pages.")
 
 
 def _check_same(state: CacheState, saved: SavedSequence) -> None:
-    """Errors: InputError for layers, shapes, dtypes and fixed scales that aren't the cache's."""
+    """Errors: InputError for layers, shapes, dtypes and fixed scales that differ from the cache's."""
     if len(saved.layers) != len(state.layers):
         raise InputError(f"{len(saved.layers)} layers were saved; the cache has {len(state.layers)}.")
     for layer, (pages, own) in enumerate(zip(state.layers, saved.layers, strict=True)):
@@ -195,7 +193,7 @@ def _check_same(state: CacheState, saved: SavedSequence) -> None:
                 None if x is None else (x.shape[1:] if x.ndim >= 3 else x.shape, str(x.dtype)) for x in (stored, kept)
             ]
             if forms[0] != forms[1]:
-                raise InputError(f"layer {layer}, {name}: saved {forms[1]}, and the cache has {forms[0]}.")
+                raise InputError(f"layer {layer}, {name}: saved {forms[1]}, but the cache has {forms[0]}.")
             if stored is None or stored.ndim >= 3:
                 continue
             values = [known_values(x) for x in (stored, kept)]

@@ -1,4 +1,4 @@
-"""PagedCall: a device's own part of a step over pages, as an implementation gets it; and the one on plain XLA."""
+"""PagedCall: a device's own part of a step over pages, as passed to an implementation; and the implementation on plain XLA."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PagedCall", "PagedMethod", "PagedSizes", "on_xla"]
 
 
 class PagedSizes(NamedTuple):
-    """What a kernel works on at once, None where it chooses; and of the TPU's, its memory and whether it is interpreted."""
+    """What a kernel processes at once, None where it chooses; for the TPU's also its memory and whether it is interpreted."""
 
     pages_per_block: int | None = None
     queries_per_block: int | None = None
@@ -24,11 +24,11 @@ class PagedSizes(NamedTuple):
 
 
 class PagedCall(NamedTuple):
-    """query [tokens, heads, dim]; the pages as `layout` says; a batch without a leading dimension; sinks float [heads].
+    """query [tokens, heads, dim]; the pages in `layout`; a batch without a leading dimension; sinks float [heads].
 
-    The mask is that of `causal` and `sliding_window`, inclusive distances to the left and to the right. `max_q_len`: no sequence
-    has more queries. `sequence_shards`: the devices that have the sequences' pages by turns, and `shard_index` which this is: the
-    table has every sequence_shards-th page from number shard_index on, and output and lse are those of its keys alone.
+    The mask is that of `causal` and `sliding_window`, inclusive distances to the left and to the right. `max_q_len`: the most
+    queries of any sequence. `sequence_shards`: the devices that share the sequences' pages in turn; `shard_index`: this device.
+    The table has every sequence_shards-th page from number shard_index on, and output and lse cover only those keys.
     """
 
     query: jax.Array
@@ -53,7 +53,7 @@ PagedMethod: TypeAlias = Callable[[PagedCall], tuple[jax.Array, jax.Array]]
 
 
 def on_xla(call: PagedCall) -> tuple[jax.Array, jax.Array]:
-    """Attend by plain XLA; see kernels/paged.py."""
+    """Attend with plain XLA; see kernels/paged.py."""
     pages, batch = call.pages, call.batch
     return paged_attention(
         call.query,

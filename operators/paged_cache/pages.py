@@ -1,4 +1,4 @@
-"""Whole pages, in all layers of a group: copied, before a shared one is written, and zeroed, once they are free."""
+"""Whole pages, in all layers of a group: copied before a shared one is written, and zeroed when they are freed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = ["copy", "every_layer", "scrub"]
 def copy(state: CacheState, pairs: Int32[Array, "*shards pairs 2"], *, group: int | None = None) -> CacheState:
     """Copy page `from` to page `to` for each (from, to), in every layer; all are read before one is written.
 
-    `group`: where layers are in groups, the one whose pages these are.
-    The number of pages is the id of padding: a pair with an id out of range is dropped, and so is one of pages on two sequence
-    shards. Errors: InputError where values are known: ids out of range, a page that is written twice, two sequence shards.
+    `group`: if layers are in groups, the one whose pages these are.
+    The number of pages is the id of padding. A pair with an id out of range is dropped, and so is one with pages on two sequence
+    shards. Errors: InputError if values are known: ids out of range, a page that is written twice, two sequence shards.
     """
     if len(state.cache.groups) > 1:
         number = state.group_number(group)
@@ -47,8 +47,8 @@ def copy(state: CacheState, pairs: Int32[Array, "*shards pairs 2"], *, group: in
 
 
 def scrub(state: CacheState, pages: Int32[Array, "*shards pages"], *, group: int | None = None) -> CacheState:
-    """Zero pages in every layer, and their scales; `group` as in `copy`. The number of pages is the id of padding, and dropped
-    as ids out of range are. Errors: InputError for ids out of range where they are known."""
+    """Zero pages and their scales in every layer; `group` as in `copy`. The number of pages is the id of padding; it is dropped,
+    as are ids out of range. Errors: InputError for ids out of range if they are known."""
     if len(state.cache.groups) > 1:
         number = state.group_number(group)
         return state.with_group(number, scrub(state.group(number), pages))
@@ -62,7 +62,7 @@ def scrub(state: CacheState, pages: Int32[Array, "*shards pages"], *, group: int
 
 
 def _every_shard(state: CacheState, change: Callable[..., jax.Array], ids: Any, shards: int | None) -> CacheState:
-    """`change(pages, ids)` on every array of pages, each shard's alone; ids are the host's, and become those of a shard."""
+    """`change(pages, ids)` on every array of pages, for each shard separately; host ids are converted to shard ids."""
     n = state.sequence_shards
 
     def on_one(pages: jax.Array, own: jax.Array, shard: jax.Array) -> jax.Array:
@@ -76,7 +76,7 @@ def _every_shard(state: CacheState, change: Callable[..., jax.Array], ids: Any, 
 
 
 def every_layer(state: CacheState, change: Callable[[jax.Array], jax.Array]) -> CacheState:
-    """The state with every array of pages changed, those of scales that go with pages too."""
+    """The state with every array of pages changed, including per-token scales."""
 
     def changed(array: jax.Array | None) -> jax.Array | None:
         return array if array is None or array.ndim < 3 else change(array)
@@ -93,7 +93,7 @@ def _own_pages(state: CacheState, shards: int | None) -> int:
 
 
 def _ids(state: CacheState, name: str, value: Any, last: tuple[int, ...]) -> Any:
-    """An array of page ids; known ones within 0 and the number of pages."""
+    """An array of page ids; known ones must be between 0 and the number of pages."""
     array = value if hasattr(value, "dtype") else np.asarray(value)
     if array.size == 0:
         array = np.zeros(array.shape if array.ndim > len(last) else (0, *last), np.int32)
@@ -117,7 +117,7 @@ def _ids(state: CacheState, name: str, value: Any, last: tuple[int, ...]) -> Any
 
 
 def _check_pairs(pairs: np.ndarray, count: int, n: int) -> None:
-    """Errors: InputError for a page that is written twice, for padding that is copied to a page, and for two sequence shards."""
+    """Errors: InputError for a page that is written twice, for padding copied to a page, and for two sequence shards."""
     for own in pairs if pairs.ndim == 3 else pairs[None]:
         source, target = own[own[:, 1] < count].T
         pages, times = np.unique(target, return_counts=True)

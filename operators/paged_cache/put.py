@@ -1,4 +1,4 @@
-"""put: write rows of an array, and pass over those out of range; the rest of the array is not touched."""
+"""put: writes rows of an array and skips those out of range; the rest of the array is not touched."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["put"]
 
 
 def put(array: jax.Array, index: tuple[Any, ...], rows: jax.Array) -> jax.Array:
-    """`array.at[index].set(rows, mode="drop")` for indices of which none is below 0, or whole slices.
+    """`array.at[index].set(rows, mode="drop")` for non-negative indices or whole slices.
 
-    XLA:CPU writes small floats in float32, and converts the whole array there and back, so there their bits are written. That
-    still copies the array: 0.9 s for 2 x 256 MiB of bfloat16 in the place of 1.6 s, where float32 and int8 take 0.2 ms.
+    XLA:CPU writes small floats as float32, converting the whole array there and back, so on CPU their bits are written instead.
+    That still copies the array: 0.9 s for 2 x 256 MiB of bfloat16 instead of 1.6 s; float32 and int8 take 0.2 ms.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize >= 4:
         return _scatter(array, rows, *index)
-    ids = [x for x in index if not isinstance(x, slice)]  # slices are no operands
+    ids = [x for x in index if not isinstance(x, slice)]  # slices aren't operands
     at = [isinstance(x, slice) for x in index]
 
     def whole(ids: Sequence[jax.Array]) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Pages of one sequence on several shards: page number p lies on shard p % n, an id g on shard g % n at g // n.
 
-The host counts ids over all shards, 0 to pages - 1. Each shard's table has its own pages' local ids, and arrays of pages hold the
-shards one after the other.
+The host's ids count over all shards, 0 to pages - 1. Each shard's table has its own pages' local ids, and arrays of pages hold
+the shards one after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["by_sequence_shard", "own_ids", "split_table", "stored_ids", "table_p
 
 
 def split_table(table: np.ndarray, n: int, pages: int) -> np.ndarray:
-    """[n, rows, width / n] of local ids, of a host's table [rows, width] of ids out of `pages`."""
+    """[n, rows, width / n] of local ids, from a host table [rows, width] of ids below `pages`."""
     if n == 1:
         return table
     rows, width = table.shape
@@ -28,21 +28,21 @@ def split_table(table: np.ndarray, n: int, pages: int) -> np.ndarray:
 
 
 def whole_table(table: Any, pages: int) -> Any:
-    """The host's table [..., rows, width] of [..., n, rows, width / n]; `pages` are those of all n. Ids that are wrong stay so in
-    a known table, and are padding in a traced one."""
+    """The host's table [..., rows, width] from [..., n, rows, width / n]; `pages` counts those of all n. Invalid ids stay
+    invalid in a known table, and become padding in a traced one."""
     known = isinstance(table, np.ndarray)
     own: Any = np if known else jnp
     n = table.shape[-3]
     ids = (table.astype(np.int64) if known else table) * n + np.arange(n, dtype=np.int32)[:, None, None]
     padding = table == pages // n
-    if not known:  # what is out of range might wrap round
+    if not known:  # ids out of range might overflow
         padding = (table < 0) | (table >= pages // n)
     ids = own.where(padding, np.int32(pages), ids)
     return own.moveaxis(ids, -3, -1).reshape(*table.shape[:-3], table.shape[-2], -1)
 
 
 def stored_ids(ids: Any, n: int, pages: int) -> Any:
-    """Where pages lie in an array of `pages`; `pages` itself for an id out of range."""
+    """Where pages are in an array of `pages`; `pages` itself for an id out of range."""
     if n == 1:
         return ids
     own: Any = np if isinstance(ids, np.ndarray) else jnp
@@ -50,12 +50,12 @@ def stored_ids(ids: Any, n: int, pages: int) -> Any:
 
 
 def own_ids(ids: Any, n: int, shard: Any, pages: int) -> Any:
-    """Local ids on one of n shards of `pages` each; `pages` itself for those that lie elsewhere or are out of range."""
+    """Local ids on one of n shards of `pages` each; `pages` itself for ids on other shards or out of range."""
     return jnp.where((ids >= 0) & (ids < n * pages) & (ids % n == shard), ids // n, pages)
 
 
 def table_problem(table: np.ndarray, n: int, pages: int) -> str:
-    """The first id of a host's table that isn't on its page number's shard, with the row; '' where all are."""
+    """The first id of a host table that isn't on its page number's shard, naming the row; '' if there is none."""
     slots = np.arange(table.shape[1])
     wrong = (table >= 0) & (table < pages) & (table % n != slots % n)
     if not wrong.any():
@@ -70,9 +70,9 @@ def table_problem(table: np.ndarray, n: int, pages: int) -> str:
 def by_sequence_shard(
     n: int, change: Callable[..., jax.Array], in_axes: tuple[int | None, ...]
 ) -> Callable[..., jax.Array]:
-    """`change(pages, *others)` on each of n shards of an array of pages; `in_axes` says which others have an entry for each.
+    """`change(pages, *others)` on each of n shards of an array of pages; `in_axes` says which others have one entry per shard.
 
-    vmap and no index over all pages, so that an array that is split over devices stays so.
+    Uses vmap, not an index over all pages, so that an array split over devices stays split.
     """
     if n == 1:
         return change

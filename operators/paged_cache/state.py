@@ -1,4 +1,4 @@
-"""CacheState: the pages of every layer as a pytree; how it is made, and where it and its batches lie."""
+"""CacheState: the pages of every layer as a pytree; how to make it, and where it and its batches are placed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ __all__ = [
 
 
 class LayerPages(NamedTuple):
-    """One layer's pages, as the cache's layout has them; shapes here are of layout split. Where a layout joins keys and
-    values, `key` has both and `value` is None. Scales are None, [] (one of the tensor), [kv_heads], or [pages, page, kv_heads].
+    """One layer's pages, in the cache's layout; the shapes here are those of layout split. If a layout joins keys and
+    values, `key` has both and `value` is None. Scales are None, [] (per tensor), [kv_heads], or [pages, page, kv_heads].
     """
 
     key: Num[Array, "pages page kv_heads head_dim"]
@@ -46,11 +46,11 @@ class LayerPages(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CacheState:
-    """Every layer's pages, an array a layer, and the declaration that they follow. A pytree: donate it to the step that
-    writes it, and only the pages that are written are touched.
+    """Every layer's pages, one array per layer, and the declaration that they follow. A pytree: donate it to the step that
+    writes it, and only the written pages are touched.
 
-    sequence_shards: the devices that the pages of one sequence are dealt to, as the plan of the mesh says; in the arrays one such
-    device's pages lie after the other's.
+    sequence_shards: the number of devices that share each sequence's pages, from the mesh's plan; the arrays hold one such
+    device's pages after another's.
     """
 
     layers: tuple[LayerPages, ...]
@@ -59,16 +59,16 @@ class CacheState:
 
     @property
     def pages(self) -> int:
-        """Pages of an array, all shards counted. Errors: InputError where the layers are in several groups."""
+        """Pages of an array, over all shards. Errors: InputError if the layers are in several groups."""
         self.group_number(None)
         return self.layers[0].key.shape[0]
 
     def group_number(self, group: int | None) -> int:
-        """A group of layers, or the only one. Errors: InputError where it has to be said, and for one that isn't there."""
+        """A group of layers, or the only one. Errors: InputError if it must be specified, and for one that doesn't exist."""
         count = len(self.cache.groups)
         if group is None and count > 1:
             raise InputError(
-                f"the cache's layers are in {count} groups, each with pages of its own; say which: group=0."
+                f"the cache's layers are in {count} groups, each with its own pages; specify one, such as group=0."
             )
         if group is not None and (
             isinstance(group, bool) or not isinstance(group, int | np.integer) or not 0 <= group < count
@@ -79,14 +79,14 @@ class CacheState:
         return int(group or 0)
 
     def group(self, group: int) -> CacheState:
-        """The state of one group's layers, numbered from 0; itself where there is one group."""
+        """The state of one group's layers, numbered from 0; itself if there is one group."""
         if len(self.cache.groups) == 1:
             return self
         layers = tuple(self.layers[number] for number in layer_numbers(self.cache.groups)[group])
         return CacheState(layers, self.cache.part(group, layers[0].key.shape[0]), self.sequence_shards)
 
     def with_group(self, group: int, own: CacheState) -> CacheState:
-        """The state with another state of a group's layers in the place of its own."""
+        """The state with another state for one group's layers."""
         if len(self.cache.groups) == 1:
             return own
         layers = list(self.layers)
@@ -95,13 +95,13 @@ class CacheState:
         return replace(self, layers=tuple(layers))
 
     def with_layer(self, layer: int, pages: LayerPages) -> CacheState:
-        """The state with another layer's pages in the place of one's own."""
+        """The state with other pages for one layer."""
         return replace(self, layers=(*self.layers[:layer], pages, *self.layers[layer + 1 :]))
 
 
 class CacheShardings(NamedTuple):
     """NamedShardings of a cache's arrays: `state` and `batch` have the structure of what they place. `query`, `key` and
-    `value` are those of tokens [tokens, heads, dim]. Where layers are in several groups, `batch` is a tuple with one of each."""
+    `value` are for tokens [tokens, heads, dim]. If layers are in several groups, `batch` is a tuple with one for each."""
 
     state: CacheState
     batch: Any
@@ -111,13 +111,13 @@ class CacheShardings(NamedTuple):
 
 
 def layer_of(state: CacheState, layer: Any) -> LayerPages:
-    """The pages of a layer. Errors: InputTypeError for what is no state, or no number known while tracing; InputError for one out
-    of range."""
+    """The pages of a layer. Errors: InputTypeError if `state` isn't a state or the layer's number isn't known while tracing;
+    InputError for a layer out of range."""
     if not isinstance(state, CacheState):
-        raise InputTypeError(f"state is {a_type(state)}; wanted a CacheState, as init(cache) makes it.")
+        raise InputTypeError(f"state is {a_type(state)}; wanted a CacheState, such as from init(cache).")
     if not isinstance(layer, int | np.integer) or isinstance(layer, bool):
         raise InputTypeError(
-            f"layer={shown(layer)} is {a_type(layer)}; wanted an int: each layer has arrays of its own, so go through them in "
+            f"layer={shown(layer)} is {a_type(layer)}; wanted an int: each layer has its own arrays, so loop over them in "
             "a Python loop."
         )
     if not 0 <= layer < len(state.layers):
@@ -128,14 +128,14 @@ def layer_of(state: CacheState, layer: Any) -> LayerPages:
 
 
 def alone(state: CacheState, layer: int, batch: RaggedBatch) -> CacheState:
-    """The state of one layer alone, in a cache of its group. Errors: those of layer_of; InputError for a batch that was made for
+    """The state of one layer, in a cache of its group. Errors: those of layer_of; InputError for a batch made for
     another group."""
     pages, cache = layer_of(state, layer), state.cache
     group = cache.group_of(int(layer)) if len(cache.groups) > 1 else None
     if group is not None and batch.group != group:
         raise InputError(
-            f"layer {layer} is in group {group} of the cache's layers, and the batch was made for group {batch.group}: page ids "
-            f"are a group's own; make one with RaggedBatch.make(plan.groups[{group}], ...)."
+            f"layer {layer} is in group {group} of the cache's layers, but the batch was made for group {batch.group}: page ids "
+            f"belong to a group; make one with RaggedBatch.make(plan.groups[{group}], ...)."
         )
     own = cache if group is None else cache.part(group, pages.key.shape[0])
     return CacheState((pages,), own, state.sequence_shards)
@@ -151,13 +151,13 @@ def init(
 ) -> CacheState:
     """Make the cache's arrays, zeros, placed on the mesh, or on jax's default device.
 
-    `key_scale`, `value_scale`: for quantised caches with a scale a tensor or a head, which are fixed before anything is written:
-    a number, or an array that broadcasts to [layers] or [layers, kv_heads]. Errors: RefusedError where the plan says no;
-    InputError for scales that are missing, or have no use.
+    `key_scale`, `value_scale`: for quantised caches with a scale per tensor or head, which is fixed before anything is written:
+    a number, or an array that broadcasts to [layers] or [layers, kv_heads]. Errors: RefusedError if the plan refuses;
+    InputError for scales that are missing or unused.
     """
     plan = cache.plan(mesh, kv_heads=kv_heads).require()
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ShardingError("init needs a mesh of devices, and got an abstract one; give jax.make_mesh's.")
+        raise ShardingError("init requires a mesh of devices, but got an abstract one; pass one from jax.make_mesh.")
     scales = {name: _fixed_scale(plan, name, given) for name, given in (("key", key_scale), ("value", value_scale))}
 
     def place(own: CachePlan, name: str) -> Any:
@@ -181,7 +181,7 @@ def init(
 
 
 def abstract(plan: CachePlan, mesh: AnyMesh | None = None, *, layers: int | None = None) -> CacheState:
-    """The state as shapes, where the plan has its arrays: to lower and compile with. `layers`: all, unless it says fewer."""
+    """The state as shapes, placed as planned, to lower and compile with. `layers`: fewer than all, if given."""
 
     def of(own: CachePlan, name: str) -> Any:
         array = own.get(name)
@@ -197,10 +197,10 @@ def abstract(plan: CachePlan, mesh: AnyMesh | None = None, *, layers: int | None
 
 
 def shardings(cache: KVCache, mesh: Mesh, *, kv_heads: Literal["replicate", "error"] = "replicate") -> CacheShardings:
-    """Where all arrays of a cache lie on a mesh, as jax.device_put and jit's in_shardings take it.
+    """The placement of all arrays of a cache on a mesh, in the form that jax.device_put and jit's in_shardings take.
 
-    Heads of `query` are split as those of the pages are; those of `key` and `value`, which come as declared, only where they
-    needn't be repeated. Errors: RefusedError where the plan says no.
+    Heads of `query` are split like those of the pages; those of `key` and `value`, which have the declared heads, only if they
+    needn't be repeated. Errors: RefusedError if the plan refuses.
     """
     plan = cache.plan(mesh, kv_heads=kv_heads).require()
     groups = [
@@ -228,7 +228,7 @@ def step_specs(plan: CachePlan) -> tuple[PartitionSpec, LayerPages, RaggedBatch]
 
 
 def _names(plan: CachePlan) -> tuple[str, ...]:
-    """Of a layer's arrays, in the order of LayerPages."""
+    """The names of a layer's arrays, in the order of LayerPages."""
     return plan.pages_array.name, "value_pages", "key_scale", "value_scale"
 
 
@@ -237,16 +237,16 @@ def _is_spec(x: object) -> bool:
 
 
 def _fixed_scale(plan: CachePlan, tensor: str, given: Any) -> np.ndarray | None:
-    """float32 [layers] or [layers, stored heads] of a scale that is declared to be fixed, else None."""
+    """float32 [layers] or [layers, stored heads] of a scale declared as fixed, else None."""
     quantised, name = plan.cache.quantised, f"{tensor}_scale"
     if quantised is None or quantised.scale == "token_head":
         if given is not None:
-            why = "the cache isn't quantised" if quantised is None else "scales are a token and head's own"
-            raise InputError(f"{name} is given, and {why}; leave it out.")
+            why = "the cache isn't quantised" if quantised is None else "scales are per token and head"
+            raise InputError(f"{name} is given, but {why}; leave it out.")
         return None
     if given is None:
         raise InputError(
-            f"{name} is missing: the cache's scale is a {quantised.scale}'s, and fixed before anything is written; give a "
+            f"{name} is missing: the cache's scale is per {quantised.scale} and fixed before anything is written; pass a "
             "number, the largest value to be stored over the largest of the dtype."
         )
     shape: tuple[int, ...] = (plan.cache.layer_count,)

@@ -1,4 +1,4 @@
-"""Where the tokens of a ragged batch go: a page and a row of it for each, and the id of padding for those that go nowhere."""
+"""Where the tokens of a ragged batch go: a page and a row in it for each, or the id of padding for tokens that go nowhere."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def token_slots(
 ) -> tuple[Int32[Array, " tokens"], Int32[Array, " tokens"]]:
     """(page id, row in the page) of each token: position kv_len - q_len + i of its sequence.
 
-    A token behind the last sequence, at a position that the table has no page for, or with an id out of range has the id
-    `pages`, which a scatter with mode='drop' passes over. Nothing is clamped. With a stride the table is one shard's, of every
-    stride-th page of a sequence from page number `shard` on, and a token on another page has the id `pages` too.
+    A token after the last sequence, at a position without a page in the table, or with an id out of range gets the id
+    `pages`, which a scatter with mode='drop' skips. Nothing is clamped. With a stride the table is one shard's: every
+    stride-th page of a sequence from page number `shard` on; tokens on other pages get the id `pages` too.
     """
     rows, width = page_table.shape
     none = jnp.iinfo(jnp.int32).max
     starts = jnp.where(jnp.arange(rows + 1) <= num_seqs, cu_q_lens, none)
     token = jnp.arange(tokens, dtype=jnp.int32)
-    row = (starts[:, None] <= token).sum(0, dtype=jnp.int32) - 1  # the last row that starts here or before
+    row = (starts[:, None] <= token).sum(0, dtype=jnp.int32) - 1  # the last row that starts at or before the token
     inside = (row >= 0) & (row < jnp.minimum(num_seqs, rows))
     row = jnp.where(inside, row, 0)
     first, last = cu_q_lens[row], cu_q_lens[row + 1]
@@ -52,7 +52,7 @@ def token_slots(
 
 
 def by_shard(shards: int | None, change: Callable[..., jax.Array], pages: jax.Array, *others: Any) -> jax.Array:
-    """`change(pages, *others)`, for each shard alone where there are several: `others` then have a leading dimension."""
+    """`change(pages, *others)`, for each shard separately if there are several: `others` then have a leading dimension."""
     if shards is None:
         return change(pages, *others)
     split = jax.vmap(change)(rows_by_shard(shards, pages, "pages"), *others)
@@ -60,12 +60,12 @@ def by_shard(shards: int | None, change: Callable[..., jax.Array], pages: jax.Ar
 
 
 def rows_by_shard(shards: int | None, array: Any, what: str) -> Any:
-    """[shards, rows of a shard, ...] of [rows, ...]. Errors: InputError for rows that don't divide."""
+    """[shards, rows of a shard, ...] from [rows, ...]. Errors: InputError for rows that don't divide."""
     if shards is None:
         return array
     if array.shape[0] % shards:
         raise InputError(
-            f"{what}: {array.shape[0]} of them for a batch of {shards} shards; wanted a multiple of {shards}, as many for each."
+            f"{what}: {array.shape[0]} for a batch of {shards} shards; wanted a multiple of {shards}, for equal shards."
         )
     reshaped = np.reshape if isinstance(array, np.ndarray) else jnp.reshape
     return reshaped(array, (shards, array.shape[0] // shards, *array.shape[1:]))

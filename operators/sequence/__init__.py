@@ -1,1 +1,1 @@
-"""Split sequences, a strategy a file: keys gathered, sent around a ring or left where they lie; heads split instead."""
+"""Split sequences, one strategy per file: keys are gathered, sent around a ring or left in place; or heads are split instead."""

@@ -1,4 +1,4 @@
-"""What is done with a split sequence around a forward method: keys are brought together, or heads split in its place.
+"""What surrounds a forward method on a split sequence: keys are gathered, or heads are split instead.
 
 Source of the exchange of heads: Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
@@ -20,8 +20,8 @@ __all__ = ["bring_together", "split_output"]
 def bring_together(operands: ShardedOperands, placement: Placement, layout: str) -> ShardedOperands:
     """All keys for these queries, or longer parts of the sequence for fewer heads.
 
-    Operands without a sequence, or with all of it, were split by heads before. The gradient of keys that are gathered
-    here is summed and split again in one step, where a sum and then a cut would send twice as much.
+    Operands without a sequence, or with all of it, were split by heads before. The gradient of keys gathered
+    here is summed and split again in one step; a sum followed by a slice would send twice as much.
     """
     split = placement.sequence
     time, head = layout.index("t"), layout.index("h")
@@ -40,7 +40,7 @@ def bring_together(operands: ShardedOperands, placement: Placement, layout: str)
 
 
 def split_output(result: LocalOutput, placement: Placement, layout: str) -> LocalOutput:
-    """The share of the sequence with all of this device's heads, of a forward method's output and lse."""
+    """A forward method's output and lse, changed back to this device's part of the sequence with all of its heads."""
     if not placement.sequence.head_axes:
         return result
     time, head = layout.index("t"), layout.index("h")

@@ -1,6 +1,6 @@
-"""A sequence that the caller's own shard_map has split: with a declared strategy, its axes count as if attnops had split them.
+"""A sequence split by the caller's own shard_map: with a declared strategy, its axes count as if attnops had split them.
 
-The call's arrays are then parts of the sequence, and the problem is that of the whole.
+The call's arrays are then parts of the sequence, and the problem describes the whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["of_the_whole", "share_of_heads", "split_by_caller", "whole_leaves", 
 def split_by_caller(
     rules: AttnShardingRules, layout: str, axes: Sequence[MeshAxis], strategy: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The Manual axes that split (queries, keys); none for 'gather' and 'auto', for which a call's keys are all there are."""
+    """The Manual axes that split (queries, keys); none for 'gather' and 'auto', where a call's keys are all the keys."""
     if strategy in ("auto", "gather"):
         return (), ()
     manual, at = {a.name for a in axes if a.kind == "manual" and a.size > 1}, layout.index("t")
@@ -36,7 +36,7 @@ def split_by_caller(
 def of_the_whole(
     shapes: Arrays, options: Options, layout: str, axes: Sequence[MeshAxis], query: Sequence[str], key: Sequence[str]
 ) -> Arrays:
-    """The shapes of the whole sequence. Errors: InputError for what can't be told from a part: a dense mask or bias."""
+    """The shapes of the whole sequence. Errors: InputError for what can't be located from a part: a dense mask or bias."""
     sizes = {a.name: a.size for a in axes}
     times = {"q": math.prod(sizes[a] for a in query), "kv": math.prod(sizes[a] for a in key)}
     over, at = "+".join(dict.fromkeys((*query, *key))), layout.index("t")
@@ -44,9 +44,9 @@ def of_the_whole(
     dense = [leaf.name for leaf in leaves if {"q", "kv"} <= set(leaf.dims) or "q_blocks" in leaf.dims]
     if shapes.bias is not None or dense:
         raise InputError(
-            f"the sequence axis {over} is Manual here (this runs inside your own shard_map), and of {', '.join(dense) or 'bias'} "
-            "it can't be told which part this is; give a mask by its structure (Causal(), SegmentIds, kv_lengths, ...), or let "
-            "attnops split the sequence."
+            f"the sequence axis {over} is Manual here (this runs inside your own shard_map), so which part "
+            f"{', '.join(dense) or 'bias'} covers isn't known; give a mask by its structure (Causal(), SegmentIds, "
+            "kv_lengths, ...), or let attnops split the sequence."
         )
 
     def tensor(x: Any, kind: str) -> Any:
@@ -76,7 +76,7 @@ def of_the_whole(
 def whole_leaves(
     leaves: tuple[jax.Array, ...], problem: AttentionProblem, placement: Placement
 ) -> tuple[jax.Array, ...]:
-    """The mask's arrays as the operation wants them: where the caller's split is finer, they are brought together."""
+    """The mask's arrays as the operation requires them: gathered where the caller's split is finer."""
     manual = problem.manual_sequence
     if not manual:
         return leaves
@@ -92,7 +92,7 @@ def whole_leaves(
 
 
 def share_of_heads(x: jax.Array | None, problem: AttentionProblem, placement: Placement) -> jax.Array | None:
-    """Of an array with one element a head: those that an exchange over the caller's axes leaves to this device."""
+    """This device's part of an array with one element per head, after an exchange over the caller's axes."""
     manual = {a for axes in problem.manual_sequence or () for a in axes}
     axes = tuple(a for a in placement.sequence.head_axes if a in manual)
     if x is None or not axes:
@@ -102,7 +102,7 @@ def share_of_heads(x: jax.Array | None, problem: AttentionProblem, placement: Pl
 
 
 def without_manual(specs: Any, problem: AttentionProblem) -> Any:
-    """Specs for the shard_map inside, which knows nothing of the caller's axes."""
+    """Specs for the inner shard_map, which doesn't know the caller's axes."""
     ours = {a.name for a in problem.mesh if a.kind != "manual"}
     return jax.tree.map(lambda spec: only(spec, ours), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 

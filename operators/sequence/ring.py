@@ -1,11 +1,11 @@
-"""Ring attention: the queries of a device stay, keys and values travel around a mesh axis, and outputs are merged by their lse.
+"""Ring attention: a device keeps its queries, keys and values travel around a mesh axis, and outputs are merged by their lse.
 
-The backward pass sends keys and values around once more, and with them the sums of their own gradients. Nothing of another
-device is kept: the memory is that of one part of the keys, in both passes.
+The backward pass sends keys and values around once more, together with the sums of their own gradients. A device stores nothing
+of another's: both passes need memory for one part of the keys.
 
-On a zigzag ring a device has two pieces of the sequence (zigzag.py). After the first step two pairs of a piece of its queries
-with a piece of the keys are left, on every device: its later queries with the earlier keys, and, by where the keys come
-from, either the earlier with the earlier or the later with the later; which of them is traced, what is done is not.
+On a zigzag ring a device has two pieces of the sequence (zigzag.py). After the first step every device has two pairs left of
+a piece of its queries with a piece of the keys: its later queries with the earlier keys and, depending on where the keys come
+from, either the earlier with the earlier or the later with the later. Which of them is traced, the work is the same.
 
 Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).
 """
@@ -70,7 +70,7 @@ class _RingStatic:
 def ring_attention(
     kernel: PartKernel, ring: Ring, operands: Operands, mask: LocalMask, dropout: Dropout | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (output, lse), as the kernel gives them, of this device's queries and the keys of all devices.
+    """Return (output, lse), in the kernel's form, of this device's queries and the keys of all devices.
 
     The mask's `k_start` and `kv_len` are those of this device's own keys; its arrays hold this device's rows and all keys.
     """
@@ -79,7 +79,7 @@ def ring_attention(
 
 
 def with_sinks(output: jax.Array, lse: jax.Array, sinks: jax.Array, layout: str) -> tuple[jax.Array, jax.Array]:
-    """What a sink [heads] makes of the output and the lse of all keys: it joins the denominator."""
+    """Apply sinks [heads] to the output and the lse of all keys: they join the denominator."""
     sink = sinks[None, :, None].astype(lse.dtype)
     shift = shift_of(lse, sink)
     of_keys = jnp.exp(lse - shift)
@@ -89,9 +89,9 @@ def with_sinks(output: jax.Array, lse: jax.Array, sinks: jax.Array, layout: str)
 
 
 class _Pair(NamedTuple):
-    """Which piece of this device's queries sees which piece of the keys that are there; traced where devices differ.
+    """Which piece of this device's queries sees which piece of the current keys; traced where devices differ.
 
-    behind: the queries' piece is a later one than the keys'.
+    behind: the queries' piece comes later than the keys'.
     """
 
     query: int | jax.Array
@@ -100,15 +100,15 @@ class _Pair(NamedTuple):
 
 
 def _first_pairs(ring: Ring) -> tuple[_Pair, ...]:
-    """With this device's own keys; the first ones begin each piece of the queries."""
+    """Pairs with this device's own keys; the first ones begin each piece of the queries."""
     return (_Pair(0, 0), _Pair(1, 0, True), _Pair(1, 1)) if ring.zigzag else (_Pair(0, 0),)
 
 
 def _pairs(ring: Ring, distance: Any) -> tuple[_Pair, ...]:
-    """With keys that have come `distance` shards."""
+    """Pairs with keys that have moved `distance` shards."""
     if not ring.zigzag:
         return (_Pair(0, 0),)
-    # Keys of a later device: their early piece is later than our early queries, their late piece earlier than our late ones.
+    # Keys of a later device: their early piece is after our early queries, their late piece before our late ones.
     same = jnp.where(lax.axis_index(ring.axes) < distance, 1, 0)
     return _Pair(1, 0, True), _Pair(same, same, True)
 
@@ -131,7 +131,7 @@ def _forward(static: _RingStatic, operands: Operands, traced: Traced) -> tuple[j
         return output, lse
 
     def work(keys: _Keys, found: Any, distance: Any, by: int) -> Any:
-        del by  # nothing but keys travels
+        del by  # only keys travel
         return more(found, _pairs(ring, distance), keys, distance)
 
     keys, first = (operands.key, operands.value), _first_pairs(ring)
@@ -173,21 +173,21 @@ def _backward(
         d_key, d_value = _moved((d_key, d_value), ring, by)
         return more((d_query, d_key, d_value), _pairs(ring, distance), keys, distance)
 
-    # The keys wait for the gradient, and go around the other way: else XLA takes these steps for those of the forward pass,
-    # and keeps every part for them. (XLA:CPU doesn't keep to the barrier.)
+    # The keys wait for the gradient, and travel the other way: otherwise XLA reuses the forward pass's steps,
+    # and keeps every part for them. (XLA:CPU ignores the barrier.)
     key, value, d_output = lax.optimization_barrier((operands.key, operands.value, d_output))
     wide = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in (operands.query, key, value)]
     found = more(wide, _first_pairs(ring), (key, value), 0)
     steps = (0, *reversed(ring.steps[1:]))
     d_query, d_key, d_value = _along(ring, steps, work, (key, value), found)
-    d_key, d_value = _moved((d_key.astype(key.dtype), d_value.astype(value.dtype)), ring, -steps[-1])  # home
+    d_key, d_value = _moved((d_key.astype(key.dtype), d_value.astype(value.dtype)), ring, -steps[-1])  # back home
     return Operands(d_query.astype(operands.query.dtype), d_key, d_value, None, None)
 
 
 def _along(ring: Ring, steps: tuple[int, ...], work: Any, keys: _Keys, found: Any) -> Any:
     """Fold over the steps after the first: work(keys, found, distance, how far they moved to get here).
 
-    In a loop the keys of the next step are sent before the work on these, and don't wait for it.
+    In a loop the next step's keys are sent before the work on the current ones, and don't wait for it.
     """
     moves = [after - before for before, after in itertools.pairwise(steps)]
     alike = loop_from(steps) if ring.scan else None
@@ -210,7 +210,7 @@ def _along(ring: Ring, steps: tuple[int, ...], work: Any, keys: _Keys, found: An
 def merged(
     output: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array, layout: str
 ) -> tuple[jax.Array, jax.Array]:
-    """(output, lse) over the keys of both; outputs float32. A row that sees nothing in either stays 0 and -inf."""
+    """(output, lse) over the keys of both; outputs float32. A row without visible keys in both stays 0 and -inf."""
     shift = shift_of(lse, other_lse)
     first, second = jnp.exp(lse - shift), jnp.exp(other_lse - shift)
     total = first + second
@@ -229,7 +229,7 @@ def _of_pair(static: _RingStatic, operands: Operands, pair: _Pair, keys: _Keys) 
 
 
 def _seen(static: _RingStatic, traced: Traced, pair: _Pair, distance: Any) -> tuple[StaticPart, Traced]:
-    """The places of a pair, for keys that have come `distance` shards, and what is traced of it."""
+    """The places of a pair for keys that have moved `distance` shards, and its traced values."""
     ring, static_part = static.ring, static.static_part
     here = lax.axis_index(ring.axes)
     q_len, kv_len = (n // ring.pieces for n in (static_part.q_len, static_part.kv_len))
@@ -268,7 +268,7 @@ def _added(x: jax.Array, part: jax.Array, piece: Any, ring: Ring, axis: int) -> 
 
 
 def _cut(x: jax.Array, dims: tuple[str, ...], start: jax.Array, length: int, piece: Any, ring: Ring) -> jax.Array:
-    """A mask's array for the keys from `start` on and a piece of the rows; sizes of 1 stand for all."""
+    """A mask's array for the keys from `start` on and a piece of the rows; sizes of 1 cover everything."""
     for axis, dim in enumerate(dims):
         if dim == "kv" and x.shape[axis] > 1:
             x = lax.dynamic_slice_in_dim(x, start, length, axis)
@@ -278,7 +278,7 @@ def _cut(x: jax.Array, dims: tuple[str, ...], start: jax.Array, length: int, pie
 
 
 def _moved(tree: Any, ring: Ring, by: int) -> Any:
-    """Every array from the device that stands `by` shards before this one."""
+    """Every array, received from the device `by` shards before this one."""
     by %= ring.size
     if by == 0:
         return tree

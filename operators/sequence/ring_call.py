@@ -1,4 +1,4 @@
-"""A LocalCall whose keys come around a ring, with whichever kernel can work on parts of them."""
+"""A LocalCall whose keys come around a ring, with any kernel that can work on parts of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def around_the_ring(
 
 
 def _rows_in_zigzag(mask: Mask, ring: Ring) -> Mask:
-    """The mask with its arrays' rows in the order of the queries; along the keys they hold all."""
+    """The mask with its arrays' rows in the order of the queries; along the keys they are complete."""
     structure, leaves = mask.split()
 
     def moved(x: jax.Array, dims: tuple[str, ...]) -> jax.Array:

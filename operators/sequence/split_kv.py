@@ -1,4 +1,4 @@
-"""Keys that stay split over devices, as a long cache does: each device attends to its part; outputs are merged by their lse."""
+"""Keys that stay split over devices, as for a long cache: each device attends to its part; outputs are merged by their lse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["merged_over_devices"]
 
 
 def merged_over_devices(call: LocalCall, method: Callable[[LocalCall], LocalOutput]) -> LocalOutput:
-    """Run a method on this device's keys, and merge over the axes that split them. A sink counts once, after that."""
+    """Run a method on this device's keys, and merge over the axes that split them. A sink is applied once, after that."""
     axes = call.placement.sequence.axes
     result = method(replace(call, sinks=None, return_lse=True))
     assert result.lse is not None

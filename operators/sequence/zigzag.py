@@ -1,7 +1,7 @@
-"""Zigzag order: of 2n pieces of a sequence, device k of n has the k-th from the begin and the k-th from the end.
+"""Zigzag order: of 2n pieces of a sequence, device k of n has the k-th from the start and the k-th from the end.
 
-Under a causal mask every device then has as much to do as every other, and so at each step of a ring. Each piece has one way
-to go, so an array is brought into the order, and back, by two permutes of half of it.
+Under a causal mask this gives every device the same amount of work, also at each step of a ring. Each piece has one
+destination, so two permutes of half an array bring it into this order, and two bring it back.
 
 Source: "The Llama 3 Herd of Models" (2024), context parallelism.
 """
@@ -47,6 +47,6 @@ def _ways(size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 
 def _swapped(a: jax.Array, b: jax.Array, ring: Ring) -> tuple[jax.Array, jax.Array]:
-    """On devices of odd number the even piece is the later one."""
+    """On devices with an odd index the even piece is the later one."""
     odd = lax.axis_index(ring.axes) % 2 == 1
     return jnp.where(odd, b, a), jnp.where(odd, a, b)

@@ -1,4 +1,4 @@
-"""splash: block-sparse flash attention on TPUs and NVIDIA's GPUs; elsewhere it is vanilla."""
+"""splash: block-sparse flash attention on TPUs and NVIDIA GPUs; elsewhere it runs vanilla."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _RULES = (
 
 
 class Splash(Operation):
-    """Pallas kernels behind one declaration: padding, masks, offsets and sharding are taken care of."""
+    """Pallas kernels behind one declaration, which handles padding, masks, offsets and sharding."""
 
     name = "splash"
     config: ClassVar[type[OperationConfig]] = SplashConfig
@@ -117,7 +117,7 @@ class Splash(Operation):
         tolerance={"float32": (1e-5, 3e-5), "bfloat16": (2e-2, 4e-2), "float16": (3e-3, 6e-3)},
     )
     def forward_cuda(self, call: LocalCall) -> LocalOutput:
-        """Run the kernels for GPUs, forward and backward."""
+        """Run the GPU kernels, forward and backward."""
         assert isinstance(call.config, FlashAttention2Config)
         output, lse = run_flash(call, call.config)
         return LocalOutput(output, None, lse if call.return_lse else None)
@@ -131,7 +131,7 @@ class Splash(Operation):
 
     @classmethod
     def kernel_platform(cls, problem: AttentionProblem) -> str:
-        """The kernels also run interpreted, where their config says so."""
+        """The kernels also run interpreted, if their config asks for it."""
         config = problem.config
         if isinstance(config, SplashConfig) and config.interpret:
             return "tpu"
@@ -149,7 +149,7 @@ class Splash(Operation):
 
     @classmethod
     def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
-        """attnops' own kernels do, and the native path."""
+        """True for attnops' own kernels and the native path."""
         del strategy
         return method in ("forward_native", "forward_cuda") or (
             isinstance(config, SplashConfig) and config.kernel == "attnops"
@@ -166,7 +166,7 @@ class Splash(Operation):
     def candidates(
         cls, method: str, problem: AttentionProblem, placement: Placement
     ) -> Mapping[str, tuple[dict[str, Any], ...]]:
-        """Block sizes that may fit, of both passes."""
+        """Block sizes that may fit, for both passes."""
         if method == "forward_cuda":
             return flash_candidates(problem, placement)
         return tried_sizes(problem, placement) if cls.tuned_fields(method, problem, placement) else {}
@@ -175,14 +175,14 @@ class Splash(Operation):
     def table_choice(
         cls, method: str, problem: AttentionProblem, placement: Placement
     ) -> tuple[str, Mapping[str, Any]] | None:
-        """The choice in shipped.json, where nothing about blocks is declared."""
+        """The choice in shipped.json, if nothing about blocks is declared."""
         return shipped.look_up(problem, placement) if method == "forward_tpu" else None
 
     @classmethod
     def remarks(
         cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> tuple[str, ...]:
-        """Also a GPU that isn't known, what may be too large for the device's VMEM, and what another's kernel costs."""
+        """Also reports an unknown GPU, what may exceed the device's VMEM, and the costs of another library's kernel."""
         notes = super().remarks(method, problem, placement, config)
         notes = (*notes, *_block_remarks(method, problem, placement, config))
         if method in ("forward_tpu", "forward_cuda") and problem.quantised:
@@ -209,7 +209,7 @@ class Splash(Operation):
 
     @classmethod
     def check_vma(cls, method: str, config: OperationConfig) -> bool:
-        """Not with jax's or tokamax's kernel, and not in Pallas' interpreter."""
+        """False for jax's or tokamax's kernel, and in Pallas' interpreter."""
         if method == "forward_tpu" and isinstance(config, SplashConfig):
             return config.kernel == "attnops" and not config.interpret
         if method == "forward_cuda" and isinstance(config, FlashAttention2Config):
@@ -220,7 +220,7 @@ class Splash(Operation):
     def padding(
         cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> Padding | None:
-        """Rows added to reach whole blocks: of the forward pass, or of all where they share a length."""
+        """Rows added to reach whole blocks: in the forward pass, or in all passes if they share a length."""
         if method != "forward_tpu" or not isinstance(config, SplashConfig):
             return None
         q_len, kv_len = placement.local.q_len, placement.local.kv_len
@@ -234,7 +234,7 @@ class Splash(Operation):
 def _block_remarks(
     method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
 ) -> tuple[str, ...]:
-    """What a plan tells of a mask of blocks; each query head has its tiles on a GPU, each tile of kv heads on a TPU."""
+    """What a plan says of a mask of blocks; on a GPU each query head has its own tiles, on a TPU each tile of kv heads."""
     local = placement.local
     if method == "forward_cuda" and isinstance(config, FlashAttention2Config):
         sizes = local.q_len if config.fold else config.block_q or 1, config.block_kv or 1

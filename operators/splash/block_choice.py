@@ -1,4 +1,4 @@
-"""Which blocks splash takes where none are declared: from the local shapes, the device's VMEM and the mask."""
+"""The blocks that splash uses if none are declared: from the local shapes, the device's VMEM and the mask."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .vmem_count import ROOM, counted_vmem, vmem_need, vmem_room
 
 __all__ = ["heads_together", "resolve_attnops", "tile_cost"]
 
-# By the static cycles of the compiled kernels (docs/splash.md): half of a 1024-block in a product at a time leaves the
-# compiler room to overlap the softmax of one half with the products of the other.
+# From the static cycles of the compiled kernels (docs/splash.md): a product over half of a 1024-block at a time lets the
+# compiler overlap the softmax of one half with the products of the other.
 _SIZES, _COMPUTE = (1024, 512, 256, 128), 512
 _WIDE = 2048  # with pipelined tiles, each of which starts and ends with units that don't overlap
 _LARGE = (
@@ -31,11 +31,11 @@ _COMPUTE_IN = {"TPU7x": 256}  # 5 % fewer cycles than with 512 there; 4 % more o
 # In weights of a tile without a mask: a step of the grid beside its tile (half a microsecond; not measured on a TPU). Two
 # passes make seven products where the fused one makes five.
 _STEP, _APART = 1 << 17, 1.4
-_FILL = 1 << 18  # what the start and end of a pipelined tile cost more: 415 cycles on v6e at head dim 128
-_ROWS = 1024  # of a tile, of all its heads
-_NARROW, _NARROWER = 256, 1.05  # the fewest queries of a unit that are chosen; what half of 512 costs on tpu7x
-_SAMPLE = 1 << 14  # rows and keys from which a mask's costs are known
-_PARTS = 8  # of the keys, each a kernel that has to be compiled
+_FILL = 1 << 18  # extra cost of the start and end of a pipelined tile: 415 cycles on v6e at head dim 128
+_ROWS = 1024  # of a tile, over all its heads
+_NARROW, _NARROWER = 256, 1.05  # the fewest queries chosen per unit; relative cost of half of 512 on tpu7x
+_SAMPLE = 1 << 14  # rows and keys sampled to find a mask's costs
+_PARTS = 8  # of the keys; each is a kernel to compile
 _MIB = 1 << 20
 
 
@@ -50,7 +50,7 @@ def resolve_attnops(problem: AttentionProblem, placement: Placement, config: Spl
         try:
             if isinstance(way, ConfigError):
                 raise way
-            scalars.check(way)  # takes its time where there are many tiles, so it isn't asked of all ways
+            scalars.check(way)  # slow if there are many tiles, so not checked for every config
             needs.append((vmem_need(problem, placement, way), way))
         except ConfigError as error:
             errors.append(error)
@@ -59,8 +59,8 @@ def resolve_attnops(problem: AttentionProblem, placement: Placement, config: Spl
             break
     else:
         if not needs:
-            raise errors[-1]  # of the largest blocks
-        needs.append(min(needs, key=lambda one: one[0]))  # that it doesn't fit is noted in the plan
+            raise errors[-1]  # that of the largest blocks
+        needs.append(min(needs, key=lambda one: one[0]))  # the plan notes that it doesn't fit
     need, resolved = needs[-1]
     if config.is_set("vmem_limit_bytes") or need <= vmem.default:
         return resolved
@@ -78,7 +78,7 @@ def _ways(
     for sizes in (first, *((size,) for size in (*_SIZES[::-1], *_LARGE) if size > largest)):
         found = []
         for most, fused in itertools.product(sizes, _backward_ways(config)):
-            rows = most if sizes is not first else min(most, _SIZES[0])  # of the backward pass
+            rows = most if sizes is not first else min(most, _SIZES[0])  # for the backward pass
             try:
                 found.append(_with_blocks(problem, placement, config, (most, rows), fused))
             except ConfigError as error:
@@ -87,7 +87,7 @@ def _ways(
 
 
 def _most_for(problem: AttentionProblem) -> int:
-    """The largest size to begin with: not beyond blocks that are chosen at run time, of which no cost is known."""
+    """The largest size to begin with. It doesn't exceed blocks chosen at run time, whose cost isn't known."""
     if "chosen_blocks" not in problem.features:
         return _SIZES[0]
     return max(LANES, *(fitted_block(problem.mask, axis, _SIZES[0], _SIZES[0] + 1, LANES) for axis in ("q", "kv")))
@@ -109,11 +109,11 @@ def _cost(problem: AttentionProblem, placement: Placement, config: SplashConfig)
 def tile_cost(
     problem: AttentionProblem, placement: Placement, block: tuple[int, int], unit: tuple[int, int], fill: int = 0
 ) -> float:
-    """The work of a pass in weights: large blocks take few steps, small ones skip more, as do small units within them.
+    """The work of a pass, in weights: large blocks take fewer steps, small ones skip more, as do small units within them.
 
-    block, unit: of queries and keys. fill: of a tile, beside its step.
+    block, unit: of queries and keys. fill: cost per tile, besides its step.
     """
-    if "mask_function" in problem.features:  # would be evaluated weight by weight
+    if "mask_function" in problem.features:  # it would be evaluated weight by weight
         return 1 / math.prod(block)
     place = {"query_offset": problem.query_offset or 0, **_sample(problem, placement)}
     return sum(
@@ -126,7 +126,7 @@ def tile_cost(
 def _tiles_of_bodies(
     mask: Mask, block: tuple[int, int], unit: tuple[int, int], place: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[float, float], ...]:
-    """(what a body costs, tiles of a head that go through it, in the mean), for each body."""
+    """For each body (its cost, the mean number of a head's tiles that use it)."""
     from ..kernels.splash.bodies import bodies_of, cells  # Pallas comes with the package
 
     at = dict(place)
@@ -137,7 +137,7 @@ def _tiles_of_bodies(
 
 
 def _sample(problem: AttentionProblem, placement: Placement) -> dict[str, int]:
-    """Some rows and keys of a device: where rows or keys are split, of the last rows, and of the keys around their places."""
+    """A sample of a device's rows and keys: the last rows if rows or keys are split, and the keys near their positions."""
     q_len, kv_len = (min(length, _SAMPLE) for length in (placement.local.q_len, placement.local.kv_len))
     q_start = problem.q_len - q_len if placement.q_axes else 0
     k_start = min(max(0, q_start + q_len + (problem.query_offset or 0) - kv_len), problem.kv_len - kv_len)
@@ -145,7 +145,7 @@ def _sample(problem: AttentionProblem, placement: Placement) -> dict[str, int]:
 
 
 def _backward_ways(config: SplashConfig) -> tuple[bool, ...]:
-    """Whether the backward pass is fused: what is declared, else fused if it fits."""
+    """Whether the backward pass is fused: as declared, else fused if it fits."""
     if config.is_set("use_fused_bwd_kernel"):
         return (bool(config.use_fused_bwd_kernel),)
     if config.block_kv_dkv_sums is not None:
@@ -161,14 +161,14 @@ def _with_blocks(
     way = way_of_tiles(problem, config)
     q_len, kv_len = placement.local.q_len, placement.local.kv_len
     sizes = BlockSizes(config)
-    # Blocks that a declared inner one divides.
+    # Blocks that a declared inner block divides.
     sizes.fill("block_q", choose_block(q_len, most, math.lcm(LANES, config.block_q_compute or 1)))
     sizes.fill("heads_per_tile", heads_together(problem, placement, sizes["block_q"])[-1], 1)
     sizes.fill_inner("block_q_compute", "block_q", way.queries or sizes["block_q"])
     sizes.fill("products_ahead", way.ahead, 0)
     inner = math.lcm(LANES, config.block_kv_compute_in or 1)
     sizes.fill("block_kv", choose_block(kv_len, most, math.lcm(inner, config.block_kv_compute or 1)))
-    keys = max(_COMPUTE // 2, sizes["block_kv"] // 2) if way.transposed else most  # some units at least, to overlap
+    keys = max(_COMPUTE // 2, sizes["block_kv"] // 2) if way.transposed else most  # at least a few units, to overlap
     sizes.fill_inner("block_kv_compute", "block_kv", min(_COMPUTE, keys), inner)
     sizes.fill_inner("block_kv_compute_in", "block_kv_compute", _COMPUTE_IN.get(problem.device_kind, most))
     unit = math.lcm(LANES, config.block_q_dkv_compute or 1)
@@ -182,7 +182,7 @@ def _with_blocks(
     sizes.fill_inner("block_q_dkv_compute", "block_q_dkv", _queries_dkv(problem, placement, sizes, way.queries_dkv))
     if not fused:
         sizes.fill("block_q_dq", sizes["block_q_dkv"])
-        # In large blocks only where small ones would be too many: a step of this pass has few products.
+        # Large blocks only if there would be too many small ones: a step of this pass has few products.
         keys = most if most in _LARGE else min(_COMPUTE, most)
         sizes.fill("block_kv_dq", choose_block(kv_len, keys, math.lcm(LANES, config.block_kv_dq_compute or 1)))
         sizes.fill_inner("block_kv_dq_compute", "block_kv_dq", min(_COMPUTE, most))
@@ -212,7 +212,7 @@ def heads_together(problem: AttentionProblem, placement: Placement, block_q: int
 
 
 def _queries_dkv(problem: AttentionProblem, placement: Placement, sizes: BlockSizes, queries: int) -> int:
-    """The queries of a backward pass's units: half as many where the mask then leaves out more than smaller units cost."""
+    """The queries of a backward pass's units: half as many if the mask then leaves out more than smaller units cost."""
     block = sizes["block_q_dkv"], sizes["block_kv_dkv"]
     wide, narrow = (
         tile_cost(problem, placement, block, (dividing_block(block[0], most), sizes["block_kv_dkv_compute"]))
@@ -222,7 +222,7 @@ def _queries_dkv(problem: AttentionProblem, placement: Placement, sizes: BlockSi
 
 
 def _with_sums(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> SplashConfig:
-    """As few parts of the keys as leave room for their sums in the fused backward; all keys where that doesn't do it."""
+    """As few parts of the keys as fit with their sums in the fused backward pass; all keys if no number of parts fits."""
     block = config.block_kv_dkv or LANES
     blocks = math.ceil(placement.local.kv_len / block)
     for parts in range(1, min(_PARTS, blocks) + 1):
@@ -235,9 +235,9 @@ def _with_sums(problem: AttentionProblem, placement: Placement, config: SplashCo
 
 
 def _stationary_weights(problem: AttentionProblem, config: SplashConfig) -> bool:
-    """What is declared; else where head dims leave columns of the matrix unit idle: 256 on v6e and tpu7x, 128 before.
+    """As declared; else True if the head dims leave columns of the matrix unit idle: 256 on v6e and tpu7x, 128 before.
 
-    Static cycles of the fused backward, at head dim 64: 17 to 21 % fewer. At 128: 12 % fewer on v6e and tpu7x, 5 % more on a
+    Static cycles of the fused backward pass, at head dim 64: 17 to 21 % fewer. At 128: 12 % fewer on v6e and tpu7x, 5 % more on
     v5e; at 256 21 % more on tpu7x.
     """
     if config.is_set("stationary_weights"):
@@ -247,10 +247,10 @@ def _stationary_weights(problem: AttentionProblem, config: SplashConfig) -> bool
 
 
 def _sums_by_product(problem: AttentionProblem, config: SplashConfig, way: TileWay) -> bool:
-    """What is declared; else with transposed tiles, where ones are rows that stream past, and on v6e without them where the
+    """As declared; else with transposed tiles, where the ones are rows that stream past, and on v6e without them if the
     product with the values leaves half of the matrix unit's 256 columns idle.
 
-    Without them 14 % fewer static cycles there, at head dim 128; 9 % more on tpu7x, where products are added up elsewhere.
+    In the latter case 14 % fewer static cycles at head dim 128; on tpu7x, which adds up products elsewhere, 9 % more.
     """
     if config.is_set("sum_by_product"):
         return bool(config.sum_by_product)

@@ -1,4 +1,4 @@
-"""What a search for block sizes tries: sizes that the mask, the lengths and the VMEM allow, the most promising first."""
+"""The block sizes that a search tries: those that the mask, the lengths and the VMEM allow, the most promising first."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _UNIT = 512  # of queries and of keys, as most are
 
 
 def tuned_fields(problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
-    """The fields that nobody declared, of those that a search chooses; none where queries or keys are split over devices.
+    """The undeclared fields that a search chooses; none if queries or keys are split over devices.
 
-    There each device has its own tiles, and one device's call is not the problem's.
+    Each device then has its own tiles, and one device's call doesn't represent the problem.
     """
     config = problem.config
     split = placement.q_axes or placement.sequence.strategy == "split_kv"
@@ -60,7 +60,7 @@ def _distinct(
     names: tuple[str, ...],
     ways: list[dict[str, Any]],
 ) -> tuple[dict[str, Any], ...]:
-    """The heuristic's choice, then what resolves to something else and may fit."""
+    """The heuristic's choice, then those that resolve to something else and may fit."""
     free = tuple(name for name in names if not config.is_set(name))
     found = {_values(chosen, free): None}
     for way in ways:
@@ -134,6 +134,6 @@ def _backward(problem: AttentionProblem, placement: Placement, config: SplashCon
 
 
 def _diagonal(rows: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Promising rows and the promising ones in each row first: sorted by the sum of both places."""
+    """Promising rows, and promising entries of each row, first: sorted by the sum of both places."""
     placed = [(i + j, i, way) for i, row in enumerate(rows) for j, way in enumerate(row)]
     return [way for _, _, way in sorted(placed, key=lambda one: one[:2])]

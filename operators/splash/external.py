@@ -1,4 +1,4 @@
-"""splash with a kernel that isn't attnops' own: what jax's and tokamax's can't do, as rules, and how they are called."""
+"""splash with another library's kernel: what jax's and tokamax's don't support, as rules, and how they are called."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def resolve_external(problem: AttentionProblem, placement: Placement, config: Sp
     fused = config.kernel == "tokamax" or bool(config.use_fused_bwd_kernel)
     sizes = BlockSizes(config)
     sizes.fill("block_q", choose_block(q_len, cap))
-    # One unit for both passes, so that their blocks can be the same.
+    # One unit for both passes, so that their blocks can be equal.
     unit = math.lcm(LANES, config.block_kv_compute or 1, config.block_kv_dkv_compute or 1)
     sizes.fill("block_kv", choose_block(kv_len, cap, unit))
-    # Other passes take the forward's blocks, so that one padded length serves all.
+    # Other passes use the forward pass's blocks, so that one padded length serves all.
     backward_q = sizes["block_q"] if sizes["block_q"] % LANES == 0 else choose_block(q_len, cap)
     for suffix in ("dkv",) if fused else ("dkv", "dq"):
         sizes.fill(f"block_q_{suffix}", backward_q)
@@ -152,12 +152,12 @@ def run_external(
 
 
 def external_padding(config: SplashConfig, name: str) -> int:
-    """The block of which a length ('q' or 'kv') is padded to a multiple: the passes share one padded length."""
+    """The block whose multiple a length ('q' or 'kv') is padded to: the passes share one padded length."""
     return math.lcm(*(getattr(config, f"block_{name}{suffix}") or 1 for suffix in ("", "_dkv", "_dq")))
 
 
 def external_remarks(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> tuple[str, ...]:
-    """What a plan with another's kernel notes."""
+    """A plan's notes on another library's kernel."""
     if config.kernel != "tokamax":
         return ambient_precision(problem)
     from ..kernels.tokamax_splash import untried

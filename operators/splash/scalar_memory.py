@@ -1,4 +1,4 @@
-"""What splash's kernels prefetch into scalar memory, counted: the lists of visits, and numbers that every step reads."""
+"""Counts what splash's kernels prefetch into scalar memory: the lists of visits, and numbers that every step reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ScalarMemory"]
 
 
 class _GridPass(NamedTuple):
-    """A pass's blocks by their names' ending, the axis by which it goes, and the keys that it takes at a time."""
+    """A pass: the suffix of its blocks' names, the axis along which it goes, and the keys that it takes at a time."""
 
     suffix: str
     slow: str
@@ -26,13 +26,13 @@ class _GridPass(NamedTuple):
 
 
 class ScalarMemory:
-    """The count of one problem; the tiles of blocks that several passes and configs share are found once."""
+    """The count for one problem; the tiles of blocks shared by several passes and configs are found once."""
 
     def __init__(self, problem: AttentionProblem, placement: Placement) -> None:
         from ..kernels.splash.schedule import Known  # imports Pallas, so only where the kernel is planned
 
         local, split = placement.local, placement.sequence
-        # As execute.py makes them: a start is traced where that length is split, or travels.
+        # As in execute.py: a start is traced if its length is split or travels around a ring.
         q_start = None if placement.q_axes else 0
         k_start = None if split.ring_axes or split.strategy == "split_kv" else 0
         offset = None if problem.dynamic_query_offset else problem.query_offset or 0
@@ -52,7 +52,7 @@ class ScalarMemory:
         self._live: dict[tuple[int, int], np.ndarray] = {}
 
     def check(self, config: SplashConfig) -> None:
-        """Errors: ConfigError for blocks whose numbers a visit's word can't hold, or more words than scalar memory does."""
+        """Errors: ConfigError for blocks whose numbers don't fit in a visit's word, or words that don't fit in scalar memory."""
         for one in _passes(config, self.known.kv_len):
             self._check_blocks(config, one.suffix)
         for one in _passes(config, self.known.kv_len):
@@ -90,7 +90,7 @@ class ScalarMemory:
         lists = self._lists(config)
         if lists * tiles <= room:
             return
-        # Where already the tiles of some rows are too many, all of them aren't looked for.
+        # If the tiles of some rows are already too many, the others aren't counted.
         at_least = fewest_steps(self.known, block_q, block_kv) if one.keys >= self.known.kv_len else 0
         exact = lists * at_least <= room
         visits = lists * (self._visits(block_q, block_kv, one.slow, one.keys) if exact else at_least)
@@ -106,17 +106,17 @@ class ScalarMemory:
         )
 
     def _lists(self, config: SplashConfig) -> int:
-        """One for each batch row, and for each tile of kv heads, where they differ."""
+        """The number of lists: one for each batch row, and for each tile of kv heads, if they differ."""
         q_heads, kv_heads = self.heads
         kv_tile = max(1, (config.heads_per_tile or 1) * kv_heads // q_heads)
         return self.rows * (kv_heads // kv_tile if self.heads_apart else 1)
 
     def _numbers(self, one: _GridPass) -> dict[str, int]:
-        """All but the list: sinks are read by the forward pass alone."""
+        """Everything except the list: only the forward pass reads sinks."""
         return {name: 0 if name == "sinks" and one.suffix else count for name, count in self.numbers.items()}
 
     def _visits(self, block_q: int, block_kv: int, slow: str, keys: int) -> int:
-        """The longest list of a batch row: of all keys, or of a part of them."""
+        """The longest list of a batch row, for all keys or for a part of them."""
         from ..kernels.splash.schedule import live_tiles, most_steps
 
         if (block_q, block_kv) not in self._live:
@@ -127,7 +127,7 @@ class ScalarMemory:
 
 
 def _passes(config: SplashConfig, kv_len: int) -> tuple[_GridPass, ...]:
-    """Those of a resolved config."""
+    """The passes of a resolved config."""
     forward = _GridPass("", "q", kv_len)
     if config.use_fused_bwd_kernel:
         return forward, _GridPass("_dkv", "q", config.block_kv_dkv_sums or kv_len)

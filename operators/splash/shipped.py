@@ -15,14 +15,14 @@ from .splash_config import SplashConfig
 __all__ = ["TABLE", "look_up", "table_key"]
 
 TABLE = Path(__file__).with_name("shipped.json")
-# What a config may declare without touching the choice.
+# What a config may declare without affecting the choice.
 _FREE = frozenset({"operation", "schema_version", "kernel", "residual_checkpoint_name", "interpret"})
-# Features that a kernel's sizes don't depend on, or that stand in the key as sizes or as the mask.
+# Features that a kernel's sizes don't depend on, or that are in the key as sizes or as the mask.
 _SMALL = STATIC_MASKS | {"return_lse", "gqa", "value_dim"}
 
 
 def table_key(problem: AttentionProblem, placement: Placement) -> str:
-    """What a row of the table is found by: batch and heads don't matter to a tile of one head."""
+    """The table's key: batch and heads don't matter to a tile of one head."""
     local = placement.local
     parts = (
         problem.device_kind,
@@ -39,7 +39,7 @@ def table_key(problem: AttentionProblem, placement: Placement) -> str:
 
 
 def look_up(problem: AttentionProblem, placement: Placement) -> tuple[str, Mapping[str, Any]] | None:
-    """(where it comes from, fields) for a problem of which nothing about blocks is declared; None for no row."""
+    """(source, fields) for a problem that declares nothing about blocks; None if there is no row."""
     config = problem.config
     if not isinstance(config, SplashConfig) or config.kernel != "attnops":
         return None  # the sizes are those of attnops' kernels

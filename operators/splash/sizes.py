@@ -1,4 +1,4 @@
-"""How splash's block sizes are filled in: what is declared, a kernel's own default where None is, else what is chosen."""
+"""How splash's block sizes are filled in: declared sizes, a kernel's own default for None, else chosen ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["BlockSizes", "choose_block", "dividing_block"]
 
 
 class BlockSizes:
-    """Sizes as they are filled in: what is declared, the kernel's default where None is, else what is given here."""
+    """Sizes being filled in: declared ones, the kernel's default for None, else those given here."""
 
     def __init__(self, config: SplashConfig) -> None:
         self.config = config
@@ -26,7 +26,7 @@ class BlockSizes:
         self.found[name] = given if given is not None else none if self.config.is_set(name) else default
 
     def fill_inner(self, inner: str, outer: str, cap: int, unit: int = LANES) -> None:
-        """A block within another: it has to divide it, and to be a multiple of `unit`."""
+        """A block within another: it must divide it and be a multiple of `unit`."""
         self.fill(inner, dividing_block(self.found[outer], cap, unit), self.found[outer])
         if self.found[outer] % self.found[inner]:
             raise ConfigError(
@@ -42,6 +42,7 @@ def choose_block(length: int, cap: int, unit: int = LANES) -> int:
 
 
 def dividing_block(block: int, cap: int, unit: int = LANES) -> int:
-    """The largest multiple of `unit` up to `cap` that divides a block; the block itself where that would be 128, or none."""
+    """The largest multiple of `unit` up to `cap` that divides a block; the block itself if that would be 128, or there is
+    none."""
     found = [b for b in range(unit, min(block, cap) + 1, unit) if block % b == 0]
     return block if not found or found[-1] == LANES < min(block, cap) else found[-1]

@@ -1,4 +1,4 @@
-"""SplashConfig: what can be declared about splash, and which kernel carries it."""
+"""SplashConfig: what can be declared for splash, and which kernel supports it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INSIDE = (
     ("block_kv_dkv", "block_kv_dkv_sums"),
     ("block_kv_dq_compute", "block_kv_dq"),
 )
-# What a kernel has no place for.
+# What a kernel doesn't support.
 _ATTNOPS_ONLY = (
     "block_q_compute", "block_kv_compute_in", "transposed_tiles", "products_ahead", "heads_per_tile", "block_q_dkv_compute",
     "block_kv_dkv_sums", "block_kv_dq_compute", "products_ahead_dkv", "vmem_limit_bytes", "sum_by_product", "stationary_weights",
@@ -43,27 +43,25 @@ Layout = Literal["head_dim_minor", "seq_minor"]
 class SplashConfig(OperationConfig):
     """Which splash kernel runs on a TPU, with which block sizes and layouts.
 
-    Sizes count rows. A size that is unset is chosen by attnops from the local shapes and the device. None takes the kernels'
-    own default: 128, or, for a compute block, the block that it lies in.
+    Sizes count rows. attnops chooses unset sizes from the local shapes and the device. None means the kernels'
+    own default: 128 or, for a compute block, the block that contains it.
 
-    kernel: 'attnops', 'jax' for the kernel that ships with JAX, or 'tokamax' for tokamax's; a field that it can't carry is
-    then refused.
-    block_q, block_kv: what the forward pass holds in VMEM at once. block_q_compute, block_kv_compute: the queries and keys of
-    one product. block_kv_compute_in: the part of these keys that goes through the exponential and the product with the values
-    at a time. transposed_tiles: hold weights as [keys, queries] in the forward pass, as the backward passes do; None is False.
-    products_ahead: software pipelining, the products of queries and keys that are issued ahead of the exponentials of an
-    earlier one; None is 0. heads_per_tile: query heads worked on together; None is 1.
-    *_dkv: blocks of the gradient of k and v, *_dq of that of q, with *_compute the queries and keys worked on at a time.
-    products_ahead_dkv: products_ahead with the *_dkv blocks. use_fused_bwd_kernel: all three gradients in one pass, with the
-    *_dkv blocks; None is False, but for tokamax, which has no other way. block_kv_dkv_sums: the keys whose gradients it sums
-    in VMEM at a time, one pass after the other where there are more; None is all of them.
-    *_layout: 'seq_minor' hands the tensor over transposed. use_base2_exp: hold logits times log2 e. fuse_reciprocal: divide
-    by the softmax's sum in the kernel, else after it. sum_by_product: make that sum in the product with the values, by a
-    column of ones; None is False. stationary_weights: make and sum the backward's gradients transposed, so that the weights
-    fill the matrix unit; None is False. use_experimental_scheduler: the compiler's LP scheduler. vmem_limit_bytes: what the
-    kernels may take of VMEM; None is the compiler's default.
-    residual_checkpoint_name: the name of the output and its log-sum-exp for jax.checkpoint policies. interpret: run the
-    kernel in Pallas' interpreter, on any platform; for tests.
+    kernel: 'attnops', 'jax' for the kernel that ships with JAX, or 'tokamax' for tokamax's; fields that the kernel doesn't
+    support are refused. block_q, block_kv: what the forward pass holds in VMEM at once. block_q_compute, block_kv_compute: the
+    queries and keys of one product. block_kv_compute_in: the part of these keys that goes through the exponential and the
+    product with the values at a time. transposed_tiles: hold weights as [keys, queries] in the forward pass, as the backward
+    passes do; None is False. products_ahead: software pipelining, the number of products of queries and keys issued ahead of an
+    earlier one's exponentials; None is 0. heads_per_tile: query heads processed together; None is 1. *_dkv: blocks of the
+    gradients of k and v, *_dq of that of q; *_compute are the queries and keys processed at a time. products_ahead_dkv:
+    products_ahead with the *_dkv blocks. use_fused_bwd_kernel: all three gradients in one pass, with the *_dkv blocks; None is
+    False, except for tokamax, which only has the fused pass. block_kv_dkv_sums: the keys whose gradients it sums in VMEM at a
+    time, with one pass after another if there are more; None is all of them. *_layout: 'seq_minor' passes the tensor transposed.
+    use_base2_exp: multiply logits by log2 e. fuse_reciprocal: divide by the softmax's sum in the kernel, otherwise after it.
+    sum_by_product: compute that sum in the product with the values, by a column of ones; None is False. stationary_weights:
+    compute and sum the backward pass's gradients transposed, so that the weights fill the matrix unit; None is False.
+    use_experimental_scheduler: the compiler's LP scheduler. vmem_limit_bytes: the VMEM that the kernels may take; None is the
+    compiler's default. residual_checkpoint_name: the name of the output and its log-sum-exp for jax.checkpoint policies.
+    interpret: run the kernel in Pallas' interpreter, on any platform; for tests.
     """
 
     feeds: ClassVar = {"blocksize_q": "block_q", "blocksize_k": "block_kv"}
@@ -105,7 +103,7 @@ class SplashConfig(OperationConfig):
     def _multiple(cls, value: object, info: ValidationInfo) -> object:
         if value is None:
             return None
-        # Others' forward kernels have queries in sublanes; their backward kernels, and all of attnops', have them in lanes.
+        # The other kernels' forward passes have queries in sublanes; their backward passes, and all of attnops', in lanes.
         in_sublanes = info.field_name == "block_q" and info.data.get("kernel") in ("jax", "tokamax")
         unit = 8 if in_sublanes else LANES
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

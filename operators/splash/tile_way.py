@@ -1,4 +1,4 @@
-"""How splash's tiles are worked on where nothing is declared: transposed and pipelined on the TPUs where that is faster."""
+"""How splash processes tiles if nothing is declared: transposed and pipelined on TPUs where that is faster."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .splash_config import SplashConfig
 
 __all__ = ["SUBLANES", "TileWay", "tile_note", "way_of_tiles"]
 
-SUBLANES = 16  # of a register of bfloat16
+SUBLANES = 16  # per register of bfloat16
 
 
 class TileWay(NamedTuple):
-    """Whether the forward's tiles are [keys, queries]; queries of a unit (0: the block's) and products that go ahead; the
-    same of the fused backward, with the keys of its units; and why.
+    """Whether the forward pass's tiles are [keys, queries]; queries per unit (0: the block's) and products issued ahead; the
+    same for the fused backward pass, with the keys of its units; and why.
     """
 
     transposed: bool
@@ -26,18 +26,18 @@ class TileWay(NamedTuple):
     reason: str
 
 
-# By static cycles. Of v6e and tpu7x; the scheduler is erratic: from 4 to 6 products ahead cycles differ by 5 %.
+# By static cycles, for v6e and tpu7x. The scheduler is erratic: from 4 to 6 products ahead cycles differ by 5 %.
 _PIPELINED = {"TPU v6 lite": (256, 4, 256, 256, 2), "TPU7x": (256, 5, 512, 256, 2)}
 # Units of other tiles: half of a block of 1024 takes 8 % fewer cycles than the whole on v4, v5e and v5p, at any head dim, and 5
-# % more on a v6e. In backward passes, where products fill the units, 1 % more to 8 % fewer.
+# % more on v6e. In backward passes, where products fill the units, between 1 % more and 8 % fewer.
 _QUERIES, _QUERIES_DKV = 512, 512
 
 
 def way_of_tiles(problem: AttentionProblem, config: SplashConfig) -> TileWay:
-    """What is declared, else what the generation and the call want."""
+    """As declared, else what suits the generation and the call."""
     queries, ahead, queries_dkv, keys_dkv, ahead_dkv = _PIPELINED.get(problem.device_kind, (0, 0, 0, 0, 0))
     reason = _plain(problem)
-    if reason is not None or max(problem.head_dim, problem.value_dim) >= 256:  # whose products fill the backward pass
+    if reason is not None or max(problem.head_dim, problem.value_dim) >= 256:  # their products fill the backward pass
         queries_dkv, keys_dkv, ahead_dkv = _QUERIES_DKV, 0, 0
     transposed = reason is None
     if config.is_set("transposed_tiles"):
@@ -56,7 +56,7 @@ def way_of_tiles(problem: AttentionProblem, config: SplashConfig) -> TileWay:
 
 
 def _plain(problem: AttentionProblem) -> str | None:
-    """Why tiles aren't transposed and pipelined; None where they are."""
+    """Why tiles aren't transposed and pipelined; None if they are."""
     if problem.device_kind not in _PIPELINED:
         return f"on {problem.device_kind} they need no fewer cycles"
     if problem.runtime_dtype != "bfloat16":
@@ -67,7 +67,7 @@ def _plain(problem: AttentionProblem) -> str | None:
 
 
 def tile_note(problem: AttentionProblem, config: SplashConfig) -> str | None:
-    """A note for the plan on how a resolved config's tiles are worked on; None on a TPU that leaves no choice."""
+    """A plan's note on how a resolved config's tiles are processed; None on a TPU without a choice."""
     assert isinstance(problem.config, SplashConfig)
     if problem.device_kind not in _PIPELINED:
         return None

@@ -1,4 +1,4 @@
-"""What splash's kernels take of VMEM with a resolved config, counted, and what they may take."""
+"""Counts the VMEM that splash's kernels take with a resolved config, and what they may take."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 __all__ = ["ROOM", "blocks_of", "counted_vmem", "fits", "too_much_vmem", "vmem_need", "vmem_parts", "vmem_room"]
 
-# What the compiler took was 0.6 to 1.1 times what vmem.py counts, in what has been compiled.
+# In everything compiled so far, the compiler took 0.6 to 1.1 times what vmem.py counts.
 ROOM = 1.25
 _MIB = 1 << 20
 
 
 def blocks_of(config: SplashConfig) -> SplashBlocks:
-    """The sizes of a resolved config, as the kernels take them."""
+    """The sizes of a resolved config in the kernels' form."""
     from ..kernels.splash import SplashBlocks  # imports Pallas, so only where the kernel is planned
 
     return SplashBlocks(**{name: getattr(config, name) for name in SplashBlocks.__dataclass_fields__})
 
 
 def vmem_need(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> int:
-    """Bytes of VMEM that the larger pass of a resolved config is counted to take, with some room."""
+    """Counted bytes of VMEM of a resolved config's larger pass, with some margin."""
     parts = vmem_parts(problem, placement, config)
     return math.ceil(max(sum(part.values()) for part in parts.values()) * ROOM)
 
@@ -42,18 +42,18 @@ def vmem_parts(problem: AttentionProblem, placement: Placement, config: SplashCo
 
 
 def fits(problem: AttentionProblem, placement: Placement, config: SplashConfig, backward: bool) -> bool:
-    """Whether one pass of a resolved config may fit: what its blocks and sums take at least is what there is at most."""
+    """Whether one pass of a resolved config may fit: its blocks and sums take no more than the most there is."""
     return counted_vmem(problem, placement, config, backward) <= vmem_room(problem, config)
 
 
 def counted_vmem(problem: AttentionProblem, placement: Placement, config: SplashConfig, backward: bool) -> int:
-    """Bytes that the forward kernel, or the larger of the backward ones, is counted to take."""
+    """Counted bytes of the forward kernel, or of the larger backward kernel."""
     parts = vmem_parts(problem, placement, config)
     return max(sum(part.values()) for name, part in parts.items() if (name != "forward") == backward)
 
 
 def too_much_vmem(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> str | None:
-    """A note for the plan where a resolved config is counted to need more VMEM than there is."""
+    """A note for the plan if a resolved config is counted to need more VMEM than there is."""
     need, room = vmem_need(problem, placement, config), vmem_room(problem, config)
     if need <= room:
         return None
@@ -64,7 +64,7 @@ def too_much_vmem(problem: AttentionProblem, placement: Placement, config: Splas
 
 
 def vmem_room(problem: AttentionProblem, config: SplashConfig) -> int:
-    """What the kernels may take: what is declared, as far as the device has it; all that it has where nothing is."""
+    """The VMEM that the kernels may take: as declared, up to the device's; all of the device's if nothing is declared."""
     from ..kernels.splash.vmem import vmem_of
 
     vmem = vmem_of(problem.device_kind)

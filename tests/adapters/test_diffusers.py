@@ -144,7 +144,7 @@ def test_names(tmp_path: Any) -> None:
     with attention_backend(register(file, name="mine")):
         dispatch_attention_fn(Q, Q, Q)
     for name in ("native", "flash", "Mine", "", 3):
-        with pytest.raises(ConfigError, match="small letters"):
+        with pytest.raises(ConfigError, match="lower-case"):
             register("vanilla", name=name)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r'set_attention_backend\("native"\)'):
         register({"operation": "vanilla", "enabled": False})
@@ -155,7 +155,7 @@ def test_names(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"attention_kwargs": {"return_lse": True}}, ConfigError, "returns its output alone"),
+        ({"attention_kwargs": {"return_lse": True}}, ConfigError, "returns only its output"),
         ({"parallel_config": object()}, ConfigError, "sequence_parallel"),
         ({"attention_kwargs": {"window_size": (3, 0)}}, ConfigError, "call.sliding_window"),
         ({"attention_kwargs": {"deterministic": True}}, ConfigError, "of other backends"),
@@ -163,7 +163,7 @@ def test_names(tmp_path: Any) -> None:
         ({"query": Q.double()}, InputTypeError, "float64"),
         ({"query": Q.bfloat16()}, InputTypeError, "wanted one dtype"),
         ({"enable_gqa": False}, InputError, "enable_gqa=True"),
-        ({"attn_mask": torch.ones(5, 7, dtype=torch.bool), "is_causal": True}, InputError, "put the triangle"),
+        ({"attn_mask": torch.ones(5, 7, dtype=torch.bool), "is_causal": True}, InputError, "include the causal mask"),
         ({"attn_mask": torch.ones(5, 6, dtype=torch.bool)}, InputError, "mask has shape"),
     ],
 )

@@ -52,8 +52,8 @@ def test_fields_of_decoding() -> None:
 @pytest.mark.parametrize(
     ("rules", "names", "match"),
     [
-        (RULES, {"head_axes": "heads"}, "'head_axes' is no field of PartitionAxis.*Did you mean 'head_axis'"),
-        (RULES, {"head_axis": "head"}, "head_axis='head', and no rule has that name.*Did you mean 'heads'"),
+        (RULES, {"head_axes": "heads"}, "'head_axes' isn't a PartitionAxis field.*Did you mean 'head_axis'"),
+        (RULES, {"head_axis": "head"}, "head_axis='head', but no rule has that name.*Did you mean 'heads'"),
         ((("heads", "a"), ("heads", "b")), {"head_axis": "heads"}, "head_axis='heads' has 2 rules"),
         ((("heads", 3),), {}, r"rule \('heads', 3\); wanted \(logical name"),
         (("heads",), {}, "rule 'heads'; wanted"),
@@ -135,9 +135,9 @@ def test_block_sizes_of_others() -> None:
         ({"block_q": 128}, {"prefix": "sa_"}, "no name begins with 'sa_'; got block_q"),
         ({"sa_block_z": 128}, {"prefix": "sa_"}, "unknown field 'block_z'"),
         ({"block_q": 100}, {}, "block_q=100 is not a multiple of 128"),
-        ({"block_q": 128}, {"ignore": ["megacore"]}, "ignore='megacore', which isn't among block_q; take it out"),
+        ({"block_q": 128}, {"ignore": ["megacore"]}, "ignore='megacore', which isn't among block_q; remove it"),
         ({"block_q": 128}, {"ignore": ["block_q"]}, "ignore='block_q', which is a field of SplashConfig"),
-        ({"block_q": 128}, {"block_q": 256}, "block_q: in the block sizes and beside them"),
+        ({"block_q": 128}, {"block_q": 256}, "block_q: specified in the block sizes and as fields"),
     ],
 )
 def test_block_sizes_that_are_refused(blocks: Any, call: dict[str, Any], match: str) -> None:

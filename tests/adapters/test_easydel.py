@@ -149,8 +149,8 @@ def test_a_call_is_the_references(call: dict[str, Any], wanted: dict[str, Any]) 
     [
         ({"cache_view": object()}, ConfigError, "wanted a TransformerCacheView"),
         ({"cum_seqlens_q": jnp.arange(3)}, ConfigError, "segment ids"),
-        ({"normalize_output": False}, ConfigError, "no use for it"),
-        ({"precision": jax.lax.Precision.HIGHEST}, ConfigError, "keep all bits"),
+        ({"normalize_output": False}, ConfigError, "support it"),
+        ({"precision": jax.lax.Precision.HIGHEST}, ConfigError, "keep the full precision"),
         ({"sofmax_scale": 1.0}, ConfigError, "sofmax_scale"),
         ({"softmax_aux": jnp.ones((3, 2))}, InputError, "wanted 1, 2 or 4"),
     ],

@@ -67,12 +67,12 @@ def test_dropout_inference_and_key() -> None:
     still = theirs(x, x, x, inference=True)
     np.testing.assert_allclose(ours(x, x, x, inference=True), still, atol=1e-6)
     np.testing.assert_allclose(eqx.nn.inference_mode(ours)(x, x, x), still, atol=1e-6)
-    with pytest.warns(DeprecationWarning, match="say inference"):
+    with pytest.warns(DeprecationWarning, match="use inference"):
         np.testing.assert_allclose(ours(x, x, x, deterministic=True), still, atol=1e-6)
     outs = eqx.filter_jit(jax.vmap(lambda key: ours(x, x, x, key=key)))(jax.random.split(KEY, 200))
     np.testing.assert_allclose(outs.mean(0), still, atol=0.25)
     assert outs.std(0).min() > 0
-    with pytest.raises(InputError, match=r"dropout of 0\.5 needs key="):
+    with pytest.raises(InputError, match=r"dropout of 0\.5 requires key="):
         ours(x, x, x)
 
 
@@ -121,13 +121,13 @@ def test_wrong_input() -> None:
     ours, x = attention_of(_layer(), PLAIN), X[0]
     with pytest.raises(InputError, match=r"Linear holds no equinox.nn.MultiheadAttention"):
         attention_of(eqx.nn.Linear(2, 2, key=KEY), PLAIN)
-    with pytest.raises(InputError, match=r"mask has shape \(6,\); wanted \(6, 6\) or, a head each, \(2, 6, 6\)"):
+    with pytest.raises(InputError, match=r"mask has shape \(6,\); wanted \(6, 6\) or, with one per head, \(2, 6, 6\)"):
         ours(x, x, x, TRIANGLE[0])
     with pytest.raises(InputError, match="key_ has 6 rows, value has 5"):
         ours(x, x, x[:5])
     with pytest.raises(InputError, match="process_heads gave shapes"):
         ours(x, x, x, process_heads=lambda q, k, v: (q[:3], k, v))
-    with pytest.raises(InputError, match=r"inference is an? .*wanted True or False: it is compiled in"):
+    with pytest.raises(InputError, match=r"inference is an? .*wanted True or False: it is a compile-time constant"):
         ours(x, x, x, inference=jax.numpy.array(True))
 
 

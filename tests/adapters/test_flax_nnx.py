@@ -103,7 +103,7 @@ def test_decoding_with_the_causal_mask_in_the_file() -> None:
 def test_is_causal_with_a_cache_is_refused_unless_aligned_by_the_file() -> None:
     theirs, ours = _both()
     with pytest.raises(
-        InputError, match=r"is_causal=True with 1 queries and 6 keys.*call\.query_offset: 0 for flax's way, 5"
+        InputError, match=r"is_causal=True with 1 queries and 6 keys.*call\.query_offset: 0 for flax's behaviour, 5"
     ):
         ours(X[:, :1], X, is_causal=True)
     first = _layer(PLAIN | {"call": {"query_offset": 0}})
@@ -152,7 +152,7 @@ def test_bias_and_other_arguments_of_a_direct_call() -> None:
     [
         ({}, {"precision": jax.lax.Precision.HIGHEST}, "precision=.*jax.default_matmul_precision"),
         ({}, {"dropout_rate": 0.5}, r"broadcast_dropout=True \(flax's default\).*broadcast_dropout=False"),
-        ({}, {"dropout_rate": 0.5, "broadcast_dropout": False, "dropout_rng": None}, "needs dropout_rng"),
+        ({}, {"dropout_rate": 0.5, "broadcast_dropout": False, "dropout_rng": None}, "requires dropout_rng"),
         ({"metadata": {"runtime_dtype": "bfloat16"}}, {"dtype": jnp.float32}, "dtype: the file's metadata declares"),
         ({"call": {"q_heads": 3}}, {}, "the file declares q_heads=3"),
         ({"call": {"layout": "bhtd"}}, {}, "layout: the declaration says 'bhtd', the call says 'bthd'"),

@@ -102,7 +102,7 @@ def test_dropout_is_said_once_or_twice_the_same(at: str) -> None:
     arrays, rng = _arrays(1), jax.random.key(0)
     drop = {"dropout_prob": 0.5, "dropout_rng": rng, "deterministic": False}
     with pytest.raises(
-        ConfigError, match=r"dropout_prob: the (file|decl).*0\.5, the (framework's )?call says 0\.0; leave"
+        ConfigError, match=r"dropout_prob: the (file|decl).*0\.5, the (framework's )?call (says|has) 0\.0; "
     ):
         _attended({at: {"dropout_prob": 0.5}}, arrays)
     once, twice = _attended({}, arrays, **drop), _attended({at: {"dropout_prob": 0.5}}, arrays, **drop)
@@ -119,11 +119,11 @@ def test_dropout_in_evaluation_is_told_and_off() -> None:
 
 def test_what_a_framework_has_no_place_for() -> None:
     for name in ("return_weights", "return_lse"):
-        with pytest.raises(ConfigError, match=f"call.{name} is declared.*returns its output alone"):
+        with pytest.raises(ConfigError, match=f"call.{name} is declared.*returns only its output"):
             declared_attention({"operation": "vanilla", "call": {name: True}}, {})
-    with pytest.raises(ConfigError, match=r"causal: given beside an Attention.*pass them to Attention\("):
+    with pytest.raises(ConfigError, match=r"causal: given with an Attention.*pass them to Attention\("):
         declared_attention(Attention({"operation": "vanilla"}), {"causal": True})
-    with pytest.raises(InputError, match=r"call.softmax_aux is declared, and the call has no softmax_aux"):
+    with pytest.raises(InputError, match=r"call.softmax_aux is declared, but the call has no softmax_aux"):
         _attended({"call": {"softmax_aux": [HEADS]}}, _arrays(1))
 
 
@@ -178,6 +178,6 @@ def test_a_framework_that_is_not_installed(adapter: str, framework: str, monkeyp
 
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     with pytest.raises(
-        ModuleNotFoundError, match=rf"needs {framework}, which isn't installed; pip install 'attnops\[{framework}\]'"
+        ModuleNotFoundError, match=rf"requires {framework}, which isn't installed; pip install 'attnops\[{framework}\]'"
     ):
         importlib.import_module(f"attnops.adapters.{adapter}")

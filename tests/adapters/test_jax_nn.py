@@ -244,7 +244,7 @@ def test_a_disabled_file_is_jaxs_own() -> None:
         ({"implementation": "nowhere.json"}, ConfigError, "nowhere.json: No such file"),
         ({"implementation": 3}, ConfigError, "got an int; wanted an object"),
         ({"implementation": "paged"}, ConfigError, "'paged' has steps over a cache's pages and no calls"),
-        ({"mask": np.ones((5, 7))}, InputTypeError, "mask is float64; wanted bool.*added to the logits is bias"),
+        ({"mask": np.ones((5, 7))}, InputTypeError, "mask is float64; wanted bool.*to add to the logits, pass bias"),
         (
             {"mask": np.ones((3, 7), bool)},
             InputError,

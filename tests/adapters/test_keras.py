@@ -170,18 +170,18 @@ class _Own(MHA):
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = MHA(2, 4)
-    with pytest.raises(InputError, match="holds no MultiHeadAttention"):
+    with pytest.raises(InputError, match="holds no built MultiHeadAttention"):
         attention_of(keras.layers.Dense(3), PLAIN)
-    with pytest.raises(InputError, match="no keras model or layer"):
+    with pytest.raises(InputError, match="isn't a keras model or layer"):
         attention_of(3, PLAIN)
-    with pytest.raises(InputError, match="attention of its own"):
+    with pytest.raises(InputError, match="its own attention"):
         attention_of(_Own(2, 4), PLAIN)
     with pytest.raises(ConfigError, match="flash_attention=True"):
         attention_of(MHA(2, 4, flash_attention=True), PLAIN)
     with pytest.raises(ConfigError, match="return_lse"):
         attention_of(layer, PLAIN | {"call": {"return_lse": True}})
     space = attention_of(MHA(2, 4, attention_axes=2), PLAIN)
-    with pytest.raises(InputError, match="are of one axis"):
+    with pytest.raises(InputError, match="apply to axis 1 only"):
         space(FRAMES, FRAMES, use_causal_mask=True)
     with pytest.raises(InputError, match="attention_mask has shape"):
         attention_of(MHA(2, 4), PLAIN)(X, X, attention_mask=np.ones((2, 6, 5), bool))

@@ -202,8 +202,8 @@ def test_the_plan_says_what_the_mask_is() -> None:
         ({"attn_mask": torch.ones(1, 2, 3, 5, 5)}, r"attn_mask has shape \(1, 2, 3, 5, 5\)"),
         ({"key": _normal(2, 3, 5, 4)}, r"key \(2, 3, 5, 4\).*wanted \[\.\.\., heads, q, dim\]"),
         ({"query": _normal(8)}, r"query \(8,\)"),
-        ({"query": _normal(2, 6, 5, 8)}, "don't broadcast. Grouped heads need enable_gqa=True"),
-        ({"query": _normal(2, 4, 5, 8), "enable_gqa": True}, "query heads a multiple of them"),
+        ({"query": _normal(2, 6, 5, 8)}, "don't broadcast. Hint: grouped heads require enable_gqa=True"),
+        ({"query": _normal(2, 4, 5, 8), "enable_gqa": True}, "a multiple of them as query heads"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], message: str) -> None:
@@ -248,7 +248,7 @@ def test_a_growing_cache_compiles_for_few_sizes(mask: str | None) -> None:
             torch.testing.assert_close(function(query, key, value, **call), OWN(query, key, value, **call))
         plans = function.attention.plans
         assert [plan.problem.kv_len for plan in plans] == ([32, 64, 128] if rounds else list(counts))
-        said = [note for plan in plans for note in plan.notes if "keys are rounded up to" in note]
+        said = [note for plan in plans for note in plan.notes if "keys are padded to" in note]
         assert len(said) == (3 if rounds else 0)
 
 
@@ -267,7 +267,7 @@ def test_what_is_never_rounded() -> None:
     same(keys, keys, keys)
     assert same.attention.plans[0].problem.kv_len == 5
     wants = scaled_dot_product_attention_for(PLAIN | {"call": {"kv_lengths": True}})
-    with pytest.raises(InputError, match=r"call.kv_lengths is declared, and the call has no kv_lengths"):
+    with pytest.raises(InputError, match=r"call.kv_lengths is declared, but the call has no kv_lengths"):
         wants(query, keys, keys)
     late = scaled_dot_product_attention_for(PLAIN | {"call": {"causal": True}})  # a step, which stands at the end
     torch.testing.assert_close(late(query, keys, keys), OWN(query, keys, keys))

@@ -160,7 +160,7 @@ def test_a_growing_cache_compiles_for_few_sizes() -> None:
         model.generate(input_ids=IDS[:, :6], max_new_tokens=steps, do_sample=False)
         plans = function.attention.plans
         assert [plan.problem.kv_len for plan in plans] == sizes[:steps]
-        said = [any("keys are rounded up to" in note for note in plan.notes) for plan in plans]
+        said = [any("keys are padded to" in note for note in plan.notes) for plan in plans]
         assert said == [rounds and plan.problem.q_len == 1 for plan in plans]
 
 
@@ -261,7 +261,7 @@ def test_names(tmp_path: Path) -> None:
     for name in ("eager", "sdpa", "flash_attention_2", 3):
         with pytest.raises(ConfigError, match="wanted a string that transformers doesn't use itself"):
             register(name=name)
-    with pytest.raises(ConfigError, match=r'"enabled": false; say attn_implementation="sdpa"'):
+    with pytest.raises(ConfigError, match=r'"enabled": false; set attn_implementation="sdpa"'):
         register({"operation": "vanilla", "enabled": False})
     with pytest.raises(UnknownNameError, match="Did you mean 'vanilla'"):
         register("vanila")
@@ -271,9 +271,9 @@ def test_names(tmp_path: Path) -> None:
     ("change", "error", "match"),
     [
         ({"output_attentions": True}, ConfigError, "output_attentions .*returns no weights here; use attn_impl"),
-        ({"cu_seq_lens_q": IDS}, ConfigError, "cu_seq_lens_q .*Flash Attention's; leave them out"),
+        ({"cu_seq_lens_q": IDS}, ConfigError, "cu_seq_lens_q .*for Flash Attention; remove them"),
         ({"cache": object()}, ConfigError, "cache .*continuous batching"),
-        ({"temperature": 2.0}, ConfigError, "temperature .*has no use for it"),
+        ({"temperature": 2.0}, ConfigError, "temperature .*doesn't support it"),
         ({"query": _draw(2, 4, 8)}, InputError, r"query has shape \(2, 4, 8\); wanted \[batch, heads, length, dim\]"),
         ({"key": _draw(2, 4, 5, 8).half()}, InputTypeError, "wanted one dtype"),
         ({"query": _draw(2, 4, 5, 8).double()}, InputTypeError, "query is torch.float64; wanted one of"),

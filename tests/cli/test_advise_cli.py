@@ -59,7 +59,7 @@ def test_what_goes_wrong(config: str, tmp_path: Path, capsys: pytest.CaptureFixt
     base = ["advise", config, "--compile", "0", "--target"]
     for more, word in (
         (["v9:1"], "v9:1"),
-        (["v5e:2x2", "--devices", "3"], "no part of so many"),
+        (["v5e:2x2", "--devices", "3"], "no part of that size"),
         (["v5e:2x2", "--mesh", "ep=2"], "isn't searched"),
         (["v5e:2x2", "--write", str(tmp_path / "none" / "x.json")], "wanted a file to write to"),
     ):

@@ -52,7 +52,7 @@ def _call(more: bytes, metadata: bytes = b"") -> bytes:
         (_call(b'"mask": {"kind": "mask_function", "name": "nobody"}'), "no mask function is named 'nobody'"),
         (
             _call(b'"causal": true', b'"runtime_softmax_dtype": "float64"'),
-            "runtime_softmax_dtype='float64', and jax_enable_x64 is off",
+            "runtime_softmax_dtype='float64', but jax_enable_x64 is off",
         ),
         (b"\xff\xfe{", "not UTF-8"),
         (b"", "not JSON"),
@@ -147,7 +147,7 @@ def _arrays(**changes: np.ndarray | None) -> dict[str, np.ndarray]:
         (_arrays(q_segment_ids=np.ones((2, 8), bool)), "q_segment_ids has dtype bool; wanted integers"),
         (_arrays(bias=np.ones((1, 2, 8, 9), np.float32)), "bias has shape"),
         (_arrays(softmax_aux=np.ones((5,), np.float32)), "softmax_aux has shape"),
-        (_arrays(key=np.ones((2, 8, 2, 4), np.int8)), "key is int8 and key_scale is missing"),
+        (_arrays(key=np.ones((2, 8, 2, 4), np.int8)), "key is int8, but key_scale is missing"),
         (_arrays(key_scale=np.ones((1, 1, 1, 1), np.float32)), "key is float32, which isn't quantised"),
         (_arrays(query=np.ones((2, 8, 2, 4), np.int8)), "query has dtype int8"),
         (_arrays(key=np.ones((2, 8, 2, 4), np.uint8)), "key has dtype uint8"),
@@ -190,10 +190,10 @@ def test_declared_and_given_must_agree(
     for call, says in (
         ({"kv_dtype": None}, "key is int8, but call.kv_dtype=None is declared"),
         ({"kv_dtype": "float8_e5m2"}, "key is int8, but call.kv_dtype=float8_e5m2 is declared"),
-        ({"kv_dtype": "int8"}, "value is int8 and value_scale is missing"),
+        ({"kv_dtype": "int8"}, "value is int8, but value_scale is missing"),
         ({"kv_dtype": "int8", "kv_scales": "head"}, "holds no value_scale, but call.kv_scales=head"),
         ({"kv_dtype": "int8", "kv_scales": "token"}, "key_scale has shape (1, 1, 2, 1), but call.kv_scales=token"),
-        ({"kv_scales": None}, "key is int8 and key_scale is missing"),
+        ({"kv_scales": None}, "key is int8, but key_scale is missing"),
     ):
         _refused(attnops("plan", config(**sizes, **call), "--inputs", inputs), says)
 

@@ -133,7 +133,7 @@ def test_a_step_of_a_group_is_planned_run_and_compiled(attnops: Callable[..., An
         ({"layer": 3}, 2, "step.layer=3; wanted 0 to 2"),
         ({"layer": 0, "sliding_window": None}, 1, "[paged.window_prefix]"),
         ({"layer": 2, "sliding_window": [7, 0]}, 1, "[paged.window_prefix]"),
-        ({"layer": 1, "kv_lens": 60, "q_lens": 1, "sequences": 3}, 2, "need 45 pages of 4, and it has 32"),
+        ({"layer": 1, "kv_lens": 60, "q_lens": 1, "sequences": 3}, 2, "need 45 pages of 4, but it has 32"),
         ({"layer": 0, "kv_lens": 60, "q_lens": 1, "sequences": 3}, 0, ""),
     ],
     ids=str,
@@ -159,7 +159,7 @@ def test_a_wrong_lse_fails_the_check() -> None:
 @pytest.mark.parametrize(
     ("changes", "status", "said"),
     [
-        ({"step": None}, 2, "has steps, and the file declares none"),
+        ({"step": None}, 2, "has steps, but the file declares none"),
         ({"cache": None}, 2, "declare `cache` in the file"),
         ({"operation": "splash"}, 2, "the file declares a step, but operation 'splash' runs calls"),
         ({"call": {"q_len": 4}}, 2, "declare `step` instead of `call`"),
@@ -167,7 +167,7 @@ def test_a_wrong_lse_fails_the_check() -> None:
         ({"step": {"kv_lens": [17, 4, 30]}}, 2, "sequence 1 has 5 queries and 4 keys"),
         ({"step": {"kv_lens": [17, 9, 65]}}, 2, "at most 64 keys"),
         ({"step": {"sequences": 9, "q_lens": 1, "kv_lens": 2}}, 2, "9 sequences; wanted at most 8"),
-        ({"step": {"kv_lens": 64}}, 2, "need 48 pages of 4, and it has 32"),
+        ({"step": {"kv_lens": 64}}, 2, "need 48 pages of 4, but it has 32"),
         ({"step": {"tokens": 3}}, 2, "step.tokens=3; wanted at least 7"),
         ({"step": {"q_heds": 3}}, 2, "q_heds"),
         ({"step": {"mask": {"kind": "chunked", "size": 4}}}, 1, "paged.mask"),

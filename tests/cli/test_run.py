@@ -263,7 +263,7 @@ def test_quantised_keys_and_values_of_a_file(
         assert "pass  output against float64 reference" in result.out
         assert f"key {jnp.dtype(dtype).name}, value {jnp.dtype(dtype).name}" in " ".join(result.out.split())
         assert "as key" in result.out
-        assert ("value_scale: it counts as it stands" in result.out) == (dtype != jnp.int8)
+        assert ("value_scale: its values are used unscaled" in result.out) == (dtype != jnp.int8)
 
 
 def test_interrupted(attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

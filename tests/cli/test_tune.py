@@ -76,7 +76,7 @@ def test_nothing_compiles(attnops: Any, config: Any) -> None:
         (["--how", "static"], "device kind 'cpu' is no TPU that can be described"),
         (["--how", "guess"], "how='guess'; wanted 'static' or 'device'"),
         (["--most", "0"], "--most"),
-        (["--target", "v5e:2x2"], "has no kernels whose schedule could be read"),
+        (["--target", "v5e:2x2"], "has no kernels whose schedule can be read"),
     ],
     ids=str,
 )

@@ -248,4 +248,4 @@ def test_the_command_fails_where_they_differ(
     result = attnops("verify", path, "--mesh", "sp=8", "--mode", "prefill")
     assert result.status == 1
     assert "DIFFERS in all-gather" in result.out
-    assert "forward: all-gather: 229376 bytes are sent by a device, 0 are needed" in result.err
+    assert "forward: all-gather: 229376 bytes sent per device, 0 needed" in result.err

@@ -67,7 +67,7 @@ def test_refusals_of_the_compiler_in_our_words() -> None:
     shared = "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 229376, available: 166912, context: []"
     found = failure(RuntimeError(shared))
     assert found.message == (
-        "a kernel asks for 224.0 KiB of shared memory a block, of which there are 163.0 KiB: 61.0 KiB too much"
+        "a kernel asks for 224.0 KiB of shared memory per block; there are 163.0 KiB: 61.0 KiB too much"
     )
     assert (found.memory, found.needed, found.available) == ("shared", 229376, 166912)
     assert "cuDNN isn't installed" in failure(RuntimeError("cuDNN not found.")).message

@@ -472,5 +472,5 @@ def test_a_part_of_a_dense_mask_is_refused() -> None:
         in_specs=(PartitionSpec(None, "sp"), PartitionSpec(None, None, "sp")),
         out_specs=PartitionSpec(None, "sp"),
     )
-    with pytest.raises(InputError, match=r"sp is Manual here .* it can't be told which part this is"):
+    with pytest.raises(InputError, match=r"sp is Manual here .* which part .* covers isn't known"):
         jax.jit(local)(x, mask)

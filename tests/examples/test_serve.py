@@ -219,7 +219,7 @@ def test_what_cannot_be_served_is_refused(tiny: Tiny, engine: Any) -> None:
     loop = tiny.main.ServingLoop(engine)
     with pytest.raises(InputError, match="60 tokens and may get 5 more"):
         loop.submit(tiny.main.Request("long", [1] * 60, 5))
-    with pytest.raises(InputError, match="kv_heads=2, and the model has 3"):
+    with pytest.raises(InputError, match="kv_heads=2, but the model has 3"):
         tiny.engine(kv_heads=2)
     with pytest.raises(InputError, match="wanted at least 4, a token for each row"):
         tiny.engine(budget=3)

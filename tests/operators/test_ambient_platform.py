@@ -130,7 +130,7 @@ def test_a_default_device_that_is_not_here() -> None:
     x = np.ones((1, 4, 1, 8), np.float32)
     with (
         jax.default_device("gpu"),
-        pytest.raises(InputError, match=r"jax.default_device is 'gpu', and there is none here"),
+        pytest.raises(InputError, match=r"jax.default_device is 'gpu', but there is none here"),
     ):
         OperationRegistry.create("vanilla").plan(x, x, x)
 

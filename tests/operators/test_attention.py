@@ -93,7 +93,7 @@ def test_an_offset_that_is_an_array_beside_a_declared_one() -> None:
 )
 def test_declared_arrays_have_to_come(declared: dict[str, Any], argument: str) -> None:
     (name, *_) = (n for n in declared if n != "kv_dtype")
-    with pytest.raises(InputError, match=f"call.{name} is declared, and the call has no {argument}; give it, or leave"):
+    with pytest.raises(InputError, match=f"call.{name} is declared, but the call has no {argument}; pass it, or leave"):
         _attention(**declared)(QUERY, KEY, VALUE)
 
 
@@ -168,7 +168,7 @@ def test_a_disabled_one_does_not_run() -> None:
     attention = Attention({"operation": "vanilla", "enabled": False})
     assert not attention.enabled
     for call in (attention, attention.plan, attention.explain):
-        with pytest.raises(ConfigError, match=r"says enabled=false.*there is none here"):
+        with pytest.raises(ConfigError, match=r"has enabled=false.*there is none here"):
             call(QUERY, KEY, VALUE)
     with pytest.raises(ConfigError, match="declaration: enabled='no'"):
         Attention({"operation": "vanilla", "enabled": "no"})

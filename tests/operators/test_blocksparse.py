@@ -173,7 +173,7 @@ def test_tiles_in_plain_xla_are_declared_or_those_of_the_mask() -> None:
     assert (declared.route.block_q, declared.route.block_kv) == (256, 128)
     assert "of 64x64 in tiles of 256x128" in declared.explain()
     assert _plan(mask, operation="vanilla").route.block_q == 64
-    assert "no part of the mask says which blocks are seen" in _plan(Causal()).explain()
+    assert "no part of the mask defines which blocks are seen" in _plan(Causal()).explain()
     metadata = OperationMetadata(operation_configs={"blocksparse": {}})
     assert isinstance(metadata.get_operation_config("blocksparse"), BlockSparseConfig)
     unread = _plan(mask, V5E, blocksparse={"block_q": 256})
@@ -207,7 +207,7 @@ def test_a_choice_inside_a_callers_own_split_is_refused() -> None:
     def part(q: jax.Array) -> jax.Array:
         return attend(q, q, q, mask=Blocks(choice, 8, 8)).attention_outputs
 
-    with pytest.raises(InputError, match="block_choice it can't be told which part this is"):
+    with pytest.raises(InputError, match="which part block_choice covers isn't known"):
         jax.eval_shape(jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), x)
 
 

@@ -213,5 +213,5 @@ def test_planned_for_another_platform() -> None:
 
 def test_a_gpu_of_unknown_vendor_is_told() -> None:
     plan = _attend("sdpa", backend="gpu", runtime_dtype="bfloat16").plan(*_qkv())
-    assert any("say 'cuda' or 'rocm'" in note for note in plan.notes)
+    assert any("specify 'cuda' or 'rocm'" in note for note in plan.notes)
     assert _attend("sdpa", backend="cuda", runtime_dtype="bfloat16").plan(*_qkv()).method == "forward_cuda"

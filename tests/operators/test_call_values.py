@@ -213,7 +213,7 @@ def test_float64_needs_x64(field: str) -> None:
     attend = _create(**{field: "float64"})  # made before x64 is turned on, as a module's constant may be
     for _ in range(2):
         for ask in (attend, attend.plan, jax.jit(lambda *x: attend(*x).attention_outputs)):
-            with pytest.raises(ConfigError, match=f"{field}='float64', and jax_enable_x64 is off, .*jax_enable_x64"):
+            with pytest.raises(ConfigError, match=f"{field}='float64', but jax_enable_x64 is off, .*jax_enable_x64"):
                 ask(*QKV[:1] * 3)
         with jax.enable_x64(True):
             problem = attend(*QKV[:1] * 3).plan.problem

@@ -75,7 +75,7 @@ def test_deterministic_is_told_not_dropped(tensors: list[np.ndarray]) -> None:
 
 def test_missing_key(tensors: list[np.ndarray]) -> None:
     q, k, v, _ = tensors
-    with pytest.raises(InputError, match=r"needs dropout_rng=jax.random.key"):
+    with pytest.raises(InputError, match=r"requires dropout_rng=jax.random.key"):
         _attend()(q, k, v, deterministic=False)
 
 

@@ -296,9 +296,7 @@ def test_more_bytes_than_can_be_counted_are_refused() -> None:
 
 
 def test_sizes_for_a_gpu_that_is_not_known_are_noted() -> None:
-    assert any(
-        note.startswith("sizes for NVIDIA L4 are those that fit any GPU") for note in _plan("splash", "NVIDIA L4").notes
-    )
+    assert any(note.startswith("sizes for NVIDIA L4 fit any GPU") for note in _plan("splash", "NVIDIA L4").notes)
     assert not any(note.startswith("sizes for") for note in _plan("splash", H100).notes)
 
 

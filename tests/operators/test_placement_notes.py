@@ -66,7 +66,7 @@ def said(note: str) -> tuple[int, int]:
         return 0, 0
     if one := re.search(r": ([\d.]+) (B|KiB) sent to each device", note):
         return count(*one.groups()), -1
-    two = re.search(r": up to ([\d.]+) (B|KiB) sent to a device, ([\d.]+) (B|KiB) in all", note)
+    two = re.search(r": up to ([\d.]+) (B|KiB) sent to each device, ([\d.]+) (B|KiB) in all", note)
     assert two is not None, note
     return count(*two.groups()[:2]), count(*two.groups()[2:])
 
@@ -111,11 +111,12 @@ def test_words() -> None:
     into = "P(fsdp, sp, tp, -)"
     # 16 KiB, of which a device needs 2 KiB
     assert (
-        note("whole") == f"key comes as P(-, -, -, -) and is taken as {into}: nothing is sent, a device holds 16.0 KiB"
+        note("whole")
+        == f"key comes as P(-, -, -, -) and is taken as {into}: nothing is sent, each device holds 16.0 KiB"
     )
     assert (
         note("one")
-        == f"key comes on cpu:3 alone and is moved to {into}: up to 2.0 KiB sent to a device, 14.0 KiB in all"
+        == f"key comes on cpu:3 alone and is moved to {into}: up to 2.0 KiB sent to each device, 14.0 KiB in all"
     )
     assert note("other order").startswith(
         f"key comes as {into} on the same devices in another order and is moved to {into}: 2.0 KiB sent to each device"

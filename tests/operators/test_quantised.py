@@ -60,7 +60,7 @@ def test_a_scale_broadcasts_to_its_tensor_or_is_refused(layout: str, dtype: str,
 @pytest.mark.parametrize(
     ("dtype", "scale", "error", "message"),
     [
-        ("int8", None, InputError, r"\w+ is int8 and \w+_scale is missing; pass it"),
+        ("int8", None, InputError, r"\w+ is int8, but \w+_scale is missing; pass it"),
         ("bfloat16", "float32", InputError, r"\w+ is bfloat16, which isn't quantised; leave it out"),
         ("int8", "int32", InputTypeError, r"_scale has dtype int32; wanted floats"),
         ("uint8", None, InputTypeError, r"has dtype uint8; wanted .* quantised, int8, float8_e4m3fn, float8_e5m2"),
@@ -99,7 +99,7 @@ def test_the_plan_tells_all() -> None:
     assert plan.placement.fitted["key_scale"].local_shape == (2, 1, 2, 1)
     assert plan.placement.given("key_scale", (4, 1, 4, 1)) == PartitionSpec("fsdp", None, "tp", None)
     assert plan.placement.spec("key_scale") == PartitionSpec("fsdp", "tp", None)
-    assert "value is float8_e5m2 without value_scale: it counts as it stands" in plan.notes
+    assert "value is float8_e5m2 without value_scale: its values are used unscaled" in plan.notes
     assert any(
         "dequantised copy of key and value (bfloat16, 8.0 KiB per device, in addition to 4.0 KiB as given)" in n
         for n in plan.notes

@@ -252,7 +252,7 @@ def test_max_tokens_is_counted_and_held(changes: dict[str, Any], mesh: dict[str,
     step = paged.plan(*shapes(12), cache=cache)
     assert plan.token_bytes == sum(fitted.local_bytes for fitted in step.tensors if fitted.tensor in ("key", "value"))
     assert "at most 12 tokens" in plan.explain()
-    with pytest.raises(InputError, match="14 tokens in a step, and the cache declares max_tokens=12"):
+    with pytest.raises(InputError, match="14 tokens in a step, but the cache declares max_tokens=12"):
         paged.plan(*shapes(14), cache=cache)
     make = lambda tokens: paged_cache.RaggedBatch.make(  # noqa: E731
         plan, cu_q_lens=[0], kv_lens=[], page_table=[], tokens=tokens

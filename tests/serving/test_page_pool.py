@@ -397,17 +397,15 @@ def full() -> PagePool:
 
 def test_too_few_pages(full: PagePool) -> None:
     assert full.counts() == PageCounts(used=3, free=1, cached=1, padding=1)
-    words = (
-        r"sequence 'new' wants 3 pages for 5 more tokens; 2 of 5 can be had, and 3 are in use\. Hint: free a sequence"
-    )
+    words = r"sequence 'new' needs 3 pages for 5 more tokens; 2 of 5 are available, and 3 are in use\. Hint: free a sequence"
     refuses(CapacityError, words, lambda: full.alloc("new", 5), full)
     assert "new" not in full
     full.alloc("c", 2)
-    refuses(CapacityError, "wants 2 pages", lambda: full.append("b", [1, 2]), full)  # the copy is one of them
-    refuses(CapacityError, "wants 2 pages", lambda: full.append_count("a", 2), full)
-    refuses(CapacityError, "wants 2 pages", lambda: full.adopt("d", [1, 2, 3, 4], 3), full)
+    refuses(CapacityError, "needs 2 pages", lambda: full.append("b", [1, 2]), full)  # the copy is one of them
+    refuses(CapacityError, "needs 2 pages", lambda: full.append_count("a", 2), full)
+    refuses(CapacityError, "needs 2 pages", lambda: full.adopt("d", [1, 2, 3, 4], 3), full)
     # What is adopted can't be given away as well.
-    refuses(CapacityError, "wants 1 page .* 0 of 5", lambda: full.adopt("d", [7, 8], 1), full)
+    refuses(CapacityError, "needs 1 page .* 0 of 5", lambda: full.adopt("d", [7, 8], 1), full)
     with pytest.raises(CapacityError) as caught:
         full.alloc("c", 6)
     assert (caught.value.wanted, caught.value.available) == (2, 1)
@@ -415,7 +413,7 @@ def test_too_few_pages(full: PagePool) -> None:
 
 
 def test_more_pages_than_a_table_has_columns(full: PagePool) -> None:
-    words = "of 5 tokens would get 4 more, on 5 pages; max_pages_per_sequence is 4"
+    words = "of 5 tokens would get 4 more and take 5 pages; max_pages_per_sequence is 4"
     refuses(InputError, words, lambda: full.append("a", [1] * 4), full)
 
 
@@ -432,9 +430,9 @@ def test_unknown_and_known_sequences(full: PagePool) -> None:
         lambda: full.kv_lens(["a", "b"]),
         lambda: full.page_table(["a", "b"]),
     ):
-        refuses(UnknownNameError, r"no sequence 'b' is in the pool \(1 are\)", call, full)
-    refuses(InputError, "sequence 'a' is in the pool already", lambda: full.fork("a", "a"), full)
-    refuses(InputError, "sequence 'a' is in the pool already", lambda: full.adopt("a", [1]), full)
+        refuses(UnknownNameError, r"no sequence 'b' is in the pool, which has 1\.", call, full)
+    refuses(InputError, "sequence 'a' is already in the pool", lambda: full.fork("a", "a"), full)
+    refuses(InputError, "sequence 'a' is already in the pool", lambda: full.adopt("a", [1]), full)
     refuses(InputTypeError, "id is None", lambda: full.alloc(None, 1), full)
     refuses(InputTypeError, r"sequence \[1\] isn't hashable", lambda: full.alloc([1], 1), full)  # type: ignore[arg-type]
 
@@ -463,13 +461,13 @@ def test_wrong_counts(full: PagePool, error: type[Exception], words: str, tokens
 @pytest.mark.parametrize(
     ("error", "words", "ids"),
     [
-        (InputTypeError, r"token_ids=5 is an int; .*Hint: one token is \[token\]", 5),
+        (InputTypeError, r"token_ids=5 is an int; .*Hint: for one token give \[token\]", 5),
         (InputTypeError, "token_ids is a str; wanted integers", "text"),
         (InputTypeError, "token_ids is a bytes", b"12345678"),
         (InputTypeError, "wanted integers in one dimension", [1.0]),
         (InputTypeError, "wanted integers in one dimension", np.ones((2, 2), np.int32)),
         (InputTypeError, "wanted integers in one dimension", np.int32(3)),
-        (InputError, "wanted integers of 64 bits", [2**64]),
+        (InputError, "wanted 64-bit integers", [2**64]),
     ],
     ids=repr,
 )

@@ -181,7 +181,7 @@ def test_where_nothing_is_split_the_program_is_the_same() -> None:
         ),
         ([5, 3], [[2, 5], [7]], r"row 1: page number 0 has id 7, which lies on sequence shard 1 of 2"),
         ([5, 3], [[2, 49], [4]], r"row 0: page id 49; wanted 0 to 47, or 48 for padding"),
-        ([5, 3], [[2], [4]], r"row 0: kv_len 5 needs 2 pages of 4, and the table gives 1"),
+        ([5, 3], [[2], [4]], r"row 0: kv_len 5 needs 2 pages of 4, but the table has 1"),
         ([5, 3], [[2, 5], [2]], r"row 0: its tokens go to page 2, which row 1 reads too"),
     ],
 )
@@ -214,14 +214,14 @@ def test_a_state_and_a_batch_of_different_meshes_are_refused() -> None:
     cache, mesh = KVCache(**FIELDS | SPLIT), mesh_of(sp=2)
     call = [np.ones((8, n, d), np.float32) for n, d in ((HEADS, DIM), (2, DIM), (2, 8))]
     make = lambda plan: RaggedBatch.make(plan, cu_q_lens=[0, 7], kv_lens=[7], page_table=[[4, 1]])  # noqa: E731
-    with pytest.raises(InputError, match="for 1 sequence shards, and the state 2"):
+    with pytest.raises(InputError, match="for 1 sequence shards, but the state has 2"):
         insert(init(cache, mesh), 0, make(cache.plan()), *call[1:])
-    with pytest.raises(InputError, match="for 2 sequence shards, and the state 1"):
+    with pytest.raises(InputError, match="for 2 sequence shards, but the state has 1"):
         extract(init(cache), make(cache.plan(mesh)), 0)
-    with pytest.raises(InputError, match=r"state has 1 sequence shards, and on the mesh sp=2"):
+    with pytest.raises(InputError, match=r"state has 1 sequence shards, but on the mesh sp=2"):
         attend(init(cache), 0, make(cache.plan()), *call, mesh=mesh)
     paged = OperationRegistry.create("paged", OperationMetadata(mesh=mesh))
-    with pytest.raises(InputError, match=r"state has 1 sequence shards, and on the mesh sp=2"):
+    with pytest.raises(InputError, match=r"state has 1 sequence shards, but on the mesh sp=2"):
         paged(*call, state=init(cache), layer=0, batch=make(cache.plan()))
 
 
@@ -232,7 +232,7 @@ def test_a_pool_gives_ids_of_the_page_numbers_shard() -> None:
     pool = PagePool(9, 2, sequence_shards=3)
     assert pool.alloc("a", 7).new_pages == (0, 1, 2, 3)
     assert pool.alloc("b", 2).new_pages == (6,)
-    with pytest.raises(CapacityError, match=r"wants 1 page on sequence shard 0 of 3 .*; 0 of 3 can be had") as error:
+    with pytest.raises(CapacityError, match=r"needs 1 page on sequence shard 0 of 3 .*; 0 of 3 are available") as error:
         pool.alloc("c", 1)
     assert (error.value.wanted, error.value.available, pool.available) == (1, 0, 4)
     assert "c" not in pool
@@ -264,9 +264,9 @@ def _miscounted(pool: PagePool) -> None:
     ("change", "said"),
     [
         (_of_another_shard, "sequence 'a' has page 1 of shard 1 as number 0, of shard 0"),
-        (_free_elsewhere, r"pages \[1\] are free on shard 0, where they don't lie"),
-        (_cached_elsewhere, "page 2 is cached on shard 1, where it doesn't lie"),
-        (_miscounted, "shard 0 counts 2 used pages, and has 1"),
+        (_free_elsewhere, r"pages \[1\] are free on shard 0, where they don't belong"),
+        (_cached_elsewhere, "page 2 is cached on shard 1, where it doesn't belong"),
+        (_miscounted, "shard 0 counts 2 used pages, but has 1"),
     ],
 )
 def test_a_pool_proves_where_its_pages_lie(change: Any, said: str) -> None:
@@ -389,7 +389,7 @@ def test_the_tpu_kernel_says_no() -> None:
     mesh = mesh_of(sp=2)
     made = RaggedBatch.make(cache.plan(mesh), cu_q_lens=[0, 2], kv_lens=[2], page_table=[[8]])
     arrays = [np.ones(x.shape, np.float32) for x in shapes]
-    with pytest.raises(ConfigError, match="on 2 devices; the TPU kernel wants them on one"):
+    with pytest.raises(ConfigError, match="on 2 devices; the TPU kernel requires them on one"):
         attend(init(cache, mesh), 0, made, *arrays, mesh=mesh, method=on_tpu)
 
 

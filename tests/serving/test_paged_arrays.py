@@ -149,15 +149,15 @@ def test_quantised_pages(batch: Any, dtype: str, scale: str) -> None:
 @pytest.mark.parametrize(
     ("arrays", "says"),
     [
-        ({"page_table": [[0], [16]]}, "row 1: kv_len 3 needs 1 pages of 4, and the table gives 0"),
+        ({"page_table": [[0], [16]]}, "row 1: kv_len 3 needs 1 pages of 4, but the table has 0"),
         ({"page_table": [[0], [17]]}, "row 1: page id 17; wanted 0 to 15, or 16 for padding"),
         ({"page_table": [[-1], [1]]}, "row 0: page id -1"),
-        ({"kv_lens": [2, 9]}, "row 1: kv_len 9 needs 3 pages of 4, and the table gives 1"),
+        ({"kv_lens": [2, 9]}, "row 1: kv_len 9 needs 3 pages of 4, but the table has 1"),
         ({"kv_lens": [1, 3]}, "row 0: 2 queries and kv_len 1"),
         ({"cu_q_lens": [0, 2, 1]}, "row 1: cu_q_lens falls from 2 to 1"),
         ({"cu_q_lens": [1, 2, 3]}, "row 0: cu_q_lens starts at 1"),
         ({"cu_q_lens": [0, 1]}, "2 entries for 2 rows"),
-        ({"tokens": 4}, "row 1: cu_q_lens goes to 5, and there are 4 tokens"),
+        ({"tokens": 4}, "row 1: cu_q_lens goes to 5, but there are 4 tokens"),
         ({"kv_lens": [2, 2**31]}, "row 1: kv_lens is 2147483648; wanted a number that fits in int32"),
         ({"cu_q_lens": [0, 2**40, 5]}, "row 1: cu_q_lens is 1099511627776"),
         ({"page_table": [[0], [2**32]]}, r"page_table\[1\] is 4294967296; wanted a number that fits"),
@@ -195,7 +195,7 @@ RIGHT = make([2, 3], [2, 3], [[0], [1]])
     [
         ({"layer": 2}, "layer=2; wanted 0 to 1"),
         ({"layer": True}, "layer=True is a bool; wanted an int"),
-        ({"key": tokens(0)[0].astype("float16")}, "key is float16 and the cache is declared float32"),
+        ({"key": tokens(0)[0].astype("float16")}, "key is float16, but the cache is declared float32"),
         ({"value": tokens(0)[0]}, r"value has shape \(24, 2, 3\); wanted \[tokens, 2, 5\]"),
         ({"key": tokens(0, heads=4)[0]}, r"wanted \[tokens, 2, 3\]"),
         ({"key": tokens(0, 8)[0]}, "key has 8 tokens and value 24"),
@@ -243,7 +243,7 @@ def test_debug_names_the_row_of_traced_values() -> None:
         jax.block_until_ready(step(init(CACHE), 0, wrong, key, value))
         jax.effects_barrier()
 
-    with pytest.raises(jax.errors.JaxRuntimeError, match="row 0: kv_len 6 needs 2 pages of 4, and the table gives 1"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="row 0: kv_len 6 needs 2 pages of 4, but the table has 1"):
         run()
 
 
@@ -309,7 +309,7 @@ def test_copy_and_scrub(cache: KVCache) -> None:
         (lambda s: scrub(s, [-1]), r"pages\[0\] is -1"),
         (lambda s: scrub(s, [2**31]), "2147483648"),
         (lambda s: scrub(s, [0.5]), "pages has dtype float64"),
-        (lambda s: scrub(s, [[0], [1], [2]]), "16 of them for a batch of 3 shards"),
+        (lambda s: scrub(s, [[0], [1], [2]]), "16 for a batch of 3 shards"),
     ],
 )
 def test_pages_out_of_range_are_refused(call: Any, says: str) -> None:
@@ -355,7 +355,7 @@ def test_extract_and_restore(cache: KVCache, wrap: Any) -> None:
         (lambda s, b, k: extract(s, b, (0, 1)), r"sequence=\(0, 1\); wanted 0 to 3"),
         (lambda s, b, k: extract(s, b, 0.5), "wanted an int"),
         (lambda s, b, k: restore(s, k, make([1], [5], [[0, 1]]), 0), "9 tokens need 3 pages"),
-        (lambda s, b, k: restore(s, k, make([1], [8], [[0, 1, 2]]), 0), "kv_len 8, and 9 tokens were saved"),
+        (lambda s, b, k: restore(s, k, make([1], [8], [[0, 1, 2]]), 0), "kv_len is 8, but 9 tokens were saved"),
         (
             lambda s, b, k: restore(s, k, make([1, 1], [10, 5], [[0, 1, 2], [0, 4]]), 0),
             "page 0 is row 1's too",
@@ -468,7 +468,7 @@ def test_shards_of_pages_in_every_function() -> None:
     with pytest.raises(InputError, match="shard 1, row 0: kv_len 8 needs 2"):
         insert(state, 0, RaggedBatch(batch.cu_q_lens, batch.kv_lens + np.array([[0], [4]], np.int32), batch.page_table,
                                      batch.num_seqs), *tokens(1))  # fmt: skip
-    with pytest.raises(InputError, match="stack wants"):
+    with pytest.raises(InputError, match="stack takes"):
         RaggedBatch.stack([batch])
 
 
@@ -476,7 +476,7 @@ def test_shards_of_pages_in_every_function() -> None:
     ("fields", "scales", "says"),
     [
         ({"quantised": {"dtype": "int8", "scale": "head"}}, {}, "key_scale is missing"),
-        ({"quantised": {"dtype": "int8"}}, {"key_scale": 1}, "scales are a token and head's own"),
+        ({"quantised": {"dtype": "int8"}}, {"key_scale": 1}, "scales are per token and head"),
         ({}, {"value_scale": 1}, "the cache isn't quantised"),
         ({"quantised": {"dtype": "int8", "scale": "head"}}, {"key_scale": [1, 2, 3]}, r"broadcasts to \(2, 2\)"),
         ({"quantised": {"dtype": "int8", "scale": "tensor"}}, {"key_scale": 0}, "finite numbers above 0"),
@@ -519,9 +519,9 @@ def test_dense_insert_is_the_model(start: list[int], q_len: int, traced: bool) -
 def test_dense_insert_refuses_and_drops() -> None:
     cache, new = jnp.zeros((2, 8, 2, 3)), jnp.ones((2, 2, 2, 3))
     for arguments, says in (
-        ((cache, cache, new.astype("bfloat16"), new, 0), "key is bfloat16 and its cache float32"),
+        ((cache, cache, new.astype("bfloat16"), new, 0), "key is bfloat16, but its cache is float32"),
         ((cache, cache, new[:1], new, 0), "key has shape"),
-        ((cache, cache[:, :4], new, new, 0), "as many rows"),
+        ((cache, cache[:, :4], new, new, 0), "the same number of rows"),
         ((cache, cache, new, new, jnp.zeros(3, int)), r"start has shape \(3,\)"),
         ((cache, cache, new, new, 0.5), "start has dtype"),
         ((cache, cache, new, new, 7), "row 0: 2 tokens from 7 on"),

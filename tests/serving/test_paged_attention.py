@@ -146,7 +146,7 @@ def test_has_no_gradient(name: str) -> None:
         ({"query": np.zeros((4, 5, 64), np.float32)}, InputError, "5 query heads on 2 kv heads"),
         ({"query": np.zeros((4, 6, 32), np.float32)}, InputError, "one dim for both"),
         ({"query": np.zeros((4, 6, 64), np.int32)}, InputTypeError, "query is int32"),
-        ({"value_pages": np.zeros((3, 8, 2, 64), np.float32)}, InputError, "lie at the same place"),
+        ({"value_pages": np.zeros((3, 8, 2, 64), np.float32)}, InputError, "are at the same place"),
         ({"sinks": np.zeros((6, 2), np.float32)}, InputError, r"wanted \[heads\]"),
         ({"key_scale": np.float32(1)}, InputError, "key_scale was given for key_pages of float32"),
         ({"sliding_window": 5}, InputError, "sliding_window=5; wanted"),
@@ -167,5 +167,5 @@ def test_int8_pages_need_a_scale() -> None:
     case = PagedCase("mixed", quantised="int8")
     arrays = batches.make(case)
     del arrays["key_scale"]
-    with pytest.raises(InputError, match="key_pages is int8 and key_scale is missing"):
+    with pytest.raises(InputError, match="key_pages is int8, but key_scale is missing"):
         paged_attention(**arrays, **case.call)

@@ -168,10 +168,10 @@ def test_modes() -> None:
 
 def test_more_queries_than_said_are_refused_also_while_a_step_runs() -> None:
     call: dict[str, Any] = {"state": init(CACHE), "layer": 0}
-    with pytest.raises(InputError, match="max_q_len=1, and a row of the batch has 6 queries"):
+    with pytest.raises(InputError, match="max_q_len=1, but a row of the batch has 6 queries"):
         paged()(*tokens(), **call, batch=BATCH, mode="autoregressive")
     step = jax.jit(lambda batch: paged()(*tokens(), **call, batch=batch, max_q_len=2, debug=True).attention_outputs)
-    with pytest.raises(Exception, match="max_q_len=2, and a row of the batch has 6 queries"):
+    with pytest.raises(Exception, match="max_q_len=2, but a row of the batch has 6 queries"):
         jax.block_until_ready(step(BATCH))
 
 
@@ -231,7 +231,11 @@ def test_what_has_no_meaning_is_refused(change: dict[str, Any], error: type[Exce
         ({"query": np.zeros((8, 4, 16), np.int32)}, InputTypeError, "query is int32"),
         ({"query": None}, InputError, "query is None in mode 'mixed'"),
         ({"key": np.zeros((8, 3, 16), np.float32)}, InputError, "key has 3 heads; wanted 2"),
-        ({"key": np.zeros((8, 2, 16), np.float16)}, InputTypeError, "key is float16 and the cache is declared float32"),
+        (
+            {"key": np.zeros((8, 2, 16), np.float16)},
+            InputTypeError,
+            "key is float16, but the cache is declared float32",
+        ),
         ({"value": None}, InputError, "update='before' with key"),
     ],
 )

@@ -56,8 +56,8 @@ BROKEN: dict[str, Callable[[PagePool], object]] = {
     r"sequence 'a' has 7 tokens in 6 slots": lambda p: setattr(p._sequences["a"], "length", 7),
     r"sequence 'a' has 3 tokens and 4 token ids": lambda p: setattr(p._sequences["a"], "length", 3),
     r"sequence 'a' has 3 keys for 4 token ids": lambda p: p._sequences["a"].keys.append(b""),
-    r"page 1 has 2 references and is in 1 tables": lambda p: p._owners.references.update({1: 2}),
-    r"page 3 has 0 references and is in 1 tables": lambda p: p._sequences["a"].pages.append(3),
+    r"page 1 has 2 references but is in 1 tables": lambda p: p._owners.references.update({1: 2}),
+    r"page 3 has 0 references but is in 1 tables": lambda p: p._sequences["a"].pages.append(3),
     r"page 4 is free 2 times": lambda p: p._owners.returned[0].append(4),
     r"page 1 is both free and used": lambda p: p._owners.returned[0].append(1),
     r"page 3 is both free and cached": lambda p: p._owners.returned[0].append(3),
@@ -66,16 +66,16 @@ BROKEN: dict[str, Callable[[PagePool], object]] = {
     r"page 3 is found by its prefix, but neither cached nor used": lambda p: p._index.unused[0].pop(3),
     r"pages \[4\] are neither free nor cached nor used": lambda p: p._owners.returned[0].clear(),
     r"the key of cached page 3 doesn't lead to it": _forget_key,
-    r"cached page 0 has a key that isn't the one of its tokens": _spoil_key,
+    r"cached page 0 has a key that doesn't match its tokens and prefix": _spoil_key,
     r"a key leads to page 6, whose content isn't known": lambda p: p._index.page_of.update({b"x": 6}),
     r"cached page 0 holds other tokens than sequence 'a'": _spoil_tokens,
     r"page 2 is room of sequence 'a' and has 2 owners": _share_room,
     r"sequence 'a' has released 1 pages, and its next token sees page 0": lambda p: setattr(
         p._sequences["a"], "released", 1
     ),
-    r"sequence 'a' has released page 0, and it is in its table": lambda p: _release(p, forget=False),
-    r"page 0 has 1 references and is in 0 tables": lambda p: _release(p, forget=True),
-    r"key 1 of sequence 'a' isn't the one of its tokens": lambda p: p._sequences["a"].keys.__setitem__(1, b""),
+    r"sequence 'a' has released page 0, but it is still in its table": lambda p: _release(p, forget=False),
+    r"page 0 has 1 references but is in 0 tables": lambda p: _release(p, forget=True),
+    r"key 1 of sequence 'a' doesn't match its tokens": lambda p: p._sequences["a"].keys.__setitem__(1, b""),
 }
 
 

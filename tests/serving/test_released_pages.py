@@ -107,7 +107,7 @@ def test_what_padding_is_wrong_is_said() -> None:
     with pytest.raises(InputError, match="row 0: page number 4 is padding"):
         RaggedBatch.make(PLAN, cu_q_lens=[0, 1], kv_lens=[18], page_table=[[32, 32, 32, 5]])
     whole = KVCache(**CACHE.to_dict() | {"layers": 1}).plan(device_kind="cpu")
-    with pytest.raises(InputError, match="row 0: kv_len 20 needs 5 pages of 4, and the table gives 0"):
+    with pytest.raises(InputError, match="row 0: kv_len 20 needs 5 pages of 4, but the table has 0"):
         RaggedBatch.make(whole, **one_row(2, 20, 3))
 
 

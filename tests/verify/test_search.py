@@ -355,7 +355,7 @@ def test_what_can_not_be_pickled_is_told() -> None:
     outcome = worker.ask("TPU v5 lite", _Unknown(), "forward", {})  # type: ignore[arg-type]
     worker.close()
     assert outcome.failure is not None
-    assert "can't be carried to the compiler's process" in outcome.failure
+    assert "can't be sent to the compiler's process" in outcome.failure
 
 
 class _Unknown:
@@ -406,5 +406,5 @@ def test_sizes_of_gpu_kernels_are_searched_by_time() -> None:
     assert all(one.seconds is not None for one in report.measured("forward"))
     h100 = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device("NVIDIA H100 80GB HBM3", 1, "gpu"))
     planned = OperationRegistry.create("flash_attn2", OperationMetadata(mesh=h100)).plan(x, x, x)
-    with pytest.raises(ConfigError, match="sizes are found by time: run it on such a device"):
+    with pytest.raises(ConfigError, match="sizes are searched by timing: run it on such a device"):
         tune_plan(planned)

@@ -130,8 +130,8 @@ def test_another_program_differs() -> None:
     assert traffic.differences((Collective("all-gather", 1, 8_000_000, 8, False),)) == ()
     twice = (Collective("all-gather", 2, 8_000_000, 8, False), Collective("all-reduce", 1, 1_000_000, 8, True))
     assert traffic.differences(twice) == (
-        "all-gather: 14000000 bytes are sent by a device, 7000000 are needed",
-        "all-reduce: 1750000 bytes are sent by a device, 0 are needed",
+        "all-gather: 14000000 bytes sent per device, 7000000 needed",
+        "all-reduce: 1750000 bytes sent per device, 0 needed",
     )
-    assert traffic.differences(()) == ("all-gather: 0 bytes are sent by a device, 7000000 are needed",)
+    assert traffic.differences(()) == ("all-gather: 0 bytes sent per device, 7000000 needed",)
     assert Traffic(traffic.needs, ("nobody knows",)).differences(twice) == ()

@@ -1,1 +1,1 @@
-"""NVIDIA's GPUs that aren't here: what they are, how to compile for them, and what can be read of the kernels made."""
+"""NVIDIA GPUs that aren't here: their figures, how to compile for them, and how to read the compiled kernels."""

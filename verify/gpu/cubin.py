@@ -1,4 +1,4 @@
-"""cubin_functions: what a compiled GPU binary, an ELF file, says of each of its kernels."""
+"""cubin_functions: what a compiled GPU binary, an ELF file, says about each of its kernels."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["ELF", "RESERVED", "CubinFunction", "cubin_functions"]
 ELF = b"\x7fELF"
 _SECTION = "<IIQQQQIIQQ"
 _SYMBOLS, _SYMBOL = 2, "<IBBHQQ"
-# Attributes of the section .nv.info, by the numbers that NVIDIA's tools print as EIATTR_*; each value is a pair of words, of
-# which the first is the function's place among the symbols.
+# Attributes of the section .nv.info, by the numbers that NVIDIA's tools print as EIATTR_*. Each value is a pair of words; the
+# first is the function's index among the symbols.
 _REGISTERS, _FRAME = 0x2F, 0x11
-_SIZED = 4  # the form of an attribute that has its size before it; others have a value of two bytes
-_RESERVED_SINCE = (9, 0)  # from this capability on the driver's part is counted in a kernel's own section
-RESERVED = 1024  # bytes of shared memory that the driver keeps of every block
+_SIZED = 4  # the form of an attribute preceded by its size; others have a two-byte value
+_RESERVED_SINCE = (9, 0)  # from this capability on a kernel's own section includes the driver's part
+RESERVED = 1024  # bytes of shared memory that the driver reserves in every block
 
 
 class CubinFunction(NamedTuple):
-    """A kernel of a binary: registers a thread, bytes of its stack a thread (where registers are spilled to), and bytes of
-    shared memory that are fixed when it is compiled."""
+    """A kernel of a binary: registers per thread, bytes of stack per thread (which holds spilled registers), and bytes of
+    shared memory fixed at compile time."""
 
     name: str
     registers: int
@@ -31,16 +31,16 @@ class CubinFunction(NamedTuple):
 
 
 def cubin_functions(data: bytes, capability: tuple[int, int]) -> tuple[CubinFunction, ...]:
-    """Its kernels. Errors: ValueError if the bytes aren't such a file."""
+    """The kernels of a binary. Errors: ValueError if the bytes aren't a GPU binary."""
     try:
         return tuple(_functions(data, capability))
     except (struct.error, IndexError, OverflowError, UnicodeDecodeError) as bad:
-        raise ValueError(f"no binary of a GPU: {bad}") from None
+        raise ValueError(f"not a GPU binary: {bad}") from None
 
 
 def _functions(data: bytes, capability: tuple[int, int]) -> Iterator[CubinFunction]:
     if not data.startswith(ELF):
-        raise ValueError("no ELF file")
+        raise ValueError("not an ELF file")
     (start,) = unpack_from("<Q", data, 0x28)
     size, count, names_at = unpack_from("<HHH", data, 0x3A)
     sections = [unpack_from(_SECTION, data, start + i * size) for i in range(count)]

@@ -1,4 +1,4 @@
-"""GpuDevice: what a report says of one GPU, and its published rates."""
+"""GpuDevice: what a report says about one GPU, and its published rates."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["GpuDevice", "gpu_device"]
 
 
 class GpuDevice(NamedTuple):
-    """One GPU: bytes of HBM, multiprocessors, bytes of shared memory of a block, and by second bytes of HBM and operations.
+    """One GPU: bytes of HBM, multiprocessors, bytes of shared memory per block, and per second bytes of HBM and operations.
 
-    flops_per_second is of bfloat16 and float16, sources where the figures stand.
+    flops_per_second is for bfloat16 and float16; sources names where the figures are published.
     """
 
     kind: str
@@ -27,7 +27,7 @@ class GpuDevice(NamedTuple):
 
     def roofline(self, flops: float, moved: float, dtype: str, exact: bool) -> tuple[float, float]:
         """(seconds of arithmetic, seconds of HBM traffic) at the published rates; a float32 product that need not be exact may
-        be one of TF32."""
+        use TF32."""
         rate = self.flops_per_second
         if dtype == "float32":
             rate = self.flops_float32_per_second if exact else self.flops_tf32_per_second
@@ -35,7 +35,7 @@ class GpuDevice(NamedTuple):
 
 
 def gpu_device(kind: str) -> GpuDevice | None:
-    """The GPU of jax's device kind; None for one whose figures aren't in the table."""
+    """The GPU of jax's device kind; None if its figures aren't in the table."""
     spec = spec_of_kind(kind)
     if spec is None:
         return None

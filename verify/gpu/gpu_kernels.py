@@ -20,7 +20,7 @@ _NAMED = re.compile(r' name = "([^"]+)", num_stages = \d+')
 
 
 class GpuLoop(NamedTuple):
-    """A loop over tiles, and what binds it."""
+    """A loop over tiles, and what bounds it."""
 
     loop: TileLoop
     bound: LoopBound | None
@@ -28,9 +28,9 @@ class GpuLoop(NamedTuple):
 
 @dataclass(frozen=True)
 class GpuKernelUse:
-    """A kernel of a program. What can't be read is None: all but the name without cramjam, loops without nvdisasm.
+    """A kernel of a program. What can't be read is None: everything but the name without cramjam, loops without nvdisasm.
 
-    registers and stack_bytes, to which registers are spilled, are a thread's; shared_bytes a block's.
+    registers and stack_bytes (which holds spilled registers) are per thread, shared_bytes per block.
     """
 
     name: str
@@ -56,11 +56,11 @@ class GpuKernelUse:
 
 
 def gpu_kernels(compiled: Any, text: str, spec: GpuSpec | None) -> tuple[GpuKernelUse, ...]:
-    """The Pallas kernels of a compiled program, in its order. spec: of the GPU; without it there is no occupancy."""
+    """The Pallas kernels of a compiled program, in program order. spec: the GPU's; without it there is no occupancy."""
     names = triton_names(text)
     found = launches(compiled) if names else ()
     ours = [launch for launch in found or () if launch.name in names]
-    if len(ours) != len(names):  # another form of the file: only what the text says
+    if len(ours) != len(names):  # the file has another form: use only the text
         return tuple(GpuKernelUse(name) for name in names)
     seen: dict[Launch, GpuKernelUse] = {}
     for launch in ours:

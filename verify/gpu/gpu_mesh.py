@@ -31,8 +31,8 @@ def has_cuda_plugin() -> bool:
 def described_gpus(target: str, sizes: Mapping[str, int] | None = None) -> Mesh:
     """Return a mesh over the GPUs of a target such as 'h100:8'; by default one axis 'fsdp' of all of them.
 
-    Needs jax's CUDA plugin and JAX_PLATFORMS=cpu, and no GPU. Errors: ConfigError without the plugin, where it doesn't load,
-    or for a target that isn't known; ShardingError when the sizes don't multiply to the number of GPUs.
+    Requires jax's CUDA plugin and JAX_PLATFORMS=cpu, but no GPU. Errors: ConfigError if the plugin is missing or doesn't load,
+    or for an unknown target; ShardingError when the sizes don't multiply to the number of GPUs.
     """
     wanted = gpu_target(target)
     if not has_cuda_plugin():
@@ -51,8 +51,8 @@ def described_gpus(target: str, sizes: Mapping[str, int] | None = None) -> Mesh:
             )
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise ConfigError(
-            f"target {target}: jax's CUDA plugin doesn't load or doesn't take the description ({first_line(error)}); on a "
-            "machine without a GPU set JAX_PLATFORMS=cpu, and take the plugin's version that goes with jax "
+            f"target {target}: jax's CUDA plugin doesn't load or doesn't accept the description ({first_line(error)}); on a "
+            "machine without a GPU set JAX_PLATFORMS=cpu, and install the plugin version that matches jax "
             f"{jax.__version__}."
         ) from None
     return arranged(list(described.devices), sizes, target)

@@ -1,4 +1,4 @@
-"""GpuSpec: a kind of GPU by its public figures, and the table of those that are known."""
+"""GpuSpec: a kind of GPU by its public figures, and the table of known kinds."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 
 __all__ = ["GpuSpec", "gpu_specs", "spec_of_kind"]
 
-REGISTERS = 65536  # of a multiprocessor, and the most of a block; as many for every architecture of the table
-THREADS = 2048  # the most of a multiprocessor
+REGISTERS = 65536  # per multiprocessor, and the most per block; the same for every architecture of the table
+THREADS = 2048  # the most per multiprocessor
 THREADS_A_BLOCK = 1024
 
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """A kind of GPU. A core is a multiprocessor; rates are of dense products, and `*_a_cycle` of one core.
+    """A kind of GPU. A core is a multiprocessor; rates are of dense products, and `*_a_cycle` are per core.
 
-    kind: jax's device kind. clock: cycles a second at most. shared_bytes_a_core: of which the driver keeps 1 KiB of each block;
-    shared_bytes_a_block: what one block may ask for. flops_float16 is the rate of bfloat16 too. tensor_flops_a_cycle: of the
-    tensor cores on 16-bit factors, a multiplication and an addition being two. issued_a_cycle: instructions of a warp.
-    nvlink_bytes_per_second: of one GPU to the others of its host, one way; network_bytes_per_second: to other hosts.
-    sources: where each group of figures stands.
+    kind: jax's device kind. clock: the maximum cycles per second. shared_bytes_a_core: the driver reserves 1 KiB of it per block.
+    shared_bytes_a_block: what one block may request. flops_float16 is the rate of bfloat16 too. tensor_flops_a_cycle: of the
+    tensor cores on 16-bit factors; a multiplication and an addition count as two. issued_a_cycle: warp instructions.
+    nvlink_bytes_per_second: from one GPU to the others of its host, one way; network_bytes_per_second: to other hosts.
+    sources: where each group of figures is published.
     """
 
     name: str
@@ -52,13 +52,13 @@ class GpuSpec:
 
 @functools.cache
 def gpu_specs() -> Mapping[str, GpuSpec]:
-    """The GPUs that can be described, by the name that a target has."""
+    """The GPUs that can be described, by their name in a target."""
     table = tomllib.loads(resources.files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8"))
     return {name: _spec(name, gpu, table["architecture"]) for name, gpu in table["gpu"].items()}
 
 
 def spec_of_kind(kind: str) -> GpuSpec | None:
-    """The GPU of jax's device kind; None for one that isn't in the table."""
+    """The GPU of jax's device kind; None if it isn't in the table."""
     return next((spec for spec in gpu_specs().values() if spec.kind == kind), None)
 
 

@@ -1,4 +1,4 @@
-"""gpu_target: 'h100:8' read as a kind of GPU, hosts, and GPUs of each."""
+"""gpu_target: reads 'h100:8' as a kind of GPU, a number of hosts, and GPUs per host."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .gpu_specs import gpu_specs
 __all__ = ["GpuTarget", "gpu_target", "is_gpu_target"]
 
 _FORM = re.compile(r"(?P<name>[a-z0-9]+)(?::(?:(?P<hosts>[1-9]\d{0,5})x)?(?P<gpus>[1-9]\d{0,5}))?")
-_MOST = 2**16  # each is an object
+_MOST = 2**16  # each GPU is an object
 
 
 class GpuTarget(NamedTuple):
-    """So many GPUs of a kind on so many hosts."""
+    """A kind of GPU, a number of hosts, and GPUs per host."""
 
     name: str
     hosts: int
@@ -28,7 +28,7 @@ def is_gpu_target(target: str) -> bool:
 
 
 def gpu_target(target: str) -> GpuTarget:
-    """Read `h100`, `h100:8` or `h100:2x8` (hosts x GPUs of each). Errors: ConfigError for another form."""
+    """Read `h100`, `h100:8` or `h100:2x8` (hosts x GPUs per host). Errors: ConfigError for any other form."""
     known, match = gpu_specs(), _FORM.fullmatch(target)
     if match is None or match["name"] not in known:
         raise ConfigError(

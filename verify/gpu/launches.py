@@ -1,4 +1,4 @@
-"""launches: the kernels of a compiled GPU program in its order: their grids, blocks, shared memory and binaries."""
+"""launches: the kernels of a compiled GPU program in program order: grids, blocks, shared memory and binaries."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["Launch", "launches"]
 # XLA's CustomKernelProto: name, kernel (with its binary), blocks {2: {1, 2, 3}}, threads {1: {1, 2, 3}}, bytes of shared memory.
 # https://github.com/openxla/xla/blob/main/xla/backends/gpu/codegen/kernels/custom_kernel.proto
 _NAME, _KERNEL, _BLOCKS, _THREADS, _SHARED = 1, 2, 3, 4, 6
-_COPY = re.compile(r"__\d+$")  # of a name that a program has more than once
+_COPY = re.compile(r"__\d+$")  # suffix of a name that occurs more than once in a program
 
 
 class Launch(NamedTuple):
-    """A kernel that a program launches: blocks of its grid, threads of a block, bytes of shared memory that a block asks for
-    when it is launched, and its binary."""
+    """A kernel that a program launches: the blocks of its grid, the threads per block, the bytes of shared memory that a block
+    requests at launch, and its binary."""
 
     name: str
     blocks: int
@@ -33,9 +33,9 @@ class Launch(NamedTuple):
 
 
 def launches(compiled: Any) -> tuple[Launch, ...] | None:
-    """The kernels of a compiled program; None where its file can't be read, without cramjam for one.
+    """The kernels of a compiled program; None where its file can't be read, for example without cramjam.
 
-    A kernel in a loop is in it once.
+    A kernel in a loop is listed once.
     """
     try:
         file = compiled.runtime_executable().serialize()
@@ -77,7 +77,7 @@ def _one(fields: Fields, number: int) -> int | bytes | None:
 
 
 def _sizes(data: int | bytes | None, inner: int) -> int | None:
-    """The product of three sizes; None if it isn't such a message."""
+    """The product of three sizes; None if the data isn't such a message."""
     try:
         sizes = _one(fields_of(data), inner) if isinstance(data, bytes) else None
         numbers = fields_of(sizes) if isinstance(sizes, bytes) else {}
@@ -88,7 +88,7 @@ def _sizes(data: int | bytes | None, inner: int) -> int | None:
 
 
 def _binary(data: bytes) -> bytes | None:
-    """The binary in a message, wherever."""
+    """The binary in a message, at any depth."""
     if data.startswith(ELF):
         return data
     if ELF not in data:

@@ -1,4 +1,4 @@
-"""occupancy: how many blocks of a kernel a multiprocessor holds at once, and what keeps it from holding more.
+"""occupancy: how many blocks of a kernel a multiprocessor holds at once, and what limits it.
 
 The rules are those of NVIDIA's occupancy calculator for compute capability 8.0 to 10.0.
 """
@@ -13,13 +13,13 @@ from .gpu_specs import REGISTERS, THREADS, GpuSpec
 __all__ = ["Occupancy", "occupancy"]
 
 _WARP = 32
-_PARTITIONS = 4  # of a multiprocessor, each with a quarter of the registers; a block's warps are dealt out to all
-_REGISTER_UNIT = 256  # a warp's registers are given out by so many
+_PARTITIONS = 4  # per multiprocessor, each with a quarter of the registers; a block's warps are spread over all
+_REGISTER_UNIT = 256  # registers are allocated to a warp in this unit
 _SHARED_UNIT = 128  # bytes
 
 
 class Occupancy(NamedTuple):
-    """Blocks and warps at once on a multiprocessor, of `most_warps`. limits: blocks by each resource; bound: those that bind."""
+    """Blocks and warps on a multiprocessor at once, out of `most_warps`. limits: blocks by resource; bound: the tightest."""
 
     blocks: int
     warps: int
@@ -29,7 +29,7 @@ class Occupancy(NamedTuple):
 
 
 def occupancy(spec: GpuSpec, registers: int, threads: int, shared_bytes: int) -> Occupancy:
-    """registers: of a thread; threads and shared_bytes: of a block, without what the driver keeps of shared memory."""
+    """registers: per thread; threads and shared_bytes: per block, without the shared memory that the driver reserves."""
     warps = -(-threads // _WARP)
     dealt = -(-warps // _PARTITIONS) * _PARTITIONS
     of_warp = -(-max(registers, 1) * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT

@@ -1,7 +1,7 @@
-"""The records of a compiled GPU program's file, in Riegeli's format.
+"""The records in a compiled GPU program's file, in Riegeli's format.
 
 The format: https://github.com/google/riegeli/blob/master/doc/riegeli_records_file_format.md. XLA writes plain chunks of records
-("r"), compressed or not, and jax 0.12 one file inside another.
+("r"), compressed or not; jax 0.12 nests one file inside another.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _MODULES = {"b": "brotli", "z": "zstd", "s": "snappy"}
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """The records of the first file that the bytes hold, those of a file inside a record one by one.
+    """The records of the first file in the bytes; a file inside a record is expanded into its records.
 
-    Errors: ValueError for another format, ImportError where it is compressed and cramjam isn't installed.
+    Errors: ValueError for another format, ImportError if it is compressed and cramjam isn't installed.
     """
     start = data.find(_SIGNATURE)
     if start < 0:
-        raise ValueError("no file of records in it")
+        raise ValueError("it holds no file of records")
     for count, chunk in _chunks(data[start:]):
         for record in _of_chunk(count, chunk):
             if record.startswith(_SIGNATURE):
@@ -39,7 +39,7 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 def _chunks(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number of records, data) of each chunk of records. A header stands before each block, in the middle of a chunk too."""
+    """(number of records, data) of each chunk of records. A header precedes each block, even in the middle of a chunk."""
     at = 0
 
     def take(size: int) -> bytes:
@@ -93,5 +93,5 @@ def _plain(compression: str, data: bytes) -> bytes:
     unpacked = codec.decompress_raw if compression == "s" else codec.decompress
     try:
         return bytes(unpacked(data[at:]))
-    except Exception as error:  # cramjam's own
+    except Exception as error:  # raised by cramjam
         raise ValueError(f"{_MODULES[compression]}: {error}") from None

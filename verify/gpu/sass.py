@@ -25,17 +25,18 @@ _TENSOR = re.compile(r"(?P<kind>[HI]MMA|[HIQ]GMMA|UTC[A-Z]*MMA)\b")
 _OF_WARP = {"884": 8 * 8 * 4, "1688": 16 * 8 * 8, "16816": 16 * 8 * 16, "16832": 16 * 8 * 32}
 _OF_GROUP = re.compile(r"\.(\d+)x(\d+)x(\d+)")
 _WARPS_OF_GROUP = 4
-# Float32 work of a lane, twice of the packed ones: what the guide's rate for additions and multiplications counts.
+# Float32 work of a lane, packed instructions counting twice, as in the guide's rate for additions and multiplications.
 _FLOAT32 = {"FADD": 1, "FMUL": 1, "FFMA": 1, "FADD2": 2, "FMUL2": 2, "FFMA2": 2}
 _SECONDS = 60
 
 
 class TileLoop(NamedTuple):
-    """One turn of a loop, of one warp: its instructions, those of the tensor cores, and exponentials (EX2), as they stand there.
+    """One turn of a loop, for one warp: its instructions, those of the tensor cores, and exponentials (EX2), in the code's
+    counts.
 
-    tensor_flops: in units of 16-bit products, TF32 counting twice and 8-bit ones half; None where the instructions don't tell
-    the shape of their product. float32: additions, multiplications and both at once a lane. stall_cycles: the sum of what the
-    instructions wait for by the compiler's schedule, without waits for memory.
+    tensor_flops: in units of 16-bit products; TF32 counts twice and 8-bit half; None where the instructions don't show the shape
+    of their product. float32: additions, multiplications and fused ones per lane. stall_cycles: the sum of the instructions'
+    waits in the compiler's schedule, without waits for memory.
     """
 
     instructions: int
@@ -53,7 +54,7 @@ class _Instruction(NamedTuple):
 
 
 def disassembler() -> str | None:
-    """The program nvdisasm: that of the wheel nvidia-cuda-nvdisasm, else one on the path; None if there is none."""
+    """The program nvdisasm: from the wheel nvidia-cuda-nvdisasm, else from the path; None if there is none."""
     found = importlib.util.find_spec("nvidia")
     for folder in [] if found is None else found.submodule_search_locations or []:
         for program in sorted(Path(folder).glob("*/bin/nvdisasm")):
@@ -62,7 +63,7 @@ def disassembler() -> str | None:
 
 
 def disassembled(cubin: bytes) -> str | None:
-    """The text of a binary with its instructions' words; None without nvdisasm, or where it doesn't know the binary."""
+    """The text of a binary with its instructions' words; None without nvdisasm, or if it doesn't know the binary."""
     program = disassembler()
     if program is None:
         return None
@@ -77,7 +78,7 @@ def disassembled(cubin: bytes) -> str | None:
 
 
 def tile_loops(text: str) -> tuple[TileLoop, ...]:
-    """The innermost loops with exponentials, in their order: those that a softmax goes through for each tile."""
+    """The innermost loops with exponentials, in program order: the loops of a softmax over tiles."""
     instructions, labels = _parsed(text)
     spans = set[tuple[int, int]]()
     for at, one in enumerate(instructions):
@@ -88,7 +89,7 @@ def tile_loops(text: str) -> tuple[TileLoop, ...]:
         span for span in sorted(spans) if any(one.name.startswith("MUFU.EX2") for one in instructions[slice(*span)])
     ]
     inner = [span for span in soft if not any(o != span and span[0] <= o[0] and o[1] <= span[1] for o in soft)]
-    # A branch back out of code that stands behind the loops, such as a wait for a barrier, is no loop: it begins within one.
+    # A branch back out of code behind the loops, such as a wait for a barrier, is no loop: it begins within one.
     inner = [span for span in inner if not any(o[0] < span[0] < o[1] < span[1] for o in inner)]
     return tuple(_loop(instructions[start:end]) for start, end in inner)
 
@@ -124,7 +125,7 @@ def _loop(body: list[_Instruction]) -> TileLoop:
 
 
 def _product(name: str) -> float | None:
-    """Operations of one warp's share in a tensor-core instruction, in 16-bit ones."""
+    """Operations of one warp's share of a tensor-core instruction, in 16-bit operations."""
     parts = name.split(".")
     weight = 2.0 if "TF32" in parts else 0.5 if parts[0] in ("IMMA", "IGMMA", "QGMMA") else 1.0
     if group := _OF_GROUP.search(name):

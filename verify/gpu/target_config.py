@@ -1,4 +1,4 @@
-"""target_config: a kind of GPU as XLA wants it described, a GpuTargetConfigProto in text."""
+"""target_config: a kind of GPU in the form that XLA reads, a GpuTargetConfigProto in text."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from .gpu_specs import REGISTERS, THREADS, THREADS_A_BLOCK, GpuSpec
 __all__ = ["target_config"]
 
 _WARP = 32
-_SHARED = 49152  # bytes of a block that doesn't ask for more
-_CUDA, _CUDNN = (12, 9), (9, 10)  # versions that the compiler may count on
+_SHARED = 49152  # bytes of a block that doesn't request more
+_CUDA, _CUDNN = (12, 9), (9, 10)  # versions that the compiler may rely on
 _GRID = (2**31 - 1, 65535, 65535)
 
 
 def target_config(spec: GpuSpec) -> str:
-    """The text that `jax.experimental.topologies` takes as `target_config`. What it lacks XLA takes for zero or unknown."""
+    """The text that `jax.experimental.topologies` takes as `target_config`. XLA treats missing fields as zero or unknown."""
     major, minor = spec.capability
     accelerated = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""  # sm_90a and sm_100a
     device: dict[str, object] = {

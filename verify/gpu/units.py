@@ -1,4 +1,4 @@
-"""loop_bound: which unit of a multiprocessor a kernel's loop keeps busy the longest, by published rates of units."""
+"""loop_bound: which unit of a multiprocessor a kernel's loop keeps busy the longest, by the units' published rates."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ _WARP = 32
 
 
 class LoopBound(NamedTuple):
-    """cycles: of each unit for one turn of the loop of all warps that are on a multiprocessor at once; None where it can't be
-    told. "stalls": the turn of one warp by its schedule, which the others fill. bound: the longest."""
+    """cycles: per unit, for one turn of the loop by all warps on a multiprocessor at once; None where it can't be
+    determined. "stalls": the turn of one warp by its schedule, which other warps fill. bound: the longest."""
 
     cycles: dict[str, float | None]
     bound: str
 
 
 def loop_bound(spec: GpuSpec, loop: TileLoop, warps: int) -> LoopBound:
-    """For so many warps at once on a multiprocessor. Arithmetic, not measured: units that wait for each other aren't in it."""
+    """The bound for so many warps at once on a multiprocessor. Computed, not measured: units waiting for each other are left
+    out."""
     cycles = {
         "tensor cores": None if loop.tensor_flops is None else loop.tensor_flops * warps / spec.tensor_flops_a_cycle,
         "EX2": loop.ex2 * _WARP * warps / spec.ex2_a_cycle,

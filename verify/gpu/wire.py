@@ -1,4 +1,4 @@
-"""The wire format of protocol buffers, as far as fields go: numbers and values, without a schema."""
+"""The wire format of protocol buffers, down to fields: numbers and values, without a schema."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FIXED = {1: 8, 5: 4}
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """(the number at a place, the place behind it). Errors: ValueError where there is none."""
+    """(the number at a position, the position after it). Errors: ValueError where there is none."""
     value = shift = 0
     while shift < 64:
         if at >= len(data):
@@ -24,7 +24,7 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def fields_of(data: bytes) -> Fields:
-    """The fields of a message by their numbers; numbers of fixed width are left out. Errors: ValueError if it is none."""
+    """The fields of a message by number; fixed-width numbers are left out. Errors: ValueError if the data isn't a message."""
     found: Fields = {}
     for number, value in _walk(data):
         found.setdefault(number, []).append(value)
@@ -47,7 +47,7 @@ def _walk(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         else:
             size = _FIXED[kind]
         if at + size > len(data):
-            raise ValueError(f"field {number} ends behind the message")
+            raise ValueError(f"field {number} ends after the message")
         if kind == 2:
             yield number, data[at : at + size]
         at += size

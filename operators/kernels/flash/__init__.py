@@ -1,4 +1,4 @@
-"""Flash attention for GPUs in Pallas' Triton flavour, forward and backward; also runs in Pallas' interpreter."""
+"""Flash attention for GPUs in Pallas' Triton flavour, forward and backward; it also runs in Pallas' interpreter."""
 
 from .flash_attention import FlashPart, flash_attention
 from .sizes import FlashSizes, PassSizes

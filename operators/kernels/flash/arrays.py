@@ -1,7 +1,7 @@
-"""A pass's arrays: by name on their way into a kernel, and cut into tiles there.
+"""A pass's arrays: passed to a kernel by name, and sliced into tiles there.
 
-Pallas' interpreter moves a slice that goes beyond an array's end, where a GPU masks it. So for the interpreter arrays are
-filled up to whole blocks, with numbers that would be noticed.
+Pallas' interpreter shifts a slice that goes beyond an array's end, whereas a GPU masks it. So for the interpreter arrays are
+padded to whole blocks, with numbers that would be noticed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["Along", "Arrays", "index"]
 
 
 def index(n: Any) -> Any:
-    """A place in an array as masked loads take it: of 32 bits, and no number of Python's, as that on a grid's axis of 1 is."""
+    """An array index for masked loads: 32-bit, and not a Python number, as it is on a grid axis of size 1."""
     return np.int32(n) if isinstance(n, int) else n
 
 
 @dataclass(frozen=True)
 class Along:
-    """Rows of a sequence that a tile takes: `count` from `start` on, of `length`."""
+    """Rows of a sequence in a tile: `count` rows from `start` on, out of `length`."""
 
     start: Any
     count: int
@@ -49,7 +49,7 @@ class Along:
 
 @dataclass
 class Arrays:
-    """What a kernel gets and makes, by name."""
+    """A kernel's inputs and outputs, by name."""
 
     sizes: PassSizes
     layout: str
@@ -60,7 +60,7 @@ class Arrays:
     # -- into the kernel ---------------------------------------------------------------------------------------------
 
     def add(self, name: str, x: jax.Array, along: dict[int, int], dim: int | None = None) -> None:
-        """An array whose axes `along` go by blocks; `dim`: the axis that holds a head's numbers."""
+        """An array whose axes `along` are split into blocks; `dim`: the axis of a head's numbers."""
         if self.interpret:
             short = [-n % along.get(axis, 1) for axis, n in enumerate(x.shape)]
             if dim is not None:
@@ -70,7 +70,7 @@ class Arrays:
         self.inputs[name] = x
 
     def rows_of_heads(self, name: str, x: jax.Array, block: int) -> None:
-        """[batch, time, heads, dim], or as the layout says."""
+        """[batch, time, heads, dim], or in the layout's order."""
         self.add(name, x, {self.layout.index("t"): block}, dim=3)
 
     def row_numbers(self, name: str, x: jax.Array, block: int) -> None:
@@ -89,7 +89,7 @@ class Arrays:
         self.outputs[name] = (shape, dtype)
 
     def run(self, name: str, kernel: Callable[[dict[str, Any]], None], grid: tuple[int, ...]) -> dict[str, jax.Array]:
-        """Run the kernel over the grid; the outputs by name, filled up as they were asked for."""
+        """Run the kernel over the grid; returns the outputs by name, with padding."""
         arrays = [jnp.asarray(x) for x in self.inputs.values()]
         axes = varying(arrays)
         arrays = [vary(x, axes) for x in arrays]
@@ -102,7 +102,7 @@ class Arrays:
             interpret=self.interpret,
             name=name,
         )
-        # With jax_enable_x64 a Python number among the indices would be of 64 bits. What comes and goes has 32 or fewer.
+        # With jax_enable_x64 a Python number among the indices would be 64-bit. Inputs and outputs have 32 bits or fewer.
         with jax.enable_x64(False):
             made = call(*arrays)
         return dict(zip(self.outputs, made, strict=True))
@@ -126,7 +126,7 @@ class Arrays:
 
     def _place(self, batch: Any, head: Any, along: Along, part: DimPart) -> tuple[Any, ...]:
         batch, head = index(batch), index(head)
-        # Pallas refuses a slice that is known to end beyond the array; here what is beyond is masked.
+        # Pallas refuses a slice that is known to end beyond the array; here the rest is masked.
         start = index(part.start) if part.inside == part.width else jnp.arange(part.start, part.start + 1)[0]
         rows, cols = pl.ds(along.start, along.count), pl.ds(start, part.width)
         return (batch, rows, head, cols) if self.layout == "bthd" else (batch, head, rows, cols)
@@ -142,7 +142,7 @@ class Arrays:
 
     @staticmethod
     def numbers(ref: Any, place: tuple[Any, ...], along: Along, other: float = 0) -> jax.Array:
-        """One number a row, [rows], of an array whose last axis they lie along."""
+        """One number per row, [rows], from an array whose last axis is the rows."""
         inside = along.indices < along.length if along.beyond else None
         view = ref.at[(*map(index, place), pl.ds(along.start, along.count))]
         return plgpu.load(view, mask=inside, other=None if inside is None else other)

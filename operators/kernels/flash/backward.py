@@ -1,7 +1,7 @@
-"""The backward passes: gradients from the weights, which are made anew from the lse.
+"""The backward passes: gradients from the weights, which are recomputed from the lse.
 
-One pass by kv block makes the gradients of key and value, summed over the query heads that share them; one by query block
-makes that of the query. Neither adds to what another program writes, so results don't depend on the order of programs.
+One pass by kv block computes the gradients of key and value, summed over the query heads that share them; one by query block
+computes that of the query. Neither adds to what another program writes, so results don't depend on the order of programs.
 """
 
 from __future__ import annotations

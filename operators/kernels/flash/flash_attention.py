@@ -1,4 +1,4 @@
-"""flash_attention: the kernels joined, with their gradient."""
+"""flash_attention: the kernels combined, with their gradient."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flash_attention(
     """Return (output in the layout, lse [batch, heads, q] float32), both differentiable in reverse.
 
     query [batch, q, heads, dim], key [batch, kv, kv_heads, dim], value [batch, kv, kv_heads, value_dim] in bthd, of any
-    lengths; bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, as they are or
+    lengths; bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, unscaled or
     with scales, float32 [batch, kv_heads, kv]; the output has the query's dtype. Fully masked rows give output 0, lse -inf (or
     that of the sink) and zero gradients.
     """
@@ -61,7 +61,7 @@ def flash_attention(
 
 @dataclass(frozen=True)
 class FlashPart:
-    """The same as a PartKernel."""
+    """These kernels as a PartKernel."""
 
     layout: str
     scale: float
@@ -81,7 +81,7 @@ class FlashPart:
         """See PartKernel."""
         mask, _ = join_static(static_part, traced)
         sizes = self.sizes.forward
-        if self.sizes.fold:  # all queries are one block, whichever of the heads they are of
+        if self.sizes.fold:  # all queries are one block, whatever their head
             return self._attend_folded(static_part, operands, traced)
         tables = _tables(mask, operands.query.shape[self.layout.index("h")])
         table = visits(mask, sizes.block_q, sizes.block_kv, "q", tables)
@@ -160,7 +160,7 @@ class FlashPart:
         words: Words,
         period: int | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """period: the queries of a kv head's heads stand one after the other, as one head, each of that many rows."""
+        """period: the queries of a kv head's heads follow each other as one head, each with that many rows."""
         sizes, splits = self.sizes.forward, self.sizes.kv_splits
         mask, dropout = join_static(static_part, traced)
         query, (time, head) = operands.query, (self.layout.index("t"), self.layout.index("h"))
@@ -199,7 +199,7 @@ class FlashPart:
     def _attend_folded(
         self, static_part: StaticPart, operands: Operands, traced: Traced
     ) -> tuple[jax.Array, jax.Array]:
-        """The queries of a kv head's heads as the rows of one: what few queries have in common is read once."""
+        """The queries of a kv head's heads as the rows of one head, so that a few queries share one read of the keys."""
         head = self.layout.index("h")
         query, kv_heads = operands.query, operands.key.shape[head]
         if self.layout == "bthd":
@@ -226,12 +226,12 @@ class FlashPart:
 
 
 def _tables(mask: LocalMask, heads: int) -> int:
-    """How many tables of visits there are: one for each head where heads see blocks of their own."""
+    """How many tables of visits there are: one per head if heads have different blocks."""
     return heads if mask.heads_apart else 1
 
 
 def _folded_words(x: jax.Array, kv_heads: int, group: int, q_len: int) -> jax.Array:
-    """Words [batch, heads | 1, tiles, words, rows] of blocks for queries that are folded."""
+    """Words [batch, heads | 1, tiles, words, rows] of blocks for folded queries."""
     batch, heads, tiles, words, _ = x.shape
     if heads == 1:
         return jnp.tile(x, (1, 1, 1, 1, group))
@@ -240,7 +240,7 @@ def _folded_words(x: jax.Array, kv_heads: int, group: int, q_len: int) -> jax.Ar
 
 
 def _folded(x: jax.Array, dims: tuple[str, ...], kv_heads: int, group: int, q_len: int) -> jax.Array:
-    """An array of the mask, or the bias, for queries that are folded: its rows once for each head of a group."""
+    """An array of the mask, or the bias, for folded queries: its rows once for each head of a group."""
     if len(dims) == 4 and "q_blocks" not in dims:
         batch, heads, rows, kv_len = x.shape
         if heads > 1:
@@ -252,7 +252,7 @@ def _folded(x: jax.Array, dims: tuple[str, ...], kv_heads: int, group: int, q_le
 
 
 def _joined(output: jax.Array, lse: jax.Array, splits: int, layout: str, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """The parts [splits * batch, ...] joined by their lse."""
+    """The parts [splits * batch, ...] merged by their lse."""
     output, lse = (x.reshape(splits, -1, *x.shape[1:]) for x in (output, lse))
     peak = lse.max(0)
     weight = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0.0, peak))
@@ -267,7 +267,7 @@ def _joined(output: jax.Array, lse: jax.Array, splits: int, layout: str, dtype: 
 def _arrays(
     part: FlashPart, sizes: PassSizes, operands: Operands, mask: LocalMask, words: Words, dropout: Dropout | None
 ) -> Arrays:
-    """What every pass reads."""
+    """The arrays that every pass reads."""
     arrays = Arrays(sizes, part.layout, part.interpret)
     arrays.rows_of_heads("query", operands.query, sizes.block_q)
     arrays.rows_of_heads("key", as_bits(operands.key), sizes.block_kv)
@@ -280,7 +280,7 @@ def _arrays(
 
 
 def _first(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """x without what it was filled up with."""
+    """x without its padding."""
     return x if x.shape == shape else lax.slice(x, (0,) * x.ndim, shape)
 
 

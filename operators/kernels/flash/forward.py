@@ -1,7 +1,7 @@
-"""The forward pass: online softmax over the live tiles of each query block, the keys in one part or in several.
+"""The forward pass: online softmax over the live tiles of each query block, with the keys in one part or in several.
 
-int8 and fp8 keys and values get the query's dtype here, exactly. The scale of a key goes into its logits, that of a value on
-the value.
+int8 and fp8 keys and values are converted to the query's dtype here, exactly. A key's scale is applied to its logits, a value's
+to the value.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["ForwardKernel"]
 class ForwardKernel:
     """One program: the rows of a query block of one head, and one of `splits` parts of its tiles.
 
-    Grid: (query blocks * splits, heads, batch). period: rows hold the queries of all heads of a kv head, each of that many
-    rows; the grid's heads are kv heads then.
+    Grid: (query blocks * splits, heads, batch). period: rows hold the queries of all heads of a kv head, each with that many
+    rows; the grid's heads are then kv heads.
     """
 
     arrays: Arrays
@@ -47,7 +47,9 @@ class ForwardKernel:
         dim, value_dim = self.dims
         place, head, batch = (pl.program_id(axis) for axis in range(3))
         split, q_block = (0, place) if self.splits == 1 else (place % self.splits, place // self.splits)
-        q_block = self.q_blocks - 1 - q_block  # the last ones have the most keys in a causal mask: they start first
+        q_block = (
+            self.q_blocks - 1 - q_block
+        )  # under a causal mask the last blocks have the most keys, so they start first
         kv_head = head if self.period is not None else lax.div(head, self.group) if self.group > 1 else head
         first_head = head * self.group if self.period is not None else head
         rows = Along(q_block * sizes.block_q, sizes.block_q, self.q_rows)
@@ -62,7 +64,7 @@ class ForwardKernel:
             )
             x, factor, _ = tile.weigh(product(query, key, 1, 1), masked)
             new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
-            # A row that has seen nothing yet keeps shift 0: its exponentials are 0, not NaN.
+            # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
             p = logits.exp2(x, factor, shift[:, None])
             shrink = jnp.exp2(peak - shift)

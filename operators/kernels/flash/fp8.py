@@ -1,4 +1,4 @@
-"""fp8 numbers from their bits: GPUs before Hopper can't convert them, and Triton refuses to there."""
+"""fp8 numbers from their bits: GPUs before Hopper can't convert them, and Triton refuses to do it there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["as_bits", "from_bits"]
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """An fp8 array as int8; others as they are."""
+    """An fp8 array as int8; others unchanged."""
     return (
         lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
     )
@@ -25,7 +25,7 @@ def from_bits(x: jax.Array, stored: str, dtype: Any) -> jax.Array:
         return lax.bitcast_convert_type((bits << 8).astype(jnp.int16), jnp.float16).astype(dtype)
     if stored != "float8_e4m3fn":
         raise NotImplementedError(f"{stored}: wanted float8_e4m3fn or float8_e5m2.")
-    # Exponent and fraction one place lower in a float16, whose exponents are 8 less: subnormal numbers come out as they should.
+    # Shift exponent and fraction one place down in a float16, whose exponents are 8 less: subnormal numbers stay correct.
     magnitude, sign = bits & 0x7F, (bits & 0x80) << 8
     half = lax.bitcast_convert_type((magnitude << 7 | sign).astype(jnp.int16), jnp.float16)
     number = half.astype(jnp.float32) * 256.0

@@ -1,4 +1,4 @@
-"""What of the kernels' work is chosen: blocks, warps, stages of the pipeline, parts of the keys."""
+"""The kernels' tuning choices: blocks, warps, pipeline stages, parts of the keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DIM_STEP = 16  # the least width of a product on tensor cores
 
 @dataclass(frozen=True)
 class PassSizes:
-    """Of one kernel. Blocks are powers of two, at least 16; stages: tiles on their way from memory at once."""
+    """Sizes of one kernel. Blocks are powers of two, at least 16; stages: tiles being loaded from memory at once."""
 
     block_q: int
     block_kv: int
@@ -21,10 +21,10 @@ class PassSizes:
 
 @dataclass(frozen=True)
 class FlashSizes:
-    """Of the forward pass, of the gradients of key and value, and of that of the query.
+    """Sizes of the forward pass, of the gradients of key and value, and of that of the query.
 
-    kv_splits: parts of the keys that the forward pass works on apart, joined by their lse. fold: the query heads of a kv head
-    are rows of one tile, which then holds all queries.
+    kv_splits: parts of the keys that the forward pass works on separately, merged by their lse. fold: the query heads of a kv
+    head are rows of one tile, which then holds all queries.
     """
 
     forward: PassSizes
@@ -36,7 +36,7 @@ class FlashSizes:
 
 @dataclass(frozen=True)
 class DimPart:
-    """`width` columns of a head from `start` on, a power of two; `inside` of them are the head's."""
+    """`width` columns of a head from `start` on, a power of two; `inside` of them belong to the head."""
 
     start: int
     width: int
@@ -44,7 +44,7 @@ class DimPart:
 
 
 def dim_parts(dim: int) -> tuple[DimPart, ...]:
-    """A head dim as powers of two, which Triton's tiles must have: 80 is 64 and 16."""
+    """A head dim as powers of two, as Triton's tiles require: 80 is 64 and 16."""
     parts: list[DimPart] = []
     start = 0
     while start < dim:

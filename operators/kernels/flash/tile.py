@@ -1,6 +1,6 @@
-"""What scale, cap, bias, mask and dropout make of the products of a tile, inside a kernel.
+"""Applies scale, cap, bias, mask and dropout to the products of a tile, inside a kernel.
 
-A tile is [query rows, keys], or across, [keys, query rows], where the gradients of key and value are summed.
+A tile is [query rows, keys] or, with `across`, [keys, query rows], where the gradients of key and value are summed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def product(a: list[jax.Array], b: list[jax.Array], a_axis: int, b_axis: int) ->
 
 @dataclass(frozen=True)
 class Logits:
-    """How products become logits, and what is static about the mask and the dropout. interpret: no PTX."""
+    """How products become logits, and the static parts of the mask and the dropout. interpret: no PTX."""
 
     scale: float
     soft_cap: float | None
@@ -54,8 +54,8 @@ class Logits:
     def exp2(self, x: jax.Array, factor: float, shift: jax.Array) -> jax.Array:
         """2 ** (x * factor - shift), elementwise.
 
-        On a GPU two instructions. XLA would have Triton make four of them: it contracts no product and sum, and scales what
-        would give a subnormal power, which is as good as 0 here.
+        On a GPU this is two instructions. XLA would have Triton make four: it doesn't contract product and sum, and scales what
+        would give a subnormal power, for which 0 is good enough here.
         """
         if self.interpret:
             return jnp.exp2(x * factor - shift)
@@ -77,7 +77,7 @@ def _ptx(x: float) -> str:
 
 
 def add_arrays(arrays: Arrays, mask: LocalMask, words: Words, bias: jax.Array | None, dropout: Dropout | None) -> None:
-    """Add what tiles need of the mask, the bias and the dropout; words: of the mask's blocks."""
+    """Add what tiles need of the mask, the bias and the dropout; words: those of the mask's blocks."""
     block = {"q": arrays.sizes.block_q, "kv": arrays.sizes.block_kv}
     for name, start in (("q_start", mask.q_start), ("k_start", mask.k_start)):
         if not isinstance(start, int):
@@ -112,7 +112,7 @@ def _by_blocks(x: jax.Array, arrays: Arrays) -> dict[int, int]:
 class Tile:
     """The tile of a query head at some rows and keys. across: [keys, rows].
 
-    period: rows hold the queries of several heads, each of that many rows, one after the other; None: they are of one head.
+    period: rows hold the queries of several heads, each with that many rows, one after the other; None: those of one head.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Tile:
         return x if keep is None else jnp.where(keep, x * (1.0 / (1.0 - self.logits.static_part.dropout)), 0.0)
 
     def of_rows(self, x: jax.Array) -> jax.Array:
-        """One number a query row, as it broadcasts to the tile."""
+        """One number per query row, in a shape that broadcasts to the tile."""
         return x[None] if self.across else x[:, None]
 
     def _of_keys(self, x: jax.Array) -> jax.Array:
@@ -179,7 +179,7 @@ class Tile:
         return self.of_rows(rows if self.period is None else rows % self.period)
 
     def _heads(self) -> Any:
-        """The query heads' numbers."""
+        """The numbers of the query heads."""
         return self.head if self.period is None else self.head + self.of_rows(self.rows.indices // self.period)
 
     def _global_rows(self) -> jax.Array:
@@ -219,7 +219,7 @@ class Tile:
         return seen
 
     def _blocks(self, name: str, atom: Any, keys: jax.Array) -> Mask:
-        """What a leaf of blocks says of the tile; Full where a visited one is known to be seen."""
+        """A leaf of blocks evaluated on the tile; Full where a visited tile is known to be visible."""
         if name not in self.refs:
             return Full()
         ref = self.refs[name]
@@ -244,7 +244,7 @@ class Tile:
         return self._of_keys(Arrays.numbers(ref, (batch,), self.keys))
 
     def _dense(self, name: str) -> jax.Array:
-        """The tile of an array of [batch, heads, q, kv], each of them or 1, as it broadcasts to this one."""
+        """The tile of an array of [batch, heads, q, kv], any of them 1, in a shape that broadcasts to this tile."""
         ref = self.refs[name]
         head = self.head if self.period is None else self.kv_head
         place: list[Any] = [index(at if n > 1 else 0) for at, n in zip((self.batch, head), ref.shape[:2], strict=True)]
@@ -267,5 +267,6 @@ class Tile:
 
 
 def _tanh(x: jax.Array) -> jax.Array:
-    """By the exponential: a GPU has no exact instruction for it, and Triton would want a library that isn't installed."""
+    """Computed from the exponential: a GPU has no exact instruction for it, and Triton would require a library that isn't
+    installed."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))

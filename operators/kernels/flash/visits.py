@@ -1,7 +1,7 @@
-"""Visits: which tiles a program of a kernel works on, in a table that it reads.
+"""Visits: which tiles a program of a kernel processes, in a table that it reads.
 
-Where each row of the table is known on the host to be neighbours - some that the mask cuts, then wholly visible ones, then
-some that it cuts - the four ends are enough, and the next tile's place needs no load. Else the row lists its tiles.
+If the host knows that each row of the table consists of neighbours - some cut by the mask, then fully visible ones, then
+some cut by the mask - the four ends are enough, and the next tile's place needs no load. Otherwise the row lists its tiles.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["Visits", "visits"]
 
 @dataclass(frozen=True)
 class Visits:
-    """table: int32 [batch | 1, tables | 1, blocks of the slow axis, ...], one for each part of the heads that tables are for.
+    """table: int32 [batch | 1, tables | 1, blocks of the slow axis, ...], one for each group of heads with its own table.
 
-    neighbours: a row is (first, first full, after the last full, after the last). Else it is (number of partial tiles,
-    number of all), then the partial tiles, then the full ones. some_partial, some_full: False where no tile is such.
+    neighbours: a row is (first, first full, after the last full, after the last). Otherwise it is (number of partial tiles,
+    number of all), then the partial tiles, then the full ones. some_partial, some_full: False if there are no such tiles.
     """
 
     table: np.ndarray | jax.Array
@@ -45,7 +45,7 @@ class Visits:
         visit: Callable[[Any, Any, bool], Any],
         carry: Any,
     ) -> Any:
-        """visit(tile, carry, masked) for the `part`-th of `parts` shares of a row's tiles. head: of those that tables are for."""
+        """visit(tile, carry, masked) for the `part`-th of `parts` shares of a row's tiles. head: one of those with a table."""
         row = (batch if self.table.shape[0] > 1 else 0, head if self.table.shape[1] > 1 else 0, block)
         if self.neighbours:
             first, full, after_full, after = (ref[(*row, i)] for i in range(4))
@@ -76,7 +76,7 @@ class Visits:
 
 
 def visits(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int = 1) -> Visits:
-    """The tiles of each query block (slow 'q') or of each kv block ('kv'), for each of as many parts of the heads.
+    """The tiles of each query block (slow 'q') or of each kv block ('kv'), for each of `tables` groups of heads.
 
     A last kv block that is padded counts as partial.
     """
@@ -90,7 +90,7 @@ def visits(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int 
     if not isinstance(kinds, np.ndarray):
         return Visits(_listed(kinds, jnp), False, True, True)
     partial, full = int((kinds == 1).sum()), int((kinds == 2).sum())
-    if 2 * full <= partial and is_arithmetic(mask.mask):  # one loop then, half of the program
+    if 2 * full <= partial and is_arithmetic(mask.mask):  # then a single loop, half of the program
         kinds = np.minimum(kinds, 1)
     some = bool((kinds == 1).any()), bool((kinds == 2).any())
     ends = _ends(kinds)
@@ -101,7 +101,7 @@ def visits(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int 
 
 
 def _ends(kinds: np.ndarray) -> np.ndarray | None:
-    """(first, first full, after the last full, after the last) of each row, or None where that doesn't say all."""
+    """(first, first full, after the last full, after the last) of each row, or None if that isn't enough."""
 
     def run(flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         some = flags.any(-1)

@@ -1,4 +1,4 @@
-"""Paged attention on TPUs by kernels of our own."""
+"""Paged attention on TPUs with attnops' own kernels."""
 
 from .attend import paged_attention_tpu
 from .geometry import Geometry, Layout, Options

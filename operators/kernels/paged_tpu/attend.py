@@ -55,11 +55,11 @@ def paged_attention_tpu(
 ) -> tuple[Array, Array]:
     """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]).
 
-    Means what `paged_attention` means. layout: "split", pages [pages, page, kv_heads, dim] as there; "heads", [pages,
+    Semantics of `paged_attention`. layout: "split", pages [pages, page, kv_heads, dim] as there; "heads", [pages,
     kv_heads, page, dim]; "joined", key_pages [pages, kv_heads, page, dim + value_dim] and value_pages None. Rows may be padded
-    at their end, with anything finite: key_pages to more than the query's dim, values to more than `value_dim` (None: all of
-    it is value). Scales of every token lie as the pages do, without the last dimension. Sizes of blocks: None for what
-    `chosen_sizes` says with `vmem_limit_bytes`. interpret: Pallas' interpreter, on any platform.
+    at their end, with any finite values: key_pages to more than the query's dim, values to more than `value_dim` (None: the
+    whole row is value). Per-token scales are laid out like the pages, without the last dimension. Sizes of blocks: None for the
+    result of `chosen_sizes` with `vmem_limit_bytes`. interpret: Pallas' interpreter, on any platform.
 
     Errors: InputError or InputTypeError.
     """
@@ -103,7 +103,7 @@ def paged_attention_tpu(
     options = chosen_sizes(geometry, options)
     if reasons := reasons_against(geometry, options):
         raise InputError("; ".join(f"{message}; {hint}" for _, message, hint in reasons))
-    # With jax_enable_x64 a Python number among the indices would be of 64 bits, and Mosaic has none of these.
+    # With jax_enable_x64 a Python number among the indices would be 64-bit, which Mosaic lacks.
     with jax.enable_x64(False):
         return _attend(geometry, options, operands._replace(num_seqs=operands.num_seqs.reshape(())))
 
@@ -111,12 +111,12 @@ def paged_attention_tpu(
 def _as_split(
     layout: Layout, value_dim: int | None, query: Any, key: Any, value: Any, key_scale: Any, value_scale: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """Shapes and dtypes of pages and scales as they were in the layout "split" and not padded, to be checked."""
+    """Shapes and dtypes that pages and scales would have in the layout "split" without padding, for checks."""
     if layout not in ("split", "heads", "joined"):
         raise InputError(f"layout={shown(layout)}; wanted 'split', 'heads' or 'joined'.")
     if (layout == "joined") != (value is None):
         raise InputError(
-            f"layout={shown(layout)} with value_pages {'missing' if value is None else 'given'}; wanted them apart from "
+            f"layout={shown(layout)} with value_pages {'missing' if value is None else 'given'}; wanted them separate from "
             "key_pages in 'split' and 'heads', and in one array with them, value_pages=None, in 'joined'."
         )
     dim = query.shape[-1] if query.ndim else 0
@@ -141,7 +141,7 @@ def _as_split(
 
 
 def _geometry(layout: Layout, operands: PagedOperands) -> Geometry:
-    """Of operands in the layout "split"."""
+    """The geometry of operands in the layout "split"."""
     tokens, heads, dim = operands.query.shape
     values = operands.value_pages
     assert values is not None
@@ -205,13 +205,13 @@ def _attend(geometry: Geometry, options: Options, operands: PagedOperands) -> tu
 @_attend.defjvp
 def _no_gradient(geometry: Geometry, options: Options, primals: Any, tangents: Any) -> Any:
     raise InputError(
-        "paged attention was differentiated; wanted a call outside of jax.grad: serving has no gradient. "
+        "paged attention was differentiated; wanted a call outside jax.grad: serving has no gradient. "
         "Train with the operation vanilla or splash, or put jax.lax.stop_gradient around the arguments."
     )
 
 
 def _arrays(geometry: Geometry, options: Options, operands: PagedOperands) -> dict[str, jax.Array]:
-    """What both kernels take beside the units."""
+    """What both kernels take besides the units."""
     query = operands.query
     if geometry.query_dim > geometry.dim:
         query = jnp.pad(query, ((0, 0), (0, 0), (0, geometry.query_dim - geometry.dim)))
@@ -234,5 +234,5 @@ def _arrays(geometry: Geometry, options: Options, operands: PagedOperands) -> di
 
 
 def _of_query_heads(geometry: Geometry, scale: jax.Array) -> jax.Array:
-    """A number for all or for each kv head, for each query head."""
+    """A number for all or for each kv head, expanded to query heads."""
     return jnp.repeat(jnp.broadcast_to(scale, (geometry.kv_heads,)), geometry.group)

@@ -1,7 +1,7 @@
 """The kernel for sequences with several rows: blocks of their rows against the pages that they see.
 
-The query comes as [heads, rows, dim], each chunk at a multiple of a tile's rows, and is copied in as the pages are. A block's
-last rows may be another chunk's: what is written of them is written over by the block that they belong to.
+The query is [heads, rows, dim], each chunk starting at a multiple of a tile's rows, and is copied in like the pages. A block's
+last rows may be another chunk's: their results are overwritten by the block that they belong to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["attend_chunks", "chunk_scratch"]
 
 
 def chunk_scratch(geometry: Geometry, options: Options) -> dict[str, Any]:
-    """Beside the pages' buffers."""
+    """Scratch memory besides the pages' buffers."""
     block, rows = options.queries_per_block, geometry.group * options.queries_per_block
     return {
         "query_buffer": pltpu.VMEM((2, geometry.heads, block, geometry.query_dim), geometry.dtype),
@@ -46,7 +46,7 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
     align = row_alignment(geometry)
 
     def column(index: int | None, head: Any) -> jax.Array | None:
-        """Of the rows of a kv head, [rows, 128]."""
+        """A column for the rows of a kv head, [rows, 128]."""
         if index is None:
             return None
         one = refs["columns"][index, pl.ds(head * group, group), :]
@@ -142,7 +142,7 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
 
 
 def each_head(geometry: Geometry, step: Any) -> None:
-    """step(kv head) for each: a loop, but where a head of a page lies at a place within tiles, which has to be known."""
+    """step(kv head) for each: in a loop, unless a page's heads are placed within tiles, where the place must be static."""
     if geometry.layout == "split":
         for head in range(geometry.kv_heads):
             step(head)

@@ -1,7 +1,7 @@
 """The kernel for sequences with one row each: all heads of a row against its pages, a block of them at a time.
 
-Heads are the rows of a product. A kv head's keys are multiplied with the whole registers in which its query heads lie, and
-what belongs to other heads is left out where the logits are put together.
+Heads are the rows of a product. A kv head's keys are multiplied with the whole registers that hold its query heads, and
+the results of other heads are dropped when the logits are assembled.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
 
 
 def by_product(geometry: Geometry) -> bool:
-    """Whether all kv heads of a page are one matrix, of whose products with a query head the others' keys are left out.
+    """Whether all kv heads of a page form one matrix, with other heads' products dropped afterwards.
 
-    In the layout "split" a head's keys lie apart from one another: to bring them together takes longer than that.
+    In the layout "split" a head's keys aren't contiguous, and gathering them takes longer than that.
     """
     return geometry.layout == "split" and 3 not in (geometry.key_scale, geometry.value_scale)
 

@@ -1,4 +1,4 @@
-"""What is static about a call of the TPU kernel: shapes, how pages lie, options, sizes of blocks."""
+"""The static part of a call of the TPU kernel: shapes, page layout, options, sizes of blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LANES", "LOG2E", "NOTHING", "Geometry", "Layout", "Options", "sublan
 
 LANES = 128
 LOG2E = 1 / math.log(2)
-# The peak of a row that has seen nothing: finite, so that the exponential of -inf minus it is 0 and not NaN.
+# The peak of a row without visible keys: finite, so that the exponential of -inf minus it is 0 and not NaN.
 NOTHING = float(jnp.finfo(jnp.float32).min)
 
 Layout = Literal["split", "heads", "joined"]
@@ -24,8 +24,8 @@ Layout = Literal["split", "heads", "joined"]
 class Geometry:
     """Sizes and dtypes of one device's arrays.
 
-    layout: where a page's numbers lie. "split": [pages, page, kv_heads, dim], keys and values apart; "heads": [pages,
-    kv_heads, page, dim], apart;
+    layout: how a page's numbers are ordered. "split": [pages, page, kv_heads, dim], keys and values separate; "heads": [pages,
+    kv_heads, page, dim], separate;
     "joined": [pages, kv_heads, page, dim + value_dim], a key and its value in one row. Rows may be wider than that.
     """
 
@@ -35,12 +35,12 @@ class Geometry:
     kv_heads: int
     dim: int
     value_dim: int
-    key_row: int  # numbers of a row of key_pages; joined: of a whole row
+    key_row: int  # numbers per row of key_pages; joined: per whole row
     value_row: int
     pages: int
     page: int
     sequences: int
-    width: int  # pages of a row of the table
+    width: int  # pages per row of the table
     dtype: np.dtype
     key_dtype: np.dtype
     value_dtype: np.dtype
@@ -57,17 +57,17 @@ class Geometry:
 
     @property
     def whole_row(self) -> bool:
-        """Joined rows that aren't cut: the key's end is within a tile, so the query is padded with zeros beyond it."""
+        """Joined rows used whole: the key's end is within a tile, so the query is padded with zeros beyond it."""
         return self.joined and self.dim % LANES != 0
 
     @property
     def key_lanes(self) -> tuple[int, int]:
-        """Which numbers of a row of the pages the query, padded with zeros, is multiplied with."""
+        """Which numbers of a page row are multiplied with the query, padded with zeros."""
         return (0, self.dim) if self.joined and not self.whole_row else (0, self.key_row)
 
     @property
     def value_lanes(self) -> tuple[int, int]:
-        """Which numbers of a row the weights are multiplied with."""
+        """Which numbers of a row are multiplied with the weights."""
         if not self.joined:
             return 0, self.value_row
         return (0 if self.whole_row else self.dim), self.key_row
@@ -80,17 +80,17 @@ class Geometry:
 
     @property
     def query_dim(self) -> int:
-        """Of the query as the kernel takes it."""
+        """The query's dim in the kernel."""
         return self.key_lanes[1]
 
     @property
     def summed_dim(self) -> int:
-        """Of the sums of values and of the output as the kernel gives it."""
+        """The dim of the sums of values and of the kernel's output."""
         return self.value_lanes[1] - self.value_lanes[0]
 
     @property
     def compute_dtype(self) -> np.dtype:
-        """Of the factors of products: none is rounded."""
+        """The dtype of the factors of products: none is rounded."""
         wide = self.dtype
         for pages in (self.key_dtype, self.value_dtype):
             if pages.itemsize > 1:
@@ -98,13 +98,13 @@ class Geometry:
         return wide
 
     def row_shape(self, width: int) -> tuple[int, int, int]:
-        """Of a page of rows so wide."""
+        """The shape of a page with rows of this width."""
         if self.layout == "split":
             return self.page, self.kv_heads, width
         return self.kv_heads, self.page, width
 
     def streams(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """What is fetched for a page: name -> (shape, dtype)."""
+        """What is fetched per page: name -> (shape, dtype)."""
         if self.joined:
             found: dict[str, Any] = {"key": (self.row_shape(self.key_row), self.key_dtype)}
         else:
@@ -121,7 +121,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Options:
-    """What the call asks for, and the sizes of its blocks."""
+    """The call's options and its block sizes."""
 
     scale: float
     causal: bool
@@ -132,7 +132,7 @@ class Options:
     max_q_len: int | None
     pages_per_block: int
     queries_per_block: int
-    buffers: int  # blocks of pages in memory: the one that is computed on, and those on their way
+    buffers: int  # blocks of pages in memory: the one being computed, and those being fetched
     vmem_limit_bytes: int | None
     interpret: bool | pltpu.InterpretParams
 
@@ -144,5 +144,5 @@ class Options:
 
 
 def sublanes(dtype: Any) -> int:
-    """Rows of a tile of the dtype."""
+    """Rows per tile of the dtype."""
     return 8 * max(1, 4 // np.dtype(dtype).itemsize)

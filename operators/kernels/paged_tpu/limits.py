@@ -1,4 +1,4 @@
-"""What the kernels can't take, with reasons; what they take at a price; and sizes of blocks by rule."""
+"""What the kernels don't support, with reasons; what they support at a cost; and default block sizes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .units import row_alignment
 
 __all__ = ["advice", "chosen_sizes", "most_vmem", "reasons_against"]
 
-MOST_PAGES = 32  # of a block: each has a bit of a word
-# Of a block of pages. What a step takes whatever its size is spread over more keys: on tpu7x 0.64 of the time of the bytes at
-# 2 MiB, 0.89 at 1 MiB.
+MOST_PAGES = 32  # per block: each has a bit of a word
+# Per block of pages. Larger blocks spread the fixed cost of a step over more keys: on tpu7x a step takes 0.64 of the time of its
+# bytes at 2 MiB, 0.89 at 1 MiB.
 _BLOCK_BYTES, _LEAST_BLOCK_BYTES = 2 << 20, 1 << 20
 _BLOCK_KEYS = 1024
-_ROWS = 512  # of one kv head in a block of queries
+_ROWS = 512  # per kv head in a block of queries
 _MIB = 1 << 20
-_DEFAULT_VMEM = 16 * _MIB  # what a kernel gets at least, on every generation
+_DEFAULT_VMEM = 16 * _MIB  # the least that a kernel gets, on every generation
 _DTYPES = ("bfloat16", "float32")
 _PAGES = (*_DTYPES, "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def reasons_against(geometry: Geometry, options: Options) -> list[tuple[str, str, str]]:
-    """(code, message, hint) for each thing that the kernels can't take; none of VMEM, whose room depends on the device."""
+    """(code, message, hint) for everything that the kernels don't support, except VMEM, whose size depends on the device."""
     found: list[tuple[str, str, str]] = []
     if str(geometry.dtype) not in _DTYPES:
         found.append(
@@ -45,19 +45,19 @@ def reasons_against(geometry: Geometry, options: Options) -> list[tuple[str, str
         message = f"queries_per_block={options.queries_per_block} isn't a multiple of {align}, the rows of a tile"
         found.append(("queries_per_block", message, f"ask for a multiple of {align}"))
     if options.buffers < 2:
-        found.append(("buffers", "one buffer leaves none for the pages on their way", "ask for 2 or more"))
+        found.append(("buffers", "one buffer leaves none for fetching pages", "ask for 2 or more"))
     words = max(sum(parts.values()) for parts in scalar_words(geometry, options).values())
     if 4 * words > MOST_SCALAR_BYTES:
         message = (
             f"a page table of {geometry.sequences} sequences x {geometry.width} pages and the units of work are {4 * words} "
             f"bytes, of {MOST_SCALAR_BYTES} in scalar memory"
         )
-        found.append(("page_table_smem", message, "use larger pages, or fewer sequences a step"))
+        found.append(("page_table_smem", message, "use larger pages, or fewer sequences per step"))
     return found
 
 
 def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
-    """(code, message, hint) for what the kernels take, but slowly or with memory to spare."""
+    """(code, message, hint) for what the kernels support, but slowly or with wasted memory."""
     found: list[tuple[str, str, str]] = []
     rows = {"key_pages": geometry.key_row} if geometry.joined else {
         "key_pages": geometry.key_row, "value_pages": geometry.value_row
@@ -84,7 +84,7 @@ def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
                 found.append(("kv_heads", message, "layout 'heads' or 'joined'"))
                 break
         if 3 in (geometry.key_scale, geometry.value_scale):
-            message = f"scales of {geometry.kv_heads} heads a token take {LANES} numbers of memory"
+            message = f"scales of {geometry.kv_heads} heads per token take {LANES} numbers of memory"
             found.append(("scales", message, "layout 'heads' or 'joined', whose scales lie along the page"))
     else:
         tile = max(sublanes(geometry.key_dtype), sublanes(geometry.value_dtype))
@@ -100,14 +100,14 @@ def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
 
 
 def most_vmem(geometry: Geometry, options: Options) -> int:
-    """Bytes of VMEM that the larger kernel of a call is counted to take, with some room."""
+    """Counted bytes of VMEM of a call's larger kernel, with some margin."""
     return math.ceil(ROOM * max(sum(parts.values()) for parts in vmem_parts(geometry, options).values()))
 
 
 def chosen_sizes(geometry: Geometry, options: Options, room: int | None = None) -> Options:
-    """The options with sizes that are 0 replaced: those by rule, made smaller until they fit in `room` bytes of VMEM.
+    """The options with sizes of 0 replaced by default ones, reduced until they fit in `room` bytes of VMEM.
 
-    None: what is asked for, or the default of the least TPU.
+    None: what is requested, or the default of the smallest TPU.
     """
     if room is None:
         room = options.vmem_limit_bytes or _DEFAULT_VMEM

@@ -1,4 +1,4 @@
-"""What the kernels take of VMEM and of scalar memory, counted before they are compiled."""
+"""The kernels' VMEM and scalar memory, counted before they are compiled."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .units import FIELDS, most_chunk_units
 
 __all__ = ["MOST_SCALAR_BYTES", "ROOM", "scalar_words", "several_rows", "vmem_parts", "vmem_room"]
 
-# The compiler's own share of scalar memory, of 1 MiB, was found to be less than 16 KiB.
+# The compiler's own share of scalar memory, out of 1 MiB, was measured as less than 16 KiB.
 MOST_SCALAR_BYTES = (1 << 20) - (16 << 10)
-# What the compiler took was at most so many times what is counted here, in what has been compiled.
+# In everything compiled so far, the compiler took at most this many times what is counted here.
 ROOM = 1.1
 
 
 def several_rows(geometry: Geometry, max_q_len: int | None) -> bool:
-    """Whether a sequence may have several rows in a batch, which takes a second kernel."""
+    """Whether a sequence may have several rows in a batch, which requires a second kernel."""
     return geometry.tokens > 1 and max_q_len != 1
 
 
@@ -47,7 +47,7 @@ def scalar_words(geometry: Geometry, options: Options) -> dict[str, dict[str, in
 
 
 def vmem_room(device_kind: str, vmem_limit_bytes: int | None) -> int:
-    """What a kernel may take on a kind of device: what is asked for, as far as it has it; else its default."""
+    """VMEM that a kernel may take on a kind of device: the requested amount if the device has it, else the default."""
     vmem = vmem_of(device_kind)
     return vmem.default if vmem_limit_bytes is None else min(vmem_limit_bytes, vmem.most)
 
@@ -80,8 +80,8 @@ def _chunk_parts(geometry: Geometry, options: Options) -> dict[str, int]:
 
 
 def _gathered(geometry: Geometry, options: Options) -> int:
-    """All heads' keys and values of a block, taken out of the tiles that hold all heads of a token: wide, and for each of the
-    two ways through a block."""
+    """All heads' keys and values of a block, taken out of the tiles that hold all heads of a token: widened, once for each of the
+    two paths through a block."""
     if geometry.layout != "split":
         return 0
     rows = options.pages_per_block * geometry.page
@@ -105,12 +105,12 @@ def _columns(geometry: Geometry, options: Options) -> int:
 
 
 def _logits(geometry: Geometry, rows: int, keys: int) -> int:
-    """In float32, and the weights as a factor; a product in float32 splits both factors in three."""
+    """In float32, plus the weights as a factor; a float32 product splits both factors in three."""
     return _bytes((rows, keys), np.float32) * 3 // (2 if geometry.compute_dtype.itemsize == 2 else 1)
 
 
 def _converted(geometry: Geometry, options: Options, flat: bool) -> int:
-    """Keys or values of a block (all heads') where they aren't multiplied as they lie."""
+    """Keys or values of a block (all heads'), if they can't be multiplied in place."""
     rows = options.pages_per_block * geometry.page * (geometry.kv_heads if flat else 1)
     wide = max(_bytes((rows, dim), geometry.compute_dtype) for dim in (geometry.query_dim, geometry.summed_dim))
     as_they_lie = geometry.key_dtype == geometry.value_dtype == geometry.compute_dtype
@@ -118,7 +118,7 @@ def _converted(geometry: Geometry, options: Options, flat: bool) -> int:
 
 
 def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Of an array in VMEM: whole tiles of its last two dimensions; of few rows, a power of two of them."""
+    """Bytes of an array in VMEM: whole tiles of its last two dimensions; few rows round up to a power of two."""
     *lead, rows, lanes = shape
     dtype = np.dtype(dtype)
     tile = sublanes(dtype)

@@ -1,4 +1,4 @@
-"""Pages on their way from HBM: blocks of them are fetched into a ring of buffers, ahead of the one that is computed on."""
+"""Fetching pages from HBM: blocks of them go into a ring of buffers, ahead of the one being computed."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["Pages", "page_scratch", "walk", "whole_word"]
 
 
 def page_scratch(geometry: Geometry, options: Options) -> dict[str, Any]:
-    """A ring of buffers, each for a block of pages of every stream, and where the kernel is in it."""
+    """A ring of buffers, each for a block of pages of every stream, and the kernel's place in it."""
     found: dict[str, Any] = {
         f"{name}_buffer": pltpu.VMEM((options.buffers, options.pages_per_block, *shape), dtype)
         for name, (shape, dtype) in geometry.streams().items()
     }
     return found | {
         "arrived": pltpu.SemaphoreType.DMA((options.buffers, len(geometry.streams()))),
-        "here": pltpu.SMEM((1,), jnp.int32),  # the slot that is visited next
-        "front": pltpu.SMEM((3,), jnp.int32),  # of the block to be fetched next: unit, first page, slot
+        "here": pltpu.SMEM((1,), jnp.int32),  # the slot visited next
+        "front": pltpu.SMEM((3,), jnp.int32),  # the block to fetch next: unit, first page, slot
     }
 
 
 class Pages:
-    """Fetches blocks of pages and reads what came. A page with an id that is out of range, or beyond the block's end, isn't
+    """Fetches blocks of pages and reads them. A page with an id out of range, or beyond the block's end, isn't
     fetched; its values are 0."""
 
     def __init__(self, geometry: Geometry, options: Options, refs: dict[str, Any]) -> None:
@@ -42,13 +42,13 @@ class Pages:
         self.last = self.names[0 if geometry.joined else 1]  # the stream that values come from
 
     def begin(self, words: Any, count: Any) -> None:
-        """Before the first unit: fill the ring but for one slot."""
+        """Before the first unit: fill all slots of the ring but one."""
         front = self.refs["front"]
         front[0], front[1], front[2] = np.int32(0), words[FIRST_PAGE], np.int32(0)
         lax.fori_loop(0, self.options.buffers - 1, lambda i, _: self.ahead(words, count), None)
 
     def ahead(self, words: Any, count: Any) -> None:
-        """Begin to fetch the next block that isn't on its way yet, whichever unit it is of."""
+        """Start fetching the next block that isn't being fetched yet, whichever unit it belongs to."""
         front, block = self.refs["front"], np.int32(self.block)
 
         @pl.when(front[0] < count)
@@ -83,15 +83,15 @@ class Pages:
             lax.fori_loop(np.int32(0), np.int32(self.block), one, None)
 
     def wait(self, slot: Any, unit: Unit, first: Any) -> Any:
-        """Wait until a block has come; a word with a bit for each of its pages that was fetched.
+        """Wait until a block has arrived; returns a word with a bit for each page that was fetched.
 
-        Values that weren't, and those past the sequence's end, are made 0: what a freed page held may be NaN, and 0 times NaN is
+        Values of other pages, and those past the sequence's end, are set to 0: a freed page may have held NaN, and 0 times NaN is
         NaN.
         """
         whole, page = self._whole(unit, first), self.geometry.page
 
         @pl.when(whole)
-        def _all() -> None:  # copies of one semaphore are counted together
+        def _all() -> None:  # the copies of a semaphore are counted together
             for stream, name in enumerate(self.names):
                 buffer = self.refs[f"{name}_buffer"].at[slot]
                 pltpu.make_async_copy(buffer, buffer, self.refs["arrived"].at[slot, stream]).wait()
@@ -111,7 +111,7 @@ class Pages:
 
             return word | lax.shift_left(live.astype(jnp.int32), i)
 
-        # No pages one by one of a whole block.
+        # A whole block needs no check of single pages.
         some = jnp.where(whole, np.int32(0), np.int32(self.block))
         word = lax.fori_loop(np.int32(0), some, one, np.int32(0))
         tail = lax.rem(unit.keys, np.int32(page))
@@ -149,12 +149,12 @@ class Pages:
     def scale_rows(self, name: str, slot: Any, valid: jax.Array) -> jax.Array:
         """Scales of the block's keys, [kv_heads, keys]; 0 where not valid [1, keys].
 
-        The pages' slots are spread over the lanes by a product with ones and zeros; exact, as each sum has one term.
+        A product with ones and zeros spreads the pages' slots over the lanes; it is exact, because each sum has one term.
         """
         geometry, size = self.geometry, self.block
         page, kv_heads = geometry.page, geometry.kv_heads
         held = self.refs[f"{name}_buffer"][slot]
-        held = jnp.where(jnp.abs(held) < jnp.inf, held, 0.0)  # a slot of nobody must not reach another's sum
+        held = jnp.where(jnp.abs(held) < jnp.inf, held, 0.0)  # an unused slot must not reach another's sum
         dot = functools.partial(lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         if geometry.layout == "split":
             held = held.reshape(size * page, kv_heads)
@@ -176,7 +176,7 @@ class Pages:
         return jnp.where(valid, rows, 0.0)
 
     def flat(self, of_values: bool, slot: Any) -> jax.Array:
-        """All kv heads' keys (or values) in the layout "split", as they lie: [keys * kv_heads, dim]."""
+        """All kv heads' keys (or values) in the layout "split", in place: [keys * kv_heads, dim]."""
         held = self.refs[f"{self.last if of_values else 'key'}_buffer"][slot]
         return as_factor(held.reshape(-1, held.shape[-1]), self.geometry.compute_dtype)
 
@@ -197,7 +197,7 @@ class Pages:
 
 
 def as_factor(x: jax.Array, dtype: Any) -> jax.Array:
-    """int8 and fp8 by way of float32, exactly: there is no direct way on each generation."""
+    """Convert int8 and fp8 through float32, exactly: not every generation converts them directly."""
     if x.dtype == dtype:
         return x
     return x.astype(jnp.float32).astype(dtype)
@@ -211,7 +211,7 @@ def whole_word(pages: int) -> np.int32:
 def walk(pages: Pages, words: Any, number: Any, count: Any, visit: Any, carry: Any) -> Any:
     """Call visit(slot, first page, live word, carry) for each block of pages of a unit.
 
-    While a block is visited the next ones are on their way: of this unit or of those that follow.
+    While a block is visited the next ones are being fetched, of this unit or of those that follow.
     """
     unit, here = Unit.read(words, number), pages.refs["here"]
     size, ring = np.int32(pages.block), pages.options.buffers
@@ -226,7 +226,7 @@ def walk(pages: Pages, words: Any, number: Any, count: Any, visit: Any, carry: A
 
     def step(block: Any, carry: Any) -> Any:
         slot, first = lax.rem(begun + block, np.int32(ring)), unit.first + block * size
-        pages.ahead(words, count)  # into the slot that was visited last
+        pages.ahead(words, count)  # into the slot visited last
         return visit(slot, first, pages.wait(slot, unit, first), carry)
 
     carry = lax.fori_loop(np.int32(0), trips, step, carry)

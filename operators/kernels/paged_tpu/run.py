@@ -31,7 +31,7 @@ def call(
     scratch: dict[str, Any],
     count: jax.Array,
 ) -> dict[str, jax.Array]:
-    """Run a kernel over the units; refs come to it by name."""
+    """Run a kernel over the units; it gets its refs by name."""
     scratch = scratch | page_scratch(geometry, options)
     names = (*scalars, *inputs, *outputs, *scratch)
     arrays = [*scalars.values(), *(x for x, _ in inputs.values())]

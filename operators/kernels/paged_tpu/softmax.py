@@ -1,6 +1,6 @@
-"""Online softmax of rows against blocks of keys, on values: what becomes of products, and what rows end as.
+"""Online softmax of rows against blocks of keys, on values: from products to the rows' results.
 
-Logits are held in base 2 (times log2 e). The numbers of a row are repeated over 128 lanes.
+Logits are in base 2 (times log2 e). The numbers of a row are repeated over 128 lanes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Sums(NamedTuple):
-    """Of rows: greatest logit and sum of weights, [rows, 128], and values times weights, [rows, value_dim]."""
+    """Sums of rows: greatest logit and sum of weights, [rows, 128], and values times weights, [rows, value_dim]."""
 
     peak: jax.Array
     total: jax.Array
@@ -41,7 +41,7 @@ class Sums(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Numbers of query heads that come as one array [n, heads, 128]; each its index there, or None."""
+    """Per-head numbers passed as one array [n, heads, 128]; each field is its index there, or None."""
 
     sinks: int | None
     key_scale: int | None
@@ -80,7 +80,7 @@ def begin(rows: int, width: int, sinks: jax.Array | None) -> Sums:
 
 
 def weigh(options: Options, raw: jax.Array, key_scale: jax.Array | None) -> jax.Array:
-    """Logits of products with keys; `key_scale` broadcasts to them."""
+    """Logits from products with keys; `key_scale` broadcasts to them."""
     if options.soft_cap is None:
         factor: Any = np.float32(options.scale * LOG2E)
         return raw * (factor if key_scale is None else key_scale * factor)
@@ -90,7 +90,7 @@ def weigh(options: Options, raw: jax.Array, key_scale: jax.Array | None) -> jax.
 
 
 def add(sums: Sums, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(weights, new peak, new total, what the weighted sum shrinks by) after logits x [rows, keys]."""
+    """(weights, new peak, new total, factor that shrinks the weighted sum) after logits x [rows, keys]."""
     peak = jnp.maximum(sums.peak, x.max(axis=1, keepdims=True))
     p = jnp.exp2(x - spread(peak, x.shape[1]))
     shrink = jnp.exp2(sums.peak - peak)
@@ -121,9 +121,9 @@ def in_lanes(rows: jax.Array) -> jax.Array:
 def live_keys(
     geometry: Geometry, options: Options, first: Any, word: Any, keys: Any, lanes: int = 1
 ) -> tuple[jax.Array, jax.Array]:
-    """(positions of a block's keys, which of them are there), both [1, keys * lanes], each key `lanes` times in a row.
+    """(positions of a block's keys, which of them exist), both [1, keys * lanes], each key `lanes` times in a row.
 
-    There are those in a page that was fetched, within the sequence.
+    Keys exist in a page that was fetched, within the sequence.
     """
     size = options.pages_per_block * geometry.page * lanes
     column = lax.broadcasted_iota(jnp.int32, (1, size), 1)
@@ -134,14 +134,14 @@ def live_keys(
 
 
 def divided(x: jax.Array, by: int) -> jax.Array:
-    """x // by of small numbers from 0 on; the vector units have no such division."""
+    """x // by for small non-negative numbers; the vector units have no such division."""
     if by & (by - 1) == 0:
         return lax.shift_right_logical(x, np.int32(by.bit_length() - 1))
     return jnp.floor((x.astype(jnp.float32) + 0.5) * np.float32(1 / by)).astype(jnp.int32)
 
 
 def seen_keys(options: Options, seen: jax.Array, place: jax.Array, position: Any) -> jax.Array:
-    """Which keys, of those there are, rows at `position` see."""
+    """Which of the existing keys rows at `position` see."""
     if options.reach is not None:
         seen &= place <= position + np.int32(options.reach)
     if options.left is not None:
@@ -150,5 +150,5 @@ def seen_keys(options: Options, seen: jax.Array, place: jax.Array, position: Any
 
 
 def pieces(rows: int) -> int:
-    """How many rows of 128 lanes `in_lanes` gives."""
+    """How many rows of 128 lanes `in_lanes` returns."""
     return math.ceil(rows / LANES)

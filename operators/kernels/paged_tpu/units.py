@@ -1,4 +1,4 @@
-"""The list of what a kernel goes over, made on the device: units of some rows of one sequence, those that see a page."""
+"""A kernel's work list, made on the device: units of some rows of one sequence, those that see a page."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .geometry import Geometry, Options
 
 __all__ = ["FIELDS", "FIRST_PAGE", "Chunks", "Unit", "chunk_units", "decode_units", "most_chunk_units"]
 
-FIELDS, FIRST_PAGE = 7, 3  # words of a unit, and which of them says where its pages begin
+FIELDS, FIRST_PAGE = 7, 3  # words per unit, and the word where its pages begin
 
 
 class Unit(NamedTuple):
-    """Numbers of a unit, int32. row: where it begins in the query as the kernel takes it. position: of that row among the
+    """Numbers of a unit, int32. row: where it begins in the kernel's query. position: of that row among the
     keys. first, end: pages of its sequence that it sees; keys: how many the sequence has. sound: whether all these pages' ids
     are in range."""
 
@@ -32,12 +32,12 @@ class Unit(NamedTuple):
 
     @classmethod
     def read(cls, words: Any, number: Any) -> Unit:
-        """From scalar memory."""
+        """Read a unit from scalar memory."""
         return cls(*(words[number * FIELDS + i] for i in range(FIELDS)))
 
 
 class Chunks(NamedTuple):
-    """Units of several rows each, of at most `queries_per_block`; and where a token's row is found again."""
+    """Units of up to `queries_per_block` rows each, and where to find a token's row."""
 
     words: jax.Array
     listed: jax.Array
@@ -51,7 +51,7 @@ class Chunks(NamedTuple):
 def decode_units(
     geometry: Geometry, options: Options, operands: PagedOperands, batch: Batch, wanted: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(words, count, bool [sequences] whether in the list) of sequences with a row each."""
+    """(words, count, bool [sequences] whether in the list) of sequences with one row each."""
     keys = jnp.minimum(batch.kv_lens, np.int32(geometry.width * geometry.page))
     position = batch.kv_lens - batch.q_lens
     first, end = _pages(geometry, options, position, position, keys)
@@ -63,7 +63,7 @@ def decode_units(
 
 
 def most_chunk_units(geometry: Geometry, block: int) -> tuple[int, int]:
-    """(units, rows of the packed query) that chunks of two or more rows can make."""
+    """(units, rows of the packed query) that chunks of two or more rows can make at most."""
     tokens = geometry.tokens
     chunks = max(1, min(geometry.sequences, tokens // 2))
     align = row_alignment(geometry)
@@ -85,7 +85,7 @@ def chunk_units(
     token_seq: jax.Array,
     token_row: jax.Array,
 ) -> Chunks:
-    """Units of the wanted sequences; token_seq, token_row: of each row of the query, its sequence and its place there."""
+    """Units of the wanted sequences; token_seq, token_row: for each row of the query, its sequence and its place there."""
     block, align = np.int32(options.queries_per_block), np.int32(row_alignment(geometry))
     most, packed = most_chunk_units(geometry, options.queries_per_block)
     rows = batch.q_lens if options.max_q_len is None else jnp.minimum(batch.q_lens, np.int32(options.max_q_len))
@@ -140,7 +140,7 @@ def _pages(
 
 
 def _sound(geometry: Geometry, table: jax.Array, first: jax.Array, keys: jax.Array) -> jax.Array:
-    """Of each sequence: 1 if the ids of all pages with its keys, from the first that is seen on, are in range, else 0."""
+    """For each sequence: 1 if the ids of all pages with its keys, from the first visible one on, are in range, else 0."""
     slot = jnp.arange(geometry.width, dtype=np.int32)
     pages = lax.div(keys + np.int32(geometry.page - 1), np.int32(geometry.page))
     beyond = (slot < first[:, None]) | (slot >= pages[:, None])
@@ -148,7 +148,7 @@ def _sound(geometry: Geometry, table: jax.Array, first: jax.Array, keys: jax.Arr
 
 
 def _compact(live: jax.Array, unit: Unit) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(words of the live ones, one after the other, how many, the place of each among them)."""
+    """(words of the live ones, packed; how many; the place of each among them)."""
     size = live.shape[0]
     place = jnp.cumsum(live, dtype=np.int32) - 1
     words = jnp.zeros((size, FIELDS), np.int32)

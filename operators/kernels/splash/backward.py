@@ -1,9 +1,9 @@
-"""The backward passes: gradients of query, key and value from the weights, which are made anew from the lse.
+"""The backward passes: gradients of query, key and value from the weights, which are recomputed from the lse.
 
-Tiles are held as [keys, query rows]: lse and delta then lie along the lanes, as they are stored, and three of the five
-products need no transposed operand. Fused, one pass over the forward's order makes all three gradients; the sums for the
-keys of a kv head stay in VMEM meanwhile. Where those of all keys don't fit, the keys are taken in parts, a pass for each, and
-the query's gradient is handed from one to the next. Apart, one pass by kv block makes the gradients of key and value, and
+Tiles are held as [keys, query rows]: lse and delta then lie along the lanes, as they are stored, and three of the five products
+need no transposed operand. The fused backward pass computes all three gradients in the forward pass's order; the sums for the
+keys of a kv head stay in VMEM meanwhile. If those of all keys don't fit, the keys are split into parts with one pass each, and
+the query's gradient is passed from one to the next. Unfused, one pass by kv block computes the gradients of key and value, and
 one by query block that of the query.
 """
 
@@ -34,8 +34,8 @@ __all__ = ["add_key_gradients", "add_query_gradient", "backward_kernel"]
 def add_query_gradient(
     frame: Frame, q_padded: int, dim: int, dtype: Any, transposed: bool, before: jax.Array | None = None
 ) -> None:
-    """Add d_query [batch, kv heads, group, q, dim] and its sum, maybe transposed, which starts with `before`: what a pass
-    over earlier keys made.
+    """Add d_query [batch, kv heads, group, q, dim] and its sum, maybe transposed, which starts with `before`: the result of a
+    pass over earlier keys.
     """
     shape = (frame.batch, frame.heads.kv_heads, frame.heads.group, q_padded, dim)
     spec = frame.query_block(dim, "head_dim_minor")
@@ -51,7 +51,7 @@ def add_query_gradient(
 def add_key_gradients(
     frame: Frame, kv_padded: int, dim: int, value_dim: int, dtype: Any, transposed: bool, whole: bool
 ) -> None:
-    """Add d_key [batch, kv heads, kv, dim], d_value and their sums, maybe transposed: of one block, or of all these keys."""
+    """Add d_key [batch, kv heads, kv, dim], d_value and their sums, maybe transposed: for one block, or for all these keys."""
     for name, width in (("key", dim), ("value", value_dim)):
         shape = (frame.batch, frame.heads.kv_heads, kv_padded, width)
         spec = frame.key_block(width, "head_dim_minor")
@@ -75,13 +75,13 @@ def backward_kernel(
     first_block: int,
     query_scale: float,
 ) -> None:
-    """One step of a backward pass; which gradients it makes is which sums it was given.
+    """One step of a backward pass; the sums that it is given determine which gradients it computes.
 
-    compute: the queries and keys of a unit. ahead: by how many units the products of queries and keys, and of values and the
-    output's gradient, go before what is made of them. first_block: the first kv block of the sums of the keys, where there
-    are those of many. query_scale: what the query's gradient still wants, 1 where another pass goes on with it.
-    stationary_weights: gradients are made and summed transposed. The matrix unit then holds the weights, which fill it, and
-    the other factor, whose few columns would fill a part, streams past.
+    compute: the queries and keys of a unit. ahead: how many units the products of queries and keys, and of values and the
+    output's gradient, run ahead of what uses them. first_block: the first kv block of the sums of the keys, if
+    they cover many. query_scale: the remaining factor of the query's gradient, 1 if another pass continues with it.
+    stationary_weights: gradients are computed and summed transposed. The matrix unit then holds the weights, which fill it, and
+    the other factor, whose few columns would fill only a part, streams past.
     """
     tile = Tile(frame, logits, refs, across=True)
     heads = frame.heads.in_tile
@@ -95,10 +95,10 @@ def backward_kernel(
             refs[name][...] = jnp.zeros_like(refs[name])
 
     def turned(x: jax.Array) -> jax.Array:
-        """From a sum as it is held to rows, or back."""
+        """Convert a sum between its stored form and rows."""
         return x.T if stationary_weights else x
 
-    # A kv head's guards stand inside those of a query block: so does the clock tell what is done once a head.
+    # A kv head's guards are nested in those of a query block: this shows the static clock what is done once per head.
     @pl.when(tile.says(FIRST) if of_query else first)
     def _start() -> None:
         if "d_query_before" in refs:
@@ -146,7 +146,7 @@ def backward_kernel(
                 add("q_sum", unit.number, unit.queries, d_x, 0, factor("key", unit.head[:1], unit.keys, k_time))
 
         def factor(name: str, head: tuple[int, ...], rows: slice, seq_minor: int) -> tuple[Any, int]:
-            """(rows of a tensor, their axis); transposed once a visit where that is how products are made."""
+            """(rows of a tensor, their axis); transposed once per visit if the products require it."""
             at = name, head, rows.start
             if at not in factors:
                 x = rows_of(refs[name], head, rows, seq_minor)
@@ -165,7 +165,7 @@ def backward_kernel(
         )
 
     def add(name: str, head: int, rows: Any, weights: jax.Array, axis: int, factor: tuple[Any, int]) -> None:
-        """Add to some rows of a sum the product of the weights with a factor, over this axis of the weights."""
+        """Add the product of the weights with a factor, over this axis of the weights, to some rows of a sum."""
         if stationary_weights:
             refs[name][head, :, rows] += tile_product(factor[0], weights, factor[1], axis)
         else:

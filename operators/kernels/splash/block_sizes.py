@@ -9,13 +9,13 @@ __all__ = ["SplashBlocks"]
 
 @dataclass(frozen=True)
 class SplashBlocks:
-    """Sizes in rows. Those with `_dq` are None with the fused backward.
+    """Sizes in rows. Those with `_dq` are None with the fused backward pass.
 
     block_q_compute, block_kv_compute: the queries and keys of one product. block_kv_compute_in: the part of these keys that
     goes through the exponential and the product with the values at a time. transposed_tiles: the forward pass holds weights
-    as [keys, queries]. products_ahead: by how many units these products go before their exponentials. heads_per_tile: query
-    heads of a tile; beyond a group, whole groups with their kv heads. block_kv_dkv_sums: keys whose gradients the fused
-    backward sums at a time; None apart.
+    as [keys, queries]. products_ahead: how many units these products run ahead of their exponentials. heads_per_tile: query
+    heads per tile; beyond a group, whole groups with their kv heads. block_kv_dkv_sums: the keys whose gradients the fused
+    backward pass sums at a time; None if unfused.
     """
 
     block_q: int

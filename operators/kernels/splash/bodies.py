@@ -1,7 +1,7 @@
-"""Bodies: the ways through a tile that a kernel is compiled with, each of which knows what every unit of the tile needs.
+"""Bodies: the code paths for a tile that a kernel is compiled with; each knows what every unit of the tile needs.
 
-A tile at the edge of a mask has units that nobody sees and units that are seen whole. Where the host knows the tiles, those
-that look alike share a body, which leaves out the former and masks neither. A kernel has at most three bodies: they cost
+A tile at the edge of a mask has units without visible keys and fully visible units. If the host knows the tiles, similar
+ones share a body, which leaves out the former and doesn't mask the latter. A kernel has at most three bodies, because they cost
 compile time.
 """
 
@@ -17,37 +17,37 @@ import numpy as np
 __all__ = ["MASKED", "MOST", "WHOLE", "Body", "bodies_of", "cells", "few_bodies"]
 
 MOST = 3  # a visit's word has two bits for the number of its body
-_LOOKED_AT = 12  # so many of the most frequent tiles are compared with each other
-_MASK = 1.25  # what a unit costs with its mask
-_WORTH = 0.02  # of the work, that a further body has to save
+_LOOKED_AT = 12  # the most frequent tiles compared with each other
+_MASK = 1.25  # cost of a unit with its mask
+_WORTH = 0.02  # the share of the work that an additional body must save
 
 
 @dataclass(frozen=True)
 class Body:
-    """What a way through a tile does with each of its units: 0 leaves it out, 1 applies the mask, 2 needs no mask.
+    """What a code path does with each unit of a tile: 0 leaves it out, 1 applies the mask, 2 needs no mask.
 
-    kinds: by units of queries, then of keys; one number stands for the whole tile.
+    kinds: by units of queries, then of keys; one number applies to the whole tile.
     """
 
     kinds: tuple[tuple[int, ...], ...]
 
     def kind(self, query: int, key: int, block_q: int, block_kv: int) -> int:
-        """Of a unit that begins with these of the tile's queries and keys."""
+        """The kind of the unit that begins with these of the tile's queries and keys."""
         return self.kinds[query * len(self.kinds) // block_q][key * len(self.kinds[0]) // block_kv]
 
     @property
     def live(self) -> float:
-        """The part of the tile that is computed."""
+        """The fraction of the tile that is computed."""
         return float((np.asarray(self.kinds) > 0).mean())
 
     @property
     def masked(self) -> float:
-        """The part of the tile that is masked."""
+        """The fraction of the tile that is masked."""
         return float((np.asarray(self.kinds) == 1).mean())
 
     @property
     def work(self) -> float:
-        """What it costs beside a tile without a mask."""
+        """Its cost relative to a tile without a mask."""
         return _work(np.asarray(self.kinds))
 
 
@@ -57,8 +57,8 @@ WHOLE, MASKED = Body(((2,),)), Body(((1,),))
 def cells(kinds: Any, blocks: tuple[int, int], of_block: tuple[int, int]) -> Any:
     """Kinds of units [..., q units, kv units] by tile: [..., q blocks, kv blocks, units of each, units of each].
 
-    blocks: how many there are. The last tile's units beyond the last query are as those before them; beyond the last key
-    there is nothing to see.
+    blocks: their numbers. The last tile's units beyond the last query are like those before them; beyond the last key
+    nothing is visible.
     """
     short = tuple(n * size - have for n, size, have in zip(blocks, of_block, kinds.shape[-2:], strict=True))
     if any(short):
@@ -84,7 +84,7 @@ def bodies_of(tiles: np.ndarray) -> tuple[tuple[Body, ...], np.ndarray]:
 
 
 def few_bodies(counts: Counter[bytes], shape: tuple[int, ...]) -> tuple[tuple[Body, ...], dict[bytes, int]]:
-    """(bodies, each tile's number) for tiles, int8 as bytes, that occur so often: as few as are worth their compile time."""
+    """(bodies, each tile's number) for tiles, int8 as bytes, with their frequencies: as few as are worth their compile time."""
     total = sum(counts.values())
     groups: list[tuple[np.ndarray, int, list[bytes]]] = [
         (np.frombuffer(tile, np.int8).reshape(shape), count, [tile]) for tile, count in counts.most_common()
@@ -119,7 +119,7 @@ def _work(kinds: np.ndarray) -> float:
 
 
 def _short(kinds: np.ndarray) -> np.ndarray:
-    """One number where all units have the same kind."""
+    """One number if all units have the same kind."""
     return kinds[:1, :1] if (kinds == kinds.flat[0]).all() else kinds
 
 

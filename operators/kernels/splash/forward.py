@@ -1,7 +1,7 @@
 """The forward pass: online softmax over the live tiles of each query block.
 
-int8 and fp8 keys and values come as they are and get the query's dtype here, exactly. The scale of a key goes into its
-logits, that of a value on the value.
+int8 and fp8 keys and values are converted to the query's dtype here, exactly. A key's scale is applied to its
+logits, a value's to the value.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .units import Unit, pipelined, rows_of, units_of
 
 __all__ = ["forward_kernel", "forward_outputs", "forward_scratch", "tile_product"]
 
-_LANES, _SUBLANES = 128, 16  # of a register of bfloat16
-# The peak of a row that has seen nothing: finite, so that the exponential of -inf minus it is 0 and not NaN.
+_LANES, _SUBLANES = 128, 16  # per register of bfloat16
+# The peak of a row without visible keys: finite, so that the exponential of -inf minus it is 0 and not NaN.
 _NOTHING = float(jnp.finfo(jnp.float32).min)
 
 
@@ -39,7 +39,7 @@ def tile_product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Ar
 def forward_outputs(frame: Frame, q_padded: int, value_dim: int, dtype: Any, normalised: bool) -> None:
     """Add the output [batch, kv heads, group, q, value dim] and the lse [batch, kv heads, group, 1, q].
 
-    Without `normalised` the output is the weighted sum in float32, and "divisor", laid out as the lse, what to divide it by.
+    Without `normalised` the output is the weighted sum in float32, and "divisor", in the lse's layout, is what to divide it by.
     """
     shape = (frame.batch, frame.heads.kv_heads, frame.heads.group)
     out = frame.query_block(value_dim, "head_dim_minor")
@@ -50,20 +50,20 @@ def forward_outputs(frame: Frame, q_padded: int, value_dim: int, dtype: Any, nor
 
 @dataclass(frozen=True)
 class RowNumbers:
-    """How one number a query row lies beside a tile: repeated over 128 lanes, or, across, in a lane and over 8 sublanes."""
+    """Layout of one number per query row in a tile: repeated over 128 lanes, or, across, in a lane and over 8 sublanes."""
 
     across: bool
 
     def shape(self, rows: int) -> tuple[int, int]:
-        """Of the numbers of so many rows."""
+        """The shape of this many rows' numbers."""
         return (8, rows) if self.across else (rows, _LANES)
 
     def at(self, rows: slice) -> tuple[slice, slice]:
-        """Where those of some rows are."""
+        """The index of some rows' numbers."""
         return (slice(None), rows) if self.across else (rows, slice(None))
 
     def beside(self, numbers: jax.Array, width: int) -> jax.Array:
-        """For arithmetic with so many keys, or values, of each row."""
+        """For arithmetic with this many keys, or values, of each row."""
         if self.across:
             return numbers[:1]
         if width <= _LANES:
@@ -97,10 +97,10 @@ def forward_kernel(
     normalised: bool,
     sum_by_product: bool,
 ) -> None:
-    """One step, in units of `compute` queries and keys, of whose keys `compute_in` go through the exponential at a time.
+    """One step, in units of `compute` queries and keys; `compute_in` of their keys go through the exponential at a time.
 
-    transposed: tiles are held as [keys, queries]. ahead: by how many units the products with the keys go before the
-    exponentials. sum_by_product: the weights of a row are summed by the product with the values, beside which ones stand.
+    transposed: tiles are held as [keys, queries]. ahead: how many units the products with the keys run ahead of the
+    exponentials. sum_by_product: the product with the values also sums the weights of a row, by additional ones.
     """
     tile, numbers = Tile(frame, logits, refs, across=transposed), RowNumbers(transposed)
     peak, total, weighted = refs["peak"], refs["total"], refs["sum"]
@@ -134,7 +134,7 @@ def forward_kernel(
             factors = (key, query, 1 - k_time, 1 - q_time) if transposed else (query, key, 1 - q_time, 1 - k_time)
             x, _ = tile.weigh(tile_product(*factors), unit)
             at = unit.number, unit.queries.start
-            # Of a unit whose sums aren't made yet, as it is on its way.
+            # For a unit in flight, whose sums aren't computed yet.
             old_peak = peaks[at] if at in peaks else peak[(unit.number, *numbers.at(unit.queries))]
             new_peak = peaks[at] = jnp.maximum(old_peak, x.max(axis=of_keys, keepdims=True))
             return x, old_peak, new_peak
@@ -166,7 +166,7 @@ def forward_kernel(
             weighted[sums] = weighted[sums] * numbers.beside(shrink, value_dim) + step
 
         def value_of(unit: Unit) -> jax.Array:
-            """Values as the product takes them: as they lie, or transposed [value dim, keys]; made once a visit."""
+            """Values in the product's form: unchanged, or transposed [value dim, keys]; computed once per visit."""
             at = unit.head[0], unit.keys.start
             if at not in values:
                 values[at] = _prepared(refs, unit, v_time, transposed, sum_by_product, refs["query"].dtype)
@@ -197,7 +197,7 @@ def forward_kernel(
 def _prepared(
     refs: dict[str, Any], unit: Unit, v_time: int, transposed: bool, with_ones: bool, dtype: Any
 ) -> jax.Array:
-    """A unit's values as the product takes them: in this dtype, with their scales, transposed, and with ones beside them."""
+    """A unit's values in the product's form: in this dtype, with their scales, transposed, and with ones appended."""
     value = rows_of(refs["value"], unit.head[:1], unit.keys, v_time)
     value = value.astype(jnp.float32 if "value_scale" in refs else dtype)
     if transposed and not v_time:
@@ -205,7 +205,7 @@ def _prepared(
     if "value_scale" in refs:
         # Not on the weights: there are more of them, and their sum may come from the same product.
         scale = refs["value_scale"][unit.head[0], :, unit.keys]
-        if not v_time:  # as a whole square: a lone column would be spread over the lanes at thrice the cost
+        if not v_time:  # as a whole square: spreading a single column over the lanes costs three times as much
             scale = RowNumbers(False).beside(jnp.broadcast_to(scale, (_LANES, scale.shape[1])).T, value.shape[-1])
         value = (value * scale).astype(dtype)
     if with_ones:

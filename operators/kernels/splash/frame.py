@@ -1,4 +1,4 @@
-"""Frame: what a pass hands to Pallas - scalars, blocks and where they lie for each step of the grid."""
+"""Frame: what a pass passes to Pallas: scalars, blocks and their places for each step of the grid."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Frame", "Heads", "Input", "Step"]
 
 @dataclass(frozen=True)
 class Heads:
-    """How heads lie in tiles: `kv_tile` kv heads with `group_tile` of their `group` query heads each."""
+    """How heads are arranged in tiles: `kv_tile` kv heads with `group_tile` of their `group` query heads each."""
 
     kv_heads: int
     group: int
@@ -41,7 +41,7 @@ class Heads:
 
 
 class Step(NamedTuple):
-    """Where one step of the grid is: batch row, tile of kv heads, tile of a group, and the visit's word."""
+    """A step of the grid: batch row, tile of kv heads, tile of a group, and the visit's word."""
 
     batch: Any
     kv_tile: Any
@@ -58,14 +58,14 @@ class Step(NamedTuple):
 
 
 class Input(NamedTuple):
-    """An array, its block, and what the block's place depends on beside heads: 'q', 'kv' or 'both'."""
+    """An array, its block, and what the block's place depends on besides heads: 'q', 'kv' or 'both'."""
 
     array: Any
     spec: pl.BlockSpec
     axis: str
 
     def bytes_moved(self, slow: str, steps: int) -> int:
-        """What is read of it: a block a step, or each of its blocks once if it moves with the slow axis alone."""
+        """Bytes read of it: one block per step, or each of its blocks once if it moves only with the slow axis."""
         size = self.array.dtype.itemsize
         if self.axis == slow:
             return math.prod(self.array.shape) * size
@@ -75,8 +75,8 @@ class Input(NamedTuple):
 class Frame:
     """Collects the arrays of a pass, then runs its kernel.
 
-    Dimensions of the grid: batch, tiles of kv heads, then tiles of a group and visits. Where visits go by kv block (`slow` is
-    'kv') the last two are swapped, so that all query heads of a group go over a kv block before the next one comes.
+    Dimensions of the grid: batch, tiles of kv heads, then tiles of a group and visits. If visits go by kv block (`slow` is
+    'kv') the last two are swapped, so that all query heads of a group visit a kv block before the next one.
     """
 
     def __init__(self, batch: int, heads: Heads, block_q: int, block_kv: int, visits: TileSchedule, slow: str) -> None:
@@ -105,18 +105,18 @@ class Frame:
         return self.step(tuple(pl.program_id(i) for i in range(4)), refs["visits"])
 
     def block(self, shape: tuple[int | None, ...], where: Callable[[Step], tuple[Any, ...]]) -> pl.BlockSpec:
-        """A block whose place follows from the step."""
+        """A block whose place depends on the step."""
         return pl.BlockSpec(shape, lambda *args: where(self.step(args[:4], args[4])))
 
     def query_block(self, dim: int, layout: str) -> pl.BlockSpec:
-        """Of [batch, kv heads, group, q, dim], or with q and dim swapped."""
+        """A block of [batch, kv heads, group, q, dim], or with q and dim swapped."""
         heads = (None, self.heads.kv_tile, self.heads.group_tile)
         if layout == "seq_minor":
             return self.block((*heads, dim, self.block_q), lambda s: (*_heads_at(s), 0, s.q_block))
         return self.block((*heads, self.block_q, dim), lambda s: (*_heads_at(s), s.q_block, 0))
 
     def key_block(self, dim: int, layout: str) -> pl.BlockSpec:
-        """Of [batch, kv heads, kv, dim], or with kv and dim swapped."""
+        """A block of [batch, kv heads, kv, dim], or with kv and dim swapped."""
         if layout == "seq_minor":
             return self.block(
                 (None, self.heads.kv_tile, dim, self.block_kv), lambda s: (s.batch, s.kv_tile, 0, s.kv_block)
@@ -124,12 +124,12 @@ class Frame:
         return self.block((None, self.heads.kv_tile, self.block_kv, dim), lambda s: (s.batch, s.kv_tile, s.kv_block, 0))
 
     def row_block(self) -> pl.BlockSpec:
-        """One number a query row, of [batch, kv heads, group, 1, q]: the rows lie along the lanes."""
+        """One number per query row, of [batch, kv heads, group, 1, q]: the rows lie along the lanes."""
         shape = (None, self.heads.kv_tile, self.heads.group_tile, 1, self.block_q)
         return self.block(shape, lambda s: (*_heads_at(s), 0, s.q_block))
 
     def leaf_block(self, batch: int, along: Literal["q", "kv"]) -> pl.BlockSpec:
-        """One number a query row or a key, of [batch | 1, 1, length]."""
+        """One number per query row or key, of [batch | 1, 1, length]."""
         size = self.block_q if along == "q" else self.block_kv
         return self.block(
             (None, 1, size),
@@ -137,7 +137,7 @@ class Frame:
         )
 
     def dense_block(self, shape: tuple[int, ...]) -> pl.BlockSpec:
-        """Of [batch, kv heads, group, q, kv]; a size of 1 stands for all."""
+        """A block of [batch, kv heads, group, q, kv]; a size of 1 applies to all."""
         many = [n > 1 for n in shape]
         sizes = (self.heads.kv_tile, self.heads.group_tile, self.block_q, self.block_kv)
 
@@ -148,7 +148,7 @@ class Frame:
         return self.block((None, *(n if yes else 1 for n, yes in zip(sizes, many[1:], strict=True))), where)
 
     def words_block(self, shape: tuple[int, ...]) -> pl.BlockSpec:
-        """Of [batch, kv heads, group, kv blocks, words, q]; a size of 1 among the first three stands for all."""
+        """A block of [batch, kv heads, group, kv blocks, words, q]; a size of 1 among the first three applies to all."""
         many = [n > 1 for n in shape[:3]]
         sizes = (self.heads.kv_tile if many[1] else 1, self.heads.group_tile if many[2] else 1)
 
@@ -171,7 +171,7 @@ class Frame:
         scheduler: bool,
         interpret: bool | pltpu.InterpretParams,
     ) -> dict[str, jax.Array]:
-        """Run the kernel over the grid, of which the first `parallel` dimensions may run in any order; the outputs by name."""
+        """Run the kernel over the grid, whose first `parallel` dimensions may run in any order; returns the outputs by name."""
         arrays = [*self.scalars.values(), *(x.array for x in self.inputs.values())]
         axes = varying(arrays)
         arrays = [vary(jnp.asarray(x), axes) for x in arrays]
@@ -202,14 +202,14 @@ class Frame:
             interpret=interpret,
             name=name,
         )
-        # With jax_enable_x64 a Python number among the indices would be of 64 bits, and Mosaic has none of these. What
-        # comes and goes has 32 or fewer.
+        # With jax_enable_x64 a Python number among the indices would be 64-bit, which Mosaic lacks. Inputs and outputs
+        # have 32 bits or fewer.
         with jax.enable_x64(False):
             made = call(*arrays)
         return dict(zip(self.outputs, made, strict=True))
 
     def cost(self, dims: int) -> pl.CostEstimate:
-        """The work of the live tiles; `dims` are the summed depths of a weight's products."""
+        """The work of the live tiles; `dims` is the summed depth of a weight's products."""
         steps = self.visits.covered if isinstance(self.visits.covered, int) else self.visits.length
         heads = self.batch * self.heads.kv_heads * self.heads.group
         weights = round(heads * self.visits.tiles * self.block_q * self.block_kv)

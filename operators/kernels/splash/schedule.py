@@ -1,6 +1,6 @@
 """The grid of a pass: the list of live tiles, in the order in which the kernel visits them.
 
-One int32 word says where a tile lies and what is to be done there, so that the list costs 4 bytes a tile of scalar memory
+One int32 word encodes a tile's place and what to do there, so the list takes 4 bytes of scalar memory per tile
 and an index map is two shifts. A list that the host knows is exact. One that depends on traced values is sorted on the
 device, and the grid's length is then the number of live tiles found there.
 """
@@ -23,19 +23,19 @@ __all__ = [
     "fewest_steps", "kv_block_of", "live_tiles", "most_steps", "q_block_of", "tile_bodies", "tile_schedule",
 ]  # fmt: skip
 
-# What a word's low bits say: the first and the last visit of a block of the slow axis; the number of the body that the tile
-# goes through, 0 where nothing is visible.
+# A word's low bits: the first and the last visit of a block of the slow axis; the number of the tile's
+# body, 0 if nothing is visible.
 FIRST, LAST, BODY = 1, 2, 12
 _KV_BITS = 12
 MOST_KV_BLOCKS, MOST_Q_BLOCKS = 1 << _KV_BITS, 1 << (31 - 4 - _KV_BITS)
-_MOST_UNITS = 1 << 22  # whose kinds are looked at; beyond, tiles are taken whole
-MOST_WORDS = 7 << 15  # seven eighths of a MiB: of all generations' scalar memory, something is left for the compiler
+_MOST_UNITS = 1 << 22  # the most units to check; with more, tiles are treated whole
+MOST_WORDS = 7 << 15  # seven eighths of a MiB: leaves some scalar memory of every generation for the compiler
 
 
 class Known(NamedTuple):
-    """A device's mask, and what the host knows of where its rows and keys lie: starts and offset are None where traced.
+    """A device's mask, and the host's knowledge of the rows' and keys' places: starts and offset are None if traced.
 
-    An offset that no part of the mask looks at is 0.
+    An offset that no part of the mask depends on is 0.
     """
 
     mask: Mask
@@ -47,25 +47,25 @@ class Known(NamedTuple):
 
     @classmethod
     def of(cls, mask: LocalMask) -> Known:
-        """Of the mask that a kernel is given."""
+        """The knowledge of a kernel's mask."""
         offset = 0 if mask.query_offset is None else mask.query_offset
         static_part = (x if isinstance(x, int) else None for x in (mask.q_start, mask.k_start, offset))
         return cls(mask.mask, mask.q_len, mask.kv_len, *static_part)
 
     def outer(self) -> Mask | None:
-        """A mask with row intervals that lets all be seen that is seen; None where a traced place leaves nothing known."""
+        """A mask with row intervals that covers everything visible; None if a traced place leaves nothing known."""
         if self.q_start is None or self.k_start is None or self.query_offset is None:
             return None
-        # A mask function is known weight by weight alone.
+        # A mask function is only known weight by weight.
         parts = self.mask.split_static()[0].conjuncts()
         return And([part for part in parts if "mask_function" not in part.features()])
 
 
 class TileSchedule(NamedTuple):
-    """`words` int32 [rows * tables * length]: a list for each batch row, or one for all, and for each part of the heads.
+    """`words` int32 [rows * tables * length]: a list for each batch row, or one for all, and for each group of heads.
 
-    `length` is that of a list, `covered` the part of it that the grid covers. `bodies`: those that visits go through, of which
-    the first has number 1.
+    `length` is a list's length, `covered` the part of it that the grid covers. `bodies`: those used by visits; the first has
+    number 1.
     """
 
     words: np.ndarray | jax.Array
@@ -77,7 +77,7 @@ class TileSchedule(NamedTuple):
 
     @property
     def tiles(self) -> float:
-        """How many tiles' weights a list has at most: parts of tiles that are left out don't count."""
+        """The most tiles computed for one list: parts of tiles that are left out don't count."""
         if not isinstance(self.words, np.ndarray):
             return self.length
         counts = np.bincount(body_of(self.words), minlength=len(self.bodies) + 1)[1:]
@@ -95,7 +95,7 @@ def kv_block_of(word: Any) -> Any:
 
 
 def body_of(word: Any) -> Any:
-    """The number of the body that a visit goes through; 0 for none."""
+    """The number of a visit's body; 0 for none."""
     return (word & BODY) >> 2
 
 
@@ -108,12 +108,12 @@ def tile_schedule(
     tables: int = 1,
     unit: tuple[int, int] | None = None,
 ) -> TileSchedule:
-    """List the tiles that have something visible, by query block (`slow` is 'q') or by kv block ('kv').
+    """List the tiles with visible keys, by query block (`slow` is 'q') or by kv block ('kv').
 
-    A block of the slow axis with nothing visible is visited once all the same: its output has to be written. What is padded
-    of keys isn't visible. kv_blocks: those that the list is of. tables: parts of the heads with lists of their own, where
-    heads see blocks of their own. unit: the queries and keys of a unit, of which bodies are made; one for the whole tile if
-    None.
+    A block of the slow axis without any is still visited once, because its output must be written. Padded
+    keys aren't visible. kv_blocks: those that the list covers. tables: groups of heads with their own lists, if
+    heads have different blocks. unit: the queries and keys of a unit, which bodies consist of; None: one unit for the whole
+    tile.
     """
     bodies, numbers = tile_bodies(mask, (block_q, block_kv), unit or (block_q, block_kv), tables)
     tables = numbers.shape[1]
@@ -142,7 +142,7 @@ def tile_bodies(
 ) -> tuple[tuple[Body, ...], np.ndarray | jax.Array]:
     """(bodies, each tile's number int8 [rows, tables | 1, q blocks, kv blocks]) for blocks of queries and keys, and units.
 
-    Where there are too many units to look at, a tile is one.
+    If there are too many units to check, a tile is one unit.
     """
     count = -(-mask.q_len // block[0]), -(-mask.kv_len // block[1])
     of_block = block[0] // unit[0], block[1] // unit[1]
@@ -153,7 +153,7 @@ def tile_bodies(
 
 
 def _units(mask: LocalMask, q_unit: int, kv_unit: int, tables: int) -> np.ndarray | jax.Array:
-    """The kinds of units, of which one with padded keys is partial."""
+    """The kinds of units; a unit with padded keys is partial."""
     kinds = mask.kinds_of_heads(q_unit, kv_unit, tables)
     if not mask.kv_len % kv_unit:
         return kinds
@@ -164,10 +164,10 @@ def _units(mask: LocalMask, q_unit: int, kv_unit: int, tables: int) -> np.ndarra
 def _bodies_at_run_time(
     mask: LocalMask, units: jax.Array, unit: tuple[int, int], blocks: tuple[int, int]
 ) -> tuple[tuple[Body, ...], jax.Array]:
-    """(bodies, each tile's number) where units are known on the device alone.
+    """(bodies, each tile's number) if units are known only on the device.
 
     One body leaves out what the mask's static part hides in the tiles at its edge, as they are with rows and keys that start
-    at 0: a tile goes through it that hides and shows as much.
+    at 0. A tile uses that body if it hides and shows as much.
     """
     live, whole = (units > 0).any((-1, -2)), (units == 2).all((-1, -2))
     edge = _edge(mask, unit, blocks, units.shape[-2:])
@@ -180,7 +180,7 @@ def _bodies_at_run_time(
 
 
 def _edge(mask: LocalMask, unit: tuple[int, int], blocks: tuple[int, int], of_block: tuple[int, ...]) -> Body | None:
-    """The body of the most tiles at the edge of the mask's static part; None where it would leave out nothing."""
+    """The body of the most tiles at the edge of the mask's static part; None if it would leave out nothing."""
     static = mask.mask.split_static()[0]
     if math.prod(of_block) == 1 or isinstance(static, Full) or "mask_function" in static.features():
         return None
@@ -196,7 +196,7 @@ def _edge(mask: LocalMask, unit: tuple[int, int], blocks: tuple[int, int], of_bl
 
 
 def _ended(word: Any) -> Any:
-    """A visit to the same place at which nothing is done: blocks that stay the same are not fetched again."""
+    """A visit to the same place at which nothing is done: unchanged blocks aren't fetched again."""
     return word & ~(FIRST | LAST | BODY)
 
 
@@ -215,7 +215,7 @@ def _sorted_on_device(
 
 
 def live_tiles(known: Known, block_q: int, block_kv: int) -> np.ndarray:
-    """The tiles that may have something visible, bool [q blocks, kv blocks]."""
+    """The tiles that may have visible keys, bool [q blocks, kv blocks]."""
     outer = known.outer()
     if outer is None:
         return np.broadcast_to(True, (-(-known.q_len // block_q), -(-known.kv_len // block_kv)))
@@ -224,20 +224,20 @@ def live_tiles(known: Known, block_q: int, block_kv: int) -> np.ndarray:
 
 
 def most_steps(live: np.ndarray, slow: str, kv_blocks: slice = slice(None)) -> int:
-    """The most visits of a list; exactly as many where all of the mask is static and has row intervals."""
-    # Of a block of the slow axis as many as are live, and one where none is.
+    """The most visits of a list; exact if the whole mask is static and has row intervals."""
+    # A block of the slow axis has as many visits as live tiles, and one if there are none.
     return int(np.maximum(live[:, kv_blocks].sum(axis=1 if slow == "q" else 0), 1).sum())
 
 
 def fewest_steps(known: Known, block_q: int, block_kv: int) -> int:
-    """Some of the live tiles: those that the first row of each query block sees. Many rows are not looked at."""
+    """Some of the live tiles: those that the first row of each query block sees. A cheap lower bound for many rows."""
     outer = known.outer()
     if outer is None:
         return live_tiles(known, block_q, block_kv).size
     q_start, k_start = known.q_start or 0, known.k_start or 0
     rows = np.arange(0, known.q_len, block_q, dtype=np.int64) + q_start
     intervals = outer.row_intervals(rows, k_start + known.kv_len, query_offset=known.query_offset or 0)
-    if intervals is None:  # of blocks that each head has for itself
+    if intervals is None:  # blocks that differ between heads
         return int(np.maximum(live_tiles(known, block_q, block_kv).sum(axis=1), 1).sum())
     lo, hi = (np.maximum(x - k_start, 0) for x in intervals)
     found, done = 0, np.zeros(len(rows), np.int64)

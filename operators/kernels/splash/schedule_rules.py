@@ -1,6 +1,6 @@
-"""What every kernel relies on about the order of its visits, stated once and asserted where the host knows a list.
+"""Rules about the order of visits that every kernel relies on, stated once and asserted if the host knows a list.
 
-Sums lie in scratch memory, and a block of an output stays in VMEM, only as long as steps that revisit it follow one another.
+Sums stay in scratch memory, and a block of an output in VMEM, only while the steps that revisit it are consecutive.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ __all__ = ["broken_rule"]
 
 
 def broken_rule(visits: TileSchedule, slow: str) -> str | None:
-    """The first rule that a list breaks; None for a right one, and for a list that is made on the device. slow: 'q' or 'kv'.
+    """The first rule that a list breaks; None for a valid one, and for a list made on the device. slow: 'q' or 'kv'.
 
-    A block of the slow axis is visited in consecutive steps; the first of them, and no other, has FIRST, the last LAST; blocks
-    come in ascending order without a gap, so that each output is written once; no tile comes twice; a tile's body is one of
-    those there are. What follows a list's end has no flags and stays at its last place.
+    A block of the slow axis is visited in consecutive steps; only the first of them has FIRST, only the last LAST; blocks
+    are in ascending order without gaps, so that each output is written once; no tile occurs twice; a tile's body is one of
+    the existing ones. What follows a list's end has no flags and stays at its last place.
     """
     if not isinstance(visits.words, np.ndarray):
         return None

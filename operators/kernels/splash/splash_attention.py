@@ -1,4 +1,4 @@
-"""splash_attention: the kernels joined, with their gradient."""
+"""splash_attention: the kernels combined, with their gradient."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["SplashPart", "splash_attention"]
 
 @dataclass(frozen=True)
 class _SplashStatic:
-    """All that is known at trace time."""
+    """Everything known at trace time."""
 
     logits: Logits
     blocks: SplashBlocks
@@ -60,9 +60,9 @@ def splash_attention(
     """Return (output [batch, heads, q, value_dim], lse [batch, heads, q] float32), both differentiable in reverse.
 
     query [batch, heads, q, dim], key [batch, kv_heads, kv, dim], value [batch, kv_heads, kv, value_dim], of any lengths;
-    bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, as they are or with
+    bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, unscaled or with
     scales, float32 [batch, kv_heads, kv]; the output has the query's dtype. interpret: True for Pallas' interpreter, or the
-    parameters of that which simulates a TPU's memory, slow, for tests. Fully masked rows give output 0, lse -inf (or that of
+    parameters of the slow one that simulates a TPU's memory, for tests. Fully masked rows give output 0, lse -inf (or that of
     the sink) and zero gradients.
     """
     kernel = SplashPart(float(scale), soft_cap, blocks, platform, interpret, residual_checkpoint_name)
@@ -74,7 +74,7 @@ def splash_attention(
 
 @dataclass(frozen=True)
 class SplashPart:
-    """The same as a PartKernel."""
+    """These kernels as a PartKernel."""
 
     scale: float
     soft_cap: float | None
@@ -116,7 +116,7 @@ class SplashPart:
 
 
 def _dequantised(operands: Operands) -> Operands:
-    """The same with key and value in the query's dtype, without scales: what the backward kernels work on."""
+    """The operands with key and value in the query's dtype, without scales, as the backward kernels require."""
     dtype = operands.query.dtype
     key = dequantised(operands.key, operands.key_scale, "bhtd", dtype)
     value = dequantised(operands.value, operands.value_scale, "bhtd", dtype)
@@ -124,7 +124,7 @@ def _dequantised(operands: Operands) -> Operands:
 
 
 def _of_quantised(operands: Operands, gradients: Operands) -> Operands:
-    """The gradients of the operands as they were given, from those of `_dequantised` ones."""
+    """The gradients of the original operands, from those of the `_dequantised` ones."""
     (key, key_scale), (value, value_scale) = (
         quantised_gradients(x, scale, gradient)
         for x, scale, gradient in (
@@ -136,7 +136,7 @@ def _of_quantised(operands: Operands, gradients: Operands) -> Operands:
 
 
 class _KernelPass:
-    """One pass's operands, padded to its blocks and laid out by kv head and group."""
+    """One pass's operands, padded to its blocks and arranged by kv head and group."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class _KernelPass:
         self.frame.inputs[name] = Input(array, self.frame.query_block(x.shape[-1], layout), "q")
 
     def rows(self, name: str, x: jax.Array, fill: float) -> None:
-        """Add one number a row, [batch, heads, q]."""
+        """Add one number per row, [batch, heads, q]."""
         numbers = row_numbers(self.by_group(x), fill, self.q_padded)
         self.frame.inputs[name] = Input(numbers, self.frame.row_block(), "q")
 
@@ -206,7 +206,7 @@ class _KernelPass:
 
 
 def _rows_padded(x: jax.Array, length: int) -> jax.Array:
-    """Fill [batch, heads, rows, dim] up to a length."""
+    """Pad [batch, heads, rows, dim] to a length."""
     short = length - x.shape[2]
     return jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0))) if short else x
 
@@ -252,7 +252,7 @@ def _backward(
 ) -> Operands:
     blocks, logits = static.blocks, static.logits
     delta = (output.astype(jnp.float32) * d_output.astype(jnp.float32)).sum(-1) - d_lse
-    # A row without keys has no weights, nor has a padded one: exp(x - inf) is 0.
+    # Rows without keys and padded rows have no weights: exp(x - inf) is 0.
     shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * logits.unit)
 
     def make(
@@ -335,7 +335,7 @@ def _backward(
 
 
 def _in_parts(make: Callable[..., dict[str, jax.Array]], blocks: SplashBlocks, kv_len: int) -> dict[str, jax.Array]:
-    """The fused backward over parts of the keys, one after the other: the sums of a part are in VMEM at a time."""
+    """The fused backward pass over parts of the keys, one after another: VMEM holds the sums of one part at a time."""
     part = blocks.block_kv_dkv_sums or kv_len
     made: list[dict[str, jax.Array]] = []
     for start in range(0, kv_len, part):

@@ -1,7 +1,7 @@
-"""What bias, cap, mask and dropout make of the raw logits of a tile, inside a kernel.
+"""Applies bias, cap, mask and dropout to the raw logits of a tile, inside a kernel.
 
-A tile is held as [query rows, keys], or across, as [keys, query rows]: there the numbers that belong to a row (log-sum-exp,
-delta) lie along the lanes, as they are stored. The forward pass has both ways, the backward passes are across.
+A tile is held as [query rows, keys] or, across, as [keys, query rows]. Across, the numbers that belong to a row (log-sum-exp,
+delta) lie along the lanes, as they are stored. The forward pass supports both, the backward passes are across.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ HeadKey = tuple[jax.Array, jax.Array] | None
 
 @dataclass(frozen=True)
 class Logits:
-    """How raw products become logits, and what is static about the mask and the dropout.
+    """How raw products become logits, and the static parts of the mask and the dropout.
 
-    base2: logits are held times log2 e, and exponentials are powers of two.
+    base2: logits are multiplied by log2 e, and exponentials are powers of two.
     """
 
     scale: float
@@ -59,7 +59,7 @@ def add_to_frame(
     bias: jax.Array | None,
     dropout: Dropout | None,
 ) -> None:
-    """Add what a tile needs of the mask, the bias and the dropout to the kernel's operands; words: of the mask's blocks."""
+    """Add what a tile needs of the mask, the bias and the dropout to the kernel's operands; words: those of the mask's blocks."""
     if logits.static_part.q_start is None:
         frame.scalars["q_start"] = jnp.asarray(mask.q_start, jnp.int32).reshape(1)
     if logits.static_part.k_start is None:
@@ -79,7 +79,7 @@ def add_to_frame(
             spec = frame.leaf_block(array.shape[0], along)  # type: ignore[arg-type]
             frame.inputs[f"leaf{number}"] = Input(array, spec, along)
         else:
-            # As bytes: a bool array would cost four bytes a weight.
+            # As bytes: a bool array would take four bytes per weight.
             array = _by_group(array.astype(jnp.int8), frame)
             frame.inputs[f"leaf{number}"] = Input(array, frame.dense_block(array.shape), "both")
     for number, held in enumerate(words):
@@ -92,14 +92,14 @@ def add_to_frame(
         bias = _by_group(bias if bias.dtype in (jnp.float32, jnp.bfloat16) else bias.astype(jnp.float32), frame)
         frame.inputs["bias"] = Input(bias, frame.dense_block(bias.shape), "both")
     if dropout is not None:
-        # The seed and where the device's rows and heads begin; a head's key is made from them where it is needed.
+        # The seed and where the device's rows and heads begin; a head's key is computed from them where it is needed.
         starts = (jnp.asarray(x, jnp.int32).reshape(1) for x in (dropout.batch_start, dropout.head_start))
         seed = lax.bitcast_convert_type(dropout.seed, jnp.int32)
         frame.scalars["dropout"] = jnp.concatenate([seed, *starts])
 
 
 def _padded(x: jax.Array, blocks: dict[int, int]) -> jax.Array:
-    """Fill dimensions up to whole blocks."""
+    """Pad dimensions to whole blocks."""
     short = [(0, -n % blocks.get(i, 1)) for i, n in enumerate(x.shape)]
     return jnp.pad(x, short) if any(n for _, n in short) else x
 
@@ -113,7 +113,7 @@ def _by_group(x: jax.Array, frame: Frame) -> jax.Array:
 
 
 class Tile:
-    """The tile at which a kernel is. `across`: keys are rows and queries are lanes."""
+    """A kernel's current tile. `across`: keys are rows and queries are lanes."""
 
     def __init__(self, frame: Frame, logits: Logits, refs: dict[str, Any], across: bool) -> None:
         self.frame, self.logits, self.refs, self.across = frame, logits, refs, across
@@ -126,20 +126,20 @@ class Tile:
         return (self.step.word & flag) != 0
 
     def forget(self) -> None:
-        """Begin another body: what one has made isn't there in the next."""
+        """Start another body: one body's values don't exist in the next."""
         self._seen.clear()
         self._scales.clear()
 
     @property
     def body(self) -> Any:
-        """The number of the body that the tile goes through."""
+        """The number of the tile's body."""
         return body_of(self.step.word)
 
     def weigh(self, raw: jax.Array, unit: Unit) -> tuple[jax.Array, Any]:
-        """(logits times log2 e where base2, the cap's tanh for its gradient) from a unit's products."""
+        """(logits, times log2 e if base2, and the cap's tanh for its gradient) from a unit's products."""
         logits = self.logits
         capped = None
-        # The scale of a quantised key goes into the factor, one number a key: nothing is added for each logit.
+        # The scale of a quantised key goes into the factor, one number per key: logits need no extra work.
         of_keys = self._key_scale(unit) if "key_scale" in self.refs else 1.0
         if logits.soft_cap is None:
             x = raw * (of_keys * (logits.scale * logits.unit))
@@ -155,12 +155,12 @@ class Tile:
         return x, capped
 
     def _key_scale(self, unit: Unit) -> jax.Array:
-        """The scales of a unit's keys: a row, or across a square of columns, as wide as the unit's queries."""
+        """The scales of a unit's keys: a row or, across, a square of columns, as wide as the unit's queries."""
         scale = self.refs["key_scale"][unit.head[0], :, unit.keys]
         if not self.across:
             return scale
         at = unit.head[0], unit.keys.start
-        if at not in self._scales:  # a lone column would be spread over the lanes for each use
+        if at not in self._scales:  # otherwise each use would spread a single column over the lanes
             self._scales[at] = jnp.broadcast_to(scale, (128, scale.shape[1])).T
         return jnp.tile(self._scales[at], (1, unit.shape[0] // 128))
 
@@ -169,7 +169,7 @@ class Tile:
         return x if keep is None else jnp.where(keep, x * (1.0 / (1.0 - self.logits.static_part.dropout)), 0.0)
 
     def dropout_keys(self) -> list[HeadKey]:
-        """Dropout's key of each head of the tile, made once a visit."""
+        """Dropout's key of each head of the tile, computed once per visit."""
         if "dropout" not in self.refs:
             return [None] * len(self.frame.heads.in_tile)
         ref = self.refs["dropout"]
@@ -212,7 +212,7 @@ class Tile:
         return rows, cols
 
     def _visible(self, unit: Unit) -> Any:
-        """Which weights are visible; None for all. Made once for all heads, unless a mask has a plane for each."""
+        """Which weights are visible; None for all. Computed once for all heads, unless a mask has a plane for each."""
         key = (unit.queries.start, unit.keys.start, unit.shape, unit.head if self._by_head() else None)
         if key not in self._seen:
             self._seen[key] = self._test(unit)
@@ -254,7 +254,7 @@ class Tile:
         return seen
 
     def _blocks(self, name: str, atom: Any, unit: Unit, keys: jax.Array) -> Mask:
-        """What a leaf of blocks says of the unit; Full where a visited one is known to be seen."""
+        """A leaf of blocks evaluated on the unit; Full where a visited unit is known to be visible."""
         if name not in self.refs:
             return Full()
         ref = self.refs[name]
@@ -287,7 +287,7 @@ class Tile:
 
 
 def _turned(x: jax.Array) -> jax.Array:
-    """The transpose. A lone row or column is repeated first: Mosaic transposes whole registers."""
+    """The transpose. A single row or column is repeated first, because Mosaic transposes whole registers."""
     rows, lanes = x.shape
     x = jnp.broadcast_to(x, (8 if rows == 1 else rows, 128 if lanes == 1 else lanes))
     return x.T[: 1 if lanes == 1 else lanes, : 1 if rows == 1 else rows]

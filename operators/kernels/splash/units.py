@@ -36,7 +36,7 @@ class Unit(NamedTuple):
 
 
 def units_of(frame: Frame, queries: int, keys: int, body: Body) -> list[Unit]:
-    """What a body computes of a tile, in units of so many queries and keys."""
+    """The parts of a tile that a body computes, in units of this many queries and keys."""
     return [
         Unit(number, head, slice(q, q + queries), slice(k, k + keys), kind == 1)
         for q in range(0, frame.block_q, queries)
@@ -47,9 +47,9 @@ def units_of(frame: Frame, queries: int, keys: int, body: Body) -> list[Unit]:
 
 
 def pipelined(units: list[Unit], ahead: int, first: Callable[[Unit], Any], second: Callable[[Unit, Any], None]) -> None:
-    """Software pipelining by hand: `first` of a unit, its products, is emitted `ahead` units before `second`, which uses them.
+    """Software pipelining by hand: a unit's products (`first`) are emitted `ahead` units before their use (`second`).
 
-    The compiler's scheduler keeps near to the order in which it meets operations.
+    The compiler's scheduler stays close to the order in which it meets operations.
     """
     waiting: deque[tuple[Unit, Any]] = deque()
     for unit in units:
@@ -61,5 +61,5 @@ def pipelined(units: list[Unit], ahead: int, first: Callable[[Unit], Any], secon
 
 
 def rows_of(ref: Any, head: tuple[int, ...], rows: slice, seq_minor: int) -> Any:
-    """Rows of a head, [rows, dim], or [dim, rows] where the tensor lies so."""
+    """Rows of a head, [rows, dim], or [dim, rows] if that is the tensor's order."""
     return ref[(*head, slice(None), rows)] if seq_minor else ref[(*head, rows, slice(None))]

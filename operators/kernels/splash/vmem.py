@@ -1,4 +1,4 @@
-"""How much VMEM a pass takes, and how much a TPU has: to choose blocks before the compiler is asked."""
+"""How much VMEM a pass takes, and how much a TPU has, so that blocks can be chosen before compiling."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .frame import Heads
 __all__ = ["Shape", "Vmem", "backward_parts", "forward_parts", "vmem_of"]
 
 _LANES = 128
-_OVERLAPPED = 1024  # queries and keys of a tile, beyond which the logits of several units have to be counted
+_OVERLAPPED = 1024  # queries and keys of a tile, beyond which the logits of several units must be counted
 _MIB = 1 << 20
 
 
 class Vmem(NamedTuple):
-    """Bytes that a kernel gets unless it asks for more, and the most that it can have; a larger request is clamped."""
+    """Bytes that a kernel gets by default, and the most that it can have; larger requests are clamped."""
 
     default: int
     most: int
@@ -34,13 +34,13 @@ _OF_KIND = {
 
 
 def vmem_of(device_kind: str) -> Vmem:
-    """What a kind of TPU has; of one that isn't known, the least of all."""
+    """The VMEM of a kind of TPU; for an unknown one, the smallest of all."""
     return _OF_KIND.get(device_kind, Vmem(16 * _MIB, 16 * _MIB))
 
 
 class Shape(NamedTuple):
-    """One device's problem, as far as memory goes. itemsize: bytes of an element in the run-time dtype; of key and value as
-    they are given, (itemsize, whether there is a scale).
+    """One device's problem, as far as memory is concerned. itemsize: bytes per element in the run-time dtype; for key and value
+    as given, (itemsize, whether there is a scale).
     """
 
     q_len: int
@@ -49,15 +49,15 @@ class Shape(NamedTuple):
     dim: int
     value_dim: int
     itemsize: int
-    dense_itemsize: int  # bytes a weight of bias and mask arrays together; 0 without
+    dense_itemsize: int  # bytes per weight of bias and mask arrays together; 0 without
     key: tuple[int, bool]
     value: tuple[int, bool]
 
 
 def forward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, int]:
-    """Bytes by what they hold: blocks twice, for the pipeline, sums, and the tile that is being worked on.
+    """Bytes by what they hold: blocks (twice, for the pipeline), sums, and the current tile.
 
-    A lower bound: registers spill, too.
+    This is a lower bound: registers spill, too.
     """
     tiles, kv_tile, rows, keys = len(shape.heads.in_tile), shape.heads.kv_tile, blocks.block_q, blocks.block_kv
     dim = _lanes(shape.dim)
@@ -86,7 +86,7 @@ def forward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, int]:
 
 
 def backward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, dict[str, int]]:
-    """The same of each backward pass, by the name of its kernel."""
+    """The same for each backward pass, by the name of its kernel."""
     of_keys = blocks.block_q_dkv, blocks.block_kv_dkv, (blocks.block_q_dkv_compute, blocks.block_kv_dkv_compute)
     ways = blocks.stationary_weights, blocks.products_ahead_dkv
     if blocks.use_fused_bwd_kernel:
@@ -139,7 +139,7 @@ def _backward_pass(
 
 
 def _working(weights: int, itemsize: int) -> int:
-    """Logits of a tile in float32, and the weights in the input's type; a product in float32 splits both factors in three."""
+    """Logits of a tile in float32, and the weights in the input's type; a float32 product splits both factors in three."""
     return weights * (6 if itemsize == 2 else 18)
 
 
