@@ -72,7 +72,8 @@ def test_a_program_whose_text_can_not_be_read_compiles_all_the_same(
 @pytest.mark.slow
 @needs_libtpu
 def test_too_much_vmem_is_told_with_what_would_do(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
-    blocks = {"block_q": 2048, "block_kv": 2048, "block_kv_compute": 2048, "vmem_limit_bytes": None}
+    blocks = dict.fromkeys(("block_q", "block_q_compute", "block_kv", "block_kv_compute"), 2048)
+    blocks = blocks | {"vmem_limit_bytes": None}
     metadata = {"operation_configs": {"splash": blocks}}
     sizes = SIZES | {"q_len": 4096}
     result = attnops("verify", config("splash", metadata, **sizes), "--target", "v5e:2x2", "--mode", "prefill")
@@ -82,7 +83,7 @@ def test_too_much_vmem_is_told_with_what_would_do(attnops: Callable[..., Any], c
     said = " ".join(result.out.split())
     # 2048 queries of a head, 128 wide, twice, in bfloat16; logits in float32 with their weights, 6 bytes each
     assert "counted: 1.0 MiB for query (block_q)" in said
-    assert "counted: 24.0 MiB for logits and weights (block_q x block_kv_compute)" in said
+    assert "counted: 24.0 MiB for logits and weights (block_q_compute x block_kv_compute)" in said
     assert said.index("24.0 MiB for logits") < said.index("1.0 MiB for query")
     assert "compiles with vmem_limit_bytes=" in said
     # v4 has no more to give: smaller blocks

@@ -66,7 +66,7 @@ def forward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, int]:
     working = _working(unit, shape.itemsize) + blocks.products_ahead * unit * 4  # whose logits wait
     # The compiler begins with later units: 15 MiB in a compiled program of 2048 x 2048, 49 of 4096 x 4096, 76 with 4096 rows
     # in a unit.
-    if not blocks.transposed_tiles and rows * keys > _OVERLAPPED**2:
+    if not blocks.transposed_tiles and unit < rows * keys > _OVERLAPPED**2:
         working = max(working + 2 * rows * keys, working * (4 if blocks.block_q_compute > 2 * _OVERLAPPED else 1))
     columns = 2 * _LANES
     if blocks.transposed_tiles:
