@@ -33,7 +33,7 @@ from .candidates import candidates as tried_sizes
 from .candidates import tuned_fields
 from .external import EXTERNAL_RULES, external_padding, external_remarks, resolve_external, run_external
 from .splash_config import LANES, SplashConfig
-from .tile_way import tile_note
+from .tile_way import layout_note, tile_note
 from .vmem_count import blocks_of, too_much_vmem, vmem_parts
 
 __all__ = ["Splash", "SplashConfig"]
@@ -195,7 +195,8 @@ class Splash(Operation):
         if config.kernel != "attnops":
             return (*notes, *external_remarks(problem, placement, config))
         large = None if config.interpret else too_much_vmem(problem, placement, config)
-        return (*notes, *(note for note in (tile_note(problem, config), large) if note is not None))
+        told = tile_note(problem, config), layout_note(problem, placement, config), large
+        return (*notes, *(note for note in told if note is not None))
 
     @classmethod
     def memory(

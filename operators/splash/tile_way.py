@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from ...planning import AttentionProblem
+from ...planning import AttentionProblem, Placement
+from ...planning.text import Aside, bytes_text
 from .splash_config import SplashConfig
 
-__all__ = ["SUBLANES", "TileWay", "tile_note", "way_of_tiles"]
+__all__ = ["SUBLANES", "TileWay", "layout_note", "tile_note", "way_of_tiles"]
 
 SUBLANES = 16  # per register of bfloat16
 
@@ -78,4 +80,27 @@ def tile_note(problem: AttentionProblem, config: SplashConfig) -> str | None:
     return (
         f"forward tiles are [keys, queries], with {config.products_ahead} products ahead of their exponentials, "
         f"transposed_tiles=True: {reason}"
+    )
+
+
+def layout_note(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> str | None:
+    """A note for the plan on what is copied around the kernel to bring tensors into its order; None if nothing is."""
+    local, size = placement.local, problem.itemsize
+    rows = {
+        "query": (local.q_len * local.q_heads, problem.head_dim),
+        "key": (local.kv_len * local.kv_heads, problem.head_dim),
+    }
+    rows |= {"value": (rows["key"][0], problem.value_dim), "output": (rows["query"][0], problem.value_dim)}
+    turned = {"query": config.q_layout, "key": config.k_layout, "value": config.v_layout}
+    copied = {
+        name: local.batch * math.prod(sizes) * (problem.itemsize_of(name) if name in problem.quantised else size)
+        for name, sizes in rows.items()
+        if problem.layout != "bhtd" or turned.get(name) == "seq_minor"
+    }
+    if not copied:
+        return None
+    way = "; layout='bhtd' needs no copy" if all(layout != "seq_minor" for layout in turned.values()) else ""
+    return Aside(
+        f"the kernel works on [batch, heads, tokens, dim]: {', '.join(copied)} and their gradients are transposed around it, "
+        f"{bytes_text(sum(copied.values()))} per device forward, unless XLA makes them in that order{way}"
     )

@@ -286,3 +286,22 @@ def test_metadata_block_sizes_feed_the_config() -> None:
     plan = OperationRegistry.create("splash", metadata).plan(x, x, x)
     assert (plan.config.block_q, plan.config.block_kv) == (256, 384)
     assert "blocksize_b=2 is not read by splash" in plan.notes
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "said"),
+    [
+        ("bthd", {}, "query, key, value, output and their gradients are transposed around it, 16.0 MiB per device"),
+        ("bhtd", {}, None),
+        ("bhtd", {"k_layout": "seq_minor"}, "dim]: key and their gradients are transposed around it, 4.0 MiB per device"),
+    ],
+)
+def test_what_is_transposed_around_the_kernel_is_told(layout: str, fields: dict[str, Any], said: str | None) -> None:
+    metadata = OperationMetadata(mesh=_mesh("TPU v5 lite"), operation_configs={"splash": fields})
+    shape = (1, 8192, 2, 128) if layout == "bthd" else (1, 2, 8192, 128)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    plan = OperationRegistry.create("splash", metadata).plan(x, x, x, layout=layout)
+    notes = [note for note in plan.notes if "transposed around" in note]
+    assert (len(notes), bool(said)) in ((0, False), (1, True))
+    assert said is None or said in notes[0]
+    assert "transposed around" not in plan.explain()
