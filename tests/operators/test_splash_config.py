@@ -293,7 +293,11 @@ def test_metadata_block_sizes_feed_the_config() -> None:
     [
         ("bthd", {}, "query, key, value, output and their gradients are transposed around it, 16.0 MiB per device"),
         ("bhtd", {}, None),
-        ("bhtd", {"k_layout": "seq_minor"}, "dim]: key and their gradients are transposed around it, 4.0 MiB per device"),
+        (
+            "bhtd",
+            {"k_layout": "seq_minor"},
+            "dim]: key and their gradients are transposed around it, 4.0 MiB per device",
+        ),
     ],
 )
 def test_what_is_transposed_around_the_kernel_is_told(layout: str, fields: dict[str, Any], said: str | None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -75,14 +77,16 @@ class Input(NamedTuple):
 class Frame:
     """Collects the arrays of a pass, then runs its kernel.
 
-    Dimensions of the grid: batch, tiles of kv heads, then tiles of a group and visits. If visits go by kv block (`slow` is
-    'kv') the last two are swapped, so that all query heads of a group visit a kv block before the next one.
+    Dimensions of the grid, `order`: batch, tiles of kv heads, then tiles of a group and visits. If visits go by kv block
+    (`slow` is 'kv') the last two are swapped, so that all query heads of a group visit a kv block before the next one. A pass
+    that sums over heads or batch rows has these after the visits.
     """
 
     def __init__(self, batch: int, heads: Heads, block_q: int, block_kv: int, visits: TileSchedule, slow: str) -> None:
         self.batch, self.heads, self.block_q, self.block_kv = batch, heads, block_q, block_kv
         self.visits, self.slow = visits, slow
-        self.group_last = slow == "kv"
+        last = ("visit", "group_tile") if slow == "kv" else ("group_tile", "visit")
+        self.order: tuple[str, ...] = ("batch", "kv_tile", *last)
         self.scalars: dict[str, Any] = {"visits": jnp.asarray(visits.words)}
         self.inputs: dict[str, Input] = {}
         self.outputs: dict[str, tuple[tuple[int, ...], Any, pl.BlockSpec]] = {}
@@ -93,8 +97,9 @@ class Frame:
 
     def step(self, ids: tuple[Any, ...], words: Any) -> Step:
         """The step at these indices of the grid."""
-        batch, kv_tile, third, fourth = ids
-        group_tile, visit = (fourth, third) if self.group_last else (third, fourth)
+        batch, kv_tile, group_tile, visit = (
+            ids[self.order.index(name)] for name in ("batch", "kv_tile", "group_tile", "visit")
+        )
         visits = self.visits
         place = visit if visits.tables == 1 else kv_tile * visits.length + visit
         place = place if visits.rows == 1 else batch * (visits.tables * visits.length) + place
@@ -103,6 +108,11 @@ class Frame:
     def here(self, refs: dict[str, Any]) -> Step:
         """The step at which the kernel is."""
         return self.step(tuple(pl.program_id(i) for i in range(4)), refs["visits"])
+
+    def begins_sum(self) -> Any:
+        """Whether a step is the first at its visit, in a pass that sums over what comes after visits in the grid."""
+        summed = range(self.order.index("visit") + 1, len(self.order))
+        return functools.reduce(operator.and_, (pl.program_id(i) == 0 for i in summed), True)
 
     def block(self, shape: tuple[int | None, ...], where: Callable[[Step], tuple[Any, ...]]) -> pl.BlockSpec:
         """A block whose place depends on the step."""
@@ -176,9 +186,14 @@ class Frame:
         axes = varying(arrays)
         arrays = [vary(jnp.asarray(x), axes) for x in arrays]
         names = (*self.scalars, *self.inputs, *self.outputs, *self.scratch)
-        heads, tail = self.heads, (self.visits.covered,)
-        of_group = (heads.group // heads.group_tile,)
-        grid = (self.batch, heads.kv_heads // heads.kv_tile, *(tail + of_group if self.group_last else of_group + tail))
+        heads = self.heads
+        sizes = {
+            "batch": self.batch,
+            "kv_tile": heads.kv_heads // heads.kv_tile,
+            "group_tile": heads.group // heads.group_tile,
+            "visit": self.visits.covered,
+        }
+        grid = tuple(sizes[name] for name in self.order)
         call = pl.pallas_call(
             lambda *refs: kernel(dict(zip(names, refs, strict=True))),
             out_shape=[varying_as(arrays[0], shape, dtype) for shape, dtype, _ in self.outputs.values()],

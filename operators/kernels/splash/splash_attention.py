@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from ..blockwise import Blocking, bias_gradient
 from ..operands import Operands, StaticPart, Traced, join_static
 from ..part import LSE_NAME, OUTPUT_NAME, differentiable
 from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
+from .bias import bias_block, bias_kernel, bias_order, visited_bias
 from .block_sizes import SplashBlocks
 from .forward import forward_kernel, forward_outputs, forward_scratch
 from .frame import Frame, Heads, Input
@@ -314,17 +315,7 @@ def _backward(
         d_sinks = -(jnp.exp(operands.sinks[:, None] - shift / logits.unit) * delta).sum((0, 2))
     d_bias = None
     if operands.bias is not None:
-        d_bias = bias_gradient(
-            logits.static_part,
-            operands,
-            traced,
-            (output, lse),
-            (d_output, d_lse),
-            scale=logits.scale,
-            soft_cap=logits.soft_cap,
-            platform=static.platform,
-            blocking=Blocking(min(512, logits.static_part.q_len), min(512, logits.static_part.kv_len), 1),
-        )
+        d_bias = _bias_gradient(static, operands, traced, (output, lse), (d_output, d_lse), shift, delta)
     return Operands(
         d_query[:, :, : logits.static_part.q_len],
         made["d_key"][:, :, : logits.static_part.kv_len],
@@ -332,6 +323,50 @@ def _backward(
         d_bias,
         d_sinks,
     )
+
+
+def _bias_gradient(
+    static: _SplashStatic,
+    operands: Operands,
+    traced: Traced,
+    results: tuple[jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, jax.Array],
+    shift: jax.Array,
+    delta: jax.Array,
+) -> jax.Array:
+    """The gradient of the bias: by the kernel, or in XLA where the kernel can't sum it."""
+    blocks, logits, bias = static.blocks, static.logits, operands.bias
+    assert bias is not None
+    q_len, kv_len = logits.static_part.q_len, logits.static_part.kv_len
+    block = bias_block(q_len), bias_block(kv_len)
+    unit = (256, block[1]) if block[0] % 256 == 0 else block
+    # A head at a time: the bias and its gradient take more VMEM than all else.
+    alone = replace(static, blocks=replace(blocks, heads_per_tile=1))
+    work = _KernelPass(alone, operands, traced, *block, unit, "q")
+    frame = work.frame
+    order = bias_order(bias.shape, frame.visits.rows, frame.visits.tables)
+    if order is None or not isinstance(frame.visits.words, np.ndarray):
+        in_xla = Blocking(min(512, q_len), min(512, kv_len), 1)
+        return bias_gradient(
+            logits.static_part, operands, traced, results, cotangents, scale=logits.scale, soft_cap=logits.soft_cap,
+            platform=static.platform, blocking=in_xla,
+        )  # fmt: skip
+    frame.order = order
+    work.queries("d_output", cotangents[0].astype(operands.query.dtype), "head_dim_minor")
+    work.rows("lse", shift, np.inf)
+    work.rows("delta", delta, 0.0)
+    shape = frame.inputs["bias"].array.shape
+    frame.outputs["d_bias"] = (shape, jnp.float32, frame.dense_block(shape))
+    kernel = functools.partial(
+        bias_kernel,
+        frame=frame,
+        logits=logits,
+        compute=unit,
+        layouts=(blocks.q_layout, blocks.k_layout, blocks.v_layout),
+    )
+    made = work.run("attnops_splash_dbias", kernel, order.index("visit"), work.dim + work.value_dim)
+    gradient = visited_bias(made["d_bias"], frame)
+    return gradient.reshape(*bias.shape[:2], *gradient.shape[3:])[:, :, :q_len, :kv_len].astype(bias.dtype)
 
 
 def _in_parts(make: Callable[..., dict[str, jax.Array]], blocks: SplashBlocks, kv_len: int) -> dict[str, jax.Array]:

@@ -23,7 +23,7 @@ from .frame import Frame, Input, Step
 from .schedule import body_of
 from .units import Unit
 
-__all__ = ["LOG2E", "HeadKey", "Logits", "Tile", "add_to_frame"]
+__all__ = ["LOG2E", "HeadKey", "Logits", "Tile", "add_to_frame", "turned"]
 
 LOG2E = 1 / math.log(2)
 
@@ -260,7 +260,7 @@ class Tile:
         ref = self.refs[name]
         kv_head, of_group = (i if n > 1 else 0 for i, n in zip(unit.head, ref.shape[:2], strict=True))
         rows = [ref[kv_head, of_group, word : word + 1, unit.queries] for word in range(ref.shape[2])]
-        rows = rows if self.across else [_turned(row) for row in rows]
+        rows = rows if self.across else [turned(row) for row in rows]
         first = self._key(self.step.kv_block * self.frame.block_kv)
         return Answer(seen_by_words(rows, keys, first, atom.block_kv))
 
@@ -271,7 +271,7 @@ class Tile:
         if len(dims) == 4:
             return self._dense(name, unit).astype(jnp.int32) != 0
         values = self.refs[name][:, unit.queries if dims[1] == "q" else unit.keys]
-        return _turned(values) if (dims[1] == "q") != self.across else values
+        return turned(values) if (dims[1] == "q") != self.across else values
 
     def _dense(self, name: str, unit: Unit) -> jax.Array:
         """A unit of an array of [batch, heads, q, kv]: [queries | 1, keys | 1], or across."""
@@ -283,10 +283,10 @@ class Tile:
         part = ref[kv_head, of_group, rows, keys]
         if not self.across:
             return part
-        return _turned(part.astype(jnp.int32) if part.dtype == jnp.int8 else part.astype(jnp.float32))
+        return turned(part.astype(jnp.int32) if part.dtype == jnp.int8 else part.astype(jnp.float32))
 
 
-def _turned(x: jax.Array) -> jax.Array:
+def turned(x: jax.Array) -> jax.Array:
     """The transpose. A single row or column is repeated first, because Mosaic transposes whole registers."""
     rows, lanes = x.shape
     x = jnp.broadcast_to(x, (8 if rows == 1 else rows, 128 if lanes == 1 else lanes))
