@@ -123,8 +123,7 @@ def test_compiles_with_what_is_declared(v5e: Any, dtype: str, dim: int, config: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
-@pytest.mark.parametrize("size", [2048, 4096])
+@pytest.mark.parametrize(("size", "topology"), [(2048, "v5p:2x2x1"), (2048, "v6e:2x2"), (4096, "v5p:2x2x1")])
 def test_large_blocks_compile(size: int, topology: str) -> None:
     """Those of long sequences, in the VMEM that is asked for: here declared, for lists of such lengths compile for minutes."""
     blocks = dict.fromkeys(("block_q", "block_kv", "block_q_dq", "block_kv_dq"), size)
