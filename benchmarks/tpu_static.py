@@ -54,8 +54,14 @@ MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(0), "window": Causal(
 BLOCKS = ((1024, 1024, 512), (1024, 1024, 1024), (512, 512, 512))
 WIDE = (2048, 2048, 512)
 BACKWARD = {"block_q_dkv": 1024, "block_kv_dkv": 1024, "block_kv_dkv_compute": 512}
-_PLANNED = {"block_q_dkv": 1024, "block_kv_dkv": 2048}  # and units as planned
-BACKWARD_OF = {"attnops": {"v6e:2x2": _PLANNED, "tpu7x:2x2x1": _PLANNED}}
+_KEYS = {64: 256, 128: 256, 256: 512}
+# What attnops plans there: keys of a unit by head dim.
+PLANNED = {
+    target: {
+        dim: {"block_q_dkv": 1024, "block_kv_dkv": 2048, "block_kv_dkv_compute": keys} for dim, keys in _KEYS.items()
+    }
+    for target in TARGETS[1:]
+}
 TURNED = {  # keys transposed, and the LP scheduler
     "attnops": {"k_layout": "seq_minor", "use_experimental_scheduler": True},
     "tokamax": {"k_layout": 2, "use_experimental_scheduler": True},
@@ -105,7 +111,7 @@ def measure(pythons: dict[str, str], kernels: list[str], known: dict[str, Any]) 
         cases = [{"blocks": blocks, "fused": kernel != "jax"} for blocks in BLOCKS]
         cases += [{"blocks": BLOCKS[0], "fused": True, "fields": TURNED[kernel]}] if kernel in TURNED else []
         apart = {"block_q_dq": 1024, "block_kv_dq": 512} if kernel == "jax" else {}
-        backward = BACKWARD_OF.get(kernel, {}).get(target, BACKWARD)
+        backward = PLANNED.get(target, {}).get(dim, BACKWARD) if kernel == "attnops" else BACKWARD
         cases += [{"blocks": WIDE, "fused": kernel != "jax", "fields": backward | apart}]
         # The other kind of backward pass.
         cases += [{"blocks": BLOCKS[0], "fused": kernel == "jax"}] if kernel != "tokamax" else []
@@ -239,7 +245,7 @@ def table(rows: list[dict[str, Any]], kernels: list[str]) -> list[dict[str, Any]
                         best: dict[str, Any] = {}
                         for row in rows:
                             same = (row["target"], row["dim"], row["kernel"]) == (target, dim, kernel)
-                            of_mask = row.get("mask", name) == ("causal" if name == "full" else name)
+                            of_mask = row.get("mask") in (None, "causal" if name == "full" else name)
                             if not same or not of_mask or isinstance(row["cycles"], str):
                                 continue
                             for which, made in passes(row).items():
