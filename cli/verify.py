@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from ..planning.text import bytes_text
+from ..planning.text import Aside, bytes_text
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from ..sharding.mesh import AnyMesh
@@ -132,7 +132,7 @@ def _rows(report: TargetReport) -> list[tuple[str, str | Text]]:
         hbm = bytes_text(device.hbm_bytes)
         about = f"  {device.kind}, mesh {mesh or 'none'}; a device has {hbm} of HBM, {kernel_limits(report)}"
     rows: list[tuple[str, str | Text]] = [(report.target, Text.assemble((word, style), about))]
-    rows += [*brief_rows(plan), *[("note", note) for note in plan.notes]]
+    rows += [*brief_rows(plan), *[("note", note) for note in plan.notes if not isinstance(note, Aside)]]
     if any(not p.compiled for p in report.passes):
         rows.append(("note", not_compiled(plan.problem.platform)))
     rows += [("warning", Text(warning, style="yellow")) for warning in report.warnings]

@@ -90,11 +90,12 @@ def test_other_forms_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
 def test_the_forward_tile_keeps_the_matrix_units_busy(tmp_path: Path) -> None:
-    """v5e, head dim 128: 1024 x 1024 weights are 4096 cycles of products alone, and at most 15 % more with the softmax."""
+    """v5e, head dim 128: 1024 x 1024 weights are 4096 cycles of products alone, and at most 5 % more with the softmax. On the
+    diagonal a quarter of a tile is left out, and half of it masked."""
     forward = _compiled(tmp_path, 4096, "forward")
-    full, masked = forward.tiles
-    assert 0.93 * 4096 < full < 4096 / 0.85
-    assert full < masked < 1.15 * full
+    full, diagonal = forward.tiles
+    assert 0.93 * 4096 < full < 1.05 * 4096
+    assert 0.75 * full < diagonal < 0.85 * full
     assert forward.head == 0
 
 
