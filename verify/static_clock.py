@@ -67,7 +67,7 @@ class TileCycles(NamedTuple):
         """The same, with at least so many cycles on each path; a single path takes the most."""
         if len(self.tiles) == 1:
             cycles = [max(cycles, default=0)]
-        return self._replace(tiles=tuple(map(max, self.tiles, cycles)))
+        return self._replace(tiles=tuple(max(a, b) for a, b in zip(self.tiles, cycles, strict=True)))
 
     def cheapest_first(self) -> TileCycles:
         """The same with sorted paths, for kernels with one path for tiles without a mask and one with it, in either order."""

@@ -61,14 +61,10 @@ def kernel_cycles(
     local, tile = placement.local, sizes.heads_per_tile or 1
     names, slow = _KERNELS[part][kernel]
     block_q, block_kv, *unit = (getattr(sizes, name) for name in names)
+    offset = None if problem.dynamic_query_offset else problem.query_offset or 0
+    kv_tiles = local.kv_heads // max(1, tile * local.kv_heads // local.q_heads)
     bodies, counts, slow_blocks = tiles_of(
-        problem.mask,
-        (block_q, block_kv),
-        (unit[0], unit[1]),
-        local.q_len,
-        local.kv_len,
-        problem.query_offset or 0,
-        slow,
+        problem.mask, (block_q, block_kv), (unit[0], unit[1]), local.q_len, local.kv_len, offset, slow, kv_tiles
     )
     if compiled is not None:
         cycles = cycles._replace(tiles=_estimated(bodies, compiled, cycles.tiles))
@@ -76,9 +72,10 @@ def kernel_cycles(
     least = tile * matrix_cycles(problem.device_kind, products, block_q, block_kv, problem.head_dim, problem.value_dim)
     cycles = cycles.at_least([math.ceil(least * body.live) for body in bodies])
     tiles = local.batch * local.q_heads // tile
-    kv_tiles = local.batch * local.kv_heads // max(1, tile * local.kv_heads // local.q_heads)
     parts = key_parts(config, local.kv_len) if products == "backward" else 1  # each goes over all queries
-    return cycles.total([n * tiles for n in counts], parts * slow_blocks * tiles, heads=parts * kv_tiles)
+    return cycles.total(
+        [round(n * tiles) for n in counts], parts * slow_blocks * tiles, heads=parts * local.batch * kv_tiles
+    )
 
 
 def kernel_bodies(config: OperationConfig, part: str, kernel: str, mask: Mask, length: int) -> tuple[Body, ...]:
@@ -93,23 +90,29 @@ def tiles_of(
     unit: tuple[int, int],
     q_len: int,
     kv_len: int,
-    query_offset: int,
+    query_offset: int | None,
     slow: str = "q",
-) -> tuple[tuple[Body, ...], list[int], int]:
+    tables: int = 1,
+) -> tuple[tuple[Body, ...], list[float], int]:
     """(bodies, the tiles of each, blocks of the slow axis) of splash's kernels, by the queries and keys of blocks and units.
 
-    What is known when the program runs only counts as masked.
+    query_offset: None if it is traced. What is known only when the program runs counts as masked. tables: parts of the heads
+    that have lists of their own if heads see blocks of their own; the tiles are then those of their mean.
     """
-    from ..operators.kernels.splash.bodies import MASKED
-    from ..operators.kernels.splash.schedule import tile_bodies
+    from ..operators.kernels.splash.schedule import run_time_bodies, tile_bodies
     from ..operators.local_mask import LocalMask
 
-    if not mask.is_static:
-        live = mask.live_blocks(*block, q_len=q_len, kv_len=kv_len, query_offset=query_offset)
-        return (MASKED,), [int((live > 0).sum())], live.shape[0 if slow == "q" else 1]
-    bodies, numbers = tile_bodies(LocalMask(mask, 0, q_len, kv_len, query_offset), block, unit)
+    local = LocalMask(mask, 0, q_len, kv_len, query_offset or 0)
+    if not mask.is_static or query_offset is None:
+        live = mask.live_blocks(*block, q_len=q_len, kv_len=kv_len, query_offset=query_offset or 0) > 0
+        if query_offset is None:
+            live = np.ones_like(live)
+        of_block = block[0] // unit[0], block[1] // unit[1]
+        bodies = run_time_bodies(local, unit, (live.shape[0], live.shape[1]), of_block)
+        return bodies, [0.0] * (len(bodies) - 1) + [float(live.sum())], live.shape[0 if slow == "q" else 1]
+    bodies, numbers = tile_bodies(local, block, unit, tables if local.heads_apart else 1)
     counts = np.bincount(np.asarray(numbers).reshape(-1), minlength=len(bodies) + 1)[1:]
-    return bodies, [int(n) for n in counts], numbers.shape[2 if slow == "q" else 3]
+    return bodies, [n / numbers.shape[1] for n in counts.tolist()], numbers.shape[2 if slow == "q" else 3]
 
 
 def _estimated(bodies: tuple[Body, ...], known: tuple[Body, ...], cycles: tuple[int, ...]) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ def _weights(plan: Plan, q_name: str, kv_name: str) -> int:
     unit = [getattr(config, f"{name}_compute", None) for name in (q_name, kv_name)]
     if unit[1] is not None and exact_tiles(plan):
         whole = (block_q, block_kv), (unit[0] or block_q, unit[1])
-        bodies, counts, _ = tiles_of(problem.mask, *whole, q_len, kv_len, offset)
+        bodies, counts, _ = tiles_of(problem.mask, *whole, q_len, kv_len, offset, tables=problem.kv_heads)
         return round(sum(n * body.live for n, body in zip(counts, bodies, strict=True)) * block_q * block_kv)
     block_q, block_kv = min(block_q, q_len), min(block_kv, kv_len)
     if problem.dynamic_query_offset:

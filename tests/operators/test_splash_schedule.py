@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
 from attnops.masks import Lengths
-from attnops.operators.kernels.splash.bodies import MASKED, WHOLE, Body
+from attnops.operators.kernels.splash.bodies import MASKED, WHOLE, Body, bodies_of
 from attnops.operators.kernels.splash.schedule import (
     BODY,
     FIRST,
@@ -299,3 +299,13 @@ def test_planning_for_128k_tokens_looks_at_few_tiles(monkeypatch: pytest.MonkeyP
     assert decided.config.block_q == 1024
     # 128-blocks would be a million tiles for each pass; 1024-blocks are 16384, and a sample has as many 128-blocks.
     assert sum(seen) < 100_000
+
+
+def test_bodies_of_many_different_tiles() -> None:
+    """60,000 tiles, nearly all of a kind of their own: what a body leaves out or doesn't mask is so in all of its tiles."""
+    tiles = np.random.default_rng(0).integers(0, 3, (60_000, 4, 4)).astype(np.int8)
+    bodies, numbers = bodies_of(tiles)
+    assert len(bodies) <= 3
+    for number, body in enumerate(bodies, 1):
+        mine, kinds = tiles[numbers == number], np.broadcast_to(np.asarray(body.kinds), (4, 4))
+        assert ((kinds == 1) | (mine == kinds)).all()

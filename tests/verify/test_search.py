@@ -142,6 +142,18 @@ def test_cycles_are_counted_by_tiles_blocks_and_heads() -> None:
     assert count("backward", "dkv", both) == 8 * (2 * 3007 + 4 * 3107 + 4 * 50) + 2 * 3
 
 
+def test_what_is_known_at_run_time_counts_as_masked() -> None:
+    """Segment ids: the kernel has a path for visible tiles, one for the diagonal, one that masks all; the last counts."""
+    config = {"block_q": 256, "block_kv": 256, "block_q_compute": 128, "block_kv_compute": 128}
+    ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+    decided = _plan(q_len=1024, heads=2, kv_heads=2, config=config, q_segment_ids=ids, kv_segment_ids=ids)
+    cycles = TileCycles((30000, 20000, 90000), block=50, step=7)
+    problem, placement = decided.problem, decided.placement
+    got = kernel_cycles(problem, placement, decided.config, "forward", "attnops_splash_forward", cycles)
+    heads = placement.local.batch * 2
+    assert got == heads * (10 * 90007 + 4 * 50)
+
+
 def test_each_part_of_the_keys_goes_over_all_queries() -> None:
     config = {"block_q_dkv": 256, "block_kv_dkv": 256, "block_kv_dkv_sums": 512}
     decided = _plan(q_len=1024, heads=2, kv_heads=1, config=config)

@@ -89,9 +89,13 @@ def few_bodies(counts: Counter[bytes], shape: tuple[int, ...]) -> tuple[tuple[Bo
     groups: list[tuple[np.ndarray, int, list[bytes]]] = [
         (np.frombuffer(tile, np.int8).reshape(shape), count, [tile]) for tile, count in counts.most_common()
     ]
-    for one in groups[_LOOKED_AT:]:
-        groups[_LOOKED_AT - 1] = _joined(groups[_LOOKED_AT - 1], one)
-    del groups[_LOOKED_AT:]
+    if len(groups) > _LOOKED_AT:
+        rest = groups[_LOOKED_AT - 1 :]
+        kinds = np.stack([kinds for kinds, _, _ in rest])
+        same = np.where(kinds.min(0) == kinds.max(0), kinds[0], np.int8(1))
+        groups[_LOOKED_AT - 1 :] = [
+            (same, sum(n for _, n, _ in rest), [tile for _, _, tiles in rest for tile in tiles])
+        ]
     while len(groups) > 1:
         dearer, i, j = min((_more_work(a, b), i, j) for (i, a), (j, b) in itertools.combinations(enumerate(groups), 2))
         if len(groups) <= MOST and dearer > _WORTH * total:

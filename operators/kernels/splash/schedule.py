@@ -20,7 +20,7 @@ from .bodies import MASKED, WHOLE, Body, bodies_of, cells
 
 __all__ = [
     "BODY", "FIRST", "LAST", "MOST_KV_BLOCKS", "MOST_Q_BLOCKS", "MOST_WORDS", "Known", "TileSchedule", "body_of",
-    "fewest_steps", "kv_block_of", "live_tiles", "most_steps", "q_block_of", "tile_bodies", "tile_schedule",
+    "fewest_steps", "kv_block_of", "live_tiles", "most_steps", "q_block_of", "run_time_bodies", "tile_bodies", "tile_schedule",
 ]  # fmt: skip
 
 # A word's low bits: the first and the last visit of a block of the slow axis; the number of the tile's
@@ -169,14 +169,21 @@ def _bodies_at_run_time(
     One body leaves out what the mask's static part hides in the tiles at its edge, as they are with rows and keys that start
     at 0. A tile uses that body if it hides and shows as much.
     """
-    live, whole = (units > 0).any((-1, -2)), (units == 2).all((-1, -2))
-    edge = _edge(mask, unit, blocks, units.shape[-2:])
-    if edge is None:
-        return (WHOLE, MASKED), jnp.where(live, jnp.where(whole, 1, 2), 0)
-    kinds = np.asarray(edge.kinds)
-    fits = ((units == 0) | (kinds > 0)) & ((units == 2) | (kinds < 2))
-    number = jnp.where(whole, 1, jnp.where(fits.all((-1, -2)), 2, 3))
-    return (WHOLE, edge, MASKED), jnp.where(live, number, 0)
+    bodies = run_time_bodies(mask, unit, blocks, units.shape[-2:])
+    live, number = (units > 0).any((-1, -2)), jnp.asarray(len(bodies))
+    for place, body in reversed(list(enumerate(bodies[:-1], 1))):
+        kinds = np.asarray(body.kinds)
+        fits = ((units == 0) | (kinds > 0)) & ((units == 2) | (kinds < 2))
+        number = jnp.where(fits.all((-1, -2)), place, number)
+    return bodies, jnp.where(live, number, 0)
+
+
+def run_time_bodies(
+    mask: LocalMask, unit: tuple[int, int], blocks: tuple[int, int], of_block: tuple[int, ...]
+) -> tuple[Body, ...]:
+    """The bodies of a kernel whose tiles are known only on the device; the last one serves every tile."""
+    edge = _edge(mask, unit, blocks, of_block)
+    return (WHOLE, MASKED) if edge is None else (WHOLE, edge, MASKED)
 
 
 def _edge(mask: LocalMask, unit: tuple[int, int], blocks: tuple[int, int], of_block: tuple[int, ...]) -> Body | None:
