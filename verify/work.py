@@ -54,7 +54,7 @@ def _weights(plan: Plan, q_name: str, kv_name: str) -> int:
     q_len, kv_len, offset = problem.q_len, problem.kv_len, problem.query_offset or 0
     block_q, block_kv = (getattr(config, name, None) or _TILE for name in (q_name, kv_name))
     unit = [getattr(config, f"{name}_compute", None) for name in (q_name, kv_name)]
-    if unit[1] is not None and exact_tiles(plan):
+    if unit[1] is not None and _exact_tiles(plan):
         whole = (block_q, block_kv), (unit[0] or block_q, unit[1])
         bodies, counts, _ = tiles_of(problem.mask, *whole, q_len, kv_len, offset, tables=problem.kv_heads)
         return round(sum(n * body.live for n, body in zip(counts, bodies, strict=True)) * block_q * block_kv)
@@ -65,7 +65,7 @@ def _weights(plan: Plan, q_name: str, kv_name: str) -> int:
     return int((kinds > 0).sum()) * block_q * block_kv
 
 
-def exact_tiles(plan: Plan) -> bool:
+def _exact_tiles(plan: Plan) -> bool:
     """Whether attnops' TPU kernels run, and the host knows which parts of tiles they leave out."""
     own = plan.method == "forward_tpu" and getattr(plan.config, "kernel", None) == "attnops"
     return own and plan.problem.mask.is_static and not plan.problem.dynamic_query_offset

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import Causal, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops import Blocks, Causal, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.verify import reference_gradients
 
 BATCH, HEADS, KV_HEADS, Q, KV, DIM = 2, 4, 2, 530, 700, 16
@@ -35,11 +35,19 @@ def _gradient(call: Any, bias: np.ndarray, mask: Mask, heads: int) -> tuple[Any,
 
     gradient = jax.jit(jax.grad(loss))
     rows, keys = np.arange(Q)[:, None], np.arange(KV)[None]
-    seen = np.broadcast_to(mask.test(rows, rows, keys) if mask.is_static else np.True_, (Q, KV))[None, None]
+    seen = (
+        np.broadcast_to(mask.test(rows, rows, keys), (Q, KV))[None, None]
+        if not isinstance(mask, Blocks)
+        else _spread(mask)
+    )
     if "kv_lengths" in call:
         seen = seen & (keys < call["kv_lengths"][:, None, None, None])
     want = reference_gradients(q, k, v, d_out, scale=DIM**-0.5, mask=seen, bias=bias)["bias"]
     return gradient(bias), want, seen, str(jax.make_jaxpr(gradient)(bias))
+
+
+def _spread(mask: Blocks) -> np.ndarray:
+    return np.repeat(np.repeat(mask.layout, 128, axis=1), 128, axis=2)[None, :, :Q, :KV]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +63,17 @@ def test_by_the_kernel(name: str, shape: tuple[int, ...], heads: int) -> None:
     assert "attnops_splash_dbias" in program
     np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * max(1.0, float(np.abs(want).max())))
     assert not np.asarray(got)[..., :100, 600:].any() or name == "full"
+
+
+def test_heads_with_lists_of_different_lengths() -> None:
+    """A shorter list stays at its last tile, whose gradient is kept."""
+    layout = np.zeros((HEADS, 5, 6), bool)
+    layout[:2, :, 0] = True  # the first kv head: one tile for each query block
+    layout[2:] = True
+    bias = np.random.default_rng(5).standard_normal((BATCH, HEADS, Q, KV)).astype(np.float32)
+    got, want, _, program = _gradient({}, bias, Blocks(layout, 128, 128), 1)
+    assert "attnops_splash_dbias" in program
+    np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * max(1.0, float(np.abs(want).max())))
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from .bodies import Body
 from .forward import tile_product
 from .frame import Frame
-from .schedule import kv_block_of, q_block_of
+from .schedule import BODY, FIRST, LAST, kv_block_of, q_block_of
 from .tile import Logits, Tile, turned
-from .units import Unit, pipelined, rows_of, units_of
+from .units import Unit, rows_of, units_of
 
 __all__ = ["bias_block", "bias_kernel", "bias_order", "visited_bias"]
 
@@ -44,7 +44,8 @@ def bias_kernel(
     q_time, k_time, v_time = (1 if layout == "seq_minor" else 0 for layout in layouts)
     gradient = refs["d_bias"]
 
-    @pl.when(frame.begins_sum())
+    # Not where a list that is shorter than the others stays at its last tile.
+    @pl.when(frame.begins_sum() & tile.says(FIRST | LAST | BODY))
     def _start() -> None:
         gradient[...] = jnp.zeros_like(gradient)
 
@@ -66,7 +67,8 @@ def bias_kernel(
             head = tuple(i if n > 1 else 0 for i, n in zip(unit.head, gradient.shape[:2], strict=True))
             gradient[(*head, unit.queries, unit.keys)] += logits.exp(x - lse) * (d_p - delta)
 
-        pipelined(units_of(frame, *compute, body), 0, lambda unit: unit, lambda unit, _: add(unit))
+        for unit in units_of(frame, *compute, body):
+            add(unit)
 
     for number, body in enumerate(frame.visits.bodies, 1):
         pl.when(tile.body == number)(functools.partial(visit, body))
