@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ProcessError,
         RefusedError,
         ShardingError,
+        ShardingWarning,
         UnknownNameError,
     )
     from .masks import (
@@ -103,6 +104,7 @@ __all__ = [
     "SdpaConfig",
     "SegmentIds",
     "ShardingError",
+    "ShardingWarning",
     "SlidingWindow",
     "SplashConfig",
     "UnknownNameError",
@@ -156,4 +158,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    dunder = (name for name in globals() if name.startswith("__"))
+    return sorted({*dunder, *__all__, *_ROOMS})

@@ -22,6 +22,7 @@ __all__ = [
     "ProcessError",
     "RefusedError",
     "ShardingError",
+    "ShardingWarning",
     "UnfitError",
     "UnknownNameError",
     "a_type",
@@ -32,6 +33,7 @@ __all__ = [
 
 _LONGEST_NAME = 200  # comparing longer names takes seconds
 _LONGEST = 80
+_CLOSE = 0.8  # of two names of 10 letters, 8 in the same order
 _DIGITS = 60  # a longer int is shown by its length: Python refuses to print very long ones
 _ITEMS = 8
 
@@ -97,11 +99,19 @@ class FallbackWarning(UserWarning):
     """A platform's own implementation refuses the call, so forward_native runs instead."""
 
 
+class ShardingWarning(UserWarning):
+    """Devices of the mesh repeat each other's work: a length doesn't divide, or nothing is declared split over an axis."""
+
+
 def nearest(name: Any, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` with the closest known name, or an empty string. Any value of `name` is allowed."""
     if not isinstance(name, str) or len(name) > _LONGEST_NAME:
         return ""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    listed = list(known)
+    close = difflib.get_close_matches(name, listed, n=1, cutoff=_CLOSE)
+    # strict_sharding: strict. A beginning of four letters says more than letters that are merely alike.
+    close = close or [other for other in listed if len(other) > 3 and name.startswith(f"{other}_")]
+    close = close or difflib.get_close_matches(name, listed, n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -15,6 +15,7 @@ from ..masks.int_arrays import beyond_int32, is_integer
 from ..operators.call_values import check_lengths, check_offsets
 from ..planning.quantised import QUANTISED, scale_shape
 from ..registry.call_declaration import CallDeclaration
+from ..registry.declaration import Declaration
 from .inputs import read_arrays
 
 __all__ = ["CallArrays", "call_arrays", "call_shapes"]
@@ -45,18 +46,18 @@ class CallArrays(NamedTuple):
     notes: tuple[str, ...]
 
 
-def call_arrays(call: CallDeclaration, inputs: Path | None, seed: int) -> CallArrays:
+def call_arrays(declaration: Declaration, inputs: Path | None, seed: int) -> CallArrays:
     """Draw the arrays, or read them. Errors: InputError if the file and the declaration disagree."""
     if inputs is None:
-        return CallArrays(dict(call.draw(seed)), None, (f"inputs drawn at random, seed {seed}",))
-    return _read(call, inputs, seed)
+        return CallArrays(dict(declaration.draw(seed)), None, (f"inputs drawn at random, seed {seed}",))
+    return _read(declaration.call, inputs, seed)
 
 
-def call_shapes(call: CallDeclaration, inputs: Path | None) -> CallArrays:
+def call_shapes(declaration: Declaration, inputs: Path | None) -> CallArrays:
     """The same as `call_arrays`, with shapes only, for a plan."""
     if inputs is None:
-        return CallArrays(dict(call.shapes()), None, ())
-    found = _read(call, inputs, 0)
+        return CallArrays(dict(declaration.shapes()), None, ())
+    found = _read(declaration.call, inputs, 0)
     structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in found.arrays.items()}
     return found._replace(arrays=structs)
 
@@ -92,11 +93,11 @@ def _cast(name: str, array: np.ndarray, call: CallDeclaration, path: Path, notes
             )
         return array
     if name in ("query", "key", "value"):
-        wanted = call.dtype if call.is_set("dtype") else "float32" if array.dtype == np.float64 else array.dtype.name
+        wanted = call.dtype or ("float32" if array.dtype == np.float64 else array.dtype.name)
         if array.dtype.kind not in "fV" or wanted not in _FLOATS:
             raise InputError(f"{path}: {name} has dtype {array.dtype}; wanted one of {', '.join(_FLOATS)}.")
         if wanted != array.dtype.name:
-            why = "call.dtype" if call.is_set("dtype") else "float64 is disabled"
+            why = "call.dtype" if call.dtype else "float64 is disabled"
             notes.append(f"{name} of {path.name} cast from {array.dtype.name} to {wanted} ({why})")
         return array.astype(jnp.dtype(wanted))
     if name in _INDICES and is_integer(array.dtype):

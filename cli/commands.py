@@ -126,7 +126,7 @@ def plan(
     if cache is not None and not declaration.is_set("call") and inputs is None:
         show_cache(cache, enabled_notes(declaration), as_json)
         return
-    shapes = call_shapes(declaration.call, inputs)
+    shapes = call_shapes(declaration, inputs)
     arguments = declaration.call_arguments(shapes.arrays, mode=mode)
     decided = declared(metadata).plan(**arguments)
     notes = enabled_notes(declaration)
@@ -228,13 +228,16 @@ def run(
     explain: o.Explain = False,
     quiet: o.Quiet = False,
     as_json: o.Json = False,
+    no_compare: o.NoCompare = False,
 ) -> None:
     """Run the declared call on this machine's devices, or on virtual CPU devices if the mesh needs more."""
     from .run import RunOptions
     from .run import run as run_command
     from .source import declared_in
 
-    options = RunOptions(declared_in(config), inputs, output, mesh, mode, seed, check, repeats, explain, quiet, as_json)
+    options = RunOptions(
+        declared_in(config), inputs, output, mesh, mode, seed, check, repeats, explain, quiet, as_json, not no_compare
+    )
     raise typer.Exit(run_command(options))
 
 

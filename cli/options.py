@@ -151,5 +151,8 @@ ReportTarget = Annotated[
         show_default=False,
     ),
 ]
+NoCompare = Annotated[
+    bool, typer.Option("--no-compare", help="Don't run the same work with jax.nn.dot_product_attention for comparison.")
+]
 Run = Annotated[bool, typer.Option("--run", help="Run the call on this machine's devices, and check it.")]
 Page = Annotated[Path, typer.Option("--output", help="File to write the page to.")]

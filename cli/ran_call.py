@@ -15,29 +15,28 @@ from ..planning import Plan
 from ..planning.text import bytes_text
 from ..registry import OperationRegistry
 from ..registry.declaration import Declaration
-from .baseline import Baseline, NotExpressible, baseline
 from .cache import cache_notes
 from .call_arrays import call_arrays
 from .check import Comparison, check
+from .compared import Compared, compare
 from .console import seconds_text
 from .enabled import enabled_notes
 from .materials import canonical
 from .progress import bar
-from .run_call import Compiled, compile_call, compile_declared, on_devices, time_calls
+from .run_call import Compiled, compile_declared, on_devices, time_calls
 from .target import run_metadata
 
 __all__ = ["Ran", "check_row", "memory_text", "not_finite", "output_row", "ran_call", "ran_rows", "verdict"]
 
 
 class Ran(NamedTuple):
-    """A call that ran `repeats` times. `seconds` has its median time, and that of the same work by jax.nn if that can express
-    it."""
+    """A call that ran `repeats` times. `seconds` has its median time, and that of the same work by jax.nn if that was
+    compiled."""
 
     plan: Plan
     output: AttentionOutput
     compiled: Compiled
-    other: Baseline | NotExpressible
-    theirs: Compiled | None
+    compared: Compared
     seconds: tuple[float, ...]
     repeats: int
     checks: tuple[Comparison, ...]
@@ -53,7 +52,8 @@ class Ran(NamedTuple):
     @property
     def agreement(self) -> str:
         """How much the two results differ."""
-        return "" if self.theirs is None else agreement(self.plan, self.output, self.theirs)
+        theirs = self.compared.compiled
+        return "" if theirs is None else agreement(self.plan, self.output, theirs)
 
 
 def ran_call(
@@ -65,23 +65,27 @@ def ran_call(
     repeats: int,
     *,
     checked: bool,
+    compares: bool = True,
     quiet: bool = False,
 ) -> Ran:
     """Compile, run, time and check the call. Errors: those of planning, and RefusedError if nothing can run it."""
     kind: Any = OperationRegistry.get(declaration.operation)
     operation = kind(run_metadata(declaration, mesh=mesh))
-    arrays, expected, notes = call_arrays(declaration.call, inputs, seed)
+    arrays, expected, notes = call_arrays(declaration, inputs, seed)
     notes = (*notes, *enabled_notes(declaration), *cache_notes(declaration))
     plan = operation.plan(**declaration.call_arguments(arrays, mode=mode)).require()
     devices = operation.metadata.mesh
     placed = on_devices(arrays, plan, devices if isinstance(devices, Mesh) else None)
     with bar("compile", quiet=quiet):
         compiled = compile_declared(operation, declaration, placed, mode)
-        other = baseline(plan, placed)
-        theirs = None if isinstance(other, NotExpressible) else compile_call(other.function, other.arguments)
     output = compiled.result
+    if compares:
+        with bar("compile jax.nn", quiet=quiet):
+            compared = compare(plan, placed)
+    else:
+        compared = Compared(None, "", True, "")
     with bar("run", quiet=quiet) as told:
-        seconds = time_calls([compiled] if theirs is None else [compiled, theirs], repeats, told)
+        seconds = time_calls([compiled, *([compared.compiled] if compared.compiled else [])], repeats, told)
     checks: list[Comparison] = []
     if checked:
         with bar("check against the float64 reference", quiet=quiet) as told:
@@ -89,7 +93,7 @@ def ran_call(
     elif expected is not None:
         notes = (*notes, "expected is in the inputs file; --check compares with it")
     unsound = not_finite(output.attention_outputs, arrays)
-    return Ran(plan, output, compiled, other, theirs, tuple(seconds), repeats, tuple(checks), unsound, notes)
+    return Ran(plan, output, compiled, compared, tuple(seconds), repeats, tuple(checks), unsound, notes)
 
 
 def ran_rows(ran: Ran) -> list[tuple[str, str | Text]]:
@@ -98,12 +102,15 @@ def ran_rows(ran: Ran) -> list[tuple[str, str | Text]]:
     runs = f"median of {ran.repeats} runs" if ran.repeats > 1 else "1 run"
     cost = f"{seconds_text(ran.seconds[0])}, {runs}; compile {ran.compiled.compile_seconds:.2f} s; {memory_text(ran.compiled)}"
     rows.append(("time", cost))
-    if isinstance(ran.other, NotExpressible):
-        rows.append(("compare", f"not expressible in jax.nn.dot_product_attention: {ran.other.reason}"))
-    elif ran.theirs is not None:
-        rows.append(("compare", f"jax.nn.dot_product_attention, {ran.other.mask}; {ran.agreement}"))
+    other = ran.compared
+    if other.compiled is not None:
+        rows.append(("compare", f"jax.nn.dot_product_attention, {other.mask}; {ran.agreement}"))
         ratio = f"{ran.seconds[1] / ran.seconds[0]:.2f} of the time above"
-        rows.append(("compare", f"{seconds_text(ran.seconds[1])}, {ratio}; {memory_text(ran.theirs)}"))
+        rows.append(("compare", f"{seconds_text(ran.seconds[1])}, {ratio}; {memory_text(other.compiled)}"))
+    elif not other.expressible:
+        rows.append(("compare", f"not expressible in jax.nn.dot_product_attention: {other.reason}"))
+    elif other.reason:
+        rows.append(("compare", f"skipped: jax.nn.dot_product_attention, {other.mask}, {other.reason}"))
     return rows + [check_row(comparison) for comparison in ran.checks]
 
 

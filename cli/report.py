@@ -51,7 +51,7 @@ def report(options: ReportOptions) -> list[str]:
         )
     if not options.output.parent.is_dir():
         raise ConfigError(f"--output {options.output}: {options.output.parent} is not a folder.")
-    shapes = call_shapes(declaration.call, options.inputs)
+    shapes = call_shapes(declaration, options.inputs)
     # Run on this machine first: once jax has started, no more virtual devices can be created.
     ran = None
     if options.run:

@@ -205,7 +205,7 @@ def _timings(found: Reported) -> Iterator[str]:
     ran = found.ran
     first = ("runs", f"{ran.plan.implementation} on {ran.plan.problem.device}")
     yield rows([first, *((name, line.plain if isinstance(line, Text) else line) for name, line in ran_rows(ran))])
-    if ran.theirs is not None:
+    if ran.compared.compiled is not None:
         both = zip(("attnops", "jax.nn.dot_product_attention"), ran.seconds, strict=False)
         yield bars([Bar(name, seconds, seconds_text(seconds)) for name, seconds in both])
     yield rows([("note", note) for note in ran.notes])

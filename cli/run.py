@@ -39,6 +39,7 @@ class RunOptions(NamedTuple):
     explain: bool
     quiet: bool
     as_json: bool = False
+    compares: bool = True
 
 
 def run(options: RunOptions) -> int:
@@ -56,7 +57,7 @@ def run(options: RunOptions) -> int:
         return _run_step(declaration, options)
     ran = ran_call(
         declaration, options.inputs, options.mesh, options.mode, options.seed, options.repeats,
-        checked=options.check, quiet=options.quiet,
+        checked=options.check, compares=options.compares, quiet=options.quiet,
     )  # fmt: skip
     plan, notes = ran.plan, ran.notes
     if options.output is not None:
@@ -65,7 +66,7 @@ def run(options: RunOptions) -> int:
         told = (*plan.notes, *notes)
         output = ran.output.attention_outputs
         data = ran_json(plan, output, ran.unsound, ran.compiled, ran.seconds[0], ran.repeats, ran.checks, told)
-        compared = compared_json(ran.other, ran.theirs, ran.seconds[-1], ran.agreement)
+        compared = compared_json(ran.compared, ran.seconds[-1], ran.agreement)
         print_json(data | {"compare": compared, "enabled": declaration.enabled})
     elif not options.quiet:
         if options.explain:
@@ -81,6 +82,8 @@ def run(options: RunOptions) -> int:
 def _run_step(declaration: Declaration, options: RunOptions) -> int:
     """The same for a step over pages."""
     refuse_inputs(options.inputs)
+    if not options.compares:
+        raise ConfigError("--no-compare has no effect for a step, which jax.nn can't express; leave it out.")
     with bar("compile", quiet=options.quiet):
         ran = compile_step(declaration, options.mesh, options.mode, options.seed)
     output, plan = ran.compiled.result.attention_outputs, ran.plan

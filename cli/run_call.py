@@ -15,7 +15,7 @@ from ..planning import Plan
 from ..registry.declaration import Declaration
 from .progress import Told
 
-__all__ = ["Compiled", "compile_call", "compile_declared", "on_devices", "time_calls"]
+__all__ = ["Compiled", "TooLarge", "compile_call", "compile_declared", "on_devices", "time_calls"]
 
 
 class Compiled(NamedTuple):
@@ -39,14 +39,25 @@ def compile_declared(
     return compile_call(attend, (dict(arrays),))
 
 
-def compile_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Compiled:
-    """Compile ahead of time and run once, which also warms up."""
+class TooLarge(Exception):
+    """A compiled call needs more temporary memory than allowed: `bytes` per device."""
+
+    def __init__(self, needed: int) -> None:
+        super().__init__(needed)
+        self.bytes = needed
+
+
+def compile_call(function: Callable[..., Any], arguments: tuple[Any, ...], *, most: int | None = None) -> Compiled:
+    """Compile ahead of time and run once, which also warms up. Errors: TooLarge, before it runs, beyond `most` bytes."""
     start = time.perf_counter()
     compiled = jax.jit(function).lower(*arguments).compile()
     seconds = time.perf_counter() - start
-    result = jax.block_until_ready(compiled(*arguments))
     memory = compiled.memory_analysis()
-    return Compiled(compiled, arguments, result, seconds, None if memory is None else int(memory.temp_size_in_bytes))
+    temporary = None if memory is None else int(memory.temp_size_in_bytes)
+    if most is not None and temporary is not None and temporary > most:
+        raise TooLarge(temporary)
+    result = jax.block_until_ready(compiled(*arguments))
+    return Compiled(compiled, arguments, result, seconds, temporary)
 
 
 def time_calls(calls: Sequence[Compiled], repeats: int, told: Told | None = None) -> list[float]:

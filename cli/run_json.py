@@ -10,8 +10,8 @@ import jax
 
 from ..planning import Plan
 from ..planning.paged.paged_plan import PagedPlan
-from .baseline import Baseline, NotExpressible
 from .check import Comparison
+from .compared import Compared
 from .run_call import Compiled
 
 __all__ = ["compared_json", "ran_json"]
@@ -45,17 +45,15 @@ def ran_json(
     }
 
 
-def compared_json(
-    other: Baseline | NotExpressible, theirs: Compiled | None, seconds: float | None, agreement: str
-) -> dict[str, Any]:
-    """The result of jax.nn.dot_product_attention for the same work, or what it lacks."""
-    if isinstance(other, NotExpressible) or theirs is None:
-        return {"expressible": False, "reason": getattr(other, "reason", "")}
+def compared_json(other: Compared, seconds: float | None, agreement: str) -> dict[str, Any]:
+    """The result of jax.nn.dot_product_attention for the same work, or why there is none."""
+    if other.compiled is None:
+        return {"expressible": other.expressible, "reason": other.reason or "not asked for"}
     return {
         "expressible": True,
         "mask": other.mask,
         "seconds": seconds,
-        "temporary_bytes": theirs.temp_bytes,
+        "temporary_bytes": other.compiled.temp_bytes,
         "agreement": agreement,
     }
 

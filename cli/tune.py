@@ -53,7 +53,7 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
         refuse_inputs(options.inputs)
         return _tune_step(declaration, options)
     kind = OperationRegistry.get(declaration.operation)
-    arguments = declaration.call_arguments(call_shapes(declaration.call, options.inputs).arrays, mode=options.mode)
+    arguments = declaration.call_arguments(call_shapes(declaration, options.inputs).arrays, mode=options.mode)
     if options.how == "device" and options.targets:
         raise ConfigError("--how device measures times on this machine; leave out --target or --how.")
     found = []

@@ -52,7 +52,7 @@ def verify(options: VerifyOptions) -> list[TargetReport] | list[StepReport]:
         refuse_inputs(options.inputs)
         return _verify_steps(declaration, options)
     kind: Any = OperationRegistry.get(declaration.operation)
-    arrays = call_shapes(declaration.call, options.inputs).arrays
+    arrays = call_shapes(declaration, options.inputs).arrays
     arguments = declaration.call_arguments(arrays, mode=options.mode)
     reports = []
     for target in options.targets or (HERE,):
@@ -166,7 +166,11 @@ def _pass_rows(report: TargetReport, one: PassReport, told: Sequence[AnyKernelUs
             ),
         )
     )
-    work = f"{one.flops / 1e9:.4g} GFLOP, {bytes_text(one.bytes_moved)} moved, {one.intensity:.0f} operations per byte"
+    work = f"{one.flops / 1e9:.4g} GFLOP"
+    if one.looped:
+        work += " by attnops' count; bytes moved unknown, as XLA counts the body of a loop once"
+    else:
+        work += f", {bytes_text(one.bytes_moved)} moved, {one.intensity:.0f} operations per byte"
     least = f": at least {seconds_text(one.roofline_seconds)}, bound by {one.bound}" if one.bound else ""
     return [*rows, (one.name, work + least)]
 

@@ -54,7 +54,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class Sent:
-    """What groups of devices send. kind: 'all-gather', 'ring', 'all-to-all' or 'all-reduce'. groups: positions in the mesh."""
+    """What groups of devices send. kind: 'all-gather', 'ring', 'permute', 'all-to-all' or 'all-reduce'. groups: places in the
+    mesh."""
 
     what: str
     kind: str

@@ -107,9 +107,10 @@ def _grid(
     if across:
         dim = tensor.dims[across[0]]
         parts.append(label(12, y, short_name(dim.name) + " →", class_="ao-small"))
-        for column in range(columns):
-            text = dim.range(column)
-            text = text if len(text) < 7 else text.partition(":")[0]
+        ranges = [dim.range(column) for column in range(columns)]
+        if max(map(len, ranges)) > 5:  # wider than a column: where each part starts
+            ranges = [text.partition(":")[0] for text in ranges]
+        for column, text in enumerate(ranges):
             parts.append(label(_LEFT + column * width + 2, y, text, class_="ao-small"))
     y += 5
     for row, column in itertools.product(range(rows), range(columns)):
@@ -137,7 +138,8 @@ def _sent(found: Any, one: Any, y: float) -> tuple[list[str], float]:
     group, step = one.groups[0], 46.0
     ids = [str(found.ids[place]) for place in group]
     shown = ids if len(ids) <= _MEMBERS else [*ids[: _MEMBERS - 2], "...", ids[-1]]
-    top = y + 12 + (14 if one.kind != "ring" and len(shown) > 2 else 0)
+    all_to_all = one.kind not in ("ring", "permute") and len(shown) > 2
+    top = y + 12 + (14 if all_to_all else 0)
     for index, text in enumerate(shown):
         x = 12 + index * step
         parts += [rectangle(x, top, 28, 22, class_="ao-box"), label(x + 14, top + 15, text, text_anchor="middle")]
@@ -149,7 +151,7 @@ def _sent(found: Any, one: Any, y: float) -> tuple[list[str], float]:
         path = f"M{last} {bottom} v10 H26 v-6"
         parts += [element("path", d=path, class_="ao-arrow"), _head(26, bottom + 1, up=True)]
         bottom += 12
-    elif len(shown) > 2:
+    elif all_to_all:
         parts.append(element("path", d=f"M26 {top} v-8 H{last} v8", class_="ao-arrow"))
         parts.append(label((26 + last) / 2, top - 11, "each with each", class_="ao-small", text_anchor="middle"))
     if (more := len(one.groups) - 1) > 0:

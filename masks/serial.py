@@ -31,6 +31,15 @@ def mask_from_dict(data: Any) -> Mask:
     return _read(data, "mask", 1)
 
 
+def _in_python(data: Any) -> str:
+    """A hint for a value from Python that isn't a mask."""
+    if isinstance(data, type) and issubclass(data, Mask):
+        return f". In Python, pass an object: {data.__name__}(...)"
+    if hasattr(data, "dtype") and hasattr(data, "shape"):
+        return ". An array isn't declared; pass it to the call, as mask=array"
+    return ""
+
+
 def _read(data: Any, at: str, depth: int) -> Mask:
     if depth > _MAX_DEPTH:
         raise MaskError(f"the mask is nested deeper than {_MAX_DEPTH}; put all parts of an and (or) into one list")
@@ -38,7 +47,7 @@ def _read(data: Any, at: str, depth: int) -> Mask:
         return _short(data, at)
     if not isinstance(data, dict):
         wanted = 'an object such as {"kind": "causal"}, or "causal", or "full"'
-        raise MaskError(f"{at} is {shown(data)}; wanted {wanted}")
+        raise MaskError(f"{at} is {shown(data)}; wanted {wanted}{_in_python(data)}")
     if "kind" not in data:
         raise MaskError(f'{at} has no kind; wanted one of {", ".join(_KINDS)}: add "kind"')
     kind = data["kind"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ from ..planning import Plan
 from ..planning.call_arguments import CALL_OPTIONS, CallArguments, CallArray
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
+from ..registry.kinds import short_axes
 from ..sharding import canonical_layout, canonical_mode
 from .arguments import check_names, is_array, shaped, takes_call_arguments
 from .attention_keywords import given
@@ -176,9 +178,10 @@ class Attention:
             quantised = declared.kv_dtype is not None and name != "query"
             field = "kv_dtype" if quantised else "dtype"
             dtype = shaped(name, array).dtype
-            if declared.is_set(field) and dtype != jnp.dtype(getattr(declared, field)):
+            wanted = getattr(declared, field)
+            if wanted is not None and dtype != jnp.dtype(wanted):
                 raise InputError(
-                    f"{name} is {dtype}; the file declares call.{field}={getattr(declared, field)!r}. Cast it, or "
+                    f"{name} is {dtype}; the file declares call.{field}={wanted!r}. Cast it, or "
                     f"leave {field} out; metadata.runtime_dtype declares the dtype to compute in."
                 )
 
@@ -234,7 +237,11 @@ class Attention:
         )
 
     def __repr__(self) -> str:
-        return f"Attention({self.declared().to_json(indent=None)})"
+        data = self.declared().to_dict()
+        del data["schema_version"]
+        if "partition_axis" in data.get("metadata", {}):
+            data["metadata"]["partition_axis"] = short_axes(data["metadata"]["partition_axis"])
+        return f"Attention({json.dumps(data, allow_nan=False)})"
 
     def _repr_html_(self) -> str:
         mask = self.declaration.call.mask

@@ -93,9 +93,11 @@ def _named(name: str, keywords: Mapping[str, Any]) -> Given:
         part = next((part for part, names in known.items() if key in names), None)
         if part is None:
             every = sorted({*_CALL, *METADATA_ARGUMENTS, *fields, "metadata"})
+            groups = {"of the call": _CALL, "of the metadata": METADATA_ARGUMENTS, "of the operation's config": fields}
+            wanted = "; ".join(f"{whose}: {', '.join(sorted(names))}" for whose, names in groups.items() if names)
             raise InputTypeError(
                 f"{shown(key)} is not an argument of Attention({name!r}, ...)."
-                + (other_name(key, every, "call") or f" Wanted one of {', '.join(every)}.")
+                + (other_name(key, every, "call") or f" Wanted one {wanted}.")
             )
         parts[part][key] = value
     metadata = _metadata(name, parts["metadata"], parts["config"], keywords.get("metadata"))

@@ -16,9 +16,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, get_abstract_mesh
 
-from ..errors import FallbackWarning, InputTypeError
+from ..errors import FallbackWarning, InputTypeError, ShardingWarning
 from ..planning import Plan, plan
 from ..planning.call_arguments import CallArguments, CallArray
+from ..planning.repeated import RepeatedAxis, repeated_lines, unintended_repeats
 from ..planning.sequence.choice import declared_strategy
 from ..planning.tune_cache import kept_here
 from ..registry import OperationMetadata
@@ -50,6 +51,7 @@ class _Prepared(NamedTuple):
 
 # For all operations: equal ones share their plans. Compiled programs are in jax's own cache.
 _prepared: BoundedCache[_Prepared] = BoundedCache(1024)
+_told: BoundedCache[bool] = BoundedCache(1024)  # operations and axes of which a warning was given
 _wide = operator.attrgetter("jax_enable_x64")  # includes what a context manager has set; missing from jax's types
 _array_types: set[type] = set()  # those seen so far; isinstance of jax.Array is slow
 
@@ -72,7 +74,8 @@ class Operation(DeclaredOperation):
         Shapes: query [batch, q, heads, dim], key [batch, kv, kv_heads, dim], value [batch, kv, kv_heads, value_dim] in
         layout bthd; bhtd swaps time and heads; thd drops the batch. See docs/semantics.md for every argument.
         Errors: InputError, InputTypeError (bad arguments), ShardingError (strict specs), RefusedError (nothing can run
-        it). Warns FallbackWarning once per distinct problem where the platform's own method refuses.
+        it). Warns FallbackWarning once per distinct problem where the platform's own method refuses, and
+        ShardingWarning once per operation and mesh axis where devices repeat work though a split is declared.
         """
         arrays, options = split_arguments(query, key, value, call)
         if call:
@@ -143,6 +146,9 @@ class Operation(DeclaredOperation):
         decided = self._plan(arrays, options, mesh).require()
         if decided.kind == "fallback" and decided.policy.fallback == "warn":
             _warn(decided)
+        unintended = unintended_repeats(decided.placement.repeated, self.metadata.partition_axis)
+        if unintended:
+            _warn_of_repeats(self.name, unintended)
         problem = decided.problem
         check_runnable(jax.tree.leaves(arrays), mesh, problem.devices, problem.platform, problem.platform_source)
         program = Program(self, decided, mesh, options, default_causal=self.metadata.causal)
@@ -160,6 +166,19 @@ def _warn(decided: Plan) -> None:
         FallbackWarning,
         stacklevel=4,
     )
+
+
+def _warn_of_repeats(name: str, repeated: tuple[RepeatedAxis, ...]) -> None:
+    key = name, tuple((axis.axis, axis.cause) for axis in repeated)  # prompts of many lengths give one warning
+    if _told.find(key) is not None:
+        return
+    told = "\n".join(f"  {line}" for line in repeated_lines(repeated))
+    warnings.warn(
+        f"{name}: devices of the mesh repeat each other's work.\n{told}\nDeclare strict=True to refuse such calls.",
+        ShardingWarning,
+        stacklevel=4,
+    )
+    _told.put(key, True)
 
 
 def _signature(x: Any) -> Any:

@@ -45,8 +45,23 @@ def sizes_of(arrays: Arrays, layout: str) -> dict[str, int]:
                 f"{arrays.key.shape}, value {arrays.value.shape}, layout {layout!r})."
             )
     if q["h"] % k["h"]:
-        raise InputError(f"query has {q['h']} heads and key {k['h']}; wanted query heads to be a multiple of kv heads.")
+        raise InputError(
+            f"query has {q['h']} heads and key {k['h']}; wanted query heads to be a multiple of kv heads."
+            + _other_layout(arrays, layout)
+        )
     return {"b": q.get("b", 1), "t": q["t"], "s": k["t"], "h": q["h"], "k": k["h"], "d": q["d"], "e": v["d"]}
+
+
+def _other_layout(arrays: Arrays, layout: str) -> str:
+    """A hint if heads and time would fit the other way round, in heads that are fewer than the tokens."""
+    if layout == "thd":
+        return ""
+    (q_heads, _), (kv_heads, kv_len) = (
+        [getattr(arrays, n).shape[layout.index(a)] for a in "th"] for n in ("query", "key")
+    )
+    swapped = "bhtd" if layout == "bthd" else "bthd"
+    fits = q_heads % kv_heads == 0 and kv_heads < kv_len
+    return f" Did you mean layout={swapped!r}? This call's is {layout!r}." if fits else ""
 
 
 def with_segments(arrays: Arrays, layout: str, batch: int, q_len: int, kv_len: int) -> Arrays:

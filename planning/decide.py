@@ -13,7 +13,7 @@ from .plan import Plan
 from .plan_fields import Kind, Rejected
 from .policy import Policy
 from .problem import AttentionProblem
-from .sequence.choice import placements
+from .sequence.choice import declared_strategy, placements
 from .sequence.notes import sequence_notes
 from .sequence.reasons import sequence_reasons
 from .tuning import choose
@@ -44,7 +44,7 @@ def plan(operation: type[PlannedOperation], problem: AttentionProblem, policy: P
 @functools.lru_cache(maxsize=4096)
 def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy: Policy, kept: object) -> Plan:
     del kept
-    place = placements(operation, problem, policy)
+    place, strategy = placements(operation, problem, policy), declared_strategy(operation, policy.sequence_parallel)
     platform = operation.kernel_platform(problem)
     own = tuple(m for m in METHODS.get(platform, ()) if operation.implements(m))
     placement = place(own[0] if own else "forward_native")
@@ -65,7 +65,7 @@ def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy
         capability, placement = operation.capability(method), place(method)
         reasons = (
             *capability.reasons(problem, problem.config),
-            *sequence_reasons(operation, problem, placement, method, policy.ring_order),
+            *sequence_reasons(operation, problem, placement, method, strategy, policy.ring_order),
         )
         if reasons:
             rejected.append(Rejected(name, reasons))

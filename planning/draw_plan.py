@@ -115,8 +115,11 @@ def _sent(plan: PlanFields) -> Iterator[Sent]:
         yield from sent(moved, "all-gather", key.axes(t), "a query sees every key")
     yield from sent("query", "all-gather", split.gathered_queries, "every query attends to each part of the keys")
     yield from sent("query, key, value", "all-to-all", split.head_axes, "heads are split instead of the sequence")
+    reordered = split.ring_axes if split.zigzag else ()
+    yield from sent("query, key, value", "permute", reordered, "into zigzag order")
     steps = f"{len(split.steps) - 1} of {split.ring_size - 1} steps" if split.ring_axes else ""
     yield from sent("key, value", "ring", split.ring_axes, f"in {steps}")
+    yield from sent("output", "permute", reordered, "back into order")
     if split.strategy == "split_kv":
         yield from sent("output, lse", "all-reduce", split.axes, "outputs over parts of the keys are merged")
     yield from sent("output", "all-to-all", split.head_axes, "the sequence is split again")

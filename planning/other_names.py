@@ -6,7 +6,7 @@ flax.linen.MultiHeadDotProductAttention; flash_attn_func; transformers' attentio
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import NoReturn
 
 from ..errors import InputTypeError, nearest, shown
@@ -77,6 +77,24 @@ _CALL = {
     "broadcast_dropout": "Leave it out: every weight is dropped independently",
     "block_q": _BLOCKS, "block_kv": _BLOCKS, "block_sizes": _BLOCKS,
 }  # fmt: skip
+# The sizes of a declared call.
+_SIZES = {
+    "batch_size": "batch", "seq_len": "q_len", "seq_length": "q_len", "sequence_length": "q_len", "query_length": "q_len",
+    "query_len": "q_len", "q_length": "q_len", "key_length": "kv_len", "kv_length": "kv_len", "key_len": "kv_len",
+    "heads": "q_heads", "num_heads": "q_heads", "query_heads": "q_heads", "num_q_heads": "q_heads", "num_query_heads": "q_heads",
+    "num_attention_heads": "q_heads", "num_kv_heads": "kv_heads", "num_key_value_heads": "kv_heads", "key_heads": "kv_heads",
+    "dim": "head_dim", "head_size": "head_dim", "d_head": "head_dim", "v_head_dim": "value_dim",
+}  # fmt: skip
+_OF_METADATA = (
+    "mesh",
+    "partition_axis",
+    "sequence_parallel",
+    "runtime_dtype",
+    "strict",
+    "fallback",
+    "platform",
+    "backend",
+)
 _METADATA = {
     "dtype": "runtime_dtype", "attn_dtype": "runtime_dtype; attn_dtype is an attribute of base_config",
     "softmax_dtype": "runtime_softmax_dtype",
@@ -90,10 +108,14 @@ _METADATA = {
 }  # fmt: skip
 
 
-def other_name(name: object, known: Iterable[str], kind: str) -> str:
+def other_name(name: object, known: Collection[str], kind: str) -> str:
     """A hint for an unknown keyword of a 'call' or of 'metadata': its name here, or the nearest known name."""
     if not isinstance(name, str) or kind not in ("call", "metadata"):
         return nearest(name, known)
+    if kind == "call" and _SIZES.get(name) in known:
+        return f" Did you mean {_SIZES[name]!r}?"
+    if kind == "call" and name in _OF_METADATA and "q_len" in known:
+        return f" {name} is a field of metadata."
     found = (_METADATA | {"scale": _SCALE, "sm_scale": _SCALE} if kind == "metadata" else _CALL).get(name)
     if found is None and kind == "metadata" and name in _CALL:
         return f"{_sentence(_CALL[name])} It belongs to the call."

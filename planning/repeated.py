@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from eformer.escale import PartitionAxis
 
 from ..errors import nearest
 from ..sharding import FittedRules, MeshAxis, axes_at
 from .problem import AttentionProblem
 
-__all__ = ["RepeatedAxis", "repeated_axes", "repeated_lines", "repeated_work"]
+__all__ = ["RepeatedAxis", "repeated_axes", "repeated_lines", "repeated_work", "unintended_repeats"]
+
+Cause = Literal["gathered", "indivisible", "length_1", "unnamed"]
+
+# Usual names of mesh axes, by the field of the partition axis that says what they split; for any other name, the batch.
+_USUAL = {
+    "tensor_parallel_axis": ("tensor", "model", "mp", "mdl", "heads", "tensor_parallel"),
+    "sequence_parallel_axis": ("seq", "sequence", "context", "cp", "context_parallel"),
+}
 
 
 class RepeatedAxis(NamedTuple):
     """A mesh axis that splits neither queries nor the keys that a device attends to, so that its devices do the same work.
 
     splits: the tensors of the call that are nevertheless declared split over it. They are gathered for the work.
+    cause: "gathered" if there are such tensors; "indivisible" or "length_1" if the lengths declared split over it don't allow
+    that; "unnamed" if none is declared split over it.
     """
 
     axis: str
     size: int
     splits: tuple[str, ...]
+    cause: Cause
     reason: str
     hint: str
 
@@ -32,6 +46,17 @@ def repeated_axes(problem: AttentionProblem, fitted: FittedRules, working: Set[s
         _repeated(axis, problem, fitted)
         for axis in problem.mesh
         if axis.kind != "manual" and axis.size > 1 and axis.name not in working
+    )
+
+
+def unintended_repeats(repeated: Sequence[RepeatedAxis], rules: PartitionAxis) -> tuple[RepeatedAxis, ...]:
+    """Those that a declaration didn't ask for: a length doesn't divide, or the rules don't know the axis in any mode."""
+    known: set[str] = set()
+    for field in dataclasses.fields(rules):
+        names = getattr(rules, field.name)
+        known.update(names if isinstance(names, tuple) else (names,))
+    return tuple(
+        axis for axis in repeated if axis.cause == "indivisible" or (axis.cause == "unnamed" and axis.axis not in known)
     )
 
 
@@ -72,18 +97,23 @@ def _repeated(axis: MeshAxis, problem: AttentionProblem, fitted: FittedRules) ->
             )
         else:
             hint = f"Split batch, queries or heads over {axis.name!r}, or take it out of the mesh"
-        return RepeatedAxis(axis.name, axis.size, splits, reason, hint)
+        return RepeatedAxis(axis.name, axis.size, splits, "gathered", reason, hint)
     drops = [drop for spec in given for drop in spec.dropped if drop.axis == axis.name]
     if drops:
         # Only for the first tensor, which is the query if the axis is declared for it: the others follow it.
         reasons = dict.fromkeys(f"{d.dim} of {d.tensor}: {d.reason}" for d in drops if d.tensor == drops[0].tensor)
         hint = f"Choose sizes that {axis.name!r} divides, split another dimension over it, or take it out of the mesh"
-        return RepeatedAxis(axis.name, axis.size, (), ", ".join(reasons), hint)
+        cause: Cause = "length_1" if all(drop.harmless for drop in drops) else "indivisible"
+        return RepeatedAxis(axis.name, axis.size, (), cause, ", ".join(reasons), hint)
     named = _named(problem)
     absent = named - {other.name for other in problem.mesh}
     close = "" if axis.name in named else nearest(axis.name, sorted(absent))
-    hint = f"{close} Name it in the partition axis, or take it out of the mesh".strip()
-    return RepeatedAxis(axis.name, axis.size, (), "no tensor of this call is declared split over it", hint)
+    field = next((field for field, names in _USUAL.items() if axis.name in names), "data_parallel_axis")
+    such = "" if close else f", such as partition_axis={{{field!r}: {axis.name!r}}}"
+    hint = f"{close} Name it in the partition axis{such}, or take it out of the mesh"
+    return RepeatedAxis(
+        axis.name, axis.size, (), "unnamed", "no tensor of this call is declared split over it", hint.strip()
+    )
 
 
 def _named(problem: AttentionProblem) -> set[str]:

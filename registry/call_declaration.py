@@ -28,6 +28,7 @@ _Size = Annotated[int, Field(strict=True, ge=1, le=LIMIT)]
 _Distance = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
 _Offset = Annotated[int, Field(strict=True, ge=-LIMIT, le=LIMIT)]
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+InputDtype = Literal["float32", "bfloat16", "float16"]
 _SHAPES = {"bias": (4, 4), "dense_mask": (4, 4), "softmax_aux": (1, 2)}
 _SIZES = ("batch", "q_len", "kv_len", "q_heads", "kv_heads", "head_dim", "value_dim")
 
@@ -44,7 +45,10 @@ class CallDeclaration(GivenModel):
     kv_heads: _Size | None = None
     head_dim: _Size | None = None
     value_dim: _Size | None = None
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Annotated[
+        InputDtype | None,
+        Field(description="Dtype of query, key and value; null: metadata.runtime_dtype, else float32."),
+    ] = None
     layout: Literal["bthd", "bhtd", "thd"] = "bthd"
     mode: Annotated[str | None, Field(json_schema_extra={"examples": [m.strip("_") for m in MODES]})] = None
     mask: Mask | None = None
@@ -146,10 +150,10 @@ class CallDeclaration(GivenModel):
             )
         return found
 
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of all arrays of the call, by argument name."""
-        n, dtype = self.sizes(), jnp.dtype(self.dtype)
-        kv_dtype = dtype if self.kv_dtype is None else jnp.dtype(self.kv_dtype)
+    def shapes(self, dtype: str = "float32") -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of all arrays of the call, by argument name. `dtype`: that of query, key and value if none is declared."""
+        n, given = self.sizes(), jnp.dtype(self.dtype or dtype)
+        kv_dtype = given if self.kv_dtype is None else jnp.dtype(self.kv_dtype)
         rows = () if self.layout == "thd" else (n["batch"],)
 
         def tensor(heads: str, length: str, dim: str, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -157,7 +161,7 @@ class CallDeclaration(GivenModel):
             return jax.ShapeDtypeStruct(tuple(by_axis[axis] for axis in self.layout), dtype)
 
         found = {
-            "query": tensor("q_heads", "q_len", "head_dim", dtype),
+            "query": tensor("q_heads", "q_len", "head_dim", given),
             "key": tensor("kv_heads", "kv_len", "head_dim", kv_dtype),
             "value": tensor("kv_heads", "kv_len", "value_dim", kv_dtype),
         }
@@ -195,7 +199,7 @@ class CallDeclaration(GivenModel):
             found["dropout_rng"] = jax.ShapeDtypeStruct((2,), jnp.uint32)
         return found
 
-    def draw(self, seed: int) -> dict[str, np.ndarray]:
+    def draw(self, seed: int, dtype: str = "float32") -> dict[str, np.ndarray]:
         """Random arrays of these shapes: normally distributed numbers, sorted segment ids from 1, lengths up to kv_len.
 
         Quantised keys and values are such numbers divided by their scales. If the queries are at the end of a cache, lengths
@@ -203,7 +207,7 @@ class CallDeclaration(GivenModel):
         """
         random, found = np.random.default_rng(seed), {}
         n = self.sizes()
-        for name, struct in self.shapes().items():
+        for name, struct in self.shapes(dtype).items():
             if name == "dropout_rng":
                 found[name] = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
             elif name == "kv_lengths":

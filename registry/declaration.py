@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -16,7 +17,7 @@ from ..errors import ConfigError, a_type, shown
 from ..planning.cache.kv_cache import KVCache
 from ..planning.given import GivenModel, explain_validation
 from ..strict_json import parse_json, read_text
-from .call_declaration import CallDeclaration, call_arguments
+from .call_declaration import CallDeclaration, InputDtype, call_arguments
 from .metadata import OperationMetadata
 from .step_declaration import StepDeclaration
 
@@ -107,11 +108,16 @@ class Declaration(GivenModel):
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """See CallDeclaration.shapes."""
-        return self.checked().call.shapes()
+        return self.checked().call.shapes(self._input_dtype())
 
     def draw(self, seed: int) -> dict[str, np.ndarray]:
         """See CallDeclaration.draw."""
-        return self.checked().call.draw(seed)
+        return self.checked().call.draw(seed, self._input_dtype())
+
+    def _input_dtype(self) -> str:
+        """The dtype of query, key and value if the call declares none: that of the computation, or float32."""
+        declared = self.metadata.get("runtime_dtype")
+        return declared if declared in typing.get_args(InputDtype) else "float32"
 
     def call_arguments(self, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
         """Return the keyword arguments of the call for these arrays. `mode` overrides the declared one."""

@@ -63,7 +63,10 @@ def _dtype(name: str, value: Any) -> np.dtype:
     except Exception:  # NumPy may raise TypeError, ValueError or SyntaxError
         dtype = None
     if dtype is None:
-        raise ConfigError(f"{name}={shown(value)} is not a dtype; wanted a dtype such as 'bfloat16' or jnp.float32.")
+        short = f" Did you mean {_SHORT[value]!r}?" if isinstance(value, str) and value in _SHORT else ""
+        raise ConfigError(
+            f"{name}={shown(value)} is not a dtype; wanted a dtype such as 'bfloat16' or jnp.float32.{short}"
+        )
     if dtype.name not in _FLOATS:
         raise ConfigError(f"{name}={dtype.name}; wanted float32, bfloat16, float16 or float64.")
     return jnp.dtype(dtype.name)  # in the machine's byte order
@@ -129,6 +132,15 @@ def renamed(axis: PartitionAxis, name: str) -> PartitionAxis:
         return tuple(map(rename, value)) if isinstance(value, list | tuple) else name if value == old else value
 
     return PartitionAxis(**{f.name: rename(getattr(axis, f.name)) for f in dataclasses.fields(axis)})
+
+
+def short_axes(axes: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a PartitionAxis from which it sets all others itself."""
+    wanted, kept = _axes(axes), {}
+    for field in dataclasses.fields(PartitionAxis):  # those that others are set from come first
+        if getattr(PartitionAxis(**kept), field.name) != getattr(wanted, field.name):
+            kept[field.name] = getattr(wanted, field.name)
+    return kept
 
 
 def names_no_device(value: Any) -> bool:
@@ -206,6 +218,14 @@ def _written_axes(axes: PartitionAxis) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
+_SHORT = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "f32": "float32",
+    "fp32": "float32",
+}
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _AXIS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _RULES = {field.name: _AXIS for field in dataclasses.fields(PartitionAxis)}

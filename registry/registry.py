@@ -18,6 +18,22 @@ from ..planning.plan import Plan
 
 __all__ = ["GROUP", "AttentionOperation", "OperationRegistry"]
 
+# What other libraries call these operations.
+_OTHER_NAMES = {
+    "flash": "flash_attn2",
+    "flash_attention": "flash_attn2",
+    "flash_attention_2": "flash_attn2",
+    "splash_attention": "splash",
+    "ring_attention": "ring",
+    "paged_attention": "paged",
+    "ragged_paged_attention": "paged",
+    "cudnn": "sdpa",
+    "dot_product": "vanilla",
+    "dot_product_attention": "vanilla",
+    "eager": "vanilla",
+    "native": "vanilla",
+    "xla": "vanilla",
+}
 GROUP = "attnops.operations"
 C = TypeVar("C", bound=type)
 
@@ -93,7 +109,7 @@ class OperationRegistry:
             names = cls.names()
             raise UnknownNameError(
                 f"operation {shown(name)} is not registered; known: {', '.join(names) or 'none (is attnops installed?)'}."
-                + nearest(name, names)
+                + (f" Did you mean {_OTHER_NAMES[name]!r}?" if name in _OTHER_NAMES else nearest(name, names))
             )
         if len(entries) > 1:
             raise ConfigError(

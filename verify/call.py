@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..errors import AttnOpsError
@@ -21,6 +22,7 @@ from .call_program import call_program
 from .collectives import Collective, collectives
 from .compiled import Failure, failure, program_text
 from .devices import AnyKernelUse, DeviceLimits, device_limits, kernels_of_program, lowered_for, tracing_on, unheld
+from .placed_tensors import sent_itemsize
 from .traffic import Need, least_traffic
 from .work import attention_flops, exact_products
 
@@ -37,7 +39,8 @@ class PassReport:
     compiled program's text can't be read. roofline_seconds: the longer of arithmetic and HBM traffic at the device's published
     rates; `bound` names which. intensity: operations per byte. needs: the least that has to be sent. differences: where the
     program sends a different number of bytes; empty where its text can't be read, or where (unknown) what has to be sent can't
-    be worked out.
+    be worked out. looped: the program has loops, whose bodies the compiler counts once: operations are attnops' count, and
+    bytes_moved is 0, unknown.
     """
 
     name: str
@@ -60,6 +63,7 @@ class PassReport:
     needs: tuple[Need, ...] = ()
     differences: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    looped: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,11 @@ def verify_call(
             if told is not None:
                 told(done, len(names), name)
             passes.append(_verify_pass(operation, arguments, plan, device, name, most))
+        wide = sent_itemsize(plan.problem.runtime_dtype, plan.problem.platform == "cpu")
+        if wide > jnp.dtype(plan.problem.runtime_dtype).itemsize and any(p.collectives for p in passes):
+            warnings.append(
+                f"XLA:CPU sends {plan.problem.runtime_dtype} as float32: other devices send half of these bytes"
+            )
         peak = max(p.peak_bytes for p in passes)
         if tpu and device is not None and peak > device.hbm_bytes:
             warnings.append(
@@ -176,7 +185,10 @@ def _verify_pass(
     memory, work = compiled.memory_analysis(), compiled.cost_analysis()
     parts = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
     peak = sum(parts) - memory.alias_size_in_bytes
-    if work is None:  # a program for GPUs
+    looped = work is not None and text is not None and " while(" in text
+    if looped:
+        flops, moved = attention_flops(plan, "backward" in name), 0.0
+    elif work is None:  # a program for GPUs
         flops, moved = attention_flops(plan, "backward" in name), float(sum(parts[:2]))
     else:
         flops, moved = float(work.get("flops", 0.0)), float(work.get("bytes accessed", 0.0))
@@ -206,4 +218,5 @@ def _verify_pass(
         least.needs,
         () if sent is None else least.differences(sent),
         least.unknown,
+        looped,
     )

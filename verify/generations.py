@@ -23,6 +23,7 @@ __all__ = [
     "generations",
     "has_libtpu",
     "matrix_depth",
+    "near_target",
     "products_a_cycle",
     "topology_of",
     "torus_of",
@@ -218,13 +219,37 @@ def _of_kind(kind: str) -> _Generation:
     return found
 
 
+def near_target(target: str) -> str:
+    """A hint for a name such as v5e, v5e-8 or v5e:8: a shape of so many devices. '' for any other name."""
+    match = re.fullmatch(r"([a-z0-9]+?)[-:x]?([1-9][0-9]{0,3})?", target)
+    found = [name for name in _GENERATIONS if match is not None and target.startswith(name)]
+    if not found:
+        return ""
+    generation, rest = _GENERATIONS[found[0]], target[len(found[0]) :]
+    if not rest:
+        return f" Did you mean {generation.topology!r}?"
+    count = re.fullmatch(r"[-:x]([1-9][0-9]{0,3})", rest)
+    # Cloud names of generations with a torus of three dimensions count cores.
+    if count is None or generation.topology.count("x") == 2:
+        return f" A name that works is {generation.topology!r}."
+    chips = int(count[1])
+    short = 2 ** (math.isqrt(chips).bit_length() - 1)
+    if chips & (chips - 1):
+        return f" A name that works is {generation.topology!r}."
+    return f" Did you mean '{found[0]}:{short}x{chips // short}'?"
+
+
+def _meant(target: str) -> str:
+    return near_target(target) or nearest(target.partition(":")[0], _GENERATIONS)
+
+
 def abstract_target(target: str) -> tuple[str, int]:
     """(device kind, number of devices) of a topology's name, without libtpu. Errors: ConfigError for any other form."""
     match = re.fullmatch(r"([a-z0-9]+):([1-9][0-9]*(?:x[1-9][0-9]*)+)", target)
     if match is None or match[1] not in _GENERATIONS or len(match[2]) > _LONGEST_SHAPE:
         raise ConfigError(
             f"target {shown(target)}; wanted a generation and a shape, such as v5e:2x2; generations: "
-            f"{', '.join(_GENERATIONS)}.{nearest(target.partition(':')[0], _GENERATIONS)}"
+            f"{', '.join(_GENERATIONS)}.{_meant(target)}"
         )
     generation = _GENERATIONS[match[1]]
     return generation.kind, math.prod(int(n) for n in match[2].split("x")) * generation.devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from ..compat import abstract_device
 from ..errors import ConfigError, ShardingError, nearest, shown
 from ..sharding.mesh import AnyMesh
-from .generations import abstract_target, generations, has_libtpu
+from .generations import abstract_target, generations, has_libtpu, near_target
 from .gpu.gpu_mesh import described_gpus, has_cuda_plugin
 from .gpu.gpu_specs import gpu_specs
 from .gpu.gpu_target import gpu_target, is_gpu_target
@@ -68,8 +69,14 @@ def target_of(name: str) -> Target:
     raise ConfigError(
         f"target {shown(name)}; wanted a TPU generation and a shape, such as v5e:2x2, or a GPU and how many, such as h100:8; "
         f"generations: {', '.join(generations())}; GPUs: {', '.join(gpu_specs())}."
-        + nearest(name.partition(":")[0], device_names())
+        + (near_target(name) or _near_gpus(name) or nearest(name.partition(":")[0], device_names()))
     )
+
+
+def _near_gpus(name: str) -> str:
+    """A hint for a name such as h100x8 or h100-8."""
+    match = re.fullmatch(r"([a-z0-9]+?)[-x]([1-9][0-9]{0,3})", name)
+    return f" Did you mean '{match[1]}:{match[2]}'?" if match is not None and match[1] in gpu_specs() else ""
 
 
 def devices_named(name: str, count: int) -> Target | None:

@@ -60,7 +60,7 @@ def placements(
     sizes = f"merging sends {bytes_text(merging)} per device, gathering the keys {bytes_text(gathering)}"
 
     def choose(method: str) -> Placement:
-        reasons = sequence_reasons(operation, problem, merged, method, None)
+        reasons = sequence_reasons(operation, problem, merged, method, declared, None)
         if reasons:
             against = "; ".join(reason.message.removeprefix(f"{MERGING}: ") for reason in reasons)
             return because("gather", f"keys are gathered, not outputs merged: {against}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ..capability import Reason
 from ..operation import PlannedOperation
 from ..placement import Placement
@@ -21,13 +23,19 @@ _ELSEWHERE = "Declare sequence_parallel='gather'."
 
 
 def sequence_reasons(
-    operation: type[PlannedOperation], problem: AttentionProblem, placement: Placement, method: str, order: str | None
+    operation: type[PlannedOperation],
+    problem: AttentionProblem,
+    placement: Placement,
+    method: str,
+    declared: str,
+    order: str | None,
 ) -> tuple[Reason, ...]:
-    """Why a method can't run the strategy of a placement, with the declared ring order."""
+    """Why a method can't run the strategy of a placement, with the declared strategy and ring order."""
     split = placement.sequence
+    found = _of_queries(operation, problem, placement, declared)
     if split.strategy in ("", "gather"):
-        return ()
-    found = [*_of_all(problem, placement), *_of_keys_in_parts(operation, problem, placement, method)]
+        return tuple(found)
+    found += [*_of_all(problem, placement), *_of_keys_in_parts(operation, problem, placement, method)]
     if split.strategy == "ulysses_ring" and len(split.declared) < 2:
         found.append(
             Reason(
@@ -51,6 +59,34 @@ def sequence_reasons(
             )
         )
     return tuple(found)
+
+
+def _of_queries(
+    operation: type[PlannedOperation], problem: AttentionProblem, placement: Placement, declared: str
+) -> list[Reason]:
+    """A reason for queries that the mesh can't split as a declared ring or Ulysses requires. A length of 1 needs no split."""
+    if declared not in ("ring", "ulysses", "ulysses_ring"):
+        return []
+    of_length = problem.layout.index("t")
+    lost = [d for d in placement.fitted["query"].dropped if d.index == of_length and not d.harmless]
+    if not lost:
+        return []
+    sizes = {axis.name: axis.size for axis in problem.mesh}
+    absent = [drop for drop in lost if drop.axis not in sizes]
+    count = math.prod(sizes[axis] for axis in placement.sequence.declared if axis in sizes)
+    hint = f"Pad the queries and keys to a multiple of {count}" if not absent else absent[0].hint
+    elsewhere = (
+        _ELSEWHERE if operation.sequence_parallel is None else "Create an operation that can gather, such as 'splash'."
+    )
+    return [
+        Reason(
+            f"{declared}.q_len",
+            "q_len",
+            f"sequence_parallel={declared!r}: the queries can't be split over {'+'.join(d.axis for d in lost)}: "
+            f"{lost[0].reason}",
+            f"{hint}. {elsewhere}",
+        )
+    ]
 
 
 def _said(placement: Placement) -> str:

@@ -213,3 +213,17 @@ def test_examples_are_declarations(examples: Path) -> None:
         made = Declaration.load(path)
         assert Declaration.from_json(made.to_json()) == made
         OperationRegistry.get(made.operation)(made.operation_metadata())
+
+
+def test_inputs_have_the_dtype_of_the_computation_unless_declared() -> None:
+    call = {"q_len": 8, "q_heads": 2, "head_dim": 4}
+
+    def drawn(metadata: dict[str, Any], **more: Any) -> str:
+        made = Declaration.from_dict({"operation": "vanilla", "metadata": metadata, "call": call | more})
+        (shape,) = {made.shapes()["query"].dtype.name, made.draw(0)["query"].dtype.name}
+        return str(shape)
+
+    assert drawn({}) == "float32"
+    assert drawn({"runtime_dtype": "bfloat16"}) == drawn({"runtime_dtype": "bfloat16"}, dtype=None) == "bfloat16"
+    assert drawn({"runtime_dtype": "bfloat16"}, dtype="float32") == "float32"
+    assert drawn({"runtime_dtype": "float64"}) == "float32"

@@ -19,7 +19,7 @@ CACHE = 4 * 2048 * 8 * 128 * 4  # bytes of the keys, and of the values
 def test_the_cache_stays_where_it_lies() -> None:
     declaration = Declaration.load(EXAMPLE)
     operation = OperationRegistry.get(declaration.operation)(run_metadata(declaration, mesh="fsdp=2,tp=2,sp=2"))
-    arrays, _, _ = call_arrays(declaration.call, None, 0)
+    arrays, _, _ = call_arrays(declaration, None, 0)
     plan = operation.plan(**declaration.call_arguments(arrays, mode="autoregressive"))
     assert (plan.placement.sequence.strategy, plan.route.name) == ("split_kv", "decode")
     placed = on_devices(arrays, plan, operation.metadata.mesh)

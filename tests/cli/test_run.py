@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnops.cli import compared as cli_compared
 from attnops.cli import run as cli_run
 from attnops.cli.inputs import read_arrays, write_arrays
 from attnops.verify import reference_attention
@@ -76,6 +77,40 @@ def test_the_comparison_is_of_the_same_work(
     assert says in out
     if "differs by at most" in out:
         assert float(out.split("differs by at most ")[1].split()[0].rstrip(";,")) < 1e-5
+
+
+def test_a_comparison_that_needs_more_than_is_free_is_skipped(
+    attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_compared, "_free_bytes", lambda device, count: 1000)
+    result = attnops("run", config(), "--repeats", 1)
+    assert (result.status, result.err) == (0, "")
+    assert "every value finite" in result.said
+    assert "skipped: jax.nn.dot_product_attention, is_causal, needs" in result.said
+    assert "and 1000 B are free" in result.said
+    data = json.loads(attnops("run", config(), "--repeats", 1, "--json").out)["compare"]
+    assert data["expressible"] is True
+    assert "are free" in data["reason"]
+
+
+def test_a_comparison_that_the_device_refuses_is_skipped(
+    attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 25769803776 bytes.")
+
+    monkeypatch.setattr(cli_compared, "compile_call", full)
+    result = attnops("run", config(), "--repeats", 1)
+    assert (result.status, result.err) == (0, "")
+    assert "doesn't fit into the device's memory" in result.said
+
+
+def test_without_the_comparison(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    result = attnops("run", config(), "--no-compare", "--repeats", 1)
+    assert (result.status, result.err) == (0, "")
+    assert "compare" not in result.out
+    data = json.loads(attnops("run", config(), "--no-compare", "--repeats", 1, "--json").out)
+    assert data["compare"] == {"expressible": True, "reason": "not asked for"}
 
 
 def test_the_tpu_kernel_interpreted(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:

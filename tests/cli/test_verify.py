@@ -250,3 +250,19 @@ def test_the_command_fails_where_they_differ(
     assert result.status == 1
     assert "DIFFERS in all-gather" in result.out
     assert "forward: all-gather: 229376 bytes sent per device, 0 needed" in result.err
+
+
+def test_on_a_cpu_the_caveats_are_told(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    """A ring's blocks are loops: XLA would count one turn. 2 products of 512 x 512 x 64 for 4 heads, half of them masked."""
+    metadata = {"runtime_dtype": "bfloat16", "sequence_parallel": "ring", "mesh": {"sp": 2}}
+    call = {"q_len": 2048, "q_heads": 4, "head_dim": 64, "mode": "prefill", "causal": False, "batch": 1}
+    result = attnops("verify", config("vanilla", metadata, **call), "--json")
+    assert result.status == 0
+    (report,) = json.loads(result.out)
+    (forward,) = report["passes"]
+    whole = 2 * 2 * 2048 * 2048 * 64 * 4
+    assert forward["looped"] is True
+    assert (forward["flops"], forward["bytes_moved"]) == (whole / 2, 0.0)
+    assert report["warnings"] == ["XLA:CPU sends bfloat16 as float32: other devices send half of these bytes"]
+    said = attnops("verify", config("vanilla", metadata, **call)).said
+    assert f"{whole / 2 / 1e9:.4g} GFLOP by attnops' count; bytes moved unknown" in said

@@ -27,6 +27,8 @@ def decoder(example: Callable[[str], ModuleType]) -> ModuleType:
     return example("decoder")
 
 
+# A prompt of 7 tokens on two devices of sp: repeated work, of which the call warns.
+@pytest.mark.filterwarnings("ignore::attnops.ShardingWarning")
 def test_the_cache_gives_what_the_whole_forward_pass_gives(decoder: ModuleType) -> None:
     attend = Attention(FOLDER / "attention.json")
     sizes = decoder.Sizes(50, layers=2)
