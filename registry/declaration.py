@@ -117,7 +117,7 @@ class Declaration(GivenModel):
     def _input_dtype(self) -> str:
         """The dtype of query, key and value if the call declares none: that of the computation, or float32."""
         declared = self.metadata.get("runtime_dtype")
-        return declared if declared in typing.get_args(InputDtype) else "float32"
+        return next((name for name in typing.get_args(InputDtype) if name == declared), "float32")
 
     def call_arguments(self, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
         """Return the keyword arguments of the call for these arrays. `mode` overrides the declared one."""

@@ -136,7 +136,8 @@ def renamed(axis: PartitionAxis, name: str) -> PartitionAxis:
 
 def short_axes(axes: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a PartitionAxis from which it sets all others itself."""
-    wanted, kept = _axes(axes), {}
+    wanted = _axes(axes)
+    kept: dict[str, Any] = {}
     for field in dataclasses.fields(PartitionAxis):  # those that others are set from come first
         if getattr(PartitionAxis(**kept), field.name) != getattr(wanted, field.name):
             kept[field.name] = getattr(wanted, field.name)

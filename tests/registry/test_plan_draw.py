@@ -123,7 +123,13 @@ def test_what_is_sent() -> None:
         return [(one.what, one.kind, one.axes, len(one.groups)) for one in plan.draw().sent]
 
     assert told(sequence_parallel="gather") == [("key, value", "all-gather", ("sp",), 2)]
-    assert told(sequence_parallel="ring") == [("key, value", "ring", ("sp",), 2)]
+    around = ("key, value", "ring", ("sp",), 2)
+    assert told(sequence_parallel="ring", ring_order="contiguous") == [around]
+    assert told(sequence_parallel="ring") == [
+        ("query, key, value", "permute", ("sp",), 2),
+        around,
+        ("output", "permute", ("sp",), 2),
+    ]
     assert told(sequence_parallel="ulysses") == [
         ("query, key, value", "all-to-all", ("sp",), 2),
         ("output", "all-to-all", ("sp",), 2),
