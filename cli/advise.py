@@ -15,7 +15,7 @@ from ..advising.report import COLUMNS, rows, term_rows
 from ..errors import ConfigError
 from ..registry.declaration import Declaration
 from ..sharding import parse_mesh
-from .console import errors, fields, table, text
+from .console import errors, fields, table, text, title
 from .enabled import enabled_notes
 
 __all__ = ["AdviseOptions", "print_advice", "run_advise"]
@@ -74,7 +74,7 @@ def print_advice(found: Advice, options: AdviseOptions, notes: tuple[str, ...]) 
     console = text(_WIDE)
     if found.entries:
         best = found.best
-        console.print(Text(best.plan.problem.describe(), style="bold"))
+        console.print(title(best.plan.problem.describe()))
         ranked, losing = table(*COLUMNS[:-1]), list[tuple[str, str | Text]]()
         for row in rows(found.entries, options.rows):
             ranked.add_row(*row[:-1], style="bold green" if row[-1] == "" else None)

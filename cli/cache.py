@@ -10,7 +10,7 @@ from ..planning.cache.cache_plan import CachePlan, array_rows, fact_rows
 from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from ..sharding import devices_platform
-from .console import fields, table, text
+from .console import fields, table, text, title
 from .enabled import enabled_json
 from .json_output import print_json
 
@@ -30,7 +30,7 @@ def plan_cache(declaration: Declaration, metadata: OperationMetadata) -> CachePl
 def print_cache(plan: CachePlan, notes: tuple[str, ...] = (), *, arrays: bool = True) -> None:
     """Print the plan, with or without the table of its arrays. `notes` are those of the file."""
     console = text()
-    console.print(Text(plan.describe(), style="bold"))
+    console.print(title(plan.describe()))
     refused = Text("REFUSED: this cache can't be created", style="bold red")
     rows: list[tuple[str, str | Text]] = [("cache", refused)] if plan.refused else []
     console.print(fields([*rows, *fact_rows(plan), *[("note", note) for note in notes]]))

@@ -14,7 +14,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Columns", "Fields", "errors", "fields", "seconds_text", "table", "text"]
+__all__ = ["Columns", "Fields", "Title", "errors", "fields", "seconds_text", "table", "text", "title"]
 
 _WIDTH = 80  # of a pipe or a file; a terminal has its own width
 _ANY = 10_000
@@ -28,6 +28,17 @@ class _Console(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **{"crop": False} | options)
+
+
+class Title:
+    """A bold heading, or a text of other styles, on several lines if it is long."""
+
+    def __init__(self, words: str | Text) -> None:
+        self.words = Text(words, style="bold") if isinstance(words, str) else words
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in _wrapped(self.words, options.max_width):
+            yield from _line(Text(), line, console)
 
 
 class Fields:
@@ -74,7 +85,9 @@ class Columns:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.fits(options.max_width):
-            yield self._table()
+            for row in console.render_lines(self._table(), options, pad=False):
+                yield from _without_end(row)
+                yield Segment.line()
             return
         for cells, style in self.rows:
             yield from _line(Text(), cells[0] + Text(), console, style or "bold")
@@ -82,6 +95,16 @@ class Columns:
             rest = Text("; ").join(Text(head.replace("\n", ".") + " ") + cell for head, cell in named if cell.plain)
             for line in _wrapped(rest, options.max_width - 2):
                 yield from _line(Text("  "), line, console, style or "")
+
+
+def _without_end(line: list[Segment]) -> list[Segment]:
+    """The line without spaces at its end."""
+    kept = list(line)
+    while kept and not kept[-1].text.rstrip():
+        kept.pop()
+    if kept:
+        kept[-1] = kept[-1]._replace(text=kept[-1].text.rstrip())
+    return kept
 
 
 def _wrapped(value: str | Text, width: int) -> list[Text]:
@@ -121,6 +144,11 @@ def errors() -> Console:
 def table(*columns: str) -> Columns:
     """A table with a header, whose cells are never broken."""
     return Columns(*columns)
+
+
+def title(words: str | Text) -> Title:
+    """A bold heading, or a text of other styles, broken between words."""
+    return Title(words)
 
 
 def fields(rows: Sequence[tuple[str, str | Text]]) -> Fields:

@@ -9,7 +9,7 @@ from rich.text import Text
 from ..errors import AttnOpsError
 from ..planning import FEATURES, METHODS, PlannedOperation
 from ..registry import OperationRegistry
-from .console import table, text
+from .console import table, text, title
 
 __all__ = ["listing", "print_listing"]
 
@@ -67,7 +67,7 @@ def print_listing(data: dict[str, Any]) -> None:
         )
     console.print(Text("Which method runs where (forward_...)", style="bold underline"), runs, "", sep="\n")
     for name, entry in sound.items():
-        console.print(Text.assemble((name, "bold"), f": {entry['about']}"))
+        console.print(title(Text.assemble((name, "bold"), f": {entry['about']}")))
     columns, borrowed = [], []
     for name, entry in sound.items():
         for method, able in entry["implementations"].items():
@@ -77,7 +77,7 @@ def print_listing(data: dict[str, Any]) -> None:
                 columns.append((f"{name}.{method}", able))
             else:
                 borrowed.append(f"{name}.{method} is {able['borrowed_from']}")
-    heads = (title.replace(".forward_", "\n") for title, _ in columns)
+    heads = (name.replace(".forward_", "\n") for name, _ in columns)
     abilities = table("consumes", *heads)
     for feature in data["features"]:
         abilities.add_row(feature, *("yes" if feature in i["consumes"] else Text("-", style="dim") for _, i in columns))
@@ -86,13 +86,15 @@ def print_listing(data: dict[str, Any]) -> None:
     )
     for line in borrowed:
         console.print(Text(line, style="dim"))
-    console.print(Text("A feature that isn't consumed is refused; `attnops plan` gives every reason.", style="dim"))
+    console.print(
+        title(Text("A feature that isn't consumed is refused; `attnops plan` gives every reason.", style="dim"))
+    )
     bounds = table("implementation", "dtype", "forward", "backward")
-    for title, implementation in columns:
+    for method, implementation in columns:
         for dtype, value in implementation["tolerance"].items():
-            bounds.add_row(title, dtype, f"{value['forward']:g}", _number(value["backward"]))
-    title = "Published error against the float64 reference, per row and relative to the row's size"
-    console.print("", Text(title, style="bold underline"), bounds, sep="\n")
+            bounds.add_row(method, dtype, f"{value['forward']:g}", _number(value["backward"]))
+    head = "Published error against the float64 reference, per row and relative to the row's size"
+    console.print("", title(Text(head, style="bold underline")), bounds, sep="\n")
     for name, entry in data["operations"].items():
         if "error" in entry:
             console.print("", Text.assemble((name, "bold red"), f": {entry['error']}"), sep="\n")

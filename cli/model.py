@@ -17,7 +17,7 @@ from ..planning.text import Aside, bytes_text
 from ..registry import OperationRegistry
 from ..registry.call_declaration import CallDeclaration
 from ..registry.model_declaration import LayerDeclaration, ModelDeclaration, is_cached, write_layers
-from .console import Columns, fields, table, text
+from .console import Columns, fields, table, text, title
 from .plan import print_plan, rejected_rows
 from .target import TargetOptions, plan_metadata, targeted
 
@@ -144,7 +144,7 @@ def print_model(found: ModelPlans, *, whole: bool, verbose: bool = False) -> Non
     console = text()
     call = found.plans[0][0].declaration.call
     head = f"{found.model.family}: {len(found.model.layers)} layers; {plan.problem.describe()}"
-    console.print(Text(head, style="bold"))
+    console.print(title(head))
     layers = [_row(found, layer, plan, call) for layer, plan in found.plans]
     heads = [name for name in layers[0] if any(row[name] for row in layers)]
     columns = _table(heads, layers)

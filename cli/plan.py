@@ -9,7 +9,7 @@ from ..planning.paged.paged_plan import PagedPlan
 from ..planning.plan_fields import WHY
 from ..planning.plan_text import decision_rows, placement_rows, screen_rows, tensor_rows
 from ..planning.text import bytes_text
-from .console import fields, table, text
+from .console import fields, table, text, title
 
 __all__ = ["brief_rows", "head_text", "print_plan", "rejected_rows", "runs_row"]
 
@@ -22,7 +22,7 @@ def print_plan(
     """Print one screen, or with `verbose` the whole decision. `platform_source`: where the platform was read from, if not where
     the plan says."""
     console = text()
-    console.print(Text(plan.problem.describe(), style="bold"))
+    console.print(title(plan.problem.describe()))
     source = f"{plan.problem.platform}, from {platform_source or plan.problem.platform_source}"
 
     def sourced(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:

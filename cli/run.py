@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ..errors import ConfigError
 from ..registry.declaration import Declaration
-from .console import errors, fields, seconds_text, text
+from .console import errors, fields, seconds_text, text, title
 from .enabled import enabled_notes
 from .inputs import check_output_path, write_arrays
 from .json_output import print_json
@@ -72,7 +72,7 @@ def run(options: RunOptions) -> int:
         if options.explain:
             print_plan(plan, verbose=True)
         else:
-            text().print(Text(plan.problem.describe(), style="bold"))
+            text().print(title(plan.problem.describe()))
         rows = [*([] if options.explain else brief_rows(plan)), *ran_rows(ran)]
         rows += [("note", note) for note in (*(() if options.explain else plan.notes), *notes)]
         text().print(fields(rows))
@@ -103,7 +103,7 @@ def _run_step(declaration: Declaration, options: RunOptions) -> int:
         if options.explain:
             print_step(plan, verbose=True)
         else:
-            text().print(Text(plan.problem.describe(), style="bold"))
+            text().print(title(plan.problem.describe()))
         rows: list[tuple[str, str | Text]] = [] if options.explain else [runs_row(plan), *rejected_rows(plan)]
         if plan.reads is not None:
             rows.append(("reads", plan.reads.describe()))

@@ -18,7 +18,7 @@ from ..planning.text import Aside
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from .cache import plan_cache, print_cache
-from .console import fields, table, text
+from .console import fields, table, text, title
 from .enabled import enabled_json
 from .json_output import print_json
 from .plan import rejected_rows, runs_row
@@ -94,7 +94,7 @@ def print_step(
     """Print one screen, or with `verbose` the whole decision, and then the cache's plan: that of the layer's group unless another
     is given."""
     console = text()
-    console.print(Text(plan.problem.describe(), style="bold"))
+    console.print(title(plan.problem.describe()))
     rows: list[tuple[str, str | Text]] = [runs_row(plan), *rejected_rows(plan)]
     for name, line in step_rows(plan, verbose=verbose):
         source = name == "platform" and platform_source is not None

@@ -18,7 +18,7 @@ from ..verify.gpu.gpu_target import is_gpu_target
 from ..verify.tune import TuneReport, tune_plan
 from ..verify.tune_step import tune_step
 from .call_arrays import call_shapes
-from .console import fields, table, text
+from .console import fields, table, text, title
 from .progress import bar
 from .run_step import one_layer
 from .step import is_paged, refuse_inputs, step_of
@@ -111,7 +111,7 @@ def print_tuned(reports: list[tuple[str, TuneReport]], notes: tuple[str, ...] = 
     console = text()
     for target, report in reports:
         problem = report.plan.problem
-        console.print(Text(problem.describe(), style="bold"))
+        console.print(title(problem.describe()))
         console.print(fields([("target", target), *_about(report)]))
         for part in report.candidates:
             text(_WIDE).print("", _table(report, part), sep="\n")

@@ -21,7 +21,7 @@ from ..verify.devices import AnyKernelUse
 from ..verify.paged_step import StepReport
 from ..verify.targets import not_compiled, target_of
 from .call_arrays import call_shapes
-from .console import fields, seconds_text, text
+from .console import fields, seconds_text, text, title
 from .kernel_lines import kernel_limits, kernel_lines
 from .plan import brief_rows, head_text
 from .progress import bar
@@ -116,7 +116,7 @@ def print_reports(reports: Sequence[TargetReport] | Sequence[StepReport], notes:
 
 def _print_reports(reports: list[TargetReport], notes: tuple[str, ...]) -> None:
     console = text()
-    console.print(head_text(reports[0].plan.problem.describe()))
+    console.print(title(head_text(reports[0].plan.problem.describe())))
     for report in reports:
         console.print("", fields(_rows(report)), sep="\n")
     if notes:

@@ -10,7 +10,7 @@ from ..planning.text import bytes_text
 from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from ..verify.paged_step import StepReport, verify_step
-from .console import fields, seconds_text, text
+from .console import fields, seconds_text, text, title
 from .kernel_lines import kernel_lines
 from .plan import head_text, rejected_rows, runs_row
 from .progress import bar
@@ -35,7 +35,7 @@ def verify_steps(
 def print_step_reports(reports: list[StepReport], notes: tuple[str, ...] = ()) -> None:
     """Print all reports, one paragraph per target, and then `notes`."""
     console = text()
-    console.print(head_text(reports[0].plan.problem.describe()))
+    console.print(title(head_text(reports[0].plan.problem.describe())))
     for report in reports:
         console.print("", fields(_rows(report)), sep="\n")
     if notes:
