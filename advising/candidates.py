@@ -116,7 +116,7 @@ def _indivisible(problem: AttentionProblem, sizes: Mapping[str, int], generating
         ("sp", sequence, problem.kv_len, "keys"),
     ):
         if number % size:
-            return name, f"{number} {thing} can't be divided over this many devices"
+            return name, f"{number} {thing if number > 1 else thing[:-1]} can't be divided over this many devices"
     if "cp" in sizes and ("sp" not in sizes or generating):
         return "cp", "a second sequence axis requires ulysses_ring, which uses both"
     return None

@@ -60,7 +60,8 @@ class Refusal:
 
     def __str__(self) -> str:
         about = f" ({', '.join(self.operations)})" if self.operations else ""
-        return f"{self.kind}{about}: {self.count} candidates, first {self.example}: {self.reason}"
+        count = "1 candidate" if self.count == 1 else f"{self.count} candidates"
+        return f"{self.kind}{about}: {count}; on {self.example}: {self.reason}"
 
 
 class Refusals:

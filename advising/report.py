@@ -94,9 +94,11 @@ def loses(entry: Entry, winner: Entry) -> str:
     longest = sorted((item for item in more.items() if item[1] > 0), key=lambda item: -item[1])[:2]
     gap = entry.seconds_a_row - winner.seconds_a_row
     told = [f"{name} +{time_text(seconds * per_row[1])}" for name, seconds in longest if seconds > 0.1 * gap]
-    if gap <= 1e-3 * winner.seconds_a_row or not told:
-        return "estimated no slower"
-    return ", ".join(told)
+    if gap <= 1e-3 * winner.seconds_a_row:
+        more_memory = (entry.peak_bytes or 0) - (winner.peak_bytes or 0)
+        at_the_peak = entry.peak_bytes is not None and winner.peak_bytes is not None and more_memory > 0
+        return "as fast by the estimate" + (f", {bytes_text(more_memory)} more at the peak" if at_the_peak else "")
+    return ", ".join(told) or f"+{time_text(gap * per_row[1])} in small parts"
 
 
 def time_text(seconds: float) -> str:

@@ -79,7 +79,7 @@ def print_advice(found: Advice, options: AdviseOptions, notes: tuple[str, ...]) 
         for row in rows(found.entries, options.rows):
             ranked.add_row(*row[:-1], style="bold green" if row[-1] == "" else None)
             if row[-1]:
-                losing.append(("why not", f"{row[0]} {row[2]}: {row[-1]}"))
+                losing.append(("why not", f"{' '.join(w for w in (row[0], row[2]) if w != '-')}: {row[-1]}"))
         console.print(ranked)
         if (more := len(found.entries) - options.rows) > 0:
             console.print(f"and {more} more; --rows shows them, --json has all")
@@ -88,7 +88,9 @@ def print_advice(found: Advice, options: AdviseOptions, notes: tuple[str, ...]) 
     refused: list[tuple[str, str | Text]] = [("refused", str(refusal)) for refusal in found.refused[:_REFUSED]]
     if (more := len(found.refused) - _REFUSED) > 0:
         refused.append(("refused", f"{more} more kinds; --json has all"))
-    refused += [("note", note) for note in (*found.notes, *notes)]
+    guessed = [entry for entry in found.entries[: options.rows] if entry.peak_bytes is None]
+    about = ["memory after ~ is an estimate; --compile has more candidates compiled"] if guessed else []
+    refused += [("note", note) for note in (*found.notes, *about, *notes)]
     if refused:
         console.print("", fields(refused), sep="\n")
 
