@@ -36,7 +36,7 @@ def report_page(found: Reported) -> str:
     targets = [(f"target-{n}", one) for n, one in enumerate(found.targets)]
     sections = [
         ("declaration", "Declaration", [code(found.declaration.to_json())]),
-        ("mask", "Mask", [pictures(_masks(found.plan))]),
+        ("mask", "Mask", list(_mask(found.plan))),
         *([] if targets else [("plan", "Plan", [*_plan(found.plan), paragraph(_UNCOMPILED)])]),
         *((at, f"{one.target}: {'passes' if one.passed else 'FAILS'}", list(_target(one))) for at, one in targets),
         ("tuning", "Tuning", list(_tuning(found.searches))),
@@ -63,6 +63,13 @@ def _masks(plan: Plan) -> list[str]:
         blocks.append((q, kv))
     draw = partial(problem.mask.draw, problem.q_len, problem.kv_len, query_offset=problem.query_offset or 0)
     return list(dict.fromkeys(draw(block=block).svg() for block in blocks))
+
+
+def _mask(plan: Plan) -> Iterator[str]:
+    drawn = _masks(plan)
+    if len(drawn) > 1:
+        yield paragraph("The mask as declared, then in the tiles that the kernel visits.")
+    yield pictures(drawn)
 
 
 def _plan(plan: Plan) -> Iterator[str]:
@@ -154,7 +161,7 @@ def _sent(report: TargetReport, one: PassReport) -> Iterator[str]:
     yield rows(told or [("sent", "nothing is sent between devices")])
     if one.differences:
         yield from (paragraph(f"Differs in {line}", warns=True) for line in one.differences)
-    elif not one.unknown:
+    elif one.needs and not one.unknown:
         yield paragraph("The program sends exactly what is needed.")
 
 

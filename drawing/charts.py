@@ -81,18 +81,20 @@ def roofline(flops_per_second: float, bytes_per_second: float, points: Sequence[
     ]
     for power in range(low, high + 1):
         at = x(10.0**power)
-        parts.append(label(at, _HEIGHT - _BOTTOM + 15, f"{10.0**power:g}", "ao-small", "middle"))
+        parts.append(
+            label(at, _HEIGHT - _BOTTOM + 15, f"{10.0**power:g}", "ao-small", "end" if power == high else "middle")
+        )
         parts.append(element("path", d=f"M{at:.1f} {_TOP} V{_HEIGHT - _BOTTOM}", class_="ao-line", stroke_opacity=0.5))
     for power in range(math.ceil(bottom), math.floor(top) + 1):
         parts.append(label(_LEFT - 6, y(10.0**power) + 4, _si(10.0**power), "ao-small", "end"))
     parts.append(label(_LEFT + plot[0] / 2, _HEIGHT - 10, "operations per byte", "ao-small", "middle"))
-    for number, point in enumerate(points):
+    for number, point in enumerate(points, 1):
         at, height = x(point.intensity), y(point.rate)
         parts.append(element("circle", cx=at, cy=height, r=5.0, class_="ao-head"))
-        left = at > _LEFT + plot[0] / 2
-        parts.append(
-            label(at + (-10 if left else 10), height + 18 + 14 * number, point.name, "", "end" if left else "start")
-        )
+        parts.append(label(at, height - 9, str(number), "ao-small", "middle"))
+        # All points lie on the roof, so that the corner below it is free.
+        line = _HEIGHT - _BOTTOM - 8 - 14 * (len(points) - number)
+        parts.append(label(_WIDTH - _RIGHT - 6, line, f"{number} {point.name}", "ao-small", "end"))
     return picture(_WIDTH, _HEIGHT, f"Roofline of {device}", parts)
 
 
