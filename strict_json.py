@@ -19,7 +19,10 @@ def parse_json(text: str, source: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{source}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}.") from None
+        hint = " JSON allows no comma after the last item." if _ends_in_a_comma(text, error.pos) else ""
+        raise ConfigError(
+            f"{source}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}.{hint}"
+        ) from None
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply for a declaration.") from None
     except ValueError as error:  # from the hooks, and Python's own limit on digits
@@ -35,6 +38,14 @@ def read_text(path: Path, wanted: str) -> str:
     except (OSError, ValueError) as error:  # ValueError: an impossible file name, with a NUL in it
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{_name(path)}: {reason}; wanted {wanted}.") from None
+
+
+def _ends_in_a_comma(text: str, at: int) -> bool:
+    """Whether the error is a comma before a closing bracket. Python points at the bracket, from 3.13 on at the comma."""
+    before, after = text[:at].rstrip(), text[at:].lstrip()
+    if after.startswith(","):
+        before, after = ",", after[1:].lstrip()
+    return before.endswith(",") and after.startswith(("}", "]"))
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

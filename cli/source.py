@@ -5,16 +5,21 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..errors import AttnOpsError, ConfigError
 from ..registry.declaration import Declaration
 
 __all__ = ["declared_in"]
 
 
 def declared_in(path: Path) -> Declaration:
-    """Read the declaration. Errors: ConfigError if it can't be read or is invalid."""
+    """Read the declaration. Errors: those of Declaration and of its metadata, with the file's name."""
     if str(path) != "-":
-        return Declaration.load(path)
+        declaration = Declaration.load(path)
+        try:
+            declaration.operation_metadata({"mesh": None})  # starts no backend
+        except AttnOpsError as error:
+            raise type(error)(f"{path}: {error}") from None
+        return declaration
     try:
         return Declaration.from_json(sys.stdin.read().removeprefix("\ufeff"), "standard input")
     except UnicodeDecodeError as error:

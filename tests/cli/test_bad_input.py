@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -243,3 +244,16 @@ def test_a_reader_that_goes_away() -> None:
     command = f"{sys.executable} -m attnops schema | head -c 10"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False, timeout=120)
     assert result.stderr == ""
+
+
+def test_a_comma_too_many_and_a_misspelt_field_name_the_file(attnops: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "odd.json"
+    file.write_text('{"operation": "vanilla",\n "call": {"q_len": 8, "q_heads": 2, "head_dim": 4,}}')
+    result = attnops("plan", file)
+    assert result.status == 2
+    assert f"{file}: not JSON at line 2" in result.err
+    assert "no comma after the last item" in result.err
+    file.write_text(json.dumps({"operation": "vanilla", "metadata": {"causl": True}}))
+    result = attnops("plan", file)
+    assert result.status == 2
+    assert f"{file}: metadata: unknown field 'causl'" in result.err
