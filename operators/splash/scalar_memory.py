@@ -40,6 +40,7 @@ class ScalarMemory:
         by_row = problem.dynamic_query_offset or any(leaf.shape[0] > 1 for leaf in problem.leaves)
         self.rows = local.batch if by_row else 1
         self.heads = local.q_heads, local.kv_heads
+        self.of_blocks = any(atom.kind == "blocks" for atom in problem.mask.atoms())
         self.heads_apart = any(getattr(atom, "heads", 1) > 1 for atom in problem.mask.atoms())
         self.heads_apart |= any("q_blocks" in leaf.dims and leaf.shape[1] > 1 for leaf in problem.leaves)
         self.numbers = {
@@ -90,8 +91,9 @@ class ScalarMemory:
         lists = self._lists(config)
         if lists * tiles <= room:
             return
-        # If the tiles of some rows are already too many, the others aren't counted.
-        at_least = fewest_steps(self.known, block_q, block_kv) if one.keys >= self.known.kv_len else 0
+        # If the tiles of some rows are already too many, the others aren't counted. Tiles of a layout are quickly counted.
+        samples = one.keys >= self.known.kv_len and not self.of_blocks
+        at_least = fewest_steps(self.known, block_q, block_kv) if samples else 0
         exact = lists * at_least <= room
         visits = lists * (self._visits(block_q, block_kv, one.slow, one.keys) if exact else at_least)
         if visits <= room:
