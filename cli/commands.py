@@ -170,12 +170,13 @@ def verify(
     from .cache import cache_notes, noted
     from .enabled import enabled_json, enabled_notes
     from .source import declared_in
-    from .verify import VerifyOptions, print_reports, why
+    from .verify import VerifyOptions, mesh_notes, print_reports, why
     from .verify import verify as verify_command
 
     declaration = declared_in(config)
     reports = verify_command(VerifyOptions(declaration, tuple(target or ()), inputs, mesh, mode, fallback))
     notes, cached = enabled_notes(declaration), cache_notes(declaration)
+    cached += mesh_notes(declaration, mesh, tuple(target or ()))
     if as_json:
         print_json([noted(enabled_json(report.to_dict(), notes), cached) for report in reports])
     else:
@@ -202,10 +203,12 @@ def tune(
     from .source import declared_in
     from .tune import TuneOptions, print_tuned, tuned_json
     from .tune import tune as tune_command
+    from .verify import mesh_notes
 
     declaration = declared_in(config)
     reports = tune_command(TuneOptions(declaration, tuple(target or ()), inputs, mesh, mode, how, most, cache))
     notes, cached = enabled_notes(declaration), cache_notes(declaration)
+    cached += mesh_notes(declaration, mesh, tuple(target or ()))
     if as_json:
         print_json([noted(enabled_json(report, notes), cached) for report in tuned_json(reports)])
     else:
@@ -271,10 +274,11 @@ def report(
     from .report import ReportOptions
     from .report import report as report_command
     from .source import declared_in
+    from .verify import mesh_notes
 
     declaration = declared_in(config)
-    notes = (*enabled_notes(declaration), *cache_notes(declaration))
     targets = tuple(target or ())
+    notes = (*enabled_notes(declaration), *cache_notes(declaration), *mesh_notes(declaration, mesh, targets))
     failed = report_command(
         ReportOptions(declaration, targets, inputs, mesh, mode, fallback, run, repeats, seed, output, notes)
     )

@@ -1,4 +1,4 @@
-"""`attnops report`: one HTML page about a declared call: what is declared, planned, compiled, tuned and timed."""
+"""`attnops report`: one HTML page about a declared call or step: what is declared, planned, compiled, tuned and timed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..planning import Plan
+from ..planning.paged.page_reads import sequence_reads
 from ..planning.tune_cache import load
 from ..planning.tuning import tune_key
 from ..registry import OperationRegistry
 from ..registry.declaration import Declaration
 from ..verify.call import TargetReport
+from ..verify.paged_step import StepReport
+from .cache import plan_cache
 from .call_arrays import call_shapes
 from .ran_call import ran_call
 from .report_data import Reported, Searched
 from .report_page import report_page
-from .step import is_paged
+from .report_step import ReportedStep, report_step_page
+from .run_step import timed_step
+from .step import is_paged, plan_step, refuse_inputs, step_of
 from .target import TargetOptions, plan_metadata, targeted
-from .verify import HERE, VerifyOptions, verify, why
+from .verify import HERE, VerifyOptions, target_metadata, verify, why
+from .verify_step import why_step
 from .version import version_text
 
 __all__ = ["ReportOptions", "report"]
@@ -42,15 +48,14 @@ class ReportOptions(NamedTuple):
 
 
 def report(options: ReportOptions) -> list[str]:
-    """Write the page. Returns the targets and checks that fail. Errors: ConfigError for steps over pages."""
-    declaration = options.declaration
-    if is_paged(declaration):
-        raise ConfigError(
-            f"operation {declaration.operation!r} runs steps over pages, but a report describes calls; use `attnops plan` or "
-            "`attnops verify` for a step."
-        )
+    """Write the page. Returns the targets and checks that fail."""
     if not options.output.parent.is_dir():
         raise ConfigError(f"--output {options.output}: {options.output.parent} is not a folder.")
+    return _report_step(options) if is_paged(options.declaration) else _report_call(options)
+
+
+def _report_call(options: ReportOptions) -> list[str]:
+    declaration = options.declaration
     shapes = call_shapes(declaration, options.inputs)
     # Run on this machine first: once jax has started, no more virtual devices can be created.
     ran = None
@@ -64,24 +69,66 @@ def report(options: ReportOptions) -> list[str]:
     plans = [(one.target, one.plan) for one in targets] or [("planned", plan)]
     plans += [] if ran is None else [("this machine", ran.plan)]
     searches = [found for name, one in plans for found in _searches(name, one)]
-    when = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     notes = (*shapes.notes, *options.notes)
-    found = Reported(declaration, plan, tuple(targets), tuple(searches), ran, notes, f"{version_text()}, {when}")
-    try:
-        options.output.write_text(report_page(found), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {options.output}: {error.strerror or error}.") from None
+    found = Reported(declaration, plan, tuple(targets), tuple(searches), ran, notes, _made())
+    _write(options.output, report_page(found))
     failed = [why(one) for one in targets if not one.passed] + ([] if ran is None else ran.failures)
     return failed if targets or plan.implementation is not None else [plan.refusal(), *failed]
 
 
+def _report_step(options: ReportOptions) -> list[str]:
+    """The same for a step over pages."""
+    declaration = options.declaration
+    refuse_inputs(options.inputs)
+    timed = None
+    if options.run:
+        timed = timed_step(declaration, options.mesh, options.mode, options.seed, options.repeats, checked=True)
+    ordered = sorted(dict.fromkeys(options.targets), key=lambda name: name != HERE)
+    made = {target: _verified_step(options, target) for target in ordered}
+    targets = tuple(made[target] for target in dict.fromkeys(options.targets))
+    planned = targeted(declaration, TargetOptions(mesh=options.mesh, fallback=options.fallback))
+    metadata = plan_metadata(planned)
+    plan = plan_step(planned, metadata, options.mode)
+    # The whole cache, on the first target's devices: a compiled step has one layer of it.
+    if options.targets:
+        first = options.targets[0]
+        metadata = target_metadata(declaration, _verify_options(options, first), first)
+    cache = plan_cache(planned, metadata)
+    assert cache is not None, "plan_step refuses a file without a cache"
+    batch = tuple(sequence_reads(plan.problem, step_of(planned, metadata, options.mode)[1].batch))
+    shown = targets[0].plan if targets else plan
+    found = ReportedStep(declaration, shown, cache, batch, targets, timed, options.notes, _made())
+    _write(options.output, report_step_page(found))
+    failed = [why_step(one) for one in targets if not one.passed] + ([] if timed is None else timed.failures)
+    return failed if targets or plan.implementation is not None else [plan.refusal(), *failed]
+
+
+def _made() -> str:
+    return f"{version_text()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path}: {error.strerror or error}.") from None
+
+
 def _verified(options: ReportOptions, target: str) -> TargetReport:
-    names = () if target == HERE else (target,)
-    (found,) = verify(
-        VerifyOptions(options.declaration, names, options.inputs, options.mesh, options.mode, options.fallback)
-    )
-    assert isinstance(found, TargetReport), "a step over pages is refused before"
+    (found,) = verify(_verify_options(options, target))
+    assert isinstance(found, TargetReport)
     return found
+
+
+def _verified_step(options: ReportOptions, target: str) -> StepReport:
+    (found,) = verify(_verify_options(options, target))
+    assert isinstance(found, StepReport)
+    return found
+
+
+def _verify_options(options: ReportOptions, target: str) -> VerifyOptions:
+    names = () if target == HERE else (target,)
+    return VerifyOptions(options.declaration, names, options.inputs, options.mesh, options.mode, options.fallback)
 
 
 def _plan(options: ReportOptions, arrays: dict[str, object]) -> Plan:

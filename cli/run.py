@@ -10,16 +10,14 @@ from rich.text import Text
 
 from ..errors import ConfigError
 from ..registry.declaration import Declaration
-from .console import errors, fields, seconds_text, text, title
+from .console import errors, fields, text, title
 from .enabled import enabled_notes
 from .inputs import check_output_path, write_arrays
 from .json_output import print_json
 from .plan import brief_rows, print_plan, rejected_rows, runs_row
-from .progress import bar
-from .ran_call import check_row, memory_text, not_finite, output_row, ran_call, ran_rows, verdict
-from .run_call import time_calls
+from .ran_call import ran_call, ran_rows
 from .run_json import compared_json, ran_json
-from .run_step import check_step, compile_step
+from .run_step import timed_step, timed_step_rows
 from .step import is_paged, print_step, refuse_inputs
 
 __all__ = ["RunOptions", "run"]
@@ -84,20 +82,20 @@ def _run_step(declaration: Declaration, options: RunOptions) -> int:
     refuse_inputs(options.inputs)
     if not options.compares:
         raise ConfigError("--no-compare has no effect for a step, which jax.nn can't express; leave it out.")
-    with bar("compile", quiet=options.quiet):
-        ran = compile_step(declaration, options.mesh, options.mode, options.seed)
-    output, plan = ran.compiled.result.attention_outputs, ran.plan
-    with bar("run", quiet=options.quiet) as told:
-        (seconds,) = time_calls([ran.compiled], options.repeats, told)
-    checks = check_step(ran) if options.check else []
-    unsound = not_finite(output, ran.arrays)
-    notes = (*ran.notes, *enabled_notes(declaration))
+    timed = timed_step(
+        declaration, options.mesh, options.mode, options.seed, options.repeats,
+        checked=options.check, quiet=options.quiet,
+    )  # fmt: skip
+    plan, compiled = timed.ran.plan, timed.ran.compiled
+    output = compiled.result.attention_outputs
+    notes = (*timed.ran.notes, *enabled_notes(declaration))
     if options.output is not None:
-        named = {"output": output, "lse": ran.compiled.result.lse}
+        named = {"output": output, "lse": compiled.result.lse}
         found = {name: np.asarray(x) for name, x in named.items()}
         notes = (*notes, *write_arrays(options.output, found), f"wrote {options.output}")
     if options.as_json:
-        data = ran_json(plan, output, unsound, ran.compiled, seconds, options.repeats, checks, (*plan.notes, *notes))
+        told = (*plan.notes, *notes)
+        data = ran_json(plan, output, timed.unsound, compiled, timed.seconds, options.repeats, timed.checks, told)
         print_json(data | {"enabled": declaration.enabled})
     elif not options.quiet:
         if options.explain:
@@ -105,22 +103,10 @@ def _run_step(declaration: Declaration, options: RunOptions) -> int:
         else:
             text().print(title(plan.problem.describe()))
         rows: list[tuple[str, str | Text]] = [] if options.explain else [runs_row(plan), *rejected_rows(plan)]
-        if plan.reads is not None:
-            rows.append(("reads", plan.reads.describe()))
-        rows += [output_row(output, unsound)]
-        runs = f"median of {options.repeats} runs" if options.repeats > 1 else "1 run"
-        rows.append(
-            (
-                "time",
-                f"{seconds_text(seconds)}, {runs}, the layer's pages copied; compile {ran.compiled.compile_seconds:.2f} s; "
-                f"{memory_text(ran.compiled)}",
-            )
-        )
-        rows += [check_row(comparison) for comparison in checks]
+        rows += timed_step_rows(timed)
         rows += [("note", note) for note in (*(() if options.explain else plan.notes), *notes)]
         text().print(fields(rows))
-    failed = [f"check failed: {verdict(c)}" for c in checks if not c.passed] + ([unsound] if unsound else [])
-    return _status(failed)
+    return _status(timed.failures)
 
 
 def _status(failed: list[str]) -> int:

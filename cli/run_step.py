@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.text import Text
 
 from ..errors import ConfigError
 from ..operators.paged_cache import LayerPages, RaggedBatch
@@ -22,11 +23,14 @@ from ..verify.drawn_step import draw_step
 from ..verify.paged_reference import paged_reference
 from .cache import plan_cache
 from .check import Comparison
-from .run_call import Compiled, compile_call
+from .console import seconds_text
+from .progress import bar
+from .ran_call import check_row, memory_text, not_finite, output_row, verdict
+from .run_call import Compiled, compile_call, time_calls
 from .step import step_of
 from .target import run_metadata
 
-__all__ = ["RanStep", "check_step", "compile_step", "one_layer"]
+__all__ = ["RanStep", "TimedStep", "check_step", "compile_step", "one_layer", "timed_step", "timed_step_rows"]
 
 _AGAINST = "float64 reference over the pages"
 
@@ -39,6 +43,47 @@ class RanStep(NamedTuple):
     arrays: dict[str, Any]
     batch: RaggedBatch
     notes: tuple[str, ...]
+
+
+class TimedStep(NamedTuple):
+    """A step that ran `repeats` times in a median of `seconds`, with its checks, and what isn't finite ('' if all is)."""
+
+    ran: RanStep
+    seconds: float
+    repeats: int
+    checks: tuple[Comparison, ...]
+    unsound: str
+
+    @property
+    def failures(self) -> list[str]:
+        """What is wrong with the result, one line each."""
+        failed = [f"check failed: {verdict(c)}" for c in self.checks if not c.passed]
+        return failed + ([self.unsound] if self.unsound else [])
+
+
+def timed_step(
+    declaration: Declaration, mesh: str | None, mode: str | None, seed: int, repeats: int, *,
+    checked: bool, quiet: bool = False,
+) -> TimedStep:  # fmt: skip
+    """Compile, run, time and check the step. Errors: RefusedError if nothing can run it."""
+    with bar("compile", quiet=quiet):
+        ran = compile_step(declaration, mesh, mode, seed)
+    with bar("run", quiet=quiet) as told:
+        (seconds,) = time_calls([ran.compiled], repeats, told)
+    checks = check_step(ran) if checked else []
+    unsound = not_finite(ran.compiled.result.attention_outputs, ran.arrays)
+    return TimedStep(ran, seconds, repeats, tuple(checks), unsound)
+
+
+def timed_step_rows(timed: TimedStep) -> list[tuple[str, str | Text]]:
+    """The rows for what was read, the output, times and checks."""
+    compiled, plan = timed.ran.compiled, timed.ran.plan
+    rows: list[tuple[str, str | Text]] = [] if plan.reads is None else [("reads", plan.reads.describe())]
+    rows.append(output_row(compiled.result.attention_outputs, timed.unsound))
+    runs = f"median of {timed.repeats} runs" if timed.repeats > 1 else "1 run"
+    took = f"{seconds_text(timed.seconds)}, {runs}, the layer's pages copied"
+    rows.append(("time", f"{took}; compile {compiled.compile_seconds:.2f} s; {memory_text(compiled)}"))
+    return rows + [check_row(comparison) for comparison in timed.checks]
 
 
 def one_layer(declaration: Declaration, metadata: OperationMetadata) -> tuple[Declaration, tuple[str, ...]]:

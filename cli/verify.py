@@ -29,7 +29,7 @@ from .step import is_paged, refuse_inputs
 from .target import declared_sizes, here, run_metadata
 from .verify_step import print_step_reports, verify_steps, why_step
 
-__all__ = ["VerifyOptions", "print_reports", "target_mesh", "verify", "why"]
+__all__ = ["VerifyOptions", "mesh_notes", "print_reports", "target_mesh", "target_metadata", "verify", "why"]
 
 HERE = "here"
 
@@ -56,7 +56,7 @@ def verify(options: VerifyOptions) -> list[TargetReport] | list[StepReport]:
     arguments = declaration.call_arguments(arrays, mode=options.mode)
     reports = []
     for target in options.targets or (HERE,):
-        metadata = _metadata(declaration, options, target)
+        metadata = target_metadata(declaration, options, target)
         name = _devices_here(metadata) if target is HERE else target
         with bar(f"compile for {name}") as told:
             reports.append(verify_call(kind(metadata), arguments, name, told))
@@ -66,13 +66,14 @@ def verify(options: VerifyOptions) -> list[TargetReport] | list[StepReport]:
 def _verify_steps(declaration: Declaration, options: VerifyOptions) -> list[StepReport]:
     targets = []
     for target in options.targets or (HERE,):
-        metadata = partial(_metadata, declaration, options, target)
+        metadata = partial(target_metadata, declaration, options, target)
         name = _devices_here(metadata()) if target is HERE else target
         targets.append((name, metadata))
     return verify_steps(declaration, targets, options.mode)
 
 
-def _metadata(declaration: Declaration, options: VerifyOptions, target: str) -> OperationMetadata:
+def target_metadata(declaration: Declaration, options: VerifyOptions, target: str) -> OperationMetadata:
+    """The metadata on a target's mesh, whose devices are described or, for HERE, this machine's."""
     policy = {} if options.fallback is None else {"fallback": options.fallback}
     if target is HERE:
         return run_metadata(declaration, mesh=options.mesh).replace(**policy)
@@ -93,6 +94,21 @@ def target_mesh(target: str, mesh: str | None, declaration: Declaration) -> AnyM
     if sizes is not None and mesh is None and math.prod(sizes.values()) != wanted.count:
         sizes = None
     return wanted.mesh({"fsdp": wanted.count} if sizes is None else sizes)
+
+
+def mesh_notes(declaration: Declaration, mesh: str | None, targets: Sequence[str]) -> tuple[str, ...]:
+    """A note for each target whose devices the declared mesh can't be, so that another is used."""
+    sizes = declared_sizes(mesh, declaration)
+    if mesh is not None or sizes is None:
+        return ()
+    declared = ",".join(f"{name}={size}" for name, size in sizes.items())
+    counts = {target: target_of(target).count for target in targets if target != HERE}
+    return tuple(
+        f"the declared mesh {declared} is not used: it has {math.prod(sizes.values())} devices, {target} has {count}. "
+        "--mesh says how to arrange them; without it all are along fsdp"
+        for target, count in counts.items()
+        if count != math.prod(sizes.values())
+    )
 
 
 def why(report: TargetReport | StepReport) -> str:

@@ -36,7 +36,9 @@ class CachePlan(CacheNumbers):
             else f" in {cache.quantised.dtype} (a scale per {_PER[cache.quantised.scale]})"
         )
         layout = "" if cache.layout == "split" else f", layout {cache.layout}"
-        layers = f"{cache.layer_count} layers" + (f" in {len(self.parts)} groups" if self.parts else "")
+        layers = f"{cache.layer_count} layer{'s' if cache.layer_count > 1 else ''}" + (
+            f" in {len(self.parts)} groups" if self.parts else ""
+        )
         if not self.parts and self.window_tokens is not None:
             layers += f" with a window of {self.window_tokens} tokens"
         which = "" if self.group is None else f"group {self.group[0]} of {self.group[1]}: "

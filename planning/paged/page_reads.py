@@ -12,7 +12,7 @@ from ..cache.window_pages import first_kept
 from ..text import bytes_text
 from .paged_problem import PagedProblem, causal_window
 
-__all__ = ["PageReads", "live_pages", "page_bytes", "page_reads", "step_flops"]
+__all__ = ["PageReads", "SequenceReads", "live_pages", "page_bytes", "page_reads", "sequence_reads", "step_flops"]
 
 
 class PageReads(NamedTuple):
@@ -61,12 +61,33 @@ def page_bytes(problem: PagedProblem) -> int:
     return sum(array.device_bytes // max(1, array.fitted.local_shape[0]) for array in arrays)
 
 
+class SequenceReads(NamedTuple):
+    """A sequence's row in a batch: its shard, the step's own tokens, all its tokens, and the pages that some query sees."""
+
+    shard: int
+    queries: int
+    length: int
+    first_page: int
+    end_page: int
+
+
+def sequence_reads(problem: PagedProblem, batch: Any) -> list[SequenceReads]:
+    """The reads of each sequence of a batch with known values."""
+    _, window = causal_window(problem.mask) or (True, (None, None))
+    return [
+        SequenceReads(shard, int(q), int(length), *live_pages(int(q), int(length), problem.page_size, window))
+        for shard, (starts, lens, count) in enumerate(_by_shard(batch))
+        for q, length in zip(np.diff(starts)[:count], lens[:count], strict=True)
+        if q
+    ]
+
+
 def page_reads(problem: PagedProblem, batch: Any) -> PageReads:
     """The reads of a batch (cu_q_lens, kv_lens, num_seqs) with known values."""
     _, window = causal_window(problem.mask) or (True, (None, None))
-    shards, n = _by_shard(batch), problem.sequence_shards
+    n = problem.sequence_shards
     live, held, sequences, queries, most = 0, 0, 0, 0, 0
-    for starts, lens, count in shards:
+    for starts, lens, count in _by_shard(batch):
         rows = [(int(q), int(length)) for q, length in zip(np.diff(starts)[:count], lens[:count], strict=True)]
         seen = [live_pages(q, length, problem.page_size, window) for q, length in rows]
         live += sum(end - first for first, end in seen)

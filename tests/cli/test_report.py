@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from attnops.drawing.charts import Bar, Point, bars, curve, roofline
+from attnops.drawing.sequences import SequenceBar, sequences
 from attnops.verify.call import verify_call
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -192,7 +193,7 @@ def test_bad_input(attnops: Callable[..., Any], config: Callable[..., Path], exa
     step.write_text((examples / "serve" / "smollm2.json").read_text())
     result = attnops("report", step)
     assert result.status == 2
-    assert "a report describes calls" in result.err
+    assert "the file declares none; declare `step`" in result.err
 
 
 def test_names_can_not_break_out(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
@@ -277,3 +278,46 @@ def test_in_a_browser(attnops: Callable[..., Any], config: Callable[..., Path], 
         assert found["least"] >= 10
         assert found["ground"] == ("rgb(20, 24, 29)" if dark else "rgb(255, 255, 255)")
         assert found["ink"] == ("rgb(230, 235, 240)" if dark else "rgb(31, 41, 51)")
+
+
+STEP = {
+    "operation": "paged",
+    "metadata": {"mesh": {"tp": 2}},
+    "cache": {
+        "layers": 3, "kv_heads": 2, "head_dim": 64, "dtype": "float32", "page_size": 8, "pages": 64, "max_sequences": 4,
+        "max_length": 128,
+    },
+    "step": {"q_heads": 4, "q_lens": [1, 1, 20], "kv_lens": [100, 9, 20], "sliding_window": [31, 0]},
+}  # fmt: skip
+
+
+def test_a_step_over_pages(attnops: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps(STEP))
+    page = written(attnops, path, "--target", "here", "--run", "--repeats", 1)
+    said = {name: " ".join(text.split()) for name, text in page.texts.items()}
+    # Of 100 tokens in pages of 8, the last query sees 32: tokens 68 to 99, in pages 8 to 12.
+    for line in ("1 of 100, 5 pages", "1 of 9, 2 pages", "20 of 20, 3 pages"):
+        assert line in said["batch"]
+    assert "22 queries of 3 sequences: 10 pages of 18 that hold keys" in said["batch"]
+    assert "cache: 3 layers, 2 kv heads of 64" in said["cache"]
+    assert "paged.forward_native" in said["target-0"]
+    assert "nothing is sent between devices" in said["target-0"]
+    assert "pass output against float64 reference" in said["timings"]
+
+
+def test_a_step_that_nothing_runs_and_a_cache_that_does_not_fit(attnops: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps(STEP | {"metadata": {"platform": "tpu", "fallback": "error"}}))
+    page = written(attnops, path, status=1)
+    assert "fallback is an error by policy" in page.texts["plan"]
+    refused = attnops("report", path, "--inputs", "some.npz", "--output", tmp_path / "page.html")
+    assert refused.status == 2
+    assert "--inputs some.npz" in refused.err
+
+
+def test_many_sequences_are_cut_off() -> None:
+    drawn = sequences([SequenceBar(str(n), 100 + n, 10, 1, "1") for n in range(30)])
+    assert "and 6 more" in drawn
+    assert drawn.count("ao-part") >= 24
+    assert "NaN" not in sequences([])

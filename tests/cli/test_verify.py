@@ -266,3 +266,14 @@ def test_on_a_cpu_the_caveats_are_told(attnops: Callable[..., Any], config: Call
     assert report["warnings"] == ["XLA:CPU sends bfloat16 as float32: other devices send half of these bytes"]
     said = attnops("verify", config("vanilla", metadata, **call)).said
     assert f"{whole / 2 / 1e9:.4g} GFLOP by attnops' count; bytes moved unknown" in said
+
+
+def test_a_declared_mesh_that_the_target_can_not_be_is_told(
+    attnops: Callable[..., Any], config: Callable[..., Path]
+) -> None:
+    path = config("vanilla", {"mesh": {"tp": 4}}, q_len=64)
+    fits, other = (attnops("verify", path, "--target", target, "--json").out for target in ("v5e:2x2", "v5e:1x1"))
+    assert "notes" not in json.loads(fits)[0]
+    (note,) = json.loads(other)[0]["notes"]
+    assert note.startswith("the declared mesh tp=4 is not used: it has 4 devices, v5e:1x1 has 1")
+    assert "is not used" not in attnops("verify", path, "--target", "v5e:1x1", "--mesh", "tp=1").out
