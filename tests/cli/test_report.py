@@ -190,7 +190,8 @@ def test_bad_input(attnops: Callable[..., Any], config: Callable[..., Path], exa
     assert "generations" in result.err
     assert not (tmp_path / "report.html").exists()
     step = tmp_path / "step.json"
-    step.write_text((examples / "serve" / "smollm2.json").read_text())
+    declared = json.loads((examples / "serve" / "smollm2.json").read_text())
+    step.write_text(json.dumps({name: value for name, value in declared.items() if name != "step"}))
     result = attnops("report", step)
     assert result.status == 2
     assert "the file declares none; declare `step`" in result.err
