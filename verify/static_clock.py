@@ -143,7 +143,7 @@ def tile_cycles(root: Region) -> TileCycles:
         body = inner[0]
     tiles = [r for r in body.inside if r.products]
     if not tiles or len(tiles) > _MOST_WAYS:
-        raise ConfigError(f"expected a kernel with one to {_MOST_WAYS} ways through a tile, found {len(tiles)}.")
+        raise ConfigError(f"the kernel has {len(tiles)} code paths for a tile; wanted one to {_MOST_WAYS}.")
     ends = [r for r in body.inside if not r.products]
     rest, head = sum(r.cycles for r in ends), sum(r.cycles for end in ends for r in end.inside if not r.is_loop)
     step = whole - rest - sum(r.cycles for r in tiles)
