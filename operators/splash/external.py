@@ -168,7 +168,7 @@ def external_remarks(problem: AttentionProblem, placement: Placement, config: Sp
         itemsize = 2 if parts <= 4 and problem.runtime_dtype == "bfloat16" else 4
         size = parts * local.batch * local.q_heads * local.q_len * problem.head_dim * itemsize
         notes.append(
-            f"the backward of tokamax's kernel holds up to {parts} partial gradients of the query, {bytes_text(size)} a "
+            f"the backward of tokamax's kernel holds up to {parts} partial gradients of the query, {bytes_text(size)} per "
             "device; a larger block_kv_dkv makes fewer"
         )
     if not config.fuse_reciprocal:

@@ -57,7 +57,7 @@ def test_what_a_plan_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     x = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
     notes = _attend().plan(x, x, x).notes
     # 8 kv blocks of 512: float32 [8, 2, 8, 4096, 128]
-    assert any("8 partial gradients of the query, 256.0 MiB a device" in note for note in notes)
+    assert any("8 partial gradients of the query, 256.0 MiB per device" in note for note in notes)
     assert not any("was tried" in note or "fuse_reciprocal" in note for note in notes)
     assert not any("partial" in note for note in _attend().plan(x, x, x, mode="prefill").notes)
     notes = _attend(fuse_reciprocal=False, use_experimental_scheduler=True).plan(x, x, x).notes
