@@ -13,7 +13,7 @@ from ..errors import nearest
 from ..sharding import FittedRules, MeshAxis, axes_at
 from .problem import AttentionProblem
 
-__all__ = ["RepeatedAxis", "repeated_axes", "repeated_lines", "repeated_work", "unintended_repeats"]
+__all__ = ["RepeatedAxis", "named_axes", "repeated_axes", "repeated_lines", "repeated_work", "unintended_repeats"]
 
 Cause = Literal["gathered", "indivisible", "length_1", "unnamed"]
 
@@ -51,13 +51,16 @@ def repeated_axes(problem: AttentionProblem, fitted: FittedRules, working: Set[s
 
 def unintended_repeats(repeated: Sequence[RepeatedAxis], rules: PartitionAxis) -> tuple[RepeatedAxis, ...]:
     """Those that a declaration didn't ask for: a length doesn't divide, or the rules don't know the axis in any mode."""
-    known: set[str] = set()
-    for field in dataclasses.fields(rules):
-        names = getattr(rules, field.name)
-        known.update(names if isinstance(names, tuple) else (names,))
+    known = named_axes(rules)
     return tuple(
         axis for axis in repeated if axis.cause == "indivisible" or (axis.cause == "unnamed" and axis.axis not in known)
     )
+
+
+def named_axes(rules: PartitionAxis) -> Set[str]:
+    """All mesh axes that a partition axis names, in any mode and for any tensor."""
+    fields = [getattr(rules, field.name) for field in dataclasses.fields(rules)]
+    return {name for names in fields for name in (names if isinstance(names, tuple) else (names,))}
 
 
 def repeated_work(repeated: Sequence[RepeatedAxis]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Unpack
 import jax
 from jax.sharding import get_abstract_mesh
 
-from ...errors import FallbackWarning, InputError, InputTypeError
+from ...errors import FallbackWarning, InputError, InputTypeError, ShardingWarning
 from ...masks.int_arrays import known_values
 from ...planning import OperationConfig, Reason, implementation
 from ...planning.cache.kv_cache import KVCache
@@ -21,6 +21,7 @@ from ...planning.paged.decide_paged import plan_paged
 from ...planning.paged.page_reads import page_reads
 from ...planning.paged.paged_plan import PagedPlan
 from ...planning.paged.paged_problem import PagedProblem
+from ...planning.repeated import named_axes
 from ...planning.tune_cache import kept_here
 from ...sharding import describe_mesh
 from ...sharding.mesh import AnyMesh
@@ -185,6 +186,10 @@ class Paged(DeclaredOperation):
         decided = self._plan(cache, group, tokens, sinks, step, mesh, arrays).require()
         if decided.kind == "fallback" and decided.policy.fallback == "warn":
             _warn(decided)
+        known = named_axes(self.metadata.partition_axis)
+        idle = tuple(f"{a.name}={a.size}" for a in decided.cache.idle_axes if a.name not in known)
+        if idle:
+            _warn_of_idle(self.name, idle)
         problem = decided.problem
         devices = math.prod(axis.size for axis in problem.mesh)
         check_runnable(jax.tree.leaves(arrays), mesh, devices, problem.platform, problem.platform_source)
@@ -271,5 +276,15 @@ def _warn(decided: PagedPlan) -> None:
         f"{decided.implementation} runs instead of the platform's own method.\n{decided.refusal()}\n"
         "Declare fallback='allow' to accept this, fallback='error' to forbid it.",
         FallbackWarning,
+        stacklevel=4,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_of_idle(name: str, axes: tuple[str, ...]) -> None:
+    warnings.warn(
+        f"{name}: {', '.join(axes)} of the mesh split nothing of the cache: all their devices do the same work. Declare "
+        "pages_axis, kv_head_axis or page_sequence_axis of the cache for them. strict=True refuses such steps.",
+        ShardingWarning,
         stacklevel=4,
     )

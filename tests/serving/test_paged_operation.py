@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from attnops import (
     SlidingWindow,
 )
 from attnops.compat import abstract_device
-from attnops.errors import UnfitError
+from attnops.errors import ShardingWarning, UnfitError
 from attnops.operators.paged_cache import RaggedBatch, init, shardings
 from attnops.sharding import virtual_mesh
 
@@ -278,6 +279,18 @@ def test_metadata_is_read_or_told() -> None:
     assert [r.code for x in refused.rejected for r in x.reasons] == ["paged.softmax_dtype"]
     with pytest.raises(RefusedError, match="kv_heads='error'"):
         paged(mesh=virtual_mesh({"tp": 4}), kv_heads="error")(*given, **call)
+
+
+def test_a_mesh_axis_that_no_rule_names_is_warned_of() -> None:
+    for axis, warns in (("data", True), ("fsdp", False)):
+        mesh = virtual_mesh({axis: 2, "tp": 2})
+        call: dict[str, Any] = {"state": init(CACHE, mesh), "layer": 0, "batch": BATCH}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            paged(mesh=mesh)(*tokens(), **call)
+            paged(mesh=mesh)(*tokens(), **call)
+        assert [w.category for w in caught] == [ShardingWarning] * warns
+        assert not warns or "data=2 of the mesh split nothing of the cache" in str(caught[0].message)
 
 
 def test_a_state_of_another_mesh_is_refused() -> None:
