@@ -96,7 +96,7 @@ def _plan(plan: PagedPlan) -> Iterator[str]:
             for name, spec, shape, local, size in token_rows(plan)
         ]
     )
-    yield folded("The whole plan", code(plan.explain()))
+    yield folded("The whole plan", code(plan.explain(verbose=True)))
 
 
 def _target(report: StepReport) -> Iterator[str]:

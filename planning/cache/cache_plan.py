@@ -47,9 +47,11 @@ class CachePlan(CacheNumbers):
             f"{cache.page_size} tokens{layout}"
         )
 
-    def explain(self) -> str:
-        """The whole decision as text."""
+    def explain(self, *, arrays: bool = True) -> str:
+        """The decision as text, with or without the lines of its arrays."""
         lines = [self.describe(), *(f"{name:<9} {text}" for name, text in fact_rows(self))]
+        if not arrays:
+            return "\n".join(lines)
         lines.append("arrays    spec, shape -> per device, bytes per device")
         for name, spec, shape, local, size in array_rows(self):
             lines.append(f"  {name:<15} {spec}  {shape} -> {local}  {size}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..operation_config import OperationConfig
 from ..plan_fields import WHY, Kind, Rejected
 from ..plan_text import config_lines
 from ..policy import Policy
-from ..text import bytes_text, spec_text
+from ..text import Aside, bytes_text, spec_text
 from ..tuning import Tuning
 from .page_reads import PageReads
 from .paged_problem import PagedProblem
@@ -76,17 +77,24 @@ class PagedPlan:
         lines = [f"  {r.implementation}: {reason}" for r in self.rejected for reason in r.reasons]
         return "\n".join((f"{self.problem.describe()}:", *lines))
 
-    def explain(self) -> str:
-        """The whole decision as text: the step's, then the cache's."""
+    def explain(self, verbose: bool = False) -> str:
+        """The decision as text: the step's, then the cache's, with what needs your attention. With `verbose`, all of it."""
         lines = [self.problem.describe(), f"runs      {self.implementation or 'nothing'} ({WHY[self.kind]})"]
-        lines += [f"{name:<9} {text}" for name, text in step_rows(self)]
+        lines += [f"{name:<9} {text}" for name, text in step_rows(self, verbose=verbose)]
         for rejected in self.rejected:
             lines.append(f"not       {rejected.implementation}:")
             lines.extend(f"            {reason}" for reason in rejected.reasons)
-        lines.append("tensors   spec, shape -> per device, bytes per device")
-        for name, spec, shape, local, size in token_rows(self):
-            lines.append(f"  {name:<15} {spec}  {shape} -> {local}  {size}")
-        return "\n".join([*lines, *(f"note      {note}" for note in self.notes), "", self.cache.explain()])
+        # On one device specs split nothing.
+        whole = verbose or math.prod(axis.size for axis in self.problem.mesh) > 1
+        if whole:
+            lines.append("tensors   spec, shape -> per device, bytes per device")
+            for name, spec, shape, local, size in token_rows(self):
+                lines.append(f"  {name:<15} {spec}  {shape} -> {local}  {size}")
+        told = [note for note in self.notes if verbose or not isinstance(note, Aside)]
+        lines += [*(f"note      {note}" for note in told), "", self.cache.explain(arrays=whole)]
+        if not verbose:
+            lines.append(f"more      verbose=True adds defaults of the config{'' if whole else ', arrays'}")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.explain()
