@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ..planning import Plan
-from ..verify.placed_tensors import all_axes, axes_by_dim, placed_tensors, sent_itemsize
-from ..verify.traffic import Need, least_traffic
+from ..planning.placed_tensors import all_axes, axes_by_dim, placed_tensors, sent_itemsize
+from ..planning.traffic import Need, least_traffic
 from .machine import Machine
 from .sending import hops, reordered_seconds, ring_hop_seconds, seconds_of
 from .spans import Span, lay

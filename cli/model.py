@@ -191,7 +191,9 @@ def _told(plans: Sequence[tuple[LayerDeclaration, Plan]]) -> list[tuple[str, str
         notes = [("note", note) for note in plan.notes if not isinstance(note, Aside)]
         for row in dict.fromkeys((*rejected_rows(plan), *placement_rows(plan), *notes)):
             kinds.setdefault(row, []).append(layer.kind)
-    ordered = sorted(kinds.items(), key=lambda item: ("not", "dropped", "repeated", "inside", "note").index(item[0][0]))
+    ordered = sorted(
+        kinds.items(), key=lambda item: ("not", "dropped", "repeated", "inside", "sends", "note").index(item[0][0])
+    )
     return [
         (label, line if len(about) == len(plans) else f"{', '.join(about)}: {line}") for (label, line), about in ordered
     ]

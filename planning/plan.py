@@ -19,6 +19,7 @@ from .plan_html import plan_html
 from .plan_text import config_lines, explain
 from .repeated import repeated_work
 from .text import spec_text
+from .traffic import sends
 
 __all__ = ["Plan"]
 
@@ -134,6 +135,10 @@ class Plan(PlanFields):
             if placement.sequence.ring_axes
             else None,
             "changes": list(placement.changes),
+            "sends": {
+                name: {"bytes": None if found.unknown else found.sent_bytes, "unknown": list(found.unknown)}
+                for name, found in sends(self).items()
+            },
             "padding": None if self.padding is None else self.padding._asdict(),
             "route": None if self.route is None else self.route.to_dict(),
             "tuning": None if self.tuning is None else self.tuning.to_dict(),

@@ -11,6 +11,7 @@ from .operation_config import OperationConfig
 from .plan_fields import WHY, PlanFields
 from .repeated import repeated_lines
 from .text import Aside, bytes_text, spec_text
+from .traffic import sends_line
 
 __all__ = ["config_lines", "decision_rows", "dropped_lines", "explain", "placement_rows", "screen_rows", "tensor_rows"]
 
@@ -106,10 +107,13 @@ def decision_rows(plan: PlanFields) -> list[tuple[str, str]]:
 
 
 def placement_rows(plan: PlanFields, *, brief: bool = True) -> list[tuple[str, str]]:
-    """Rows for dropped mesh axes, for axes over which work is repeated, and for changes of placement inside the operation."""
+    """Rows for dropped mesh axes, for axes over which work is repeated, for changes of placement inside the operation, and for
+    what is sent."""
     rows = [("dropped", line) for line in dropped_lines(plan, brief=brief)]
     rows += [("repeated", line) for line in repeated_lines(plan.placement.repeated)]
-    return rows + [("inside", change) for change in plan.placement.changes]
+    rows += [("inside", change) for change in plan.placement.changes]
+    sent = sends_line(plan)
+    return rows + ([("sends", sent)] if sent else [])
 
 
 def screen_rows(

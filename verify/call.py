@@ -16,14 +16,15 @@ from ..errors import AttnOpsError
 from ..operators import Operation
 from ..operators.kernels.splash.vmem import vmem_of
 from ..planning import Plan
+from ..planning.placed_tensors import sent_itemsize
 from ..planning.text import bytes_text
+from ..planning.traffic import Need, least_traffic
 from .advice import advice, held
 from .call_program import call_program
 from .collectives import Collective, collectives
 from .compiled import Failure, failure, program_text
 from .devices import AnyKernelUse, DeviceLimits, device_limits, kernels_of_program, lowered_for, tracing_on, unheld
-from .placed_tensors import sent_itemsize
-from .traffic import Need, least_traffic
+from .differences import differences
 from .work import attention_flops, exact_products
 
 __all__ = ["PassReport", "TargetReport", "verify_call"]
@@ -216,7 +217,7 @@ def _verify_pass(
         flops / moved if moved else 0.0,
         sent,
         least.needs,
-        () if sent is None else least.differences(sent),
+        () if sent is None else differences(least, sent),
         least.unknown,
         looped,
     )

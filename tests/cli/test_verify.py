@@ -14,9 +14,9 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.errors import ConfigError
+from attnops.planning.traffic import least_traffic
 from attnops.verify.compiled import failure, kernels, program_text
 from attnops.verify.generations import abstract_target, device_of
-from attnops.verify.traffic import least_traffic
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
 SIZES = {"batch": 4, "q_len": 1024, "q_heads": 8, "kv_heads": 4, "head_dim": 128, "dtype": "bfloat16", "causal": True}

@@ -8,13 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
 
 from attnops import Causal, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops.planning import Plan
+from attnops.planning.traffic import Need, Traffic, least_traffic
 from attnops.sharding import virtual_mesh
 from attnops.verify.call import TargetReport, verify_call
 from attnops.verify.collectives import Collective
+from attnops.verify.differences import differences
 from attnops.verify.topology import described_mesh
-from attnops.verify.traffic import Need, Traffic, least_traffic
 
 TWO_AXES = {"query_sequence_axis": ["cp", "sp"], "key_sequence_axis": ["cp", "sp"]}
 IDS = jax.ShapeDtypeStruct((4, 512), jnp.int32)
@@ -127,11 +130,33 @@ def test_needs_by_hand() -> None:
 
 def test_another_program_differs() -> None:
     traffic = Traffic((Need("all-gather", 7e6, "key"),))
-    assert traffic.differences((Collective("all-gather", 1, 8_000_000, 8, False),)) == ()
+    assert differences(traffic, (Collective("all-gather", 1, 8_000_000, 8, False),)) == ()
     twice = (Collective("all-gather", 2, 8_000_000, 8, False), Collective("all-reduce", 1, 1_000_000, 8, True))
-    assert traffic.differences(twice) == (
+    assert differences(traffic, twice) == (
         "all-gather: 14000000 bytes sent per device, 7000000 needed",
         "all-reduce: 1750000 bytes sent per device, 0 needed",
     )
-    assert traffic.differences(()) == ("all-gather: 0 bytes sent per device, 7000000 needed",)
-    assert Traffic(traffic.needs, ("nobody knows",)).differences(twice) == ()
+    assert differences(traffic, ()) == ("all-gather: 0 bytes sent per device, 7000000 needed",)
+    assert differences(Traffic(traffic.needs, ("nobody knows",)), twice) == ()
+
+
+def test_a_plan_says_what_each_pass_sends() -> None:
+    """A ring of 4 over 1 x 512 tokens: 3 of 4 parts of a bfloat16 key and value, and zigzag's halves of q, k, v and output."""
+    x = jax.ShapeDtypeStruct((1, 512, 8, 64), jnp.bfloat16)
+    part = 512 // 4 * 8 * 64 * 2
+
+    def planned(**metadata: object) -> Plan:
+        declared = OperationMetadata(mesh=AbstractMesh((4,), ("sp",)), backend="tpu", **metadata)
+        return OperationRegistry.create("splash", declared).plan(x, x, x)
+
+    contiguous = planned(sequence_parallel="ring", ring_order="contiguous")
+    assert contiguous.to_dict()["sends"]["forward"] == {"bytes": 2 * 3 * part, "unknown": []}
+    assert f"forward {2 * 3 * part / 1024:.1f} KiB per device (collective-permute)" in str(contiguous)
+    zigzag = planned(sequence_parallel="ring").to_dict()["sends"]
+    assert zigzag["forward"]["bytes"] == 2 * 3 * part + 4 * part
+    for plan in (contiguous, planned()):
+        whole = least_traffic(plan, True).sent_bytes
+        assert sum(one["bytes"] for one in plan.to_dict()["sends"].values()) == whole
+    one = OperationRegistry.create("splash", OperationMetadata(backend="tpu")).plan(x, x, x)
+    assert one.to_dict()["sends"] == {}
+    assert "sends" not in str(one)

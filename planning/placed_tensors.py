@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..planning import AttentionProblem, Placement
 from ..sharding import axes_at
+from .placement import Placement
+from .problem import AttentionProblem
 
 __all__ = ["PlacedTensor", "all_axes", "axes_by_dim", "placed_tensors", "sent_itemsize"]
 

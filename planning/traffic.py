@@ -15,14 +15,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from ..planning import Plan
-from .collectives import Collective
 from .placed_tensors import PlacedTensor, all_axes, axes_by_dim, placed_tensors, sent_itemsize
+from .plan_fields import PlanFields
+from .text import bytes_text
 
-__all__ = ["Need", "Traffic", "least_traffic"]
-
-# Differences below these bytes, or this share of the total, are ignored: ids that two operands share, the compiler's scalars.
-_SMALL, _SHARE = 4096, 0.01
+__all__ = ["Need", "Traffic", "least_traffic", "sends", "sends_line"]
 
 
 class Need(NamedTuple):
@@ -42,23 +39,50 @@ class Traffic(NamedTuple):
     needs: tuple[Need, ...]
     unknown: tuple[str, ...] = ()
 
-    def differences(self, found: tuple[Collective, ...]) -> tuple[str, ...]:
-        """Where a program sends a different number of bytes than it has to, one line per kind of collective."""
-        if self.unknown:
-            return ()
-        total = sum(need.sent_bytes for need in self.needs)
-        lines = []
-        for kind in sorted({c.kind for c in found} | {n.kind for n in self.needs}):
-            sent = sum(c.sent_bytes for c in found if c.kind == kind)
-            least = sum(n.sent_bytes for n in self.needs if n.kind == kind and not n.optional)
-            most = sum(n.sent_bytes for n in self.needs if n.kind == kind)
-            slack = max(_SHARE * total, _SMALL)
-            if not least - slack <= sent <= most + slack:
-                lines.append(f"{kind}: {sent:.0f} bytes sent per device, {least:.0f} needed")
-        return tuple(lines)
+    @property
+    def sent_bytes(self) -> float:
+        """What a device has to send in all, without what a compiler may do without."""
+        return sum(need.sent_bytes for need in self.needs if not need.optional)
 
 
-def least_traffic(plan: Plan, backward: bool) -> Traffic:
+def sends(plan: PlanFields) -> dict[str, Traffic]:
+    """The traffic of each pass of a call that is split over devices: 'forward' and, in mode train, 'backward' alone. {} if
+    nothing can run it, or if the caller's own shard_map does the splitting."""
+    problem = plan.problem
+    if plan.implementation is None or problem.devices == 1 or any(a.kind == "manual" for a in problem.mesh):
+        return {}
+    forward = least_traffic(plan, False)
+    if problem.mode != "__train__":
+        return {"forward": forward}
+    both = least_traffic(plan, True)
+    return {"forward": forward, "backward": Traffic(both.needs[len(forward.needs) :], both.unknown)}
+
+
+def sends_line(plan: PlanFields) -> str:
+    """The bytes that a device has to send in each pass; '' if nothing is split over devices."""
+    found = sends(plan)
+    if not found:
+        return ""
+    told = [_told(name, traffic) for name, traffic in found.items()]
+    if not any(traffic.needs or traffic.unknown for traffic in found.values()):
+        return "nothing"
+    wide = sent_itemsize(plan.problem.runtime_dtype, plan.problem.platform == "cpu")
+    widened = wide > jnp.dtype(plan.problem.runtime_dtype).itemsize
+    return ", ".join(told) + (f"; XLA:CPU sends {plan.problem.runtime_dtype} as float32" if widened else "")
+
+
+def _told(name: str, traffic: Traffic) -> str:
+    if traffic.unknown:
+        return f"{name} unknown: {traffic.unknown[0]}"
+    kinds = dict.fromkeys(need.kind for need in traffic.needs if not need.optional)
+    return (
+        f"{name} {bytes_text(round(traffic.sent_bytes))} per device ({', '.join(kinds)})"
+        if kinds
+        else f"{name} nothing"
+    )
+
+
+def least_traffic(plan: PlanFields, backward: bool) -> Traffic:
     """The needs of the forward pass, or of both passes with the outputs and all gradients returned as declared."""
     count = _Count(plan)
     needs = [*count.forward(), *(count.backward() if backward else ())]
@@ -66,7 +90,7 @@ def least_traffic(plan: Plan, backward: bool) -> Traffic:
 
 
 class _Count:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlanFields) -> None:
         self.problem, self.placement = plan.problem, plan.placement
         self.split = plan.placement.sequence
         self.sizes = {axis.name: axis.size for axis in plan.problem.mesh}
