@@ -83,7 +83,7 @@ def test_other_forms_are_refused() -> None:
         regions(bundles, utilization.replace("MATMUL", "MXU"))
     with pytest.raises(ConfigError, match="libtpu"):
         regions(bundles + "\n  0xff  :  { nop }", utilization)
-    with pytest.raises(ConfigError, match="found 0"):
+    with pytest.raises(ConfigError, match="has 0 code paths"):
         tile_cycles(regions(*_dump([("sums", 5)])))
 
 
