@@ -1,7 +1,7 @@
 """torch: scaled_dot_product_attention on torch tensors, run by JAX. Requires torch (`pip install 'attnops[torch]'`).
 
-Tensors are exchanged through DLPack, without a copy if they are dense and on JAX's own device. torchax's tensors are JAX
-arrays and are used as such.
+Tensors are shared with JAX without a copy if they are dense and on JAX's own device. torchax's tensors are JAX arrays and are
+used as such.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def _attend(attention: Attention, options: CallOptions, arrays: dict[str, Any], 
     kv_heads = max(key.shape[-3], value.shape[-3])
     q_heads = max(query.shape[-3], kv_heads)
     query, key, value = (
-        jnp.broadcast_to(x, (*batch, heads, *x.shape[-2:]))
+        _broadcast(x, (*batch, heads, *x.shape[-2:]))
         for x, heads in ((query, q_heads), (key, kv_heads), (value, kv_heads))
     )
     positioned = options.causal or options.window is not None
@@ -183,3 +183,7 @@ def _attend(attention: Attention, options: CallOptions, arrays: dict[str, Any], 
         remarks=() if lengths is None else (_ROUNDED.format(key.shape[-2]),),
     )
     return found.output.reshape(options.shape)
+
+
+def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
+    return x if x.shape == shape else jnp.broadcast_to(x, shape)

@@ -5,6 +5,10 @@ Call `register()` once, then set `attn_implementation="attnops"` in from_pretrai
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +49,8 @@ def register(
 
     declared: an operation's name with keywords of an Attention, an Attention, a declaration or its path. name: "attnops" by
     default, "attnops:FILE" for a path. round_lengths: see TorchCall. Registering a name again replaces it, in
-    existing models too. Errors: ConfigError for a declaration with "enabled": false.
+    existing models too. Errors: ConfigError for a declaration with "enabled": false. A model whose own code computes the
+    attention, whatever is set, raises ConfigError when it makes its masks.
     """
     attention = attention_for(declared, round_lengths=round_lengths, **keywords)
     if name is None:
@@ -61,8 +66,36 @@ def register(
         )
     AttentionInterface.register(name, attention)
     # A name without its own masks gets none from transformers.
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, _mask)
     return name
+
+
+def _mask(*args: Any, config: Any = None, **others: Any) -> torch.Tensor | None:
+    """The mask that sdpa would get: bool, or None where is_causal says the same. A model that would add it is refused."""
+    module = None if config is None else _computing_itself(type(config))
+    if module is not None:
+        raise ConfigError(
+            f"{module} computes attention itself, without transformers' AttentionInterface: the declared attention wouldn't "
+            "run, and the masks made for it would be misread. Use attn_implementation='eager' for this model."
+        )
+    return sdpa_mask(*args, config=config, **others)
+
+
+@lru_cache(maxsize=256)
+def _computing_itself(config: type) -> str | None:
+    """The module of a config's models, if it makes masks for an attention of its own. Its source tells, as it does for
+    transformers' set_attn_implementation."""
+    package, _, last = config.__module__.rpartition(".")
+    modules = [m for n, m in sorted(sys.modules.items()) if n.startswith(f"{package}.modeling_") and m is not None]
+    for module in modules if last.startswith("configuration_") else ():
+        try:
+            source = inspect.getsource(module)
+        except (OSError, TypeError):
+            continue
+        own = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
+        if own and "masking_utils" in source and "ALL_ATTENTION_FUNCTIONS" not in source:
+            return module.__name__
+    return None
 
 
 def attention_for(declared: Declared, *, round_lengths: bool = True, **keywords: Any) -> TransformersAttention:

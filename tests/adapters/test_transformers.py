@@ -125,6 +125,25 @@ def test_outputs_and_gradients_are_those_of_eager(family: str) -> None:
         assert our["model.layers.0.self_attn.sinks"].abs().min() > 1e-6
 
 
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 4}),
+        (
+            "codegen",
+            {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "bos_token_id": 1, "eos_token_id": None},
+        ),
+        ("xglm", {"d_model": 32, "num_layers": 1, "attention_heads": 4, "ffn_dim": 32}),
+    ],
+)
+def test_a_model_that_computes_attention_itself_is_refused(family: str, sizes: dict[str, Any]) -> None:
+    """It would add the bool masks to its logits, or get none: other logits, without an error."""
+    config = transformers.AutoConfig.for_model(family, vocab_size=64, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnops").eval()
+    with pytest.raises(ConfigError, match=rf"modeling_{family} computes attention itself.*'eager'"):
+        model(input_ids=IDS)
+
+
 @each_family
 def test_greedy_generation_with_left_padding_is_token_equal(family: str) -> None:
     if not FAMILIES[family][0].endswith(("CausalLM", "Seq2SeqLM", "SpeechSeq2Seq")):
