@@ -72,7 +72,8 @@ def register(
 
 def _mask(*args: Any, config: Any = None, **others: Any) -> torch.Tensor | None:
     """The mask that sdpa would get: bool, or None where is_causal says the same. A model that would add it is refused."""
-    module = None if config is None else _computing_itself(type(config))
+    kind: Any = type(config)
+    module = None if config is None else _computing_itself(kind)
     if module is not None:
         raise ConfigError(
             f"{module} computes attention itself, without transformers' AttentionInterface: the declared attention wouldn't "
