@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from ..errors import InputError
+from ..sharding.mesh import device_name
 from .arguments import Arrays
 
 __all__ = ["explain_devices"]
@@ -43,5 +44,5 @@ def _named(arrays: Arrays) -> Iterator[tuple[str, Any]]:
 
 
 def _devices_text(devices: frozenset[jax.Device]) -> str:
-    names = [str(device) for device in sorted(devices, key=lambda device: device.id)]
+    names = [device_name(device) for device in sorted(devices, key=lambda device: device.id)]
     return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ..errors import InputError
 from ..planning import Plan
 from ..planning.text import bytes_text, spec_text
-from ..sharding.mesh import AnyMesh, describe_mesh, same_devices
+from ..sharding.mesh import AnyMesh, describe_mesh, device_name, same_devices
 from ..sharding.moved import Parts, comparable, lacking, parts_of
 from .arguments import Arrays
 
@@ -123,7 +123,7 @@ def _words(given: _Given, mesh: AnyMesh) -> str:
     sharding = given.sharding
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
-        return f"on {device} alone"
+        return f"on {device_name(device)} alone"
     if not isinstance(sharding, NamedSharding):
         return f"split over {len(sharding.device_set)} devices"
     same_axes = dict(sharding.mesh.shape) == dict(mesh.shape)

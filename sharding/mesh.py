@@ -215,6 +215,11 @@ def describe_mesh(mesh: AnyMesh | tuple[MeshAxis, ...] | None) -> str:
     return ",".join(f"{a.name}={a.size}" + ("" if a.kind == "auto" else f"({a.kind})") for a in axes) or "none"
 
 
+def device_name(device: jax.Device) -> str:
+    """Return 'cpu:3': JAX's own names for devices differ by its version and by platform."""
+    return f"{device.platform}:{device.id}"
+
+
 def _is_here(platform: Any) -> bool:
     device = jax.devices()[0]
     return platform in (device.platform, gpu_vendor(device.platform, device.client))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from attnops.planning import tune_cache
 
+needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
 SIZES = {"q_len": 640, "q_heads": 2, "head_dim": 16, "mode": "prefill"}
 BLOCKWISE = {"operation_configs": {"vanilla": {"path": "blockwise"}}}
 SPLASH = {"runtime_dtype": "bfloat16", "operation_configs": {"splash": {"block_kv_compute_in": 128}}}
@@ -37,6 +39,7 @@ def test_on_this_machine(attnops: Any, config: Any, folder: Path) -> None:
     assert "3 candidates measured before" in again.out
 
 
+@needs_libtpu
 def test_for_a_tpu_that_is_not_here(attnops: Any, config: Any, tmp_path: Path) -> None:
     path = config("splash", metadata=SPLASH, **SIZES)
     there = tmp_path / "elsewhere"
@@ -59,6 +62,7 @@ def test_for_a_tpu_that_is_not_here(attnops: Any, config: Any, tmp_path: Path) -
     assert "cache: static clock, an estimate" in planned.out
 
 
+@needs_libtpu
 def test_nothing_compiles(attnops: Any, config: Any) -> None:
     configs = {"operation_configs": {"splash": {"vmem_limit_bytes": 16384}}, "runtime_dtype": "bfloat16"}
     done = attnops("tune", config("splash", metadata=configs, **SIZES), "--target", "v5e:2x2", "--most", 1)
@@ -76,7 +80,7 @@ def test_nothing_compiles(attnops: Any, config: Any) -> None:
         (["--how", "static"], "device kind 'cpu' is no TPU that can be described"),
         (["--how", "guess"], "how='guess'; wanted 'static' or 'device'"),
         (["--most", "0"], "--most"),
-        (["--target", "v5e:2x2"], "has no kernels whose schedule can be read"),
+        pytest.param(["--target", "v5e:2x2"], "has no kernels whose schedule can be read", marks=needs_libtpu),
     ],
     ids=str,
 )

@@ -193,7 +193,7 @@ def test_the_platform_of_real_devices():
         ("rocm", "AMD Instinct MI300X", "rocm"),
         ("gpu", "NVIDIA H200", "cuda"),  # what jax calls a GPU in an abstract mesh, as under jit
         ("gpu", "AMD Instinct MI300X", "rocm"),
-        ("gpu", "Some GPU", "gpu"),
+        ("gpu", "GPU of a kind", "gpu"),
     ],
 )
 def test_the_platform_of_described_devices(platform, kind, want):

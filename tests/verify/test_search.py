@@ -48,6 +48,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def _described(target: str = "v5e:2x2") -> Any:
+    pytest.importorskip("libtpu", reason="pip install 'attnops[tpu]'")
+    return described_mesh(target)
+
+
 def _plan(
     q_len: int = 256,
     heads: int = 2,
@@ -57,7 +62,7 @@ def _plan(
     mesh: Any = None,
     **call: Any,
 ) -> Plan:
-    mesh = described_mesh("v5e:2x2") if mesh is None else mesh
+    mesh = _described() if mesh is None else mesh
     configs = {"splash": config or {}}
     metadata = OperationMetadata(
         mesh=mesh, operation_configs=configs, fallback="error", runtime_dtype="bfloat16", tuning="off"
@@ -112,7 +117,7 @@ def test_candidates_fit_and_mean_something_for_real_models(shape: dict[str, Any]
     q = jax.ShapeDtypeStruct((1, shape["seq_q"], shape["hq"], shape["head_dim"]), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((1, shape["seq_kv"], shape["hkv"], shape["head_dim"]), jnp.bfloat16)
     v = jax.ShapeDtypeStruct((1, shape["seq_kv"], shape["hkv"], shape["head_dim_v"]), jnp.bfloat16)
-    metadata = OperationMetadata(mesh=described_mesh("tpu7x:2x2x1"), fallback="error", tuning="off")
+    metadata = OperationMetadata(mesh=_described("tpu7x:2x2x1"), fallback="error", tuning="off")
     decided = OperationRegistry.create("splash", metadata).plan(q, k, v, mask=mask)
     found = _candidates(decided)
     assert set(found) == {"forward", "backward"}
@@ -283,7 +288,7 @@ def test_a_search_by_static_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.reused == 2
     assert again.found == report.found
     metadata = OperationMetadata(
-        mesh=described_mesh("v5e:2x2"),
+        mesh=_described(),
         operation_configs={"splash": decided.problem.config},
         runtime_dtype="bfloat16",
         tuning="error",

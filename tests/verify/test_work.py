@@ -67,6 +67,7 @@ def test_units_that_a_tpu_kernel_leaves_out() -> None:
     """Causal, 2 x 2 blocks of 512 of which 3 are live, units of 128: the two on the diagonal have 10 of 16 live."""
     config = {"block_q": 512, "block_kv": 512, "block_q_compute": 128, "block_kv_compute": 128, "block_q_dkv": 512}
     config |= {"block_kv_dkv": 512, "block_q_dkv_compute": 512, "block_kv_dkv_compute": 256}
+    pytest.importorskip("libtpu", reason="pip install 'attnops[tpu]'")
     metadata = OperationMetadata(mesh=described_mesh("v5e:2x2"), operation_configs={"splash": config}, tuning="off")
     x = jax.ShapeDtypeStruct((4, 1024, 4, 64), "bfloat16")
     plan = OperationRegistry.create("splash", metadata).plan(x, x, x)
