@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -96,6 +97,8 @@ def _plan(plan: PagedPlan) -> Iterator[str]:
             for name, spec, shape, local, size in token_rows(plan)
         ]
     )
+    if math.prod(axis.size for axis in plan.problem.mesh) > 1:
+        yield pictures([plan.draw().svg()])
     yield folded("The whole plan", code(plan.explain(verbose=True)))
 
 

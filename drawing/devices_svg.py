@@ -17,7 +17,8 @@ __all__ = ["devices_svg"]
 _WIDTH, _LEFT = 440.0, 100.0
 _PANELS = 2  # panels for parts along further dimensions
 _MOST = 8  # parts of a dimension that are drawn
-_CELL = 40.0, 26.0
+_CELL = 40.0, 26.0  # at least
+_LETTER, _SMALL = 7.6, 6.8  # widths of a letter
 _LINE = 66  # characters of a small line
 _MEMBERS = 8  # devices of a group that are drawn
 
@@ -103,24 +104,32 @@ def _grid(
     """The parts along two dimensions, each with its devices; an ellipsis after the first eight."""
     parts = list[str]()
     columns, rows = (min(tensor.dims[d[0]].parts, _MOST) if d else 1 for d in (across, down))
+    held = {
+        (row, column): holders[
+            tuple(
+                (fixed | dict.fromkeys(across, column) | dict.fromkeys(down, row)).get(i, 0)
+                for i in range(len(tensor.dims))
+            )
+        ]
+        for row, column in itertools.product(range(rows), range(columns))
+    }
     width, height = _CELL
+    most = (_WIDTH - _LEFT - 20) / columns
+    width = min(max(width, *(len(_ids(one, most)) * _LETTER + 8 for one in held.values())), most)
     if across:
         dim = tensor.dims[across[0]]
         parts.append(label(12, y, short_name(dim.name) + " →", class_="ao-small"))
         ranges = [dim.range(column) for column in range(columns)]
-        if max(map(len, ranges)) > 5:  # wider than a column: where each part starts
+        if max(map(len, ranges)) * _SMALL > width:  # wider than a column: where each part starts
             ranges = [text.partition(":")[0] for text in ranges]
         for column, text in enumerate(ranges):
             parts.append(label(_LEFT + column * width + 2, y, text, class_="ao-small"))
     y += 5
-    for row, column in itertools.product(range(rows), range(columns)):
-        at = fixed | dict.fromkeys(across, column) | dict.fromkeys(down, row)
-        held = holders[tuple(at.get(i, 0) for i in range(len(tensor.dims)))]
+    for (row, column), devices in held.items():
         x, top = _LEFT + column * width, y + row * height
-        parts.append(rectangle(x, top, width, height, class_="ao-part" if len(held) > 1 else "ao-dead"))
+        parts.append(rectangle(x, top, width, height, class_="ao-part" if len(devices) > 1 else "ao-dead"))
         parts.append(rectangle(x, top, width, height, class_="ao-frame"))
-        text = ",".join(map(str, held)) if len(held) <= 3 else f"{held[0]},{held[1]} +{len(held) - 2}"
-        parts.append(label(x + width / 2, top + 17, text, text_anchor="middle"))
+        parts.append(label(x + width / 2, top + 17, _ids(devices, width), text_anchor="middle"))
         if down and column == 0:
             dim = tensor.dims[down[0]]
             parts.append(label(_LEFT - 6, top + 17, f"{short_name(dim.name)} {dim.range(row)}", "ao-small", "end"))
@@ -130,6 +139,13 @@ def _grid(
         parts.append(label(_LEFT + 4, y + rows * height + 14, "..."))
         y += 16
     return parts, y + rows * height
+
+
+def _ids(devices: list[int], room: float) -> str:
+    """As many ids as fit, and how many more there are."""
+    texts = [",".join(map(str, devices))] if len(devices) <= 3 else [f"{devices[0]},{devices[1]} +{len(devices) - 2}"]
+    texts.append(f"{devices[0]} +{len(devices) - 1}")
+    return next((text for text in texts if len(text) * _LETTER + 8 <= room), texts[-1])
 
 
 def _sent(found: Any, one: Any, y: float) -> tuple[list[str], float]:

@@ -20,6 +20,7 @@ _SHORT = {
     "kv_heads": "h",
     "head_dim": "d",
     "kv_head_dim": "d",
+    "sequence_shards": "parts",
 }
 
 

@@ -176,7 +176,7 @@ def _scale_specs(problem: AttentionProblem, fitted: FittedRules) -> tuple[Fitted
             tuple(1 if one else n for one, n in zip(alone, sizes, strict=True))
             for sizes in (tensor.shape, tensor.local_shape)
         )
-        found.append(FittedSpec(name, spec, whole, local, 4 * math.prod(local), ()))
+        found.append(FittedSpec(name, tensor.dims, spec, whole, local, 4 * math.prod(local), ()))
     return tuple(found)
 
 

@@ -61,9 +61,10 @@ class Dropped:
 
 @dataclass(frozen=True)
 class FittedSpec:
-    """A fitted spec, with the shape and bytes on each device."""
+    """A fitted spec, with the names of the dimensions, and the shape and bytes on each device."""
 
     tensor: str
+    dims: tuple[str, ...]
     spec: PartitionSpec
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
@@ -233,7 +234,8 @@ def _fit_one(
             else:
                 dropped.append(Dropped(tensor, dims[index] or str(index), index, name, *why))
         entries.append(None if not kept else kept[0] if len(kept) == 1 else tuple(kept))
-    return FittedSpec(tensor, PartitionSpec(*entries), shape, tuple(local), math.prod(local) * itemsize, tuple(dropped))
+    size = math.prod(local) * itemsize
+    return FittedSpec(tensor, dims, PartitionSpec(*entries), shape, tuple(local), size, tuple(dropped))
 
 
 def _why_dropped(

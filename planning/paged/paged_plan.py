@@ -6,9 +6,12 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ...drawing import DevicePicture
+from ...drawing.html import fragment, heading, pictures, rows
 from ...errors import RefusedError
 from ...sharding import FittedSpec
-from ..cache.cache_plan import CachePlan
+from ...sharding.mesh import AnyMesh
+from ..cache.cache_plan import CachePlan, fact_rows
 from ..operation import PlannedOperation
 from ..operation_config import OperationConfig
 from ..plan_fields import WHY, Kind, Rejected
@@ -16,6 +19,7 @@ from ..plan_text import config_lines
 from ..policy import Policy
 from ..text import Aside, bytes_text, spec_text
 from ..tuning import Tuning
+from .draw_step import draw_step
 from .page_reads import PageReads
 from .paged_problem import PagedProblem
 
@@ -98,6 +102,22 @@ class PagedPlan:
 
     def __str__(self) -> str:
         return self.explain()
+
+    def draw(self, mesh: AnyMesh | None = None) -> DevicePicture:
+        """Draw tokens and pages over the mesh, device by device, with dropped axes, copies, and arrows for what is sent.
+
+        `mesh` names the devices, which are numbered otherwise. Errors: ShardingError for another mesh than the plan's.
+        """
+        return draw_step(self.problem, self.tensors, mesh)
+
+    def _repr_html_(self) -> str:
+        runs = ("runs", f"{self.implementation or 'nothing'} ({WHY[self.kind]})")
+        told = [("note", note) for note in self.notes if not isinstance(note, Aside)]
+        parts = [heading(self.problem.describe()), rows([runs, *step_rows(self, verbose=False), *told])]
+        parts += [heading(self.cache.describe()), rows(fact_rows(self.cache))]
+        if math.prod(axis.size for axis in self.problem.mesh) > 1:
+            parts.append(pictures([self.draw().svg()]))
+        return fragment(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """The whole decision as JSON-ready values."""
