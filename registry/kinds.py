@@ -174,8 +174,17 @@ def _mesh(name: str, value: Any) -> Mesh | AbstractMesh | None:
     if isinstance(value, Mapping):
         if "axis_names" in value or "axis_sizes" in value:
             return mesh_from_dict(value)
+        for axis, size in value.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ConfigError(
+                    f"{name}: the size of axis {shown(axis)} is {shown(size)}; wanted a positive integer, as in "
+                    '{"fsdp": 2, "tp": 4}.'
+                )
         return mesh_from_dict({"axis_names": list(value), "axis_sizes": list(value.values())})
-    raise ConfigError(f"{name}={shown(value)}; wanted a jax.sharding.Mesh, an AbstractMesh, or {{axis: size}}.")
+    raise ConfigError(
+        f"{name}={shown(value)}; wanted a jax.sharding.Mesh, an AbstractMesh, or the size of each axis, as in "
+        '{"fsdp": 2, "tp": 4}.'
+    )
 
 
 def _number(name: str, value: Any) -> float:

@@ -116,3 +116,13 @@ def test_a_short_repr() -> None:
 def test_dir_has_public_names_only() -> None:
     assert {name for name in dir(attnops) if not name.startswith("__")} >= set(attnops.__all__)
     assert not {"Any", "TYPE_CHECKING", "importlib", "annotations"} & set(dir(attnops))
+
+
+@pytest.mark.parametrize("mesh", [{"shape": {"fsdp": 2}}, {"fsdp": "2"}, {"fsdp": 0}, {"fsdp": True}, {"fsdp": [2]}])
+def test_a_mesh_of_other_words_is_shown_how_sizes_are_given(mesh: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"the size of axis '(shape|fsdp)' is .*; wanted a positive integer, as in \{"
+    ):
+        OperationMetadata(mesh=mesh)
+    with pytest.raises(ConfigError, match=r"or the size of each axis, as in \{\"fsdp\": 2, \"tp\": 4\}"):
+        OperationMetadata(mesh="fsdp=2,tp=4")
