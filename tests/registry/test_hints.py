@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import attnops
-from attnops import Attention, AttnOpsError, Causal, Declaration, InputError, OperationMetadata
+from attnops import Attention, AttnOpsError, Causal, ConfigError, Declaration, InputError, OperationMetadata
 from attnops.verify.targets import target_of
 
 
@@ -124,5 +124,5 @@ def test_a_mesh_of_other_words_is_shown_how_sizes_are_given(mesh: dict[str, Any]
         ConfigError, match=r"the size of axis '(shape|fsdp)' is .*; wanted a positive integer, as in \{"
     ):
         OperationMetadata(mesh=mesh)
-    with pytest.raises(ConfigError, match=r"or the size of each axis, as in \{\"fsdp\": 2, \"tp\": 4\}"):
+    with pytest.raises(ConfigError, match=r"or the size of each axis, as in"):
         OperationMetadata(mesh="fsdp=2,tp=4")
