@@ -3,16 +3,17 @@
     python benchmarks/serving.py [--cells REGEX] [--rounds N] [--seconds N] [--max-mib N] [--json FILE] [--without NAME,...]
     python benchmarks/serving.py --report --json FILE
 
-Medians of calls that take turns in one process, and ratios; below 1 attnops is faster. All must agree, or the run stops. `even`:
-all sequences have the whole context; `ragged`: from an eighth of it to all. `chunk N`: the last sequence has N queries of a
-prompt, the others decode. Dense decode reads a cache without pages, gathered before the clock starts. Implementations that
-aren't installed are left out and listed, as are cells whose pages take more than --max-mib. jax's reference compiles a program
-for each sequence, so it is left out from --most-unrolled sequences on. Run it on an idle machine.
+Medians of calls that take turns in one process, in changing order, and ratios; below 1 attnops is faster. All must agree, or
+the run stops. `even`: all sequences have the whole context; `ragged`: from an eighth of it to all. `chunk N`: the last sequence
+has N queries of a prompt, the others decode. Dense decode reads a cache without pages, gathered before the clock starts.
+Implementations that aren't installed are left out and listed, as are cells whose pages take more than --max-mib. jax's reference
+compiles a program for each sequence, so it is left out from --most-unrolled sequences on. Run it on an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -29,7 +30,7 @@ import jax
 import numpy as np
 from serving_rivals import MODELS, RIVALS, Cell, attnops, missing, step_of, versions
 
-FEWEST_ROUNDS = 3
+FEWEST_ROUNDS, LEAST_SECONDS = 3, 0.5
 
 
 def all_cells() -> Iterator[Cell]:
@@ -53,13 +54,15 @@ def measure(cell: Cell, names: list[str], rounds: int, seconds: float) -> dict[s
         error = float(np.abs(result - results["attnops"]).max())
         assert error < (1e-4 if cell.dtype == "float32" else 3e-2), f"{cell.name}: {name} differs by {error}"
     times: dict[str, list[float]] = {name: [] for name in calls}
-    end = time.perf_counter() + seconds
-    for n in range(rounds):
-        for name, call in calls.items():
+    began, order = time.perf_counter(), [*calls]
+    for n in itertools.count(1):
+        for name in order:
             start = time.perf_counter()
-            jax.block_until_ready(call())
+            jax.block_until_ready(calls[name]())
             times[name].append(1e3 * (time.perf_counter() - start))
-        if n + 1 >= FEWEST_ROUNDS and time.perf_counter() > end:
+        order.append(order.pop(0))  # nobody always comes after the same one, with its arrays in the processor's caches
+        spent = time.perf_counter() - began
+        if (n >= rounds and spent > LEAST_SECONDS) or (n >= FEWEST_ROUNDS and spent > seconds):
             break
     medians = {name: statistics.median(values) for name, values in times.items()}
     ratios = {name: medians["attnops"] / medians[name] for name in calls if name != "attnops"}
