@@ -41,7 +41,7 @@ def _call(more: bytes, metadata: bytes = b"") -> bytes:
         (b'{"operation": "vanilla", "call": {"q_len": 8', "line 1, column"),
         (b'{"operation": "vanila"}', "Did you mean 'vanilla'"),
         (b'{"operation": "vanilla", "metadata": {"causl": true}}', "Did you mean 'causal'"),
-        (b'{"operation": "vanilla", "metadata": {"mesh": {"tp": 0}}}', "positive integers"),
+        (b'{"operation": "vanilla", "metadata": {"mesh": {"tp": 0}}}', "axis 'tp' is 0; wanted a positive integer"),
         (b'{"operation": "vanilla", "metadata": {"mesh": {"axis_names": ["tp"]}}}', "axis_sizes"),
         (b'{"operation": "vanilla", "metadata": {"mesh": 4}}', "mesh=4"),
         (b'{"operation": "vanilla", "metadata": {"operation_configs": {"splash": {"block_q": 7}}}}', "block_q=7"),
