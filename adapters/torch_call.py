@@ -13,7 +13,7 @@ import torch
 from ..errors import RefusedError
 from ..operators.attention import Attention
 from .front import attend
-from .torch_tensors import dropout_key, is_torchax, to_jax, to_torch
+from .torch_tensors import Padding, dropout_key, is_torchax, to_jax, to_torch
 
 __all__ = ["DTYPES", "CallOptions", "TorchCall"]
 
@@ -53,31 +53,30 @@ class TorchCall:
         """Attend to tensors by their names in a call, [..., heads, length, dim]. `compiled`: the whole call is one program, in
         which mask values aren't known; so are rounded calls and those with a gradient.
         """
-        given, lengths = self._rounded(given)
+        padding, lengths = self._rounded(given)
         rng = dropout_key(given["query"]) if options.dropout_p > 0 else None
         if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
-            return _Differentiable.apply(self, options, (rng, lengths), tuple(given), *given.values())
-        arrays, home = to_jax(self.attention, given)
+            return _Differentiable.apply(self, options, padding, (rng, lengths), tuple(given), *given.values())
+        arrays, home = to_jax(self.attention, given, padding)
         if compiled or lengths is not None:
             return to_torch(self.programs(options)[0](arrays, rng, lengths), home)
         return to_torch(_attend(self.attention, options, arrays, rng, lengths), home)
 
-    def _rounded(self, given: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], np.ndarray | None]:
-        """The tensors with the padded number of keys, and how many of them count, [1]; None if nothing is added."""
+    def _rounded(self, given: dict[str, torch.Tensor]) -> tuple[Padding, np.ndarray | None]:
+        """What to add to the tensors for a rounded number of keys, and how many keys count, [1]; None if it isn't rounded."""
         q_len, keys = given["query"].shape[-2], given["key"].shape[-2]
         grows = q_len < keys or q_len == 1
         # A file that declares lengths, or a segment for each key, requires them from the call.
         if not (self.round_lengths and grows) or is_torchax(given["query"]) or self._declares_keys():
-            return given, None
-        size = max(_LEAST, 1 << (keys - 1).bit_length())
-        more, found = size - keys, dict(given)
+            return {}, None
+        more = max(_LEAST, 1 << (keys - 1).bit_length()) - keys
+        padding = {}
         if more:
-            for name in ("key", "value"):
-                found[name] = torch.nn.functional.pad(given[name], (0, 0, 0, more))
+            padding = {"key": (-2, more), "value": (-2, more)}
             for name in ("mask", "bias"):
                 if name in given and given[name].shape[-1] == keys:  # else 1, which covers all keys
-                    found[name] = torch.nn.functional.pad(given[name], (0, more))
-        return found, np.full((1,), keys, np.int32)
+                    padding[name] = -1, more
+        return padding, np.full((1,), keys, np.int32)
 
     def _declares_keys(self) -> bool:
         call = self.attention.declaration.call
@@ -119,13 +118,19 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, function: TorchCall, options: CallOptions, others: Any, names: tuple[str, ...], *tensors: torch.Tensor
+        ctx: Any,
+        function: TorchCall,
+        options: CallOptions,
+        padding: Padding,
+        others: Any,
+        names: tuple[str, ...],
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        arrays, home = to_jax(function.attention, dict(zip(names, tensors, strict=True)))
-        wanted = tuple(name for name, need in zip(names, ctx.needs_input_grad[4:], strict=True) if need)
+        arrays, home = to_jax(function.attention, dict(zip(names, tensors, strict=True)), padding)
+        wanted = tuple(name for name, need in zip(names, ctx.needs_input_grad[5:], strict=True) if need)
         inexact = {name: arrays.pop(name) for name in wanted}
         out, ctx.pull = function.programs(options)[1](inexact, arrays, *others)
-        ctx.names, ctx.attention = names, function.attention
+        ctx.names, ctx.attention, ctx.padding = names, function.attention, padding
         result = to_torch(out, home)
         # The pull-back holds their memory; so torch's own check detects in-place changes.
         ctx.save_for_backward(*tensors, result)
@@ -141,7 +146,11 @@ class _Differentiable(torch.autograd.Function):
         _ = ctx.saved_tensors  # raises if one was changed in place
         arrays, home = to_jax(ctx.attention, {"gradient": gradient})
         (found,) = _backward(ctx.pull, arrays["gradient"])
-        return (None, None, None, None, *(to_torch(found[n], home) if n in found else None for n in ctx.names))
+        tensors = {name: to_torch(x, home) for name, x in found.items()}
+        for name, (dim, more) in ctx.padding.items():
+            if name in tensors:
+                tensors[name] = tensors[name].narrow(dim, 0, tensors[name].shape[dim] - more)
+        return (None, None, None, None, None, *map(tensors.get, ctx.names))
 
 
 @jax.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -13,7 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from ..errors import ConfigError, InputTypeError
 from ..operators.attention import Attention
 
-__all__ = ["check_tensor", "dropout_key", "is_torchax", "to_jax", "to_torch"]
+__all__ = ["Padding", "check_tensor", "dropout_key", "is_torchax", "to_jax", "to_torch"]
+
+# For tensors by name: a dimension, counted from the end, and how many zeros to add there.
+Padding = Mapping[str, tuple[int, int]]
+_NONE: Padding = MappingProxyType({})
+_FEW_BYTES = 2**16  # NumPy's copy of as many takes less time than the overhead of DLPack and of torch's functions
 
 
 def check_tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -36,8 +43,10 @@ def dropout_key(query: torch.Tensor) -> Any:
     return torchax.default_env().get_and_rotate_prng_key()
 
 
-def to_jax(attention: Attention, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], Any]:
-    """(the tensors as arrays where the operation runs, where they came from: None for torchax's)."""
+def to_jax(
+    attention: Attention, tensors: dict[str, torch.Tensor], padding: Padding = _NONE
+) -> tuple[dict[str, Any], Any]:
+    """(the tensors as arrays where the operation runs, where they came from: None for torchax's, which take no padding)."""
     if all(map(is_torchax, tensors.values())):
         from torchax import interop
 
@@ -47,7 +56,7 @@ def to_jax(attention: Attention, tensors: dict[str, torch.Tensor]) -> tuple[dict
         raise InputTypeError(f"tensors of two kinds: {kinds}; move all of them to torchax with x.to('jax'), or none.")
     mesh = attention.operation.metadata.declared_mesh
     where = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh) else jax.local_devices()[0]
-    arrays = {name: _array(x) for name, x in tensors.items()}
+    arrays = {name: _array(x, padding.get(name)) for name, x in tensors.items()}
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(
             "the declared mesh has no devices, so torch tensors can't run on it; declare a Mesh of devices."
@@ -59,24 +68,47 @@ def to_jax(attention: Attention, tensors: dict[str, torch.Tensor]) -> tuple[dict
     return {name: jax.device_put(x, where) for name, x in arrays.items()}, home
 
 
-def _array(x: torch.Tensor) -> Any:
-    """An array over a tensor's memory. On a CPU it is NumPy's: a compiled call takes it as it is, in a tenth of DLPack's time."""
-    x = x.detach().contiguous()
-    if x.device.type != "cpu":
-        return jnp.from_dlpack(x)
-    x = x.resolve_neg()
-    return x.view(torch.int16).numpy().view(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
-
-
 def to_torch(x: jax.Array, home: Any) -> torch.Tensor:
     """An array as a tensor of the kind and on the device that `to_jax` returned."""
     if home is None:
         from torchax import interop
 
         return interop.torch_view(x)
-    # Wait: torch may change in place what JAX is still reading.
     x = x if x.sharding == home else jax.device_put(x, home)
+    if x.nbytes <= _FEW_BYTES and all(device.platform == "cpu" for device in home.device_set):
+        return _tensor(np.array(x))
+    # Wait: torch may change in place what JAX is still reading.
     return torch.utils.dlpack.from_dlpack(jax.block_until_ready(x))
+
+
+def _array(x: torch.Tensor, padding: tuple[int, int] | None) -> Any:
+    """An array over a tensor's memory, or of a copy with zeros after its end. On a CPU it is NumPy's: a compiled call takes it
+    as it is, in a tenth of DLPack's time."""
+    x = x.detach()
+    few = x.device.type == "cpu" and x.numel() * x.element_size() <= _FEW_BYTES
+    if padding is not None and not few:
+        dim, more = padding
+        x, padding = torch.nn.functional.pad(x, (*[0] * (-2 * dim - 1), more)), None
+    x = x.contiguous()
+    if x.device.type != "cpu":
+        return jnp.from_dlpack(x)
+    x = x.resolve_neg()
+    found = x.view(torch.int16).numpy().view(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+    return found if padding is None else _padded(found, *padding)
+
+
+def _padded(x: np.ndarray, dim: int, more: int) -> np.ndarray:
+    shape = list(x.shape)
+    shape[dim] += more
+    found = np.zeros(shape, x.dtype)
+    own: tuple[Any, ...] = (..., slice(x.shape[dim]), *[slice(None)] * (-dim - 1))
+    found[own] = x
+    return found
+
+
+def _tensor(x: np.ndarray) -> torch.Tensor:
+    """A tensor over an array's memory."""
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == jnp.bfloat16 else torch.from_numpy(x)
 
 
 def is_torchax(x: Any) -> bool:

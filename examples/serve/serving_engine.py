@@ -31,9 +31,9 @@ class Choices(NamedTuple):
 
 
 class Engine:
-    """Holds weights and pages, and runs steps of a few fixed shapes: `slots` tokens or 1 if all rows decode, `budget` tokens
-    if there are prompts among them. Shorter steps are padded. `attention` is the declared operation, on the mesh of its
-    metadata; `options` are those of each of its calls, such as a sliding window.
+    """Holds weights and pages, and runs steps of a few fixed sizes: 1, half of `slots` or `slots` tokens if all rows decode,
+    half of `budget` or `budget` tokens if there are prompts among them. Shorter steps are padded. `attention` is the declared
+    operation, on the mesh of its metadata; `options` are those of each of its calls, such as a sliding window.
 
     Errors: RefusedError for a cache that its plan refuses, InputError for a cache of another model.
     """
@@ -63,7 +63,8 @@ class Engine:
             raise InputError(f"budget={budget}; wanted at least {self.slots}, a token for each row.")
         self.budget = budget
         # The programs: tokens per step, and the longest row if it is known to be short.
-        self.shapes = tuple(dict.fromkeys([(1, 1), (self.slots, 1), (budget, None)]))
+        decoding, mixed = {1, max(1, self.slots // 2), self.slots}, {max(budget // 2, self.slots), budget}
+        self.shapes = (*((size, 1) for size in sorted(decoding)), *((size, None) for size in sorted(mixed)))
         placed: dict[str, Any] = {}
         axis = None
         if mesh is not None:
@@ -104,7 +105,7 @@ class Engine:
         fit = [s for s in self.shapes if s[0] >= tokens and longest <= (s[1] or longest)]
         if not fit:
             raise InputError(f"{tokens} tokens in a step; wanted at most {self.budget}.")
-        return self._run(min(fit), new, pool)
+        return self._run(min(fit, key=lambda shape: shape[0]), new, pool)
 
     def carry_out(self, growth: Growth) -> None:
         """Carry out on the device what a pool's answer requires."""

@@ -252,6 +252,28 @@ def test_a_growing_cache_compiles_for_few_sizes(mask: str | None) -> None:
         assert len(said) == (3 if rounds else 0)
 
 
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("keys", [40, 1500])
+def test_rounded_calls_of_few_and_of_many_bytes(keys: int, dtype: torch.dtype, error: float) -> None:
+    """Few bytes are padded and returned by NumPy, many by torch."""
+    query, key, value = (
+        x.to(dtype) for x in (_normal(2, 4, 1, 8), _normal(2, 4, keys, 8, seed=1), _normal(2, 4, keys, 8))
+    )
+    mask = torch.arange(keys)[None] % 3 == 0
+    found = scaled_dot_product_attention_for(PLAIN)(query, key, value, attn_mask=mask)
+    wanted = OWN(*(x.double() for x in (query, key, value)), attn_mask=mask)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), wanted, atol=error, rtol=error)
+    found += 1  # the caller's own memory
+
+
+def test_the_gradient_of_a_rounded_bias_has_its_own_length() -> None:
+    shapes, bias = ((1, 2, 1, 8), (1, 2, 7, 8), (1, 2, 7, 8)), [_normal(1, 2, 1, 7).requires_grad_() for _ in range(2)]
+    for function, x in zip((scaled_dot_product_attention_for(PLAIN), OWN), bias, strict=True):
+        function(*(_normal(*shape) for shape in shapes), attn_mask=x).sum().backward()
+    torch.testing.assert_close(bias[0].grad, bias[1].grad, atol=1e-5, rtol=1e-5)
+
+
 def test_gradients_of_a_call_whose_keys_are_rounded_are_torchs_own() -> None:
     shapes = ((2, 3, 2, 8), (2, 3, 7, 8), (2, 3, 7, 4))
     function = scaled_dot_product_attention_for(PLAIN)
