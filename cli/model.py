@@ -17,13 +17,13 @@ from ..planning.text import Aside, bytes_text
 from ..registry import OperationRegistry
 from ..registry.call_declaration import CallDeclaration
 from ..registry.model_declaration import LayerDeclaration, ModelDeclaration, is_cached, write_layers
-from .console import Columns, fields, table, text, title
-from .plan import print_plan, rejected_rows
+from .console import fields, table, text, title
+from .plan import print_plan, rejected_rows, runs_row
 from .target import TargetOptions, plan_metadata, targeted
 
 __all__ = ["ModelOptions", "ModelPlans", "model_json", "plan_model", "print_model"]
 
-_NAMING = 2  # columns that identify the layers of a row
+_NAMING = ("layers", "kind")
 _LONGEST = 131072  # longest sequence planned by default; some configs promise millions
 
 
@@ -146,33 +146,38 @@ def print_model(found: ModelPlans, *, whole: bool, verbose: bool = False) -> Non
     head = f"{found.model.family}: {len(found.model.layers)} layers; {plan.problem.describe()}"
     console.print(title(head))
     layers = [_row(found, layer, plan, call) for layer, plan in found.plans]
-    heads = [name for name in layers[0] if any(row[name] for row in layers)]
-    columns = _table(heads, layers)
-    if not columns.fits(console.width):  # print once what all layers have in common
-        alike = [name for name in heads[_NAMING:] if len({row[name] for row in layers}) == 1]
-        console.print(fields([("all", ", ".join(f"{name} {layers[0][name]}" for name in alike))] if alike else []))
-        columns = _table([name for name in heads if name not in alike], layers)
+    differing = [name for name in layers[0] if name not in _NAMING and len({row[name] for row in layers}) > 1]
+    columns = table(*_NAMING, *differing)
+    for row in layers:
+        columns.add_row(*(row[name] or "-" for name in (*_NAMING, *differing)))
     console.print(columns)
-    rows = [*_told(found.plans), *[("note", note) for note in found.notes]]
-    if rows:
-        console.print("", fields(rows), sep="\n")
+    rows = [*_alike(plan, layers[0], differing), *_told(found.plans), *[("note", note) for note in found.notes]]
+    console.print("", fields(rows), sep="\n")
 
 
-def _table(heads: Sequence[str], rows: Sequence[dict[str, str]]) -> Columns:
-    columns = table(*heads)
-    for row in rows:
-        columns.add_row(*(row[name] or "-" for name in heads))
-    return columns
+def _alike(plan: Plan, row: dict[str, str], differing: Sequence[str]) -> list[tuple[str, str | Text]]:
+    """What all layers have in common; the first line has their heads and dims."""
+    rows: list[tuple[str, str | Text]] = []
+    if not {"runs", "why"} & set(differing):
+        rows.append(runs_row(plan))
+    elif "runs" not in differing:
+        rows.append(("runs", row["runs"]))
+    rows += [
+        (label, row[label]) for label in ("cap", "sinks", "blocks") if label not in differing and row[label].strip("-")
+    ]
+    if "device" not in differing:
+        devices = plan.problem.devices
+        rows.append(("device", f"{row['device']} of operands" + (f" on each of {devices}" if devices > 1 else "")))
+    return rows
 
 
 def _row(found: ModelPlans, layer: LayerDeclaration, plan: Plan, call: CallDeclaration) -> dict[str, str]:
-    """A layer's cells by column heading. A column that is empty for all layers isn't shown."""
+    """A layer's cells by column heading."""
     problem = plan.problem
     kv_heads, value_dim = call.kv_heads or call.q_heads, call.value_dim or call.head_dim
     sinks = problem.sinks_shape
-    return {
-        "layers": _numbers(layer.layers, len(found.model.layers)),
-        "kind": layer.kind,
+    named = dict(zip(_NAMING, (_numbers(layer.layers, len(found.model.layers)), layer.kind), strict=True))
+    return named | {
         "heads": f"{call.q_heads}" if kv_heads == call.q_heads else f"{call.q_heads}/{kv_heads}",
         "dim": f"{call.head_dim}" if value_dim == call.head_dim else f"{call.head_dim}/{value_dim}",
         "cap": "" if problem.logits_soft_cap is None else f"{problem.logits_soft_cap:g}",
@@ -200,10 +205,10 @@ def _told(plans: Sequence[tuple[LayerDeclaration, Plan]]) -> list[tuple[str, str
 
 
 def _numbers(layers: Sequence[int], count: int) -> str:
-    """`23: 0, 2 ... 44`, `28: 0-27` or `29: all but 5, 11 ... 29`, whichever is short."""
+    """`0, 2 ... 44 (23)`, `0-27 (28)` or `all but 5, 11 ... 29 (29)`, whichever is short."""
     rest = sorted(set(range(count)) - set(layers))
     told = min(_series(layers), f"all but {_series(rest)}" if rest else _series(layers), key=len)
-    return f"{len(layers)}: {told}"
+    return f"{told} ({len(layers)})"
 
 
 def _series(layers: Sequence[int]) -> str:

@@ -20,32 +20,35 @@ def test_table(attnops: Callable[..., Any]) -> None:
         "plan", "--model", GEMMA, "--mesh", "fsdp=8,tp=4", "--platform", "tpu", "--batch", 8, "--q-len", 2048
     )
     assert (result.status, result.err) == (0, "")
-    lines = result.out.splitlines()
-    (alike,) = [line for line in lines if line.startswith("all  ")]  # 80 columns have no room for it in every row
-    (local,) = [line for line in lines if "local 1024" in line]
-    (all_of_it,) = [line for line in lines if line.startswith("5: 5, 11 ... 29")]
-    assert "8/4" in alike
-    assert "splash.forward_tpu" in alike
+    assert result.out.splitlines()[2:5] == [
+        "layers                     kind",
+        "all but 5, 11 ... 29 (29)  local 1024",
+        "5, 11 ... 29 (5)           global",
+    ]
+    assert "8 heads (4 kv), dim 256" in result.said
+    assert "runs splash.forward_tpu (the platform's own implementation)" in result.said
     # q 1x2048x2x256 and kv 1x2048x1x256 twice, in bfloat16, on each of 32 devices: 2 + 1 + 1 MiB
-    assert "device 4.0 MiB" in result.said
-    assert not any("splash" in line for line in (local, all_of_it))
-    assert "29: all but 5, 11 ... 29" in result.out
+    assert "device 4.0 MiB of operands on each of 32" in result.said
     assert "the default of gemma3_text" in " ".join(result.out.split())
 
 
-def test_caps_and_sinks_have_their_columns(attnops: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = ("plan", "--q-len", 64, "--platform", "v5p", "--model")
-    for model, heads, cells in (
-        ("gemma-2-27b-it", "cap", "50"),
-        ("gpt-oss-20b", "sinks", "1 per head"),
-        ("llama-3.1-8b", "heads", "32/8"),
-    ):
-        monkeypatch.setenv("COLUMNS", "140")
-        lines = attnops(*wide, MODELS / f"{model}.json").out.splitlines()
-        head = next(line for line in lines if line.startswith("layers"))
-        row = lines[lines.index(head) + 1]
-        assert row[head.index(heads) :].startswith(cells)
-        assert ("cap" in head, "sinks" in head) == (heads == "cap", heads == "sinks")
+@pytest.mark.parametrize(
+    ("model", "line"), [("gemma-2-27b-it", "cap     50"), ("gpt-oss-20b", "sinks   1 per head"), ("llama-3.1-8b", None)]
+)
+def test_caps_and_sinks_are_told(attnops: Callable[..., Any], model: str, line: str | None) -> None:
+    lines = attnops("plan", "--q-len", 64, "--platform", "v5p", "--model", MODELS / f"{model}.json").out.splitlines()
+    assert [one for one in lines if one.startswith(("cap ", "sinks "))] == ([line] if line else [])
+
+
+def test_what_differs_has_a_column(attnops: Callable[..., Any]) -> None:
+    arguments = ("plan", "--q-len", 2048, "--operation", "vanilla", "--platform", "cpu", "--model")
+    lines = attnops(*arguments, MODELS / "modernbert-base.json").out.splitlines()
+    head = next(line for line in lines if line.startswith("layers"))
+    assert head.split() == ["layers", "kind", "blocks"]
+    for kind in ("global", "local"):
+        (row,) = [line for line in lines if line[head.index("kind") :].startswith(kind)]
+        assert row[head.index("blocks") :].startswith("blockwise ")
+    assert not any(line.startswith("blocks") for line in lines)
 
 
 def test_drops_repeats_and_notes_stand_below_the_table(attnops: Callable[..., Any]) -> None:
@@ -96,7 +99,7 @@ def test_json(attnops: Callable[..., Any]) -> None:
 def test_one_layer_in_full(attnops: Callable[..., Any]) -> None:
     result = attnops("plan", "--model", GEMMA, "--q-len", 256, "--layer", 5, "--operation", "vanilla")
     assert result.status == 0
-    assert "gemma3_text, global: layers 5: 5, 11 ... 29" in result.out
+    assert "gemma3_text, global: layers 5, 11 ... 29 (5)" in result.out
     assert "vanilla.forward_native" in result.out
     assert "causal(offset=0)" in result.out
     assert "window(" not in result.out
@@ -143,7 +146,7 @@ def test_refused_layers_end_with_status_1(attnops: Callable[..., Any]) -> None:
     assert result.status == 1
     assert result.err.startswith("attnops: local 128: sdpa")
     assert "global: sdpa" in result.err
-    assert "refused" in result.out
+    assert "runs nothing (REFUSED: no implementation may run this)" in result.said
     strict = attnops("plan", "--model", GEMMA, "--q-len", 64, "--mesh", "tp=3", "--strict")
     assert strict.status == 1
     assert "strict sharding" in strict.err
