@@ -17,7 +17,7 @@ class CpuRates:
     """
 
     flops_per_second: float = 100000000000.0
-    weights_per_second: float = 4600000000.0
-    bytes_per_second: float = 1000000000.0
-    tile_seconds: float = 1.56e-07
-    step_seconds: float = 0.000657
+    weights_per_second: float = 2430000000.0
+    bytes_per_second: float = 1150000000.0
+    tile_seconds: float = 3.9e-08
+    step_seconds: float = 0.000529
