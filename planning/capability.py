@@ -98,6 +98,8 @@ class Capability:
     dequantises: bool = False
     # Chooses a route, if the implementation has several.
     route: Callable[[AttentionProblem, Placement, OperationConfig], Route] | None = None
+    # Whether it writes keys and values into a cache's pages while it attends.
+    writes_pages: bool = False
 
     def reasons(self, problem: AttentionProblem, config: OperationConfig) -> tuple[Reason, ...]:
         """Return every reason against this problem; () if it can run."""
@@ -124,13 +126,14 @@ def implementation(
     check_vma: bool = True,
     dequantises: bool = False,
     route: Callable[[AttentionProblem, Placement, OperationConfig], Route] | None = None,
+    writes_pages: bool = False,
 ) -> Callable[[F], F]:
     """Declare what a forward method can do. Errors: ValueError for an unknown feature."""
     wanted = frozenset(consumes)
     if unknown := sorted(wanted - ALL_FEATURES):
         raise ValueError(f"unknown features {unknown}; wanted some of {sorted(ALL_FEATURES)}.")
     published = {dtype: Tolerance(*value) for dtype, value in tolerance.items()}
-    capability = Capability(wanted, tuple(rules), published, check_vma, dequantises, route)
+    capability = Capability(wanted, tuple(rules), published, check_vma, dequantises, route, writes_pages)
 
     def declare(method: F) -> F:
         method.capability = capability  # type: ignore[attr-defined]

@@ -79,8 +79,6 @@ def describe_step(
             notes.append(f"{name}={said!r} is not read: sequences lie in pages")
     if metadata.partition_axis != OperationMetadata().partition_axis:
         notes.append("partition_axis is not read: the cache declares pages_axis, kv_head_axis and page_sequence_axis")
-    if update == "fused":
-        notes.append("update='fused': no kernel here writes pages, so keys are written first; the result is the same")
     wanted = {
         "logits_soft_cap": cap is not None,
         "sinks": sinks is not None,

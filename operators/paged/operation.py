@@ -32,7 +32,7 @@ from ..paged_cache.attend import check_longest
 from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.insert import check_step
 from ..paged_cache.join_shards import check_mesh
-from ..paged_cache.paged_call import PagedCall, on_xla
+from ..paged_cache.paged_call import Attended, PagedCall, on_xla
 from ..paged_cache.state import CacheState, alone
 from ..runnable import check_runnable
 from .describe_step import describe_step
@@ -214,13 +214,16 @@ class Paged(DeclaredOperation):
 
     @classmethod
     def remarks(cls, method: str, problem: Any, placement: Any, config: Any) -> tuple[str, ...]:
-        """Config fields that the method doesn't read."""
+        """Config fields that the method doesn't read, and what it writes itself if the update is 'fused'."""
         del placement
-        if method == "forward_tpu":
-            return tpu_notes(problem)
-        if config.is_set("vmem_limit_bytes"):
-            return ("forward_native doesn't read the config's vmem_limit_bytes",)
-        return ()
+        notes = tpu_notes(problem) if method == "forward_tpu" else ()
+        if method != "forward_tpu" and config.is_set("vmem_limit_bytes"):
+            notes += (f"{method} doesn't read the config's vmem_limit_bytes",)
+        if problem.update == "fused" and not cls.capability(method).writes_pages:
+            notes += (f"update='fused': {method} writes no pages, so keys are written first; the result is the same",)
+        elif problem.update == "fused" and problem.max_q_len != 1:
+            notes += ("update='fused': the kernel writes rows of one token; the keys of longer rows are written first",)
+        return notes
 
     @classmethod
     def resolve_config(cls, method: str, problem: Any, placement: Any) -> OperationConfig:
@@ -238,9 +241,11 @@ class Paged(DeclaredOperation):
         rules=(SOFTMAX,),
         tolerance={"float32": (4e-6, None), "bfloat16": (1.5e-2, None)},
         check_vma=False,
+        writes_pages=True,
     )
-    def forward_tpu(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
-        """Attend with Pallas kernels: pages come by DMA, several blocks at a time; dead pages aren't fetched."""
+    def forward_tpu(self, call: PagedCall) -> Attended:
+        """Attend with Pallas kernels: pages come by DMA, several blocks at a time; dead pages aren't fetched. If the update is
+        'fused', rows of one token are written by the kernel too."""
         return on_tpu(call)
 
     @implementation(
@@ -248,7 +253,7 @@ class Paged(DeclaredOperation):
         rules=(SOFTMAX, DTYPE),
         tolerance={"float32": (4e-6, None), "bfloat16": (1.5e-2, None), "float16": (2e-3, None)},
     )
-    def forward_native(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
+    def forward_native(self, call: PagedCall) -> Attended:
         """Attend with plain XLA: decoding rows by a list of live pages, chunks block by block; dead pages aren't read."""
         return on_xla(call)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,14 @@ class StepProgram:
         return self._hash
 
 
+def written_when(operation: type[PlannedOperation], plan: PagedPlan) -> Literal["before", "fused", "none"]:
+    """When a plan's tokens are written: 'fused' only if its method does that."""
+    problem = plan.problem
+    if problem.update == "none":
+        return "none"
+    return "fused" if problem.update == "fused" and operation.capability(plan.method or "").writes_pages else "before"
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def run_step(
     program: StepProgram, state: CacheState, batch: RaggedBatch, query: Any, key: Any, value: Any, sinks: Any
@@ -58,7 +66,7 @@ def run_step(
         jnp.asarray(query, problem.runtime_dtype),
         key,
         value,
-        update="none" if problem.update == "none" else "before",
+        update=written_when(type(program.operation), program.plan),
         mesh=program.mesh,
         kv_heads=program.plan.policy.kv_heads,
         softmax_scale=problem.softmax_scale,

@@ -12,6 +12,7 @@ from ...planning.text import bytes_text
 from ..kernels.paged_tpu import (
     Geometry,
     Options,
+    PageArrays,
     advice,
     chosen_sizes,
     most_vmem,
@@ -19,7 +20,8 @@ from ..kernels.paged_tpu import (
     reasons_against,
     vmem_room,
 )
-from ..paged_cache.paged_call import PagedCall
+from ..paged_cache.paged_call import Attended, PagedCall
+from ..paged_cache.state import LayerPages
 
 __all__ = ["on_tpu", "tpu_notes", "tpu_reasons", "tpu_sizes"]
 
@@ -71,7 +73,7 @@ def tpu_notes(problem: PagedProblem) -> tuple[str, ...]:
     )
 
 
-def on_tpu(call: PagedCall) -> tuple[jax.Array, jax.Array]:
+def on_tpu(call: PagedCall) -> Attended:
     """Attend with the TPU kernels; see kernels/paged_tpu."""
     pages, batch = call.pages, call.batch
     if call.sequence_shards > 1:
@@ -80,7 +82,7 @@ def on_tpu(call: PagedCall) -> tuple[jax.Array, jax.Array]:
         )
     if call.layout not in _LAYOUTS:
         raise ConfigError(f"pages of layout {call.layout!r}; wanted one of {', '.join(_LAYOUTS)}.")
-    return paged_attention_tpu(
+    output, lse, after = paged_attention_tpu(
         call.query,
         pages.key,
         pages.value,
@@ -102,7 +104,9 @@ def on_tpu(call: PagedCall) -> tuple[jax.Array, jax.Array]:
         queries_per_block=call.sizes.queries_per_block,
         vmem_limit_bytes=call.sizes.vmem_limit_bytes,
         interpret=call.sizes.interpret,
+        rows=None if call.rows is None else PageArrays(*call.rows),
     )
+    return Attended(output, lse, None if after is None else LayerPages(*after))
 
 
 _FIELDS = {"dtype": "runtime_dtype", "page_table_smem": "max_length", "page_rows": "cache.layout"}
@@ -154,6 +158,7 @@ def _options(problem: PagedProblem, config: OperationConfig) -> Options:
         buffers=0,
         vmem_limit_bytes=getattr(config, "vmem_limit_bytes", None),
         interpret=False,
+        writes=problem.update == "fused",
     )
 
 

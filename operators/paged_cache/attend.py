@@ -19,9 +19,9 @@ from ...sharding import axes_at, axes_of
 from ...sharding.mesh import AnyMesh
 from ..kernels.page_layout import page_shape
 from .batch import RaggedBatch
-from .insert import check_step, insert
+from .insert import check_step, insert, write
 from .join_shards import check_mesh, joined_outputs, joined_over_devices, sinks_of
-from .paged_call import PagedCall, PagedMethod, PagedSizes, on_xla
+from .paged_call import Attended, PagedCall, PagedMethod, PagedSizes, on_xla
 from .state import CacheState, LayerPages, alone, layer_of, step_specs
 from .token_slots import rows_by_shard
 
@@ -47,7 +47,7 @@ def attend(
     key: Float[Array, "tokens kv_heads head_dim"] | None = None,
     value: Float[Array, "tokens kv_heads value_dim"] | None = None,
     *,
-    update: Literal["before", "none"] = "before",
+    update: Literal["before", "fused", "none"] = "before",
     mesh: AnyMesh | None = None,
     kv_heads: Literal["replicate", "error"] = "replicate",
     softmax_scale: float | None = None,
@@ -64,7 +64,8 @@ def attend(
 ) -> PagedOutput:
     """Attend to the keys in each row's pages, including those of this step's own tokens. The operation `paged` is this, planned.
 
-    update: 'before' writes `key` and `value` first, as `insert` does; 'none' uses the pages as they are, without key or value.
+    update: 'before' writes `key` and `value` first, as `insert` does; 'fused' leaves rows of one token to the method, which must
+    be one that writes; 'none' uses the pages as they are, without key or value.
     `mesh` and `kv_heads` are those that the state was made with: each device then works on its own pages and heads.
     `softmax_scale` defaults to 1/sqrt(head_dim). `sliding_window`: inclusive distances (left, right). `max_q_len`: the most
     queries of any row in this step, 1 if all rows decode; in a traced batch queries beyond it give 0. `debug`: checks traced
@@ -78,13 +79,16 @@ def attend(
     own = alone(state, layer, batch)
     cache = own.cache
     check_window(cache.window_tokens, sliding_window)
-    if key is not None and value is not None:
-        own = insert(own, 0, batch, key, value, debug=debug)
-    else:
+    rows = None
+    if key is None or value is None:
         check_step(own, 0, batch, query, debug=debug)
+    elif update == "fused":
+        own, rows = write(own, 0, batch, key, value, debug=debug, which="none" if max_q_len == 1 else "several")
+    else:
+        own = insert(own, 0, batch, key, value, debug=debug)
     check_longest(batch, max_q_len, debug=debug)
 
-    def shard(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, index: Any = 0) -> Any:
+    def shard(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any, index: Any = 0) -> Attended:
         scale = cache.head_dim**-0.5 if softmax_scale is None else softmax_scale
         mask = (causal, sliding_window)
         call = PagedCall(
@@ -102,18 +106,21 @@ def attend(
             sizes,
             own.sequence_shards,
             index,
+            rows,
         )
         return method(call)
 
     pages = own.layers[0]
-    output, lse = _by_device(shard, own, pages, batch, query, sinks, mesh, kv_heads, check_vma)
+    output, lse, after = _by_device(shard, own, pages, batch, query, sinks, rows, mesh, kv_heads, check_vma)
+    if after is not None:  # scales that aren't by token stay as they are
+        pages = LayerPages(*(x if new is None else new for x, new in zip(pages, after, strict=True)))  # type: ignore[arg-type]
     return PagedOutput(output, lse, state.with_layer(layer, pages))
 
 
 def check_operands(state: CacheState, layer: Any, query: Any, key: Any, value: Any, update: str) -> None:
     """Refuse an unknown update, keys that it doesn't use or lacks, and a query of a wrong shape."""
-    if update not in ("before", "none"):
-        raise ConfigError(f"update={shown(update)}; wanted 'before' or 'none'.")
+    if update not in ("before", "fused", "none"):
+        raise ConfigError(f"update={shown(update)}; wanted 'before', 'fused' or 'none'.")
     check_written(update, key, value)
     pages, cache = layer_of(state, layer), state.cache
     heads = page_shape(cache.layout, pages.key, pages.value, cache.head_dim, cache.value_size).kv_heads
@@ -170,18 +177,19 @@ def _by_device(
     batch: RaggedBatch,
     query: Any,
     sinks: Any,
+    rows: LayerPages | None,
     mesh: AnyMesh | None,
     kv_heads: Any,
     check_vma: bool,
-) -> tuple[jax.Array, jax.Array]:
+) -> Attended:
     """Each shard of the pages with its own part of the batch; on a mesh, each device also with its own heads."""
     sinks = None if sinks is None else jnp.asarray(sinks)
     if mesh is None or mesh.size == 1 or all(axis.kind == "manual" for axis in axes_of(mesh)):
         if batch.shards is None:
-            return _one_by_one(shard, query, pages, batch, sinks)
-        parts = [_part(batch.shards, n, query, pages, batch) for n in range(batch.shards)]
-        found = [_one_by_one(shard, *part, sinks) for part in parts]
-        return jnp.concatenate([x for x, _ in found]), jnp.concatenate([x for _, x in found])
+            return _one_by_one(shard, query, pages, batch, sinks, rows)
+        parts = [_part(batch.shards, n, query, pages, batch, rows) for n in range(batch.shards)]
+        found = [_one_by_one(shard, *part, sinks=sinks, rows=own) for part, own in parts]
+        return jax.tree.map(lambda *of_shards: jnp.concatenate(of_shards), *found)
     plan = state.cache.plan(mesh, kv_heads=kv_heads).require()
     check_mesh(state, plan)
     of_query, of_layer, of_batch = step_specs(plan)
@@ -190,46 +198,51 @@ def _by_device(
     of_table = plan["page_table"].fitted.spec
     along = axes_at(of_table, len(of_table) - 3) if plan.sequence_shards > 1 else ()
 
-    def body(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any) -> tuple[jax.Array, jax.Array]:
+    def body(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any) -> Attended:
         if batch.shards is not None:  # a device has one shard
             batch = jax.tree.map(lambda x: x[0], batch)
         if not along:
-            return shard(query, pages, batch, sinks)
+            return shard(query, pages, batch, sinks, rows)
         index = lax.axis_index(along)
         batch = replace(batch, page_table=batch.page_table[0])
-        output, lse = shard(query, pages, batch, sinks_of(sinks, index), index)
-        return joined_over_devices(output, lse, along)
+        made = shard(query, pages, batch, sinks_of(sinks, index), rows, index)
+        return Attended(*joined_over_devices(made.output, made.lse, along))
+
+    of_rows: Any = None
+    of_pages: Any = None
+    if rows is not None:
+        of_rows = jax.tree.map(lambda _: PartitionSpec(tokens, heads), rows)
+        of_pages = LayerPages(*(None if own is None else spec for spec, own in zip(specs[1], rows, strict=True)))  # type: ignore[arg-type]
 
     return jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(*specs, None if sinks is None else PartitionSpec(heads)),
-        out_specs=(PartitionSpec(tokens, heads, None), PartitionSpec(tokens, heads)),
+        in_specs=(*specs, None if sinks is None else PartitionSpec(heads), of_rows),
+        out_specs=Attended(PartitionSpec(tokens, heads, None), PartitionSpec(tokens, heads), of_pages),
         axis_names={axis.name for axis in axes_of(mesh) if axis.kind != "manual"},
         check_vma=check_vma,
-    )(query, pages, batch, sinks)
+    )(query, pages, batch, sinks, rows)
 
 
-def _one_by_one(
-    shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any
-) -> tuple[jax.Array, jax.Array]:
+def _one_by_one(shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any) -> Attended:
     """Without a mesh: one sequence shard after the other, if there are several, with their outputs merged."""
     if (n := batch.sequence_shards) == 1:
-        return shard(query, pages, batch, sinks)
+        return shard(query, pages, batch, sinks, rows)
     found = []
     for index in range(n):
         own: Any = (x if x is None or x.ndim < 3 else rows_by_shard(n, x, "pages")[index] for x in pages)
         table = replace(batch, page_table=batch.page_table[index])
-        found.append(shard(query, LayerPages(*own), table, sinks_of(sinks, index), index))
-    return joined_outputs(jnp.stack([x for x, _ in found]), jnp.stack([x for _, x in found]))
+        found.append(shard(query, LayerPages(*own), table, sinks_of(sinks, index), rows, index))
+    return Attended(*joined_outputs(jnp.stack([x.output for x in found]), jnp.stack([x.lse for x in found])))
 
 
 def _part(
-    shards: int, n: int, query: Any, pages: LayerPages, batch: RaggedBatch
-) -> tuple[Any, LayerPages, RaggedBatch]:
-    """The query, the pages and the batch of one shard."""
+    shards: int, n: int, query: Any, pages: LayerPages, batch: RaggedBatch, rows: LayerPages | None
+) -> tuple[tuple[Any, LayerPages, RaggedBatch], LayerPages | None]:
+    """((the query, the pages, the batch), the written rows) of one shard."""
 
-    def rows(x: Any) -> Any:
-        return x if x is None or x.ndim < 3 else rows_by_shard(shards, x, "rows")[n]
+    def part(x: Any) -> Any:
+        return rows_by_shard(shards, x, "rows")[n]
 
-    return rows(query), LayerPages(*map(rows, pages)), jax.tree.map(lambda x: x[n], batch)
+    own: Any = (x if x is None or x.ndim < 3 else part(x) for x in pages)
+    return (part(query), LayerPages(*own), jax.tree.map(lambda x: x[n], batch)), jax.tree.map(part, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from ...errors import InputError, InputTypeError, a_type
 from ...planning.cache.cache_fields import axis_names
+from ...planning.cache.kv_cache import KVCache
 from ..kernels.page_layout import joined, page_shape, places_of
 from ..kernels.varying import varying
 from .batch import RaggedBatch
@@ -21,7 +22,7 @@ from .sequence_shards import by_sequence_shard
 from .state import CacheState, LayerPages, alone, layer_of
 from .token_slots import by_shard, rows_by_shard, token_slots
 
-__all__ = ["check_shards", "check_step", "insert", "quantised_tokens"]
+__all__ = ["as_stored", "check_shards", "check_step", "insert", "quantised_tokens", "write"]
 
 
 def insert(
@@ -40,6 +41,21 @@ def insert(
     as declared, or as the cache stores them. Inside a shard_map everything is a device's own part, heads repeated.
     Errors: InputTypeError for a dtype other than the declared one, InputError for shapes and for values, as in RaggedBatch.make.
     """
+    return write(state, layer, batch, key, value, debug=debug, which="all")[0]
+
+
+def write(
+    state: CacheState,
+    layer: int,
+    batch: RaggedBatch,
+    key: Any,
+    value: Any,
+    *,
+    debug: bool,
+    which: Literal["all", "several", "none"],
+) -> tuple[CacheState, LayerPages]:
+    """(the state with the tokens written, as by `insert`, the tokens as their pages store them). which: of which rows tokens are
+    written: of all, of those with several tokens, or of none."""
     whole, at = state, layer
     state, layer = alone(whole, at, batch), 0
     pages = state.layers[0]
@@ -54,6 +70,7 @@ def insert(
 
     along = state.sequence_shards
     slots: Any = partial(token_slots, tokens=own_tokens, pages=own_pages // along, page_size=cache.page_size)
+    slots = partial(slots, singles=which == "all")
     if along > 1:
         slots = _on_each(partial(slots, stride=along), along)
     traced = [jnp.asarray(array) for array in arrays]
@@ -64,29 +81,33 @@ def insert(
 
     put_all = by_sequence_shard(along, put_in, (0, 0, None))
 
-    def write(stored: jax.Array, tokens: jax.Array) -> jax.Array:
+    def put_tokens(stored: Any, tokens: jax.Array) -> jax.Array:
         return by_shard(shards, put_all, stored, *where, rows_by_shard(shards, tokens, "tokens"))
 
-    def as_stored(tokens: Any, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        """(the tokens in the pages' dtype with the pages' heads, their layer's scales)."""
+    tokens = as_stored(cache, pages, shape.kv_heads, key, value)
+    if which == "none":
+        return whole, tokens
+    after: Any = (x if own is None else put_tokens(x, own) for x, own in zip(pages, tokens, strict=True))
+    return whole.with_layer(at, LayerPages(*after)), tokens
+
+
+def as_stored(cache: KVCache, pages: LayerPages, kv_heads: int, key: Any, value: Any) -> LayerPages:
+    """Tokens as the pages store them, [tokens, kv_heads, ...] for each array of a layer; None for what isn't stored by token."""
+
+    def stored(tokens: Any, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         tokens = jnp.asarray(tokens)
-        if tokens.shape[1] != shape.kv_heads:
-            tokens = jnp.repeat(tokens, shape.kv_heads // tokens.shape[1], axis=1)
+        if tokens.shape[1] != kv_heads:
+            tokens = jnp.repeat(tokens, kv_heads // tokens.shape[1], axis=1)
         if cache.quantised is None:
             return tokens, None
         if cache.quantised.scale != "token_head":
-            return quantised_tokens(tokens, cache.quantised.dtype, scale)[0], scale
-        assert scale is not None
-        tokens, own = quantised_tokens(tokens, cache.quantised.dtype)
-        return tokens, write(scale, own)
+            return quantised_tokens(tokens, cache.quantised.dtype, scale)[0], None
+        return quantised_tokens(tokens, cache.quantised.dtype)
 
-    new_key, key_scale = as_stored(key, pages.key_scale)
-    new_value, value_scale = as_stored(value, pages.value_scale)
+    (key, key_scale), (value, value_scale) = stored(key, pages.key_scale), stored(value, pages.value_scale)
     if pages.value is None:
-        both = write(pages.key, joined(cache.layout, new_key, new_value))
-        return whole.with_layer(at, LayerPages(both, None, key_scale, value_scale))
-    stored = write(pages.key, new_key), write(pages.value, new_value)
-    return whole.with_layer(at, LayerPages(*stored, key_scale, value_scale))
+        return LayerPages(joined(cache.layout, key, value), None, key_scale, value_scale)
+    return LayerPages(key, value, key_scale, value_scale)
 
 
 def check_step(state: CacheState, layer: int, batch: RaggedBatch, tokens: Any, *, debug: bool) -> tuple[int, int]:

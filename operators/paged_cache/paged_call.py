@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
+from ...errors import ConfigError
 from ..kernels.paged import paged_attention
 from .batch import RaggedBatch
 from .state import LayerPages
 
-__all__ = ["PagedCall", "PagedMethod", "PagedSizes", "on_xla"]
+__all__ = ["Attended", "PagedCall", "PagedMethod", "PagedSizes", "on_xla"]
 
 
 class PagedSizes(NamedTuple):
@@ -29,6 +30,8 @@ class PagedCall(NamedTuple):
     The mask is that of `causal` and `sliding_window`, inclusive distances to the left and to the right. `max_q_len`: the most
     queries of any sequence. `sequence_shards`: the devices that share the sequences' pages in turn; `shard_index`: this device.
     The table has every sequence_shards-th page from number shard_index on, and output and lse cover only those keys.
+    `rows`: for update 'fused', each token as the pages store it. What rows of several tokens write is in the pages already; a
+    row of one token is written by the method.
     """
 
     query: jax.Array
@@ -46,16 +49,27 @@ class PagedCall(NamedTuple):
     sizes: PagedSizes = PagedSizes()
     sequence_shards: int = 1
     shard_index: jax.Array | int = 0
+    rows: LayerPages | None = None
 
 
-PagedMethod: TypeAlias = Callable[[PagedCall], tuple[jax.Array, jax.Array]]
-"""From a call to (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads])."""
+class Attended(NamedTuple):
+    """output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]. pages: those after, if the method
+    wrote the call's rows."""
+
+    output: Any
+    lse: Any
+    pages: LayerPages | None = None
 
 
-def on_xla(call: PagedCall) -> tuple[jax.Array, jax.Array]:
+PagedMethod: TypeAlias = Callable[[PagedCall], Attended]
+
+
+def on_xla(call: PagedCall) -> Attended:
     """Attend with plain XLA; see kernels/paged.py."""
     pages, batch = call.pages, call.batch
-    return paged_attention(
+    if call.rows is not None:
+        raise ConfigError("update='fused': plain XLA writes no pages while it attends; wanted 'before'.")
+    output, lse = paged_attention(
         call.query,
         pages.key,
         pages.value,
@@ -79,3 +93,4 @@ def on_xla(call: PagedCall) -> tuple[jax.Array, jax.Array]:
         page_stride=call.sequence_shards,
         page_shard=call.shard_index,
     )
+    return Attended(output, lse)

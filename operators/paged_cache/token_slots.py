@@ -25,12 +25,14 @@ def token_slots(
     page_size: int,
     stride: int = 1,
     shard: Any = 0,
+    singles: bool = True,
 ) -> tuple[Int32[Array, " tokens"], Int32[Array, " tokens"]]:
     """(page id, row in the page) of each token: position kv_len - q_len + i of its sequence.
 
     A token after the last sequence, at a position without a page in the table, or with an id out of range gets the id
     `pages`, which a scatter with mode='drop' skips. Nothing is clamped. With a stride the table is one shard's: every
-    stride-th page of a sequence from page number `shard` on; tokens on other pages get the id `pages` too.
+    stride-th page of a sequence from page number `shard` on; tokens on other pages get the id `pages` too. Without
+    `singles`, so do tokens that are their row's only one.
     """
     rows, width = page_table.shape
     none = jnp.iinfo(jnp.int32).max
@@ -46,6 +48,8 @@ def token_slots(
         inside &= slot % stride == shard
         slot = slot // stride
     inside &= (first <= token) & (token < last) & (position >= 0) & (slot < width)
+    if not singles:
+        inside &= last - first > 1
     page = page_table[row, jnp.where(inside, slot, 0)]
     inside &= (page >= 0) & (page < pages)
     return jnp.where(inside, page, pages), position % page_size

@@ -32,9 +32,9 @@ def laid_out(arrays: dict[str, Any], layout: str, pad: int = 0) -> dict[str, Any
 
 
 def program(case: PagedCase, layout: str = "heads", **more: Any) -> Any:
-    """A compiled function of the arrays, laid out."""
+    """A compiled function of the arrays, laid out: (output, lse)."""
     static = {"max_q_len": case.static["max_q_len"], "interpret": True} | case.call | SIZES | more
-    return jax.jit(lambda arrays: paged_attention_tpu(**arrays, **static, layout=layout))
+    return jax.jit(lambda arrays: paged_attention_tpu(**arrays, **static, layout=layout)[:2])
 
 
 def run(

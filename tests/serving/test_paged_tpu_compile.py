@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from attnops.operators.kernels.paged_tpu import Geometry, Options, chosen_sizes, paged_attention_tpu, vmem_parts
+from attnops.operators.kernels.paged_tpu import (
+    Geometry,
+    Options,
+    PageArrays,
+    chosen_sizes,
+    paged_attention_tpu,
+    vmem_parts,
+)
 from attnops.verify.compiled import KernelUse, kernels
 from attnops.verify.topology import described_mesh
 
@@ -23,6 +30,7 @@ V5E, V6E, TPU7X, V4, V5P = "v5e:2x2", "v6e:2x2", "tpu7x:2x2x1", "v4:2x2x1", "v5p
 LLAMA = {"heads": (32, 8), "dims": (128, 128)}
 SMOLLM = {"heads": (9, 3), "dims": (64, 64)}
 DECODE = {"tokens": 64, "max_q_len": 1}
+PAGES = ("key_pages", "value_pages", "key_scale", "value_scale")
 
 
 def compile_one(
@@ -40,6 +48,7 @@ def compile_one(
     pages_dtype: str | None = None,
     scale: str | None = None,
     sinks: bool = False,
+    writes: bool = False,
     **call: Any,
 ) -> tuple[tuple[KernelUse, ...], int, int]:
     """(the kernels, temporary bytes of the program, bytes of the pages)."""
@@ -64,8 +73,15 @@ def compile_one(
     if sinks:
         arrays["sinks"] = shape((query_heads,), jnp.float32)
     static = {"softmax_scale": dims[0] ** -0.5, "layout": layout} | call
-    compiled = jax.jit(lambda arrays: paged_attention_tpu(**arrays, **static)).lower(arrays).compile()
-    held = sum(x.size * x.dtype.itemsize for n, x in arrays.items() if n.endswith("_pages") and x is not None)
+    pages_of = {n: arrays.pop(n, None) for n in PAGES}
+    stored_pages = {n: x for n, x in pages_of.items() if np.ndim(x) >= 3}
+    rest = arrays | {n: x for n, x in pages_of.items() if n not in stored_pages}
+    of = lambda x: x if x is None else shape((tokens, kv_heads, *x.shape[3:]), x.dtype)  # noqa: E731
+    own = PageArrays(*(of(stored_pages.get(n)) for n in PAGES)) if writes else None
+    step = lambda stored, rest, rows: paged_attention_tpu(**stored, **rest, rows=rows, **static)  # noqa: E731
+    donated = (0,) if writes else ()
+    compiled = jax.jit(step, donate_argnums=donated).lower(stored_pages, rest, own).compile()
+    held = sum(x.size * x.dtype.itemsize for n, x in pages_of.items() if n.endswith("_pages") and x is not None)
     return kernels(compiled.as_text()), int(compiled.memory_analysis().temp_size_in_bytes), held
 
 
@@ -75,6 +91,20 @@ def compile_one(
         (V5E, "heads", LLAMA | DECODE),
         (V5E, "joined", SMOLLM | DECODE | {"sliding_window": (511, 0), "sinks": True}),
         (TPU7X, "split", LLAMA | DECODE | {"pages_dtype": "int8", "scale": "head"}),
+        (V5E, "heads", LLAMA | DECODE | {"writes": True}),
+        *(
+            pytest.param(topology, layout, call | {"writes": True}, marks=pytest.mark.slow)
+            for topology in (V4, V5E, V5P, V6E, TPU7X)
+            for layout, call in (
+                ("heads", LLAMA | {"page": 64}),
+                ("split", LLAMA | DECODE),
+                ("joined", SMOLLM | DECODE),
+                ("heads", LLAMA | DECODE | {"page": 24}),
+                ("heads", LLAMA | DECODE | {"page": 128, "pages_dtype": "int8", "scale": "token_head"}),
+                ("heads", LLAMA | DECODE | {"page": 32, "pages_dtype": "float8_e4m3fn", "scale": "head"}),
+                ("heads", LLAMA | DECODE | {"dtype": "float32", "page": 8, "width": 16}),
+            )
+        ),
         *(
             pytest.param(topology, layout, call, marks=pytest.mark.slow)
             for topology in (V4, V5E, V5P, V6E, TPU7X)
@@ -121,7 +151,8 @@ def _geometry(layout: str, heads: tuple[int, int], dims: tuple[int, int], page: 
 @pytest.mark.parametrize(
     ("layout", "heads", "dims", "page", "sizes"),
     [
-        ("heads", (32, 8), (128, 128), 16, {"max_q_len": 1}),
+        ("heads", (32, 8), (128, 128), 16, {"max_q_len": 1, "writes": True}),
+        pytest.param("heads", (32, 8), (128, 128), 16, {"max_q_len": 1}, marks=pytest.mark.slow),
         pytest.param("split", (32, 8), (128, 128), 16, {"max_q_len": 1}, marks=pytest.mark.slow),
         pytest.param("heads", (32, 8), (128, 128), 16, {}, marks=pytest.mark.slow),
         pytest.param("split", (32, 8), (128, 128), 16, {}, marks=pytest.mark.slow),
@@ -145,7 +176,7 @@ def test_vmem_is_no_more_than_counted_and_fits_that_limit(
     made, _, _ = compile_one(
         V5E, layout, heads=heads, dims=dims, page=page, tokens=256, max_q_len=options.max_q_len,
         pages_per_block=options.pages_per_block, queries_per_block=options.queries_per_block, buffers=options.buffers,
-        vmem_limit_bytes=limit,
+        vmem_limit_bytes=limit, writes=options.writes,
     )  # fmt: skip
     for kernel in made:
         assert kernel.vmem_used is not None

@@ -42,6 +42,18 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         {"tp": 2},
         {"configs": INTERPRETED, "sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)},
     ),
+    "fused": ({"layout": "joined"}, {}, {"configs": INTERPRETED, "update": "fused", "sliding_window": (9, 0)}),
+    "fused_dp_tp": (
+        {"layout": "joined", "pages_axis": "dp"},
+        {"dp": 2, "tp": 2},
+        {"configs": INTERPRETED, "update": "fused"},
+    ),
+    "fused_tp_beyond_heads_int8": (
+        {"layout": "joined", "quantised": {"dtype": "int8"}},
+        {"tp": 4},
+        {"configs": INTERPRETED, "update": "fused", "sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)},
+    ),
+    "fused_on_xla": ({}, {"tp": 2}, {"update": "fused"}),
     "interleaved": ({"layout": "interleaved", "value_dim": DIM}, {"tp": 2}, {}),
     "interleaved_fp8": ({"layout": "interleaved", "value_dim": DIM, "quantised": {"dtype": "float8_e4m3fn"}}, {}, {}),
     "packed": (
@@ -215,7 +227,8 @@ def test_pages_alone_give_the_same() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"update": "fused"}, ConfigError, "wanted 'before' or 'none'"),
+        ({"update": "after"}, ConfigError, "wanted 'before', 'fused' or 'none'"),
+        ({"update": "fused"}, ConfigError, "plain XLA writes no pages while it attends"),
         ({"update": "none"}, InputError, "the pages have them"),
         ({"key": None}, InputError, "key and value, to be written"),
         ({"query": np.zeros((6, 3, DIM), np.float32)}, InputError, "heads a multiple of the 2 kv heads"),

@@ -1,6 +1,6 @@
 """Paged attention on TPUs with attnops' own kernels."""
 
-from .attend import paged_attention_tpu
+from .attend import PageArrays, paged_attention_tpu
 from .geometry import Geometry, Layout, Options
 from .limits import advice, chosen_sizes, most_vmem, reasons_against
 from .memory import scalar_words, vmem_parts, vmem_room
@@ -9,6 +9,7 @@ __all__ = [
     "Geometry",
     "Layout",
     "Options",
+    "PageArrays",
     "advice",
     "chosen_sizes",
     "most_vmem",

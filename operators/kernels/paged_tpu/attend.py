@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,17 @@ from .memory import several_rows
 from .softmax import Columns
 from .units import chunk_units, decode_units
 
-__all__ = ["paged_attention_tpu"]
+__all__ = ["PageArrays", "paged_attention_tpu"]
+
+
+class PageArrays(NamedTuple):
+    """The arrays of a layer's pages, or what they store for each token: [tokens, kv_heads, row], in the layout "joined" all of it
+    in `key`. Scales are those by token, [tokens, kv_heads]; others are None."""
+
+    key: jax.Array
+    value: jax.Array | None = None
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
 
 
 def paged_attention_tpu(
@@ -52,14 +62,20 @@ def paged_attention_tpu(
     buffers: int | None = None,
     vmem_limit_bytes: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Array, Array]:
-    """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]).
+    rows: PageArrays | None = None,
+) -> tuple[Array, Array, PageArrays | None]:
+    """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads], the pages if `rows` were
+    written, else None).
 
     Semantics of `paged_attention`. layout: "split", pages [pages, page, kv_heads, dim] as there; "heads", [pages,
     kv_heads, page, dim]; "joined", key_pages [pages, kv_heads, page, dim + value_dim] and value_pages None. Rows may be padded
     at their end, with any finite values: key_pages to more than the query's dim, values to more than `value_dim` (None: the
     whole row is value). Per-token scales are laid out like the pages, without the last dimension. Sizes of blocks: None for the
     result of `chosen_sizes` with `vmem_limit_bytes`. interpret: Pallas' interpreter, on any platform.
+
+    rows: for a sequence with one row, the kernel writes its key and value into their page while it attends; the returned arrays
+    take over the memory of the pages and of per-token scales. What longer sequences write must be in the pages already. A row
+    whose position has no page in the table, or one with an id out of range, is dropped.
 
     Errors: InputError or InputTypeError.
     """
@@ -99,13 +115,31 @@ def paged_attention_tpu(
         buffers=buffers or 0,
         vmem_limit_bytes=vmem_limit_bytes,
         interpret=interpret,
+        writes=rows is not None,
     )
+    if rows is not None:
+        _check_rows(geometry, rows)
     options = chosen_sizes(geometry, options)
     if reasons := reasons_against(geometry, options):
         raise InputError("; ".join(f"{message}; {hint}" for _, message, hint in reasons))
     # With jax_enable_x64 a Python number among the indices would be 64-bit, which Mosaic lacks.
     with jax.enable_x64(False):
-        return _attend(geometry, options, operands._replace(num_seqs=operands.num_seqs.reshape(())))
+        return _attend(geometry, options, operands._replace(num_seqs=operands.num_seqs.reshape(())), rows)
+
+
+def _check_rows(geometry: Geometry, rows: PageArrays) -> None:
+    """Refuse rows that aren't what the pages hold for a token."""
+    for name, x in rows._asdict().items():
+        stream = geometry.streams().get(name)
+        wanted = None
+        if stream is not None:
+            width = () if name.endswith("scale") else (stream[0][-1],)
+            wanted = (geometry.tokens, geometry.kv_heads, *width), np.dtype(stream[1])
+        found = None if x is None else (x.shape, np.dtype(x.dtype))
+        if found != wanted:
+            raise InputError(
+                f"rows.{name} is {found}; wanted {wanted}, what the pages hold for each token of the query."
+            )
 
 
 def _as_split(
@@ -169,11 +203,13 @@ def _geometry(layout: Layout, operands: PagedOperands) -> Geometry:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _attend(geometry: Geometry, options: Options, operands: PagedOperands) -> tuple[jax.Array, jax.Array]:
-    operands = alike(operands)
+def _attend(
+    geometry: Geometry, options: Options, operands: PagedOperands, rows: PageArrays | None
+) -> tuple[jax.Array, jax.Array, PageArrays | None]:
+    operands, rows = alike((operands, rows))
     batch = batch_of(operands)
     seq, row, real = places(operands, batch)
-    arrays = _arrays(geometry, options, operands)
+    arrays = _arrays(geometry, options, operands, rows)
     heads_last = lambda live, x: live.reshape(-1, *[1] * (x.ndim - 1))  # noqa: E731
     pick = lambda x: x.at[seq].get(mode="promise_in_bounds")  # noqa: E731
 
@@ -181,7 +217,8 @@ def _attend(geometry: Geometry, options: Options, operands: PagedOperands) -> tu
     words, count, listed = decode_units(
         geometry, options, operands, batch, batch.q_lens == 1 if several else batch.q_lens > 0
     )
-    output, lse = decode(geometry, options, arrays, words, count)
+    output, lse, written = decode(geometry, options, arrays, words, count)
+    arrays |= written  # the chunks' kernel reads the same memory
     live = real & (row == 0) & pick(listed)
     if several:
         chunks = chunk_units(geometry, options, operands, batch, batch.q_lens > 1, seq, row)
@@ -199,7 +236,8 @@ def _attend(geometry: Geometry, options: Options, operands: PagedOperands) -> tu
     if operands.sinks is not None:
         attended = real if options.max_q_len is None else real & (row < options.max_q_len)
         unseen = jnp.where(attended[:, None], operands.sinks.astype(np.float32), -jnp.inf)
-    return output, jnp.where(heads_last(live, lse), lse, unseen)
+    after = PageArrays(**{name: arrays[f"{name}_pages"] for name in geometry.streams()}) if written else None
+    return output, jnp.where(heads_last(live, lse), lse, unseen), after
 
 
 @_attend.defjvp
@@ -210,8 +248,10 @@ def _no_gradient(geometry: Geometry, options: Options, primals: Any, tangents: A
     )
 
 
-def _arrays(geometry: Geometry, options: Options, operands: PagedOperands) -> dict[str, jax.Array]:
-    """What both kernels take besides the units."""
+def _arrays(
+    geometry: Geometry, options: Options, operands: PagedOperands, rows: PageArrays | None
+) -> dict[str, jax.Array]:
+    """What the kernels take besides the units."""
     query = operands.query
     if geometry.query_dim > geometry.dim:
         query = jnp.pad(query, ((0, 0), (0, 0), (0, geometry.query_dim - geometry.dim)))
@@ -230,6 +270,13 @@ def _arrays(geometry: Geometry, options: Options, operands: PagedOperands) -> di
         if name in geometry.streams():
             assert pages is not None
             arrays[f"{name}_pages"] = pages if name in ("key", "value") else pages.astype(np.float32)
+    for name in () if rows is None else geometry.streams():
+        own = getattr(rows, name)
+        if name.endswith("scale"):
+            own = own.astype(np.float32)
+            wide = own[:, :, None], (*own.shape, LANES)
+            own = own[:, None, :] if geometry.layout == "split" else jnp.broadcast_to(*wide)
+        arrays[f"{name}_row"] = own
     return arrays
 
 

@@ -34,6 +34,7 @@ from .softmax import (
     weigh,
 )
 from .units import FIELDS, Unit
+from .writes import Writer, write_scratch
 
 __all__ = ["decode", "windows"]
 
@@ -51,7 +52,8 @@ def windows(geometry: Geometry) -> list[tuple[slice, list[tuple[int, int]]]]:
 
 def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
     number, count = pl.program_id(0), refs["count"][0]
-    pages, columns = Pages(geometry, options, refs), Columns.of(geometry, options)
+    writer = Writer(geometry, refs, number) if options.writes else None
+    pages, columns = Pages(geometry, options, refs, writer), Columns.of(geometry, options)
     column = lambda i: None if i is None else refs["columns"][i]  # noqa: E731
 
     @pl.when(number < count)
@@ -66,6 +68,8 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
         output, lse = finish(sums, column(columns.value_scale))
         refs["output"][...] = output.astype(refs["output"].dtype)
         refs["lse"][...] = in_lanes(lse)
+        if writer is not None:
+            pl.when(number + 1 == count)(writer.finish)
 
 
 def by_product(geometry: Geometry) -> bool:
@@ -157,10 +161,11 @@ def _by_head(geometry: Geometry, of_head: Any) -> jax.Array:
 
 def decode(
     geometry: Geometry, options: Options, arrays: dict[str, jax.Array], words: jax.Array, count: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """(output [tokens, heads, summed dim], lse [tokens, heads]); only the units' rows are written.
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """(output [tokens, heads, summed dim], lse [tokens, heads], the pages after); only the units' rows are written.
 
-    arrays: table, flat; query; key_pages and others that are fetched; columns.
+    arrays: table, flat; query; key_pages and others that are fetched; columns. If the kernel writes, key_row and others with
+    the tokens' own numbers; else the pages after are {}.
     """
     heads, lse_rows = geometry.heads, pieces(geometry.heads)
     row = lambda number, words, *_: (words[number * FIELDS + 1], 0, 0)  # noqa: E731
@@ -168,16 +173,28 @@ def decode(
     inputs: dict[str, tuple[jax.Array, pl.BlockSpec]] = {
         "query": (arrays["query"], pl.BlockSpec((None, heads, geometry.query_dim), row)),
     }
-    for name in geometry.streams():
-        where = f"{name}_pages"
-        inputs[where] = arrays[where], pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
+    anywhere = pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
+    where = [f"{name}_pages" for name in geometry.streams()]
+    given = {name: f"{name}_before" if options.writes else name for name in where}
+    inputs |= {given[name]: (arrays[name], anywhere) for name in where}
+    if options.writes:
+        for name in geometry.streams():
+            own = arrays[f"{name}_row"]
+            inputs[f"{name}_row"] = own, pl.BlockSpec((None, *own.shape[1:]), row)
     if "columns" in arrays:
         shape = arrays["columns"].shape
         inputs["columns"] = arrays["columns"], pl.BlockSpec(shape, lambda *_: (0, 0, 0))
-    outputs = {
+    outputs: dict[str, tuple[tuple[int, ...], np.dtype]] = {
         "output": ((geometry.tokens, heads, geometry.summed_dim), geometry.dtype),
         "lse": ((geometry.tokens, lse_rows, LANES), np.dtype(np.float32)),
     }
     specs = [pl.BlockSpec((None, *shape[1:]), row) for shape, _ in outputs.values()]
-    made = call("attnops_paged_decode", kernel, geometry, options, scalars, inputs, outputs, specs, {}, count)
-    return made["output"], made["lse"].reshape(geometry.tokens, lse_rows * LANES)[:, :heads]
+    scratch, same = {}, {}
+    if options.writes:
+        outputs |= {name: (arrays[name].shape, arrays[name].dtype) for name in where}
+        specs += [anywhere] * len(where)
+        scratch, same = write_scratch(geometry), {given[name]: name for name in where}
+    name = "attnops_paged_decode"
+    made = call(name, kernel, geometry, options, scalars, inputs, outputs, specs, scratch, count, same)
+    lse = made["lse"].reshape(geometry.tokens, lse_rows * LANES)[:, :heads]
+    return made["output"], lse, {name: made[name] for name in same.values()}

@@ -135,6 +135,7 @@ class Options:
     buffers: int  # blocks of pages in memory: the one being computed, and those being fetched
     vmem_limit_bytes: int | None
     interpret: bool | pltpu.InterpretParams
+    writes: bool = False  # whether rows of one token are written by the kernel
 
     @property
     def reach(self) -> int | None:

@@ -14,6 +14,7 @@ from .geometry import LANES, Geometry, Options, sublanes
 from .pages import page_scratch
 from .softmax import Columns, pieces
 from .units import FIELDS, most_chunk_units
+from .writes import row_block, write_scratch
 
 __all__ = ["MOST_SCALAR_BYTES", "ROOM", "scalar_words", "several_rows", "vmem_parts", "vmem_room"]
 
@@ -57,12 +58,22 @@ def _decode_parts(geometry: Geometry, options: Options) -> dict[str, int]:
     query, output = (
         2 * _bytes((geometry.heads, dim), geometry.dtype) for dim in (geometry.query_dim, geometry.summed_dim)
     )
-    return _page_parts(geometry, options) | {
-        "query, output and lse, twice": query + output + 2 * _bytes((pieces(geometry.heads), LANES), np.float32),
-        "numbers of heads": _columns(geometry, options),
-        "logits and weights (pages_per_block)": _logits(geometry, geometry.heads, keys),
-        "keys and values on their way to a product": _converted(geometry, options, by_product(geometry)),
-    }
+    return (
+        _page_parts(geometry, options)
+        | {
+            "query, output and lse, twice": query + output + 2 * _bytes((pieces(geometry.heads), LANES), np.float32),
+            "numbers of heads": _columns(geometry, options),
+            "logits and weights (pages_per_block)": _logits(geometry, geometry.heads, keys),
+            "keys and values on their way to a product": _converted(geometry, options, by_product(geometry)),
+        }
+        | ({"own rows and what is written of pages": _written(geometry)} if options.writes else {})
+    )
+
+
+def _written(geometry: Geometry) -> int:
+    rows = (_bytes(row_block(geometry, name), dtype) for name, (_, dtype) in geometry.streams().items())
+    held = (_bytes(x.shape, x.dtype) for x in _buffers(write_scratch(geometry)).values())
+    return 2 * sum(rows) + sum(held)
 
 
 def _chunk_parts(geometry: Geometry, options: Options) -> dict[str, int]:

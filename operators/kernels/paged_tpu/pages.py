@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .geometry import Geometry, Options
 from .units import FIELDS, FIRST_PAGE, Unit
+from .writes import Writer
 
 __all__ = ["Pages", "page_scratch", "walk", "whole_word"]
 
@@ -35,8 +36,11 @@ class Pages:
     """Fetches blocks of pages and reads them. A page with an id out of range, or beyond the block's end, isn't
     fetched; its values are 0."""
 
-    def __init__(self, geometry: Geometry, options: Options, refs: dict[str, Any]) -> None:
-        self.geometry, self.options, self.refs = geometry, options, refs
+    def __init__(
+        self, geometry: Geometry, options: Options, refs: dict[str, Any], writer: Writer | None = None
+    ) -> None:
+        """`writer`: writes each unit's own row when its page has arrived."""
+        self.geometry, self.options, self.refs, self.writer = geometry, options, refs, writer
         self.block = options.pages_per_block
         self.names = tuple(geometry.streams())
         self.last = self.names[0 if geometry.joined else 1]  # the stream that values come from
@@ -114,6 +118,8 @@ class Pages:
         # A whole block needs no check of single pages.
         some = jnp.where(whole, np.int32(0), np.int32(self.block))
         word = lax.fori_loop(np.int32(0), some, one, np.int32(0))
+        if self.writer is not None:  # before values past the end are cleared: a tile is written as it was fetched
+            self._write(self.writer, slot, unit, first)
         tail = lax.rem(unit.keys, np.int32(page))
         last = lax.div(unit.keys, np.int32(page)) - first
 
@@ -127,6 +133,14 @@ class Pages:
             buffer[slot, last] = jnp.where(inside, wide, 0.0).astype(buffer.dtype)
 
         return jnp.where(whole, whole_word(self.block), word)
+
+    def _write(self, writer: Writer, slot: Any, unit: Unit, first: Any) -> None:
+        at = lax.div(unit.position, np.int32(self.geometry.page))
+        live, page = self._page(unit, at)
+
+        @pl.when(live & (at >= first) & (at < first + np.int32(self.block)))
+        def _own() -> None:
+            writer.row(slot, at - first, unit, page)
 
     def _whole(self, unit: Unit, first: Any) -> Any:
         """Whether every page of the block is fetched."""

@@ -30,11 +30,13 @@ def call(
     out_specs: list[pl.BlockSpec],
     scratch: dict[str, Any],
     count: jax.Array,
+    same: Mapping[str, str] | None = None,
 ) -> dict[str, jax.Array]:
-    """Run a kernel over the units; it gets its refs by name."""
+    """Run a kernel over the units; it gets its refs by name. same: inputs whose memory an output takes over, by name."""
     scratch = scratch | page_scratch(geometry, options)
     names = (*scalars, *inputs, *outputs, *scratch)
     arrays = [*scalars.values(), *(x for x, _ in inputs.values())]
+    given, made_by = [*scalars, *inputs], list(outputs)
     axes = varying(arrays)
     arrays = [vary(x, axes) for x in arrays]
     made = pl.pallas_call(
@@ -52,6 +54,7 @@ def call(
             vmem_limit_bytes=options.vmem_limit_bytes,
             disable_bounds_checks=True,  # a third of what a copy costs to start; ids are checked in pages.py
         ),
+        input_output_aliases={given.index(a): made_by.index(b) for a, b in (same or {}).items()},
         interpret=options.interpret,
         name=name,
     )(*arrays)

@@ -1,0 +1,138 @@
+"""Writing a decoding row's own key and value: into the block of pages in VMEM that has their place, and from there to HBM.
+
+A page is written back in whole tiles. Their other numbers are as they were fetched; no other sequence may own the page.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from .geometry import LANES, Geometry, sublanes
+from .units import Unit
+
+__all__ = ["Writer", "row_block", "write_scratch"]
+
+_SCALES = ("key_scale", "value_scale")
+
+
+def written_shape(geometry: Geometry, name: str) -> tuple[int, ...]:
+    """What is written of a page: the row itself where rows are whole tiles, else its tile; all of a page's scales."""
+    shape, dtype = geometry.streams()[name]
+    if name in _SCALES:
+        return shape
+    if geometry.layout == "split":
+        return 1, *shape[1:]
+    kv_heads, page, row = shape
+    tile = sublanes(dtype)
+    return kv_heads, page if page % tile else tile, row
+
+
+def row_block(geometry: Geometry, name: str) -> tuple[int, int]:
+    """The form in which the kernel takes a token's own numbers: [kv_heads, row], scales so that they broadcast to a page's."""
+    shape, _ = geometry.streams()[name]
+    if name in _SCALES:
+        return (1, geometry.kv_heads) if geometry.layout == "split" else (geometry.kv_heads, LANES)
+    return geometry.kv_heads, shape[-1]
+
+
+def write_scratch(geometry: Geometry) -> dict[str, Any]:
+    """Two copies of what is being written, by even and by odd units."""
+    streams = geometry.streams()
+    found: dict[str, Any] = {
+        f"{name}_written": pltpu.VMEM((2, *written_shape(geometry, name)), dtype)
+        for name, (_, dtype) in streams.items()
+    }
+    return found | {
+        "leaving": pltpu.SemaphoreType.DMA((2, len(streams))),
+        "left": pltpu.SMEM((2, 3), jnp.int32),  # for each copy: whether it is being written, its page and first row
+    }
+
+
+class Writer:
+    """Writes the row of one unit at a time."""
+
+    def __init__(self, geometry: Geometry, refs: dict[str, Any], number: Any) -> None:
+        self.geometry, self.refs, self.number = geometry, refs, number
+        self.half = lax.rem(number, np.int32(2))
+
+        @pl.when(number == 0)
+        def _none_yet() -> None:
+            refs["left"][0, 0] = refs["left"][1, 0] = np.int32(0)
+
+    def row(self, slot: Any, place: Any, unit: Unit, page: Any) -> None:
+        """Put a unit's own row into page `place` of the block in `slot`, and start writing it to page id `page`."""
+        self._wait(self.half)
+        at = lax.rem(unit.position, np.int32(self.geometry.page))
+        left = self.refs["left"]
+        left[self.half, 0], left[self.half, 1], left[self.half, 2] = np.int32(1), page, at
+        for name in self.geometry.streams():
+            self._merge(name, slot, place, at)
+        for copy in self._copies(self.half):
+            copy.start()
+
+    def finish(self) -> None:
+        """After the last unit: wait for everything that is being written."""
+        self._wait(np.int32(0))
+        self._wait(np.int32(1))
+
+    def _merge(self, name: str, slot: Any, place: Any, at: Any) -> None:
+        geometry, buffer = self.geometry, self.refs[f"{name}_buffer"]
+        written, own = self.refs[f"{name}_written"], self.refs[f"{name}_row"][...]
+        if name not in _SCALES and geometry.layout == "split":
+            buffer[slot, place, at] = own
+            written[self.half, 0] = own
+            return
+        index: tuple[Any, ...] = (slot, place)
+        if name in _SCALES:
+            axis, spot = (0, at) if geometry.layout == "split" else (1, at)
+            shape = written.shape[1:]
+            if geometry.layout != "split":
+                own = jnp.tile(own, (1, -(-shape[1] // LANES)))[:, : shape[1]]
+        else:
+            axis, shape = 1, written.shape[1:]
+            first = self._first(name, at)
+            index, spot, own = (slot, place, slice(None), pl.ds(first, shape[1])), at - first, own[:, None, :]
+        held = buffer[index]
+        here = lax.broadcasted_iota(jnp.int32, shape, axis) == spot
+        merged = jnp.where(here, _wide(own), _wide(held)).astype(buffer.dtype)
+        buffer[index] = merged
+        written[self.half] = merged
+
+    def _first(self, name: str, at: Any) -> Any:
+        """The first row of the tile of row `at`."""
+        rows = written_shape(self.geometry, name)[1]
+        if rows == self.geometry.page:
+            return 0
+        return pl.multiple_of(lax.div(at, np.int32(rows)) * np.int32(rows), rows)
+
+    def _copies(self, half: Any) -> list[Any]:
+        page, at = self.refs["left"][half, 1], self.refs["left"][half, 2]
+        found = []
+        for stream, name in enumerate(self.geometry.streams()):
+            target = self.refs[f"{name}_pages"].at[page]
+            if name not in _SCALES:
+                rows = written_shape(self.geometry, name)[1]
+                split = self.geometry.layout == "split"
+                target = target.at[pl.ds(at, 1)] if split else target.at[:, pl.ds(self._first(name, at), rows)]
+            gone = self.refs["leaving"].at[half, stream]
+            found.append(pltpu.make_async_copy(self.refs[f"{name}_written"].at[half], target, gone))
+        return found
+
+    def _wait(self, half: Any) -> None:
+        @pl.when(self.refs["left"][half, 0] == 1)
+        def _gone() -> None:
+            for copy in self._copies(half):
+                copy.wait()
+            self.refs["left"][half, 0] = np.int32(0)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """Selections are made in float32, which holds every stored dtype exactly."""
+    return x if x.dtype == jnp.float32 else x.astype(jnp.float32)
