@@ -12,7 +12,7 @@ from rich.text import Text
 from ..errors import ConfigError
 from ..planning.text import bytes_text, fields_text
 from ..planning.tune_cache import ENVIRONMENT, Measured
-from ..registry import OperationRegistry
+from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from ..verify.gpu.gpu_target import is_gpu_target
 from ..verify.tune import TuneReport, tune_plan
@@ -49,21 +49,16 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
     if options.cache is not None:
         os.environ[ENVIRONMENT] = str(options.cache.absolute())
     declaration = options.declaration
+    if options.how == "device" and options.targets:
+        raise ConfigError("--how device measures times on this machine; leave out --target or --how.")
     if is_paged(declaration):
         refuse_inputs(options.inputs)
         return _tune_step(declaration, options)
     kind = OperationRegistry.get(declaration.operation)
     arguments = declaration.call_arguments(call_shapes(declaration, options.inputs).arrays, mode=options.mode)
-    if options.how == "device" and options.targets:
-        raise ConfigError("--how device measures times on this machine; leave out --target or --how.")
     found = []
     for target in options.targets or (None,):
-        if target is None:
-            metadata = run_metadata(declaration, mesh=options.mesh)
-        else:
-            mesh = target_mesh(target, options.mesh, declaration)
-            metadata = declaration.operation_metadata({"platform": None, "backend": None, "mesh": mesh})
-        decided = kind(metadata).plan(**arguments)
+        decided = kind(_metadata(declaration, target, options.mesh)).plan(**arguments)
         name = target or jax.devices()[0].device_kind
         with bar(name) as progress:
             searched = "device" if target is None else None if is_gpu_target(target) else "static"
@@ -73,17 +68,24 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
 
 
 def _tune_step(declaration: Declaration, options: TuneOptions) -> list[tuple[str, TuneReport]]:
-    if options.targets:
-        raise ConfigError(
-            f"--target {options.targets[0]}: a step over pages is tuned by times measured on this machine; leave it out."
-        )
-    metadata = run_metadata(declaration, mesh=options.mesh)
-    alone, _ = one_layer(declaration, metadata)
-    operation, step = step_of(alone, metadata, options.mode)
-    name = jax.devices()[0].device_kind
-    with bar(name) as progress:
-        report = tune_step(operation, step, how=options.how, most=options.most, progress=progress)
-    return [(name, report)]
+    found = []
+    for target in options.targets or (None,):
+        metadata = _metadata(declaration, target, options.mesh)
+        alone, _ = one_layer(declaration, metadata)
+        operation, step = step_of(alone, metadata, options.mode)
+        name = target or jax.devices()[0].device_kind
+        how = options.how or (None if target is None else "static")
+        with bar(name) as progress:
+            found.append((name, tune_step(operation, step, how=how, most=options.most, progress=progress)))
+    return found
+
+
+def _metadata(declaration: Declaration, target: str | None, mesh: str | None) -> OperationMetadata:
+    """The declared metadata on a target's devices, or on this machine's."""
+    if target is None:
+        return run_metadata(declaration, mesh=mesh)
+    devices = target_mesh(target, mesh, declaration)
+    return declaration.operation_metadata({"platform": None, "backend": None, "mesh": devices})
 
 
 def tuned_json(reports: list[tuple[str, TuneReport]]) -> list[dict[str, Any]]:

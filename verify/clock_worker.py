@@ -1,7 +1,7 @@
-"""A process that compiles one device's calls for a described TPU and reads a kernel's cycles from its schedule.
+"""A process that compiles one device's calls or steps for a described TPU and reads a kernel's cycles from its schedule.
 
 libtpu reads what to dump when it starts, so there is one process per kernel: `python -m attnops.verify.clock_worker`. It takes
-pickled (device kind, problem, part, fields) and returns Outcomes.
+pickled (device kind, what to compile, part, fields) and returns Outcomes.
 """
 
 from __future__ import annotations
@@ -15,25 +15,34 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from .local_call import LocalProblem
-from .static_clock import TileCycles, dump_options
+from .static_clock import Region, dump_options
 
-__all__ = ["ClockWorker", "Outcome"]
+__all__ = ["ClockWorker", "Compiled", "Outcome"]
 
 _FOLDER = "ATTNOPS_CLOCK_FOLDER"
 SECONDS = 600.0
 
 
+class Compiled(Protocol):
+    """What is compiled: it can be pickled, and reads its kernels' schedules."""
+
+    def program(self, fields: Mapping[str, Any], part: str, mesh: Any = None) -> tuple[Any, list[Any]]:
+        """(a function of a list of arrays, their shapes) for a part of it with these fields."""
+
+    def read(self, kernel: str, root: Region) -> Any:
+        """A kernel's cycles."""
+
+
 class Outcome(NamedTuple):
-    """What the compiler made of a candidate: the kernel's cycles and bytes of VMEM (None where they can't be
-    read), or why it failed.
+    """What the compiler made of a candidate: the kernel's cycles, as what was compiled reads them, and bytes of VMEM (None where
+    they can't be read), or why it failed.
 
     lost: the process ended before it answered, so another attempt may succeed.
     """
 
-    cycles: TileCycles | None
+    cycles: Any | None
     vmem: int | None
     failure: str | None = None
     lost: bool = False
@@ -48,12 +57,12 @@ class ClockWorker:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = ""
 
-    def ask(self, kind: str, problem: LocalProblem, part: str, fields: Mapping[str, Any]) -> Outcome:
+    def ask(self, kind: str, problem: Compiled, part: str, fields: Mapping[str, Any]) -> Outcome:
         """Compile a part with these fields for a kind of device; one request at a time."""
         with self._lock:
             return self._ask(kind, problem, part, fields)
 
-    def _ask(self, kind: str, problem: LocalProblem, part: str, fields: Mapping[str, Any]) -> Outcome:
+    def _ask(self, kind: str, problem: Compiled, part: str, fields: Mapping[str, Any]) -> Outcome:
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -106,7 +115,7 @@ class ClockWorker:
 
 
 def compile_one(
-    folder: Path, kernel: str, kind: str, problem: LocalProblem, part: str, fields: Mapping[str, Any]
+    folder: Path, kernel: str, kind: str, problem: Compiled, part: str, fields: Mapping[str, Any]
 ) -> Outcome:
     """Compile a part, read its dumps and remove them."""
     import jax
@@ -116,7 +125,7 @@ def compile_one(
     from ..errors import AttnOpsError
     from .compiled import failure, kernels, program_text
     from .generations import topology_of
-    from .static_clock import kernels_in, regions, tile_cycles
+    from .static_clock import kernels_in, regions
     from .topology import described_mesh
 
     try:
@@ -130,7 +139,7 @@ def compile_one(
         dumps = kernels_in(folder).get(kernel)
         if dumps is None:
             return Outcome(None, 0, f"libtpu dumped no schedule of {kernel}")
-        cycles = tile_cycles(regions(*(path.read_text() for path in dumps)))
+        cycles = problem.read(kernel, regions(*(path.read_text() for path in dumps)))
         text = program_text(compiled)
         used = None if text is None else sum(k.vmem_used or 0 for k in kernels(text) if k.name == kernel)
         return Outcome(cycles, used)

@@ -14,6 +14,7 @@ from ..operators import Operation
 from ..planning import AttentionProblem, Placement
 from ..registry import OperationMetadata, OperationRegistry
 from ..sharding.mesh import AnyMesh
+from .static_clock import Region, TileCycles, tile_cycles
 from .with_gradient import outputs, outputs_and_gradients
 
 __all__ = ["LocalProblem"]
@@ -108,6 +109,11 @@ class LocalProblem:
             return (outputs if part == "forward" else outputs_and_gradients)(attend, given)
 
         return run, [leaves[i] for i in places]
+
+    def read(self, kernel: str, root: Region) -> TileCycles:
+        """A kernel's cycles by tile."""
+        del kernel
+        return tile_cycles(root)
 
     def arrays(self, shapes: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """Values to time it with: normal numbers; int8 from -127 to 127; one segment, full lengths, positions in order, mask

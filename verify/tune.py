@@ -22,6 +22,7 @@ from ..errors import AttnOpsError, ConfigError, RefusedError, shown
 from ..operators.ambient import ambient_platform
 from ..planning import AttentionProblem, Placement, Plan, PlannedOperation
 from ..planning.paged.paged_plan import PagedPlan
+from ..planning.paged.paged_problem import PagedProblem
 from ..planning.text import fields_text
 from ..planning.tune_cache import Choice, Found, Measured, best_of, keep, load
 from ..planning.tuning import tune_key
@@ -31,7 +32,7 @@ from .generations import clock_rate, has_libtpu, topology_of
 from .local_call import LocalProblem
 from .tile_counts import kernel_cycles, kernels_of
 
-__all__ = ["MOST", "TuneReport", "tune_plan", "tune_problem"]
+__all__ = ["MOST", "TuneReport", "measured_by", "tune_plan", "tune_problem"]
 
 MOST = 16  # candidates per pass
 _REPEATS, _LEAST_SECONDS = 5, 0.1
@@ -68,7 +69,7 @@ def tune_problem(
     operation: type[PlannedOperation], method: str, problem: AttentionProblem, placement: Placement
 ) -> Choice:
     """Search with the defaults, for a plan with tuning='tune'. Errors: ConfigError if nothing can be measured."""
-    found = _search(operation, method, problem, placement, _way(problem, None), MOST, None)[1]
+    found = _search(operation, method, problem, placement, measured_by(problem, None), MOST, None)[1]
     if found.choice is None:
         raise ConfigError(f"{problem.describe()}: no candidate compiles or runs; `attnops tune` shows why.")
     return found.choice
@@ -92,12 +93,13 @@ def tune_plan(
             f"{decided.implementation} has no sizes to search for this call: they are all declared, or its path has none, or "
             "queries or keys are split over devices."
         )
-    way = _way(problem, how)
+    way = measured_by(problem, how)
     candidates, found, reused = _search(operation, decided.method, problem, decided.placement, way, most, progress)
     return TuneReport(decided, way, candidates, found, reused)
 
 
-def _way(problem: AttentionProblem, how: str | None) -> str:
+def measured_by(problem: AttentionProblem | PagedProblem, how: str | None) -> str:
+    """'device' or 'static', as asked or by what is here. Errors: ConfigError where neither is possible."""
     ours = ambient_platform(())
     kinds = ("", problem.platform, ours.device_kind)
     here = ours.serves(problem.platform) and problem.device_kind in kinds

@@ -1,23 +1,31 @@
-"""tune_step: search the block sizes of a step over pages by timing on this machine's device, and keep the best."""
+"""tune_step: search the block sizes of a step over pages, by time here or by static clock for a TPU, and keep the best."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
 from ..errors import AttnOpsError, ConfigError, RefusedError
-from ..operators.ambient import ambient_platform
+from ..operators.kernels.paged_tpu import reasons_against
 from ..operators.paged import Paged
 from ..operators.paged.declared_step import DeclaredStep
+from ..operators.paged.tpu_kernel import tpu_call, tpu_sizes
+from ..planning.paged.paged_problem import PagedProblem
 from ..planning.paged.step_tuning import step_candidates, step_key
 from ..planning.text import fields_text
 from ..planning.tune_cache import Measured, keep, load
+from .clock_worker import ClockWorker, Outcome
 from .compiled import failure
 from .drawn_step import draw_step
-from .tune import MOST, Progress, TuneReport
+from .generations import clock_rate
+from .paged_clock import LocalStep, Visits, kernels_of_step, step_visits
+from .tune import MOST, Progress, TuneReport, measured_by
 
 __all__ = ["tune_step"]
 
@@ -28,9 +36,11 @@ _REPEATS, _LEAST_SECONDS = 5, 0.1
 def tune_step(
     operation: Paged, step: DeclaredStep, *, how: str | None = None, most: int = MOST, progress: Progress | None = None
 ) -> TuneReport:
-    """Time each candidate on the declared batch with random values. Each measurement is stored as it is made and isn't repeated.
+    """Measure each candidate for the declared batch. Each measurement is stored as it is made and isn't repeated.
 
-    Errors: ConfigError if there is nothing to search, or for a device that isn't here; RefusedError.
+    how: 'device' times it with random values; 'static' compiles it for the TPU that it is planned for, and counts cycles. The
+    default is 'device' if that is this machine's device. Errors: ConfigError if there is nothing to search or no way to measure;
+    RefusedError.
     """
     options = step.options | {"softmax_aux": step.sinks}
     plan = operation.plan(
@@ -39,32 +49,76 @@ def tune_step(
     if plan.method is None or plan.cache.refused:
         plan.require()
         raise RefusedError(plan.refusal())
-    problem, ours = plan.problem, ambient_platform(())
-    if how == "static" or not ours.serves(problem.platform):
+    way = measured_by(plan.problem, how)
+    if way == "static" and plan.method != "forward_tpu":
         raise ConfigError(
-            f"a step over pages is searched by timing on the device: it was planned for {problem.device}, and this machine has "
-            f"{ours.device_kind}. Hint: leave out --target and --how static, or run it there."
+            f"{plan.implementation} runs this step on {plan.problem.device}, and the static clock knows only the TPU kernels; "
+            "`attnops plan` says why they don't run."
         )
-    candidates = step_candidates(problem)[:most]
+    candidates = step_candidates(plan.problem)
+    if plan.method == "forward_tpu":
+        candidates = _accepted(plan.problem, candidates)
+    candidates = candidates[:most]
     if not candidates:
         raise ConfigError(
             f"{plan.implementation} has no sizes to search for this step: they are all declared, or it only writes."
         )
-    key = step_key(plan.method, problem)
-    kept = {one.name for one in load(key).measured}
+    key = step_key(plan.method, plan.problem)
+    kept = {one.name for one in load(key).measured if not one.detail.get("lost")}
     tell = progress or (lambda done, of, what: None)
-    todo = [fields for fields in candidates if Measured(_PART, fields, "device", None).name not in kept]
+    todo = [fields for fields in candidates if Measured(_PART, fields, way, None).name not in kept]
     done = len(candidates) - len(todo)
     tell(done, len(candidates), "")
-    for fields in todo:
-        keep(key, [_measured(operation, step, fields)])
+    measured = _by_clock(plan.problem, step, todo) if way == "static" else (_timed(operation, step, f) for f in todo)
+    for one in measured:
+        keep(key, [one])
         done += 1
-        tell(done, len(candidates), f"{_PART}: {fields_text(fields) or 'by rule'}")
-    found = keep(key, [], finished="device")
-    return TuneReport(plan, "device", {_PART: candidates}, found, len(candidates) - len(todo))
+        tell(done, len(candidates), f"{_PART}: {fields_text(one.fields) or 'by rule'}")
+    return TuneReport(plan, way, {_PART: candidates}, keep(key, [], finished=way), len(candidates) - len(todo))
 
 
-def _measured(operation: Paged, step: DeclaredStep, fields: dict[str, int]) -> Measured:
+def _accepted(problem: PagedProblem, candidates: tuple[dict[str, int], ...]) -> tuple[dict[str, int], ...]:
+    """Those that the TPU kernels accept, nearest to the rule's choice first."""
+    ruled = tpu_sizes(problem)
+    distance = lambda fields: sum(abs(math.log2(n / getattr(ruled, name))) for name, n in fields.items())  # noqa: E731
+    found = [
+        fields for fields in candidates if not reasons_against(*tpu_call(problem, problem.config.with_fields(fields)))
+    ]
+    return tuple(sorted(found, key=distance))
+
+
+def _by_clock(problem: PagedProblem, step: DeclaredStep, todo: list[dict[str, int]]) -> Iterator[Measured]:
+    """Both kernels of a candidate compile at the same time, each in a process of its own."""
+    workers: dict[str, ClockWorker] = {}
+    try:
+        for fields in todo:
+            local = LocalStep(*tpu_call(problem, problem.config.with_fields(fields)))
+            kernels = kernels_of_step(local)
+            with ThreadPoolExecutor(len(kernels)) as pool:
+                ask = lambda name: workers[name].ask(problem.device_kind, local, _PART, {})  # noqa: B023, E731
+                for name in kernels:
+                    workers.setdefault(name, ClockWorker(name))
+                outcomes = dict(zip(kernels, pool.map(ask, kernels), strict=True))
+            yield _estimate(problem, fields, outcomes, step_visits(problem, local, step.batch))
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+def _estimate(
+    problem: PagedProblem, fields: dict[str, int], outcomes: dict[str, Outcome], visits: dict[str, Visits]
+) -> Measured:
+    cycles = 0
+    for name, outcome in outcomes.items():
+        if outcome.cycles is None:
+            return Measured(_PART, fields, "static", None, outcome.failure, {"lost": outcome.lost})
+        cycles += visits[name].cycles(outcome.cycles)
+    vmem = [outcome.vmem for outcome in outcomes.values()]
+    detail = {"cycles": cycles, "vmem_bytes": None if None in vmem else max(used or 0 for used in vmem)}
+    return Measured(_PART, fields, "static", cycles / clock_rate(problem.device_kind), None, detail)
+
+
+def _timed(operation: Paged, step: DeclaredStep, fields: dict[str, int]) -> Measured:
     try:
         return Measured(_PART, fields, "device", _median(_with(operation, fields), step))
     except AttnOpsError as error:

@@ -23,7 +23,7 @@ from ..kernels.paged_tpu import (
 from ..paged_cache.paged_call import Attended, PagedCall
 from ..paged_cache.state import LayerPages
 
-__all__ = ["on_tpu", "tpu_notes", "tpu_reasons", "tpu_sizes"]
+__all__ = ["on_tpu", "tpu_call", "tpu_notes", "tpu_reasons", "tpu_sizes"]
 
 _LAYOUTS = ("split", "heads", "joined")
 _COPIES = "page_rows"  # the only advice that is a reason: XLA would copy the whole cache before each call
@@ -59,9 +59,15 @@ def tpu_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
     return tuple(reasons)
 
 
+def tpu_call(problem: PagedProblem, config: OperationConfig) -> tuple[Geometry, Options]:
+    """One device's call of the kernels, with every size filled in."""
+    geometry = _geometry(problem)
+    return geometry, chosen_sizes(geometry, _options(problem, config), _room(problem, config))
+
+
 def tpu_sizes(problem: PagedProblem) -> OperationConfig:
     """The config with every size filled in."""
-    sized = chosen_sizes(_geometry(problem), _options(problem, problem.config), _room(problem, problem.config))
+    _, sized = tpu_call(problem, problem.config)
     sizes = {"pages_per_block": sized.pages_per_block, "queries_per_block": sized.queries_per_block}
     return problem.config.with_fields(sizes)
 

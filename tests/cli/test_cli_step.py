@@ -232,9 +232,24 @@ def test_sizes_of_a_step_are_searched_and_kept(
     assert plan["tuning"]["source"] == "cache"
     assert plan["config"]["pages_per_block"] == best["fields"].get("pages_per_block")
     assert json.loads(attnops("tune", path, "--json", "--most", "3").out)[0]["reused"] == 2
-    refused = attnops("tune", path, "--target", "v5e:2x2")
+    refused = attnops("tune", path, "--target", "v5e:2x2", "--how", "device")
     assert refused.status == 2
-    assert "tuned by times measured" in refused.err
+    assert "--how device measures times on this machine" in refused.err
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
+def test_sizes_of_a_step_are_searched_for_a_tpu(
+    attnops: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNOPS_TUNE_CACHE", str(tmp_path / "kept"))
+    path = written(tmp_path, cache={"layout": "joined"}, step={"max_q_len": 5, "mode": "autoregressive"})
+    shown = attnops("tune", path, "--target", "v5e:2x2", "--mesh", "tp=2,dp=2", "--most", "1")
+    assert shown.status == 0, shown.out + shown.err
+    assert "by static clock" in shown.out
+    assert "heuristic" in shown.out
+    refused = attnops("tune", written(tmp_path), "--target", "v5e:2x2", "--mesh", "tp=2,dp=2")
+    assert refused.status == 2
+    assert "the static clock knows only the TPU kernels" in refused.err
 
 
 def test_a_file_with_a_step_is_no_attention_that_a_model_calls() -> None:

@@ -3,7 +3,7 @@
 from .attend import PageArrays, paged_attention_tpu
 from .geometry import Geometry, Layout, Options
 from .limits import advice, chosen_sizes, most_vmem, reasons_against
-from .memory import scalar_words, vmem_parts, vmem_room
+from .memory import scalar_words, several_rows, vmem_parts, vmem_room
 
 __all__ = [
     "Geometry",
@@ -16,6 +16,7 @@ __all__ = [
     "paged_attention_tpu",
     "reasons_against",
     "scalar_words",
+    "several_rows",
     "vmem_parts",
     "vmem_room",
 ]

@@ -1,0 +1,156 @@
+"""Sizes of a step over pages searched by static clock: what a batch makes the kernels do, and what their schedules say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
+
+from attnops import ConfigError, KVCache, OperationMetadata, OperationRegistry
+from attnops.compat import abstract_device
+from attnops.operators.paged.declared_step import DeclaredStep
+from attnops.operators.paged.tpu_kernel import tpu_call
+from attnops.operators.paged_cache import RaggedBatch
+from attnops.verify.paged_clock import LocalStep, StepCycles, Visits, kernels_of_step, step_visits
+from attnops.verify.static_clock import Region
+from attnops.verify.topology import described_mesh
+from attnops.verify.tune_step import tune_step
+
+needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
+PAGE = 16
+LENGTHS = st.integers(1, 700)
+ROWS = st.lists(st.tuples(LENGTHS, LENGTHS).map(lambda two: (min(two), max(two))), min_size=1, max_size=6)
+
+
+def _step(rows: list[tuple[int, int]], mesh: Any, options: dict[str, Any], **cache: Any) -> tuple[Any, DeclaredStep]:
+    """(operation, step) of these (queries, keys) of sequences."""
+    fields = {"layers": 1, "kv_heads": 2, "head_dim": 128, "page_size": PAGE, "pages": 512, "max_sequences": 8,
+              "max_length": 1024, "layout": "heads"}  # fmt: skip
+    declared = KVCache(**fields | cache)
+    tokens = sum(q for q, _ in rows)
+    batch = RaggedBatch.make(
+        declared.plan(), cu_q_lens=np.cumsum([0, *(q for q, _ in rows)]), kv_lens=[n for _, n in rows], tokens=tokens,
+        page_table=[[64 * i + j for j in range(-(-n // PAGE))] for i, (_, n) in enumerate(rows)],
+    )  # fmt: skip
+    shape = lambda heads, dim: jax.ShapeDtypeStruct((tokens, heads, dim), jnp.bfloat16)  # noqa: E731
+    dims = declared.head_dim, declared.head_dim, declared.value_size
+    arrays = [shape(h, d) for h, d in zip((4, 2, 2), dims, strict=True)]
+    operation = OperationRegistry.create("paged", OperationMetadata(mesh=mesh))
+    return operation, DeclaredStep(declared, 0, *arrays, None, batch, options)
+
+
+def _abstract() -> AbstractMesh:
+    device = abstract_device("TPU v5 lite", 1, "tpu")
+    return AbstractMesh((1,), ("tp",), axis_types=(AxisType.Auto,), abstract_device=device)
+
+
+@given(
+    rows=ROWS,
+    window=st.sampled_from([None, (0, 0), (40, 0), (300, 0)]),
+    pages=st.sampled_from([1, 3, 8, 32]),
+    queries=st.sampled_from([16, 48, 128]),
+)
+def test_counts_the_blocks_that_the_kernels_visit(
+    rows: list[tuple[int, int]], window: tuple[int, int] | None, pages: int, queries: int
+) -> None:
+    """Against a matrix of what each row sees."""
+    operation, step = _step(rows, _abstract(), {} if window is None else {"sliding_window": window})
+    plan = operation.plan(step.query, step.key, step.value, cache=step.cache, batch=step.batch, **step.options)
+    geometry, options = tpu_call(plan.problem, plan.problem.config)
+    local = LocalStep(geometry, replace(options, pages_per_block=pages, queries_per_block=queries))
+    counted = {"attnops_paged_decode": np.zeros(3, int), "attnops_paged_chunks": np.zeros(3, int)}
+    for q, n in rows:
+        keys = np.arange(n)
+        for at in range(0, q, queries if q > 1 else 1):
+            places = np.arange(n - q + at, n - q + at + (1 if q == 1 else queries))[:, None]
+            sees = keys <= places
+            if window is not None:
+                sees &= keys >= places - window[0]
+            real = sees[places[:, 0] < n]
+            live = np.flatnonzero([real[:, p : p + PAGE].any() for p in range(0, n, PAGE)])
+            blocks = [range(first, min(first + pages, live[-1] + 1)) for first in range(live[0], live[-1] + 1, pages)]
+            whole = 0
+            for block in blocks if q > 1 else ():
+                part = sees[:, block[0] * PAGE : (block[-1] + 1) * PAGE]
+                whole += part.all() and part.shape[1] == pages * PAGE
+            name = "attnops_paged_chunks" if q > 1 else "attnops_paged_decode"
+            counted[name] += whole, len(blocks) - whole, 1
+    found = step_visits(plan.problem, local, step.batch)
+    assert set(found) == set(kernels_of_step(local))
+    assert {name: tuple(x) for name, x in found.items()} == {n: tuple(x) for n, x in counted.items() if n in found}
+
+
+def _tree(start: int, end: int, *inside: Region, loop: bool = False, products: int = 0) -> Region:
+    return Region(start, end, loop, products, 0, list(inside))
+
+
+def test_reads_the_cycles_of_each_path() -> None:
+    """Of 900 cycles around a block: a loop of 50 over single pages, and two paths of 100 and 200, mostly loops over heads."""
+    operation, step = _step([(20, 40)], _abstract(), {})
+    plan = operation.plan(step.query, step.key, step.value, cache=step.cache, batch=step.batch)
+    local = LocalStep(*tpu_call(plan.problem, plan.problem.config))
+    paths = [
+        _tree(300, 400, _tree(305, 395, loop=True, products=50), products=50),
+        _tree(400, 600, _tree(410, 600, loop=True, products=52), products=52),
+    ]
+    walk = _tree(100, 1000, _tree(150, 200, loop=True), *paths, loop=True, products=102)
+    root = _tree(0, 1200, _tree(10, 1190, walk, loop=True, products=102), products=102)
+    rest = 900 - 50 - 100 - 200
+    assert local.read("attnops_paged_chunks", root) == StepCycles(rest + 100 + 90, rest + 200 + 190, 1200 - 900)
+    assert Visits(3, 2, 1).cycles(StepCycles(10, 20, 7)) == 77
+    with pytest.raises(ConfigError, match="no loop over blocks"):
+        local.read("attnops_paged_chunks", _tree(0, 10, products=4))
+
+
+CALLS: dict[str, tuple[list[tuple[int, int]], dict[str, Any], dict[str, Any]]] = {
+    "decode": ([(1, 500), (1, 64)], {"max_q_len": 1}, {}),
+    "mixed": ([(1, 500), (64, 200)], {"sliding_window": (99, 0)}, {"layout": "joined"}),
+    "split": ([(1, 500), (64, 200)], {}, {"layout": "split"}),
+    "int8": ([(1, 500), (64, 200)], {"update": "fused"}, {"quantised": {"dtype": "int8"}}),
+    "int8_head": ([(1, 500)], {"max_q_len": 1}, {"quantised": {"dtype": "int8", "scale": "head"}, "page_size": 32}),
+}
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [
+        ("decode", "v5e:2x2"),
+        *(pytest.param(n, "v5e:2x2", marks=pytest.mark.slow) for n in CALLS if n != "decode"),
+        *(pytest.param("int8", t, marks=pytest.mark.slow) for t in ("v4:2x2x1", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")),
+    ],
+)
+def test_a_search_by_static_clock(name: str, topology: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More blocks take more cycles, and the fastest is what later plans use."""
+    monkeypatch.setenv("ATTNOPS_TUNE_CACHE", str(tmp_path))
+    rows, options, cache = CALLS[name]
+    whole = described_mesh(topology)
+    mesh = jax.sharding.Mesh(whole.devices.reshape(-1)[:1], ("tp",))
+    operation, step = _step(rows, mesh, options, **{k: v for k, v in cache.items() if k != "page_size"})
+    report = tune_step(operation, step, how="static", most=2)
+    measured = report.measured("step")
+    assert [one.failure for one in measured] == [None] * len(report.candidates["step"])
+    assert all(one.detail["cycles"] > 0 for one in measured)
+    best = min(measured, key=lambda one: one.seconds or 0.0)
+    plan = operation.plan(step.query, step.key, step.value, cache=step.cache, batch=step.batch, **options)
+    assert plan.tuning.source == "cache"
+    assert {name: getattr(plan.config, name) for name in best.fields} == best.fields
+
+
+def test_a_search_that_cannot_be_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNOPS_TUNE_CACHE", str(tmp_path))
+    operation, step = _step([(1, 40)], _abstract(), {"max_q_len": 1}, page_size=PAGE)
+    with pytest.raises(ConfigError, match="this machine has cpu"):
+        tune_step(operation, step, how="device")
+    if find_spec("libtpu") is not None:
+        operation, step = _step([(1, 40)], _abstract(), {"max_q_len": 1}, head_dim=64)
+        with pytest.raises(ConfigError, match="only the TPU kernels"):
+            tune_step(operation, step, how="static")

@@ -1,0 +1,201 @@
+"""A step's static cycles: its kernels' schedules for a described TPU, times how often a batch makes each part run.
+
+As in static_clock.py the cycles leave out waits, those for pages among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import ConfigError
+from ..operators.kernels.paged_tpu import Geometry, Options, PageArrays, paged_attention_tpu, several_rows
+from ..planning.paged.page_reads import SequenceReads, sequence_reads
+from ..planning.paged.paged_problem import PagedProblem
+from .static_clock import Region
+
+__all__ = ["LocalStep", "StepCycles", "Visits", "kernels_of_step", "step_visits"]
+
+_DECODE, _CHUNKS = "attnops_paged_decode", "attnops_paged_chunks"
+
+
+class StepCycles(NamedTuple):
+    """Cycles of one of the kernels: for a block of pages that needs no mask and for one that does, and for a unit (some rows of
+    one sequence) besides its blocks."""
+
+    whole: int
+    masked: int
+    unit: int
+
+
+class Visits(NamedTuple):
+    """What a batch makes a kernel do on one device: blocks of pages without and with a mask, and units."""
+
+    whole: int
+    masked: int
+    units: int
+
+    def cycles(self, of: StepCycles) -> int:
+        return self.whole * of.whole + self.masked * of.masked + self.units * of.unit
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """One device's part of a step, to be compiled alone. It can be pickled."""
+
+    geometry: Geometry
+    options: Options
+
+    def program(self, fields: Mapping[str, Any], part: str, mesh: Any = None) -> tuple[Any, list[Any]]:
+        """(a function of a list of arrays, their shapes). The sizes are those of the options."""
+        del fields, part, mesh
+        geometry, options = self.geometry, self.options
+        stored = {f"{n}_pages": jax.ShapeDtypeStruct(shape, d) for n, (shape, d) in self._stored().items()}
+        scales = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in self._scales().items()}
+        shapes: dict[str, Any] = {
+            "query": jax.ShapeDtypeStruct((geometry.tokens, geometry.heads, geometry.dim), geometry.dtype),
+            "cu_q_lens": jax.ShapeDtypeStruct((geometry.sequences + 1,), jnp.int32),
+            "kv_lens": jax.ShapeDtypeStruct((geometry.sequences,), jnp.int32),
+            "page_table": jax.ShapeDtypeStruct((geometry.sequences, geometry.width), jnp.int32),
+            "num_seqs": jax.ShapeDtypeStruct((1,), jnp.int32),
+            **stored, **scales,
+        }  # fmt: skip
+        if options.sinks:
+            shapes["sinks"] = jax.ShapeDtypeStruct((geometry.heads,), jnp.float32)
+        if options.writes:
+            shapes["rows"] = PageArrays(**{n: self._row(n, stored, scales) for n in geometry.streams()})  # type: ignore[arg-type]
+        leaves, tree = jax.tree.flatten(shapes)
+        static: dict[str, Any] = {
+            "softmax_scale": options.scale, "causal": options.causal, "sliding_window": (options.left, options.right),
+            "logits_soft_cap": options.soft_cap, "max_q_len": options.max_q_len, "layout": geometry.layout,
+            "value_dim": geometry.value_dim, "pages_per_block": options.pages_per_block, "buffers": options.buffers,
+            "queries_per_block": options.queries_per_block, "vmem_limit_bytes": options.vmem_limit_bytes,
+        }  # fmt: skip
+        given: dict[str, Any] = {} if "value_pages" in stored else {"value_pages": None}
+
+        def run(arrays: list[Any]) -> Any:
+            return paged_attention_tpu(**jax.tree.unflatten(tree, arrays), **given, **static)
+
+        return run, leaves
+
+    def read(self, kernel: str, root: Region) -> StepCycles:
+        """The cycles of one of the kernels. Errors: ConfigError for another form than theirs."""
+        del kernel
+        walk = _walk(root)
+        paths = [region for region in _outermost(walk) if region.products < walk.products]
+        if len(paths) not in (0, 2):
+            raise ConfigError(f"the kernel has {len(paths)} code paths for a block of pages; wanted one or two.")
+        within = [region for path in paths for region in path.all()]
+        # Loops without products handle the pages of a partial block one by one.
+        apart = [r for r in walk.all() if r is not walk and r.is_loop and not r.products and r not in within]
+        step = walk.cycles - sum(r.cycles for r in (*apart, *paths))
+        ways = sorted(step + self._of_heads(path) for path in paths) or [step]
+        return StepCycles(ways[0], ways[-1], root.cycles - walk.cycles)
+
+    def _of_heads(self, path: Region) -> int:
+        """A path's cycles over all kv heads, which are a loop unless a page's heads lie within tiles."""
+        if self.geometry.layout == "split":
+            return path.cycles
+        loops = (region for region in path.all() if region.is_loop and region.products)
+        return path.cycles + (self.geometry.kv_heads - 1) * max((loop.cycles for loop in loops), default=0)
+
+    def _stored(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+        streams = self.geometry.streams()
+        return {n: ((self.geometry.pages, *s), d) for n, (s, d) in streams.items() if n in ("key", "value")}
+
+    def _scales(self) -> dict[str, tuple[int, ...]]:
+        geometry, found = self.geometry, {}
+        for name, rank in (("key_scale", geometry.key_scale), ("value_scale", geometry.value_scale)):
+            if rank == 3:
+                found[name] = (geometry.pages, *geometry.streams()[name][0])
+            elif rank is not None:
+                found[name] = (geometry.kv_heads,) * rank
+        return found
+
+    def _row(self, name: str, stored: dict[str, Any], scales: dict[str, Any]) -> jax.ShapeDtypeStruct:
+        rows = (self.geometry.tokens, self.geometry.kv_heads)
+        if name in scales:
+            return jax.ShapeDtypeStruct(rows, jnp.float32)
+        pages = stored[f"{name}_pages"]
+        return jax.ShapeDtypeStruct((*rows, pages.shape[-1]), pages.dtype)
+
+
+def kernels_of_step(step: LocalStep) -> tuple[str, ...]:
+    """The kernels that the step runs."""
+    return (_DECODE, _CHUNKS) if several_rows(step.geometry, step.options.max_q_len) else (_DECODE,)
+
+
+def step_visits(problem: PagedProblem, step: LocalStep, batch: Any) -> dict[str, Visits]:
+    """Kernel -> its visits with the step's sizes, on the device that has the most blocks of pages."""
+    several, sizes = len(kernels_of_step(step)) > 1, (step.geometry, step.options)
+    by_shard: dict[int, list[SequenceReads]] = {}
+    for row in sequence_reads(problem, batch):
+        by_shard.setdefault(row.shard, []).append(row)
+    most: dict[str, Visits] = {}
+    for rows in by_shard.values():
+        found = {_DECODE: _total(_decoding(row, *sizes) for row in rows if row.queries == 1 or not several)}
+        if several:
+            units = (unit for row in rows if row.queries > 1 for unit in _chunk(row, *sizes))
+            found[_CHUNKS] = _total(units)
+        if not most or _blocks(found) > _blocks(most):
+            most = found
+    return most
+
+
+def _blocks(visits: dict[str, Visits]) -> int:
+    return sum(found.whole + found.masked for found in visits.values())
+
+
+def _total(visits: Iterable[Visits]) -> Visits:
+    return Visits(*(sum(column) for column in zip((0, 0, 0), *visits, strict=True)))
+
+
+def _decoding(row: SequenceReads, geometry: Geometry, options: Options) -> Visits:
+    """Its kernel has one path, with a mask."""
+    del geometry
+    return Visits(0, -(-(row.end_page - row.first_page) // options.pages_per_block), 1)
+
+
+def _chunk(row: SequenceReads, geometry: Geometry, options: Options) -> Iterator[Visits]:
+    page, many, block = geometry.page, options.pages_per_block, options.queries_per_block
+    size = many * page
+    for at in range(0, row.queries, block):
+        position = row.length - row.queries + at
+        last = position + min(block, row.queries - at) - 1
+        begin = 0 if options.left is None else max(position - options.left, 0)
+        end = row.length if options.reach is None else min(row.length, last + options.reach + 1)
+        first, stop = begin // page, -(-end // page)
+        whole = 0
+        for start in range(first, stop, many):
+            place = start * page
+            full = start + many <= stop and place + size <= row.length
+            full &= options.reach is None or place + size - 1 <= position + options.reach
+            full &= options.left is None or place >= position + block - 1 - options.left
+            whole += full
+        yield Visits(whole, -(-(stop - first) // many) - whole, 1)
+
+
+def _outermost(region: Region) -> list[Region]:
+    """The outermost regions with products inside one, skipping guards around all of its products."""
+    found = []
+    for inner in region.inside:
+        if inner.products > 0.75 * region.products and not inner.is_loop:
+            return _outermost(inner)
+        if inner.products:
+            found.append(inner)
+    return found
+
+
+def _walk(root: Region) -> Region:
+    """The loop over a unit's blocks of pages, the largest within the loop over units.
+
+    In short loops the compiler moves some products to before and after them.
+    """
+    loops = [r for r in root.all() if r.is_loop and r.products > root.products / 3]
+    if len(loops) < 2:
+        raise ConfigError("the kernel has no loop over blocks of pages within the loop over units.")
+    return sorted(loops, key=lambda r: -r.cycles)[1]
