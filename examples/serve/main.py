@@ -59,12 +59,14 @@ def said(declared: Declaration) -> dict[str, Any]:
     return {name: given[name] for name in names if given.get(name) is not None}
 
 
-def requests(form: ChatFormat, count: int, most: int) -> list[Request]:
-    """Chats that start with the same system prompt."""
+def requests(form: ChatFormat, count: int, most: int, *, whole: bool = False) -> list[Request]:
+    """Chats that start with the same system prompt. whole: answers don't end before `most` tokens."""
     questions = [QUESTIONS[n % len(QUESTIONS)] for n in range(count)]
     system = form.turn("system", SYSTEM)
     return [
-        Request(f"{n}: {question}", system + form.turn("user", question) + form.opening(), most, form.end)
+        Request(
+            f"{n}: {question}", system + form.turn("user", question) + form.opening(), most, None if whole else form.end
+        )
         for n, question in enumerate(questions)
     ]
 
@@ -92,14 +94,16 @@ def served(title: str, engine: Engine, asked: list[Request], **options: Any) -> 
     return Run(title, asked, loop.totals, seconds)
 
 
-def measured(engine: Engine, form: ChatFormat, count: int, most: int) -> tuple[list[Run], list[str]]:
+def measured(
+    engine: Engine, form: ChatFormat, count: int, most: int, *, whole: bool = False
+) -> tuple[list[Run], list[str]]:
     """All three ways of serving, and the differences between their tokens."""
     ways = (
         ("one at a time", {"slots": 1, "share": False}),
         (f"{engine.slots} slots", {"share": False}),
         (f"{engine.slots} slots, prefixes shared", {}),
     )
-    runs = [served(title, engine, requests(form, count, most), **options) for title, options in ways]
+    runs = [served(title, engine, requests(form, count, most, whole=whole), **options) for title, options in ways]
     return runs, [line for run in runs[1:] for line in differences(runs[0], run)]
 
 
@@ -111,6 +115,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int, help="split heads over this many virtual devices; by default as in the file")
     parser.add_argument("--requests", type=int, default=len(QUESTIONS))
     parser.add_argument("--tokens", type=int, help="the most tokens per answer; by default 32, and 256 in a chat")
+    parser.add_argument("--ignore-end", action="store_true", help="give every answer --tokens tokens, to measure speed")
     parser.add_argument("--chat", action="store_true", help="talk to it")
     parser.add_argument("--picture", type=Path, help="file for a picture of pages over time (requires matplotlib)")
     options = parser.parse_args()
@@ -133,7 +138,7 @@ def main() -> int:
 
         return chat(engine, form, SYSTEM, options.tokens or 256)
 
-    runs, different = measured(engine, form, options.requests, options.tokens or 32)
+    runs, different = measured(engine, form, options.requests, options.tokens or 32, whole=options.ignore_end)
     print()
     for request in runs[-1].requests:
         print(f"{request.name}\n    {form.decode(request.out).strip()}{'' if request.out[-1] == form.end else ' ...'}")

@@ -28,6 +28,7 @@ _KEYS = 256  # per block of pages: within 10 % of the best in most cases
 _STEP_BYTES = 2**20  # of keys, in float32, per decode step: still in a CPU cache when they are multiplied
 _ROWS = 256  # per kv head in a block of queries
 _MOST_PAIRS = 8
+_LARGE_KEYS = 1024  # per block of most of a single sequence
 
 
 def paged_attention(
@@ -103,6 +104,7 @@ def paged_attention(
         platform=jax.default_backend() if platform is None else platform,
         pages_a_block=pages_a_block or chosen[0],
         pairs=pairs or chosen[1],
+        large_blocks=0 if pages_a_block or pairs else _large_blocks(operands, layout, chosen[0]),
         block_q=block_q or chosen[2],
         layout=layout,
         stride=page_stride,
@@ -120,6 +122,15 @@ def _sizes(operands: PagedOperands, layout: str) -> tuple[int, int, int]:
     pairs = min(_power_of_two(max(1, _STEP_BYTES // step)), sequences, _MOST_PAIRS)
     rows = _power_of_two(max(8, _ROWS * kv_heads // operands.query.shape[1]))
     return pages, pairs, min(rows, operands.query.shape[0])
+
+
+def _large_blocks(operands: PagedOperands, layout: str, pages: int) -> int:
+    """Pages in the larger blocks of a single sequence; 0 where its table or a CPU's cache is too small for them."""
+    _, page, kv_heads, dim, _ = page_shape(layout, operands.key_pages, operands.value_pages, operands.query.shape[2])
+    sequences, width = operands.page_table.shape
+    fit = _STEP_BYTES // (4 * pages * page * kv_heads * dim)
+    large = pages * min(_power_of_two(max(1, fit)), _LARGE_KEYS // _KEYS)
+    return large if sequences == 1 and pages < large <= width else 0
 
 
 def _power_of_two(n: int) -> int:

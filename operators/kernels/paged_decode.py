@@ -4,10 +4,14 @@ The loop's trip count is the number of live blocks in the batch, so a long seque
 list is never stored: pair n is looked up in the running sum of the sequences' blocks. Adjacent pairs belong
 to adjacent sequences, once those without live pages are left out; so a step merges its sums into one window of the
 carry, by a small selection, without a scatter.
+
+A single sequence has no neighbours to share a step with. Most of it goes in blocks of more pages, and what they leave in others.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -33,14 +37,23 @@ class DecodePairs(NamedTuple):
     total: jax.Array
 
 
-def decode_pairs(tiles: Tiles, batch: Batch, wanted: jax.Array) -> DecodePairs:
-    """Which pages the queries of each wanted sequence can see, in blocks."""
+def decode_pairs(tiles: Tiles, batch: Batch, wanted: jax.Array, done: jax.Array | None = None) -> DecodePairs:
+    """Which pages the queries of each wanted sequence can see, in blocks; from page `done` on if it is given."""
     first, end = tiles.range_of(batch.kv_lens - batch.q_lens, batch.kv_lens - 1, batch.kv_lens)
+    first = first if done is None else done
     size = np.int32(tiles.static.pages_a_block)
     blocks = jnp.where(wanted, lax.div(end - first + (size - 1), size), 0)
     ends = jnp.cumsum(blocks, dtype=np.int32)
     rank = jnp.cumsum(blocks > 0, dtype=np.int32) - 1
     return DecodePairs(first, end, ends - blocks, ends, rank, ends[-1])
+
+
+def _whole_blocks(tiles: Tiles, pairs: DecodePairs) -> DecodePairs:
+    """The same pages of a single sequence, as far as they fill these tiles' blocks."""
+    size = np.int32(tiles.static.pages_a_block)
+    count = jnp.where(pairs.total > 0, lax.div(pairs.end_page - pairs.first_page, size), 0)
+    end = jnp.where(pairs.total > 0, pairs.first_page + count * size, pairs.first_page)
+    return DecodePairs(pairs.first_page, end, jnp.zeros_like(count), count, pairs.rank, count[-1])
 
 
 def attend_decode(
@@ -49,7 +62,7 @@ def attend_decode(
     """(output [S, q_len, heads, value_dim], lse [S, q_len, heads]) of each wanted sequence's first `q_len` queries."""
     tiles = Tiles(static, operands, few_rows=q_len)
     pairs = decode_pairs(tiles, batch, wanted)
-    sequences, pair_count, size = len(batch.kv_lens), static.pairs, np.int32(static.pages_a_block)
+    sequences, pair_count = len(batch.kv_lens), static.pairs
     axes = varying(operands)
     index = batch.starts[:, None] + jnp.arange(q_len, dtype=np.int32)
     all_rows = tiles.rows_of(operands.query.at[index].get(mode="clip"))
@@ -61,7 +74,8 @@ def attend_decode(
         jnp.zeros((held, *shape), np.float32),
     )
 
-    def step(n: Any, carry: Sums) -> Sums:
+    def step(tiles: Tiles, pairs: DecodePairs, n: Any, carry: Sums) -> Sums:
+        size = np.int32(tiles.static.pages_a_block)
         number = n * np.int32(pair_count) + jnp.arange(pair_count, dtype=np.int32)
         real = number < pairs.total
         seq = jnp.sum(pairs.end[None, :] <= number[:, None], axis=1, dtype=np.int32)
@@ -90,8 +104,16 @@ def attend_decode(
         window = Sums(acc, peak, total)
         return jax.tree.map(lambda c, part: put(c, part, (rank[0], *[0] * (c.ndim - 1))), carry, window)
 
-    trips = lax.div(pairs.total + np.int32(pair_count - 1), np.int32(pair_count))
-    sums = loop(0, trips, step, jax.tree.map(lambda x: vary(x, axes), start))
+    def add(tiles: Tiles, pairs: DecodePairs, sums: Sums) -> Sums:
+        trips = lax.div(pairs.total + np.int32(pair_count - 1), np.int32(pair_count))
+        return loop(0, trips, partial(step, tiles, pairs), sums)
+
+    sums, rest = jax.tree.map(lambda x: vary(x, axes), start), pairs
+    if static.large_blocks:
+        large = Tiles(replace(static, pages_a_block=static.large_blocks), operands, few_rows=q_len)
+        whole = _whole_blocks(large, pairs)
+        sums, rest = add(large, whole, sums), decode_pairs(tiles, batch, wanted, whole.end_page)
+    sums = add(tiles, rest, sums)
     alive = pairs.end > pairs.begin
     mine = Sums(*(x.at[jnp.maximum(pairs.rank, 0)].get(mode="promise_in_bounds") for x in sums))
     lone = lambda x, empty: jnp.where(alive.reshape(-1, *[1] * (x.ndim - 1)), x, empty)  # noqa: E731

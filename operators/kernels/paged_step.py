@@ -26,7 +26,8 @@ _JOINT_ROWS = 32
 
 @dataclass(frozen=True)
 class PagedStatic:
-    """Everything known at trace time. stride: how many shards share the pages of a sequence in turn."""
+    """Everything known at trace time. large_blocks: pages in the larger blocks of a single decoding sequence, 0 for none. stride:
+    how many shards share the pages of a sequence in turn."""
 
     scale: float
     causal: bool
@@ -37,6 +38,7 @@ class PagedStatic:
     platform: str
     pages_a_block: int
     pairs: int
+    large_blocks: int
     block_q: int
     layout: str = "split"
     stride: int = 1

@@ -79,6 +79,22 @@ def test_a_decode_batch_gives_the_same_by_both_routes() -> None:
     batches.agree(case, batches.run(case, arrays, max_q_len=None), batches.expect(case, arrays))
 
 
+@pytest.mark.parametrize("kind", ["decode", pytest.param("speculate", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("window", [None, (300, 0)])
+def test_a_single_sequence_goes_in_large_blocks_and_smaller_last_ones(
+    kind: str, window: tuple[int, int] | None
+) -> None:
+    """Lengths that end at, before and after both, in one program."""
+    case = PagedCase(kind, (9, 3), window=window, sizes=None, page=16)
+    most = case.static["max_q_len"]
+    call = jax.jit(lambda arrays: paged_attention(**arrays, **case.call, max_q_len=most))
+    lengths = [5, 256, 257, 1023, 1024, 1025, 2048, 3000, 4096]
+    for length in lengths:
+        arrays = batches.make(case, [(min(most, length), length)], width=4096 // 16, spare=0, seed=length)
+        output, lse = (np.asarray(x, np.float64) for x in call(arrays))
+        batches.agree(case, (output, lse), batches.expect(case, arrays))
+
+
 def test_queries_beyond_max_q_len_are_not_attended() -> None:
     case = PagedCase("mixed")
     arrays = batches.make(case)
