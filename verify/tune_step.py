@@ -16,6 +16,7 @@ from ..operators.kernels.paged_tpu import reasons_against
 from ..operators.paged import Paged
 from ..operators.paged.declared_step import DeclaredStep
 from ..operators.paged.tpu_kernel import tpu_call, tpu_sizes
+from ..planning.paged.page_reads import sequence_reads
 from ..planning.paged.paged_problem import PagedProblem
 from ..planning.paged.step_tuning import step_candidates, step_key
 from ..planning.text import fields_text
@@ -54,6 +55,10 @@ def tune_step(
         raise ConfigError(
             f"{plan.implementation} runs this step on {plan.problem.device}, and the static clock knows only the TPU kernels; "
             "`attnops plan` says why they don't run."
+        )
+    if way == "static" and not sequence_reads(plan.problem, step.batch):
+        raise ConfigError(
+            "the declared batch has no queries, so no cycles can be counted; declare q_lens of 1 or more."
         )
     candidates = step_candidates(plan.problem)
     if plan.method == "forward_tpu":

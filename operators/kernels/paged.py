@@ -93,6 +93,7 @@ def paged_attention(
     check_operands(operands, layout)
     operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
     left, right = check_window(sliding_window)
+    platform = jax.default_backend() if platform is None else platform
     chosen = _sizes(operands, layout)
     static = PagedStatic(
         scale=float(softmax_scale),
@@ -101,10 +102,10 @@ def paged_attention(
         right=right,
         soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
         max_q_len=max_q_len,
-        platform=jax.default_backend() if platform is None else platform,
+        platform=platform,
         pages_a_block=pages_a_block or chosen[0],
         pairs=pairs or chosen[1],
-        large_blocks=0 if pages_a_block or pairs else _large_blocks(operands, layout, chosen[0]),
+        large_blocks=0 if pages_a_block or pairs or platform != "cpu" else _large_blocks(operands, layout, chosen[0]),
         block_q=block_q or chosen[2],
         layout=layout,
         stride=page_stride,
@@ -125,7 +126,7 @@ def _sizes(operands: PagedOperands, layout: str) -> tuple[int, int, int]:
 
 
 def _large_blocks(operands: PagedOperands, layout: str, pages: int) -> int:
-    """Pages in the larger blocks of a single sequence; 0 where its table or a CPU's cache is too small for them."""
+    """Pages in the larger blocks of a single sequence on a CPU; 0 where its table or the CPU's cache is too small for them."""
     _, page, kv_heads, dim, _ = page_shape(layout, operands.key_pages, operands.value_pages, operands.query.shape[2])
     sequences, width = operands.page_table.shape
     fit = _STEP_BYTES // (4 * pages * page * kv_heads * dim)

@@ -219,9 +219,11 @@ class Paged(DeclaredOperation):
         notes = tpu_notes(problem) if method == "forward_tpu" else ()
         if method != "forward_tpu" and config.is_set("vmem_limit_bytes"):
             notes += (f"{method} doesn't read the config's vmem_limit_bytes",)
-        if problem.update == "fused" and not cls.capability(method).writes_pages:
+        if problem.update != "fused" or problem.mode == "insert":
+            return notes
+        if not cls.capability(method).writes_pages:
             notes += (f"update='fused': {method} writes no pages, so keys are written first; the result is the same",)
-        elif problem.update == "fused" and problem.max_q_len != 1:
+        elif problem.max_q_len != 1:
             notes += ("update='fused': the kernel writes rows of one token; the keys of longer rows are written first",)
         return notes
 

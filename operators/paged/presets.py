@@ -54,7 +54,7 @@ class RaggedPageAttentionV2(Paged):
 
 
 class RaggedPageAttentionV3(Paged):
-    """`paged` over pages of layout packed, written by the call itself (update 'fused')."""
+    """`paged` over pages of layout packed. The update is 'fused'; no kernel writes this layout, so keys are written first."""
 
     name = "ragged_page_attention_v3"
     config = RaggedPageAttentionV3Config

@@ -18,6 +18,7 @@ from ...masks.int_arrays import known_values
 from ...sharding import axes_at, axes_of
 from ...sharding.mesh import AnyMesh
 from ..kernels.page_layout import page_shape
+from ..kernels.varying import varying
 from .batch import RaggedBatch
 from .insert import check_step, insert, write
 from .join_shards import check_mesh, joined_outputs, joined_over_devices, sinks_of
@@ -65,12 +66,12 @@ def attend(
     """Attend to the keys in each row's pages, including those of this step's own tokens. The operation `paged` is this, planned.
 
     update: 'before' writes `key` and `value` first, as `insert` does; 'fused' leaves rows of one token to the method, which must
-    be one that writes; 'none' uses the pages as they are, without key or value.
+    be one that writes, where the arrays allow it; 'none' uses the pages as they are, without key or value.
     `mesh` and `kv_heads` are those that the state was made with: each device then works on its own pages and heads.
     `softmax_scale` defaults to 1/sqrt(head_dim). `sliding_window`: inclusive distances (left, right). `max_q_len`: the most
-    queries of any row in this step, 1 if all rows decode; in a traced batch queries beyond it give 0. `debug`: checks traced
-    batches on the host while the step runs. `method` does the attention, by default plain XLA; `check_vma`: whether shard_map
-    can check it.
+    queries of any row in this step, 1 if all rows decode; in a traced batch queries beyond it give 0, and with 'fused' and 1
+    their keys aren't written. `debug`: checks traced batches on the host while the step runs. `method` does the attention, by
+    default plain XLA; `check_vma`: whether shard_map can check it.
 
     A query that belongs to no sequence gives 0, and its lse is -inf. There is no gradient. Errors: those of `insert` and of
     RaggedBatch.check; InputError for shapes, and for keys that `update` doesn't use or that it needs and doesn't get.
@@ -82,7 +83,7 @@ def attend(
     rows = None
     if key is None or value is None:
         check_step(own, 0, batch, query, debug=debug)
-    elif update == "fused":
+    elif update == "fused" and _writable(own, batch, query, sinks, key, value, mesh):
         own, rows = write(own, 0, batch, key, value, debug=debug, which="none" if max_q_len == 1 else "several")
     else:
         own = insert(own, 0, batch, key, value, debug=debug)
@@ -115,6 +116,15 @@ def attend(
     if after is not None:  # scales that aren't by token stay as they are
         pages = LayerPages(*(x if new is None else new for x, new in zip(pages, after, strict=True)))  # type: ignore[arg-type]
     return PagedOutput(output, lse, state.with_layer(layer, pages))
+
+
+def _writable(
+    own: CacheState, batch: RaggedBatch, query: Any, sinks: Any, key: Any, value: Any, mesh: AnyMesh | None
+) -> bool:
+    """Whether a method can hand back a layer's own arrays: not if they are taken apart by shards here, nor if the queries, but
+    not the pages, differ on the devices of a caller's shard_map."""
+    apart = batch.shards is not None and (mesh is None or mesh.size == 1)
+    return not apart and varying((query, sinks)) <= varying((own.layers[0], batch, key, value))
 
 
 def check_operands(state: CacheState, layer: Any, query: Any, key: Any, value: Any, update: str) -> None:

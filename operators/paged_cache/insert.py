@@ -66,6 +66,9 @@ def write(
     if key.shape[0] != value.shape[0]:
         raise InputError(f"key has {key.shape[0]} tokens and value {value.shape[0]}; wanted the same number.")
     own_pages, own_tokens = check_step(state, layer, batch, key, debug=debug)
+    tokens = as_stored(cache, pages, shape.kv_heads, key, value)
+    if which == "none":
+        return whole, tokens
     arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
 
     along = state.sequence_shards
@@ -84,9 +87,6 @@ def write(
     def put_tokens(stored: Any, tokens: jax.Array) -> jax.Array:
         return by_shard(shards, put_all, stored, *where, rows_by_shard(shards, tokens, "tokens"))
 
-    tokens = as_stored(cache, pages, shape.kv_heads, key, value)
-    if which == "none":
-        return whole, tokens
     after: Any = (x if own is None else put_tokens(x, own) for x, own in zip(pages, tokens, strict=True))
     return whole.with_layer(at, LayerPages(*after)), tokens
 

@@ -199,6 +199,6 @@ def token_rows(plan: PagedPlan) -> list[tuple[str, str, str, str, str]]:
 
 _UPDATES = {
     "before": "before: keys and values are written to their pages, then attended to",
-    "fused": "fused: keys and values are written to their pages by the call itself",
+    "fused": "fused: the kernel writes keys and values to their pages while it attends, if it can",
     "none": "none: the pages are used as they are",
 }

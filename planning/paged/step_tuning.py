@@ -37,6 +37,7 @@ def step_key(method: str, problem: PagedProblem) -> dict[str, Any]:
         "table": (problem.cache.local_sequences, problem.cache.table_width // problem.sequence_shards),
         "sequence_shards": problem.sequence_shards,
         "max_q_len": problem.max_q_len,
+        "writes": problem.update == "fused",  # a kernel that writes takes more memory and cycles
         "mask": problem.mask.describe(),
         "features": sorted(problem.features),
         "config": {

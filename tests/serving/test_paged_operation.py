@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from typing import Any
@@ -429,6 +430,54 @@ def test_inside_a_shard_map_over_the_heads() -> None:
     mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=at.query.spec, check_vma=False)
     got = jax.jit(mapped)(*tokens(), init(CACHE, mesh), jax.tree.map(jnp.asarray, BATCH))
     np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_fused_inside_a_shard_map_whose_devices_share_the_pages() -> None:
+    """Queries differ by device, pages don't: they are written first, and stay the same on all devices."""
+    cache = KVCache(**FIELDS | {"kv_heads": 1, "head_dim": 128, "layout": "heads", "max_sequences": 2})
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,))
+    batch = RaggedBatch.make(
+        cache.plan(), cu_q_lens=[0, 1, 2], kv_lens=[6, 9], page_table=[[5, 2], [3, 4, 1]], tokens=2
+    )
+    q, k, v = (jax.random.normal(jax.random.key(n), (2, heads, 128)) for n, heads in enumerate((4, 1, 1)))
+    state, batch = init(cache), jax.tree.map(jnp.asarray, batch)
+
+    def body(q: Any, k: Any, v: Any, state: Any, batch: Any, update: str = "fused") -> Any:
+        operation = paged(config={"interpret": True})
+        found = operation(q, k, v, state=state, layer=0, batch=batch, max_q_len=1, update=update)
+        return found.attention_outputs, found.state
+
+    heads, whole = PartitionSpec(None, "tp"), PartitionSpec()
+    specs: dict[str, Any] = {"mesh": mesh, "in_specs": (heads, *(whole,) * 4), "out_specs": (heads, whole)}
+    jax.eval_shape(jax.shard_map(body, **specs), q, k, v, state, batch)  # the interpreter can't be run with the check
+    got, after = jax.jit(jax.shard_map(body, **specs, check_vma=False))(q, k, v, state, batch)
+    want, wanted = jax.jit(functools.partial(body, update="before"))(q, k, v, state, batch)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+    np.testing.assert_array_equal(after.layers[0].key, wanted.layers[0].key)
+
+
+def test_fused_does_not_write_what_max_q_len_leaves_out() -> None:
+    """As docs/serving.md says of a traced batch with a longer row; a known one is refused."""
+    cache = KVCache(**FIELDS | {"layout": "joined"})
+    q, k, v = tokens(4)
+    batch = RaggedBatch.make(
+        cache.plan(), cu_q_lens=[0, 1, 4], kv_lens=[6, 9], page_table=[[5, 2], [3, 4, 1]], tokens=4
+    )
+    operation = paged(config={"interpret": True})
+
+    def step(state: Any, batch: Any, update: str) -> Any:
+        return operation(q, k, v, state=state, layer=0, batch=batch, max_q_len=1, update=update)
+
+    traced = jax.jit(step, static_argnums=2)
+    before, fused = (traced(init(cache), jax.tree.map(jnp.asarray, batch), update) for update in ("before", "fused"))
+    np.testing.assert_allclose(fused.attention_outputs, before.attention_outputs, atol=2e-6)
+    assert not np.asarray(fused.attention_outputs[2:]).any()
+    pages, written = np.asarray(fused.state.layers[0].key), np.asarray(before.state.layers[0].key)
+    at = [(2, 1), (4, 2)]  # of the two single or first tokens, at positions 5 and 6
+    assert all((pages[page, :, row] == written[page, :, row]).all() for page, row in at)
+    assert (pages != 0).any(axis=(1, 3)).sum() == len(at)
+    with pytest.raises(InputError, match="max_q_len=1, but a row of the batch has 3 queries"):
+        step(init(cache), batch, "fused")
 
 
 def test_a_plan_knows_how_often_a_head_is_stored() -> None:

@@ -19,6 +19,7 @@ from attnops.compat import abstract_device
 from attnops.operators.paged.declared_step import DeclaredStep
 from attnops.operators.paged.tpu_kernel import tpu_call
 from attnops.operators.paged_cache import RaggedBatch
+from attnops.planning.paged.step_tuning import step_key
 from attnops.verify.paged_clock import LocalStep, StepCycles, Visits, kernels_of_step, step_visits
 from attnops.verify.static_clock import Region
 from attnops.verify.topology import described_mesh
@@ -88,6 +89,16 @@ def test_counts_the_blocks_that_the_kernels_visit(
     assert {name: tuple(x) for name, x in found.items()} == {n: tuple(x) for n, x in counted.items() if n in found}
 
 
+def test_a_kernel_that_writes_is_tuned_apart() -> None:
+    operation, step = _step([(1, 40)], _abstract(), {"max_q_len": 1})
+    keys = []
+    for update in ("before", "fused"):
+        plan = operation.plan(step.query, step.key, step.value, cache=step.cache, batch=step.batch, update=update)
+        keys.append(step_key(plan.method, plan.problem))
+        assert tpu_call(plan.problem, plan.problem.config)[1].writes == (update == "fused")
+    assert keys[0] != keys[1]
+
+
 def _tree(start: int, end: int, *inside: Region, loop: bool = False, products: int = 0) -> Region:
     return Region(start, end, loop, products, 0, list(inside))
 
@@ -150,6 +161,12 @@ def test_a_search_that_cannot_be_is_refused(tmp_path: Any, monkeypatch: pytest.M
     operation, step = _step([(1, 40)], _abstract(), {"max_q_len": 1}, page_size=PAGE)
     with pytest.raises(ConfigError, match="this machine has cpu"):
         tune_step(operation, step, how="device")
+    if find_spec("libtpu") is not None:
+        empty = step.batch.__class__.make(
+            step.cache.plan(), cu_q_lens=[0], kv_lens=[], page_table=[], tokens=step.query.shape[0]
+        )
+        with pytest.raises(ConfigError, match="no queries"):
+            tune_step(operation, step._replace(batch=empty), how="static")
     if find_spec("libtpu") is not None:
         operation, step = _step([(1, 40)], _abstract(), {"max_q_len": 1}, head_dim=64)
         with pytest.raises(ConfigError, match="only the TPU kernels"):
