@@ -75,7 +75,7 @@ NAMES = {  # of the kernels, by owner and whether the backward pass is fused
     ("jax", False): (*_THEIRS, "splash_mha_dq_no_residuals"),
     ("tokamax", True): _THEIRS,
 }
-COMPILED_LENGTH = 4096  # the schedule doesn't depend on it, except for work once per head, which grows with it
+COMPILED_LENGTH = 4096  # the schedule doesn't depend on it
 
 
 def work_of(python: str, **case: Any) -> int | str:
@@ -183,8 +183,10 @@ def sizes_of(row: dict[str, Any], products: str) -> tuple[tuple[int, int], tuple
     return block, block
 
 
-def cost(kernels: list[Kernel], row: dict[str, Any], mask: Mask, length: int, parts: int = 1) -> int:
-    """Cycles per head; `parts` of the keys, each of which goes over all queries."""
+def cost(
+    kernels: list[Kernel], row: dict[str, Any], mask: Mask, length: int, parts: int = 1, turns: int = 0
+) -> int:
+    """Cycles per head; `parts` of the keys, each of which goes over all queries, with so many turns of their loops."""
     total = 0
     for kernel in kernels:
         bodies, counts, blocks = tiles_of(mask, kernel.block, kernel.unit, length, length, 0, kernel.slow)
@@ -200,7 +202,7 @@ def cost(kernels: list[Kernel], row: dict[str, Any], mask: Mask, length: int, pa
                 sum(n for body, n in zip(bodies, counts, strict=True) if (body == WHOLE) == whole) for whole in (1, 0)
             ]
             least = [kernel.least] * 2
-        total += cycles.at_least(least).total(counts, parts * blocks, heads=length // COMPILED_LENGTH)
+        total += cycles.at_least(least).total(counts, parts * blocks, parts, turns if kernel.slow == "q" else 0)
     return total
 
 
@@ -215,12 +217,12 @@ def declared(row: dict[str, Any]) -> dict[str, Any]:
     return blocks | apart | row.get("fields", {})
 
 
-def key_parts(row: dict[str, Any], length: int) -> int:
-    """How many parts attnops' fused backward pass splits the keys into, as planned."""
+def key_parts(row: dict[str, Any], length: int) -> tuple[int, int]:
+    """How many parts attnops' fused backward pass splits the keys into, as planned; and how often its loops over them turn."""
     if row["kernel"] != "attnops" or not row["fused"]:
-        return 1
+        return 1, 0
     config = planned(row["target"], row["dim"], length, row["mask"], json.dumps(declared(row)))
-    return tile_counts.key_parts(config, length)
+    return tile_counts.key_parts(config, length), tile_counts.key_turns(config, length)
 
 
 @functools.cache
@@ -251,8 +253,8 @@ def table(rows: list[dict[str, Any]], kernels: list[str]) -> list[dict[str, Any]
                             for which, made in passes(row).items():
                                 if made:
                                     blocks = [*row["blocks"], row["fused"], row.get("fields", {})]
-                                    parts = key_parts(row, length) if which == "backward" else 1
-                                    got = cost(made, row, mask, length, parts), blocks, mxu(row, which)
+                                    parts = key_parts(row, length) if which == "backward" else (1, 0)
+                                    got = cost(made, row, mask, length, *parts), blocks, mxu(row, which)
                                     best[which] = min(best.get(which, got), got, key=lambda one: one[0])
                         cell[kernel] = best
                     cells.append(cell)

@@ -5,8 +5,7 @@
 
 For each shape of tests/data/model_shapes.json (bfloat16, mode train, one device) the first candidates of both passes of attnops'
 splash kernels are compared by static cycles. The cycles of a tile don't depend on the length, so they are read from compiling
-short sequences, once for all shapes with the same head dims and soft cap; the fused backward pass's work per head grows
-with the keys. The cheapest choice that compiles at the real length is kept. Nothing is run. Requires libtpu.
+short sequences, once for all shapes with the same head dims and soft cap. The cheapest choice that compiles at the real length is kept. Nothing is run. Requires libtpu.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from attnops.verify.clock_worker import ClockWorker
 from attnops.verify.generations import clock_rate
 from attnops.verify.local_call import LocalProblem
 from attnops.verify.static_clock import TileCycles
-from attnops.verify.tile_counts import kernel_bodies, kernel_cycles, kernels_of, key_parts
+from attnops.verify.tile_counts import kernel_bodies, kernel_cycles, kernels_of
 from attnops.verify.topology import described_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,8 +154,6 @@ def cost(work: Work, decided: Plan, part: str, fields: dict[str, Any]) -> int | 
         cycles = work.tile(decided, part, kernel, fields)
         if isinstance(cycles, str):
             return cycles
-        keys = placement.local.kv_len // key_parts(config, placement.local.kv_len)
-        cycles = cycles._replace(head=cycles.head * keys // _short_length(fields))
         compiled = kernel_bodies(config, part, kernel, Causal(0), _short_length(fields))
         total += kernel_cycles(problem, placement, config, part, kernel, cycles, compiled)
     return total

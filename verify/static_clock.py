@@ -49,19 +49,22 @@ class Region:
 
 class TileCycles(NamedTuple):
     """A flash attention kernel's cycles: for each code path of a tile, in program order; besides the tiles for a block of
-    the slow axis (start and end of its sums), for a step of the grid, and once per kv head.
+    the slow axis (start and end of its sums), for a step of the grid, once per kv head, and for each turn of its loops.
     """
 
     tiles: tuple[int, ...]
     block: int
     step: int
     head: int = 0
+    turn: int = 0
 
-    def total(self, tiles: Sequence[int], blocks: int, heads: int = 1) -> int:
-        """Cycles of so many tiles on each path, blocks of the slow axis and kv heads; one path may serve all tiles."""
+    def total(self, tiles: Sequence[int], blocks: int, heads: int = 1, turns: int = 0) -> int:
+        """Cycles of so many tiles on each path, blocks of the slow axis, kv heads and turns of their loops; one path may serve
+        all tiles.
+        """
         ways = self.tiles if len(self.tiles) > 1 else self.tiles * len(tiles)
         inside = sum(count * cycles for count, cycles in zip(tiles, ways, strict=True))
-        return inside + sum(tiles) * self.step + blocks * self.block + heads * self.head
+        return inside + sum(tiles) * self.step + blocks * self.block + heads * self.head + turns * self.turn
 
     def at_least(self, cycles: Sequence[int]) -> TileCycles:
         """The same, with at least so many cycles on each path; a single path takes the most."""
@@ -131,8 +134,8 @@ def regions(bundles: str, utilization: str) -> Region:
 def tile_cycles(root: Region) -> TileCycles:
     """Read the cycles of a flash attention kernel, whose steps are one loop around a tile's work.
 
-    A guard nested in the guard of a block's start or end is taken as per kv head. This fits attnops' fused backward
-    pass, whose sums over keys last for the whole head. Errors: ConfigError for a kernel of another form.
+    A guard nested in the guard of a block's start or end is taken as per kv head, and loops in it as going round for each
+    part of the head's keys. This fits attnops' fused backward pass, whose sums over keys last for the whole head. Errors: ConfigError for a kernel of another form.
     """
     body = max((r for r in root.all() if r.is_loop), key=lambda r: r.cycles, default=root)
     whole = body.cycles
@@ -145,9 +148,11 @@ def tile_cycles(root: Region) -> TileCycles:
     if not tiles or len(tiles) > _MOST_WAYS:
         raise ConfigError(f"the kernel has {len(tiles)} code paths for a tile; wanted one to {_MOST_WAYS}.")
     ends = [r for r in body.inside if not r.products]
-    rest, head = sum(r.cycles for r in ends), sum(r.cycles for end in ends for r in end.inside if not r.is_loop)
+    of_head = [r for end in ends for r in end.inside if not r.is_loop]
+    rest, head = sum(r.cycles for r in ends), sum(r.cycles for r in of_head)
+    turn = sum(r.cycles for guard in of_head for r in guard.inside if r.is_loop)
     step = whole - rest - sum(r.cycles for r in tiles)
-    return TileCycles(tuple(r.cycles for r in tiles), rest - head, step, head)
+    return TileCycles(tuple(r.cycles for r in tiles), rest - head, step, head - turn, turn)
 
 
 def _insert(tree: Region, one: Region) -> None:

@@ -16,7 +16,7 @@ from .static_clock import TileCycles
 if TYPE_CHECKING:
     from ..operators.kernels.splash.bodies import Body
 
-__all__ = ["kernel_bodies", "kernel_cycles", "kernels_of", "key_parts", "matrix_cycles", "tiles_of"]
+__all__ = ["kernel_bodies", "kernel_cycles", "kernels_of", "key_parts", "key_turns", "matrix_cycles", "tiles_of"]
 
 # How many of a tile's products sum over the head dim, sum over the value dim, and have either as their rows.
 _PRODUCTS = {"forward": (1, 0, 0, 1), "backward": (1, 1, 2, 1), "dkv": (1, 1, 1, 1), "dq": (1, 1, 1, 0)}
@@ -63,18 +63,20 @@ def kernel_cycles(
     block_q, block_kv, *unit = (getattr(sizes, name) for name in names)
     offset = None if problem.dynamic_query_offset else problem.query_offset or 0
     kv_tiles = local.kv_heads // max(1, tile * local.kv_heads // local.q_heads)
-    bodies, counts, slow_blocks = tiles_of(
-        problem.mask, (block_q, block_kv), (unit[0], unit[1]), local.q_len, local.kv_len, offset, slow, kv_tiles
-    )
-    if compiled is not None:
-        cycles = cycles._replace(tiles=_estimated(bodies, compiled, cycles.tiles))
+    asked = problem.mask, (block_q, block_kv), (unit[0], unit[1]), local.q_len, local.kv_len, offset, slow, kv_tiles
+    bodies, counts, slow_blocks = tiles_of(*asked)
     products = kernel.removeprefix("attnops_splash_")
+    parts = key_parts(config, local.kv_len) if products == "backward" else 1  # each goes over all queries
+    if compiled is None and parts > 1:  # the first of them was read
+        compiled = tiles_of(*asked, key_blocks=sizes.block_kv_dkv_sums // block_kv)[0]
+    if compiled is not None and compiled != bodies:
+        cycles = cycles._replace(tiles=_estimated(bodies, compiled, cycles.tiles))
     least = tile * matrix_cycles(problem.device_kind, products, block_q, block_kv, problem.head_dim, problem.value_dim)
     cycles = cycles.at_least([math.ceil(least * body.live) for body in bodies])
     tiles = local.batch * local.q_heads // tile
-    parts = key_parts(config, local.kv_len) if products == "backward" else 1  # each goes over all queries
+    turns = key_turns(config, local.kv_len) * local.batch * local.kv_heads if products == "backward" else 0
     return cycles.total(
-        [round(n * tiles) for n in counts], parts * slow_blocks * tiles, heads=parts * local.batch * kv_tiles
+        [round(n * tiles) for n in counts], parts * slow_blocks * tiles, parts * local.batch * kv_tiles, turns
     )
 
 
@@ -93,13 +95,15 @@ def tiles_of(
     query_offset: int | None,
     slow: str = "q",
     tables: int = 1,
+    key_blocks: int | None = None,
 ) -> tuple[tuple[Body, ...], list[float], int]:
     """(bodies, the tiles of each, blocks of the slow axis) of splash's kernels, by the queries and keys of blocks and units.
 
     query_offset: None if it is traced. What is known only when the program runs counts as masked. tables: parts of the heads
-    that have lists of their own if heads see blocks of their own; the tiles are then those of their mean.
+    that have lists of their own if heads see blocks of their own; the tiles are then those of their mean. key_blocks: only the
+    first so many blocks of keys.
     """
-    from ..operators.kernels.splash.schedule import run_time_bodies, tile_bodies
+    from ..operators.kernels.splash.schedule import bodies_of_part, run_time_bodies, tile_bodies
     from ..operators.local_mask import LocalMask
 
     local = LocalMask(mask, 0, q_len, kv_len, query_offset or 0)
@@ -111,12 +115,17 @@ def tiles_of(
         bodies = run_time_bodies(local, unit, (live.shape[0], live.shape[1]), of_block)
         return bodies, [0.0] * (len(bodies) - 1) + [float(live.sum())], live.shape[0 if slow == "q" else 1]
     bodies, numbers = tile_bodies(local, block, unit, tables if local.heads_apart else 1)
+    bodies, numbers = bodies_of_part(bodies, numbers[..., :key_blocks])
     counts = np.bincount(np.asarray(numbers).reshape(-1), minlength=len(bodies) + 1)[1:]
     return bodies, [n / numbers.shape[1] for n in counts.tolist()], numbers.shape[2 if slow == "q" else 3]
 
 
 def _estimated(bodies: tuple[Body, ...], known: tuple[Body, ...], cycles: tuple[int, ...]) -> tuple[int, ...]:
-    """Cycles of bodies, derived from those of others: a cost for the computed part of a tile, and one for the masked part."""
+    """Cycles of bodies, derived from those of others: a cost for the computed part of a tile, and one for the masked part; from
+    those of a single one by their work.
+    """
+    if len(known) == 1:
+        return tuple(round(cycles[0] * body.work / known[0].work) for body in bodies)
     shares = np.array([[body.live, body.masked] for body in known])
     factors, *_ = np.linalg.lstsq(shares, np.array(cycles, float), rcond=None)
     return tuple(round(float(body.live * factors[0] + body.masked * max(factors[1], 0.0))) for body in bodies)
@@ -126,6 +135,16 @@ def key_parts(config: OperationConfig, kv_len: int) -> int:
     """How many parts a resolved config's fused backward pass splits the keys into."""
     sums = getattr(config, "block_kv_dkv_sums", None)
     return math.ceil(kv_len / sums) if sums else 1
+
+
+def key_turns(config: OperationConfig, kv_len: int) -> int:
+    """How often the loops of a fused backward pass go round that clear and write the gradients of a kv head's keys."""
+    from ..operators.kernels.splash.key_sums import leaving_rows
+
+    sizes: Any = config
+    block, part = sizes.block_kv_dkv, getattr(config, "block_kv_dkv_sums", None) or kv_len
+    lengths = (math.ceil(min(part, kv_len - start) / block) * block for start in range(0, kv_len, part))
+    return sum(rows // leaving_rows(rows) for rows in lengths)
 
 
 def matrix_cycles(kind: str, products: str, block_q: int, block_kv: int, head_dim: int, value_dim: int) -> int:

@@ -211,7 +211,7 @@ def test_weights_stay_where_a_head_dim_leaves_columns_idle(kind: str, dim: int, 
         ({"block_kv_compute_in": 384}, {"block_kv": 384, "block_kv_compute": 384}),
         (
             {"vmem_limit_bytes": None},
-            {"vmem_limit_bytes": None, "block_q": 1024, "block_kv_dkv_sums": 2048},
+            {"vmem_limit_bytes": None, "block_q": 1024, "block_kv_dkv_sums": None},
         ),  # of 16 MiB
         ({"kernel": "jax"}, {"block_q": 512, "block_kv_compute": 512, "block_q_dq": 512}),
         ({"kernel": "jax", "block_q": 256}, {"block_q": 256, "block_q_dkv": 256, "block_kv": 512}),
@@ -241,19 +241,19 @@ def test_heads_of_a_group_share_a_tile_of_few_queries(queries: int, mode: str, e
 
 
 def test_the_generation_decides_what_fits() -> None:
-    """Sums of a kv head's 32768 keys take 64 MiB: 128 MiB of VMEM hold them, 64 half of them, 16 not the eighth part."""
-    found = {kind: _resolved({}, 32768, kind) for kind in ("TPU v5 lite", "TPU v5p", "TPU v4")}
+    """Sums of a kv head's 65536 keys take 64 MiB: 128 MiB of VMEM hold them, 64 half of them, 16 not the eighth part."""
+    found = {kind: _resolved({}, 65536, kind) for kind in ("TPU v5 lite", "TPU v5p", "TPU v4")}
     assert {kind: config.use_fused_bwd_kernel for kind, config in found.items()} == {
         "TPU v5 lite": True, "TPU v5p": True, "TPU v4": False,
     }  # fmt: skip
-    assert [config.block_kv_dkv_sums for config in found.values()] == [None, 16384, None]
+    assert [config.block_kv_dkv_sums for config in found.values()] == [None, 32768, None]
     # What is said of the sums is kept, fitting or not.
-    assert _resolved({"block_kv_dkv_sums": None}, 32768, "TPU v5p").use_fused_bwd_kernel is False
+    assert _resolved({"block_kv_dkv_sums": None}, 65536, "TPU v5p").use_fused_bwd_kernel is False
     assert _resolved({"block_kv_dkv_sums": 8192}, 32768, "TPU v5 lite").block_kv_dkv_sums == 8192
-    assert _resolved({}, 32768, "TPU v4").vmem_limit_bytes is None
+    assert _resolved({}, 65536, "TPU v4").vmem_limit_bytes is None
     assert 16 << 20 < _resolved({}, 32768).vmem_limit_bytes <= 128 << 20
     # a declared limit counts only as far as the device has it
-    assert _resolved({"vmem_limit_bytes": 100 << 20}, 32768, "TPU v5p").block_kv_dkv_sums == 16384
+    assert _resolved({"vmem_limit_bytes": 100 << 20}, 65536, "TPU v5p").block_kv_dkv_sums == 32768
     assert _resolved({}, 4096, "TPU v4", 512).block_q < _resolved({}, 4096, "TPU v6 lite", 512).block_q
 
 

@@ -7,7 +7,8 @@ orders. Two cores share the parallel dimensions of the grid.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,13 +20,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops import Causal, Mask
 from attnops.masks import Lengths
-from attnops.operators.kernels.splash import SplashBlocks, splash_attention
-from attnops.operators.kernels.splash.frame import Frame
+from attnops.operators.kernels.splash import SplashBlocks, key_sums, splash_attention
 from attnops.operators.local_mask import LocalMask
 from attnops.verify import reference_attention, reference_gradients
 from attnops.verify.closeness import row_error, row_sizes, term_sizes
 
-LENGTH, HEADS, KV_HEADS, DIM = 200, 2, 1, 16  # two blocks of 128, the second of them short
+LENGTH, HEADS, KV_HEADS, DIM = 300, 2, 1, 16  # three blocks of 128, the last of them short
 BLOCKS = SplashBlocks(
     block_q=128, block_kv=128, block_kv_compute=128, block_kv_compute_in=128, heads_per_tile=1, block_q_dkv=128,
     block_kv_dkv=128, block_kv_dkv_compute=128, block_kv_dkv_sums=None, block_q_dq=None, block_kv_dq=None,
@@ -51,6 +51,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "int8": {},  # keys and values as they are and a scale for each
     "traced": {},  # lengths: the grid is as long as the tiles found on the device
 }
+
+
+@pytest.fixture(autouse=True)
+def _gradients_of_keys_leave_in_three_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of more than 1024 keys do: a buffer is used again."""
+    monkeypatch.setattr(key_sums, "_ROWS", (128,))
+
+
 PLAIN = pltpu.InterpretParams()
 TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 
@@ -162,20 +170,36 @@ def test_a_seeded_race_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert not _races(lambda: summed(pltpu.ARBITRARY), capsys)
 
 
+@pytest.fixture
+def _retraced() -> Iterator[None]:
+    """Kernels that a test changes are traced for it alone."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_retraced")
 def test_a_race_seeded_in_attnops_kernels_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Query heads of a kv head add to its gradients; here each is a core's. One batch row: two would be one for each core."""
-    run = Frame.run
-
-    def all_parallel(self: Frame, *args: Any, **kwargs: Any) -> Any:
-        return run(self, *args, **kwargs | {"parallel": 4})
-
-    monkeypatch.setattr(Frame, "run", all_parallel)
+    """Two batch rows, each on a core, whose keys' gradients both go to the first row."""
+    leave = key_sums.KeySums.leave
+    monkeypatch.setattr(key_sums.KeySums, "leave", lambda self, batch, *others: leave(self, batch * 0, *others))
 
     def ignoring_values() -> None:
-        with contextlib.suppress(AssertionError):  # the sums are wrong, too
-            _forward_and_gradients("fused", TWO_CORES, batch=1)
+        with contextlib.suppress(AssertionError):  # they are wrong, too
+            _forward_and_gradients("fused", TWO_CORES)
 
     assert _races(ignoring_values, capsys)
+
+
+@pytest.mark.usefixtures("_retraced")
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_buffer_is_not_filled_before_it_has_left(forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter executes a copy when it is waited for, so that a forgotten wait shows."""
+    if forgotten:
+        monkeypatch.setattr(key_sums, "pl", SimpleNamespace(**vars(pl) | {"when": lambda condition: lambda do: None}))
+    wrong = pytest.raises(AssertionError, match="key") if forgotten else contextlib.nullcontext()
+    with wrong:
+        _forward_and_gradients("fused", PLAIN, batch=1)

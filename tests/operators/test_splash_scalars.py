@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from typing import Any
 
@@ -140,6 +141,9 @@ def test_long_sequences_take_larger_blocks(length: int, batch: int, ids: bool, k
     call = {"q_segment_ids": _shape(batch, length)} if ids else {}
     plan = _plan(length, kind, batch=batch, **call)
     config = plan.config
+    if kind == "TPU v5 lite" and length == 640 << 10:  # seven parts of the keys have room in VMEM, and shorter lists
+        assert (config.block_q, config.block_kv, math.ceil(length / config.block_kv_dkv_sums)) == (1024, 1024, 7)
+        return
     assert (plan.method, config.block_q, config.block_kv) == ("forward_tpu", 2048, 2048)
     # A wide block of keys goes with 1024 queries where the backward pass is pipelined, if the list has room.
     assert (config.block_q_dkv, config.block_kv_dkv) in [(2048, 2048), *([(1024, 2048)] if kind in PIPELINED else [])]

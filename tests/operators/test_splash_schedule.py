@@ -253,6 +253,17 @@ def test_tiles_of_many_kinds_share_three_bodies() -> None:
     assert (whole > 0).sum() <= computed < 64 * sum(bodies.values())
 
 
+def test_a_part_of_the_keys_has_the_bodies_of_its_own_tiles() -> None:
+    """Causal: the last keys are seen from the diagonal alone."""
+    mask = LocalMask(Causal(0), 0, 1024, 1024, 0)
+    whole = tile_schedule(mask, 256, 256, "q", unit=(128, 128))
+    last = tile_schedule(mask, 256, 256, "q", slice(3, 4), unit=(128, 128))
+    assert [set(body_of(x.words).tolist()) for x in (whole, last)] == [{1, 2}, {0, 1}]
+    diagonal = next(body for body in whole.bodies if body != WHOLE)
+    assert last.bodies == (diagonal,)
+    assert broken_rule(last, "q") is None
+
+
 def test_a_body_that_saves_little_is_not_compiled() -> None:
     """One tile in 136 whose last key is padded goes the way of those on the diagonal."""
     assert len(_bodies(Causal(0), 16 * 1024 - 1, 1024, (256, 512))) == 2

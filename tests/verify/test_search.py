@@ -162,12 +162,24 @@ def test_what_is_known_at_run_time_counts_as_masked() -> None:
 def test_each_part_of_the_keys_goes_over_all_queries() -> None:
     config = {"block_q_dkv": 256, "block_kv_dkv": 256, "block_kv_dkv_sums": 512}
     decided = _plan(q_len=1024, heads=2, kv_heads=1, config=config)
-    cycles = TileCycles((3000, 3100), block=50, step=7, head=3)
+    cycles = TileCycles((3000, 3100), block=50, step=7, head=3, turn=11)
     got = kernel_cycles(
         decided.problem, decided.placement, decided.config, "backward", "attnops_splash_backward", cycles
     )
-    # Two parts, in each of which four query blocks are started and ended, and the sums of a kv head.
-    assert got == 2 * (6 * 3007 + 4 * 3107 + 2 * 4 * 50) + 2 * 3
+    # Two parts, in each of which four query blocks are started and ended, and the sums of a kv head: 512 keys at a time.
+    assert got == 2 * (6 * 3007 + 4 * 3107 + 2 * 4 * 50) + 2 * 3 + 2 * 11
+
+
+def test_the_first_part_of_the_keys_may_have_fewer_bodies_than_the_mask() -> None:
+    """Keys after the row: the first block of them is seen by the rows of the diagonal alone, and its kernel has one path."""
+    config = {"block_q_dkv": 256, "block_kv_dkv": 256, "block_kv_dkv_compute": 128, "block_q_dkv_compute": 128}
+    decided = _plan(q_len=1024, heads=1, kv_heads=1, config=config | {"block_kv_dkv_sums": 256}, mask=~Causal(0))
+    cycles = TileCycles((3000,), block=0, step=0)
+    got = kernel_cycles(
+        decided.problem, decided.placement, decided.config, "backward", "attnops_splash_backward", cycles
+    )
+    # Three of a diagonal tile's four units are computed, two of them with the mask, which makes them cost a quarter more.
+    assert got == pytest.approx(4 * 3000 + 6 * 3000 / 0.875, abs=6)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ one by query block that of the query.
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -21,12 +20,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .bodies import Body
 from .forward import tile_product
-from .frame import Frame, Input
+from .frame import Frame, Input, Output
+from .key_sums import KeySums
 from .schedule import FIRST, LAST
 from .tile import Logits, Tile
 from .units import Unit, pipelined, rows_of, units_of
-
-_TURNED = 512  # rows of the keys' gradients that are transposed at a time
 
 __all__ = ["add_key_gradients", "add_query_gradient", "backward_kernel"]
 
@@ -34,12 +32,12 @@ __all__ = ["add_key_gradients", "add_query_gradient", "backward_kernel"]
 def add_query_gradient(
     frame: Frame, q_padded: int, dim: int, dtype: Any, transposed: bool, before: jax.Array | None = None
 ) -> None:
-    """Add d_query [batch, kv heads, group, q, dim] and its sum, maybe transposed, which starts with `before`: the result of a
+    """Add d_query [batch, heads, q, dim] and its sum, maybe transposed, which starts with `before`: the result of a
     pass over earlier keys.
     """
-    shape = (frame.batch, frame.heads.kv_heads, frame.heads.group, q_padded, dim)
+    shape = (frame.batch, frame.heads.q_heads, q_padded, dim)
     spec = frame.query_block(dim, "head_dim_minor")
-    frame.outputs["d_query"] = (shape, dtype, spec)
+    frame.outputs["d_query"] = Output(shape, dtype, spec)
     if before is not None:
         frame.inputs["d_query_before"] = Input(before, spec, "q")
         if before.dtype == dtype:  # each block is read once, before it is written
@@ -49,17 +47,13 @@ def add_query_gradient(
 
 
 def add_key_gradients(
-    frame: Frame, kv_padded: int, dim: int, value_dim: int, dtype: Any, transposed: bool, whole: bool
+    frame: Frame, kv_padded: int, dim: int, value_dim: int, dtype: Any, transposed: bool
 ) -> None:
-    """Add d_key [batch, kv heads, kv, dim], d_value and their sums, maybe transposed: for one block, or for all these keys."""
+    """Add d_key [batch, kv heads, kv, dim], d_value and their sums, maybe transposed, for one block of keys at a time."""
     for name, width in (("key", dim), ("value", value_dim)):
         shape = (frame.batch, frame.heads.kv_heads, kv_padded, width)
-        spec = frame.key_block(width, "head_dim_minor")
-        if whole:
-            spec = frame.block((None, frame.heads.kv_tile, kv_padded, width), lambda s: (s.batch, s.kv_tile, 0, 0))
-        frame.outputs[f"d_{name}"] = (shape, dtype, spec)
-        rows = kv_padded if whole else frame.block_kv
-        sums = (width, rows) if transposed else (rows, width)
+        frame.outputs[f"d_{name}"] = Output(shape, dtype, frame.key_block(width, "head_dim_minor"))
+        sums = (width, frame.block_kv) if transposed else (frame.block_kv, width)
         frame.scratch[f"{name}_sum"] = pltpu.VMEM((frame.heads.kv_tile, *sums), jnp.float32)
 
 
@@ -89,6 +83,7 @@ def backward_kernel(
     of_query, of_keys = "q_sum" in refs, "key_sum" in refs
     fused = of_query and of_keys
     first, last = _ends(tile, frame, fused)
+    all_keys = KeySums(refs, frame, stationary_weights, first_block * frame.block_kv) if fused else None
 
     def clear(*names: str) -> None:
         for name in names:
@@ -102,12 +97,12 @@ def backward_kernel(
     @pl.when(tile.says(FIRST) if of_query else first)
     def _start() -> None:
         if "d_query_before" in refs:
-            for number, head in enumerate(heads):
-                refs["q_sum"][number] = turned(refs["d_query_before"][head])
+            for number in range(len(heads)):
+                refs["q_sum"][number] = turned(refs["d_query_before"][number])
         elif of_query:
             clear("q_sum")
-        if fused:
-            pl.when(first)(lambda: clear("key_sum", "value_sum"))
+        if all_keys is not None:
+            pl.when(first)(all_keys.clear)
         elif of_keys:
             clear("key_sum", "value_sum")
 
@@ -120,16 +115,16 @@ def backward_kernel(
             """(logits, the cap's tanh, gradients of the weights)."""
             key, value = key_and_value(unit)
             products = tile_product(key, query_of(unit), 1 - k_time, 1 - q_time)
-            d_out = rows_of(refs["d_output"], unit.head, unit.queries, 0)
+            d_out = rows_of(refs["d_output"], (unit.number,), unit.queries, 0)
             return *tile.weigh(products, unit), tile_product(value, d_out, 1 - v_time, 1)
 
         def accumulate(unit: Unit, made: tuple[jax.Array, Any, jax.Array]) -> None:
             (x, capped, d_p), kv_head = made, unit.head[0]
-            query, d_out = query_of(unit), rows_of(refs["d_output"], unit.head, unit.queries, 0)
-            p = logits.exp(x - refs["lse"][(*unit.head, slice(None), unit.queries)])
+            query, d_out = query_of(unit), rows_of(refs["d_output"], (unit.number,), unit.queries, 0)
+            p = logits.exp(x - refs["lse"][unit.number, :, unit.queries])
             keep = tile.keep(dropout[unit.number], unit)
             d_p = tile.dropped(d_p, keep)
-            d_x = p * (d_p - refs["delta"][(*unit.head, slice(None), unit.queries)])
+            d_x = p * (d_p - refs["delta"][unit.number, :, unit.queries])
             if capped is not None:
                 d_x = d_x * (1.0 - capped * capped)
             d_x = d_x.astype(query.dtype)
@@ -140,8 +135,8 @@ def backward_kernel(
                     block = tile.step.kv_block - first_block
                     rows = pl.ds(pl.multiple_of(block * frame.block_kv + start, size), size)
                 p = tile.dropped(p, keep).astype(d_out.dtype)
-                add("value_sum", kv_head, rows, p, 1, factor("d_output", unit.head, unit.queries, 0))
-                add("key_sum", kv_head, rows, d_x, 1, factor("query", unit.head, unit.queries, q_time))
+                add("value_sum", kv_head, rows, p, 1, factor("d_output", (unit.number,), unit.queries, 0))
+                add("key_sum", kv_head, rows, d_x, 1, factor("query", (unit.number,), unit.queries, q_time))
             if of_query:
                 add("q_sum", unit.number, unit.queries, d_x, 0, factor("key", unit.head[:1], unit.keys, k_time))
 
@@ -157,7 +152,7 @@ def backward_kernel(
         pipelined(units_of(frame, *compute, body), ahead, multiply, accumulate)
 
     def query_of(unit: Unit) -> Any:
-        return rows_of(refs["query"], unit.head, unit.queries, q_time)
+        return rows_of(refs["query"], (unit.number,), unit.queries, q_time)
 
     def key_and_value(unit: Unit) -> tuple[Any, Any]:
         return tuple(
@@ -175,18 +170,18 @@ def backward_kernel(
         pl.when(tile.body == number)(functools.partial(visit, body))
 
     def query_done() -> None:
-        for number, head in enumerate(heads):
-            refs["d_query"][head] = (turned(refs["q_sum"][number]) * query_scale).astype(refs["d_query"].dtype)
+        for number in range(len(heads)):
+            refs["d_query"][number] = (turned(refs["q_sum"][number]) * query_scale).astype(refs["d_query"].dtype)
 
     def keys_done() -> None:
-        for name, scale in (("key", logits.scale), ("value", 1.0)):
+        scales = {"key": logits.scale, "value": 1.0}
+        if all_keys is not None:
+            all_keys.leave(tile.step.batch, tile.step.kv_tile, scales)
+            return
+        for name, scale in scales.items():
             sums, out = refs[f"{name}_sum"], refs[f"d_{name}"]
-            if not stationary_weights:
-                out[...] = (sums[...] * scale).astype(out.dtype)
-                continue
-            for head, start in itertools.product(range(out.shape[0]), range(0, out.shape[1], _TURNED)):
-                rows = slice(start, min(start + _TURNED, out.shape[1]))
-                out[head, rows] = (sums[head, :, rows].T * scale).astype(out.dtype)
+            for head in range(out.shape[0]):
+                out[head] = (turned(sums[head]) * scale).astype(out.dtype)
 
     # A list made on the device may end in visits without flags; there the last query block is written twice.
     @pl.when((tile.says(LAST) | last) if of_query else last)
@@ -210,6 +205,6 @@ def _ends(tile: Tile, frame: Frame, fused: bool) -> tuple[Any, Any]:
 
 
 def row_numbers(x: jax.Array, fill: float, q_padded: int) -> jax.Array:
-    """[batch, kv heads, group, q] as [batch, kv heads, group, 1, padded q]."""
+    """[batch, heads, q] as [batch, heads, 1, padded q]."""
     short = q_padded - x.shape[-1]
-    return lax.pad(x, jnp.asarray(fill, x.dtype), [(0, 0, 0)] * 3 + [(0, short, 0)])[..., None, :]
+    return lax.pad(x, jnp.asarray(fill, x.dtype), [(0, 0, 0)] * 2 + [(0, short, 0)])[..., None, :]

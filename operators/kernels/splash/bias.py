@@ -54,13 +54,13 @@ def bias_kernel(
         dropout = tile.dropout_keys()
 
         def add(unit: Unit) -> None:
-            query = rows_of(refs["query"], unit.head, unit.queries, q_time)
+            query = rows_of(refs["query"], (unit.number,), unit.queries, q_time)
             key, value = (
                 rows_of(refs[name], unit.head[:1], unit.keys, time)
                 for name, time in (("key", k_time), ("value", v_time))
             )
-            d_out = rows_of(refs["d_output"], unit.head, unit.queries, 0)
-            lse, delta = (turned(refs[name][(*unit.head, slice(None), unit.queries)]) for name in ("lse", "delta"))
+            d_out = rows_of(refs["d_output"], (unit.number,), unit.queries, 0)
+            lse, delta = (turned(refs[name][unit.number, :, unit.queries]) for name in ("lse", "delta"))
             x, _ = tile.weigh(tile_product(query, key, 1 - q_time, 1 - k_time), unit)
             d_p = tile_product(d_out, value, 1, 1 - v_time)
             d_p = tile.dropped(d_p, tile.keep(dropout[unit.number], unit))

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..precision import exact
 from .bodies import Body
-from .frame import Frame
+from .frame import Frame, Output
 from .schedule import FIRST, LAST
 from .tile import Logits, Tile
 from .units import Unit, pipelined, rows_of, units_of
@@ -37,15 +37,15 @@ def tile_product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Ar
 
 
 def forward_outputs(frame: Frame, q_padded: int, value_dim: int, dtype: Any, normalised: bool) -> None:
-    """Add the output [batch, kv heads, group, q, value dim] and the lse [batch, kv heads, group, 1, q].
+    """Add the output [batch, heads, q, value dim] and the lse [batch, heads, 1, q].
 
     Without `normalised` the output is the weighted sum in float32, and "divisor", in the lse's layout, is what to divide it by.
     """
-    shape = (frame.batch, frame.heads.kv_heads, frame.heads.group)
+    shape = (frame.batch, frame.heads.q_heads)
     out = frame.query_block(value_dim, "head_dim_minor")
-    frame.outputs["output"] = ((*shape, q_padded, value_dim), dtype if normalised else jnp.float32, out)
+    frame.outputs["output"] = Output((*shape, q_padded, value_dim), dtype if normalised else jnp.float32, out)
     for name in ("lse",) if normalised else ("lse", "divisor"):
-        frame.outputs[name] = ((*shape, 1, q_padded), jnp.float32, frame.row_block())
+        frame.outputs[name] = Output((*shape, 1, q_padded), jnp.float32, frame.row_block())
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def forward_kernel(
 
         def multiply(unit: Unit) -> tuple[jax.Array, jax.Array, jax.Array]:
             """(logits, the rows' peaks before them and with them)."""
-            query = rows_of(refs["query"], unit.head, unit.queries, q_time)
+            query = rows_of(refs["query"], (unit.number,), unit.queries, q_time)
             key = rows_of(refs["key"], unit.head[:1], unit.keys, k_time).astype(query.dtype)
             factors = (key, query, 1 - k_time, 1 - q_time) if transposed else (query, key, 1 - q_time, 1 - k_time)
             x, _ = tile.weigh(tile_product(*factors), unit)
@@ -179,7 +179,7 @@ def forward_kernel(
 
     @pl.when(tile.says(LAST))
     def _end() -> None:
-        for number, head in enumerate(heads):
+        for number in range(len(heads)):
             row_total = total[number]
             dead = row_total == 0
             safe = jnp.where(dead, 1.0, row_total)
@@ -187,11 +187,11 @@ def forward_kernel(
             if normalised:
                 out = out / numbers.beside(safe, value_dim)
             else:
-                refs["divisor"][head] = numbers.lane(safe)
-            refs["output"][head] = (out.T if transposed else out).astype(refs["output"].dtype)
+                refs["divisor"][number] = numbers.lane(safe)
+            refs["output"][number] = (out.T if transposed else out).astype(refs["output"].dtype)
             log = jnp.log2(safe) if logits.base2 else jnp.log(safe)
             lse = jnp.where(dead, -jnp.inf, (peak[number] + log) * (1 / logits.unit))
-            refs["lse"][head] = numbers.lane(lse)
+            refs["lse"][number] = numbers.lane(lse)
 
 
 def _prepared(

@@ -19,7 +19,7 @@ from ....compat import varying_as
 from ..varying import vary, varying
 from .schedule import TileSchedule, kv_block_of, q_block_of
 
-__all__ = ["Frame", "Heads", "Input", "Step"]
+__all__ = ["Frame", "Heads", "Input", "Output", "Step"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,11 @@ class Heads:
     def tiled(cls, kv_heads: int, group: int, heads_per_tile: int) -> Heads:
         """Tiles of `heads_per_tile` query heads: a part of a group, or whole groups."""
         return cls(kv_heads, group, max(1, heads_per_tile // group), min(group, heads_per_tile))
+
+    @property
+    def q_heads(self) -> int:
+        """All query heads."""
+        return self.kv_heads * self.group
 
     @property
     def in_tile(self) -> tuple[tuple[int, int], ...]:
@@ -60,7 +65,7 @@ class Step(NamedTuple):
 
 
 class Input(NamedTuple):
-    """An array, its block, and what the block's place depends on besides heads: 'q', 'kv' or 'both'."""
+    """An array, its block, and what the block's place depends on besides heads: 'q', 'kv', 'both' or 'none'."""
 
     array: Any
     spec: pl.BlockSpec
@@ -69,9 +74,24 @@ class Input(NamedTuple):
     def bytes_moved(self, slow: str, steps: int) -> int:
         """Bytes read of it: one block per step, or each of its blocks once if it moves only with the slow axis."""
         size = self.array.dtype.itemsize
+        if self.spec.block_shape is None:  # it stays in HBM
+            return 0
         if self.axis == slow:
             return math.prod(self.array.shape) * size
         return steps * math.prod(n for n in self.spec.block_shape if n is not None) * size  # type: ignore[misc,union-attr]
+
+
+class Output(NamedTuple):
+    """An output's shape, dtype and block, and the share of it that a pass writes."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: pl.BlockSpec
+    share: float = 1.0
+
+    @property
+    def bytes_written(self) -> int:
+        return round(math.prod(self.shape) * np.dtype(self.dtype).itemsize * self.share)
 
 
 class Frame:
@@ -89,7 +109,7 @@ class Frame:
         self.order: tuple[str, ...] = ("batch", "kv_tile", *last)
         self.scalars: dict[str, Any] = {"visits": jnp.asarray(visits.words)}
         self.inputs: dict[str, Input] = {}
-        self.outputs: dict[str, tuple[tuple[int, ...], Any, pl.BlockSpec]] = {}
+        self.outputs: dict[str, Output] = {}
         self.scratch: dict[str, Any] = {}
         self.aliased: dict[str, str] = {}  # inputs whose memory an output takes over
 
@@ -118,12 +138,18 @@ class Frame:
         """A block whose place depends on the step."""
         return pl.BlockSpec(shape, lambda *args: where(self.step(args[:4], args[4])))
 
+    def _tile_of_heads(self, s: Step) -> Any:
+        """The number of a step's tile among those of all query heads. These stay in one axis: if it is split into kv heads and
+        groups, XLA no longer makes tensors in the kernel's order, but copies them.
+        """
+        return s.kv_tile * (self.heads.group // self.heads.group_tile) + s.group_tile
+
     def query_block(self, dim: int, layout: str) -> pl.BlockSpec:
-        """A block of [batch, kv heads, group, q, dim], or with q and dim swapped."""
-        heads = (None, self.heads.kv_tile, self.heads.group_tile)
+        """A block of [batch, heads, q, dim], or with q and dim swapped."""
+        heads = (None, len(self.heads.in_tile))
         if layout == "seq_minor":
-            return self.block((*heads, dim, self.block_q), lambda s: (*_heads_at(s), 0, s.q_block))
-        return self.block((*heads, self.block_q, dim), lambda s: (*_heads_at(s), s.q_block, 0))
+            return self.block((*heads, dim, self.block_q), lambda s: (s.batch, self._tile_of_heads(s), 0, s.q_block))
+        return self.block((*heads, self.block_q, dim), lambda s: (s.batch, self._tile_of_heads(s), s.q_block, 0))
 
     def key_block(self, dim: int, layout: str) -> pl.BlockSpec:
         """A block of [batch, kv heads, kv, dim], or with kv and dim swapped."""
@@ -134,9 +160,9 @@ class Frame:
         return self.block((None, self.heads.kv_tile, self.block_kv, dim), lambda s: (s.batch, s.kv_tile, s.kv_block, 0))
 
     def row_block(self) -> pl.BlockSpec:
-        """One number per query row, of [batch, kv heads, group, 1, q]: the rows lie along the lanes."""
-        shape = (None, self.heads.kv_tile, self.heads.group_tile, 1, self.block_q)
-        return self.block(shape, lambda s: (*_heads_at(s), 0, s.q_block))
+        """One number per query row, of [batch, heads, 1, q]: the rows lie along the lanes."""
+        shape = (None, len(self.heads.in_tile), 1, self.block_q)
+        return self.block(shape, lambda s: (s.batch, self._tile_of_heads(s), 0, s.q_block))
 
     def leaf_block(self, batch: int, along: Literal["q", "kv"]) -> pl.BlockSpec:
         """One number per query row or key, of [batch | 1, 1, length]."""
@@ -196,12 +222,12 @@ class Frame:
         grid = tuple(sizes[name] for name in self.order)
         call = pl.pallas_call(
             lambda *refs: kernel(dict(zip(names, refs, strict=True))),
-            out_shape=[varying_as(arrays[0], shape, dtype) for shape, dtype, _ in self.outputs.values()],
+            out_shape=[varying_as(arrays[0], x.shape, x.dtype) for x in self.outputs.values()],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(self.scalars),
                 grid=grid,
                 in_specs=[x.spec for x in self.inputs.values()],
-                out_specs=[spec for _, _, spec in self.outputs.values()],
+                out_specs=[x.spec for x in self.outputs.values()],
                 scratch_shapes=list(self.scratch.values()),
             ),
             compiler_params=pltpu.CompilerParams(
@@ -230,9 +256,6 @@ class Frame:
         weights = round(heads * self.visits.tiles * self.block_q * self.block_kv)
         tiles = self.batch * self.heads.kv_heads * self.heads.group // len(self.heads.in_tile)
         moved = sum(x.bytes_moved(self.slow, tiles * steps) for x in self.inputs.values())
-        moved += sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype, _ in self.outputs.values())
+        moved += sum(x.bytes_written for x in self.outputs.values())
         return pl.CostEstimate(flops=2 * weights * dims, transcendentals=weights, bytes_accessed=moved)
 
-
-def _heads_at(s: Step) -> tuple[Any, Any, Any]:
-    return s.batch, s.kv_tile, s.group_tile

@@ -19,8 +19,8 @@ from ...local_mask import LocalMask
 from .bodies import MASKED, WHOLE, Body, bodies_of, cells
 
 __all__ = [
-    "BODY", "FIRST", "LAST", "MOST_KV_BLOCKS", "MOST_Q_BLOCKS", "MOST_WORDS", "Known", "TileSchedule", "body_of",
-    "fewest_steps", "kv_block_of", "live_tiles", "most_steps", "q_block_of", "run_time_bodies", "tile_bodies", "tile_schedule",
+    "BODY", "FIRST", "LAST", "MOST_KV_BLOCKS", "MOST_Q_BLOCKS", "MOST_WORDS", "Known", "TileSchedule", "bodies_of_part",
+    "body_of", "fewest_steps", "kv_block_of", "live_tiles", "most_steps", "q_block_of", "run_time_bodies", "tile_bodies", "tile_schedule",
 ]  # fmt: skip
 
 # A word's low bits: the first and the last visit of a block of the slow axis; the number of the tile's
@@ -117,7 +117,7 @@ def tile_schedule(
     """
     bodies, numbers = tile_bodies(mask, (block_q, block_kv), unit or (block_q, block_kv), tables)
     tables = numbers.shape[1]
-    numbers = numbers.reshape(-1, *numbers.shape[2:])[..., kv_blocks]
+    bodies, numbers = bodies_of_part(bodies, numbers.reshape(-1, *numbers.shape[2:])[..., kv_blocks])
     shape = -(-mask.q_len // block_q), -(-mask.kv_len // block_kv)
     q_block, kv_block = np.meshgrid(*(np.arange(n, dtype=np.int32) for n in shape), indexing="ij")
     q_block, kv_block = q_block[:, kv_blocks], kv_block[:, kv_blocks]
@@ -150,6 +150,21 @@ def tile_bodies(
         unit, of_block = block, (1, 1)
     units = cells(_units(mask, *unit, tables), count, of_block)
     return bodies_of(units) if isinstance(units, np.ndarray) else _bodies_at_run_time(mask, units, unit, count)
+
+
+def bodies_of_part(
+    bodies: tuple[Body, ...], numbers: np.ndarray | jax.Array
+) -> tuple[tuple[Body, ...], np.ndarray | jax.Array]:
+    """(the bodies that some of the tiles use, their numbers there), so that a kernel for these tiles has no others."""
+    if not isinstance(numbers, np.ndarray):
+        return bodies, numbers
+    of_mask = range(1, len(bodies) + 1)
+    used = [number for number in of_mask if (numbers == number).any()] or list(of_mask[:1])
+    if len(used) == len(bodies):
+        return bodies, numbers
+    places = np.zeros(len(bodies) + 1, numbers.dtype)
+    places[used] = np.arange(1, len(used) + 1)
+    return tuple(bodies[number - 1] for number in used), places[numbers]
 
 
 def _units(mask: LocalMask, q_unit: int, kv_unit: int, tables: int) -> np.ndarray | jax.Array:

@@ -22,7 +22,8 @@ from .backward import add_key_gradients, add_query_gradient, backward_kernel, ro
 from .bias import bias_block, bias_kernel, bias_order, visited_bias
 from .block_sizes import SplashBlocks
 from .forward import forward_kernel, forward_outputs, forward_scratch
-from .frame import Frame, Heads, Input
+from .frame import Frame, Heads, Input, Output
+from .key_sums import add_key_sums
 from .schedule import tile_schedule
 from .schedule_rules import broken_rule
 from .tile import Logits, add_to_frame
@@ -137,7 +138,7 @@ def _of_quantised(operands: Operands, gradients: Operands) -> Operands:
 
 
 class _KernelPass:
-    """One pass's operands, padded to its blocks and arranged by kv head and group."""
+    """One pass's operands, padded to its blocks."""
 
     def __init__(
         self,
@@ -178,19 +179,15 @@ class _KernelPass:
                 rows = _rows_padded(scale[..., None], self.kv_padded).swapaxes(-1, -2)
                 frame.inputs[name] = Input(rows, frame.key_block(1, "seq_minor"), "kv")
 
-    def by_group(self, x: jax.Array) -> jax.Array:
-        """[batch, heads, ...] as [batch, kv heads, group, ...]."""
-        return x.reshape(x.shape[0], self.frame.heads.kv_heads, self.frame.heads.group, *x.shape[2:])
-
     def queries(self, name: str, x: jax.Array, layout: str) -> None:
         """Add an array of the queries' shape."""
-        x = self.by_group(_rows_padded(x, self.q_padded))
+        x = _rows_padded(x, self.q_padded)
         array = x.swapaxes(-1, -2) if layout == "seq_minor" else x
         self.frame.inputs[name] = Input(array, self.frame.query_block(x.shape[-1], layout), "q")
 
     def rows(self, name: str, x: jax.Array, fill: float) -> None:
         """Add one number per row, [batch, heads, q]."""
-        numbers = row_numbers(self.by_group(x), fill, self.q_padded)
+        numbers = row_numbers(x, fill, self.q_padded)
         self.frame.inputs[name] = Input(numbers, self.frame.row_block(), "q")
 
     def run(self, name: str, kernel: Any, parallel: int, depth: int) -> dict[str, jax.Array]:
@@ -237,9 +234,8 @@ def _forward(static: _SplashStatic, operands: Operands, traced: Traced) -> tuple
     output = made["output"]
     if not normalised:
         output = (output / made["divisor"].swapaxes(-1, -2)).astype(operands.query.dtype)
-    batch, heads = operands.query.shape[:2]
-    output = output.reshape(batch, heads, work.q_padded, work.value_dim)[:, :, : logits.static_part.q_len]
-    return output, made["lse"].reshape(batch, heads, work.q_padded)[..., : logits.static_part.q_len]
+    rows = slice(logits.static_part.q_len)
+    return output[:, :, rows], made["lse"][:, :, 0, rows]
 
 
 def _backward(
@@ -262,7 +258,7 @@ def _backward(
         of_query: bool,
         of_keys: bool,
         keys: slice = slice(None),  # those that the pass goes over
-        before: jax.Array | None = None,  # the query's gradient from the keys before them
+        before: dict[str, jax.Array] | None = None,  # the gradients after the pass over the keys before them
     ) -> dict[str, jax.Array]:
         block_q, block_kv, *compute, ahead = sizes
         unit = compute[0], compute[1]
@@ -277,11 +273,13 @@ def _backward(
         work.rows("delta", delta, 0.0)
         if of_query:
             dtype = jnp.float32 if goes_on else operands.query.dtype
-            add_query_gradient(frame, work.q_padded, work.dim, dtype, blocks.stationary_weights, before)
-        if of_keys:
-            rows = (end - first) * block_kv
-            length = rows, work.dim, work.value_dim
-            add_key_gradients(frame, *length, operands.key.dtype, blocks.stationary_weights, whole=of_query)
+            query_before = None if before is None else before["d_query"]
+            add_query_gradient(frame, work.q_padded, work.dim, dtype, blocks.stationary_weights, query_before)
+        dims, of_sums = (work.dim, work.value_dim), (operands.key.dtype, blocks.stationary_weights)
+        if of_query and of_keys:
+            add_key_sums(frame, (end - first) * block_kv, dims, *of_sums, work.kv_padded, before)
+        elif of_keys:
+            add_key_gradients(frame, work.kv_padded, *dims, *of_sums)
         kernel = functools.partial(
             backward_kernel,
             frame=frame,
@@ -309,7 +307,6 @@ def _backward(
         assert blocks.block_kv_dq_compute is not None
         sizes = blocks.block_q_dq, blocks.block_kv_dq, blocks.block_q_dq, blocks.block_kv_dq_compute, 0
         made |= make("dq", sizes, True, False)
-    d_query = made["d_query"].reshape(*operands.query.shape[:2], -1, operands.query.shape[-1])
     d_sinks = None
     if operands.sinks is not None:
         d_sinks = -(jnp.exp(operands.sinks[:, None] - shift / logits.unit) * delta).sum((0, 2))
@@ -317,7 +314,7 @@ def _backward(
     if operands.bias is not None:
         d_bias = _bias_gradient(static, operands, traced, (output, lse), (d_output, d_lse), shift, delta)
     return Operands(
-        d_query[:, :, : logits.static_part.q_len],
+        made["d_query"][:, :, : logits.static_part.q_len],
         made["d_key"][:, :, : logits.static_part.kv_len],
         made["d_value"][:, :, : logits.static_part.kv_len],
         d_bias,
@@ -356,7 +353,7 @@ def _bias_gradient(
     work.rows("lse", shift, np.inf)
     work.rows("delta", delta, 0.0)
     shape = frame.inputs["bias"].array.shape
-    frame.outputs["d_bias"] = (shape, jnp.float32, frame.dense_block(shape))
+    frame.outputs["d_bias"] = Output(shape, jnp.float32, frame.dense_block(shape))
     kernel = functools.partial(
         bias_kernel,
         frame=frame,
@@ -372,11 +369,9 @@ def _bias_gradient(
 def _in_parts(make: Callable[..., dict[str, jax.Array]], blocks: SplashBlocks, kv_len: int) -> dict[str, jax.Array]:
     """The fused backward pass over parts of the keys, one after another: VMEM holds the sums of one part at a time."""
     part = blocks.block_kv_dkv_sums or kv_len
-    made: list[dict[str, jax.Array]] = []
+    made = None
     for start in range(0, kv_len, part):
         name = "backward" if start == 0 else f"backward_{start}"
-        made.append(make(name, keys=slice(start, start + part), before=made[-1]["d_query"] if made else None))
-    if len(made) == 1:
-        return made[0]
-    of_keys = {name: jnp.concatenate([one[name] for one in made], axis=2) for name in ("d_key", "d_value")}
-    return {"d_query": made[-1]["d_query"], **of_keys}
+        made = make(name, keys=slice(start, start + part), before=made)
+    assert made is not None
+    return made

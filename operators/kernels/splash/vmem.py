@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from .block_sizes import SplashBlocks
 from .frame import Heads
+from .key_sums import leaving_rows
 
 __all__ = ["Shape", "Vmem", "backward_parts", "forward_parts", "vmem_of"]
 
@@ -130,10 +131,14 @@ def _backward_pass(
         parts[f"gradient of the query and its sum ({q})"] = tiles * rows * (dim * moved + sum_dim * 4)
     if of_keys:
         length = min(math.ceil(shape.kv_len / keys) * keys, at_a_time or shape.kv_len + keys) if of_query else keys
-        where = f"{length if in_parts else f'all {shape.kv_len}'} keys: block_kv_dkv_sums" if of_query else kv
-        parts[f"gradients of key and value and their sums ({where})"] = (
-            kv_tile * length * (dims * 2 * size + sum_dims * 4)
-        )
+        if of_query:
+            where = f"{length if in_parts else f'all {shape.kv_len}'} keys: block_kv_dkv_sums"
+            parts[f"sums of the gradients of key and value ({where})"] = kv_tile * length * sum_dims * 4
+            parts["rows of these gradients that leave"] = 2 * leaving_rows(length) * dims * size
+        else:
+            parts[f"gradients of key and value and their sums ({kv})"] = (
+                kv_tile * length * (dims * 2 * size + sum_dims * 4)
+            )
     name = f"{q}_compute" if suffix == "dkv" else q
     return parts | {f"logits, weights and their gradients ({name} x {kv}_compute)": working}
 
