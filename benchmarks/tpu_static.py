@@ -183,9 +183,7 @@ def sizes_of(row: dict[str, Any], products: str) -> tuple[tuple[int, int], tuple
     return block, block
 
 
-def cost(
-    kernels: list[Kernel], row: dict[str, Any], mask: Mask, length: int, parts: int = 1, turns: int = 0
-) -> int:
+def cost(kernels: list[Kernel], row: dict[str, Any], mask: Mask, length: int, parts: int = 1, turns: int = 0) -> int:
     """Cycles per head; `parts` of the keys, each of which goes over all queries, with so many turns of their loops."""
     total = 0
     for kernel in kernels:

@@ -5,7 +5,8 @@
 
 For each shape of tests/data/model_shapes.json (bfloat16, mode train, one device) the first candidates of both passes of attnops'
 splash kernels are compared by static cycles. The cycles of a tile don't depend on the length, so they are read from compiling
-short sequences, once for all shapes with the same head dims and soft cap. The cheapest choice that compiles at the real length is kept. Nothing is run. Requires libtpu.
+short sequences, once for all shapes with the same head dims and soft cap. The cheapest choice that compiles at the real length
+is kept. Nothing is run. Requires libtpu.
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ def tile_cycles(root: Region) -> TileCycles:
     """Read the cycles of a flash attention kernel, whose steps are one loop around a tile's work.
 
     A guard nested in the guard of a block's start or end is taken as per kv head, and loops in it as going round for each
-    part of the head's keys. This fits attnops' fused backward pass, whose sums over keys last for the whole head. Errors: ConfigError for a kernel of another form.
+    part of the head's keys. This fits attnops' fused backward pass, whose sums over keys last for the whole head. Errors:
+    ConfigError for a kernel of another form.
     """
     body = max((r for r in root.all() if r.is_loop), key=lambda r: r.cycles, default=root)
     whole = body.cycles

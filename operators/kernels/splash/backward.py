@@ -46,9 +46,7 @@ def add_query_gradient(
     frame.scratch["q_sum"] = pltpu.VMEM((len(frame.heads.in_tile), *sums), jnp.float32)
 
 
-def add_key_gradients(
-    frame: Frame, kv_padded: int, dim: int, value_dim: int, dtype: Any, transposed: bool
-) -> None:
+def add_key_gradients(frame: Frame, kv_padded: int, dim: int, value_dim: int, dtype: Any, transposed: bool) -> None:
     """Add d_key [batch, kv heads, kv, dim], d_value and their sums, maybe transposed, for one block of keys at a time."""
     for name, width in (("key", dim), ("value", value_dim)):
         shape = (frame.batch, frame.heads.kv_heads, kv_padded, width)

@@ -78,7 +78,7 @@ class Input(NamedTuple):
             return 0
         if self.axis == slow:
             return math.prod(self.array.shape) * size
-        return steps * math.prod(n for n in self.spec.block_shape if n is not None) * size  # type: ignore[misc,union-attr]
+        return steps * math.prod(n for n in self.spec.block_shape if n is not None) * size  # type: ignore[misc]
 
 
 class Output(NamedTuple):
@@ -258,4 +258,3 @@ class Frame:
         moved = sum(x.bytes_moved(self.slow, tiles * steps) for x in self.inputs.values())
         moved += sum(x.bytes_written for x in self.outputs.values())
         return pl.CostEstimate(flops=2 * weights * dims, transcendentals=weights, bytes_accessed=moved)
-

@@ -20,7 +20,8 @@ from .bodies import MASKED, WHOLE, Body, bodies_of, cells
 
 __all__ = [
     "BODY", "FIRST", "LAST", "MOST_KV_BLOCKS", "MOST_Q_BLOCKS", "MOST_WORDS", "Known", "TileSchedule", "bodies_of_part",
-    "body_of", "fewest_steps", "kv_block_of", "live_tiles", "most_steps", "q_block_of", "run_time_bodies", "tile_bodies", "tile_schedule",
+    "body_of", "fewest_steps", "kv_block_of", "live_tiles", "most_steps", "q_block_of", "run_time_bodies", "tile_bodies",
+    "tile_schedule",
 ]  # fmt: skip
 
 # A word's low bits: the first and the last visit of a block of the slow axis; the number of the tile's
