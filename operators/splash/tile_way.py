@@ -102,5 +102,6 @@ def layout_note(problem: AttentionProblem, placement: Placement, config: SplashC
     way = "; layout='bhtd' needs no copy" if all(layout != "seq_minor" for layout in turned.values()) else ""
     return Aside(
         f"the kernel works on [batch, heads, tokens, dim]: {', '.join(copied)} and their gradients are transposed around it, "
-        f"{bytes_text(sum(copied.values()))} per device forward, unless XLA makes them in that order{way}"
+        f"{bytes_text(sum(copied.values()))} per device forward, unless XLA makes them in that order, as it does behind "
+        f"projections{way}"
     )

@@ -5,6 +5,7 @@ What compiles is not thereby numerically right: the numbers are held against the
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -328,3 +329,34 @@ def test_compiles_inside_a_checked_shard_map(v5e: Any, axes: set[str]) -> None:
     x = jax.ShapeDtypeStruct((2, SHORT, 8, 128), jnp.bfloat16, sharding=NamedSharding(v5e, spec))
     loss = jax.grad(lambda *x: inner(*x).astype(jnp.float32).sum(), (0, 1, 2))
     assert jax.jit(loss).lower(x, x, x).compile().as_text().count("tpu_custom_call") >= 2
+
+
+@pytest.mark.parametrize(
+    ("target", "layout"),
+    [
+        ("v5e:2x2", "bthd"),
+        *(pytest.param(x, "bthd", marks=pytest.mark.slow) for x in ("v4:2x2x1", "v6e:2x2", "tpu7x:2x2x1")),
+        *(pytest.param(x, "bhtd", marks=pytest.mark.slow) for x in ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")),
+    ],
+)
+def test_projections_make_tensors_in_the_kernels_order(target: str, layout: str) -> None:
+    """In either layout: nothing of the size of a query, key or value is copied or transposed on its way, forward or back."""
+    one = Mesh(described_mesh(target).devices.reshape(-1)[:1], ("fsdp",))
+    attend = OperationRegistry.create("splash", OperationMetadata(mesh=one, fallback="error", tuning="off"))
+    batch, length, heads, kv_heads, dim, width = 4, 4096, 16, 4, 128, 2048
+    of_heads = "bthk" if layout == "bthd" else "bhtk"
+
+    def loss(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        *projections, out = weights
+        q, k, v = (jnp.einsum(f"btd,dhk->{of_heads}", x, w) for w in projections)
+        output = attend(q, k, v, mask=Causal(), layout=layout).attention_outputs
+        return jnp.einsum(f"{of_heads},hkd->btd", output, out).astype(jnp.float32).sum()
+
+    shapes = [(batch, length, width), *((width, n, dim) for n in (heads, kv_heads, kv_heads)), (heads, dim, width)]
+    sharding = NamedSharding(one, PartitionSpec())
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
+    text = jax.jit(jax.grad(loss, range(5))).lower(*given).compile().as_text()
+    entry = text[text.index("\nENTRY ") :]
+    copied = [shape.split(",") for shape in re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", entry)]
+    assert "tpu_custom_call" in entry
+    assert not [shape for shape in copied if str(length) in shape]
