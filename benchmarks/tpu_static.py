@@ -54,14 +54,8 @@ MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(0), "window": Causal(
 BLOCKS = ((1024, 1024, 512), (1024, 1024, 1024), (512, 512, 512))
 WIDE = (2048, 2048, 512)
 BACKWARD = {"block_q_dkv": 1024, "block_kv_dkv": 1024, "block_kv_dkv_compute": 512}
-_KEYS = {64: 256, 128: 256, 256: 512}
-# What attnops plans there: keys of a unit by head dim.
-PLANNED = {
-    target: {
-        dim: {"block_q_dkv": 1024, "block_kv_dkv": 2048, "block_kv_dkv_compute": keys} for dim, keys in _KEYS.items()
-    }
-    for target in TARGETS[1:]
-}
+# What attnops plans there: keys of a unit.
+PLANNED = {target: {"block_q_dkv": 1024, "block_kv_dkv": 2048, "block_kv_dkv_compute": 256} for target in TARGETS[1:]}
 TURNED = {  # keys transposed, and the LP scheduler
     "attnops": {"k_layout": "seq_minor", "use_experimental_scheduler": True},
     "tokamax": {"k_layout": 2, "use_experimental_scheduler": True},
@@ -111,7 +105,7 @@ def measure(pythons: dict[str, str], kernels: list[str], known: dict[str, Any]) 
         cases = [{"blocks": blocks, "fused": kernel != "jax"} for blocks in BLOCKS]
         cases += [{"blocks": BLOCKS[0], "fused": True, "fields": TURNED[kernel]}] if kernel in TURNED else []
         apart = {"block_q_dq": 1024, "block_kv_dq": 512} if kernel == "jax" else {}
-        backward = PLANNED.get(target, {}).get(dim, BACKWARD) if kernel == "attnops" else BACKWARD
+        backward = PLANNED.get(target, BACKWARD) if kernel == "attnops" else BACKWARD
         cases += [{"blocks": WIDE, "fused": kernel != "jax", "fields": backward | apart}]
         # The other kind of backward pass.
         cases += [{"blocks": BLOCKS[0], "fused": kernel == "jax"}] if kernel != "tokamax" else []

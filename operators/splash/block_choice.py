@@ -14,7 +14,7 @@ from ..mask_blocks import fitted_block
 from .scalar_memory import ScalarMemory
 from .sizes import BlockSizes, choose_block, dividing_block
 from .splash_config import LANES, SplashConfig
-from .tile_way import SUBLANES, TileWay, way_of_tiles
+from .tile_way import QUERIES_DKV, SUBLANES, TileWay, way_of_tiles
 from .vmem_count import ROOM, counted_vmem, vmem_need, vmem_room
 
 __all__ = ["heads_together", "resolve_attnops", "tile_cost"]
@@ -33,6 +33,7 @@ _COMPUTE_IN = {"TPU7x": 256}  # 5 % fewer cycles than with 512 there; 4 % more o
 _STEP, _APART = 1 << 17, 1.4
 _FILL = 1 << 18  # extra cost of the start and end of a pipelined tile: 415 cycles on v6e at head dim 128
 _ROWS = 1024  # of a tile, over all its heads
+_FILLED = 256  # the head dim from which products fill the backward pass
 _NARROW, _NARROWER = 256, 1.05  # the fewest queries chosen per unit; relative cost of half of 512 on tpu7x
 _SAMPLE = 1 << 14  # rows and keys sampled to find a mask's costs
 _PARTS = 8  # of the keys; each is a kernel to compile
@@ -174,11 +175,15 @@ def _with_blocks(
     unit = math.lcm(LANES, config.block_q_dkv_compute or 1)
     declared = config.is_set("block_q") and unit == LANES
     sizes.fill("block_q_dkv", sizes["block_q"] if declared else choose_block(q_len, most_rows, unit))
-    sizes.fill("products_ahead_dkv", way.ahead_dkv if fused else 0, 0)
     unit = math.lcm(LANES, config.block_kv_dkv_compute or 1)
     sums = config.block_kv_dkv_sums
     sizes.fill("block_kv_dkv", choose_block(kv_len, most, unit) if sums is None else dividing_block(sums, most, unit))
-    sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", (fused and way.keys_dkv) or min(_COMPUTE, most))
+    if not fused or not way.ahead_dkv:
+        way = way._replace(keys_dkv=min(_COMPUTE, most), ahead_dkv=0)
+    elif not _small_units_dkv(problem, placement, sizes, way):
+        way = way._replace(queries_dkv=QUERIES_DKV, keys_dkv=min(_COMPUTE, most), ahead_dkv=0)
+    sizes.fill("products_ahead_dkv", way.ahead_dkv, 0)
+    sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", way.keys_dkv)
     sizes.fill_inner("block_q_dkv_compute", "block_q_dkv", _queries_dkv(problem, placement, sizes, way.queries_dkv))
     if not fused:
         sizes.fill("block_q_dq", sizes["block_q_dkv"])
@@ -209,6 +214,23 @@ def heads_together(problem: AttentionProblem, placement: Placement, block_q: int
         return [1]
     group = max(1, local.q_heads // local.kv_heads)
     return [n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * block_q <= _ROWS)]
+
+
+def _small_units_dkv(problem: AttentionProblem, placement: Placement, sizes: BlockSizes, way: TileWay) -> bool:
+    """Whether the fused backward pass has small units, pipelined: where products alone fill a large unit's cycles, only if the
+    mask leaves out enough of them, as they take longer to compile.
+
+    At head dimension 256 a tile on the diagonal of 4096 tokens takes 10 to 20 % fewer static cycles on v6e, at the edge of a
+    window of 1024 27 %; a tile without a mask as many as before.
+    """
+    if max(problem.head_dim, problem.value_dim) < _FILLED:
+        return True
+    block = sizes["block_q_dkv"], sizes["block_kv_dkv"]
+    small, large = (
+        tile_cost(problem, placement, block, (dividing_block(block[0], queries), dividing_block(block[1], keys)))
+        for queries, keys in ((_NARROW, way.keys_dkv), (QUERIES_DKV, _COMPUTE))
+    )
+    return small * _NARROWER < large
 
 
 def _queries_dkv(problem: AttentionProblem, placement: Placement, sizes: BlockSizes, queries: int) -> int:

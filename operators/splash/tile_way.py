@@ -9,7 +9,7 @@ from ...planning import AttentionProblem, Placement
 from ...planning.text import Aside, bytes_text
 from .splash_config import SplashConfig
 
-__all__ = ["SUBLANES", "TileWay", "layout_note", "tile_note", "way_of_tiles"]
+__all__ = ["QUERIES_DKV", "SUBLANES", "TileWay", "layout_note", "tile_note", "way_of_tiles"]
 
 SUBLANES = 16  # per register of bfloat16
 
@@ -32,15 +32,17 @@ class TileWay(NamedTuple):
 _PIPELINED = {"TPU v6 lite": (256, 4, 256, 256, 2), "TPU7x": (256, 5, 512, 256, 2)}
 # Units of other tiles: half of a block of 1024 takes 8 % fewer cycles than the whole on v4, v5e and v5p, at any head dim, and 5
 # % more on v6e. In backward passes, where products fill the units, between 1 % more and 8 % fewer.
-_QUERIES, _QUERIES_DKV = 512, 512
+_QUERIES, QUERIES_DKV = 512, 512
+# The largest head dim with a pipelined backward pass; more weren't tried.
+_DIM_DKV = 256
 
 
 def way_of_tiles(problem: AttentionProblem, config: SplashConfig) -> TileWay:
     """As declared, else what suits the generation and the call."""
     queries, ahead, queries_dkv, keys_dkv, ahead_dkv = _PIPELINED.get(problem.device_kind, (0, 0, 0, 0, 0))
     reason = _plain(problem)
-    if reason is not None or max(problem.head_dim, problem.value_dim) >= 256:  # their products fill the backward pass
-        queries_dkv, keys_dkv, ahead_dkv = _QUERIES_DKV, 0, 0
+    if reason is not None or max(problem.head_dim, problem.value_dim) > _DIM_DKV:
+        queries_dkv, keys_dkv, ahead_dkv = QUERIES_DKV, 0, 0
     transposed = reason is None
     if config.is_set("transposed_tiles"):
         transposed, reason = bool(config.transposed_tiles), "declared"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
 
-from attnops import Causal, ConfigError, OperationMetadata, OperationRegistry
+from attnops import Causal, ConfigError, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.compat import abstract_device
 from attnops.operators.splash import SplashConfig
 from attnops.operators.splash.splash_config import LACKING
@@ -226,6 +226,28 @@ def test_weights_stay_where_a_head_dim_leaves_columns_idle(kind: str, dim: int, 
 def test_unset_is_chosen_and_none_is_the_kernels_default(given: dict[str, Any], resolved: dict[str, Any]) -> None:
     config = _resolved(given)
     assert {name: getattr(config, name) for name in resolved} == resolved
+
+
+@pytest.mark.parametrize("kind", ["TPU v6 lite", "TPU7x"])
+@pytest.mark.parametrize(
+    ("dim", "length", "mask", "small"),
+    [
+        (128, 32768, Full(), True),
+        (256, 32768, Full(), False),
+        (256, 32768, Causal(0), False),
+        (256, 4096, Causal(0), True),
+        (256, 32768, Causal(0) & SlidingWindow(1023, 0, offset=0), True),
+        (512, 4096, Causal(0), False),
+    ],
+)
+def test_where_products_fill_the_backward_pass_its_units_are_small_only_at_edges(
+    kind: str, dim: int, length: int, mask: Mask, small: bool
+) -> None:
+    x = jax.ShapeDtypeStruct((1, length, 1, dim), jnp.bfloat16)
+    attend = OperationRegistry.create("splash", OperationMetadata(mesh=_mesh(kind), tuning="off"))
+    config = attend.plan(x, x, x, mask=mask).config
+    assert (config.products_ahead_dkv, config.block_kv_dkv_compute) == ((2, 256) if small else (0, 512))
+    assert config.block_q_dkv_compute == 512 or small
 
 
 @pytest.mark.parametrize(
