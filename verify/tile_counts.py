@@ -143,8 +143,8 @@ def key_turns(config: OperationConfig, kv_len: int) -> int:
 
     sizes: Any = config
     block, part = sizes.block_kv_dkv, getattr(config, "block_kv_dkv_sums", None) or kv_len
-    lengths = (math.ceil(min(part, kv_len - start) / block) * block for start in range(0, kv_len, part))
-    return sum(rows // leaving_rows(rows) for rows in lengths)
+    lengths = ((start, math.ceil(min(part, kv_len - start) / block) * block) for start in range(0, kv_len, part))
+    return sum(rows // leaving_rows(rows, start) for start, rows in lengths)
 
 
 def matrix_cycles(kind: str, products: str, block_q: int, block_kv: int, head_dim: int, value_dim: int) -> int:

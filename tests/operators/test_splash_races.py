@@ -39,6 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fused": {},
     "apart": {"use_fused_bwd_kernel": False, "block_q_dq": 128, "block_kv_dq": 128, "block_kv_dq_compute": 128},
     "parts": {"block_kv_dkv_sums": 128},
+    "short_part": {"block_kv_dkv_sums": 256},  # the second of two
     "pipelined": {
         "block_q": 256,
         "transposed_tiles": True,

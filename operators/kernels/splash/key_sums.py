@@ -25,26 +25,28 @@ _ROWS = (512, 256, 128)
 _BUFFERS = 2  # one is filled while the other one is written
 
 
-def leaving_rows(rows: int) -> int:
-    """How many of so many keys, a multiple of 128, leave at a time."""
-    return next(n for n in _ROWS if rows % n == 0)
+def leaving_rows(rows: int, first: int = 0) -> int:
+    """How many of so many keys, of which the first is key `first`, leave at a time; both are multiples of 128."""
+    return next(n for n in _ROWS if rows % n == 0 and first % n == 0)
 
 
 def add_key_sums(
     frame: Frame,
-    rows: int,
+    keys: range,
     dims: tuple[int, int],
     dtype: Any,
     transposed: bool,
     whole: int,
     before: dict[str, jax.Array] | None,
 ) -> None:
-    """Add d_key [batch, kv heads, whole, dim] and d_value, which stay in HBM, and the sums of `rows` of their keys.
+    """Add d_key [batch, kv heads, whole, dim] and d_value, which stay in HBM, and the sums of some of their keys.
 
     dims: of key and value. before: both as the pass over earlier keys left them; this pass writes its own rows into them.
     """
     anywhere = pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
-    at_a_time = leaving_rows(rows)
+    rows = len(keys)
+    assert keys.stop <= whole, "a copy beyond the end would write over something else"
+    at_a_time = leaving_rows(rows, keys.start)
     for name, dim in zip(_NAMES, dims, strict=True):
         shape = (frame.batch, frame.heads.kv_heads, whole, dim)
         frame.outputs[f"d_{name}"] = Output(shape, dtype, anywhere, rows / whole)
@@ -63,7 +65,7 @@ class KeySums:
     def __init__(self, refs: dict[str, Any], frame: Frame, transposed: bool, first: int) -> None:
         self.refs, self.frame, self.transposed, self.first = refs, frame, transposed, first
         rows = refs["key_sum"].shape[2 if transposed else 1]
-        self.at_a_time = leaving_rows(rows)
+        self.at_a_time = leaving_rows(rows, first)
         self.parts = rows // self.at_a_time
 
     def clear(self) -> None:

@@ -262,8 +262,9 @@ def _backward(
     ) -> dict[str, jax.Array]:
         block_q, block_kv, *compute, ahead = sizes
         unit = compute[0], compute[1]
-        first, end = (keys.start or 0) // block_kv, -(-(keys.stop or logits.static_part.kv_len) // block_kv)
-        goes_on = keys.stop is not None and keys.stop < logits.static_part.kv_len
+        kv_len = logits.static_part.kv_len
+        first, end = (keys.start or 0) // block_kv, -(-min(keys.stop or kv_len, kv_len) // block_kv)
+        goes_on = keys.stop is not None and keys.stop < kv_len
         work = _KernelPass(
             static, operands, traced, block_q, block_kv, unit, "q" if of_query else "kv", slice(first, end)
         )
@@ -277,7 +278,7 @@ def _backward(
             add_query_gradient(frame, work.q_padded, work.dim, dtype, blocks.stationary_weights, query_before)
         dims, of_sums = (work.dim, work.value_dim), (operands.key.dtype, blocks.stationary_weights)
         if of_query and of_keys:
-            add_key_sums(frame, (end - first) * block_kv, dims, *of_sums, work.kv_padded, before)
+            add_key_sums(frame, range(first * block_kv, end * block_kv), dims, *of_sums, work.kv_padded, before)
         elif of_keys:
             add_key_gradients(frame, work.kv_padded, *dims, *of_sums)
         kernel = functools.partial(
