@@ -5,14 +5,15 @@
 What FILE already has isn't compiled again.
 
 Each kernel is compiled with several block sizes for v5e, v6e and tpu7x at head dims 64, 128 and 256 in bfloat16; attnops' and
-tokamax's also with transposed keys and the compiler's other scheduler, which tokamax's tuning often finds best. The
-cycles of a tile are read from the compiler's final schedule (attnops.verify.static_clock); a tile costs no less than the matrix
-units need for its products at their published peak. attnops' kernels are compiled for each mask, because their code paths for
-a tile depend on it; the others have one for tiles without a mask and one with it. The cost of a pass is that of its live tiles,
-the starts and ends of its sums, its steps, and its work once per head (attnops' fused backward pass clears and writes the sums
-of its keys); each kernel's best block sizes count. Not counted, for any of them: waits for memory, and XLA's work around the
-kernels (scaling the query, the sum over output and its gradient; for tokamax's fused backward pass the sum over the partial
-gradients of the query, which attnops' keeps in VMEM).
+tokamax's also with transposed keys and the compiler's other scheduler, which tokamax's tuning often finds best, and attnops' with
+what it plans if nothing is declared. The cycles of a tile are read from the compiler's final schedule
+(attnops.verify.static_clock); a tile costs no less than the matrix units need for its products at their published peak. attnops'
+kernels are compiled for each mask, because their code paths for a tile depend on it; the others without a mask, where they have
+one path for all tiles, and with a causal one, where they have one for tiles without a mask and one with it. The cost of a pass is
+that of its live tiles, the starts and ends of its sums, its steps, and its work once per head (attnops' fused backward pass
+clears and writes the sums of its keys); each kernel's best block sizes count. Not counted, for any of them: waits for memory, and
+XLA's work around the kernels (scaling the query, the sum over output and its gradient; for tokamax's fused backward pass the sum
+over the partial gradients of the query, which attnops' keeps in VMEM).
 
 MXU: the useful operations of a tile without a mask over those that the matrix units could do in its cycles. Temp: what forward
 and backward need in HBM besides arguments and results for eight heads of 32768 tokens, causal, with the first block sizes.
@@ -41,6 +42,8 @@ from jax.sharding import AbstractMesh, AxisType
 from attnops import Causal, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.compat import abstract_device
 from attnops.operators.kernels.splash.bodies import WHOLE
+from attnops.operators.splash.candidates import BACKWARD as BACKWARD_FIELDS
+from attnops.operators.splash.candidates import FORWARD
 from attnops.verify import tile_counts
 from attnops.verify.generations import abstract_target, products_a_cycle
 from attnops.verify.static_clock import TileCycles, kernels_in, regions, tile_cycles
@@ -54,8 +57,6 @@ MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(0), "window": Causal(
 BLOCKS = ((1024, 1024, 512), (1024, 1024, 1024), (512, 512, 512))
 WIDE = (2048, 2048, 512)
 BACKWARD = {"block_q_dkv": 1024, "block_kv_dkv": 1024, "block_kv_dkv_compute": 512}
-# What attnops plans there: keys of a unit.
-PLANNED = {target: {"block_q_dkv": 1024, "block_kv_dkv": 2048, "block_kv_dkv_compute": 256} for target in TARGETS[1:]}
 TURNED = {  # keys transposed, and the LP scheduler
     "attnops": {"k_layout": "seq_minor", "use_experimental_scheduler": True},
     "tokamax": {"k_layout": 2, "use_experimental_scheduler": True},
@@ -102,15 +103,15 @@ def measure(pythons: dict[str, str], kernels: list[str], known: dict[str, Any]) 
     made = {_key(row): row for part in ("rows", "temps") for row in known.get(part, [])}
     for target, dim, kernel in itertools.product(TARGETS, DIMS, kernels):
         same = {"kernel": kernel, "target": target, "dim": dim}
-        cases = [{"blocks": blocks, "fused": kernel != "jax"} for blocks in BLOCKS]
+        cases: list[dict[str, Any]] = [{"blocks": blocks, "fused": kernel != "jax"} for blocks in BLOCKS]
         cases += [{"blocks": BLOCKS[0], "fused": True, "fields": TURNED[kernel]}] if kernel in TURNED else []
-        apart = {"block_q_dq": 1024, "block_kv_dq": 512} if kernel == "jax" else {}
-        backward = PLANNED.get(target, BACKWARD) if kernel == "attnops" else BACKWARD
-        cases += [{"blocks": WIDE, "fused": kernel != "jax", "fields": backward | apart}]
         # The other kind of backward pass.
         cases += [{"blocks": BLOCKS[0], "fused": kernel == "jax"}] if kernel != "tokamax" else []
-        masks = [{"mask": "causal"}, {"mask": "window"}] if kernel == "attnops" else [{}]
-        rows += [same | case | mask for case in cases for mask in masks]
+        apart = {"block_q_dq": 1024, "block_kv_dq": 512} if kernel == "jax" else {}
+        cases += [{"blocks": WIDE, "fused": kernel != "jax", "fields": BACKWARD | apart}]
+        for mask in MASKS if kernel == "attnops" else ("full", "causal"):
+            planned_too = undeclared(target, dim, mask) if kernel == "attnops" else []
+            rows += [same | case | {"mask": mask} for case in [*cases, *planned_too]]
         temps.append(same | {"blocks": BLOCKS[0], "fused": kernel != "jax"} | LARGE)
 
     def row(case: dict[str, Any], measured: Any, what: str) -> dict[str, Any]:
@@ -126,6 +127,19 @@ def measure(pythons: dict[str, str], kernels: list[str], known: dict[str, Any]) 
             "rows": list(pool.map(lambda case: row(case, cycles_of, "cycles"), rows)),
             "temps": list(pool.map(lambda case: row(case, large, "temp"), temps)),
         }
+
+
+def undeclared(target: str, dim: int, mask: str) -> list[dict[str, Any]]:
+    """What attnops plans for any of the lengths if nothing is declared."""
+    found: dict[str, dict[str, Any]] = {}
+    for length in LENGTHS:
+        config = planned(target, dim, length, mask, "{}")
+        fields = {name: getattr(config, name) for name in (*FORWARD, *BACKWARD_FIELDS)}
+        fields = {name: value for name, value in fields.items() if value is not None}
+        blocks = [fields[name] for name in ("block_q", "block_kv", "block_kv_compute")]
+        case = {"blocks": blocks, "fused": config.use_fused_bwd_kernel, "fields": fields}
+        found.setdefault(json.dumps(case), case)
+    return list(found.values())
 
 
 def _key(row: dict[str, Any]) -> str:
@@ -239,7 +253,7 @@ def table(rows: list[dict[str, Any]], kernels: list[str]) -> list[dict[str, Any]
                         best: dict[str, Any] = {}
                         for row in rows:
                             same = (row["target"], row["dim"], row["kernel"]) == (target, dim, kernel)
-                            of_mask = row.get("mask") in (None, "causal" if name == "full" else name)
+                            of_mask = row["mask"] == (name if kernel == "attnops" or name == "full" else "causal")
                             if not same or not of_mask or isinstance(row["cycles"], str):
                                 continue
                             for which, made in passes(row).items():
@@ -263,7 +277,7 @@ def mxu(row: dict[str, Any], which: str) -> float:
 def show(cells: list[dict[str, Any]], kernels: list[str]) -> None:
     print(
         "Static cycles of attnops' kernels over the others', with the best block sizes of each; below 1 attnops is faster.\n"
-        "MXU: attnops' tile without a mask, of the matrix units' peak."
+        "MXU: attnops' tile without a mask, of the matrix units' peak; tiles at the edge of a window are never without one."
     )
     print(
         f"{'target':12}{'dim':>5} {'mask':8}{'length':>7}"
@@ -282,7 +296,7 @@ def show(cells: list[dict[str, Any]], kernels: list[str]) -> None:
                 if ratio is not None:
                     ratios.setdefault((rival, which), []).append(ratio)
         shares = [cell["attnops"][which][2] if which in cell["attnops"] else math.nan for which in _PASSES[:2]]
-        print(line + f"{shares[0]:>9.0%}{shares[1]:>6.0%}")
+        print(line + ("" if cell["mask"] == "window" else f"{shares[0]:>9.0%}{shares[1]:>6.0%}"))
     for (rival, which), found in ratios.items():
         mean = math.exp(sum(map(math.log, found)) / len(found))
         print(f"{which} of {rival}: {mean:.2f} as geometric mean, {min(found):.2f} to {max(found):.2f}")

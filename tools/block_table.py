@@ -216,8 +216,8 @@ def page(rows: dict[str, Any], compiler: str) -> str:
         parts.append(f"Not searched yet: {', '.join(missing)}; a plan for them takes the heuristic's sizes.")
     for generation in (g for g in TARGETS if g not in missing):
         lines = [
-            "| Call | Forward: block_q, block_kv, compute, in | Backward: block_q, block_kv, compute | VMEM, MiB | Of the "
-            "heuristic's cycles |",
+            "| Call | Forward: block_q, block_kv; unit | Backward: block_q, block_kv; unit | VMEM, MiB | Of the heuristic's "
+            "cycles |",
             "|---|---|---|---|---|",
         ]
         for key, row in rows.items():
@@ -232,9 +232,17 @@ def _cells(row: dict[str, Any]) -> str:
     if "fields" not in row:
         return f"none compiles: {row.get('failure', 'no candidate')} | | |"
     given = row["fields"]
-    forward = ", ".join(str(given[n]) for n in ("block_q", "block_kv", "block_kv_compute", "block_kv_compute_in"))
+
+    def sizes(suffix: str) -> str:
+        q, kv, q_unit, kv_unit = (
+            given[f"block_{axis}{suffix}{inner}"] for inner in ("", "_compute") for axis in ("q", "kv")
+        )
+        return f"{q}, {kv}; {q_unit} x {kv_unit}"
+
+    inner = given["block_kv_compute_in"]
+    forward = sizes("") + (f", in {inner}" if inner < given["block_kv_compute"] else "")
     forward += ", sums by product" if given.get("sum_by_product") else ""
-    backward = ", ".join(str(given[n]) for n in ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"))
+    backward = sizes("_dkv")
     backward += " fused" if given["use_fused_bwd_kernel"] else f"; dq {given['block_q_dq']}, {given['block_kv_dq']}"
     used = [row["vmem"].get(f"attnops_splash_{kernel}") for kernel in ("forward", "backward", "dkv", "dq")]
     vmem = ", ".join(f"{size / 2**20:.1f}" for size in used if size) or "unknown"

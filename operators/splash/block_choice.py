@@ -14,7 +14,7 @@ from ..mask_blocks import fitted_block
 from .scalar_memory import ScalarMemory
 from .sizes import BlockSizes, choose_block, dividing_block
 from .splash_config import LANES, SplashConfig
-from .tile_way import QUERIES_DKV, SUBLANES, TileWay, way_of_tiles
+from .tile_way import SUBLANES, UNPIPELINED, TileWay, Units, way_of_tiles
 from .vmem_count import ROOM, counted_vmem, vmem_need, vmem_room
 
 __all__ = ["heads_together", "resolve_attnops", "tile_cost"]
@@ -33,8 +33,6 @@ _COMPUTE_IN = {"TPU7x": 256}  # 5 % fewer cycles than with 512 there; 4 % more o
 _STEP, _APART = 1 << 17, 1.4
 _FILL = 1 << 18  # extra cost of the start and end of a pipelined tile: 415 cycles on v6e at head dim 128
 _ROWS = 1024  # of a tile, over all its heads
-_FILLED = 256  # the head dim from which products fill the backward pass
-_NARROW, _NARROWER = 256, 1.05  # the fewest queries chosen per unit; relative cost of half of 512 on tpu7x
 _SAMPLE = 1 << 14  # rows and keys sampled to find a mask's costs
 _PARTS = 8  # of the keys; each is a kernel to compile
 _MIB = 1 << 20
@@ -165,26 +163,28 @@ def _with_blocks(
     # Blocks that a declared inner block divides.
     sizes.fill("block_q", choose_block(q_len, most, math.lcm(LANES, config.block_q_compute or 1)))
     sizes.fill("heads_per_tile", heads_together(problem, placement, sizes["block_q"])[-1], 1)
-    sizes.fill_inner("block_q_compute", "block_q", way.queries or sizes["block_q"])
-    sizes.fill("products_ahead", way.ahead, 0)
     inner = math.lcm(LANES, config.block_kv_compute_in or 1)
     sizes.fill("block_kv", choose_block(kv_len, most, math.lcm(inner, config.block_kv_compute or 1)))
-    keys = max(_COMPUTE // 2, sizes["block_kv"] // 2) if way.transposed else most  # at least a few units, to overlap
-    sizes.fill_inner("block_kv_compute", "block_kv", min(_COMPUTE, keys), inner)
+    block = sizes["block_q"], sizes["block_kv"]
+    declared = config.block_q_compute, config.block_kv_compute
+    units = _units_for_mask(problem, placement, block, way.units, declared)
+    keys = max(_COMPUTE // 2, block[1] // 2) if way.transposed else most  # at least a few units, to overlap
+    sizes.fill_inner("block_q_compute", "block_q", units.queries)
+    sizes.fill_inner("block_kv_compute", "block_kv", min(units.keys, keys), inner)
     sizes.fill_inner("block_kv_compute_in", "block_kv_compute", _COMPUTE_IN.get(problem.device_kind, most))
+    sizes.fill("products_ahead", units.ahead, 0)
     unit = math.lcm(LANES, config.block_q_dkv_compute or 1)
-    declared = config.is_set("block_q") and unit == LANES
-    sizes.fill("block_q_dkv", sizes["block_q"] if declared else choose_block(q_len, most_rows, unit))
+    same = config.is_set("block_q") and unit == LANES
+    sizes.fill("block_q_dkv", sizes["block_q"] if same else choose_block(q_len, most_rows, unit))
     unit = math.lcm(LANES, config.block_kv_dkv_compute or 1)
     sums = config.block_kv_dkv_sums
     sizes.fill("block_kv_dkv", choose_block(kv_len, most, unit) if sums is None else dividing_block(sums, most, unit))
-    if not fused or not way.ahead_dkv:
-        way = way._replace(keys_dkv=min(_COMPUTE, most), ahead_dkv=0)
-    elif not _small_units_dkv(problem, placement, sizes, way):
-        way = way._replace(queries_dkv=QUERIES_DKV, keys_dkv=min(_COMPUTE, most), ahead_dkv=0)
-    sizes.fill("products_ahead_dkv", way.ahead_dkv, 0)
-    sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", way.keys_dkv)
-    sizes.fill_inner("block_q_dkv_compute", "block_q_dkv", _queries_dkv(problem, placement, sizes, way.queries_dkv))
+    block = sizes["block_q_dkv"], sizes["block_kv_dkv"]
+    declared = config.block_q_dkv_compute, config.block_kv_dkv_compute
+    units = _units_for_mask(problem, placement, block, way.units_dkv if fused else UNPIPELINED, declared)
+    sizes.fill("products_ahead_dkv", units.ahead, 0)
+    sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", min(units.keys, most))
+    sizes.fill_inner("block_q_dkv_compute", "block_q_dkv", units.queries)
     if not fused:
         sizes.fill("block_q_dq", sizes["block_q_dkv"])
         # Large blocks only if there would be too many small ones: a step of this pass has few products.
@@ -216,31 +216,23 @@ def heads_together(problem: AttentionProblem, placement: Placement, block_q: int
     return [n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * block_q <= _ROWS)]
 
 
-def _small_units_dkv(problem: AttentionProblem, placement: Placement, sizes: BlockSizes, way: TileWay) -> bool:
-    """Whether the fused backward pass has small units, pipelined: where products alone fill a large unit's cycles, only if the
-    mask leaves out enough of them, as they take longer to compile.
-
-    At head dimension 256 a tile on the diagonal of 4096 tokens takes 10 to 20 % fewer static cycles on v6e, at the edge of a
-    window of 1024 27 %; a tile without a mask as many as before.
+def _units_for_mask(
+    problem: AttentionProblem,
+    placement: Placement,
+    block: tuple[int, int],
+    units: tuple[Units, ...],
+    declared: tuple[int | None, int | None],
+) -> Units:
+    """Of the units that agree with what is declared the cheapest in these blocks of queries and keys: what small ones leave out
+    of the mask, against what they cost.
     """
-    if max(problem.head_dim, problem.value_dim) < _FILLED:
-        return True
-    block = sizes["block_q_dkv"], sizes["block_kv_dkv"]
-    small, large = (
-        tile_cost(problem, placement, block, (dividing_block(block[0], queries), dividing_block(block[1], keys)))
-        for queries, keys in ((_NARROW, way.keys_dkv), (QUERIES_DKV, _COMPUTE))
-    )
-    return small * _NARROWER < large
+    agreeing = [unit for unit in units if all(n in (None, own) for n, own in zip(declared, unit[:2], strict=True))]
 
+    def cost(unit: Units) -> float:
+        size = dividing_block(block[0], unit.queries), dividing_block(block[1], unit.keys)
+        return unit.cost * tile_cost(problem, placement, block, size)
 
-def _queries_dkv(problem: AttentionProblem, placement: Placement, sizes: BlockSizes, queries: int) -> int:
-    """The queries of a backward pass's units: half as many if the mask then leaves out more than smaller units cost."""
-    block = sizes["block_q_dkv"], sizes["block_kv_dkv"]
-    wide, narrow = (
-        tile_cost(problem, placement, block, (dividing_block(block[0], most), sizes["block_kv_dkv_compute"]))
-        for most in (queries, queries // 2)
-    )
-    return queries // 2 if queries // 2 >= _NARROW and narrow * _NARROWER < wide else queries
+    return min(agreeing, key=cost) if len(agreeing) > 1 else (agreeing or units)[0]
 
 
 def _with_sums(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> SplashConfig:

@@ -9,54 +9,89 @@ from ...planning import AttentionProblem, Placement
 from ...planning.text import Aside, bytes_text
 from .splash_config import SplashConfig
 
-__all__ = ["QUERIES_DKV", "SUBLANES", "TileWay", "layout_note", "tile_note", "way_of_tiles"]
+__all__ = ["SUBLANES", "UNPIPELINED", "TileWay", "Units", "layout_note", "tile_note", "way_of_tiles"]
 
 SUBLANES = 16  # per register of bfloat16
 
 
+class Units(NamedTuple):
+    """Queries and keys of a unit, products issued ahead of their use, and a weight's cost, relative to the other choices."""
+
+    queries: int
+    keys: int
+    ahead: int = 0
+    cost: float = 1.0
+
+
 class TileWay(NamedTuple):
-    """Whether the forward pass's tiles are [keys, queries]; queries per unit (0: the block's) and products issued ahead; the
-    same for the fused backward pass, with the keys of its units; and why.
+    """Whether the forward pass's tiles are [keys, queries]; the units it may have; those of the backward pass; and why.
+
+    Of several units the mask decides: small ones leave out more of it.
     """
 
     transposed: bool
-    queries: int
-    ahead: int
-    queries_dkv: int
-    keys_dkv: int
-    ahead_dkv: int
+    units: tuple[Units, ...]
+    units_dkv: tuple[Units, ...]
     reason: str
 
 
-# By static cycles, for v6e and tpu7x. The scheduler is erratic: from 4 to 6 products ahead cycles differ by 5 %.
-_PIPELINED = {"TPU v6 lite": (256, 4, 256, 256, 2), "TPU7x": (256, 5, 512, 256, 2)}
-# Units of other tiles: half of a block of 1024 takes 8 % fewer cycles than the whole on v4, v5e and v5p, at any head dim, and 5
-# % more on v6e. In backward passes, where products fill the units, between 1 % more and 8 % fewer.
-_QUERIES, QUERIES_DKV = 512, 512
+# By static cycles. The scheduler is erratic: from 4 to 6 products ahead cycles differ by 5 %.
+_PIPELINED: dict[str, tuple[Units, ...]] = {
+    "TPU v6 lite": (Units(256, 256, 5),),
+    "TPU7x": (Units(256, 256, 5),),
+}
+# A tile without a mask takes 5 % more cycles there in small units; at head dims 64, 96 and 192 it takes 4 to 7 % fewer.
+_PIPELINED_128: dict[str, tuple[Units, ...]] = {"TPU7x": (Units(256, 512, 5), Units(256, 256, 4, 1.05))}
+_PIPELINED_DKV: dict[str, tuple[Units, ...]] = {
+    "TPU v6 lite": (Units(256, 256, 2),),
+    "TPU7x": (Units(512, 256, 2), Units(256, 256, 2, 1.05)),
+}
+# Other units: 512 queries of a block of 1024 take 8 % fewer cycles than all on v4, v5e and v5p, at any head dim, and 5 % more on
+# v6e. In backward passes, where products fill the units, between 1 % more and 8 % fewer.
+_LARGE, _WHOLE_BLOCK = Units(512, 512), Units(4096, 512)
+UNPIPELINED: tuple[Units, ...] = (_LARGE,)
+# On v4, v5e and v5p a tile without a mask takes 8 to 11 % more in small units, and one at the edge of a mask 5 to 15 % fewer, but
+# not in the backward pass at head dim 64.
+_EDGES: tuple[Units, ...] = (_LARGE, Units(256, 256, 0, 1.1))
+_DIM_EDGES_DKV = 128
+# From this head dim on products alone fill the cycles of a large unit of the backward pass. In small ones, pipelined, a tile
+# without a mask takes as many, one on the diagonal of 4096 tokens 10 to 20 % fewer, and one at the edge of a window of 1024 27 %.
+# They take longer to compile.
+_DIM_FILLED = 256
+_FILLED_DKV: tuple[Units, ...] = (_LARGE, Units(256, 256, 2, 1.05))
 # The largest head dim with a pipelined backward pass; more weren't tried.
 _DIM_DKV = 256
 
 
 def way_of_tiles(problem: AttentionProblem, config: SplashConfig) -> TileWay:
     """As declared, else what suits the generation and the call."""
-    queries, ahead, queries_dkv, keys_dkv, ahead_dkv = _PIPELINED.get(problem.device_kind, (0, 0, 0, 0, 0))
-    reason = _plain(problem)
-    if reason is not None or max(problem.head_dim, problem.value_dim) > _DIM_DKV:
-        queries_dkv, keys_dkv, ahead_dkv = QUERIES_DKV, 0, 0
+    reason, dim = _plain(problem), max(problem.head_dim, problem.value_dim)
     transposed = reason is None
     if config.is_set("transposed_tiles"):
         transposed, reason = bool(config.transposed_tiles), "declared"
-    if not transposed:
-        queries, ahead = 0 if problem.device_kind in _PIPELINED else _QUERIES, 0
     return TileWay(
         transposed,
-        queries,
-        ahead,
-        queries_dkv,
-        keys_dkv,
-        ahead_dkv,
+        _units(problem, transposed, dim),
+        _units_dkv(problem, dim),
         reason or f"fewer static cycles on {problem.device_kind}",
     )
+
+
+def _units(problem: AttentionProblem, transposed: bool, dim: int) -> tuple[Units, ...]:
+    """Units of the forward pass."""
+    kind = problem.device_kind
+    if not transposed:
+        return (_WHOLE_BLOCK,) if kind in _PIPELINED else _EDGES
+    return (_PIPELINED_128 if dim == 128 else {}).get(kind) or _PIPELINED.get(kind, UNPIPELINED)
+
+
+def _units_dkv(problem: AttentionProblem, dim: int) -> tuple[Units, ...]:
+    """Units of the fused backward pass."""
+    if problem.device_kind not in _PIPELINED:
+        return _EDGES if dim >= _DIM_EDGES_DKV else UNPIPELINED
+    if _plain(problem) is not None or dim > _DIM_DKV:
+        return UNPIPELINED
+    return _FILLED_DKV if dim >= _DIM_FILLED else _PIPELINED_DKV[problem.device_kind]
 
 
 def _plain(problem: AttentionProblem) -> str | None:

@@ -250,6 +250,59 @@ def test_where_products_fill_the_backward_pass_its_units_are_small_only_at_edges
     assert config.block_q_dkv_compute == 512 or small
 
 
+_LOCAL = Causal(0) & SlidingWindow(1023, 0, offset=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dim", "length", "mask", "forward", "backward"),
+    [
+        ("TPU v6 lite", 64, 32768, Full(), (256, 256), (256, 256)),
+        ("TPU v6 lite", 128, 32768, _LOCAL, (256, 256), (256, 256)),
+        ("TPU v6 lite", 256, 32768, Full(), (256, 256), (512, 512)),
+        ("TPU7x", 64, 32768, Full(), (256, 256), (512, 256)),
+        ("TPU7x", 128, 32768, Full(), (256, 512), (512, 256)),
+        ("TPU7x", 128, 32768, Causal(0), (256, 512), (512, 256)),
+        ("TPU7x", 128, 32768, _LOCAL, (256, 256), (256, 256)),
+        ("TPU7x", 192, 32768, Full(), (256, 256), (512, 256)),
+        ("TPU v5 lite", 64, 32768, _LOCAL, (256, 256), (512, 512)),
+        ("TPU v5 lite", 128, 32768, _LOCAL, (256, 256), (256, 256)),
+        ("TPU v5 lite", 128, 32768, Causal(0), (512, 512), (512, 512)),
+        ("TPU v5p", 256, 32768, _LOCAL, (256, 256), (256, 256)),
+        ("TPU v5p", 256, 32768, Full(), (512, 512), (512, 512)),
+    ],
+)
+def test_small_units_where_the_mask_leaves_out_more_than_they_cost(
+    kind: str, dim: int, length: int, mask: Mask, forward: tuple[int, int], backward: tuple[int, int]
+) -> None:
+    """As the static cycles of compiled kernels have it: docs/splash.md, Parts of a tile."""
+    x = jax.ShapeDtypeStruct((1, length, 1, dim), jnp.bfloat16)
+    attend = OperationRegistry.create("splash", OperationMetadata(mesh=_mesh(kind), tuning="off"))
+    config = attend.plan(x, x, x, mask=mask).config
+    assert (config.block_q_compute, config.block_kv_compute) == forward
+    assert (config.block_q_dkv_compute, config.block_kv_dkv_compute) == backward
+
+
+@pytest.mark.parametrize(
+    ("declared", "forward", "backward"),
+    [
+        ({}, (256, 256), (256, 256)),
+        ({"block_kv_compute": 512}, (512, 512), (256, 256)),
+        ({"block_q_compute": 512, "block_q_dkv_compute": 256}, (512, 512), (256, 256)),
+        ({"block_q_compute": 1024, "block_kv_dkv_compute": 512}, (1024, 512), (512, 512)),
+        ({"block_q_compute": 128, "block_kv_compute": 128}, (128, 128), (256, 256)),
+    ],
+)
+def test_units_go_with_what_is_declared_of_them(
+    declared: dict[str, int], forward: tuple[int, int], backward: tuple[int, int]
+) -> None:
+    """256 queries with 512 keys would take more cycles than either unit."""
+    x = jax.ShapeDtypeStruct((1, 8192, 1, 128), jnp.bfloat16)
+    metadata = OperationMetadata(mesh=_mesh("TPU v5 lite"), tuning="off", operation_configs={"splash": declared})
+    config = OperationRegistry.create("splash", metadata).plan(x, x, x, mask=_LOCAL).config
+    assert (config.block_q_compute, config.block_kv_compute) == forward
+    assert (config.block_q_dkv_compute, config.block_kv_dkv_compute) == backward
+
+
 @pytest.mark.parametrize(
     ("queries", "mode", "expected"),
     [(128, "prefill", 8), (256, "prefill", 4), (384, "insert", 2), (640, "prefill", 1), (128, "train", 1)],
