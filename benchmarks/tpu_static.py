@@ -8,12 +8,12 @@ Each kernel is compiled with several block sizes for v5e, v6e and tpu7x at head 
 tokamax's also with transposed keys and the compiler's other scheduler, which tokamax's tuning often finds best, and attnops' with
 what it plans if nothing is declared. The cycles of a tile are read from the compiler's final schedule
 (attnops.verify.static_clock); a tile costs no less than the matrix units need for its products at their published peak. attnops'
-kernels are compiled for each mask, because their code paths for a tile depend on it; the others without a mask, where they have
-one path for all tiles, and with a causal one, where they have one for tiles without a mask and one with it. The cost of a pass is
-that of its live tiles, the starts and ends of its sums, its steps, and its work once per head (attnops' fused backward pass
-clears and writes the sums of its keys); each kernel's best block sizes count. Not counted, for any of them: waits for memory, and
-XLA's work around the kernels (scaling the query, the sum over output and its gradient; for tokamax's fused backward pass the sum
-over the partial gradients of the query, which attnops' keeps in VMEM).
+kernels are compiled for a causal mask and for a window, because their code paths for a tile depend on the mask; the others for a
+causal mask. All have a path for tiles without a mask then, which counts where there is none. The cost of a pass is that of its
+live tiles, the starts and ends of its sums, its steps, and its work once per head (attnops' fused backward pass clears and writes
+the sums of its keys); each kernel's best block sizes count. Not counted, for any of them: waits for memory, and XLA's work around
+the kernels (scaling the query, the sum over output and its gradient; for tokamax's fused backward pass the sum over the partial
+gradients of the query, which attnops' keeps in VMEM).
 
 MXU: the useful operations of a tile without a mask over those that the matrix units could do in its cycles. Temp: what forward
 and backward need in HBM besides arguments and results for eight heads of 32768 tokens, causal, with the first block sizes.
@@ -109,9 +109,9 @@ def measure(pythons: dict[str, str], kernels: list[str], known: dict[str, Any]) 
         cases += [{"blocks": BLOCKS[0], "fused": kernel == "jax"}] if kernel != "tokamax" else []
         apart = {"block_q_dq": 1024, "block_kv_dq": 512} if kernel == "jax" else {}
         cases += [{"blocks": WIDE, "fused": kernel != "jax", "fields": BACKWARD | apart}]
-        for mask in MASKS if kernel == "attnops" else ("full", "causal"):
-            planned_too = undeclared(target, dim, mask) if kernel == "attnops" else []
-            rows += [same | case | {"mask": mask} for case in [*cases, *planned_too]]
+        for mask in ("causal", "window") if kernel == "attnops" else ("causal",):
+            here = [*cases, *(undeclared(target, dim, mask) if kernel == "attnops" else [])]
+            rows += [same | case | {"mask": mask} for case in here]
         temps.append(same | {"blocks": BLOCKS[0], "fused": kernel != "jax"} | LARGE)
 
     def row(case: dict[str, Any], measured: Any, what: str) -> dict[str, Any]:
@@ -129,10 +129,10 @@ def measure(pythons: dict[str, str], kernels: list[str], known: dict[str, Any]) 
         }
 
 
-def undeclared(target: str, dim: int, mask: str) -> list[dict[str, Any]]:
-    """What attnops plans for any of the lengths if nothing is declared."""
+def undeclared(target: str, dim: int, compiled: str) -> list[dict[str, Any]]:
+    """What attnops plans if nothing is declared, for any of the lengths and of the masks that this one is compiled for."""
     found: dict[str, dict[str, Any]] = {}
-    for length in LENGTHS:
+    for length, mask in itertools.product(LENGTHS, (name for name in MASKS if _compiled_for(name) == compiled)):
         config = planned(target, dim, length, mask, "{}")
         fields = {name: getattr(config, name) for name in (*FORWARD, *BACKWARD_FIELDS)}
         fields = {name: value for name, value in fields.items() if value is not None}
@@ -140,6 +140,11 @@ def undeclared(target: str, dim: int, mask: str) -> list[dict[str, Any]]:
         case = {"blocks": blocks, "fused": config.use_fused_bwd_kernel, "fields": fields}
         found.setdefault(json.dumps(case), case)
     return list(found.values())
+
+
+def _compiled_for(mask: str) -> str:
+    """The mask whose kernel gives attnops' cycles for a mask: a causal one has a path for tiles without a mask."""
+    return "causal" if mask == "full" else mask
 
 
 def _key(row: dict[str, Any]) -> str:
@@ -253,7 +258,7 @@ def table(rows: list[dict[str, Any]], kernels: list[str]) -> list[dict[str, Any]
                         best: dict[str, Any] = {}
                         for row in rows:
                             same = (row["target"], row["dim"], row["kernel"]) == (target, dim, kernel)
-                            of_mask = row["mask"] == (name if kernel == "attnops" or name == "full" else "causal")
+                            of_mask = row["mask"] == (_compiled_for(name) if kernel == "attnops" else "causal")
                             if not same or not of_mask or isinstance(row["cycles"], str):
                                 continue
                             for which, made in passes(row).items():
