@@ -56,12 +56,9 @@ _EDGES: tuple[Units, ...] = (_LARGE, Units(256, 256, 0, 1.1))
 _DIM_EDGES_DKV = 128
 # From this head dim on products alone fill the cycles of a large unit of the backward pass. In small ones, pipelined, a tile
 # without a mask takes as many, one on the diagonal of 4096 tokens 10 to 20 % fewer, and one at the edge of a window of 1024 27 %.
-# They take longer to compile. On tpu7x a tile without a mask takes 2 % fewer in larger ones.
+# They take longer to compile.
 _DIM_FILLED = 256
-_FILLED_DKV: dict[str, tuple[Units, ...]] = {
-    "TPU v6 lite": (_LARGE, Units(256, 256, 2, 1.05)),
-    "TPU7x": (_LARGE, Units(512, 1024, 0, 0.98), Units(256, 256, 2, 1.05)),
-}
+_FILLED_DKV: tuple[Units, ...] = (_LARGE, Units(256, 256, 2, 1.05))
 # The largest head dim with a pipelined backward pass; more weren't tried.
 _DIM_DKV = 256
 
@@ -94,7 +91,7 @@ def _units_dkv(problem: AttentionProblem, dim: int) -> tuple[Units, ...]:
         return _EDGES if dim >= _DIM_EDGES_DKV else UNPIPELINED
     if _plain(problem) is not None or dim > _DIM_DKV:
         return UNPIPELINED
-    return (_FILLED_DKV if dim >= _DIM_FILLED else _PIPELINED_DKV)[problem.device_kind]
+    return _FILLED_DKV if dim >= _DIM_FILLED else _PIPELINED_DKV[problem.device_kind]
 
 
 def _plain(problem: AttentionProblem) -> str | None:

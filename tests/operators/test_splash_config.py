@@ -246,8 +246,7 @@ def test_where_products_fill_the_backward_pass_its_units_are_small_only_at_edges
     x = jax.ShapeDtypeStruct((1, length, 1, dim), jnp.bfloat16)
     attend = OperationRegistry.create("splash", OperationMetadata(mesh=_mesh(kind), tuning="off"))
     config = attend.plan(x, x, x, mask=mask).config
-    assert config.products_ahead_dkv == (2 if small else 0)
-    assert (config.block_kv_dkv_compute == 256) == small
+    assert (config.products_ahead_dkv, config.block_kv_dkv_compute) == ((2, 256) if small else (0, 512))
     assert config.block_q_dkv_compute == 512 or small
 
 
@@ -265,7 +264,7 @@ _LOCAL = Causal(0) & SlidingWindow(1023, 0, offset=0)
         ("TPU7x", 128, 32768, Causal(0), (256, 512), (512, 256)),
         ("TPU7x", 128, 32768, _LOCAL, (256, 256), (256, 256)),
         ("TPU7x", 192, 32768, Full(), (256, 256), (512, 256)),
-        ("TPU7x", 256, 32768, Full(), (256, 256), (512, 1024)),
+        ("TPU7x", 256, 32768, Full(), (256, 256), (512, 512)),
         ("TPU7x", 256, 8192, Causal(0), (256, 256), (512, 512)),
         ("TPU v5 lite", 64, 32768, _LOCAL, (256, 256), (512, 512)),
         ("TPU v5 lite", 128, 32768, _LOCAL, (256, 256), (256, 256)),
