@@ -14,7 +14,7 @@ from ..mask_blocks import fitted_block
 from .scalar_memory import ScalarMemory
 from .sizes import BlockSizes, choose_block, dividing_block
 from .splash_config import LANES, SplashConfig
-from .tile_way import SUBLANES, UNPIPELINED, TileWay, Units, way_of_tiles
+from .tile_way import SUBLANES, TileWay, Units, way_of_tiles
 from .vmem_count import ROOM, counted_vmem, vmem_need, vmem_room
 
 __all__ = ["heads_together", "resolve_attnops", "tile_cost"]
@@ -181,7 +181,7 @@ def _with_blocks(
     sizes.fill("block_kv_dkv", choose_block(kv_len, most, unit) if sums is None else dividing_block(sums, most, unit))
     block = sizes["block_q_dkv"], sizes["block_kv_dkv"]
     declared = config.block_q_dkv_compute, config.block_kv_dkv_compute
-    units = _units_for_mask(problem, placement, block, way.units_dkv if fused else UNPIPELINED, declared)
+    units = _units_for_mask(problem, placement, block, way.units_dkv if fused else way.units_apart, declared)
     sizes.fill("products_ahead_dkv", units.ahead, 0)
     sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", min(units.keys, most))
     sizes.fill_inner("block_q_dkv_compute", "block_q_dkv", units.queries)

@@ -9,7 +9,7 @@ from ...planning import AttentionProblem, Placement
 from ...planning.text import Aside, bytes_text
 from .splash_config import SplashConfig
 
-__all__ = ["SUBLANES", "UNPIPELINED", "TileWay", "Units", "layout_note", "tile_note", "way_of_tiles"]
+__all__ = ["SUBLANES", "TileWay", "Units", "layout_note", "tile_note", "way_of_tiles"]
 
 SUBLANES = 16  # per register of bfloat16
 
@@ -24,7 +24,8 @@ class Units(NamedTuple):
 
 
 class TileWay(NamedTuple):
-    """Whether the forward pass's tiles are [keys, queries]; the units it may have; those of the backward pass; and why.
+    """Whether the forward pass's tiles are [keys, queries]; the units it may have; those of the fused backward pass, and of the
+    separate one for key and value; and why.
 
     Of several units the mask decides: small ones leave out more of it.
     """
@@ -32,6 +33,7 @@ class TileWay(NamedTuple):
     transposed: bool
     units: tuple[Units, ...]
     units_dkv: tuple[Units, ...]
+    units_apart: tuple[Units, ...]
     reason: str
 
 
@@ -49,11 +51,13 @@ _PIPELINED_DKV: dict[str, tuple[Units, ...]] = {
 # Other units: 512 queries of a block of 1024 take 8 % fewer cycles than all on v4, v5e and v5p, at any head dim, and 5 % more on
 # v6e. In backward passes, where products fill the units, between 1 % more and 8 % fewer.
 _LARGE, _WHOLE_BLOCK = Units(512, 512), Units(4096, 512)
-UNPIPELINED: tuple[Units, ...] = (_LARGE,)
-# On v4, v5e and v5p a tile without a mask takes 8 to 11 % more in small units, and one at the edge of a mask 5 to 15 % fewer, but
-# not in the backward pass at head dim 64.
+# On v5e and v5p a tile without a mask takes 4 to 11 % more in small units, and one at the edge of a mask 5 to 15 % fewer, but not
+# in the backward pass at head dim 64.
 _EDGES: tuple[Units, ...] = (_LARGE, Units(256, 256, 0, 1.1))
 _DIM_EDGES_DKV = 128
+# On v4 small ones take fewer in every pass: 1 to 10 % without a mask, 20 to 25 % on the diagonal.
+_SMALL: tuple[Units, ...] = (Units(256, 256),)
+_SMALL_ON = "TPU v4"
 # From this head dim on products alone fill the cycles of a large unit of the backward pass. In small ones, pipelined, a tile
 # without a mask takes as many, one on the diagonal of 4096 tokens 10 to 20 % fewer, and one at the edge of a window of 1024 27 %.
 # They take longer to compile.
@@ -73,6 +77,7 @@ def way_of_tiles(problem: AttentionProblem, config: SplashConfig) -> TileWay:
         transposed,
         _units(problem, transposed, dim),
         _units_dkv(problem, dim),
+        _units_apart(problem),
         reason or f"fewer static cycles on {problem.device_kind}",
     )
 
@@ -81,17 +86,24 @@ def _units(problem: AttentionProblem, transposed: bool, dim: int) -> tuple[Units
     """Units of the forward pass."""
     kind = problem.device_kind
     if not transposed:
-        return (_WHOLE_BLOCK,) if kind in _PIPELINED else _EDGES
-    return (_PIPELINED_128 if dim == 128 else {}).get(kind) or _PIPELINED.get(kind, UNPIPELINED)
+        return (_WHOLE_BLOCK,) if kind in _PIPELINED else _SMALL if kind == _SMALL_ON else _EDGES
+    return (_PIPELINED_128 if dim == 128 else {}).get(kind) or _PIPELINED.get(kind, (_LARGE,))
 
 
 def _units_dkv(problem: AttentionProblem, dim: int) -> tuple[Units, ...]:
     """Units of the fused backward pass."""
+    if problem.device_kind == _SMALL_ON:
+        return _SMALL
     if problem.device_kind not in _PIPELINED:
-        return _EDGES if dim >= _DIM_EDGES_DKV else UNPIPELINED
+        return _EDGES if dim >= _DIM_EDGES_DKV else (_LARGE,)
     if _plain(problem) is not None or dim > _DIM_DKV:
-        return UNPIPELINED
+        return (_LARGE,)
     return _FILLED_DKV if dim >= _DIM_FILLED else _PIPELINED_DKV[problem.device_kind]
+
+
+def _units_apart(problem: AttentionProblem) -> tuple[Units, ...]:
+    """Units of the backward pass for key and value alone."""
+    return _SMALL if problem.device_kind == _SMALL_ON else (_LARGE,)
 
 
 def _plain(problem: AttentionProblem) -> str | None:
