@@ -24,7 +24,9 @@ from attnops.verify.call import verify_call
 from attnops.verify.topology import described_mesh
 
 TWO_AXES = {"query_sequence_axis": ["cp", "sp"], "key_sequence_axis": ["cp", "sp"]}
-BLOCKS = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv"), 512) | {"use_fused_bwd_kernel": True}
+_SIDES = ("q", "kv", "q_dkv", "kv_dkv")
+BLOCKS = {f"block_{side}": 512 for side in _SIDES} | {"use_fused_bwd_kernel": True}
+WHOLE = {f"block_{side}_compute": 512 for side in _SIDES}  # a tile is one unit
 
 
 def _plan(machine: Machine, sizes: dict[str, int], *, length: int, dim: int = 128, **fields: Any) -> Plan:
@@ -34,7 +36,7 @@ def _plan(machine: Machine, sizes: dict[str, int], *, length: int, dim: int = 12
     types = (AxisType.Auto,) * len(sizes)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
     heads, kv_heads = fields.pop("heads", (8, 8))
-    configs = {"splash": BLOCKS} if machine.platform == "tpu" else {}
+    configs = {"splash": BLOCKS | fields.pop("units", {})} if machine.platform == "tpu" else {}
     name = fields.pop("operation", "splash")
     metadata = OperationMetadata(mesh=mesh, operation_configs=configs, tuning="off", **fields)
     q = jax.ShapeDtypeStruct((2, length, heads, dim), "bfloat16")
@@ -42,10 +44,10 @@ def _plan(machine: Machine, sizes: dict[str, int], *, length: int, dim: int = 12
     return OperationRegistry.create(name, metadata).plan(q, k, k, **call)
 
 
-def _live(sizes: dict[str, int], mask: Any, **fields: Any) -> np.ndarray:
+def _live(sizes: dict[str, int], mask: Any, units: Any = WHOLE, **fields: Any) -> np.ndarray:
     """Tiles of 512 by device and hop, of 8192 tokens in sixteen of them."""
     machine = machine_of("v5e:2x4")
-    plan = _plan(machine, sizes, length=8192, mask=mask, mode="prefill", **fields)
+    plan = _plan(machine, sizes, length=8192, mask=mask, mode="prefill", units=units, **fields)
     (kernel,) = kernels_of_pass(plan, False)
     assert plan.implementation == "splash.forward_tpu"
     live = live_of(plan, kernel)
@@ -70,6 +72,10 @@ def test_tiles_by_device_and_hop() -> None:
     # Of 1024 keys back a device sees its own and some of the one before: a hop, the other six fall away.
     window = _live(sp, Causal() & SlidingWindow(1023, 0), sequence_parallel="ring")
     assert window.tolist() == [[3, 0], *[[3, 3]] * 7]
+    # Units of 256: a tile on the diagonal leaves out one of its four.
+    small = _live(sp, Causal(), dict.fromkeys(WHOLE, 256), sequence_parallel="ring", ring_order="contiguous")
+    assert small[:, 0].tolist() == [2.5] * 8
+    assert small[:, 3].tolist() == [0, 0, 0, 4, 4, 4, 4, 4]
 
 
 def test_work_by_hand() -> None:

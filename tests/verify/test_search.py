@@ -142,7 +142,8 @@ def test_cycles_are_counted_by_tiles_blocks_and_heads() -> None:
     assert count("forward", "forward", decided.config) == 8 * (6 * 3007 + 4 * 3107 + 4 * 50) + 2 * 3
     paired = decided.config.with_fields({"heads_per_tile": 2})
     assert count("forward", "forward", paired) == 4 * (6 * 3007 + 4 * 3107 + 4 * 50) + 2 * 3
-    both = decided.config.with_fields({"block_kv_dkv": 256, "block_kv_dkv_compute": 256, "use_fused_bwd_kernel": None})
+    units = {"block_q_dkv_compute": 512, "block_kv_dkv_compute": 256}
+    both = decided.config.with_fields({"block_kv_dkv": 256, "use_fused_bwd_kernel": None, **units})
     # 2 x 4 blocks: of the first row's two, both are cut by the diagonal; the second row has two full ones before its two.
     assert count("backward", "dkv", both) == 8 * (2 * 3007 + 4 * 3107 + 4 * 50) + 2 * 3
 
@@ -206,7 +207,9 @@ def test_the_matrix_units_need_their_cycles(
 
 def test_a_tile_costs_no_less_than_its_products() -> None:
     """A schedule that issues products faster than the units' peak is no gain."""
-    decided = _plan(q_len=1024, heads=2, kv_heads=2, config={"block_q": 512, "block_kv": 1024, "heads_per_tile": 2})
+    units = {"block_q_compute": 512, "block_kv_compute": 1024}
+    config = {"block_q": 512, "block_kv": 1024, "heads_per_tile": 2, **units}
+    decided = _plan(q_len=1024, heads=2, kv_heads=2, config=config)
     cycles = TileCycles((10,), block=0, step=0)
     kind, problem = decided.problem.device_kind, decided.problem
     least = 2 * matrix_cycles(kind, "forward", 512, 1024, problem.head_dim, problem.value_dim)
