@@ -84,6 +84,24 @@ def test_a_guard_within_a_guard_is_a_kv_heads() -> None:
     assert looped.total([4], blocks=2, heads=3, turns=9) == cycles.total([4], blocks=2) - 16 + 3 * 11 + 9 * 5
 
 
+def test_a_tile_without_a_guard_of_its_own() -> None:
+    """The guard around the whole step holds a block's start and end too."""
+    bundles, utilization = _dump([("full", 100)])
+    lines = bundles.splitlines()
+    first = next(number for number, line in enumerate(lines) if "target = $region0" in line)
+    work = [number for number in range(first + 1, len(lines)) if "work" in lines[number]]
+    rows = utilization.splitlines()
+    for guard, (start, end) in enumerate(((5, 25), (60, 80)), 40):
+        begin, stop = work[start], work[end]
+        lines[begin] = lines[begin].replace("work", f"sbr.rel (%p9) target = $region{guard}")
+        lines[stop] = lines[stop].replace("}", f"}} /* Start/End empty region {guard} */")
+        numbers = [int(line.split(":")[0], 16) for line in lines[begin : stop + 1] if line.startswith("  0x")]
+        for number in numbers:  # no products in them
+            rows[4 + number] = "0 0 1"
+    root = regions("\n".join(lines), "\n".join(rows))
+    assert tile_cycles(root) == TileCycles((60,), block=40, step=root.cycles - 2 - 100)
+
+
 def test_other_forms_are_refused() -> None:
     bundles, utilization = _dump([("full", 5)])
     with pytest.raises(ConfigError, match="libtpu"):
