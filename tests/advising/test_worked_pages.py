@@ -22,7 +22,6 @@ def test_the_four_cases_are_there() -> None:
         assert any(name in block for block in SHOWN)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block", SHOWN, ids=lambda block: block.partition("\n")[0])
 def test_a_command_prints_what_the_page_says(
     block: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
