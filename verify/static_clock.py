@@ -135,9 +135,9 @@ def tile_cycles(root: Region) -> TileCycles:
     """Read the cycles of a flash attention kernel, whose steps are one loop around a tile's work.
 
     A guard nested in the guard of a block's start or end is taken as per kv head, and loops in it as going round for each
-    part of the head's keys. This fits attnops' fused backward pass, whose sums over keys last for the whole head. Where no
-    guard sets the tile apart, as in kernels that visit every tile the same way, the guards within it are a block's start and
-    end. Errors: ConfigError for a kernel of another form.
+    part of the head's keys. This fits attnops' fused backward pass, whose sums over keys last for the whole head. In a kernel
+    that treats all tiles alike, no guard sets them apart from a block's start and end, which are then the guards among a tile's
+    products. Errors: ConfigError for a kernel of another form.
     """
     body = max((r for r in root.all() if r.is_loop), key=lambda r: r.cycles, default=root)
     whole = body.cycles
@@ -151,9 +151,10 @@ def tile_cycles(root: Region) -> TileCycles:
         raise ConfigError(f"the kernel has {len(tiles)} code paths for a tile; wanted one to {_MOST_WAYS}.")
     cycles = [r.cycles for r in tiles]
     ends = [r for r in body.inside if not r.products]
-    if not ends and len(tiles) == 1:
-        ends = [r for r in tiles[0].inside if not r.products and not r.is_loop]
-        cycles[0] -= sum(r.cycles for r in ends)
+    if len(tiles) == 1:
+        within = [r for r in tiles[0].inside if not r.products and not r.is_loop]
+        cycles[0] -= sum(r.cycles for r in within)
+        ends += within
     of_head = [r for end in ends for r in end.inside if not r.is_loop]
     rest, head = sum(r.cycles for r in ends), sum(r.cycles for r in of_head)
     turn = sum(r.cycles for guard in of_head for r in guard.inside if r.is_loop)
