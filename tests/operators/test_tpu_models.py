@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops.errors import ShardingWarning
 
 pytest.importorskip("libtpu", reason="pip install 'attnops[tpu]'")
 pytestmark = pytest.mark.slow
@@ -72,5 +74,9 @@ def test_compiles_or_says_why_not(v5e: Any, shape: dict[str, Any]) -> None:
 
     fitted = plan.placement.fitted
     arguments = [laid_out(x, fitted[t].spec) for x, t in ((q, "query"), (k, "key"), (v, "value"))]
-    compiled = jax.jit(both).lower(*arguments, laid_out(sinks, PartitionSpec())).compile()
+    # Falcon's 71 heads can't be split over two devices, of which the call warns.
+    splits = shape["hq"] % v5e.shape["tp"] == 0
+    with contextlib.nullcontext() if splits else pytest.warns(ShardingWarning, match="repeat each other's work"):
+        lowered = jax.jit(both).lower(*arguments, laid_out(sinks, PartitionSpec()))
+    compiled = lowered.compile()
     assert compiled.as_text().count("tpu_custom_call") >= 2
