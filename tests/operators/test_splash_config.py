@@ -326,6 +326,10 @@ def test_the_generation_decides_what_fits() -> None:
         "TPU v5 lite": True, "TPU v5p": True, "TPU v4": False,
     }  # fmt: skip
     assert [config.block_kv_dkv_sums for config in found.values()] == [None, 32768, None]
+    # At head dimension 256 an eighth fits with half the keys in a block, which doesn't change a declared block.
+    halved = _resolved({}, 8192, "TPU v4", 256)
+    assert (halved.block_kv_dkv, halved.block_kv_dkv_sums, halved.use_fused_bwd_kernel) == (512, 1024, True)
+    assert _resolved({"block_kv_dkv": 1024}, 8192, "TPU v4", 256).use_fused_bwd_kernel is False
     # What is said of the sums is kept, fitting or not.
     assert _resolved({"block_kv_dkv_sums": None}, 65536, "TPU v5p").use_fused_bwd_kernel is False
     assert _resolved({"block_kv_dkv_sums": 8192}, 32768, "TPU v5 lite").block_kv_dkv_sums == 8192
