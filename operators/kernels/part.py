@@ -7,6 +7,7 @@ keys, the backward pass over a part computes exactly that part's share of every 
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,22 +70,42 @@ class _PartStatic:
     static_part: StaticPart
 
 
-# jax caches the traces of a jitted function by its static arguments and the shapes of the others. So a kernel is traced
-# once for the steps of a ring and for all layers of a model, whatever made their operations, and occurs once in a program.
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def attend_part(
     kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced
 ) -> tuple[jax.Array, jax.Array]:
     """`kernel.attend`, traced once."""
-    return kernel.attend(static_part, operands, traced)
+    with _named_mesh():
+        return _attend_once(kernel, static_part, operands, traced)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def differentiate_part(
     kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced, *rest: jax.Array
 ) -> Operands:
     """`kernel.differentiate`, traced once."""
+    with _named_mesh():
+        return _differentiate_once(kernel, static_part, operands, traced, *rest)
+
+
+# jax caches the traces of a jitted function by its static arguments and the shapes of the others. So a kernel is traced
+# once for the steps of a ring and for all layers of a model, whatever made their operations, and occurs once in a program.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend_once(
+    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced
+) -> tuple[jax.Array, jax.Array]:
+    return kernel.attend(static_part, operands, traced)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _differentiate_once(
+    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced, *rest: jax.Array
+) -> Operands:
     return kernel.differentiate(static_part, operands, traced, *rest)
+
+
+def _named_mesh() -> AbstractContextManager[None]:
+    """The mesh of the context, set anew. To the cache of traces no mesh and an empty one differ, and the rules of a custom_vjp
+    have an empty one: a gradient would trace the forward pass twice."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from attnops import (
     Attention,
@@ -26,6 +27,7 @@ from attnops import (
 )
 from attnops.operators import Operation
 from attnops.operators.bounded_cache import BoundedCache
+from attnops.operators.kernels import blockwise
 from attnops.sharding import virtual_mesh
 from attnops.verify import reference_attention
 
@@ -58,6 +60,35 @@ def test_an_object_a_layer_is_traced_once() -> None:
     assert len(traces) == 1
     operation(OperationMetadata(softmax_scale=0.4))(X, X, X)
     assert len(traces) == 2
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ring", "ulysses"])
+def test_a_gradient_traces_each_pass_of_a_kernel_once(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        made = getattr(blockwise, name)
+
+        def count(*arguments: Any) -> Any:
+            passes.append(name)
+            return made(*arguments)
+
+        return count
+
+    for name in ("_forward", "_backward"):
+        monkeypatch.setattr(blockwise, name, counted(name))
+    mesh = (
+        None
+        if strategy == "auto"
+        else jax.make_mesh((2,), ("sp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    )
+    config = {"vanilla": {"path": "blockwise", "block_q": 16, "block_kv": 16}}
+    attend = OperationRegistry.create(
+        "vanilla", OperationMetadata(mesh=mesh, sequence_parallel=strategy, operation_configs=config)
+    )
+    x = jax.ShapeDtypeStruct((1, 72, 2, 4), jnp.float32)  # of no other test: what has been traced before isn't traced
+    jax.jit(jax.grad(lambda q, k, v: attend(q, k, v, mask=Full()).attention_outputs.sum(), (0, 1, 2))).trace(x, x, x)
+    assert passes == ["_forward", "_backward"]
 
 
 def _vanilla_made() -> Any:
