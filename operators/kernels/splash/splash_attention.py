@@ -24,6 +24,7 @@ from .block_sizes import SplashBlocks
 from .forward import forward_kernel, forward_outputs, forward_scratch
 from .frame import Frame, Heads, Input, Output
 from .key_sums import add_key_sums
+from .mapped import mapped_pass
 from .schedule import tile_schedule
 from .schedule_rules import broken_rule
 from .tile import Logits, add_to_frame
@@ -107,10 +108,10 @@ class SplashPart:
         d_lse: jax.Array,
     ) -> Operands:
         """See PartKernel."""
-        whole = _dequantised(operands)
-        return _of_quantised(
-            operands, _backward(self._static(static_part), whole, traced, output, lse, d_output, d_lse)
-        )
+        run: Callable[..., Operands] = functools.partial(_backward, self._static(static_part))
+        if self.blocks.use_fused_bwd_kernel:
+            run = mapped_pass(run)
+        return _of_quantised(operands, run(_dequantised(operands), traced, output, lse, d_output, d_lse))
 
     def _static(self, static_part: StaticPart) -> _SplashStatic:
         logits = Logits(self.scale, self.soft_cap, self.blocks.use_base2_exp, static_part)
