@@ -10,7 +10,7 @@ from ...planning import AttentionProblem, Placement
 from ..mask_blocks import fitted_block
 from .flash_config import FlashAttention2Config
 
-__all__ = ["least_shared_bytes", "resolve_flash", "sizes_of", "unknown_gpu"]
+__all__ = ["least_shared_bytes", "resolve_flash", "sizes_of", "steps_of", "unknown_gpu"]
 
 
 class _Sizes(NamedTuple):
@@ -30,9 +30,10 @@ _HOPPER = {
 }
 _AMPERE = {
     64: (_Sizes(128, 64, 4, 3), _Sizes(64, 64, 4, 2), _Sizes(128, 32, 4, 2)),
-    128: (_Sizes(128, 64, 8, 2), _Sizes(32, 64, 4, 2), _Sizes(64, 32, 4, 2)),
+    128: (_Sizes(128, 128, 8, 2), _Sizes(32, 64, 4, 2), _Sizes(64, 32, 4, 2)),
     256: (_Sizes(64, 32, 4, 2), _Sizes(32, 32, 4, 1), _Sizes(64, 32, 8, 1)),
 }
+_AMPERE_QUANTISED = _Sizes(128, 64, 8, 2)  # the forward pass at 128: converting keys takes registers
 # For GPUs with less shared memory, and for unknown ones: all GPUs from sm_86 on have 99 KiB per block.
 _SMALL = {
     64: (_Sizes(64, 64, 4, 2), _Sizes(64, 64, 4, 1), _Sizes(64, 64, 4, 1)),
@@ -45,6 +46,13 @@ _WIDE = {
     128: (_Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1)),
     256: (_Sizes(16, 32, 4, 1), _Sizes(16, 16, 4, 1), _Sizes(16, 16, 4, 1)),
 }
+# (softmaxes, products with the values in each, lanes) of a tile of the forward pass, by the same power of two; chosen
+# likewise. On Hopper tensor cores run by themselves, so a product starts as soon as its share of the weights is known, and the
+# exponentials of the next share run beside it. On Blackwell each product would take tensor memory, and at 256 registers.
+_HOPPER_STEPS = {64: (1, 4, 8), 128: (1, 4, 8), 256: (1, 4, 8)}
+_STEPS = {64: (2, 1, 8), 128: (2, 1, 1), 256: (1, 1, 1)}
+_LEAST_SOFTMAX, _LEAST_PRODUCT = 32, 16  # keys
+_ROWS_OF_WARP = 16
 _FOLDED_ROWS = 64  # the most queries, over all heads that share a kv head, that become the rows of one tile
 _LEAST_TILE = 32
 _PLACES = 2**31
@@ -56,6 +64,7 @@ _CORES = {
     "NVIDIA GB200": 148,
 }  # fmt: skip
 _SOME_CORES = 108
+_HOPPERS, _BLACKWELLS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200"), ("NVIDIA B200", "NVIDIA GB200")
 # Bytes of shared memory per block of threads, by prefix of jax's device kind: the CUDA C++ Programming Guide.
 _SHARED = {
     "NVIDIA A100": 166912,
@@ -163,6 +172,8 @@ def _table(problem: AttentionProblem) -> tuple[_Sizes, _Sizes, _Sizes]:
         return _WIDE[dim]
     if not problem.device_kind.startswith(tuple(_CORES)):
         return _SMALL[dim]
+    if problem.quantised and dim == 128 and problem.device_kind.startswith("NVIDIA A"):
+        return (_AMPERE_QUANTISED, *_AMPERE[dim][1:])
     return (_AMPERE if problem.device_kind.startswith("NVIDIA A") else _HOPPER)[dim]
 
 
@@ -184,6 +195,20 @@ def _of_mask(problem: AttentionProblem, size: _Sizes, *, folded: bool) -> _Sizes
         fitted = fitted_block(problem.mask, axis, most, length, _LEAST_TILE)
         blocks[f"block_{axis}"] = most if folded and axis == "q" else 1 << (fitted.bit_length() - 1)
     return size._replace(**blocks)
+
+
+def steps_of(problem: AttentionProblem, config: FlashAttention2Config) -> tuple[int, int, int]:
+    """(softmaxes, products in each, lanes) of a tile of the forward pass of a filled config."""
+    size, dim = sizes_of(config)["forward"], max(_DIMS[0], _power(max(problem.head_dim, problem.value_dim)))
+    hopper = problem.device_kind.startswith(_HOPPERS)
+    # With fewer rows, Triton distributes a tile's columns among the warps, and a part of the columns isn't where it is needed.
+    rows = max(_ROWS_OF_WARP * size.num_warps, 0 if hopper else dim)
+    # Converting quantised keys and values takes the registers of further parts.
+    if size.block_q < rows or problem.quantised or problem.device_kind.startswith(_BLACKWELLS):
+        return 1, 1, 1
+    softmaxes, products, lanes = (_HOPPER_STEPS if hopper else _STEPS)[dim]
+    softmaxes = max(1, min(softmaxes, size.block_kv // _LEAST_SOFTMAX))
+    return softmaxes, min(products, size.block_kv // softmaxes // _LEAST_PRODUCT), lanes
 
 
 def _power(length: int) -> int:

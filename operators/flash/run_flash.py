@@ -7,7 +7,7 @@ import jax
 from ..local import LocalCall
 from ..sequence.ring_call import around_the_ring
 from .flash_config import FlashAttention2Config
-from .flash_sizes import sizes_of
+from .flash_sizes import sizes_of, steps_of
 
 __all__ = ["run_flash"]
 
@@ -18,11 +18,13 @@ def run_flash(call: LocalCall, config: FlashAttention2Config) -> tuple[jax.Array
         FlashPart,
         FlashSizes,
         PassSizes,
+        Steps,
         flash_attention,
     )  # imports Pallas, so only where they run
 
     passes = {name: PassSizes(*sizes) for name, sizes in sizes_of(config).items()}
-    sizes = FlashSizes(**passes, kv_splits=config.kv_splits or 1, fold=bool(config.fold))
+    steps = Steps(*steps_of(call.problem, config))
+    sizes = FlashSizes(**passes, kv_splits=config.kv_splits or 1, fold=bool(config.fold), steps=steps)
     if call.ring is not None:
         kernel = FlashPart(
             call.layout,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ BUILT = {
     n: cases.build(n, "bthd", FEW) for n in cases.names() if n != "mask_function"
 }  # its function counts from the row's index
 NAMES = [n for n, c in BUILT.items() if c.q_len in (*range(6), FEW.length) and "return_weights" not in c.features]
+IN_PARTS = ("dropout", "sinks", "bias", "segment_ids", "causal_window")
 OFTEN = {
     ("bias", "folded_split", "bthd"),
     ("sinks_some_of_minus_infinity", "folded_split", "bhtd"),
@@ -90,6 +92,16 @@ def test_few_queries(name: str, way: str, layout: str) -> None:
 def test_head_dims(dim: int, value_dim: int, dtype: str, layout: str) -> None:
     case = cases.build("causal_window", layout, replace(FEW, length=70))
     _check({"block_q": 32, "block_kv": 32}, replace(case, value_dim=value_dim), dtype, layout, dim)
+
+
+@pytest.mark.parametrize("steps", [(2, 2, 8), (1, 4, 8), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_PARTS else [SLOW]) for n in BUILT])
+def test_a_tile_in_parts(name: str, steps: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that end within a tile: its last parts are empty."""
+    if "return_weights" in BUILT[name].features:
+        pytest.skip("native only")
+    monkeypatch.setattr(import_module("attnops.operators.flash.run_flash"), "steps_of", lambda problem, config: steps)
+    _check({"block_q": 32, "block_kv": 64}, BUILT[name])
 
 
 MASKS = {

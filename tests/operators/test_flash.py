@@ -301,6 +301,33 @@ def test_sizes_for_a_gpu_that_is_not_known_are_noted() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "sizes", "steps"),
+    [
+        ("NVIDIA A100-SXM4-80GB", {}, (2, 1, 1)),
+        ("NVIDIA A100-SXM4-80GB", {"block_q": 64, "num_warps": 4}, (1, 1, 1)),  # fewer rows than numbers in a head
+        ("NVIDIA A100-SXM4-80GB", {"block_kv": 32}, (1, 1, 1)),
+        (H100, {}, (1, 4, 8)),
+        (H100, {"block_kv": 32}, (1, 2, 8)),
+        (H100, {"block_q": 64, "num_warps": 8}, (1, 1, 1)),
+        ("NVIDIA B200", {}, (1, 1, 1)),
+    ],
+)
+def test_steps_through_a_tile(kind: str, sizes: dict[str, int], steps: tuple[int, int, int]) -> None:
+    x = jax.ShapeDtypeStruct((2, 2048, 8, 128), jnp.bfloat16)
+    plan = _plan("flash_attn2", kind, x, x, x, fallback="error", configs={"flash_attn2": sizes})
+    assert flash_sizes.steps_of(plan.problem, plan.config) == steps
+
+
+def test_quantised_keys_are_processed_in_one_step() -> None:
+    x = jax.ShapeDtypeStruct((2, 2048, 8, 128), jnp.bfloat16)
+    kv = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn)
+    for kind, block_kv in (("NVIDIA A100-SXM4-80GB", 64), (H100, 128)):
+        plan = _plan("flash_attn2", kind, x, kv, kv, fallback="error")
+        assert plan.config.block_kv == block_kv
+        assert flash_sizes.steps_of(plan.problem, plan.config) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
     ("kind", "sizes", "least"),
     [
         ("NVIDIA A100-SXM4-80GB", {"block_kv": 128, "num_stages": 4}, 3 * 128 * 256 * 2),

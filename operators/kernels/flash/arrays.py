@@ -30,11 +30,12 @@ def index(n: Any) -> Any:
 
 @dataclass(frozen=True)
 class Along:
-    """Rows of a sequence in a tile: `count` rows from `start` on, out of `length`."""
+    """Rows of a sequence in a tile: `count` rows from `start` on, out of `length`. inside: the tile that they are a part of."""
 
     start: Any
     count: int
     length: int
+    inside: Along | None = None
 
     @property
     def indices(self) -> jax.Array:
@@ -44,7 +45,17 @@ class Along:
     @property
     def beyond(self) -> bool:
         """Whether some tile goes beyond the end."""
-        return self.length % self.count != 0
+        return self.length % self.whole.count != 0
+
+    @property
+    def whole(self) -> Along:
+        """The tile."""
+        return self.inside or self
+
+    def parts(self, number: int) -> list[Along]:
+        """Equal parts, one after the other."""
+        count = self.count // number
+        return [Along(self.start + i * count, count, self.length, self.whole) for i in range(number)]
 
 
 @dataclass

@@ -189,6 +189,7 @@ class FlashPart:
             (dim, value_dim),
             (operands.key.dtype.name, operands.value.dtype.name),
             period,
+            self.sizes.steps,
         )
         made = arrays.run("attnops_flash_forward", kernel, (q_blocks * splits, heads, batch))
         output, lse = _first(made["output"], tuple(shape)), _first(made["lse"], tuple(parts))

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from .arrays import Along, Arrays
 from .fp8 import from_bits
-from .sizes import dim_parts
+from .sizes import Steps, dim_parts
 from .tile import LN2, LOG2E, Logits, Tile, product
 from .visits import Visits
 
@@ -41,6 +41,7 @@ class ForwardKernel:
     dims: tuple[int, int]
     stored: tuple[str, str]  # dtypes of key and value
     period: int | None
+    steps: Steps
 
     def __call__(self, refs: dict[str, Any]) -> None:
         arrays, logits, sizes = self.arrays, self.logits, self.arrays.sizes
@@ -55,48 +56,72 @@ class ForwardKernel:
         rows = Along(q_block * sizes.block_q, sizes.block_q, self.q_rows)
         query = arrays.tile(refs["query"], batch, head, rows, dim)
 
-        def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
+        def product_of(keys: Along, masked: bool) -> jax.Array:
+            key = arrays.tile(refs["key"], batch, kv_head, keys, dim, masked)
+            return product(query, self._stored(key, self.stored[0], query[0].dtype), 1, 1)
+
+        def value_of(keys: Along, masked: bool) -> list[jax.Array]:
+            value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, masked)
+            value = self._stored(value, self.stored[1], query[0].dtype)
+            if "value_scale" not in refs:
+                return value
+            scale = arrays.numbers(refs["value_scale"], (batch, kv_head), keys)[:, None]
+            return [(x.astype(jnp.float32) * scale).astype(query[0].dtype) for x in value]
+
+        def add(keys: Along, raw: jax.Array, carry: Any, masked: bool) -> Any:
             sums, peak, total = carry
-            keys = Along(kv_block * sizes.block_kv, sizes.block_kv, logits.static_part.kv_len)
             tile = Tile(logits, refs, batch, first_head, kv_head, rows, keys, period=self.period)
-            key = self._stored(
-                arrays.tile(refs["key"], batch, kv_head, keys, dim, masked), self.stored[0], query[0].dtype
-            )
-            x, factor, _ = tile.weigh(product(query, key, 1, 1), masked)
+            x, factor, _ = tile.weigh(raw, masked)
             new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
             # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
-            p = logits.exp2(x, factor, shift[:, None])
-            shrink = jnp.exp2(peak - shift)
-            total = total * shrink + p.sum(axis=1)
-            value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, masked)
-            value = self._stored(value, self.stored[1], query[0].dtype)
-            if "value_scale" in refs:
-                scale = arrays.numbers(refs["value_scale"], (batch, kv_head), keys)[:, None]
-                value = [(x.astype(jnp.float32) * scale).astype(query[0].dtype) for x in value]
-            p = tile.dropped(p, tile.keep()).astype(query[0].dtype)
-            sums = tuple(
-                acc * shrink[:, None] + product([p], [part], 1, 0) for acc, part in zip(sums, value, strict=True)
-            )
+            p, keep = logits.exp2(x, factor, shift[:, None]), tile.keep()
+            shrink = logits.exp2(peak, 1.0, shift)[:, None]
+            sums, total = tuple(acc * shrink for acc in sums), total * shrink
+            parts = keys.parts(self.steps.products)
+            kept = [None] * len(parts) if keep is None else _columns(keep, len(parts))
+            for some, weights, left in zip(parts, _columns(p, len(parts)), kept, strict=True):
+                total = total + self._summed(weights)
+                weights = tile.dropped(weights, left).astype(query[0].dtype)
+                sums = tuple(
+                    acc + product([weights], [part], 1, 0)
+                    for acc, part in zip(sums, value_of(some, masked), strict=True)
+                )
             return sums, new_peak, total
+
+        def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
+            keys = Along(kv_block * sizes.block_kv, sizes.block_kv, logits.static_part.kv_len)
+            parts = keys.parts(self.steps.softmaxes)
+            raw = [product_of(part, masked) for part in parts]
+            for part, x in zip(parts, raw, strict=True):
+                carry = add(part, x, carry, masked)
+            return carry
 
         carry = self._start(refs, first_head, rows, split)
         sums, peak, total = self.table.each(
             refs["visits"], batch, head, 0 if self.period is not None else q_block, split, self.splits, visit, carry
         )
+        total = total.sum(axis=1)
         live = total > 0
         safe = jnp.where(live, total, 1.0)
         lse = jnp.where(live, (peak + jnp.log2(safe)) * LN2, -jnp.inf)
+        # The table has no negative numbers, which the compiler doesn't know: it computes the output's addresses here. Those of
+        # the query are the same, and would take registers in the loops.
+        nothing = jnp.minimum(refs["visits"][0, 0, 0, 1], 0)
+        rows = Along(rows.start + nothing, rows.count, rows.length)
         row = batch if self.splits == 1 else split * pl.num_programs(2) + batch
         arrays.put_tile(refs["output"], row, head, rows, value_dim, [acc / safe[:, None] for acc in sums])
         arrays.put_numbers(refs["lse"], (row, head), rows, lse)
 
     def _start(self, refs: dict[str, Any], first_head: Any, rows: Along, split: Any) -> Any:
-        """(weighted sums, peak, total) of rows that have seen no key: a sink is a key without a value."""
+        """(weighted sums, peak, total) of rows that have seen no key: a sink is a key without a value.
+
+        total: [rows, lanes], added up after the loops.
+        """
         count = rows.count
         sums = tuple(jnp.zeros((count, part.width), jnp.float32) for part in dim_parts(self.dims[1]))
         if "sinks" not in refs:
-            return sums, jnp.full((count,), -jnp.inf, jnp.float32), jnp.zeros((count,), jnp.float32)
+            return sums, jnp.full((count,), -jnp.inf, jnp.float32), jnp.zeros((count, self.steps.lanes), jnp.float32)
         if self.period is None:
             sink = jnp.full((count,), refs["sinks"][first_head])
         else:
@@ -104,8 +129,19 @@ class ForwardKernel:
         sink = sink * LOG2E
         if self.splits > 1:
             sink = jnp.where(split == 0, sink, -jnp.inf)
-        return sums, sink, jnp.where(sink == -jnp.inf, 0.0, 1.0)
+        total = jnp.where(sink == -jnp.inf, 0.0, 1.0 / self.steps.lanes)
+        return sums, sink, jnp.broadcast_to(total[:, None], (count, self.steps.lanes))
+
+    def _summed(self, weights: jax.Array) -> jax.Array:
+        """[rows, lanes]"""
+        (rows, keys), lanes = weights.shape, self.steps.lanes
+        return weights.reshape(rows, keys // lanes, lanes).sum(axis=1) if lanes > 1 else weights.sum(axis=1)[:, None]
 
     @staticmethod
     def _stored(tile: list[jax.Array], dtype: str, wanted: Any) -> list[jax.Array]:
         return [from_bits(x, dtype, wanted) if dtype.startswith("float8") else x.astype(wanted) for x in tile]
+
+
+def _columns(x: jax.Array, number: int) -> list[jax.Array]:
+    """Equal parts of a tile, each with some of its columns."""
+    return [x] if number == 1 else list(lax.split(x, [x.shape[1] // number] * number, axis=1))

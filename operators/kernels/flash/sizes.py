@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DIM_STEP", "DimPart", "FlashSizes", "PassSizes", "dim_parts"]
+__all__ = ["DIM_STEP", "DimPart", "FlashSizes", "PassSizes", "Steps", "dim_parts"]
 
 DIM_STEP = 16  # the least width of a product on tensor cores
 
@@ -20,6 +20,21 @@ class PassSizes:
 
 
 @dataclass(frozen=True)
+class Steps:
+    """How the forward pass goes through the keys of a tile: in `softmaxes` parts, each with its own running softmax, and with
+    `products` products with the values in each part.
+
+    The compiler puts independent work side by side: the product of the next part's keys beside this part's softmax, and a
+    product with values beside the exponentials of the next one. lanes: sums of a row's weights, each of every lanes-th key. With
+    8, threads exchange nothing in the loops, because on tensor cores four of them hold two such keys each; it takes registers.
+    """
+
+    softmaxes: int = 1
+    products: int = 1
+    lanes: int = 1
+
+
+@dataclass(frozen=True)
 class FlashSizes:
     """Sizes of the forward pass, of the gradients of key and value, and of that of the query.
 
@@ -32,6 +47,7 @@ class FlashSizes:
     dq: PassSizes
     kv_splits: int = 1
     fold: bool = False
+    steps: Steps = Steps()
 
 
 @dataclass(frozen=True)

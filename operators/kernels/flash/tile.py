@@ -225,10 +225,11 @@ class Tile:
         ref = self.refs[name]
         head = self.head if self.period is None else self.kv_head
         place = tuple(at if n > 1 else 0 for at, n in zip((self.batch, head), ref.shape[:2], strict=True))
-        tile = lax.div(jnp.asarray(self.keys.start, jnp.int32), self.keys.count)
+        keys_of_tile = self.keys.whole
+        tile = lax.div(jnp.asarray(keys_of_tile.start, jnp.int32), keys_of_tile.count)
         rows = [self.of_rows(Arrays.numbers(ref, (*place, tile, word), self.rows)) for word in range(ref.shape[3])]
         start = self.logits.static_part.k_start
-        first = self.keys.start + (self.refs["k_start"][0] if start is None else start)
+        first = keys_of_tile.start + (self.refs["k_start"][0] if start is None else start)
         return Answer(seen_by_words(rows, keys, first, atom.block_kv))
 
     def _leaf(self, name: str, dims: tuple[str, ...]) -> Any:
