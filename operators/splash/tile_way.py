@@ -55,7 +55,7 @@ _LARGE, _WHOLE_BLOCK = Units(512, 512), Units(4096, 512)
 # in the backward pass at head dim 64.
 _EDGES: tuple[Units, ...] = (_LARGE, Units(256, 256, 0, 1.1))
 _DIM_EDGES_DKV = 128
-# On v4 small ones take fewer in every pass: 1 to 10 % without a mask, 20 to 25 % on the diagonal.
+# On v4 small ones take fewer in every pass that has units: 1 to 10 % without a mask, 20 to 25 % on the diagonal.
 _SMALL: tuple[Units, ...] = (Units(256, 256),)
 _SMALL_ON = "TPU v4"
 # From this head dim on products alone fill the cycles of a large unit of the backward pass. In small ones, pipelined, a tile

@@ -130,11 +130,13 @@ def _backward_pass(
         moved = 2 * 2 * 4 if in_parts else 2 * size  # in float32 between parts of the keys, coming and going
         parts[f"gradient of the query and its sum ({q})"] = tiles * rows * (dim * moved + sum_dim * 4)
     if of_keys:
-        length = min(math.ceil(shape.kv_len / keys) * keys, at_a_time or shape.kv_len + keys) if of_query else keys
+        padded = math.ceil(shape.kv_len / keys) * keys
+        length = min(padded, at_a_time or padded) if of_query else keys
         if of_query:
             where = f"{length if in_parts else f'all {shape.kv_len}'} keys: block_kv_dkv_sums"
             parts[f"sums of the gradients of key and value ({where})"] = kv_tile * length * sum_dims * 4
-            parts["rows of these gradients that leave"] = 2 * leaving_rows(length) * dims * size
+            leaving = max(leaving_rows(min(length, padded - first), first) for first in range(0, padded, length))
+            parts["rows of these gradients that leave"] = 2 * leaving * dims * size
         else:
             parts[f"gradients of key and value and their sums ({kv})"] = (
                 kv_tile * length * (dims * 2 * size + sum_dims * 4)
