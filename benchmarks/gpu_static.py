@@ -26,11 +26,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from attnops import Causal, Full, OperationMetadata, OperationRegistry, SlidingWindow
-from attnops.operators.kernels.flash.visits import visits
-from attnops.operators.local_mask import LocalMask
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from attnops.verify.gpu.gpu_mesh import described_gpus
 from attnops.verify.gpu.gpu_specs import gpu_specs
+from attnops.verify.gpu_clock import loop_tiles
 
 TARGETS = ("a100", "h100", "b200")
 BATCH, LENGTH, HEADS = 2, 4096, 16
@@ -105,11 +104,7 @@ def _attnops(case: dict[str, Any], mesh: Any) -> Any:
         if (kernel.name == "attnops_flash_forward") == (case["pass"] == "backward"):
             return []
         block_q, block_kv, slow = sizes[kernel.name]
-        table = visits(LocalMask(mask, 0, LENGTH, LENGTH, 0), block_q, block_kv, slow)
-        assert table.neighbours
-        first, full, after_full, after = np.asarray(table.table)[0, 0].T
-        counts = ((after_full - full).sum(), (full - first + after - after_full).sum())
-        return [int(n) for n, some in zip(counts, (table.some_full, table.some_partial), strict=True) if some]
+        return [int(n) for n in loop_tiles(mask, (block_q, block_kv), slow, LENGTH, LENGTH, 0)]
 
     return (lambda q, k, v: attend(q, k, v, mask=mask).attention_outputs), loops_of
 

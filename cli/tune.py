@@ -14,7 +14,6 @@ from ..planning.text import bytes_text, fields_text
 from ..planning.tune_cache import ENVIRONMENT, Measured
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
-from ..verify.gpu.gpu_target import is_gpu_target
 from ..verify.tune import TuneReport, tune_plan
 from ..verify.tune_step import tune_step
 from .call_arrays import call_shapes
@@ -61,8 +60,7 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
         decided = kind(_metadata(declaration, target, options.mesh)).plan(**arguments)
         name = target or jax.devices()[0].device_kind
         with bar(name) as progress:
-            searched = "device" if target is None else None if is_gpu_target(target) else "static"
-            how = options.how or searched
+            how = options.how or ("device" if target is None else "static")
             found.append((name, tune_plan(decided, how=how, most=options.most, progress=progress)))
     return found
 
@@ -127,6 +125,11 @@ def print_tuned(reports: list[tuple[str, TuneReport]], notes: tuple[str, ...] = 
 def _about(report: TuneReport) -> list[tuple[str, str | Text]]:
     if report.how == "device":
         word = f"measured here, on {jax.devices()[0].device_kind}: medians"
+    elif report.plan.problem.platform == "cuda":
+        word = (
+            "by static clock: cycles for which warps stall in the compiler's schedule, an estimate that leaves out waits for "
+            "memory and for tensor cores"
+        )
     else:
         word = "by static clock: cycles of the compiler's schedule, an estimate that leaves out waits for memory"
     rows: list[tuple[str, str | Text]] = [("how", word)]
@@ -138,17 +141,30 @@ def _table(report: TuneReport, part: str) -> Any:
     """The candidates that work, fastest first."""
     measured, heuristic = report.measured(part), report.heuristic(part)
     names = list(dict.fromkeys(name for one in measured for name in one.fields))
-    figures = ("cycles", "VMEM") if report.how == "static" else ("time",)
-    made = table(part, *names, *figures, "ratio")
+    made = table(part, *names, *_FIGURES[_clock(report)], "ratio")
     for one in sorted((one for one in measured if one.seconds), key=lambda one: one.seconds or 0.0):
         row = ["heuristic" if one is heuristic else "", *(str(one.fields.get(name, "-")) for name in names)]
-        if report.how == "static":
-            vmem = one.detail["vmem_bytes"]
-            row += [f"{one.detail['cycles']:,}", "unknown" if vmem is None else bytes_text(vmem)]
-        else:
-            row.append(f"{(one.seconds or 0.0) * 1e3:.3f} ms")
+        row += _figures(one, _clock(report))
         made.add_row(*row, _ratio(one, heuristic), style="bold green" if one is report.best.get(part) else None)
     return made
+
+
+def _clock(report: TuneReport) -> str:
+    """How its candidates were measured: 'device', or by the schedule for a 'tpu' or a 'cuda' GPU."""
+    return "device" if report.how == "device" else report.plan.problem.platform
+
+
+_FIGURES = {"device": ("time",), "tpu": ("cycles", "VMEM"), "cuda": ("stalls", "registers", "shared memory")}
+
+
+def _figures(one: Measured, clock: str) -> list[str]:
+    if clock == "device":
+        return [f"{(one.seconds or 0.0) * 1e3:.3f} ms"]
+    cycles = f"{one.detail['cycles']:,}"
+    if clock == "cuda":
+        return [cycles, str(one.detail["registers"]), bytes_text(one.detail["shared_bytes"])]
+    vmem = one.detail["vmem_bytes"]
+    return [cycles, "unknown" if vmem is None else bytes_text(vmem)]
 
 
 def _failures(report: TuneReport, part: str) -> list[tuple[str, str | Text]]:

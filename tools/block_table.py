@@ -1,7 +1,7 @@
 """Choose block sizes for the shapes of real models on every TPU generation, and ship them.
 
     python tools/block_table.py --search WORK.json     compile what WORK.json lacks, then write the table
-    python tools/block_table.py --write WORK.json      only write operators/shipped.json and docs/block-choices.md
+    python tools/block_table.py --write WORK.json      only write operators/splash/shipped.json and docs/block-choices.md
 
 For each shape of tests/data/model_shapes.json (bfloat16, mode train, one device) the first candidates of both passes of attnops'
 splash kernels are compared by static cycles. The cycles of a tile don't depend on the length, so they are read from compiling
@@ -28,7 +28,8 @@ import jax
 import jax.numpy as jnp
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
-from attnops.operators.splash.shipped import TABLE, table_key
+from attnops.operators.shipped import table_key
+from attnops.operators.splash.candidates import SHIPPED
 from attnops.planning import Plan
 from attnops.verify.call import verify_call
 from attnops.verify.clock_worker import ClockWorker
@@ -213,7 +214,7 @@ def write(work: Work) -> None:
     rows = dict(sorted(work.data["choices"].items()))
     compiler = f"libtpu {metadata.version('libtpu')}, jax {metadata.version('jax')}"
     choices = {key: row["fields"] for key, row in rows.items() if "fields" in row}
-    TABLE.write_text(json.dumps({"compiler": compiler, "choices": choices}, indent=1) + "\n")
+    SHIPPED.path.write_text(json.dumps({"compiler": compiler, "choices": choices}, indent=1) + "\n")
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, tail = rest.partition(END)
     PAGE.write_text(f"{head}{BEGIN}\n\n{page(rows, compiler)}\n\n{END}{tail}", encoding="utf-8")

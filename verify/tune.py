@@ -1,7 +1,7 @@
 """Size search: every candidate of every pass is compiled or timed, and each measurement is stored at once.
 
-Off the device a candidate's seconds are static cycles (verify/static_clock.py) at the generation's clock: an estimate without
-waits for memory. On the device they are measured.
+Off the device a candidate's seconds are static cycles at the device's clock, from a TPU's schedule (static_clock.py) or from the
+stalls of a GPU's warps (gpu_clock.py): an estimate without waits for memory. On the device they are measured.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ from ..planning.tuning import tune_key
 from .clock_worker import ClockWorker
 from .compiled import failure
 from .generations import clock_rate, has_libtpu, topology_of
+from .gpu.gpu_mesh import has_cuda_plugin
+from .gpu.gpu_specs import gpu_specs, spec_of_kind
+from .gpu.sass import disassembler
+from .gpu_clock import compiled_kernels, gpu_cost, same_splits
 from .local_call import LocalProblem
 from .tile_counts import kernel_cycles, kernels_of
 
@@ -80,9 +84,9 @@ def tune_plan(
 ) -> TuneReport:
     """Search the sizes of a planned call.
 
-    how: 'static' compiles for a described TPU, 'device' times on this machine; the default is 'device' if this machine is what
-    the call is planned for. most: candidates per pass. progress is called with (done, of, what). Each measurement is stored as it
-    is made and isn't repeated. Errors: ConfigError if there is nothing to search or no way to measure, RefusedError.
+    how: 'static' compiles for a described TPU or GPU, 'device' times on this machine; the default is 'device' if this machine is
+    what the call is planned for. most: candidates per pass. progress is called with (done, of, what). Each measurement is stored
+    as it is made and isn't repeated. Errors: ConfigError if there is nothing to search or no way to measure, RefusedError.
     """
     if decided.method is None:
         raise RefusedError(decided.refusal())
@@ -112,10 +116,13 @@ def measured_by(problem: AttentionProblem | PagedProblem, how: str | None) -> st
         )
     if how == "device" or (how is None and here):
         return "device"
+    if problem.platform == "cuda" and isinstance(problem, AttentionProblem):
+        _require_gpu_compiler(problem)
+        return "static"
     if how is None and problem.platform != "tpu":
         raise ConfigError(
             f"planned for {problem.device}, whose sizes are searched by timing: run it on such a device. Off the device, only "
-            "compilers' schedules for TPUs can be read."
+            "compilers' schedules for TPUs and for the attention kernels of NVIDIA's GPUs can be read."
         )
     topology_of(problem.device_kind)  # raises for what can't be described
     if not has_libtpu():
@@ -123,6 +130,19 @@ def measured_by(problem: AttentionProblem | PagedProblem, how: str | None) -> st
             f"searching for {problem.device} off the device needs libtpu, which isn't installed; pip install 'attnops[tpu]'."
         )
     return "static"
+
+
+def _require_gpu_compiler(problem: AttentionProblem) -> None:
+    if spec_of_kind(problem.device_kind) is None:
+        kinds = ", ".join(spec.kind for spec in gpu_specs().values())
+        raise ConfigError(
+            f"planned for {problem.device}, which isn't a GPU that can be described: {kinds}. Run the search on the device."
+        )
+    if not has_cuda_plugin() or disassembler() is None:
+        raise ConfigError(
+            f"searching for {problem.device} off the device needs jax's CUDA plugin and nvdisasm; pip install "
+            "'attnops[cuda-compile,cuda-sass]'."
+        )
 
 
 def _search(
@@ -136,6 +156,8 @@ def _search(
 ) -> tuple[dict[str, tuple[dict[str, Any], ...]], Found, int]:
     local = LocalProblem.of(problem, placement)
     offered = operation.candidates(method, problem, placement)
+    if how == "static" and problem.platform == "cuda":
+        offered = {part: same_splits(ways) for part, ways in offered.items()}
     candidates = {part: ways[:most] for part, ways in offered.items()}
     key = tune_key(method, problem, placement)
     kept = {one.name for one in load(key).measured if not one.detail.get("lost")}
@@ -144,9 +166,11 @@ def _search(
     tell = progress or (lambda done, of, what: None)
     tell(len(asked) - len(todo), len(asked), "")
     done = len(asked) - len(todo)
-    measured = (
-        _by_clock(operation, method, problem, placement, local, todo) if how == "static" else _by_time(local, todo)
-    )
+    if how == "device":
+        measured = _by_time(local, todo)
+    else:
+        clock = _by_stalls if problem.platform == "cuda" else _by_clock
+        measured = clock(operation, method, problem, placement, local, todo)
     for one in measured:
         keep(key, [one])
         done += 1
@@ -200,6 +224,30 @@ def _by_clock(
 def _in_turn(todo: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
     parts = [[one for one in todo if one[0] == part] for part in dict.fromkeys(part for part, _ in todo)]
     return [one for row in itertools.zip_longest(*parts) for one in row if one is not None]
+
+
+def _by_stalls(
+    operation: type[PlannedOperation],
+    method: str,
+    problem: AttentionProblem,
+    placement: Placement,
+    local: LocalProblem,
+    todo: list[tuple[str, dict[str, Any]]],
+) -> Iterator[Measured]:
+    """The GPU kernels of each candidate, compiled and read. One that spills is refused, as is one that doesn't compile."""
+    for part, fields in todo:
+        asked = replace(problem, config=problem.config.with_fields(fields))
+        try:
+            config = operation.resolve_config(method, asked, placement)
+            kernels = compiled_kernels(problem.device_kind, local, part, fields)
+            cost = gpu_cost(problem, placement, config, part, kernels)
+        except AttnOpsError as error:
+            yield Measured(part, fields, "static", None, str(error))
+        except Exception as error:  # raised by the compiler
+            yield Measured(part, fields, "static", None, failure(error).message)
+        else:
+            detail = {"cycles": cost.stalls, "registers": cost.registers, "shared_bytes": cost.shared_bytes}
+            yield Measured(part, fields, "static", cost.seconds, None, detail)
 
 
 # -- by time -----------------------------------------------------------------------------------------------------------

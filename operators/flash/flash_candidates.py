@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
+from ..shipped import ShippedTable
 from .flash_config import FlashAttention2Config
 from .flash_sizes import resolve_flash
 
-__all__ = ["flash_candidates", "flash_tuned_fields"]
+__all__ = ["FLASH_SHIPPED", "flash_candidates", "flash_tuned_fields"]
 
 _SIZES = ("block_q", "block_kv", "num_warps", "num_stages")
 _FORWARD = (*_SIZES, "kv_splits")
 _BACKWARD = tuple(f"{size}{suffix}" for suffix in ("_dkv", "_dq") for size in _SIZES)
+# Not `kv_splits`: it depends on the number of rows and heads, which a row of the table is for any of.
+FLASH_SHIPPED = ShippedTable(Path(__file__).with_name("shipped.json"), _SIZES)
 # A size's neighbours: half, the same, twice. Stages: one fewer, the same, one more.
 _FACTORS = (0.5, 1, 2)
 _LEAST = {"block_q": 16, "block_kv": 16, "num_warps": 1, "num_stages": 1, "kv_splits": 1}

@@ -14,6 +14,7 @@ from ..base import Operation
 from ..flash import (
     FLASH_FEATURES,
     FLASH_RULES,
+    FLASH_SHIPPED,
     FlashAttention2Config,
     flash_candidates,
     flash_tuned_fields,
@@ -27,10 +28,9 @@ from ..mask_blocks import block_remarks
 from ..native_route import native_block_remarks, native_route
 from ..sequence.ring_call import around_the_ring
 from ..vanilla import Vanilla, VanillaConfig
-from . import shipped
 from .block_choice import resolve_attnops
+from .candidates import SHIPPED, tuned_fields
 from .candidates import candidates as tried_sizes
-from .candidates import tuned_fields
 from .external import EXTERNAL_RULES, external_padding, external_remarks, resolve_external, run_external
 from .splash_config import LANES, SplashConfig
 from .tile_way import layout_note, tile_note
@@ -175,8 +175,12 @@ class Splash(Operation):
     def table_choice(
         cls, method: str, problem: AttentionProblem, placement: Placement
     ) -> tuple[str, Mapping[str, Any]] | None:
-        """The choice in shipped.json, if nothing about blocks is declared."""
-        return shipped.look_up(problem, placement) if method == "forward_tpu" else None
+        """The choice in a shipped table, if nothing about blocks is declared."""
+        config = problem.config
+        if method == "forward_cuda" and isinstance(config, FlashAttention2Config):
+            return FLASH_SHIPPED.look_up(problem, placement)
+        own = isinstance(config, SplashConfig) and config.kernel == "attnops"  # the sizes are those of attnops' kernels
+        return SHIPPED.look_up(problem, placement) if own and method == "forward_tpu" else None
 
     @classmethod
     def remarks(

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
+from ..shipped import ShippedTable
 from .block_choice import heads_together, resolve_attnops, tile_cost
 from .splash_config import LANES, SplashConfig
 from .vmem_count import fits
 
-__all__ = ["BACKWARD", "FORWARD", "candidates", "tuned_fields"]
+__all__ = ["BACKWARD", "FORWARD", "SHIPPED", "candidates", "tuned_fields"]
 
 FORWARD = (
     "block_q", "block_q_compute", "block_kv", "block_kv_compute", "block_kv_compute_in", "transposed_tiles", "products_ahead",
@@ -23,6 +25,7 @@ BACKWARD = (
     "use_fused_bwd_kernel", "block_q_dkv", "block_q_dkv_compute", "block_kv_dkv", "block_kv_dkv_compute", "products_ahead_dkv",
     "block_q_dq", "block_kv_dq", "block_kv_dq_compute", "stationary_weights",
 )  # fmt: skip
+SHIPPED = ShippedTable(Path(__file__).with_name("shipped.json"), FORWARD)
 _BLOCKS, _COMPUTE = (2048, 1024, 512, 256, 128), (512, 1024, 256)
 _UNIT = 512  # of queries and of keys, as most are
 

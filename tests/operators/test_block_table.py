@@ -14,10 +14,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 import block_table
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.operators.splash.shipped import TABLE, table_key
+from attnops.operators.shipped import table_key
+from attnops.operators.splash.candidates import SHIPPED
 from attnops.verify.call import verify_call
 
-CHOICES = json.loads(TABLE.read_text())["choices"]
+CHOICES = json.loads(SHIPPED.path.read_text())["choices"]
 CALLS = [
     (generation, shape) for generation in block_table.TARGETS for shape in block_table.SHAPES if shape["seq_q"] > 1
 ]

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from attnops import Causal, ConfigError, OperationMetadata, OperationRegistry, Plan
-from attnops.operators.splash.shipped import look_up, table_key
+from attnops.operators.shipped import table_key
+from attnops.operators.splash.candidates import SHIPPED
 from attnops.planning import tune_cache
 from attnops.planning.decide import _decide
 from attnops.planning.tune_cache import Measured
@@ -199,7 +200,7 @@ def test_the_table_is_read_where_nothing_is_declared(monkeypatch: pytest.MonkeyP
     decided = _plan()
     row = {"block_q": 256, "block_kv": 256, "block_q_dkv": 128}
     table = {"compiler": "libtpu 1.2.3", "choices": {table_key(decided.problem, decided.placement): row}}
-    monkeypatch.setattr("attnops.operators.splash.shipped._table", lambda: table)
+    monkeypatch.setattr("attnops.operators.shipped._table", lambda path: table)
     _decide.cache_clear()
     found = _plan()
     assert found.tuning is not None
@@ -215,4 +216,4 @@ def test_the_table_is_read_where_nothing_is_declared(monkeypatch: pytest.MonkeyP
     assert dict(_plan(call={"mode": "prefill"}).tuning.fields) == {"block_q": 256, "block_kv": 256}
     _keep(_plan(), block_q=128)
     assert _plan().tuning.source == "cache"
-    assert look_up(decided.problem, decided.placement)[1] == row
+    assert SHIPPED.look_up(decided.problem, decided.placement)[1] == row

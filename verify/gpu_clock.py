@@ -1,0 +1,124 @@
+"""Static cycles of the GPU kernels: the stalls of their loops over tiles in the compiler's schedule, times the tiles.
+
+Sums of different sizes compare kernels of one GPU. They are an estimate: waits for memory and for tensor cores aren't in them,
+nor how many blocks of threads fill the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..errors import ConfigError
+from ..masks import Mask
+from ..planning import AttentionProblem, OperationConfig, Placement
+from .devices import lowered_for, tracing_on
+from .gpu.gpu_kernels import GpuKernelUse, gpu_kernels
+from .gpu.gpu_mesh import described_gpus
+from .gpu.gpu_specs import spec_of_kind
+from .local_call import LocalProblem
+
+__all__ = ["GpuCost", "compiled_kernels", "gpu_cost", "loop_tiles", "same_splits"]
+
+_WARP = 32
+# The kernels of each part: the suffix of their sizes, and the axis that they go along.
+_KERNELS = {
+    "forward": {"attnops_flash_forward": ("", "q")},
+    "backward": {"attnops_flash_dkv": ("_dkv", "kv"), "attnops_flash_dq": ("_dq", "q")},
+}
+
+
+class GpuCost(NamedTuple):
+    """One device's part of a call: cycles for which warps stall, their share of a second on the whole GPU, and the most
+    registers per thread and bytes of shared memory per block of any kernel."""
+
+    stalls: int
+    seconds: float
+    registers: int
+    shared_bytes: int
+
+
+def gpu_cost(
+    problem: AttentionProblem,
+    placement: Placement,
+    config: OperationConfig,
+    part: str,
+    kernels: tuple[GpuKernelUse, ...],
+) -> GpuCost:
+    """The cost of a part's compiled kernels. Errors: ConfigError if a kernel spills, or its loops can't be read or told apart."""
+    sizes: Any = config
+    local, spec = placement.local, spec_of_kind(problem.device_kind)
+    assert spec is not None
+    stalls, registers, shared = 0.0, 0, 0
+    for name, (suffix, slow) in _KERNELS[part].items():
+        kernel = next((one for one in kernels if one.name == name), None)
+        if kernel is None or kernel.loops is None or kernel.registers is None:
+            raise ConfigError(
+                f"the instructions of {name} can't be read; pip install 'attnops[cuda-compile,cuda-sass]'."
+            )
+        if kernel.stack_bytes:
+            raise ConfigError(f"{name} spills {kernel.stack_bytes} bytes of registers per thread")
+        folded = part == "forward" and bool(sizes.fold)
+        block_q = local.q_len if folded else getattr(sizes, f"block_q{suffix}")
+        offset = None if problem.dynamic_query_offset else problem.query_offset or 0
+        heads = local.kv_heads if folded else local.q_heads
+        tiles = loop_tiles(
+            problem.mask, (block_q, getattr(sizes, f"block_kv{suffix}")), slow, local.q_len, local.kv_len, offset, heads
+        )
+        if len(kernel.loops) != len(tiles):
+            raise ConfigError(f"{name} has {len(kernel.loops)} loops where {len(tiles)} are known")
+        warps = (kernel.threads or 0) // _WARP
+        by_head = sum(one.loop.stall_cycles * count for one, count in zip(kernel.loops, tiles, strict=True))
+        stalls += by_head * warps * heads * local.batch
+        registers, shared = max(registers, kernel.registers), max(shared, kernel.shared_bytes or 0)
+    return GpuCost(round(stalls), stalls / (spec.issued_a_cycle * spec.cores * spec.clock), registers, shared)
+
+
+def compiled_kernels(kind: str, local: LocalProblem, part: str, fields: Mapping[str, Any]) -> tuple[GpuKernelUse, ...]:
+    """The kernels of a call, or of its gradient, compiled for one GPU of a kind with some fields set. Raises what the compiler
+    raises."""
+    spec = spec_of_kind(kind)
+    assert spec is not None
+    mesh = described_gpus(spec.name)
+    there = NamedSharding(mesh, PartitionSpec())
+    function, shapes = local.program(fields, part, mesh)
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in shapes]
+    with tracing_on(mesh, "cuda"):
+        lowered = lowered_for(jax.jit(function, out_shardings=there).trace(arrays), "cuda")
+    compiled = lowered.compile()
+    return gpu_kernels(compiled, compiled.as_text(), spec)
+
+
+def loop_tiles(
+    mask: Mask, block: tuple[int, int], slow: str, q_len: int, kv_len: int, query_offset: int | None, heads: int = 1
+) -> tuple[float, ...]:
+    """The tiles of a head that each loop of a kernel goes through, in program order: without a mask, then with one.
+
+    query_offset: None if it is traced. What is known only when the program runs counts as masked. heads: if they see blocks of
+    their own, the mean of so many.
+    """
+    from ..operators.kernels.flash.visits import visits
+    from ..operators.local_mask import LocalMask
+
+    if not mask.is_static or query_offset is None:
+        live = mask.live_blocks(*block, q_len=q_len, kv_len=kv_len, query_offset=query_offset or 0) > 0
+        return 0.0, float(live.size if query_offset is None else live.sum())
+    local = LocalMask(mask, 0, q_len, kv_len, query_offset)
+    made = visits(local, *block, slow, heads if local.heads_apart else 1)
+    rows = np.asarray(made.table).reshape(-1, made.table.shape[-1])
+    if made.neighbours:
+        first, full_first, after_full, after = rows.T
+        full, partial = after_full - full_first, full_first - first + after - after_full
+    else:
+        partial, full = rows[:, 0], rows[:, 1] - rows[:, 0]
+    counts = (full, made.some_full), (partial, made.some_partial)
+    return tuple(float(n.sum()) / made.table.shape[1] for n, some in counts if some)
+
+
+def same_splits(ways: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    """Candidates with the first one's `kv_splits`: how many programs share the keys isn't in the sums."""
+    return tuple(way for way in ways if way.get("kv_splits") == ways[0].get("kv_splits"))
