@@ -1,6 +1,6 @@
 """Choose sizes of the GPU kernels for the shapes of real models on described GPUs, and ship those that are worth it.
 
-    python tools/gpu_block_table.py --search FOLDER [--gpu a100 ...]   measure what FOLDER lacks, then write the table and the page
+    python tools/gpu_block_table.py --search FOLDER [--gpu a100 ...]   measure what FOLDER lacks, then write table and page
     python tools/gpu_block_table.py --write FOLDER                     only write operators/flash/shipped.json and the page
 
 For each shape of tests/data/model_shapes.json with more than one query (bfloat16, mode train, one device) the first candidates
@@ -83,14 +83,18 @@ def row_of(report: TuneReport) -> dict[str, Any]:
     ratio: dict[str, float] = {}
     for part in report.candidates:
         own, best = report.heuristic(part), report.best.get(part)
-        if best is not None and best.seconds is not None and _worth(own, best):
+        if best is None or best.seconds is None:
+            continue
+        share = _of_own(own, best)
+        if share is None or share <= WORTH:
             fields |= {name: value for name, value in best.fields.items() if name != "kv_splits"}
-            ratio[part] = round(best.seconds / own.seconds, 4) if own.seconds else 0.0
+            ratio |= {} if share is None else {part: round(share, 4)}
     return {"fields": fields, "ratio": ratio} if fields else {}
 
 
-def _worth(own: Measured, best: Measured) -> bool:
-    return own.seconds is None or best.seconds is None or best.seconds <= WORTH * own.seconds
+def _of_own(own: Measured, best: Measured) -> float | None:
+    """The share of the heuristic's stalls; None if its sizes don't compile. They count although they spill."""
+    return best.detail["cycles"] / own.detail["cycles"] if "cycles" in own.detail else None
 
 
 def search(gpus: list[str], measure: bool) -> dict[str, dict[str, Any]]:
@@ -129,7 +133,7 @@ def page(found: dict[str, dict[str, Any]], compiler: str) -> str:
         told = (
             f"Of {len(rows)} calls, {len(rows) - len(better)} need no row: no other candidate takes 1 % fewer stalls."
         )
-        parts += [f"## {gpu.upper()}", told]
+        parts += [f"### {gpu.upper()}", told]
         if better:
             lines = ["| Call | Sizes | Of the heuristic's stalls |", "|---|---|---|"]
             for key, row in better.items():

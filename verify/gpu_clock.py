@@ -34,12 +34,14 @@ _KERNELS = {
 
 class GpuCost(NamedTuple):
     """One device's part of a call: cycles for which warps stall, their share of a second on the whole GPU, and the most
-    registers per thread and bytes of shared memory per block of any kernel."""
+    registers per thread and bytes of shared memory per block of any kernel. spills: which kernel spills registers, if one does.
+    """
 
     stalls: int
     seconds: float
     registers: int
     shared_bytes: int
+    spills: str | None
 
 
 def gpu_cost(
@@ -49,11 +51,12 @@ def gpu_cost(
     part: str,
     kernels: tuple[GpuKernelUse, ...],
 ) -> GpuCost:
-    """The cost of a part's compiled kernels. Errors: ConfigError if a kernel spills, or its loops can't be read or told apart."""
+    """The cost of a part's compiled kernels. Errors: ConfigError if a kernel's loops can't be read or told apart."""
     sizes: Any = config
     local, spec = placement.local, spec_of_kind(problem.device_kind)
     assert spec is not None
     stalls, registers, shared = 0.0, 0, 0
+    spills: str | None = None
     for name, (suffix, slow) in _KERNELS[part].items():
         kernel = next((one for one in kernels if one.name == name), None)
         if kernel is None or kernel.loops is None or kernel.registers is None:
@@ -61,7 +64,7 @@ def gpu_cost(
                 f"the instructions of {name} can't be read; pip install 'attnops[cuda-compile,cuda-sass]'."
             )
         if kernel.stack_bytes:
-            raise ConfigError(f"{name} spills {kernel.stack_bytes} bytes of registers per thread")
+            spills = f"{name} spills {kernel.stack_bytes} bytes of registers per thread"
         folded = part == "forward" and bool(sizes.fold)
         block_q = local.q_len if folded else getattr(sizes, f"block_q{suffix}")
         offset = None if problem.dynamic_query_offset else problem.query_offset or 0
@@ -75,7 +78,8 @@ def gpu_cost(
         by_head = sum(one.loop.stall_cycles * count for one, count in zip(kernel.loops, tiles, strict=True))
         stalls += by_head * warps * heads * local.batch
         registers, shared = max(registers, kernel.registers), max(shared, kernel.shared_bytes or 0)
-    return GpuCost(round(stalls), stalls / (spec.issued_a_cycle * spec.cores * spec.clock), registers, shared)
+    seconds = stalls / (spec.issued_a_cycle * spec.cores * spec.clock)
+    return GpuCost(round(stalls), seconds, registers, shared, spills)
 
 
 def compiled_kernels(kind: str, local: LocalProblem, part: str, fields: Mapping[str, Any]) -> tuple[GpuKernelUse, ...]:

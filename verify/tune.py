@@ -247,7 +247,7 @@ def _by_stalls(
             yield Measured(part, fields, "static", None, failure(error).message)
         else:
             detail = {"cycles": cost.stalls, "registers": cost.registers, "shared_bytes": cost.shared_bytes}
-            yield Measured(part, fields, "static", cost.seconds, None, detail)
+            yield Measured(part, fields, "static", None if cost.spills else cost.seconds, cost.spills, detail)
 
 
 # -- by time -----------------------------------------------------------------------------------------------------------
