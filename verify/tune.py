@@ -235,6 +235,10 @@ def _by_stalls(
     todo: list[tuple[str, dict[str, Any]]],
 ) -> Iterator[Measured]:
     """The GPU kernels of each candidate, compiled and read. One that spills is refused, as is one that doesn't compile."""
+    if method != "forward_cuda":
+        raise ConfigError(
+            f"{operation.name}.{method} has no kernels whose schedule can be read; time it on the device."
+        )
     for part, fields in todo:
         asked = replace(problem, config=problem.config.with_fields(fields))
         try:

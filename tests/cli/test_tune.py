@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from attnops.planning import tune_cache
+from attnops.verify.gpu.gpu_mesh import has_cuda_plugin
+from attnops.verify.gpu.sass import disassembler
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
+needs_cuda = pytest.mark.skipif(
+    not has_cuda_plugin() or disassembler() is None, reason="pip install 'attnops[cuda-compile,cuda-sass]'"
+)
+without_cuda = pytest.mark.skipif(has_cuda_plugin(), reason="JAX's CUDA plugin is installed")
 SIZES = {"q_len": 640, "q_heads": 2, "head_dim": 16, "mode": "prefill"}
 BLOCKWISE = {"operation_configs": {"vanilla": {"path": "blockwise"}}}
 SPLASH = {"runtime_dtype": "bfloat16", "operation_configs": {"splash": {"block_kv_compute_in": 128}}}
@@ -62,6 +68,22 @@ def test_for_a_tpu_that_is_not_here(attnops: Any, config: Any, tmp_path: Path) -
     assert "cache: static clock, an estimate" in planned.out
 
 
+@needs_cuda
+def test_for_a_gpu_that_is_not_here(attnops: Any, config: Any) -> None:
+    path = config("flash_attn2", metadata={"runtime_dtype": "bfloat16"}, **SIZES)
+    done = attnops("tune", path, "--target", "h100", "--most", 2, "--json")
+    assert done.status == 0
+    (report,) = json.loads(done.out)
+    assert (report["target"], report["how"], report["device_kind"]) == ("h100", "static", "NVIDIA H100 80GB HBM3")
+    chosen = next(one for one in report["passes"]["forward"] if one["chosen"])
+    shown = attnops("tune", path, "--target", "h100", "--most", 2)
+    assert "cycles for which warps stall" in " ".join(shown.out.split())
+    assert f"{chosen['detail']['cycles']:,}" in shown.out
+    assert "shared memory" in shown.out
+    planned = attnops("plan", path, "--platform", "h100")
+    assert "cache: static clock, an estimate" in planned.out
+
+
 @needs_libtpu
 def test_nothing_compiles(attnops: Any, config: Any) -> None:
     configs = {"operation_configs": {"splash": {"vmem_limit_bytes": 16384}}, "runtime_dtype": "bfloat16"}
@@ -81,6 +103,8 @@ def test_nothing_compiles(attnops: Any, config: Any) -> None:
         (["--how", "guess"], "how='guess'; wanted 'static' or 'device'"),
         (["--most", "0"], "--most"),
         pytest.param(["--target", "v5e:2x2"], "has no kernels whose schedule can be read", marks=needs_libtpu),
+        pytest.param(["--target", "h100"], "has no kernels whose schedule can be read", marks=needs_cuda),
+        pytest.param(["--target", "h100"], "needs jax's CUDA plugin and nvdisasm", marks=without_cuda),
     ],
     ids=str,
 )

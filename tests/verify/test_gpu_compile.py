@@ -28,6 +28,7 @@ from attnops.verify.gpu.gpu_specs import gpu_specs
 from attnops.verify.gpu.launches import launches
 from attnops.verify.gpu.sass import disassembler
 from attnops.verify.targets import target_of
+from attnops.verify.tune import tune_plan
 
 if not has_cuda_plugin() or importlib.util.find_spec("cramjam") is None:
     pytest.skip("pip install 'attnops[cuda-compile]'", allow_module_level=True)
@@ -214,3 +215,22 @@ def test_hops_that_are_awaited_at_once_are_no_overlap() -> None:
     assert sent
     assert sum(one.sent_bytes for one in sent) == 2 * 3 * 128 * 4 * 64 * 2
     assert any(not one.overlapped for one in sent)
+
+
+@needs_disassembler
+@pytest.mark.parametrize("operation", ["flash_attn2", "splash"])
+def test_sizes_are_searched_without_a_gpu(operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNOPS_TUNE_CACHE", str(tmp_path))
+    metadata = OperationMetadata(mesh=described_gpus("a100"), fallback="error")
+    attend = OperationRegistry.create(operation, metadata)
+    q, k = (jax.ShapeDtypeStruct((2, 1024, heads, 64), "bfloat16") for heads in (4, 2))
+    report = tune_plan(attend.plan(q, k, k, mask=Causal()), most=2)
+    assert report.how == "static"
+    for part in ("forward", "backward"):
+        measured = report.measured(part)
+        assert len(measured) == 2
+        assert all(one.seconds or "spills" in (one.failure or "") for one in measured)
+        assert all(one.detail["cycles"] > 0 for one in measured)
+    tuned = attend.plan(q, k, k, mask=Causal()).tuning
+    assert tuned is not None
+    assert tuned.source == "cache"
