@@ -42,12 +42,6 @@ def _flags(mask: Mask, q_len: int, kv_len: int) -> tuple[bool, tuple[int, int] |
     return (True, (left, 0)) if left is not None and right == 0 and offset == 0 else None
 
 
-def _adds_bias(p: AttentionProblem) -> bool:
-    # cuDNN takes an array mask as a bias. A query shard can't use the flags, which count from its own first row.
-    split = p.rules.query[p.layout.index("t")] is not None and p.devices > 1
-    return "bias" in p.features or split or _flags(p.mask, p.q_len, p.kv_len) is None
-
-
 def _most(p: AttentionProblem) -> int:
     return 256 if any(name in p.device_kind for name in _HOPPER_OR_LATER) else 128
 
@@ -78,8 +72,9 @@ _CUDNN = (
     Rule(
         "sdpa.cudnn_even_lengths",
         "q_len",
-        lambda p, c: not _adds_bias(p) or (p.q_len % 2 == 0 and p.kv_len % 2 == 0),
-        "q_len={p.q_len}, kv_len={p.kv_len} with a bias or array mask: cuDNN requires even lengths for its gradient",
+        # jax.nn passes a bias to cuDNN, an empty one if there is none, and cuDNN's gradient requires even lengths with a bias.
+        lambda p, c: p.mode != "__train__" or (p.q_len % 2 == 0 and p.kv_len % 2 == 0),
+        "q_len={p.q_len}, kv_len={p.kv_len} in mode train: jax.nn requires even lengths for cuDNN's gradient",
         "Pad the sequence to an even length.",
     ),
 )
