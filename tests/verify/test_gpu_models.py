@@ -1,0 +1,78 @@
+"""The attention shapes of real models at their real lengths, forward and gradient, through the compiler for four GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops.verify.call import verify_call
+from attnops.verify.gpu.gpu_kernels import GpuKernelUse
+from attnops.verify.gpu.gpu_mesh import described_gpus, has_cuda_plugin
+from attnops.verify.gpu.gpu_specs import gpu_specs
+
+if not has_cuda_plugin():
+    pytest.skip("pip install 'attnops[cuda-compile]'", allow_module_level=True)
+pytestmark = pytest.mark.slow
+
+SHAPES = json.loads((Path(__file__).parents[1] / "data" / "model_shapes.json").read_text())["shapes"]
+HOPPER = (9, 0)
+
+
+def _mask(shape: dict[str, Any]) -> Mask:
+    mask: Mask = Causal() if shape["causal"] else Full()
+    if shape["window"]:
+        mask = mask & SlidingWindow(*shape["window"])
+    return mask & Chunked(shape["chunk"]) if shape["chunk"] else mask
+
+
+def _may_spill(shape: dict[str, Any], kernel: GpuKernelUse, gpu: str) -> bool:
+    """All but the passes without extras at head dims 64 and 128: forward on every GPU, backward from Hopper on."""
+    plain = shape["logits_soft_cap"] is None and not shape["sinks"] and shape["bias"] is None
+    fits = shape["head_dim"] == shape["head_dim_v"] and shape["head_dim"] in (64, 128)
+    held = kernel.name == "attnops_flash_forward" or gpu_specs()[gpu].capability >= HOPPER
+    return not (plain and fits and held)
+
+
+@pytest.mark.parametrize("gpu", list(gpu_specs()))
+@pytest.mark.parametrize("shape", SHAPES, ids=[s["name"].replace(" ", "_") for s in SHAPES])
+def test_compiles_or_says_why_not(gpu: str, shape: dict[str, Any]) -> None:
+    metadata = OperationMetadata(mesh=described_gpus(gpu), fallback="error", tuning="off")
+    attend = OperationRegistry.create("flash_attn2", metadata)
+    decodes = shape["seq_q"] == 1
+    arguments: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct((2, shape[length], shape[heads], shape[dim]), jnp.bfloat16)
+        for name, length, heads, dim in (
+            ("query", "seq_q", "hq", "head_dim"),
+            ("key", "seq_kv", "hkv", "head_dim"),
+            ("value", "seq_kv", "hkv", "head_dim_v"),
+        )
+    }
+    arguments |= {
+        "mask": _mask(shape),
+        "softmax_scale": shape["softmax_scale"],
+        "logits_soft_cap": shape["logits_soft_cap"],
+        "mode": "autoregressive" if decodes else "train",
+    }
+    if shape["sinks"]:
+        arguments["softmax_aux"] = jax.ShapeDtypeStruct((shape["hq"],), jnp.float32)
+    if shape["bias"]:
+        arguments["bias"] = jax.ShapeDtypeStruct((1, *shape["bias"][1:]), jnp.bfloat16)
+    plan = attend.plan(**arguments)
+    if max(shape["head_dim"], shape["head_dim_v"]) > 256:
+        assert [reason.code for reason in plan.rejected[0].reasons] == ["flash.head_dim"]
+        return
+    assert plan.implementation == "flash_attn2.forward_cuda"
+    report = verify_call(attend, arguments, gpu)
+    assert report.passed, [one.failure for one in report.passes]
+    kernels = [kernel for one in report.passes for kernel in one.kernels or ()]
+    wanted = {"attnops_flash_forward"} | (set() if decodes else {"attnops_flash_dkv", "attnops_flash_dq"})
+    assert {kernel.name for kernel in kernels} == wanted
+    for kernel in kernels:
+        assert isinstance(kernel, GpuKernelUse)
+        assert not kernel.stack_bytes or _may_spill(shape, kernel, gpu), (kernel.name, kernel.stack_bytes)
