@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
+from ...planning.text import Aside
 from ..mask_blocks import fitted_block
 from .flash_config import FlashAttention2Config
 
-__all__ = ["least_shared_bytes", "resolve_flash", "sizes_of", "steps_of", "unknown_gpu"]
+__all__ = ["TileSteps", "least_shared_bytes", "resolve_flash", "sizes_of", "steps_note", "steps_of", "unknown_gpu"]
 
 
 class _Sizes(NamedTuple):
@@ -18,6 +19,15 @@ class _Sizes(NamedTuple):
     block_kv: int
     num_warps: int
     num_stages: int
+
+
+class TileSteps(NamedTuple):
+    """How the forward pass goes through a tile: parts of its keys with a softmax each, products with the values in each part,
+    and sums of weights that a row keeps until the end."""
+
+    softmaxes: int = 1
+    products: int = 1
+    lanes: int = 1
 
 
 _DIMS = (64, 128, 256)
@@ -46,11 +56,11 @@ _WIDE = {
     128: (_Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1)),
     256: (_Sizes(16, 32, 4, 1), _Sizes(16, 16, 4, 1), _Sizes(16, 16, 4, 1)),
 }
-# (softmaxes, products with the values in each, lanes) of a tile of the forward pass, by the same power of two; chosen
-# likewise. On Hopper tensor cores run by themselves, so a product starts as soon as its share of the weights is known, and the
-# exponentials of the next share run beside it. On Blackwell each product would take tensor memory, and at 256 registers.
-_HOPPER_STEPS = {64: (1, 4, 8), 128: (1, 4, 8), 256: (1, 4, 8)}
-_STEPS = {64: (2, 1, 8), 128: (2, 1, 1), 256: (1, 1, 1)}
+# Steps of a tile of the forward pass, by the same power of two; chosen likewise. On Hopper tensor cores run by themselves, so a
+# product starts as soon as its share of the weights is known, and the exponentials of the next share run beside it. On Blackwell
+# each product would take tensor memory, and at 256 registers.
+_HOPPER_STEPS = dict.fromkeys(_DIMS, TileSteps(1, 4, 8))
+_STEPS = {64: TileSteps(2, 1, 8), 128: TileSteps(2, 1, 1), 256: TileSteps()}
 _LEAST_SOFTMAX, _LEAST_PRODUCT = 32, 16  # keys
 _ROWS_OF_WARP = 16
 _FOLDED_ROWS = 64  # the most queries, over all heads that share a kv head, that become the rows of one tile
@@ -197,18 +207,39 @@ def _of_mask(problem: AttentionProblem, size: _Sizes, *, folded: bool) -> _Sizes
     return size._replace(**blocks)
 
 
-def steps_of(problem: AttentionProblem, config: FlashAttention2Config) -> tuple[int, int, int]:
-    """(softmaxes, products in each, lanes) of a tile of the forward pass of a filled config."""
+def steps_of(problem: AttentionProblem, config: FlashAttention2Config) -> TileSteps:
+    """How the forward pass of a filled config goes through a tile."""
     size, dim = sizes_of(config)["forward"], max(_DIMS[0], _power(max(problem.head_dim, problem.value_dim)))
     hopper = problem.device_kind.startswith(_HOPPERS)
     # With fewer rows, Triton distributes a tile's columns among the warps, and a part of the columns isn't where it is needed.
     rows = max(_ROWS_OF_WARP * size.num_warps, 0 if hopper else dim)
     # Converting quantised keys and values takes the registers of further parts.
     if size.block_q < rows or problem.quantised or problem.device_kind.startswith(_BLACKWELLS):
-        return 1, 1, 1
+        return TileSteps()
     softmaxes, products, lanes = (_HOPPER_STEPS if hopper else _STEPS)[dim]
     softmaxes = max(1, min(softmaxes, size.block_kv // _LEAST_SOFTMAX))
-    return softmaxes, min(products, size.block_kv // softmaxes // _LEAST_PRODUCT), lanes
+    return TileSteps(softmaxes, min(products, size.block_kv // softmaxes // _LEAST_PRODUCT), lanes)
+
+
+def steps_note(problem: AttentionProblem, config: FlashAttention2Config) -> str | None:
+    """A plan's note on how the forward pass goes through a tile; None if it takes the tile at once."""
+    steps, keys = steps_of(problem, config), sizes_of(config)["forward"].block_kv
+    if steps == TileSteps():
+        return None
+    told = []
+    if steps.softmaxes > 1:
+        of_keys = keys // steps.softmaxes
+        told.append(
+            f"in {steps.softmaxes} parts of {of_keys} keys, each with its own softmax, so that products of one part run beside "
+            f"the softmax of another"
+        )
+    if steps.products > 1:
+        told.append(
+            f"with {steps.products} products with the values in each softmax, so that one runs beside the next exponentials"
+        )
+    if steps.lanes > 1:
+        told.append(f"with a row's weights added up in {steps.lanes} sums, which are put together after the last tile")
+    return Aside(f"a forward tile of {keys} keys is processed {'; '.join(told)}")
 
 
 def _power(length: int) -> int:

@@ -23,7 +23,7 @@ def run_flash(call: LocalCall, config: FlashAttention2Config) -> tuple[jax.Array
     )  # imports Pallas, so only where they run
 
     passes = {name: PassSizes(*sizes) for name, sizes in sizes_of(config).items()}
-    steps = Steps(*steps_of(call.problem, config))
+    steps = Steps(**steps_of(call.problem, config)._asdict())
     sizes = FlashSizes(**passes, kv_splits=config.kv_splits or 1, fold=bool(config.fold), steps=steps)
     if call.ring is not None:
         kernel = FlashPart(

@@ -20,6 +20,7 @@ from ..flash import (
     flash_tuned_fields,
     resolve_flash,
     run_flash,
+    steps_note,
     unknown_gpu,
 )
 from ..flash.flash_rules import ON_ROCM
@@ -192,8 +193,8 @@ class Splash(Operation):
         if method in ("forward_tpu", "forward_cuda") and problem.quantised:
             notes = (*notes, f"the gradient works on {dequantised_copy(problem, placement)}")
         if method == "forward_cuda" and isinstance(config, FlashAttention2Config):
-            unknown = unknown_gpu(problem, config)
-            return notes if unknown is None else (*notes, unknown)
+            told_of_gpu = unknown_gpu(problem, config), steps_note(problem, config)
+            return (*notes, *(note for note in told_of_gpu if note is not None))
         if method != "forward_tpu" or not isinstance(config, SplashConfig):
             return notes
         if config.kernel != "attnops":

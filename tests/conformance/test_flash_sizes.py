@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnops import Causal, Full, SlidingWindow
+from attnops.operators.flash.flash_sizes import TileSteps
 
 from . import cases, harness
 
@@ -100,7 +101,7 @@ def test_a_tile_in_parts(name: str, steps: tuple[int, int, int], monkeypatch: py
     """Keys that end within a tile: its last parts are empty."""
     if "return_weights" in BUILT[name].features:
         pytest.skip("native only")
-    monkeypatch.setattr(import_module("attnops.operators.flash.run_flash"), "steps_of", lambda problem, config: steps)
+    monkeypatch.setattr(import_module("attnops.operators.flash.run_flash"), "steps_of", lambda *_: TileSteps(*steps))
     _check({"block_q": 32, "block_kv": 64}, BUILT[name])
 
 

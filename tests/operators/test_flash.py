@@ -18,6 +18,7 @@ from attnops.operators.kernels.flash.fp8 import as_bits, from_bits
 from attnops.operators.kernels.flash.sizes import dim_parts
 from attnops.operators.kernels.flash.visits import Visits, visits
 from attnops.operators.local_mask import LocalMask
+from attnops.planning.text import Aside
 from attnops.verify import reference_gradients
 from attnops.verify.devices import tracing_on
 from attnops.verify.gpu.gpu_specs import gpu_specs
@@ -316,6 +317,26 @@ def test_steps_through_a_tile(kind: str, sizes: dict[str, int], steps: tuple[int
     x = jax.ShapeDtypeStruct((2, 2048, 8, 128), jnp.bfloat16)
     plan = _plan("flash_attn2", kind, x, x, x, fallback="error", configs={"flash_attn2": sizes})
     assert flash_sizes.steps_of(plan.problem, plan.config) == steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "dim", "said"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 128, ["128 keys", "2 parts of 64 keys, each with its own softmax"]),
+        ("NVIDIA A100-SXM4-80GB", 64, ["64 keys", "2 parts of 32 keys", "in 8 sums"]),
+        (H100, 128, ["128 keys", "4 products with the values", "in 8 sums"]),
+        ("NVIDIA B200", 128, None),
+    ],
+)
+def test_a_plan_says_how_a_tile_is_processed(kind: str, dim: int, said: list[str] | None) -> None:
+    x = jax.ShapeDtypeStruct((2, 2048, 8, dim), jnp.bfloat16)
+    for operation in ("flash_attn2", "splash"):
+        plan = _plan(operation, kind, x, x, x, fallback="error")
+        told = [note for note in plan.notes if note.startswith("a forward tile of")]
+        assert len(told) == (said is not None)
+        for note in told:
+            assert isinstance(note, Aside)
+            assert all(words in note for words in said or ())
 
 
 def test_quantised_keys_are_processed_in_one_step() -> None:

@@ -60,10 +60,11 @@ class Logits:
         if self.interpret:
             return jnp.exp2(x * factor - shift)
         shift = jnp.broadcast_to(shift, x.shape)
-        lines = f"{{ .reg .f32 t; fma.rn.ftz.f32 t, $1, {_ptx(factor)}, $2; ex2.approx.ftz.f32 $0, t; }}"
+        # Negated here, where it is free: otherwise it would take a register besides the shift.
+        lines = f"{{ .reg .f32 t; neg.f32 t, $2; fma.rn.ftz.f32 t, $1, {_ptx(factor)}, t; ex2.approx.ftz.f32 $0, t; }}"
         (power,) = plgpu.elementwise_inline_asm(
             lines,
-            args=[x, -shift],
+            args=[x, shift],
             constraints="=f,f,f",
             pack=1,
             result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
