@@ -12,7 +12,6 @@ import pytest
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.verify.call import verify_call
-from attnops.verify.gpu.gpu_kernels import GpuKernelUse
 from attnops.verify.gpu.gpu_mesh import described_gpus, has_cuda_plugin
 from attnops.verify.gpu.gpu_specs import gpu_specs
 
@@ -21,7 +20,6 @@ if not has_cuda_plugin():
 pytestmark = pytest.mark.slow
 
 SHAPES = json.loads((Path(__file__).parents[1] / "data" / "model_shapes.json").read_text())["shapes"]
-HOPPER = (9, 0)
 
 
 def _mask(shape: dict[str, Any]) -> Mask:
@@ -29,14 +27,6 @@ def _mask(shape: dict[str, Any]) -> Mask:
     if shape["window"]:
         mask = mask & SlidingWindow(*shape["window"])
     return mask & Chunked(shape["chunk"]) if shape["chunk"] else mask
-
-
-def _may_spill(shape: dict[str, Any], kernel: GpuKernelUse, gpu: str) -> bool:
-    """All but the passes without extras at head dims 64 and 128: forward on every GPU, backward from Hopper on."""
-    plain = shape["logits_soft_cap"] is None and not shape["sinks"] and shape["bias"] is None
-    fits = shape["head_dim"] == shape["head_dim_v"] and shape["head_dim"] in (64, 128)
-    held = kernel.name == "attnops_flash_forward" or gpu_specs()[gpu].capability >= HOPPER
-    return not (plain and fits and held)
 
 
 @pytest.mark.parametrize("gpu", list(gpu_specs()))
@@ -73,6 +63,3 @@ def test_compiles_or_says_why_not(gpu: str, shape: dict[str, Any]) -> None:
     kernels = [kernel for one in report.passes for kernel in one.kernels or ()]
     wanted = {"attnops_flash_forward"} | (set() if decodes else {"attnops_flash_dkv", "attnops_flash_dq"})
     assert {kernel.name for kernel in kernels} == wanted
-    for kernel in kernels:
-        assert isinstance(kernel, GpuKernelUse)
-        assert not kernel.stack_bytes or _may_spill(shape, kernel, gpu), (kernel.name, kernel.stack_bytes)
