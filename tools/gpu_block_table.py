@@ -38,7 +38,7 @@ from attnops.verify.tune import TuneReport, tune_plan
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "block-choices.md"
 BEGIN, END = (f"<!-- {word}: written by tools/gpu_block_table.py -->" for word in ("begin", "end"))
-MOST = 4  # candidates per pass
+MOST = 3  # candidates per pass
 BATCH = 8  # enough rows and heads to fill a GPU, so that no pass splits its keys
 SAME_CODE = {"h200": "h100"}
 

@@ -34,9 +34,14 @@ _DIMS = (64, 128, 256)
 # (forward, gradients of key and value, gradient of the query) by the power of two that holds the head dim. Chosen from the
 # compiled programs (docs/gpu.md): few or no spills, then the fewest stalls in the inner loop. Not timed on a GPU.
 _HOPPER = {
-    64: (_Sizes(128, 64, 4, 3), _Sizes(64, 128, 8, 2), _Sizes(64, 64, 4, 2)),
-    128: (_Sizes(128, 128, 8, 2), _Sizes(32, 64, 4, 2), _Sizes(128, 64, 8, 1)),
+    64: (_Sizes(128, 64, 4, 3), _Sizes(64, 128, 8, 2), _Sizes(128, 64, 4, 3)),
+    128: (_Sizes(128, 128, 8, 2), _Sizes(64, 128, 8, 2), _Sizes(128, 64, 8, 1)),
     256: (_Sizes(128, 64, 8, 1), _Sizes(32, 64, 8, 2), _Sizes(64, 32, 4, 1)),
+}
+_BLACKWELL = {
+    64: (_HOPPER[64][0], _Sizes(64, 128, 4, 1), _Sizes(128, 64, 4, 3)),
+    128: (_HOPPER[128][0], _Sizes(64, 128, 8, 1), _Sizes(128, 64, 4, 2)),
+    256: _HOPPER[256],
 }
 _AMPERE = {
     64: (_Sizes(128, 64, 4, 3), _Sizes(64, 64, 4, 2), _Sizes(128, 32, 4, 2)),
@@ -186,7 +191,7 @@ def _table(problem: AttentionProblem) -> tuple[_Sizes, _Sizes, _Sizes]:
     if not problem.device_kind.startswith(tuple(_CORES)):
         return _SMALL[dim]
     if not problem.device_kind.startswith("NVIDIA A"):
-        return _HOPPER[dim]
+        return (_BLACKWELL if problem.device_kind.startswith(_BLACKWELLS) else _HOPPER)[dim]
     forward, of_keys, of_query = _AMPERE[dim]
     if dim == 128 and (problem.quantised or problem.bias_shape is not None):
         forward = _AMPERE_QUANTISED if problem.quantised else _AMPERE_BIASED
