@@ -239,7 +239,7 @@ def page(rows: dict[str, Any], compiler: str) -> str:
                 call = key.partition(", ")[2].removeprefix("bfloat16, ")
                 lines.append(f"| {row['shape']}: {call} | {_cells(row)} |")
         told = f"Of {len(of_it)} calls, {own} need no row: the heuristic's sizes take at most 1 % more cycles than any other."
-        parts += [f"## {generation}", told, *(["\n".join(lines)] if len(lines) > 2 else [])]
+        parts += [f"### {generation}", told, *(["\n".join(lines)] if len(lines) > 2 else [])]
     return "\n\n".join(parts)
 
 
