@@ -33,7 +33,7 @@ class ShippedTable(NamedTuple):
         if row is None:
             return None
         fields = {name: value for name, value in row.items() if problem.mode == "__train__" or name in self.forward}
-        return f"shipped, found by static clock with {data['compiler']}", fields
+        return (f"shipped, found by static clock with {data['compiler']}", fields) if fields else None
 
 
 def table_key(problem: AttentionProblem, placement: Placement) -> str:
