@@ -34,7 +34,7 @@ _KERNELS = {
 
 class GpuCost(NamedTuple):
     """One device's part of a call: cycles for which warps stall, their share of a second on the whole GPU, and the most
-    registers per thread and bytes of shared memory per block of any kernel. spills: which kernel spills registers, if one does.
+    registers per thread and bytes of shared memory per block of any kernel. spills: which kernels spill registers, if any do.
     """
 
     stalls: int
@@ -56,7 +56,7 @@ def gpu_cost(
     local, spec = placement.local, spec_of_kind(problem.device_kind)
     assert spec is not None
     stalls, registers, shared = 0.0, 0, 0
-    spills: str | None = None
+    spills: list[str] = []
     for name, (suffix, slow) in _KERNELS[part].items():
         kernel = next((one for one in kernels if one.name == name), None)
         if kernel is None or kernel.loops is None or kernel.registers is None:
@@ -64,7 +64,7 @@ def gpu_cost(
                 f"the instructions of {name} can't be read; pip install 'attnops[cuda-compile,cuda-sass]'."
             )
         if kernel.stack_bytes:
-            spills = f"{name} spills {kernel.stack_bytes} bytes of registers per thread"
+            spills.append(f"{name} spills {kernel.stack_bytes} bytes of registers per thread")
         folded = part == "forward" and bool(sizes.fold)
         block_q = local.q_len if folded else getattr(sizes, f"block_q{suffix}")
         offset = None if problem.dynamic_query_offset else problem.query_offset or 0
@@ -79,7 +79,7 @@ def gpu_cost(
         stalls += by_head * warps * heads * local.batch
         registers, shared = max(registers, kernel.registers), max(shared, kernel.shared_bytes or 0)
     seconds = stalls / (spec.issued_a_cycle * spec.cores * spec.clock)
-    return GpuCost(round(stalls), seconds, registers, shared, spills)
+    return GpuCost(round(stalls), seconds, registers, shared, "; ".join(spills) or None)
 
 
 def compiled_kernels(kind: str, local: LocalProblem, part: str, fields: Mapping[str, Any]) -> tuple[GpuKernelUse, ...]:
