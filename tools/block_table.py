@@ -6,8 +6,8 @@
 For each shape of tests/data/model_shapes.json (bfloat16, mode train, one device) the first candidates of both passes of attnops'
 splash kernels are compared by static cycles. The cycles of a tile don't depend on the length, so they are read from compiling
 short sequences, once for all shapes with the same head dims and soft cap. Where a candidate takes at least 1 % fewer cycles than
-the heuristic's sizes, the cheapest choice that compiles at the real length becomes a row; elsewhere plans need none. Nothing is
-run. Requires libtpu.
+the heuristic's sizes, the cheapest choice that compiles at the real length becomes a row; elsewhere plans need none. Candidates
+with more code for a tile than the heuristic allows are left out. Nothing is run. Requires libtpu.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.operators.shipped import table_key
+from attnops.operators.splash.block_choice import is_short_code
 from attnops.operators.splash.candidates import SHIPPED
 from attnops.planning import Plan
 from attnops.verify.call import verify_call
@@ -147,13 +148,33 @@ def _short(decided: Plan, fields: dict[str, Any]) -> LocalProblem:
     )
 
 
+def resolved(decided: Plan, fields: dict[str, Any]) -> Any:
+    """The config with these fields."""
+    assert decided.method is not None
+    asked = replace(decided.problem, config=decided.problem.config.with_fields(fields))
+    return decided.operation.resolve_config(decided.method, asked, decided.placement)
+
+
+def offered(decided: Plan) -> dict[str, list[dict[str, Any]]]:
+    """The candidates of each pass: the heuristic's sizes, and those that compile about as fast."""
+    found = decided.operation.candidates(decided.method or "", decided.problem, decided.placement)
+    return {
+        part: [
+            *ways[:1],
+            *(
+                fields
+                for fields in ways[1:]
+                if is_short_code(decided.problem, decided.placement, resolved(decided, fields), part)
+            ),
+        ]
+        for part, ways in found.items()
+    }
+
+
 def cost(work: Work, decided: Plan, part: str, fields: dict[str, Any]) -> int | str:
     """Static cycles of a pass with these fields, or why there are none."""
     problem, placement = decided.problem, decided.placement
-    assert decided.method is not None
-    asked = replace(problem, config=problem.config.with_fields(fields))
-    config = decided.operation.resolve_config(decided.method, asked, placement)
-    total = 0
+    config, total = resolved(decided, fields), 0
     for kernel in kernels_of(part, config):
         cycles = work.tile(decided, part, kernel, fields)
         if isinstance(cycles, str):
@@ -169,10 +190,10 @@ def search(work: Work, shape: dict[str, Any], generation: str) -> None:
     key = table_key(decided.problem, decided.placement)
     if key in work.data["choices"]:
         return
-    offered = decided.operation.candidates(decided.method or "", decided.problem, decided.placement)
+    candidates = offered(decided)
     ranked: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     own: dict[str, int | str] = {}
-    for part, ways in offered.items():
+    for part, ways in candidates.items():
         costs = [(cost(work, decided, part, fields), fields) for fields in ways[:MOST]]
         own[part], found = costs[0][0], [(cycles, fields) for cycles, fields in costs if isinstance(cycles, int)]
         most = WORTH * own[part] if isinstance(own[part], int) else float("inf")
@@ -185,7 +206,7 @@ def search(work: Work, shape: dict[str, Any], generation: str) -> None:
         return {part: round(cycles / heuristic, 4)} if isinstance(heuristic, int) else {}
 
     row: dict[str, Any] = {"shape": shape["name"], "generation": generation}
-    if ranked and all(ways and ways[0][1] is offered[part][0] for part, ways in ranked.items()):
+    if ranked and all(ways and ways[0][1] is candidates[part][0] for part, ways in ranked.items()):
         work.put("choices", key, row | {"heuristic": True})
         return
     # Forward and backward choices in the order of their cost; the first pair that compiles at the real length.

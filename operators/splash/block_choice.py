@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import ConfigError
 from ...masks import Mask
@@ -17,12 +18,20 @@ from .splash_config import LANES, SplashConfig
 from .tile_way import SUBLANES, TileWay, Units, way_of_tiles
 from .vmem_count import ROOM, counted_vmem, vmem_need, vmem_room
 
-__all__ = ["heads_together", "resolve_attnops", "tile_cost"]
+if TYPE_CHECKING:
+    from ..kernels.splash.bodies import Body
+
+__all__ = ["heads_together", "is_short_code", "resolve_attnops", "tile_cost"]
 
 # From the static cycles of the compiled kernels (docs/splash.md): a product over half of a 1024-block at a time lets the
 # compiler overlap the softmax of one half with the products of the other.
 _SIZES, _COMPUTE = (1024, 512, 256, 128), 512
+_UNIT = 256  # of queries and of keys, the least
 _WIDE = 2048  # with pipelined tiles, each of which starts and ends with units that don't overlap
+# The most weights in one body of a forward tile, and of a backward one, whose code is twice as long: compile time is in
+# proportion to them (benchmarks/tpu_compile.py). Without a bound, kernels would take 4 to 7 % fewer cycles forward and 0 to 4 %
+# backward, and 1.4 to 2 times as long to compile.
+_CODE, _CODE_DKV = 1 << 21, 1 << 20
 _LARGE = (
     2048,
     4096,
@@ -36,6 +45,14 @@ _ROWS = 1024  # of a tile, over all its heads
 _SAMPLE = 1 << 14  # rows and keys sampled to find a mask's costs
 _PARTS = 8  # of the keys; each is a kernel to compile
 _MIB = 1 << 20
+
+
+class _Most(NamedTuple):
+    """The largest block, the largest of queries in the backward pass, and whether bodies are bounded, too."""
+
+    size: int
+    rows: int
+    bounded: bool
 
 
 def resolve_attnops(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> OperationConfig:
@@ -70,16 +87,16 @@ def _ways(
     problem: AttentionProblem, placement: Placement, config: SplashConfig
 ) -> Iterator[SplashConfig | ConfigError]:
     """Configs in the order in which they are tried, and why some sizes give none: the cheapest first, the large ones last."""
-    largest = _most_for(problem)
-    first = tuple(n for n in _SIZES if n <= largest)
-    if largest == _SIZES[0] and way_of_tiles(problem, config).transposed:
+    begin = _most_for(problem)
+    first = tuple(n for n in _SIZES if n <= begin)
+    if begin == _SIZES[0] and way_of_tiles(problem, config).transposed:
         first = (_WIDE, *first)
-    for sizes in (first, *((size,) for size in (*_SIZES[::-1], *_LARGE) if size > largest)):
+    for sizes in (first, *((size,) for size in (*_SIZES[::-1], *_LARGE) if size > begin)):
         found = []
         for most, fused in itertools.product(sizes, _backward_ways(config)):
-            rows = most if sizes is not first else min(most, _SIZES[0])  # for the backward pass
+            largest = _Most(most, min(most, _SIZES[0]), True) if sizes is first else _Most(most, most, False)
             try:
-                found.append(_with_blocks(problem, placement, config, (most, rows), fused))
+                found.append(_with_blocks(problem, placement, config, largest, fused))
             except ConfigError as error:
                 yield error
         yield from sorted(found, key=lambda way: _cost(problem, placement, way))
@@ -116,23 +133,23 @@ def tile_cost(
         return 1 / math.prod(block)
     place = {"query_offset": problem.query_offset or 0, **_sample(problem, placement)}
     return sum(
-        count * (work * math.prod(block) + _STEP + fill)
-        for work, count in _tiles_of_bodies(problem.mask, block, unit, tuple(place.items()))
+        count * (body.work * math.prod(block) + _STEP + fill)
+        for body, count in _bodies(problem.mask, block, unit, tuple(place.items()))
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _tiles_of_bodies(
+def _bodies(
     mask: Mask, block: tuple[int, int], unit: tuple[int, int], place: tuple[tuple[str, int], ...]
-) -> tuple[tuple[float, float], ...]:
-    """For each body (its cost, the mean number of a head's tiles that use it)."""
+) -> tuple[tuple[Body, float], ...]:
+    """Each body with the mean number of a head's tiles that use it."""
     from ..kernels.splash.bodies import bodies_of, cells  # Pallas comes with the package
 
     at = dict(place)
     count = math.ceil(at["q_len"] / block[0]), math.ceil(at["kv_len"] / block[1])
     kinds = mask.live_blocks_by_head(*unit, **at)
     bodies, numbers = bodies_of(cells(kinds, count, (block[0] // unit[0], block[1] // unit[1])))
-    return tuple((body.work, float((numbers == i).sum()) / len(kinds)) for i, body in enumerate(bodies, 1))
+    return tuple((body, float((numbers == i).sum()) / len(kinds)) for i, body in enumerate(bodies, 1))
 
 
 def _sample(problem: AttentionProblem, placement: Placement) -> dict[str, int]:
@@ -154,9 +171,9 @@ def _backward_ways(config: SplashConfig) -> tuple[bool, ...]:
 
 
 def _with_blocks(
-    problem: AttentionProblem, placement: Placement, config: SplashConfig, largest: tuple[int, int], fused: bool
+    problem: AttentionProblem, placement: Placement, config: SplashConfig, largest: _Most, fused: bool
 ) -> SplashConfig:
-    most, most_rows = largest
+    most = largest.size
     way = way_of_tiles(problem, config)
     q_len, kv_len = placement.local.q_len, placement.local.kv_len
     sizes = BlockSizes(config)
@@ -164,7 +181,9 @@ def _with_blocks(
     sizes.fill("block_q", choose_block(q_len, most, math.lcm(LANES, config.block_q_compute or 1)))
     sizes.fill("heads_per_tile", heads_together(problem, placement, sizes["block_q"])[-1], 1)
     inner = math.lcm(LANES, config.block_kv_compute_in or 1)
-    sizes.fill("block_kv", choose_block(kv_len, most, math.lcm(inner, config.block_kv_compute or 1)))
+    outer = math.lcm(inner, config.block_kv_compute or 1)
+    rows = sizes["block_q"] * sizes["heads_per_tile"]
+    sizes.fill("block_kv", _block_of_keys(problem, placement, largest, (sizes["block_q"], rows), outer, _CODE))
     block = sizes["block_q"], sizes["block_kv"]
     declared = config.block_q_compute, config.block_kv_compute
     units = _units_for_mask(problem, placement, block, way.units, declared)
@@ -175,10 +194,11 @@ def _with_blocks(
     sizes.fill("products_ahead", units.ahead, 0)
     unit = math.lcm(LANES, config.block_q_dkv_compute or 1)
     same = config.is_set("block_q") and unit == LANES
-    sizes.fill("block_q_dkv", sizes["block_q"] if same else choose_block(q_len, most_rows, unit))
+    sizes.fill("block_q_dkv", sizes["block_q"] if same else choose_block(q_len, largest.rows, unit))
     unit = math.lcm(LANES, config.block_kv_dkv_compute or 1)
-    sums = config.block_kv_dkv_sums
-    sizes.fill("block_kv_dkv", choose_block(kv_len, most, unit) if sums is None else dividing_block(sums, most, unit))
+    sums, rows = config.block_kv_dkv_sums, sizes["block_q_dkv"]
+    keys = _block_of_keys(problem, placement, largest, (rows, rows), unit, _CODE_DKV)
+    sizes.fill("block_kv_dkv", keys if sums is None else dividing_block(sums, keys, unit))
     block = sizes["block_q_dkv"], sizes["block_kv_dkv"]
     declared = config.block_q_dkv_compute, config.block_kv_dkv_compute
     units = _units_for_mask(problem, placement, block, way.units_dkv if fused else way.units_apart, declared)
@@ -202,6 +222,40 @@ def _with_blocks(
     if not fused or config.is_set("block_kv_dkv_sums"):
         return resolved
     return _with_sums(problem, placement, resolved, may_halve=not config.is_set("block_kv_dkv"))
+
+
+def _block_of_keys(
+    problem: AttentionProblem, placement: Placement, largest: _Most, rows: tuple[int, int], unit: int, code: int
+) -> int:
+    """The largest block of keys, or half of a wide one if the code of a body would be too long.
+
+    rows: queries of a block, and of all heads that share a tile.
+    """
+    block_q, of_heads = rows
+    block_kv = choose_block(placement.local.kv_len, largest.size, unit)
+    if not largest.bounded or largest.size != _WIDE:
+        return block_kv
+    weights = _longest_body(problem, placement, (block_q, block_kv)) * (of_heads // block_q)
+    return block_kv if weights <= code else choose_block(placement.local.kv_len, _WIDE // 2, unit)
+
+
+def is_short_code(problem: AttentionProblem, placement: Placement, config: SplashConfig, part: str) -> bool:
+    """Whether the code for a tile of a resolved config's 'forward' or 'backward' pass is as short as the heuristic's."""
+    backward = part == "backward"
+    names = ("block_q_dkv", "block_kv_dkv") if backward else ("block_q", "block_kv")
+    block_q, block_kv = (getattr(config, name) for name in names)
+    weights = _longest_body(problem, placement, (block_q, block_kv)) * (1 if backward else config.heads_per_tile or 1)
+    return weights <= (_CODE_DKV if backward else _CODE)
+
+
+def _longest_body(problem: AttentionProblem, placement: Placement, block: tuple[int, int]) -> float:
+    """The weights that the largest body of a head's tile computes, in the smallest units."""
+    if "mask_function" in problem.features:
+        return math.prod(block)
+    place = {"query_offset": problem.query_offset or 0, **_sample(problem, placement)}
+    unit = dividing_block(block[0], _UNIT), dividing_block(block[1], _UNIT)
+    bodies = _bodies(problem.mask, block, unit, tuple(place.items()))
+    return max(body.live for body, _ in bodies) * math.prod(block)
 
 
 def heads_together(problem: AttentionProblem, placement: Placement, block_q: int) -> list[int]:
