@@ -5,15 +5,15 @@
 What FILE already has isn't compiled again.
 
 Each kernel is compiled with several block sizes for v5e, v6e and tpu7x at head dims 64, 128 and 256 in bfloat16; attnops' and
-tokamax's also with transposed keys and the compiler's other scheduler, which tokamax's tuning often finds best, and attnops' with
-what it plans if nothing is declared. The cycles of a tile are read from the compiler's final schedule
-(attnops.verify.static_clock); a tile costs no less than the matrix units need for its products at their published peak. attnops'
-kernels are compiled for a causal mask and for a window, because their code paths for a tile depend on the mask; the others for a
-causal mask. All have a path for tiles without a mask then, which counts where there is none. The cost of a pass is that of its
-live tiles, the starts and ends of its sums, its steps, and its work once per head (attnops' fused backward pass clears and writes
-the sums of its keys); each kernel's best block sizes count. Not counted, for any of them: waits for memory, and XLA's work around
-the kernels (scaling the query, the sum over output and its gradient; for tokamax's fused backward pass the sum over the partial
-gradients of the query, which attnops' keeps in VMEM).
+tokamax's also with transposed keys and the compiler's other scheduler, which tokamax's tuning often finds best, and attnops'
+with what it plans if nothing is declared or, where tiles are pipelined, blocks of 2048 keys. The cycles of a tile are read from
+the compiler's final schedule (attnops.verify.static_clock); a tile costs no less than the matrix units need for its products at
+their published peak. attnops' kernels are compiled for a causal mask and for a window, because their code paths for a tile
+depend on the mask; the others for a causal mask. All have a path for tiles without a mask then, which counts where there is
+none. The cost of a pass is that of its live tiles, the starts and ends of its sums, its steps, and its work once per head
+(attnops' fused backward pass clears and writes the sums of its keys); each kernel's best block sizes count. Not counted, for
+any of them: waits for memory, and XLA's work around the kernels (scaling the query, the sum over output and its gradient; for
+tokamax's fused backward pass the sum over the partial gradients of the query, which attnops' keeps in VMEM).
 
 MXU: the useful operations of a tile without a mask over those that the matrix units could do in its cycles. Temp: what forward
 and backward need in HBM besides arguments and results for eight heads of 32768 tokens, causal, with the first block sizes.
@@ -56,6 +56,7 @@ LENGTHS = (4096, 8192, 32768)
 MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(0), "window": Causal(0) & SlidingWindow(1023, 0, offset=0)}
 BLOCKS = ((1024, 1024, 512), (1024, 1024, 1024), (512, 512, 512))
 WIDE = (2048, 2048, 512)
+WIDE_KEYS = '{"block_kv": 2048, "block_kv_dkv": 2048}'  # plans have half of it where such a tile takes long to compile
 BACKWARD = {"block_q_dkv": 1024, "block_kv_dkv": 1024, "block_kv_dkv_compute": 512}
 TURNED = {  # keys transposed, and the LP scheduler
     "attnops": {"k_layout": "seq_minor", "use_experimental_scheduler": True},
@@ -130,16 +131,25 @@ def measure(pythons: dict[str, str], kernels: list[str], known: dict[str, Any]) 
 
 
 def undeclared(target: str, dim: int, compiled: str) -> list[dict[str, Any]]:
-    """What attnops plans if nothing is declared, for any of the lengths and of the masks that this one is compiled for."""
+    """What attnops plans if nothing is declared, or wide blocks where tiles are pipelined, for any of the lengths and of the
+    masks that this one is compiled for.
+    """
     found: dict[str, dict[str, Any]] = {}
     for length, mask in itertools.product(LENGTHS, (name for name in MASKS if _compiled_for(name) == compiled)):
-        config = planned(target, dim, length, mask, "{}")
-        fields = {name: getattr(config, name) for name in (*FORWARD, *BACKWARD_FIELDS)}
-        fields = {name: value for name, value in fields.items() if value is not None}
-        blocks = [fields[name] for name in ("block_q", "block_kv", "block_kv_compute")]
-        case = {"blocks": blocks, "fused": config.use_fused_bwd_kernel, "fields": fields}
+        case = case_of(planned(target, dim, length, mask, "{}"))
         found.setdefault(json.dumps(case), case)
+        if case["fields"]["transposed_tiles"]:
+            case = case_of(planned(target, dim, length, mask, WIDE_KEYS))
+            found.setdefault(json.dumps(case), case)
     return list(found.values())
+
+
+def case_of(config: Any) -> dict[str, Any]:
+    """A case with all sizes of a resolved config."""
+    fields = {name: getattr(config, name) for name in (*FORWARD, *BACKWARD_FIELDS)}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    blocks = [fields[name] for name in ("block_q", "block_kv", "block_kv_compute")]
+    return {"blocks": blocks, "fused": config.use_fused_bwd_kernel, "fields": fields}
 
 
 def _compiled_for(mask: str) -> str:
@@ -254,6 +264,7 @@ def table(rows: list[dict[str, Any]], kernels: list[str]) -> list[dict[str, Any]
             for name, mask in MASKS.items():
                 for length in LENGTHS:
                     cell: dict[str, Any] = {"target": target, "dim": dim, "mask": name, "length": length}
+                    undeclared_here = case_of(planned(target, dim, length, name, "{}"))
                     for kernel in kernels:
                         best: dict[str, Any] = {}
                         for row in rows:
@@ -267,6 +278,8 @@ def table(rows: list[dict[str, Any]], kernels: list[str]) -> list[dict[str, Any]
                                     parts = key_parts(row, length) if which == "backward" else (1, 0)
                                     got = cost(made, row, mask, length, *parts), blocks, mxu(row, which)
                                     best[which] = min(best.get(which, got), got, key=lambda one: one[0])
+                                    if kernel == "attnops" and undeclared_here.items() <= row.items():
+                                        cell.setdefault("planned", {})[which] = got
                         cell[kernel] = best
                     cells.append(cell)
     return cells
@@ -303,8 +316,26 @@ def show(cells: list[dict[str, Any]], kernels: list[str]) -> None:
         shares = [cell["attnops"][which][2] if which in cell["attnops"] else math.nan for which in _PASSES[:2]]
         print(line + ("" if cell["mask"] == "window" else f"{shares[0]:>9.0%}{shares[1]:>6.0%}"))
     for (rival, which), found in ratios.items():
-        mean = math.exp(sum(map(math.log, found)) / len(found))
-        print(f"{which} of {rival}: {mean:.2f} as geometric mean, {min(found):.2f} to {max(found):.2f}")
+        print(f"{which} of {rival}: {_spread(found)}")
+    print("What attnops plans if nothing is declared:")
+    for other, which in itertools.product(kernels, _PASSES):
+        compared = [(cell, _ratio(cell, other, which, "planned")) for cell in cells if "planned" in cell]
+        told = _spread([ratio for _, ratio in compared if ratio is not None])
+        against = "its best sizes" if other == "attnops" else other
+        print(f"{which} of {against}: {told}")
+    for target, dim in itertools.product(TARGETS, DIMS):
+        of_full = [
+            c["planned"]
+            for c in cells
+            if (c["target"], c["dim"], c["mask"]) == (target, dim, "full") and "planned" in c
+        ]
+        shares = (f"{which} {min(one[which][2] for one in of_full):.1%}" for which in _PASSES[:2])
+        print(f"MXU: {target:12}{dim:>5} {', '.join(shares)}" if of_full else f"MXU: {target:12}{dim:>5} -")
+
+
+def _spread(ratios: list[float]) -> str:
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return f"{mean:.2f} as geometric mean, {min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def show_temps(temps: list[dict[str, Any]], kernels: list[str]) -> None:
@@ -319,11 +350,11 @@ def show_temps(temps: list[dict[str, Any]], kernels: list[str]) -> None:
 _PASSES = ("forward", "backward", "both")
 
 
-def _ratio(cell: dict[str, Any], rival: str, which: str) -> float | None:
+def _ratio(cell: dict[str, Any], rival: str, which: str, own: str = "attnops") -> float | None:
     names = ("forward", "backward") if which == "both" else (which,)
-    if any(name not in cell[k] for k in ("attnops", rival) for name in names):
+    if any(name not in cell[k] for k in (own, rival) for name in names):
         return None
-    ours, theirs = (sum(cell[k][name][0] for name in names) for k in ("attnops", rival))
+    ours, theirs = (sum(cell[k][name][0] for name in names) for k in (own, rival))
     return ours / theirs
 
 

@@ -467,14 +467,17 @@ def _backward(
     work = _BlockPass(static, static.backward, operands, traced, apart=apart, sums=True)
     heads, blocks, size = work.blocking.heads, work.kv_blocks, work.blocking.block_kv
     time, head = work.time, work.head
-    query, output, d_output = (work.padded_queries(x) for x in (operands.query, output, d_output))
+    # For all rows at once: in the loop the output's rows would be copied first, which takes as long as a third of a tile.
+    delta = (output.astype(work.dtype) * d_output.astype(work.dtype)).sum(-1)
+    delta = (delta if head == 1 else delta.swapaxes(1, 2)) - d_lse.astype(work.dtype)
+    query, d_output = (work.padded_queries(x) for x in (operands.query, d_output))
     short = work.q_padded - static.static_part.q_len
     # Rows without keys and padded rows have no weights: exp(x - inf) is 0.
-    d_lse, padded_lse = d_lse.astype(work.dtype), where(lse != -jnp.inf, lse, jnp.inf)
+    padded_lse = where(lse != -jnp.inf, lse, jnp.inf)
     if short:
-        d_lse, padded_lse = (
+        delta, padded_lse = (
             jnp.pad(x, ((0, 0), (0, 0), (0, short)), constant_values=fill)
-            for x, fill in ((d_lse, 0), (padded_lse, jnp.inf))
+            for x, fill in ((delta, 0), (padded_lse, jnp.inf))
         )
     d_sinks = None if operands.sinks is None else jnp.zeros_like(operands.sinks)
 
@@ -483,10 +486,8 @@ def _backward(
 
         def of_q_block(at: QueryBlock, carry: Any) -> Any:
             d_key, d_value, d_query, d_bias, d_sinks = carry
-            q, d_out, out = (work.queries(x, at) for x in (query, d_output, output))
-            row_lse = work.row_values(padded_lse, at)
-            delta = (out.astype(work.dtype) * d_out.astype(work.dtype)).sum(-1)
-            delta = delta - work.row_values(d_lse, at)
+            q, d_out = (work.queries(x, at) for x in (query, d_output))
+            row_lse, row_delta = (work.row_values(x, at) for x in (padded_lse, delta))
             shift = row_lse * LOG2E
             # Left factors with the contracted dimension last: otherwise XLA:CPU would copy the other factor, which is as large
             # as a tile.
@@ -500,7 +501,7 @@ def _backward(
                 p = work.exp2(x * factor - shift[..., None])
                 keep = work.source.keep(tile)
                 d_p = work.dropped(dot(d_out, v, 2, work.dtype), keep)
-                d_x = p * (d_p - delta[..., None])
+                d_x = p * (d_p - row_delta[..., None])
                 if d_bias is not None:
                     d_bias = _add_bias_gradient(work, d_bias, d_x, tile)
                 if capped is not None:
@@ -515,7 +516,7 @@ def _backward(
             d_q, d_key, d_value, d_bias = work.each_live(at, of_tile, (start, d_key, d_value, d_bias))
             d_query = work.put_queries(d_query, d_q * static.scale, at)
             if d_sinks is not None:
-                d_sinks = _add_sink_gradient(work, d_sinks, row_lse, delta, at.group)
+                d_sinks = _add_sink_gradient(work, d_sinks, row_lse, row_delta, at.group)
             return d_key, d_value, d_query, d_bias, d_sinks
 
         d_query, d_key, d_value, d_bias, d_sinks = gradients
