@@ -29,8 +29,8 @@ import jax.numpy as jnp
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.operators.shipped import table_key
-from attnops.operators.splash.block_choice import is_short_code
 from attnops.operators.splash.candidates import SHIPPED
+from attnops.operators.splash.pass_cost import is_short_code
 from attnops.planning import Plan
 from attnops.verify.call import verify_call
 from attnops.verify.clock_worker import ClockWorker

@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ...errors import ConfigError
-from ...masks import Mask
 from ...planning import AttentionProblem, OperationConfig, Placement
 from ..mask_blocks import fitted_block
+from .pass_cost import forward_cost, is_short_tile, tile_cost
 from .scalar_memory import ScalarMemory
 from .sizes import BlockSizes, choose_block, dividing_block
 from .splash_config import LANES, SplashConfig
 from .tile_way import SUBLANES, TileWay, Units, way_of_tiles
 from .vmem_count import ROOM, counted_vmem, vmem_need, vmem_room
 
-if TYPE_CHECKING:
-    from ..kernels.splash.bodies import Body
-
-__all__ = ["heads_together", "is_short_code", "resolve_attnops", "tile_cost"]
+__all__ = ["heads_together", "resolve_attnops"]
 
 # From the static cycles of the compiled kernels (docs/splash.md): a product over half of a 1024-block at a time lets the
 # compiler overlap the softmax of one half with the products of the other.
 _SIZES, _COMPUTE = (1024, 512, 256, 128), 512
-_UNIT = 256  # of queries and of keys, the least
 _WIDE = 2048  # with pipelined tiles, each of which starts and ends with units that don't overlap
-# The most weights in one body of a forward tile, and of a backward one, whose code is twice as long: compile time is in
-# proportion to them (benchmarks/tpu_compile.py). Without a bound, kernels would take 4 to 7 % fewer cycles forward and 0 to 4 %
-# backward, and 1.4 to 2 times as long to compile.
-_CODE, _CODE_DKV = 1 << 21, 1 << 20
-_LARGE = (
-    2048,
-    4096,
-)  # so that lists of long sequences, or of many rows, find room in scalar memory; no faster elsewhere
+# No faster, but lists of long sequences, or of many rows, find room in scalar memory.
+_LARGE = (2048, 4096)
 _COMPUTE_IN = {"TPU7x": 256}  # 5 % fewer cycles than with 512 there; 4 % more on a v5e
-# In weights of a tile without a mask: a step of the grid beside its tile (half a microsecond; not measured on a TPU). Two
-# passes make seven products where the fused one makes five.
-_STEP, _APART = 1 << 17, 1.4
-_FILL = 1 << 18  # extra cost of the start and end of a pipelined tile: 415 cycles on v6e at head dim 128
 _ROWS = 1024  # of a tile, over all its heads
-_SAMPLE = 1 << 14  # rows and keys sampled to find a mask's costs
 _PARTS = 8  # of the keys; each is a kernel to compile
 _MIB = 1 << 20
 
@@ -99,7 +83,7 @@ def _ways(
                 found.append(_with_blocks(problem, placement, config, largest, fused))
             except ConfigError as error:
                 yield error
-        yield from sorted(found, key=lambda way: _cost(problem, placement, way))
+        yield from sorted(found, key=lambda way: forward_cost(problem, placement, way))
 
 
 def _most_for(problem: AttentionProblem) -> int:
@@ -107,57 +91,6 @@ def _most_for(problem: AttentionProblem) -> int:
     if "chosen_blocks" not in problem.features:
         return _SIZES[0]
     return max(LANES, *(fitted_block(problem.mask, axis, _SIZES[0], _SIZES[0] + 1, LANES) for axis in ("q", "kv")))
-
-
-def _cost(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> float:
-    """The work of a pass over the tiles that the mask leaves; two backward passes make more products than the fused one."""
-    assert config.block_q is not None
-    assert config.block_kv is not None
-    apart = 1.0 if config.use_fused_bwd_kernel else _APART
-    # Each part of the keys goes over all queries.
-    again = math.ceil(placement.local.kv_len / (config.block_kv_dkv_sums or placement.local.kv_len)) - 1
-    again *= math.ceil(min(placement.local.q_len, _SAMPLE) / config.block_q)
-    fill = _FILL if config.transposed_tiles else 0
-    unit = config.block_q_compute or config.block_q, config.block_kv_compute or config.block_kv
-    return apart * tile_cost(problem, placement, (config.block_q, config.block_kv), unit, fill) + again * _STEP
-
-
-def tile_cost(
-    problem: AttentionProblem, placement: Placement, block: tuple[int, int], unit: tuple[int, int], fill: int = 0
-) -> float:
-    """The work of a pass, in weights: large blocks take fewer steps, small ones skip more, as do small units within them.
-
-    block, unit: of queries and keys. fill: cost per tile, besides its step.
-    """
-    if "mask_function" in problem.features:  # it would be evaluated weight by weight
-        return 1 / math.prod(block)
-    place = {"query_offset": problem.query_offset or 0, **_sample(problem, placement)}
-    return sum(
-        count * (body.work * math.prod(block) + _STEP + fill)
-        for body, count in _bodies(problem.mask, block, unit, tuple(place.items()))
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _bodies(
-    mask: Mask, block: tuple[int, int], unit: tuple[int, int], place: tuple[tuple[str, int], ...]
-) -> tuple[tuple[Body, float], ...]:
-    """Each body with the mean number of a head's tiles that use it."""
-    from ..kernels.splash.bodies import bodies_of, cells  # Pallas comes with the package
-
-    at = dict(place)
-    count = math.ceil(at["q_len"] / block[0]), math.ceil(at["kv_len"] / block[1])
-    kinds = mask.live_blocks_by_head(*unit, **at)
-    bodies, numbers = bodies_of(cells(kinds, count, (block[0] // unit[0], block[1] // unit[1])))
-    return tuple((body, float((numbers == i).sum()) / len(kinds)) for i, body in enumerate(bodies, 1))
-
-
-def _sample(problem: AttentionProblem, placement: Placement) -> dict[str, int]:
-    """A sample of a device's rows and keys: the last rows if rows or keys are split, and the keys near their positions."""
-    q_len, kv_len = (min(length, _SAMPLE) for length in (placement.local.q_len, placement.local.kv_len))
-    q_start = problem.q_len - q_len if placement.q_axes else 0
-    k_start = min(max(0, q_start + q_len + (problem.query_offset or 0) - kv_len), problem.kv_len - kv_len)
-    return {"q_len": q_len, "kv_len": kv_len, "q_start": q_start, "k_start": k_start}
 
 
 def _backward_ways(config: SplashConfig) -> tuple[bool, ...]:
@@ -183,7 +116,7 @@ def _with_blocks(
     inner = math.lcm(LANES, config.block_kv_compute_in or 1)
     outer = math.lcm(inner, config.block_kv_compute or 1)
     rows = sizes["block_q"] * sizes["heads_per_tile"]
-    sizes.fill("block_kv", _block_of_keys(problem, placement, largest, (sizes["block_q"], rows), outer, _CODE))
+    sizes.fill("block_kv", _block_of_keys(problem, placement, largest, (sizes["block_q"], rows), outer, "forward"))
     block = sizes["block_q"], sizes["block_kv"]
     declared = config.block_q_compute, config.block_kv_compute
     units = _units_for_mask(problem, placement, block, way.units, declared)
@@ -197,7 +130,7 @@ def _with_blocks(
     sizes.fill("block_q_dkv", sizes["block_q"] if same else choose_block(q_len, largest.rows, unit))
     unit = math.lcm(LANES, config.block_kv_dkv_compute or 1)
     sums, rows = config.block_kv_dkv_sums, sizes["block_q_dkv"]
-    keys = _block_of_keys(problem, placement, largest, (rows, rows), unit, _CODE_DKV)
+    keys = _block_of_keys(problem, placement, largest, (rows, rows), unit, "backward")
     sizes.fill("block_kv_dkv", keys if sums is None else dividing_block(sums, keys, unit))
     block = sizes["block_q_dkv"], sizes["block_kv_dkv"]
     declared = config.block_q_dkv_compute, config.block_kv_dkv_compute
@@ -225,37 +158,18 @@ def _with_blocks(
 
 
 def _block_of_keys(
-    problem: AttentionProblem, placement: Placement, largest: _Most, rows: tuple[int, int], unit: int, code: int
+    problem: AttentionProblem, placement: Placement, largest: _Most, rows: tuple[int, int], unit: int, part: str
 ) -> int:
-    """The largest block of keys, or half of a wide one if the code of a body would be too long.
+    """The largest block of keys, or half of a wide one if the code for a tile would be too long.
 
     rows: queries of a block, and of all heads that share a tile.
     """
-    block_q, of_heads = rows
-    block_kv = choose_block(placement.local.kv_len, largest.size, unit)
+    kv_len = placement.local.kv_len
+    block = rows[0], choose_block(kv_len, largest.size, unit)
     if not largest.bounded or largest.size != _WIDE:
-        return block_kv
-    weights = _longest_body(problem, placement, (block_q, block_kv)) * (of_heads // block_q)
-    return block_kv if weights <= code else choose_block(placement.local.kv_len, _WIDE // 2, unit)
-
-
-def is_short_code(problem: AttentionProblem, placement: Placement, config: SplashConfig, part: str) -> bool:
-    """Whether the code for a tile of a resolved config's 'forward' or 'backward' pass is as short as the heuristic's."""
-    backward = part == "backward"
-    names = ("block_q_dkv", "block_kv_dkv") if backward else ("block_q", "block_kv")
-    block_q, block_kv = (getattr(config, name) for name in names)
-    weights = _longest_body(problem, placement, (block_q, block_kv)) * (1 if backward else config.heads_per_tile or 1)
-    return weights <= (_CODE_DKV if backward else _CODE)
-
-
-def _longest_body(problem: AttentionProblem, placement: Placement, block: tuple[int, int]) -> float:
-    """The weights that the largest body of a head's tile computes, in the smallest units."""
-    if "mask_function" in problem.features:
-        return math.prod(block)
-    place = {"query_offset": problem.query_offset or 0, **_sample(problem, placement)}
-    unit = dividing_block(block[0], _UNIT), dividing_block(block[1], _UNIT)
-    bodies = _bodies(problem.mask, block, unit, tuple(place.items()))
-    return max(body.live for body, _ in bodies) * math.prod(block)
+        return block[1]
+    short = is_short_tile(problem, placement, block, part, rows[1] // rows[0])
+    return block[1] if short else choose_block(kv_len, _WIDE // 2, unit)
 
 
 def heads_together(problem: AttentionProblem, placement: Placement, block_q: int) -> list[int]:

@@ -11,7 +11,8 @@ from typing import Any
 from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
 from ..shipped import ShippedTable
-from .block_choice import heads_together, resolve_attnops, tile_cost
+from .block_choice import heads_together, resolve_attnops
+from .pass_cost import tile_cost
 from .splash_config import LANES, SplashConfig
 from .vmem_count import fits
 

@@ -56,8 +56,8 @@ def _products(function: Any, length: int, dim: int) -> dict[str, int]:
 @pytest.mark.parametrize("kind", PIPELINED)
 @pytest.mark.parametrize(("name", "most"), [("full", 32), ("causal", 32 + 26 + 10), ("window", 30 + 10)])
 def test_products_of_a_forward_kernel(name: str, most: int, kind: str) -> None:
-    """Two for each unit of 256 x 256. Causal: a tile of 2048 x 1024 is whole, crossed by the diagonal in its upper half, or in its
-    lower one. A window of 1024 has eight rows of five units in a tile of 2048 x 2048, and ten units in the tile before it."""
+    """Two for each unit of 256 x 256. Causal: a tile of 2048 x 1024 is whole, or the diagonal crosses its upper half, or its
+    lower half. A window of 1024 has eight rows of five units in a tile of 2048 x 2048, and ten units in the tile before it."""
     function, _ = _call(kind, MASKS[name], 8192, 64)
     assert _products(function, 8192, 64) == {"attnops_splash_forward": 2 * most}
 

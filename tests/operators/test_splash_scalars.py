@@ -30,8 +30,8 @@ from attnops import (
 from attnops.compat import abstract_device
 from attnops.operators.kernels.splash.frame import Frame
 from attnops.operators.kernels.splash.schedule import MOST_WORDS
-from attnops.operators.splash import block_choice
-from attnops.operators.splash.block_choice import tile_cost
+from attnops.operators.splash import pass_cost
+from attnops.operators.splash.pass_cost import tile_cost
 from attnops.operators.splash.scalar_memory import ScalarMemory
 
 
@@ -226,7 +226,7 @@ def test_planning_of_long_sequences_looks_at_few_tiles(length: int, most: int, m
 
     count("live_blocks")
     count("live_blocks_by_head")
-    block_choice._bodies.cache_clear()
+    pass_cost._bodies.cache_clear()
     _plan(length, heads=6)  # a problem that no other test has planned
     assert 0 < sum(seen) < most
 

@@ -1,0 +1,103 @@
+"""What a pass of splash over a mask's tiles costs, and how long the code for a tile is."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+from ...masks import Mask
+from ...planning import AttentionProblem, Placement
+from .sizes import dividing_block
+from .splash_config import SplashConfig
+
+if TYPE_CHECKING:
+    from ..kernels.splash.bodies import Body
+
+__all__ = ["forward_cost", "is_short_code", "is_short_tile", "tile_cost"]
+
+# In weights of a tile without a mask: a step of the grid beside its tile (half a microsecond; not measured on a TPU). Two
+# passes make seven products where the fused one makes five.
+_STEP, _APART = 1 << 17, 1.4
+_FILL = 1 << 18  # extra cost of the start and end of a pipelined tile: 415 cycles on v6e at head dim 128
+# The most weights in one body of a forward tile, and of a backward one, whose code is twice as long: compile time is in
+# proportion to them (benchmarks/tpu_compile.py). Without a bound, kernels would take 4 to 7 % fewer cycles forward and 0 to 4 %
+# backward, and 1.4 to 2 times as long to compile.
+_CODE = {"forward": 1 << 21, "backward": 1 << 20}
+_UNIT = 256  # of queries and of keys, the least
+_SAMPLE = 1 << 14  # rows and keys sampled to find a mask's costs
+
+
+def forward_cost(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> float:
+    """The work of a pass over the tiles that the mask leaves; two backward passes make more products than the fused one."""
+    assert config.block_q is not None
+    assert config.block_kv is not None
+    apart = 1.0 if config.use_fused_bwd_kernel else _APART
+    # Each part of the keys goes over all queries.
+    again = math.ceil(placement.local.kv_len / (config.block_kv_dkv_sums or placement.local.kv_len)) - 1
+    again *= math.ceil(min(placement.local.q_len, _SAMPLE) / config.block_q)
+    fill = _FILL if config.transposed_tiles else 0
+    unit = config.block_q_compute or config.block_q, config.block_kv_compute or config.block_kv
+    return apart * tile_cost(problem, placement, (config.block_q, config.block_kv), unit, fill) + again * _STEP
+
+
+def tile_cost(
+    problem: AttentionProblem, placement: Placement, block: tuple[int, int], unit: tuple[int, int], fill: int = 0
+) -> float:
+    """The work of a pass, in weights: large blocks take fewer steps, small ones skip more, as do small units within them.
+
+    block, unit: of queries and keys. fill: cost per tile, besides its step.
+    """
+    if "mask_function" in problem.features:  # it would be evaluated weight by weight
+        return 1 / math.prod(block)
+    place = {"query_offset": problem.query_offset or 0, **_sample(problem, placement)}
+    return sum(
+        count * (body.work * math.prod(block) + _STEP + fill)
+        for body, count in _bodies(problem.mask, block, unit, tuple(place.items()))
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _bodies(
+    mask: Mask, block: tuple[int, int], unit: tuple[int, int], place: tuple[tuple[str, int], ...]
+) -> tuple[tuple[Body, float], ...]:
+    """Each body with the mean number of a head's tiles that use it."""
+    from ..kernels.splash.bodies import bodies_of, cells  # Pallas comes with the package
+
+    at = dict(place)
+    count = math.ceil(at["q_len"] / block[0]), math.ceil(at["kv_len"] / block[1])
+    kinds = mask.live_blocks_by_head(*unit, **at)
+    bodies, numbers = bodies_of(cells(kinds, count, (block[0] // unit[0], block[1] // unit[1])))
+    return tuple((body, float((numbers == i).sum()) / len(kinds)) for i, body in enumerate(bodies, 1))
+
+
+def _sample(problem: AttentionProblem, placement: Placement) -> dict[str, int]:
+    """A sample of a device's rows and keys: the last rows if rows or keys are split, and the keys near their positions."""
+    q_len, kv_len = (min(length, _SAMPLE) for length in (placement.local.q_len, placement.local.kv_len))
+    q_start = problem.q_len - q_len if placement.q_axes else 0
+    k_start = min(max(0, q_start + q_len + (problem.query_offset or 0) - kv_len), problem.kv_len - kv_len)
+    return {"q_len": q_len, "kv_len": kv_len, "q_start": q_start, "k_start": k_start}
+
+
+def is_short_code(problem: AttentionProblem, placement: Placement, config: SplashConfig, part: str) -> bool:
+    """Whether the code for a tile of a resolved config's 'forward' or 'backward' pass is as short as the heuristic's."""
+    if part == "backward":
+        assert config.block_q_dkv is not None
+        assert config.block_kv_dkv is not None
+        return is_short_tile(problem, placement, (config.block_q_dkv, config.block_kv_dkv), part)
+    assert config.block_q is not None
+    assert config.block_kv is not None
+    return is_short_tile(problem, placement, (config.block_q, config.block_kv), part, config.heads_per_tile or 1)
+
+
+def is_short_tile(
+    problem: AttentionProblem, placement: Placement, block: tuple[int, int], part: str, heads: int = 1
+) -> bool:
+    """Whether the largest body of a tile, of so many heads, computes few enough weights in the smallest units."""
+    if "mask_function" in problem.features:
+        live = 1.0
+    else:
+        place = {"query_offset": problem.query_offset or 0, **_sample(problem, placement)}
+        unit = dividing_block(block[0], _UNIT), dividing_block(block[1], _UNIT)
+        live = max(body.live for body, _ in _bodies(problem.mask, block, unit, tuple(place.items())))
+    return heads * live * math.prod(block) <= _CODE[part]
