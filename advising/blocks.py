@@ -12,7 +12,7 @@ from .estimate import estimate
 
 __all__ = ["better_blocks"]
 
-_GAIN = 0.97  # estimates closer than this don't count
+_GAIN = 0.9  # closer estimates don't count: a tile's is up to 10 % off (docs/advise.md)
 _MOST = 8  # per pass
 
 

@@ -20,7 +20,8 @@ __all__ = ["Rate", "Worked", "rate_of", "worked"]
 
 _LANES = 128
 _STEP_CYCLES = 50  # per step of the grid: 41 to 64 in the schedules read (benchmarks/results/tpu_static.json)
-_FILL_CYCLES = 415  # until products and exponentials of a tile overlap, and after the last product (docs/splash.md)
+# Until products and exponentials of a pipelined tile overlap, and after the last product: from tiles of 1024 and of 2048 keys.
+_FILL_CYCLES = {"forward": 415, "backward": 200}
 # Start and end of a row's sums, in weights: 195 to 280, and 30 to 80, in the same schedules.
 _ROW_WEIGHTS = {"forward": 256, "backward": 32, "dkv": 64, "dq": 64}
 _EXACT_PASSES = 6  # bfloat16 passes for a full-precision float32 product
@@ -69,7 +70,7 @@ def rate_of(machine: Machine, plan: Plan, kernel: Kernel) -> Rate:
         if own:
             share = getattr(plan.config, "heads_per_tile", None) or 1
             moved = _moved(kernel, item, d, dv, share)
-            tile = _STEP_CYCLES + (_FILL_CYCLES if kernel.pipelined else 0)
+            tile = _STEP_CYCLES + (_FILL_CYCLES[kernel.products] if kernel.pipelined else 0)
             return Rate(products, vector, _ROW_WEIGHTS[kernel.products] * vector, tile / clock, *moved)
         return Rate(products, vector, 0.0, 0.0, *_of_xla(plan, kernel, item))
     assert machine.limits is not None

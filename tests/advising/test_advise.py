@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import attnops
 from attnops import Advice, ConfigError, Declaration, OperationRegistry, RefusedError
+from attnops.advising import blocks
 from attnops.advising.asked import asked_devices
 from attnops.advising.candidates import AXES, meshes
 from attnops.advising.machine import machine_of
@@ -91,13 +92,13 @@ def test_what_is_told(found: Advice) -> None:
 
 def test_what_is_declared_is_kept() -> None:
     """A strategy, an order and blocks of the file; its mesh isn't read, and a note says so."""
-    blocks = {"block_q": 256, "block_kv": 256}
+    sizes = {"block_q": 256, "block_kv": 256}
     metadata = {
         "strict": True,
         "tuning": "tune",
         "sequence_parallel": "ring",
         "ring_order": "contiguous",
-        "operation_configs": {"splash": blocks},
+        "operation_configs": {"splash": sizes},
         "mesh": {"fsdp": 2},
     }
     advice = attnops.advise(_given(metadata), "v5e:2x2", most_compiled=0, operations=["splash"])
@@ -106,6 +107,20 @@ def test_what_is_declared_is_kept() -> None:
     assert not any(e.plan.placement.sequence.zigzag for e in advice.entries)
     assert all((e.plan.config.block_q, e.plan.config.block_kv) == (256, 256) for e in advice.entries)  # type: ignore[attr-defined]
     assert [note.split()[0] for note in advice.notes] == ["metadata.mesh", "metadata.tuning='tune'"]
+
+
+def test_sizes_are_declared_only_where_the_estimate_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger blocks of keys save starts and ends of tiles, by less than an estimate can be off."""
+    kept = attnops.advise(_given(), "v6e:2x2", operations=["splash"], mesh={"fsdp": 4}, most_compiled=0).best
+    assert "operation_configs" not in kept.declaration.metadata
+    assert not kept.notes
+    monkeypatch.setattr(blocks, "_GAIN", 0.999)
+    gained = attnops.advise(_given(), "v6e:2x2", operations=["splash"], mesh={"fsdp": 4}, most_compiled=0).best
+    assert gained.estimate.seconds < kept.estimate.seconds
+    declared = gained.declaration.metadata["operation_configs"]["splash"]
+    assert declared["block_kv"] > kept.plan.config.block_kv  # type: ignore[attr-defined]
+    assert {name: getattr(gained.plan.config, name) for name in declared} == declared
+    assert all(f"{name}={value}" in gained.notes[-1] for name, value in declared.items())
 
 
 def test_held_axes_devices_and_batches() -> None:
