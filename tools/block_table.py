@@ -34,7 +34,7 @@ from attnops.operators.splash.pass_cost import is_short_code
 from attnops.planning import Plan
 from attnops.verify.call import verify_call
 from attnops.verify.clock_worker import ClockWorker
-from attnops.verify.generations import clock_rate
+from attnops.verify.generations import abstract_target, clock_rate
 from attnops.verify.local_call import LocalProblem
 from attnops.verify.static_clock import TileCycles
 from attnops.verify.tile_counts import kernel_bodies, kernel_cycles, kernels_of
@@ -231,37 +231,59 @@ def search(work: Work, shape: dict[str, Any], generation: str) -> None:
 
 
 def write(work: Work) -> None:
-    """The table that plans read, and the page."""
+    """The table that plans read, and the page. What they say of generations that weren't searched stays, if the compiler does."""
     rows = dict(sorted(work.data["choices"].items()))
     compiler = f"libtpu {metadata.version('libtpu')}, jax {metadata.version('jax')}"
-    choices = {key: row["fields"] for key, row in rows.items() if "fields" in row}
-    SHIPPED.path.write_text(json.dumps({"compiler": compiler, "choices": choices}, indent=1) + "\n")
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{page(rows, compiler)}\n\n{END}{tail}", encoding="utf-8")
+    old_page, _, tail = rest.partition(END)
+    old = json.loads(SHIPPED.path.read_text())
+    searched = {row["generation"] for row in rows.values()}
+    same = old["compiler"] == compiler
+    kinds = tuple(f"{abstract_target(TARGETS[generation])[0]}, " for generation in searched)
+    choices = {key: fields for key, fields in old["choices"].items() if same and not key.startswith(kinds)}
+    choices |= {key: row["fields"] for key, row in rows.items() if "fields" in row}
+    SHIPPED.path.write_text(
+        json.dumps({"compiler": compiler, "choices": dict(sorted(choices.items()))}, indent=1) + "\n"
+    )
+    sections = _sections(old_page) if same else {}
+    sections |= {generation: section(rows, generation) for generation in searched}
+    PAGE.write_text(f"{head}{BEGIN}\n\n{page(sections, compiler)}\n\n{END}{tail}", encoding="utf-8")
 
 
-def page(rows: dict[str, Any], compiler: str) -> str:
-    """A table for each generation."""
+def _sections(text: str) -> dict[str, str]:
+    """A page's text on each generation."""
+    found = (part.partition("\n\n") for part in text.split("### ")[1:])
+    return {name: told.strip() for name, _, told in found}
+
+
+def page(sections: dict[str, str], compiler: str) -> str:
+    """A section for each generation."""
     parts = [f"Compiled with {compiler}."]
-    missing = [g for g in TARGETS if all(row["generation"] != g for row in rows.values())]
+    missing = [generation for generation in TARGETS if generation not in sections]
     if missing:
         parts.append(f"Not searched yet: {', '.join(missing)}; a plan for them takes the heuristic's sizes.")
-    for generation in (g for g in TARGETS if g not in missing):
-        lines = [
-            "| Call | Forward: block_q, block_kv; unit | Backward: block_q, block_kv; unit | VMEM, MiB | Of the heuristic's "
-            "cycles |",
-            "|---|---|---|---|---|",
-        ]
-        of_it = {key: row for key, row in rows.items() if row["generation"] == generation}
-        own = sum("heuristic" in row for row in of_it.values())
-        for key, row in of_it.items():
-            if "heuristic" not in row:
-                call = key.partition(", ")[2].removeprefix("bfloat16, ")
-                lines.append(f"| {row['shape']}: {call} | {_cells(row)} |")
-        told = f"Of {len(of_it)} calls, {own} need no row: the heuristic's sizes take at most 1 % more cycles than any other."
-        parts += [f"### {generation}", told, *(["\n".join(lines)] if len(lines) > 2 else [])]
+    for generation in (g for g in TARGETS if g in sections):
+        parts += [f"### {generation}", sections[generation]]
     return "\n\n".join(parts)
+
+
+def section(rows: dict[str, Any], generation: str) -> str:
+    """A table of one generation's rows, and how many calls need none."""
+    lines = [
+        "| Call | Forward: block_q, block_kv; unit | Backward: block_q, block_kv; unit | VMEM, MiB | Of the heuristic's "
+        "cycles |",
+        "|---|---|---|---|---|",
+    ]
+    of_it = {key: row for key, row in rows.items() if row["generation"] == generation}
+    own = sum("heuristic" in row for row in of_it.values())
+    for key, row in of_it.items():
+        if "heuristic" not in row:
+            call = key.partition(", ")[2].removeprefix("bfloat16, ")
+            lines.append(f"| {row['shape']}: {call} | {_cells(row)} |")
+    told = (
+        f"Of {len(of_it)} calls, {own} need no row: the heuristic's sizes take at most 1 % more cycles than any other."
+    )
+    return "\n\n".join([told, *(["\n".join(lines)] if len(lines) > 2 else [])])
 
 
 def _cells(row: dict[str, Any]) -> str:
