@@ -52,11 +52,16 @@ def layout_of(length: int, density: float) -> np.ndarray:
     return seen | np.eye(count, dtype=bool)
 
 
-def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, run in turns, after one run of each that doesn't count."""
+def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, repeat: bool = False) -> dict[str, float]:
+    """Median seconds of each, run in turns, after one run of each that doesn't count.
+
+    repeat: each turn is two runs, of which the second counts. Implementations that hold gigabytes make the next run slow.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
+            if repeat and number:
+                jax.block_until_ready(call())
             start = time.perf_counter()
             jax.block_until_ready(call())
             if number:
@@ -86,13 +91,12 @@ def on_this_machine(length: int, rounds: int, backward: bool) -> list[dict[str, 
     times = interleaved(ways, rounds)
     others: dict[str, float] = {}
     if length <= MOST_WHOLE:
-        # In turns of their own: they hold gigabytes, and the call after one of them takes up to three times as long.
         array = jnp.asarray(layouts[0.1].repeat(BLOCK, 0).repeat(BLOCK, 1))[None, None]
         whole_logits = {"0.1": ways["0.1"]}
         for name, attention in rivals(array).items():
             check(attention, functools.partial(masked, Blocks(layouts[0.1], BLOCK, BLOCK)), x)
             whole_logits[name] = run(attention)
-        others = interleaved(whole_logits, rounds)
+        others = interleaved(whole_logits, rounds, repeat=True)
     whole = times["1.0"] / layouts[1.0].size
     rows = []
     for density in DENSITIES:

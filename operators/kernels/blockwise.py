@@ -24,7 +24,7 @@ from .cpu_tuning import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, hel
 from .decode import Pieces, decode_forward
 from .operands import Operands, StaticPart, Traced, join_static
 from .part import LSE_NAME, OUTPUT_NAME, differentiable
-from .primitives import cut, cut_along, dot, fold, loop, put, split_index, summed, where
+from .primitives import cut, cut_along, dot, fold, loop, put, row_dots, split_index, summed, where
 from .tiles import TilePosition, TileSource, is_arithmetic, tile_table
 from .varying import vary, varying
 
@@ -468,7 +468,7 @@ def _backward(
     heads, blocks, size = work.blocking.heads, work.kv_blocks, work.blocking.block_kv
     time, head = work.time, work.head
     # For all rows at once: in the loop the output's rows would be copied first, which takes as long as a third of a tile.
-    delta = (output.astype(work.dtype) * d_output.astype(work.dtype)).sum(-1)
+    delta = row_dots(output.astype(work.dtype), d_output.astype(work.dtype), static.platform)
     delta = (delta if head == 1 else delta.swapaxes(1, 2)) - d_lse.astype(work.dtype)
     query, d_output = (work.padded_queries(x) for x in (operands.query, d_output))
     short = work.q_padded - static.static_part.q_len

@@ -16,7 +16,9 @@ from jax import lax
 
 from .precision import exact
 
-__all__ = ["cut", "cut_along", "dot", "fold", "loop", "numbers", "put", "shifted", "split_index", "summed", "where"]
+__all__ = [
+    "cut", "cut_along", "dot", "fold", "loop", "numbers", "put", "row_dots", "shifted", "split_index", "summed", "where",
+]  # fmt: skip
 
 
 def numbers(shape: tuple[int, ...], axis: int, start: Any = 0, dtype: Any = np.int32) -> jax.Array:
@@ -44,6 +46,18 @@ def dot(a: jax.Array, b: jax.Array, axis: int, dtype: np.dtype) -> jax.Array:
     rows = tuple(range(a.ndim - 2))
     sizes = ((a.ndim - 1,), (axis,)), (rows, rows)
     return lax.dot_general(a, b, sizes, precision=exact(a.dtype), preferred_element_type=dtype)
+
+
+def row_dots(a: jax.Array, b: jax.Array, platform: str) -> jax.Array:
+    """The sums of a * b over the last axis: [...] of two [..., n].
+
+    On a CPU as a product, which takes a fiftieth of the time with jaxlib 0.10.2: 0.4 ms instead of 24 ms for 32768 rows of 64.
+    """
+    if platform != "cpu":
+        return (a * b).sum(-1)
+    rows, last = tuple(range(a.ndim - 1)), a.ndim - 1
+    sizes = ((last,), (last,)), (rows, rows)
+    return lax.dot_general(a, b, sizes, precision=exact(a.dtype), preferred_element_type=a.dtype)
 
 
 def summed(x: jax.Array, axis: int) -> jax.Array:
