@@ -21,8 +21,8 @@ __all__ = ["forward_cost", "is_short_code", "is_short_tile", "tile_cost"]
 _STEP, _APART = 1 << 17, 1.4
 _FILL = 1 << 18  # extra cost of the start and end of a pipelined tile: 415 cycles on v6e at head dim 128
 # The most weights in one body of a forward tile, and of a backward one, whose code is twice as long: compile time is in
-# proportion to them (benchmarks/tpu_compile.py). Without a bound, kernels would take 4 to 7 % fewer cycles forward and 0 to 4 %
-# backward, and 1.4 to 2 times as long to compile.
+# proportion to them (benchmarks/tpu_compile.py). Without a bound, both passes would take 4 % fewer cycles, 1 % fewer with a
+# window, and 1.7 to 2.6 times as long to compile.
 _CODE = {"forward": 1 << 21, "backward": 1 << 20}
 _UNIT = 256  # of queries and of keys, the least
 _SAMPLE = 1 << 14  # rows and keys sampled to find a mask's costs
