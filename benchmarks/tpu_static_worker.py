@@ -5,7 +5,8 @@ results. Each case has its own process, because libtpu reads its options when it
 
 Keys: kernel (attnops, jax or tokamax), target, length, dim, out, and either blocks [q, kv, compute] with fused, or for tokamax
 config, the fields of its SplashConfig. Optional: fields (more of a config), heads, value_dim, mask (causal, full, or window with
-attnops' kernel), forward_only; hlo, the one kernel to dump, by its name in the compiled program.
+attnops' kernel), forward_only; kv_dtype, with attnops' kernel and forward_only: that of quantised keys and values, with scales;
+hlo, the one kernel to dump, by its name in the compiled program.
 """
 
 from __future__ import annotations
@@ -55,7 +56,13 @@ def of_attnops(mesh: Mesh, length: int, dim: int) -> tuple[Callable[..., Any], t
     attend = OperationRegistry.create("splash", metadata)
     window = Causal() & SlidingWindow(1023, 0)
     mask = {"causal": Causal(), "full": Full(), "window": window}[CASE.get("mask", "causal")]
-    return lambda q, k, v: attend(q, k, v, mask=mask).attention_outputs, (1, length, HEADS, dim)
+
+    def of_quantised(q: Any, k: Any, v: Any) -> Any:
+        scale = jnp.ones((1, length, HEADS, 1), jnp.float32)
+        return attend(q, k, v, mask=mask, key_scale=scale, value_scale=scale).attention_outputs
+
+    run = of_quantised if "kv_dtype" in CASE else lambda q, k, v: attend(q, k, v, mask=mask).attention_outputs
+    return run, (1, length, HEADS, dim)
 
 
 def of_tokamax(length: int, dim: int) -> tuple[Callable[..., Any], tuple[int, ...]]:
@@ -95,7 +102,9 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         if CASE["kernel"] == "tokamax":  # it queries its device; attnops sets it itself
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
-        lowered = jax.jit(attend if CASE.get("forward_only") else jax.grad(loss, (0, 1, 2))).lower(x, x, value)
+        key = x.update(dtype=CASE.get("kv_dtype", x.dtype))
+        value = value.update(dtype=CASE.get("kv_dtype", x.dtype))
+        lowered = jax.jit(attend if CASE.get("forward_only") else jax.grad(loss, (0, 1, 2))).lower(x, key, value)
     print(lowered.compile().memory_analysis().temp_size_in_bytes)
 
 

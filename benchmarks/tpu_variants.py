@@ -1,0 +1,145 @@
+"""What variants of attnops' splash kernels cost: static cycles of a tile, on a machine without a TPU.
+
+    python benchmarks/tpu_variants.py [--json FILE] [--report]
+
+Four tables: block sizes of the forward pass on v5e; plain tiles against transposed and pipelined ones on v6e and tpu7x; int8
+and fp8 keys and values; the products of the fused backward pass. Sizes that a cell doesn't declare are those planned without a
+mask. Each kernel is compiled for a causal mask, in bfloat16. What counts is the path for tiles without a mask, in cycles for
+1024 x 1024 weights, and never less than what the matrix units need for its products at their published peak. What FILE already
+has isn't compiled again. Requires libtpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tpu_static
+
+from attnops.verify.generations import abstract_target
+from attnops.verify.static_clock import kernels_in, regions, tile_cycles
+from attnops.verify.tile_counts import matrix_cycles
+
+LENGTH = 4096
+WIDE_TARGETS = {"v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+TARGETS = {"v5e": "v5e:2x2", **WIDE_TARGETS}
+DTYPES = ("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
+PLAIN = {"transposed_tiles": False, "products_ahead": 0}
+SIZES = ("block_q", "block_kv", "block_q_compute", "block_kv_compute", "block_kv_compute_in")
+V5E_BLOCKS = (
+    (1024, 1024, 1024), (1024, 1024, 512), (1024, 512, 1024), (1024, 512, 512), (512, 512, 512), (2048, 512, 512),
+)  # fmt: skip
+
+
+class Variant(NamedTuple):
+    """A cell: its table, row and column, and what is declared."""
+
+    table: str
+    row: str
+    column: str
+    target: str
+    dim: int
+    fields: dict[str, Any]
+    backward: bool = False
+    kv_dtype: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.table}; {self.row}; {self.column}"
+
+
+def variants() -> list[Variant]:
+    """All cells, table by table."""
+    found = []
+    for block, q_unit, kv_unit in V5E_BLOCKS:
+        sizes = dict(zip(SIZES, (block, block, q_unit, kv_unit, kv_unit), strict=True))
+        row = f"block_q {block}, block_q_compute {q_unit}, block_kv_compute {kv_unit}"
+        found.append(Variant("v5e forward", row, "cycles", "v5e:2x2", 128, sizes))
+    for dim in tpu_static.DIMS:
+        for chip, target in WIDE_TARGETS.items():
+            plain = {"block_q": 1024, "block_kv": 1024, **PLAIN}
+            for column, fields in (("plain", plain), ("planned", {}), ("2048 keys", {"block_kv": 2048})):
+                found.append(Variant("transposed", f"head dim {dim}", f"{chip} {column}", target, dim, fields))
+    for chip, target in TARGETS.items():
+        for dtype in DTYPES:
+            found.append(Variant("quantised", chip, dtype, target, 128, {}, kv_dtype=dtype))
+    for chip, target in TARGETS.items():
+        for dim in tpu_static.DIMS:
+            large = {"block_q_dkv_compute": 512, "block_kv_dkv_compute": 512, "products_ahead_dkv": 0}
+            unfilled = large | {"stationary_weights": False}
+            for column, fields in (
+                ("plain", unfilled),
+                ("stationary_weights", unfilled | {"stationary_weights": True}),
+                ("planned", {}),
+            ):
+                found.append(Variant("fused backward", f"{chip}, head dim {dim}", column, target, dim, fields, True))
+    return found
+
+
+def cycles_of(variant: Variant) -> int | str:
+    """Cycles for 1024 x 1024 weights, or why there are none."""
+    config = tpu_static.planned(variant.target, variant.dim, LENGTH, "full", json.dumps(variant.fields))
+    case = tpu_static.case_of(config)
+    backward = variant.backward
+    name = "attnops_splash_backward" if backward else "attnops_splash_forward"
+    more: dict[str, Any] = {} if backward else {"forward_only": True}
+    if variant.kv_dtype not in (None, "bfloat16"):
+        more["kv_dtype"] = variant.kv_dtype
+    with tempfile.TemporaryDirectory() as out:
+        made = tpu_static.work_of(
+            sys.executable, kernel="attnops", target=variant.target, dim=variant.dim, length=LENGTH, mask="causal", out=out,
+            hlo=f"{name}.1", **case, **more,
+        )  # fmt: skip
+        if isinstance(made, str):
+            return made
+        cycles = tile_cycles(regions(*(path.read_text() for path in kernels_in(Path(out))[name])))
+    suffix = "_dkv" if backward else ""
+    block = getattr(config, f"block_q{suffix}"), getattr(config, f"block_kv{suffix}")
+    products = "backward" if backward else "forward"
+    kind = abstract_target(variant.target)[0]
+    least = matrix_cycles(kind, products, *block, variant.dim, variant.dim)
+    return round(max(cycles.tiles[0], least) * 2**20 / (block[0] * block[1]))
+
+
+def show(cells: dict[str, int | str]) -> None:
+    """The tables, one line for each row."""
+    wanted = variants()
+    for table in dict.fromkeys(one.table for one in wanted):
+        rows = [one for one in wanted if one.table == table]
+        columns = list(dict.fromkeys(one.column for one in rows))
+        print(f"\n{table}: {', '.join(columns)}")
+        for row in dict.fromkeys(one.row for one in rows):
+            found = [cells.get(f"{table}; {row}; {column}", "-") for column in columns]
+            print(f"  {row}: {', '.join(map(str, found))}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the cycles, or with --report read them")
+    parser.add_argument("--report", action="store_true", help="compile nothing")
+    options = parser.parse_args()
+    versions = {name: metadata.version(name) for name in ("jax", "libtpu")}
+    known = json.loads(options.json.read_text()) if options.json and options.json.exists() else {"versions": versions}
+    cells: dict[str, int | str] = known.get("cycles", {})
+    if not options.report:
+        if known["versions"] != versions:
+            parser.error(f"{options.json} was made with {known['versions']}, here are {versions}; use another file")
+        missing = [one for one in variants() if one.name not in cells]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # nothing here is timed
+            for one, cycles in zip(missing, pool.map(cycles_of, missing), strict=True):
+                cells[one.name] = cycles
+                print(one.name, cycles, file=sys.stderr, flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps({"versions": versions, "cycles": cells}, indent=1) + "\n")
+    show(cells)
+
+
+if __name__ == "__main__":
+    main()
