@@ -230,24 +230,28 @@ def search(work: Work, shape: dict[str, Any], generation: str) -> None:
     work.put("choices", key, row)
 
 
+def compiler() -> str:
+    """What compiles here."""
+    return f"libtpu {metadata.version('libtpu')}, jax {metadata.version('jax')}"
+
+
 def write(work: Work) -> None:
     """The table that plans read, and the page. What they say of generations that weren't searched stays, if the compiler does."""
     rows = dict(sorted(work.data["choices"].items()))
-    compiler = f"libtpu {metadata.version('libtpu')}, jax {metadata.version('jax')}"
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     old_page, _, tail = rest.partition(END)
     old = json.loads(SHIPPED.path.read_text())
     searched = {row["generation"] for row in rows.values()}
-    same = old["compiler"] == compiler
+    same = old["compiler"] == compiler()
     kinds = tuple(f"{abstract_target(TARGETS[generation])[0]}, " for generation in searched)
     choices = {key: fields for key, fields in old["choices"].items() if same and not key.startswith(kinds)}
     choices |= {key: row["fields"] for key, row in rows.items() if "fields" in row}
     SHIPPED.path.write_text(
-        json.dumps({"compiler": compiler, "choices": dict(sorted(choices.items()))}, indent=1) + "\n"
+        json.dumps({"compiler": compiler(), "choices": dict(sorted(choices.items()))}, indent=1) + "\n"
     )
     sections = _sections(old_page) if same else {}
     sections |= {generation: section(rows, generation) for generation in searched}
-    PAGE.write_text(f"{head}{BEGIN}\n\n{page(sections, compiler)}\n\n{END}{tail}", encoding="utf-8")
+    PAGE.write_text(f"{head}{BEGIN}\n\n{page(sections)}\n\n{END}{tail}", encoding="utf-8")
 
 
 def _sections(text: str) -> dict[str, str]:
@@ -256,9 +260,9 @@ def _sections(text: str) -> dict[str, str]:
     return {name: told.strip() for name, _, told in found}
 
 
-def page(sections: dict[str, str], compiler: str) -> str:
+def page(sections: dict[str, str]) -> str:
     """A section for each generation."""
-    parts = [f"Compiled with {compiler}."]
+    parts = [f"Compiled with {compiler()}."]
     missing = [generation for generation in TARGETS if generation not in sections]
     if missing:
         parts.append(f"Not searched yet: {', '.join(missing)}; a plan for them takes the heuristic's sizes.")

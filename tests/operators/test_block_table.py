@@ -49,10 +49,10 @@ def test_a_plan_takes_the_tables_choice(shape: dict[str, Any]) -> None:
         assert {name: getattr(decided.config, name) for name in CHOICES[key]} == CHOICES[key]
 
 
-def _written(folder: Path, monkeypatch: pytest.MonkeyPatch, **compiler: str) -> tuple[dict[str, Any], str]:
-    """The table and the page after a search of one call on a v5e, beside what ships."""
+def _written(folder: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> tuple[dict[str, Any], str]:
+    """The table and the page after a search of one call on a v5e, beside what ships, as if this compiler had made it."""
     table, page, work = folder / "shipped.json", folder / "page.md", folder / "work.json"
-    table.write_text(json.dumps(json.loads(SHIPPED.path.read_text()) | compiler))
+    table.write_text(json.dumps(json.loads(SHIPPED.path.read_text()) | {"compiler": compiler}))
     page.write_text(block_table.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
     fields = {name: 512 for axis in ("q", "kv") for part in ("", "_dkv") for name in _names(axis, part)}
     fields |= {"block_kv_compute_in": 512, "use_fused_bwd_kernel": True}
@@ -76,7 +76,7 @@ def _names(axis: str, part: str) -> tuple[str, str]:
 
 def test_a_search_of_one_generation_keeps_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = block_table.PAGE.read_text(encoding="utf-8")
-    written, page = _written(tmp_path, monkeypatch)
+    written, page = _written(tmp_path, monkeypatch, block_table.compiler())
     others = {key: fields for key, fields in CHOICES.items() if not key.startswith("TPU v5 lite, ")}
     assert others
     assert written["choices"].keys() - others.keys() == {"TPU v5 lite, bfloat16, q 8192"}
@@ -86,7 +86,7 @@ def test_a_search_of_one_generation_keeps_the_others(tmp_path: Path, monkeypatch
 
 
 def test_another_compiler_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written, page = _written(tmp_path, monkeypatch, compiler="libtpu 0.0.1")
+    written, page = _written(tmp_path, monkeypatch, "libtpu 0.0.1")
     assert list(written["choices"]) == ["TPU v5 lite, bfloat16, q 8192"]
     assert "Not searched yet: v4, v5p, v6e, tpu7x" in page
     assert "### v6e" not in page
