@@ -41,7 +41,7 @@ from attnops.operators.local_mask import LocalMask
 BLOCK, HEADS, DIM = 128, 4, 64
 DENSITIES = (0.05, 0.1, 0.25, 0.5)
 RIVALS = ("jax.nn with the array", "ejkernel with the array")
-MOST_ROUNDS = 16384  # tokens; a round of a longer gradient takes minutes
+LONG = 16384  # tokens; a round of a gradient of more takes minutes
 MOST_WHOLE = 8192  # the most tokens for implementations that hold whole logits
 
 
@@ -188,7 +188,7 @@ def main() -> None:
     print(json.dumps(figures, indent=1))
     for length in arguments.lengths:
         for backward in (False, True):
-            rounds = min(2, arguments.rounds) if backward and length > MOST_ROUNDS else arguments.rounds
+            rounds = min(2, arguments.rounds) if backward and length > LONG else arguments.rounds
             for row in on_this_machine(length, rounds, backward):
                 figures["cpu"].append(row)
                 print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)

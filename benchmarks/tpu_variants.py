@@ -5,8 +5,8 @@
 Four tables: block sizes of the forward pass on v5e; plain tiles against transposed and pipelined ones on v6e and tpu7x; int8
 and fp8 keys and values; the products of the fused backward pass. Sizes that a cell doesn't declare are those planned without a
 mask. Each kernel is compiled for a causal mask, in bfloat16. What counts is the path for tiles without a mask, in cycles for
-1024 x 1024 weights, and never less than what the matrix units need for its products at their published peak. What FILE already
-has isn't compiled again. Requires libtpu.
+1024 x 1024 weights, and never less than what the matrix units need for its products at their published peak. What FILE has cycles
+of isn't compiled again. Requires libtpu.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LENGTH = 4096
 WIDE_TARGETS = {"v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 TARGETS = {"v5e": "v5e:2x2", **WIDE_TARGETS}
 DTYPES = ("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
-PLAIN = {"transposed_tiles": False, "products_ahead": 0}
+PLAIN = {"block_q": 1024, "block_kv": 1024, "transposed_tiles": False, "products_ahead": 0}
 SIZES = ("block_q", "block_kv", "block_q_compute", "block_kv_compute", "block_kv_compute_in")
 V5E_BLOCKS = (
     (1024, 1024, 1024), (1024, 1024, 512), (1024, 512, 1024), (1024, 512, 512), (512, 512, 512), (2048, 512, 512),
@@ -64,12 +64,17 @@ def variants() -> list[Variant]:
         found.append(Variant("v5e forward", row, "cycles", "v5e:2x2", 128, sizes))
     for dim in tpu_static.DIMS:
         for chip, target in WIDE_TARGETS.items():
-            plain = {"block_q": 1024, "block_kv": 1024, **PLAIN}
-            for column, fields in (("plain", plain), ("planned", {}), ("2048 keys", {"block_kv": 2048})):
+            for column, fields in (
+                ("plain", PLAIN),
+                ("planned", {}),
+                ("2048 keys", {"block_kv": 2048}),
+                ("1024 queries", {"block_q": 1024, "block_kv": 1024}),
+            ):
                 found.append(Variant("transposed", f"head dim {dim}", f"{chip} {column}", target, dim, fields))
     for chip, target in TARGETS.items():
         for dtype in DTYPES:
-            found.append(Variant("quantised", chip, dtype, target, 128, {}, kv_dtype=dtype))
+            quantised = None if dtype == "bfloat16" else dtype
+            found.append(Variant("quantised", chip, dtype, target, 128, {}, kv_dtype=quantised))
     for chip, target in TARGETS.items():
         for dim in tpu_static.DIMS:
             large = {"block_q_dkv_compute": 512, "block_kv_dkv_compute": 512, "products_ahead_dkv": 0}
@@ -90,7 +95,7 @@ def cycles_of(variant: Variant) -> int | str:
     backward = variant.backward
     name = "attnops_splash_backward" if backward else "attnops_splash_forward"
     more: dict[str, Any] = {} if backward else {"forward_only": True}
-    if variant.kv_dtype not in (None, "bfloat16"):
+    if variant.kv_dtype is not None:
         more["kv_dtype"] = variant.kv_dtype
     with tempfile.TemporaryDirectory() as out:
         made = tpu_static.work_of(
@@ -131,7 +136,7 @@ def main() -> None:
     if not options.report:
         if known["versions"] != versions:
             parser.error(f"{options.json} was made with {known['versions']}, here are {versions}; use another file")
-        missing = [one for one in variants() if one.name not in cells]
+        missing = [one for one in variants() if not isinstance(cells.get(one.name), int)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # nothing here is timed
             for one, cycles in zip(missing, pool.map(cycles_of, missing), strict=True):
                 cells[one.name] = cycles
