@@ -5,14 +5,19 @@
 
 All are compiled for described GPUs. For each kernel's loops over tiles it counts the instructions, and sums the cycles that a
 warp waits by the compiler's own schedule. Both are given per logit that the mask leaves: times the warps of a tile and
-the tiles that the loop goes through, so fully masked tiles count at their full cost. Waits for memory and for the
-tensor cores' results aren't in the sums, and nothing here was timed.
+the tiles that the loop goes through, so fully masked tiles count at their full cost. `visited` is how many logits these
+tiles have for each one that the mask leaves. Waits for memory and for the tensor cores' results aren't in the sums, and
+nothing here was timed.
+
+`packed` is causal attention within documents of the lengths in DOCUMENTS. Their segment ids are an argument of the compiled
+program, so the tiles to visit are known only when it runs; here they are counted with the same code on the same ids.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -25,7 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from attnops import Causal, Full, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops import Causal, Full, OperationMetadata, OperationRegistry, SegmentIds, SlidingWindow
+from attnops.operators.kernels.flash.visits import visits
+from attnops.operators.local_mask import LocalMask
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from attnops.verify.gpu.gpu_mesh import described_gpus
 from attnops.verify.gpu.gpu_specs import gpu_specs
@@ -33,13 +40,16 @@ from attnops.verify.gpu_clock import loop_tiles
 
 TARGETS = ("a100", "h100", "b200")
 BATCH, LENGTH, HEADS = 2, 4096, 16
-MASKS = {"full": Full(), "causal": Causal(), "window": Causal() & SlidingWindow(1023)}
+MASKS = {"full": Full(), "causal": Causal(), "window": Causal() & SlidingWindow(1023), "packed": Causal()}
+DOCUMENTS = (1000, 531, 747, 290, 873, 117, 401, 137)
+IDS = np.repeat(np.arange(len(DOCUMENTS), dtype=np.int32), DOCUMENTS)[None].repeat(BATCH, 0)
 WHO = ("attnops", "jax", "tokamax")
 PASSES = ("forward", "backward")
 
 
 def cases() -> list[dict[str, Any]]:
-    """What is compiled. JAX's and tokamax's kernels support no window, and would visit all tiles of a causal mask."""
+    """What is compiled. JAX's and tokamax's kernels support no window, and visit all tiles of a causal mask; tokamax's
+    reads the mask of packed documents from an array."""
     return [
         {"target": target, "dim": dim, "mask": mask, "pass": part, "who": who}
         for target in TARGETS
@@ -47,7 +57,7 @@ def cases() -> list[dict[str, Any]]:
         for part in PASSES
         for mask in MASKS
         for who in WHO
-        if not (who == "tokamax" and part == "backward")  # tokamax uses XLA there
+        if not (who == "tokamax" and (part == "backward" or mask == "packed"))  # tokamax uses XLA for the gradients
     ]
 
 
@@ -56,20 +66,23 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     mesh = described_gpus(case["target"])
     here = NamedSharding(mesh, PartitionSpec())
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, case["dim"]), jnp.bfloat16, sharding=here)
+    ids = [jax.ShapeDtypeStruct(IDS.shape, IDS.dtype, sharding=here)] if case["mask"] == "packed" else []
     run, loops_of = {"attnops": _attnops, "jax": _jax, "tokamax": _tokamax}[case["who"]](case, mesh)
 
-    def loss(*qkv: Any) -> Any:
-        return run(*qkv).astype(jnp.float32).sum()
+    def loss(*arguments: Any) -> Any:
+        return run(*arguments).astype(jnp.float32).sum()
 
     function = run if case["pass"] == "forward" else jax.grad(loss, (0, 1, 2))
     with jax.set_mesh(mesh):
-        compiled = jax.jit(function, out_shardings=here).trace(x, x, x).lower(lowering_platforms=("cuda",)).compile()
+        compiled = (
+            jax.jit(function, out_shardings=here).trace(x, x, x, *ids).lower(lowering_platforms=("cuda",)).compile()
+        )
     kernels = gpu_kernels(compiled, compiled.as_text(), gpu_specs()[case["target"]])
     live = _live(case["mask"])
-    instructions = stalls = 0.0
+    instructions = stalls = visited = 0.0
     used = []
     for kernel in kernels:
-        counts = loops_of(kernel)
+        counts, logits = loops_of(kernel)
         if not counts:
             continue
         assert kernel.loops is not None, "nvdisasm isn't installed: pip install 'attnops[cuda-sass]'"
@@ -78,13 +91,22 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         for one, tiles in zip(kernel.loops, counts, strict=True):
             instructions += one.loop.instructions * warps * tiles / live
             stalls += one.loop.stall_cycles * warps * tiles / live
+        visited += sum(counts) * logits / live
         used.append({"kernel": kernel.name, "registers": kernel.registers, "stack": kernel.stack_bytes, "warps": warps})
-    return {"instructions": instructions, "stalls": stalls, "kernels": used}
+    return {"instructions": instructions, "stalls": stalls, "visited": visited, "kernels": used}
 
 
 def _live(name: str) -> int:
     rows = np.arange(LENGTH)[:, None]
-    return int(np.broadcast_to(MASKS[name].test(rows, rows, np.arange(LENGTH)[None]), (LENGTH, LENGTH)).sum())
+    seen = np.broadcast_to(MASKS[name].test(rows, rows, np.arange(LENGTH)[None]), (LENGTH, LENGTH))
+    return int((seen & (IDS[0][:, None] == IDS[0]) if name == "packed" else seen).sum())
+
+
+def _packed_tiles(block: tuple[int, int], slow: str) -> list[float]:
+    """The tiles of a head that the kernel's lists hold for these ids: those without a mask, then those with one."""
+    mask = LocalMask(Causal() & SegmentIds(jnp.asarray(IDS), jnp.asarray(IDS)), 0, LENGTH, LENGTH, 0)
+    table = np.asarray(visits(mask, *block, slow).table)
+    return [float((table[..., 1] - table[..., 0]).sum()) / BATCH, float(table[..., 0].sum()) / BATCH]
 
 
 def _attnops(case: dict[str, Any], mesh: Any) -> Any:
@@ -99,14 +121,19 @@ def _attnops(case: dict[str, Any], mesh: Any) -> Any:
         "attnops_flash_dq": (config.block_q_dq, config.block_kv_dq, "q"),
     }
 
-    def loops_of(kernel: GpuKernelUse) -> list[int]:
-        """Tiles of the loop without a mask, then of the loop with it."""
+    def loops_of(kernel: GpuKernelUse) -> tuple[list[float], int]:
+        """Tiles of the loop without a mask, then of the loop with it; logits of a tile."""
         if (kernel.name == "attnops_flash_forward") == (case["pass"] == "backward"):
-            return []
+            return [], 0
         block_q, block_kv, slow = sizes[kernel.name]
-        return [int(n) for n in loop_tiles(mask, (block_q, block_kv), slow, LENGTH, LENGTH, 0)]
+        if case["mask"] == "packed":
+            return _packed_tiles((block_q, block_kv), slow), block_q * block_kv
+        return list(loop_tiles(mask, (block_q, block_kv), slow, LENGTH, LENGTH, 0)), block_q * block_kv
 
-    return (lambda q, k, v: attend(q, k, v, mask=mask).attention_outputs), loops_of
+    def run(q: Any, k: Any, v: Any, ids: Any = None) -> Any:
+        return attend(q, k, v, mask=mask, q_segment_ids=ids, kv_segment_ids=ids).attention_outputs
+
+    return run, loops_of
 
 
 def _jax(case: dict[str, Any], mesh: Any) -> Any:
@@ -120,17 +147,19 @@ def _jax(case: dict[str, Any], mesh: Any) -> Any:
         ends = -(-rows * (np.arange(LENGTH // rows) + 1) // keys)
         return int(ends.sum()) if causal else (LENGTH // rows) * (LENGTH // keys)
 
-    def loops_of(kernel: GpuKernelUse) -> list[int]:
+    def loops_of(kernel: GpuKernelUse) -> tuple[list[float], int]:
         if kernel.name == "mha_forward" and case["pass"] == "forward":
-            return [tiles(sizes.block_q, sizes.block_k)]
+            return [tiles(sizes.block_q, sizes.block_k)], sizes.block_q * sizes.block_k
         if kernel.name == "mha_backward":
             firsts = np.arange(LENGTH // sizes.block_kv_dkv) * sizes.block_kv_dkv // sizes.block_q_dkv
             of_keys = int((LENGTH // sizes.block_q_dkv - firsts * causal).sum())
-            return [of_keys, tiles(sizes.block_q_dq, sizes.block_kv_dq)]
-        return []
+            logits = sizes.block_q_dkv * sizes.block_kv_dkv
+            assert logits == sizes.block_q_dq * sizes.block_kv_dq
+            return [of_keys, tiles(sizes.block_q_dq, sizes.block_kv_dq)], logits
+        return [], 0
 
     scale = case["dim"] ** -0.5
-    return (lambda q, k, v: attention.mha(q, k, v, None, scale, causal, block_sizes=sizes)), loops_of
+    return (lambda q, k, v, ids=None: attention.mha(q, k, v, ids, scale, causal, block_sizes=sizes)), loops_of
 
 
 def _tokamax(case: dict[str, Any], mesh: Any) -> Any:
@@ -145,9 +174,9 @@ def _tokamax(case: dict[str, Any], mesh: Any) -> Any:
     attend = type("Here", (pallas_triton.PallasTritonFlashAttention,), {"supported_on": lambda *_: True})(config=config)
     count = LENGTH // block
 
-    def loops_of(kernel: GpuKernelUse) -> list[int]:
+    def loops_of(kernel: GpuKernelUse) -> tuple[list[float], int]:
         # The tile on the diagonal has no loop: it is counted like the others.
-        return [count * (count + 1) // 2] if causal else [count * count]
+        return [count * (count + 1) // 2 if causal else count * count], block * block
 
     return (lambda q, k, v: attend(q, k, v, is_causal=causal)), loops_of
 
@@ -158,17 +187,30 @@ def name_of(case: dict[str, Any]) -> str:
 
 
 def report(rows: dict[str, Any]) -> None:
-    """A table: stalls and instructions per live logit, and the ratios to the other implementations."""
-    print(f"{'':27}  {'attnops':>15}  {'jax':>15}  {'tokamax':>15}  {'/jax':>6}  {'/tokamax':>8}")
+    """Stalls and instructions per live logit, the ratios to the other implementations, and, per visited logit, to causal."""
+    print(
+        f"{'':27} {'attnops':>15} {'jax':>15} {'tokamax':>15} {'/jax':>7} {'visited':>7} {'/tokamax':>8} {'/causal':>7}"
+    )
     for case in cases():
         if case["who"] != "attnops":
             continue
-        found = [rows.get(name_of(case | {"who": who}), {}) for who in WHO]
+        ours, jaxs, tokamaxs = found = [rows.get(name_of(case | {"who": who}), {}) for who in WHO]
+        causal = rows.get(name_of(case | {"mask": "causal"}), {})
         cells = [f"{one['stalls']:.3f} / {one['instructions']:.3f}" if "stalls" in one else "-" for one in found]
-        ratios = [f"{found[0]['stalls'] / one['stalls']:.2f}" if "stalls" in one else "-" for one in found[1:]]
-        print(
-            f"{name_of(case)[:-8]:27}  {cells[0]:>15}  {cells[1]:>15}  {cells[2]:>15}  {ratios[0]:>6}  {ratios[1]:>8}"
-        )
+        ratios = [_ratio(ours, jaxs), _ratio(ours, jaxs, ("visited",)), _ratio(ours, tokamaxs)]
+        ratios.append(_ratio(ours, causal, ("stalls",), ("visited",)))
+        print(f"{name_of(case)[:-8]:27} {cells[0]:>15} {cells[1]:>15} {cells[2]:>15} ", end="")
+        print(f"{ratios[0]:>7} {ratios[1]:>7} {ratios[2]:>8} {ratios[3]:>7}")
+
+
+def _ratio(
+    one: dict[str, Any], other: dict[str, Any], of: tuple[str, ...] = ("stalls",), by: tuple[str, ...] = ()
+) -> str:
+    """The ratio of two rows' figures, or of their quotients."""
+    if "stalls" not in one or "stalls" not in other:
+        return "-"
+    values = [math.prod(row[name] for name in of) / math.prod(row[name] for name in by) for row in (one, other)]
+    return f"{values[0] / values[1]:.3f}"
 
 
 def main() -> None:

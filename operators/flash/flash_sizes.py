@@ -48,8 +48,8 @@ _AMPERE = {
     128: (_Sizes(128, 128, 8, 3), _Sizes(32, 64, 4, 2), _Sizes(64, 32, 4, 2)),
     256: (_Sizes(64, 32, 4, 2), _Sizes(32, 32, 4, 1), _Sizes(64, 32, 8, 1)),
 }
-# The forward pass at 128 has a multiprocessor to itself, so the next tile is loaded meanwhile. Two stages take 1.5 % fewer
-# stalls, but each turn of the loop then waits for its loads, which the stalls don't show.
+# The forward pass at 128 has a multiprocessor to itself, so the next tile is loaded meanwhile: three stages. With two, each turn
+# of the loop waits for its loads, which the stalls don't show.
 _AMPERE_BIASED = _Sizes(128, 128, 8, 2)  # the bias of two tiles exceeds shared memory
 _AMPERE_QUANTISED = _Sizes(128, 64, 8, 2)  # converting keys takes registers
 # For GPUs with less shared memory, and for unknown ones: all GPUs from sm_86 on have 99 KiB per block.

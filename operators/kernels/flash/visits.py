@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,32 +47,42 @@ class Visits:
     ) -> Any:
         """visit(tile, carry, masked) for the `part`-th of `parts` shares of a row's tiles. head: one of those with a table."""
         row = (batch if self.table.shape[0] > 1 else 0, head if self.table.shape[1] > 1 else 0, block)
-        if self.neighbours:
-            first, full, after_full, after = (ref[(*row, i)] for i in range(4))
-            before, partial, total = full - first, full - first + after - after_full, after - first
-
-            def masked_tile(n: Any) -> Any:
-                return jnp.where(n < before, first + n, after_full + n - before)
-
-            def full_tile(n: Any) -> Any:
-                return full + n
-        else:
-            partial, total = ref[(*row, 0)], ref[(*row, 1)]
-
-            def masked_tile(n: Any) -> Any:
-                return ref[(*row, 2 + n)]
-
-            def full_tile(n: Any) -> Any:
-                return ref[(*row, 2 + partial + n)]
-
+        partial, total, masked_tiles, full_tiles = self._tiles(lambda i: ref[(*row, i)])
         low, high = (total * part // parts, total * (part + 1) // parts) if parts > 1 else (0, total)
         if self.some_full:
-            start = jnp.maximum(low - partial, 0)
-            carry = lax.fori_loop(start, high - partial, lambda n, c: visit(full_tile(n), c, False), carry)
+            start = jnp.maximum(low - partial, 0) if parts > 1 else 0
+            carry = full_tiles.each(start, high - partial, visit, carry, False)
         if self.some_partial:
-            end = jnp.minimum(high, partial)
-            carry = lax.fori_loop(low, end, lambda n, c: visit(masked_tile(n), c, True), carry)
+            end = jnp.minimum(high, partial) if parts > 1 else partial
+            carry = masked_tiles.each(low, end, visit, carry, True)
         return carry
+
+    def _tiles(self, entry: Callable[[Any], Any]) -> tuple[Any, Any, _Run, _Run]:
+        """(number of partial tiles, number of all, the partial ones, the full ones) of a row with these entries."""
+        if not self.neighbours:
+            partial, total = entry(0), entry(1)
+            return partial, total, _Run(2, entry), _Run(2 + partial, entry)
+        first, full, after_full, after = (entry(i) for i in range(4))
+        before, partial = full - first, full - first + after - after_full
+        masked = _Run(0, lambda n: jnp.where(n < before, first + n, after_full + n - before))
+        return partial, after - first, masked, _Run(full)
+
+
+class _Run(NamedTuple):
+    """Tiles in a loop's order: the n-th has the place `first + n`, and `tile` gives the number of the tile at a place, by default
+    the place itself. The loop goes over places: over n it would take more instructions.
+    """
+
+    first: Any
+    tile: Callable[[Any], Any] = lambda place: place
+
+    def each(self, start: Any, end: Any, visit: Callable[[Any, Any, bool], Any], carry: Any, masked: bool) -> Any:
+        """visit(tile, carry, masked) for the tiles from the start-th to the end-th."""
+
+        def turn(place: Any, carry: Any) -> Any:
+            return visit(self.tile(place), carry, masked)
+
+        return lax.fori_loop(self.first + start, self.first + end, turn, carry)
 
 
 def visits(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int = 1) -> Visits:
