@@ -1,12 +1,16 @@
-"""What variants of attnops' splash kernels cost: static cycles of a tile, on a machine without a TPU.
+"""What variants of attnops' splash kernels cost in static cycles, on a machine without a TPU.
 
     python benchmarks/tpu_variants.py [--json FILE] [--report]
 
-Four tables: block sizes of the forward pass on v5e; plain tiles against transposed and pipelined ones on v6e and tpu7x; int8
-and fp8 keys and values; the products of the fused backward pass. Sizes that a cell doesn't declare are those planned without a
-mask. Each kernel is compiled for a causal mask, in bfloat16. What counts is the path for tiles without a mask, in cycles for
-1024 x 1024 weights, and never less than what the matrix units need for its products at their published peak. What FILE has cycles
-of isn't compiled again. Requires libtpu.
+Of a tile: block sizes of the forward pass on v5e; plain tiles against transposed and pipelined ones on v6e and tpu7x; int8 and
+fp8 keys and values; the products of the fused backward pass; units on v4. Sizes that a cell doesn't declare are those planned
+without a mask. Each kernel is compiled for a causal mask, in bfloat16. What counts is the path for tiles without a mask, or that
+for those on the diagonal, in cycles for 1024 x 1024 weights, and never less than what the matrix units need for its products at
+their published peak.
+
+Of a whole forward pass: units under a window, and heads of a group that share a tile.
+
+What FILE has cycles of isn't compiled again. Requires libtpu.
 """
 
 from __future__ import annotations
@@ -21,11 +25,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import tpu_static
+from jax.sharding import AbstractMesh
 
+from attnops import Causal, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops.compat import abstract_device
+from attnops.verify.clock_worker import ClockWorker
 from attnops.verify.generations import abstract_target
+from attnops.verify.local_call import LocalProblem
 from attnops.verify.static_clock import kernels_in, regions, tile_cycles
-from attnops.verify.tile_counts import matrix_cycles
+from attnops.verify.tile_counts import kernel_cycles, matrix_cycles
 
 LENGTH = 4096
 WIDE_TARGETS = {"v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -49,14 +60,51 @@ class Variant(NamedTuple):
     fields: dict[str, Any]
     backward: bool = False
     kv_dtype: str | None = None
+    path: int = 0  # of the tile; 1: on the diagonal
 
     @property
     def name(self) -> str:
         return f"{self.table}; {self.row}; {self.column}"
 
 
+class Call(NamedTuple):
+    """A cell of a whole forward pass, batch 1."""
+
+    table: str
+    row: str
+    column: str
+    target: str
+    mask: Mask
+    lengths: tuple[int, int]  # queries, keys
+    heads: tuple[int, int]  # of queries, of keys
+    fields: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.table}; {self.row}; {self.column}"
+
+
+def calls() -> list[Call]:
+    """All cells of a whole pass, at head dimension 128."""
+    found = []
+    window = Causal() & SlidingWindow(1023)
+    for chip, large in (("v5e", (512, 512)), ("v6e", (256, 512)), ("tpu7x", (256, 512))):
+        ahead = 0 if chip == "v5e" else 3
+        for unit in (large, (256, 256)):
+            sizes: dict[str, Any] = {"block_q_compute": unit[0], "block_kv_compute": unit[1]}
+            fields = sizes | ({"products_ahead": ahead} if unit == large else {})
+            column = "large units" if unit == large else "256 x 256"
+            found.append(Call("window of 1024", chip, column, TARGETS[chip], window, (8192, 8192), (1, 1), fields))
+    for chip, target in TARGETS.items():
+        for heads in (1, 4):
+            fields = {"heads_per_tile": heads}
+            row = Call("heads_per_tile", chip, str(heads), target, Full(), (128, 8192), (4, 1), fields)
+            found.append(row)
+    return found
+
+
 def variants() -> list[Variant]:
-    """All cells, table by table."""
+    """All cells of a tile, table by table."""
     found = []
     for block, q_unit, kv_unit in V5E_BLOCKS:
         sizes = dict(zip(SIZES, (block, block, q_unit, kv_unit, kv_unit), strict=True))
@@ -85,10 +133,40 @@ def variants() -> list[Variant]:
                 ("planned", {}),
             ):
                 found.append(Variant("fused backward", f"{chip}, head dim {dim}", column, target, dim, fields, True))
+    for unit in (512, 256):
+        sizes = {"block_q": 1024, "block_kv": 1024, "block_q_compute": unit, "block_kv_compute": unit}
+        for path, row in enumerate(("without a mask", "on the diagonal")):
+            found.append(Variant("v4 forward", row, f"{unit} x {unit}", "v4:2x2x1", 128, sizes, path=path))
     return found
 
 
-def cycles_of(variant: Variant) -> int | str:
+def cycles_of(cell: Variant | Call) -> int | str:
+    """A cell's cycles, or why there are none."""
+    return cycles_of_pass(cell) if isinstance(cell, Call) else cycles_of_tile(cell)
+
+
+def cycles_of_pass(call: Call) -> int | str:
+    """Cycles of a whole forward pass in mode prefill."""
+    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(abstract_target(call.target)[0], 1, "tpu"))
+    metadata = OperationMetadata(mesh=mesh, operation_configs={"splash": call.fields}, fallback="error", tuning="off")
+    (q_len, kv_len), (q_heads, kv_heads) = call.lengths, call.heads
+    query, key = (
+        jax.ShapeDtypeStruct((1, *shape, 128), jnp.bfloat16) for shape in ((q_len, q_heads), (kv_len, kv_heads))
+    )
+    plan = OperationRegistry.create("splash", metadata).plan(query, key, key, mask=call.mask, mode="prefill")
+    kernel = "attnops_splash_forward"
+    worker = ClockWorker(kernel)
+    try:
+        local = LocalProblem.of(plan.problem, plan.placement)
+        made = worker.ask(plan.problem.device_kind, local, "forward", call.fields)
+    finally:
+        worker.close()
+    if made.cycles is None:
+        return made.failure or "no cycles"
+    return kernel_cycles(plan.problem, plan.placement, plan.config, "forward", kernel, made.cycles)
+
+
+def cycles_of_tile(variant: Variant) -> int | str:
     """Cycles for 1024 x 1024 weights, or why there are none."""
     config = tpu_static.planned(variant.target, variant.dim, LENGTH, "full", json.dumps(variant.fields))
     case = tpu_static.case_of(config)
@@ -109,13 +187,13 @@ def cycles_of(variant: Variant) -> int | str:
     block = getattr(config, f"block_q{suffix}"), getattr(config, f"block_kv{suffix}")
     products = "backward" if backward else "forward"
     kind = abstract_target(variant.target)[0]
-    least = matrix_cycles(kind, products, *block, variant.dim, variant.dim)
-    return round(max(cycles.tiles[0], least) * 2**20 / (block[0] * block[1]))
+    least = matrix_cycles(kind, products, *block, variant.dim, variant.dim) if variant.path == 0 else 0
+    return round(max(cycles.tiles[variant.path], least) * 2**20 / (block[0] * block[1]))
 
 
 def show(cells: dict[str, int | str]) -> None:
     """The tables, one line for each row."""
-    wanted = variants()
+    wanted = [*variants(), *calls()]
     for table in dict.fromkeys(one.table for one in wanted):
         rows = [one for one in wanted if one.table == table]
         columns = list(dict.fromkeys(one.column for one in rows))
@@ -136,7 +214,7 @@ def main() -> None:
     if not options.report:
         if known["versions"] != versions:
             parser.error(f"{options.json} was made with {known['versions']}, here are {versions}; use another file")
-        missing = [one for one in variants() if not isinstance(cells.get(one.name), int)]
+        missing = [one for one in (*variants(), *calls()) if not isinstance(cells.get(one.name), int)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # nothing here is timed
             for one, cycles in zip(missing, pool.map(cycles_of, missing), strict=True):
                 cells[one.name] = cycles
