@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 
-from attnops import Causal, ConfigError, Full, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
+from attnops import Causal, ConfigError, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
 from attnops.compat import abstract_device
 from attnops.operators.flash import FlashAttention2Config, flash_sizes
 from attnops.operators.kernels.flash.fp8 import as_bits, from_bits
@@ -50,8 +50,23 @@ def _visited(table: Visits, row: int, part: int, parts: int) -> list[tuple[int, 
     st.sampled_from(("q", "kv")), st.integers(0, 40), st.integers(1, 4),
 )  # fmt: skip
 def test_every_live_tile_is_visited_once(
-    mask: object, q_len: int, kv_len: int, block_q: int, block_kv: int, slow: str, start: int, parts: int
+    mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, slow: str, start: int, parts: int
 ) -> None:
+    _check_visits(mask, (q_len, kv_len), (block_q, block_kv), slow, start, parts)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("slow", ["q", "kv"])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_every_live_tile_is_visited_once_in_long_rows(mask: Mask, slow: str, parts: int) -> None:
+    """Rows with tiles of both kinds, as ends and as lists."""
+    _check_visits(mask, (150, 170), (16, 16), slow, 0, parts)
+
+
+def _check_visits(
+    mask: Mask, lengths: tuple[int, int], block: tuple[int, int], slow: str, start: int, parts: int
+) -> None:
+    (q_len, kv_len), (block_q, block_kv) = lengths, block
     local = LocalMask(mask, start, q_len, kv_len, 0)
     table = visits(local, block_q, block_kv, slow)
     rows, keys = np.arange(q_len)[:, None] + start, np.arange(kv_len)[None]
@@ -60,7 +75,9 @@ def test_every_live_tile_is_visited_once(
     for row in range(blocks):
         found = [tile for part in range(parts) for tile in _visited(table, row, part, parts)]
         assert len({tile for tile, _ in found}) == len(found)
-        for other in range(-(-(kv_len if slow == "q" else q_len) // (block_kv if slow == "q" else block_q))):
+        others = -(-(kv_len if slow == "q" else q_len) // (block_kv if slow == "q" else block_q))
+        assert {tile for tile, _ in found} <= set(range(others))
+        for other in range(others):
             q, kv = (row, other) if slow == "q" else (other, row)
             tile = seen[q * block_q : (q + 1) * block_q, kv * block_kv : (kv + 1) * block_kv]
             masked = dict(found).get(other)
