@@ -3,12 +3,12 @@
     python benchmarks/blocksparse.py [--lengths 8192 16384 32768] [--rounds 5] [--json FILE]
 
 Layouts are random, with a block on each row's diagonal, in blocks of 128; 4 heads of 64, batch 1, float32, on this machine's
-CPU. In a row of the table the implementations run in turns and the median counts. `a tile` is the time of a visited tile
-divided by that of one with a layout of nearly all blocks, in the same tiles: 1 if time follows the number of tiles. jax.nn
-gets the mask as an array, and is measured up to 8192 tokens. Visited tiles of the TPU's and the GPU's kernels are counted from
-the lists that they read, relative to the live tiles of the layout. A gradient of more than 16384 tokens has two rounds.
-ejkernel's block-sparse attention, which EasyDeL's calls, is measured if it is installed: on XLA it reads no layout, so it gets
-the mask as an array too. Run it on an idle machine.
+CPU. One array is query, key and value, so a gradient includes the sum of three. In a row of the table the implementations run
+in turns and the median counts. `a tile` is the time of a visited tile divided by that of one with a layout of nearly all
+blocks, in the same tiles: 1 if time follows the number of tiles. jax.nn gets the mask as an array, and is measured up to 8192
+tokens. Visited tiles of the TPU's and the GPU's kernels are counted from the lists that they read, relative to the live tiles
+of the layout. A gradient of more than 16384 tokens has two rounds. ejkernel's block-sparse attention, which EasyDeL's calls, is
+measured if it is installed: on XLA it reads no layout, so it gets the mask as an array too. Run it on an idle machine.
 """
 
 from __future__ import annotations

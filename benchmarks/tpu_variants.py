@@ -62,10 +62,6 @@ class Variant(NamedTuple):
     kv_dtype: str | None = None
     path: int = 0  # of the tile; 1: on the diagonal
 
-    @property
-    def name(self) -> str:
-        return f"{self.table}; {self.row}; {self.column}"
-
 
 class Call(NamedTuple):
     """A cell of a whole forward pass, batch 1."""
@@ -79,13 +75,16 @@ class Call(NamedTuple):
     heads: tuple[int, int]  # of queries, of keys
     fields: dict[str, Any]
 
-    @property
-    def name(self) -> str:
-        return f"{self.table}; {self.row}; {self.column}"
+
+def name_of(cell: Variant | Call) -> str:
+    """A cell's name in the file."""
+    return f"{cell.table}; {cell.row}; {cell.column}"
 
 
 def calls() -> list[Call]:
-    """All cells of a whole pass, at head dimension 128."""
+    """All cells of a whole pass, at head dimension 128. Large pipelined units have three products ahead, small ones the planned
+    number.
+    """
     found = []
     window = Causal() & SlidingWindow(1023)
     for chip, large in (("v5e", (512, 512)), ("v6e", (256, 512)), ("tpu7x", (256, 512))):
@@ -214,11 +213,11 @@ def main() -> None:
     if not options.report:
         if known["versions"] != versions:
             parser.error(f"{options.json} was made with {known['versions']}, here are {versions}; use another file")
-        missing = [one for one in (*variants(), *calls()) if not isinstance(cells.get(one.name), int)]
+        missing = [one for one in (*variants(), *calls()) if not isinstance(cells.get(name_of(one)), int)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # nothing here is timed
             for one, cycles in zip(missing, pool.map(cycles_of, missing), strict=True):
-                cells[one.name] = cycles
-                print(one.name, cycles, file=sys.stderr, flush=True)
+                cells[name_of(one)] = cycles
+                print(name_of(one), cycles, file=sys.stderr, flush=True)
                 if options.json:
                     options.json.write_text(json.dumps({"versions": versions, "cycles": cells}, indent=1) + "\n")
     show(cells)

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("libtpu", reason="pip install 'attnops[tpu]'")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+import block_page
 import block_table
 
 from attnops import OperationMetadata, OperationRegistry
@@ -53,7 +54,7 @@ def _written(folder: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> tu
     """The table and the page after a search of one call on a v5e, beside what ships, as if this compiler had made it."""
     table, page, work = folder / "shipped.json", folder / "page.md", folder / "work.json"
     table.write_text(json.dumps(json.loads(SHIPPED.path.read_text()) | {"compiler": compiler}))
-    page.write_text(block_table.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    page.write_text(block_page.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
     fields = {name: 512 for axis in ("q", "kv") for part in ("", "_dkv") for name in _names(axis, part)}
     fields |= {"block_kv_compute_in": 512, "use_fused_bwd_kernel": True}
     row = {
@@ -64,9 +65,9 @@ def _written(folder: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> tu
         "vmem": {},
     }
     work.write_text(json.dumps({"tiles": {}, "choices": {"TPU v5 lite, bfloat16, q 8192": row}}))
-    monkeypatch.setattr(block_table, "SHIPPED", SHIPPED._replace(path=table))
-    monkeypatch.setattr(block_table, "PAGE", page)
-    block_table.write(block_table.Work(work))
+    monkeypatch.setattr(block_page, "SHIPPED", SHIPPED._replace(path=table))
+    monkeypatch.setattr(block_page, "PAGE", page)
+    block_page.write(block_table.Work(work).data["choices"])
     return json.loads(table.read_text()), page.read_text(encoding="utf-8")
 
 
@@ -75,8 +76,8 @@ def _names(axis: str, part: str) -> tuple[str, str]:
 
 
 def test_a_search_of_one_generation_keeps_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = block_table.PAGE.read_text(encoding="utf-8")
-    written, page = _written(tmp_path, monkeypatch, block_table.compiler())
+    before = block_page.PAGE.read_text(encoding="utf-8")
+    written, page = _written(tmp_path, monkeypatch, block_page.compiler())
     others = {key: fields for key, fields in CHOICES.items() if not key.startswith("TPU v5 lite, ")}
     assert others
     assert written["choices"].keys() - others.keys() == {"TPU v5 lite, bfloat16, q 8192"}

@@ -95,7 +95,8 @@ class ForwardKernel:
             keys = Along(kv_block * sizes.block_kv, sizes.block_kv, logits.static_part.kv_len)
             parts = keys.parts(self.steps.softmaxes)
             products = (product_of(part, masked) for part in parts)
-            # Traced here with a mask, else each before its softmax: by the compiler's schedule 1 % fewer stalls in either case.
+            # With a mask all of them come first: on an A100 1 to 10 % fewer stalls. Else each comes right before its softmax: 1 %
+            # fewer at head dim 128, but 4 % more at 64.
             for part, x in zip(parts, list(products) if masked else products, strict=True):
                 carry = add(part, x, carry, masked)
             return carry

@@ -48,13 +48,15 @@ class Visits:
         """visit(tile, carry, masked) for the `part`-th of `parts` shares of a row's tiles. head: one of those with a table."""
         row = (batch if self.table.shape[0] > 1 else 0, head if self.table.shape[1] > 1 else 0, block)
         partial, total, masked_tiles, full_tiles = self._tiles(lambda i: ref[(*row, i)])
-        low, high = (total * part // parts, total * (part + 1) // parts) if parts > 1 else (0, total)
+        of_full: tuple[Any, Any] = (0, total - partial)
+        of_partial: tuple[Any, Any] = (0, partial)
+        if parts > 1:
+            low, high = total * part // parts, total * (part + 1) // parts
+            of_full, of_partial = (jnp.maximum(low - partial, 0), high - partial), (low, jnp.minimum(high, partial))
         if self.some_full:
-            start = jnp.maximum(low - partial, 0) if parts > 1 else 0
-            carry = full_tiles.each(start, high - partial, visit, carry, False)
+            carry = full_tiles.each(*of_full, visit, carry, False)
         if self.some_partial:
-            end = jnp.minimum(high, partial) if parts > 1 else partial
-            carry = masked_tiles.each(low, end, visit, carry, True)
+            carry = masked_tiles.each(*of_partial, visit, carry, True)
         return carry
 
     def _tiles(self, entry: Callable[[Any], Any]) -> tuple[Any, Any, _Run, _Run]:
