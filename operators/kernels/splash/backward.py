@@ -18,7 +18,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .bodies import Body
 from .forward import tile_product
 from .frame import Frame, Input, Output
 from .key_sums import KeySums
@@ -104,8 +103,8 @@ def backward_kernel(
         elif of_keys:
             clear("key_sum", "value_sum")
 
-    def visit(body: Body) -> None:
-        tile.forget()
+    def visit(number: int) -> None:
+        body = tile.enter(number)
         dropout = tile.dropout_keys()
         factors: dict[Any, tuple[Any, int]] = {}
 
@@ -164,8 +163,8 @@ def backward_kernel(
         else:
             refs[name][head, rows, :] += tile_product(weights, factor[0], axis, factor[1])
 
-    for number, body in enumerate(frame.visits.bodies, 1):
-        pl.when(tile.body == number)(functools.partial(visit, body))
+    for number in range(1, len(frame.visits.bodies) + 1):
+        pl.when(tile.body == number)(functools.partial(visit, number))
 
     def query_done() -> None:
         for number in range(len(heads)):

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from .bodies import Body
 from .forward import tile_product
 from .frame import Frame
 from .schedule import BODY, FIRST, LAST, kv_block_of, q_block_of
@@ -49,8 +48,8 @@ def bias_kernel(
     def _start() -> None:
         gradient[...] = jnp.zeros_like(gradient)
 
-    def visit(body: Body) -> None:
-        tile.forget()
+    def visit(number: int) -> None:
+        body = tile.enter(number)
         dropout = tile.dropout_keys()
 
         def add(unit: Unit) -> None:
@@ -70,8 +69,8 @@ def bias_kernel(
         for unit in units_of(frame, *compute, body):
             add(unit)
 
-    for number, body in enumerate(frame.visits.bodies, 1):
-        pl.when(tile.body == number)(functools.partial(visit, body))
+    for number in range(1, len(frame.visits.bodies) + 1):
+        pl.when(tile.body == number)(functools.partial(visit, number))
 
 
 def visited_bias(gradient: jax.Array, frame: Frame) -> jax.Array:

@@ -17,7 +17,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..precision import exact
-from .bodies import Body
 from .frame import Frame, Output
 from .schedule import FIRST, LAST
 from .tile import Logits, Tile
@@ -121,8 +120,8 @@ def forward_kernel(
             peak[number] = jnp.full(peak.shape[1:], sink, jnp.float32)
             total[number] = jnp.full(total.shape[1:], jnp.where(sink > _NOTHING, 1.0, 0.0), jnp.float32)
 
-    def visit(body: Body) -> None:
-        tile.forget()
+    def visit(number: int) -> None:
+        body = tile.enter(number)
         dropout = tile.dropout_keys()
         values: dict[Any, jax.Array] = {}
         peaks: dict[Any, jax.Array] = {}
@@ -174,8 +173,8 @@ def forward_kernel(
 
         pipelined(units_of(frame, *compute, body), ahead, multiply, accumulate)
 
-    for number, body in enumerate(frame.visits.bodies, 1):
-        pl.when(tile.body == number)(functools.partial(visit, body))
+    for number in range(1, len(frame.visits.bodies) + 1):
+        pl.when(tile.body == number)(functools.partial(visit, number))
 
     @pl.when(tile.says(LAST))
     def _end() -> None:

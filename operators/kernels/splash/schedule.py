@@ -66,7 +66,8 @@ class TileSchedule(NamedTuple):
     """`words` int32 [rows * tables * length]: a list for each batch row, or one for all, and for each group of heads.
 
     `length` is a list's length, `covered` the part of it that the grid covers. `bodies`: those used by visits; the first has
-    number 1.
+    number 1. `distances`: for each of them, the first row of its tiles less their first key, in the whole problem; None if that
+    differs between them, or isn't known on the host.
     """
 
     words: np.ndarray | jax.Array
@@ -74,6 +75,7 @@ class TileSchedule(NamedTuple):
     length: int
     covered: int | jax.Array
     bodies: tuple[Body, ...]
+    distances: tuple[int | None, ...]
     tables: int = 1
 
     @property
@@ -133,9 +135,18 @@ def tile_schedule(
         lists = [own[here].astype(np.int32) for own, here in zip(words, visited, strict=True)]
         length = max(map(len, lists))
         listed = np.concatenate([np.concatenate([x, np.repeat(_ended(x[-1:]), length - len(x))]) for x in lists])
-        return TileSchedule(listed, 1, length, length, bodies, tables)
+        distances = _distances(mask, numbers, q_block * block_q - kv_block * block_kv, len(bodies))
+        return TileSchedule(listed, 1, length, length, bodies, distances, tables)
     length = most_steps(live_tiles(Known.of(mask), block_q, block_kv), slow, kv_blocks)
     return _sorted_on_device(words.astype(jnp.int32), visited, length, tables, bodies)
+
+
+def _distances(mask: LocalMask, numbers: np.ndarray, apart: np.ndarray, bodies: int) -> tuple[int | None, ...]:
+    """TileSchedule's, for the number of each tile's body, and each tile's first local row less its first local key."""
+    if not isinstance(mask.q_start, int) or not isinstance(mask.k_start, int):
+        return (None,) * bodies
+    found = [np.unique(np.broadcast_to(apart, numbers.shape)[numbers == number]) for number in range(1, bodies + 1)]
+    return tuple(int(one[0]) + mask.q_start - mask.k_start if len(one) == 1 else None for one in found)
 
 
 def tile_bodies(
@@ -234,7 +245,8 @@ def _sorted_on_device(
     counts = visited.sum(-1, dtype=jnp.int32)
     end = _ended(jnp.take_along_axis(listed, counts[:, None] - 1, axis=1))  # a list repeats it beyond its end
     listed = jnp.where(np.arange(length) < counts[:, None], listed, end)
-    return TileSchedule(listed.reshape(-1), rows // tables, length, counts.max(), bodies, tables)
+    distances = (None,) * len(bodies)
+    return TileSchedule(listed.reshape(-1), rows // tables, length, counts.max(), bodies, distances, tables)
 
 
 def live_tiles(known: Known, block_q: int, block_kv: int) -> np.ndarray:

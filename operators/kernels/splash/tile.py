@@ -19,6 +19,8 @@ from ...local_mask import Dropout, LocalMask
 from ..answer import Answer
 from ..block_words import BlockWords, is_blocks, seen_by_words
 from ..operands import StaticPart
+from .band import EVERYTHING, band_of
+from .bodies import Body
 from .frame import Frame, Input, Step
 from .schedule import body_of
 from .units import Unit
@@ -120,15 +122,23 @@ class Tile:
         self.step: Step = frame.here(refs)
         self._seen: dict[Any, Any] = {}
         self._scales: dict[Any, jax.Array] = {}
+        self._distance: int | None = None
+        self._band, self._others = EVERYTHING, logits.static_part.mask
 
     def says(self, flag: int) -> Any:
         """Whether the visit's word has a flag."""
         return (self.step.word & flag) != 0
 
-    def forget(self) -> None:
-        """Start another body: one body's values don't exist in the next."""
+    def enter(self, number: int) -> Body:
+        """Start a body, by its number: one body's values don't exist in the next."""
         self._seen.clear()
         self._scales.clear()
+        static_part = self.logits.static_part
+        self._distance = self.frame.visits.distances[number - 1]
+        self._band, self._others = EVERYTHING, static_part.mask
+        if self._distance is not None:
+            self._band, self._others = band_of(static_part.mask, static_part.query_offset)
+        return self.frame.visits.bodies[number - 1]
 
     @property
     def body(self) -> Any:
@@ -148,11 +158,16 @@ class Tile:
             x = capped * (logits.soft_cap * logits.unit)
         if "bias" in self.refs:
             x = x + self._dense("bias", unit).astype(jnp.float32) * logits.unit
-        if unit.masked:
-            seen = self._visible(unit)
-            if seen is not None:
-                x = jnp.where(seen, x, -jnp.inf)
-        return x, capped
+        return (self._hide(x, unit) if unit.masked else x), capped
+
+    def _hide(self, x: jax.Array, unit: Unit) -> jax.Array:
+        """-inf where keys aren't visible."""
+        seen = self._visible(unit)
+        if seen is not None:
+            x = jnp.where(seen, x, -jnp.inf)
+        if self._distance is None:
+            return x
+        return self._band.hide(x, self._distance + unit.queries.start - unit.keys.start, self.across)
 
     def _key_scale(self, unit: Unit) -> jax.Array:
         """The scales of a unit's keys: a row or, across, a square of columns, as wide as the unit's queries."""
@@ -242,13 +257,13 @@ class Tile:
             return Answer(atom.related(parts, keys))
 
         seen = None
-        if not isinstance(self.logits.static_part.mask, Full):
+        if not isinstance(self._others, Full):
             rows = self._row(rows)
             offset = self.logits.static_part.query_offset or 0
             positions = rows + (self.refs["query_offset"][self.step.batch] if "query_offset" in self.refs else offset)
-            mask = self.logits.static_part.mask.map_atoms(answer)
+            mask = self._others.map_atoms(answer)
             seen = None if isinstance(mask, Full) else mask.test(rows, positions, keys)
-        if self.logits.static_part.kv_len % self.frame.block_kv:
+        if unit.keys.stop > (self.logits.static_part.kv_len % self.frame.block_kv or self.frame.block_kv):
             inside = cols < self.logits.static_part.kv_len
             seen = inside if seen is None else seen & inside
         return seen
