@@ -6,6 +6,7 @@ crosses, with constants.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -79,8 +80,7 @@ def _hide(square: jax.Array, band: Band | None, across: bool) -> jax.Array:
     if band == EVERYTHING:
         return square
     keys, rows = (lax.broadcasted_iota(jnp.int32, square.shape, axis) for axis in ((0, 1) if across else (1, 0)))
-    ahead, (least, most) = keys - rows, band
-    if least is None:
-        return jnp.where(ahead <= most, square, -jnp.inf)
-    seen = ahead >= least if most is None else (ahead >= least) & (ahead <= most)
-    return jnp.where(seen, square, -jnp.inf)
+    ahead = keys - rows
+    tests = [] if band.least is None else [ahead >= band.least]
+    tests += [] if band.most is None else [ahead <= band.most]
+    return jnp.where(functools.reduce(jnp.logical_and, tests), square, -jnp.inf)
