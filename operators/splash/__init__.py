@@ -283,4 +283,5 @@ def _run_attnops(
         residual_checkpoint_name=config.residual_checkpoint_name,
         platform=call.problem.platform,
         interpret=config.interpret,
+        tokens_first=call.problem.layout == "bthd",
     )

@@ -22,9 +22,9 @@ from .schedule import FIRST, LAST
 from .tile import Logits, Tile
 from .units import Unit, pipelined, rows_of, units_of
 
-__all__ = ["forward_kernel", "forward_outputs", "forward_scratch", "tile_product"]
+__all__ = ["LANES", "forward_kernel", "forward_outputs", "forward_scratch", "tile_product"]
 
-_LANES, _SUBLANES = 128, 16  # per register of bfloat16
+LANES, _SUBLANES = 128, 16  # per register of bfloat16
 # The peak of a row without visible keys: finite, so that the exponential of -inf minus it is 0 and not NaN.
 _NOTHING = float(jnp.finfo(jnp.float32).min)
 
@@ -35,14 +35,21 @@ def tile_product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Ar
     return lax.dot_general(a, b, dims, precision=exact(a.dtype), preferred_element_type=jnp.float32)
 
 
-def forward_outputs(frame: Frame, q_padded: int, value_dim: int, dtype: Any, normalised: bool) -> None:
-    """Add the output [batch, heads, q, value dim] and the lse [batch, heads, 1, q].
+def forward_outputs(
+    frame: Frame, q_padded: int, value_dim: int, dtype: Any, normalised: bool, tokens_first: bool
+) -> None:
+    """Add the output and the lse [batch, heads, 1, q].
 
+    The output is [batch, heads, q, value dim], or, tokens_first, [batch, q, heads * value dim].
     Without `normalised` the output is the weighted sum in float32, and "divisor", in the lse's layout, is what to divide it by.
     """
     shape = (frame.batch, frame.heads.q_heads)
-    out = frame.query_block(value_dim, "head_dim_minor")
-    frame.outputs["output"] = Output((*shape, q_padded, value_dim), dtype if normalised else jnp.float32, out)
+    if tokens_first:
+        sizes: tuple[int, ...] = (frame.batch, q_padded, frame.heads.q_heads * value_dim)
+        out = frame.token_block(value_dim)
+    else:
+        sizes, out = (*shape, q_padded, value_dim), frame.query_block(value_dim, "head_dim_minor")
+    frame.outputs["output"] = Output(sizes, dtype if normalised else jnp.float32, out)
     for name in ("lse",) if normalised else ("lse", "divisor"):
         frame.outputs[name] = Output((*shape, 1, q_padded), jnp.float32, frame.row_block())
 
@@ -55,7 +62,7 @@ class RowNumbers:
 
     def shape(self, rows: int) -> tuple[int, int]:
         """The shape of this many rows' numbers."""
-        return (8, rows) if self.across else (rows, _LANES)
+        return (8, rows) if self.across else (rows, LANES)
 
     def at(self, rows: slice) -> tuple[slice, slice]:
         """The index of some rows' numbers."""
@@ -65,9 +72,9 @@ class RowNumbers:
         """For arithmetic with this many keys, or values, of each row."""
         if self.across:
             return numbers[:1]
-        if width <= _LANES:
+        if width <= LANES:
             return numbers[:, :width]
-        return jnp.tile(numbers, (1, -(-width // _LANES)))[:, :width]
+        return jnp.tile(numbers, (1, -(-width // LANES)))[:, :width]
 
     def lane(self, numbers: jax.Array) -> jax.Array:
         """[1, rows]."""
@@ -95,11 +102,13 @@ def forward_kernel(
     layouts: tuple[str, str, str],
     normalised: bool,
     sum_by_product: bool,
+    tokens_first: bool,
 ) -> None:
     """One step, in units of `compute` queries and keys; `compute_in` of their keys go through the exponential at a time.
 
     transposed: tiles are held as [keys, queries]. ahead: how many units the products with the keys run ahead of the
     exponentials. sum_by_product: the product with the values also sums the weights of a row, by additional ones.
+    tokens_first: see forward_outputs.
     """
     tile, numbers = Tile(frame, logits, refs, across=transposed), RowNumbers(transposed)
     peak, total, weighted = refs["peak"], refs["total"], refs["sum"]
@@ -187,7 +196,8 @@ def forward_kernel(
                 out = out / numbers.beside(safe, value_dim)
             else:
                 refs["divisor"][number] = numbers.lane(safe)
-            refs["output"][number] = (out.T if transposed else out).astype(refs["output"].dtype)
+            at = (slice(None), slice(number * value_dim, (number + 1) * value_dim)) if tokens_first else number
+            refs["output"][at] = (out.T if transposed else out).astype(refs["output"].dtype)
             log = jnp.log2(safe) if logits.base2 else jnp.log(safe)
             lse = jnp.where(dead, -jnp.inf, (peak[number] + log) * (1 / logits.unit))
             refs["lse"][number] = numbers.lane(lse)
@@ -205,11 +215,11 @@ def _prepared(
         # Not on the weights: there are more of them, and their sum may come from the same product.
         scale = refs["value_scale"][unit.head[0], :, unit.keys]
         if not v_time:  # as a whole square: spreading a single column over the lanes costs three times as much
-            scale = RowNumbers(False).beside(jnp.broadcast_to(scale, (_LANES, scale.shape[1])).T, value.shape[-1])
+            scale = RowNumbers(False).beside(jnp.broadcast_to(scale, (LANES, scale.shape[1])).T, value.shape[-1])
         value = (value * scale).astype(dtype)
     if with_ones:
         keys = unit.shape[1]
-        rows = _SUBLANES if transposed else _LANES
+        rows = _SUBLANES if transposed else LANES
         value = jnp.concatenate(
             [value, jnp.ones((rows, keys) if v_time else (keys, rows), value.dtype)], axis=1 - v_time
         )

@@ -151,6 +151,12 @@ class Frame:
             return self.block((*heads, dim, self.block_q), lambda s: (s.batch, self._tile_of_heads(s), 0, s.q_block))
         return self.block((*heads, self.block_q, dim), lambda s: (s.batch, self._tile_of_heads(s), s.q_block, 0))
 
+    def token_block(self, dim: int) -> pl.BlockSpec:
+        """A block of [batch, q, heads * dim]."""
+        return self.block(
+            (None, self.block_q, len(self.heads.in_tile) * dim), lambda s: (s.batch, s.q_block, self._tile_of_heads(s))
+        )
+
     def key_block(self, dim: int, layout: str) -> pl.BlockSpec:
         """A block of [batch, kv heads, kv, dim], or with kv and dim swapped."""
         if layout == "seq_minor":

@@ -21,7 +21,7 @@ from ..part import LSE_NAME, OUTPUT_NAME, differentiable
 from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
 from .bias import bias_block, bias_kernel, bias_order, visited_bias
 from .block_sizes import SplashBlocks
-from .forward import forward_kernel, forward_outputs, forward_scratch
+from .forward import LANES, forward_kernel, forward_outputs, forward_scratch
 from .frame import Frame, Heads, Input, Output
 from .key_sums import add_key_sums
 from .mapped import mapped_pass
@@ -40,6 +40,7 @@ class _SplashStatic:
     blocks: SplashBlocks
     platform: str
     interpret: bool | pltpu.InterpretParams
+    tokens_first: bool
 
 
 def splash_attention(
@@ -59,16 +60,18 @@ def splash_attention(
     residual_checkpoint_name: str | None,
     platform: str,
     interpret: bool | pltpu.InterpretParams,
+    tokens_first: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output [batch, heads, q, value_dim], lse [batch, heads, q] float32), both differentiable in reverse.
 
     query [batch, heads, q, dim], key [batch, kv_heads, kv, dim], value [batch, kv_heads, kv, value_dim], of any lengths;
     bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, unscaled or with
     scales, float32 [batch, kv_heads, kv]; the output has the query's dtype. interpret: True for Pallas' interpreter, or the
-    parameters of the slow one that simulates a TPU's memory, for tests. Fully masked rows give output 0, lse -inf (or that of
-    the sink) and zero gradients.
+    parameters of the slow one that simulates a TPU's memory, for tests. tokens_first: the caller swaps the output's heads and
+    queries; if value_dim is a multiple of 128, that is then the order in which it is written. Fully masked rows give output 0,
+    lse -inf (or that of the sink) and zero gradients.
     """
-    kernel = SplashPart(float(scale), soft_cap, blocks, platform, interpret, residual_checkpoint_name)
+    kernel = SplashPart(float(scale), soft_cap, blocks, platform, interpret, residual_checkpoint_name, tokens_first)
     operands = Operands(
         query, key, value, bias, None if sinks is None else sinks.astype(jnp.float32), key_scale, value_scale
     )
@@ -85,6 +88,7 @@ class SplashPart:
     platform: str
     interpret: bool | pltpu.InterpretParams
     residual_checkpoint_name: str | None
+    tokens_first: bool = False
     layout: str = "bhtd"
 
     @property
@@ -115,7 +119,7 @@ class SplashPart:
 
     def _static(self, static_part: StaticPart) -> _SplashStatic:
         logits = Logits(self.scale, self.soft_cap, self.blocks.use_base2_exp, static_part)
-        return _SplashStatic(logits, self.blocks, self.platform, self.interpret)
+        return _SplashStatic(logits, self.blocks, self.platform, self.interpret, self.tokens_first)
 
 
 def _dequantised(operands: Operands) -> Operands:
@@ -217,7 +221,8 @@ def _forward(static: _SplashStatic, operands: Operands, traced: Traced) -> tuple
     if operands.sinks is not None:
         work.frame.scalars["sinks"] = operands.sinks
     normalised = blocks.fuse_reciprocal
-    forward_outputs(work.frame, work.q_padded, work.value_dim, operands.query.dtype, normalised)
+    tokens_first = static.tokens_first and normalised and work.value_dim % LANES == 0
+    forward_outputs(work.frame, work.q_padded, work.value_dim, operands.query.dtype, normalised, tokens_first)
     forward_scratch(work.frame, work.value_dim, blocks.transposed_tiles)
     kernel = functools.partial(
         forward_kernel,
@@ -230,9 +235,12 @@ def _forward(static: _SplashStatic, operands: Operands, traced: Traced) -> tuple
         layouts=(blocks.q_layout, blocks.k_layout, blocks.v_layout),
         normalised=normalised,
         sum_by_product=blocks.sum_by_product,
+        tokens_first=tokens_first,
     )
     made = work.run("attnops_splash_forward", kernel, 3, work.dim + work.value_dim)
     output = made["output"]
+    if tokens_first:
+        output = output.reshape(*output.shape[:2], work.frame.heads.q_heads, work.value_dim).swapaxes(1, 2)
     if not normalised:
         output = (output / made["divisor"].swapaxes(-1, -2)).astype(operands.query.dtype)
     rows = slice(logits.static_part.q_len)
