@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
 from ..mask_blocks import fitted_block
-from .pass_cost import forward_cost, is_short_tile, tile_cost
+from .pass_cost import forward_cost, has_whole_tiles, is_short_tile, tile_cost
 from .scalar_memory import ScalarMemory
 from .sizes import BlockSizes, choose_block, dividing_block
 from .splash_config import LANES, SplashConfig
@@ -73,7 +73,8 @@ def _ways(
     """Configs in the order in which they are tried, and why some sizes give none: the cheapest first, the large ones last."""
     begin = _most_for(problem)
     first = tuple(n for n in _SIZES if n <= begin)
-    if begin == _SIZES[0] and way_of_tiles(problem, config).transposed:
+    wide = begin == _SIZES[0] and way_of_tiles(problem, config).transposed
+    if wide and has_whole_tiles(problem, placement):
         first = (_WIDE, *first)
     for sizes in (first, *((size,) for size in (*_SIZES[::-1], *_LARGE) if size > begin)):
         found = []

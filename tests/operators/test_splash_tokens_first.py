@@ -1,0 +1,69 @@
+"""The order in which splash writes its output: that of the call's layout, where the head dim fills registers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import Causal, OperationMetadata, OperationRegistry
+from attnops.verify import reference_attention, reference_gradients
+from attnops.verify.closeness import row_error, row_sizes, term_sizes
+
+BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS = 2, 200, 200, 4, 2
+RNG = np.random.default_rng(7)
+
+
+def _outputs(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+    """The shape of the forward kernels' output in a program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call" and equation.params["name"] == "attnops_splash_forward":
+            yield equation.outvars[0].aval.shape
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from _outputs(inner)
+
+
+@pytest.mark.parametrize("layout", ["bthd", "bhtd"])
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "fields"),
+    [
+        *((128, 128, {name: value}) for name, value in (("heads_per_tile", 2), ("fuse_reciprocal", False))),
+        *((64, 256, {}), (128, 128, {"transposed_tiles": True}), (128, 64, {})),
+    ],
+)
+def test_output_and_gradients(dim: int, value_dim: int, layout: str, fields: dict[str, Any]) -> None:
+    config = {"interpret": True, "block_q": 128, "block_kv": 128, **fields}
+    metadata = OperationMetadata(operation_configs={"splash": config}, fallback="error")
+    attend = OperationRegistry.create("splash", metadata)
+    shapes = [
+        (BATCH, n, heads, size)
+        for n, heads, size in ((Q_LEN, HEADS, dim), (KV_LEN, KV_HEADS, dim), (KV_LEN, KV_HEADS, value_dim))
+    ]
+    tensors = [RNG.standard_normal(shape).astype(np.float32) for shape in shapes]
+    d_output = RNG.standard_normal((BATCH, Q_LEN, HEADS, value_dim)).astype(np.float32)
+
+    def turned(x: Any) -> Any:
+        return x if layout == "bthd" else x.swapaxes(1, 2)
+
+    def call(*given: jax.Array) -> jax.Array:
+        return attend(*given, mask=Causal(), softmax_scale=0.1, layout=layout).attention_outputs
+
+    given = [turned(jnp.asarray(x)) for x in tensors]
+    tokens_first = layout == "bthd" and value_dim % 128 == 0 and fields.get("fuse_reciprocal", True)
+    wanted_shape = (BATCH, 256, HEADS * value_dim) if tokens_first else (BATCH, HEADS, 256, value_dim)
+    assert set(_outputs(jax.make_jaxpr(call)(*given).jaxpr)) == {wanted_shape}
+
+    output, pull = jax.vjp(jax.jit(call), *given)
+    got = dict(zip(("output", "query", "key", "value"), (output, *pull(turned(jnp.asarray(d_output)))), strict=True))
+    of: dict[str, Any] = {"scale": 0.1, "mask": np.tri(Q_LEN, KV_LEN, dtype=bool)[None, None]}
+    wanted = reference_gradients(*tensors, d_output, **of)
+    wanted["output"] = reference_attention(*tensors, **of).output
+    terms = term_sizes(*tensors, d_output, **of)
+    for name, x in got.items():
+        found = np.asarray(turned(x), np.float64)
+        assert row_error(found, wanted[name], row_sizes(wanted[name], terms[name])) < 3e-5, name
