@@ -3,8 +3,8 @@
     python benchmarks/tpu_compile.py [--json FILE] [--target v6e:2x2 ...] [--report]
 
 All three go through the same declaration and have the block sizes that a plan chooses for them; attnops' kernel is also compiled
-with blocks of 1024 x 1024. A call has 8192 tokens, 8 heads with 2 KV heads, head dim 128, bfloat16. `forward` is one kernel;
-`both` is the forward kernel that keeps its log-sum-exp and the kernels of the backward pass.
+with blocks of 1024 x 1024. A call has 8192 tokens, 8 heads with 2 KV heads, head dim 128, bfloat16. `forward` is one kernel, in
+mode prefill; `both` is the forward kernel that keeps its log-sum-exp and the kernels of the backward pass.
 
 A time is that of this process's CPUs, not of a clock on the wall: the compiler uses several threads, and other work beside it
 then counts less. The kernels take turns; medians of several rounds. Tracing and lowering aren't in it. tokamax's kernel is left
@@ -71,11 +71,11 @@ def measure(target: str, kernels: list[str]) -> list[dict[str, Any]]:
             metadata = OperationMetadata(mesh=mesh, operation_configs=configs, fallback="error", tuning="off")
             attend = OperationRegistry.create("splash", metadata)
 
-            def forward(q: Any, k: Any, v: Any, attend: Any = attend, mask: Mask = mask) -> Any:
-                return attend(q, k, v, mask=mask).attention_outputs
+            def forward(*x: Any, attend: Any = attend, mask: Mask = mask, mode: str = "prefill") -> Any:
+                return attend(*x, mask=mask, mode=mode).attention_outputs
 
             def loss(*x: Any, forward: Any = forward) -> Any:
-                return forward(*x).astype(jnp.float32).sum()
+                return forward(*x, mode="train").astype(jnp.float32).sum()
 
             passes[kernel, "forward"], passes[kernel, "both"] = forward, jax.grad(loss, (0, 1, 2))
         times: dict[tuple[str, str], list[float]] = {which: [] for which in passes}

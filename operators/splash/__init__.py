@@ -283,5 +283,6 @@ def _run_attnops(
         residual_checkpoint_name=config.residual_checkpoint_name,
         platform=call.problem.platform,
         interpret=config.interpret,
-        tokens_first=call.problem.layout == "bthd",
+        # A backward pass would have to turn the output again.
+        tokens_first=call.problem.layout == "bthd" and call.problem.mode != "__train__",
     )
