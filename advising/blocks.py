@@ -41,7 +41,8 @@ def better_blocks(entry: Entry) -> Entry:
     metadata = entry.given.metadata | {"operation_configs": configs}
     given = entry.given.model_copy(update={"metadata": metadata}).checked()
     problem = replace(plan.problem, config=plan.problem.config.with_fields(sizes))
-    said = ", ".join(f"{name}={value}" for name, value in sizes.items())
+    others = {name: value for name, value in sizes.items() if getattr(plan.config, name, None) != value}
+    said = ", ".join(f"{name}={value}" for name, value in others.items())
     notes = (*entry.notes, f"{said}: estimated faster than the default sizes")
     return replace(
         entry,

@@ -6,7 +6,7 @@ What FILE already has isn't compiled again.
 
 Each kernel is compiled with several block sizes for v5e, v6e and tpu7x at head dims 64, 128 and 256 in bfloat16; attnops' and
 tokamax's also with transposed keys and the compiler's other scheduler, which tokamax's tuning often finds best, and attnops'
-with what it plans if nothing is declared or, where tiles are pipelined, blocks of 2048 keys. The cycles of a tile are read from
+with what it plans if nothing is declared or, where tiles are pipelined, in the widest blocks. The cycles of a tile are read from
 the compiler's final schedule (attnops.verify.static_clock); a tile costs no less than the matrix units need for its products at
 their published peak. attnops' kernels are compiled for a causal mask and for a window, because their code paths for a tile
 depend on the mask; the others for a causal mask. All have a path for tiles without a mask then, which counts where there is
@@ -56,7 +56,7 @@ LENGTHS = (4096, 8192, 32768)
 MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(0), "window": Causal(0) & SlidingWindow(1023, 0, offset=0)}
 BLOCKS = ((1024, 1024, 512), (1024, 1024, 1024), (512, 512, 512))
 WIDE = (2048, 2048, 512)
-WIDE_KEYS = '{"block_kv": 2048, "block_kv_dkv": 2048}'  # plans have half of it where such a tile takes long to compile
+WIDEST = '{"block_q": 2048, "block_kv": 2048, "block_kv_dkv": 2048}'  # plans have half of it where that takes long to compile
 BACKWARD = {"block_q_dkv": 1024, "block_kv_dkv": 1024, "block_kv_dkv_compute": 512}
 TURNED = {  # keys transposed, and the LP scheduler
     "attnops": {"k_layout": "seq_minor", "use_experimental_scheduler": True},
@@ -139,7 +139,7 @@ def undeclared(target: str, dim: int, compiled: str) -> list[dict[str, Any]]:
         case = case_of(planned(target, dim, length, mask, "{}"))
         found.setdefault(json.dumps(case), case)
         if case["fields"]["transposed_tiles"]:
-            case = case_of(planned(target, dim, length, mask, WIDE_KEYS))
+            case = case_of(planned(target, dim, length, mask, WIDEST))
             found.setdefault(json.dumps(case), case)
     return list(found.values())
 

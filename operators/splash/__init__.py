@@ -34,7 +34,7 @@ from .candidates import SHIPPED, tuned_fields
 from .candidates import candidates as tried_sizes
 from .external import EXTERNAL_RULES, external_padding, external_remarks, resolve_external, run_external
 from .splash_config import LANES, SplashConfig
-from .tile_way import layout_note, tile_note
+from .tile_way import layout_note, tile_note, writes_tokens_first
 from .vmem_count import blocks_of, too_much_vmem, vmem_parts
 
 __all__ = ["Splash", "SplashConfig"]
@@ -283,6 +283,5 @@ def _run_attnops(
         residual_checkpoint_name=config.residual_checkpoint_name,
         platform=call.problem.platform,
         interpret=config.interpret,
-        # A backward pass would have to turn the output again.
-        tokens_first=call.problem.layout == "bthd" and call.problem.mode != "__train__",
+        tokens_first=writes_tokens_first(call.problem, config),
     )

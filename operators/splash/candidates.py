@@ -104,6 +104,7 @@ def _forward(problem: AttentionProblem, placement: Placement, config: SplashConf
     assert isinstance(first, SplashConfig)
 
     def inside(block_kv: int) -> Iterator[dict[str, Any]]:
+        yield {}  # the units that the heuristic takes in these blocks
         for by_product, inner, compute in itertools.product(sums, (1, 2), _COMPUTE):
             if block_kv % compute == 0 and (compute // inner) % LANES == 0:
                 way = {"block_kv_compute": compute, "block_kv_compute_in": compute // inner}
@@ -125,6 +126,7 @@ def _backward(problem: AttentionProblem, placement: Placement, config: SplashCon
     chosen = bool(first.stationary_weights)
 
     def inside(block_q: int, block_kv: int) -> Iterator[dict[str, Any]]:
+        yield {"use_fused_bwd_kernel": True}
         for compute in (n for n in _COMPUTE if block_kv % n == 0):
             yield {"block_kv_dkv_compute": compute, "use_fused_bwd_kernel": True}
         yield {"stationary_weights": not chosen, "use_fused_bwd_kernel": True}

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from ...planning import AttentionProblem, Placement
 from ...planning.text import Aside, bytes_text
-from .splash_config import SplashConfig
+from .splash_config import LANES, SplashConfig
 
-__all__ = ["SUBLANES", "TileWay", "Units", "layout_note", "tile_note", "way_of_tiles"]
+__all__ = ["SUBLANES", "TileWay", "Units", "layout_note", "tile_note", "way_of_tiles", "writes_tokens_first"]
 
 SUBLANES = 16  # per register of bfloat16
 
@@ -139,6 +139,15 @@ def tile_note(problem: AttentionProblem, config: SplashConfig) -> str | None:
     )
 
 
+def writes_tokens_first(problem: AttentionProblem, config: SplashConfig) -> bool:
+    """Whether the output of a call outside a ring is written as [batch, tokens, heads * dim], which layout bthd takes as it is.
+
+    A backward pass would have to turn it again, and heads that don't fill registers can't be written side by side.
+    """
+    fits = problem.value_dim % LANES == 0 and config.fuse_reciprocal
+    return problem.layout == "bthd" and problem.mode != "__train__" and fits
+
+
 def layout_note(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> str | None:
     """A note for the plan on what is copied around the kernel to bring tensors into its order; None if nothing is."""
     local, size = placement.local, problem.itemsize
@@ -153,11 +162,14 @@ def layout_note(problem: AttentionProblem, placement: Placement, config: SplashC
         for name, sizes in rows.items()
         if problem.layout != "bhtd" or turned.get(name) == "seq_minor"
     }
+    if writes_tokens_first(problem, config) and not placement.sequence.ring_axes:
+        del copied["output"]
     if not copied:
         return None
+    gradients = " and their gradients" if problem.mode == "__train__" else ""
     way = "; layout='bhtd' needs no copy" if all(layout != "seq_minor" for layout in turned.values()) else ""
     return Aside(
-        f"the kernel works on [batch, heads, tokens, dim]: {', '.join(copied)} and their gradients are transposed around it, "
+        f"the kernel works on [batch, heads, tokens, dim]: {', '.join(copied)}{gradients} are transposed around it, "
         f"{bytes_text(sum(copied.values()))} per device forward, unless XLA makes them in that order, as it does behind "
         f"projections{way}"
     )

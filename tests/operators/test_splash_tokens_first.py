@@ -59,6 +59,9 @@ def test_output_and_gradients(dim: int, value_dim: int, layout: str, mode: str, 
     )
     wanted_shape = (BATCH, 256, HEADS * value_dim) if tokens_first else (BATCH, HEADS, 256, value_dim)
     assert set(_outputs(jax.make_jaxpr(call)(*given).jaxpr)) == {wanted_shape}
+    plan = attend.plan(*given, mask=Causal(), softmax_scale=0.1, layout=layout, mode=mode)
+    turned_around = next((note for note in plan.notes if "transposed around" in note), "")
+    assert ("value, output" in turned_around) == (layout == "bthd" and not tokens_first)
 
     output, pull = jax.vjp(jax.jit(call), *given)
     got = dict(zip(("output", "query", "key", "value"), (output, *pull(turned(jnp.asarray(d_output)))), strict=True))

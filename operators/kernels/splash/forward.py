@@ -22,9 +22,9 @@ from .schedule import FIRST, LAST
 from .tile import Logits, Tile
 from .units import Unit, pipelined, rows_of, units_of
 
-__all__ = ["LANES", "forward_kernel", "forward_outputs", "forward_scratch", "tile_product"]
+__all__ = ["forward_kernel", "forward_outputs", "forward_scratch", "tile_product"]
 
-LANES, _SUBLANES = 128, 16  # per register of bfloat16
+_LANES, _SUBLANES = 128, 16  # per register of bfloat16
 # The peak of a row without visible keys: finite, so that the exponential of -inf minus it is 0 and not NaN.
 _NOTHING = float(jnp.finfo(jnp.float32).min)
 
@@ -62,7 +62,7 @@ class RowNumbers:
 
     def shape(self, rows: int) -> tuple[int, int]:
         """The shape of this many rows' numbers."""
-        return (8, rows) if self.across else (rows, LANES)
+        return (8, rows) if self.across else (rows, _LANES)
 
     def at(self, rows: slice) -> tuple[slice, slice]:
         """The index of some rows' numbers."""
@@ -72,9 +72,9 @@ class RowNumbers:
         """For arithmetic with this many keys, or values, of each row."""
         if self.across:
             return numbers[:1]
-        if width <= LANES:
+        if width <= _LANES:
             return numbers[:, :width]
-        return jnp.tile(numbers, (1, -(-width // LANES)))[:, :width]
+        return jnp.tile(numbers, (1, -(-width // _LANES)))[:, :width]
 
     def lane(self, numbers: jax.Array) -> jax.Array:
         """[1, rows]."""
@@ -215,11 +215,11 @@ def _prepared(
         # Not on the weights: there are more of them, and their sum may come from the same product.
         scale = refs["value_scale"][unit.head[0], :, unit.keys]
         if not v_time:  # as a whole square: spreading a single column over the lanes costs three times as much
-            scale = RowNumbers(False).beside(jnp.broadcast_to(scale, (LANES, scale.shape[1])).T, value.shape[-1])
+            scale = RowNumbers(False).beside(jnp.broadcast_to(scale, (_LANES, scale.shape[1])).T, value.shape[-1])
         value = (value * scale).astype(dtype)
     if with_ones:
         keys = unit.shape[1]
-        rows = _SUBLANES if transposed else LANES
+        rows = _SUBLANES if transposed else _LANES
         value = jnp.concatenate(
             [value, jnp.ones((rows, keys) if v_time else (keys, rows), value.dtype)], axis=1 - v_time
         )

@@ -21,7 +21,7 @@ from ..part import LSE_NAME, OUTPUT_NAME, differentiable
 from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
 from .bias import bias_block, bias_kernel, bias_order, visited_bias
 from .block_sizes import SplashBlocks
-from .forward import LANES, forward_kernel, forward_outputs, forward_scratch
+from .forward import forward_kernel, forward_outputs, forward_scratch
 from .frame import Frame, Heads, Input, Output
 from .key_sums import add_key_sums
 from .mapped import mapped_pass
@@ -67,9 +67,9 @@ def splash_attention(
     query [batch, heads, q, dim], key [batch, kv_heads, kv, dim], value [batch, kv_heads, kv, value_dim], of any lengths;
     bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, unscaled or with
     scales, float32 [batch, kv_heads, kv]; the output has the query's dtype. interpret: True for Pallas' interpreter, or the
-    parameters of the slow one that simulates a TPU's memory, for tests. tokens_first: the caller swaps the output's heads and
-    queries; if value_dim is a multiple of 128, that is then the order in which it is written. Fully masked rows give output 0,
-    lse -inf (or that of the sink) and zero gradients.
+    parameters of the slow one that simulates a TPU's memory, for tests. tokens_first: write the output as [batch, q, heads *
+    value_dim], for callers who swap heads and queries; value_dim is a multiple of 128, and the division is fused. Fully masked
+    rows give output 0, lse -inf (or that of the sink) and zero gradients.
     """
     kernel = SplashPart(float(scale), soft_cap, blocks, platform, interpret, residual_checkpoint_name, tokens_first)
     operands = Operands(
@@ -220,8 +220,7 @@ def _forward(static: _SplashStatic, operands: Operands, traced: Traced) -> tuple
     work = _KernelPass(static, operands, traced, blocks.block_q, blocks.block_kv, unit, "q")
     if operands.sinks is not None:
         work.frame.scalars["sinks"] = operands.sinks
-    normalised = blocks.fuse_reciprocal
-    tokens_first = static.tokens_first and normalised and work.value_dim % LANES == 0
+    normalised, tokens_first = blocks.fuse_reciprocal, static.tokens_first
     forward_outputs(work.frame, work.q_padded, work.value_dim, operands.query.dtype, normalised, tokens_first)
     forward_scratch(work.frame, work.value_dim, blocks.transposed_tiles)
     kernel = functools.partial(
