@@ -121,7 +121,10 @@ def test_sizes_are_declared_only_where_the_estimate_gains(monkeypatch: pytest.Mo
     assert declared["block_kv"] > kept.plan.config.block_kv  # type: ignore[attr-defined]
     assert {name: getattr(gained.plan.config, name) for name in declared} == declared
     changed = {name: value for name, value in declared.items() if value != getattr(kept.plan.config, name)}
-    assert gained.notes[-1] == ", ".join(f"{n}={v}" for n, v in changed.items()) + ": estimated faster than the default sizes"
+    assert (
+        gained.notes[-1]
+        == ", ".join(f"{n}={v}" for n, v in changed.items()) + ": estimated faster than the default sizes"
+    )
 
 
 def test_a_window_gets_the_blocks_that_compile_longer() -> None:
