@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,12 +29,20 @@ def _outputs(jaxpr: Any) -> Iterator[tuple[int, ...]]:
             yield from _outputs(inner)
 
 
-@pytest.mark.parametrize(("layout", "mode"), [("bthd", "prefill"), ("bthd", "train"), ("bhtd", "prefill")])
+CASES: list[tuple[int, int, dict[str, Any]]] = [
+    *((128, 128, {name: value}) for name, value in (("heads_per_tile", 2), ("fuse_reciprocal", False))),
+    *((64, 256, {}), (128, 128, {"transposed_tiles": True}), (128, 64, {})),
+]
+
+
 @pytest.mark.parametrize(
-    ("dim", "value_dim", "fields"),
+    ("layout", "mode", "dim", "value_dim", "fields"),
     [
-        *((128, 128, {name: value}) for name, value in (("heads_per_tile", 2), ("fuse_reciprocal", False))),
-        *((64, 256, {}), (128, 128, {"transposed_tiles": True}), (128, 64, {})),
+        *(pytest.param("bthd", "prefill", *case) for case in CASES),
+        *(
+            pytest.param(*order, *case, marks=[pytest.mark.slow] if case is not CASES[2] else [])
+            for order, case in itertools.product((("bthd", "train"), ("bhtd", "prefill")), CASES)
+        ),
     ],
 )
 def test_output_and_gradients(dim: int, value_dim: int, layout: str, mode: str, fields: dict[str, Any]) -> None:
