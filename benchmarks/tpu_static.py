@@ -85,16 +85,17 @@ def work_of(python: str, **case: Any) -> int | str:
 
 
 def cycles_of(python: str, **case: Any) -> dict[str, TileCycles] | str:
-    """The cycles of each kernel of a case, by its name, or why there are none. Each process dumps one kernel."""
-    found = {}
-    for name in NAMES[case["kernel"], case["fused"]]:
-        with tempfile.TemporaryDirectory() as folder:
-            made = work_of(python, **case, out=folder, length=COMPILED_LENGTH, hlo=f"{name}.1")
-            if isinstance(made, str):
-                return made
-            cycles = tile_cycles(regions(*(path.read_text() for path in kernels_in(Path(folder))[name])))
+    """The cycles of each kernel of a case, by its name, or why there are none."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = work_of(python, **case, out=folder, length=COMPILED_LENGTH)
+        if isinstance(made, str):
+            return made
+        dumped = kernels_in(Path(folder))
+        found = {}
+        for name in NAMES[case["kernel"], case["fused"]]:
+            cycles = tile_cycles(regions(*(path.read_text() for path in dumped[name])))
             found[name] = cycles if case["kernel"] == "attnops" else cycles.cheapest_first()
-    return found
+        return found
 
 
 def measure(pythons: dict[str, str], kernels: list[str], known: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
