@@ -21,20 +21,22 @@ def better_blocks(entry: Entry) -> Entry:
     plan = entry.plan
     if plan.method is None or (plan.tuning is not None and plan.tuning.source != "heuristic"):
         return entry
-    best, sizes = entry.estimate, dict[str, Any]()
+    best = entry.estimate
     machine, order = best.machine, entry.candidate.mesh
-    for ways in plan.operation.candidates(plan.method, plan.problem, plan.placement).values():
-        chosen = dict(sizes)
-        for fields in _distinct(ways):
-            config = plan.problem.config.with_fields(chosen | fields)
+    ways = plan.operation.candidates(plan.method, plan.problem, plan.placement)
+    chosen = {part: found[0] for part, found in ways.items()}  # of all passes: those of one may depend on another's
+    for part, found in ways.items():
+        for fields in _distinct(found):
+            config = plan.problem.config.with_fields(_together(chosen | {part: fields}))
             again = decide.plan(plan.operation, replace(plan.problem, config=config), plan.policy)
             if again.implementation != plan.implementation:
                 continue
             guess = estimate(again, machine, order)
             if guess.seconds < best.seconds * _GAIN:
-                best, sizes = guess, chosen | fields
-    if not sizes:
+                best, chosen[part] = guess, fields
+    if best is entry.estimate:
         return entry
+    sizes = _together(chosen)
     tag = plan.problem.config.operation
     configs = dict(entry.given.metadata.get("operation_configs") or {})
     configs[tag] = {**(configs.get(tag) or {}), **sizes}
@@ -51,6 +53,10 @@ def better_blocks(entry: Entry) -> Entry:
         estimate=best,
         notes=notes,
     )
+
+
+def _together(chosen: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for fields in chosen.values() for name, value in fields.items()}
 
 
 def _distinct(ways: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -56,7 +56,8 @@ LENGTHS = (4096, 8192, 32768)
 MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(0), "window": Causal(0) & SlidingWindow(1023, 0, offset=0)}
 BLOCKS = ((1024, 1024, 512), (1024, 1024, 1024), (512, 512, 512))
 WIDE = (2048, 2048, 512)
-WIDEST = '{"block_q": 2048, "block_kv": 2048, "block_kv_dkv": 2048}'  # plans have half of it where that takes long to compile
+# Plans have half of the keys, or of both, where such a tile takes long to compile.
+WIDEST = '{"block_q": 2048, "block_kv": 2048, "block_q_dkv": 1024, "block_kv_dkv": 2048}'
 BACKWARD = {"block_q_dkv": 1024, "block_kv_dkv": 1024, "block_kv_dkv_compute": 512}
 TURNED = {  # keys transposed, and the LP scheduler
     "attnops": {"k_layout": "seq_minor", "use_experimental_scheduler": True},

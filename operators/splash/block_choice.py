@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
 from ..mask_blocks import fitted_block
-from .pass_cost import forward_cost, has_whole_tiles, is_short_tile, tile_cost
+from .pass_cost import forward_cost, has_full_tiles, is_short_tile, tile_cost
 from .scalar_memory import ScalarMemory
 from .sizes import BlockSizes, choose_block, dividing_block
 from .splash_config import LANES, SplashConfig
@@ -32,9 +32,12 @@ _MIB = 1 << 20
 
 
 class _Most(NamedTuple):
-    """The largest block, the largest of queries in the backward pass, and whether bodies are bounded, too."""
+    """The largest block, the largest of the forward pass, the largest of queries in the backward pass, and whether bodies are
+    bounded, too.
+    """
 
     size: int
+    forward: int
     rows: int
     bounded: bool
 
@@ -73,13 +76,17 @@ def _ways(
     """Configs in the order in which they are tried, and why some sizes give none: the cheapest first, the large ones last."""
     begin = _most_for(problem)
     first = tuple(n for n in _SIZES if n <= begin)
-    wide = begin == _SIZES[0] and way_of_tiles(problem, config).transposed
-    if wide and has_whole_tiles(problem, placement):
+    forward = begin
+    if begin == _SIZES[0] and way_of_tiles(problem, config).transposed:
         first = (_WIDE, *first)
+        forward = _WIDE if has_full_tiles(problem, placement) else begin
     for sizes in (first, *((size,) for size in (*_SIZES[::-1], *_LARGE) if size > begin)):
         found = []
         for most, fused in itertools.product(sizes, _backward_ways(config)):
-            largest = _Most(most, min(most, _SIZES[0]), True) if sizes is first else _Most(most, most, False)
+            if sizes is first:
+                largest = _Most(most, min(most, forward), min(most, _SIZES[0]), True)
+            else:
+                largest = _Most(most, most, most, False)
             try:
                 found.append(_with_blocks(problem, placement, config, largest, fused))
             except ConfigError as error:
@@ -107,12 +114,12 @@ def _backward_ways(config: SplashConfig) -> tuple[bool, ...]:
 def _with_blocks(
     problem: AttentionProblem, placement: Placement, config: SplashConfig, largest: _Most, fused: bool
 ) -> SplashConfig:
-    most = largest.size
+    most, most_forward = largest.size, largest.forward
     way = way_of_tiles(problem, config)
     q_len, kv_len = placement.local.q_len, placement.local.kv_len
     sizes = BlockSizes(config)
     # Blocks that a declared inner block divides.
-    sizes.fill("block_q", choose_block(q_len, most, math.lcm(LANES, config.block_q_compute or 1)))
+    sizes.fill("block_q", choose_block(q_len, most_forward, math.lcm(LANES, config.block_q_compute or 1)))
     sizes.fill("heads_per_tile", heads_together(problem, placement, sizes["block_q"])[-1], 1)
     inner = math.lcm(LANES, config.block_kv_compute_in or 1)
     outer = math.lcm(inner, config.block_kv_compute or 1)
@@ -166,8 +173,9 @@ def _block_of_keys(
     rows: queries of a block, and of all heads that share a tile.
     """
     kv_len = placement.local.kv_len
-    block = rows[0], choose_block(kv_len, largest.size, unit)
-    if not largest.bounded or largest.size != _WIDE:
+    most = largest.forward if part == "forward" else largest.size
+    block = rows[0], choose_block(kv_len, most, unit)
+    if not largest.bounded or most != _WIDE:
         return block[1]
     short = is_short_tile(problem, placement, block, part, rows[1] // rows[0])
     return block[1] if short else choose_block(kv_len, _WIDE // 2, unit)

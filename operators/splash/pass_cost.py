@@ -6,15 +6,17 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ...masks import Mask
 from ...planning import AttentionProblem, Placement
 from .sizes import dividing_block
-from .splash_config import SplashConfig
+from .splash_config import LANES, SplashConfig
 
 if TYPE_CHECKING:
     from ..kernels.splash.bodies import Body
 
-__all__ = ["forward_cost", "has_whole_tiles", "is_short_code", "is_short_tile", "tile_cost"]
+__all__ = ["forward_cost", "has_full_tiles", "is_short_code", "is_short_tile", "tile_cost"]
 
 # In weights of a tile without a mask: a step of the grid beside its tile (half a microsecond; not measured on a TPU). Two
 # passes make seven products where the fused one makes five.
@@ -24,8 +26,8 @@ _FILL = 1 << 18  # extra cost of the start and end of a pipelined tile: 415 cycl
 # proportion to them (benchmarks/tpu_compile.py). Without a bound, both passes would take 4 % fewer cycles, 1 % fewer with a
 # window, and 1.7 to 2.6 times as long to compile.
 _CODE = {"forward": 1 << 21, "backward": 1 << 20}
-# Queries and keys of the largest forward tile if every tile of that size is at an edge of the mask: all code is then for edges,
-# and few tiles use it. With 2048 of both, a window of 1024 takes 15 % fewer cycles, and 1.6 to 1.8 times as long to compile.
+# Queries and keys of the largest forward tile if the mask leaves out units of every tile of that size: all code is then for
+# edges, and few tiles use it. With 2048 of both, a window of 1024 takes 15 % fewer cycles, and 1.6 to 1.8 times as long to compile.
 _EDGE = 1 << 10
 _UNIT = 256  # of queries and of keys, the least
 _SAMPLE = 1 << 14  # rows and keys sampled to find a mask's costs
@@ -65,13 +67,27 @@ def _bodies(
     mask: Mask, block: tuple[int, int], unit: tuple[int, int], place: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[Body, float], ...]:
     """Each body with the mean number of a head's tiles that use it."""
-    from ..kernels.splash.bodies import bodies_of, cells  # Pallas comes with the package
+    from ..kernels.splash.bodies import bodies_of  # Pallas comes with the package
+
+    tiles = _tiles(mask, block, unit, place)
+    bodies, numbers = bodies_of(tiles)
+    return tuple((body, float((numbers == i).sum()) / len(tiles)) for i, body in enumerate(bodies, 1))
+
+
+@functools.lru_cache(maxsize=256)
+def _full_tiles(mask: Mask, block: tuple[int, int], unit: tuple[int, int], place: tuple[tuple[str, int], ...]) -> bool:
+    """Whether something is visible in every unit of some tile."""
+    return bool((_tiles(mask, block, unit, place) > 0).all((-2, -1)).any())
+
+
+def _tiles(mask: Mask, block: tuple[int, int], unit: tuple[int, int], place: tuple[tuple[str, int], ...]) -> np.ndarray:
+    """The kinds of each tile's units: [heads, q blocks, kv blocks, units of queries, units of keys]."""
+    from ..kernels.splash.bodies import cells
 
     at = dict(place)
     count = math.ceil(at["q_len"] / block[0]), math.ceil(at["kv_len"] / block[1])
     kinds = mask.live_blocks_by_head(*unit, **at)
-    bodies, numbers = bodies_of(cells(kinds, count, (block[0] // unit[0], block[1] // unit[1])))
-    return tuple((body, float((numbers == i).sum()) / len(kinds)) for i, body in enumerate(bodies, 1))
+    return cells(kinds, count, (block[0] // unit[0], block[1] // unit[1]))
 
 
 def _sample(problem: AttentionProblem, placement: Placement) -> dict[str, int]:
@@ -91,21 +107,32 @@ def is_short_code(problem: AttentionProblem, placement: Placement, config: Splas
     assert config.block_q is not None
     assert config.block_kv is not None
     block = config.block_q, config.block_kv
-    if math.prod(block) > _EDGE**2 and not has_whole_tiles(problem, placement):
+    if math.prod(block) > _EDGE**2 and not has_full_tiles(problem, placement):
         return False
     return is_short_tile(problem, placement, block, part, config.heads_per_tile or 1)
 
 
-def has_whole_tiles(problem: AttentionProblem, placement: Placement) -> bool:
-    """Whether the mask leaves all of some tiles of 1024 x 1024, or may."""
-    return "mask_function" in problem.features or _most_live(problem, placement, (_EDGE, _EDGE)) == 1
+def has_full_tiles(problem: AttentionProblem, placement: Placement) -> bool:
+    """Whether the mask leaves out no unit of some tile of 1024 x 1024, or of all tokens if they are fewer; or may leave out none."""
+    if "mask_function" in problem.features:
+        return True
+    local = placement.local
+    q, kv = (min(_EDGE, math.ceil(length / LANES) * LANES) for length in (local.q_len, local.kv_len))
+    return _full_tiles(problem.mask, (q, kv), *_seen(problem, placement, (q, kv)))
 
 
 def _most_live(problem: AttentionProblem, placement: Placement, block: tuple[int, int]) -> float:
     """The largest share of a tile that a body computes in the smallest units."""
+    bodies = _bodies(problem.mask, block, *_seen(problem, placement, block))
+    return max((body.live for body, _ in bodies), default=0.0)
+
+
+def _seen(
+    problem: AttentionProblem, placement: Placement, block: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[tuple[str, int], ...]]:
+    """The smallest units of a tile, and the sample of rows and keys."""
     place = {"query_offset": problem.query_offset or 0, **_sample(problem, placement)}
-    unit = dividing_block(block[0], _UNIT), dividing_block(block[1], _UNIT)
-    return max(body.live for body, _ in _bodies(problem.mask, block, unit, tuple(place.items())))
+    return (dividing_block(block[0], _UNIT), dividing_block(block[1], _UNIT)), tuple(place.items())
 
 
 def is_short_tile(

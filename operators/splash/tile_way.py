@@ -140,12 +140,12 @@ def tile_note(problem: AttentionProblem, config: SplashConfig) -> str | None:
 
 
 def writes_tokens_first(problem: AttentionProblem, config: SplashConfig) -> bool:
-    """Whether the output of a call outside a ring is written as [batch, tokens, heads * dim], which layout bthd takes as it is.
+    """Whether the output of a call outside a ring is written as [batch, tokens, heads * value dim], which layout bthd takes as it is.
 
     A backward pass would have to turn it again, and heads that don't fill registers can't be written side by side.
     """
     fits = problem.value_dim % LANES == 0 and config.fuse_reciprocal
-    return problem.layout == "bthd" and problem.mode != "__train__" and fits
+    return problem.kernel_layout == "bthd" and problem.mode != "__train__" and fits
 
 
 def layout_note(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> str | None:

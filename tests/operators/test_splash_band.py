@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnops import Causal, Mask, Prefix, SlidingWindow
+from attnops import Causal, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
 from attnops.operators.kernels.splash.band import Band, band_of
 from attnops.operators.kernels.splash.schedule import body_of, kv_block_of, q_block_of, tile_schedule
 from attnops.operators.local_mask import LocalMask
 
 _bounds = st.one_of(st.none(), st.integers(-400, 400))
-_sizes = st.sampled_from([16, 48, 128, 256])
+_sizes = st.sampled_from([128, 256, 384])
 
 
 @given(least=_bounds, most=_bounds, rows=_sizes, keys=_sizes, distance=st.integers(-300, 300), across=st.booleans())
@@ -48,21 +51,51 @@ def test_a_unit_inside_the_bounds_is_untouched() -> None:
 @pytest.mark.parametrize("offset", [0, 5, 300])
 def test_conjuncts_of_a_mask(offset: int) -> None:
     """The band is what causal masks and windows leave together; other conjuncts and unions stay."""
-    rows, keys = np.arange(40)[:, None], np.arange(400)
+    rows, keys = np.arange(128)[:, None], np.arange(512)
     for mask in (
-        Causal(), Causal(2), SlidingWindow(7, 3), Causal() & SlidingWindow(9), Causal(1) & SlidingWindow(9, 2, offset=4),
+        Causal(offset), SlidingWindow(7, 3, offset=offset), Causal(offset) & SlidingWindow(9, offset=offset),
+        Causal(1) & SlidingWindow(9, 2, offset=offset),
     ):  # fmt: skip
-        band, others = band_of(mask, offset)
-        at = np.asarray(Band(*band).hide(jnp.zeros((40, 400)), 0, False)) == 0
-        np.testing.assert_array_equal(at, mask.test(rows, rows + offset, keys))
+        band, others = band_of(mask)
+        at = np.asarray(Band(*band).hide(jnp.zeros((128, 512)), 0, False)) == 0
+        np.testing.assert_array_equal(at, mask.test(rows, rows, keys))
         assert others.describe() == "full"
-    mask = Causal() & (Prefix(3) | SlidingWindow(4))
-    assert band_of(mask, offset) == (Band(None, offset), Prefix(3) | SlidingWindow(4))
-    assert band_of(Prefix(3) | Causal(), offset) == (Band(), Prefix(3) | Causal())
+    others = Prefix(3) | SlidingWindow(4, offset=0)
+    assert band_of(Causal(offset) & others) == (Band(None, offset), others)
+    assert band_of(Prefix(3) | Causal(offset)) == (Band(), Prefix(3) | Causal(offset))
 
 
 def test_an_offset_of_the_running_program_leaves_the_others_in_the_band() -> None:
-    assert band_of(Causal() & SlidingWindow(9, offset=2), None) == (Band(2 - 9, 2), Causal())
+    assert band_of(Causal() & SlidingWindow(9, offset=2)) == (Band(2 - 9, 2), Causal())
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_kernels_test_squares_where_the_place_is_known(backward: bool) -> None:
+    """Whole units only where it is the running program that knows how far rows are from keys."""
+    config = {"interpret": True, "block_q": 256, "block_kv": 256}
+    attend = OperationRegistry.create("splash", OperationMetadata(operation_configs={"splash": config}))
+    x = jnp.zeros((1, 512, 1, 128))
+
+    def loss(x: jax.Array, offset: jax.Array | None = None) -> jax.Array:
+        return attend(x, x, x, mask=Causal(), query_offset=offset).attention_outputs.sum()
+
+    function = jax.grad(loss) if backward else loss
+    name = "attnops_splash_backward" if backward else "attnops_splash_forward"
+    known, traced = jax.make_jaxpr(function)(x), jax.make_jaxpr(function)(x, jnp.int32(3))
+    assert _largest_test(known.jaxpr, name) == 128 * 128
+    assert _largest_test(traced.jaxpr, name) == 256 * 256
+
+
+def _largest_test(jaxpr: Any, kernel: str, inside: bool = False) -> int:
+    """The most weights that one comparison in a kernel tests."""
+    most = 0
+    for one in jaxpr.eqns:
+        if inside and one.primitive.name in ("le", "ge", "lt", "gt"):
+            most = max(most, one.outvars[0].aval.size)
+        within = inside or (one.primitive.name == "pallas_call" and one.params["name"] == kernel)
+        for inner in jax.extend.core.jaxprs_in_params(one.params):
+            most = max(most, _largest_test(inner, kernel, within))
+    return most
 
 
 @pytest.mark.parametrize("starts", [(0, 0), (64, 0), (0, 96), (128, 64)])

@@ -27,45 +27,46 @@ class Band(NamedTuple):
     most: int | None = None
 
     def hide(self, x: jax.Array, distance: int, across: bool) -> jax.Array:
-        """-inf for the keys of a unit outside the band. distance: its first row less its first key. across: x is [keys, rows]."""
-        high, wide = (_SIDE if n % _SIDE == 0 else n for n in x.shape)
+        """-inf for the keys of a unit outside the band. distance: its first row less its first key. across: x is [keys, rows].
+
+        Both sides of a unit are multiples of 128.
+        """
         lines = []
-        for i in range(0, x.shape[0], high):
+        for i in range(0, x.shape[0], _SIDE):
             line: list[tuple[slice, Band | None]] = []
-            for j in range(0, x.shape[1], wide):
-                band = self._cut(distance + (j - i if across else i - j), *((wide, high) if across else (high, wide)))
+            for j in range(0, x.shape[1], _SIDE):
+                band = self._cut(distance + (j - i if across else i - j))
                 start = j
                 if line and line[-1][1] == band and band in (None, EVERYTHING):  # one square, if nothing is tested
                     start = line.pop()[0].start
-                line.append((slice(start, j + wide), band))
-            lines.append((slice(i, i + high), line))
+                line.append((slice(start, j + _SIDE), band))
+            lines.append((slice(i, i + _SIDE), line))
         if all(band == EVERYTHING for _, line in lines for _, band in line):
             return x
         return jnp.concatenate(
             [jnp.concatenate([_hide(x[at, to], band, across) for to, band in line], axis=1) for at, line in lines]
         )
 
-    def _cut(self, distance: int, rows: int, keys: int) -> Band | None:
+    def _cut(self, distance: int) -> Band | None:
         """The bounds that cut a square, relative to its own first row and key; None if the square is hidden."""
+        last = _SIDE - 1
         least, most = (None if bound is None else bound + distance for bound in self)
-        if (least is not None and least > keys - 1) or (most is not None and most < 1 - rows):
+        if (least is not None and least > last) or (most is not None and most < -last):
             return None
-        return Band(
-            None if least is None or least <= 1 - rows else least, None if most is None or most >= keys - 1 else most
-        )
+        return Band(None if least is None or least <= -last else least, None if most is None or most >= last else most)
 
 
 EVERYTHING = Band()
 
 
-def band_of(mask: Mask, query_offset: int | None) -> tuple[Band, Mask]:
-    """(the band of a mask's causal and window conjuncts, the And of the others). query_offset: None if it isn't known."""
+def band_of(mask: Mask) -> tuple[Band, Mask]:
+    """(the band of a mask's causal and window conjuncts, the And of the others). A part without an offset is among the others."""
     least, most, others = EVERYTHING.least, EVERYTHING.most, []
     for part in mask.conjuncts():
-        offset = query_offset if part.needs_offset else getattr(part, "offset", None)
-        if not isinstance(part, Causal | SlidingWindow) or offset is None:
+        if not isinstance(part, Causal | SlidingWindow) or part.offset is None:
             others.append(part)
             continue
+        offset = part.offset
         left, right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
         if left is not None:
             least = offset - left if least is None else max(least, offset - left)

@@ -137,7 +137,7 @@ class Tile:
         self._distance = self.frame.visits.distances[number - 1]
         self._band, self._others = EVERYTHING, static_part.mask
         if self._distance is not None:
-            self._band, self._others = band_of(static_part.mask, static_part.query_offset)
+            self._band, self._others = band_of(static_part.mask)
         return self.frame.visits.bodies[number - 1]
 
     @property
