@@ -27,7 +27,7 @@ _FILL = 1 << 18  # extra cost of the start and end of a pipelined tile: 415 cycl
 # window, and 1.7 to 2.6 times as long to compile.
 _CODE = {"forward": 1 << 21, "backward": 1 << 20}
 # Queries and keys of the largest forward tile if the mask leaves out units of every tile of that size: all code is then for
-# edges, and few tiles use it. With 2048 of both, a window of 1024 takes 15 % fewer cycles, and 1.6 to 1.8 times as long to compile.
+# edges, and few tiles use it. With 2048 of both, a window of 1024 takes 15 % fewer cycles and compiles 1.6 to 1.8 times as long.
 _EDGE = 1 << 10
 _UNIT = 256  # of queries and of keys, the least
 _SAMPLE = 1 << 14  # rows and keys sampled to find a mask's costs
@@ -113,7 +113,7 @@ def is_short_code(problem: AttentionProblem, placement: Placement, config: Splas
 
 
 def has_full_tiles(problem: AttentionProblem, placement: Placement) -> bool:
-    """Whether the mask leaves out no unit of some tile of 1024 x 1024, or of all tokens if they are fewer; or may leave out none."""
+    """Whether the mask computes, or may compute, all units of some tile of 1024 x 1024, or of all tokens if they are fewer."""
     if "mask_function" in problem.features:
         return True
     local = placement.local

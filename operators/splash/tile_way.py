@@ -140,7 +140,7 @@ def tile_note(problem: AttentionProblem, config: SplashConfig) -> str | None:
 
 
 def writes_tokens_first(problem: AttentionProblem, config: SplashConfig) -> bool:
-    """Whether the output of a call outside a ring is written as [batch, tokens, heads * value dim], which layout bthd takes as it is.
+    """Whether a call outside a ring writes its output as [batch, tokens, heads * value dim], which layout bthd takes as it is.
 
     A backward pass would have to turn it again, and heads that don't fill registers can't be written side by side.
     """

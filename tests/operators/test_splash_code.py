@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh
 
 from attnops import Causal, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SegmentIds, SlidingWindow
 from attnops.compat import abstract_device
+from attnops.operators.splash.pass_cost import is_short_code
 from attnops.planning import Plan
 
 PIPELINED = ("TPU v6 lite", "TPU7x")
@@ -57,7 +58,7 @@ def _products(function: Any, length: int, dim: int) -> dict[str, int]:
 @pytest.mark.parametrize(("name", "most"), [("full", 32), ("causal", 32 + 26 + 10), ("window", 10 + 10)])
 def test_products_of_a_forward_kernel(name: str, most: int, kind: str) -> None:
     """Two for each unit of 256 x 256. Causal: a tile of 2048 x 1024 is whole, or the diagonal crosses its upper half, or its
-    lower half. A window of 1024 has no whole tile, so the tiles have 1024 queries and keys, and ten units live."""
+    lower half. A window of 1024 leaves out units of every tile, so the tiles have 1024 queries and keys, and ten units live."""
     function, _ = _call(kind, MASKS[name], 8192, 64)
     assert _products(function, 8192, 64) == {"attnops_splash_forward": 2 * most}
 
@@ -100,6 +101,44 @@ def test_declared_blocks_may_have_more(kind: str) -> None:
     config: Any = plan.config
     assert (config.block_kv, config.block_kv_dkv) == (2048, 2048)
     assert _products(function, 4096, 64) == {"attnops_splash_forward": 2 * 64}
+
+
+@pytest.mark.parametrize("kind", PIPELINED)
+@pytest.mark.parametrize("kv_len", [77, 512, 700])
+def test_few_keys_keep_wide_tiles(kv_len: int, kind: str) -> None:
+    """All keys are in one tile, nothing of it is hidden, and its code is short."""
+    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(kind, 1, "tpu"))
+    attend = OperationRegistry.create("splash", OperationMetadata(mesh=mesh, tuning="off"))
+    query, key = (jax.ShapeDtypeStruct((1, length, 1, 128), jnp.bfloat16) for length in (16384, kv_len))
+    assert attend.plan(query, key, key, mask=Full()).config.block_q == 2048  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", PIPELINED)
+def test_backward_tiles_are_as_large_under_a_narrow_window(kind: str) -> None:
+    """The bound on tiles that are all at an edge is for the forward pass; few units of a backward tile live, of any size."""
+    config: Any = _call(kind, Causal() & SlidingWindow(127), 8192, 128)[1].config
+    assert (config.block_q, config.block_kv) == (1024, 1024)
+    assert config.block_kv_dkv == 2048
+
+
+@pytest.mark.parametrize("kind", PIPELINED)
+def test_a_mask_without_visible_keys_is_planned(kind: str) -> None:
+    """Also if only the rows that are looked at see none."""
+    for length in (4096, 32768):
+        _, plan = _call(kind, Causal(-20000), length, 128)
+        assert plan.implementation is not None
+
+
+@pytest.mark.parametrize("kind", PIPELINED)
+def test_what_compiles_as_fast_as_the_default(kind: str) -> None:
+    """Of larger tiles a search for shipped sizes keeps those of full attention, and none of a window without a full tile."""
+    wide = {"block_q": 2048, "block_kv": 2048}
+    for mask, fields, short in (
+        (Full(), {"block_q": 2048, "block_kv": 1024}, True), (Full(), wide, False), (MASKS["window"], wide, False),
+        (MASKS["window"], {}, True), (MASKS["window"], {"block_q": 2048, "block_kv": 512}, True),
+    ):  # fmt: skip
+        plan = _call(kind, mask, 8192, 128, fields)[1]
+        assert is_short_code(plan.problem, plan.placement, plan.config, "forward") == short, (mask, fields)
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5p"])

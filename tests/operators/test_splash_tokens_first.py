@@ -30,8 +30,8 @@ def _outputs(jaxpr: Any) -> Iterator[tuple[int, ...]]:
 
 
 CASES: list[tuple[int, int, dict[str, Any]]] = [
-    *((128, 128, {name: value}) for name, value in (("heads_per_tile", 2), ("fuse_reciprocal", False))),
-    *((64, 256, {}), (128, 128, {"transposed_tiles": True}), (128, 64, {})),
+    *((128, 128, {name: value}) for name, value in (("heads_per_tile", 1), ("fuse_reciprocal", False))),
+    *((64, 256, {"heads_per_tile": 4}), (128, 128, {"transposed_tiles": True}), (128, 64, {})),
 ]
 
 

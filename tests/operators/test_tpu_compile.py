@@ -333,13 +333,14 @@ def test_compiles_inside_a_checked_shard_map(v5e: Any, axes: set[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("target", "layout"),
+    ("target", "layout", "mode"),
     [
-        *((target, "bthd") for target in ("v4:2x2x1", "v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")),
-        *((target, "bhtd") for target in ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")),
+        *((target, "bthd", "train") for target in ("v4:2x2x1", "v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")),
+        *((target, "bhtd", "train") for target in ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")),
+        *((target, "bthd", "prefill") for target in ("v4:2x2x1", "v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")),
     ],
 )
-def test_projections_make_tensors_in_the_kernels_order(target: str, layout: str) -> None:
+def test_projections_make_tensors_in_the_kernels_order(target: str, layout: str, mode: str) -> None:
     """In either layout: nothing of the size of a query, key or value is copied or transposed on its way, forward or back."""
     one = Mesh(described_mesh(target).devices.reshape(-1)[:1], ("fsdp",))
     attend = OperationRegistry.create("splash", OperationMetadata(mesh=one, fallback="error", tuning="off"))
@@ -349,13 +350,14 @@ def test_projections_make_tensors_in_the_kernels_order(target: str, layout: str)
     def loss(x: jax.Array, *weights: jax.Array) -> jax.Array:
         *projections, out = weights
         q, k, v = (jnp.einsum(f"btd,dhk->{of_heads}", x, w) for w in projections)
-        output = attend(q, k, v, mask=Causal(), layout=layout).attention_outputs
+        output = attend(q, k, v, mask=Causal(), layout=layout, mode=mode).attention_outputs
         return jnp.einsum(f"{of_heads},hkd->btd", output, out).astype(jnp.float32).sum()
 
     shapes = [(batch, length, width), *((width, n, dim) for n in (heads, kv_heads, kv_heads)), (heads, dim, width)]
     sharding = NamedSharding(one, PartitionSpec())
     given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
-    text = jax.jit(jax.grad(loss, range(5))).lower(*given).compile().as_text()
+    program = jax.jit(jax.grad(loss, range(5)) if mode == "train" else loss)
+    text = program.lower(*given).compile().as_text()
     entry = text[text.index("\nENTRY ") :]
     copied = [shape.split(",") for shape in re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", entry)]
     assert "tpu_custom_call" in entry
