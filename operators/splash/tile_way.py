@@ -55,16 +55,16 @@ _PIPELINED_DKV_64: dict[str, tuple[Units, ...]] = {"TPU7x": (Units(512, 256, 2),
 # Other units: 512 queries of a block of 1024 take 8 % fewer cycles than all on v4, v5e and v5p, at any head dim, and 5 % more on
 # v6e. In backward passes, where products fill the units, between 1 % more and 8 % fewer.
 _LARGE, _WHOLE_BLOCK = Units(512, 512), Units(4096, 512)
-# On v5e and v5p a tile without a mask takes 4 to 11 % more in small units, and one at the edge of a mask 5 to 15 % fewer, but not
-# in the backward pass at head dim 64.
+# On v5e and v5p a tile without a mask takes 4 to 11 % more in small units, and a pass under a window of 1024 slightly fewer, but
+# not the backward pass at head dim 64.
 _EDGES: tuple[Units, ...] = (_LARGE, Units(256, 256, 0, 1.1))
 _DIM_EDGES_DKV = 128
-# On v4 small ones take fewer in every pass that has units: 1 to 10 % without a mask, 20 to 25 % on the diagonal.
+# On v4 small ones take fewer in every pass that has units: 1 to 10 % without a mask, 17 % and more on the diagonal.
 _SMALL: tuple[Units, ...] = (Units(256, 256),)
 _SMALL_ON = "TPU v4"
 # From this head dim on products alone fill the cycles of a large unit of the backward pass. In small ones, pipelined, a tile
-# without a mask takes as many, one on the diagonal of 4096 tokens 10 to 20 % fewer, and one at the edge of a window of 1024 27 %.
-# They take longer to compile.
+# without a mask takes as many on v6e and 6 % more on tpu7x, and one at the edge of a mask 16 % and 4 to 9 % fewer. They take
+# longer to compile.
 _DIM_FILLED = 256
 _FILLED_DKV: tuple[Units, ...] = (_LARGE, Units(256, 256, 2, 1.05))
 # The largest head dim with a pipelined backward pass; more weren't tried.
