@@ -18,7 +18,7 @@ from attnops.operators.kernels.splash.schedule import body_of, kv_block_of, q_bl
 from attnops.operators.local_mask import LocalMask
 
 _bounds = st.one_of(st.none(), st.integers(-400, 400))
-_sizes = st.sampled_from([128, 256, 384])
+_sizes = st.sampled_from([128, 256, 384, 640, 1024])
 
 
 @given(least=_bounds, most=_bounds, rows=_sizes, keys=_sizes, distance=st.integers(-300, 300), across=st.booleans())
@@ -41,6 +41,13 @@ def test_only_squares_at_the_edge_are_tested(across: bool) -> None:
     equations = jax.make_jaxpr(lambda x: Band(None, 0).hide(x, 0, across))(x).jaxpr.eqns
     tested = [one.outvars[0].aval.shape for one in equations if one.primitive.name in ("le", "ge", "lt", "gt")]
     assert tested == [(128, 128)] * 2
+
+
+@pytest.mark.parametrize(("rows", "keys", "tested"), [(512, 512, [(128, 128)] * 4), (512, 1024, [(512, 1024)])])
+def test_a_large_unit_is_one_square(rows: int, keys: int, tested: list[tuple[int, int]]) -> None:
+    x = jax.ShapeDtypeStruct((rows, keys), jnp.float32)
+    equations = jax.make_jaxpr(lambda x: Band(None, 0).hide(x, 0, False))(x).jaxpr.eqns
+    assert [one.outvars[0].aval.shape for one in equations if one.primitive.name in ("le", "ge", "lt", "gt")] == tested
 
 
 def test_a_unit_inside_the_bounds_is_untouched() -> None:

@@ -18,6 +18,7 @@ from ....masks import And, Causal, Mask, SlidingWindow
 __all__ = ["EVERYTHING", "Band", "band_of"]
 
 _SIDE = 128  # of a square: the lanes of a register
+_MOST = 1 << 18  # weights of a unit in squares; for larger ones the compiler takes minutes on tpu7x
 
 
 class Band(NamedTuple):
@@ -31,29 +32,32 @@ class Band(NamedTuple):
 
         Both sides of a unit are multiples of 128.
         """
+        high, wide = (_SIDE, _SIDE) if x.size <= _MOST else x.shape
         lines = []
-        for i in range(0, x.shape[0], _SIDE):
+        for down in _cuts(x.shape[0], high):
             line: list[tuple[slice, Band | None]] = []
-            for j in range(0, x.shape[1], _SIDE):
-                band = self._cut(distance + (j - i if across else i - j))
-                start = j
+            for along in _cuts(x.shape[1], wide):
+                rows, keys = (along, down) if across else (down, along)
+                band = self._cut(distance + rows.start - keys.start, rows.stop - rows.start, keys.stop - keys.start)
+                start = along.start
                 if line and line[-1][1] == band and band in (None, EVERYTHING):  # one square, if nothing is tested
                     start = line.pop()[0].start
-                line.append((slice(start, j + _SIDE), band))
-            lines.append((slice(i, i + _SIDE), line))
+                line.append((slice(start, along.stop), band))
+            lines.append((down, line))
         if all(band == EVERYTHING for _, line in lines for _, band in line):
             return x
         return jnp.concatenate(
             [jnp.concatenate([_hide(x[at, to], band, across) for to, band in line], axis=1) for at, line in lines]
         )
 
-    def _cut(self, distance: int) -> Band | None:
+    def _cut(self, distance: int, rows: int, keys: int) -> Band | None:
         """The bounds that cut a square, relative to its own first row and key; None if the square is hidden."""
-        last = _SIDE - 1
         least, most = (None if bound is None else bound + distance for bound in self)
-        if (least is not None and least > last) or (most is not None and most < -last):
+        if (least is not None and least > keys - 1) or (most is not None and most < 1 - rows):
             return None
-        return Band(None if least is None or least <= -last else least, None if most is None or most >= last else most)
+        return Band(
+            None if least is None or least <= 1 - rows else least, None if most is None or most >= keys - 1 else most
+        )
 
 
 EVERYTHING = Band()
@@ -73,6 +77,10 @@ def band_of(mask: Mask) -> tuple[Band, Mask]:
         if right is not None:
             most = offset + right if most is None else min(most, offset + right)
     return Band(least, most), And(others)
+
+
+def _cuts(length: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, length, size)]
 
 
 def _hide(square: jax.Array, band: Band | None, across: bool) -> jax.Array:
