@@ -362,3 +362,22 @@ def test_projections_make_tensors_in_the_kernels_order(target: str, layout: str,
     copied = [shape.split(",") for shape in re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", entry)]
     assert "tpu_custom_call" in entry
     assert not [shape for shape in copied if str(length) in shape]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_units_of_a_whole_block_compile(target: str) -> None:
+    """Tested square by square at the diagonal, such units kept the compiler busy for minutes on tpu7x."""
+    one = Mesh(described_mesh(target).devices.reshape(-1)[:1], ("fsdp",))
+    sides = ("q", "kv", "q_dkv", "kv_dkv")
+    fields = {f"block_{side}{inner}": 1024 for side in sides for inner in ("", "_compute")}
+    configs = {"splash": fields | {"use_fused_bwd_kernel": True}}
+    attend = OperationRegistry.create(
+        "splash", OperationMetadata(mesh=one, operation_configs=configs, fallback="error")
+    )
+    x = jax.ShapeDtypeStruct((1, 2048, 1, 64), jnp.bfloat16, sharding=NamedSharding(one, PartitionSpec()))
+
+    def loss(*qkv: jax.Array) -> jax.Array:
+        return attend(*qkv, mask=Causal()).attention_outputs.astype(jnp.float32).sum()
+
+    assert "tpu_custom_call" in jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile().as_text()
