@@ -77,8 +77,8 @@ def test_tiles_against_the_schedules_read() -> None:
     assert np.median(planned) < 0.025
     assert np.max(planned) < 0.1
     assert len(declared) > 80
-    assert np.median(declared) < 0.055
-    assert np.max(declared) < 0.43
+    assert np.median(declared) < 0.045
+    assert np.max(declared) < 0.45
 
 
 def _ranks(values: list[float]) -> np.ndarray:
