@@ -1,4 +1,4 @@
-"""The order in which splash writes its output: outside training that of the call's layout, where the head dim fills registers."""
+"""The order in which splash writes its output: outside training that of the call's layout, where values fill registers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from attnops import Causal, OperationMetadata, OperationRegistry
+from attnops.sharding import virtual_mesh
 from attnops.verify import reference_attention, reference_gradients
 from attnops.verify.closeness import row_error, row_sizes, term_sizes
 
@@ -81,3 +82,28 @@ def test_output_and_gradients(dim: int, value_dim: int, layout: str, mode: str, 
     for name, x in got.items():
         found = np.asarray(turned(x), np.float64)
         assert row_error(found, wanted[name], row_sizes(wanted[name], terms[name])) < 3e-5, name
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tp": 2}, {"sp": 2}])
+def test_over_a_mesh(sizes: dict[str, int]) -> None:
+    """Shards write tokens first, each its own heads; parts of a ring don't."""
+    config = {"interpret": True, "block_q": 128, "block_kv": 128}
+    fields: dict[str, Any] = {"sequence_parallel": "ring"} if "sp" in sizes else {}
+    metadata = OperationMetadata(
+        mesh=virtual_mesh(sizes), operation_configs={"splash": config}, fallback="error", **fields
+    )
+    attend = OperationRegistry.create("splash", metadata)
+    query, key, value = (
+        RNG.standard_normal((2, 256, heads, 128)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+
+    def call(*given: jax.Array) -> jax.Array:
+        return attend(*given, mask=Causal(), softmax_scale=0.1, mode="prefill").attention_outputs
+
+    shapes = set(_outputs(jax.make_jaxpr(call)(query, key, value).jaxpr))
+    assert shapes == ({(2, HEADS, 128, 128)} if fields else {(1, 256, HEADS // 2 * 128)})
+    of: dict[str, Any] = {"scale": 0.1, "mask": np.tri(256, dtype=bool)[None, None]}
+    wanted = reference_attention(query, key, value, **of).output
+    terms = term_sizes(query, key, value, np.ones_like(wanted), **of)
+    found = np.asarray(jax.jit(call)(query, key, value), np.float64)
+    assert row_error(found, wanted, row_sizes(wanted, terms["output"])) < 3e-5

@@ -34,9 +34,9 @@ class Band(NamedTuple):
         """
         high, wide = (_SIDE, _SIDE) if x.size <= _MOST else x.shape
         lines = []
-        for down in _cuts(x.shape[0], high):
+        for down in _parts(x.shape[0], high):
             line: list[tuple[slice, Band | None]] = []
-            for along in _cuts(x.shape[1], wide):
+            for along in _parts(x.shape[1], wide):
                 rows, keys = (along, down) if across else (down, along)
                 band = self._cut(distance + rows.start - keys.start, rows.stop - rows.start, keys.stop - keys.start)
                 start = along.start
@@ -79,7 +79,7 @@ def band_of(mask: Mask) -> tuple[Band, Mask]:
     return Band(least, most), And(others)
 
 
-def _cuts(length: int, size: int) -> list[slice]:
+def _parts(length: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, length, size)]
 
 
