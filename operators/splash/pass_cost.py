@@ -27,7 +27,7 @@ _FILL = 1 << 18  # extra cost of the start and end of a pipelined tile: 415 cycl
 # as long to compile.
 _CODE = {"forward": 1 << 21, "backward": 1 << 20}
 # Queries and keys of the largest forward tile if the mask leaves out units of every tile of that size: all code is then for
-# edges, and few tiles use it. With 2048 of both, a window of 1024 takes 14 % fewer cycles and compiles 1.6 to 1.8 times as long.
+# edges, and few tiles use it. With 2048 of both, a window of 1024 takes 14 % fewer cycles and about twice as long to compile.
 _EDGE = 1 << 10
 _UNIT = 256  # of queries and of keys, the least
 _SAMPLE = 1 << 14  # rows and keys sampled to find a mask's costs
