@@ -23,7 +23,7 @@ from ..planning.repeated import RepeatedAxis, repeated_lines, unintended_repeats
 from ..planning.sequence.choice import declared_strategy
 from ..planning.tune_cache import kept_here
 from ..registry import OperationMetadata
-from ..sharding import place
+from ..sharding import MeshAxis, place
 from ..sharding.mesh import AnyMesh
 from .ambient import ambient_platform
 from .arguments import Arrays, Options, split_arguments, takes_call_arguments
@@ -32,6 +32,7 @@ from .call_devices import explain_devices
 from .call_values import checked_values
 from .declared import DeclaredOperation
 from .describe import describe, varying_axes
+from .mapped_batch import explain_mapped_rows, mapped_note, unsplit_batch_axes, watch_mapped
 from .mask_notes import value_notes
 from .output import AttentionOutput
 from .placement_notes import moved_notes
@@ -42,11 +43,13 @@ __all__ = ["Operation"]
 
 
 class _Prepared(NamedTuple):
-    """What is decided for a call before its arrays' values are read. devices: where committed arrays are moved, if at all."""
+    """What is decided for a call before its arrays' values are read. devices: where committed arrays are moved, if at all.
+    unsplit: mesh axes of the batch that split nothing of the call, but could split calls that jax.vmap maps."""
 
     plan: Plan
     program: Program
     devices: Mesh | None
+    unsplit: tuple[MeshAxis, ...]
 
 
 # For all operations: equal ones share their plans. Compiled programs are in jax's own cache.
@@ -98,13 +101,16 @@ class Operation(DeclaredOperation):
         if found is None:
             found = self._prepare(arrays, options, mesh)
             _prepared.put(asked, found)
-        decided, program, devices = found
+        decided, program, devices, unsplit = found
+        if unsplit and isinstance(arrays.query, jax.core.Tracer):
+            decided, arrays = self._watched(decided, arrays, unsplit)
         if devices is not None:
             arrays = _on_devices(arrays, decided, devices)
         try:
             result = attention(program, arrays)
         except ValueError as error:
             explain_devices(arrays, error)
+            explain_mapped_rows(self.name, error)
             raise
         except TypeError as error:
             if "forward-mode" not in str(error):
@@ -128,7 +134,12 @@ class Operation(DeclaredOperation):
         # Not in describe: a plan is cached for all calls of its shapes, whatever their values and devices.
         notes = value_notes(decided.notes, problem.mask, arrays.mask_leaves, problem.q_len, problem.kv_len)
         notes += moved_notes(decided, arrays, mesh)
-        return decided if notes == decided.notes else replace(decided, notes=notes)
+        if notes != decided.notes:
+            decided = replace(decided, notes=notes)
+        unsplit = unsplit_batch_axes(decided)
+        if unsplit and isinstance(arrays.query, jax.core.Tracer):
+            decided, _ = self._watched(decided, arrays, unsplit)
+        return decided
 
     @takes_call_arguments
     def explain(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]) -> str:
@@ -155,7 +166,14 @@ class Operation(DeclaredOperation):
         notes = moved_notes(decided, arrays, mesh)
         if notes:
             decided = replace(decided, notes=(*decided.notes, *notes))
-        return _Prepared(decided, program, mesh if isinstance(mesh, Mesh) else None)
+        devices = mesh if isinstance(mesh, Mesh) else None
+        return _Prepared(decided, program, devices, unsplit_batch_axes(decided))
+
+    def _watched(self, decided: Plan, arrays: Arrays, axes: tuple[MeshAxis, ...]) -> tuple[Plan, Arrays]:
+        """A traced call's plan with a note of what jax.vmap maps, and its arrays, which warn if that isn't split over `axes`."""
+        query, mapped = watch_mapped(arrays.query, self.name, axes)
+        note = mapped_note(decided.problem, axes, mapped)
+        return replace(decided, notes=(*decided.notes, note)) if note else decided, arrays._replace(query=query)
 
 
 @functools.lru_cache(maxsize=1024)  # once; a warning turned into an error is raised each time
