@@ -1,8 +1,9 @@
-"""keras: MultiHeadAttention and GroupQueryAttention on the JAX backend with a declared attention. Requires keras."""
+"""keras: layers on the JAX backend with a declared attention. Requires keras."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from ..errors import ConfigError, InputError, shown
 from ..operators.attention import Attention
 from .extra import extra
 from .front import Declared, attend, declared_attention
+from .keras_ops import calls_the_op, declare_calls, restore_calls
 
 with extra("keras"):
     import keras
@@ -21,17 +23,23 @@ __all__ = ["KerasAttention", "attention_of"]
 
 _Layer = TypeVar("_Layer", bound="keras.Layer")
 _PLACE = "_compute_attention"  # which keras lets users override
+_MOST = 12  # classes that a message names
+# Compiled steps that keras keeps, the last one those of keras-hub's tasks.
+_COMPILED = ("train_function", "test_function", "predict_function", "generate_function")
 _KINDS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
 
 def attention_of(model: _Layer, declared: Declared, **metadata: Any) -> _Layer:
-    """Make every MultiHeadAttention and GroupQueryAttention in a model (or the layer itself) run the declared attention.
+    """Make a model's attention layers (or the layer itself) run the declared attention.
 
-    The layers are changed in place, and the model is returned; weights, names and saved files stay keras' own. Compiled
-    steps are discarded. declared: an Attention, a Declaration, its dict, or the path of its JSON file. metadata: fields of
-    OperationMetadata that replace the file's, such as mesh. With "enabled": false the layers get keras' own attention back.
-    Errors: ConfigError for a backend other than JAX and for flash_attention=True; InputError for a model without such a layer,
-    or with one whose class has its own attention.
+    These are every MultiHeadAttention and GroupQueryAttention, and layers of other classes whose own code calls
+    keras.ops.dot_product_attention. The layers are changed in place, and the model is returned; weights, names and saved files
+    stay keras' own. Compiled steps are discarded. declared: an Attention, a Declaration, its dict, or the path of its JSON file.
+    metadata: fields of OperationMetadata that replace the file's, such as mesh. With "enabled": false the layers get keras' own
+    attention back.
+    Errors: ConfigError for a backend other than JAX, for flash_attention=True, and for dropout of weights in a layer that calls
+    the op; InputError for a model without such a layer, which names those that it has, or with one whose class has its own
+    attention.
     """
     attention = declared_attention(declared, metadata)
     if keras.backend.backend() != "jax":
@@ -42,10 +50,11 @@ def attention_of(model: _Layer, declared: Declared, **metadata: Any) -> _Layer:
         raise InputError(f"{type(model).__name__} isn't a keras model or layer.")
     inside = list(model._flatten_layers())
     layers = [x for x in inside if isinstance(x, _KINDS)]
-    if not layers:
+    callers = [x for x in inside if not isinstance(x, _KINDS) and calls_the_op(x)]
+    if not layers and not callers:
         raise InputError(
-            f"{type(model).__name__} holds no built MultiHeadAttention or GroupQueryAttention, so there is no attention to "
-            "replace."
+            f"{type(model).__name__} holds no built MultiHeadAttention or GroupQueryAttention, and no layer whose class calls "
+            f"keras.ops.dot_product_attention, so there is no attention to replace. Its layers: {_classes(inside)}."
         )
     for layer in layers:
         _check(layer)
@@ -54,9 +63,16 @@ def attention_of(model: _Layer, declared: Declared, **metadata: Any) -> _Layer:
             setattr(layer, _PLACE, KerasAttention(layer, attention))
         elif _PLACE in vars(layer):
             delattr(layer, _PLACE)
+    for layer in callers:
+        if attention.enabled:
+            declare_calls(layer, attention)
+        else:
+            restore_calls(layer)
     for x in inside:
         if isinstance(x, keras.Model):
-            x.train_function = x.test_function = x.predict_function = None
+            for name in _COMPILED:
+                if hasattr(x, name):
+                    setattr(x, name, None)
     return model
 
 
@@ -118,6 +134,13 @@ class KerasAttention:
             return output, None
         scores = found.weights.reshape(*found.weights.shape[:-2], *spans[0], *spans[1])
         return output, scores.astype(output.dtype)
+
+
+def _classes(layers: Iterable[Any]) -> str:
+    """The classes of layers, those that seem to attend first."""
+    names = list(dict.fromkeys(type(layer).__name__ for layer in layers))
+    names.sort(key=lambda name: "attention" not in name.lower())
+    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
 
 
 def _check(layer: Any) -> None:
