@@ -52,8 +52,9 @@ def unsplit_batch_axes(plan: Plan) -> tuple[MeshAxis, ...]:
 
 def watch_mapped(query: Any, name: str, axes: tuple[MeshAxis, ...]) -> tuple[Any, tuple[Mapped, ...]]:
     """The same query, which warns if rows mapped by jax.vmap aren't split over `axes`; and what is already known to be mapped."""
-    before = getattr(_listening, "found", None)
-    _listening.found = found = []
+    before: list[Mapped] | None = getattr(_listening, "found", None)
+    found: list[Mapped] = []
+    _listening.found = found
     try:
         watched = _watched.bind(query, name=name, axes=axes, mapped=())
     finally:
