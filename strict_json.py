@@ -1,23 +1,25 @@
-"""Strict JSON: duplicate keys, NaN and Infinity are refused, so that nothing is lost."""
+"""Strict JSON: duplicate keys, NaN, Infinity and halves of surrogate pairs are refused, so that nothing is lost."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .errors import ConfigError, shown
 
-__all__ = ["parse_json", "read_text"]
+__all__ = ["parse_json", "read_text", "refuse_surrogates"]
 
 _LONGEST_NAME = 300
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse_json(text: str, source: str) -> Any:
     """Parse JSON text. Errors: ConfigError that names the source and the position."""
     try:
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
+        found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         hint = " JSON allows no comma after the last item." if _ends_in_a_comma(text, error.pos) else ""
         raise ConfigError(
@@ -27,6 +29,24 @@ def parse_json(text: str, source: str) -> Any:
         raise ConfigError(f"{source}: nested too deeply for a declaration.") from None
     except ValueError as error:  # from the hooks, and Python's own limit on digits
         raise ConfigError(f"{source}: {error}") from None
+    refuse_surrogates(found, source)
+    return found
+
+
+def refuse_surrogates(value: Any, source: str) -> None:
+    """Refuse halves of surrogate pairs in keys and strings: JSON can spell them, but UTF-8 can't. Errors: ConfigError."""
+    rest = [value]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, dict):
+            rest += [*one, *one.values()]
+        elif isinstance(one, list | tuple):
+            rest += one
+        elif isinstance(one, str) and _SURROGATE.search(one):
+            raise ConfigError(
+                f"{source}: {shown(one)} holds half of a surrogate pair, which can't be written as UTF-8; wanted whole "
+                "characters."
+            )
 
 
 def read_text(path: Path, wanted: str) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import NamedTuple
 
+from .markup import escaped
 from .svg import element, label, picture
 
 __all__ = ["Bar", "Point", "bars", "curve", "roofline"]
@@ -44,9 +44,9 @@ def bars(found: Sequence[Bar]) -> str:
         kind = "ao-over" if over else "ao-ok" if bar.good else "ao-used"
         words = bar.told + (": over the limit" if over else "")
         lines.append(
-            f'<div class="ao-bar"><span class="ao-name">{escape(bar.name)}</span>'
+            f'<div class="ao-bar"><span class="ao-name">{escaped(bar.name)}</span>'
             f'<span class="ao-track"><span class="{kind}" style="width:{100 * share:.1f}%"></span></span>'
-            f'<span class="ao-told">{escape(words)}</span></div>'
+            f'<span class="ao-told">{escaped(words)}</span></div>'
         )
     return "".join(lines)
 

@@ -6,10 +6,10 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from html import escape
 from typing import Any
 
 from .devices_text import short_name
+from .markup import escaped
 from .svg import element, label, picture, rectangle
 
 __all__ = ["devices_svg"]
@@ -70,10 +70,14 @@ def _tensor(found: Any, tensor: Any, y: float) -> tuple[list[str], float]:
     y += 16
     for axis, dim, why in tensor.dropped:
         y += 15
-        struck = element("tspan", escape(axis), text_decoration="line-through")
+        struck = element("tspan", escaped(axis), text_decoration="line-through")
         parts.append(
             element(
-                "text", f"{struck} {escape(_short(f'of {dim} dropped: {why}'))}", x=12, y=y, class_="ao-small ao-warned"
+                "text",
+                f"{struck} {escaped(_short(f'of {dim} dropped: {why}'))}",
+                x=12,
+                y=y,
+                class_="ao-small ao-warned",
             )
         )
     holders = defaultdict(list)

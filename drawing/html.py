@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from html import escape
 
+from .markup import escaped
 from .svg import STYLE
 
 __all__ = [
@@ -69,55 +69,55 @@ def document(name: str, body: str) -> str:
     """A whole page in one file, which loads nothing from elsewhere and runs no scripts."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,'
-        f'initial-scale=1"><meta name="color-scheme" content="light dark"><title>{escape(name)}</title>'
+        f'initial-scale=1"><meta name="color-scheme" content="light dark"><title>{escaped(name)}</title>'
         f'<style>{_PAGE_STYLE}{_DOCUMENT_STYLE}</style></head><body class="ao ao-page">{body}</body></html>\n'
     )
 
 
 def title(text: str, links: Iterable[tuple[str, str]]) -> str:
     """The title of a document, with links to its sections, given as (name, heading)."""
-    found = "".join(f'<a href="#{escape(name)}">{escape(heading)}</a>' for name, heading in links)
-    return f"<h1>{escape(text)}</h1><nav>{found}</nav>"
+    found = "".join(f'<a href="#{escaped(name)}">{escaped(heading)}</a>' for name, heading in links)
+    return f"<h1>{escaped(text)}</h1><nav>{found}</nav>"
 
 
 def section(heading: str, parts: Iterable[str], name: str = "") -> str:
     """A section of a document with its heading; `name` is the target of links to it."""
-    at = f' id="{escape(name)}"' if name else ""
-    return f"<section{at}><h2>{escape(heading)}</h2>{''.join(parts)}</section>"
+    at = f' id="{escaped(name)}"' if name else ""
+    return f"<section{at}><h2>{escaped(heading)}</h2>{''.join(parts)}</section>"
 
 
 def subsection(heading: str) -> str:
     """A heading within a section."""
-    return f"<h3>{escape(heading)}</h3>"
+    return f"<h3>{escaped(heading)}</h3>"
 
 
 def folded(summary: str, inner: str) -> str:
     """Content that the reader can unfold."""
-    return f"<details><summary>{escape(summary)}</summary>{inner}</details>"
+    return f"<details><summary>{escaped(summary)}</summary>{inner}</details>"
 
 
 def paragraph(text: str, *, warns: bool = False) -> str:
     """A paragraph of plain text."""
-    return f'<p class="ao-warned">{escape(text)}</p>' if warns else f"<p>{escape(text)}</p>"
+    return f'<p class="ao-warned">{escaped(text)}</p>' if warns else f"<p>{escaped(text)}</p>"
 
 
 def heading(text: str) -> str:
     """A line in bold."""
-    return f'<p class="ao-title">{escape(text)}</p>'
+    return f'<p class="ao-title">{escaped(text)}</p>'
 
 
 def rows(told: Iterable[tuple[str, str]]) -> str:
     """Labelled lines. A repeated label is shown once."""
     cells, last = [], ""
     for label, line in told:
-        cells.append(f"<tr><td>{escape('' if label == last else label)}</td><td>{escape(line)}</td></tr>")
+        cells.append(f"<tr><td>{escaped('' if label == last else label)}</td><td>{escaped(line)}</td></tr>")
         last = label
     return f'<table class="ao-rows">{"".join(cells)}</table>'
 
 
 def code(text: str) -> str:
     """Preformatted text."""
-    return f"<pre>{escape(text)}</pre>"
+    return f"<pre>{escaped(text)}</pre>"
 
 
 def pictures(svgs: Iterable[str]) -> str:

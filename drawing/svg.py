@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from html import escape
+
+from .markup import escaped
 
 __all__ = ["STYLE", "element", "label", "picture", "rectangle"]
 
@@ -44,7 +45,7 @@ def element(name: str, inner: str = "", **attributes: object) -> str:
 
 def label(x: float, y: float, text: str, class_: str = "", text_anchor: str = "start") -> str:
     """A line of text whose baseline begins (or ends, or is centred, by text_anchor) at x, y."""
-    return element("text", escape(text), x=x, y=y, class_=class_, text_anchor=text_anchor)
+    return element("text", escaped(text), x=x, y=y, class_=class_, text_anchor=text_anchor)
 
 
 def rectangle(x: float, y: float, width: float, height: float, class_: str) -> str:
@@ -55,7 +56,7 @@ def rectangle(x: float, y: float, width: float, height: float, class_: str) -> s
 def picture(width: float, height: float, title: str, parts: Iterable[str]) -> str:
     """A whole SVG with its own background, no wider than its page. `title` is for screen readers."""
     ground = rectangle(0, 0, width, height, class_="ao-ground")
-    inner = f"<title>{escape(title)}</title><style>{STYLE}</style>{ground}{''.join(parts)}"
+    inner = f"<title>{escaped(title)}</title><style>{STYLE}</style>{ground}{''.join(parts)}"
     return element(
         "svg", inner, xmlns="http://www.w3.org/2000/svg", class_="ao", role="img", width=width, height=height,
         viewBox=f"0 0 {_value(width)} {_value(height)}", style="max-width:100%;height:auto",
@@ -63,4 +64,4 @@ def picture(width: float, height: float, title: str, parts: Iterable[str]) -> st
 
 
 def _value(value: object) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else escape(str(value))
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else escaped(str(value))

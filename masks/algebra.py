@@ -20,7 +20,9 @@ from .blocks import Grid, has_dead_rows, live_blocks, live_blocks_by_head
 from .bounds import BlockBounds, Blocks
 from .checks import LIMIT, whole
 from .draw import Drawn
+from .heads import check_batches, with_equal_heads
 from .intervals import Intervals, complement, intersect, single, unite
+from .levels import leveled
 from .materialise import materialise
 
 __all__ = ["And", "Full", "Mask", "Not", "Or", "raw"]
@@ -75,7 +77,9 @@ class Mask(Drawn["Mask"]):
 
         query_offset: int, or integer array [batch]. Returns a NumPy array unless the arrays or the offset are jax's.
         """
-        return materialise(self, q_slice, kv_slice, query_offset)
+        shape = getattr(query_offset, "shape", ())
+        check_batches(self, shape[0] if shape else 1)
+        return materialise(with_equal_heads(self), q_slice, kv_slice, query_offset)
 
     def row_intervals(self, rows: ArrayLike, kv_len: int, *, query_offset: int = 0) -> Intervals | None:
         """The visible keys of each row as (lo, hi), int64 [K, rows], K >= 1; None if only a test of each cell can tell.
@@ -104,16 +108,16 @@ class Mask(Drawn["Mask"]):
         different blocks, a block is dead or full only if it is so for all heads.
         """
         grid = Grid(block_q, block_kv, q_len, kv_len, q_start, query_offset, k_start)
-        return live_blocks(*self.bounds(), grid)
+        return live_blocks(*with_equal_heads(self).bounds(), grid)
 
     def live_blocks_by_head(self, block_q: int, block_kv: int, **place: int) -> NDArray[np.int8]:
         """`live_blocks` of each head: int8 [heads | 1, q blocks, kv blocks], 1 if all heads are alike."""
-        return live_blocks_by_head(*self.bounds(), Grid.of(block_q, block_kv, **place))
+        return live_blocks_by_head(*with_equal_heads(self).bounds(), Grid.of(block_q, block_kv, **place))
 
     def may_have_dead_rows(self, q_len: int, kv_len: int, *, q_start: int = 0, query_offset: int = 0) -> bool:
         """Whether a row of q_start..q_start+q_len sees no key. With dynamic leaves: whether that may happen."""
         grid = Grid(1, LIMIT, q_len, kv_len, q_start, query_offset)
-        return has_dead_rows(self.bounds()[0], grid)
+        return has_dead_rows(with_equal_heads(self).bounds()[0], grid)
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ class _Several(Mask):
     # __new__ instead of __init__, because the normal form may be a node of another class.
     def __new__(cls, masks: Iterable[Mask]) -> Mask:  # type: ignore[misc]
         flat = cls.flat(_masks(masks, cls.__name__))
-        return flat[0] if len(flat) == 1 else raw(cls, masks=tuple(flat))
+        return flat[0] if len(flat) == 1 else leveled(raw(cls, masks=tuple(flat)))
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return (self.masks,)
@@ -227,7 +231,7 @@ class Not(Mask):
 
     def __new__(cls, mask: Mask) -> Mask:  # type: ignore[misc]
         (mask,) = _masks((mask,), "Not")
-        return mask.mask if isinstance(mask, Not) else raw(cls, mask=mask)
+        return mask.mask if isinstance(mask, Not) else leveled(raw(cls, mask=mask))
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return (self.mask,)

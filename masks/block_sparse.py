@@ -203,6 +203,18 @@ class ChosenBlocks(DynamicMask):
         """The number of heads with their own choice."""
         return int(self.choice.shape[1])
 
+    def repeated(self, times: int) -> Mask:
+        """This leaf with each head's choice repeated `times` times in a row."""
+        choice = self.choice
+        if self.heads == 1:
+            return self
+        if isinstance(choice, jax.ShapeDtypeStruct):
+            shape = choice.shape[0], self.heads * times, *choice.shape[2:]
+            choice = jax.ShapeDtypeStruct(shape, choice.dtype)
+        else:
+            choice = (np if is_host(choice) else jnp).repeat(choice, times, axis=1)
+        return ChosenBlocks(choice, self.block_q, self.block_kv)
+
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         self.usable()
         host = is_host(rows, cols, self.choice)

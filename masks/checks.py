@@ -10,11 +10,13 @@ import numpy as np
 
 from ..errors import MaskError, a_type, shown
 
-__all__ = ["LIMIT", "check_distances", "is_host", "whole", "whole_or_none"]
+__all__ = ["DEEPEST", "LIMIT", "check_distances", "is_host", "whole", "whole_or_none"]
 
 # Positions are int32 on devices. If every declared number is within 2**30, sums and differences of an index
 # and a declared number can't overflow.
 LIMIT = 2**30
+# Levels of a mask's tree. Each takes several of Python's stack frames, and JSON readers limit nesting, too.
+DEEPEST = 64
 
 
 def whole(value: Any, what: str, *, minimum: int = -LIMIT, none: str = "") -> int:

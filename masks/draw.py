@@ -14,6 +14,7 @@ from ..errors import MaskError, shown
 from .blocks import Grid, live_blocks
 from .bounds import Blocks, Extent
 from .checks import whole
+from .heads import check_batches, with_equal_heads
 from .node import Leaf, M, Node
 
 __all__ = ["Drawn"]
@@ -48,13 +49,16 @@ class Drawn(Node[M]):
         The lengths default to those of the mask's arrays, or else to lengths that show its structure. block: the tile size, or
         (queries, keys); by default there are at most 32 tiles per side. batch: the row of the mask's arrays. Errors: MaskError.
         """
-        return _draw(self, self.bounds(), q_len, kv_len, query_offset, block, batch)
+        check_batches(self)
+        mask: Any = with_equal_heads(self)
+        return _draw(self.describe(), mask, mask.bounds(), q_len, kv_len, query_offset, block, batch)
 
     def _repr_html_(self) -> str:
         return self.draw().svg()
 
 
 def _draw(
+    title: str,
     mask: Node[Any],
     bounds: tuple[Node[Any], Node[Any]],
     q_len: int | None,
@@ -85,7 +89,7 @@ def _draw(
             "larger block"
         )
     tiles, remark = _tiles(mask, bounds, leaves, grid, batch)
-    return TilePicture(mask.describe(), tiles, q_len, kv_len, *blocks, _visible(mask, grid), remark)
+    return TilePicture(title, tiles, q_len, kv_len, *blocks, _visible(mask, grid), remark)
 
 
 def _tiles(

@@ -8,12 +8,11 @@ from typing import Any
 from ..errors import MaskError, a_type, nearest, shown
 from .algebra import And, Full, Mask, Not, Or
 from .block_sparse import Blocks
+from .checks import DEEPEST
 from .functions import MaskFunction
 from .static import Causal, Chunked, Prefix, SlidingWindow
 
 __all__ = ["mask_from_dict"]
-
-_MAX_DEPTH = 64
 
 _STATIC = (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction, Blocks)
 _LEAVES: dict[str, type[Any]] = {cls.kind: cls for cls in _STATIC}
@@ -41,8 +40,8 @@ def _in_python(data: Any) -> str:
 
 
 def _read(data: Any, at: str, depth: int) -> Mask:
-    if depth > _MAX_DEPTH:
-        raise MaskError(f"the mask is nested deeper than {_MAX_DEPTH}; put all parts of an and (or) into one list")
+    if depth > DEEPEST:
+        raise MaskError(f"the mask is nested deeper than {DEEPEST} levels; put all parts of an and (or) into one list")
     if isinstance(data, str):
         return _short(data, at)
     if not isinstance(data, dict):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, a_type, nearest, shown
+from ..names import checked_name
 from ..strict_json import parse_json, read_text
 from .families import COMPOSITES, FAMILIES, PARTS, Family
 from .keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
@@ -77,6 +78,8 @@ def read_model_config(
     if nested:
         data = _text_part(data, name, family, notes)
         name = f"{name}: text_config"
+    for key in data:
+        checked_name(key, f"{name}: key")  # notes name keys
     for key in ignore:
         if key not in data:
             raise ConfigError(f"{name}: ignore names {shown(key)}, which the config doesn't have." + nearest(key, data))

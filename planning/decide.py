@@ -75,10 +75,11 @@ def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy
         except ConfigError as error:
             rejected.append(Rejected(name, (_unresolved(problem, error),)))
             continue
-        tuning = choose(operation, method, problem, placement, policy.tuning)
-        if tuning is not None and tuning.fields:
-            asked = replace(problem, config=problem.config.with_fields(tuning.fields))
-            config = operation.resolve_config(method, asked, placement)
+        chosen = choose(operation, method, problem, placement, policy.tuning)
+        tuning = None if chosen is None else chosen.tuning
+        if chosen is not None:
+            config = chosen.config or config
+            notes.extend(chosen.tuning.notes)
         kind: Kind = "platform" if method in own else "routed" if routed else "fallback" if own else "native"
         if kind == "native":
             notes.append(f"{operation.name} has no kernel of its own on {problem.platform}, so forward_native runs")

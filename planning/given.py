@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, SerializerFunctionWrapHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
 from pydantic_core.core_schema import SerializationInfo
 
 from ..errors import ConfigError, shown
+from ..names import unprintable
 from .other_names import other_name
 
 __all__ = ["GivenModel", "explain_validation"]
@@ -43,6 +51,14 @@ class GivenModel(BaseModel, metaclass=_Explaining):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always", populate_by_name=True
     )
+
+    @model_validator(mode="after")
+    def _printable(self) -> Self:
+        for name, value in self.__dict__.items():
+            for text in value if isinstance(value, tuple) else (value,):
+                if isinstance(text, str) and (found := unprintable(text)) is not None:
+                    raise ValueError(f"{name}={shown(text)} holds {found}; wanted printable characters only")
+        return self
 
     # Fields that identify the data. They are always written, and whether they were given doesn't affect equality.
     tags: ClassVar[frozenset[str]] = frozenset()

@@ -10,21 +10,25 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import InputError
+from ..errors import ConfigError, InputError, shown
 
 try:
     import fcntl
 except ImportError:  # Windows: files are still replaced atomically, but of two simultaneous writers the later one wins
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["ENVIRONMENT", "Choice", "Found", "Measured", "best_of", "folder", "keep", "kept_here", "load", "state"]
+__all__ = [
+    "ENVIRONMENT", "Choice", "Found", "Measured", "best_of", "folder", "keep", "kept_here", "load", "state",
+    "withdraw",
+]  # fmt: skip
 
 ENVIRONMENT = "ATTNOPS_TUNE_CACHE"
 _VERSION = 1
@@ -57,21 +61,32 @@ class Choice(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What is stored for a call. choice: None until a search has finished; trouble: why a file can't be read."""
+    """What is stored for a call. path: None if there is no folder for it. choice: None until a search has finished. trouble: why
+    a file can't be read, or why there is no folder.
+    """
 
-    path: Path
+    path: Path | None
     measured: tuple[Measured, ...]
     choice: Choice | None
     trouble: str | None = None
 
 
 def folder() -> Path:
-    """The folder of stored choices: $ATTNOPS_TUNE_CACHE, else attnops/tune in the user's cache folder."""
+    """The folder of stored choices: $ATTNOPS_TUNE_CACHE, else attnops/tune in the user's cache folder.
+
+    Errors: InputError if that is in a home folder that can't be determined.
+    """
     named = os.environ.get(ENVIRONMENT)
-    if named:
-        return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "attnops" / "tune"
+    try:
+        if named:
+            return Path(named).expanduser()
+        return (Path(base) if base else Path.home() / ".cache") / "attnops" / "tune"
+    except RuntimeError:  # no HOME, and no such user
+        place = f"{ENVIRONMENT}={shown(named)}" if named else "~/.cache/attnops/tune"
+        raise InputError(
+            f"{place} is in a home folder that can't be determined; set {ENVIRONMENT} to a folder."
+        ) from None
 
 
 def kept_here() -> int:
@@ -81,7 +96,10 @@ def kept_here() -> int:
 
 def state(device: str) -> tuple[str, int, int]:
     """A value that changes when any process stores something for a device: the folder, its time of change, and `kept_here`."""
-    place = os.path.join(folder(), _folder_name(device))
+    try:
+        place = os.path.join(folder(), _folder_name(device))
+    except InputError as error:
+        return str(error), 0, _kept
     try:
         changed = os.stat(place).st_mtime_ns
     except OSError:  # nothing stored yet, or not readable
@@ -90,26 +108,29 @@ def state(device: str) -> tuple[str, int, int]:
 
 
 def load(key: Mapping[str, Any]) -> Found:
-    """What is stored under a key. This never raises: an unreadable file is a miss, with the reason."""
-    path = _path(key)
+    """What is stored under a key. This never raises: an unreadable file, or no folder, is a miss with its reason."""
+    try:
+        path = _path(key)
+    except InputError as error:
+        return Found(None, (), None, str(error).removesuffix("."))
     try:
         data = json.loads(path.read_bytes())
         if data["schema_version"] != _VERSION:
             return Found(path, (), None, f"{path} is from another version")
         if json.dumps(data["key"], sort_keys=True) != json.dumps(key, sort_keys=True):
             return Found(path, (), None, f"{path} is for another call")
-        measured = tuple(Measured(**one) for one in data["measured"])
+        measured = tuple(_checked(Measured(**one)) for one in data["measured"])
         return Found(path, measured, _choice(measured, tuple(data["finished"])))
     except FileNotFoundError:
         return Found(path, (), None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return Found(path, (), None, f"{path} can't be read ({type(error).__name__})")
 
 
 def keep(key: Mapping[str, Any], measured: list[Measured], *, finished: str | None = None) -> Found:
     """Add measurements to what is stored. `finished` names a way of measuring whose search has finished.
 
-    Errors: InputError if the folder can't be written to.
+    Errors: InputError if there is no folder, or if it can't be written to.
     """
     global _kept
     path = _path(key)
@@ -134,6 +155,18 @@ def keep(key: Mapping[str, Any], measured: list[Measured], *, finished: str | No
     return load(key)
 
 
+def withdraw(key: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], object]) -> None:
+    """Mark stored measurements as failed if `resolve` refuses their fields with a ConfigError, so that no search chooses them: a
+    file may have been changed by hand. Errors: InputError if they can't be written.
+    """
+    for one in load(key).measured:
+        if one.seconds is not None:
+            try:
+                resolve(one.fields)
+            except ConfigError as error:
+                keep(key, [one._replace(seconds=None, failure=str(error))])
+
+
 def best_of(measured: tuple[Measured, ...], how: str) -> dict[str, Measured]:
     """The fastest candidate of each part."""
     found: dict[str, Measured] = {}
@@ -143,6 +176,16 @@ def best_of(measured: tuple[Measured, ...], how: str) -> dict[str, Measured]:
             if best is None or best.seconds is None or one.seconds < best.seconds:
                 found[one.part] = one
     return found
+
+
+def _checked(one: Measured) -> Measured:
+    """A measurement from a file. Errors: TypeError, ValueError if it isn't one."""
+    texts = isinstance(one.part, str) and one.how in _KINDS and isinstance(one.failure, str | None)
+    if not (texts and isinstance(one.fields, dict) and isinstance(one.detail, dict)):
+        raise TypeError(one)
+    if one.seconds is not None and not 0 <= one.seconds < math.inf:
+        raise ValueError(one)
+    return one
 
 
 def _choice(measured: tuple[Measured, ...], finished: tuple[str, ...]) -> Choice | None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, first_line, shown
 from . import tune_cache
 from .operation import PlannedOperation
+from .operation_config import OperationConfig
 from .placement import Placement
 from .problem import AttentionProblem
 
-__all__ = ["Tuning", "choose", "kept_or", "tune_key", "versions"]
+__all__ = ["Chosen", "Tuning", "choose", "config_with", "kept_or", "tune_key", "versions"]
 
 # Searches are found through an entry point, because the package that measures is in a higher layer.
 _GROUP = "attnops.tuners"
@@ -25,15 +27,30 @@ _COMMAND = "`attnops tune` finds one"
 
 
 class Tuning(NamedTuple):
-    """Where a plan's sizes come from: source 'cache', 'table' or 'heuristic', why, and the chosen fields."""
+    """Where a plan's sizes come from: source 'cache', 'table' or 'heuristic', why, and the chosen fields. trouble: why something
+    that is stored can't be used.
+    """
 
     source: str
     why: str
     fields: Mapping[str, Any]
+    trouble: str | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the plan notes of it."""
+        return () if self.trouble is None else (f"stored sizes aren't used: {self.trouble}",)
 
     def to_dict(self) -> dict[str, Any]:
         """The choice as JSON-ready values."""
-        return {"source": self.source, "why": self.why, "fields": dict(self.fields)}
+        return {"source": self.source, "why": self.why, "fields": dict(self.fields), "trouble": self.trouble}
+
+
+class Chosen(NamedTuple):
+    """A tuning and the config that its fields make; None if it has no fields."""
+
+    tuning: Tuning
+    config: OperationConfig | None = None
 
 
 def tune_key(method: str, problem: AttentionProblem, placement: Placement) -> dict[str, Any]:
@@ -61,7 +78,7 @@ def tune_key(method: str, problem: AttentionProblem, placement: Placement) -> di
 
 def choose(
     operation: type[PlannedOperation], method: str, problem: AttentionProblem, placement: Placement, policy: str
-) -> Tuning | None:
+) -> Chosen | None:
     """The choice for a problem; None if there is nothing to choose.
 
     policy: 'heuristic', 'tune' or 'error' decide what happens on a miss; 'off' looks up nothing. Errors: ConfigError on a
@@ -77,7 +94,20 @@ def choose(
 
     key = tune_key(method, problem, placement)
     shipped = functools.partial(operation.table_choice, method, problem, placement)
-    return kept_or(names, key, problem, policy, shipped, search)
+    resolve = functools.partial(config_with, operation, method, problem, placement)
+    return kept_or(names, key, problem, policy, shipped, search, resolve)
+
+
+def config_with(
+    operation: type[PlannedOperation],
+    method: str,
+    problem: AttentionProblem,
+    placement: Placement,
+    fields: Mapping[str, Any],
+) -> OperationConfig:
+    """The whole config of a problem with chosen fields. Errors: ConfigError if they are refused."""
+    asked = replace(problem, config=problem.config.with_fields(fields))
+    return operation.resolve_config(method, asked, placement)
 
 
 def kept_or(
@@ -87,27 +117,36 @@ def kept_or(
     policy: str,
     shipped: Callable[[], tuple[str, Mapping[str, Any]] | None],
     search: Callable[[], Tuning],
-) -> Tuning:
-    """The choice stored under a key, else the shipped one, else what the policy says. `problem` is described in errors."""
+    resolve: Callable[[Mapping[str, Any]], OperationConfig],
+) -> Chosen:
+    """The choice stored under a key, else the shipped one, else what the policy says. `problem` is described in errors.
+
+    resolve: the whole config with some fields. A stored choice that it refuses is a miss.
+    """
     if policy == "off":
-        return Tuning("heuristic", "tuning='off'", {})
+        return Chosen(Tuning("heuristic", "tuning='off'", {}))
     found = tune_cache.load(key)
     trouble = found.trouble
     if found.choice is not None and not set(found.choice.fields) <= set(names):
         trouble = f"{found.path} has fields that aren't searched here"
     elif found.choice is not None:
-        return Tuning("cache", f"{found.choice.how}, stored in {found.path}", found.choice.fields)
+        fields = found.choice.fields
+        try:
+            return Chosen(Tuning("cache", f"{found.choice.how}, stored in {found.path}", fields), resolve(fields))
+        except ConfigError as error:
+            trouble = f"{found.path} has sizes that are refused here ({first_line(error)})"
     table = shipped()
     if table is not None:
-        return Tuning("table", *table)
+        return Chosen(Tuning("table", *table, trouble), resolve(table[1]))
     missing = trouble or f"no tuned choice is stored for this call on {problem.device}"
     if policy == "error":
         raise ConfigError(
             f"{problem.describe()}: {missing}, but tuning='error' is declared; {_COMMAND}, or declare 'heuristic'."
         )
     if policy == "tune":
-        return search()
-    return Tuning("heuristic", f"{missing}; {_COMMAND}", {})
+        searched = search()._replace(trouble=trouble)
+        return Chosen(searched, resolve(searched.fields) if searched.fields else None)
+    return Chosen(Tuning("heuristic", f"{missing}; {_COMMAND}", {}, trouble))
 
 
 def _tuner() -> Any:

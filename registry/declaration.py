@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, StrictBool, ValidationError, field_valid
 from ..errors import ConfigError, a_type, shown
 from ..planning.cache.kv_cache import KVCache
 from ..planning.given import GivenModel, explain_validation
-from ..strict_json import parse_json, read_text
+from ..strict_json import parse_json, read_text, refuse_surrogates
 from .call_declaration import CallDeclaration, InputDtype, call_arguments
 from .metadata import OperationMetadata
 from .step_declaration import StepDeclaration
@@ -50,6 +50,7 @@ class Declaration(GivenModel):
     @field_validator("metadata", mode="after")
     @classmethod
     def _plain(cls, value: dict[str, Any]) -> dict[str, Any]:
+        refuse_surrogates(value, "metadata")
         return _json_value("metadata", value)
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from eformer.escale import PartitionAxis, PartitionManager
 from jax.sharding import AbstractMesh, Mesh
 
 from ..errors import ConfigError, nearest, shown
+from ..names import checked_name
 from ..planning.operation import METHODS
 from ..planning.operation_config import OperationConfig
 from ..sharding import mesh_from_dict, mesh_to_dict
@@ -119,6 +120,8 @@ def _checked(axis: PartitionAxis) -> PartitionAxis:
             raise ConfigError(
                 f"partition_axis.{field.name}={shown(value)}; wanted a mesh axis, a tuple of them, or None."
             )
+        for name in names:
+            checked_name(name, f"partition_axis.{field.name}: mesh axis")
         if isinstance(value, list):
             lists[field.name] = tuple(value)  # as read from JSON, so that the two are equal
     return dataclasses.replace(axis, **lists) if lists else axis
@@ -126,7 +129,11 @@ def _checked(axis: PartitionAxis) -> PartitionAxis:
 
 def renamed(axis: PartitionAxis, name: str) -> PartitionAxis:
     """The same axis rules with another name for the sequence axis."""
-    old = axis.sequence_parallel_axis
+    old: Any = axis.sequence_parallel_axis
+    if old is None:  # as are the rules of dimensions that are never split
+        whole = PartitionAxis(sequence_parallel_axis=name)
+        follow = [f.name for f in dataclasses.fields(axis) if getattr(whole, f.name) == name]
+        return dataclasses.replace(axis, **{field: name for field in follow if getattr(axis, field) is None})
 
     def rename(value: Any) -> Any:
         return tuple(map(rename, value)) if isinstance(value, list | tuple) else name if value == old else value

@@ -150,17 +150,15 @@ class OperationMetadata(Policy, MetadataFields):  # type: ignore[misc]
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some arguments changed. Derived values are derived again."""
-        arguments = self._arguments()
+        arguments = self._arguments() | {"sequence_axis_name": UNSET}  # follows from partition_axis
         for name in changes:
             if name == "base_config":
                 raise ConfigError("replace: base_config can't replace what is declared; use from_config(config, ...).")
             if name not in arguments and name != "partition_manager":
                 raise ConfigError(f"replace: unknown argument {shown(name)}." + nearest(name, arguments))
-        if "partition_axis" in changes or "partition_manager" in changes:
-            arguments["sequence_axis_name"] = UNSET
-            if "partition_manager" in changes:
-                arguments["partition_axis"] = UNSET
-        elif "sequence_axis_name" in changes:
+        if "partition_manager" in changes:
+            arguments["partition_axis"] = UNSET
+        elif "sequence_axis_name" in changes and "partition_axis" not in changes:
             arguments["partition_axis"] = renamed(self.partition_axis, changes["sequence_axis_name"])
         return type(self)(base_config=self.base_config, **(arguments | changes))
 

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstra
 
 from ..compat import abstract_device, platform_of
 from ..errors import ConfigError, ShardingError, nearest, shown
+from ..names import checked_name
 
 __all__ = [
     "AnyMesh",
@@ -43,18 +44,25 @@ class MeshAxis(NamedTuple):
 
 
 def axes_of(mesh: AnyMesh | Mapping[str, int] | tuple[MeshAxis, ...] | None) -> tuple[MeshAxis, ...]:
-    """Return the axes of a mesh or of a {name: size} mapping; () for None. Needs no devices."""
+    """Return the axes of a mesh or of a {name: size} mapping; () for None. Needs no devices.
+
+    Errors: ShardingError for a name that isn't printable.
+    """
     if mesh is None:
         return ()
     if isinstance(mesh, tuple):
         return mesh
     if isinstance(mesh, Mapping):
         _check_sizes(mesh)
-        return tuple(MeshAxis(name, size) for name, size in mesh.items())
+        return tuple(MeshAxis(_axis(name), size) for name, size in mesh.items())
     return tuple(
-        MeshAxis(str(name), size, _TYPE_NAMES[kind])
+        MeshAxis(_axis(name), size, _TYPE_NAMES[kind])
         for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     )
+
+
+def _axis(name: object) -> str:
+    return checked_name(str(name), "mesh axis", ShardingError)
 
 
 @functools.cache
@@ -97,7 +105,8 @@ def devices_platform(mesh: AnyMesh | None) -> tuple[str, str] | None:
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is not None:
         # Under jit jax returns the abstract mesh, whose platform is 'gpu' for any vendor; it still has the device kind.
-        return gpu_vendor(platform_of(abstract), None, abstract.device_kind), abstract.device_kind
+        kind = checked_name(abstract.device_kind, "device kind", ShardingError)
+        return gpu_vendor(platform_of(abstract), None, kind), kind
     return None
 
 
@@ -188,6 +197,8 @@ def mesh_from_dict(data: Mapping[str, Any]) -> AnyMesh:
         )
     if not all(isinstance(n, str) and n for n in names) or len(set(names)) < len(names):
         raise ConfigError(f"mesh: axis_names={shown(names)}; wanted distinct, non-empty names.")
+    for name in names:
+        checked_name(name, "mesh: axis")
     if not all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sizes):
         raise ConfigError(f"mesh: axis_sizes={shown(sizes)}; wanted positive integers.")
     if not all(isinstance(k, str) and k in _TYPES for k in kinds):
@@ -196,6 +207,7 @@ def mesh_from_dict(data: Mapping[str, Any]) -> AnyMesh:
     platform, kind, cores = (data.get(key) for key in ("platform", "device_kind", "num_cores"))
     if not (kind is None or isinstance(kind, str)):
         raise ConfigError(f"mesh: device_kind={shown(kind)}; wanted a string, as jax.Device.device_kind.")
+    checked_name(kind or "", "mesh: device_kind")
     if not (cores is None or (isinstance(cores, int) and not isinstance(cores, bool) and cores > 0)):
         raise ConfigError(f"mesh: num_cores={shown(cores)}; wanted a positive integer.")
     if not isinstance(data.get("abstract", False), bool):

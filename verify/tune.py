@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +25,8 @@ from ..planning import AttentionProblem, Placement, Plan, PlannedOperation
 from ..planning.paged.paged_plan import PagedPlan
 from ..planning.paged.paged_problem import PagedProblem
 from ..planning.text import fields_text
-from ..planning.tune_cache import Choice, Found, Measured, best_of, keep, load
-from ..planning.tuning import tune_key
+from ..planning.tune_cache import Choice, Found, Measured, best_of, keep, load, withdraw
+from ..planning.tuning import config_with, tune_key
 from .clock_worker import ClockWorker
 from .compiled import failure
 from .generations import clock_rate, has_libtpu, topology_of
@@ -160,6 +161,7 @@ def _search(
         offered = {part: same_splits(ways) for part, ways in offered.items()}
     candidates = {part: ways[:most] for part, ways in offered.items()}
     key = tune_key(method, problem, placement)
+    withdraw(key, partial(config_with, operation, method, problem, placement))
     kept = {one.name for one in load(key).measured if not one.detail.get("lost")}
     asked = [(part, fields) for part, ways in candidates.items() for fields in ways]
     todo = [(part, fields) for part, fields in asked if Measured(part, fields, how, None).name not in kept]

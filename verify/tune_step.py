@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,9 +19,9 @@ from ..operators.paged.declared_step import DeclaredStep
 from ..operators.paged.tpu_kernel import tpu_call, tpu_sizes
 from ..planning.paged.page_reads import sequence_reads
 from ..planning.paged.paged_problem import PagedProblem
-from ..planning.paged.step_tuning import step_candidates, step_key
+from ..planning.paged.step_tuning import step_candidates, step_config_with, step_key
 from ..planning.text import fields_text
-from ..planning.tune_cache import Measured, keep, load
+from ..planning.tune_cache import Measured, keep, load, withdraw
 from .clock_worker import ClockWorker, Outcome
 from .compiled import failure
 from .drawn_step import draw_step
@@ -69,6 +70,7 @@ def tune_step(
             f"{plan.implementation} has no sizes to search for this step: they are all declared, or it only writes."
         )
     key = step_key(plan.method, plan.problem)
+    withdraw(key, partial(step_config_with, plan.operation, plan.method, plan.problem))
     kept = {one.name for one in load(key).measured if not one.detail.get("lost")}
     tell = progress or (lambda done, of, what: None)
     todo = [fields for fields in candidates if Measured(_PART, fields, way, None).name not in kept]

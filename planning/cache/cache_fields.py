@@ -225,7 +225,7 @@ class CacheFields(GivenModel):
         if self.layout == "interleaved":
             return pages, page, 2 * heads, dim
         if self.layout == "packed":
-            return pages, page, 2 * heads // self.pack, self.pack, -(-dim // _LANES) * _LANES
+            return pages, page, -(-2 * heads // self.pack), self.pack, -(-dim // _LANES) * _LANES
         return pages, page, heads, dim
 
     @property

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from ...compat import abstract_device
 from ...errors import ConfigError, shown
+from ...names import checked_name
 from ...sharding import (
     FittedSpec,
     MeshAxis,
@@ -227,10 +228,11 @@ def _target(mesh: AnyMesh | None, device_kind: str | None) -> _Target:
     """The target: the given kind, else the mesh's devices, else jax's default device."""
     real: Any = None
     if device_kind is not None:
-        if not isinstance(device_kind, str) or not device_kind:
+        if not isinstance(device_kind, str) or not device_kind.strip():
             raise ConfigError(
                 f"device_kind={shown(device_kind)}; wanted jax's name for a device, such as 'TPU v5 lite'."
             )
+        checked_name(device_kind, "device_kind")
         first = device_kind.split()[0].lower()
         platform = "tpu" if first.startswith("tpu") else first if first in _PLATFORMS else "gpu"
         kind = "" if device_kind in _PLATFORMS else device_kind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -64,11 +63,11 @@ def _decide(operation: type[PlannedOperation], problem: PagedProblem, policy: Po
             continue
         kind = "platform" if method in own else "fallback" if own else "native"
         implementation, chosen = name, method
-        tuning = choose_step(method, problem, policy.tuning)
-        asked = problem
-        if tuning is not None and tuning.fields:
-            asked = replace(problem, config=problem.config.with_fields(tuning.fields))
-        config = which.resolve_config(method, asked, None)
+        found = choose_step(operation, method, problem, policy.tuning)
+        if found is not None:
+            tuning = found.tuning
+            notes.extend(tuning.notes)
+        config = (found and found.config) or which.resolve_config(method, problem, None)
         if kind == "native":
             notes.append(f"{operation.name} has no kernel of its own on {problem.platform}, so forward_native runs")
         notes.extend(which.remarks(method, problem, None, config))

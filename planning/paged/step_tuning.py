@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from ..tuning import Tuning, kept_or, versions
+from ...errors import ConfigError
+from ..operation import PlannedOperation
+from ..operation_config import OperationConfig
+from ..tuning import Chosen, Tuning, kept_or, versions
 from .paged_problem import PagedProblem
 
-__all__ = ["choose_step", "step_candidates", "step_key", "tuned_fields"]
+__all__ = ["choose_step", "step_candidates", "step_config_with", "step_key", "tuned_fields"]
 
 _KEYS = (64, 128, 256, 512, 1024)  # keys in a block of pages
 _QUERIES = (8, 16, 32, 64, 128, 256)
@@ -47,7 +53,7 @@ def step_key(method: str, problem: PagedProblem) -> dict[str, Any]:
     }
 
 
-def choose_step(method: str, problem: PagedProblem, policy: str) -> Tuning | None:
+def choose_step(operation: type[PlannedOperation], method: str, problem: PagedProblem, policy: str) -> Chosen | None:
     """The choice for a step; None if there is nothing to choose. Errors: ConfigError on a miss with 'error'."""
     names = tuned_fields(problem)
     if not names:
@@ -57,7 +63,20 @@ def choose_step(method: str, problem: PagedProblem, policy: str) -> Tuning | Non
         why = "tuning='tune' doesn't search for a step, because a plan doesn't know its lengths; `attnops tune` does"
         return Tuning("heuristic", why, {})
 
-    return kept_or(names, step_key(method, problem), problem, policy, lambda: None, search)
+    resolve = partial(step_config_with, operation, method, problem)
+    return kept_or(names, step_key(method, problem), problem, policy, lambda: None, search, resolve)
+
+
+def step_config_with(
+    operation: type[PlannedOperation], method: str, problem: PagedProblem, fields: Mapping[str, Any]
+) -> OperationConfig:
+    """The whole config of a step with chosen fields. Errors: ConfigError if they are refused."""
+    which: Any = operation
+    asked = replace(problem, config=problem.config.with_fields(fields))
+    if against := which.reasons_against(method, asked):
+        raise ConfigError(f"{type(problem.config).__name__}: {against[0].message}.")
+    resolved: OperationConfig = which.resolve_config(method, asked, None)
+    return resolved
 
 
 def step_candidates(problem: PagedProblem) -> tuple[dict[str, int], ...]:

@@ -182,8 +182,8 @@ def test_names_that_a_terminal_can_not_show(tmp_path: Path) -> None:
     metadata = {"mesh": {"\ud800": 1}, "partition_axis": {"batch_axis": "\ud800"}}
     path.write_text(json.dumps({"operation": "vanilla", "metadata": metadata, "call": CALL}))
     ended = run_command(["plan", str(path)])
-    assert (ended.status, ended.err) == (0, "")
-    assert "\\ud800" in ended.out
+    assert (ended.status, ended.out) == (2, "")
+    assert "\\ud800" in ended.err
     model = tmp_path / "model.json"
     model.write_text(json.dumps(next(model for model in MODELS if model["model_type"] == "modernbert")))
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")

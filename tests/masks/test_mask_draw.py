@@ -119,6 +119,83 @@ def test_blocks(heads: int) -> None:
     assert np.array_equal(shown.tiles, [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [2, 0, 0, 1]])
 
 
+def _joint(kind: str, kv_heads: int, heads: int, rows: int = 1) -> tuple[Mask, np.ndarray]:
+    """(a mask of blocks for each kv head beside something for each head, its cells by hand [rows, heads, 32, 32])."""
+    rng = np.random.default_rng(5)
+
+    def chosen(n: int) -> tuple[Mask, np.ndarray]:
+        table = rng.random((rows, n, 4, 4)) < 0.6
+        return Blocks(jnp.asarray(table), 8, 8), table.repeat(heads // n, 1).repeat(8, 2).repeat(8, 3)
+
+    def static(n: int) -> tuple[Mask, np.ndarray]:
+        table = rng.random((n, 4, 4)) < 0.6
+        return Blocks(table, 8, 8), table[None].repeat(heads // n, 1).repeat(8, 2).repeat(8, 3)
+
+    array = rng.random((rows, heads, 1, 32)) < 0.8
+    dense = Dense(array), np.broadcast_to(array, (rows, heads, 32, 32))
+    of_heads = {"chosen": chosen, "static": static, "dense": lambda n: dense}
+    first, join, second = kind.split()
+    (one, seen), (other, also) = of_heads[first](kv_heads), of_heads[second](heads)
+    return (one & other, seen & also) if join == "&" else (one | other, seen | also)
+
+
+JOINED = ("chosen & chosen", "chosen & dense", "static & static", "static | chosen", "static & dense", "static | dense")
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kind", JOINED)
+def test_blocks_of_kv_heads_beside_something_of_each_head(kind: str, rows: int) -> None:
+    mask, seen = _joint(kind, 2, 6, rows)
+    assert np.array_equal(np.broadcast_to(written_out(mask, 32, 32), seen.shape), seen)
+    for batch in range(rows if kind != "static & static" else 1):
+        picture = mask.draw(32, 32, block=8, batch=batch)
+        some, every = tiles(seen[batch].any(axis=0), 8, 8), tiles(seen[batch].all(axis=0), 8, 8)
+        want = np.where(every == 2, 2, np.minimum(some, 1))
+        exact = picture.tiles == want
+        assert exact.all() if kind == "static & static" else (exact | (picture.tiles == 1)).all()
+    assert picture.title == mask.describe()
+    assert ET.fromstring(mask._repr_html_()) is not None
+    found = mask.live_blocks_by_head(8, 8, q_len=32, kv_len=32)
+    by_head = np.broadcast_to(found, (6, 4, 4))
+    for row, head in np.ndindex(seen.shape[:2]):
+        want = tiles(seen[row, head], 8, 8)
+        assert ((by_head[head] == want) | (by_head[head] == 1)).all()
+        if mask.is_static:
+            assert np.array_equal(by_head[head], want)
+    assert mask.live_blocks(8, 8, q_len=32, kv_len=32).shape == (4, 4)
+    if mask.is_static:
+        assert mask.may_have_dead_rows(32, 32) == (not seen.any(-1).all())
+
+
+@pytest.mark.parametrize("use", ["draw", "_repr_html_", "live_blocks", "materialise", "may_have_dead_rows"])
+def test_heads_that_do_not_fit_are_named(use: str) -> None:
+    table = np.eye(4, dtype=bool)
+    of_heads = lambda n: Blocks(np.stack([np.roll(table, i, 0) for i in range(n)]), 8, 8)  # noqa: E731
+    calls = {
+        "draw": lambda mask: mask.draw(32, 32),
+        "_repr_html_": lambda mask: mask._repr_html_(),
+        "live_blocks": lambda mask: mask.live_blocks(8, 8, q_len=32, kv_len=32),
+        "materialise": lambda mask: mask.materialise(slice(0, 32), slice(0, 32)),
+        "may_have_dead_rows": lambda mask: mask.may_have_dead_rows(32, 32),
+    }
+    for mask in (of_heads(2) & of_heads(3), of_heads(3) & Dense(np.ones((1, 2, 1, 32), bool))):
+        with pytest.raises(MaskError, match=r"\b2\b.*\b3\b|\b3\b.*\b2\b"):
+            calls[use](mask)
+
+
+def test_batches_that_do_not_fit_are_named() -> None:
+    mask = Lengths(np.array([3, 4])) & SegmentIds(np.ones((3, 8), np.int32), np.ones((3, 8), np.int32))
+    for use in (
+        lambda: mask.draw(8, 8),
+        lambda: mask.materialise(slice(0, 8), slice(0, 8)),
+        lambda: (Lengths(np.array([3, 4])) & Causal()).materialise(
+            slice(0, 8), slice(0, 8), query_offset=np.arange(3, dtype=np.int32)
+        ),
+    ):
+        with pytest.raises(MaskError, match=r"batch.*\b[23]\b.*batch.*\b[23]\b"):
+            use()
+
+
 def test_arrays_whose_values_nobody_knows() -> None:
     shapes = jax.ShapeDtypeStruct((1, 16), jnp.int32)
     picture = (Causal() & SegmentIds(shapes, shapes)).draw()

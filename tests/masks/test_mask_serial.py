@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
+import operator
+import pickle
 
 import brute_masks as brute
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -107,6 +112,29 @@ def test_depth_is_bounded():
     for depth in (65, 5000):
         with pytest.raises(MaskError, match="into one list"):
             mask_from_dict(nested(depth))
+
+
+def built(levels, leaf):
+    for i in range(levels - 1):
+        leaf = leaf | Prefix(i) if i % 2 else leaf & Prefix(i)
+    return leaf
+
+
+def test_a_mask_is_never_built_deeper_than_it_can_be_read():
+    mask = built(64, Causal())
+    assert mask_from_dict(mask.to_dict()) == mask
+    assert pickle.loads(pickle.dumps(mask)) == mask
+    assert copy.deepcopy(mask) == mask
+    for build in (lambda: built(65, Causal()), lambda: mask | Prefix(99), lambda: ~mask, lambda: built(5000, Causal())):
+        with pytest.raises(MaskError, match="deeper than 64 levels"):
+            build()
+    assert len(functools.reduce(operator.or_, (Prefix(n) for n in range(300))).masks) == 300
+
+
+def test_levels_are_counted_through_a_pytree():
+    again = jax.tree.map(lambda x: x, built(64, Lengths(np.array([3]))))
+    with pytest.raises(MaskError, match="deeper than 64 levels"):
+        _ = again | Prefix(99)
 
 
 def test_fields_take_static_masks_only():

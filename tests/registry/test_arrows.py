@@ -19,7 +19,7 @@ FLOORS = (
     ("planning", "models"),
     ("masks", "sharding"),
     ("drawing",),
-    ("strict_json",),
+    ("names", "strict_json"),
     ("errors", "compat"),
 )
 FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}

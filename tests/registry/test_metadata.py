@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from pydantic import TypeAdapter
 
+from attnops import Attention
 from attnops.errors import ConfigError, UnknownNameError
 from attnops.operators.splash import SplashConfig
 from attnops.operators.vanilla import VanillaConfig
@@ -269,6 +270,30 @@ def test_replacing_the_axes_changes_the_shardings():
     assert renamed.get_shardings("train").query == P(("fsdp", "dp"), "ring", "tp", None)
     assert renamed.get_shardings("train").kv_segment_ids == P(("fsdp", "dp"), "ring")
     assert metadata.get_shardings("train").query == P(("fsdp", "dp"), "sp", "tp", None)
+
+
+@pytest.mark.parametrize("field", ["sequence_parallel_axis", "query_sequence_axis", "head_axis"])
+def test_an_axis_that_splits_nothing_stays_when_another_field_changes(field):
+    metadata = OperationMetadata(partition_axis={field: None})
+    for changed in (
+        metadata.replace(runtime_dtype="bfloat16"),
+        metadata.replace(operation_configs={"splash": {"block_q": 128}}),
+        Attention("splash", partition_axis={field: None}, runtime_dtype="bfloat16").operation.metadata,
+        Attention(
+            {"operation": "splash", "metadata": {"partition_axis": {field: None}}}, causal=False
+        ).operation.metadata,
+        OperationMetadata.from_json(metadata.to_json()).replace(strict=True),
+    ):
+        assert changed.partition_axis == PartitionAxis(**{field: None})
+    assert metadata.sequence_axis_name == (None if field == "sequence_parallel_axis" else "sp")
+
+
+def test_a_sequence_axis_can_be_named_where_there_was_none():
+    none = OperationMetadata(partition_axis={"sequence_parallel_axis": None, "head_axis": "model"})
+    named = none.replace(sequence_axis_name="cp")
+    assert named.partition_axis == PartitionAxis(sequence_parallel_axis="cp", head_axis="model")
+    again = OperationMetadata(base_config=none, sequence_axis_name="cp")
+    assert again.partition_axis == named.partition_axis
 
 
 def test_replace_after_a_base_config():

@@ -54,7 +54,7 @@ SPLASH = st.fixed_dictionaries(
         "block_q_dkv": BLOCK,
         "use_fused_bwd_kernel": st.booleans(),
         "q_layout": st.sampled_from(["head_dim_minor", "seq_minor"]),
-        "residual_checkpoint_name": st.one_of(st.none(), st.text(max_size=4)),
+        "residual_checkpoint_name": st.one_of(st.none(), st.text(st.characters(categories="LMNPS"), max_size=4)),
         "interpret": st.booleans(),
     },
 ).filter(_sensible)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attnops.errors import InputError
+from attnops.errors import ConfigError, InputError
 from attnops.planning import tune_cache
 from attnops.planning.tune_cache import Measured, keep, load
 
@@ -99,7 +99,9 @@ def test_several_writers_lose_nothing_and_readers_never_see_a_part() -> None:
         "null",
         '{"schema_version": 2}',
         '{"schema_version": 1, "key": {}, "measured": [], "finished": []}',
+        "[" * 200_000,
     ],
+    ids=lambda text: text[:40],
 )
 def test_a_broken_file_is_a_miss_with_its_reason_and_is_written_anew(text: str) -> None:
     path = load(KEY).path
@@ -113,7 +115,21 @@ def test_a_broken_file_is_a_miss_with_its_reason_and_is_written_anew(text: str) 
     assert json.loads(path.read_text())["key"] == KEY
 
 
-@pytest.mark.parametrize("change", [{"fields": []}, {"seconds": "quick"}, {"fields": None}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fields": []},
+        {"seconds": "quick"},
+        {"fields": None},
+        {"seconds": -1.0},
+        {"seconds": float("nan")},
+        {"how": 3},
+        {"part": None},
+        {"detail": []},
+        {"failure": 7},
+    ],
+    ids=str,
+)
 def test_measurements_that_make_no_sense_are_a_miss(change: dict[str, object]) -> None:
     path = keep(KEY, [_measured("forward", 256, 1.0), _measured("forward", 512, 2.0)], finished="static").path
     data = json.loads(path.read_text())
@@ -138,3 +154,40 @@ def test_the_folder_is_the_users_cache_unless_named(tmp_path: Path, monkeypatch:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert tune_cache.folder() == tmp_path / ".cache" / "attnops" / "tune"
+
+
+@pytest.mark.parametrize("named", ["~no_such_user_here/tune", None])
+def test_without_a_home_folder_everything_is_a_miss(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if named is None:
+        monkeypatch.delenv(tune_cache.ENVIRONMENT)
+        monkeypatch.setattr(Path, "home", unknown)
+    else:
+        monkeypatch.setenv(tune_cache.ENVIRONMENT, named)
+    found = load(KEY)
+    assert (found.path, found.measured, found.choice) == (None, (), None)
+    assert (named or "~/.cache/attnops/tune") in (found.trouble or "")
+    assert tune_cache.state("a device") == tune_cache.state("a device")
+    with pytest.raises(InputError, match=r"set ATTNOPS_TUNE_CACHE to a folder"):
+        keep(KEY, [_measured("forward", 256, 1.0)])
+
+
+def test_what_a_config_refuses_is_withdrawn() -> None:
+    keep(KEY, [_measured("forward", 256, 2.0), _measured("forward", -5, 1.0)], finished="static")
+    (name,) = _measured("forward", 256, 1.0).fields
+
+    def resolve(fields: dict[str, int]) -> None:
+        if fields[name] < 0:
+            raise ConfigError("negative")
+
+    tune_cache.withdraw(KEY, resolve)
+    found = load(KEY)
+    assert found.choice is not None
+    assert found.choice.fields == {name: 256}
+    assert {one.fields[name]: (one.seconds, one.failure) for one in found.measured} == {
+        256: (2.0, None),
+        -5: (None, "negative"),
+    }

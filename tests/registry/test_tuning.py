@@ -10,12 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
-from attnops import Causal, ConfigError, OperationMetadata, OperationRegistry, Plan
+from attnops import Causal, ConfigError, KVCache, OperationMetadata, OperationRegistry, Plan
+from attnops.compat import abstract_device
+from attnops.operators.paged_cache import RaggedBatch
 from attnops.operators.shipped import table_key
 from attnops.operators.splash.candidates import SHIPPED
 from attnops.planning import tune_cache
 from attnops.planning.decide import _decide
+from attnops.planning.paged.step_tuning import step_key
 from attnops.planning.tune_cache import Measured
 from attnops.planning.tuning import tune_key
 from attnops.sharding import virtual_mesh
@@ -179,6 +183,69 @@ def test_a_choice_of_fields_that_are_not_searched_is_a_miss_and_told() -> None:
     decided = _plan()
     assert (decided.tuning.source, decided.config.block_q) == ("heuristic", 512)
     assert "has fields that aren't searched here" in decided.tuning.why
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"block_q": -5}, {"block_q": "x"}, {"block_kv": 512, "block_kv_compute": 384}, {"block_q": None, "block_kv": 2.5}],
+    ids=str,
+)
+def test_a_stored_choice_that_the_config_refuses_is_a_miss_with_a_note(fields: dict[str, Any]) -> None:
+    _keep(_plan(), **fields)
+    decided = _plan()
+    path = str(tune_cache.load(_key(decided)).path)
+    assert decided.tuning is not None
+    assert (decided.kind, decided.tuning.source, decided.config.block_q) == ("platform", "heuristic", 512)
+    assert [path in note for note in decided.notes].count(True) == 1
+    assert path in decided.explain()
+    with pytest.raises(ConfigError, match=r"refused here.*tuning='error'"):
+        _plan(tuning="error")
+
+
+def test_a_refused_choice_of_a_step_is_a_miss_with_a_note() -> None:
+    device = abstract_device("TPU v5 lite", 1, "tpu")
+    mesh = AbstractMesh((1,), ("tp",), axis_types=(AxisType.Auto,), abstract_device=device)
+    cache = KVCache(
+        layers=1, kv_heads=2, head_dim=128, page_size=16, pages=64, max_sequences=4, max_length=256, layout="heads"
+    )
+    batch = RaggedBatch.make(cache.plan(), cu_q_lens=[0, 8], kv_lens=[8], page_table=[[0]], tokens=8)
+    x, kv = (jax.ShapeDtypeStruct((8, heads, 128), jnp.bfloat16) for heads in (4, 2))
+    attend = OperationRegistry.create("paged", OperationMetadata(mesh=mesh, fallback="error"))
+    key = step_key("forward_tpu", attend.plan(x, kv, kv, cache=cache, batch=batch).problem)
+    tune_cache.keep(key, [Measured("step", {"pages_per_block": -1}, "device", 1.0)], finished="device")
+    decided = attend.plan(x, kv, kv, cache=cache, batch=batch)
+    assert decided.kind == "platform"
+    assert decided.tuning.source == "heuristic"
+    assert decided.config.pages_per_block >= 1
+    assert [str(tune_cache.load(key).path) in note for note in decided.notes].count(True) == 1
+
+
+def test_a_broken_file_is_noted_beside_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided = _plan()
+    table = {"compiler": "libtpu 1.2.3", "choices": {table_key(decided.problem, decided.placement): {"block_q": 256}}}
+    monkeypatch.setattr("attnops.operators.shipped._table", lambda path: table)
+    path = tune_cache.load(_key(decided)).path
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    path.write_text("[" * 200_000)
+    _decide.cache_clear()
+    found = _plan()
+    assert (found.tuning.source, found.config.block_q) == ("table", 256)
+    assert [str(path) in note for note in found.notes].count(True) == 1
+
+
+def test_a_search_does_not_choose_what_was_refused() -> None:
+    given: dict[str, Any] = {
+        "backend": "cpu",
+        "operation_configs": {"vanilla": {"path": "blockwise"}},
+        "runtime_dtype": "float32",
+    }
+    call = {"mode": "prefill"}
+    key = _key(_plan("vanilla", length=96, call=call, **given))
+    tune_cache.keep(key, [Measured("forward", {"block_q": -5, "block_kv": 32}, "device", 0.0)], finished="device")
+    decided = _plan("vanilla", length=96, call=call, **given, tuning="tune")
+    assert decided.tuning.source == "cache"
+    assert decided.config.block_q > 0
 
 
 def test_nothing_is_said_where_there_is_nothing_to_choose() -> None:

@@ -55,6 +55,34 @@ def described(**sizes: int) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
+@given(
+    CACHES,
+    st.sampled_from(["split", "heads", "joined", "interleaved", "packed"]),
+    HOW_MANY,
+    st.fixed_dictionaries({}, optional={"dp": st.integers(1, 4), "tp": st.integers(1, 8), "sp": st.integers(1, 3)}),
+    st.sampled_from(["TPU v5 lite", "NVIDIA H100 80GB HBM3", "cpu"]),
+)
+def test_the_arithmetic_of_any_cache_ends_in_a_plan(
+    fields: dict[str, Any], layout: str, how_many: dict[str, int], sizes: dict[str, int], kind: str
+) -> None:
+    try:
+        cache = KVCache.from_dict(fields | how_many | {"layout": layout})
+    except ConfigError:
+        return
+    plan = cache.plan(described(**sizes) if sizes else None, device_kind=kind)
+    told = json.loads(json.dumps(plan.to_dict()))
+    assert told["bytes_per_device"] > 0
+    assert plan.explain()
+
+
+@pytest.mark.parametrize("size", [{"pages": 64}, {"bytes_per_device": 2**20}, {"bytes_per_device": 1}], ids=str)
+def test_heads_that_fill_no_word_are_refused_however_the_size_is_given(size: dict[str, int]) -> None:
+    fields = {**SMALL, "kv_heads": 1, "layout": "packed", "quantised": {"dtype": "int8", "scale": "head"}}
+    del fields["pages"]
+    plan = KVCache.from_dict(fields | size).plan()
+    assert "page_packing" in [reason.code for reason in plan.refused]
+
+
 @given(CACHES, HOW_MANY)
 def test_round_trip_is_exact(fields: dict[str, Any], how_many: dict[str, int]) -> None:
     """Unset and null stay apart, in a cache and in a file with one."""

@@ -1,0 +1,60 @@
+"""What the leaves of a mask have to agree on: the number of heads, once kv heads are repeated, and the batch."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from ..errors import MaskError
+from .node import Node
+
+__all__ = ["check_batches", "with_equal_heads"]
+
+M = TypeVar("M", bound=Node[Any])
+
+
+def with_equal_heads(mask: M) -> M:
+    """The mask with all leaves for one head or for the same number of heads.
+
+    Blocks of kv heads are repeated for the query heads of their groups, as in a call. Errors: MaskError for numbers that don't
+    divide, and for another leaf with fewer heads.
+    """
+    counts = {n: atom for atom in mask.atoms() for n in _sizes(atom, "heads") if n > 1}
+    if len(counts) < 2:
+        return mask
+    most = max(counts)
+
+    def repeated(atom: Any) -> Any:
+        (heads,) = _sizes(atom, "heads") or (1,)
+        if heads in (1, most):
+            return atom
+        if not hasattr(atom, "repeated") or most % heads:
+            raise MaskError(
+                f"{atom} has {heads} heads and {counts[most]} has {most}; wanted the same number, or 1; blocks may have the "
+                "number of kv heads, which divides it"
+            )
+        return atom.repeated(most // heads)
+
+    changed: M = mask.map_atoms(repeated)
+    return changed
+
+
+def check_batches(mask: Node[Any], offsets: int = 1) -> None:
+    """Errors: MaskError for arrays with different batches. offsets: the number of query offsets."""
+    found: dict[int, object] = {offsets: "query_offset"} if offsets > 1 else {}
+    for atom in mask.atoms():
+        found |= {size: atom for size in _sizes(atom, "batch") if size > 1 and size not in found}
+    if len(found) > 1:
+        (one, first), (other, second), *_ = found.items()
+        raise MaskError(f"{first} has batch {one} and {second} has batch {other}; wanted the same, or 1")
+
+
+def _sizes(atom: Node[Any], dim: str) -> tuple[int, ...]:
+    """The sizes of a dimension in a leaf's arrays; () if it has none, or in a structure without arrays."""
+    if atom.kind == "blocks" and dim == "heads":
+        return (atom.heads,)  # type: ignore[attr-defined]
+    held = zip(atom.parts, atom.arrays(), strict=True)
+    return tuple(
+        array.shape[dims.index(dim)]
+        for (_, _, dims), array in held
+        if dim in dims and len(getattr(array, "shape", ())) == len(dims)
+    )
