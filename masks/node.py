@@ -102,6 +102,12 @@ class Node(Generic[M]):
         for child in self.children():
             yield from child.atoms()
 
+    def part_names(self) -> tuple[str, ...]:
+        """The names of the tree's arrays, in the order of `split`; equal ones aren't numbered yet."""
+        if not self.children():
+            return tuple(name for _, name, _ in self.parts)
+        return tuple(name for child in self.children() for name in child.part_names())
+
     def map_atoms(self, change: Callable[[M], M]) -> M:
         """The same tree with `change` applied to every leaf."""
         if not self.children():
@@ -131,8 +137,10 @@ class Node(Generic[M]):
         """(hashable structure with a Slot for each dynamic leaf, its arrays); `merge` is the inverse."""
         leaves: list[Leaf] = []
         seen: dict[str, int] = {}
+        names = iter(self.part_names())
         for atom in self.atoms():
-            for (_, name, dims), array in zip(atom.parts, atom.arrays(), strict=True):
+            for (_, _, dims), array in zip(atom.parts, atom.arrays(), strict=True):
+                name = next(names)
                 seen[name] = seen.get(name, 0) + 1
                 leaves.append(Leaf(name if seen[name] == 1 else f"{name}_{seen[name]}", array, dims))
         return self.map_atoms(lambda atom: atom.slot() if atom.parts else atom), tuple(leaves)

@@ -298,3 +298,11 @@ def test_refusals(make, message):
 
 def test_full_needs_no_arrays():
     assert Full().materialise(slice(2, 4), slice(0, 3)).shape == (1, 1, 2, 3)
+
+
+def test_starts_are_called_by_the_name_of_their_argument():
+    mask = Causal() & Lengths(np.array([2])) & ~Lengths(np.array([1]))
+    structure, leaves = mask.split()
+    assert [leaf.name for leaf in leaves] == ["kv_lengths", "kv_starts"]
+    assert structure.describe() == "causal & kv_lengths & kv_starts"
+    assert (~(Causal() & Lengths(np.array([1])))).split()[1][0].name == "kv_lengths"
