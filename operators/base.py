@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, get_abstract_mesh
 
-from ..errors import FallbackWarning, InputTypeError, ShardingWarning
+from ..errors import FallbackWarning, ShardingWarning
 from ..planning import Plan, plan
 from ..planning.call_arguments import CallArguments, CallArray
 from ..planning.repeated import RepeatedAxis, repeated_lines, unintended_repeats
@@ -112,13 +112,6 @@ class Operation(DeclaredOperation):
             explain_devices(arrays, error)
             explain_mapped_rows(self.name, error)
             raise
-        except TypeError as error:
-            if "forward-mode" not in str(error):
-                raise
-            raise InputTypeError(
-                f"{decided.implementation} has no forward-mode derivative (jax.jvp, jax.jacfwd) on this route; use reverse "
-                "mode, or 'vanilla' with operation_configs={'vanilla': {'path': 'plain'}}."
-            ) from error
         return AttentionOutput(result.output, result.weights, result.lse, plan=decided)
 
     @takes_call_arguments

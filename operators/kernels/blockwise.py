@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax import lax
 from ..local_mask import Dropout, LocalMask
 from .cpu_tuning import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, held_in_loop
 from .decode import Pieces, decode_forward
+from .derivatives import twice_forward_only
 from .operands import Operands, StaticPart, Traced, join_static
 from .part import LSE_NAME, OUTPUT_NAME, differentiable
 from .primitives import cut, cut_along, dot, fold, loop, put, row_dots, split_index, summed, where
@@ -92,6 +93,7 @@ class BlockwisePart:
     platform: str
     forward: Blocking | Pieces
     backward: Blocking
+    title: ClassVar[str] = "vanilla's blockwise path"
 
     @property
     def names(self) -> tuple[str, str]:
@@ -224,13 +226,15 @@ class _BlockPass:
             return step(0, carry, plan.some_partial) if known else carry
         first, ends, block = self._range(at)
 
-        def visit(masked: bool) -> Callable[[Any, Any], Any]:
-            return lambda n, c: step(block(n), c, masked)
+        def visit(begin: Any, end: Any, masked: bool, carry: Any) -> Any:
+            carry = loop(begin, end, lambda n, c: step(block(n), c, masked), carry)
+            known = isinstance(begin, int) and isinstance(end, int)
+            return carry if known else twice_forward_only(carry)
 
         if plan.some_partial:
-            carry = loop(first, ends[0], visit(True), carry)
+            carry = visit(first, ends[0], True, carry)
         if plan.some_full:
-            carry = loop(ends[0] if plan.some_partial else first, ends[1], visit(False), carry)
+            carry = visit(ends[0] if plan.some_partial else first, ends[1], False, carry)
         return carry
 
     def _range(self, at: QueryBlock) -> tuple[Any, tuple[Any, Any], Callable[[Any], Any]]:

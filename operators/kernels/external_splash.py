@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ...masks import And, Full, Mask, Prefix
+from .derivatives import once_in_reverse
 
 __all__ = ["ExternalBlocks", "ExternalCall", "ExternalOperands", "MaskInKernel", "block_kinds", "in_32_bits", "small"]
 
@@ -154,32 +155,15 @@ class ExternalCall(NamedTuple):
         return pad(q, q_padded), pad(kv, kv_padded)
 
 
-def in_32_bits(attend: Callable[[ExternalCall], Array], call: ExternalCall) -> Array:
+def in_32_bits(attend: Callable[[ExternalCall], Array], call: ExternalCall, kernel: str) -> Array:
     """Run a kernel, forward and backward, as if without jax_enable_x64: Python numbers would be 64-bit, which Mosaic lacks."""
     arrays = {name: x for name, x in call._asdict().items() if isinstance(x, jax.Array)}
-    return _in_32_bits(lambda given: attend(call._replace(**given)), arrays)
+    what = f"{kernel}'s splash kernel"
+    output: Array = once_in_reverse(lambda given: attend(call._replace(**given)), arrays, what, within=_narrow)
+    return output
 
 
-_Attend = Callable[[dict[str, Array]], Array]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_32_bits(attend: _Attend, arrays: dict[str, Array]) -> Array:
-    with jax.enable_x64(False):
-        return attend(arrays)
-
-
-def _in_32_bits_fwd(attend: _Attend, arrays: dict[str, Array]) -> tuple[Array, Any]:
-    with jax.enable_x64(False):
-        return jax.vjp(attend, arrays)
-
-
-def _in_32_bits_bwd(attend: _Attend, pull: Any, d_output: Array) -> Any:
-    with jax.enable_x64(False):  # the kernels' backward pass is traced only here
-        return pull(d_output)
-
-
-_in_32_bits.defvjp(_in_32_bits_fwd, _in_32_bits_bwd)
+_narrow = functools.partial(jax.enable_x64, False)
 
 
 @jax.custom_vjp

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from .derivatives import once_in_reverse
 from .primitives import where
 
 __all__ = ["jax_sdpa"]
@@ -44,10 +45,15 @@ def jax_sdpa(
     heads = query.shape[2]
     if mask is not None and mask.shape[1] not in (1, heads):
         raise AssertionError(f"mask of {mask.shape[1]} heads for {heads}")
-    output = jax.nn.dot_product_attention(
-        query, key, value, bias, mask, scale=scale, is_causal=is_causal, local_window_size=window,
-        implementation=implementation,
-    ).astype(dtype)  # fmt: skip
+
+    def attend(arrays: tuple[Array, Array, Array, Array | None, Array | None]) -> Array:
+        return jax.nn.dot_product_attention(
+            *arrays, scale=scale, is_causal=is_causal, local_window_size=window, implementation=implementation
+        )
+
+    arrays = query, key, value, bias, mask
+    output = once_in_reverse(attend, arrays, "cuDNN's attention") if implementation == "cudnn" else attend(arrays)
+    output = output.astype(dtype)
     if mask is None or (all_rows_see and bias is None):
         return output
     live = mask.any(axis=-1).swapaxes(1, 2)[..., None]  # [batch, q, heads, 1]

@@ -15,6 +15,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from ..local_mask import Dropout, LocalMask
+from .derivatives import reverse_only
 from .operands import Operands, StaticPart, Traced, no_gradients, split_static
 from .varying import alike
 
@@ -30,6 +31,11 @@ class PartKernel(Protocol):
     @property
     def layout(self) -> str:
         """bthd or bhtd."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """What an error calls it."""
         ...
 
     @property
@@ -60,7 +66,7 @@ def differentiable(
 ) -> tuple[jax.Array, jax.Array]:
     """(output, lse) of a kernel over the mask's keys, both differentiable in reverse; they are also the residuals."""
     static_part, traced = split_static(mask, dropout)
-    operands, traced = alike((operands, traced))
+    operands, traced = reverse_only(alike((operands, traced)), kernel.title)
     return _attend(_PartStatic(kernel, static_part), operands, traced)
 
 

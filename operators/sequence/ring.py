@@ -47,6 +47,10 @@ class _Around:
         return self.kernel.layout
 
     @property
+    def title(self) -> str:
+        return f"{self.kernel.title} around a ring"
+
+    @property
     def names(self) -> tuple[str, str]:
         return self.kernel.names
 

@@ -148,6 +148,7 @@ def run_external(
             interpret=config.interpret,
         ),
         borrowed,
+        config.kernel,
     )
 
 

@@ -118,3 +118,28 @@ def test_calls_that_differ_in_nothing_but_the_batch_are_one_kernel() -> None:
     text = jax.export.export(mapped, platforms=("tpu",))(*shapes).mlir_module()
     assert "stablehlo.while" not in text
     assert text.count("tpu_custom_call") == 2
+
+
+@pytest.mark.parametrize("form", ["fused", "apart"])
+def test_sinks_are_mapped_where_the_mask_is_traced_and_is_not(form: str) -> None:
+    """A grid of a traced size. Also nested: the inner map is over the queries alone."""
+    attend, lengths = _attend(form), np.array([90], np.int32)
+
+    def loss(sinks: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, d: jax.Array, n: jax.Array) -> jax.Array:
+        made = attend(q, k, v, mask=Causal(), kv_lengths=n, query_offset=0, softmax_aux=sinks)
+        return (made.attention_outputs * d).sum()
+
+    _, k, v = (x[0] for x in TENSORS)
+    sinks = EXTRA["softmax_aux"][:2]
+    over_queries = jax.vmap(jax.grad(loss, (0, 1)), (None, 0, None, None, 0, None))
+    run = jax.jit(jax.vmap(over_queries, (0, None, None, None, None, None)))
+    d_sinks, d_query = run(sinks, TENSORS[0][:2], k, v, D_OUTPUT[:2], lengths)
+    visible = np.tril(np.ones((LENGTH, LENGTH), bool)) & (np.arange(LENGTH) < lengths[0])
+    for outer in range(2):
+        for inner in range(2):
+            arrays = TENSORS[0][inner], k, v, D_OUTPUT[inner]
+            given: dict[str, Any] = {"scale": DIM**-0.5, "mask": visible[None, None], "sinks": sinks[outer]}
+            made, terms = reference_gradients(*arrays, **given), term_sizes(*arrays, **given)
+            for name, x in (("softmax_aux", d_sinks), ("query", d_query)):
+                sizes = row_sizes(made[name], terms.get(name))
+                assert row_error(np.asarray(x[outer, inner]), made[name], sizes) < 3e-5, name

@@ -16,7 +16,16 @@ import jax.numpy as jnp
 import pytest
 from covering import covering
 
-from attnops import Causal, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops import (
+    Causal,
+    Full,
+    InputTypeError,
+    Mask,
+    OperationMetadata,
+    OperationRegistry,
+    RefusedError,
+    SlidingWindow,
+)
 from attnops.operators import Operation
 from attnops.verify.devices import lowered_for, tracing_on
 from attnops.verify.gpu.gpu_mesh import described_gpus, has_cuda_plugin
@@ -91,3 +100,22 @@ def test_a_plan_refuses_what_jax_refuses(dtype: str, dim: int, lengths: tuple[in
     assert (plan.implementation == "sdpa.forward_cuda") == (refused is None), (plan.rejected, refused)
     if refused is None:
         _traced(of_attnops, q, k, k, *extra, gradient=mode == "train")
+
+
+def test_derivatives_that_cudnn_lacks() -> None:
+    """The first in reverse mode is lowered to cuDNN's calls; the others are refused as attnops' own kernels refuse them."""
+    q, k = (jax.ShapeDtypeStruct((2, 64, heads, 64), jnp.bfloat16) for heads in (HEADS, KV_HEADS))
+
+    def attend(q: Any, k: Any, v: Any) -> jax.Array:
+        return _sdpa("bfloat16")(q, k, v, mask=Causal(), mode="train").attention_outputs
+
+    def product(q: Any, k: Any, v: Any) -> jax.Array:
+        return jax.jvp(lambda q: jax.grad(lambda q: attend(q, k, v).astype(jnp.float32).sum())(q), (q,), (q,))[1]
+
+    text = _traced(attend, q, k, k, gradient=True).as_text()
+    assert text.count("__cudnn$fmhaSoftmax") == 2
+    assert text.count("__cudnn$fmhaSoftmaxBackward") == 1
+    with pytest.raises(InputTypeError, match="'path': 'plain'"):
+        _traced(lambda q, k, v: jax.jvp(lambda q: attend(q, k, v), (q,), (q,))[1], q, k, k, gradient=False)
+    with pytest.raises(RefusedError, match="'path': 'plain'"):
+        _traced(product, q, k, k, gradient=False)

@@ -17,10 +17,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ....compat import varying_as
+from ..derivatives import once
 from ..varying import vary, varying
 from .sizes import DimPart, PassSizes, dim_parts
 
-__all__ = ["Along", "Arrays", "index"]
+__all__ = ["KERNELS", "Along", "Arrays", "index"]
+
+KERNELS = "flash_attn2's kernels"  # in an error
 
 
 def index(n: Any) -> Any:
@@ -103,7 +106,7 @@ class Arrays:
         """Run the kernel over the grid; returns the outputs by name, with padding."""
         arrays = [jnp.asarray(x) for x in self.inputs.values()]
         axes = varying(arrays)
-        arrays = [vary(x, axes) for x in arrays]
+        arrays = once([vary(x, axes) for x in arrays], KERNELS)
         names = (*self.inputs, *self.outputs)
         call = pl.pallas_call(
             lambda *refs: kernel(dict(zip(names, refs, strict=True))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from ..block_words import block_words
 from ..blockwise import Blocking, bias_gradient
 from ..operands import Operands, StaticPart, Traced, join_static
 from ..part import LSE_NAME, OUTPUT_NAME, differentiable
-from .arrays import Arrays
+from .arrays import KERNELS, Arrays
 from .backward import KeyGradients, QueryGradient
 from .forward import ForwardKernel
 from .fp8 import as_bits
@@ -70,6 +70,7 @@ class FlashPart:
     platform: str
     interpret: bool
     residual_checkpoint_name: str | None
+    title: ClassVar[str] = KERNELS
 
     @property
     def names(self) -> tuple[str, str]:

@@ -16,10 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ....compat import varying_as
+from ..derivatives import once
 from ..varying import vary, varying
+from .mapped import mapped_grid
 from .schedule import TileSchedule, kv_block_of, q_block_of
 
-__all__ = ["Frame", "Heads", "Input", "Output", "Step"]
+__all__ = ["KERNELS", "Frame", "Heads", "Input", "Output", "Step"]
+
+KERNELS = "splash's kernels"  # in an error
 
 
 @dataclass(frozen=True)
@@ -216,22 +220,21 @@ class Frame:
         """Run the kernel over the grid, whose first `parallel` dimensions may run in any order; returns the outputs by name."""
         arrays = [*self.scalars.values(), *(x.array for x in self.inputs.values())]
         axes = varying(arrays)
-        arrays = [vary(jnp.asarray(x), axes) for x in arrays]
+        arrays = once([vary(jnp.asarray(x), axes) for x in arrays], KERNELS)
         names = (*self.scalars, *self.inputs, *self.outputs, *self.scratch)
         heads = self.heads
         sizes = {
             "batch": self.batch,
             "kv_tile": heads.kv_heads // heads.kv_tile,
             "group_tile": heads.group // heads.group_tile,
-            "visit": self.visits.covered,
         }
-        grid = tuple(sizes[name] for name in self.order)
-        call = pl.pallas_call(
+        out_shape = [varying_as(arrays[0], x.shape, x.dtype) for x in self.outputs.values()]
+        call = lambda covered: pl.pallas_call(  # noqa: E731
             lambda *refs: kernel(dict(zip(names, refs, strict=True))),
-            out_shape=[varying_as(arrays[0], x.shape, x.dtype) for x in self.outputs.values()],
+            out_shape=out_shape,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(self.scalars),
-                grid=grid,
+                grid=tuple((sizes | {"visit": covered})[name] for name in self.order),
                 in_specs=[x.spec for x in self.inputs.values()],
                 out_specs=[x.spec for x in self.outputs.values()],
                 scratch_shapes=list(self.scratch.values()),
@@ -252,7 +255,11 @@ class Frame:
         # With jax_enable_x64 a Python number among the indices would be 64-bit, which Mosaic lacks. Inputs and outputs
         # have 32 bits or fewer.
         with jax.enable_x64(False):
-            made = call(*arrays)
+            covered = self.visits.covered
+            if isinstance(covered, int):
+                made = call(covered)(*arrays)
+            else:
+                made = mapped_grid(lambda n, *arrays: call(n)(*arrays), len(self.scalars))(covered, *arrays)
         return dict(zip(self.outputs, made, strict=True))
 
     def cost(self, dims: int) -> pl.CostEstimate:

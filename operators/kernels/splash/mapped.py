@@ -1,4 +1,4 @@
-"""jax.vmap of a backward pass that writes gradients to HBM by DMA: Pallas' own rule can't map such an output on a TPU."""
+"""jax.vmap of what Pallas' own rule can't map: a pass that writes gradients to HBM by DMA, and a grid of a traced size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax import lax
 
 from ..operands import Operands, Traced
 
-__all__ = ["mapped_pass"]
+__all__ = ["mapped_grid", "mapped_pass"]
 
 Pass = Callable[..., Operands]  # of Operands, Traced, and arrays with the batch first
 
@@ -35,6 +35,23 @@ def mapped_pass(run: Pass) -> Pass:
     return call
 
 
+def mapped_grid(run: Callable[..., Any], scalars: int) -> Callable[..., Any]:
+    """The same Pallas call under jax.vmap. Its first arguments are the traced size of its grid and the scalars; if these are
+    mapped, the calls run one after another. jax 0.10 and 0.12 drop the size where the scalars are mapped and it isn't.
+    """
+    call = jax.custom_batching.custom_vmap(run)
+
+    @call.def_vmap
+    def rule(size: int, mapped: Any, *given: jax.Array) -> tuple[Any, Any]:
+        if any(mapped[: scalars + 1]):
+            made = _in_turn(call, mapped, given)
+        else:  # Pallas' rule, whose result may be mapped again
+            made = mapped_grid(jax.vmap(run, [0 if own else None for own in mapped]), scalars)(*given)
+        return made, jax.tree.map(lambda _: True, made)
+
+    return call
+
+
 def _as_rows(call: Pass, size: int, is_mapped: list[bool], given: Any) -> Operands:
     leaves, tree = jax.tree.flatten(given)
     whole = [
@@ -44,10 +61,10 @@ def _as_rows(call: Pass, size: int, is_mapped: list[bool], given: Any) -> Operan
     return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), made)
 
 
-def _in_turn(call: Pass, is_mapped: list[bool], given: Any) -> Operands:
+def _in_turn(call: Callable[..., Any], is_mapped: list[bool], given: Any) -> Any:
     leaves, tree = jax.tree.flatten(given)
 
-    def one(of_call: list[jax.Array]) -> Operands:
+    def one(of_call: list[jax.Array]) -> Any:
         own = iter(of_call)
         arrays = [next(own) if mapped else x for x, mapped in zip(leaves, is_mapped, strict=True)]
         return call(*jax.tree.unflatten(tree, arrays))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from .backward import add_key_gradients, add_query_gradient, backward_kernel, ro
 from .bias import bias_block, bias_kernel, bias_order, visited_bias
 from .block_sizes import SplashBlocks
 from .forward import forward_kernel, forward_outputs, forward_scratch
-from .frame import Frame, Heads, Input, Output
+from .frame import KERNELS, Frame, Heads, Input, Output
 from .key_sums import add_key_sums
 from .mapped import mapped_pass
 from .schedule import tile_schedule
@@ -90,6 +90,7 @@ class SplashPart:
     residual_checkpoint_name: str | None
     tokens_first: bool = False
     layout: str = "bhtd"
+    title: ClassVar[str] = KERNELS
 
     @property
     def names(self) -> tuple[str, str]:
