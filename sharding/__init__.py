@@ -1,5 +1,6 @@
 """Where tensors are placed: modes, layouts, the ten PartitionSpecs, fitting them to shapes and a mesh, placing arrays."""
 
+from .auto import on_auto_axes, spec_of
 from .fit import Dropped, FittedRules, FittedSpec, TensorShape, axes_at, fit, fit_tensor, kv_repeat, refuse_unfit
 from .mesh import (
     MeshAxis,
@@ -37,12 +38,14 @@ __all__ = [
     "kv_repeat",
     "mesh_from_dict",
     "mesh_to_dict",
+    "on_auto_axes",
     "only",
     "parse_mesh",
     "pin",
     "place",
     "refuse_unfit",
     "resolve_rules",
+    "spec_of",
     "tensor_dims",
     "virtual_mesh",
 ]

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from ...errors import ConfigError, InputError, shown
 from ...masks.int_arrays import known_values
-from ...sharding import axes_at, axes_of
+from ...sharding import axes_at, axes_of, on_auto_axes, pin, spec_of
 from ...sharding.mesh import AnyMesh
 from ..kernels.page_layout import page_shape
 from ..kernels.varying import varying
@@ -195,11 +195,8 @@ def _by_device(
     """Each shard of the pages with its own part of the batch; on a mesh, each device also with its own heads."""
     sinks = None if sinks is None else jnp.asarray(sinks)
     if mesh is None or mesh.size == 1 or all(axis.kind == "manual" for axis in axes_of(mesh)):
-        if batch.shards is None:
-            return _one_by_one(shard, query, pages, batch, sinks, rows)
-        parts = [_part(batch.shards, n, query, pages, batch, rows) for n in range(batch.shards)]
-        found = [_one_by_one(shard, *part, sinks=sinks, rows=own) for part, own in parts]
-        return jax.tree.map(lambda *of_shards: jnp.concatenate(of_shards), *found)
+        given = jnp.asarray(query), pages, batch, sinks, rows
+        return on_auto_axes(partial(_all_shards, shard), *given, specs=lambda: _specs_like(*given[:2], rows))
     plan = state.cache.plan(mesh, kv_heads=kv_heads).require()
     check_mesh(state, plan)
     of_query, of_layer, of_batch = step_specs(plan)
@@ -218,20 +215,42 @@ def _by_device(
         made = shard(query, pages, batch, sinks_of(sinks, index), rows, index)
         return Attended(*joined_over_devices(made.output, made.lse, along))
 
-    of_rows: Any = None
-    of_pages: Any = None
-    if rows is not None:
-        of_rows = jax.tree.map(lambda _: PartitionSpec(tokens, heads), rows)
-        of_pages = LayerPages(*(None if own is None else spec for spec, own in zip(specs[1], rows, strict=True)))  # type: ignore[arg-type]
-
+    of_rows = None if rows is None else jax.tree.map(lambda _: PartitionSpec(tokens, heads), rows)
+    in_specs = (*specs, None if sinks is None else PartitionSpec(heads), of_rows)
+    operands = jax.tree.map(
+        lambda x, spec: pin(jnp.asarray(x), spec, mesh), (query, pages, batch, sinks, rows), in_specs
+    )
     return jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(*specs, None if sinks is None else PartitionSpec(heads), of_rows),
-        out_specs=Attended(PartitionSpec(tokens, heads, None), PartitionSpec(tokens, heads), of_pages),
+        in_specs=in_specs,
+        out_specs=Attended(PartitionSpec(tokens, heads, None), PartitionSpec(tokens, heads), _written(specs[1], rows)),
         axis_names={axis.name for axis in axes_of(mesh) if axis.kind != "manual"},
         check_vma=check_vma,
-    )(query, pages, batch, sinks, rows)
+    )(*operands)
+
+
+def _written(of_layer: LayerPages, rows: LayerPages | None) -> LayerPages | None:
+    """Of a layer's specs, those of the arrays that hold the written rows."""
+    if rows is None:
+        return None
+    return LayerPages(*(None if own is None else spec for spec, own in zip(of_layer, rows, strict=True)))  # type: ignore[arg-type]
+
+
+def _specs_like(query: jax.Array, pages: LayerPages, rows: LayerPages | None) -> Attended:
+    """Of Explicit axes, those that split the query and the pages."""
+    tokens, heads = (axes_at(spec_of(query), index) or None for index in (0, 1))
+    after = _written(jax.tree.map(spec_of, pages), rows)
+    return Attended(PartitionSpec(tokens, heads, None), PartitionSpec(tokens, heads), after)
+
+
+def _all_shards(shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any) -> Attended:
+    """Without a mesh: one shard of the pages after the other."""
+    if batch.shards is None:
+        return _one_by_one(shard, query, pages, batch, sinks, rows)
+    parts = [_part(batch.shards, n, query, pages, batch, rows) for n in range(batch.shards)]
+    found = [_one_by_one(shard, *part, sinks=sinks, rows=own) for part, own in parts]
+    return jax.tree.map(lambda *of_shards: jnp.concatenate(of_shards), *found)
 
 
 def _one_by_one(shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any) -> Attended:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, Num
 
 from ...errors import InputError, InputTypeError
 from ...masks.int_arrays import beyond_int32, is_integer, known_values
+from ...sharding import on_auto_axes, spec_of
 from .put import put
 
 __all__ = ["dense_insert"]
@@ -44,14 +45,18 @@ def dense_insert(
         )
     batch, length = cache_key.shape[:2]
     starts = _starts(start, batch, length, key.shape[1])
-    place = starts[:, None] + jnp.arange(key.shape[1], dtype=jnp.int32)
-    place = jnp.where(place < 0, length, place)
 
-    def write(cache: jax.Array, tokens: jax.Array) -> jax.Array:
+    def write(caches: tuple[jax.Array, jax.Array], tokens: tuple[jax.Array, jax.Array], starts: jax.Array) -> Any:
+        place = starts[:, None] + jnp.arange(tokens[0].shape[1], dtype=jnp.int32)
+        place = jnp.where(place < 0, length, place)
         # Uses vmap, not two index arrays, so that a batch split over devices stays split.
-        return jax.vmap(lambda one, at, own: put(one, (at,), own))(jnp.asarray(cache), place, jnp.asarray(tokens))
+        put_rows = jax.vmap(lambda one, at, own: put(one, (at,), own))
+        return tuple(put_rows(cache, place, own) for cache, own in zip(caches, tokens, strict=True))
 
-    return write(cache_key, key), write(cache_value, value)
+    caches = jnp.asarray(cache_key), jnp.asarray(cache_value)
+    given = (jnp.asarray(key), jnp.asarray(value)), starts
+    made: tuple[jax.Array, jax.Array] = on_auto_axes(write, caches, *given, specs=lambda: tuple(map(spec_of, caches)))
+    return made
 
 
 def _starts(start: Any, batch: int, length: int, q_len: int) -> jax.Array:

@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from ...errors import InputError, InputTypeError, a_type
 from ...planning.cache.cache_fields import axis_names
 from ...planning.cache.kv_cache import KVCache
+from ...sharding import axes_at, on_auto_axes, spec_of
 from ..kernels.page_layout import joined, page_shape, places_of
 from ..kernels.varying import varying
 from .batch import RaggedBatch
@@ -66,29 +68,43 @@ def write(
     if key.shape[0] != value.shape[0]:
         raise InputError(f"key has {key.shape[0]} tokens and value {value.shape[0]}; wanted the same number.")
     own_pages, own_tokens = check_step(state, layer, batch, key, debug=debug)
-    tokens = as_stored(cache, pages, shape.kv_heads, key, value)
-    if which == "none":
-        return whole, tokens
-    arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
-
     along = state.sequence_shards
     slots: Any = partial(token_slots, tokens=own_tokens, pages=own_pages // along, page_size=cache.page_size)
     slots = partial(slots, singles=which == "all")
     if along > 1:
         slots = _on_each(partial(slots, stride=along), along)
-    traced = [jnp.asarray(array) for array in arrays]
-    where = slots(*traced) if shards is None else jax.vmap(slots)(*traced)
 
     def put_in(stored: jax.Array, page: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:
         return put(stored, places_of(cache.layout, page, row), tokens)
 
     put_all = by_sequence_shard(along, put_in, (0, 0, None))
 
-    def put_tokens(stored: Any, tokens: jax.Array) -> jax.Array:
+    def put_tokens(stored: Any, tokens: jax.Array, where: tuple[jax.Array, jax.Array]) -> jax.Array:
         return by_shard(shards, put_all, stored, *where, rows_by_shard(shards, tokens, "tokens"))
 
-    after: Any = (x if own is None else put_tokens(x, own) for x, own in zip(pages, tokens, strict=True))
-    return whole.with_layer(at, LayerPages(*after)), tokens
+    def run(pages: LayerPages, key: Any, value: Any, *arrays: jax.Array) -> tuple[LayerPages, LayerPages]:
+        tokens = as_stored(cache, pages, shape.kv_heads, key, value)
+        if which == "none":
+            return pages, tokens
+        where = slots(*arrays) if shards is None else jax.vmap(slots)(*arrays)
+        after: Any = (x if own is None else put_tokens(x, own, where) for x, own in zip(pages, tokens, strict=True))
+        return LayerPages(*after), tokens
+
+    def specs() -> tuple[Any, Any]:
+        stored = jax.tree.map(spec_of, pages)
+        heads = axes_at(stored.key, cache.heads_at)
+        apart = tuple(axis for axis in axes_at(spec_of(key), 0) if axis not in heads)
+        by_token = (
+            pages.value is not None,
+            *[cache.quantised is not None and cache.quantised.scale == "token_head"] * 2,
+        )
+        rows = PartitionSpec(apart or None, heads or None)
+        return stored, LayerPages(rows, *(rows if kept else None for kept in by_token))  # type: ignore[arg-type]
+
+    arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
+    given = [jnp.asarray(x) for x in (key, value, *arrays)]
+    after, tokens = on_auto_axes(run, pages, *given, specs=specs)
+    return whole.with_layer(at, after), tokens
 
 
 def as_stored(cache: KVCache, pages: LayerPages, kv_heads: int, key: Any, value: Any) -> LayerPages:

@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int32
 
 from ...errors import InputError, InputTypeError, shown
 from ...masks.int_arrays import known_values
 from ...planning.cache.layer_groups import layer_numbers
 from ...planning.cache.window_pages import first_kept
+from ...sharding import on_auto_axes, spec_of
 from .batch import RaggedBatch
 from .insert import check_shards
 from .put import put
@@ -58,21 +60,31 @@ def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int])
     known, known_length = known_values(table), known_values(length)
     if known is not None and known_length is not None:
         table = _needed(known, int(known_length), state, count, sequence)
-    ids = stored_ids(jnp.asarray(table), state.sequence_shards, count)
-    inside = (ids >= 0) & (ids < count)
-    written = inside[:, None] & (jnp.arange(ids.shape[0] * size).reshape(-1, size) < length)
     by_head = state.cache.heads_at == 1
 
-    def take(array: jax.Array | None) -> jax.Array | None:
-        if array is None or array.ndim < 3:
-            return array
-        found = array[jnp.where(inside, ids + first, 0)]
-        there = written[:, None] if by_head else written
-        there = there.reshape(*there.shape, *(1,) * (array.ndim - there.ndim))
-        return jnp.where(there, found, jnp.zeros((), array.dtype))
+    def run(stored: tuple[LayerPages, ...], table: jax.Array, length: jax.Array) -> tuple[LayerPages, ...]:
+        ids = stored_ids(table, state.sequence_shards, count)
+        inside = (ids >= 0) & (ids < count)
+        written = inside[:, None] & (jnp.arange(ids.shape[0] * size).reshape(-1, size) < length)
 
-    layers = tuple(LayerPages(*map(take, pages)) for pages in state.layers)  # type: ignore[arg-type]
-    return SavedSequence(layers, jnp.asarray(length, jnp.int32))
+        def take(array: jax.Array | None) -> jax.Array | None:
+            if array is None or array.ndim < 3:
+                return array
+            found = array[jnp.where(inside, ids + first, 0)]
+            there = written[:, None] if by_head else written
+            there = there.reshape(*there.shape, *(1,) * (array.ndim - there.ndim))
+            return jnp.where(there, found, jnp.zeros((), array.dtype))
+
+        return tuple(LayerPages(*map(take, pages)) for pages in stored)  # type: ignore[arg-type]
+
+    def spec(array: jax.Array) -> PartitionSpec:
+        """A page isn't split, only what it holds."""
+        own = spec_of(array)
+        return PartitionSpec(None, *own[1:]) if array.ndim >= 3 else own
+
+    length = jnp.asarray(length, jnp.int32)
+    specs = lambda: jax.tree.map(spec, state.layers)  # noqa: E731
+    return SavedSequence(on_auto_axes(run, state.layers, jnp.asarray(table), length, specs=specs), length)
 
 
 def restore(state: CacheState, saved: SavedSequence, batch: _Batches, sequence: int | tuple[int, int]) -> CacheState:
@@ -101,17 +113,20 @@ def restore(state: CacheState, saved: SavedSequence, batch: _Batches, sequence: 
         if known_length is not None and int(known_length) < int(kept):
             raise InputError(f"sequence {sequence}: kv_len is {int(known_length)}, but {int(kept)} tokens were saved.")
     slots = min(saved.layers[0].key.shape[0], table.shape[0])
-    ids = stored_ids(jnp.asarray(table)[:slots], state.sequence_shards, count)
-    used = (ids >= 0) & (ids < count) & (jnp.arange(slots) * size < saved.length)
-    where = jnp.where(used, ids + first, total)
 
-    def bring(array: jax.Array | None, own: jax.Array | None) -> jax.Array | None:
-        if array is None or own is None or array.ndim < 3:
-            return array
-        return put(array, (where,), jnp.asarray(own)[:slots])
+    def run(stored: tuple[LayerPages, ...], kept: tuple[LayerPages, ...], table: Any, length: Any) -> Any:
+        ids = stored_ids(table[:slots], state.sequence_shards, count)
+        used = (ids >= 0) & (ids < count) & (jnp.arange(slots) * size < length)
+        where = jnp.where(used, ids + first, total)
 
-    changed = (LayerPages(*map(bring, pages, own)) for pages, own in zip(state.layers, saved.layers, strict=True))  # type: ignore[arg-type]
-    return replace(state, layers=tuple(changed))
+        def bring(array: jax.Array | None, own: jax.Array | None) -> jax.Array | None:
+            return array if array is None or own is None or array.ndim < 3 else put(array, (where,), own[:slots])
+
+        return tuple(LayerPages(*map(bring, pages, own)) for pages, own in zip(stored, kept, strict=True))  # type: ignore[arg-type]
+
+    given = jax.tree.map(jnp.asarray, (saved.layers, table, saved.length))
+    specs = lambda: jax.tree.map(spec_of, state.layers)  # noqa: E731
+    return replace(state, layers=on_auto_axes(run, state.layers, *given, specs=specs))
 
 
 def _row(state: CacheState, batch: RaggedBatch, sequence: Any) -> tuple[Any, Any, int, int]:
@@ -131,7 +146,12 @@ def _row(state: CacheState, batch: RaggedBatch, sequence: Any) -> tuple[Any, Any
         )
         raise InputError(f"sequence={shown(sequence)}; wanted {form}.")
     count = rows_by_shard(shards, state.layers[0].key, "pages").shape[0 if shards is None else 1]
-    return _tables(batch, count)[index], batch.kv_lens[index], 0 if shards is None else int(index[0]) * count, count
+
+    def run(batch: RaggedBatch) -> tuple[Any, Any]:
+        return _tables(batch, count)[index], batch.kv_lens[index]
+
+    table, length = on_auto_axes(run, batch, specs=lambda: (PartitionSpec(), PartitionSpec()))
+    return table, length, 0 if shards is None else int(index[0]) * count, count
 
 
 def _tables(batch: RaggedBatch, pages: int) -> Any:

@@ -13,12 +13,13 @@ from jaxtyping import Array, Int32
 
 from ...errors import InputError, InputTypeError
 from ...masks.int_arrays import beyond_int32, is_integer, known_values
+from ...sharding import on_auto_axes, spec_of
 from .put import put
 from .sequence_shards import by_sequence_shard, own_ids
 from .state import CacheState, LayerPages
 from .token_slots import by_shard, rows_by_shard
 
-__all__ = ["copy", "every_layer", "scrub"]
+__all__ = ["copy", "scrub"]
 
 
 def copy(state: CacheState, pairs: Int32[Array, "*shards pairs 2"], *, group: int | None = None) -> CacheState:
@@ -62,7 +63,8 @@ def scrub(state: CacheState, pages: Int32[Array, "*shards pages"], *, group: int
 
 
 def _every_shard(state: CacheState, change: Callable[..., jax.Array], ids: Any, shards: int | None) -> CacheState:
-    """`change(pages, ids)` on every array of pages, for each shard separately; host ids are converted to shard ids."""
+    """`change(pages, ids)` on every array of pages and of scales per token, for each shard separately; host ids are converted
+    to shard ids."""
     n = state.sequence_shards
 
     def on_one(pages: jax.Array, own: jax.Array, shard: jax.Array) -> jax.Array:
@@ -72,16 +74,15 @@ def _every_shard(state: CacheState, change: Callable[..., jax.Array], ids: Any, 
         return by_sequence_shard(n, on_one, (None, 0))(pages, own, jnp.arange(n, dtype=jnp.int32))
 
     whole = change if n == 1 else on_all
-    return every_layer(state, lambda pages: by_shard(shards, whole, pages, jnp.asarray(ids)))
 
+    def run(layers: tuple[LayerPages, ...], ids: jax.Array) -> tuple[LayerPages, ...]:
+        def changed(array: jax.Array | None) -> jax.Array | None:
+            return array if array is None or array.ndim < 3 else by_shard(shards, whole, array, ids)
 
-def every_layer(state: CacheState, change: Callable[[jax.Array], jax.Array]) -> CacheState:
-    """The state with every array of pages changed, including per-token scales."""
+        return tuple(LayerPages(*map(changed, pages)) for pages in layers)  # type: ignore[arg-type]
 
-    def changed(array: jax.Array | None) -> jax.Array | None:
-        return array if array is None or array.ndim < 3 else change(array)
-
-    return replace(state, layers=tuple(LayerPages(*map(changed, pages)) for pages in state.layers))  # type: ignore[arg-type]
+    layers = on_auto_axes(run, state.layers, jnp.asarray(ids), specs=lambda: jax.tree.map(spec_of, state.layers))
+    return replace(state, layers=layers)
 
 
 def _shards(ids: Any, rank: int) -> int | None:
