@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from ..errors import MaskError, a_type, first_line, nearest, shown
 from .bounds import BlockBounds, Blocks
 from .checks import is_host
 from .static import OffsetMask
 
-__all__ = ["MaskFunction", "mask_function_names", "register_mask_function"]
+__all__ = ["FunctionCode", "MaskFunction", "mask_function_names", "register_mask_function"]
 
 Function = TypeVar("Function", bound=Callable[[Any, Any], Any])
 
@@ -27,7 +29,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 def register_mask_function(name: str, *, override: bool = False) -> Callable[[Function], Function]:
     """Register fn(query_position, key_index) -> bool, elementwise on integer arrays of NumPy or jax.
 
-    The function must be pure: it is called on the host during planning, and inside kernels.
+    The function must be pure: it is called on the host during planning, and inside kernels. A kernel takes arithmetic and
+    comparisons; a function that looks up in an array runs in plain XLA.
     Registering a name twice raises MaskError unless override=True. Existing masks keep their function.
     """
     _check_name(name)
@@ -46,6 +49,17 @@ def register_mask_function(name: str, *, override: bool = False) -> Callable[[Fu
 def mask_function_names() -> tuple[str, ...]:
     """The registered names, sorted."""
     return tuple(sorted(_functions))
+
+
+class FunctionCode(NamedTuple):
+    """A mask function as jax traces it. arrays: those that it holds, such as 'bool[8,8]', and single numbers held by a function
+    under jax.jit in it; numbers: whether it holds others; operations: the names of jax's primitives; error: why it
+    can't be traced, or ''."""
+
+    arrays: tuple[str, ...]
+    operations: frozenset[str]
+    numbers: bool
+    error: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +84,19 @@ class MaskFunction(OffsetMask):
             close = nearest(self.name, _functions)
             raise MaskError(f"no mask function is named {shown(self.name)} (registered: {known}); {hint}.{close}")
         object.__setattr__(self, "_held", _functions[self.name])  # not a field: a file can't set it
+
+    @functools.cached_property
+    def code(self) -> FunctionCode:
+        """What a kernel would have to compile."""
+        pair = [jax.ShapeDtypeStruct((8, 128), np.int32)] * 2
+        try:
+            with jax.enable_x64(False):  # as kernels are traced
+                closed = jax.make_jaxpr(self.function)(*pair)
+        except Exception as error:
+            return FunctionCode((), frozenset(), False, f"{type(error).__name__}: {first_line(error)}")
+        held = [x for x in closed.consts if not _is_number(x)]
+        arrays = tuple(jax.typeof(x).str_short() for x in (*held, *_consts_inside(closed.jaxpr)))
+        return FunctionCode(arrays, frozenset(_operations(closed.jaxpr)), any(map(_is_number, closed.consts)), "")
 
     @property
     def function(self) -> Callable[[Any, Any], Any]:
@@ -121,7 +148,7 @@ class MaskFunction(OffsetMask):
         """The function's result. Errors: MaskError that names the function."""
         try:
             if not is_host(x, cols):
-                return self.function(x, cols)
+                return self._with_literals(x, cols) if self.code.numbers else self.function(x, cols)
             # A function written with jnp would be traced when planning happens under jit.
             with jax.ensure_compile_time_eval():
                 return np.asarray(self.function(x, cols))
@@ -140,10 +167,43 @@ class MaskFunction(OffsetMask):
                 f"fn(query_position, key_index) -> bool, element by element: {hint}"
             ) from error
 
+    def _with_literals(self, x: Any, cols: Any) -> Any:
+        """The function's result for traced positions; arrays of one number that it holds become literals, as kernels require."""
+        closed = jax.make_jaxpr(self.function)(x, cols)
+        consts = [np.asarray(held)[()] if _is_number(held) else held for held in closed.consts]
+        (seen,) = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(x, cols)
+        return seen
+
     def block_bounds(self, blocks: Blocks) -> BlockBounds:
         # The function is known only elementwise: nothing follows for a block.
         some = blocks.rows.lo + blocks.cols.lo
         return BlockBounds(some == some, some != some)
+
+
+def _is_number(held: Any) -> bool:
+    return np.ndim(held) == 0 and not isinstance(held, jax.core.Tracer)
+
+
+def _inside(jaxpr: Jaxpr) -> Iterator[Any]:
+    """The jaxprs in the parameters of its equations."""
+    for equation in jaxpr.eqns:
+        for value in equation.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(part, Jaxpr | ClosedJaxpr):
+                    yield part
+
+
+def _consts_inside(jaxpr: Jaxpr) -> Iterator[Any]:
+    for part in _inside(jaxpr):
+        closed = isinstance(part, ClosedJaxpr)
+        yield from part.consts if closed else ()
+        yield from _consts_inside(part.jaxpr if closed else part)
+
+
+def _operations(jaxpr: Jaxpr) -> Iterator[str]:
+    yield from (equation.primitive.name for equation in jaxpr.eqns)
+    for part in _inside(jaxpr):
+        yield from _operations(part.jaxpr if isinstance(part, ClosedJaxpr) else part)
 
 
 def _check_function(name: str, function: Any) -> None:

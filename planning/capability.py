@@ -56,7 +56,8 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition that a problem must meet. `message` and `hint` are formatted with p=problem and c=config.
+    """A condition that a problem must meet. `message` and `hint` are formatted with p=problem and c=config; a message may also
+    be a function of the two.
 
     `test` is pure and returns True if the problem meets the condition. `routes`: if it fails, another method is better for
     such a problem, so using that one is dispatch, not a fallback.
@@ -65,7 +66,7 @@ class Rule:
     code: str
     field: str
     test: Callable[[AttentionProblem, OperationConfig], bool]
-    message: str
+    message: str | Callable[[AttentionProblem, OperationConfig], str]
     hint: str
     routes: bool = False
 
@@ -73,9 +74,9 @@ class Rule:
         """Return the reason if this problem breaks the rule, else None."""
         if self.test(problem, config):
             return None
-        return Reason(
-            self.code, self.field, self.message.format(p=problem, c=config), self.hint.format(p=problem, c=config)
-        )
+        written = self.message
+        message = written.format(p=problem, c=config) if isinstance(written, str) else written(problem, config)
+        return Reason(self.code, self.field, message, self.hint.format(p=problem, c=config))
 
 
 class Tolerance(NamedTuple):

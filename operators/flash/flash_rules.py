@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...planning import ALL_FEATURES, Rule
+from ..function_rules import TRITON, function_rules
 from .flash_config import FlashAttention2Config
 
 __all__ = ["FLASH_FEATURES", "FLASH_RULES", "ON_ROCM"]
@@ -44,6 +45,7 @@ FLASH_RULES = (
         "device {p.device}: Triton compiles for Ampere (compute capability 8.0) and later",
         "Use 'vanilla', which is plain XLA.",
     ),
+    *function_rules("flash", TRITON),
     Rule(
         "flash.interpret.check_vma",
         "interpret",

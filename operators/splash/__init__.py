@@ -24,6 +24,7 @@ from ..flash import (
     unknown_gpu,
 )
 from ..flash.flash_rules import ON_ROCM
+from ..function_rules import MOSAIC, function_rules
 from ..local import LocalCall, LocalOutput
 from ..mask_blocks import block_remarks
 from ..native_route import native_block_remarks, native_route
@@ -76,6 +77,7 @@ _RULES = (
         "Leave sum_by_product out.",
     ),
     *EXTERNAL_RULES,
+    *function_rules("splash", MOSAIC),
     Rule(
         "splash.interpret.check_vma",
         "interpret",
