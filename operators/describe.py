@@ -21,6 +21,7 @@ from ..sharding import (
     axes_of,
     canonical_layout,
     canonical_mode,
+    declared_axes,
     describe_mesh,
 )
 from ..sharding.mesh import AnyMesh
@@ -143,6 +144,7 @@ def describe(
         query_offset=offset,
         dynamic_query_offset=dynamic,
         rules=rules,
+        declared_axes=declared_axes(metadata.partition_axis),
         mesh=axes,
         platform=platform,
         device_kind=kind,

@@ -96,6 +96,7 @@ def place_problem(
         mode=problem.mode,
         layout=problem.layout,
         kv_heads=kv_heads,
+        declared=problem.declared_axes,
     )
     fitted = replace(fitted, specs=(*fitted.specs, *_scale_specs(problem, fitted)))
     query, key = fitted["query"], fitted["key"]

@@ -29,8 +29,9 @@ class AttentionProblem:
 
     `layout` is the caller's; thd counts as batch 1. `input_dtype` is the query's. `key_scale_shape` and
     `value_scale_shape` are in the caller's layout, None without a scale. `query_offset` is an int, or None if it is known
-    only at run time or nothing depends on it. `platform_source` says where the platform was read from. `manual_sequence`: the
-    Manual axes over which the caller has split (queries, keys), if the strategy uses them; lengths are then the total ones.
+    only at run time or nothing depends on it. `declared_axes`: the mesh axes that the rules name not only by default.
+    `platform_source` says where the platform was read from. `manual_sequence`: the Manual axes over which the caller has
+    split (queries, keys), if the strategy uses them; lengths are then the total ones.
     """
 
     operation: str
@@ -62,6 +63,7 @@ class AttentionProblem:
     query_offset: int | None
     dynamic_query_offset: bool
     rules: AttnShardingRules
+    declared_axes: frozenset[str]
     mesh: tuple[MeshAxis, ...]
     platform: str
     device_kind: str

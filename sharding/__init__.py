@@ -15,7 +15,7 @@ from .mesh import (
 )
 from .modes import LAYOUTS, MODES, canonical_layout, canonical_mode
 from .place import only, pin, place
-from .rules import AttnShardingRules, resolve_rules, tensor_dims
+from .rules import AttnShardingRules, declared_axes, resolve_rules, tensor_dims
 
 __all__ = [
     "LAYOUTS",
@@ -31,6 +31,7 @@ __all__ = [
     "canonical_layout",
     "canonical_mode",
     "current_mesh",
+    "declared_axes",
     "describe_mesh",
     "devices_platform",
     "fit",

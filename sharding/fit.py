@@ -7,7 +7,7 @@ axes silently accepts an axis that doesn't divide, but `device_put`, `shard_map`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,8 +30,8 @@ __all__ = [
     "refuse_unfit",
 ]
 
-# The axis names that every eformer PartitionAxis uses by default. A mesh without one of them is normal. Any other name
-# was declared explicitly, so with strict its absence is an error.
+# The axis names that every eformer PartitionAxis uses by default. A mesh without one of them is normal. Any other name, and
+# one of these that was declared, is expected: with strict its absence is an error.
 _STANDARD = frozenset({"dp", "fsdp", "tp", "sp", "ep"})
 
 
@@ -47,7 +47,7 @@ class Dropped:
     """A mesh axis that a spec names but that can't be used for a dimension.
 
     `harmless` is True if dropping it changes nothing: a mesh axis of size 1, a standard axis (dp, fsdp, tp, sp, ep) that
-    the mesh doesn't have, or a dimension of length 1, which is broadcast.
+    wasn't declared and that the mesh doesn't have, or a dimension of length 1, which is broadcast.
     """
 
     tensor: str
@@ -107,12 +107,14 @@ def fit(
     strict: bool = False,
     kv_heads: str = "replicate",
     qkv_mni_sharding: bool = False,
+    declared: Set[str] = frozenset(),
 ) -> FittedRules:
     """Fit each tensor of `shapes` (by its name in AttnShardingRules) to the mesh.
 
     Manual axes are left out of every spec: inside the caller's own shard_map the arrays are already local to them.
     If the KV head count doesn't divide, `kv_heads='replicate'` repeats the heads of K and V (the result has the factor), and
-    'error' refuses. With `strict`, all drops that aren't harmless are raised as one ShardingError.
+    'error' refuses. `declared`: mesh axes that are expected though their names are standard, as `declared_axes` returns. With
+    `strict`, all drops that aren't harmless are raised as one ShardingError.
     Errors: ShardingError for a tensor that the rules don't have or that has another rank; InputError for an unknown mode
     or layout.
     """
@@ -129,6 +131,7 @@ def fit(
         if getattr(rules, tensor) is None:
             raise ShardingError(f"{tensor} has a shape, but the rules have no spec for it; resolve them with {tensor}.")
 
+    standard = _STANDARD - declared
     repeat = _repeat_for(rules, sized, axes, layout, kv_heads, where)
     fitted = []
     for tensor in AttnShardingRules._fields:
@@ -144,7 +147,7 @@ def fit(
         if tensor in ("key", "value") and repeat > 1:
             at = layout.index("h")
             shape = (*shape[:at], shape[at] * repeat, *shape[at + 1 :])
-        fitted.append(_fit_one(tensor, spec, shape, itemsize, dims, axes))
+        fitted.append(_fit_one(tensor, spec, shape, itemsize, dims, axes, standard))
     result = FittedRules(tuple(fitted), repeat)
     if strict:
         refuse_unfit(result, mode, layout, tuple(axes.values()))
@@ -217,6 +220,7 @@ def _fit_one(
     itemsize: int,
     dims: tuple[str, ...],
     axes: Mapping[str, MeshAxis],
+    standard: Set[str] = _STANDARD,
 ) -> FittedSpec:
     entries: list[str | tuple[str, ...] | None] = []
     dropped: list[Dropped] = []
@@ -226,7 +230,7 @@ def _fit_one(
         wanted = axes_at(spec, index)
         kept: list[str] = []
         for name in wanted:
-            why = _why_dropped(name, local[index], length, used, axes)
+            why = _why_dropped(name, local[index], length, used, axes, standard)
             if why is None:
                 used.add(name)
                 kept.append(name)
@@ -239,13 +243,13 @@ def _fit_one(
 
 
 def _why_dropped(
-    name: str, left: int, length: int, used: set[str], axes: Mapping[str, MeshAxis]
+    name: str, left: int, length: int, used: set[str], axes: Mapping[str, MeshAxis], standard: Set[str]
 ) -> tuple[str, str, bool] | None:
     """(reason, hint, harmless), or None if the axis can be used."""
     axis = axes.get(name)
     if axis is None:
         known = ", ".join(axes) or "none"
-        if name in _STANDARD or not axes:
+        if name in standard or not axes:
             return f"the mesh has no axis {name!r} (it has {known}), so it splits nothing", "Nothing to do", True
         return (
             f"the mesh has no axis {name!r} (it has {known})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 from eformer.common_types import (
@@ -22,7 +23,7 @@ from jax.sharding import PartitionSpec
 from ..errors import InputError
 from .modes import GENERATION, canonical_layout, canonical_mode
 
-__all__ = ["AttnShardingRules", "resolve_rules", "tensor_dims"]
+__all__ = ["AttnShardingRules", "declared_axes", "resolve_rules", "tensor_dims"]
 
 
 class AttnShardingRules(NamedTuple):
@@ -147,6 +148,21 @@ def _mesh_axes(partition_axis: PartitionAxis, dim: str, mode: str) -> str | tupl
         axes = getattr(partition_axis, generation_attribute if mode in GENERATION else attribute)
     names = _flat(axes)
     return None if not names else names[0] if len(names) == 1 else names
+
+
+def declared_axes(partition_axis: PartitionAxis) -> frozenset[str]:
+    """The mesh axes that a partition axis names for attention because it was told to, not by eformer's defaults.
+
+    eformer derives the attribute of a dimension from its five `*_parallel_axis` fields. An attribute that differs from what they
+    give was declared, and so were those of the five that differ from their own defaults.
+    """
+    default = PartitionAxis()
+    parallel = [field.name for field in dataclasses.fields(PartitionAxis) if field.name.endswith("_parallel_axis")]
+    changed = {name: value for name in parallel if (value := getattr(partition_axis, name)) != getattr(default, name)}
+    derived = PartitionAxis(**changed)
+    attributes = {name for _, *both in _SEMANTIC.values() for name in both}
+    values = [value for name in attributes if (value := getattr(partition_axis, name)) != getattr(derived, name)]
+    return frozenset(name for value in (*values, *changed.values()) for name in _flat(value))
 
 
 def _flat(axes: Any) -> tuple[str, ...]:
