@@ -1,6 +1,6 @@
 """The model families whose configs can be read: the keys that each family reads, their defaults, and the kinds of layers.
 
-Source of every row: the family's configuration and modelling files in transformers 5.23, checked against it by
+Source of every row: the family's configuration and modelling files in transformers 5.24, checked against it by
 tests/registry/test_model_transformers.py. The family doesn't read a key that isn't in `defaults`.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["CHUNKED", "COMPOSITES", "FAMILIES", "GLOBAL", "LOCAL", "PARTS", "Family"]
+__all__ = ["ALIASES", "CHUNKED", "COMPOSITES", "FAMILIES", "GLOBAL", "LOCAL", "PARTS", "Composite", "Family"]
 
 GLOBAL, LOCAL, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 Fields = Mapping[str, Any]
@@ -92,21 +92,34 @@ _BERT_FAMILY = Family(_BERT | {"is_decoder": False}, names=_BERT_NAMES, causal=F
 
 
 def _parts(
-    name: str, source: tuple[str, int], target: tuple[str, int], *, width: int, layers: int, heads: int
+    name: str,
+    *,
+    width: int,
+    layers: int | tuple[int, int],
+    heads: int,
+    dropout: float = 0.0,
+    source: tuple[str, int] = ("max_position_embeddings", 1024),
+    target: tuple[str, int] | None = None,
 ) -> dict[str, Family]:
-    """The three attentions of an encoder-decoder. source, target: the keys and defaults of their maximum lengths."""
+    """The three attentions of an encoder-decoder, with BART's names for its keys.
+
+    layers: the default of both sides, or (encoder, decoder). source, target: the key of each side's maximum length and its
+    default; `target` is `source` if it isn't given.
+    """
     found = {}
-    for part, whose, (positions, longest) in (
-        ("encoder", "encoder", source),
-        ("decoder", "decoder", target),
-        ("cross", "decoder", target),
+    depths = layers if isinstance(layers, tuple) else (layers, layers)
+    target = source if target is None else target
+    for part, whose, depth, (positions, longest) in (
+        ("encoder", "encoder", depths[0], source),
+        ("decoder", "decoder", depths[1], target),
+        ("cross", "decoder", depths[1], target),
     ):
         defaults = {
             "hidden_size": width,
-            "num_hidden_layers": layers,
+            "num_hidden_layers": depth,
             "num_attention_heads": heads,
             "max_position_embeddings": longest,
-            "attention_dropout": 0.0,
+            "attention_dropout": dropout,
             "is_encoder_decoder": True,
         }
         names = {f"{whose}_layers": "num_hidden_layers", f"{whose}_attention_heads": "num_attention_heads"}
@@ -121,11 +134,11 @@ def _parts(
     return found
 
 
-_POSITIONS = ("max_position_embeddings", 1024)
-
 FAMILIES: dict[str, Family] = {
-    **_parts("bart", _POSITIONS, _POSITIONS, width=1024, layers=12, heads=16),
+    **_parts("bart", width=1024, layers=12, heads=16),
     "bert": _BERT_FAMILY,
+    **_parts("blenderbot", width=2560, layers=(2, 24), heads=32, source=("max_position_embeddings", 128)),
+    **_parts("blenderbot-small", width=512, layers=8, heads=16, source=("max_position_embeddings", 512)),
     "cohere": Family(_sizes(8192, 40, 64, None, 8192)),
     "cohere2": Family(
         _sizes(8192, 40, 64, None, 8192) | _WINDOW | _TYPES | {"sliding_window_pattern": 4},
@@ -190,6 +203,9 @@ FAMILIES: dict[str, Family] = {
         _sizes(5120, 48, 40, 8, 131072, head_dim=128) | _NO_ROPE | _TYPES | {"attention_chunk_size": 8192},
         _by(_rope, CHUNKED),
     ),
+    **_parts("m2m_100", width=1024, layers=12, heads=16, dropout=0.1),
+    **_parts("marian", width=1024, layers=12, heads=16),
+    **_parts("mbart", width=1024, layers=12, heads=16),
     "ministral": Family(_sizes(4096, 32, 32, 8, 131072) | _WINDOW | _TYPES, _by(_has_window)),
     "mistral": Family(_sizes(4096, 32, 32, 8, 131072) | _WINDOW, _by(_has_window)),
     "mixtral": Family(_sizes(4096, 32, 32, 8, 131072) | _NO_WINDOW, _by(_has_window)),
@@ -204,8 +220,10 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(_sizes(4096, 32, 32, None, 2048)),
     "olmo3": Family(_sizes(4096, 32, 32, None, 2048) | _WINDOW | _TYPES, _all_but_every(4)),
     "opt": Family(_sizes(768, 12, 12, _NOT_READ, 2048, head_dim=_NOT_READ)),
+    **_parts("pegasus", width=1024, layers=12, heads=16),
     "phi": Family(_sizes(2048, 24, 32, None, 2048)),
     "phi3": Family(_sizes(3072, 32, 32, None, 4096) | _NO_WINDOW, _by(_has_window)),
+    **_parts("plbart", width=768, layers=6, heads=12, dropout=0.1),
     "qwen2": Family(
         _sizes(4096, 32, 32, 32, 32768) | _QWEN | _TYPES | {"max_window_layers": 28},
         _by(lambda f, layer: _has_window(f, layer) and layer >= f["max_window_layers"]),
@@ -227,19 +245,42 @@ FAMILIES: dict[str, Family] = {
     ),
     "stablelm": Family(_sizes(2560, 32, 32, 32, 4096, head_dim=_NOT_READ)),
     "starcoder2": Family(_sizes(3072, 30, 24, 2, 4096) | _NO_WINDOW, _by(_has_window)),
-    **_parts("whisper", ("max_source_positions", 1500), ("max_target_positions", 448), width=384, layers=4, heads=6),
+    **_parts(
+        "whisper",
+        width=384,
+        layers=4,
+        heads=6,
+        source=("max_source_positions", 1500),
+        target=("max_target_positions", 448),
+    ),
     "xlm-roberta": _BERT_FAMILY,
 }
 
-PARTS = dict.fromkeys(("bart", "whisper"), ("encoder", "decoder", "cross"))
+PARTS = dict.fromkeys(
+    (name.removesuffix(" encoder") for name in FAMILIES if name.endswith(" encoder")), ("encoder", "decoder", "cross")
+)
 """Encoder-decoders. Their three attentions are read one at a time: FAMILIES has them as `bart encoder` and so on."""
 
-_IMAGES = "tokens of one image see each other in both directions there; the masks here are those of text"
-COMPOSITES: dict[str, str | None] = {
-    "gemma3": _IMAGES,
-    "llama4": None,
-    "llava": None,
-    "llava_next": None,
-    "mistral3": None,
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Model types with code of their own in their checkpoints, whose attention and keys are those of a family."""
+
+
+@dataclass(frozen=True)
+class Composite:
+    """A multimodal model whose `text_config` is read. text: the family of its text if the text_config has no model_type.
+    leaves_out: what the text alone leaves out about attention."""
+
+    text: str
+    leaves_out: str | None = None
+
+
+COMPOSITES: dict[str, Composite] = {
+    "gemma3": Composite(
+        "gemma3_text", "tokens of one image see each other in both directions there; the masks here are those of text"
+    ),
+    "kimi_k25": Composite("deepseek_v3"),
+    "llama4": Composite("llama4_text"),
+    "llava": Composite("llama"),
+    "llava_next": Composite("llama"),
+    "mistral3": Composite("mistral"),
 }
-"""Multimodal models whose `text_config` is read, and what that leaves out about attention."""

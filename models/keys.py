@@ -85,6 +85,7 @@ OTHER: dict[str, tuple[str, ...]] = {
         "summary_proj_to_labels", "initializer_range", "init_std", "ffn_dim", "do_layer_norm_before",
         "_remove_final_layer_norm", "word_embed_proj_dim", "enable_bias", "layer_norm_elementwise_affine",
         "embedding_size", "initializer_cutoff_factor", "pretraining_tp", "shared_intermediate_size", "n_ctx",
+        "pooler_num_attention_heads", "pooler_fc_size", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
     ),
     "tokens, labels and generation": (
         "bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id", "mask_token_id",
@@ -103,7 +104,8 @@ OTHER: dict[str, tuple[str, ...]] = {
         "decoder_ffn_dim", "encoder_layerdrop", "decoder_layerdrop", "max_source_positions", "max_target_positions",
         "scale_embedding", "d_model", "num_mel_bins", "use_weighted_layer_sum", "classifier_proj_size",
         "median_filter_width", "apply_spec_augment", "mask_time_prob", "mask_time_length", "mask_time_min_masks",
-        "mask_feature_prob", "mask_feature_length", "mask_feature_min_masks",
+        "mask_feature_prob", "mask_feature_length", "mask_feature_min_masks", "decoder_vocab_size",
+        "share_encoder_decoder_embeddings",
     ),
     "bookkeeping of the library": (
         "architectures", "auto_map", "torchscript", "use_bfloat16", "tf_legacy_loss", "tie_encoder_decoder",
@@ -112,8 +114,9 @@ OTHER: dict[str, tuple[str, ...]] = {
         "reference_compile", "repad_logits_with_grad", "finetuning_task", "_commit_hash",
     ),
     "which of transformers' own kernels runs": (
-        "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "deterministic_flash_attn",
-        "reorder_and_upcast_attn", "use_flash_attn", "use_flash_attention_2",
+        "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
+        "_flash_attn_2_enabled", "deterministic_flash_attn", "reorder_and_upcast_attn", "use_flash_attention",
+        "use_flash_attention_2", "use_flash_attn",
     ),
 }  # fmt: skip
 """Why a key isn't read: it doesn't concern the attention call."""
@@ -131,12 +134,13 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "alibi": (_ABSENT, "ALiBi adds a bias by distance to the logits"),
     "use_alibi": (_ABSENT, "ALiBi adds a bias by distance to the logits"),
     "position_embedding_type": (
-        (None, "absolute", "rope", "rotary"),
-        "relative position embeddings add terms to the logits",
+        (None, "absolute", "learned", "learned_absolute", "nope", "rope", "rope_gptj", "rotary", "sans_pos"),
+        "a kind of position embedding that may add terms to the logits",
     ),
     "relative_attention_num_buckets": (_ABSENT, "a learned position bias is added to the logits"),
     "relative_attention": (_ABSENT, "relative attention adds terms to the logits"),
     "add_cross_attention": (_ABSENT, "a model config doesn't declare cross-attention to an encoder"),
+    "full_attn_mod": ((None, 1), "a rule for which layers are global, which no family here reads"),
     "attn_config": (_ABSENT, "an attention config of the model's own"),
     "attention_types": (_ABSENT, "layer kinds under another name"),
     "attention_window": (_ABSENT, "windows of Longformer, with global tokens"),

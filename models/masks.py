@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import shown
 from ..masks import Causal, Chunked, Full, Mask, SlidingWindow
@@ -51,11 +53,6 @@ def is_causal(config: ModelConfig) -> bool:
 def _kinds(config: ModelConfig, notes: list[str]) -> list[str]:
     """The kind of each layer, by layer_types if the config has it, else by the family's rule."""
     f, count = config.fields, whole(config, "num_hidden_layers", most=_MOST_LAYERS)
-    for key in ("sliding_window_pattern", "no_rope_layer_interval", "global_attn_every_n_layers"):
-        if key in f and not (config.family == "exaone4" and f["sliding_window"] is None):  # where it is 0
-            whole(config, key)
-    if f.get("max_window_layers") is not None:
-        whole(config, "max_window_layers", least=0)
     if "use_sliding_window" in f:
         flag(config, "use_sliding_window")
     for key in ("no_rope_layers", "layer_types"):
@@ -63,20 +60,47 @@ def _kinds(config: ModelConfig, notes: list[str]) -> list[str]:
         if listed and (not isinstance(listed, list | tuple) or len(listed) != count):
             got = f"{len(listed)} entries" if isinstance(listed, list | tuple) else repr(listed)
             raise config.error(f"{key}: got {got}; wanted a list with one entry for each of {count} layers.")
-    by_rule = config.rules.kinds(f)
     types = f.get("layer_types")
     if not types:
-        return by_rule
+        return _by_rule(config)
     for number, kind in enumerate(types):
         if kind not in (GLOBAL, LOCAL, CHUNKED):
             raise config.error(
                 f"layer_types[{number}] is {shown(kind)}; wanted {GLOBAL}, {LOCAL} or {CHUNKED}. attnops doesn't support "
                 "other kinds of layers, such as linear attention."
             )
-    said = [key for key in _PATTERNS if key in config.given and f.get(key)]
-    if said and list(types) != by_rule:
-        notes.append(f"layer_types decides, as in transformers; {', '.join(said)} would give other layers")
+    given = [key for key in _PATTERNS if key in config.given and f.get(key)]
+    if given and list(types) != (_by_letters(f, count) or _by_rule(config)):
+        notes.append(f"layer_types decides, as in transformers; {', '.join(given)} would give other layers")
     return list(types)
+
+
+def _by_rule(config: ModelConfig) -> list[str]:
+    """The kinds by the family's rule. Errors: ConfigError for keys of the rule that aren't numbers."""
+    f = config.fields
+    if isinstance(f.get("sliding_window_pattern"), str):
+        raise config.error(
+            f"sliding_window_pattern={shown(f['sliding_window_pattern'])}; wanted a whole number from 1 up, or letters L and G "
+            "beside layer_types, which then has the kind of each layer."
+        )
+    for key in ("sliding_window_pattern", "no_rope_layer_interval", "global_attn_every_n_layers"):
+        if key in f and not (config.family == "exaone4" and f["sliding_window"] is None):  # where it is 0
+            whole(config, key)
+    if f.get("max_window_layers") is not None:
+        whole(config, "max_window_layers", least=0)
+    return config.rules.kinds(f)
+
+
+def _by_letters(f: Mapping[str, Any], count: int) -> list[str] | None:
+    """The kinds by a pattern of letters such as 'LLLG', repeated, in which the last layer is global; None if it isn't letters.
+
+    EXAONE's configs have it beside layer_types. transformers can't read it alone.
+    """
+    letters = f.get("sliding_window_pattern")
+    if not isinstance(letters, str) or not letters or set(letters) - {"L", "G"}:
+        return None
+    kinds = [LOCAL if letters[layer % len(letters)] == "L" else GLOBAL for layer in range(count)]
+    return [*kinds[:-1], GLOBAL]
 
 
 def _layer(config: ModelConfig, kind: str, number: int, head_dim: int, causal: bool) -> LayerAttention:

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import ConfigError, a_type, nearest, shown
 from ..names import checked_name
 from ..strict_json import parse_json, read_text
-from .families import COMPOSITES, FAMILIES, PARTS, Family
+from .families import ALIASES, COMPOSITES, FAMILIES, GLOBAL, PARTS, Family
 from .keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
 
 __all__ = ["ModelConfig", "as_dict", "is_model_config", "read_model_config"]
@@ -83,7 +83,7 @@ def read_model_config(
     for key in ignore:
         if key not in data:
             raise ConfigError(f"{name}: ignore names {shown(key)}, which the config doesn't have." + nearest(key, data))
-    model = _family(data, name, family, part)
+    model = _family(data, name, family, part, notes)
     fields, given = _fields(data, name, model, ignore, notes)
     if not nested:
         needed = _NEEDED if _has_dims(fields) else (*_NEEDED, "hidden_size")
@@ -139,8 +139,9 @@ def _text_part(data: dict[str, Any], name: str, family: str | None, notes: list[
             + nearest(kind, COMPOSITES)
         )
     notes.append(f"text_config of {kind} is read; if its other parts have attention, they have their own configs")
-    if COMPOSITES[kind] is not None:
-        notes.append(f"{kind}: {COMPOSITES[kind]}")
+    whole = COMPOSITES[kind]
+    if whole.leaves_out is not None:
+        notes.append(f"{kind}: {whole.leaves_out}")
     beside = [key for key, value in data.items() if not _of_the_whole(key) and not is_quiet(key, value)]
     if beside:
         notes.append(f"not read, as they are outside text_config: {', '.join(sorted(beside))}")
@@ -148,7 +149,9 @@ def _text_part(data: dict[str, Any], name: str, family: str | None, notes: list[
     if "dtype" not in text and "torch_dtype" not in text:
         text |= {key: data[key] for key in ("dtype", "torch_dtype") if key in data}
     if "model_type" not in text and family is None:
-        raise ConfigError(f'{name}: text_config has no model_type; add it, or give its family, such as family="llama".')
+        raise ConfigError(
+            f"{name}: text_config has no model_type; add it, or give its family, such as family={whole.text!r}."
+        )
     return text
 
 
@@ -157,34 +160,42 @@ def _of_the_whole(key: str) -> bool:
     return key in ("model_type", "dtype", "torch_dtype") or key.endswith("_config") or kind_of_key(key) == "other"
 
 
-def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | None) -> str:
+def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | None, notes: list[str]) -> str:
     kind = data.get("model_type") if family is None else family
     if kind is not None and not isinstance(kind, str):
         raise ConfigError(
             f"{name}: {'family' if family else 'model_type'}={shown(kind)}; wanted one name, such as 'llama'."
         )
-    known = sorted({*PARTS, *(known for known in FAMILIES if " " not in known)})
+    known = sorted({*PARTS, *ALIASES, *(known for known in FAMILIES if " " not in known)})
     if kind is None or kind == "":
         raise ConfigError(
             f"{name}: no model_type, so this isn't a model's config as saved by transformers; wanted one of "
             f"{', '.join(known)}, or family=."
         )
-    if part is not None and (not isinstance(part, str) or kind not in PARTS or part not in PARTS[kind]):
-        wanted = (
-            f"wanted one of {', '.join(PARTS[kind])}" if kind in PARTS else f"{kind} has one attention: leave it out"
+    if kind in COMPOSITES and family is None:
+        raise ConfigError(
+            f"{name}: model_type {kind!r} is multimodal, and its text_config, which has the keys of its layers, is missing. If "
+            f"these are those keys, give family={COMPOSITES[kind].text!r}."
         )
-        raise ConfigError(f"{name}: part={shown(part)}; {wanted}.")
-    if kind in PARTS:
-        if part is None:
-            raise ConfigError(f"{name}: {kind} has three attentions; give part= one of {', '.join(PARTS[kind])}.")
-        return f"{kind} {part}"
     if kind not in known:
         hint = "" if family else " If its attention is that of one of these, give it as family=."
         raise ConfigError(
             f"{name}: {'family' if family else 'model_type'} {shown(kind)} is not one that attnops can read; known: "
             f"{', '.join(known)}." + (nearest(kind, known) or hint)
         )
-    return str(kind)
+    if kind in ALIASES:
+        notes.append(f"{kind} is read as {ALIASES[kind]}, whose attention it has")
+        kind = ALIASES[kind]
+    parts = PARTS.get(kind)
+    if parts is None:
+        if part is not None:
+            raise ConfigError(f"{name}: part={shown(part)}; {kind} has one attention: leave it out.")
+        return kind
+    if part is None:
+        raise ConfigError(f"{name}: {kind} has three attentions; give part= one of {', '.join(parts)}.")
+    if not isinstance(part, str) or part not in parts:
+        raise ConfigError(f"{name}: part={shown(part)}; wanted one of {', '.join(parts)}.")
+    return f"{kind} {part}"
 
 
 def _fields(
@@ -214,7 +225,7 @@ def _fields(
             raise ConfigError(
                 f"{name}: {key}={shown(value)}: {REFUSED[key][1]}, which attnops can't read from a config."
             )
-        if kind == "attention" and not _quiet(key, value, data):
+        if kind == "attention" and not _quiet(key, value, data, rules):
             raise ConfigError(
                 f"{name}: {key}={shown(value)}, but models of type {model} don't read {key}. Remove it, give family= if "
                 f"the model is of another family, or name the key in ignore=.{nearest(key, known)}"
@@ -241,16 +252,26 @@ def _fields(
 _NULLABLE = ("sliding_window", "attn_logit_softcapping", "attention_chunk_size", "head_dim", "num_key_value_heads")
 
 
-def _quiet(key: str, value: Any, data: Mapping[str, Any]) -> bool:
-    """Whether an attention key has no effect, or only states what holds anyway."""
+def _quiet(key: str, value: Any, data: Mapping[str, Any], rules: Family) -> bool:
+    """Whether an attention key that the family doesn't read has no effect, or only states what holds anyway."""
+    if key == "scale_attn_weights":
+        return value is None or value is True  # false asks for logits that aren't scaled
     if is_quiet(key, value) or (key in ("is_causal", "is_decoder") and value is True):
         return True
     if key == "attention_dropout" and value == 0:
         return True
     if key in ("max_window_layers", "sliding_window") and data.get("use_sliding_window") is False:
         return True
-    if key == "num_key_value_heads" and value == data.get("num_attention_heads"):
-        return True
+    own = {meant: data[name] for name, meant in rules.names.items() if name in data}
+    fields = dict(rules.defaults) | dict(data) | own
+    heads = fields["num_attention_heads"]
+    if key == "num_key_value_heads":
+        return bool(value == heads)
+    if key == "head_dim" and isinstance(value, int) and isinstance(heads, int):
+        return bool(value * heads == fields["hidden_size"])
+    if key == "layer_types" and isinstance(value, list | tuple):
+        windows = fields.get("sliding_window") is not None and fields.get("use_sliding_window") is not False
+        return not windows and list(value) == [GLOBAL] * len(value) and len(value) == fields["num_hidden_layers"]
     return key in ("rope_scaling", "rope_parameters", "max_position_embeddings")
 
 

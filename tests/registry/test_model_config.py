@@ -25,7 +25,7 @@ from attnops import (
     SlidingWindow,
 )
 from attnops.errors import ConfigError, ConfigWarning, InputError
-from attnops.models.families import COMPOSITES, FAMILIES
+from attnops.models.families import ALIASES, COMPOSITES, FAMILIES
 
 MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
 SHAPES = json.loads((MODELS.parent / "model_shapes.json").read_text())["shapes"]
@@ -81,7 +81,24 @@ PUBLISHED: dict[str, tuple[tuple[int, ...], dict[Mask, list[int]], float | None,
         False,
     ),
     "deepseek-v3": ((128, 128, 192, 128), {Causal(): list(range(61))}, 0.1352337788608801, None, False),
+    # 1/sqrt(192) times the square of YaRN's 0.1 * ln(32) + 1.
+    "kimi-k2": ((64, 64, 192, 128), {Causal(): list(range(61))}, 0.13086079996295005, None, False),
+    "command-a": (
+        (96, 8, 128, 128),
+        {window(4096): [n for n in range(64) if n % 4 != 3], Causal(): list(range(3, 64, 4))},
+        None,
+        None,
+        False,
+    ),
+    "exaone-4.0-32b": (
+        (40, 8, 128, 128),
+        {window(4096): [n for n in range(64) if n % 4 != 3], Causal(): list(range(3, 64, 4))},
+        None,
+        None,
+        False,
+    ),
     "phi-3-mini-4k": ((32, 32, 96, 96), {window(2047): list(range(32))}, None, None, False),
+    "phi-4-mini": ((24, 8, 128, 128), {window(262144): list(range(32))}, None, None, False),
     "all-minilm-l6-v2": ((12, 12, 32, 32), {Full(): list(range(6))}, None, None, False),
     "modernbert-base": (
         (12, 12, 64, 64),
@@ -344,7 +361,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "torch_dtype='bfloat16' and dtype='float16' contradict each other",
     ),
     ({"alibi": True}, "ALiBi adds a bias"),
-    ({"position_embedding_type": "relative_key"}, "relative position embeddings"),
+    ({"position_embedding_type": "relative_key"}, "a kind of position embedding that may add terms to the logits"),
     ({"add_cross_attention": True}, "cross-attention"),
     ({"is_encoder_decoder": True}, "don't read is_encoder_decoder"),
     ({"pruned_heads": {"0": [1]}}, "pruned_heads"),
@@ -517,8 +534,101 @@ def test_a_frameworks_object_gives_its_own_names_alone() -> None:
         OperationMetadata(platform=Platform.PALLAS)
 
 
-def test_families_and_composites_are_disjoint() -> None:
-    assert not set(FAMILIES) & set(COMPOSITES)
+def test_families_aliases_and_composites_are_disjoint() -> None:
+    assert not set(FAMILIES) & set(COMPOSITES) | set(FAMILIES) & set(ALIASES) | set(ALIASES) & set(COMPOSITES)
+    assert {*ALIASES.values(), *(whole.text for whole in COMPOSITES.values())} <= set(FAMILIES)
+
+
+def test_an_alias_is_read_as_its_family() -> None:
+    model = ModelDeclaration.from_config(MODELS / "kimi-k2.json")
+    assert model.family == "deepseek_v3"
+    assert any("kimi_k2" in note for note in model.notes)
+    text = json.loads((MODELS / "kimi-k2.json").read_text())
+    nested = ModelDeclaration.from_config({"model_type": "kimi_k25", "text_config": text})
+    assert nested.distinct[0].declaration == model.distinct[0].declaration
+    assert ModelDeclaration.from_config(text | {"model_type": "x"}, family="kimi_k2").distinct == model.distinct
+
+
+def test_a_composite_whose_text_is_at_the_top_level() -> None:
+    """The keys of a text beside its composite's model_type: transformers would read none of them."""
+    flat = json.loads((MODELS / "llama-4-scout.json").read_text())["text_config"]
+    with pytest.raises(ConfigError, match="family='llama4_text'"):
+        ModelDeclaration.from_config(flat | {"model_type": "llama4"})
+    whole = ModelDeclaration.from_config(MODELS / "llama-4-scout.json", dtype="bfloat16")
+    read = ModelDeclaration.from_config(flat | {"model_type": "llama4"}, family="llama4_text", dtype="bfloat16")
+    assert [layer.declaration for layer in read.distinct] == [layer.declaration for layer in whole.distinct]
+    with pytest.raises(ConfigError, match="family='llama4_text'"):
+        ModelDeclaration.from_config({"model_type": "llama4", "text_config": {"num_hidden_layers": 2}})
+
+
+# -- keys that change nothing -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position_embedding_type": "rope_gptj"},
+        {"full_attn_mod": 1},
+        {"layer_types": ["full_attention"] * 2},
+        {"scale_attn_weights": True},
+        {"_flash_attn_2_enabled": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_keys_that_state_what_holds_anyway(changes: dict[str, Any]) -> None:
+    assert ModelDeclaration.from_config(LLAMA | changes).distinct == ModelDeclaration.from_config(LLAMA).distinct
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type"),
+        ({"full_attn_mod": 2}, "full_attn_mod"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types"),
+        ({"scale_attn_weights": False}, "scale_attn_weights"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "layer_types"),  # its layers are all local
+        ({"model_type": "gpt_neox", "head_dim": 16}, "head_dim"),
+    ],
+)
+def test_keys_that_would_change_something(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        ModelDeclaration.from_config({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"} | changes)
+
+
+def test_keys_of_other_families_that_agree() -> None:
+    """A head_dim that follows from the sizes, global layers where there is no window, and the pooler of old BERTs."""
+    neox = {"model_type": "gpt_neox", "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 64}
+    assert ModelDeclaration.from_config(neox | {"head_dim": 8}).distinct == ModelDeclaration.from_config(neox).distinct
+    mistral = LLAMA | {"model_type": "mistral", "sliding_window": None, "layer_types": ["full_attention"] * 2}
+    assert [layer.kind for layer in ModelDeclaration.from_config(mistral).distinct] == ["global"]
+    bert = neox | {"model_type": "bert", "pooler_num_attention_heads": 12, "position_embedding_type": "absolute"}
+    assert ModelDeclaration.from_config(bert).distinct[0].declaration.call.q_heads == 8
+
+
+EXAONE = {
+    "model_type": "exaone4",
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "hidden_size": 64,
+    "sliding_window": 8,
+}
+
+
+def test_a_pattern_of_letters() -> None:
+    """EXAONE's documentation: repeated from layer 0, and the last layer is global. Only layer_types is read."""
+    local, whole = "sliding_attention", "full_attention"
+    letters = EXAONE | {"num_key_value_heads": 8, "sliding_window_pattern": "LG"}
+    for types, told in (([local, whole, local, whole, whole], False), ([local, whole, local, whole, local], True)):
+        model = ModelDeclaration.from_config(letters | {"layer_types": types})
+        assert [layer.kind for layer in model.layers] == ["local 8" if kind == local else "global" for kind in types]
+        assert any("layer_types decides" in note for note in model.notes) == told
+    for pattern in ("LG", "", "LX"):
+        with pytest.raises(ConfigError, match="sliding_window_pattern"):
+            ModelDeclaration.from_config(letters | {"sliding_window_pattern": pattern})
+    with pytest.raises(ConfigError, match="sliding_window_pattern"):
+        ModelDeclaration.from_config(letters | {"sliding_window_pattern": "LX", "layer_types": [whole] * 5})
 
 
 # -- encoder-decoders --------------------------------------------------------------------------------------------------
@@ -556,6 +666,9 @@ def test_parts_of_an_encoder_decoder() -> None:
             ModelDeclaration.from_config(WHISPER, **arguments)
     with pytest.raises(ConfigError, match="llama has one attention: leave it out"):
         ModelDeclaration.from_config(LLAMA, part="decoder")
+    for kind in ("t5", "umt5", "moonshine", "t5gemma"):  # that they aren't read is why, whatever the part
+        with pytest.raises(ConfigError, match=f"model_type '{kind}' is not one that attnops can read"):
+            ModelDeclaration.from_config({"model_type": kind, "is_encoder_decoder": True}, part="encoder")
     with pytest.raises(ConfigError, match="contradict each other"):
         ModelDeclaration.from_config(WHISPER | {"num_hidden_layers": 30}, part="encoder")
     assert not OperationMetadata.from_config(WHISPER, part="encoder").causal

@@ -15,7 +15,7 @@ from transformers_probe import CASES, LENGTH, TRUTH, config_of, layers_of
 
 from attnops import ModelDeclaration, OperationMetadata
 from attnops.errors import ConfigWarning
-from attnops.models.families import FAMILIES, PARTS
+from attnops.models.families import COMPOSITES, FAMILIES, PARTS
 from attnops.models.keys import ATTENTION, OTHER, REFUSED, kind_of_key
 
 RECORD = json.loads(TRUTH.read_text())
@@ -139,6 +139,13 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     # every key that the class has is one that attnops knows
     unknown = [key for key in config.to_dict() if kind_of_key(key) in ("unknown", "suspicious")]
     assert [key for key in unknown if key not in FAMILIES[family].names] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("composite", sorted(COMPOSITES))
+def test_the_text_of_a_composite_is_that_of_transformers(composite: str) -> None:
+    transformers = _transformers()
+    assert transformers.AutoConfig.for_model(composite).text_config.model_type == COMPOSITES[composite].text
 
 
 def _own_name(family: str, key: str) -> str:

@@ -84,9 +84,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("phi", _SMALL),
     ("phi3", _SMALL | _WINDOW),
+    ("phi3", _SMALL | _WINDOW | {"full_attn_mod": 1}),
     ("cohere", _SMALL),
     ("cohere2", _SMALL | _WINDOW),
     ("cohere2", _SMALL | _WINDOW | {"sliding_window_pattern": 2}),
+    ("cohere2", _SMALL | _WINDOW | {"sliding_window_pattern": 4, "position_embedding_type": "rope_gptj"}),
     ("olmo2", _SMALL),
     ("olmo3", _SMALL | _WINDOW),
     ("granite", _SMALL | {"attention_multiplier": 0.3}),
@@ -108,6 +110,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("exaone4", _SMALL | _WINDOW | {"head_dim": 16}),
     ("exaone4", _SMALL | _WINDOW | {"head_dim": 16, "sliding_window_pattern": 3}),
     ("exaone4", _SMALL | {"head_dim": 16, "layer_types": ["full_attention"] * 8, "sliding_window": None}),
+    ("exaone4", _SMALL | _WINDOW | {"layer_types": ([_LOCAL] * 3 + [_GLOBAL]) * 2, "sliding_window_pattern": "LLLG"}),
     ("glm", _SMALL | {"head_dim": 16}),
     ("glm4_moe", _SMALL | {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}),
     ("gpt_neox", {k: v for k, v in _SMALL.items() if k != "num_key_value_heads"}),
@@ -119,6 +122,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("seed_oss", _SMALL | {"head_dim": 16}),
     ("bart", _TWO | {"max_position_embeddings": 64}),
+    ("blenderbot", _TWO | {"max_position_embeddings": 64}),
+    ("blenderbot-small", _TWO | {"max_position_embeddings": 64}),
+    ("m2m_100", _TWO | {"max_position_embeddings": 64}),
+    ("marian", _TWO | {"max_position_embeddings": 64}),
+    ("mbart", _TWO | {"max_position_embeddings": 64}),
+    ("pegasus", _TWO | {"max_position_embeddings": 64}),
+    ("plbart", _TWO | {"max_position_embeddings": 64}),
     ("whisper", _TWO | {"max_source_positions": 24, "max_target_positions": 64, "num_mel_bins": 8}),
     ("distilbert", {"dim": 32, "n_layers": 4, "n_heads": 4, "max_position_embeddings": 64, "attention_dropout": 0.25}),
     ("modernbert", {k: v for k, v in _SMALL.items() if k != "num_key_value_heads"} | {"local_attention": 8}),
@@ -135,8 +145,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 # Sizes that keep the models small and say nothing about attention.
 _REST = {"vocab_size": 64, "intermediate_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_BART = {"vocab_size": 64, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "pad_token_id": 0, "bos_token_id": 1}
 _REST_OF = {
-    "bart": {"vocab_size": 64, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "pad_token_id": 0, "bos_token_id": 1},
+    **dict.fromkeys(
+        ("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus", "plbart"), _BART
+    ),
     "electra": {"vocab_size": 64, "intermediate_size": 32, "pad_token_id": 0},
     "opt": {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "whisper": {
