@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,13 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-easydel = pytest.importorskip("easydel", reason="make test-easydel has an environment for it")
+easydel: Any = pytest.importorskip("easydel", reason="make test-easydel has an environment for it")
 
 from easydel.operations import OperationMetadata, OperationRegistry  # noqa: E402
+from ejkernel.ops import FwdParams  # noqa: E402
 from ejkernel.types import MaskInfo  # noqa: E402
 from flax import nnx  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
+import attnops  # noqa: E402
 from attnops import ConfigError, InputError  # noqa: E402
 from attnops.adapters.easydel import attentions, register  # noqa: E402
 from attnops.verify import reference_attention  # noqa: E402
@@ -170,3 +175,129 @@ def test_names_and_plans() -> None:
             register(name=name)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="enabled"):
         register({"operation": "vanilla", "enabled": False})
+
+
+# -- docs/how-to/from-easydel.md: what it says of EasyDeL, and what it says is the same here -------------------------------
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "from-easydel.md").read_text(encoding="utf-8")
+SQUARE = [jax.random.normal(jax.random.key(n), (1, 16, 2, 16)) for n in (0, 1)]
+# With the unit matrix as values, an output is the row's weights.
+UNIT = jnp.broadcast_to(jnp.eye(16)[None, :, None], (1, 16, 2, 16))
+
+
+def _row(start: str) -> tuple[str, str]:
+    """The two cells of the page's row whose first cell starts so."""
+    (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| {start}")]
+    here = [cell.strip() for cell in line.strip("|").split(" | ")]
+    assert len(here) == 2
+    return here[0], here[1]
+
+
+def _seen(output: Any) -> np.ndarray:
+    return np.asarray(output.attention_outputs)[0, :, 0] > 0
+
+
+def test_the_names_of_operations() -> None:
+    theirs = set(OperationRegistry.list_implementations())
+    shared = set(re.findall(r"`([^`]+)`", _row("the names")[0]))
+    assert len(shared) == 10
+    assert shared == theirs & set(attnops.OperationRegistry.names()) - {"attnops"}
+    assert "splash" not in theirs
+    assert not hasattr(easydel.operations, "SplashAttentionConfig")
+    _row("`blocksparse`, which has the splash kernel")
+    others = set(re.findall(r"`([^`]+)`", _row("`cudnn`, `cuda_flash_attn2`")[0]))
+    assert len({OperationRegistry.get(name) for name in others}) == 1
+    assert others - {"sdpa"} <= theirs - set(attnops.OperationRegistry.names())
+
+
+def test_metadata_needs_a_mesh_there_but_not_here() -> None:
+    _row("`OperationMetadata` needs a mesh")
+    with pytest.raises(ValueError, match="mesh"):
+        OperationMetadata(runtime_dtype=jnp.float32, platform=None)
+    assert attnops.OperationMetadata(runtime_dtype=jnp.float32).mesh is None
+
+
+@pytest.mark.parametrize("layout", ["bthd", "bhtd"])
+def test_shardings_are_the_same_in_training(layout: str) -> None:
+    _row("`metadata.get_shardings(mode, layout)`")
+    theirs = OperationMetadata(runtime_dtype=jnp.float32, platform=None, _stored_mesh=MESH)
+    ours = attnops.OperationMetadata()
+    for mode in ("__train__", "__prefill__"):
+        assert theirs.get_shardings(mode, layout)._asdict() == ours.get_shardings(mode, layout)._asdict()
+    generating = [metadata.get_shardings("__autoregressive__", layout) for metadata in (theirs, ours)]
+    at = layout.index("t")
+    assert [rules.query[at] for rules in generating] == ["sp", None]
+    assert generating[0].key == generating[1].key
+
+
+def test_block_sizes_of_a_config() -> None:
+    first, second = _row("`operation_configs={")
+    names = {"BlockSparseAttentionConfig": easydel.BlockSparseAttentionConfig, "FwdParams": FwdParams}
+    theirs = eval(re.findall(r"`operation_configs=([^`]+)`", first)[0], names)
+    assert (theirs["blocksparse"].fwd_params.q_blocksize, theirs["blocksparse"].fwd_params.kv_blocksize) == (256, 512)
+    ours = attnops.OperationMetadata(operation_configs=eval(re.findall(r"`operation_configs=([^`]+)`", second)[0]))
+    assert (ours.operation_configs["splash"].block_q, ours.operation_configs["splash"].block_kv) == (256, 512)
+
+
+def test_unknown_arguments() -> None:
+    _row("an unknown argument of a call is ignored")
+    _create("vanilla")(query=Q, key=K, value=V, nonsense=3)
+    with pytest.raises(TypeError, match="nonsense"):
+        attnops.OperationRegistry.create("vanilla")(Q, K, V, nonsense=3)
+
+
+def test_blocksparse_runs_vanilla_for_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    _row("`blocksparse` runs `vanilla` in its place")
+    module, calls = sys.modules[type(_create("blocksparse")).__module__], []
+    vanilla = module.VanillaAttn
+
+    def spy(metadata: Any) -> Any:
+        calls.append(1)
+        return vanilla(metadata)
+
+    monkeypatch.setattr(module, "VanillaAttn", spy)
+    _create("blocksparse")(query=SQUARE[0], key=SQUARE[1], value=UNIT[..., :8])
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("name", ["vanilla", "sdpa"])
+def test_windows_and_causality(name: str) -> None:
+    """A window of n is (n, n): with causality n + 1 keys. A call isn't causal by default there, and is here."""
+    _row("`sliding_window=n` means (*n*, *n*)")
+    _row("a call isn't causal by default")
+    ahead = np.arange(16) - np.arange(16)[:, None]
+    ours = attnops.OperationRegistry.create("vanilla")
+    for call, visible in (
+        ({"causal": True, "sliding_window": 3}, (ahead <= 0) & (ahead >= -3)),
+        ({"causal": False, "sliding_window": 3}, abs(ahead) <= 3),
+        ({"causal": True, "sliding_window": (3, 0)}, (ahead <= 0) & (ahead >= -3)),
+    ):
+        np.testing.assert_array_equal(_seen(_create(name)(query=SQUARE[0], key=SQUARE[1], value=UNIT, **call)), visible)
+        np.testing.assert_array_equal(_seen(ours(*SQUARE, UNIT, **call)), visible)
+    window = attnops.Causal() & attnops.SlidingWindow(left=3)
+    np.testing.assert_array_equal(_seen(ours(*SQUARE, UNIT, mask=window)), (ahead <= 0) & (ahead >= -3))
+    assert _seen(_create(name)(query=SQUARE[0], key=SQUARE[1], value=UNIT)).all()
+    np.testing.assert_array_equal(_seen(ours(*SQUARE, UNIT)), ahead <= 0)
+
+
+def test_outputs() -> None:
+    _row("`output.attention_outputs`")
+    theirs, ours = _create("vanilla")(query=Q, key=K, value=V), attnops.OperationRegistry.create("vanilla")
+    mine = ours(Q, K, V, causal=False, return_weights=True)
+    np.testing.assert_allclose(mine.attention_outputs, theirs.attention_outputs, atol=2e-6)
+    assert theirs.attention_weights is not None
+    np.testing.assert_allclose(mine.attention_weights.ravel(), np.asarray(theirs.attention_weights).ravel(), atol=2e-6)
+    assert ours(Q, K, V, causal=False).attention_weights is None
+
+
+def test_every_row_of_the_page_is_tested() -> None:
+    """Each row starts as one of those that the tests above look for; `create`, the kernels' language and masks are in the rest
+    of this file."""
+    source = Path(__file__).read_text(encoding="utf-8")
+    looked_for = [*re.findall(r'_row\("([^"]+)"\)', source), *ELSEWHERE]
+    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| In EasyDeL")]
+    assert [row for row in rows if not any(row.startswith(f"| {start}") for start in looked_for)] == []
+    assert [start for start in looked_for if not any(row.startswith(f"| {start}") for row in rows)] == []
+
+
+ELSEWHERE = ("`OperationRegistry.create(name, metadata)`", "`backend` is the device", "`mask_info`")
