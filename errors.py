@@ -19,6 +19,7 @@ __all__ = [
     "InputError",
     "InputTypeError",
     "MaskError",
+    "MaskWarning",
     "ProcessError",
     "RefusedError",
     "ShardingError",
@@ -97,6 +98,10 @@ class ConfigWarning(UserWarning):
 
 class FallbackWarning(UserWarning):
     """A platform's own implementation refuses the call, so forward_native runs instead."""
+
+
+class MaskWarning(UserWarning):
+    """An array mask shows queries later keys, which `causal`, a default that nobody declared, hides."""
 
 
 class ShardingWarning(UserWarning):

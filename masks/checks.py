@@ -19,8 +19,18 @@ LIMIT = 2**30
 DEEPEST = 64
 
 
-def whole(value: Any, what: str, *, minimum: int = -LIMIT, none: str = "") -> int:
-    """Return `value` as an int in [minimum, 2**30]. `none` says what None would mean, for the messages."""
+# How a number that isn't known before the run is expressed: in arrays, whose values are not compiled in.
+_TRACED_SIDE = {
+    "left": "subtract it from the queries' positions, Positions(query - left, kv, left=0, right=None), and intersect that with "
+    "the bound on the other side",
+    "right": "add it to the queries' positions, Positions(query + right, kv), and intersect that with the bound on the other "
+    "side",
+}
+
+
+def whole(value: Any, what: str, *, minimum: int = -LIMIT, none: str = "", traced: str = "") -> int:
+    """Return `value` as an int in [minimum, 2**30]. `none` says what None would mean, and `traced` how to express a number that
+    is known only at run time, for the messages."""
     wanted = f"an int, or None for {none}" if none else "an int"
     if isinstance(value, (bool, np.bool_)):
         raise MaskError(f"{what}={shown(value)} is a bool; wanted {wanted}: write the number")
@@ -29,7 +39,7 @@ def whole(value: Any, what: str, *, minimum: int = -LIMIT, none: str = "") -> in
     except Exception:  # floats and strings have no index; a tracer raises jax's own error
         hint = "give the number itself"
         if isinstance(value, jax.core.Tracer):
-            hint = "traced numbers go into Lengths, Positions or Dense"
+            hint = f"it is compiled in, so it can't be traced; {traced or 'traced numbers go into Lengths, Positions or Dense'}"
         elif isinstance(value, float | np.floating) and float(value).is_integer():
             hint = f"write {shown(int(value))}"
         raise MaskError(f"{what}={shown(value)} is {a_type(value)}; wanted {wanted}: {hint}") from None
@@ -41,9 +51,9 @@ def whole(value: Any, what: str, *, minimum: int = -LIMIT, none: str = "") -> in
     return number
 
 
-def whole_or_none(value: Any, what: str, none: str, *, minimum: int = -LIMIT) -> int | None:
+def whole_or_none(value: Any, what: str, none: str, *, minimum: int = -LIMIT, traced: str = "") -> int | None:
     """The same, but None is allowed, with the meaning `none`."""
-    return None if value is None else whole(value, what, minimum=minimum, none=none)
+    return None if value is None else whole(value, what, minimum=minimum, none=none, traced=traced)
 
 
 def check_distances(window: Any) -> None:
@@ -52,7 +62,8 @@ def check_distances(window: Any) -> None:
     if window.left is None and window.right is None:
         raise MaskError(f"{name}(left=None, right=None) bounds nothing; use Full()")
     for side in ("left", "right"):
-        distance = whole_or_none(getattr(window, side), f"{name} {side}", "no bound", minimum=0)
+        hint = _TRACED_SIDE[side]
+        distance = whole_or_none(getattr(window, side), f"{name} {side}", "no bound", minimum=0, traced=hint)
         object.__setattr__(window, side, distance)
 
 

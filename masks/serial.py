@@ -21,6 +21,16 @@ _DYNAMIC = ("segment_ids", "kv_lengths", "positions", "dense_mask", "chosen_bloc
 _KINDS = (*_LEAVES, And.kind, Or.kind, Not.kind)
 
 
+# Names that other libraries and configs have for a kind's fields, and what is written here instead.
+_KEYS = "left, the keys before the query's own: {} - 1"
+_OTHER_NAMES: dict[str, dict[str, str]] = {
+    SlidingWindow.kind: {name: _KEYS.format(name) for name in ("window", "window_size", "size", "n", "tokens")}
+    | {"before": "left", "after": "right", "sliding_window": _KEYS.format("sliding_window")},
+    Chunked.kind: dict.fromkeys(("chunk", "chunk_size", "attention_chunk_size"), "size"),
+    Prefix.kind: dict.fromkeys(("prefix", "prefix_length", "size", "n"), "length"),
+}
+
+
 def mask_from_dict(data: Any) -> Mask:
     """Build a mask from the result of `Mask.to_dict`, or from "causal" or "full".
 
@@ -87,7 +97,8 @@ def _fields(data: dict[Any, Any], at: str, required: tuple[str, ...], optional: 
     known = (*required, *optional)
     for key in data:
         if key != "kind" and key not in known:
-            names, hint = ", ".join(("kind", *known)), nearest(key, known)
+            names, other = ", ".join(("kind", *known)), _OTHER_NAMES.get(data["kind"], {}).get(key)
+            hint = nearest(key, known) if other is None else f" Here it is {other}."
             raise MaskError(f"{at} has an unknown key {shown(key)}; {data['kind']} has {names}.{hint}")
     for key in required:
         if key not in data:

@@ -41,8 +41,12 @@ class OffsetMask(Mask):
         return Extent(*(self.position(row, at) for row, at in zip(blocks.rows, blocks.positions, strict=True)))
 
     def _check_offset(self) -> None:
-        none = "the call's position"
-        object.__setattr__(self, "offset", whole_or_none(self.offset, f"{type(self).__name__} offset", none))
+        none, traced = (
+            "the call's position",
+            "leave it out and pass query_offset to the call, which may be an array [batch]",
+        )
+        offset = whole_or_none(self.offset, f"{type(self).__name__} offset", none, traced=traced)
+        object.__setattr__(self, "offset", offset)
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,8 @@ class SlidingWindow(OffsetMask):
 
 def window_tokens(n: int) -> SlidingWindow:
     """The window of the last n keys, including the row's own."""
-    return SlidingWindow(left=whole(n, "window_tokens n", minimum=1) - 1, right=0)
+    traced = "use Positions(query - (n - 1), kv, left=0, right=None) & Causal()"
+    return SlidingWindow(left=whole(n, "window_tokens n", minimum=1, traced=traced) - 1, right=0)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,8 @@ class Chunked(OffsetMask):
     offset: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", whole(self.size, "Chunked size", minimum=1))
+        traced = "use SegmentIds(query // size, kv // size) of positions"
+        object.__setattr__(self, "size", whole(self.size, "Chunked size", minimum=1, traced=traced))
         self._check_offset()
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
@@ -150,7 +156,8 @@ class Prefix(Mask):
     length: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "length", whole(self.length, "Prefix length", minimum=0))
+        traced = "use Lengths, int [batch]"
+        object.__setattr__(self, "length", whole(self.length, "Prefix length", minimum=0, traced=traced))
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         return cols < self.length

@@ -26,6 +26,7 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_INTEGERS = frozenset({"q_segment_ids", "kv_segment_ids", "kv_lengths", "kv_starts", "query_offset"})
 _NOT_IN_JAX = (
     np.longdouble, np.clongdouble, np.object_, np.str_, np.bytes_, np.void, np.timedelta64, np.datetime64
 )  # fmt: skip
@@ -95,14 +96,17 @@ def is_array(value: object) -> bool:
 
 
 def shaped(name: str, value: Any) -> jax.ShapeDtypeStruct:
-    """Return shape and canonical dtype. Errors: InputTypeError if the value isn't an array."""
+    """Return shape and dtype, jax's own for floats (float32 for float64 without jax_enable_x64). An array that holds no floats,
+    or should hold none, keeps its dtype, so that a message shows the one that was passed. Errors: InputTypeError if the value
+    isn't an array."""
     if not is_array(value):
         raise InputTypeError(f"{name} is {a_type(value)}; wanted a jax or numpy array.")
     dtype = value.dtype
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         if dtype.type in _NOT_IN_JAX or not dtype.isnative:
             raise InputTypeError(f"{name} has dtype {dtype}, which jax doesn't have; cast it, e.g. to float32.")
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
+        if name not in _INTEGERS and jnp.issubdtype(dtype, jnp.floating):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.ShapeDtypeStruct(value.shape, dtype)
 
 
@@ -185,7 +189,8 @@ def bound_mask(
     raise InputError(
         f"q_len={q_len} and kv_len={kv_len} differ and the mask {mask.describe()} depends on positions; specify how they are "
         f"aligned: query_offset=0 (the first query sees the first key), query_offset={kv_len - q_len} (the last query sees "
-        f"the last key), Causal(offset=...), or mode='autoregressive' with a cache."
+        f"the last key), Causal(offset=...), or mode={'insert' if q_len > 1 else 'autoregressive'!r}: the queries are the last "
+        "tokens of a cache."
     )
 
 
@@ -209,12 +214,22 @@ def cache_lengths(mask: Mask, arrays: Arrays) -> Any:
     return found[0] if found else arrays.kv_lengths
 
 
+# How to get the effect of an array in place of each number.
+_SCALED = "multiply the query by the array, [heads, 1] in layout bthd for a scale of each head, and pass {}=1.0"
+_AS_ARRAYS = {
+    "scale": _SCALED.format("scale"),
+    "softmax_scale": _SCALED.format("softmax_scale"),
+    "logits_soft_cap": "a cap can't be traced or differ between heads",
+    "dropout_prob": "a probability can't be traced; make it a static argument of your own function",
+}
+
+
 def read_number(name: str, value: Any) -> float | None:
     """A Python number. Errors: InputTypeError, InputError."""
     if value is None or type(value) is float:
         return value
     if is_array(value):
-        raise InputTypeError(f"{name} is an array; wanted a Python number: it is part of what gets compiled.")
+        raise InputTypeError(f"{name} is an array; wanted a Python number, which is compiled in: {_AS_ARRAYS[name]}.")
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
         raise InputTypeError(f"{name}={shown(value)}; wanted a number.")
     try:
@@ -256,6 +271,12 @@ def read_window(name: str, value: Any) -> tuple[int | None, int | None] | None:
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
         raise InputError(f"{name}={shown(value)}; wanted an integer or (left, right) inclusive distances.")
+    if any(isinstance(side, jax.core.Tracer) for side in sides):
+        raise InputTypeError(
+            f"{name} is traced; wanted numbers, which are compiled in: for a window that is known only at run time use a mask "
+            "instead, Causal() & Positions(query - left, kv, left=0, right=None), with the positions of queries and keys as "
+            "integers [batch, length]; to choose between a few windows, call with each in a branch of jax.lax.cond or switch."
+        )
     for side in sides:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int | np.integer)):
             raise InputTypeError(f"{name}={shown(value)}; wanted an integer or (left, right) inclusive distances.")

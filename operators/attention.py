@@ -156,6 +156,8 @@ class Attention:
                 )
         if declared.mask is not None:
             found["mask"] = _both(declared.mask, found.get("mask"))
+        if is_array(found.get("mask")) and found.get("causal") is None and self.states("causal"):
+            found["causal"] = self.operation.metadata.causal  # declared, so not just a default
         # The operation refuses what isn't an array.
         arrays = {n: x for n, x in (("query", query), ("key", key), ("value", value)) if is_array(x)}
         layout = found.get("layout")

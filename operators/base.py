@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, get_abstract_mesh
 
-from ..errors import FallbackWarning, ShardingWarning
+from ..errors import FallbackWarning, MaskWarning, ShardingWarning
 from ..planning import Plan, plan
 from ..planning.call_arguments import CallArguments, CallArray
 from ..planning.repeated import RepeatedAxis, repeated_lines, unintended_repeats
@@ -33,7 +33,7 @@ from .call_values import checked_values
 from .declared import DeclaredOperation
 from .describe import describe, varying_axes
 from .mapped_batch import explain_mapped_rows, mapped_note, unsplit_batch_axes, watch_mapped
-from .mask_notes import value_notes
+from .mask_notes import causal_by_default, hides_later_keys, value_notes
 from .output import AttentionOutput
 from .placement_notes import moved_notes
 from .program import Program, attention
@@ -77,8 +77,9 @@ class Operation(DeclaredOperation):
         Shapes: query [batch, q, heads, dim], key [batch, kv, kv_heads, dim], value [batch, kv, kv_heads, value_dim] in
         layout bthd; bhtd swaps time and heads; thd drops the batch. See docs/semantics.md for every argument.
         Errors: InputError, InputTypeError (bad arguments), ShardingError (strict specs), RefusedError (nothing can run
-        it). Warns FallbackWarning once per distinct problem where the platform's own method refuses, and
-        ShardingWarning once per operation and mesh axis where devices repeat work though a split is declared.
+        it). Warns FallbackWarning once per distinct problem where the platform's own method refuses, ShardingWarning once per
+        operation and mesh axis where devices repeat work though a split is declared, and MaskWarning once per distinct problem
+        where `causal`, by default, hides keys that an array mask shows.
         """
         arrays, options = split_arguments(query, key, value, call)
         if call:
@@ -123,9 +124,8 @@ class Operation(DeclaredOperation):
         arrays, options = split_arguments(query, key, value, call)
         arrays, mesh = checked_values(arrays, options), self._mesh()
         decided = self._plan(arrays, options, mesh)
-        problem = decided.problem
         # Not in describe: a plan is cached for all calls of its shapes, whatever their values and devices.
-        notes = value_notes(decided.notes, problem.mask, arrays.mask_leaves, problem.q_len, problem.kv_len)
+        notes = value_notes(decided.notes, decided.problem, arrays.mask_leaves)
         notes += moved_notes(decided, arrays, mesh)
         if notes != decided.notes:
             decided = replace(decided, notes=notes)
@@ -154,6 +154,8 @@ class Operation(DeclaredOperation):
         if unintended:
             _warn_of_repeats(self.name, unintended)
         problem = decided.problem
+        if causal_by_default(options, self.metadata.causal) and hides_later_keys(problem, arrays.mask_leaves[0]):
+            _warn_of_causal(self.name, tuple(arrays.mask_leaves[0].shape))
         check_runnable(jax.tree.leaves(arrays), mesh, problem.devices, problem.platform, problem.platform_source)
         program = Program(self, decided, mesh, options, default_causal=self.metadata.causal)
         notes = moved_notes(decided, arrays, mesh)
@@ -175,6 +177,16 @@ def _warn(decided: Plan) -> None:
         f"{decided.implementation} runs instead of the platform's own method.\n{decided.refusal()}\n"
         "Declare fallback='allow' to accept this, fallback='error' to forbid it.",
         FallbackWarning,
+        stacklevel=4,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_of_causal(name: str, shape: tuple[int, ...]) -> None:
+    warnings.warn(
+        f"{name}: the array mask {list(shape)} shows queries later keys, but causal hides them: it is the metadata's default and "
+        "applies to arrays. Pass causal=False if the array is the whole mask, or causal=True if both apply.",
+        MaskWarning,
         stacklevel=4,
     )
 

@@ -29,7 +29,7 @@ from .arguments import Arrays, Options, bound_mask, join_mask, shaped
 from .block_choices import block_notes, choice_shape, is_choice, with_query_heads
 from .declared_config import declared_config
 from .dtype_notes import width_notes
-from .mask_notes import dense_notes
+from .mask_notes import causal_by_default, default_notes, dense_notes
 from .planned_platform import planned_platform
 from .sequence.manual import of_the_whole, split_by_caller
 from .shapes import check_dtypes, check_extras, check_key, check_scales, leaf_shape, sizes_of, with_segments
@@ -156,6 +156,7 @@ def describe(
             *nested,
             *width_notes(arrays, metadata),
             *dense_notes(leaf_shapes),
+            *(default_notes(leaf_shapes, q_len) if causal_by_default(options, metadata.causal) else ()),
             *block_notes(structure, leaves, sizes),
             *_notes(
                 metadata,

@@ -1,4 +1,5 @@
-"""What a plan says of a mask given as an array: that it isn't known, or what it is and how to declare that."""
+"""What a plan says of a mask given as an array: that it isn't known, or what it is and how to declare that; and that `causal`,
+by default, applies to it too."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ import numpy as np
 
 from ..masks import Mask
 from ..masks.recognise import recognise
-from ..planning.problem import LeafShape
+from ..planning.problem import AttentionProblem, LeafShape
+from ..planning.text import Aside
+from .arguments import Options
 
-__all__ = ["dense_notes", "value_notes"]
+__all__ = ["causal_by_default", "default_notes", "dense_notes", "hides_later_keys", "value_notes"]
 
 _ALL_CELLS = 1 << 24  # checked whole, in tens of milliseconds; of larger masks only some rows
 _ROWS = 64
@@ -24,10 +27,35 @@ def dense_notes(leaves: Sequence[LeafShape]) -> list[str]:
     return [_unknown(leaf.shape) for leaf in leaves if _has_rows(leaf.name, leaf.shape)]
 
 
-def value_notes(notes: Sequence[str], mask: Mask, leaves: Sequence[Any], q_len: int, kv_len: int) -> tuple[str, ...]:
+def causal_by_default(options: Options, default_causal: bool) -> bool:
+    """Whether `causal` applies to an array mask because the metadata has it, not because the call says so."""
+    return options.mask_is_array and options.causal is None and default_causal
+
+
+def default_notes(leaves: Sequence[LeafShape], q_len: int) -> list[str]:
+    """A note for an array mask to which `causal` applies by default: an Aside if it has one row for all queries, like padding."""
+    shape = next((leaf.shape for leaf in leaves if leaf.name == "mask"), None)
+    if shape is None or q_len == 1:
+        return []
+    return [_by_default(shape) if _has_rows("mask", shape) else Aside(_by_default(shape))]
+
+
+def hides_later_keys(problem: AttentionProblem, array: Any) -> bool | None:
+    """Whether an array mask shows a query a key after its own position, which `causal` then hides; None if that isn't known."""
+    rows_of = problem.query_offset
+    if rows_of is None or not _has_rows("mask", array.shape) or not _readable(array) or array.dtype != np.bool_:
+        return None
+    rows, cells = _cells(array, problem.q_len)
+    later = np.arange(problem.kv_len) > rows[:, None] + rows_of
+    return bool((cells & later).any())
+
+
+def value_notes(notes: Sequence[str], problem: AttentionProblem, leaves: Sequence[Any]) -> tuple[str, ...]:
     """The same notes if the arrays' values are known: what each array is replaces 'not known'."""
-    found = list(notes)
+    found, mask, q_len, kv_len = list(notes), problem.mask, problem.q_len, problem.kv_len
     for array in leaves:
+        if _by_default(array.shape) in found and hides_later_keys(problem, array) is False:
+            found.remove(_by_default(array.shape))
         if not _readable(array) or array.dtype != np.bool_ or _unknown(array.shape) not in found:
             continue
         at = found.index(_unknown(array.shape))
@@ -42,12 +70,25 @@ def _unknown(shape: Sequence[int]) -> str:
     )
 
 
-def _known(array: Any, mask: Mask, q_len: int, kv_len: int) -> list[str]:
-    planes, whole = array.shape[0] * array.shape[1], array.size <= _ALL_CELLS
-    # The rows read of a large mask: the first, the last and some in between, of the first plane.
+def _by_default(shape: Sequence[int]) -> str:
+    return (
+        f"mask: causal, the metadata's default, applies to the array {list(shape)} too, so no query sees later keys; pass "
+        "causal=False if the array is the whole mask, or causal=True to say that it isn't"
+    )
+
+
+def _cells(array: Any, q_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows to read, and their cells [batch, heads, rows, kv]. Of a large mask these are the first row, the last and some in
+    between, of the first plane."""
+    whole = array.size <= _ALL_CELLS
     rows = np.arange(q_len) if whole else np.unique(np.linspace(0, q_len - 1, _ROWS).astype(int))
     with jax.ensure_compile_time_eval():
-        cells = np.asarray(array) if whole else np.asarray(array[:1, :1, rows])
+        return rows, np.asarray(array) if whole else np.asarray(array[:1, :1, rows])
+
+
+def _known(array: Any, mask: Mask, q_len: int, kv_len: int) -> list[str]:
+    planes, whole = array.shape[0] * array.shape[1], array.size <= _ALL_CELLS
+    rows, cells = _cells(array, q_len)
     said = recognise(cells.reshape(-1, len(rows), kv_len), rows, q_len, kv_len)
     if said is None:
         return [f"mask: the array {list(array.shape)} is none of full, prefix, causal, window; it is read as it is"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import jax
 
 from ..compat import tree_of
 from ..drawing.html import fragment, heading, rows
+from ..errors import InputTypeError, shown
 from ..planning import Plan
 
 __all__ = ["AttentionOutput"]
@@ -43,6 +45,12 @@ class AttentionOutput:
         where = "no plan: what comes out of jax.jit, scan or tree_map has none"
         plan = rows([("plan", where)]) if self.plan is None else self.plan._repr_html_()
         return fragment([heading("AttentionOutput"), told, plan])
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise InputTypeError(
+            f"AttentionOutput isn't a tuple and has no item {shown(index)}; wanted an attribute: .attention_outputs, the result, "
+            "or another of attention_outputs, attention_weights, lse or plan."
+        )
 
     def __iter__(self) -> Iterator[jax.Array | None]:
         return iter((self.attention_outputs, self.attention_weights, self.lse))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Unpack
 import jax
 from jax.sharding import get_abstract_mesh
 
-from ...errors import FallbackWarning, InputError, InputTypeError, ShardingWarning
+from ...errors import FallbackWarning, InputError, ShardingWarning
 from ...masks.int_arrays import known_values
 from ...planning import OperationConfig, Reason, implementation
 from ...planning.cache.kv_cache import KVCache
@@ -38,7 +38,7 @@ from ..runnable import check_runnable
 from .describe_step import describe_step
 from .paged_config import PagedConfig
 from .run_step import StepProgram, run_step
-from .step_arguments import Step, StepArguments, step_of
+from .step_arguments import Step, StepArguments, cache_of, step_of
 from .step_output import StepOutput
 from .step_reasons import DTYPE, SOFTMAX, step_reasons
 from .tpu_kernel import on_tpu, tpu_notes, tpu_reasons, tpu_sizes
@@ -116,11 +116,11 @@ class Paged(DeclaredOperation):
 
     def plan(
         self,
-        query: CallArray | None,
+        query: CallArray | None = None,
         key: CallArray | None = None,
         value: CallArray | None = None,
         *,
-        cache: KVCache | CacheState,
+        cache: KVCache | CacheState | None = None,
         layer: int | None = None,
         batch: RaggedBatch | None = None,
         **call: Unpack[StepArguments],
@@ -130,10 +130,8 @@ class Paged(DeclaredOperation):
         Specify `layer` if the cache's layers are in several groups.
         For a batch with known values the plan also says which pages are read. A plan of kind 'refused' is returned, not raised.
         """
+        declared = cache_of(cache)
         step, sinks = step_of(call, self.metadata.causal)
-        declared = cache.cache if isinstance(cache, CacheState) else cache
-        if not isinstance(declared, KVCache):
-            raise InputTypeError(f"cache is {type(cache).__name__}; wanted a KVCache, or a CacheState made from one.")
         if layer is None and len(declared.groups) > 1:
             raise InputError(
                 f"the cache's layers are in {len(declared.groups)} groups; specify the step's layer, such as layer=0."
@@ -146,11 +144,11 @@ class Paged(DeclaredOperation):
 
     def explain(
         self,
-        query: CallArray | None,
+        query: CallArray | None = None,
         key: CallArray | None = None,
         value: CallArray | None = None,
         *,
-        cache: KVCache | CacheState,
+        cache: KVCache | CacheState | None = None,
         layer: int | None = None,
         batch: RaggedBatch | None = None,
         **call: Unpack[StepArguments],

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict
 
-from ...errors import InputError, InputTypeError, nearest, shown
+from ...errors import InputError, InputTypeError, a_type, nearest, shown
 from ...masks import Mask
+from ...planning.cache.kv_cache import KVCache
 from ...planning.call_arguments import CALL_ARGUMENTS, CallArray
 from ...planning.paged.paged_problem import STEP_MODES
 from ..arguments import Arrays, join_mask, split_arguments
+from ..paged_cache.state import CacheState
 
-__all__ = ["Step", "StepArguments", "step_of"]
+__all__ = ["Step", "StepArguments", "cache_of", "step_of"]
 
 
 class StepArguments(TypedDict, total=False):
@@ -57,6 +59,19 @@ _ELSEWHERE = {
     "deterministic": "serving has no dropout",
     "return_weights": "weights over pages aren't computed",
 }
+
+
+def cache_of(cache: Any) -> KVCache:
+    """The declared cache of a plan: a KVCache, or that of a state. Errors: InputTypeError."""
+    if cache is None:
+        raise InputTypeError(
+            "cache is missing; a plan is one of a step: pass query, key and value, [tokens, heads, dim], as arrays or "
+            "jax.ShapeDtypeStructs, and cache=, a KVCache or the state that a call takes as state=."
+        )
+    declared = cache.cache if isinstance(cache, CacheState) else cache
+    if not isinstance(declared, KVCache):
+        raise InputTypeError(f"cache is {a_type(cache)}; wanted a KVCache, or a CacheState made from one.")
+    return declared
 
 
 def step_of(call: StepArguments, default_causal: bool) -> tuple[Step, Any]:

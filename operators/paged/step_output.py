@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import jax
 
 from ...compat import tree_of
+from ...errors import InputTypeError, shown
 from ...planning.paged.paged_plan import PagedPlan
 from ..paged_cache.state import CacheState
 
@@ -27,3 +29,9 @@ class StepOutput:
     lse: jax.Array | None
     state: CacheState
     plan: PagedPlan | None = field(default=None, kw_only=True)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise InputTypeError(
+            f"StepOutput isn't a tuple and has no item {shown(index)}; wanted an attribute: .attention_outputs, the result, "
+            "or another of attention_outputs, lse, state or plan."
+        )

@@ -215,3 +215,30 @@ def test_a_gpu_of_unknown_vendor_is_told() -> None:
     plan = _attend("sdpa", backend="gpu", runtime_dtype="bfloat16").plan(*_qkv())
     assert any("specify 'cuda' or 'rocm'" in note for note in plan.notes)
     assert _attend("sdpa", backend="cuda", runtime_dtype="bfloat16").plan(*_qkv()).method == "forward_cuda"
+
+
+def test_the_ways_to_align_are_those_that_work() -> None:
+    """30 queries and 64 keys: each way that the refusal names, and what it means."""
+    qkv = _qkv(q_len=30, kv_len=64)
+    with pytest.raises(InputError) as caught:
+        _attend()(*qkv)
+    ahead = np.arange(64) - np.arange(30)[:, None]
+    for named, call, offset in (
+        ("query_offset=0", {"query_offset": 0}, 0),
+        ("query_offset=34", {"query_offset": 34}, 34),
+        ("mode='insert'", {"mode": "insert"}, 34),
+    ):
+        assert named in str(caught.value)
+        _close(_attend()(*qkv, **call), qkv, np.broadcast_to(ahead <= offset, (1, 1, 30, 64)))
+    with pytest.raises(InputError, match="mode='autoregressive'"):  # with one query that is a step of decoding
+        _attend()(*_qkv(q_len=1, kv_len=64), mode="train")
+
+
+def test_an_output_is_no_tuple() -> None:
+    """It can be unpacked into its arrays, but an index is refused: the first would be easily taken for a batch row."""
+    output = _attend()(*_qkv())
+    with pytest.raises(InputTypeError, match=r"isn't a tuple.*\.attention_outputs"):
+        output[0]
+    first, weights, lse = output
+    assert first is output.attention_outputs
+    assert (weights, lse) == (None, None)

@@ -257,6 +257,28 @@ def test_dtypes_that_jax_does_not_have(dtype: str) -> None:
                 WARM(q, *QKV[1:], **call)
 
 
+@pytest.mark.parametrize("kind", [np.asarray, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)], ids=["array", "shape"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "int64") for name in ("query", "key", "value", "bias", "softmax_aux", "key_scale")),
+        *((name, "float64") for name in ("q_segment_ids", "kv_lengths", "kv_starts", "query_offset")),
+        ("kv_lengths", "complex128"),
+    ],
+)
+def test_a_refused_dtype_is_the_one_that_was_passed(name: str, dtype: str, kind: Any) -> None:
+    """jax has no 64 bits here, but the array does."""
+    call: dict[str, Any] = dict(zip(("query", "key", "value"), QKV, strict=True)) | {"causal": False}
+    shapes = {"bias": (1, 1, Q, K), "softmax_aux": (1,), "key_scale": (1, 1, 1, 1), "q_segment_ids": (B, Q)}
+    if name == "key_scale":
+        call["key"] = call["key"].astype(np.int8)
+    if name == "q_segment_ids":
+        call["kv_segment_ids"] = KV
+    call[name] = kind(np.ones(call[name].shape if name in call else shapes.get(name, (B,)), dtype))
+    with pytest.raises(InputTypeError, match=f"{name} has dtype {dtype}"):
+        WARM.plan(**call)
+
+
 def test_a_dropout_key_of_64_bits_is_not_cut() -> None:
     call = {"dropout_prob": 0.5, "deterministic": False}
     for key in (np.array([0, 1], np.uint32), np.array([2**32, 1], np.uint64), np.array([2**32, 1])):

@@ -495,3 +495,21 @@ def test_64_bits_are_part_of_what_was_planned() -> None:
     assert paged()(*wide, **call).attention_outputs.dtype == jnp.float32  # jax has no wider one
     with jax.enable_x64(True), pytest.raises(InputTypeError, match="float64"):
         paged()(*wide, **call)
+
+
+def test_a_plan_without_a_cache() -> None:
+    """Whatever else is missing, the message says all that a plan takes, and that a call's state goes there as cache."""
+    for make in (paged().plan, paged().explain):
+        for arguments, keywords in (((), {}), (tokens(), {}), (tokens(), {"state": init(CACHE), "layer": 0})):
+            with pytest.raises(InputTypeError, match=r"cache is missing.*query, key and value.*state="):
+                make(*arguments, **keywords)
+        with pytest.raises(InputError, match="wanted key and value"):
+            make(cache=CACHE)
+        with pytest.raises(InputTypeError, match="cache is an int; wanted a KVCache"):
+            make(cache=3)
+
+
+def test_the_output_of_a_step_is_no_tuple() -> None:
+    output = paged()(*tokens(), state=init(CACHE), layer=0, batch=BATCH)
+    with pytest.raises(InputTypeError, match=r"isn't a tuple.*\.attention_outputs"):
+        output[0]
