@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from ..errors import AttnOpsError, FallbackWarning, RefusedError, ShardingWarning, UnfitError
+from ..errors import AttnOpsError, FallbackWarning, MaskWarning, RefusedError, ShardingWarning, UnfitError
 from .absent_devices import leave_absent_devices_alone
 from .advise_command import advise
 from .commands import Refused, app
@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     with warnings.catch_warnings():
         warnings.filterwarnings("always", category=FallbackWarning)
-        warnings.filterwarnings("ignore", category=ShardingWarning)  # plans and runs print what it says
+        for category in (MaskWarning, ShardingWarning):  # plans and runs print what they say
+            warnings.filterwarnings("ignore", category=category)
         warnings.showwarning = _short_warning(warnings.showwarning)
         try:
             status = app(args=given or ["--help"], prog_name="attnops", standalone_mode=False) or 0
