@@ -127,7 +127,7 @@ def _files(random: Random, folder: Path) -> dict[str, str]:
     if random.random() < 0.15:
         name = random.choice(("a.json", "model.json", "in.npz"))
         data = bytearray((folder / name).read_bytes())
-        start = random.randrange(len(data))
+        start = random.randrange(max(len(data), 1))
         data[start : start + 20] = bytes(random.randrange(256) for _ in range(random.randrange(20)))
         (folder / name).write_bytes(data)
     return found

@@ -140,7 +140,7 @@ def test_different_devices():
         ATTEND(here, there, here)
     assert len(str(caught.value)) < 400
     with pytest.raises(InputError, match=r"committed to different devices: query, key, value on .*; mask on"):
-        ATTEND(here, here, here, mask=jax.device_put(np.ones((1, 1, 8, 8), bool), jax.devices()[1]))
+        ATTEND(here, here, here, mask=jax.device_put(np.tril(np.ones((1, 1, 8, 8), bool)), jax.devices()[1]))
     assert ATTEND(here, QUERY, QUERY).attention_outputs.devices() == {jax.devices()[0]}
     declared = OperationRegistry.get("vanilla")(OperationMetadata(mesh={"tp": 2}))
     assert len(declared(here, there, here).attention_outputs.devices()) == 2  # a mesh brings them together

@@ -123,7 +123,7 @@ WRONG = [
     ("offset", np.array([0, -(2**31)], np.int32), InputError, "query_offset holds -2147483648"),
     ("offset", 2**30 + 1, InputError, r"query_offset=1073741825; wanted at most 2\*\*30"),
     ("offset", 10**5000, InputError, r"query_offset=\(an int of about 5001 digits\)"),
-    ("offset", np.array([1.0, 0.0]), InputTypeError, "query_offset has dtype float32; wanted integers"),
+    ("offset", np.array([1.0, 0.0]), InputTypeError, "query_offset has dtype float64; wanted integers"),
     ("ids", np.ones((B, Q), bool), InputTypeError, "q_segment_ids has dtype bool; wanted integers"),
 ]  # fmt: skip
 

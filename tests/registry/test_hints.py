@@ -87,7 +87,7 @@ def test_masks() -> None:
     array = np.ones((1, 1, 8, 8), bool)
     assert "pass it to the call, as mask=array" in told(AttnOpsError, lambda: Attention("splash", mask=array))
     x = jnp.ones((1, 8, 2, 4))
-    Attention("vanilla")(x, x, x, mask=array)
+    Attention("vanilla")(x, x, x, mask=array, causal=True)
 
 
 @pytest.mark.parametrize("short", ["bf16", "fp16", "f32"])

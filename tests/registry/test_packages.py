@@ -41,7 +41,7 @@ PUBLIC = """
     Advice Attention AttentionOutput AttentionProblem AttnOpsError AttnShardingRules BlockSparseConfig Blocks Causal Chunked
     ConfigError
     ConfigWarning Declaration Dense FallbackWarning FlashAttention2Config Full InputError InputTypeError KVCache
-    LayerDeclaration LayerGroup Lengths LocalCall LocalOutput Mask MaskError MaskFunction ModelDeclaration
+    LayerDeclaration LayerGroup Lengths LocalCall LocalOutput Mask MaskError MaskFunction MaskWarning ModelDeclaration
     ModelShardings Operation OperationConfig OperationMetadata OperationRegistry Plan Policy Positions Prefix
     ProcessError Reason RefusedError Rule SdpaConfig SegmentIds ShardingError ShardingWarning SlidingWindow SplashConfig
     UnknownNameError VanillaConfig advise check_processes dot_product_attention fit implementation mask_from_dict plan
