@@ -42,12 +42,12 @@ def default_notes(leaves: Sequence[LeafShape], q_len: int) -> list[str]:
 
 def hides_later_keys(problem: AttentionProblem, array: Any) -> bool | None:
     """Whether an array mask shows a query a key after its own position, which `causal` then hides; None if that isn't known."""
-    rows_of = problem.query_offset
-    if rows_of is None or not _has_rows("mask", array.shape) or not _readable(array) or array.dtype != np.bool_:
+    first, sizes = problem.query_offset, (problem.q_len, problem.kv_len)
+    # Inside the caller's own shard_map an array may be a part of the mask.
+    if first is None or not _readable(array) or array.dtype != np.bool_ or array.shape[-2:] != sizes:
         return None
     rows, cells = _cells(array, problem.q_len)
-    later = np.arange(problem.kv_len) > rows[:, None] + rows_of
-    return bool((cells & later).any())
+    return bool((cells & (np.arange(problem.kv_len) > rows[:, None] + first)).any())
 
 
 def value_notes(notes: Sequence[str], problem: AttentionProblem, leaves: Sequence[Any]) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ def _refused(call: Any) -> AttnOpsError:
         (lambda n: window_tokens(n), MaskError, "Positions(query - (n - 1), kv"),
         (lambda n: Causal(offset=n), MaskError, "query_offset"),
         (lambda n: Chunked(n), MaskError, "SegmentIds(query // size"),
-        (lambda n: Prefix(n), MaskError, "Lengths"),
+        (lambda n: Prefix(n), MaskError, "use Lengths, int [batch]"),
         (lambda n: attend(Q, K, V, softmax_scale=n * jnp.ones(4)), InputTypeError, "multiply the query"),
         (lambda n: dot_product_attention(Q, K, V, scale=n * 1.0), InputTypeError, "multiply the query"),
         (lambda n: attend(Q, K, V, logits_soft_cap=n * 1.0), InputTypeError, "can't be traced"),
