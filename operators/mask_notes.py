@@ -44,7 +44,9 @@ def hides_later_keys(problem: AttentionProblem, array: Any) -> bool | None:
     """Whether an array mask shows a query a key after its own position, which `causal` then hides; None if that isn't known."""
     first, sizes = problem.query_offset, (problem.q_len, problem.kv_len)
     # Inside the caller's own shard_map an array may be a part of the mask.
-    if first is None or not _readable(array) or array.dtype != np.bool_ or array.shape[-2:] != sizes:
+    if first is None or problem.q_len == 1 or array.shape[-2:] != sizes:
+        return None
+    if not _readable(array) or array.dtype != np.bool_:
         return None
     rows, cells = _cells(array, problem.q_len)
     return bool((cells & (np.arange(problem.kv_len) > rows[:, None] + first)).any())

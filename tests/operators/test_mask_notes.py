@@ -115,6 +115,7 @@ def test_an_array_mask_that_default_causality_cuts_warns_once(attend: Any, made:
         (np.tril(_square(17)), {}),  # causal itself
         (np.tril(_square(17), -2), {}),
         (_square(17)[:, :, :1], {}),  # padding: one row for all queries
+        (_square(17)[:, :, :1], {"query_offset": 3}),  # and one query, below
         (_square(17), {"causal": True}),
         (_square(17), {"causal": False}),
         (Dense(_square(17)), {}),  # a Mask object, to which no default applies
@@ -123,8 +124,10 @@ def test_an_array_mask_that_default_causality_cuts_warns_once(attend: Any, made:
 )
 def test_array_masks_that_do_not_warn(mask: Any, call: dict[str, Any]) -> None:
     q, k, v = _arrays(17)
-    if call.get("query_offset"):
+    if call.get("query_offset") == 4:
         k, v = _arrays(21)[1:]
+    if call.get("query_offset") == 3:
+        q = q[:, :1]
     ATTEND(q, k, v, mask=mask, **call)  # warnings are errors here
     notes = ATTEND.plan(q, k, v, mask=mask, **call).notes
     assert not [note for note in notes if DEFAULT in note and not isinstance(note, Aside)]
