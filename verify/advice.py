@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..operators import Operation
 from ..planning import OperationConfig, Plan
+from ..planning.text import bytes_text
 from .call_program import call_program
-from .compiled import Failure
+from .compiled import Failure, failure, kernels, program_text
 from .devices import lowered_for, tracing_on
 
-__all__ = ["advice", "held"]
+__all__ = ["advice", "held", "least_limit"]
 
+_MIB = 1 << 20
+_TRIES = 3  # limits by what the compiler tells, before the most that there is
 _OF_TPU, _OF_GPU = 128, 16  # the smallest block size tried
 
 
@@ -29,31 +32,68 @@ def held(plan: Plan, found: Failure) -> tuple[tuple[str, int], ...]:
 def advice(
     operation: Operation, arguments: Mapping[str, Any], plan: Plan, found: Failure, name: str, vmem_most: int
 ) -> str:
-    """The largest choice that compiles: on a TPU more VMEM if there is more, on a GPU fewer stages, else smaller blocks. Each
-    choice is compiled, none is guessed."""
-    config, tag = plan.config, plan.problem.config.operation
-    for changes in _stages(config) if found.memory == "shared" else _vmem(config, found, vmem_most):
-        if all(getattr(config, n) == v for n, v in changes.items()):
-            continue
+    """The largest choice that compiles: on a TPU the least VMEM that is enough if there is more, on a GPU fewer stages, else
+    smaller blocks. Each choice is compiled, none is guessed."""
+
+    def compiled(changes: dict[str, int]) -> int | Failure:
+        """The VMEM that the largest kernel takes with these changes, 0 if it can't be read; or why they don't compile."""
         try:
             changed = plan.problem.config.with_fields(changes)
-            again = type(operation)(operation.metadata.replace(operation_configs={tag: changed}))
+            again = type(operation)(
+                operation.metadata.replace(operation_configs={plan.problem.config.operation: changed})
+            )
             decided = again.plan(**arguments)
             with tracing_on(again.metadata.mesh, plan.problem.platform):
                 program, arrays = call_program(again, arguments, decided, "backward" in name)
-                lowered_for(program.trace(arrays), plan.problem.platform).compile()
-        except Exception:
-            continue
-        return "compiles with " + ", ".join(f"{n}={v}" for n, v in changes.items())
+                made = lowered_for(program.trace(arrays), plan.problem.platform).compile()
+        except Exception as error:  # the compiler's, or a size that the config refuses
+            return failure(error)
+        text = program_text(made)
+        return max((one.vmem_used or 0 for one in kernels(text or "")), default=0)
+
+    if found.memory == "vmem" and "vmem_limit_bytes" in type(plan.config).model_fields:
+        limit = least_limit(lambda limit: compiled({"vmem_limit_bytes": limit}), found, vmem_most)
+        if limit is not None:
+            return f"compiles with vmem_limit_bytes={limit} ({bytes_text(limit)})"
+    for changes in _stages(plan.config) if found.memory == "shared" else _smaller(plan.config, _OF_TPU):
+        if any(getattr(plan.config, n) != v for n, v in changes.items()) and not isinstance(compiled(changes), Failure):
+            return "compiles with " + ", ".join(f"{n}={v}" for n, v in changes.items())
     what = "fewer stages" if found.memory == "shared" else "more VMEM"
     return f"neither {what} nor smaller blocks make it compile"
 
 
-def _vmem(config: OperationConfig, found: Failure, most: int) -> Iterator[dict[str, int]]:
-    if "vmem_limit_bytes" in type(config).model_fields:
-        enough = -(-int((found.needed or 0) * 1.25) >> 20) << 20
-        yield from ({"vmem_limit_bytes": n} for n in (enough, most) if (found.available or 0) < n <= most)
-    yield from _smaller(config, _OF_TPU)
+def least_limit(compiled: Callable[[int], int | Failure], found: Failure, most: int) -> int | None:
+    """The least vmem_limit_bytes, in whole MiB up to `most`, with which a program compiles that `found` too little; None if there
+    is none.
+
+    compiled: the bytes that the program takes with a limit, or its failure. The need that the compiler tells with a failure may
+    be too low (libtpu 0.0.51: 10 MiB with a limit of 8, of a kernel that takes 18), the one after compiling isn't.
+    """
+    failed, limit = found.available or 0, _mib(found.needed or 0)
+    for _ in range(_TRIES):
+        limit = max(limit, _mib(failed + 1))
+        if limit > most:
+            break
+        outcome = compiled(limit)
+        if not isinstance(outcome, Failure):
+            return _lowered(compiled, outcome, limit, failed)
+        if outcome.memory != "vmem":
+            return None
+        failed, limit = limit, _mib(outcome.needed or 0)
+    if failed >= most:
+        return None
+    outcome = compiled(most)
+    return None if isinstance(outcome, Failure) else _lowered(compiled, outcome, most, failed)
+
+
+def _lowered(compiled: Callable[[int], int | Failure], used: int, limit: int, failed: int) -> int:
+    """A limit that compiles, or that which the program needed with it, if that compiles too."""
+    needed = _mib(used)
+    return needed if failed < needed < limit and not isinstance(compiled(needed), Failure) else limit
+
+
+def _mib(size: int) -> int:
+    return -(-size // _MIB) * _MIB
 
 
 def _stages(config: OperationConfig) -> Iterator[dict[str, int]]:

@@ -101,7 +101,7 @@ def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
 
 def most_vmem(geometry: Geometry, options: Options) -> int:
     """Counted bytes of VMEM of a call's larger kernel, with some margin."""
-    return math.ceil(ROOM * max(sum(parts.values()) for parts in vmem_parts(geometry, options).values()))
+    return math.ceil(ROOM * max(sum(parts.values()) for parts in vmem_parts(geometry, options, at_most=True).values()))
 
 
 def chosen_sizes(geometry: Geometry, options: Options, room: int | None = None) -> Options:
@@ -123,7 +123,7 @@ def chosen_sizes(geometry: Geometry, options: Options, room: int | None = None) 
         buffers=options.buffers or 4,
     )
     while most_vmem(geometry, made) > room:
-        parts = vmem_parts(geometry, made)
+        parts = vmem_parts(geometry, made, at_most=True)
         chunks = parts.get("attnops_paged_chunks", {})
         of_queries = sum(n for name, n in chunks.items() if "queries" in name)
         if not options.pages_per_block and made.pages_per_block * bytes_a_page > max(_LEAST_BLOCK_BYTES, bytes_a_page):

@@ -22,6 +22,9 @@ __all__ = ["MOST_SCALAR_BYTES", "ROOM", "scalar_words", "several_rows", "vmem_pa
 MOST_SCALAR_BYTES = (1 << 20) - (16 << 10)
 # In everything compiled so far, the compiler took at most this many times what is counted here.
 ROOM = 1.1
+# The paths through a block of queries and pages, with and without a mask, of which each has its logits. They share most of the
+# memory: the compiler takes 0.5 to 1.2 times one path's (benchmarks/results/paged_static.json).
+_PATHS = 4 / 3
 
 
 def several_rows(geometry: Geometry, max_q_len: int | None) -> bool:
@@ -29,11 +32,11 @@ def several_rows(geometry: Geometry, max_q_len: int | None) -> bool:
     return geometry.tokens > 1 and max_q_len != 1
 
 
-def vmem_parts(geometry: Geometry, options: Options) -> dict[str, dict[str, int]]:
-    """Each kernel of a call -> bytes of VMEM by what they hold."""
+def vmem_parts(geometry: Geometry, options: Options, *, at_most: bool = False) -> dict[str, dict[str, int]]:
+    """Each kernel of a call -> bytes of VMEM by what they hold. at_most: as if code paths shared nothing, to choose sizes by."""
     found = {"attnops_paged_decode": _decode_parts(geometry, options)}
     if several_rows(geometry, options.max_q_len):
-        found["attnops_paged_chunks"] = _chunk_parts(geometry, options)
+        found["attnops_paged_chunks"] = _chunk_parts(geometry, options, 2 if at_most else _PATHS)
     return found
 
 
@@ -76,7 +79,7 @@ def _written(geometry: Geometry) -> int:
     return 2 * sum(rows) + sum(held)
 
 
-def _chunk_parts(geometry: Geometry, options: Options) -> dict[str, int]:
+def _chunk_parts(geometry: Geometry, options: Options, paths: float) -> dict[str, int]:
     rows, keys = geometry.group * options.queries_per_block, options.pages_per_block * geometry.page
     held = {name: _bytes(x.shape, x.dtype) for name, x in _buffers(chunk_scratch(geometry, options)).items()}
     return _page_parts(geometry, options) | {
@@ -84,7 +87,7 @@ def _chunk_parts(geometry: Geometry, options: Options) -> dict[str, int]:
         "sums (queries_per_block)": held["peak"] + held["total"] + held["weighted"],
         "lse, twice": 2 * _bytes((geometry.kv_heads, pieces(rows), LANES), np.float32),
         "numbers of heads": _columns(geometry, options),
-        "logits, weights and mask (queries_per_block x pages_per_block)": 2 * _logits(geometry, rows, keys),
+        "logits, weights and mask (queries_per_block x pages_per_block)": int(paths * _logits(geometry, rows, keys)),
         "keys and values on their way to a product": _converted(geometry, options, False)
         + _gathered(geometry, options),
     }

@@ -14,6 +14,13 @@ __all__ = ["Shape", "Vmem", "backward_parts", "forward_parts", "vmem_of"]
 _LANES = 128
 _OVERLAPPED = 1024  # queries and keys of a tile, beyond which the logits of several units must be counted
 _MIB = 1 << 20
+# What a kernel holds besides blocks and sums is up to the compiler: logits, weights and masks for which there are no registers.
+# Bytes per weight of a unit in bfloat16 and float32, in the middle of what was compiled (tools/vmem_counts.py): forward of each
+# unit that is worked on at once, backward of one.
+_SPILLED = {"forward": (4.5, 9.0), "backward": (7.0, 16.0)}
+_REGISTERS = (
+    56 * 4096
+)  # of 64, those that hold the numbers of a unit; where units overlap, they are spilled all the same
 
 
 class Vmem(NamedTuple):
@@ -55,20 +62,18 @@ class Shape(NamedTuple):
     value: tuple[int, bool]
 
 
-def forward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, int]:
+def forward_parts(shape: Shape, blocks: SplashBlocks, *, at_most: bool = False) -> dict[str, int]:
     """Bytes by what they hold: blocks (twice, for the pipeline), sums, and the current tile.
 
-    This is a lower bound: registers spill, too.
+    XLA may keep a small tensor in VMEM whole; a kernel then takes less, as it needs no blocks of it. at_most: as if nothing of
+    the tile were in registers, to choose blocks by.
     """
     tiles, kv_tile, rows, keys = len(shape.heads.in_tile), shape.heads.kv_tile, blocks.block_q, blocks.block_kv
     dim = _lanes(shape.dim)
     value_dim = out_dim = _lanes(shape.value_dim)
-    unit = blocks.block_q_compute * blocks.block_kv_compute
-    working = _working(unit, shape.itemsize) + blocks.products_ahead * unit * 4  # whose logits wait
-    # The compiler begins with later units: 15 MiB in a compiled program of 2048 x 2048, 49 of 4096 x 4096, 76 with 4096 rows
-    # in a unit.
-    if not blocks.transposed_tiles and unit < rows * keys > _OVERLAPPED**2:
-        working = max(working + 2 * rows * keys, working * (4 if blocks.block_q_compute > 2 * _OVERLAPPED else 1))
+    working = _forward_tile(shape, blocks)
+    if at_most:
+        working = max(working, _whole_forward_tile(shape, blocks))
     columns = 2 * _LANES
     if blocks.transposed_tiles:
         working += kv_tile * keys * value_dim * shape.itemsize  # the values, transposed
@@ -86,16 +91,43 @@ def forward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, int]:
     return parts | {"logits and weights (block_q_compute x block_kv_compute)": working}
 
 
-def backward_parts(shape: Shape, blocks: SplashBlocks) -> dict[str, dict[str, int]]:
+def _forward_tile(shape: Shape, blocks: SplashBlocks) -> int:
+    """Bytes that the compiler takes for the logits and weights of a tile: of one unit, or of the two or three that overlap."""
+    unit, tile = blocks.block_q_compute * blocks.block_kv_compute, blocks.block_q * blocks.block_kv
+    at_once = 1 if unit == tile else 2 if blocks.transposed_tiles or tile <= _OVERLAPPED**2 else 3
+    return _spilled("forward", at_once * unit, shape.itemsize, alone=at_once == 1)
+
+
+def _whole_forward_tile(shape: Shape, blocks: SplashBlocks) -> int:
+    """The same if registers held nothing of a unit, and of those in flight."""
+    unit, tile = blocks.block_q_compute * blocks.block_kv_compute, blocks.block_q * blocks.block_kv
+    working = _working(unit, shape.itemsize) + blocks.products_ahead * unit * 4  # whose logits wait
+    # The compiler begins with later units: 15 MiB in a compiled program of 2048 x 2048, 49 of 4096 x 4096, 76 with 4096 rows
+    # in a unit.
+    if not blocks.transposed_tiles and unit < tile and tile > _OVERLAPPED**2:
+        working = max(working + 2 * tile, working * (4 if blocks.block_q_compute > 2 * _OVERLAPPED else 1))
+    return working
+
+
+def _spilled(what: str, weights: int, itemsize: int, alone: bool) -> int:
+    """Bytes for so many weights of units that are worked on at once, or of one that is alone in its tile."""
+    held = int(weights * _SPILLED[what][itemsize == 4])
+    return max(0, held - _REGISTERS) if alone else held
+
+
+def backward_parts(shape: Shape, blocks: SplashBlocks, *, at_most: bool = False) -> dict[str, dict[str, int]]:
     """The same for each backward pass, by the name of its kernel."""
     of_keys = blocks.block_q_dkv, blocks.block_kv_dkv, (blocks.block_q_dkv_compute, blocks.block_kv_dkv_compute)
     ways = blocks.stationary_weights, blocks.products_ahead_dkv
     if blocks.use_fused_bwd_kernel:
-        return {"backward": _backward_pass(shape, *of_keys, "dkv", *ways, True, True, blocks.block_kv_dkv_sums)}
+        sums = blocks.block_kv_dkv_sums
+        return {"backward": _backward_pass(shape, *of_keys, "dkv", *ways, True, True, at_most, sums)}
     rows, keys, compute = blocks.block_q_dq or 0, blocks.block_kv_dq or 0, blocks.block_kv_dq_compute or 0
     return {
-        "dkv": _backward_pass(shape, *of_keys, "dkv", *ways, False, True),
-        "dq": _backward_pass(shape, rows, keys, (rows, compute), "dq", blocks.stationary_weights, 0, True, False),
+        "dkv": _backward_pass(shape, *of_keys, "dkv", *ways, False, True, at_most),
+        "dq": _backward_pass(
+            shape, rows, keys, (rows, compute), "dq", blocks.stationary_weights, 0, True, False, at_most
+        ),
     }
 
 
@@ -109,6 +141,7 @@ def _backward_pass(
     ahead: int,
     of_query: bool,
     of_keys: bool,
+    at_most: bool,
     at_a_time: int | None = None,
 ) -> dict[str, int]:
     tiles, kv_tile, size = len(shape.heads.in_tile), shape.heads.kv_tile, shape.itemsize
@@ -120,10 +153,13 @@ def _backward_pass(
         f"mask arrays and bias ({q} x {kv})": 2 * shape.dense_itemsize * rows * keys * tiles,
     }
     unit = math.prod(compute)
-    working = _working(unit, size) * 2 + ahead * unit * 2 * 4  # logits and the weights' gradients that wait
+    working = _spilled("backward", unit, size, alone=unit == rows * keys)
+    if at_most:
+        whole = _working(unit, size) * 2 + ahead * unit * 2 * 4  # logits and the weights' gradients that wait
+        turned = tiles * rows * (dims if of_keys else 0) + kv_tile * keys * (dim if of_query else 0)
+        working = max(working, whole + turned * size * transposed)
     sum_dim, sum_dims = dim, dims
     if transposed:
-        working += (tiles * rows * (dims if of_keys else 0) + kv_tile * keys * (dim if of_query else 0)) * size
         sum_dim, sum_dims = _sublanes(shape.dim), _sublanes(shape.dim) + _sublanes(shape.value_dim)
     in_parts = at_a_time is not None and at_a_time < shape.kv_len
     if of_query:
