@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import RefusedError
 from .entries import Entry, Refusal
-from .report import entries_json, rows
+from .report import ESTIMATES, entries_json, rows
 
 __all__ = ["Advice"]
 
@@ -45,7 +45,7 @@ class Advice:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.target}: {len(self.entries)} of {self.planned} planned candidates can run"]
-        lines += ["  ".join(cell for cell in row if cell not in ("", "-")) for row in rows(self.entries)]
+        lines = [f"{self.target}: {len(self.entries)} of {self.planned} planned candidates can run. {ESTIMATES}"]
+        lines += ["  ".join(cell for cell in row if cell) for row in rows(self.entries)]
         lines += [f"refused  {refusal}" for refusal in self.refused]
         return "\n".join(lines + [f"note     {note}" for note in self.notes])

@@ -1,4 +1,4 @@
-"""compile_best: compiles the best few candidates for the target; those that don't compile or fit are refused."""
+"""compile_best: compiles the best few candidates for the target, and refuses those that don't compile or fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ def compile_best(
     tell: Progress,
     notes: list[str],
 ) -> list[Entry]:
-    """The best few compiled, in order, without those that don't compile or fit; they come before all others."""
+    """The candidates in their order, of which the first `most` compile, fit and send what was estimated.
+
+    Those before them that don't compile or fit are refused, and those that send something else come last. So however many are
+    compiled, the first is the same.
+    """
     described = machine_of(ranked[0].candidate.target).described if ranked else None
     if not ranked or most < 1:
         return ranked
@@ -34,14 +38,15 @@ def compile_best(
     if not described.compiles:
         notes.append(not_compiled(described.platform, "nothing was compiled"))
         return ranked
-    done: list[Entry] = []
+    done, differing = list[Entry](), list[Entry]()
     while ranked and len(done) < most:
         entry, *ranked = ranked
         tell(len(done), most, f"compile {entry.candidate.where}")
-        report = _compile(entry)
-        failure = next((one.failure for one in report.passes if one.failure), None)
+        entry = replace(entry, compiled=_compile(entry))
+        assert entry.compiled is not None
+        failure = next((one.failure for one in entry.compiled.passes if one.failure), None)
         if failure is None:
-            done.append(replace(entry, compiled=report))
+            (differing if entry.differs else done).append(entry)
         else:
             refused.add(
                 entry.candidate.kind,
@@ -51,8 +56,7 @@ def compile_best(
                 entry.candidate.where,
             )
     tell(most, most, "")
-    done.sort(key=lambda entry: (entry.differs, float(f"{entry.seconds_a_row:.4g}"), entry.peak_bytes or 0))
-    return done + ranked
+    return done + ranked + differing
 
 
 def _compile(entry: Entry) -> TargetReport:

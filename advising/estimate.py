@@ -102,9 +102,10 @@ class Estimate:
 
     @property
     def bound(self) -> str:
-        """The longest term of all passes, and what limits the work."""
-        longest = max(((term, one) for one in self.passes for term in one.terms), key=lambda found: found[0].seconds)
-        return f"{_WORK}: {longest[1].bound}" if longest[0].name == _WORK else longest[0].name
+        """The longest term of all passes and, if there are several, its pass; of work also what limits it."""
+        term, one = max(((term, one) for one in self.passes for term in one.terms), key=lambda found: found[0].seconds)
+        told = f"{_WORK}, by {one.bound}" if term.name == _WORK else term.name
+        return f"{one.name} {told}" if len(self.passes) > 1 else told
 
     @property
     def unknown(self) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from dataclasses import dataclass
 
 from ..errors import ConfigError, shown
@@ -12,15 +11,13 @@ from ..verify.devices import DeviceLimits, device_limits
 from ..verify.generations import torus_of
 from ..verify.gpu.gpu_specs import gpu_specs
 from ..verify.gpu.gpu_target import gpu_target, is_gpu_target
-from ..verify.targets import Target, target_of
+from ..verify.targets import Target, cpu_count, target_of
 from .cpu_rates import CpuRates
 from .spans import Physical
 
 __all__ = ["Machine", "machine_of", "with_devices"]
 
 _HOP_SECONDS = 1e-6  # between two chips: jax-ml.github.io/scaling-book/sharding, a note on ICI latency
-_MOST_CPUS = 256
-_CPU = re.compile(r"cpu:([1-9]\d{0,2})")
 
 
 @dataclass(frozen=True)
@@ -56,9 +53,7 @@ class Machine:
 @functools.lru_cache(maxsize=256)
 def machine_of(target: str) -> Machine:
     """Read a target's name: a TPU topology, GPUs, or virtual CPU devices, `cpu:8`. Errors: ConfigError for any other name."""
-    if match := _CPU.fullmatch(target):
-        if (count := int(match[1])) > _MOST_CPUS:
-            raise ConfigError(f"target {target} has {count} virtual devices; wanted at most {_MOST_CPUS}.")
+    if (count := cpu_count(target)) is not None:
         return cpu_machine(count, CpuRates())
     if target.partition(":")[0] == "cpu":
         raise ConfigError(f"target {shown(target)}; wanted virtual CPU devices and how many, such as cpu:8.")

@@ -1,4 +1,4 @@
-"""Entries as rows of a table and as JSON: predicted times, memory, traffic, bounds, and why the others lose."""
+"""Entries as rows of a table and as JSON: estimated times and memory, traffic, bounds, and why the others lose."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from ..planning.text import bytes_text
 from .entries import Entry
 from .estimate import Estimate
 
-__all__ = ["COLUMNS", "entries_json", "loses", "rows", "term_rows", "time_text"]
+__all__ = ["COLUMNS", "ESTIMATES", "TIES", "entries_json", "loses", "rows", "term_rows", "time_text"]
 
-COLUMNS = ("mesh", "runs", "strategy", "forward", "backward", "memory", "sends", "binds", "why not")
+COLUMNS = ("mesh", "runs", "strategy", "forward", "backward", "memory", "sends", "binds", "compiled peak", "why not")
+ESTIMATES = "~ marks estimates by published rates (docs/advise.md): nothing was run. A compiled peak is the compiler's."
+TIES = "equal times rank by memory, then by the smaller tp, then by the order of the search"
 SHOWN = 12
 
 
@@ -41,18 +43,19 @@ def rows(entries: tuple[Entry, ...], most: int = SHOWN) -> list[tuple[str, ...]]
         mesh = ",".join(f"{name}={size}" for name, size in entry.candidate.sizes)
         where = f"{mesh} batch {entry.candidate.batch} {entry.candidate.target}" if several else mesh
         split = entry.plan.placement.sequence.strategy
-        passes = [time_text(one.seconds) for one in entry.estimate.passes]
+        passes = [f"~{time_text(one.seconds)}" for one in entry.estimate.passes]
         first = entry is entries[0]
         found.append(
             (
                 where,
                 entry.plan.implementation or "",
-                " ".join(w for w in (split, _order(entry)) if w) or "-",
+                " ".join(w for w in (split, _order(entry)) if w),
                 passes[0],
-                passes[1] if len(passes) > 1 else "-",
-                _memory(entry),
+                passes[1] if len(passes) > 1 else "",
+                f"~{bytes_text(entry.estimate.about_bytes)}",
                 bytes_text(entry.estimate.sent_bytes),
                 entry.estimate.bound,
+                "" if entry.peak_bytes is None else bytes_text(entry.peak_bytes),
                 "" if first else loses(entry, entries[0]),
             )
         )
@@ -65,7 +68,7 @@ def term_rows(entry: Entry) -> list[tuple[str, str]]:
     for one in entry.estimate.passes:
         parts = [f"work {time_text(one.work)} (bound by {one.bound})"]
         parts += [f"{term.name} {time_text(term.seconds)}" for term in one.terms[1:] if term.seconds]
-        found.append((one.name, f"{time_text(one.seconds)} = {' + '.join(parts)}"))
+        found.append((one.name, f"~{time_text(one.seconds)} = {' + '.join(parts)}"))
         for send in one.sends:
             hidden = send.seconds - send.waited
             beside = f", {time_text(hidden)} of it beside the work" if hidden else ""
@@ -75,9 +78,12 @@ def term_rows(entry: Entry) -> list[tuple[str, str]]:
     parts = [f"operands {bytes_text(guess.argument_bytes)}", f"results {bytes_text(guess.output_bytes)}"]
     if guess.held_bytes:
         parts.append(f"about {bytes_text(guess.held_bytes)} that the strategy holds")
-    found.append(("memory", f"{' + '.join(parts)} per device"))
+    passes = "of both passes " if len(guess.passes) > 1 else ""
+    found.append(("memory", f"~{bytes_text(guess.about_bytes)} per device = {passes}{' + '.join(parts)}"))
     for made in () if entry.compiled is None else entry.compiled.passes:
-        sent = "sends exactly what is needed" if not made.differences else "; ".join(made.differences)
+        sent = "sends exactly what is needed"
+        if made.differences or made.unchecked:
+            sent = "; ".join((*made.differences, *(f"what it sends isn't known: {why}" for why in made.unchecked)))
         found.append(("compiled", f"{made.name}: {bytes_text(made.peak_bytes)} at the peak; {sent}"))
     return found
 
@@ -94,10 +100,8 @@ def loses(entry: Entry, winner: Entry) -> str:
     longest = sorted((item for item in more.items() if item[1] > 0), key=lambda item: -item[1])[:2]
     gap = entry.seconds_a_row - winner.seconds_a_row
     told = [f"{name} +{time_text(seconds * per_row[1])}" for name, seconds in longest if seconds > 0.1 * gap]
-    if gap <= 1e-3 * winner.seconds_a_row:
-        more_memory = (entry.peak_bytes or 0) - (winner.peak_bytes or 0)
-        at_the_peak = entry.peak_bytes is not None and winner.peak_bytes is not None and more_memory > 0
-        return "as fast by the estimate" + (f", {bytes_text(more_memory)} more at the peak" if at_the_peak else "")
+    if entry.ranked_seconds == winner.ranked_seconds:
+        return f"as fast by the estimate; {_tie(entry, winner)}"
     return ", ".join(told) or f"+{time_text(gap * per_row[1])} in small parts"
 
 
@@ -120,7 +124,9 @@ def _order(entry: Entry) -> str | None:
     return None if not split.ring_axes else "zigzag" if split.zigzag else "contiguous"
 
 
-def _memory(entry: Entry) -> str:
-    if (peak := entry.peak_bytes) is not None:
-        return bytes_text(peak)
-    return f"~ {bytes_text(entry.estimate.about_bytes)}"
+def _tie(entry: Entry, winner: Entry) -> str:
+    """What decides between equal times."""
+    if (more := entry.estimate.about_bytes - winner.estimate.about_bytes) > 0:
+        return f"{bytes_text(more)} more memory"
+    tp, best = (one.candidate.mesh.get("tp", 1) for one in (entry, winner))
+    return f"tp={tp} splits heads more" if tp > best else "searched later"

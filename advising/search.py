@@ -86,12 +86,12 @@ def advise(
 
 
 def _rank(entry: Entry) -> tuple[bool, float, int, int]:
-    """A candidate that isn't fully known can't win. Of equals the one that splits heads least: other layers communicate for
-    that."""
+    """A candidate that isn't fully known can't win. Of equal times the one with least memory, of these the one that splits heads
+    least, as other layers communicate for that, and of these the one that is searched first (sorting is stable)."""
     guess = entry.estimate
     return (
         bool(guess.unknown),
-        float(f"{entry.seconds_a_row:.4g}"),
+        entry.ranked_seconds,
         guess.about_bytes,
         entry.candidate.mesh.get("tp", 1),
     )

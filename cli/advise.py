@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from ..advising import Advice, advise
-from ..advising.report import COLUMNS, rows, term_rows
+from ..advising.report import COLUMNS, ESTIMATES, TIES, rows, term_rows
 from ..errors import ConfigError
 from ..registry.declaration import Declaration
 from ..sharding import parse_mesh
-from .console import errors, fields, table, text, title
+from .console import fields, table, text, title
 from .enabled import enabled_notes
+from .progress import bar
 
 __all__ = ["AdviseOptions", "print_advice", "run_advise"]
 
-_WIDE = 150  # width in a pipe, so that no number is wrapped
 _REFUSED = 8  # refused kinds that are printed
 
 
@@ -43,7 +40,7 @@ def run_advise(options: AdviseOptions) -> tuple[Advice, tuple[str, ...]]:
     """Return the advice and the command's notes. With `write`, also write the best declaration."""
     declaration = Declaration.load(options.config)
     held = {} if options.mesh is None else parse_mesh(options.mesh)
-    with _bar(options.target) as progress:
+    with bar(options.target) as progress:
         found = advise(
             declaration,
             options.target,
@@ -71,15 +68,16 @@ def _write(declaration: Declaration, path: Path) -> None:
 
 def print_advice(found: Advice, options: AdviseOptions, notes: tuple[str, ...]) -> None:
     """Print the table, the terms of the best entry, and why others are refused."""
-    console = text(_WIDE)
+    console = text()
     if found.entries:
         best = found.best
         console.print(title(best.plan.problem.describe()))
+        console.print(title(Text(ESTIMATES)), "", sep="\n")
         ranked, losing = table(*COLUMNS[:-1]), list[tuple[str, str | Text]]()
         for row in rows(found.entries, options.rows):
             ranked.add_row(*row[:-1], style="bold green" if row[-1] == "" else None)
             if row[-1]:
-                losing.append(("why not", f"{' '.join(w for w in (row[0], row[2]) if w != '-')}: {row[-1]}"))
+                losing.append(("why not", f"{' '.join(w for w in (row[0], row[2]) if w)}: {row[-1]}"))
         console.print(ranked)
         if (more := len(found.entries) - options.rows) > 0:
             console.print(f"and {more} more; --rows shows them, --json has all")
@@ -88,24 +86,8 @@ def print_advice(found: Advice, options: AdviseOptions, notes: tuple[str, ...]) 
     refused: list[tuple[str, str | Text]] = [("refused", str(refusal)) for refusal in found.refused[:_REFUSED]]
     if (more := len(found.refused) - _REFUSED) > 0:
         refused.append(("refused", f"{more} more kinds; --json has all"))
-    guessed = [entry for entry in found.entries[: options.rows] if entry.peak_bytes is None]
-    about = ["memory after ~ is an estimate; --compile has more candidates compiled"] if guessed else []
-    refused += [("note", note) for note in (*found.notes, *about, *notes)]
+    shown = [entry.ranked_seconds for entry in found.entries[: options.rows]]
+    ties = (TIES,) if len({*shown}) < len(shown) else ()
+    refused += [("note", note) for note in (*found.notes, *ties, *notes)]
     if refused:
         console.print("", fields(refused), sep="\n")
-
-
-@contextlib.contextmanager
-def _bar(target: str) -> Iterator[Any]:
-    """Show a progress bar on a terminal, and nothing elsewhere."""
-    console = errors()
-    columns = (
-        TextColumn(target),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[what]}"),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(target, total=None, what="")
-        yield lambda done, of, what: progress.update(task, completed=done, total=of, what=what)

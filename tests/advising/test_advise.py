@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,8 +19,11 @@ from attnops import Advice, ConfigError, Declaration, OperationRegistry, Refused
 from attnops.advising import blocks
 from attnops.advising.asked import asked_devices
 from attnops.advising.candidates import AXES, meshes
+from attnops.advising.compiling import compile_best
+from attnops.advising.entries import Entry, Refusals
 from attnops.advising.machine import machine_of
-from attnops.advising.report import rows, term_rows
+from attnops.advising.report import COLUMNS, rows, term_rows
+from attnops.verify.call import PassReport, TargetReport
 
 CALL = {"batch": 4, "q_len": 4096, "q_heads": 16, "kv_heads": 4, "head_dim": 128, "dtype": "bfloat16", "causal": True}
 
@@ -239,6 +243,66 @@ def test_the_best_are_compiled() -> None:
         assert sent == entry.estimate.sent_bytes
         assert (entry.peak_bytes or 0) >= entry.estimate.least_bytes
     assert any("compile" in what for _, _, what in told)
+
+
+class _Compiled:
+    """A compiler that accepts everything, except that a program's memory is larger the earlier it is compiled."""
+
+    def __init__(self, differing: int = 0) -> None:
+        self.count, self.differing = 0, differing
+
+    def __call__(self, entry: Entry) -> TargetReport:
+        self.count += 1
+        differences = ("all-gather: 1 byte too much",) if self.count <= self.differing else ()
+        made = PassReport("forward", True, None, peak_bytes=(100 - self.count) << 30, differences=differences)
+        return TargetReport(entry.candidate.target, entry.plan, None, 0, 0, (made,), (), ("forward",))
+
+
+def _compiled_of(
+    found: Advice, monkeypatch: pytest.MonkeyPatch, compiler: Callable[[Entry], TargetReport], most: int
+) -> tuple[Entry, ...]:
+    monkeypatch.setattr("attnops.verify.targets.has_libtpu", lambda: True)
+    monkeypatch.setattr("attnops.advising.compiling._compile", compiler)
+    return tuple(compile_best(list(found.entries), Refusals(), most, lambda *what: None, []))
+
+
+@pytest.mark.parametrize("differing", [0, 2])
+def test_how_many_are_compiled_does_not_change_what_is_best(
+    found: Advice, monkeypatch: pytest.MonkeyPatch, differing: int
+) -> None:
+    """The first candidates are equally fast. What sends something else than estimated comes last, and doesn't count."""
+    assert found.entries[0].ranked_seconds == found.entries[1].ranked_seconds
+    estimated = [entry.candidate for entry in found.entries]
+    for most in range(1, 6):
+        made = _Compiled(differing)
+        ordered = [entry.candidate for entry in _compiled_of(found, monkeypatch, made, most)]
+        assert made.count == most + differing
+        assert ordered == estimated[differing:] + estimated[:differing]
+    assert _compiled_of(found, monkeypatch, _Compiled(), 0) == found.entries
+
+
+def test_all_rows_have_memory_of_one_kind(found: Advice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An estimate, whether compiled or not; the compiler's peak stands apart. Times are marked as estimates too."""
+    entries = _compiled_of(found, monkeypatch, _Compiled(), 1)
+    table = [dict(zip(COLUMNS, row, strict=True)) for row in rows(entries)]
+    assert [bool(row["compiled peak"]) for row in table] == [True] + [False] * (len(table) - 1)
+    assert table[0]["compiled peak"] == "99.0 GiB"
+    for row in table:
+        assert all(row[name].startswith("~") for name in ("forward", "backward", "memory"))
+        assert row["binds"].startswith(("forward ", "backward "))
+    (best,) = [line for label, line in term_rows(entries[0]) if label == "memory"]
+    assert best.startswith(f"{table[0]['memory']} per device = of both passes operands")
+
+
+def test_what_a_program_sends_is_only_confirmed_if_it_was_read(found: Advice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unread(entry: Entry) -> TargetReport:
+        made = PassReport("forward", True, None, peak_bytes=1 << 30, kernels=None, collectives=None)
+        return TargetReport(entry.candidate.target, entry.plan, None, 0, 0, (made,), (), ("forward",))
+
+    best = _compiled_of(found, monkeypatch, unread, 1)[0]
+    (line,) = [line for label, line in term_rows(best) if label == "compiled"]
+    assert "exactly" not in line
+    assert "isn't known" in line
 
 
 def test_gpus_and_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,16 @@ def test_table_and_written_file(config: str, tmp_path: Path, capsys: pytest.Capt
     assert "TPU v5 lite" in capsys.readouterr().out
 
 
+def test_a_pipe_has_80_columns(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(["advise", config, "--target", "v5e:2x2", "--compile", "0"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "estimates" in out
+
+
 def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--json", "--mode", "train", "--mesh", "tp=2", "--operation", "splash"]
     assert main(["advise", config, "--target", "v5e:2x2", "--compile", "0", *options]) == 0
