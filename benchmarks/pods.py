@@ -96,7 +96,7 @@ def _attention(attend: Any, mesh: Any) -> dict[str, Any]:
     report = verify_call(attend, {"query": q, "key": kv, "value": kv}, "pod")
     if report.plan.implementation is None:
         return {"refused": str(report.plan.rejected[0].reasons[0])}
-    found: dict[str, Any] = {"implementation": report.plan.implementation, "passed": report.passed}
+    found: dict[str, Any] = {"implementation": report.plan.implementation, "passed": report.outcome.accepted}
     for one in report.passes:
         found[one.name] = {
             "failure": None if one.failure is None else one.failure.message,

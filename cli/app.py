@@ -5,21 +5,26 @@ from __future__ import annotations
 import io
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import typer
 
-from ..errors import AttnOpsError, FallbackWarning, MaskWarning, RefusedError, ShardingWarning, UnfitError
+from ..errors import AttnOpsError, RefusedError, UnfitError
 from .absent_devices import leave_absent_devices_alone
 from .advise_command import advise
 from .commands import Refused, app
+from .short_warnings import short_warnings
 
 __all__ = ["app", "main"]
 
 # From 0.22 on typer contains click; earlier versions depend on it. Either way this is its ClickException.
 _UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+# Options that had other names.
+_FORMER = dict.fromkeys(
+    ("--platform", "--topology"), "Use --target, which names platforms, devices and topologies alike."
+)
 
 
 app.command()(advise)
@@ -32,11 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # don't fail on a name that the terminal can't encode
             stream.reconfigure(errors="backslashreplace")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", category=FallbackWarning)
-        for category in (MaskWarning, ShardingWarning):  # plans and runs print what they say
-            warnings.filterwarnings("ignore", category=category)
-        warnings.showwarning = _short_warning(warnings.showwarning)
+    with short_warnings():
         try:
             status = app(args=given or ["--help"], prog_name="attnops", standalone_mode=False) or 0
             sys.stdout.flush()
@@ -47,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except AttnOpsError as error:
             return _fail(str(error), 2)
         except _UsageProblem as error:
-            return _fail(f"{error.format_message()} Try `attnops --help`.", 2)
+            former = _FORMER.get(getattr(error, "option_name", ""), "")
+            return _fail(f"{error.format_message()} {former or 'Try `attnops --help`.'}", 2)
         except (KeyboardInterrupt, typer.Abort):
             return _fail("interrupted.", 130)
         except MemoryError as error:
@@ -60,16 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _fail(message: str, status: int) -> int:
     print(f"attnops: {message}", file=sys.stderr)
     return status
-
-
-def _short_warning(otherwise: Any) -> Any:
-    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        if issubclass(category, FallbackWarning):
-            print(f"attnops: warning: {str(message).splitlines()[0]}", file=sys.stderr)
-        else:
-            otherwise(message, category, filename, lineno, file, line)
-
-    return show
 
 
 if __name__ == "__main__":

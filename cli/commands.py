@@ -67,8 +67,7 @@ def plan(
     inputs: o.Inputs = None,
     mesh: o.Mesh = None,
     mode: o.Mode = None,
-    platform: o.Platform = None,
-    topology: o.Topology = None,
+    target: o.PlanTarget = None,
     strict: o.Strict = False,
     fallback: o.Fallback = None,
     verbose: o.Verbose = False,
@@ -91,14 +90,12 @@ def plan(
         "kv_len": kv_len, "layer": layer, "write": write,
     }  # fmt: skip
     given = {name: value for name, value in of_model.items() if value is not None}
-    target = {
-        "mesh": mesh, "mode": mode, "platform": platform, "topology": topology, "strict": strict, "fallback": fallback,
-    }  # fmt: skip
+    chosen = {"mesh": mesh, "mode": mode, "target": target, "strict": strict, "fallback": fallback}
     if model is not None:
         for name, other in (("CONFIG", config), ("--inputs", inputs)):
             if other is not None:
                 raise ConfigError(f"{name} {other} and --model {model} exclude each other; give one of them.")
-        _plan_model({"model": model} | given | target, as_json, verbose)
+        _plan_model({"model": model} | given | chosen, as_json, verbose)
         return
     if config is None:
         raise ConfigError("nothing to plan; give a declaration file, or --model with a model's config.json.")
@@ -114,10 +111,10 @@ def plan(
     from .step import is_paged, plan_step, show_step
     from .target import TargetOptions, plan_metadata, targeted
 
-    declaration = targeted(declared_in(config), TargetOptions(mesh, platform, topology, strict, fallback))
+    declaration = targeted(declared_in(config), TargetOptions(mesh, target, strict, fallback))
     declared = OperationRegistry.get(declaration.operation)
     metadata = plan_metadata(declaration)
-    source = "--topology" if topology else "--platform" if platform else None
+    source = "--target" if target else None
     if is_paged(declaration) and declaration.step is not None:
         step, cache = plan_step(declaration, metadata, mode, inputs), plan_cache(declaration, metadata)
         show_step(step, cache, enabled_notes(declaration), source, as_json, verbose=verbose)
@@ -159,36 +156,38 @@ def _plan_model(options: dict[str, Any], as_json: bool, verbose: bool) -> None:
 @app.command()
 def verify(
     config: o.Config,
-    target: o.VerifyTarget = None,
+    target: o.Targets = None,
     inputs: o.Inputs = None,
     mesh: o.Mesh = None,
     mode: o.Mode = None,
     fallback: o.Fallback = None,
+    lowered: o.Lowered = False,
+    timeout: o.Timeout = None,
     as_json: o.Json = False,
 ) -> None:
     """Compile for TPUs or GPUs that aren't here, or for virtual devices, and report whether it fits and what it sends."""
     from .cache import cache_notes, noted
     from .enabled import enabled_json, enabled_notes
     from .source import declared_in
-    from .verify import VerifyOptions, mesh_notes, print_reports, why
-    from .verify import verify as verify_command
+    from .verified import VerifyOptions
+    from .verify import print_reports, verify_targets, why
 
     declaration = declared_in(config)
-    reports = verify_command(VerifyOptions(declaration, tuple(target or ()), inputs, mesh, mode, fallback))
+    options = VerifyOptions(declaration, tuple(target or ()), inputs, mesh, mode, fallback, lowered, timeout)
+    reports = verify_targets(options)
     notes, cached = enabled_notes(declaration), cache_notes(declaration)
-    cached += mesh_notes(declaration, mesh, tuple(target or ()))
     if as_json:
         print_json([noted(enabled_json(report.to_dict(), notes), cached) for report in reports])
     else:
         print_reports(reports, (*notes, *cached))
-    if failed := [why(report) for report in reports if not report.passed]:
+    if failed := [why(report) for report in reports if not report.outcome.accepted]:
         raise Refused("; ".join(failed))
 
 
 @app.command()
 def tune(
     config: o.Config,
-    target: o.TuneTarget = None,
+    target: o.Targets = None,
     inputs: o.Inputs = None,
     mesh: o.Mesh = None,
     mode: o.Mode = None,
@@ -203,12 +202,10 @@ def tune(
     from .source import declared_in
     from .tune import TuneOptions, print_tuned, tuned_json
     from .tune import tune as tune_command
-    from .verify import mesh_notes
 
     declaration = declared_in(config)
     reports = tune_command(TuneOptions(declaration, tuple(target or ()), inputs, mesh, mode, how, most, cache))
     notes, cached = enabled_notes(declaration), cache_notes(declaration)
-    cached += mesh_notes(declaration, mesh, tuple(target or ()))
     if as_json:
         print_json([noted(enabled_json(report, notes), cached) for report in tuned_json(reports)])
     else:
@@ -263,6 +260,8 @@ def report(
     mesh: o.Mesh = None,
     mode: o.Mode = None,
     fallback: o.Fallback = None,
+    lowered: o.Lowered = False,
+    timeout: o.Timeout = None,
     run: o.Run = False,
     repeats: o.Repeats = 5,
     seed: o.Seed = 0,
@@ -274,14 +273,25 @@ def report(
     from .report import ReportOptions
     from .report import report as report_command
     from .source import declared_in
-    from .verify import mesh_notes
 
     declaration = declared_in(config)
-    targets = tuple(target or ())
-    notes = (*enabled_notes(declaration), *cache_notes(declaration), *mesh_notes(declaration, mesh, targets))
-    failed = report_command(
-        ReportOptions(declaration, targets, inputs, mesh, mode, fallback, run, repeats, seed, output, notes)
+    notes = (*enabled_notes(declaration), *cache_notes(declaration))
+    options = ReportOptions(
+        declaration,
+        tuple(target or ()),
+        inputs,
+        mesh,
+        mode,
+        fallback,
+        lowered,
+        timeout,
+        run,
+        repeats,
+        seed,
+        output,
+        notes,
     )
+    failed = report_command(options)
     print(f"wrote {output}")
     if failed:
         raise Refused("; ".join(failed))

@@ -20,7 +20,7 @@ _WIDTH = 80  # of a pipe or a file; a terminal has its own width
 _ANY = 10_000
 _LEAST = 24  # least columns for a value, however long its label
 # A number stays with its unit.
-_WORD = re.compile(r"\(?\d[\d.,]* (?:[KMG]iB|B|s|ms|us|GFLOP)\b\S*\s*|\S+\s*|\s+")
+_WORD = re.compile(r"\(?~?\d[\d.,]* (?:[KMG]iB|B|s|ms|us|GFLOP)\b\S*\s*|\S+\s*|\s+")
 
 
 class _Console(Console):

@@ -23,13 +23,13 @@ class Example(NamedTuple):
 
 EXAMPLES = {
     "llama3_8b_layer": Example(
-        ("llama3_8b_layer.json",), "a layer of Llama 3 8B, with block sizes declared", "plan {0} --platform v5e"
+        ("llama3_8b_layer.json",), "a layer of Llama 3 8B, with block sizes declared", "plan {0} --target v5e"
     ),
     "llama3_8b_decode": Example(
-        ("llama3_8b_decode.json",), "one query per row against a cache of 2048 keys", "plan {0} --platform v5e"
+        ("llama3_8b_decode.json",), "one query per row against a cache of 2048 keys", "plan {0} --target v5e"
     ),
     "long_context_ring": Example(
-        ("long_context_ring.json",), "a sequence split over devices, keys in a ring", "plan {0} --mesh sp=8 --platform v5p"
+        ("long_context_ring.json",), "a sequence split over devices, keys in a ring", "plan {0} --mesh sp=8 --target v5p"
     ),
     "minilm_layer": Example(
         ("minilm_layer.json", "minilm_layer.npz"), "a recorded layer of MiniLM, with its recorded output",
@@ -37,7 +37,7 @@ EXAMPLES = {
     ),
     "gemma-2-27b-it": Example(
         ("models/gemma-2-27b-it.json",), "a model's config: windows in every other layer, caps",
-        "plan --model {0} --platform v5p",
+        "plan --model {0} --target v5p",
     ),
 }  # fmt: skip
 

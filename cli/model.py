@@ -44,8 +44,7 @@ class ModelOptions:
     write: Path | None = None
     mesh: str | None = None
     mode: str | None = None
-    platform: str | None = None
-    topology: str | None = None
+    target: str | None = None
     strict: bool = False
     fallback: str | None = None
 
@@ -92,7 +91,7 @@ def plan_model(options: ModelOptions) -> ModelPlans:
         kv_len=kv_len,
         **reading,
     )
-    target = TargetOptions(options.mesh, options.platform, options.topology, options.strict, options.fallback)
+    target = TargetOptions(options.mesh, options.target, options.strict, options.fallback)
     chosen: Sequence[LayerDeclaration] = model.distinct if options.layer is None else [model.layer(options.layer)]
     # The file declares what was planned, so it contains every option that changes the plan.
     layers = tuple(replace(layer, declaration=targeted(layer.declaration, target)) for layer in chosen)
@@ -100,7 +99,7 @@ def plan_model(options: ModelOptions) -> ModelPlans:
         paths = write_layers(layers, options.write)
         notes.append(f"written: {', '.join(map(str, paths))}")
     plans = tuple((layer, _plan(layer)) for layer in layers)
-    source = "--topology" if options.topology else "--platform" if options.platform else None
+    source = "--target" if options.target else None
     return ModelPlans(model, plans, (*model.notes, *notes), source)
 
 

@@ -41,17 +41,13 @@ Mode = Annotated[
     str | None, typer.Option("--mode", help="Mode: train, prefill, autoregressive or insert.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON to stdout.")]
-Platform = Annotated[
+PlanTarget = Annotated[
     str | None,
     typer.Option(
-        "--platform",
-        help="Plan for tpu, cuda, rocm, gpu or cpu, or for a device such as v5e or h100.",
+        "--target",
+        help="Plan for a platform (tpu, cuda, rocm, gpu, cpu), a device (v5e, h100) or several (v5e:2x2, h100:8, cpu:8).",
         show_default=False,
     ),
-]
-Topology = Annotated[
-    str | None,
-    typer.Option("--topology", help="Plan for a TPU topology or for GPUs: v5e:2x2, h100:8.", show_default=False),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse specs that don't fit and mesh axes that split no work.")]
 Fallback = Annotated[
@@ -108,19 +104,24 @@ Write = Annotated[
     Path | None,
     typer.Option("--write", help="Write declarations to this folder.", rich_help_panel=_MODEL, show_default=False),
 ]
-VerifyTarget = Annotated[
+Targets = Annotated[
     list[str] | None,
     typer.Option(
         "--target",
-        help="TPU topology or GPUs, such as v5e:2x2, h100:8; repeatable. Default: this machine's devices, virtual ones on CPU.",
+        help="TPU topology or GPUs, such as v5e:2x2, h100:8, or `here`; repeatable. Default: `here`, this machine's devices, "
+        "virtual ones on CPU.",
         show_default=False,
     ),
 ]
-TuneTarget = Annotated[
-    list[str] | None,
+Lowered = Annotated[
+    bool, typer.Option("--lowered", help="Only lower the passes, which needs no compiler: exit status 0 if that works.")
+]
+Timeout = Annotated[
+    float | None,
     typer.Option(
-        "--target",
-        help="TPU topology, such as v5e:2x2; repeatable. Default: this machine's device.",
+        "--timeout",
+        help="Give up a pass that takes more seconds to compile; it is then not compiled.",
+        min=1,
         show_default=False,
     ),
 ]

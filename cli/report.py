@@ -23,9 +23,9 @@ from .report_page import report_page
 from .report_step import ReportedStep, report_step_page
 from .run_step import timed_step
 from .step import is_paged, plan_step, refuse_inputs, step_of
-from .target import TargetOptions, plan_metadata, targeted
-from .verify import HERE, VerifyOptions, target_metadata, verify, why
-from .verify_step import why_step
+from .target import HERE, TargetOptions, plan_metadata, targeted
+from .verified import VerifyOptions, target_metadata
+from .verify import verify_targets, why
 from .version import version_text
 
 __all__ = ["ReportOptions", "report"]
@@ -40,6 +40,8 @@ class ReportOptions(NamedTuple):
     mesh: str | None
     mode: str | None
     fallback: str | None
+    lowered: bool
+    timeout: float | None
     run: bool
     repeats: int
     seed: int
@@ -72,7 +74,7 @@ def _report_call(options: ReportOptions) -> list[str]:
     notes = (*shapes.notes, *options.notes)
     found = Reported(declaration, plan, tuple(targets), tuple(searches), ran, notes, _made())
     _write(options.output, report_page(found))
-    failed = [why(one) for one in targets if not one.passed] + ([] if ran is None else ran.failures)
+    failed = [why(one) for one in targets if not one.outcome.accepted] + ([] if ran is None else ran.failures)
     return failed if targets or plan.implementation is not None else [plan.refusal(), *failed]
 
 
@@ -99,7 +101,7 @@ def _report_step(options: ReportOptions) -> list[str]:
     shown = targets[0].plan if targets else plan
     found = ReportedStep(declaration, shown, cache, batch, targets, timed, options.notes, _made())
     _write(options.output, report_step_page(found))
-    failed = [why_step(one) for one in targets if not one.passed] + ([] if timed is None else timed.failures)
+    failed = [why(one) for one in targets if not one.outcome.accepted] + ([] if timed is None else timed.failures)
     return failed if targets or plan.implementation is not None else [plan.refusal(), *failed]
 
 
@@ -115,20 +117,28 @@ def _write(path: Path, page: str) -> None:
 
 
 def _verified(options: ReportOptions, target: str) -> TargetReport:
-    (found,) = verify(_verify_options(options, target))
+    (found,) = verify_targets(_verify_options(options, target))
     assert isinstance(found, TargetReport)
     return found
 
 
 def _verified_step(options: ReportOptions, target: str) -> StepReport:
-    (found,) = verify(_verify_options(options, target))
+    (found,) = verify_targets(_verify_options(options, target))
     assert isinstance(found, StepReport)
     return found
 
 
 def _verify_options(options: ReportOptions, target: str) -> VerifyOptions:
-    names = () if target == HERE else (target,)
-    return VerifyOptions(options.declaration, names, options.inputs, options.mesh, options.mode, options.fallback)
+    return VerifyOptions(
+        options.declaration,
+        (target,),
+        options.inputs,
+        options.mesh,
+        options.mode,
+        options.fallback,
+        options.lowered,
+        options.timeout,
+    )
 
 
 def _plan(options: ReportOptions, arrays: dict[str, object]) -> Plan:

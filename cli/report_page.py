@@ -16,10 +16,10 @@ from ..planning.text import bytes_text, fields_text
 from ..verify.call import PassReport, TargetReport
 from ..verify.compiled import KernelUse
 from ..verify.gpu.gpu_device import GpuDevice
-from ..verify.targets import not_compiled
 from ..verify.work import exact_products
 from .console import seconds_text
 from .kernel_lines import kernel_lines
+from .outcomes import WORDS
 from .ran_call import ran_rows
 from .report_data import Reported, Searched
 
@@ -38,7 +38,7 @@ def report_page(found: Reported) -> str:
         ("declaration", "Declaration", [code(found.declaration.to_json())]),
         ("mask", "Mask", list(_mask(found.plan))),
         *([] if targets else [("plan", "Plan", [*_plan(found.plan), paragraph(_UNCOMPILED)])]),
-        *((at, f"{one.target}: {'passes' if one.passed else 'FAILS'}", list(_target(one))) for at, one in targets),
+        *((at, f"{one.target}: {WORDS[one.outcome]}", list(_target(one))) for at, one in targets),
         ("tuning", "Tuning", list(_tuning(found.searches))),
         ("timings", "Timings", list(_timings(found))),
         *([("notes", "Notes", [rows([("note", note) for note in found.notes])])] if found.notes else []),
@@ -87,8 +87,7 @@ def _target(report: TargetReport) -> Iterator[str]:
         yield paragraph(f"{device.kind}: {bytes_text(device.hbm_bytes)} of HBM per device")
     yield from (paragraph(warning, warns=True) for warning in report.warnings)
     yield from _plan(report.plan)
-    if any(not one.compiled for one in report.passes):
-        yield paragraph(not_compiled(report.plan.problem.platform))
+    yield from (paragraph(f"Not checked: {what}", warns=True) for what in report.unchecked)
     for one in report.passes:
         yield subsection(f"{one.name[0].upper()}{one.name[1:]}")
         yield from _pass(report, one)
@@ -106,7 +105,7 @@ def _pass(report: TargetReport, one: PassReport) -> Iterator[str]:
         if not one.peak_bytes:
             return
     if not one.compiled:
-        yield paragraph(f"lowers in {one.seconds:.1f} s")
+        yield paragraph(f"not compiled: {one.uncompiled}", warns=True)
         return
     yield paragraph(f"compiles in {one.seconds:.1f} s")
     yield from _memory(report, one)
@@ -157,7 +156,6 @@ def _sent(report: TargetReport, one: PassReport) -> Iterator[str]:
         for c in one.collectives
     ]
     told += [("needed", f"{need.kind}: {need.what} {bytes_text(need.sent_bytes)}") for need in one.needs]
-    told += [("unknown", why) for why in one.unknown]
     yield rows(told or [("sent", "nothing is sent between devices")])
     if one.differences:
         yield from (paragraph(f"Differs in {line}", warns=True) for line in one.differences)

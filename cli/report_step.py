@@ -19,9 +19,9 @@ from ..planning.text import bytes_text
 from ..registry.declaration import Declaration
 from ..verify.compiled import KernelUse
 from ..verify.paged_step import StepReport
-from ..verify.targets import not_compiled
 from .console import seconds_text
 from .kernel_lines import kernel_lines
+from .outcomes import WORDS
 from .plan import rejected_rows
 from .run_step import TimedStep, timed_step_rows
 
@@ -52,7 +52,7 @@ def report_step_page(found: ReportedStep) -> str:
         ("batch", "Batch", list(_batch(found))),
         ("cache", "Cache", list(_cache(found.cache))),
         *([] if targets else [("plan", "Plan", [*_plan(found.plan), paragraph(compiled)])]),
-        *((at, f"{one.target}: {'passes' if one.passed else 'FAILS'}", list(_target(one))) for at, one in targets),
+        *((at, f"{one.target}: {WORDS[one.outcome]}", list(_target(one))) for at, one in targets),
         ("timings", "Timings", list(_timings(found.timed))),
         *([("notes", "Notes", [rows([("note", note) for note in found.notes])])] if found.notes else []),
     ]
@@ -114,8 +114,9 @@ def _target(report: StepReport) -> Iterator[str]:
         yield paragraph(f"{fits}: {report.failure.message}", warns=True)
         return
     if not report.compiled:
-        yield paragraph(not_compiled(plan.problem.platform))
+        yield paragraph(f"not compiled: {report.uncompiled}", warns=True)
         return
+    yield from (paragraph(f"Not checked: {what}", warns=True) for what in report.unchecked)
     yield paragraph(f"compiles in {report.seconds:.1f} s")
     yield from _memory(report)
     yield from _sent(report)

@@ -12,18 +12,26 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ..errors import ConfigError, ShardingError, nearest
+from ..errors import ConfigError, ShardingError
 from ..planning import METHODS
 from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from ..sharding import describe_mesh, mesh_to_dict, parse_mesh, virtual_mesh
 from ..sharding.mesh import AnyMesh, gpu_vendor
-from ..verify.generations import has_libtpu
-from ..verify.gpu.gpu_target import is_gpu_target
-from ..verify.targets import device_names, devices_named, target_of
-from ..verify.topology import described_mesh
+from ..verify.targets import cpu_count, devices_named, target_of
 
-__all__ = ["TargetOptions", "declared_sizes", "here", "plan_metadata", "run_metadata", "targeted"]
+__all__ = [
+    "HERE",
+    "TargetOptions",
+    "declared_sizes",
+    "here",
+    "plan_metadata",
+    "run_metadata",
+    "target_mesh",
+    "targeted",
+]
+
+HERE = "here"  # the target's name for this machine's devices
 
 # More virtual devices than this are taken for a typing error: each costs a thread pool.
 _MOST_VIRTUAL = 256
@@ -40,8 +48,7 @@ class TargetOptions:
     """The options that choose the target; None or False for options not given."""
 
     mesh: str | None = None
-    platform: str | None = None
-    topology: str | None = None
+    target: str | None = None
     strict: bool = False
     fallback: str | None = None
 
@@ -51,57 +58,60 @@ def targeted(declaration: Declaration, options: TargetOptions) -> Declaration:
 
     Errors: ConfigError and ShardingError for invalid options.
     """
-    platform, topology = options.platform, options.topology
-    sizes = declared_sizes(options.mesh, declaration)
-    named = None
-    if platform is not None and platform not in METHODS:
-        count = 1 if sizes is None else math.prod(sizes.values())
-        named = devices_named(platform, count)
-        if named is None:
-            raise ConfigError(_unknown_platform(platform))
-    gpus = topology is not None and is_gpu_target(topology)
-    if topology is not None and platform not in ((None, "cuda", "gpu") if gpus else (None, "tpu")):
-        kind = "NVIDIA's GPUs" if gpus else "TPUs"
-        raise ConfigError(
-            f"--topology {topology} describes {kind}, but --platform is {platform}; leave one of them out."
-        )
     metadata = dict(declaration.metadata)
     if options.strict:
         metadata["strict"] = True
     if options.fallback is not None:
         metadata["fallback"] = options.fallback
-    if topology is not None:
-        metadata["mesh"] = mesh_to_dict(_described(topology, sizes))
+    if options.target is not None:
+        if declared_sizes(options.mesh, declaration) is None:
+            plan_metadata(declaration)  # a target's mesh mustn't hide what is wrong with the declared one
+        metadata = {name: value for name, value in metadata.items() if name not in ("platform", "backend")}
+        metadata |= _of_target(options.target, options.mesh, declaration)
     elif options.mesh is not None:
         metadata["mesh"] = parse_mesh(options.mesh)
-    if platform is not None or topology is not None:
-        metadata = {name: value for name, value in metadata.items() if name not in ("platform", "backend")}
-    if named is not None:
-        metadata["mesh"] = mesh_to_dict(named.abstract({"fsdp": 1} if sizes is None else sizes))
-    elif platform is not None and topology is None:
-        metadata["backend"] = platform
-        if sizes is not None:  # a mesh has its own platform
-            metadata["mesh"] = _named_axes(metadata["mesh"]) | {
-                "platform": platform,
-                "device_kind": None,
-                "num_cores": None,
-            }
     return declaration.model_copy(update={"metadata": metadata}).checked()
 
 
-def _described(topology: str, sizes: dict[str, int] | None) -> AnyMesh:
-    """The described devices. Only libtpu knows how TPUs are arranged; without it, generation and number are enough to plan."""
-    if not is_gpu_target(topology) and has_libtpu():
-        return described_mesh(topology, sizes)
-    target = target_of(topology)
-    return target.mesh({"fsdp": target.count} if sizes is None else sizes)
+def _of_target(target: str, mesh: str | None, declaration: Declaration) -> dict[str, Any]:
+    """The platform and the mesh of a target: a platform, devices by name, or a number of them."""
+    sizes = declared_sizes(mesh, declaration)
+    cpus = cpu_count(target)
+    if target in METHODS or cpus is not None:
+        platform = target.partition(":")[0]
+        if cpus is not None:
+            sizes = _of_size(sizes, cpus, target, mesh)
+        if sizes is None:
+            return {"backend": platform}
+        axes = _named_axes(sizes if mesh is not None or cpus is not None else declaration.metadata["mesh"])
+        return {"backend": platform, "mesh": axes | {"platform": platform, "device_kind": None, "num_cores": None}}
+    named = devices_named(target, 1 if sizes is None else math.prod(sizes.values()))
+    if named is not None:
+        return {"mesh": mesh_to_dict(named.abstract({"fsdp": 1} if sizes is None else sizes))}
+    return {"mesh": mesh_to_dict(target_mesh(target, mesh, declaration))}
 
 
-def _unknown_platform(platform: str) -> str:
-    names = (*METHODS, *device_names())
-    if devices_named(platform.partition(":")[0], 1) is not None:
-        return f"--platform {platform} describes a topology; use --topology {platform}."
-    return f"--platform {platform}: wanted one of {', '.join(names)}.{nearest(platform, names)}"
+def target_mesh(target: str, mesh: str | None, declaration: Declaration) -> AnyMesh:
+    """The devices of a topology or of GPUs, arranged by --mesh, else as the declared mesh, else along fsdp.
+
+    Errors: ConfigError for another name; ShardingError for a mesh of another size.
+    """
+    wanted = target_of(target)
+    return wanted.mesh(_of_size(declared_sizes(mesh, declaration), wanted.count, target, mesh))
+
+
+def _of_size(sizes: dict[str, int] | None, count: int, target: str, mesh: str | None) -> dict[str, int]:
+    if sizes is None:
+        return {"fsdp": count}
+    if math.prod(sizes.values()) != count:
+        told = ",".join(f"{name}={size}" for name, size in sizes.items())
+        where, hint = (
+            ("the declared mesh", " Hint: --mesh arranges the target's devices.") if mesh is None else ("--mesh", "")
+        )
+        raise ShardingError(
+            f"{where} {told} has {math.prod(sizes.values())} devices and {target} has {count}; wanted as many.{hint}"
+        )
+    return sizes
 
 
 def plan_metadata(declaration: Declaration) -> OperationMetadata:

@@ -18,16 +18,12 @@ from ..verify.tune import TuneReport, tune_plan
 from ..verify.tune_step import tune_step
 from .call_arrays import call_shapes
 from .console import fields, table, text, title
-from .progress import bar
+from .progress import Told, bar
 from .run_step import one_layer
 from .step import is_paged, refuse_inputs, step_of
-from .target import run_metadata
-from .verify import target_mesh
+from .target import HERE, run_metadata, target_mesh
 
 __all__ = ["TuneOptions", "print_tuned", "tune", "tuned_json"]
-
-
-_WIDE = 150  # width in a pipe, so that no number is wrapped
 
 
 class TuneOptions(NamedTuple):
@@ -48,7 +44,7 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
     if options.cache is not None:
         os.environ[ENVIRONMENT] = str(options.cache.absolute())
     declaration = options.declaration
-    if options.how == "device" and options.targets:
+    if options.how == "device" and {*options.targets} - {HERE}:
         raise ConfigError("--how device measures times on this machine; leave out --target or --how.")
     if is_paged(declaration):
         refuse_inputs(options.inputs)
@@ -56,31 +52,40 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
     kind = OperationRegistry.get(declaration.operation)
     arguments = declaration.call_arguments(call_shapes(declaration, options.inputs).arrays, mode=options.mode)
     found = []
-    for target in options.targets or (None,):
+    for target in options.targets or (HERE,):
         decided = kind(_metadata(declaration, target, options.mesh)).plan(**arguments)
-        name = target or jax.devices()[0].device_kind
+        name = _name(target)
         with bar(name) as progress:
-            how = options.how or ("device" if target is None else "static")
-            found.append((name, tune_plan(decided, how=how, most=options.most, progress=progress)))
+            how = options.how or ("device" if target == HERE else "static")
+            found.append((name, tune_plan(decided, how=how, most=options.most, progress=_after(progress))))
     return found
 
 
 def _tune_step(declaration: Declaration, options: TuneOptions) -> list[tuple[str, TuneReport]]:
     found = []
-    for target in options.targets or (None,):
+    for target in options.targets or (HERE,):
         metadata = _metadata(declaration, target, options.mesh)
         alone, _ = one_layer(declaration, metadata)
         operation, step = step_of(alone, metadata, options.mode)
-        name = target or jax.devices()[0].device_kind
-        how = options.how or (None if target is None else "static")
+        name = _name(target)
+        how = options.how or (None if target == HERE else "static")
         with bar(name) as progress:
-            found.append((name, tune_step(operation, step, how=how, most=options.most, progress=progress)))
+            found.append((name, tune_step(operation, step, how=how, most=options.most, progress=_after(progress))))
     return found
 
 
-def _metadata(declaration: Declaration, target: str | None, mesh: str | None) -> OperationMetadata:
+def _after(told: Told) -> Told:
+    """A search tells what it has measured, a bar what is being done."""
+    return lambda done, of, what: told(done, of, f"after {what}" if what else "")
+
+
+def _name(target: str) -> str:
+    return jax.devices()[0].device_kind if target == HERE else target
+
+
+def _metadata(declaration: Declaration, target: str, mesh: str | None) -> OperationMetadata:
     """The declared metadata on a target's devices, or on this machine's."""
-    if target is None:
+    if target == HERE:
         return run_metadata(declaration, mesh=mesh)
     devices = target_mesh(target, mesh, declaration)
     return declaration.operation_metadata({"platform": None, "backend": None, "mesh": devices})
@@ -114,7 +119,7 @@ def print_tuned(reports: list[tuple[str, TuneReport]], notes: tuple[str, ...] = 
         console.print(title(problem.describe()))
         console.print(fields([("target", target), *_about(report)]))
         for part in report.candidates:
-            text(_WIDE).print("", _table(report, part), sep="\n")
+            console.print("", _table(report, part), sep="\n")
             if failures := _failures(report, part):
                 console.print(fields(failures))
         console.print("", fields(_ending(report)), "", sep="\n")
@@ -143,7 +148,7 @@ def _table(report: TuneReport, part: str) -> Any:
     names = list(dict.fromkeys(name for one in measured for name in one.fields))
     made = table(part, *names, *_FIGURES[_clock(report)], "ratio")
     for one in sorted((one for one in measured if one.seconds), key=lambda one: one.seconds or 0.0):
-        row = ["heuristic" if one is heuristic else "", *(str(one.fields.get(name, "-")) for name in names)]
+        row = ["heuristic" if one is heuristic else "other", *(str(one.fields.get(name, "-")) for name in names)]
         row += _figures(one, _clock(report))
         made.add_row(*row, _ratio(one, heuristic), style="bold green" if one is report.best.get(part) else None)
     return made

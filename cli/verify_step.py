@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from rich.text import Text
 
 from ..planning.text import bytes_text
-from ..registry import OperationMetadata
-from ..registry.declaration import Declaration
-from ..verify.paged_step import StepReport, verify_step
+from ..verify.outcome import Outcome
+from ..verify.paged_step import StepReport
 from .console import fields, seconds_text, text, title
 from .kernel_lines import kernel_lines
+from .outcomes import STYLES, WORDS
 from .plan import head_text, rejected_rows, runs_row
-from .progress import bar
-from .run_step import one_layer
-from .step import step_of
 
-__all__ = ["print_step_reports", "verify_steps", "why_step"]
-
-
-def verify_steps(
-    declaration: Declaration, targets: Sequence[tuple[str, Callable[[], OperationMetadata]]], mode: str | None
-) -> list[StepReport]:
-    """One report for each (name, metadata of its devices)."""
-    reports = []
-    for name, metadata in targets:
-        with bar(f"compile for {name}"):
-            made = metadata()
-            reports.append(verify_step(*step_of(one_layer(declaration, made)[0], made, mode), name))
-    return reports
+__all__ = ["print_step_reports", "why_step"]
 
 
 def print_step_reports(reports: list[StepReport], notes: tuple[str, ...] = ()) -> None:
@@ -43,18 +26,20 @@ def print_step_reports(reports: list[StepReport], notes: tuple[str, ...] = ()) -
 
 
 def why_step(report: StepReport) -> str:
-    """Why a target fails."""
+    """Why a target isn't accepted."""
     if report.plan.implementation is None:
         return f"{report.target}: {report.plan.refusal()}"
     if report.plan.cache.refused:
         return f"{report.target}: " + "; ".join(map(str, report.plan.cache.refused))
+    if report.outcome is Outcome.NOT_COMPILED:
+        return f"{report.target}: not compiled: {report.uncompiled}. Hint: --lowered asks for lowering alone."
     sent = [f"{found.count} {found.kind} that nothing needs" for found in report.unneeded]
     return f"{report.target}: " + "; ".join([*([] if report.failure is None else [report.failure.message]), *sent])
 
 
 def _rows(report: StepReport) -> list[tuple[str, str | Text]]:
     device, plan = report.device, report.plan
-    word, style = ("passes", "bold green") if report.passed else ("FAILS", "bold red")
+    word, style = WORDS[report.outcome], STYLES[report.outcome]
     mesh = ",".join(f"{axis.name}={axis.size}" for axis in plan.problem.mesh) or "none"
     about = f"  mesh {mesh}"
     if device is not None:
@@ -65,10 +50,10 @@ def _rows(report: StepReport) -> list[tuple[str, str | Text]]:
     if report.failure is not None:
         fits = "compiles but doesn't fit" if report.argument_bytes else "doesn't compile"
         return [*rows, ("step", Text(f"{fits}: {report.failure.message}", style="red"))]
+    rows += [("not checked", Text(what, style="yellow")) for what in report.unchecked]
     if not report.compiled:
-        return (
-            rows if not report.seconds else [*rows, ("step", f"lowers in {report.seconds:.1f} s; it was not compiled")]
-        )
+        rows += [("step", f"lowers in {report.seconds:.1f} s")] if report.seconds else []
+        return [*rows, ("step", f"not compiled: {report.uncompiled}")] if report.uncompiled else rows
     rows.append(("step", f"compiles in {report.seconds:.1f} s"))
     rows += [("step", line) for line in kernel_lines(report, report.kernels)]
     if plan.cache.scalar_limit is not None:

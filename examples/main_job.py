@@ -22,7 +22,7 @@ STEPS = (
     ),
     (
         "Llama-3-8B, one layer, planned for a TPU: what would run there, and where every tensor would live",
-        ("plan", "llama3_8b_layer.json", *MESH, "--platform", "tpu"),
+        ("plan", "llama3_8b_layer.json", *MESH, "--target", "tpu"),
     ),
     (
         "Llama-3-8B, one layer, train",

@@ -210,7 +210,7 @@ def search(work: Work, shape: dict[str, Any], generation: str) -> None:
         fields = forward[1] | backward[1]
         operation, arguments, _ = planned(shape, TARGETS[generation], fields)
         report = verify_call(operation, arguments, generation)
-        if report.passed:
+        if report.outcome.accepted:
             kernels = {k.name: k.vmem_used for one in report.passes for k in one.kernels or ()}
             rate = clock_rate(decided.problem.device_kind)
             row |= {

@@ -1,16 +1,15 @@
 """verify_call: compile a planned call for described devices or for those of this machine; report whether it fits, its memory and
-its traffic.
+its traffic. call_reports: the same, planned first, then one pass after the other.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from ..errors import AttnOpsError
 from ..operators import Operation
@@ -23,25 +22,38 @@ from .advice import advice, held
 from .call_program import call_program
 from .collectives import Collective, collectives
 from .compiled import Failure, failure, program_text
-from .devices import AnyKernelUse, DeviceLimits, device_limits, kernels_of_program, lowered_for, tracing_on, unheld
+from .devices import (
+    AnyKernelUse,
+    DeviceLimits,
+    compiles_here,
+    device_limits,
+    kernels_of_program,
+    lowered_for,
+    tracing_on,
+    unheld,
+)
 from .differences import differences
+from .outcome import Outcome, outcome_of
+from .targets import not_compiled
 from .work import attention_flops, exact_products
 
-__all__ = ["PassReport", "TargetReport", "verify_call"]
+__all__ = ["PassReport", "TargetReport", "call_reports", "verify_call"]
+
+_UNREAD = "this jaxlib can't read programs of this libtpu"
 
 
 @dataclass(frozen=True)
 class PassReport:
-    """One pass, per device. `compiled` is False where the pass was only lowered. Bytes and operations are the compiler's counts.
-    For GPUs the compiler counts neither: operations are attnops' count, and bytes are those of arguments and outputs, each once.
+    """One pass, per device. Bytes and operations are the compiler's counts. For GPUs the compiler counts neither: operations are
+    attnops' count, and bytes are those of arguments and outputs, each once.
 
-    failure: why it didn't compile, or doesn't fit though it compiled. held: what the failed kernel holds in VMEM, as (what,
-    bytes), largest first, by attnops' count, which leaves out what the compiler spills. kernels, collectives: None where the
-    compiled program's text can't be read. roofline_seconds: the longer of arithmetic and HBM traffic at the device's published
-    rates; `bound` names which. intensity: operations per byte. needs: the least that has to be sent. differences: where the
-    program sends a different number of bytes; empty where its text can't be read, or where (unknown) what has to be sent can't
-    be worked out. looped: the program has loops, whose bodies the compiler counts once: operations are attnops' count, and
-    bytes_moved is 0, unknown.
+    compiled: False where the pass was only lowered, or where compiling was given up; `uncompiled` says why. failure: why it
+    didn't compile, or doesn't fit though it compiled. held: what the failed kernel holds in VMEM, as (what, bytes), largest
+    first, by attnops' count. kernels, collectives: None where the compiled program's text can't be read. roofline_seconds: the
+    longer of arithmetic and HBM traffic at the device's published rates; `bound` names which. intensity: operations per byte.
+    needs: the least that has to be sent. differences: where the program sends a different number of bytes; empty where its
+    text can't be read, or where (unknown) what has to be sent can't be worked out. looped: the program has loops, whose bodies
+    the compiler counts once: operations are attnops' count, and bytes_moved is 0, unknown.
     """
 
     name: str
@@ -65,11 +77,22 @@ class PassReport:
     differences: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     looped: bool = False
+    uncompiled: str = ""
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """Why what a compiled pass of several devices sends couldn't be compared with what is needed."""
+        if not self.compiled or self.failure is not None:
+            return ()
+        return (*((_UNREAD,) if self.collectives is None else ()), *self.unknown)
 
 
 @dataclass(frozen=True)
 class TargetReport:
-    """A call on one target. `device` is known for TPUs and NVIDIA GPUs, VMEM for TPUs."""
+    """A call on one target. `device` is known for TPUs and NVIDIA GPUs, VMEM for TPUs.
+
+    names: of all passes; `passes` has those that are done. lower_only: compiling wasn't asked for.
+    """
 
     target: str
     plan: Plan
@@ -78,19 +101,54 @@ class TargetReport:
     vmem_most: int
     passes: tuple[PassReport, ...]
     warnings: tuple[str, ...]
+    names: tuple[str, ...] = ()
+    lower_only: bool = False
+
+    @property
+    def outcome(self) -> Outcome:
+        """`passed` if an implementation may run it, and every pass was compiled, fits, and is known to send what it has to."""
+        return outcome_of(
+            failed=self.plan.implementation is None or any(p.failure or p.differences for p in self.passes),
+            compiled=len(self.passes) == len(self.names) and all(p.compiled for p in self.passes),
+            lower_only=self.lower_only,
+            unchecked=self.unchecked,
+        )
 
     @property
     def passed(self) -> bool:
-        """Whether an implementation may run it, and every pass compiled (or, without its compiler, was lowered), fits, and sends
-        what it has to."""
-        fine = all(p.failure is None and not p.differences for p in self.passes)
-        return self.plan.implementation is not None and fine
+        """Whether everything was checked and is as it should be."""
+        return self.outcome is Outcome.PASSED
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """Why what compiled passes send couldn't be compared with what is needed."""
+        if self.plan.problem.devices == 1:
+            return ()
+        return tuple(dict.fromkeys(f"{p.name}: what is sent: {why}" for p in self.passes for why in p.unchecked))
+
+    @property
+    def pending(self) -> str:
+        """The pass that is next; empty after the last."""
+        return next(iter(self.names[len(self.passes) :]), "")
+
+    @property
+    def progress(self) -> tuple[int, int, str]:
+        """(passes done, of how many, the next one's name)."""
+        return len(self.passes), len(self.names), self.pending
+
+    def given_up(self, why: str) -> TargetReport:
+        """The report if compiling the next pass is given up, and with it those after it."""
+        first, *rest = (PassReport(name, False, None, uncompiled=why) for name in self.names[len(self.passes) :])
+        others = (replace(one, uncompiled=f"not tried: {first.name} was {why}") for one in rest)
+        return replace(self, passes=(*self.passes, first, *others))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
         return {
             "target": self.target,
             "passed": self.passed,
+            "outcome": str(self.outcome),
+            "unchecked": list(self.unchecked),
             "device": None if self.device is None else self.device._asdict(),
             "vmem_default_bytes": self.vmem_default,
             "vmem_most_bytes": self.vmem_most,
@@ -113,45 +171,53 @@ class TargetReport:
         }
 
 
-def verify_call(
-    operation: Operation, arguments: Mapping[str, Any], target: str, told: Callable[[int, int, str], None] | None = None
-) -> TargetReport:
+def verify_call(operation: Operation, arguments: Mapping[str, Any], target: str) -> TargetReport:
     """Plan the call, then compile its forward pass and, in mode train, its gradient.
 
     The operation's mesh is of described devices, of real devices, or abstract; with an abstract mesh the passes are only lowered.
-    `arguments` are those of `operation.plan`, with ShapeDtypeStructs for arrays. `told` is called with (done, of, name) for each
-    pass.
+    `arguments` are those of `operation.plan`, with ShapeDtypeStructs for arrays.
     """
+    *_, report = call_reports(operation, arguments, target)
+    return report
+
+
+def call_reports(
+    operation: Operation, arguments: Mapping[str, Any], target: str, *, lower_only: bool = False
+) -> Iterator[TargetReport]:
+    """The report of verify_call as it grows: with the plan, and then with one more pass each time. lower_only: as with an
+    abstract mesh."""
     plan = operation.plan(**arguments)
-    tpu = plan.problem.platform == "tpu"
-    device = device_limits(plan.problem.platform, plan.problem.device_kind)
-    default, most = vmem_of(plan.problem.device_kind)[:2] if tpu else (0, 0)
-    passes: list[PassReport] = []
-    warnings: list[str] = []
+    problem = plan.problem
+    tpu = problem.platform == "tpu"
+    device = device_limits(problem.platform, problem.device_kind)
+    default, most = vmem_of(problem.device_kind)[:2] if tpu else (0, 0)
+    names: tuple[str, ...] = ()
     if plan.implementation is not None:
-        limit = getattr(plan.config, "vmem_limit_bytes", None)
-        if device is not None and limit is not None and limit > most:
-            warnings.append(
-                f"vmem_limit_bytes={limit} ({bytes_text(limit)}) is more than {device.kind} has: the compiler takes "
-                f"{bytes_text(most)} and doesn't say so"
-            )
-        backward = plan.problem.mode == "__train__"
-        names = ("forward", "forward and backward") if backward else ("forward",)
-        for done, name in enumerate(names):
-            if told is not None:
-                told(done, len(names), name)
-            passes.append(_verify_pass(operation, arguments, plan, device, name, most))
-        wide = sent_itemsize(plan.problem.runtime_dtype, plan.problem.platform == "cpu")
-        if wide > jnp.dtype(plan.problem.runtime_dtype).itemsize and any(p.collectives for p in passes):
-            warnings.append(
-                f"XLA:CPU sends {plan.problem.runtime_dtype} as float32: other devices send half of these bytes"
-            )
-        peak = max(p.peak_bytes for p in passes)
-        if tpu and device is not None and peak > device.hbm_bytes:
-            warnings.append(
-                f"{bytes_text(peak)} at the peak is more than the device's {bytes_text(device.hbm_bytes)} of HBM"
-            )
-    return TargetReport(target, plan, device, default, most, tuple(passes), tuple(warnings))
+        names = ("forward", "forward and backward") if problem.mode == "__train__" else ("forward",)
+    limit = getattr(plan.config, "vmem_limit_bytes", None) if tpu and names else None
+    warnings: tuple[str, ...] = ()
+    if device is not None and limit is not None and limit > most:
+        warnings = (
+            f"vmem_limit_bytes={limit} ({bytes_text(limit)}) is more than {device.kind} has: the compiler takes "
+            f"{bytes_text(most)} and doesn't say so",
+        )
+    report = TargetReport(target, plan, device, default, most, (), warnings, names, lower_only)
+    yield report
+    for name in names:
+        made = _verify_pass(operation, arguments, plan, device, name, most, lower_only)
+        passes = (*report.passes, made)
+        report = replace(report, passes=passes, warnings=(*warnings, *_passes_warnings(plan, device, passes)))
+        yield report
+
+
+def _passes_warnings(plan: Plan, device: DeviceLimits | None, passes: tuple[PassReport, ...]) -> Iterator[str]:
+    problem = plan.problem
+    wide = sent_itemsize(problem.runtime_dtype, problem.platform == "cpu")
+    if wide > jnp.dtype(problem.runtime_dtype).itemsize and any(p.collectives for p in passes):
+        yield f"XLA:CPU sends {problem.runtime_dtype} as float32: other devices send half of these bytes"
+    peak = max(p.peak_bytes for p in passes)
+    if problem.platform == "tpu" and device is not None and peak > device.hbm_bytes:
+        yield f"{bytes_text(peak)} at the peak is more than the device's {bytes_text(device.hbm_bytes)} of HBM"
 
 
 def _verify_pass(
@@ -161,17 +227,19 @@ def _verify_pass(
     device: DeviceLimits | None,
     name: str,
     vmem_most: int,
+    lower_only: bool,
 ) -> PassReport:
     mesh = operation.metadata.mesh
     start = time.perf_counter()
-    here = isinstance(mesh, Mesh)
     problem = plan.problem
+    here = compiles_here(mesh, problem.platform) and not lower_only
     try:
         with tracing_on(mesh, problem.platform):
             program, arrays = call_program(operation, arguments, plan, "backward" in name)
             lowered = lowered_for(program.trace(arrays), problem.platform)
         if not here:
-            return PassReport(name, False, None, seconds=time.perf_counter() - start)
+            why = "only lowering was asked for" if lower_only else not_compiled(problem.platform)
+            return PassReport(name, False, None, seconds=time.perf_counter() - start, uncompiled=why)
         compiled = lowered.compile()
     except AttnOpsError:
         raise

@@ -141,8 +141,8 @@ def compile_one(
             return Outcome(None, 0, f"libtpu dumped no schedule of {kernel}")
         cycles = problem.read(kernel, regions(*(path.read_text() for path in dumps)))
         text = program_text(compiled)
-        used = None if text is None else sum(k.vmem_used or 0 for k in kernels(text) if k.name == kernel)
-        return Outcome(cycles, used)
+        used: list[int | None] = [None] if text is None else [k.vmem_used for k in kernels(text) if k.name == kernel]
+        return Outcome(cycles, None if None in used else sum(n or 0 for n in used))
     except AttnOpsError as error:
         return Outcome(None, 0, str(error))
     except Exception as error:  # raised by the compiler

@@ -8,13 +8,23 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
+from ..operators.ambient import ambient_platform
 from .compiled import Failure, KernelUse, kernels, too_much_hbm
 from .generations import device_of
 from .gpu.gpu_device import gpu_device
 from .gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from .gpu.gpu_specs import spec_of_kind
 
-__all__ = ["AnyKernelUse", "DeviceLimits", "device_limits", "kernels_of_program", "lowered_for", "tracing_on", "unheld"]
+__all__ = [
+    "AnyKernelUse",
+    "DeviceLimits",
+    "compiles_here",
+    "device_limits",
+    "kernels_of_program",
+    "lowered_for",
+    "tracing_on",
+    "unheld",
+]
 
 AnyKernelUse = KernelUse | GpuKernelUse
 _PALLAS = ("tpu", "cuda")  # platforms that a program can be lowered for without a device
@@ -65,6 +75,11 @@ def tracing_on(mesh: Any, platform: str) -> contextlib.AbstractContextManager[An
 def lowered_for(traced: Any, platform: str) -> Any:
     """The traced program lowered for a platform; no device of it is needed."""
     return traced.lower(lowering_platforms=(platform,)) if platform in _PALLAS else traced.lower()
+
+
+def compiles_here(mesh: Any, platform: str) -> bool:
+    """Whether a program on this mesh can be compiled: of devices that are described or here, or for this machine without one."""
+    return ambient_platform(()).serves(platform) if mesh is None else isinstance(mesh, Mesh)
 
 
 def unheld(platform: str, device: DeviceLimits | None, peak: int) -> Failure | None:

@@ -1,13 +1,16 @@
-"""verify_step: compile a planned step over pages for described or real devices; report whether it fits, and its memory."""
+"""verify_step: compile a planned step over pages for described or real devices; report whether it fits, and its memory.
+step_reports: the same, planned first.
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import AttnOpsError
 from ..operators.kernels.splash.vmem import vmem_of
@@ -21,18 +24,33 @@ from ..planning.paged.paged_plan import PagedPlan
 from ..sharding import axes_at
 from .collectives import Collective, collectives
 from .compiled import Failure, failure, program_text
-from .devices import AnyKernelUse, DeviceLimits, device_limits, kernels_of_program, lowered_for, tracing_on, unheld
+from .devices import (
+    AnyKernelUse,
+    DeviceLimits,
+    compiles_here,
+    device_limits,
+    kernels_of_program,
+    lowered_for,
+    tracing_on,
+    unheld,
+)
+from .outcome import Outcome, outcome_of
+from .targets import not_compiled
 
-__all__ = ["StepReport", "verify_step"]
+__all__ = ["StepReport", "step_reports", "verify_step"]
+
+_UNREAD = "what is sent: this jaxlib can't read programs of this libtpu"
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """A step on one target, per device. `compiled` is False where the step was only lowered. Bytes are the compiler's.
+    """A step on one target, per device. Bytes are the compiler's.
 
-    page_bytes: of the pages that the batch has to read, and of the step's own keys as written; flops: of the products over
-    visible keys and values. roofline_seconds: the longer of the two at the device's published rates; `bound` names which.
-    kernels, collectives: None where the compiled program's text can't be read.
+    compiled: False where the step was only lowered, or where compiling was given up; `uncompiled` says why. lower_only:
+    compiling wasn't asked for. pending: 'step' until it is lowered or compiled. page_bytes: of the pages that the batch has to
+    read, and of the step's own keys as written; flops: of the products over visible keys and values. roofline_seconds: the longer
+    of the two at the device's published rates; `bound` names which. kernels, collectives: None where the compiled program's
+    text can't be read.
     """
 
     target: str
@@ -53,12 +71,41 @@ class StepReport:
     flops: float = 0.0
     roofline_seconds: float = 0.0
     bound: str = ""
+    lower_only: bool = False
+    uncompiled: str = ""
+    pending: str = ""
+
+    @property
+    def progress(self) -> tuple[int, int, str]:
+        """(programs done, of how many, the next one's name)."""
+        return (0, 1, self.pending) if self.pending else (1, 1, "")
+
+    def given_up(self, why: str) -> StepReport:
+        """The report if compiling is given up."""
+        return replace(self, pending="", uncompiled=why)
+
+    @property
+    def outcome(self) -> Outcome:
+        """`passed` if an implementation may run it, the cache is accepted, it was compiled and fits, and devices are known to
+        send nothing except what merges the outputs of devices with pages of the same sequences."""
+        refused = self.plan.implementation is None or bool(self.plan.cache.refused)
+        return outcome_of(
+            failed=refused or self.failure is not None or bool(self.unneeded),
+            compiled=self.compiled,
+            lower_only=self.lower_only,
+            unchecked=self.unchecked,
+        )
 
     @property
     def passed(self) -> bool:
-        """Whether an implementation may run it, it compiled (or, without its compiler, was lowered) and fits, and devices send
-        nothing except what merges the outputs of devices with pages of the same sequences."""
-        return self.plan.implementation is not None and self.failure is None and not self.unneeded
+        """Whether everything was checked and is as it should be."""
+        return self.outcome is Outcome.PASSED
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """What couldn't be checked of the compiled step."""
+        unread = self.compiled and self.failure is None and self.collectives is None
+        return (_UNREAD,) if unread and self.plan.problem.mesh else ()
 
     @property
     def unneeded(self) -> tuple[Collective, ...]:
@@ -80,9 +127,12 @@ class StepReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
-        whole = {name: value for name, value in vars(self).items() if name not in ("plan", "device", "failure")}
+        left_out = ("plan", "device", "failure", "pending", "lower_only")
+        whole = {name: value for name, value in vars(self).items() if name not in left_out}
         return whole | {
             "passed": self.passed,
+            "outcome": str(self.outcome),
+            "unchecked": list(self.unchecked),
             "peak_bytes": self.peak_bytes,
             "device": None if self.device is None else self.device._asdict(),
             "failure": None if self.failure is None else self.failure._asdict(),
@@ -96,17 +146,27 @@ class StepReport:
 def verify_step(operation: Paged, step: DeclaredStep, target: str) -> StepReport:
     """Plan the step, then compile it with its pages donated. The mesh is of described devices, of real devices, or abstract;
     with an abstract mesh the step is only lowered."""
-    options = step.options | {"softmax_aux": step.sinks}
-    plan = operation.plan(
-        step.query, step.key, step.value, cache=step.cache, layer=step.layer, batch=step.batch, **options
-    )
-    problem, mesh = plan.problem, operation.metadata.mesh
-    tpu = problem.platform == "tpu"
-    device = device_limits(problem.platform, problem.device_kind)
-    limits = vmem_of(problem.device_kind)[:2] if tpu else (0, 0)
-    here = mesh is None or isinstance(mesh, Mesh)
-    if plan.implementation is None or plan.cache.refused:
-        return StepReport(target, plan, device, *limits, False, None)
+    *_, report = step_reports(operation, step, target)
+    return report
+
+
+def step_reports(
+    operation: Paged, step: DeclaredStep, target: str, *, lower_only: bool = False
+) -> Iterator[StepReport]:
+    """The report of verify_step as it grows: planned, then compiled. lower_only: as with an abstract mesh."""
+    report = _planned(operation, step, target, lower_only)
+    yield report
+    if report.pending:
+        yield _compiled(operation, step, report)
+
+
+def _compiled(operation: Paged, step: DeclaredStep, report: StepReport) -> StepReport:
+    """The report of a planned step, with what the compiler says."""
+    lower_only = report.lower_only
+    report = replace(report, pending="")
+    plan, device, mesh = report.plan, report.device, operation.metadata.mesh
+    problem = plan.problem
+    here = compiles_here(mesh, problem.platform) and not lower_only
     start = time.perf_counter()
     try:
         with tracing_on(mesh, problem.platform):
@@ -115,33 +175,47 @@ def verify_step(operation: Paged, step: DeclaredStep, target: str) -> StepReport
     except AttnOpsError:
         raise
     except Exception as error:  # the compiler's error, of whatever class
-        return StepReport(target, plan, device, *limits, here, failure(error), time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return replace(report, compiled=here, failure=failure(error), seconds=seconds)
     seconds = time.perf_counter() - start
     if compiled is None:
-        return StepReport(target, plan, device, *limits, False, None, seconds)
+        why = "only lowering was asked for" if lower_only else not_compiled(problem.platform)
+        return replace(report, seconds=seconds, uncompiled=why)
     text, memory = program_text(compiled), compiled.memory_analysis()
     parts = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
     moved = 0 if plan.reads is None else plan.reads.device_bytes
     flops = step_flops(problem, step.batch)
     peak = sum(parts) - memory.alias_size_in_bytes
     arithmetic, traffic = (0.0, 0.0) if device is None else device.roofline(flops, moved, problem.runtime_dtype, False)
-    return StepReport(
-        target,
-        plan,
-        device,
-        *limits,
-        True,
-        unheld(problem.platform, device, peak),
-        seconds,
-        None if text is None else kernels_of_program(compiled, text, problem.platform, problem.device_kind),
-        None if text is None else collectives(text, {axis.name: axis.size for axis in problem.mesh}),
-        *parts,
-        memory.alias_size_in_bytes,
-        moved,
-        flops,
-        max(arithmetic, traffic),
-        "" if device is None else "arithmetic" if arithmetic >= traffic else "HBM",
+    return replace(
+        report,
+        compiled=True,
+        failure=unheld(problem.platform, device, peak),
+        seconds=seconds,
+        kernels=None if text is None else kernels_of_program(compiled, text, problem.platform, problem.device_kind),
+        collectives=None if text is None else collectives(text, {axis.name: axis.size for axis in problem.mesh}),
+        argument_bytes=parts[0],
+        output_bytes=parts[1],
+        temp_bytes=parts[2],
+        alias_bytes=memory.alias_size_in_bytes,
+        page_bytes=moved,
+        flops=flops,
+        roofline_seconds=max(arithmetic, traffic),
+        bound="" if device is None else "arithmetic" if arithmetic >= traffic else "HBM",
     )
+
+
+def _planned(operation: Paged, step: DeclaredStep, target: str, lower_only: bool) -> StepReport:
+    """The report of a step that is planned, and neither lowered nor compiled yet."""
+    options = step.options | {"softmax_aux": step.sinks}
+    plan = operation.plan(
+        step.query, step.key, step.value, cache=step.cache, layer=step.layer, batch=step.batch, **options
+    )
+    problem = plan.problem
+    limits = vmem_of(problem.device_kind)[:2] if problem.platform == "tpu" else (0, 0)
+    device = device_limits(problem.platform, problem.device_kind)
+    pending = "" if plan.implementation is None or plan.cache.refused else "step"
+    return StepReport(target, plan, device, *limits, False, None, lower_only=lower_only, pending=pending)
 
 
 def _lowered(operation: Paged, step: DeclaredStep, plan: PagedPlan, mesh: Any) -> Any:

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ..compat import abstract_device
 from ..errors import ConfigError, ShardingError, nearest, shown
+from ..planning import METHODS
 from ..sharding.mesh import AnyMesh
 from .generations import abstract_target, generations, has_libtpu, near_target
 from .gpu.gpu_mesh import described_gpus, has_cuda_plugin
@@ -18,7 +19,10 @@ from .gpu.gpu_specs import gpu_specs
 from .gpu.gpu_target import gpu_target, is_gpu_target
 from .topology import described_mesh
 
-__all__ = ["Target", "device_names", "devices_named", "not_compiled", "target_of"]
+__all__ = ["Target", "cpu_count", "device_names", "devices_named", "not_compiled", "target_of"]
+
+_MOST_CPUS = 256
+_CPU = re.compile(r"cpu:([1-9]\d{0,2})")
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Target:
 
 
 def target_of(name: str) -> Target:
-    """Read a target's name. Errors: ConfigError if it is neither a TPU topology nor GPUs."""
+    """Read the name of a TPU topology or of GPUs. Errors: ConfigError for any other name, also one that only a plan takes."""
     if is_gpu_target(name):
         wanted = gpu_target(name)
         spec = gpu_specs()[wanted.name]
@@ -66,11 +70,25 @@ def target_of(name: str) -> Target:
     if name.partition(":")[0] in generations():
         kind, count = abstract_target(name)
         return Target(name, "tpu", kind, 1, count)
+    prefix, known = name.partition(":")[0], (*METHODS, *device_names())
     raise ConfigError(
         f"target {shown(name)}; wanted a TPU generation and a shape, such as v5e:2x2, or a GPU and how many, such as h100:8; "
-        f"generations: {', '.join(generations())}; GPUs: {', '.join(gpu_specs())}."
-        + (near_target(name) or _near_gpus(name) or nearest(name.partition(":")[0], device_names()))
+        f"generations: {', '.join(generations())}; GPUs: {', '.join(gpu_specs())}. `attnops plan` also takes a generation alone, "
+        f"{', '.join(METHODS)}, or cpu:8." + (near_target(name) or _near_gpus(name) or nearest(prefix, known))
+        if prefix not in METHODS
+        else f"target {shown(name)} names no devices to compile for; wanted a TPU topology or GPUs, such as v5e:2x2, h100:8. "
+        "Hint: `attnops plan` takes a platform; without a target, this machine's devices are compiled for."
     )
+
+
+def cpu_count(name: str) -> int | None:
+    """The number of virtual CPU devices of a name such as cpu:8; None for any other name. Errors: ConfigError for too many."""
+    match = _CPU.fullmatch(name)
+    if match is None:
+        return None
+    if (count := int(match[1])) > _MOST_CPUS:
+        raise ConfigError(f"target {name} has {count} virtual devices; wanted at most {_MOST_CPUS}.")
+    return count
 
 
 def _near_gpus(name: str) -> str:
@@ -96,6 +114,8 @@ def device_names() -> tuple[str, ...]:
 
 def not_compiled(platform: str, done: str = "this was lowered and not compiled") -> str:
     """Why a program for devices that aren't here wasn't compiled, what was done instead, and what to install."""
-    if platform == "tpu":
+    if platform == "tpu" and not has_libtpu():
         return f"libtpu isn't installed, so {done}; pip install 'attnops[tpu]' (Linux) compiles it"
-    return f"jax's CUDA plugin isn't installed, so {done}; pip install 'attnops[cuda-compile]' (Linux) compiles it"
+    if platform in ("cuda", "gpu") and not has_cuda_plugin():
+        return f"jax's CUDA plugin isn't installed, so {done}; pip install 'attnops[cuda-compile]' (Linux) compiles it"
+    return f"the call has no devices of {platform}, so {done}; with described or real ones it is compiled"

@@ -105,7 +105,7 @@ def test_options_of_one_command(attnops: Callable[..., Any], tmp_path: Path) -> 
         (("run", config, "--seed", str(2**64)), "--seed"),
         (("run", config, "--output", tmp_path / "none" / "x.npz"), "doesn't exist"),
         (("run", config, "--output", tmp_path / "x.csv"), ".npz or .safetensors"),
-        (("plan", config, "--platform", "tpuu"), "wanted one of tpu"),
+        (("plan", config, "--target", "tpuu"), "Did you mean 'tpu'"),
         (("plan", config, "--fallback", "maybe"), "fallback='maybe'"),
         (("plam", config), "Did you mean 'plan'"),
     ):

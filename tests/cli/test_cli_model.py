@@ -17,7 +17,7 @@ GEMMA = MODELS / "gemma-3-4b-it.json"
 
 def test_table(attnops: Callable[..., Any]) -> None:
     result = attnops(
-        "plan", "--model", GEMMA, "--mesh", "fsdp=8,tp=4", "--platform", "tpu", "--batch", 8, "--q-len", 2048
+        "plan", "--model", GEMMA, "--mesh", "fsdp=8,tp=4", "--target", "tpu", "--batch", 8, "--q-len", 2048
     )
     assert (result.status, result.err) == (0, "")
     assert result.out.splitlines()[2:5] == [
@@ -36,12 +36,12 @@ def test_table(attnops: Callable[..., Any]) -> None:
     ("model", "line"), [("gemma-2-27b-it", "cap     50"), ("gpt-oss-20b", "sinks   1 per head"), ("llama-3.1-8b", None)]
 )
 def test_caps_and_sinks_are_told(attnops: Callable[..., Any], model: str, line: str | None) -> None:
-    lines = attnops("plan", "--q-len", 64, "--platform", "v5p", "--model", MODELS / f"{model}.json").out.splitlines()
+    lines = attnops("plan", "--q-len", 64, "--target", "v5p", "--model", MODELS / f"{model}.json").out.splitlines()
     assert [one for one in lines if one.startswith(("cap ", "sinks "))] == ([line] if line else [])
 
 
 def test_what_differs_has_a_column(attnops: Callable[..., Any]) -> None:
-    arguments = ("plan", "--q-len", 2048, "--operation", "vanilla", "--platform", "cpu", "--model")
+    arguments = ("plan", "--q-len", 2048, "--operation", "vanilla", "--target", "cpu", "--model")
     lines = attnops(*arguments, MODELS / "modernbert-base.json").out.splitlines()
     head = next(line for line in lines if line.startswith("layers"))
     assert head.split() == ["layers", "kind", "blocks"]
@@ -53,7 +53,7 @@ def test_what_differs_has_a_column(attnops: Callable[..., Any]) -> None:
 
 def test_drops_repeats_and_notes_stand_below_the_table(attnops: Callable[..., Any]) -> None:
     arguments = ("plan", "--model", GEMMA, "--q-len", 64, "--batch", 6, "--mesh", "fsdp=4,tp=8,oops=2")
-    result = attnops(*arguments, "--platform", "tpu")
+    result = attnops(*arguments, "--target", "tpu")
     assert result.status == 0
     said = " ".join(result.out.split())
     for once in (
@@ -65,7 +65,7 @@ def test_drops_repeats_and_notes_stand_below_the_table(attnops: Callable[..., An
         assert said.count(once) == 1, once
     assert "mode derived from the lengths" not in said  # asks for nothing
     assert "so it splits nothing" not in said  # of axes that nobody gave this mesh
-    for layer in json.loads(attnops(*arguments, "--platform", "tpu", "--json").out)["layers"]:
+    for layer in json.loads(attnops(*arguments, "--target", "tpu", "--json").out)["layers"]:
         assert layer["plan"]["repeated_work"]["devices"] == 8
         assert layer["plan"]["kv_repeat"] == 2
     strict = attnops("plan", "--model", GEMMA, "--q-len", 64, "--mesh", "fssdp=2", "--strict")
@@ -75,7 +75,7 @@ def test_drops_repeats_and_notes_stand_below_the_table(attnops: Callable[..., An
 
 def test_what_is_said_of_one_kind_of_layers_names_it(attnops: Callable[..., Any]) -> None:
     result = attnops(
-        "plan", "--model", GEMMA, "--operation", "ring", "--q-len", 8192, "--mesh", "sp=8", "--platform", "tpu"
+        "plan", "--model", GEMMA, "--operation", "ring", "--q-len", 8192, "--mesh", "sp=8", "--target", "tpu"
     )
     said = " ".join(result.out.split())
     assert result.status == 0
@@ -85,7 +85,7 @@ def test_what_is_said_of_one_kind_of_layers_names_it(attnops: Callable[..., Any]
 
 
 def test_json(attnops: Callable[..., Any]) -> None:
-    result = attnops("plan", "--model", GEMMA, "--q-len", 256, "--platform", "tpu", "--json")
+    result = attnops("plan", "--model", GEMMA, "--q-len", 256, "--target", "tpu", "--json")
     data = json.loads(result.out)
     assert data["family"] == "gemma3_text"
     assert [layer["kind"] for layer in data["layers"]] == ["local 1024", "global"]
@@ -131,17 +131,17 @@ def test_lengths_that_are_not_given(attnops: Callable[..., Any]) -> None:
         shapes = {name: tensors[name]["shape"] for name in ("query", "key")}
         return {"q_len": shapes["query"][1], "kv_len": shapes["key"][1], "notes": " ".join(data["notes"])}
 
-    whole = problem("--platform", "tpu")
+    whole = problem("--target", "tpu")
     assert (whole["q_len"], whole["kv_len"]) == (131072, 131072)
     assert "max_position_embeddings=131072" in whole["notes"]
     decode = problem("--mode", "decode", "--kv-len", 512)
     assert (decode["q_len"], decode["kv_len"], decode["notes"]) == (1, 512, "")
-    long = attnops("plan", "--model", MODELS / "llama-4-scout.json", "--platform", "tpu")  # promises ten million
+    long = attnops("plan", "--model", MODELS / "llama-4-scout.json", "--target", "tpu")  # promises ten million
     assert "131072 tokens, of max_position_embeddings=10485760" in " ".join(long.out.split())
 
 
 def test_refused_layers_end_with_status_1(attnops: Callable[..., Any]) -> None:
-    odd = ("plan", "--model", MODELS / "gpt-oss-20b.json", "--q-len", 64, "--operation", "sdpa", "--platform", "cpu")
+    odd = ("plan", "--model", MODELS / "gpt-oss-20b.json", "--q-len", 64, "--operation", "sdpa", "--target", "cpu")
     result = attnops(*odd)
     assert result.status == 1
     assert result.err.startswith("attnops: local 128: sdpa")
@@ -167,7 +167,7 @@ def test_refused_layers_end_with_status_1(attnops: Callable[..., Any]) -> None:
         (("--model", GEMMA, "--ignore", "alibi"), "ignore names 'alibi'"),
         (("--model", GEMMA, "--dtype", "int8"), "call.dtype='int8'"),
         (("--model", GEMMA, "--mode", "guess"), "mode='guess' is not a mode"),
-        (("--model", GEMMA, "--platform", "tpus"), "--platform tpus"),
+        (("--model", GEMMA, "--target", "tpus"), "target 'tpus'"),
         (("--model", "examples/minilm_layer.json"), "no model_type"),
         ((GEMMA,), "this is a model's config (model_type 'gemma3'); wanted a declaration"),
         (("--model", GEMMA, "--part", "cross"), "part='cross'; gemma3_text has one attention"),

@@ -79,10 +79,10 @@ def test_schema(attnops: Callable[..., Any]) -> None:
 
 
 def test_plan_for_a_tpu_that_is_not_here(attnops: Callable[..., Any], examples: Path) -> None:
-    arguments = ("plan", examples / "llama3_8b_layer.json", "--mesh", "fsdp=2,tp=2,sp=2", "--platform", "tpu")
+    arguments = ("plan", examples / "llama3_8b_layer.json", "--mesh", "fsdp=2,tp=2,sp=2", "--target", "tpu")
     result = attnops(*arguments)
     assert (result.status, result.err) == (0, "")
-    for part in ("splash.forward_tpu", "block_q=256 (declared)", "defaults of the config", "--platform"):
+    for part in ("splash.forward_tpu", "block_q=256 (declared)", "defaults of the config", "--target"):
         assert part in result.out
     whole = attnops(*arguments, "--verbose")
     assert whole.status == 0
@@ -103,14 +103,13 @@ def test_plan_for_a_tpu_that_is_not_here(attnops: Callable[..., Any], examples: 
 @needs_libtpu
 def test_plan_for_a_described_topology(attnops: Callable[..., Any], examples: Path) -> None:
     path = examples / "llama3_8b_layer.json"
-    data = json.loads(attnops("plan", path, "--topology", "v5e:2x2", "--mesh", "fsdp=2,tp=2", "--json").out)
+    data = json.loads(attnops("plan", path, "--target", "v5e:2x2", "--mesh", "fsdp=2,tp=2", "--json").out)
     assert data["implementation"] == "splash.forward_tpu"
     assert data["device_kind"] == "TPU v5 lite"
-    assert attnops("plan", path, "--topology", "v5e:2x2").status == 0
+    assert attnops("plan", path, "--target", "v5e:2x2").status == 0
     for arguments, says in (
-        (("--topology", "v9:2x2"), "names that work: v4:2x2x1"),
-        (("--topology", "v5e:2x2", "--mesh", "fsdp=3"), "multiply to 4"),
-        (("--topology", "v5e:2x2", "--platform", "cuda"), "leave one of them out"),
+        (("--target", "v9:2x2"), "generations: v4, v5e"),
+        (("--target", "v5e:2x2", "--mesh", "fsdp=3"), "fsdp=3 has 3 devices and v5e:2x2 has 4"),
     ):
         result = attnops("plan", path, *arguments)
         assert result.status == 2
@@ -131,13 +130,13 @@ def test_a_topology_without_libtpu(
 ) -> None:
     """Our own table says of which kind a topology's devices are, and how many."""
     path = config(batch=4, q_heads=4)
-    with_it = json.loads(attnops("plan", path, "--topology", "v5e:2x2", "--json").out)
+    with_it = json.loads(attnops("plan", path, "--target", "v5e:2x2", "--json").out)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    without = json.loads(attnops("plan", path, "--topology", "v5e:2x2", "--json").out)
+    without = json.loads(attnops("plan", path, "--target", "v5e:2x2", "--json").out)
     assert without["device_kind"] == "TPU v5 lite"
     assert without["tensors"]["query"]["device_shape"] == [1, 16, 4, 8]
     assert without == with_it
-    result = attnops("plan", path, "--topology", "v9:2x2")
+    result = attnops("plan", path, "--target", "v9:2x2")
     assert result.status == 2
     assert "generations: v4, v5e, v5p, v6e, tpu7x" in result.err
 
@@ -150,7 +149,7 @@ def test_a_mesh_larger_than_this_machine(attnops: Callable[..., Any], config: Ca
 
 
 def test_refusals_exit_with_1(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
-    tpu = ("--mesh", "tp=8", "--platform", "tpu")
+    tpu = ("--mesh", "tp=8", "--target", "tpu")
     path = config("splash", return_weights=True)
     assert attnops("plan", path, *tpu).status == 0
     result = attnops("plan", path, *tpu, "--fallback", "error")
@@ -189,14 +188,14 @@ def test_an_axis_that_splits_nothing(attnops: Callable[..., Any], config: Callab
 
 def test_repeated_kv_heads_and_padding_are_told(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
     path = config("splash", kv_heads=2, q_len=130)
-    out = attnops("plan", path, "--mesh", "tp=4,dp=1,fsdp=1,sp=1", "--platform", "tpu").out
+    out = attnops("plan", path, "--mesh", "tp=4,dp=1,fsdp=1,sp=1", "--target", "tpu").out
     assert "each kv head repeated 2 times" in out
     assert "of the work is on padding" in out
 
 
 def test_shapes_of_an_inputs_file(attnops: Callable[..., Any], examples: Path) -> None:
     files = (examples / "minilm_layer.json", "--inputs", examples / "minilm_layer.npz")
-    result = attnops("plan", *files, "--platform", "tpu", "--mesh", "fsdp=2")
+    result = attnops("plan", *files, "--target", "tpu", "--mesh", "fsdp=2")
     assert result.status == 0
     assert "splash.forward_tpu" in result.out
     assert "kv_lengths" in result.out
@@ -207,7 +206,7 @@ def test_shapes_of_an_inputs_file(attnops: Callable[..., Any], examples: Path) -
 
 def test_the_configs_own_mesh(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
     path = config(metadata={"mesh": {"fsdp": 1, "tp": 2}})
-    data = json.loads(attnops("plan", path, "--platform", "cuda", "--json").out)
+    data = json.loads(attnops("plan", path, "--target", "cuda", "--json").out)
     assert (data["platform"], [axis["size"] for axis in data["mesh"]]) == ("cuda", [1, 2])
     assert np.prod(data["tensors"]["query"]["device_shape"]) == 16 * 2 * 8
 
@@ -224,27 +223,52 @@ def test_mode_of_the_option_wins(attnops: Callable[..., Any], config: Callable[.
 def test_a_platform_by_the_name_of_a_device(
     attnops: Callable[..., Any], config: Callable[..., Path], name: str, platform: str, kind: str
 ) -> None:
-    data = json.loads(attnops("plan", config("splash"), "--platform", name, "--json").out)
+    data = json.loads(attnops("plan", config("splash"), "--target", name, "--json").out)
     assert (data["platform"], data["device_kind"]) == (platform, kind)
-    data = json.loads(attnops("plan", config("splash"), "--platform", name, "--mesh", "tp=4", "--json").out)
+    data = json.loads(attnops("plan", config("splash"), "--target", name, "--mesh", "tp=4", "--json").out)
     assert (data["device_kind"], data["tensors"]["query"]["device_shape"]) == (kind, [1, 16, 1, 8])
 
 
 @pytest.mark.parametrize(
-    ("platform", "says"),
-    [
-        ("v5e:2x2", "use --topology v5e:2x2"),
-        ("h100:8", "use --topology h100:8"),
-        ("gpus", "wanted one of tpu, cuda, rocm, gpu, cpu, v4, v5e, "),
-        ("v6", "Did you mean 'v6e'?"),
-    ],
+    ("target", "says"),
+    [("gpus", "Did you mean 'gpu'?"), ("v6", "Did you mean 'v6e'?"), ("v5e-8", "Did you mean 'v5e:2x4'?")],
 )
-def test_a_platform_that_is_none(
-    attnops: Callable[..., Any], config: Callable[..., Path], platform: str, says: str
+def test_a_target_that_is_none(
+    attnops: Callable[..., Any], config: Callable[..., Path], target: str, says: str
 ) -> None:
-    result = attnops("plan", config(), "--platform", platform)
+    result = attnops("plan", config(), "--target", target)
     assert (result.status, result.out) == (2, "")
     assert says in result.err
+
+
+def test_a_number_of_cpus(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    data = json.loads(attnops("plan", config(batch=8), "--target", "cpu:4", "--json").out)
+    assert (data["platform"], [axis["size"] for axis in data["mesh"]]) == ("cpu", [4])
+    assert data["tensors"]["query"]["device_shape"] == [2, 16, 4, 8]
+    data = json.loads(attnops("plan", config(batch=8), "--target", "cpu:4", "--mesh", "fsdp=2,tp=2", "--json").out)
+    assert data["tensors"]["query"]["device_shape"] == [4, 16, 2, 8]
+    result = attnops("plan", config(batch=8), "--target", "cpu:4", "--mesh", "fsdp=8")
+    assert result.status == 2
+    assert "fsdp=8 has 8 devices and cpu:4 has 4" in result.err
+
+
+def test_a_target_hides_nothing_of_the_declared_mesh(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
+    for target in ("tpu", "v5e", "cpu:4", "v5e:2x2"):
+        result = attnops("plan", config(metadata={"mesh": {"tp": 0}}), "--target", target)
+        assert result.status == 2
+        assert "the size of axis 'tp' is 0" in result.err
+    result = attnops("plan", config(metadata={"mesh": {"tp": 2}}), "--target", "v5e:2x2")
+    assert result.status == 2
+    assert "the declared mesh tp=2 has 2 devices and v5e:2x2 has 4" in result.err
+
+
+@pytest.mark.parametrize("option", ["--platform", "--topology"])
+def test_former_options_name_the_one_that_there_is(
+    attnops: Callable[..., Any], config: Callable[..., Path], option: str
+) -> None:
+    result = attnops("plan", config(), option, "tpu")
+    assert (result.status, result.out) == (2, "")
+    assert "Use --target" in result.err
 
 
 def test_standard_input(
@@ -276,7 +300,7 @@ def test_no_word_is_broken_and_no_line_is_longer(
     attnops: Callable[..., Any], examples: Path, monkeypatch: pytest.MonkeyPatch, columns: int, verbose: bool
 ) -> None:
     """The words of a wide terminal are those of a narrow one, and lines of short words fit."""
-    arguments = ("plan", examples / "llama3_8b_layer.json", "--mesh", "fsdp=2,tp=2,sp=3", "--platform", "tpu")
+    arguments = ("plan", examples / "llama3_8b_layer.json", "--mesh", "fsdp=2,tp=2,sp=3", "--target", "tpu")
     arguments += ("--verbose",) if verbose else ()
     monkeypatch.setenv("COLUMNS", "1000")
     words = {word.strip(";,") for word in attnops(*arguments).out.split()}

@@ -51,7 +51,7 @@ def test_a_step_is_planned(attnops: Callable[..., Any], tmp_path: Path) -> None:
         assert part in result.out, result.out
     data = json.loads(attnops("plan", path, "--json").out)
     assert (data["reads"]["live"], data["reads"]["held"], data["mode"], data["enabled"]) == (9, 16, "mixed", True)
-    on_tpu = json.loads(attnops("plan", path, "--json", "--platform", "tpu", "--mesh", "tp=2").out)
+    on_tpu = json.loads(attnops("plan", path, "--json", "--target", "tpu", "--mesh", "tp=2").out)
     assert on_tpu["platform"] == "tpu"
     assert on_tpu["tensors"]["query"]["device_shape"] == [7, 3, 16]
 
@@ -213,6 +213,21 @@ def test_a_step_is_compiled_for_a_tpu(attnops: Callable[..., Any], tmp_path: Pat
     assert result.status == 0, result.out + result.err
     assert "page table: 512 B of 1.0 MiB of scalar memory" in result.out
     assert "bound by HBM" in result.out
+
+
+def test_a_step_passes_only_if_it_was_compiled(
+    attnops: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnops.verify.targets.has_libtpu", lambda: False)
+    arguments = ("verify", written(tmp_path, metadata={"fallback": "allow"}), "--target", "v5e:1x1")
+    result = attnops(*arguments)
+    assert result.status == 1
+    assert "NOT COMPILED" in result.out
+    (report,) = json.loads(attnops(*arguments, "--json").out)
+    assert (report["passed"], report["outcome"], report["compiled"]) == (False, "not compiled", False)
+    result = attnops(*arguments, "--lowered")
+    assert result.status == 0
+    assert "passes" not in result.out
 
 
 def test_sizes_of_a_step_are_searched_and_kept(

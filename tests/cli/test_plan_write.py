@@ -27,8 +27,7 @@ NOT_DECLARED = {"config", "inputs", "model", "write", "verbose", "as_json", "hel
 VALUES: dict[str, tuple[str, ...]] = {
     "mesh": ("--mesh", "fsdp=2,dp=1,tp=2,sp=1"),
     "mode": ("--mode", "prefill"),
-    "platform": ("--platform", "tpu"),
-    "topology": ("--topology", "v5e:2x2"),
+    "target": ("--target", "tpu"),
     "strict": ("--strict",),
     "fallback": ("--fallback", "allow"),
     "operation": ("--operation", "vanilla"),
@@ -41,7 +40,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "kv_len": ("--kv-len", "64"),
     "layer": ("--layer", "1"),
 }
-TARGETS = ("mesh", "mode", "platform", "strict", "fallback")
+TARGETS = ("mesh", "mode", "target", "strict", "fallback")
 has_libtpu = importlib.util.find_spec("libtpu") is not None
 
 
@@ -80,20 +79,18 @@ def written(attnops: Callable[..., Any], tmp_path: Path, names: tuple[str, ...])
 
 @pytest.mark.parametrize("name", [name for name in options() if name not in NOT_DECLARED])
 def test_one_option(attnops: Callable[..., Any], tmp_path: Path, name: str) -> None:
-    if name == "topology" and not has_libtpu:
-        pytest.skip("libtpu is not installed")
     written(attnops, tmp_path, (name,))
 
 
-@pytest.mark.parametrize("platform", ["v5e", "h100"])
+@pytest.mark.parametrize("target", ["v5e", "h100"])
 @pytest.mark.parametrize("names", [(), ("mesh",)], ids="+".join)
 def test_a_device_by_its_name(
-    attnops: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str, names: tuple[str, ...]
+    attnops: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, names: tuple[str, ...]
 ) -> None:
-    monkeypatch.setitem(VALUES, "platform", ("--platform", platform))
-    written(attnops, tmp_path, (*names, "platform"))
+    monkeypatch.setitem(VALUES, "target", ("--target", target))
+    written(attnops, tmp_path, (*names, "target"))
     data = json.loads((tmp_path / "out" / "global.json").read_text())["metadata"]["mesh"]
-    assert data["device_kind"] == {"v5e": "TPU v5 lite", "h100": "NVIDIA H100 80GB HBM3"}[platform]
+    assert data["device_kind"] == {"v5e": "TPU v5 lite", "h100": "NVIDIA H100 80GB HBM3"}[target]
 
 
 @pytest.mark.parametrize("names", [*itertools.combinations(TARGETS, 2), TARGETS], ids="+".join)
@@ -102,8 +99,11 @@ def test_options_together(attnops: Callable[..., Any], tmp_path: Path, names: tu
 
 
 @pytest.mark.skipif(not has_libtpu, reason="libtpu is not installed")
-def test_a_topology_with_a_mesh(attnops: Callable[..., Any], tmp_path: Path) -> None:
-    written(attnops, tmp_path, ("topology", "mesh", "fallback", "layer"))
+def test_a_topology_with_a_mesh(attnops: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(VALUES, "target", ("--target", "v5e:2x2"))
+    (tmp_path / "all").mkdir()
+    written(attnops, tmp_path / "all", ("target",))
+    written(attnops, tmp_path, ("target", "mesh", "fallback", "layer"))
     data = json.loads((tmp_path / "out" / "global.json").read_text())["metadata"]["mesh"]
     assert (data["axis_sizes"], data["platform"], data["device_kind"]) == ([2, 1, 2, 1], "tpu", "TPU v5 lite")
 
@@ -130,17 +130,17 @@ def test_what_the_files_say(attnops: Callable[..., Any], tmp_path: Path) -> None
     assert metadata["mesh"] == {"fsdp": 2, "dp": 1, "tp": 2, "sp": 1}
     assert metadata["strict"] is True
     assert attnops("run", tmp_path / "here" / "global.json", "--quiet", "--repeats", 1).status == 0
-    assert attnops(*base, "--write", tmp_path / "there", "--platform", "tpu").status == 0
+    assert attnops(*base, "--write", tmp_path / "there", "--target", "tpu").status == 0
     metadata = Declaration.load(tmp_path / "there" / "global.json").metadata
     assert (metadata["backend"], metadata["mesh"]["platform"]) == ("tpu", "tpu")
     assert "metadata.mesh" in attnops("run", tmp_path / "there" / "global.json").err
 
 
 def test_options_on_a_declared_mesh(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
-    """--platform changes where a declared mesh is, not the types of its axes; a mesh is planned without devices."""
+    """--target changes where a declared mesh is, not the types of its axes; a mesh is planned without devices."""
     mesh = {"axis_names": ["fsdp", "tp"], "axis_sizes": [1, 2], "axis_types": ["explicit", "explicit"]}
     path = config(metadata={"mesh": mesh})
-    for arguments, platform in (((), "cpu"), (("--platform", "rocm"), "rocm")):
+    for arguments, platform in (((), "cpu"), (("--target", "rocm"), "rocm")):
         data = json.loads(attnops("plan", path, "--json", *arguments).out)
         assert data["platform"] == platform
         assert [axis["kind"] for axis in data["mesh"]] == ["explicit", "explicit"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,21 @@ def test_quiet_and_pipes_see_nothing(terminal: io.StringIO, capsys: pytest.Captu
     with bar("compile") as told:
         told(1, 2, "")
     assert terminal.getvalue() == ""
+
+
+def test_work_that_takes_long_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a pipe too, and for each piece of work anew."""
+    monkeypatch.setattr(progress, "EVERY", 0.2)
+    with bar("compile") as told:
+        told(0, 2, "forward")
+        time.sleep(0.55)
+        told(1, 2, "backward")
+        time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["attnops: compile: forward: 0.2 s so far", "attnops: compile: forward: 0.4 s so far"]
+    with bar("compile", quiet=True):
+        time.sleep(0.3)
+    assert capsys.readouterr().err == ""
 
 
 def test_each_turn_is_told() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from attnops.drawing.charts import Bar, Point, bars, curve, roofline
 from attnops.drawing.sequences import SequenceBar, sequences
-from attnops.verify.call import verify_call
+from attnops.verify.call import call_reports
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
@@ -111,9 +111,15 @@ def test_for_a_tpu_with_a_search(
     monkeypatch.setenv("ATTNOPS_TUNE_CACHE", str(tmp_path / "kept"))
     path = config("splash", q_len=256, head_dim=128, dtype="bfloat16", mode="prefill")
     plans = []
-    monkeypatch.setattr("attnops.cli.verify.verify_call", lambda *args: plans.append(verify_call(*args)) or plans[-1])
+
+    def reports(*args: Any, **options: Any) -> Any:
+        for report in call_reports(*args, **options):
+            plans.append(report.plan)
+            yield report
+
+    monkeypatch.setattr("attnops.cli.verified.call_reports", reports)
     written(attnops, path, "--target", "v5e:1x1")
-    plan = plans[0].plan
+    plan = plans[0]
     measured = [Measured("forward", {"block_q": n}, "static", n * 1e-5) for n in (256, 128)]
     measured.append(Measured("forward", {"block_q": 64}, "static", None, "too small"))
     keep(tune_key(plan.method, plan.problem, plan.placement), measured)
@@ -149,7 +155,7 @@ def test_gpus_and_failures(tmp_path: Path) -> None:
         assert target is not None
         plan = OperationRegistry.create("splash", OperationMetadata(mesh=target.abstract({"fsdp": 1}))).plan(x, x, x)
         device = device_limits(plan.problem.platform, plan.problem.device_kind)
-        report = TargetReport(name, plan, device, 16 * 2**20, 128 * 2**20, (one,), ("a warning",))
+        report = TargetReport(name, plan, device, 16 * 2**20, 128 * 2**20, (one,), ("a warning",), ("forward",))
         text = report_page(Reported(declaration, plan, (report,), (), None, (), "now"))
         return " ".join(Page(text).texts["target-0"].split())
 
@@ -170,8 +176,9 @@ def test_gpus_and_failures(tmp_path: Path) -> None:
     used = KernelUse("attnops_splash_forward", 17 * 2**20, None)
     said = page("v5e", PassReport("forward", True, None, kernels=(used,), **work))
     assert "17.0 MiB of 16.0 MiB of VMEM: over the limit" in said
-    said = page("v5e", PassReport("forward", False, None, seconds=1.0))
-    assert "lowered and not compiled" in said
+    said = page("v5e", PassReport("forward", False, None, seconds=1.0, uncompiled="libtpu isn't installed"))
+    assert "NOT COMPILED" in said
+    assert "not compiled: libtpu isn't installed" in said
 
 
 def test_a_refused_plan_has_its_page(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:

@@ -168,6 +168,20 @@ def _inputs(path: Path, **more: np.ndarray) -> Path:
     return path
 
 
+def test_what_was_not_compared_does_not_pass(
+    attnops: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Every row is a padding query; the expected values are of another call altogether."""
+    none = np.zeros((2,), np.int32)
+    inputs = _inputs(tmp_path / "x.npz", kv_lengths=none, expected=np.full((2, 16, 4, 8), 7.0, np.float32))
+    path = config(batch=2, kv_lengths=True)
+    result = attnops("run", path, "--inputs", inputs, "--check", "--repeats", 1)
+    assert result.status == 1
+    assert "nothing was compared" in result.err
+    data = json.loads(attnops("run", path, "--inputs", inputs, "--check", "--repeats", 1, "--json").out)
+    assert [one["passed"] for one in data["checks"]] == [True, False]
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.9])
 def test_a_row_counts_by_its_own_size(
     attnops: Callable[..., Any], config: Callable[..., Path], tmp_path: Path, factor: float

@@ -64,7 +64,7 @@ def test_for_a_tpu_that_is_not_here(attnops: Any, config: Any, tmp_path: Path) -
     assert "static clock" in shown.out
     assert "an estimate" in shown.out
     assert f"{chosen['detail']['cycles']:,}" in shown.out
-    planned = attnops("plan", path, "--topology", "v5e:2x2")
+    planned = attnops("plan", path, "--target", "v5e:2x2")
     assert "cache: static clock, an estimate" in planned.out
 
 
@@ -80,7 +80,7 @@ def test_for_a_gpu_that_is_not_here(attnops: Any, config: Any) -> None:
     assert "cycles for which warps stall" in " ".join(shown.out.split())
     assert f"{chosen['detail']['cycles']:,}" in shown.out
     assert "shared memory" in shown.out
-    planned = attnops("plan", path, "--platform", "h100")
+    planned = attnops("plan", path, "--target", "h100")
     assert "cache: static clock, an estimate" in planned.out
 
 

@@ -18,13 +18,14 @@ needs_plugin = pytest.mark.skipif(not has_cuda_plugin(), reason="pip install 'at
 SIZES = {"batch": 2, "q_len": 256, "q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "causal": True}
 
 
-def test_without_the_plugin_it_is_lowered(
+def test_without_the_plugin_it_is_lowered_and_not_compiled(
     attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("attnops.verify.targets.has_cuda_plugin", lambda: False)
     arguments = ("verify", config("flash_attn2", **SIZES), "--target", "h100:2")
     result = attnops(*arguments)
-    assert (result.status, result.err) == (0, "")
+    assert result.status == 1
+    assert "--lowered" in result.err
     said = " ".join(result.out.split())
     for part in (
         "NVIDIA H100 80GB HBM3, mesh fsdp=2; a device has 79.1 GiB of HBM, 132 multiprocessors, and 227.0 KiB of shared memory",
@@ -39,6 +40,8 @@ def test_without_the_plugin_it_is_lowered(
     assert report["device"]["bytes_per_second"] == 3.35e12
     assert len(report["device"]["sources"]) == 5
     assert [one["compiled"] for one in report["passes"]] == [False, False]
+    assert (report["passed"], report["outcome"]) == (False, "not compiled")
+    assert attnops(*arguments, "--lowered").status == 0
     result = attnops(*arguments, "--mesh", "fsdp=3")
     assert (result.status, "has 3 devices and h100:2 has 2" in result.err) == (2, True)
 
@@ -57,7 +60,7 @@ def test_targets_of_both_kinds(
         monkeypatch.setattr(f"attnops.verify.targets.{name}", lambda: False)
     path = config("splash", **SIZES)
     result = attnops("verify", path, "--target", "v5e:2x2", "--target", "a100", "--mode", "prefill")
-    assert result.status == 0, result.err
+    assert result.status == 1, result.err
     said = " ".join(result.out.split())
     assert said.index("libtpu isn't installed") < said.index("jax's CUDA plugin isn't installed")
     assert said.index("splash.forward_tpu") < said.index("splash.forward_cuda")
@@ -77,7 +80,8 @@ def test_refusals_of_the_compiler_in_our_words() -> None:
 def test_a_call_on_a_described_gpu(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
     arguments = ("verify", config("flash_attn2", **SIZES), "--target", "h100", "--mode", "prefill")
     result = attnops(*arguments)
-    assert (result.status, result.err) == (0, "")
+    assert result.status == 1
+    assert "--lowered" in result.err
     said = " ".join(result.out.split())
     for part in ("compiles in", "attnops_flash_forward: ", "HBM per device: arguments 512.0 KiB, outputs 256.0 KiB"):
         assert part in said

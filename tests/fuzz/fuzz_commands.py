@@ -18,8 +18,8 @@ __all__ = ["Ended", "command_case", "run_command"]
 
 # {file} is a declaration, {model} a model's config, {inputs} arrays. None of these runs an attention for long.
 _LINES = (
-    "plan {file}", "plan {file} --json", "plan {file} --mesh tp=2 --platform tpu", "plan {file} --mode train --strict",
-    "plan {file} --inputs {inputs}", "plan {file} --fallback error --topology v5e:2x2", "plan --model {model} --q-len 128",
+    "plan {file}", "plan {file} --json", "plan {file} --mesh tp=2 --target tpu", "plan {file} --mode train --strict",
+    "plan {file} --inputs {inputs}", "plan {file} --fallback error --target v5e:2x2", "plan --model {model} --q-len 128",
     "plan --model {model} --json --q-len 64 --kv-len 128 --batch 2 --dtype float32 --operation vanilla",
     "plan --model {model} --layer 0 --q-len 64 --write out", "plan --model {model} --ignore vocab_size --family llama",
     "list", "list --json", "schema", "schema splash", "verify --help", "tune --help", "run --help", "--help", "",
@@ -31,8 +31,9 @@ _BAD = (
     "run {file} --mesh tp=9999", "run {file} --inputs {missing}", "verify {file} --inputs {folder}", "run {binary}",
 )  # fmt: skip
 _OPTIONS = (
-    "--json", "--mesh", "--mode", "--platform", "--topology", "--strict", "--fallback", "--model", "--operation", "--family",
-    "--part", "--ignore", "--dtype", "--batch", "--q-len", "--kv-len", "--layer", "--inputs", "-h", "--version", "--", "-",
+    "--json", "--mesh", "--mode", "--target", "--lowered", "--timeout", "--strict", "--fallback", "--model", "--operation",
+    "--family", "--part", "--ignore", "--dtype", "--batch", "--q-len", "--kv-len", "--layer", "--inputs", "-h",
+    "--version", "--", "-",
 )  # fmt: skip
 _SMALL = {"operation": "vanilla", "call": {"q_len": 8, "q_heads": 2, "head_dim": 4}}
 

@@ -345,7 +345,7 @@ def test_a_refused_cache_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "[pages]" in err
     assert "[kv_heads]" in err
     cache = SMALL | {"max_sequences": 256, "max_length": 8192, "pages": 4096}
-    assert main(["plan", _file(tmp_path, cache=cache, call=None), "--platform", "tpu"]) == 1
+    assert main(["plan", _file(tmp_path, cache=cache, call=None), "--target", "tpu"]) == 1
     assert "[page_table_smem]" in capsys.readouterr().err
 
 
