@@ -106,6 +106,7 @@ def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig
             (1 if name in problem.quantised else itemsize, f"{name}_scale" in problem.scales)
             for name in ("key", "value")
         ),
+        problem.device_kind,
     )
 
 

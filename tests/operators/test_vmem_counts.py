@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,9 @@ def nothing_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_splash_takes_what_is_counted(tool: Any, data: dict[str, Any]) -> None:
     found = list(tool.splash_kernels(data))
-    assert Counter(one.generation for one in found).keys() == {"v4", "v5e", "v5p", "v6e", "tpu7x"}
-    assert len(found) >= 80
-    off = [one for one in found if not 1 / WITHIN <= one.ratio <= WITHIN]
-    assert len(off) <= 0.02 * len(found), off
-    assert all(1 / 2 <= one.ratio <= 2 for one in found)
+    assert {one.generation for one in found} == {"v4", "v5e", "v5p", "v6e", "tpu7x"}
+    assert len(found) >= 100
+    assert [one for one in found if not 1 / WITHIN <= one.ratio <= WITHIN] == []
 
 
 def test_paged_kernels_take_what_is_counted(tool: Any) -> None:
@@ -55,7 +52,7 @@ def test_paged_kernels_take_what_is_counted(tool: Any) -> None:
 
 
 def test_what_is_planned_has_enough(tool: Any, data: dict[str, Any]) -> None:
-    """The limit that a plan asks for is no less than what the compiler took. Its need isn't either, up to 0.5 % in one kernel."""
+    """The limit that a plan asks for is no less than what the compiler took, and neither is the need that it counts."""
     planned = 0
     for case in tool.cases():
         used = [n or 0 for n in data["cases"].get(case.name, {}).get("kernels", {}).values()]
@@ -67,5 +64,5 @@ def test_what_is_planned_has_enough(tool: Any, data: dict[str, Any]) -> None:
         planned += 1
         room = vmem_room(plan.problem, plan.config)
         assert max(used) <= room, case.name
-        assert max(used) <= 1.006 * vmem_need(plan.problem, plan.placement, plan.config), case.name
-    assert planned >= 40
+        assert max(used) <= vmem_need(plan.problem, plan.placement, plan.config), case.name
+    assert planned >= 50

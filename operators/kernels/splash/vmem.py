@@ -60,6 +60,7 @@ class Shape(NamedTuple):
     dense_itemsize: int  # bytes per weight of bias and mask arrays together; 0 without
     key: tuple[int, bool]
     value: tuple[int, bool]
+    device_kind: str = ""
 
 
 def forward_parts(shape: Shape, blocks: SplashBlocks, *, at_most: bool = False) -> dict[str, int]:
@@ -94,8 +95,11 @@ def forward_parts(shape: Shape, blocks: SplashBlocks, *, at_most: bool = False) 
 def _forward_tile(shape: Shape, blocks: SplashBlocks) -> int:
     """Bytes that the compiler takes for the logits and weights of a tile: of one unit, or of the two or three that overlap."""
     unit, tile = blocks.block_q_compute * blocks.block_kv_compute, blocks.block_q * blocks.block_kv
-    at_once = 1 if unit == tile else 2 if blocks.transposed_tiles or tile <= _OVERLAPPED**2 else 3
-    return _spilled("forward", at_once * unit, shape.itemsize, alone=at_once == 1)
+    most = 2 if blocks.transposed_tiles or tile <= _OVERLAPPED**2 else 3
+    at_once = max(1, min(most, tile // unit // 2))
+    held = _spilled("forward", at_once * unit, shape.itemsize, alone=unit == tile)
+    # On a v4 the compiler begins with the products of all units if the head dim is wider than a register.
+    return max(held, 4 * tile) if shape.device_kind == "TPU v4" and shape.dim > _LANES and unit < tile else held
 
 
 def _whole_forward_tile(shape: Shape, blocks: SplashBlocks) -> int:
