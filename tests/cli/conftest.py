@@ -39,6 +39,7 @@ def examples() -> Path:
 def attnops(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """Call `attnops` with these arguments."""
     monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it; lines would fold elsewhere
+    monkeypatch.setattr("attnops.cli.progress.EVERY", 3600.0)  # a slow machine says nothing more
 
     def command(*arguments: object) -> Result:
         status = main([str(argument) for argument in arguments])
