@@ -54,8 +54,10 @@ FORWARD: dict[str, Callable[[Callable[..., jax.Array]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", FORWARD)
-@pytest.mark.parametrize("route", ["splash", "tiles"])
+@pytest.mark.parametrize(
+    ("route", "way"),
+    [("tiles", way) for way in FORWARD] + [pytest.param("splash", way, marks=pytest.mark.slow) for way in FORWARD],
+)
 def test_forward_mode_is_refused_however_it_is_asked_for(route: str, way: str) -> None:
     with pytest.raises(InputTypeError, match="'path': 'plain'"):
         FORWARD[way](_attend(route))
@@ -88,8 +90,7 @@ def test_second_derivatives_of_kernels_are_refused(route: str, second: Any) -> N
         jax.jit(second(_attend(route), 0))(Q)
 
 
-@pytest.mark.parametrize("of", [0, 1])
-@pytest.mark.parametrize("route", XLA)
+@pytest.mark.parametrize(("route", "of"), [("tiles", 0), ("tiles", 1), ("tile", 1), ("decode", 1), ("xla-ring", 1)])
 def test_forward_over_reverse_is_right_in_xla(route: str, of: int) -> None:
     made, wanted = (jax.jit(_product(f, of))(Q) for f in (_attend(route), _theirs))
     np.testing.assert_allclose(made, wanted, atol=2e-5 * float(jnp.abs(wanted).max()))
