@@ -12,14 +12,16 @@ from ...planning import PlannedOperation, Policy
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
 from ...planning.paged.paged_problem import PagedProblem, causal_window
+from ...planning.text import Aside
 from ...registry import OperationMetadata
 from ...sharding import axes_of
 from ...sharding.mesh import AnyMesh
 from ..arguments import shaped
 from ..declared_config import declared_config
 from ..paged_cache.attend import check_written
+from ..paged_cache.stored_tokens import check_kept
 from ..planned_platform import planned_platform
-from .step_arguments import Step
+from .step_arguments import Step, StepArrays
 
 __all__ = ["describe_step"]
 
@@ -32,7 +34,7 @@ def describe_step(
     cache: KVCache,
     group: int,
     tokens: tuple[Any, Any, Any],
-    sinks: Any,
+    more: StepArrays,
     step: Step,
     mesh: AnyMesh | None,
     arrays: Any,
@@ -59,7 +61,16 @@ def describe_step(
             f"strict: {names} of the mesh split nothing of the cache, so their devices do the same work; declare pages_axis, "
             "kv_head_axis or page_sequence_axis for them, or another mesh."
         )
-    if sinks is not None and (s := shaped("softmax_aux", sinks)).shape != (heads,):
+    kept = []
+    for name, x, own in (("key", key, more.key_scale), ("value", value, more.value_scale)):
+        if x is not None:
+            check_kept(cache, name, x, own)
+            kept += [name] if x.dtype != jnp.dtype(cache.dtype) else []
+        elif own is not None:
+            raise InputError(f"{name}_scale is given without {name}; wanted both, or neither.")
+    if kept:
+        notes.append(Aside(f"{' and '.join(kept)} come as {cache.stored_dtype} and are stored as they are"))
+    if more.sinks is not None and (s := shaped("softmax_aux", more.sinks)).shape != (heads,):
         raise InputError(f"softmax_aux has shape {s.shape}; wanted [heads] = ({heads},): merge several with logsumexp.")
     scale = metadata.softmax_scale if step.softmax_scale is None else step.softmax_scale
     scale = cache.head_dim**-0.5 if scale is None else scale
@@ -81,7 +92,7 @@ def describe_step(
         notes.append("partition_axis is not read: the cache declares pages_axis, kv_head_axis and page_sequence_axis")
     wanted = {
         "logits_soft_cap": cap is not None,
-        "sinks": sinks is not None,
+        "sinks": more.sinks is not None,
         "return_lse": step.return_lse,
         "gqa": heads != cache.kv_heads,
         "value_dim": cache.value_size != cache.head_dim,
@@ -94,6 +105,8 @@ def describe_step(
         tokens=count,
         q_heads=heads,
         input_dtype=given,
+        key_dtype=cache.dtype if key is None else key.dtype.name,
+        value_dtype=cache.dtype if value is None else value.dtype.name,
         runtime_dtype=runtime,
         softmax_dtype=metadata.runtime_softmax_dtype.name,
         mode=step.mode,
@@ -140,10 +153,6 @@ def _check_tokens(
             raise InputError(f"{name} has {x.shape[0]} tokens and the query {count}; wanted the same number.")
         if name != "query" and not parts and x.shape[1] not in heads:
             raise InputError(f"{name} has {x.shape[1]} heads; wanted {cache.kv_heads}, the cache's kv_heads.")
-        if name != "query" and x.dtype != jnp.dtype(cache.dtype):
-            raise InputTypeError(
-                f"{name} is {x.dtype}, but the cache is declared {cache.dtype}; convert it, or declare that dtype for the cache."
-            )
     if query is not None and query.dtype.name not in _FLOATS:
         raise InputTypeError(f"query is {query.dtype}; wanted one of {', '.join(_FLOATS)}.")
     if query is not None and not parts and query.shape[1] % plan.stored_heads:

@@ -38,7 +38,7 @@ from ..runnable import check_runnable
 from .describe_step import describe_step
 from .paged_config import PagedConfig
 from .run_step import StepProgram, run_step
-from .step_arguments import Step, StepArguments, cache_of, step_of
+from .step_arguments import Step, StepArguments, StepArrays, cache_of, step_of
 from .step_output import StepOutput
 from .step_reasons import DTYPE, SOFTMAX, step_reasons
 from .tpu_kernel import on_tpu, tpu_notes, tpu_reasons, tpu_sizes
@@ -82,11 +82,11 @@ class Paged(DeclaredOperation):
         state donated: outside, the layer's pages are copied. There is no gradient. Errors: InputError, InputTypeError (bad
         arguments, known invalid batches), RefusedError (nothing can run it).
         """
-        step, sinks = step_of(call, self.metadata.causal)
+        step, more = step_of(call, self.metadata.causal)
         own = alone(state, layer, batch)
         pages, group = own.layers[0], state.cache.group_of(int(layer))
         mesh = self._mesh()
-        arrays = (query, key, value, sinks, pages, batch)
+        arrays = (query, key, value, *more, pages, batch)
         asked = (
             self,
             mesh,
@@ -96,20 +96,20 @@ class Paged(DeclaredOperation):
             step,
             kept_here(),
             _wide(jax.config),
-            *map(_signature, (query, key, value, sinks)),
+            *map(_signature, (query, key, value, *more)),
         )
         decided = _prepared.find(asked)
         if decided is None:
-            decided = self._prepare(state.cache, group, (query, key, value), sinks, step, mesh, arrays)
+            decided = self._prepare(state.cache, group, (query, key, value), more, step, mesh, arrays)
             _prepared.put(asked, decided)
         _check_pages(decided, state, pages, mesh)
         tokens = key if query is None else query
         own = replace(own, cache=state.cache.part(group, decided.cache.pages))
-        check_step(own, 0, batch, tokens, debug=False)
+        check_step(own, 0, batch, tokens, debug=False, writes=decided.problem.update != "none")
         check_longest(batch, step.max_q_len, debug=False)
         program = StepProgram(self, decided, mesh, step.debug)
         # One layer, so that all layers of a group share a program.
-        output, lse, after = run_step(program, own, batch, query, key, value, sinks)
+        output, lse, after = run_step(program, own, batch, query, key, value, more)
         return StepOutput(
             output, lse if step.return_lse else None, state.with_layer(layer, after.layers[0]), plan=decided
         )
@@ -131,14 +131,14 @@ class Paged(DeclaredOperation):
         For a batch with known values the plan also says which pages are read. A plan of kind 'refused' is returned, not raised.
         """
         declared = cache_of(cache)
-        step, sinks = step_of(call, self.metadata.causal)
+        step, more = step_of(call, self.metadata.causal)
         if layer is None and len(declared.groups) > 1:
             raise InputError(
                 f"the cache's layers are in {len(declared.groups)} groups; specify the step's layer, such as layer=0."
             )
         group = declared.group_of(0 if layer is None else layer)
         mesh = self._mesh()
-        decided = self._plan(declared, group, (query, key, value), sinks, step, mesh, (query, key, value, sinks))
+        decided = self._plan(declared, group, (query, key, value), more, step, mesh, (query, key, value, *more))
         known = batch is not None and all(known_values(x) is not None for x in jax.tree.leaves(batch))
         return replace(decided, reads=page_reads(decided.problem, batch)) if known else decided
 
@@ -163,12 +163,12 @@ class Paged(DeclaredOperation):
         cache: KVCache,
         group: int,
         tokens: tuple[Any, Any, Any],
-        sinks: Any,
+        more: StepArrays,
         step: Step,
         mesh: AnyMesh | None,
         arrays: Any,
     ) -> PagedPlan:
-        problem = describe_step(type(self), self.metadata, cache, group, tokens, sinks, step, mesh, arrays)
+        problem = describe_step(type(self), self.metadata, cache, group, tokens, more, step, mesh, arrays)
         return plan_paged(type(self), problem, self.metadata.policy)
 
     def _prepare(
@@ -176,12 +176,12 @@ class Paged(DeclaredOperation):
         cache: KVCache,
         group: int,
         tokens: tuple[Any, Any, Any],
-        sinks: Any,
+        more: StepArrays,
         step: Step,
         mesh: AnyMesh | None,
         arrays: Any,
     ) -> PagedPlan:
-        decided = self._plan(cache, group, tokens, sinks, step, mesh, arrays).require()
+        decided = self._plan(cache, group, tokens, more, step, mesh, arrays).require()
         if decided.kind == "fallback" and decided.policy.fallback == "warn":
             _warn(decided)
         known = named_axes(self.metadata.partition_axis)

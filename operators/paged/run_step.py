@@ -17,6 +17,7 @@ from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.insert import insert
 from ..paged_cache.paged_call import PagedSizes
 from ..paged_cache.state import CacheState
+from .step_arguments import StepArrays
 
 __all__ = ["StepProgram", "run_step"]
 
@@ -50,12 +51,13 @@ def written_when(operation: type[PlannedOperation], plan: PagedPlan) -> Literal[
 
 @functools.partial(jax.jit, static_argnums=0)
 def run_step(
-    program: StepProgram, state: CacheState, batch: RaggedBatch, query: Any, key: Any, value: Any, sinks: Any
+    program: StepProgram, state: CacheState, batch: RaggedBatch, query: Any, key: Any, value: Any, arrays: StepArrays
 ) -> tuple[jax.Array | None, jax.Array | None, CacheState]:
     """(output, lse, the state after) of one layer, which is the state's only one. This is its name in a profile."""
     problem, config = program.plan.problem, program.plan.config
+    scales = {"key_scale": arrays.key_scale, "value_scale": arrays.value_scale}
     if problem.mode == "insert":
-        return None, None, insert(state, 0, batch, key, value, debug=program.debug)
+        return None, None, insert(state, 0, batch, key, value, **scales, debug=program.debug)
     found = causal_window(problem.mask)
     assert found is not None  # otherwise nothing would run it
     causal, window = found
@@ -66,6 +68,7 @@ def run_step(
         jnp.asarray(query, problem.runtime_dtype),
         key,
         value,
+        **scales,
         update=written_when(type(program.operation), program.plan),
         mesh=program.mesh,
         kv_heads=program.plan.policy.kv_heads,
@@ -73,7 +76,7 @@ def run_step(
         causal=causal,
         sliding_window=window,
         logits_soft_cap=problem.logits_soft_cap,
-        sinks=sinks,
+        sinks=arrays.sinks,
         max_q_len=problem.max_q_len,
         debug=program.debug,
         method=getattr(program.operation, program.plan.method or ""),

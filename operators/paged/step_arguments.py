@@ -13,7 +13,7 @@ from ...planning.paged.paged_problem import STEP_MODES
 from ..arguments import Arrays, join_mask, split_arguments
 from ..paged_cache.state import CacheState
 
-__all__ = ["Step", "StepArguments", "cache_of", "step_of"]
+__all__ = ["Step", "StepArguments", "StepArrays", "cache_of", "step_of"]
 
 
 class StepArguments(TypedDict, total=False):
@@ -23,6 +23,8 @@ class StepArguments(TypedDict, total=False):
     causal: bool | None
     sliding_window: int | tuple[int | None, int | None] | None
     softmax_aux: CallArray | None
+    key_scale: CallArray | None
+    value_scale: CallArray | None
     softmax_scale: float | None
     logits_soft_cap: float | None
     return_lse: bool
@@ -45,14 +47,20 @@ class Step(NamedTuple):
     debug: bool
 
 
+class StepArrays(NamedTuple):
+    """The arrays of a step besides query, key, value and batch; None where they aren't given."""
+
+    sinks: Any = None
+    key_scale: Any = None
+    value_scale: Any = None
+
+
 _ELSEWHERE = {
     "kv_lengths": "the batch's kv_lens are the keys of each sequence",
     "query_offset": "queries are at the end of their sequences, as the batch's kv_lens specify",
     "q_segment_ids": "the batch specifies the sequence of each token",
     "kv_segment_ids": "the batch specifies the sequence of each token",
     "layout": "tokens are [tokens, heads, dim]; the cache declares the layout of pages",
-    "key_scale": "the cache has its own scales",
-    "value_scale": "the cache has its own scales",
     "bias": "attention over pages has no bias",
     "dropout_prob": "serving has no dropout",
     "dropout_rng": "serving has no dropout",
@@ -74,8 +82,8 @@ def cache_of(cache: Any) -> KVCache:
     return declared
 
 
-def step_of(call: StepArguments, default_causal: bool) -> tuple[Step, Any]:
-    """(the static arguments, the sinks). Errors: InputTypeError for names that a step doesn't have, InputError for invalid
+def step_of(call: StepArguments, default_causal: bool) -> tuple[Step, StepArrays]:
+    """(the static arguments, the arrays). Errors: InputTypeError for names that a step doesn't have, InputError for invalid
     values."""
     given: Mapping[str, Any] = call
     for name in given:
@@ -113,7 +121,7 @@ def step_of(call: StepArguments, default_causal: bool) -> tuple[Step, Any]:
             1 if mode == "autoregressive" and longest is None else longest,
             debug,
         ),
-        arrays.softmax_aux,
+        StepArrays(arrays.softmax_aux, arrays.key_scale, arrays.value_scale),
     )
 
 

@@ -48,6 +48,8 @@ def attend(
     key: Float[Array, "tokens kv_heads head_dim"] | None = None,
     value: Float[Array, "tokens kv_heads value_dim"] | None = None,
     *,
+    key_scale: Float[Array, "tokens kv_heads"] | None = None,
+    value_scale: Float[Array, "tokens kv_heads"] | None = None,
     update: Literal["before", "fused", "none"] = "before",
     mesh: AnyMesh | None = None,
     kv_heads: Literal["replicate", "error"] = "replicate",
@@ -66,7 +68,8 @@ def attend(
     """Attend to the keys in each row's pages, including those of this step's own tokens. The operation `paged` is this, planned.
 
     update: 'before' writes `key` and `value` first, as `insert` does; 'fused' leaves rows of one token to the method, which must
-    be one that writes, where the arrays allow it; 'none' uses the pages as they are, without key or value.
+    be one that writes, where the arrays allow it; 'none' uses the pages as they are, without key or value. Keys and values may
+    come quantised, as for `insert`.
     `mesh` and `kv_heads` are those that the state was made with: each device then works on its own pages and heads.
     `softmax_scale` defaults to 1/sqrt(head_dim). `sliding_window`: inclusive distances (left, right). `max_q_len`: the most
     queries of any row in this step, 1 if all rows decode; in a traced batch queries beyond it give 0, and with 'fused' and 1
@@ -82,11 +85,12 @@ def attend(
     check_window(cache.window_tokens, sliding_window)
     rows = None
     if key is None or value is None:
-        check_step(own, 0, batch, query, debug=debug)
+        check_step(own, 0, batch, query, debug=debug, writes=False)
     elif update == "fused" and _writable(own, batch, query, sinks, key, value, mesh):
-        own, rows = write(own, 0, batch, key, value, debug=debug, which="none" if max_q_len == 1 else "several")
+        which: Any = "none" if max_q_len == 1 else "several"
+        own, rows = write(own, 0, batch, key, value, (key_scale, value_scale), debug=debug, which=which)
     else:
-        own = insert(own, 0, batch, key, value, debug=debug)
+        own = insert(own, 0, batch, key, value, key_scale=key_scale, value_scale=value_scale, debug=debug)
     check_longest(batch, max_q_len, debug=debug)
 
     def shard(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any, index: Any = 0) -> Attended:

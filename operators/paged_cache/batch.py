@@ -49,15 +49,16 @@ class RaggedBatch:
         page_table: Any,
         num_seqs: int | None = None,
         tokens: int | None = None,
+        writes: bool = True,
     ) -> RaggedBatch:
         """A batch of one shard from host values, checked, and padded to the cache's `max_sequences` and `max_length`. For a
         cache with several groups of layers, `plan` is that of a group, plan.groups[n].
 
         `page_table` is an array, or a list of page ids for each row, with ids from a PagePool. `num_seqs` defaults to the number
-        of rows; `tokens` is the length of the token arrays, if it should be checked. Errors: InputTypeError for values that
-        aren't whole numbers; InputError, naming the row, for numbers that don't fit in int32, ids out of range or on a different
-        sequence shard than their page number, lengths that exceed the pages or tokens, and writes to a page that another row
-        reads.
+        of rows; `tokens` is the length of the token arrays, if it should be checked. `writes` is False for a step of update
+        'none', whose rows may share any page. Errors: InputTypeError for values that aren't whole numbers; InputError, naming the
+        row, for numbers that don't fit in int32, ids out of range or on a different sequence shard than their page number,
+        lengths that exceed the pages or tokens, and writes to a page that another row reads.
         """
         plan.one_group("a batch")
         rows, width, padding, split = plan.local_sequences, plan.table_width, plan.local_pages, plan.sequence_shards
@@ -82,7 +83,7 @@ class RaggedBatch:
             np.asarray(count, np.int32),
         )
         made = cls(host[0], host[1], host[2], host[3], 0 if plan.group is None else plan.group[0])
-        made.check(padding, plan.cache.page_size, tokens, plan.window_tokens)
+        made.check(padding, plan.cache.page_size, tokens, plan.window_tokens, writes)
         if split > 1:
             if problem := table_problem(host[2], split, padding):
                 raise InputError(problem)
@@ -109,14 +110,22 @@ class RaggedBatch:
         """Page tables in each batch, one for each device with pages of the same sequences; 1 if one device has them all."""
         return self.page_table.shape[-3] if len(self.page_table.shape) == len(self.kv_lens.shape) + 2 else 1
 
-    def check(self, pages: int, page_size: int, tokens: int | None = None, window_tokens: int | None = None) -> None:
+    def check(
+        self,
+        pages: int,
+        page_size: int,
+        tokens: int | None = None,
+        window_tokens: int | None = None,
+        writes: bool = True,
+    ) -> None:
         """Check the known values, for `pages` pages and `tokens` tokens per shard, counting its sequence shards together.
-        With a window, pages that no query sees may be padding. Errors: InputError."""
+        With a window, pages that no query sees may be padding. If the step writes nothing, rows may share the pages of their
+        tokens. Errors: InputError."""
         self.check_form()
         starts, lens, table, count = map(known_values, (self.cu_q_lens, self.kv_lens, self.page_table, self.num_seqs))
         if starts is None or lens is None or table is None or count is None:
             return
-        if problem := batch_problem(starts, lens, table, count, pages, page_size, tokens, window_tokens):
+        if problem := batch_problem(starts, lens, table, count, pages, page_size, tokens, window_tokens, writes):
             raise InputError(problem)
 
     def check_form(self) -> None:

@@ -23,28 +23,34 @@ def batch_problem(
     page_size: int,
     tokens: int | None = None,
     window: int | None = None,
+    writes: bool = True,
 ) -> str:
     """The first problem found, '' if there is none. `pages` and `tokens` count those of a shard. `window`: the most tokens that a
-    query sees, so that earlier pages may be padding."""
+    query sees, so that earlier pages may be padding. `writes`: whether the step writes its tokens' keys."""
     if page_table.ndim == kv_lens.ndim + 2:
         page_table = whole_table(page_table, pages)
     if kv_lens.ndim == 1:
-        return _shard_problem(cu_q_lens, kv_lens, page_table, int(num_seqs), pages, page_size, tokens, window)
+        return _shard_problem(cu_q_lens, kv_lens, page_table, int(num_seqs), pages, page_size, tokens, window, writes)
     for shard in range(len(kv_lens)):
         arrays = cu_q_lens[shard], kv_lens[shard], page_table[shard]
-        if problem := _shard_problem(*arrays, int(num_seqs[shard]), pages, page_size, tokens, window):
+        if problem := _shard_problem(*arrays, int(num_seqs[shard]), pages, page_size, tokens, window, writes):
             return f"shard {shard}, {problem}"
     return ""
 
 
 def check_later(
-    arrays: Sequence[Any], pages: int, page_size: int, tokens: int | None, window: int | None = None
+    arrays: Sequence[Any],
+    pages: int,
+    page_size: int,
+    tokens: int | None,
+    window: int | None = None,
+    writes: bool = True,
 ) -> None:
     """The same check for traced arrays: it runs on the host during the step, which then fails with the message."""
 
     def check(*values: np.ndarray) -> None:
         starts, lens, table, count = (np.asarray(value) for value in values)
-        problem = batch_problem(starts, lens, table, count, pages, page_size, tokens, window)
+        problem = batch_problem(starts, lens, table, count, pages, page_size, tokens, window, writes)
         if problem:
             raise InputError(problem)
 
@@ -60,6 +66,7 @@ def _shard_problem(
     page_size: int,
     tokens: int | None,
     window: int | None,
+    writes: bool,
 ) -> str:
     if not 0 <= count <= len(lens):
         return f"num_seqs is {count}; wanted 0 to {len(lens)}, the rows of the batch."
@@ -90,6 +97,8 @@ def _shard_problem(
         return _missing(row, slot, int(lens[row]), int(needed[row]), int(first[row]), page_size, window)
     if (row := _first(needed > width)) is not None:
         return f"row {row}: kv_len {lens[row]} needs {needed[row]} pages of {page_size}, but the table has {width}."
+    if not writes:
+        return ""
     written = live & (slots >= ((lens - q_lens) // page_size)[:, None]) & (q_lens > 0)[:, None]
     readers = np.bincount(live_table[live], minlength=pages + 1)
     if (at := _first(written & (readers[live_table] > 1))) is not None:

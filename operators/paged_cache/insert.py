@@ -13,18 +13,18 @@ from jaxtyping import Array, Float
 
 from ...errors import InputError, InputTypeError, a_type
 from ...planning.cache.cache_fields import axis_names
-from ...planning.cache.kv_cache import KVCache
 from ...sharding import axes_at, on_auto_axes, spec_of
-from ..kernels.page_layout import joined, page_shape, places_of
+from ..kernels.page_layout import page_shape, places_of
 from ..kernels.varying import varying
 from .batch import RaggedBatch
 from .batch_checks import check_later
 from .put import put
 from .sequence_shards import by_sequence_shard
 from .state import CacheState, LayerPages, alone, layer_of
+from .stored_tokens import as_stored, check_kept
 from .token_slots import by_shard, rows_by_shard, token_slots
 
-__all__ = ["as_stored", "check_shards", "check_step", "insert", "quantised_tokens", "write"]
+__all__ = ["check_shards", "check_step", "insert", "write"]
 
 
 def insert(
@@ -34,6 +34,8 @@ def insert(
     key: Float[Array, "tokens kv_heads head_dim"],
     value: Float[Array, "tokens kv_heads value_dim"],
     *,
+    key_scale: Float[Array, "tokens kv_heads"] | None = None,
+    value_scale: Float[Array, "tokens kv_heads"] | None = None,
     debug: bool = False,
 ) -> CacheState:
     """Return the state with the tokens written: row s's token i at position kv_len - q_len + i of its sequence.
@@ -41,9 +43,11 @@ def insert(
     Tokens that belong to no sequence, and those without a page, are dropped, never clamped. Known batch values
     are checked first; `debug` checks traced ones on the host during the step, which then fails with the message. Heads may be
     as declared, or as the cache stores them. Inside a shard_map everything is a device's own part, heads repeated.
-    Errors: InputTypeError for a dtype other than the declared one, InputError for shapes and for values, as in RaggedBatch.make.
+    Tokens in the dtype of quantised pages are stored as they are; if pages have a scale per token and head, pass the tokens'
+    own. Errors: InputTypeError for another dtype than the declared and the stored one, InputError for shapes, scales and for
+    values, as in RaggedBatch.make.
     """
-    return write(state, layer, batch, key, value, debug=debug, which="all")[0]
+    return write(state, layer, batch, key, value, (key_scale, value_scale), debug=debug, which="all")[0]
 
 
 def write(
@@ -52,6 +56,7 @@ def write(
     batch: RaggedBatch,
     key: Any,
     value: Any,
+    scales: tuple[Any, Any],
     *,
     debug: bool,
     which: Literal["all", "several", "none"],
@@ -63,8 +68,8 @@ def write(
     pages = state.layers[0]
     cache, shards = state.cache, batch.shards
     shape = page_shape(cache.layout, pages.key, pages.value, cache.head_dim, cache.value_size)
-    for name, tokens, dim in (("key", key, shape.dim), ("value", value, shape.value_dim)):
-        _check_tokens(name, tokens, pages.key, shape.kv_heads, dim, state)
+    for name, tokens, dim, scale in zip(("key", "value"), (key, value), shape[3:], scales, strict=True):
+        _check_tokens(name, tokens, scale, pages.key, shape.kv_heads, dim, state)
     if key.shape[0] != value.shape[0]:
         raise InputError(f"key has {key.shape[0]} tokens and value {value.shape[0]}; wanted the same number.")
     own_pages, own_tokens = check_step(state, layer, batch, key, debug=debug)
@@ -82,8 +87,10 @@ def write(
     def put_tokens(stored: Any, tokens: jax.Array, where: tuple[jax.Array, jax.Array]) -> jax.Array:
         return by_shard(shards, put_all, stored, *where, rows_by_shard(shards, tokens, "tokens"))
 
-    def run(pages: LayerPages, key: Any, value: Any, *arrays: jax.Array) -> tuple[LayerPages, LayerPages]:
-        tokens = as_stored(cache, pages, shape.kv_heads, key, value)
+    def run(
+        pages: LayerPages, key: Any, value: Any, scales: tuple[Any, Any], *arrays: jax.Array
+    ) -> tuple[LayerPages, LayerPages]:
+        tokens = as_stored(cache, pages, shape.kv_heads, key, value, *scales)
         if which == "none":
             return pages, tokens
         where = slots(*arrays) if shards is None else jax.vmap(slots)(*arrays)
@@ -102,42 +109,25 @@ def write(
         return stored, LayerPages(rows, *(rows if kept else None for kept in by_token))  # type: ignore[arg-type]
 
     arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
-    given = [jnp.asarray(x) for x in (key, value, *arrays)]
+    given = jax.tree.map(jnp.asarray, (key, value, scales, *arrays))
     after, tokens = on_auto_axes(run, pages, *given, specs=specs)
     return whole.with_layer(at, after), tokens
 
 
-def as_stored(cache: KVCache, pages: LayerPages, kv_heads: int, key: Any, value: Any) -> LayerPages:
-    """Tokens as the pages store them, [tokens, kv_heads, ...] for each array of a layer; None for what isn't stored by token."""
-
-    def stored(tokens: Any, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        tokens = jnp.asarray(tokens)
-        if tokens.shape[1] != kv_heads:
-            tokens = jnp.repeat(tokens, kv_heads // tokens.shape[1], axis=1)
-        if cache.quantised is None:
-            return tokens, None
-        if cache.quantised.scale != "token_head":
-            return quantised_tokens(tokens, cache.quantised.dtype, scale)[0], None
-        return quantised_tokens(tokens, cache.quantised.dtype)
-
-    (key, key_scale), (value, value_scale) = stored(key, pages.key_scale), stored(value, pages.value_scale)
-    if pages.value is None:
-        return LayerPages(joined(cache.layout, key, value), None, key_scale, value_scale)
-    return LayerPages(key, value, key_scale, value_scale)
-
-
-def check_step(state: CacheState, layer: int, batch: RaggedBatch, tokens: Any, *, debug: bool) -> tuple[int, int]:
+def check_step(
+    state: CacheState, layer: int, batch: RaggedBatch, tokens: Any, *, debug: bool, writes: bool = True
+) -> tuple[int, int]:
     """(pages, tokens) of a shard, after checking the batch's values against them: now, or with `debug` during the step. The
-    state is that of one group of layers."""
+    state is that of one group of layers. `writes`: whether the step writes its tokens' keys."""
     batch.check_form()
     check_shards(state, batch)
     at = 0 if batch.shards is None else 1
     pages = rows_by_shard(batch.shards, layer_of(state, layer).key, "pages").shape[at]
     count = rows_by_shard(batch.shards, tokens, "tokens").shape[at]
     arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
-    batch.check(pages, state.cache.page_size, count, state.cache.window_tokens)
+    batch.check(pages, state.cache.page_size, count, state.cache.window_tokens, writes)
     if debug and any(isinstance(array, jax.core.Tracer) for array in arrays):
-        check_later(arrays, pages, state.cache.page_size, count, state.cache.window_tokens)
+        check_later(arrays, pages, state.cache.page_size, count, state.cache.window_tokens, writes)
     return pages, count
 
 
@@ -161,29 +151,12 @@ def _on_each(slots: Callable[..., tuple[jax.Array, jax.Array]], n: int) -> Calla
     return of_all
 
 
-def quantised_tokens(
-    tokens: Float[Array, "tokens heads dim"], dtype: str, scale: Any = None
-) -> tuple[jax.Array, Float[Array, "tokens heads"]]:
-    """(tokens divided by their scale in `dtype`, the scale). The scale is per token and head, so that the largest value is the
-    dtype's largest, or a given one, [] or [heads]. Values out of range for a given scale become the dtype's least or largest."""
-    kind = jnp.dtype(dtype)
-    most = float(jnp.iinfo(kind).max if dtype == "int8" else jnp.finfo(kind).max)
-    wide = tokens.astype(jnp.float32)
-    if scale is None:
-        largest = jnp.abs(wide).max(axis=-1)
-        scale = jnp.where(largest == 0, 1, largest / most)
-    whole = jnp.clip(wide / scale[..., None], -most, most)
-    return (jnp.round(whole) if dtype == "int8" else whole).astype(kind), scale
-
-
-def _check_tokens(name: str, tokens: Any, stored: jax.Array, heads: int, dim: int, state: CacheState) -> None:
+def _check_tokens(
+    name: str, tokens: Any, scale: Any, stored: jax.Array, heads: int, dim: int, state: CacheState
+) -> None:
     cache = state.cache
     if not hasattr(tokens, "dtype") or not hasattr(tokens, "shape"):
         raise InputTypeError(f"{name} is {a_type(tokens)}; wanted an array [tokens, kv_heads, dim] of {cache.dtype}.")
-    if tokens.dtype != jnp.dtype(cache.dtype):
-        raise InputTypeError(
-            f"{name} is {tokens.dtype}, but the cache is declared {cache.dtype}; convert it, or declare that dtype for the cache."
-        )
     axes = set(axis_names(cache.kv_head_axis))
     alike = axes & (varying(stored) - varying(tokens))
     if alike and cache.kv_heads > 1:
@@ -196,3 +169,4 @@ def _check_tokens(name: str, tokens: Any, stored: jax.Array, heads: int, dim: in
     if len(tokens.shape) != 3 or tokens.shape[1] not in fitting or tokens.shape[2] != dim:
         wanted = " or ".join(f"[tokens, {count}, {dim}]" for count in sorted(fitting))
         raise InputError(f"{name} has shape {tuple(tokens.shape)}; wanted {wanted}, the cache's own heads and size.")
+    check_kept(cache, name, tokens, scale)

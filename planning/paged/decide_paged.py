@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ...sharding import FittedSpec, TensorShape, axes_at, fit_tensor
@@ -102,18 +103,16 @@ def token_specs(cache: CachePlan) -> tuple[PartitionSpec, PartitionSpec]:
 
 def _tensors(problem: PagedProblem) -> tuple[FittedSpec, ...]:
     of_query, of_key = token_specs(problem.cache)
-    sizes = {"float32": 4, "float64": 8}
-    inside, outside = (sizes.get(dtype, 2) for dtype in (problem.cache.cache.dtype, problem.runtime_dtype))
     found = []
 
-    def add(name: str, spec: PartitionSpec, heads: int, dim: int, itemsize: int) -> None:
-        shape = TensorShape((problem.tokens, heads, dim), itemsize)
+    def add(name: str, spec: PartitionSpec, heads: int, dim: int, dtype: str) -> None:
+        shape = TensorShape((problem.tokens, heads, dim), jnp.dtype(dtype).itemsize)
         found.append(fit_tensor(name, spec, shape, ("tokens", "heads", "dim"), problem.mesh))
 
-    add("query", of_query, problem.q_heads, problem.head_dim, sizes.get(problem.input_dtype, 2))
+    add("query", of_query, problem.q_heads, problem.head_dim, problem.input_dtype)
     if problem.update != "none":
-        add("key", of_key, problem.kv_heads, problem.head_dim, inside)
-        add("value", of_key, problem.kv_heads, problem.value_dim, inside)
+        add("key", of_key, problem.kv_heads, problem.head_dim, problem.key_dtype)
+        add("value", of_key, problem.kv_heads, problem.value_dim, problem.value_dtype)
     if problem.mode != "insert":
-        add("output", of_query, problem.q_heads, problem.value_dim, outside)
+        add("output", of_query, problem.q_heads, problem.value_dim, problem.runtime_dtype)
     return tuple(found)

@@ -135,7 +135,13 @@ class PagedPlan:
             "group": 0 if problem.cache.group is None else problem.cache.group[0],
             "mask": problem.mask.describe(),
             "features": sorted(problem.features),
-            "dtypes": {"query": problem.input_dtype, "run": problem.runtime_dtype, "pages": problem.stored_dtype},
+            "dtypes": {
+                "query": problem.input_dtype,
+                "key": problem.key_dtype,
+                "value": problem.value_dtype,
+                "run": problem.runtime_dtype,
+                "pages": problem.stored_dtype,
+            },
             "config": self.config.every_field(),
             "mesh": [axis._asdict() for axis in problem.mesh],
             "tensors": {

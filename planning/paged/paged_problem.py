@@ -21,7 +21,8 @@ class PagedProblem:
     """What a step requests: the cache, tokens and heads (of all devices), dtypes, mask, features, mode, mesh and platform.
 
     tokens: the length of the token arrays, including padding. max_q_len: the maximum number of queries per sequence; None: any.
-    update: when the step's own keys are written: 'before', 'fused', or 'none'.
+    update: when the step's own keys are written: 'before', 'fused', or 'none'. key_dtype, value_dtype: of the step's own keys
+    and values, the cache's or that of quantised pages.
     """
 
     operation: str
@@ -30,6 +31,8 @@ class PagedProblem:
     tokens: int
     q_heads: int
     input_dtype: str
+    key_dtype: str
+    value_dtype: str
     runtime_dtype: str
     softmax_dtype: str
     mode: str
