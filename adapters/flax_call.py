@@ -9,11 +9,9 @@ import jax.numpy as jnp
 
 from ..errors import ConfigError, InputError
 from ..operators.attention import Attention
-from .front import Attended, attend
+from .front import DEFAULT_PRECISIONS, Attended, attend
 
 __all__ = ["FlaxAttention"]
-
-_DEFAULT_PRECISION = (None, "default", "fastest", "bfloat16", jax.lax.Precision.DEFAULT)
 
 
 class FlaxAttention:
@@ -51,7 +49,7 @@ class FlaxAttention:
         weights: bool,
     ) -> Attended:
         """Attend to arrays of one dtype, [..., length, heads, dim]. Errors: ConfigError and InputError name what is refused."""
-        if not all(one in _DEFAULT_PRECISION for one in (precision if isinstance(precision, tuple) else (precision,))):
+        if not all(one in DEFAULT_PRECISIONS for one in (precision if isinstance(precision, tuple) else (precision,))):
             raise ConfigError(
                 f"precision={precision!r}: attnops' products keep the full precision of their dtype, so runtime_dtype decides "
                 "how exact they are; remove precision from the module. For its other layers, run the step under "

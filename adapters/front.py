@@ -12,14 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ConfigError, InputError, a_type
+from ..masks import Dense, Mask
 from ..operators.arguments import is_array
 from ..operators.attention import Attention
 from ..planning.call_arguments import CallArguments
 from ..registry.declaration import Declaration
 
-__all__ = ["Attended", "Declared", "attend", "declared_attention"]
+__all__ = ["DEFAULT_PRECISIONS", "Attended", "Declared", "attend", "declared_attention"]
 
 Declared: TypeAlias = Attention | Declaration | Mapping[str, Any] | str | Path
+DEFAULT_PRECISIONS = (None, "default", "fastest", "bfloat16", jax.lax.Precision.DEFAULT)
+"""What a framework may pass as the precision of its products; here it follows from their dtype."""
 _TRAILING = 3
 
 
@@ -57,14 +60,16 @@ def attend(
     value: Any,
     *,
     remarks: tuple[str, ...] = (),
+    structure: Mask | None = None,
     **call: Unpack[CallArguments],
 ) -> Attended:
     """Attend with any number of batch dimensions, including none. `call` gives the layout; None stands for what isn't specified.
 
     Shapes: query [..., q, heads, dim] (layout bthd) or [..., heads, q, dim] (bhtd), key and value likewise; mask (anything
     that compares with 0) and bias broadcast to [..., heads, q, kv] from the right, as in NumPy. causal=False is the frameworks'
-    default: the file's own value then applies, and without one the call isn't causal. `remarks`
-    are added to the notes of the plan that is kept.
+    default: the file's own value then applies, and without one the call isn't causal. `remarks` are added to the notes of the
+    plan that is kept. `structure`: a mask object of the call, intersected with `mask`; in its arrays, lengths and scales the
+    batch dimensions are one.
     Errors: InputError for shapes; ConfigError where the file and the framework's call disagree.
     """
     layout = call["layout"]
@@ -85,11 +90,14 @@ def attend(
         call.pop("dropout_rng", None)
     mask, bias = call.get("mask"), call.get("bias")
     with _as_it_is(mask):
-        call["mask"] = None if mask is None else _four("mask", _boolean(mask), cells)
+        four = None if mask is None else _four("mask", _boolean(mask), cells)
+    call["mask"] = four if structure is None else structure if four is None else Dense(four) & structure
     call["bias"] = None if bias is None else _four("bias", bias, cells)
     call["causal"] = _causal(attention, bool(call.get("causal")))
-    four = (jnp.reshape(x, (math.prod(batch), *x.shape[-_TRAILING:])) for x in (query, key, value))
-    found = attention.run(remarks, *four, **call)
+    if structure is not None and call["causal"] is None and attention.declaration.call.causal is None:
+        call["causal"] = attention.operation.metadata.causal  # it isn't a default for mask objects, but it is declared
+    arrays = (jnp.reshape(x, (math.prod(batch), *x.shape[-_TRAILING:])) for x in (query, key, value))
+    found = attention.run(remarks, *arrays, **call)
     output, weights, lse = (None if x is None else x.reshape(*batch, *x.shape[1:]) for x in found)
     assert output is not None  # always requested
     return Attended(output, weights, lse)

@@ -18,12 +18,11 @@ from ..operators.attention import Attention
 from ..operators.call_values import at_hand
 from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
-from .front import attend, declared_attention
+from .front import Attended, attend, declared_attention
 
-__all__ = ["Implementation", "dot_product_attention"]
+__all__ = ["Implementation", "as_jax_nn", "attention_named", "dot_product_attention"]
 
 Implementation: TypeAlias = str | Path | Attention | Declaration | OperationMetadata | Mapping[str, Any]
-_ROWS = "[batch, q, heads, dim] or [q, heads, dim]"
 _JAXS = {
     "xla": "'vanilla' is attention on plain XLA",
     "cudnn": "'sdpa' is jax.nn's own, which takes cuDNN on CUDA",
@@ -39,24 +38,24 @@ def dot_product_attention(
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Int[Array, " batch"] | None = None,
-    key_value_seq_lengths: Int[Array, " batch"] | None = None,
+    query_seq_lengths: Int[Array, "*batch"] | None = None,
+    key_value_seq_lengths: Int[Array, "*batch"] | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: Implementation | None = "vanilla",
     return_residual: bool = False,
 ) -> Any:
     """Attend as jax.nn.dot_product_attention does; `implementation` chooses what runs it.
 
-    Shapes: query [batch, q, heads, dim] or [q, heads, dim]; key and value likewise, with as many heads or a divisor of them;
-    bias and mask broadcast to [batch, heads, q, kv]; lengths int [batch]. Positions count from the first query and the first
-    key. local_window_size is (left, right), inclusive, None for no limit, or one distance for both sides.
-    implementation: an operation's name, an Attention, a Declaration or its dict, the path of a JSON file, an
-    OperationMetadata for 'vanilla'; None is 'vanilla'. Returns an array as the query, [..., q, heads, value_dim], and with
-    return_residual also the log-sum-exps [..., q, heads], in the key's dtype and, without a gradient, as in jax.
+    Shapes: query [*batch, q, heads, dim] with any number of batch dimensions; key and value likewise, with as many heads or a
+    divisor of them; bias and mask broadcast to [*batch, heads, q, kv]; lengths int [*batch], [1] without a batch. Positions count
+    from the first query and the first key. local_window_size is (left, right), inclusive, None for no limit, or one distance
+    for both sides. implementation: an operation's name, an Attention, a Declaration or its dict, the path of a JSON file, an
+    OperationMetadata for 'vanilla'; None is 'vanilla'. Returns an array as the query, [*batch, q, heads, value_dim], and with
+    return_residual also the log-sum-exps [*batch, q, heads], in the key's dtype and, without a gradient, as in jax.
     A query that may see no key, or that lies beyond its row's length, has output 0 and a log-sum-exp of -inf.
     Errors: InputError, InputTypeError, ConfigError, RefusedError and UnknownNameError name what is refused.
     """
-    attention = _attention(implementation)
+    attention = attention_named(implementation, "jax.nn", _JAXS)
     if not attention.enabled:
         own: Any = jax.nn.dot_product_attention
         return own(
@@ -64,13 +63,48 @@ def dot_product_attention(
             key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
             return_residual=return_residual,
         )  # fmt: skip
-    causal, residual = read_flag("is_causal", is_causal), read_flag("return_residual", return_residual)
-    given = {"query": query, "key": key, "value": value}
-    query, key, value = (_four(name, x) for name, x in given.items())
-    rows, q_len = query.shape[0], query.shape[1]
-    bias, mask = _array(bias), _mask(mask)
-    q_lengths = _lengths("query_seq_lengths", query_seq_lengths, rows, q_len)
-    kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, rows, key.shape[1])
+    residual = read_flag("return_residual", return_residual)
+    found = as_jax_nn(
+        attention,
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        return_lse=residual,
+    )
+    if found.lse is None:
+        return found.output
+    return found.output, jax.lax.stop_gradient(found.lse.swapaxes(-1, -2).astype(_array(key).dtype))
+
+
+def as_jax_nn(
+    attention: Attention,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    bias: Any,
+    mask: Any,
+    scale: Any,
+    is_causal: Any,
+    query_seq_lengths: Any,
+    key_value_seq_lengths: Any,
+    local_window_size: Any,
+    return_lse: bool = False,
+    **call: Any,
+) -> Attended:
+    """The call of `dot_product_attention`, with what else `attend` of the adapters takes; lse [*batch, heads, q]."""
+    query, key, value = (_rows(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    batch, q_len = query.shape[:-3], query.shape[-3]
+    bias, mask, causal = _array(bias), _mask(mask), read_flag("is_causal", is_causal)
+    q_lengths = _lengths("query_seq_lengths", query_seq_lengths, batch, q_len)
+    kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, key.shape[-3])
     window, scale = read_window("local_window_size", local_window_size), _scale(scale)
     said = attention.declaration.call.query_offset
     found = attend(
@@ -86,22 +120,19 @@ def dot_product_attention(
         query_offset=0 if said is None and (causal or window is not None) else None,
         softmax_scale=scale,
         kv_lengths=kv_lengths,
-        return_lse=residual,
+        return_lse=return_lse,
+        **call,
     )
     output, lse = found.output, found.lse
     if q_lengths is not None:
         counts = jnp.arange(q_len)[None] < jnp.asarray(q_lengths)[:, None]
-        output = jnp.where(counts[:, :, None, None], output, 0)
-        lse = None if lse is None else jnp.where(counts[:, None], lse, -jnp.inf)
-    shape = jnp.shape(given["query"])[:-1]
-    output = output.reshape(*shape, output.shape[-1])
-    if lse is None:
-        return output
-    return output, jax.lax.stop_gradient(lse.swapaxes(1, 2).reshape(shape).astype(key.dtype))
+        output = jnp.where(counts.reshape(*batch, q_len, 1, 1), output, 0)
+        lse = None if lse is None else jnp.where(counts.reshape(*batch, 1, q_len), lse, -jnp.inf)
+    return found._replace(output=output, lse=lse)
 
 
-def _attention(implementation: Any) -> Attention:
-    """The Attention that an implementation names."""
+def attention_named(implementation: Any, library: str, backends: Mapping[str, str]) -> Attention:
+    """The Attention that an implementation names. `backends`: what to use here instead of the library's own, by name."""
     if implementation is None:
         implementation = "vanilla"
     if isinstance(implementation, OperationMetadata):
@@ -109,10 +140,10 @@ def _attention(implementation: Any) -> Attention:
     try:
         return declared_attention(implementation, {})
     except UnknownNameError as error:
-        if not isinstance(implementation, str) or implementation not in _JAXS:
+        if not isinstance(implementation, str) or implementation not in backends:
             raise
         raise UnknownNameError(
-            f"implementation={shown(implementation)} is a backend of jax.nn; here {_JAXS[implementation]}."
+            f"implementation={shown(implementation)} is a backend of {library}; here {backends[implementation]}."
         ) from error
 
 
@@ -121,12 +152,12 @@ def _array(x: Any) -> Any:
     return x if x is None or is_array(x) else np.asarray(x)
 
 
-def _four(name: str, x: Any) -> Any:
+def _rows(name: str, x: Any) -> Any:
     x = _array(x)
     shaped(name, x)
-    if x.ndim not in (3, 4):
-        raise InputError(f"{name} has shape {tuple(x.shape)}; wanted {_ROWS}.")
-    return x if x.ndim == 4 else x[None]
+    if x.ndim < 3:
+        raise InputError(f"{name} has shape {tuple(x.shape)}; wanted [*batch, length, heads, dim].")
+    return x
 
 
 def _mask(mask: Any) -> Any:
@@ -138,19 +169,20 @@ def _mask(mask: Any) -> Any:
     return mask
 
 
-def _lengths(name: str, lengths: Any, rows: int, most: int) -> Any:
-    lengths = _array(lengths)
+def _lengths(name: str, lengths: Any, batch: tuple[int, ...], most: int) -> Any:
+    """Lengths of all rows, in one dimension."""
+    lengths, wanted = _array(lengths), batch or (1,)
     if lengths is None:
         return None
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise InputTypeError(f"{name} is {lengths.dtype}; wanted int32, one number per batch row.")
-    if lengths.shape != (rows,):
-        raise InputError(f"{name} has shape {tuple(lengths.shape)}; wanted {(rows,)}, one number per batch row.")
+    if lengths.shape != wanted:
+        raise InputError(f"{name} has shape {tuple(lengths.shape)}; wanted {wanted}, one number per batch row.")
     values = at_hand(lengths)
     for number in () if values is None else least_and_most(values):
         if not 0 <= number <= most:
             raise InputError(f"{name} holds {number}; wanted 0 to {most}, the array's length.")
-    return lengths
+    return lengths.reshape(-1)
 
 
 def _scale(scale: Any) -> float | None:

@@ -273,7 +273,11 @@ def test_a_disabled_file_is_jaxs_own() -> None:
             r"key_value_seq_lengths has shape \(1,\); wanted \(2,\)",
         ),
         ({"query_seq_lengths": np.array([1.0, 2.0])}, InputTypeError, "query_seq_lengths is float64; wanted int32"),
-        ({"query": np.ones((5, 8), "f")}, InputError, r"query has shape \(5, 8\); wanted \[batch, q, heads, dim\] or"),
+        (
+            {"query": np.ones((5, 8), "f")},
+            InputError,
+            r"query has shape \(5, 8\); wanted \[\*batch, length, heads, dim\]",
+        ),
         ({"query": np.ones((3, 5, 4, 8), "f")}, InputError, r"key has batch dimensions \(2,\), query has \(3,\)"),
         ({"query": np.ones((2, 5, 3, 8), "f")}, InputError, "3"),
         ({"key": "key"}, InputTypeError, "key has dtype <U3, which jax doesn't have"),

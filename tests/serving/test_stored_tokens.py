@@ -125,8 +125,9 @@ def test_the_tpu_kernel_writes_them_too(scale: str) -> None:
     assert (np.asarray(states[0][1].layers[0].key[5, :, 0]) == stored["key"][0]).all()
 
 
-def test_heads_that_are_stored_several_times_have_their_scales() -> None:
-    mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,))
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_heads_that_are_stored_several_times_have_their_scales(kind: AxisType) -> None:
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(kind,))
     cache = cache_of("int8", "token_head")
     stored, own = tokens("int8", "token_head")
     query = np.random.default_rng(1).standard_normal((8, 8, 128)).astype(np.float32)
