@@ -25,11 +25,16 @@ def dequantised(x: jax.Array, scale: jax.Array | None, layout: str, dtype: Any) 
 def quantised_gradients(x: jax.Array, scale: jax.Array | None, gradient: jax.Array) -> tuple[Any, jax.Array | None]:
     """(cotangent of x, of its scale) from that of `dequantised`, all [batch, heads, kv, dim]; integers have none.
 
-    The cotangent of an fp8 array is rounded to fp8, as its dtype requires.
+    The cotangent of an fp8 array is rounded to fp8, as its dtype requires. Where the gradient is 0, as it is for a key that
+    no query sees, both are 0, whatever the array and its scale hold.
     """
     d_scale = None
     if scale is not None:
-        d_scale = (gradient.astype(jnp.float32) * x.astype(jnp.float32)).sum(-1)
+        d_scale = _times(gradient.astype(jnp.float32), x.astype(jnp.float32)).sum(-1)
     if jnp.issubdtype(x.dtype, jnp.integer):
         return np.zeros(x.shape, jax.dtypes.float0), d_scale
-    return gradient.astype(x.dtype) if scale is None else (gradient * scale[..., None]).astype(x.dtype), d_scale
+    return gradient.astype(x.dtype) if scale is None else _times(gradient, scale[..., None]).astype(x.dtype), d_scale
+
+
+def _times(gradient: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(gradient == 0, 0, gradient * x)

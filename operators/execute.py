@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..masks import Blocks, Mask
+from ..masks import And, Blocks, Mask, SegmentIds, Slot
+from ..masks.seen_keys import certainly_seen
 from ..planning import AttentionProblem, Placement, Plan
 from ..sharding import pin
 from ..sharding.mesh import AnyMesh
@@ -51,6 +53,7 @@ def execute(
     """
     problem, placement = plan.problem, plan.placement
     operands = _prepare(problem, placement, options, arrays, default_causal, mesh)
+    hides_keys = _hides_keys(problem, arrays)
     axes = [a for a in problem.mesh if a.kind != "manual"]
     specs = _specs(operands, placement)
 
@@ -60,7 +63,7 @@ def execute(
             softmax_aux=share_of_heads(local.softmax_aux, problem, placement),
         )
         local = bring_together(local, placement, problem.kernel_layout)
-        call = _local_call(plan, options, local)
+        call = _local_call(plan, options, local, hides_keys)
         result = merged_over_devices(call, method) if placement.sequence.strategy == "split_kv" else method(call)
         result = split_output(result, placement, problem.kernel_layout)
         return tuple(x for x in result if x is not None)
@@ -188,6 +191,22 @@ def _index(axes: tuple[str, ...], problem: AttentionProblem) -> tuple[int | jax.
     return index, math.prod(sizes[name] for name in axes)
 
 
+def _hides_keys(problem: AttentionProblem, arrays: Arrays) -> bool:
+    """Whether some key of the whole problem may be hidden from every query."""
+    if problem.dynamic_query_offset:
+        return True
+    mask, offset = problem.mask, problem.query_offset or 0
+    parts = mask.conjuncts()
+    own = [part for part in parts if isinstance(part, Slot) and part.kind == SegmentIds.kind]
+    shared = (arrays.q_segment_ids is None) != (arrays.kv_segment_ids is None)
+    if shared and len(own) == 1 and problem.q_len == problem.kv_len:
+        # A key has the id of its own query, which sees it if the rest of the mask lets it.
+        rest, places = And([part for part in parts if part is not own[0]]), np.arange(problem.kv_len, dtype=np.int32)
+        return not (rest.is_static and np.all(rest.test(places, places + np.int32(offset), places)))
+    seen = certainly_seen(mask, problem.q_len, problem.kv_len, query_offset=offset)
+    return seen is None or not seen.all()
+
+
 def _of_heads(mask: Mask, shard: int | jax.Array, count: int) -> Mask:
     """The mask of this device's heads, if it has layouts per head."""
     return mask.map_atoms(
@@ -195,7 +214,7 @@ def _of_heads(mask: Mask, shard: int | jax.Array, count: int) -> Mask:
     )
 
 
-def _local_call(plan: Plan, options: Options, local: ShardedOperands) -> LocalCall:
+def _local_call(plan: Plan, options: Options, local: ShardedOperands, hides_keys: bool) -> LocalCall:
     problem, placement = plan.problem, plan.placement
     split, scan = placement.sequence, plan.policy.scan_ring_attention
     ring = None
@@ -232,7 +251,7 @@ def _local_call(plan: Plan, options: Options, local: ShardedOperands) -> LocalCa
         sinks=local.softmax_aux,
         key_scale=local.key_scale,
         value_scale=local.value_scale,
-        mask=LocalMask(mask, q_start, q_len, kv_len, offset, k_start),
+        mask=LocalMask(mask, q_start, q_len, kv_len, offset, k_start, hides_keys),
         dropout=dropout,
         layout=problem.kernel_layout,
         softmax_scale=problem.softmax_scale,

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..planning import AttentionProblem, OperationConfig, Placement, Route
 from .dequantise import dequantised
+from .kernels.seen_keys import seen_keys, zero_where_hidden
 from .local_mask import Dropout, LocalMask
 
 __all__ = ["LocalCall", "LocalOutput", "Ring", "by_row"]
@@ -79,14 +80,32 @@ class LocalCall:
     value_scale: jax.Array | None = None
 
     def dequantised(self) -> LocalCall:
-        """The call with key and value in the run-time dtype and without scales; itself if nothing is quantised."""
+        """The call with key and value in the run-time dtype and without scales; itself if nothing is quantised.
+
+        Hidden keys are zeros: the gradient of a scale multiplies by what it scales.
+        """
         if not self.problem.quantised:
             return self
+        clean = self.with_hidden_keys_zero()
         key, value = (
             dequantised(x, scale, self.layout, self.query.dtype)
-            for x, scale in ((self.key, self.key_scale), (self.value, self.value_scale))
+            for x, scale in ((clean.key, clean.key_scale), (clean.value, clean.value_scale))
         )
         return replace(self, key=key, value=value, key_scale=None, value_scale=None)
+
+    def with_hidden_keys_zero(self) -> LocalCall:
+        """The call with zeros in place of the keys, values and scales that no query sees.
+
+        For methods that don't do this themselves. Not for a ring, where the keys go on to other devices' queries.
+        """
+        assert self.ring is None
+        tensors = {name: getattr(self, name) for name in ("key", "value", "key_scale", "value_scale")}
+        seen = seen_keys(self.mask, self.key.shape[self.layout.index("h")], tuple(tensors.values()))
+        if seen is None:
+            return self
+        return replace(
+            self, **{name: x if x is None else zero_where_hidden(x, seen, self.layout) for name, x in tensors.items()}
+        )
 
 
 def by_row(x: jax.Array, layout: str) -> jax.Array:

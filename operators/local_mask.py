@@ -25,7 +25,8 @@ class LocalMask:
     """The mask of one shard. Local row r is row `q_start + r` of the whole problem, local key c is key `k_start + c`.
 
     `mask` holds the shard's own pieces of the traced arrays. A start is traced where that length is split.
-    `query_offset` is an int, a traced [batch] array, or None when no part of the mask depends on positions.
+    `query_offset` is an int, a traced [batch] array, or None when no part of the mask depends on positions. `hides_keys` is
+    False if each key of the whole problem is known to be seen by some query.
     """
 
     mask: Mask
@@ -34,6 +35,7 @@ class LocalMask:
     kv_len: int
     query_offset: int | jax.Array | None
     k_start: int | jax.Array = 0
+    hides_keys: bool = True
 
     @property
     def heads_apart(self) -> bool:

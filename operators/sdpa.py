@@ -122,7 +122,7 @@ class ScaledDotProduct(Operation):
 def _run(
     call: LocalCall, implementation: Literal["xla", "cudnn"], flags: tuple[bool, tuple[int, int] | None] | None
 ) -> LocalOutput:
-    call = call.dequantised()
+    call = call.dequantised().with_hidden_keys_zero()
     swap = call.layout == "bhtd"
     query, key, value = (x.swapaxes(1, 2) if swap else x for x in (call.query, call.key, call.value))
     is_causal, window = flags or (False, None)

@@ -81,7 +81,7 @@ class Vanilla(Operation):
             route = native_route(call.problem, call.placement, VanillaConfig())
         if route.name != "plain":
             return _in_parts(call, route)
-        keep = None
+        call, keep = call.with_hidden_keys_zero(), None
         if call.dropout is not None:
             local = call.placement.local
             keep = call.dropout.keep_all(local.batch, local.q_heads, local.q_len, slice(0, local.kv_len))

@@ -28,6 +28,20 @@ class Forward(NamedTuple):
     sunk: np.ndarray
     dropped: np.ndarray
     lse: np.ndarray
+    visible: np.ndarray
+
+
+def _sums(weights: np.ndarray, visible: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Weights [batch, heads, i, j] times x [batch, j, heads, dim], summed over the j that are visible: [batch, i, heads, dim].
+
+    What isn't visible has no part in the sum, so that a weight of 0 needn't be multiplied by a NaN.
+    """
+    finite = np.isfinite(x).all(axis=(0, 2, 3))
+    total = np.einsum("bhij,bjhd->bihd", weights, np.where(finite[:, None, None], x, 0))
+    for j in np.flatnonzero(~finite):
+        terms = weights[..., j, None] * x[:, j, :, None]
+        total += np.where(visible[..., j, None], terms, 0).swapaxes(1, 2)
+    return total
 
 
 def forward(
@@ -40,11 +54,12 @@ def forward(
     batch, q_len, heads, _ = q.shape
     kv_len, group = k.shape[1], heads // k.shape[2]
     k, v = (np.repeat(x, group, axis=2) for x in (k, v))  # query head h reads kv head h // group
-    raw = np.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    visible = np.broadcast_to(True if mask is None else np.asarray(mask), (batch, heads, q_len, kv_len))
+    # What isn't visible may be NaN or infinite, and has no part in anything.
+    raw = np.where(visible, np.einsum("bqhd,bkhd->bhqk", q, k) * scale, 0)
     logits = raw if soft_cap is None else soft_cap * np.tanh(raw / soft_cap)
     if bias is not None:
         logits = logits + np.asarray(bias, np.float64)
-    visible = np.broadcast_to(True if mask is None else np.asarray(mask), (batch, heads, q_len, kv_len))
     logits = np.where(visible, logits, -np.inf)
     # Sinks are additional logits without a value: [heads], or [heads or kv_heads, sinks].
     extra = np.zeros((heads, 0)) if sinks is None else np.asarray(sinks, np.float64).reshape(len(sinks), -1)
@@ -61,7 +76,7 @@ def forward(
         lse = (np.log(total) + shift)[..., 0]
     weights = probabilities[..., :kv_len]
     dropped = weights if keep is None else np.where(keep, weights / keep_probability, 0)
-    return Forward(q, k, v, raw, weights, probabilities[..., kv_len:], dropped, lse)
+    return Forward(q, k, v, raw, weights, probabilities[..., kv_len:], dropped, lse, visible)
 
 
 def reference_attention(
@@ -82,8 +97,9 @@ def reference_attention(
     `mask` is True where a query may attend; `mask`, `bias` and `keep` broadcast to [batch, heads, q, kv].
     """
     given = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
-    _, _, v, _, weights, _, dropped, lse = forward(query, key, value, *given)
-    return ReferenceOutput(np.einsum("bhqk,bkhd->bqhd", dropped, v), weights, lse)
+    with np.errstate(invalid="ignore", over="ignore"):
+        made = forward(query, key, value, *given)
+        return ReferenceOutput(_sums(made.dropped, made.visible, made.value), made.weights, made.lse)
 
 
 def reference_gradients(
@@ -103,9 +119,20 @@ def reference_gradients(
 ) -> dict[str, np.ndarray]:
     """Gradients of sum(output * d_output) + sum(lse * d_lse): query, key, value, and bias and softmax_aux if given."""
     given = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
-    q, k, v, raw, weights, sunk, dropped, _ = forward(query, key, value, *given)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _gradients(query, key, value, d_output, d_lse, *given)
+
+
+def _gradients(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, d_output: np.ndarray, d_lse: np.ndarray | None, scale: float,
+    mask: np.ndarray | None, bias: np.ndarray | None, soft_cap: float | None, sinks: np.ndarray | None,
+    keep: np.ndarray | None, keep_probability: float,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """See reference_gradients."""
+    given = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
+    q, k, v, raw, weights, sunk, dropped, _, visible = forward(query, key, value, *given)
     d_output = np.asarray(d_output, np.float64)
-    d_dropped = np.einsum("bqhd,bkhd->bhqk", d_output, v)
+    d_dropped = np.where(visible, np.einsum("bqhd,bkhd->bhqk", d_output, v), 0)
     d_weights = d_dropped if keep is None else np.where(keep, d_dropped / keep_probability, 0)
     inner = (weights * d_weights).sum(axis=-1, keepdims=True)
     through_lse = 0.0 if d_lse is None else np.asarray(d_lse, np.float64)[..., None]
@@ -113,11 +140,12 @@ def reference_gradients(
     d_raw = d_logits if soft_cap is None else d_logits * (1 - np.tanh(raw / soft_cap) ** 2)
 
     kv_heads = np.shape(key)[2]
+    by_key = visible.swapaxes(2, 3)
     shared = lambda x: x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]).sum(axis=3)  # noqa: E731
     gradients = {
-        "query": np.einsum("bhqk,bkhd->bqhd", d_raw, k) * scale,
-        "key": shared(np.einsum("bhqk,bqhd->bkhd", d_raw, q) * scale),
-        "value": shared(np.einsum("bhqk,bqhd->bkhd", dropped, d_output)),
+        "query": _sums(d_raw, visible, k) * scale,
+        "key": shared(_sums(d_raw.swapaxes(2, 3), by_key, q) * scale),
+        "value": shared(_sums(dropped.swapaxes(2, 3), by_key, d_output)),
     }
     if bias is not None:
         axes = tuple(i for i, n in enumerate(np.shape(bias)) if n == 1)

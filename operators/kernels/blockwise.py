@@ -26,6 +26,7 @@ from .derivatives import twice_forward_only
 from .operands import Operands, StaticPart, Traced, join_static
 from .part import LSE_NAME, OUTPUT_NAME, differentiable
 from .primitives import cut, cut_along, dot, fold, loop, put, row_dots, split_index, summed, where
+from .seen_keys import seen_keys
 from .tiles import TilePosition, TileSource, is_arithmetic, tile_table
 from .varying import vary, varying
 
@@ -198,6 +199,7 @@ class _BlockPass:
         self.source = TileSource(mask, dropout, blocking.block_q, blocking.block_kv, tables=tables)
         self.table = tile_table(mask, blocking.block_q, blocking.block_kv, tables=tables, apart=apart)
         self.bias = None if operands.bias is None else self.source.pad(operands.bias)
+        self.seen = seen_keys(mask, self.kv_heads, operands.of_keys)
         self.axes = varying(operands)
 
     def full(self, shape: tuple[int, ...], value: float, dtype: Any) -> jax.Array:
@@ -254,8 +256,11 @@ class _BlockPass:
             return int(table[0, 0, 0, 0]) if known else begin, (end, end), lambda n: n
         return 2, (begin, end), lambda n: lax.squeeze(cut_along(row, n, 1), (0,))
 
-    def take(self, x: jax.Array, stage: Any) -> jax.Array:
-        """The keys or values of a stage: [slots, heads, padded keys, dim] in the compute dtype, as bits."""
+    def take(self, x: jax.Array, stage: Any, *, clean: bool) -> jax.Array:
+        """The keys or values of a stage: [slots, heads, padded keys, dim] in the compute dtype, as bits.
+
+        clean: zeros where no query sees the key.
+        """
         heads, length, dim = self.blocking.heads, x.shape[self.time], x.shape[-1]
         if self.slots == 1:
             batch, group = split_index(stage, self.groups, self.batch)
@@ -266,8 +271,20 @@ class _BlockPass:
         part = part.reshape(self.slots, heads, length, dim)
         if self.compute != x.dtype:
             part = from_bits(part, x.dtype).astype(self.compute)
+        if clean and self.seen is not None:
+            part = where(self._seen_of_stage(self.seen, stage), part, 0)
         short = self.kv_padded - length
         return jnp.pad(part, ((0, 0), (0, 0), (0, short), (0, 0))) if short else part
+
+    def _seen_of_stage(self, seen: jax.Array, stage: Any) -> jax.Array:
+        """Which of a stage's keys a query sees, in the shape of `take`."""
+        heads, length = self.blocking.heads, seen.shape[2]
+        if self.slots > 1 or self.stages == 1:
+            seen = jnp.broadcast_to(seen, (self.batch, self.kv_heads, length))
+            return seen.reshape(self.slots, heads, length, 1)
+        batch, group = split_index(stage, self.groups, self.batch)
+        place = (batch if seen.shape[0] > 1 else 0, group * heads if seen.shape[1] > 1 else 0, 0)
+        return cut(seen, place, (1, heads if seen.shape[1] > 1 else 1, length))[..., None]
 
     def _cut(self, x: jax.Array, batch: Any, head: Any, heads: int, row: Any, rows: int) -> jax.Array:
         """Some heads' rows, as bits: [heads, rows, dim]."""
@@ -396,7 +413,8 @@ def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tu
     query = work.padded_queries(operands.query)
 
     def of_stage(stage: Any, outputs: tuple[jax.Array, jax.Array]) -> Any:
-        key, value = work.take(operands.key, stage), work.take(operands.value, stage)
+        # Hidden keys have weights of 0 whatever they hold; hidden values would be multiplied by these.
+        key, value = work.take(operands.key, stage, clean=False), work.take(operands.value, stage, clean=True)
 
         def of_q_block(at: QueryBlock, outputs: tuple[jax.Array, jax.Array]) -> Any:
             q = work.queries(query, at)
@@ -486,7 +504,7 @@ def _backward(
     d_sinks = None if operands.sinks is None else jnp.zeros_like(operands.sinks)
 
     def of_stage(stage: Any, gradients: Any) -> Any:
-        key, value = work.take(operands.key, stage), work.take(operands.value, stage)
+        key, value = (work.take(x, stage, clean=True) for x in operands[1:3])
 
         def of_q_block(at: QueryBlock, carry: Any) -> Any:
             d_key, d_value, d_query, d_bias, d_sinks = carry

@@ -26,6 +26,11 @@ class Operands(NamedTuple):
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
 
+    @property
+    def of_keys(self) -> tuple[jax.Array | None, ...]:
+        """Key, value and their scales."""
+        return self.key, self.value, self.key_scale, self.value_scale
+
 
 class Traced(NamedTuple):
     """Arrays without gradients: those of the mask, and the places and the seed if they are traced."""
@@ -49,6 +54,7 @@ class StaticPart:
     query_offset: int | None
     dropout: float
     k_start: int | None = 0
+    hides_keys: bool = True
 
 
 def split_static(mask: LocalMask, dropout: Dropout | None) -> tuple[StaticPart, Traced]:
@@ -64,6 +70,7 @@ def split_static(mask: LocalMask, dropout: Dropout | None) -> tuple[StaticPart, 
         query_offset=mask.query_offset if placed_offset else None,  # type: ignore[arg-type]
         dropout=0.0 if dropout is None else dropout.probability,
         k_start=mask.k_start if placed_k else None,  # type: ignore[arg-type]
+        hides_keys=mask.hides_keys,
     )
     traced = Traced(
         tuple(jnp.asarray(leaf.array) for leaf in leaves),
@@ -88,6 +95,7 @@ def join_static(static_part: StaticPart, traced: Traced) -> tuple[LocalMask, Dro
         static_part.kv_len,
         static_part.query_offset if traced.query_offset is None else traced.query_offset,
         static_part.k_start if traced.k_start is None else traced.k_start,  # type: ignore[arg-type]
+        static_part.hides_keys,
     )
     if traced.seed is None or traced.starts is None:
         return mask, None

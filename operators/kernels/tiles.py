@@ -105,12 +105,20 @@ class TileSource:
     """Cuts the mask, the bias and the dropout of one tile out of the whole."""
 
     def __init__(
-        self, mask: LocalMask, dropout: Dropout | None, block_q: int, block_kv: int, *, tables: int = 1
+        self,
+        mask: LocalMask,
+        dropout: Dropout | None,
+        block_q: int,
+        block_kv: int,
+        *,
+        tables: int = 1,
+        every_tile: bool = False,  # also those without visible keys are cut
     ) -> None:
         self.mask, self.dropout, self.block_q, self.block_kv = mask, dropout, block_q, block_kv
         rows = -(-mask.q_len // block_q) * block_q
         # For a single block the mask is enough: it is visited whatever it sees.
-        words = iter(block_words(mask, block_q, block_kv, rows, tables, settle=mask.kv_len > block_kv))
+        settle = mask.kv_len > block_kv and not every_tile
+        words = iter(block_words(mask, block_q, block_kv, rows, tables, settle=settle))
 
         def padded(atom: Mask) -> Mask:
             if not is_blocks(atom):

@@ -106,6 +106,7 @@ class Splash(Operation):
         config = call.config
         assert isinstance(config, SplashConfig)
         swap = call.layout == "bthd"
+        call = call if config.kernel == "attnops" else call.with_hidden_keys_zero()
         tensors = [x.swapaxes(1, 2) if swap else x for x in (call.query, call.key, call.value)]
         if config.kernel == "attnops":
             output, lse = _run_attnops(call, config, *tensors)

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnops.masks import Causal, Chunked, Full, MaskFunction, Prefix, SlidingWindow, window_tokens
+from attnops.masks import Blocks, Causal, Chunked, Full, MaskFunction, Prefix, SlidingWindow, window_tokens
+from attnops.masks.seen_keys import certainly_seen
 
 lengths = st.integers(1, 40)
 many = settings(deadline=None, max_examples=400)
@@ -68,6 +69,33 @@ def test_live_blocks_and_dead_rows(spec, sizes, query_offset):
     assert found.dtype == np.int8
     assert found.tolist() == brute.blocks(seen, block_q, block_kv)
     assert mask.may_have_dead_rows(q_len, kv_len, **at) is bool((~seen.any(axis=1)).any())
+
+
+@given(
+    brute.trees(brute.LEAVES | brute.FUNCTIONS),
+    st.tuples(lengths, lengths, st.integers(0, 20), st.integers(0, 30)),
+    st.integers(-20, 45),
+)
+@many
+def test_seen_keys(spec, sizes, query_offset):
+    q_len, kv_len, q_start, k_start = sizes
+    rows, keys = range(q_start, q_start + q_len), range(k_start, k_start + kv_len)
+    seen = brute.dense(spec, rows, keys, query_offset)
+    at = {"q_start": q_start, "query_offset": query_offset, "k_start": k_start}
+    found = certainly_seen(brute.build(spec), q_len, kv_len, **at)
+    assert found.dtype == np.bool_
+    assert found.tolist() == [seen.any(axis=0).tolist()]
+
+
+def test_seen_keys_of_heads_and_of_too_many_cells():
+    layout = np.zeros((3, 4, 5), bool)
+    layout[0, 3, 2] = layout[2, :, 4] = True
+    found = certainly_seen(Blocks(layout, 10, 8), 40, 39)
+    assert found.tolist() == [[j // 8 in kv for j in range(39)] for kv in ((2,), (), (4,))]
+    assert certainly_seen(Causal(), 1 << 17, 1 << 17).all()
+    hidden = MaskFunction("test_thirds") & ~MaskFunction("test_thirds")  # each pair would have to be tested
+    assert certainly_seen(hidden, 1 << 15, 1 << 15) is None
+    assert not certainly_seen(hidden, 1 << 10, 1 << 10).any()
 
 
 @given(brute.trees(brute.LEAVES | brute.FUNCTIONS), st.integers(-5, 30))

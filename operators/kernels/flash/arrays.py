@@ -123,9 +123,21 @@ class Arrays:
 
     # -- in the kernel -----------------------------------------------------------------------------------------------
 
-    def tile(self, ref: Any, batch: Any, head: Any, along: Along, dim: int, bounded: bool = True) -> list[jax.Array]:
-        """Rows of a head, [rows, width] for each part of the dim; 0 beyond the ends. bounded: some rows may be beyond."""
-        return [self._load(ref, batch, head, along, part, bounded) for part in dim_parts(dim)]
+    def tile(
+        self,
+        ref: Any,
+        batch: Any,
+        head: Any,
+        along: Along,
+        dim: int,
+        bounded: bool = True,
+        wanted: jax.Array | None = None,
+    ) -> list[jax.Array]:
+        """Rows of a head, [rows, width] for each part of the dim; 0 beyond the ends, and where `wanted` [rows] is False.
+
+        bounded: some rows may be beyond.
+        """
+        return [self._load(ref, batch, head, along, part, bounded, wanted) for part in dim_parts(dim)]
 
     def put_tile(self, ref: Any, batch: Any, head: Any, along: Along, dim: int, values: list[jax.Array]) -> None:
         """Write what `tile` would read."""
@@ -133,8 +145,20 @@ class Arrays:
             inside = self._inside(along, part, True)
             plgpu.store(ref.at[self._place(batch, head, along, part)], value.astype(ref.dtype), mask=inside)
 
-    def _load(self, ref: Any, batch: Any, head: Any, along: Along, part: DimPart, bounded: bool) -> jax.Array:
+    def _load(
+        self,
+        ref: Any,
+        batch: Any,
+        head: Any,
+        along: Along,
+        part: DimPart,
+        bounded: bool,
+        wanted: jax.Array | None,
+    ) -> jax.Array:
         inside = self._inside(along, part, bounded)
+        if wanted is not None:
+            rows = jnp.broadcast_to(wanted[:, None], (along.count, part.width))
+            inside = rows if inside is None else inside & rows
         other = None if inside is None else 0
         return plgpu.load(ref.at[self._place(batch, head, along, part)], mask=inside, other=other)
 

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from .arrays import Along, Arrays
 from .sizes import dim_parts
-from .tile import Logits, Tile, product
+from .tile import Logits, Tile, product, seen_rows
 from .visits import Visits
 
 __all__ = ["KeyGradients", "QueryGradient"]
@@ -63,8 +63,9 @@ class QueryGradient(_BackwardKernel):
         def visit(kv_block: Any, sums: Any, masked: bool) -> Any:
             keys = Along(kv_block * sizes.block_kv, sizes.block_kv, static_part.kv_len)
             tile = Tile(self.logits, refs, batch, head, kv_head, rows, keys)
-            key = arrays.tile(refs["key"], batch, kv_head, keys, dim, masked)
-            value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, masked)
+            seen = seen_rows(refs, batch, kv_head, keys) if masked else None
+            key = arrays.tile(refs["key"], batch, kv_head, keys, dim, masked, seen)
+            value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, masked, seen)
             _, d_x = self._gradient(refs, tile, product(query, key, 1, 1), product(d_output, value, 1, 1), masked)
             d_x = d_x.astype(query[0].dtype)
             return tuple(acc + product([d_x], [part], 1, 0) for acc, part in zip(sums, key, strict=True))
@@ -82,8 +83,9 @@ class KeyGradients(_BackwardKernel):
         dim, value_dim = self.dims
         kv_block, kv_head, batch = (pl.program_id(axis) for axis in range(3))
         keys = Along(kv_block * sizes.block_kv, sizes.block_kv, static_part.kv_len)
-        key = arrays.tile(refs["key"], batch, kv_head, keys, dim)
-        value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim)
+        seen = seen_rows(refs, batch, kv_head, keys)
+        key = arrays.tile(refs["key"], batch, kv_head, keys, dim, wanted=seen)
+        value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, wanted=seen)
 
         def of_head(number: Any, sums: Any) -> Any:
             head = kv_head * self.group + number

@@ -15,6 +15,7 @@ from ..block_words import block_words
 from ..blockwise import Blocking, bias_gradient
 from ..operands import Operands, StaticPart, Traced, join_static
 from ..part import LSE_NAME, OUTPUT_NAME, differentiable
+from ..seen_keys import seen_keys
 from .arrays import KERNELS, Arrays
 from .backward import KeyGradients, QueryGradient
 from .forward import ForwardKernel
@@ -277,6 +278,9 @@ def _arrays(
     for name, scale in (("key_scale", operands.key_scale), ("value_scale", operands.value_scale)):
         if scale is not None:
             arrays.row_numbers(name, scale.astype(jnp.float32), sizes.block_kv)
+    seen = seen_keys(mask, operands.key.shape[part.layout.index("h")], operands.of_keys)
+    if seen is not None:
+        arrays.row_numbers("seen", seen.astype(jnp.int8), sizes.block_kv)
     add_arrays(arrays, mask, words, operands.bias, dropout)
     return arrays
 

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from .arrays import Along, Arrays
 from .fp8 import from_bits
 from .sizes import Steps, dim_parts
-from .tile import LN2, LOG2E, Logits, Tile, product
+from .tile import LN2, LOG2E, Logits, Tile, product, seen_rows
 from .visits import Visits
 
 __all__ = ["ForwardKernel"]
@@ -61,11 +61,14 @@ class ForwardKernel:
             return product(query, self._stored(key, self.stored[0], query[0].dtype), 1, 1)
 
         def value_of(keys: Along, masked: bool) -> list[jax.Array]:
-            value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, masked)
+            # The weights of hidden keys are 0, whatever the keys hold; the values would be multiplied by these.
+            seen = seen_rows(refs, batch, kv_head, keys) if masked else None
+            value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, masked, seen)
             value = self._stored(value, self.stored[1], query[0].dtype)
             if "value_scale" not in refs:
                 return value
             scale = arrays.numbers(refs["value_scale"], (batch, kv_head), keys)[:, None]
+            scale = scale if seen is None else jnp.where(seen[:, None], scale, 0.0)
             return [(x.astype(jnp.float32) * scale).astype(query[0].dtype) for x in value]
 
         def add(keys: Along, raw: jax.Array, carry: Any, masked: bool) -> Any:

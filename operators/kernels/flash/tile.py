@@ -24,7 +24,7 @@ from ..operands import StaticPart
 from ..precision import exact
 from .arrays import Along, Arrays, index
 
-__all__ = ["LN2", "LOG2E", "Logits", "Tile", "Words", "add_arrays", "product"]
+__all__ = ["LN2", "LOG2E", "Logits", "Tile", "Words", "add_arrays", "product", "seen_rows"]
 
 Words = tuple[BlockWords | None, ...]
 
@@ -108,6 +108,15 @@ def add_arrays(arrays: Arrays, mask: LocalMask, words: Words, bias: jax.Array | 
 def _by_blocks(x: jax.Array, arrays: Arrays) -> dict[int, int]:
     sizes = {2: arrays.sizes.block_q, 3: arrays.sizes.block_kv}
     return {axis: size for axis, size in sizes.items() if x.shape[axis] > 1}
+
+
+def seen_rows(refs: dict[str, Any], batch: Any, kv_head: Any, keys: Along) -> jax.Array | None:
+    """Which of some keys a query sees, [keys]; None for all."""
+    if "seen" not in refs:
+        return None
+    ref = refs["seen"]
+    place = tuple(at if n > 1 else 0 for at, n in zip((batch, kv_head), ref.shape[:2], strict=False))
+    return Arrays.numbers(ref, place, keys).astype(jnp.int32) != 0
 
 
 class Tile:

@@ -135,16 +135,25 @@ def backward_kernel(
                 add("value_sum", kv_head, rows, p, 1, factor("d_output", (unit.number,), unit.queries, 0))
                 add("key_sum", kv_head, rows, d_x, 1, factor("query", (unit.number,), unit.queries, q_time))
             if of_query:
-                add("q_sum", unit.number, unit.queries, d_x, 0, factor("key", unit.head[:1], unit.keys, k_time))
+                add("q_sum", unit.number, unit.queries, d_x, 0, key_factor(unit))
+
+        def key_factor(unit: Unit) -> tuple[Any, int]:
+            """`factor` of a unit's keys."""
+            at = "key", unit.head[:1], unit.keys.start
+            if at not in factors:
+                factors[at] = as_factor(tile.clean("key", unit, k_time), k_time)
+            return factors[at]
 
         def factor(name: str, head: tuple[int, ...], rows: slice, seq_minor: int) -> tuple[Any, int]:
             """(rows of a tensor, their axis); transposed once per visit if the products require it."""
             at = name, head, rows.start
             if at not in factors:
-                x = rows_of(refs[name], head, rows, seq_minor)
-                turns = stationary_weights and not seq_minor
-                factors[at] = (x.T, 1) if turns else (x, seq_minor)
+                factors[at] = as_factor(rows_of(refs[name], head, rows, seq_minor), seq_minor)
             return factors[at]
+
+        def as_factor(x: Any, seq_minor: int) -> tuple[Any, int]:
+            turns = stationary_weights and not seq_minor
+            return (x.T, 1) if turns else (x, seq_minor)
 
         pipelined(units_of(frame, *compute, body), ahead, multiply, accumulate)
 
@@ -152,9 +161,7 @@ def backward_kernel(
         return rows_of(refs["query"], (unit.number,), unit.queries, q_time)
 
     def key_and_value(unit: Unit) -> tuple[Any, Any]:
-        return tuple(
-            rows_of(refs[name], unit.head[:1], unit.keys, time) for name, time in (("key", k_time), ("value", v_time))
-        )
+        return tile.clean("key", unit, k_time), tile.clean("value", unit, v_time)
 
     def add(name: str, head: int, rows: Any, weights: jax.Array, axis: int, factor: tuple[Any, int]) -> None:
         """Add the product of the weights with a factor, over this axis of the weights, to some rows of a sum."""

@@ -54,10 +54,7 @@ def bias_kernel(
 
         def add(unit: Unit) -> None:
             query = rows_of(refs["query"], (unit.number,), unit.queries, q_time)
-            key, value = (
-                rows_of(refs[name], unit.head[:1], unit.keys, time)
-                for name, time in (("key", k_time), ("value", v_time))
-            )
+            key, value = tile.clean("key", unit, k_time), tile.clean("value", unit, v_time)
             d_out = rows_of(refs["d_output"], (unit.number,), unit.queries, 0)
             lse, delta = (turned(refs[name][unit.number, :, unit.queries]) for name in ("lse", "delta"))
             x, _ = tile.weigh(tile_product(query, key, 1 - q_time, 1 - k_time), unit)

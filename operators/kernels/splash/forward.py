@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..precision import exact
 from .frame import Frame, Output
 from .schedule import FIRST, LAST
-from .tile import Logits, Tile
+from .tile import Logits, Tile, columns
 from .units import Unit, pipelined, rows_of, units_of
 
 __all__ = ["forward_kernel", "forward_outputs", "forward_scratch", "tile_product"]
@@ -177,7 +177,7 @@ def forward_kernel(
             """Values in the product's form: unchanged, or transposed [value dim, keys]; computed once per visit."""
             at = unit.head[0], unit.keys.start
             if at not in values:
-                values[at] = _prepared(refs, unit, v_time, transposed, sum_by_product, refs["query"].dtype)
+                values[at] = _prepared(tile, unit, v_time, transposed, sum_by_product)
             return values[at]
 
         pipelined(units_of(frame, *compute, body), ahead, multiply, accumulate)
@@ -203,19 +203,18 @@ def forward_kernel(
             refs["lse"][number] = numbers.lane(lse)
 
 
-def _prepared(
-    refs: dict[str, Any], unit: Unit, v_time: int, transposed: bool, with_ones: bool, dtype: Any
-) -> jax.Array:
-    """A unit's values in the product's form: in this dtype, with their scales, transposed, and with ones appended."""
-    value = rows_of(refs["value"], unit.head[:1], unit.keys, v_time)
+def _prepared(tile: Tile, unit: Unit, v_time: int, transposed: bool, with_ones: bool) -> jax.Array:
+    """A unit's values in the product's form: in the query's dtype, with their scales, transposed, and with ones appended."""
+    refs, dtype = tile.refs, tile.refs["query"].dtype
+    value = tile.clean("value", unit, v_time)
     value = value.astype(jnp.float32 if "value_scale" in refs else dtype)
     if transposed and not v_time:
         value, v_time = value.T, 1
     if "value_scale" in refs:
         # Not on the weights: there are more of them, and their sum may come from the same product.
         scale = refs["value_scale"][unit.head[0], :, unit.keys]
-        if not v_time:  # as a whole square: spreading a single column over the lanes costs three times as much
-            scale = RowNumbers(False).beside(jnp.broadcast_to(scale, (_LANES, scale.shape[1])).T, value.shape[-1])
+        if not v_time:
+            scale = columns(scale, value.shape[-1])
         value = (value * scale).astype(dtype)
     if with_ones:
         keys = unit.shape[1]

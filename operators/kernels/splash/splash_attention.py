@@ -18,6 +18,7 @@ from ..block_words import block_words
 from ..blockwise import Blocking, bias_gradient
 from ..operands import Operands, StaticPart, Traced, join_static
 from ..part import LSE_NAME, OUTPUT_NAME, differentiable
+from ..seen_keys import seen_keys
 from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
 from .bias import bias_block, bias_kernel, bias_order, visited_bias
 from .block_sizes import SplashBlocks
@@ -27,7 +28,7 @@ from .key_sums import add_key_sums
 from .mapped import mapped_pass
 from .schedule import tile_schedule
 from .schedule_rules import broken_rule
-from .tile import Logits, add_to_frame
+from .tile import Logits, add_seen, add_to_frame
 
 __all__ = ["SplashPart", "splash_attention"]
 
@@ -180,6 +181,9 @@ class _KernelPass:
             x = _rows_padded(x, self.kv_padded)
             array = x.swapaxes(-1, -2) if layout == "seq_minor" else x
             frame.inputs[name] = Input(array, frame.key_block(x.shape[-1], layout), "kv")
+        seen = seen_keys(mask, kv_heads, operands.of_keys)
+        if seen is not None:
+            add_seen(frame, seen)
         for name, scale in (("key_scale", operands.key_scale), ("value_scale", operands.value_scale)):
             if scale is not None:
                 rows = _rows_padded(scale[..., None], self.kv_padded).swapaxes(-1, -2)

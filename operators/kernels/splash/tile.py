@@ -23,11 +23,12 @@ from .band import EVERYTHING, band_of
 from .bodies import Body
 from .frame import Frame, Input, Step
 from .schedule import body_of
-from .units import Unit
+from .units import Unit, rows_of
 
-__all__ = ["LOG2E", "HeadKey", "Logits", "Tile", "add_to_frame", "turned"]
+__all__ = ["LOG2E", "HeadKey", "Logits", "Tile", "add_seen", "add_to_frame", "columns", "turned"]
 
 LOG2E = 1 / math.log(2)
+_LANES = 128  # of a register
 
 # Two words; None without dropout.
 HeadKey = tuple[jax.Array, jax.Array] | None
@@ -100,6 +101,16 @@ def add_to_frame(
         frame.scalars["dropout"] = jnp.concatenate([seed, *starts])
 
 
+def add_seen(frame: Frame, seen: jax.Array) -> None:
+    """Add which keys a query sees, bool [batch | 1, kv heads | 1, kv]."""
+    rows = _padded(seen.astype(jnp.int32), {2: frame.block_kv})
+    if seen.shape[1] == 1:
+        frame.inputs["seen"] = Input(rows, frame.leaf_block(seen.shape[0], "kv"), "kv")
+        return
+    rows = jnp.broadcast_to(rows, (frame.batch, *rows.shape[1:]))[:, :, None]
+    frame.inputs["seen"] = Input(rows, frame.key_block(1, "seq_minor"), "kv")
+
+
 def _padded(x: jax.Array, blocks: dict[int, int]) -> jax.Array:
     """Pad dimensions to whole blocks."""
     short = [(0, -n % blocks.get(i, 1)) for i, n in enumerate(x.shape)]
@@ -122,6 +133,7 @@ class Tile:
         self.step: Step = frame.here(refs)
         self._seen: dict[Any, Any] = {}
         self._scales: dict[Any, jax.Array] = {}
+        self._clean: dict[Any, jax.Array] = {}
         self._distance: int | None = None
         self._band, self._others = EVERYTHING, logits.static_part.mask
 
@@ -133,6 +145,7 @@ class Tile:
         """Start a body, by its number: one body's values don't exist in the next."""
         self._seen.clear()
         self._scales.clear()
+        self._clean.clear()
         static_part = self.logits.static_part
         self._distance = self.frame.visits.distances[number - 1]
         self._band, self._others = EVERYTHING, static_part.mask
@@ -178,6 +191,22 @@ class Tile:
         if at not in self._scales:  # otherwise each use would spread a single column over the lanes
             self._scales[at] = jnp.broadcast_to(scale, (128, scale.shape[1])).T
         return jnp.tile(self._scales[at], (1, unit.shape[0] // 128))
+
+    def clean(self, name: str, unit: Unit, seq_minor: int) -> Any:
+        """A unit's keys or values as they are stored, with zeros for keys that no query sees; these are made once per visit.
+
+        A weight of 0 wouldn't remove a NaN.
+        """
+        if "seen" not in self.refs or not unit.masked:
+            return rows_of(self.refs[name], unit.head[:1], unit.keys, seq_minor)
+        at = name, unit.head[0], unit.keys.start, unit.keys.stop
+        if at not in self._clean:
+            x = rows_of(self.refs[name], unit.head[:1], unit.keys, seq_minor)
+            ref = self.refs["seen"]
+            row = ref[:, unit.keys] if len(ref.shape) == 2 else ref[unit.head[0], :, unit.keys]
+            kept = row if seq_minor else columns(row, x.shape[1])
+            self._clean[at] = jnp.where(kept != 0, x, jnp.zeros((), x.dtype))
+        return self._clean[at]
 
     def dropped(self, x: jax.Array, keep: jax.Array | None) -> jax.Array:
         """Weights, or their gradients, after dropout."""
@@ -299,6 +328,13 @@ class Tile:
         if not self.across:
             return part
         return turned(part.astype(jnp.int32) if part.dtype == jnp.int8 else part.astype(jnp.float32))
+
+
+def columns(row: jax.Array, width: int) -> jax.Array:
+    """A row of numbers [1, n] as columns, [n, width]: by a whole square, as spreading a single column over the lanes costs
+    three times as much."""
+    square = jnp.broadcast_to(row, (_LANES, row.shape[1])).T
+    return jnp.tile(square, (1, -(-width // _LANES)))[:, :width]
 
 
 def turned(x: jax.Array) -> jax.Array:

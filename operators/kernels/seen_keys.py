@@ -1,0 +1,220 @@
+"""Seen keys: those that some query of their batch row and kv head sees. The others count as zeros, whatever they hold.
+
+A weight of 0 doesn't remove a NaN or an infinity: 0 times either is NaN. So a key that no query sees must not reach a product
+with weights, nor its value. Keys that some queries see and others don't are left as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...masks import And, Causal, Full, Mask, SlidingWindow
+from ...masks.seen_keys import certainly_seen
+from ..local_mask import LocalMask
+from .primitives import numbers, shifted, where
+from .tiles import TilePosition, TileSource
+from .varying import vary, varying
+
+__all__ = ["Seen", "seen_keys", "zero_where_hidden"]
+
+# bool [batch | 1, kv heads | 1, kv]; None if all keys are seen
+Seen = jax.Array | None
+
+_AT_ONCE = 1 << 22  # pairs of a query and a key that are tested at once
+
+
+def seen_keys(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None]) -> Seen:
+    """Which keys some query sees. tensors: the key, the value and their scales, in which NaN and infinities matter.
+
+    If only a test of every pair of a query and a key tells, and all tensors are finite, all keys count as seen: testing whether
+    they are takes less time, and then the result doesn't depend on it.
+    """
+    if not mask.hides_keys or isinstance(mask.mask, Full):
+        return None
+    of_keys, others = (Full(), mask.mask.conjuncts()) if mask.mask.is_static else _apart(mask.mask)
+    found = _of_others(mask, others, kv_heads)
+    if found is NotImplemented:
+        return _of_pairs(mask, kv_heads, tensors)
+    if not isinstance(of_keys, Full):
+        first_row = replace(mask, mask=of_keys, q_len=1).array()  # of all rows alike
+        assert first_row is not None
+        seen = _by_kv_head(jnp.asarray(first_row)[:, :, 0], kv_heads)
+        found = seen if found is None else found & seen
+    if found is None:
+        return None
+    return jnp.broadcast_to(found, (*found.shape[:2], mask.kv_len))
+
+
+def zero_where_hidden(x: jax.Array, seen: Seen, layout: str) -> jax.Array:
+    """A tensor in the layout, or a scale [batch, heads, kv], with zeros where no query sees the key."""
+    if seen is None:
+        return x
+    if x.ndim == 4:
+        seen = (seen if layout == "bhtd" else seen.swapaxes(1, 2))[..., None]
+    return where(jnp.broadcast_to(seen, x.shape), x, 0)
+
+
+def _apart(mask: Mask) -> tuple[Mask, tuple[Mask, ...]]:
+    """(the And of the conjuncts that are the same for all queries, the others)."""
+    alike, others = [], []
+    for part in mask.conjuncts():
+        (alike if all(_is_of_keys(atom) for atom in part.atoms()) else others).append(part)
+    return And(alike), tuple(others)
+
+
+def _is_of_keys(atom: Mask) -> bool:
+    if atom.kind == "dense_mask":
+        return bool(atom.arrays()[0].shape[2] == 1)
+    return atom.kind in ("full", "prefix", "kv_lengths")
+
+
+def _of_others(mask: LocalMask, others: tuple[Mask, ...], kv_heads: int) -> Any:
+    """Seen keys of conjuncts that differ from query to query; None for all, NotImplemented where only testing pairs tells."""
+    if not others:
+        return None
+    offset = 0 if mask.query_offset is None else mask.query_offset
+    if all(isinstance(part, Causal | SlidingWindow) for part in others):
+        return _of_band(mask, others, offset)
+    known = isinstance(mask.q_start, int) and isinstance(mask.k_start, int) and isinstance(offset, int)
+    if not known or not all(part.is_static for part in others):
+        return NotImplemented
+    seen = certainly_seen(
+        And(others),
+        mask.q_len,
+        mask.kv_len,
+        q_start=mask.q_start,  # type: ignore[arg-type]
+        query_offset=offset,  # type: ignore[arg-type]
+        k_start=mask.k_start,  # type: ignore[arg-type]
+    )
+    if seen is None:
+        return NotImplemented
+    return None if seen.all() else _by_kv_head(_constant(seen), kv_heads)
+
+
+def _constant(seen: np.ndarray) -> jax.Array:
+    """[1, heads, keys]; if the seen keys follow one another, without an array as long as they are."""
+    if len(seen) == 1:
+        places = np.flatnonzero(seen[0])
+        first, end = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
+        if end - first == len(places):
+            keys = numbers((1, 1, seen.shape[1]), 2)
+            return (keys >= np.int32(first)) & (keys < np.int32(end))
+    return jnp.asarray(seen)[None]
+
+
+def _of_band(mask: LocalMask, parts: Sequence[Mask], offset: Any) -> Any:
+    """Of causal masks and windows: rows that follow one another see keys that do."""
+    least = most = None
+    for part in parts:
+        assert isinstance(part, Causal | SlidingWindow)
+        at = offset if part.offset is None else part.offset
+        left, right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
+        if left is not None:
+            least = at - left if least is None else _of(max, jnp.maximum, least, at - left)
+        if right is not None:
+            most = at + right if most is None else _of(min, jnp.minimum, most, at + right)
+    first_row, last_row = mask.q_start, mask.q_start + (mask.q_len - 1)
+    first_key, last_key = mask.k_start, mask.k_start + (mask.kv_len - 1)
+    keys, tests = shifted(numbers((1, 1, mask.kv_len), 2), mask.k_start), []
+    if least is not None and not _surely(lambda: first_row + least <= first_key):
+        tests.append(keys >= _column(first_row + least))
+    if most is not None and not _surely(lambda: last_row + most >= last_key):
+        tests.append(keys <= _column(last_row + most))
+    if least is not None and most is not None and not _surely(lambda: least <= most):
+        tests.append(_column(least) <= _column(most))  # otherwise no row sees a key
+    found = None
+    for test in tests:
+        found = jnp.asarray(test) if found is None else found & test
+    return found
+
+
+def _of(of_numbers: Any, of_arrays: Any, a: Any, b: Any) -> Any:
+    return of_numbers(a, b) if isinstance(a, int) and isinstance(b, int) else of_arrays(a, b)
+
+
+def _surely(test: Any) -> bool:
+    """Whether a comparison is known to hold before the program runs."""
+    found = test()
+    return isinstance(found, bool) and found
+
+
+def _column(x: Any) -> Any:
+    """A number, or one per batch row, beside [batch, heads, keys]."""
+    if not hasattr(x, "ndim") or x.ndim == 0:
+        return jnp.asarray(x, jnp.int32)[None, None, None]
+    return x.astype(jnp.int32)[:, None, None]
+
+
+def _by_kv_head(seen: jax.Array, kv_heads: int) -> jax.Array:
+    """[batch, heads | 1, keys] of query heads as that of kv heads: seen by any head of the group."""
+    batch, heads, keys = seen.shape
+    return seen if heads in (1, kv_heads) else seen.reshape(batch, kv_heads, heads // kv_heads, keys).any(2)
+
+
+def _of_pairs(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None]) -> jax.Array:
+    """By testing pairs, unless that takes longer than reading the tensors and these turn out to be finite."""
+    given = [lax.stop_gradient(x) for x in tensors if x is not None]
+    axes = varying(
+        ([leaf.array for leaf in mask.mask.split()[1]], mask.q_start, mask.query_offset, mask.k_start, given)
+    )
+
+    batch, heads = _planes(mask)
+    shape = (batch, 1 if heads == 1 else kv_heads, mask.kv_len)
+
+    def tested() -> jax.Array:
+        return vary(jnp.broadcast_to(_by_kv_head(_any_query(mask), kv_heads), shape), axes)
+
+    read = sum(math.prod(x.shape) for x in given) // (given[0].shape[0] * mask.kv_len)  # numbers per key
+    if mask.q_len <= read:
+        return tested()
+    finite = jnp.asarray(True)
+    for x in given:
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            wide = x if x.dtype.itemsize > 1 else x.astype(jnp.float32)
+            finite = finite & jnp.isfinite(wide).all()
+    return lax.cond(finite, lambda: vary(jnp.ones(shape, bool), axes), tested)
+
+
+def _any_query(mask: LocalMask) -> jax.Array:
+    """[batch | 1, heads | 1, keys], from a test of each pair."""
+    shape = _planes(mask)
+    if math.prod(shape) * mask.q_len * mask.kv_len <= _AT_ONCE:
+        array = mask.array()
+        assert array is not None
+        seen = jnp.asarray(array).any(2)
+        return jnp.broadcast_to(seen, (*seen.shape[:2], mask.kv_len))
+    batch, heads = shape
+    block = min(mask.kv_len, max(128, _AT_ONCE // (heads * mask.q_len) // 128 * 128))
+    source, blocks = TileSource(mask, None, mask.q_len, block, every_tile=True), -(-mask.kv_len // block)
+
+    def tile(number: jax.Array) -> jax.Array:
+        place = TilePosition(number // blocks, 0, heads, 0, number % blocks)
+        seen = source.seen(place)
+        assert seen is not None
+        return jnp.broadcast_to(seen.any(1), (heads, block))
+
+    found = lax.map(tile, numbers((batch * blocks,), 0))
+    found = found.reshape(batch, blocks, heads, block).swapaxes(1, 2).reshape(batch, heads, blocks * block)
+    return lax.slice_in_dim(found, 0, mask.kv_len, axis=2)
+
+
+def _planes(mask: LocalMask) -> tuple[int, int]:
+    """(batch rows, heads) that the mask tells apart."""
+    batch = heads = 1
+    for leaf in mask.mask.split()[1]:
+        for dim, size in zip(leaf.dims, leaf.array.shape, strict=True):
+            batch = max(batch, size) if dim == "batch" else batch
+            heads = max(heads, size) if dim == "heads" else heads
+    for atom in mask.mask.atoms():
+        heads = max(heads, getattr(atom, "heads", 1))
+    if hasattr(mask.query_offset, "ndim") and mask.query_offset.ndim:
+        batch = max(batch, mask.query_offset.shape[0])
+    return batch, heads
