@@ -240,20 +240,12 @@ def _operands(plan: Plan, backward: bool) -> tuple[int, int]:
     problem, placement = plan.problem, plan.placement
     sizes = {axis.name: axis.size for axis in problem.mesh}
     given = outgoing = gradients = 0
-    for tensor in placed_tensors(problem, placement, 0):
-        name = tensor.name
-        size = {
-            "query": problem.itemsize_of("query"),
-            "key": problem.itemsize_of("key"),
-            "value": problem.itemsize_of("value"),
-        }
-        item = size.get(name) or tensor.itemsize or problem.itemsize
-        local = math.prod(tensor.shape) // placement.kv_repeat if name in ("key", "value") else math.prod(tensor.shape)
-        bytes_ = item * local // math.prod(sizes[a] for a in all_axes(tensor.declared))
+    for tensor in placed_tensors(problem, placement):
+        bytes_ = tensor.given_bytes(sizes)
         given += bytes_
         gradients += bytes_ if tensor.gradient else 0
     parts = math.prod(sizes[a] for a in all_axes(axes_by_dim(placement.spec("output"), 4)))
-    outgoing += math.prod(problem.shape_of("output")) * problem.itemsize // parts
+    outgoing += math.prod(problem.shape_of("output")) * problem.itemsize_of("output") // parts
     if "return_lse" in problem.features:
         wide = jnp.dtype(problem.softmax_dtype).itemsize
         split = math.prod(sizes[a] for a in all_axes(axes_by_dim(placement.spec("lse"), 3)))

@@ -6,10 +6,10 @@ import functools
 import math
 from dataclasses import dataclass
 
+from ..devices import gpu_specs
 from ..errors import ConfigError, shown
 from ..verify.devices import DeviceLimits, device_limits
 from ..verify.generations import torus_of
-from ..verify.gpu.gpu_specs import gpu_specs
 from ..verify.gpu.gpu_target import gpu_target, is_gpu_target
 from ..verify.targets import Target, cpu_count, target_of
 from .cpu_rates import CpuRates
@@ -71,7 +71,7 @@ def machine_of(target: str) -> Machine:
     # The devices of a chip send at the same time, over the same links.
     chips = [Physical(n, torus.link / torus.devices, ring) for n, ring in zip(torus.shape, torus.rings, strict=True)]
     physical = (*chips, Physical(torus.devices, torus.die_link))
-    limits = device_limits("tpu", found.kind)
+    limits = device_limits("tpu", found.kind, found.cores)
     return Machine(target, "tpu", found.kind, found.cores, found.count, limits, physical, _HOP_SECONDS, True)
 
 

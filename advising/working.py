@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from ..devices import spec_of_kind
 from ..planning import Plan
-from ..verify.generations import clock_rate, cores_of, vector_cycles
-from ..verify.gpu.gpu_specs import spec_of_kind
+from ..verify.generations import clock_rate, vector_cycles
 from ..verify.tile_counts import matrix_cycles
 from ..verify.work import exact_products
 from .machine import Machine
@@ -62,7 +62,7 @@ def rate_of(machine: Machine, plan: Plan, kernel: Kernel) -> Rate:
         cpu = machine.cpu
         return Rate(flops / cpu.flops_per_second, 1 / cpu.weights_per_second, 0.0, cpu.tile_seconds, 0.0, 0.0, 0.0)
     if machine.platform == "tpu":
-        clock = clock_rate(machine.kind) * cores_of(machine.kind)
+        clock = clock_rate(machine.kind) * machine.cores
         least = matrix_cycles(machine.kind, kernel.products, _LANES, _LANES, d, dv) / _LANES**2
         vector = vector_cycles(machine.kind, kernel.products, kernel.block_kv, kernel.pipelined) / clock
         products = least * (_EXACT_PASSES if exact else 1) / clock

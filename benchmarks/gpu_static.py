@@ -31,11 +31,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from attnops import Causal, Full, OperationMetadata, OperationRegistry, SegmentIds, SlidingWindow
+from attnops.devices import gpu_specs
 from attnops.operators.kernels.flash.visits import visits
 from attnops.operators.local_mask import LocalMask
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from attnops.verify.gpu.gpu_mesh import described_gpus
-from attnops.verify.gpu.gpu_specs import gpu_specs
 from attnops.verify.gpu_clock import loop_tiles
 
 TARGETS = ("a100", "h100", "b200")

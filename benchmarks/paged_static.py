@@ -220,8 +220,9 @@ def report(path: Path) -> None:
         line = f"{label}: steps {row.get('steps')}, temporary {row['temporary_bytes'] >> 20} MiB"
         if "step_bytes" in row:
             kind, _ = abstract_target(case["target"])
-            cores = 2 if case["target"].startswith("v5p") else 1
-            cycles = row["step_bytes"] / (device_of(kind).bytes_per_second / cores) * clock_rate(kind)
+            device = device_of(kind)
+            assert device is not None
+            cycles = row["step_bytes"] / (device.bytes_per_second / device.cores) * clock_rate(kind)
             (step,) = row["steps"].values()
             line += f", bytes take {cycles:.0f} cycles: {step / cycles:.2f}"
             if "read" in row:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ..errors import ConfigError
 from ..planning import Plan
+from ..planning.call_arrays import call_arrays
 from ..planning.plan_text import placement_rows
 from ..planning.text import Aside, bytes_text
 from ..registry import OperationRegistry
@@ -236,5 +237,5 @@ def _blocks(plan: Plan) -> str:
 
 
 def _size(plan: Plan) -> str:
-    fitted = [plan.placement.fitted.get(name) for name in ("query", "key", "value", "bias", "softmax_aux")]
-    return bytes_text(sum(tensor.local_bytes for tensor in fitted if tensor is not None))
+    results = ("output", "weights", "lse")
+    return bytes_text(sum(array.device_bytes for array in call_arrays(plan) if array.name not in results))

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ..sharding import FittedRules, FittedSpec, TensorShape, axes_at, fit, refuse_unfit
@@ -133,7 +134,7 @@ def place_problem(
         *_query_changes(query, at, sizes),
         *split.changes(),
         *_key_changes(key, at, sizes, batch_axes, outer_heads, fitted.kv_repeat, ", ".join(moved), split),
-        *_bias_changes(problem, head_axes),
+        *_bias_changes(problem, fitted, head_axes),
     )
     outer_kv_heads = kv_all // math.prod(sizes[a] for a in outer_heads)
     placement = Placement(
@@ -150,19 +151,20 @@ def _named(*axes: tuple[str, ...]) -> zip[tuple[str, tuple[str, ...]]]:
 
 
 def _shapes(problem: AttentionProblem) -> dict[str, TensorShape]:
-    size = problem.itemsize
     tensors = ("query3d", "query", "key", "value", "output")
     shapes = {t: TensorShape(problem.shape_of(t), problem.itemsize_of(t)) for t in tensors}
     if problem.bias_shape is not None:
-        shapes["bias"] = TensorShape(problem.bias_shape, size)
+        shapes["bias"] = TensorShape(problem.bias_shape, problem.itemsize_of("bias"))
     if problem.sinks_shape is not None:
         # [kv_heads, sinks] is repeated over the groups, like K and V, before it is split.
-        shapes["softmax_aux"] = TensorShape((problem.q_heads, *problem.sinks_shape[1:]), size)
+        whole = (problem.q_heads, *problem.sinks_shape[1:])
+        shapes["softmax_aux"] = TensorShape(whole, problem.itemsize_of("softmax_aux"))
     for leaf in problem.leaves:
+        size = jnp.dtype(leaf.dtype).itemsize
         if leaf.name == "mask":
-            shapes["mask"] = TensorShape(leaf.shape, 1)
+            shapes["mask"] = TensorShape(leaf.shape, size)
         elif leaf.name in ("q_segment_ids", "kv_segment_ids"):
-            shapes[leaf.name] = TensorShape(leaf.shape[1:] if problem.layout == "thd" else leaf.shape, 4)
+            shapes[leaf.name] = TensorShape(leaf.shape[1:] if problem.layout == "thd" else leaf.shape, size)
     return shapes
 
 
@@ -177,7 +179,8 @@ def _scale_specs(problem: AttentionProblem, fitted: FittedRules) -> tuple[Fitted
             tuple(1 if one else n for one, n in zip(alone, sizes, strict=True))
             for sizes in (tensor.shape, tensor.local_shape)
         )
-        found.append(FittedSpec(name, tensor.dims, spec, whole, local, 4 * math.prod(local), ()))
+        size = problem.itemsize_of(name) * math.prod(local)
+        found.append(FittedSpec(name, tensor.dims, spec, whole, local, size, ()))
     return tuple(found)
 
 
@@ -270,11 +273,19 @@ def _key_changes(
     return tuple(changes)
 
 
-def _bias_changes(problem: AttentionProblem, head_axes: tuple[str, ...]) -> tuple[str, ...]:
-    masks = [leaf.shape for leaf in problem.leaves if leaf.dims == ("batch", "heads", "q", "kv")]
-    split = [
-        name
-        for name, shapes in (("bias", [problem.bias_shape] if problem.bias_shape else []), ("mask", masks))
-        if head_axes and any(shape[1] > 1 for shape in shapes)
-    ]
-    return (f"{', '.join(split)}: heads split over {'+'.join(head_axes)} to follow the query heads",) if split else ()
+def _bias_changes(problem: AttentionProblem, fitted: FittedRules, head_axes: tuple[str, ...]) -> tuple[str, ...]:
+    """What the bias and the mask's arrays have heads for, split like the query's, where they are declared otherwise."""
+    shapes = {"bias": problem.bias_shape}
+    shapes |= {leaf.name: leaf.shape for leaf in problem.leaves if leaf.dims == ("batch", "heads", "q", "kv")}
+    changes: dict[str, list[str]] = {}
+    for name, shape in shapes.items():
+        if shape is None or shape[1] == 1:
+            continue
+        of_tensor = fitted.get(name)
+        declared = () if of_tensor is None else of_tensor.axes(1)
+        if declared != head_axes:
+            changes.setdefault("+".join(declared) or "unsplit", []).append(name)
+    return tuple(
+        f"{', '.join(names)}: heads split over {'+'.join(head_axes) or 'nothing'} to follow the query heads, declared {declared}"
+        for declared, names in changes.items()
+    )

@@ -12,6 +12,7 @@ from ..drawing import DevicePicture
 from ..errors import RefusedError
 from ..sharding import AttnShardingRules
 from ..sharding.mesh import AnyMesh
+from .call_arrays import CallArray, call_arrays
 from .draw_plan import draw_plan
 from .named import named_shardings
 from .plan_fields import PlanFields
@@ -101,14 +102,21 @@ class Plan(PlanFields):
         """The whole decision as JSON-ready values."""
         problem, placement = self.problem, self.placement
         tensors = {}
-        for tensor in (*AttnShardingRules._fields, *problem.scales):
+        arrays = {array.name: array for array in call_arrays(self)}
+        for tensor in (*AttnShardingRules._fields, *(name for name in arrays if name not in AttnShardingRules._fields)):
             declared, fitted = getattr(problem.rules, tensor, None), placement.fitted.get(tensor)
+            array = arrays.get(tensor)
+            if array is None and fitted is not None:  # query3d, a query of one token
+                local = fitted.local_shape, fitted.local_bytes
+                array = CallArray(tensor, problem.dtype_of(tensor), fitted.spec, fitted.shape, *local)
             tensors[tensor] = {
                 "declared": None if declared is None else spec_text(declared),
                 "fitted": None if fitted is None else spec_text(fitted.spec),
-                "shape": None if fitted is None else list(fitted.shape),
-                "device_shape": None if fitted is None else list(fitted.local_shape),
-                "device_bytes": None if fitted is None else fitted.local_bytes,
+                "dtype": None if array is None else array.dtype,
+                "shape": None if array is None else list(array.shape),
+                "device_shape": None if array is None else list(array.device_shape),
+                "device_bytes": None if array is None else array.device_bytes,
+                "inside_bytes": None if array is None or array.inside is None else array.inside[1],
                 "dropped": [] if fitted is None else [asdict(d) for d in fitted.dropped],
             }
         return {

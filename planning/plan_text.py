@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ..sharding import AttnShardingRules
+from .call_arrays import CallArray, call_arrays, large_arrays
 from .operation_config import OperationConfig
 from .plan_fields import WHY, PlanFields
 from .repeated import repeated_lines
@@ -15,33 +16,31 @@ from .traffic import sends_line
 
 __all__ = ["config_lines", "decision_rows", "dropped_lines", "explain", "placement_rows", "screen_rows", "tensor_rows"]
 
+_EXPLAINED = ("query", "key", "value", "key_scale", "value_scale", "softmax_aux")  # by `inside` lines, or small
 _WASTE = 0.05  # share of the work on padding from which it is shown on one screen
 
 
 def tensor_rows(plan: PlanFields) -> list[tuple[str, str, str, str, str, str]]:
-    """Rows (tensor, declared spec, fitted spec, shape, per-device shape, per-device bytes) for the ten tensors and the scales."""
+    """Rows (tensor, declared spec, fitted spec, shape, per-device shape, per-device bytes): the ten tensors with declared specs,
+    then the call's other arrays.
+    """
     rows = []
+    arrays = {array.name: array for array in call_arrays(plan)}
     for tensor in AttnShardingRules._fields:
         declared, fitted = getattr(plan.problem.rules, tensor), plan.placement.fitted.get(tensor)
+        array = arrays.pop(tensor, None)
         if declared is None:
             rows.append((tensor, "none", "", "", "", ""))
         elif fitted is None:
             rows.append((tensor, spec_text(declared), "not in this call", "", "", ""))
         else:
-            rows.append(
-                (
-                    tensor,
-                    spec_text(declared),
-                    spec_text(fitted.spec),
-                    _shape(fitted.shape),
-                    _shape(fitted.local_shape),
-                    bytes_text(fitted.local_bytes),
-                )
-            )
-    for name in plan.problem.scales:
-        fitted = plan.placement.fitted[name]
-        shapes = _shape(fitted.shape), _shape(fitted.local_shape), bytes_text(fitted.local_bytes)
-        rows.append((name, f"as {name.removesuffix('_scale')}", spec_text(fitted.spec), *shapes))
+            size = bytes_text(fitted.local_bytes) if array is None else _size(plan, array)
+            shapes = _shape(fitted.shape), _shape(fitted.local_shape)
+            rows.append((tensor, spec_text(declared), spec_text(fitted.spec), *shapes, size))
+    for name, array in arrays.items():
+        declared = f"as {name.removesuffix('_scale')}" if name in plan.problem.scales else "none"
+        shapes = _shape(array.shape), _shape(array.device_shape)
+        rows.append((name, declared, spec_text(array.spec), *shapes, _size(plan, array)))
     return rows
 
 
@@ -138,7 +137,7 @@ def screen_rows(
             rows.append((label, line))
         else:
             hidden.append(label)
-    rows += [*_split_tensors(plan), *placement_rows(plan)]
+    rows += [*_array_rows(plan), *placement_rows(plan)]
     told = [*plan.notes, *notes]
     rows += [("note", note) for note in told if not isinstance(note, Aside)]
     hidden += ["declared specs"]
@@ -174,16 +173,33 @@ def _config(plan: PlanFields) -> list[str]:
     return config_lines(plan.config, plan.problem.config, {} if plan.tuning is None else plan.tuning.fields)
 
 
-def _split_tensors(plan: PlanFields) -> list[tuple[str, str]]:
-    """Rows with names, spec, shapes and bytes of the call's arrays on a mesh; arrays with the same placement share a row."""
+def _array_rows(plan: PlanFields) -> list[tuple[str, str]]:
+    """On a mesh, names, spec, shapes and bytes of the call's arrays; those with the same placement share a row. Else the bytes of
+    the large ones. An array without a declared spec is left out if it is small.
+    """
+    large = large_arrays(plan)
     if plan.problem.devices == 1:
-        return []
-    alike: dict[str, list[str]] = {}
-    for fitted in plan.placement.fitted.specs:
-        if fitted.tensor != "query3d":
-            size = f"{_shape(fitted.shape)} -> {_shape(fitted.local_shape)}, {bytes_text(fitted.local_bytes)}"
-            alike.setdefault(f"{spec_text(fitted.spec)}  {size}", []).append(fitted.tensor)
-    return [("specs", f"{', '.join(names)}: {line}") for line, names in alike.items()]
+        alike: dict[str, list[str]] = {}
+        for array in large:
+            alike.setdefault(_size(plan, array), []).append(array.name)
+        told = [f"{', '.join(names)} {size}{' each' * (len(names) > 1)}" for size, names in alike.items()]
+        total = sum(array.device_bytes for array in call_arrays(plan))
+        return [("arrays", f"{bytes_text(total)}: {'; '.join(told)}")]
+    rows: dict[str, list[str]] = {}
+    for array in call_arrays(plan):
+        if plan.placement.fitted.get(array.name) is None and array not in large:
+            continue
+        where = f"{spec_text(array.spec)}  {_shape(array.shape)} -> {_shape(array.device_shape)}, {_size(plan, array)}"
+        if array.inside is not None and array.name not in _EXPLAINED and array.inside[1] != array.device_bytes:
+            where += f"; inside {spec_text(array.inside[0])}, {bytes_text(array.inside[1])}"
+        rows.setdefault(where, []).append(array.name)
+    return [("specs", f"{', '.join(names)}: {line}") for line, names in rows.items()]
+
+
+def _size(plan: PlanFields, array: CallArray) -> str:
+    """Bytes per device, and the dtype if it isn't the query's."""
+    dtype = "" if array.dtype == plan.problem.input_dtype else f" of {array.dtype}"
+    return f"{bytes_text(array.device_bytes)}{dtype}"
 
 
 def _asks(plan: PlanFields, label: str) -> bool:

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from ..masks import Mask
 from ..sharding import AttnShardingRules, MeshAxis, describe_mesh
 from .operation_config import OperationConfig
@@ -27,11 +29,11 @@ class LeafShape(NamedTuple):
 class AttentionProblem:
     """What a call requests: global shapes, dtypes, mask structure, features, mode, layout, mesh and platform.
 
-    `layout` is the caller's; thd counts as batch 1. `input_dtype` is the query's. `key_scale_shape` and
-    `value_scale_shape` are in the caller's layout, None without a scale. `query_offset` is an int, or None if it is known
-    only at run time or nothing depends on it. `declared_axes`: the mesh axes that the rules name not only by default.
-    `platform_source` says where the platform was read from. `manual_sequence`: the Manual axes over which the caller has
-    split (queries, keys), if the strategy uses them; lengths are then the total ones.
+    `layout` is the caller's; thd counts as batch 1. `input_dtype` is the query's. `key_scale_shape` and `value_scale_shape` are
+    in the caller's layout. Shapes and dtypes are None for arrays that the call doesn't have. `query_offset` is an int, or None
+    if it is known only at run time or nothing depends on it. `declared_axes`: the mesh axes that the rules name not only by
+    default. `platform_source` says where the platform was read from. `manual_sequence`: the Manual axes over which the caller
+    has split (queries, keys), if the strategy uses them; lengths are then the total ones.
     """
 
     operation: str
@@ -60,6 +62,10 @@ class AttentionProblem:
     sinks_shape: tuple[int, ...] | None
     key_scale_shape: tuple[int, ...] | None
     value_scale_shape: tuple[int, ...] | None
+    bias_dtype: str | None
+    sinks_dtype: str | None
+    key_scale_dtype: str | None
+    value_scale_dtype: str | None
     query_offset: int | None
     dynamic_query_offset: bool
     rules: AttnShardingRules
@@ -85,7 +91,7 @@ class AttentionProblem:
     @property
     def itemsize(self) -> int:
         """Bytes of one element of the query."""
-        return _itemsize(self.input_dtype)
+        return self.itemsize_of("query")
 
     @property
     def quantised(self) -> dict[str, str]:
@@ -99,9 +105,27 @@ class AttentionProblem:
         shapes = {"key_scale": self.key_scale_shape, "value_scale": self.value_scale_shape}
         return {name: shape for name, shape in shapes.items() if shape is not None}
 
+    def dtype_of(self, tensor: str) -> str:
+        """The dtype of an array as given, or as returned: each has its own. Mask arrays are in `leaves`."""
+        dtype = {
+            "query": self.input_dtype,
+            "query3d": self.input_dtype,
+            "key": self.key_dtype,
+            "value": self.value_dtype,
+            "key_scale": self.key_scale_dtype,
+            "value_scale": self.value_scale_dtype,
+            "bias": self.bias_dtype,
+            "softmax_aux": self.sinks_dtype,
+            "output": self.runtime_dtype,
+            "weights": self.softmax_dtype,
+            "lse": self.softmax_dtype,
+        }[tensor]
+        assert dtype is not None, f"the call has no {tensor}"
+        return dtype
+
     def itemsize_of(self, tensor: str) -> int:
-        """Bytes of one element of a tensor as given; key and value may have their own dtype."""
-        return _itemsize({"key": self.key_dtype, "value": self.value_dtype}.get(tensor, self.input_dtype))
+        """Bytes of one element of an array as given, or as returned."""
+        return jnp.dtype(self.dtype_of(tensor)).itemsize
 
     def shape_of(self, tensor: str) -> tuple[int, ...]:
         """The global shape of query, key, value, output or query3d in the caller's layout."""
@@ -136,7 +160,3 @@ class AttentionProblem:
             f"{self.operation} on {self.platform}{kind}: batch {self.batch}, q {self.q_len}, kv {self.kv_len}, {heads}, "
             f"{dims}, {self.runtime_dtype}{kv}, {self.layout}, mode {self.mode.strip('_')}, mesh {describe_mesh(self.mesh)}"
         )
-
-
-def _itemsize(dtype: str) -> int:
-    return 1 if dtype in QUANTISED else {"float64": 8, "float32": 4}.get(dtype, 2)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from .placed_tensors import PlacedTensor, all_axes, axes_by_dim, placed_tensors, sent_itemsize
 from .plan_fields import PlanFields
+from .problem import LeafShape
 from .text import bytes_text
 
 __all__ = ["Need", "Traffic", "least_traffic", "sends", "sends_line"]
@@ -98,7 +99,7 @@ class _Count:
         self.cpu = plan.problem.platform == "cpu"
         self.item = sent_itemsize(plan.problem.runtime_dtype, self.cpu)
         self.wide = max(self.item, 4)
-        self.tensors = tuple(placed_tensors(plan.problem, plan.placement, self.item))
+        self.tensors = tuple(placed_tensors(plan.problem, plan.placement))
 
     def forward(self) -> Iterator[Need]:
         for tensor in self.tensors:
@@ -111,8 +112,6 @@ class _Count:
             if not tensor.gradient:
                 continue
             name = f"gradient of {tensor.name}"
-            if tensor.name == "bias" and jnp.dtype(self.problem.runtime_dtype).itemsize < 4:
-                self.unknown.append("the gradient of the bias has the bias's dtype, which a plan doesn't hold")
             inside, declared = all_axes(tensor.inside), all_axes(tensor.declared)
             summed = work - inside
             local = self._bytes(tensor, inside)
@@ -167,7 +166,8 @@ class _Count:
             of_sinks = lse if "softmax_aux" in named else 0
             both = output + max(returned, of_sinks)
             yield Need("collective-permute", both * self._swapped, "output in order again", axes=ring)
-            rows = sum(local[t.name] for t in self.tensors if t.name.startswith("mask") and self._has_rows(t))
+            masks = zip(self.problem.leaves, self.tensors[len(self.tensors) - len(self.problem.leaves) :], strict=True)
+            rows = sum(local[t.name] for leaf, t in masks if _has_rows(leaf))
             yield Need("collective-permute", rows * self._swapped, "the mask's rows in zigzag order", axes=ring)
         if split.strategy == "split_kv":
             share = 2 * (split.shards - 1) / split.shards
@@ -262,7 +262,6 @@ class _Count:
         whole = problem.batch * problem.q_heads * problem.q_len * jnp.dtype(problem.softmax_dtype).itemsize
         return whole / self._size(all_axes(axes_by_dim(self.placement.spec("lse"), 3)))
 
-    def _has_rows(self, tensor: PlacedTensor) -> bool:
-        index = int(tensor.name.removeprefix("mask "))
-        leaf = self.problem.leaves[index]
-        return any(dim == "q" and n > 1 for dim, n in zip(leaf.dims, leaf.shape, strict=True))
+
+def _has_rows(leaf: LeafShape) -> bool:
+    return any(dim == "q" and n > 1 for dim, n in zip(leaf.dims, leaf.shape, strict=True))

@@ -67,7 +67,9 @@ def tune_key(method: str, problem: AttentionProblem, placement: Placement) -> di
         "shapes": {**local._asdict(), "head_dim": problem.head_dim, "value_dim": problem.value_dim},
         "mask": problem.mask.describe(),
         "query_offset": "traced" if problem.dynamic_query_offset else problem.query_offset,
-        "bias": None if problem.bias_shape is None else [size == 1 for size in problem.bias_shape],
+        "bias": None
+        if problem.bias_shape is None
+        else {"dtype": problem.bias_dtype, "alike": [size == 1 for size in problem.bias_shape]},
         "features": sorted(problem.features),
         "layout": problem.kernel_layout,
         "backward": problem.mode == "__train__",

@@ -22,6 +22,7 @@ __all__ = [
     "axes_of",
     "current_mesh",
     "describe_mesh",
+    "devices_cores",
     "devices_platform",
     "mesh_from_dict",
     "mesh_to_dict",
@@ -108,6 +109,13 @@ def devices_platform(mesh: AnyMesh | None) -> tuple[str, str] | None:
         kind = checked_name(abstract.device_kind, "device kind", ShardingError)
         return gpu_vendor(platform_of(abstract), None, kind), kind
     return None
+
+
+def devices_cores(mesh: AnyMesh | None) -> int | None:
+    """The cores of each of a mesh's TPU devices, as jax reports them; None if it has no devices, or they don't say."""
+    if isinstance(mesh, Mesh) and mesh.devices.size:
+        return getattr(mesh.devices.flat[0], "num_cores", None)
+    return getattr(getattr(mesh, "abstract_device", None), "num_cores", None)
 
 
 def gpu_vendor(platform: str, client: Any, device_kind: str = "") -> str:

@@ -11,13 +11,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..devices import vmem_of
 from ..errors import AttnOpsError
 from ..operators import Operation
-from ..operators.kernels.splash.vmem import vmem_of
 from ..planning import Plan
 from ..planning.placed_tensors import sent_itemsize
 from ..planning.text import bytes_text
 from ..planning.traffic import Need, least_traffic
+from ..sharding.mesh import devices_cores
 from .advice import advice, held
 from .call_program import call_program
 from .collectives import Collective, collectives
@@ -189,7 +190,7 @@ def call_reports(
     plan = operation.plan(**arguments)
     problem = plan.problem
     tpu = problem.platform == "tpu"
-    device = device_limits(problem.platform, problem.device_kind)
+    device = device_limits(problem.platform, problem.device_kind, devices_cores(operation.metadata.mesh))
     default, most = vmem_of(problem.device_kind)[:2] if tpu else (0, 0)
     names: tuple[str, ...] = ()
     if plan.implementation is not None:

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
+from ..devices import spec_of_kind
 from ..operators.ambient import ambient_platform
 from .compiled import Failure, KernelUse, kernels, too_much_hbm
 from .generations import device_of
 from .gpu.gpu_device import gpu_device
 from .gpu.gpu_kernels import GpuKernelUse, gpu_kernels
-from .gpu.gpu_specs import spec_of_kind
 
 __all__ = [
     "AnyKernelUse",
@@ -50,10 +50,12 @@ class DeviceLimits(Protocol):
     def _asdict(self) -> dict[str, Any]: ...
 
 
-def device_limits(platform: str, kind: str) -> DeviceLimits | None:
-    """The device of that platform and kind; None if it isn't known."""
+def device_limits(platform: str, kind: str, cores: int | None = None) -> DeviceLimits | None:
+    """The device of that platform and kind; None if it isn't known. cores: those of a TPU's device, as jax reports them; None: as
+    on a machine.
+    """
     if platform == "tpu":
-        return device_of(kind)
+        return device_of(kind, cores)
     return gpu_device(kind) if platform == "cuda" else None
 
 

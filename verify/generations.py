@@ -7,10 +7,7 @@ import math
 import re
 from typing import NamedTuple
 
-import jax
-from jax.sharding import AbstractMesh, AxisType
-
-from ..compat import abstract_device
+from ..devices import tpu_of
 from ..errors import ConfigError, nearest, shown
 
 __all__ = [
@@ -18,7 +15,6 @@ __all__ = [
     "Torus",
     "abstract_target",
     "clock_rate",
-    "cores_of",
     "device_of",
     "generations",
     "has_libtpu",
@@ -34,7 +30,6 @@ __all__ = [
 class _Generation(NamedTuple):
     kind: str
     devices: int  # per chip
-    cores: int  # per device
     topology: str  # a small topology
     clock: float  # cycles per second
     products: int  # bfloat16 multiply-adds per cycle of a core's matrix units
@@ -60,12 +55,11 @@ class _Generation(NamedTuple):
 # v4 and v5p, whose schedules weren't read, use v5e's.
 _OF_V5E = (0.00395, 0.0063, 0.0056, 0.0025)
 _GENERATIONS = {
-    "v4": _Generation("TPU v4", 2, 1, "v4:2x2x1", 1.05e9, 65536, 128, 50e9, 4, True, _OF_V5E, 0),
-    "v5e": _Generation("TPU v5 lite", 1, 1, "v5e:2x2", 1.5e9, 65536, 128, 50e9, 16, False, _OF_V5E, 0),
-    "v5p": _Generation("TPU v5", 1, 2, "v5p:2x2x1", 1.75e9, 65536, 128, 100e9, 4, True, _OF_V5E, 0),
+    "v4": _Generation("TPU v4", 2, "v4:2x2x1", 1.05e9, 65536, 128, 50e9, 4, True, _OF_V5E, 0),
+    "v5e": _Generation("TPU v5 lite", 1, "v5e:2x2", 1.5e9, 65536, 128, 50e9, 16, False, _OF_V5E, 0),
+    "v5p": _Generation("TPU v5", 1, "v5p:2x2x1", 1.75e9, 65536, 128, 100e9, 4, True, _OF_V5E, 0),
     "v6e": _Generation(
         "TPU v6 lite",
-        1,
         1,
         "v6e:2x2",
         1.75e9,
@@ -81,7 +75,6 @@ _GENERATIONS = {
     "tpu7x": _Generation(
         "TPU7x",
         2,
-        1,
         "tpu7x:2x2x1",
         2.0e9,
         262144,
@@ -103,9 +96,10 @@ _DIE_LINKS = 6
 
 
 class Device(NamedTuple):
-    """One device: its kind, bytes of HBM, bytes of VMEM per core, bfloat16 operations and HBM bytes per second."""
+    """One device: its kind and cores, bytes of HBM, bytes of VMEM per core, bfloat16 operations and HBM bytes per second."""
 
     kind: str
+    cores: int
     hbm_bytes: int
     vmem_bytes: int
     flops_per_second: float
@@ -118,23 +112,13 @@ class Device(NamedTuple):
         return flops / rate, moved / self.bytes_per_second
 
 
-def device_of(kind: str) -> Device:
-    """The device of a kind, as Pallas describes it."""
-    from jax.experimental.pallas import tpu as pltpu
-
-    cores = next((g.cores for g in _GENERATIONS.values() if g.kind == kind), 1)
-    device = abstract_device(kind, 1, "tpu")
-    described = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(described):
-        info = pltpu.get_tpu_info()
-    # Pallas describes one core.
-    return Device(
-        kind,
-        info.hbm_capacity_bytes * cores,
-        info.vmem_capacity_bytes,
-        float(info.bf16_ops_per_second * cores),
-        float(info.mem_bw_bytes_per_second * cores),
-    )
+def device_of(kind: str, cores: int | None = None) -> Device | None:
+    """The device of a kind, with the cores that jax reports for it; None: as on a machine. None for an unknown kind."""
+    found = tpu_of(kind, cores)
+    if found is None:
+        return None
+    rates = found.flops_per_second, found.bytes_per_second
+    return Device(kind, found.cores, found.hbm_bytes, found.vmem_bytes, *rates)
 
 
 def generations() -> tuple[str, ...]:
@@ -160,11 +144,6 @@ def clock_rate(kind: str) -> float:
 def products_a_cycle(kind: str) -> int:
     """Multiply-adds of bfloat16 per cycle of one core. Errors: ConfigError for an unknown kind."""
     return _of_kind(kind).products
-
-
-def cores_of(kind: str) -> int:
-    """Cores per device of a kind. Errors: ConfigError for an unknown kind."""
-    return _of_kind(kind).cores
 
 
 def vector_cycles(kind: str, products: str, block_kv: int, pipelined: bool = False) -> float:

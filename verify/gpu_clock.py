@@ -13,13 +13,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..devices import spec_of_kind
 from ..errors import ConfigError
 from ..masks import Mask
 from ..planning import AttentionProblem, OperationConfig, Placement
 from .devices import lowered_for, tracing_on
 from .gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from .gpu.gpu_mesh import described_gpus
-from .gpu.gpu_specs import spec_of_kind
 from .local_call import LocalProblem
 
 __all__ = ["GpuCost", "compiled_kernels", "gpu_cost", "loop_tiles", "same_splits"]

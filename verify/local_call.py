@@ -65,14 +65,16 @@ class LocalProblem:
         if problem.dynamic_query_offset:
             arguments["query_offset"] = jax.ShapeDtypeStruct((local.batch,), jnp.int32)
         if problem.bias_shape is not None:
-            arguments["bias"] = cut(problem.bias_shape, ("batch", "heads", "q", "kv"), jnp.float32)
+            arguments["bias"] = cut(problem.bias_shape, ("batch", "heads", "q", "kv"), problem.bias_dtype)
         if problem.sinks_shape is not None:
-            arguments["softmax_aux"] = jax.ShapeDtypeStruct((local.q_heads, *problem.sinks_shape[1:]), jnp.float32)
+            arguments["softmax_aux"] = jax.ShapeDtypeStruct(
+                (local.q_heads, *problem.sinks_shape[1:]), jnp.dtype(problem.dtype_of("softmax_aux"))
+            )
         for name, shape in problem.scales.items():
             whole = arguments[name.removesuffix("_scale")].shape
             given = (1, *shape) if problem.layout == "thd" else shape
             arguments[name] = jax.ShapeDtypeStruct(
-                tuple(1 if n == 1 else m for n, m in zip(given, whole, strict=True)), jnp.float32
+                tuple(1 if n == 1 else m for n, m in zip(given, whole, strict=True)), jnp.dtype(problem.dtype_of(name))
             )
         if problem.dropout_prob > 0:
             arguments["dropout_rng"] = jax.ShapeDtypeStruct((2,), jnp.uint32)

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..devices import vmem_of
 from ..errors import AttnOpsError
-from ..operators.kernels.splash.vmem import vmem_of
 from ..operators.paged import Paged
 from ..operators.paged.declared_step import DeclaredStep
 from ..operators.paged_cache.batch import RaggedBatch
@@ -22,6 +22,7 @@ from ..planning.paged.decide_paged import token_specs
 from ..planning.paged.page_reads import step_flops
 from ..planning.paged.paged_plan import PagedPlan
 from ..sharding import axes_at
+from ..sharding.mesh import devices_cores
 from .collectives import Collective, collectives
 from .compiled import Failure, failure, program_text
 from .devices import (
@@ -213,7 +214,7 @@ def _planned(operation: Paged, step: DeclaredStep, target: str, lower_only: bool
     )
     problem = plan.problem
     limits = vmem_of(problem.device_kind)[:2] if problem.platform == "tpu" else (0, 0)
-    device = device_limits(problem.platform, problem.device_kind)
+    device = device_limits(problem.platform, problem.device_kind, devices_cores(operation.metadata.mesh))
     pending = "" if plan.implementation is None or plan.cache.refused else "step"
     return StepReport(target, plan, device, *limits, False, None, lower_only=lower_only, pending=pending)
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ..compat import abstract_device
+from ..devices import described_cores, gpu_specs
 from ..errors import ConfigError, ShardingError, nearest, shown
 from ..planning import METHODS
 from ..sharding.mesh import AnyMesh
 from .generations import abstract_target, generations, has_libtpu, near_target
 from .gpu.gpu_mesh import described_gpus, has_cuda_plugin
-from .gpu.gpu_specs import gpu_specs
 from .gpu.gpu_target import gpu_target, is_gpu_target
 from .topology import described_mesh
 
@@ -69,7 +69,7 @@ def target_of(name: str) -> Target:
         return Target(name, "gpu", spec.kind, spec.cores, wanted.hosts * wanted.gpus)
     if name.partition(":")[0] in generations():
         kind, count = abstract_target(name)
-        return Target(name, "tpu", kind, 1, count)
+        return Target(name, "tpu", kind, described_cores(kind), count)
     prefix, known = name.partition(":")[0], (*METHODS, *device_names())
     raise ConfigError(
         f"target {shown(name)}; wanted a TPU generation and a shape, such as v5e:2x2, or a GPU and how many, such as h100:8; "
@@ -103,7 +103,8 @@ def devices_named(name: str, count: int) -> Target | None:
         spec = gpu_specs()[name]
         return Target(name, "gpu", spec.kind, spec.cores, count)
     if name in generations():
-        return Target(name, "tpu", abstract_target(f"{name}:1x1")[0], 1, count)
+        kind = abstract_target(f"{name}:1x1")[0]
+        return Target(name, "tpu", kind, described_cores(kind), count)
     return None
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..devices import gpu_specs, spec_of_kind
 from ..errors import AttnOpsError, ConfigError, RefusedError, shown
 from ..operators.ambient import ambient_platform
 from ..planning import AttentionProblem, Placement, Plan, PlannedOperation
@@ -31,7 +32,6 @@ from .clock_worker import ClockWorker
 from .compiled import failure
 from .generations import clock_rate, has_libtpu, topology_of
 from .gpu.gpu_mesh import has_cuda_plugin
-from .gpu.gpu_specs import gpu_specs, spec_of_kind
 from .gpu.sass import disassembler
 from .gpu_clock import compiled_kernels, gpu_cost, same_splits
 from .local_call import LocalProblem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from ...devices import gpu_variant, gpu_variants
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
 from ...planning.text import Aside
@@ -76,18 +77,7 @@ _LEAST_TILE = 32
 _PLACES = 2**31
 _SPLIT_KEYS = 256  # the fewest keys per part
 _MOST_SPLITS = 64
-# Multiprocessors, by prefix of jax's device kind; NVIDIA's data sheets.
-_CORES = {
-    "NVIDIA A100": 108, "NVIDIA H100 PCIe": 114, "NVIDIA H100": 132, "NVIDIA H200": 132, "NVIDIA GH200": 132, "NVIDIA B200": 148,
-    "NVIDIA GB200": 148,
-}  # fmt: skip
 _SOME_CORES = 108
-_HOPPERS, _BLACKWELLS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200"), ("NVIDIA B200", "NVIDIA GB200")
-# Bytes of shared memory per block of threads, by prefix of jax's device kind: the CUDA C++ Programming Guide.
-_SHARED = {
-    "NVIDIA A100": 166912,
-    **dict.fromkeys(("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200", "NVIDIA B200", "NVIDIA GB200"), 232448),
-}
 
 
 def resolve_flash(
@@ -125,14 +115,15 @@ def resolve_flash(
 
 def unknown_gpu(problem: AttentionProblem, config: FlashAttention2Config) -> str | None:
     """A note if sizes were chosen for an unknown GPU."""
-    if config.interpret or problem.device_kind.startswith(tuple(_CORES)):
+    if config.interpret or gpu_variant(problem.device_kind) is not None:
         return None
-    return f"sizes for {problem.device} fit any GPU from sm_86 on; known GPUs are {', '.join(_CORES)}"
+    return f"sizes for {problem.device} fit any GPU from sm_86 on; known GPUs are {', '.join(gpu_variants())}"
 
 
 def _splits(problem: AttentionProblem, placement: Placement, programs: int) -> int:
     """Parts of the keys that make as many programs as the device has multiprocessors, if the queries alone don't."""
-    cores = next((n for kind, n in _CORES.items() if problem.device_kind.startswith(kind)), _SOME_CORES)
+    gpu = gpu_variant(problem.device_kind)
+    cores = _SOME_CORES if gpu is None else gpu.cores
     if 2 * programs > cores:
         return 1
     most = min(_MOST_SPLITS, placement.local.kv_len // _SPLIT_KEYS)
@@ -161,7 +152,7 @@ def least_shared_bytes(problem: AttentionProblem, config: FlashAttention2Config)
     """
     row = problem.head_dim + problem.value_dim
     size = {"float32": 4}.get(problem.runtime_dtype, 2)
-    fewer = problem.device_kind.startswith("NVIDIA A")
+    fewer = _architecture(problem) == "ampere"
     sizes = sizes_of(config)
     rows = {"forward": sizes["forward"].block_kv, "dkv": sizes["dkv"].block_q, "dq": sizes["dq"].block_kv}
     return {pass_: max(1, sizes[pass_].num_stages - fewer) * n * row * size for pass_, n in rows.items()}
@@ -169,8 +160,9 @@ def least_shared_bytes(problem: AttentionProblem, config: FlashAttention2Config)
 
 def _check_shared(problem: AttentionProblem, config: FlashAttention2Config) -> None:
     """Errors: ConfigError for tiles that can't fit, as far as that is known: products of two-byte numbers, known GPUs."""
-    most = next((n for kind, n in _SHARED.items() if problem.device_kind.startswith(kind)), None)
-    if most is None or config.interpret or problem.runtime_dtype == "float32" or problem.quantised:
+    gpu = gpu_variant(problem.device_kind)
+    most = 0 if gpu is None else gpu.shared_bytes_a_block
+    if gpu is None or config.interpret or problem.runtime_dtype == "float32" or problem.quantised:
         return
     for pass_, least in least_shared_bytes(problem, config).items():
         if least > most:
@@ -184,14 +176,21 @@ def _check_shared(problem: AttentionProblem, config: FlashAttention2Config) -> N
             )
 
 
+def _architecture(problem: AttentionProblem) -> str | None:
+    """The architecture of the device; None for an unknown one."""
+    gpu = gpu_variant(problem.device_kind)
+    return None if gpu is None else gpu.architecture
+
+
 def _table(problem: AttentionProblem) -> tuple[_Sizes, _Sizes, _Sizes]:
     dim = max(_DIMS[0], _power(max(problem.head_dim, problem.value_dim)))
     if problem.runtime_dtype == "float32":
         return _WIDE[dim]
-    if not problem.device_kind.startswith(tuple(_CORES)):
+    architecture = _architecture(problem)
+    if architecture is None:
         return _SMALL[dim]
-    if not problem.device_kind.startswith("NVIDIA A"):
-        return (_BLACKWELL if problem.device_kind.startswith(_BLACKWELLS) else _HOPPER)[dim]
+    if architecture != "ampere":
+        return (_BLACKWELL if architecture == "blackwell" else _HOPPER)[dim]
     forward, of_keys, of_query = _AMPERE[dim]
     if dim == 128 and (problem.quantised or problem.bias_shape is not None):
         forward = _AMPERE_QUANTISED if problem.quantised else _AMPERE_BIASED
@@ -221,11 +220,11 @@ def _of_mask(problem: AttentionProblem, size: _Sizes, *, folded: bool) -> _Sizes
 def steps_of(problem: AttentionProblem, config: FlashAttention2Config) -> TileSteps:
     """How the forward pass of a filled config goes through a tile."""
     size, dim = sizes_of(config)["forward"], max(_DIMS[0], _power(max(problem.head_dim, problem.value_dim)))
-    hopper = problem.device_kind.startswith(_HOPPERS)
+    hopper = _architecture(problem) == "hopper"
     # With fewer rows, Triton distributes a tile's columns among the warps, and a part of the columns isn't where it is needed.
     rows = max(_ROWS_OF_WARP * size.num_warps, 0 if hopper else dim)
     # Converting quantised keys and values takes the registers of further parts.
-    if size.block_q < rows or problem.quantised or problem.device_kind.startswith(_BLACKWELLS):
+    if size.block_q < rows or problem.quantised or _architecture(problem) == "blackwell":
         return TileSteps()
     softmaxes, products, lanes = (_HOPPER_STEPS if hopper else _STEPS)[dim]
     softmaxes = max(1, min(softmaxes, size.block_kv // _LEAST_SOFTMAX))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ...devices import vmem_of
 from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
 from ..mask_blocks import fitted_block
@@ -44,8 +45,6 @@ class _Most(NamedTuple):
 
 def resolve_attnops(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> OperationConfig:
     """Fill in every field for attnops' kernels. Errors: ConfigError for sizes that can't work together, or too many tiles."""
-    from ..kernels.splash.vmem import vmem_of
-
     vmem, scalars = vmem_of(problem.device_kind), ScalarMemory(problem, placement)
     needs: list[tuple[int, SplashConfig]] = []
     errors: list[ConfigError] = []

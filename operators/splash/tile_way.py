@@ -150,7 +150,7 @@ def writes_tokens_first(problem: AttentionProblem, config: SplashConfig) -> bool
 
 def layout_note(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> str | None:
     """A note for the plan on what is copied around the kernel to bring tensors into its order; None if nothing is."""
-    local, size = placement.local, problem.itemsize
+    local, size = placement.local, problem.itemsize_of("output")  # cast before it is turned
     rows = {
         "query": (local.q_len * local.q_heads, problem.head_dim),
         "key": (local.kv_len * local.kv_heads, problem.head_dim),

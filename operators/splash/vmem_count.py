@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from ...devices import vmem_of
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
 from .splash_config import SplashConfig
@@ -71,8 +72,6 @@ def too_much_vmem(problem: AttentionProblem, placement: Placement, config: Splas
 
 def vmem_room(problem: AttentionProblem, config: SplashConfig) -> int:
     """The VMEM that the kernels may take: as declared, up to the device's; all of the device's if nothing is declared."""
-    from ..kernels.splash.vmem import vmem_of
-
     vmem = vmem_of(problem.device_kind)
     if config.vmem_limit_bytes is None:
         return vmem.default if config.is_set("vmem_limit_bytes") else vmem.most

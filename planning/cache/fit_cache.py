@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from ...compat import abstract_device
+from ...devices import SCALAR_BYTES, tpu_of
 from ...errors import ConfigError, shown
 from ...names import checked_name
 from ...sharding import (
@@ -22,7 +22,7 @@ from ...sharding import (
     fit_tensor,
     kv_repeat,
 )
-from ...sharding.mesh import AnyMesh, gpu_vendor
+from ...sharding.mesh import AnyMesh, devices_cores, gpu_vendor
 from .cache_fields import ONE_ARRAY, CacheFields, axis_names
 from .cache_numbers import CacheArray
 from .cache_plan import CachePlan
@@ -31,9 +31,7 @@ from .window_pages import pages_of_all
 
 __all__ = ["fit_cache"]
 
-_MIB = 2**20
 _config: Any = jax.config
-_TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")  # jax reports the memory of one core, but a device may have two
 _PLATFORMS = ("cpu", "cuda", "rocm", "gpu", "tpu")
 
 
@@ -243,8 +241,12 @@ def _target(mesh: AnyMesh | None, device_kind: str | None) -> _Target:
         real = _default_device()
         platform, kind = gpu_vendor(real.platform, real.client), real.device_kind
     if platform == "tpu":
-        scalars, memory = _tpu_limits(kind)
-        return _Target(platform, kind, scalars, _memory(real) or memory)
+        # Of a mesh of such devices, jax says how many cores they have.
+        same = (devices_platform(mesh) or ("", ""))[1] == kind
+        device = tpu_of(kind, devices_cores(mesh) if same else getattr(real, "num_cores", None))
+        if device is None:
+            return _Target(platform, kind, SCALAR_BYTES, _memory(real))
+        return _Target(platform, kind, device.scalar_bytes, _memory(real) or device.hbm_bytes)
     return _Target(platform, kind, None, _memory(real))
 
 
@@ -262,17 +264,3 @@ def _memory(device: Any) -> int | None:
     except jax.errors.JaxRuntimeError:  # a described device, or another process's
         return None
     return None if not stats else stats.get("bytes_limit")
-
-
-def _tpu_limits(kind: str) -> tuple[int, int | None]:
-    """(scalar memory, memory) of a kind of TPU. For a kind that jax doesn't know: what all have from v4 on."""
-    from jax.experimental.pallas import tpu as pltpu
-
-    device = abstract_device(kind, 1, "tpu")
-    described = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
-    try:
-        with jax.sharding.use_abstract_mesh(described):
-            info = pltpu.get_tpu_info()
-    except (ValueError, NotImplementedError):
-        return _MIB, None
-    return info.smem_capacity_bytes, info.hbm_capacity_bytes * (2 if kind in _TWO_CORES else 1)

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from attnops import Causal, ConfigError, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
 from attnops.compat import abstract_device
+from attnops.devices import gpu_specs, gpu_variant
 from attnops.operators.flash import FlashAttention2Config, flash_sizes
 from attnops.operators.kernels.flash.fp8 import as_bits, from_bits
 from attnops.operators.kernels.flash.sizes import dim_parts
@@ -21,7 +22,6 @@ from attnops.operators.local_mask import LocalMask
 from attnops.planning.text import Aside
 from attnops.verify import reference_gradients
 from attnops.verify.devices import tracing_on
-from attnops.verify.gpu.gpu_specs import gpu_specs
 from attnops.verify.local_call import LocalProblem
 
 MASKS = (
@@ -384,6 +384,7 @@ def test_tiles_that_shared_memory_can_not_hold_are_refused(kind: str, sizes: dic
 
 
 def test_the_shared_memory_of_plans_is_that_of_the_table_of_gpus() -> None:
-    known = {spec.kind: spec.shared_bytes_a_block for spec in gpu_specs().values()}
-    for kind, most in known.items():
-        assert next(n for start, n in flash_sizes._SHARED.items() if kind.startswith(start)) == most
+    for spec in gpu_specs().values():
+        variant = gpu_variant(spec.kind)
+        assert variant is not None
+        assert (variant.shared_bytes_a_block, variant.cores) == (spec.shared_bytes_a_block, spec.cores)

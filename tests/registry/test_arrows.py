@@ -19,7 +19,7 @@ FLOORS = (
     ("planning", "models"),
     ("masks", "sharding"),
     ("drawing",),
-    ("names", "strict_json"),
+    ("devices", "names", "strict_json"),
     ("errors", "compat"),
 )
 FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}

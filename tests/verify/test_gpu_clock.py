@@ -13,12 +13,12 @@ from jax.sharding import AbstractMesh
 
 from attnops import Blocks, Causal, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.compat import abstract_device
+from attnops.devices import gpu_specs
 from attnops.errors import ConfigError
 from attnops.masks import Chunked, Lengths
 from attnops.planning import Plan
 from attnops.verify import tune as searches
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse, GpuLoop
-from attnops.verify.gpu.gpu_specs import gpu_specs
 from attnops.verify.gpu.sass import TileLoop
 from attnops.verify.gpu_clock import gpu_cost, loop_tiles, same_splits
 from attnops.verify.tune import measured_by

@@ -16,6 +16,7 @@ import pytest
 from test_traffic import CELLS
 
 from attnops import Causal, OperationMetadata, OperationRegistry
+from attnops.devices import gpu_specs
 from attnops.errors import ConfigError
 from attnops.operators.flash.flash_sizes import least_shared_bytes
 from attnops.verify.call import TargetReport, verify_call
@@ -24,7 +25,6 @@ from attnops.verify.devices import lowered_for, tracing_on
 from attnops.verify.gpu.cubin import cubin_functions
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from attnops.verify.gpu.gpu_mesh import described_gpus, has_cuda_plugin
-from attnops.verify.gpu.gpu_specs import gpu_specs
 from attnops.verify.gpu.launches import launches
 from attnops.verify.gpu.sass import disassembler
 from attnops.verify.targets import target_of

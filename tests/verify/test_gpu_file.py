@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnops.devices import gpu_specs
 from attnops.verify.gpu.cubin import CubinFunction, cubin_functions
 from attnops.verify.gpu.gpu_kernels import gpu_kernels, triton_names
-from attnops.verify.gpu.gpu_specs import gpu_specs
 from attnops.verify.gpu.launches import Launch, launches
 from attnops.verify.gpu.records import records
 from attnops.verify.gpu.wire import fields_of, varint

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops.devices import gpu_specs
 from attnops.verify.call import verify_call
 from attnops.verify.gpu.gpu_mesh import described_gpus, has_cuda_plugin
-from attnops.verify.gpu.gpu_specs import gpu_specs
 
 if not has_cuda_plugin():
     pytest.skip("pip install 'attnops[cuda-compile]'", allow_module_level=True)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnops import OperationMetadata, OperationRegistry
+from attnops.devices import gpu_specs, spec_of_kind
 from attnops.errors import AttnOpsError, ConfigError, ShardingError
 from attnops.verify.devices import device_limits
-from attnops.verify.gpu.gpu_specs import gpu_specs, spec_of_kind
 from attnops.verify.gpu.gpu_target import GpuTarget, gpu_target
 from attnops.verify.gpu.target_config import target_config
 from attnops.verify.targets import target_of

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
+from attnops.devices import gpu_specs
 from attnops.verify.gpu.gpu_mesh import has_cuda_plugin
-from attnops.verify.gpu.gpu_specs import gpu_specs
 
 if not has_cuda_plugin() or importlib.util.find_spec("cramjam") is None:
     pytest.skip("pip install 'attnops[cuda-compile]'", allow_module_level=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnops.verify.gpu.gpu_specs import gpu_specs
+from attnops.devices import gpu_specs
 from attnops.verify.gpu.occupancy import occupancy
 
 # By hand. Registers: a warp gets registers x 32, rounded up to 256; a quarter of the warps lies in each quarter, of 16384.

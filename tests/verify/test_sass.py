@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnops.devices import gpu_specs
 from attnops.verify.gpu import sass
-from attnops.verify.gpu.gpu_specs import gpu_specs
 from attnops.verify.gpu.sass import TileLoop, disassembled, tile_loops
 from attnops.verify.gpu.units import loop_bound
 

@@ -24,8 +24,8 @@ from attnops import (
     SlidingWindow,
     register_mask_function,
 )
+from attnops.devices import vmem_of
 from attnops.masks import MaskFunction
-from attnops.operators.kernels.splash.vmem import vmem_of
 from attnops.operators.splash.candidates import BACKWARD, FORWARD
 from attnops.planning import tune_cache
 from attnops.sharding import virtual_mesh

@@ -23,6 +23,7 @@ TWO_AXES = {"query_sequence_axis": ["cp", "sp"], "key_sequence_axis": ["cp", "sp
 IDS = jax.ShapeDtypeStruct((4, 512), jnp.int32)
 SINKS = jax.ShapeDtypeStruct((8,), jnp.float32)
 BIAS = jax.ShapeDtypeStruct((1, 8, 512, 512), jnp.float32)
+NARROW_BIAS = jax.ShapeDtypeStruct((1, 8, 512, 512), jnp.bfloat16)
 RING = {"sequence_parallel": "ring"}
 CELLS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any], int]] = {
     # mesh, metadata, call, kv heads
@@ -32,6 +33,7 @@ CELLS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any], int]] = {
     "gather": ({"fsdp": 2, "sp": 4}, {}, {}, 8),
     "gather, ids and sinks": ({"fsdp": 2, "sp": 4}, {}, {"q_segment_ids": IDS, "softmax_aux": SINKS}, 8),
     "gather, bias": ({"fsdp": 2, "sp": 2, "tp": 2}, {}, {"bias": BIAS}, 8),
+    "gather, narrow bias": ({"fsdp": 2, "sp": 2, "tp": 2}, {}, {"bias": NARROW_BIAS}, 8),
     "ring": ({"sp": 8}, RING | {"ring_order": "contiguous"}, {}, 8),
     "ring of two": ({"sp": 2, "fsdp": 4}, RING | {"ring_order": "contiguous"}, {}, 8),
     "ring, a window": ({"sp": 8}, RING, {"mask": Causal() & SlidingWindow(100, 0)}, 8),
@@ -91,7 +93,7 @@ def _report(cell: str, dtype: str, on: str | None) -> TargetReport:
 @pytest.mark.parametrize("cell", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in CELLS])
 def test_virtual_devices_send_what_is_needed(cell: str, dtype: str) -> None:
     report = _report(cell, dtype, None)
-    expected_unknown = (cell == "gather, bias" and dtype == "bfloat16") or CELLS[cell][3] == 2 or "alone" in cell
+    expected_unknown = CELLS[cell][3] == 2 or "alone" in cell
     for one in report.passes:
         assert (one.failure, one.differences) == (None, ())
         assert bool(one.unknown) == (expected_unknown and one.name != "forward")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .gpu_specs import spec_of_kind
+from ...devices import spec_of_kind
 
 __all__ = ["GpuDevice", "gpu_device"]
 

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ...devices import GpuSpec
 from .cubin import CubinFunction, cubin_functions
-from .gpu_specs import GpuSpec
 from .launches import Launch, launches
 from .occupancy import Occupancy, occupancy
 from .sass import TileLoop, disassembled, tile_loops

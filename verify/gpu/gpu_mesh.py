@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
+from ...devices import gpu_specs
 from ...errors import ConfigError, first_line
 from ..arranged import arranged
-from .gpu_specs import gpu_specs
 from .gpu_target import gpu_target
 from .target_config import target_config
 

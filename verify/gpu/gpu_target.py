@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from ...devices import gpu_specs
 from ...errors import ConfigError, nearest, shown
-from .gpu_specs import gpu_specs
 
 __all__ = ["GpuTarget", "gpu_target", "is_gpu_target"]
 

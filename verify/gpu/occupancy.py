@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...devices import GpuSpec
+from ...devices.gpus import REGISTERS, THREADS
 from .cubin import RESERVED
-from .gpu_specs import REGISTERS, THREADS, GpuSpec
 
 __all__ = ["Occupancy", "occupancy"]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .gpu_specs import REGISTERS, THREADS, THREADS_A_BLOCK, GpuSpec
+from ...devices import GpuSpec
+from ...devices.gpus import REGISTERS, THREADS, THREADS_A_BLOCK
 
 __all__ = ["target_config"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .gpu_specs import GpuSpec
+from ...devices import GpuSpec
 from .sass import TileLoop
 
 __all__ = ["LoopBound", "loop_bound"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ....devices import LEAST_VMEM_BYTES
 from .geometry import LANES, Geometry, Options, sublanes
 from .memory import MOST_SCALAR_BYTES, ROOM, scalar_words, several_rows, vmem_parts
 from .units import row_alignment
@@ -19,8 +20,6 @@ MOST_PAGES = 32  # per block: each has a bit of a word
 _BLOCK_BYTES, _LEAST_BLOCK_BYTES = 2 << 20, 1 << 20
 _BLOCK_KEYS = 1024
 _ROWS = 512  # per kv head in a block of queries
-_MIB = 1 << 20
-_DEFAULT_VMEM = 16 * _MIB  # the least that a kernel gets, on every generation
 _DTYPES = ("bfloat16", "float32")
 _PAGES = (*_DTYPES, "int8", "float8_e4m3fn", "float8_e5m2")
 
@@ -110,7 +109,7 @@ def chosen_sizes(geometry: Geometry, options: Options, room: int | None = None) 
     None: what is requested, or the default of the smallest TPU.
     """
     if room is None:
-        room = options.vmem_limit_bytes or _DEFAULT_VMEM
+        room = options.vmem_limit_bytes or LEAST_VMEM_BYTES
     bytes_a_page = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in geometry.streams().values())
     most = min(max(1, _BLOCK_KEYS // geometry.page), geometry.width, MOST_PAGES)
     pages = max(1, min(most, _BLOCK_BYTES // bytes_a_page))

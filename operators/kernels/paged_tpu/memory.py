@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..splash.vmem import vmem_of
+from ....devices import SCALAR_BYTES, vmem_of
 from .chunks import chunk_scratch
 from .decode import by_product
 from .geometry import LANES, Geometry, Options, sublanes
@@ -18,8 +18,8 @@ from .writes import row_block, write_scratch
 
 __all__ = ["MOST_SCALAR_BYTES", "ROOM", "scalar_words", "several_rows", "vmem_parts", "vmem_room"]
 
-# The compiler's own share of scalar memory, out of 1 MiB, was measured as less than 16 KiB.
-MOST_SCALAR_BYTES = (1 << 20) - (16 << 10)
+# The compiler's own share of scalar memory was measured as less than 16 KiB.
+MOST_SCALAR_BYTES = SCALAR_BYTES - (16 << 10)
 # In everything compiled so far, the compiler took at most this many times what is counted here.
 ROOM = 1.1
 # The paths through a block of queries and pages, with and without a mask, of which each has its logits. They share most of the

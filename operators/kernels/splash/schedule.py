@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ....devices import SCALAR_BYTES
 from ....masks import And, Full, Mask
 from ...local_mask import LocalMask
 from .bodies import MASKED, WHOLE, Body, bodies_of, cells
@@ -30,7 +31,7 @@ FIRST, LAST, BODY = 1, 2, 12
 _KV_BITS = 12
 MOST_KV_BLOCKS, MOST_Q_BLOCKS = 1 << _KV_BITS, 1 << (31 - 4 - _KV_BITS)
 _MOST_UNITS = 1 << 22  # the most units to check; with more, tiles are treated whole
-MOST_WORDS = 7 << 15  # seven eighths of a MiB: leaves some scalar memory of every generation for the compiler
+MOST_WORDS = SCALAR_BYTES // 4 * 7 // 8  # leaves some scalar memory for the compiler
 
 
 class Known(NamedTuple):

@@ -1,4 +1,4 @@
-"""How much VMEM a pass takes, and how much a TPU has, so that blocks can be chosen before compiling."""
+"""How much VMEM a pass takes, so that blocks can be chosen before compiling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .block_sizes import SplashBlocks
 from .frame import Heads
 from .key_sums import leaving_rows
 
-__all__ = ["Shape", "Vmem", "backward_parts", "forward_parts", "vmem_of"]
+__all__ = ["Shape", "backward_parts", "forward_parts"]
 
 _LANES = 128
 _OVERLAPPED = 1024  # queries and keys of a tile, beyond which the logits of several units must be counted
@@ -18,32 +18,8 @@ _MIB = 1 << 20
 # Bytes per weight of a unit in bfloat16 and float32, in the middle of what was compiled (tools/vmem_counts.py): forward of each
 # unit that is worked on at once, backward of one.
 _SPILLED = {"forward": (4.5, 9.0), "backward": (7.0, 16.0)}
-_REGISTERS = (
-    56 * 4096
-)  # of 64, those that hold the numbers of a unit; where units overlap, they are spilled all the same
-
-
-class Vmem(NamedTuple):
-    """Bytes that a kernel gets by default, and the most that it can have; larger requests are clamped."""
-
-    default: int
-    most: int
-
-
-# By device kind, as JAX names it; found by compiling with libtpu 0.0.51 for described topologies.
-_OF_KIND = {
-    "TPU v4": Vmem(16 * _MIB, 16 * _MIB),
-    "TPU v5 lite": Vmem(16 * _MIB, 128 * _MIB),
-    "TPU v5": Vmem(16 * _MIB, int(63.94 * _MIB)),
-    "TPU v5p": Vmem(16 * _MIB, int(63.94 * _MIB)),
-    "TPU v6 lite": Vmem(32 * _MIB, int(127.94 * _MIB)),
-    "TPU7x": Vmem(32 * _MIB, int(63.94 * _MIB)),
-}
-
-
-def vmem_of(device_kind: str) -> Vmem:
-    """The VMEM of a kind of TPU; for an unknown one, the smallest of all."""
-    return _OF_KIND.get(device_kind, Vmem(16 * _MIB, 16 * _MIB))
+# Of 64, those that hold the numbers of a unit; where units overlap, they are spilled all the same.
+_REGISTERS = 56 * 4096
 
 
 class Shape(NamedTuple):

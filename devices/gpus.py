@@ -1,4 +1,4 @@
-"""GpuSpec: a kind of GPU by its public figures, and the table of known kinds."""
+"""GpuSpec: a kind of GPU by its public figures, and the table of known kinds. GpuVariant: what sizes depend on, of more kinds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-__all__ = ["GpuSpec", "gpu_specs", "spec_of_kind"]
+__all__ = ["GpuSpec", "GpuVariant", "gpu_specs", "gpu_variant", "gpu_variants", "spec_of_kind"]
 
 REGISTERS = 65536  # per multiprocessor, and the most per block; the same for every architecture of the table
 THREADS = 2048  # the most per multiprocessor
@@ -50,16 +50,51 @@ class GpuSpec:
     sources: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class GpuVariant:
+    """GPUs whose kind begins with `prefix`: architecture ('ampere', 'hopper' or 'blackwell'), multiprocessors, and the bytes of
+    shared memory that one block of threads may request.
+    """
+
+    prefix: str
+    architecture: str
+    cores: int
+    shared_bytes_a_block: int
+
+
 @functools.cache
 def gpu_specs() -> Mapping[str, GpuSpec]:
     """The GPUs that can be described, by their name in a target."""
-    table = tomllib.loads(resources.files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8"))
-    return {name: _spec(name, gpu, table["architecture"]) for name, gpu in table["gpu"].items()}
+    return {name: _spec(name, gpu, _table()["architecture"]) for name, gpu in _table()["gpu"].items()}
 
 
 def spec_of_kind(kind: str) -> GpuSpec | None:
     """The GPU of jax's device kind; None if it isn't in the table."""
     return next((spec for spec in gpu_specs().values() if spec.kind == kind), None)
+
+
+@functools.cache
+def gpu_variants() -> Mapping[str, GpuVariant]:
+    """The GPUs for which sizes are known, by the first words of jax's device kind."""
+    program = {name: groups["program"] for name, groups in _table()["architecture"].items()}
+    return {
+        prefix: GpuVariant(
+            prefix, one["architecture"], one["cores"], program[one["architecture"]]["shared_bytes_a_block"]
+        )
+        for prefix, one in _table()["variant"].items()
+    }
+
+
+@functools.cache
+def gpu_variant(kind: str) -> GpuVariant | None:
+    """The variant of jax's device kind: the longest prefix that fits; None for an unknown GPU."""
+    fitting = [one for prefix, one in gpu_variants().items() if kind.startswith(prefix)]
+    return max(fitting, key=lambda one: len(one.prefix), default=None)
+
+
+@functools.cache
+def _table() -> Mapping[str, Any]:
+    return tomllib.loads(resources.files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8"))
 
 
 def _spec(name: str, gpu: Mapping[str, Any], architectures: Mapping[str, Any]) -> GpuSpec:

@@ -1,0 +1,20 @@
+"""What TPUs and GPUs have and do, by jax's name of their kind: one table of each."""
+
+from .gpus import GpuSpec, GpuVariant, gpu_specs, gpu_variant, gpu_variants, spec_of_kind
+from .tpus import LEAST_VMEM_BYTES, SCALAR_BYTES, Tpu, Vmem, described_cores, tpu_of, vmem_of
+
+__all__ = [
+    "LEAST_VMEM_BYTES",
+    "SCALAR_BYTES",
+    "GpuSpec",
+    "GpuVariant",
+    "Tpu",
+    "Vmem",
+    "described_cores",
+    "gpu_specs",
+    "gpu_variant",
+    "gpu_variants",
+    "spec_of_kind",
+    "tpu_of",
+    "vmem_of",
+]
