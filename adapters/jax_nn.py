@@ -125,7 +125,7 @@ def as_jax_nn(
     )
     output, lse = found.output, found.lse
     if q_lengths is not None:
-        counts = jnp.arange(q_len)[None] < jnp.asarray(q_lengths)[:, None]
+        counts = jnp.arange(q_len, dtype=jnp.int32)[None] < jnp.asarray(q_lengths, jnp.int32)[:, None]
         output = jnp.where(counts.reshape(*batch, q_len, 1, 1), output, 0)
         lse = None if lse is None else jnp.where(counts.reshape(*batch, 1, q_len), lse, -jnp.inf)
     return found._replace(output=output, lse=lse)

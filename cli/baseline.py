@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..masks import Causal, Mask, SlidingWindow
+from ..operators.kernels.default_promotion import default_promotion
 from ..planning import FEATURES, AttentionProblem, Plan
 from .materials import materials
 
@@ -58,10 +59,11 @@ def baseline(plan: Plan, arrays: Mapping[str, Any]) -> Baseline | NotExpressible
     told = flags or _Flags(False, None, False)
 
     def attend(query: Any, key: Any, value: Any, bias: Any, seen: Any, lengths: Any) -> jax.Array:
-        return jax.nn.dot_product_attention(
-            query, key, value, bias, seen, scale=problem.softmax_scale, is_causal=told.is_causal,
-            local_window_size=told.window, key_value_seq_lengths=lengths,
-        )  # fmt: skip
+        with default_promotion():
+            return jax.nn.dot_product_attention(
+                query, key, value, bias, seen, scale=problem.softmax_scale, is_causal=told.is_causal,
+                local_window_size=told.window, key_value_seq_lengths=lengths,
+            )  # fmt: skip
 
     lengths = arrays["kv_lengths"] if told.lengths else None
     if lengths is not None:

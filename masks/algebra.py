@@ -21,6 +21,7 @@ from .bounds import BlockBounds, Blocks
 from .checks import LIMIT, whole
 from .draw import Drawn
 from .heads import check_batches, with_equal_heads
+from .int_arrays import same_rank
 from .intervals import Intervals, complement, intersect, single, unite
 from .levels import leveled
 from .materialise import materialise
@@ -168,7 +169,7 @@ class _Several(Mask):
         return type(self)(children)
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
-        return functools.reduce(self.join, (m.test(rows, positions, cols) for m in self.masks))
+        return functools.reduce(self.join, same_rank(*(m.test(rows, positions, cols) for m in self.masks)))
 
     def block_bounds(self, blocks: Blocks) -> BlockBounds:
         return functools.reduce(self.join, (m.block_bounds(blocks) for m in self.masks))

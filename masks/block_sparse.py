@@ -6,6 +6,7 @@ counted likewise. The last block of a sequence may be short.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from .block_tables import counted, counted_bounds, runs
 from .bounds import BlockBounds
 from .bounds import Blocks as BlockGrid
 from .checks import is_host, whole
-from .int_arrays import int_array, is_integer
+from .int_arrays import int_array, is_integer, same_rank
 from .intervals import Intervals
 from .slots import DynamicMask, Slot
 
@@ -106,8 +107,8 @@ class Blocks(Mask):
         at = xp.minimum(q_block, self.layout.shape[1] - 1), xp.minimum(kv_block, last)
         if self.heads == 1:
             return layout[0][at] & inside
-        head = np.arange(self.heads).reshape(-1, 1, 1)
-        return layout[(head, *at)] & inside
+        head = np.arange(self.heads, dtype=np.int32).reshape(-1, 1, 1)
+        return operator.and_(*same_rank(layout[same_rank(head, *at)], inside))
 
     def table(self, first: Any, count: int) -> Any:
         """bool [1, heads, q blocks, count]: the kv blocks starting at `first`, which may be traced; False beyond the last."""
@@ -221,11 +222,11 @@ class ChosenBlocks(DynamicMask):
         xp: Any = np if host else jnp
         q_block = xp.minimum(xp.asarray(rows).reshape(-1) // self.block_q, self.choice.shape[2] - 1)
         chosen = xp.take(xp.asarray(self.choice), q_block, axis=2)
-        kv_block = xp.asarray(cols).reshape(-1) // self.block_kv
+        kv_block = xp.asarray(cols).reshape(1, 1, 1, -1) // self.block_kv
         if chosen.dtype == np.bool_:
             last = chosen.shape[3] - 1
-            return xp.take(chosen, xp.minimum(kv_block, last), axis=3) & (kv_block <= last)
-        return (chosen.astype(np.int32)[..., None, :] == kv_block[:, None]).any(-1)
+            return xp.take(chosen, xp.minimum(kv_block.reshape(-1), last), axis=3) & (kv_block <= last)
+        return (chosen.astype(np.int32)[..., None, :] == kv_block[..., None]).any(-1)
 
     def table(self, first: Any, count: int) -> Any:
         """bool [batch | 1, heads | 1, q blocks, count]: the kv blocks starting at `first`, which may be traced."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bounds import BlockBounds, Blocks
+from .int_arrays import same_rank
 from .intervals import Intervals
 
 __all__ = ["counted", "counted_bounds", "runs"]
@@ -54,7 +56,7 @@ def _rectangles(table: Any, rows: Sequence[Any], cols: Sequence[Any], xp: Any) -
     counts = _along(table, top, bottom, -2, xp)
     counts = _along(counts, left, right, -1, xp)
     area = (bottom - top + 1)[:, None] * (right - left + 1)[None, :]
-    return counts > 0, counts == area
+    return counts > 0, operator.eq(*same_rank(counts, area))
 
 
 def _single(first: NDArray[Any], last: NDArray[Any]) -> bool:

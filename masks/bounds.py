@@ -31,7 +31,10 @@ class BlockBounds(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The smallest and the largest value in a block, both inclusive; [..., q, 1] for blocks of rows, [..., 1, kv] of keys."""
+    """The smallest and the largest value in a block, both inclusive; [1, 1, q, 1] for blocks of rows, [1, 1, 1, kv] of keys.
+
+    Positions are [batch | 1, 1, q, 1]. All have rank 4, like the arrays of dynamic leaves, because ranks aren't promoted.
+    """
 
     lo: Any
     hi: Any
@@ -87,8 +90,9 @@ def _reduced(array: Any, axis: int, block: int, reduce: Any) -> Any:
     size = array.shape[axis]
     if size == 1:
         return array
-    short = -size % block
+    count = -(-size // block)
+    short = count * block - size
     if short:  # repeat the last value: it changes neither extent
         array = jnp.pad(array, [(0, short if i == axis else 0) for i in range(array.ndim)], mode="edge")
-    shape = (*array.shape[:axis], (size + short) // block, block, *array.shape[axis + 1 :])
+    shape = (*array.shape[:axis], count, block, *array.shape[axis + 1 :])
     return reduce(array.reshape(shape), axis=axis + 1)

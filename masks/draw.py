@@ -117,7 +117,7 @@ def _bounded(mask: Node[Any], grid: Grid, batch: int) -> NDArray[np.int8]:
     for length, block, offset in ((grid.q_len, grid.block_q, 0), (grid.kv_len, grid.block_kv, 0)):
         first = np.arange(offset, length, block, dtype=np.int32)
         ends.append(Extent(first, np.minimum(first + block, length).astype(np.int32) - 1))
-    rows, cols = Extent(*(x[:, None] for x in ends[0])), Extent(*(x[None, :] for x in ends[1]))
+    rows, cols = Extent(*(x[None, None, :, None] for x in ends[0])), Extent(*(x[None, None, None, :] for x in ends[1]))
     positions = Extent(*(x + np.int32(grid.query_offset) for x in rows))
     with jax.ensure_compile_time_eval():
         some, every = mask.block_bounds(Blocks(rows, positions, cols, grid.block_q, grid.block_kv))

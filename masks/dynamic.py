@@ -13,7 +13,7 @@ from ..errors import MaskError, a_type
 from .algebra import Mask
 from .bounds import BlockBounds, Blocks, Extent, between, equal
 from .checks import check_distances, is_host
-from .int_arrays import same_width
+from .int_arrays import same_rank, same_width
 from .slots import DynamicMask, Slot
 
 __all__ = ["Dense", "Lengths", "Positions", "SegmentIds"]
@@ -51,7 +51,7 @@ class Lengths(DynamicMask):
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
         self.usable()
-        cols, lengths = same_width(cols, self.kv[:, None, None, None])
+        cols, lengths = same_rank(*same_width(cols, self.kv[:, None, None, None]))
         return self.related(self, (lengths,), cols)
 
     @staticmethod

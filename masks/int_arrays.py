@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import MaskError
 from .checks import is_host
 
-__all__ = ["beyond_int32", "int_array", "is_integer", "known_values", "least_and_most", "same_width"]
+__all__ = ["beyond_int32", "int_array", "is_integer", "known_values", "least_and_most", "same_rank", "same_width"]
 
 _INT32 = np.iinfo(np.int32)
 _WITHIN_INT32 = frozenset(map(np.dtype, ("int8", "int16", "int32", "uint8", "uint16")))
@@ -65,6 +65,15 @@ def known_values(value: Any) -> np.ndarray | None:
 def least_and_most(values: np.ndarray) -> tuple[int, ...]:
     """The smallest and the largest value; empty for an empty array."""
     return (int(values.min()), int(values.max())) if values.size else ()
+
+
+def same_rank(*arrays: Any) -> tuple[Any, ...]:
+    """The arrays with leading axes of size 1, so that all have one rank; numbers stay as they are.
+
+    The axes are explicit because jax_numpy_rank_promotion="raise" requires that.
+    """
+    rank = max(map(np.ndim, arrays))
+    return tuple(x if np.ndim(x) in (0, rank) else x.reshape((1,) * (rank - np.ndim(x)) + x.shape) for x in arrays)
 
 
 def same_width(first: Any, second: Any) -> tuple[Any, Any]:

@@ -11,7 +11,8 @@ import numpy as np
 
 from ..masks import And, Full, Mask
 from ..masks.bounds import Blocks, Extent
-from .kernels.primitives import numbers, shifted
+from ..symbolic import is_symbolic
+from .kernels.primitives import length, numbers, shifted
 from .threefry import threefry
 
 __all__ = ["Dropout", "LocalMask", "dropout_seed"]
@@ -38,6 +39,11 @@ class LocalMask:
     hides_keys: bool = True
 
     @property
+    def _symbolic(self) -> bool:
+        """Whether a length is a symbolic dimension of jax.export."""
+        return is_symbolic(self.q_len) or is_symbolic(self.kv_len)
+
+    @property
     def heads_apart(self) -> bool:
         """Whether heads have different blocks."""
         return any(getattr(atom, "heads", 1) > 1 for atom in self.mask.atoms())
@@ -61,34 +67,32 @@ class LocalMask:
         return _joined(kinds.reshape(kinds.shape[0], tables, -1, *kinds.shape[2:]))
 
     def _kinds_by_head(self, block_q: int, block_kv: int) -> np.ndarray | jax.Array:
+        xp: Any = jnp if self._symbolic else np
         if isinstance(self.mask, Full):  # wherever its rows are
-            return np.full((1, 1, -(-self.q_len // block_q), -(-self.kv_len // block_kv)), 2, np.int8)
+            return xp.full((1, 1, -(-self.q_len // block_q), -(-self.kv_len // block_kv)), 2, np.int8)
         offset = 0 if self.query_offset is None else self.query_offset
         static, dynamic = self.mask.split_static()
         known: np.ndarray | jax.Array | None = None
-        if isinstance(self.q_start, int) and isinstance(self.k_start, int) and isinstance(offset, int):
+        starts = self.q_start, self.k_start
+        if not self._symbolic and isinstance(starts[0], int) and isinstance(starts[1], int) and isinstance(offset, int):
             known = static.live_blocks_by_head(
                 block_q,
                 block_kv,
                 q_len=self.q_len,
                 kv_len=self.kv_len,
-                q_start=self.q_start,
+                q_start=starts[0],
                 query_offset=offset,
-                k_start=self.k_start,
+                k_start=starts[1],
             )[None]
             if not dynamic:
                 return known
-        first_row = np.arange(0, self.q_len, block_q, dtype=np.int32)[:, None]
-        last_row = np.minimum(first_row + block_q, self.q_len) - 1
-        first_key = np.arange(0, self.kv_len, block_kv, dtype=np.int32)[None, :]
-        last_key = np.minimum(first_key + block_kv, self.kv_len) - 1
+        (first_row, last_row), (first_key, last_key) = _ends(self.q_len, block_q, 2), _ends(self.kv_len, block_kv, 3)
         rows = Extent(first_row + self.q_start, last_row + self.q_start)
         along = offset if isinstance(offset, int) else offset[:, None, None, None]
         keys = Extent(first_key + self.k_start, last_key + self.k_start)
         blocks = Blocks(rows, Extent(rows.lo + along, rows.hi + along), keys, block_q, block_kv)
         some, every = (self.mask if known is None else And(dynamic)).block_bounds(blocks)
         found = jnp.where(every & some, 2, jnp.where(some, 1, 0)).astype(jnp.int8)
-        found = found.reshape((1,) * (4 - found.ndim) + found.shape)
         if found.shape[1] > 1 and not self.heads_apart:  # an array with a plane for each head
             found = jnp.asarray(_joined(found[:, None]))
         found = jnp.broadcast_to(found, (*found.shape[:2], *blocks.shape))
@@ -98,13 +102,15 @@ class LocalMask:
         """Return the mask of some or all keys as a bool array that broadcasts to [batch, heads, q, keys]; None if full."""
         if isinstance(self.mask, Full):
             return None
+        # Of a symbolic length only all keys are asked for: a cut would have to know that its array is long enough.
+        whole = keys is None and self._symbolic
         keys = keys or slice(0, self.kv_len)
-        mask = self.mask.narrow(slice(0, self.q_len), keys)
+        mask = self.mask if whole else self.mask.narrow(slice(0, self.q_len), keys)
         width = keys.stop - keys.start
         # NumPy's numbers make a static mask a constant of the program, of two digits per weight: 33 MB for 4096 x 4096. Numbers
         # that the program computes are a few instructions, fused with what is done with the logits. Up to this size
         # the constant is the smaller of the two.
-        count = _host_numbers if self.q_len * width <= _CONSTANT else numbers
+        count = _host_numbers if not self._symbolic and self.q_len * width <= _CONSTANT else numbers
         # Arrays in a mask have rank 4, so the numbers do too, in case rank promotion is disabled.
         ones = () if mask.is_static and not hasattr(self.query_offset, "ndim") else (1, 1)
         rows = shifted(count((*ones, self.q_len, 1), len(ones)), self.q_start)
@@ -120,9 +126,20 @@ class LocalMask:
         start, offset = self.q_start, 0 if self.query_offset is None else self.query_offset
         if not isinstance(start, int) or not isinstance(offset, int) or not isinstance(self.k_start, int):
             return False  # traced
+        if self._symbolic:
+            return False
         if self.k_start != 0 or not self.mask.is_static or "mask_function" in self.mask.features():
             return False
         return not self.mask.may_have_dead_rows(self.q_len, self.kv_len, q_start=start, query_offset=offset)
+
+
+def _ends(size: int, block: int, axis: int) -> tuple[Any, Any]:
+    """The first and the last number of each block of a length, along an axis of four; traced for a symbolic length."""
+    count = -(-size // block)
+    shape = tuple(count if i == axis else 1 for i in range(4))
+    first = (numbers if is_symbolic(size) else _host_numbers)(shape, axis) * block
+    xp: Any = jnp if is_symbolic(size) else np
+    return first, xp.minimum(first + block, length(size)) - 1
 
 
 def _joined(kinds: np.ndarray | jax.Array) -> np.ndarray | jax.Array:

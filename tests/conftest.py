@@ -20,6 +20,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["ATTNOPS_TUNE_CACHE"] = tempfile.mkdtemp(prefix="attnops-tests-")
 atexit.register(shutil.rmtree, os.environ["ATTNOPS_TUNE_CACHE"], ignore_errors=True)
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# The strictest that a user's program may declare. In the environment, so that the processes that tests start have it too.
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 
 # Nearly all of the time goes into compiling small programs that run once. So XLA's CPU compiler is in a hurry here: LLVM
 # optimises nothing, and loops are emitted without MLIR. `make test-all` also compiles the quick tests as a user does.
@@ -61,6 +64,20 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
+
+
+@pytest.fixture(autouse=True)
+def _promotion(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The mark `default_promotion`: the test calls another library whose own code promotes dtypes or ranks."""
+    mark = request.node.get_closest_marker("default_promotion")
+    if mark is None:
+        yield
+        return
+    assert mark.args, "say in the mark why the test needs it"
+    import jax
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -27,12 +27,12 @@ def choose(query: jax.Array, key: jax.Array, block: int, count: int) -> jax.Arra
     means = key.reshape(batch, blocks, block, kv_heads, dim).mean(2)
     first = query[:, ::block].reshape(batch, blocks, kv_heads, -1, dim).mean(3)
     scores = jnp.einsum("bqhd,bkhd->bhqk", first, means)
-    own = jnp.arange(blocks)
-    scores = jnp.where(own[:, None] > own, scores, -jnp.inf)
+    own = jnp.arange(blocks, dtype=jnp.int32)
+    scores = jnp.where((own[:, None] > own[None])[None, None], scores, -jnp.inf)
     best, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores), min(count, blocks))
     chosen = jnp.where(best > -jnp.inf, chosen, -1)
     own = jnp.broadcast_to(own[:, None], (*chosen.shape[:-1], 1))
-    return jnp.concatenate([own, chosen], axis=-1).astype(jnp.int32)
+    return jnp.concatenate([own, chosen], axis=-1)
 
 
 class ChosenAttention:

@@ -42,7 +42,8 @@ def empty_cache(sizes: Sizes, batch: int, capacity: int) -> Cache:
 def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Rotate pairs of numbers of [batch, time, heads, dim] by angles that grow with the position [batch, time]."""
     half = x.shape[-1] // 2
-    angle = positions[:, :, None, None] * 10000.0 ** (-jnp.arange(half) / half)
+    frequency = 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions.astype(jnp.float32)[:, :, None, None] * frequency[None, None, None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = x[..., :half], x[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
@@ -61,7 +62,7 @@ class GroupedQueryAttention(nnx.Module):
         self, x: jax.Array, mode: str, start: jax.Array, cached: tuple[jax.Array, jax.Array] | None
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         batch, time = x.shape[:2]
-        positions = start[:, None] + jnp.arange(time)
+        positions = start[:, None] + jnp.arange(time, dtype=jnp.int32)[None]
         split = lambda y: y.reshape(batch, time, -1, self.sizes.head_dim)  # noqa: E731
         query, key = (rotary(split(y), positions) for y in (self.query(x), self.key(x)))
         value = split(self.value(x))

@@ -105,24 +105,24 @@ def products(weights: Weights, x: jax.Array) -> jax.Array:
 
 def _greedy(logits: jax.Array) -> Sampled:
     token = jnp.argmax(logits, axis=0).astype(jnp.int32)
-    others = jnp.where(jnp.arange(len(logits), dtype=jnp.int32)[:, None] == token, -jnp.inf, logits)
+    others = jnp.where(jnp.arange(len(logits), dtype=jnp.int32)[:, None] == token[None], -jnp.inf, logits)
     return Sampled(token, logits.max(axis=0) - others.max(axis=0))
 
 
 def _norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=0) + epsilon) * weight[:, None]
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=0, keepdims=True) + epsilon) * weight[:, None]
 
 
 def _angles(sizes: Sizes, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     frequency = sizes.rotary_base ** (-np.arange(0, sizes.head_dim, 2, dtype=np.float32) / sizes.head_dim)
-    angle = frequency.astype(np.float32)[:, None] * positions.astype(jnp.float32)
+    angle = frequency.astype(np.float32)[:, None] * positions.astype(jnp.float32)[None]
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def _rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate neighbouring pairs of [heads, head_dim, tokens], in the order of this class's GGUF files."""
     pairs = x.reshape(len(x), -1, 2, x.shape[2])
-    even, odd = pairs[:, :, 0], pairs[:, :, 1]
+    even, odd, cos, sin = pairs[:, :, 0], pairs[:, :, 1], cos[None], sin[None]
     return jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=2).reshape(x.shape)
 
 

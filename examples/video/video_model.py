@@ -72,10 +72,10 @@ class Denoiser(nnx.Module):
         self.blocks = nnx.List([Block(of_video, of_text, rngs) for _ in range(LAYERS)])
 
     def __call__(self, noisy: jax.Array, time: jax.Array, text: jax.Array, lengths: jax.Array) -> jax.Array:
-        x = self.inward(to_patches(noisy)) + self.place[...]
-        angle = time[:, None] * 1000.0 ** (jnp.arange(DIM // 2) / (DIM // 2))
+        x = self.inward(to_patches(noisy)) + self.place[...][None]
+        angle = time[:, None] * 1000.0 ** (jnp.arange(DIM // 2, dtype=jnp.float32) / (DIM // 2))[None]
         level = self.level(jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1))
-        read = self.reader(nnx.gelu(self.letters(text) + self.letter_place[: text.shape[1]]))
+        read = self.reader(nnx.gelu(self.letters(text) + self.letter_place[: text.shape[1]][None]))
         for block in self.blocks:
             x = block(x, level, read, lengths)
         return from_patches(self.outward(x))

@@ -53,7 +53,10 @@ class VisionTransformer(nnx.Module):
     def __call__(self, images: jax.Array) -> jax.Array:
         rows = SIDE // PATCH
         x = images.reshape(-1, rows, PATCH, rows, PATCH).transpose(0, 1, 3, 2, 4).reshape(len(images), rows * rows, -1)
-        x = jnp.concatenate([jnp.broadcast_to(self.first[...], (len(x), 1, DIM)), self.inward(x)], 1) + self.place[...]
+        x = (
+            jnp.concatenate([jnp.broadcast_to(self.first[...], (len(x), 1, DIM)), self.inward(x)], 1)
+            + self.place[...][None]
+        )
         for block in self.blocks:
             x = block(x)
         return self.outward(self.norm(x[:, 0]))

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...symbolic import surely
 from ..local_mask import Dropout, LocalMask
 from .cpu_tuning import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, held_in_loop
 from .decode import Pieces, decode_forward
@@ -192,7 +193,8 @@ class _BlockPass:
         self.dtype = np.dtype(static.softmax_dtype)
         self.compute = compute_dtype(query.dtype, self.dtype, static.platform)
         staged = self.batch * self.kv_heads * self.kv_padded * (self.dim + self.value_dim)
-        together = staged * (self.compute.itemsize + sums * self.dtype.itemsize) <= _STAGED_TOGETHER
+        each = self.compute.itemsize + sums * self.dtype.itemsize
+        together = surely(lambda: staged * each <= _STAGED_TOGETHER)
         self.stages, self.slots = (1, self.batch * self.groups) if together else (self.batch * self.groups, 1)
         mask, dropout = join_static(static.static_part, traced)
         tables = self.groups if mask.heads_apart else 1
@@ -248,7 +250,7 @@ class _BlockPass:
             row = jnp.asarray(table[0, 0, 0])  # all query blocks see the same: only the kv block is looked up
             begin, end = (int(n) for n in table[0, 0, 0, :2])
         else:
-            place = (at.batch if table.shape[0] > 1 else 0, at.group if table.shape[1] > 1 else 0, at.q_block, 0)
+            place = (at.batch if table.shape[0] != 1 else 0, at.group if table.shape[1] > 1 else 0, at.q_block, 0)
             row = cut(jnp.asarray(table), place, (1, 1, 1, table.shape[3])).reshape(-1)
             begin, end = (lax.index_in_dim(row, n, keepdims=False) for n in (0, 1))
         if self.table.neighbours:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...symbolic import surely
 from ..local_mask import Dropout, LocalMask
 from .cpu_tuning import (
     LN2,
@@ -101,7 +102,7 @@ def decode_forward(
         return product("bhns,bhsx->bhnx", p, values, softmax_dtype).reshape(batch, heads * q_len, -1)
 
     kinds = mask.kinds(q_len, pieces.block_kv)
-    at_once = not lone or batch * kv_heads * kv_len <= _LONE_ROW_CELLS
+    at_once = not lone or surely(lambda: batch * kv_heads * kv_len <= _LONE_ROW_CELLS)
     live = None
     if isinstance(kinds, np.ndarray) and at_once:
         pieces_of = _known_range(kinds, pieces.block_kv, kv_len)

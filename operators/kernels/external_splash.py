@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,9 +26,18 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ...masks import And, Full, Mask, Prefix
+from .default_promotion import default_promotion
 from .derivatives import once_in_reverse
 
-__all__ = ["ExternalBlocks", "ExternalCall", "ExternalOperands", "MaskInKernel", "block_kinds", "in_32_bits", "small"]
+__all__ = [
+    "ExternalBlocks",
+    "ExternalCall",
+    "ExternalOperands",
+    "MaskInKernel",
+    "block_kinds",
+    "small",
+    "under_defaults",
+]
 
 # Far below every logit, far above the kernels' own mask value (-2.4e38): exp(real - sink) and exp(mask - sink) are exact.
 _NO_SINK = -1e30
@@ -150,20 +160,26 @@ class ExternalCall(NamedTuple):
         if kv_lengths is not None:
             low, high = q.min(axis=1, keepdims=True), q.max(axis=1, keepdims=True)
             nobody = jnp.where(low > jnp.iinfo(jnp.int32).min, low - 1, high + 1)
-            kv = jnp.where(jnp.arange(kv_len) < kv_lengths[:, None], kv, nobody)
+            kv = jnp.where(jnp.arange(kv_len, dtype=jnp.int32)[None] < kv_lengths[:, None], kv, nobody)
         pad = lambda x, n: jnp.pad(x, ((0, 0), (0, n - x.shape[1])))  # noqa: E731 - padded keys are masked by Prefix
         return pad(q, q_padded), pad(kv, kv_padded)
 
 
-def in_32_bits(attend: Callable[[ExternalCall], Array], call: ExternalCall, kernel: str) -> Array:
-    """Run a kernel, forward and backward, as if without jax_enable_x64: Python numbers would be 64-bit, which Mosaic lacks."""
+def under_defaults(attend: Callable[[ExternalCall], Array], call: ExternalCall, kernel: str) -> Array:
+    """Run a kernel, forward and backward, as if jax's options had their defaults.
+
+    With jax_enable_x64 Python numbers would be 64-bit, which Mosaic lacks; strict promotion is for the caller's code.
+    """
     arrays = {name: x for name, x in call._asdict().items() if isinstance(x, jax.Array)}
     what = f"{kernel}'s splash kernel"
-    output: Array = once_in_reverse(lambda given: attend(call._replace(**given)), arrays, what, within=_narrow)
+    output: Array = once_in_reverse(lambda given: attend(call._replace(**given)), arrays, what, within=_defaults)
     return output
 
 
-_narrow = functools.partial(jax.enable_x64, False)
+@contextmanager
+def _defaults() -> Iterator[None]:
+    with jax.enable_x64(False), default_promotion():
+        yield
 
 
 @jax.custom_vjp

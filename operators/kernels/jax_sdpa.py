@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from .default_promotion import default_promotion
 from .derivatives import once_in_reverse
 from .primitives import where
 
@@ -52,7 +53,11 @@ def jax_sdpa(
         )
 
     arrays = query, key, value, bias, mask
-    output = once_in_reverse(attend, arrays, "cuDNN's attention") if implementation == "cudnn" else attend(arrays)
+    if implementation == "cudnn":
+        output = once_in_reverse(attend, arrays, "cuDNN's attention", within=default_promotion)
+    else:
+        with default_promotion():
+            output = attend(arrays)
     output = output.astype(dtype)
     if mask is None or (all_rows_see and bias is None):
         return output

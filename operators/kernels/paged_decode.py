@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from .paged_step import Batch, PagedOperands, PagedStatic, Sums, Tiles, finish
-from .primitives import cut_along, loop, put, where
+from .primitives import counted, cut_along, loop, put, where
 from .varying import vary, varying
 
 __all__ = ["DecodePairs", "attend_decode", "decode_pairs"]
@@ -64,7 +64,7 @@ def attend_decode(
     pairs = decode_pairs(tiles, batch, wanted)
     sequences, pair_count = len(batch.kv_lens), static.pairs
     axes = varying(operands)
-    index = batch.starts[:, None] + jnp.arange(q_len, dtype=np.int32)
+    index = counted(batch.starts, q_len)
     all_rows = tiles.rows_of(operands.query.at[index].get(mode="clip"))
     shape = all_rows.shape[1:-1]  # kv heads, rows
     held = sequences + pair_count - 1
@@ -86,7 +86,7 @@ def attend_decode(
         first = of(pairs.first_page) + (number - of(pairs.begin)) * size
         ids, live = tiles.slots(seq, first, of(pairs.end_page))
         kv_len, rows_len = of(batch.kv_lens), of(batch.q_lens)
-        row = jnp.arange(q_len, dtype=np.int32)
+        row = jnp.arange(q_len, dtype=np.int32)[None]
         positions = jnp.where(row < rows_len[:, None], (kv_len - rows_len)[:, None] + row, -1)
         seen = tiles.seen(first, live & real[:, None], positions, kv_len)
 
@@ -94,7 +94,7 @@ def attend_decode(
         rank = of(pairs.rank)
         place = rank - rank[0]
         old = jax.tree.map(lambda c: cut_along(c, rank[0], pair_count), carry)
-        own = place == jnp.arange(pair_count, dtype=np.int32)[:, None]  # [places in the window, pairs]
+        own = place[None] == jnp.arange(pair_count, dtype=np.int32)[:, None]  # [places in the window, pairs]
         peak = jnp.maximum(old.peak, _chosen(own, x.max(axis=-1), -jnp.inf).max(axis=1))
         shift = where(peak != -jnp.inf, peak, 0)
         p = tiles.exp2(x - shift.at[place].get(mode="promise_in_bounds")[..., None])

@@ -5,6 +5,7 @@ Logits are in base 2 (times log2 e), and the softmax is in float32.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...masks.int_arrays import same_rank
 from .cpu_tuning import LN2, LOG2E, compute_dtype, exp2, few_rows_product, product
+from .default_promotion import wider
 from .page_layout import HEADS_FIRST, fetch, fetch_joint_heads, page_shape
-from .primitives import where
+from .primitives import counted, where
 
 __all__ = ["Batch", "PagedOperands", "PagedStatic", "Sums", "Tiles", "batch_of", "finish"]
 
@@ -111,7 +114,7 @@ class Tiles:
         wide = operands.query.dtype
         for pages in (operands.key_pages, operands.value_pages):
             if pages is not None and pages.dtype.itemsize > 1:
-                wide = jnp.promote_types(wide, pages.dtype)
+                wide = wider(wide, pages.dtype)
         self.dtype = compute_dtype(wide, np.dtype(np.float32), static.platform)
         self.joint_heads = False
         if few_rows is not None and static.platform == "cpu":
@@ -159,7 +162,7 @@ class Tiles:
         A slot that isn't live, beyond `end` or with an id out of range, gets the id of one that is, so that nothing else is
         read for it.
         """
-        at = first[..., None] + jnp.arange(self.static.pages_a_block, dtype=np.int32)
+        at = counted(first, self.static.pages_a_block)
         table = self.operands.page_table
         ids = table.at[seq[..., None], jnp.minimum(at, self.width - 1)].get(mode="promise_in_bounds")
         live = (at < end[..., None]) & (ids >= 0) & (ids < self.pages)
@@ -169,7 +172,7 @@ class Tiles:
     def seen(self, first: jax.Array, live: jax.Array, positions: jax.Array, kv_len: jax.Array) -> jax.Array:
         """Bool [..., queries, keys]: positions [..., queries], the pages of a block from `first` on."""
         static = self.static
-        keys = (first * np.int32(self.page))[..., None] + jnp.arange(self.block, dtype=np.int32)
+        keys = counted(first * np.int32(self.page), self.block)
         if self.operands.shard is not None:  # page j of the table is page number j * stride + shard
             page = np.int32(self.page)
             own = lax.div(keys, page)
@@ -197,7 +200,7 @@ class Tiles:
             else:
                 x = product("...nx,...sx->...ns", rows, keys, np.dtype(np.float32))
         if operands.key_scale is not None:
-            x = x * self._scale(operands.key_scale, ids)
+            x = operator.mul(*same_rank(x, self._scale(operands.key_scale, ids)))
         if static.soft_cap is None:
             x = x * np.float32(static.scale * LOG2E)
         else:
@@ -212,7 +215,8 @@ class Tiles:
         alive = seen.any(axis=-2)[..., None, :]
         if operands.value_scale is not None:
             scale = self._scale(operands.value_scale, ids)
-            weights = weights * (jnp.where(alive[..., None, :], scale, 0) if operands.value_scale.ndim == 3 else scale)
+            scale = jnp.where(alive[..., None, :], scale, 0) if operands.value_scale.ndim == 3 else scale
+            weights = operator.mul(*same_rank(weights, scale))
         weights = weights.astype(self.dtype)
         if self.joint_heads:
             return self._joint_values(weights, pages, ids, alive[..., 0, :])
@@ -224,7 +228,8 @@ class Tiles:
         """Rows as a block-diagonal factor times the untransposed keys: kv_heads times the arithmetic, but no copy per head."""
         keys = fetch_joint_heads(self.operands.key_pages, ids, self.dtype)
         own = np.eye(self.kv_heads, dtype=bool)[:, None, :, None]
-        across = jnp.where(own, rows[..., None, :], 0).reshape(*ids.shape[:-1], -1, keys.shape[-1])
+        own, spread = same_rank(own, rows[..., None, :])
+        across = jnp.where(own, spread, 0).reshape(*ids.shape[:-1], -1, keys.shape[-1])
         x = few_rows_product(across, keys, np.dtype(np.float32), self.static.platform)
         return x.reshape(*rows.shape[:-1], -1)
 
@@ -257,7 +262,7 @@ def finish(sums: Sums, sinks: jax.Array | None, dtype: Any) -> tuple[jax.Array, 
     """(output, lse) of sums over all keys. A sink is a key without a value; `sinks` broadcasts to the rows."""
     acc, peak, total = sums
     if sinks is not None:
-        sink = sinks.astype(np.float32) * np.float32(LOG2E)
+        _, sink = same_rank(peak, sinks.astype(np.float32) * np.float32(LOG2E))
         new_peak = jnp.maximum(peak, sink)
         shift = where(new_peak != -jnp.inf, new_peak, 0)
         shrink = jnp.exp2(peak - shift)

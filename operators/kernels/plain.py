@@ -52,7 +52,7 @@ def plain_attention(
 
     shift = jnp.max(jax.lax.stop_gradient(logits), axis=-1, keepdims=True) * factor
     if sinks is not None:
-        sinks = sinks.astype(softmax_dtype)[:, None, None]
+        sinks = sinks.astype(softmax_dtype)[None, :, None, None]
     shift = shift_of(shift) if sinks is None else shift_of(shift, sinks)
     exponentials = jnp.exp(logits * factor - shift)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)

@@ -11,13 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...symbolic import is_symbolic
 from .precision import exact
 
 __all__ = [
-    "cut", "cut_along", "dot", "fold", "loop", "numbers", "put", "row_dots", "shifted", "split_index", "summed", "where",
+    "counted", "cut", "cut_along", "dot", "fold", "length", "loop", "numbers", "put", "row_dots", "shifted", "split_index",
+    "summed", "where",
 ]  # fmt: skip
 
 
@@ -26,9 +29,20 @@ def numbers(shape: tuple[int, ...], axis: int, start: Any = 0, dtype: Any = np.i
     return shifted(lax.broadcasted_iota(dtype, shape, axis), start)
 
 
+def counted(first: jax.Array, count: int) -> jax.Array:
+    """first, first + 1, ...: that many numbers along a new last axis of an int32 array."""
+    axis = first.ndim
+    return lax.expand_dims(first, (axis,)) + numbers((1,) * axis + (count,), axis)
+
+
 def shifted(x: Any, by: Any) -> Any:
     """x + by, or x if that is known to be the same."""
     return x if isinstance(by, int) and by == 0 else x + by
+
+
+def length(n: Any) -> Any:
+    """A length to compare or count with: a number, or an int32 scalar for a symbolic one."""
+    return jnp.asarray(n, np.int32) if is_symbolic(n) else n
 
 
 def where(seen: jax.Array | np.ndarray, x: jax.Array, otherwise: float) -> jax.Array:
@@ -94,6 +108,8 @@ def split_index(n: Any, size: int, count: int) -> tuple[Any, Any]:
     """(n // size, n % size) for 0 <= n < size * count."""
     if size == 1 or count == 1:
         return (n, 0) if size == 1 else (0, n)
+    if is_symbolic(size):
+        return lax.div(n, length(size)), lax.rem(n, length(size))
     if isinstance(n, int):
         return divmod(n, size)
     if size & (size - 1) == 0:  # a signed division by a power of two takes ten instructions because of the sign

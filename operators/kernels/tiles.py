@@ -10,10 +10,11 @@ import numpy as np
 from jax import lax
 
 from ...masks import Full, Mask
+from ...symbolic import surely
 from ..local_mask import Dropout, LocalMask
 from .answer import Answer
 from .block_words import BlockWords, block_words, is_blocks
-from .primitives import cut, cut_along, numbers, shifted
+from .primitives import cut, cut_along, length, numbers, shifted
 
 __all__ = ["TilePosition", "TileSource", "TileTable", "is_arithmetic", "tile_table"]
 
@@ -77,7 +78,7 @@ def _known_at_run_time(kinds: jax.Array, padded: bool, apart: bool) -> TileTable
     if not apart:
         kinds = jnp.minimum(kinds, 1)
     if padded:
-        last = np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1
+        last = numbers((1, 1, 1, kinds.shape[-1]), 3) == length(kinds.shape[-1] - 1)
         kinds = jnp.where(last, jnp.minimum(kinds, 1), kinds)
     return TileTable(_sorted_by_kind(kinds, jnp), True, apart, False)
 
@@ -117,7 +118,7 @@ class TileSource:
         self.mask, self.dropout, self.block_q, self.block_kv = mask, dropout, block_q, block_kv
         rows = -(-mask.q_len // block_q) * block_q
         # For a single block the mask is enough: it is visited whatever it sees.
-        settle = mask.kv_len > block_kv and not every_tile
+        settle = not every_tile and not surely(lambda: mask.kv_len <= block_kv)
         words = iter(block_words(mask, block_q, block_kv, rows, tables, settle=settle))
 
         def padded(atom: Mask) -> Mask:
@@ -140,8 +141,8 @@ class TileSource:
             rows = shifted(rows, self.mask.q_start)
             seen = mask.test(rows, shifted(rows, offset), shifted(cols, self.mask.k_start))
             seen = seen[0] if seen.ndim == 4 else seen[None]
-        if self.mask.kv_len % self.block_kv:
-            inside = (cols < self.mask.kv_len)[None]
+        if self.mask.kv_len % self.block_kv != 0:
+            inside = (cols < length(self.mask.kv_len))[None]
             seen = inside if seen is None else seen & inside
         return seen
 
@@ -151,7 +152,7 @@ class TileSource:
             return None
         rows, cols = self._indices(tile)
         heads = numbers((tile.heads, 1, 1), 0, tile.head)
-        return self.dropout.keep(tile.batch, heads, rows, cols)
+        return self.dropout.keep(tile.batch, heads, rows[None], cols[None])
 
     def pad(self, array: jax.Array) -> jax.Array:
         """Pad [batch, heads, q, kv] to whole blocks; dimensions of 1 are kept, because they apply to all."""
@@ -189,7 +190,7 @@ class TileSource:
     def _seen_blocks(self, held: BlockWords, tile: TilePosition) -> jax.Array:
         """A leaf of blocks evaluated on the tile: bool [1, heads | 1, block_q, block_kv | 1]."""
         batch, heads, _, words, _ = held.words.shape
-        starts = (tile.batch if batch > 1 else 0, tile.head if heads > 1 else 0, tile.kv_block, 0)
+        starts = (tile.batch if batch != 1 else 0, tile.head if heads > 1 else 0, tile.kv_block, 0)
         sizes = (1, tile.heads if heads > 1 else 1, 1, words, self.block_q)
         part = cut(held.words, (*starts, tile.q_block * self.block_q), sizes)
         rows = [lax.index_in_dim(part, n, axis=3, keepdims=False)[:, :, 0, :, None] for n in range(words)]
@@ -200,7 +201,7 @@ class TileSource:
     def _pad(self, array: jax.Array, dims: tuple[str, ...], broadcasts: bool) -> jax.Array:
         blocks = {"q": self.block_q, "kv": self.block_kv}
         short = [
-            0 if broadcasts and size == 1 else -size % blocks.get(dim, 1)
+            0 if broadcasts and size == 1 else -(-size // (block := blocks.get(dim, 1))) * block - size
             for dim, size in zip(dims, array.shape, strict=True)
         ]
         return jnp.pad(array, [(0, n) for n in short]) if any(short) else array

@@ -47,7 +47,7 @@ def dense_insert(
     starts = _starts(start, batch, length, key.shape[1])
 
     def write(caches: tuple[jax.Array, jax.Array], tokens: tuple[jax.Array, jax.Array], starts: jax.Array) -> Any:
-        place = starts[:, None] + jnp.arange(tokens[0].shape[1], dtype=jnp.int32)
+        place = starts[:, None] + jnp.arange(tokens[0].shape[1], dtype=jnp.int32)[None]
         place = jnp.where(place < 0, length, place)
         # Uses vmap, not two index arrays, so that a batch split over devices stays split.
         put_rows = jax.vmap(lambda one, at, own: put(one, (at,), own))

@@ -33,7 +33,7 @@ def joined_outputs(
 ) -> tuple[jax.Array, jax.Array]:
     """The same for arrays that hold all parts."""
     shift = shift_of(lse.max(axis=0))
-    share = jnp.exp(lse - shift)
+    share = jnp.exp(lse - shift[None])
     total = share.sum(axis=0)
     weighted = (output.astype(lse.dtype) * share[..., None]).sum(axis=0)
     return (weighted / divisor(total)[..., None]).astype(output.dtype), log_of_sum(total, shift)

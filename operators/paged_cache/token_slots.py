@@ -36,9 +36,11 @@ def token_slots(
     """
     rows, width = page_table.shape
     none = jnp.iinfo(jnp.int32).max
-    starts = jnp.where(jnp.arange(rows + 1) <= num_seqs, cu_q_lens, none)
+    starts = jnp.where(jnp.arange(rows + 1, dtype=jnp.int32) <= num_seqs, cu_q_lens, none)
     token = jnp.arange(tokens, dtype=jnp.int32)
-    row = (starts[:, None] <= token).sum(0, dtype=jnp.int32) - 1  # the last row that starts at or before the token
+    row = (starts[:, None] <= token[None]).sum(
+        0, dtype=jnp.int32
+    ) - 1  # the last row that starts at or before the token
     inside = (row >= 0) & (row < jnp.minimum(num_seqs, rows))
     row = jnp.where(inside, row, 0)
     first, last = cu_q_lens[row], cu_q_lens[row + 1]

@@ -22,6 +22,7 @@ from jax import lax
 
 from ...masks import Full
 from ...planning.sequence.split import loop_from
+from ..kernels.default_promotion import wider
 from ..kernels.lse import divisor, log_of_sum, shift_of
 from ..kernels.operands import Operands, StaticPart, Traced
 from ..kernels.part import PartKernel, attend_part, differentiable, differentiate_part
@@ -180,7 +181,7 @@ def _backward(
     # The keys wait for the gradient, and travel the other way: otherwise XLA reuses the forward pass's steps,
     # and keeps every part for them. (XLA:CPU ignores the barrier.)
     key, value, d_output = lax.optimization_barrier((operands.key, operands.value, d_output))
-    wide = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in (operands.query, key, value)]
+    wide = [jnp.zeros(x.shape, wider(x.dtype, jnp.float32)) for x in (operands.query, key, value)]
     found = more(wide, _first_pairs(ring), (key, value), 0)
     steps = (0, *reversed(ring.steps[1:]))
     d_query, d_key, d_value = _along(ring, steps, work, (key, value), found)

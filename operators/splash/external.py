@@ -116,7 +116,7 @@ def run_external(
     call: LocalCall, config: SplashConfig, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> jax.Array:
     """Run the declared kernel on [batch, heads, length, dim]."""
-    from ..kernels.external_splash import ExternalBlocks, ExternalCall, in_32_bits
+    from ..kernels.external_splash import ExternalBlocks, ExternalCall, under_defaults
 
     if config.kernel == "jax":
         from ..kernels.jax_splash import jax_splash_attention as attend
@@ -140,7 +140,7 @@ def run_external(
         shards=call.q_shards,
     )
     blocks = ExternalBlocks(**{name: getattr(config, name) for name in ExternalBlocks.__dataclass_fields__})
-    return in_32_bits(
+    return under_defaults(
         lambda call: attend(
             call,
             blocks,

@@ -15,11 +15,13 @@ linen = pytest.importorskip("flax.linen", reason="pip install 'attnops[flax]'")
 
 from attnops import ConfigError, InputError  # noqa: E402
 from attnops.adapters.flax_linen import attention_fn  # noqa: E402
+from attnops.operators.kernels.default_promotion import default_promotion  # noqa: E402
 
 LENGTH, FEATURES = 6, 8
 X = jax.random.normal(jax.random.key(0), (2, LENGTH, FEATURES))
-CAUSAL = linen.make_causal_mask(jnp.ones((2, LENGTH)))
-PADDED = linen.make_attention_mask(jnp.ones((2, LENGTH)), jnp.arange(LENGTH)[None] < jnp.array([[4], [6]]))
+with default_promotion():  # flax multiplies floats by bools
+    CAUSAL = linen.make_causal_mask(jnp.ones((2, LENGTH)))
+    PADDED = linen.make_attention_mask(jnp.ones((2, LENGTH)), jnp.arange(LENGTH)[None] < jnp.array([[4], [6]]))
 PLAIN = {"operation": "vanilla"}
 
 

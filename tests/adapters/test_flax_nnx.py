@@ -17,11 +17,13 @@ nnx = pytest.importorskip("flax.nnx", reason="pip install 'attnops[flax]'")
 
 from attnops import Attention, ConfigError, InputError  # noqa: E402
 from attnops.adapters.flax_nnx import attention_fn  # noqa: E402
+from attnops.operators.kernels.default_promotion import default_promotion  # noqa: E402
 
 LENGTH, FEATURES, HEADS = 6, 8, 2
 X = jax.random.normal(jax.random.key(0), (2, LENGTH, FEATURES))
-CAUSAL = nnx.make_causal_mask(jnp.ones((2, LENGTH)))
-PADDED = nnx.make_attention_mask(jnp.ones((2, LENGTH)), jnp.arange(LENGTH)[None] < jnp.array([[4], [6]]))
+with default_promotion():  # flax multiplies floats by bools
+    CAUSAL = nnx.make_causal_mask(jnp.ones((2, LENGTH)))
+    PADDED = nnx.make_attention_mask(jnp.ones((2, LENGTH)), jnp.arange(LENGTH)[None] < jnp.array([[4], [6]]))
 PLAIN = {"operation": "vanilla"}
 # The newest flax for jax 0.9, 0.12.3, has neither is_causal and num_kv_heads in its layer nor nnx.capture.
 needs_newer_flax = pytest.mark.skipif(

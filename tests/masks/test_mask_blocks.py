@@ -136,7 +136,7 @@ def test_bounds_of_blocks_are_exact(block_q, block_kv, q_start, k_start, seed):
     def kinds(mask, row_start, key_start):
         rows, keys = (Extent(a + s, b + s) for a, b, s in zip(first, ends, (row_start, key_start), strict=True))
         some, every = mask.block_bounds(BlockGrid(rows, rows, keys, block_q, block_kv))
-        return some[0].astype(np.int8) + every[0]
+        return np.asarray(some)[0].astype(np.int8) + np.asarray(every)[0]
 
     for mask in (Blocks(layout, 7, 9), Blocks(chosen, 7, 9)):
         assert np.asarray(kinds(mask, q_start, k_start)).tolist() == want

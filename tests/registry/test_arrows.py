@@ -20,7 +20,7 @@ FLOORS = (
     ("masks", "sharding"),
     ("drawing",),
     ("devices", "names", "strict_json"),
-    ("errors", "compat"),
+    ("errors", "compat", "pytree_export", "symbolic"),
 )
 FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(path for room in FLOOR for path in [*(ROOT / room).rglob("*.py"), *ROOT.glob(f"{room}.py")])

@@ -118,7 +118,9 @@ class FlashPart:
         )
         d_sinks = d_bias = None
         if operands.sinks is not None:
-            d_sinks = -(jnp.exp(operands.sinks[:, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse)) * delta).sum((0, 2))
+            d_sinks = -(jnp.exp(operands.sinks[None, :, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse)) * delta).sum(
+                (0, 2)
+            )
         if operands.bias is not None:
             d_bias = self._of_bias(static_part, operands, traced, (output, lse), (d_output, d_lse))
         return Operands(work.of_query(), d_key, d_value, d_bias, d_sinks, d_key_scale, d_value_scale)
@@ -258,10 +260,10 @@ def _joined(output: jax.Array, lse: jax.Array, splits: int, layout: str, dtype: 
     """The parts [splits * batch, ...] merged by their lse."""
     output, lse = (x.reshape(splits, -1, *x.shape[1:]) for x in (output, lse))
     peak = lse.max(0)
-    weight = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0.0, peak))
+    weight = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0.0, peak)[None])
     total = weight.sum(0)
     safe = jnp.where(total == 0, 1.0, total)
-    share = weight / safe
+    share = weight / safe[None]
     rows = share.swapaxes(2, 3) if layout == "bthd" else share
     joined = (output * rows[..., None]).sum(0).astype(dtype)
     return joined, jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))

@@ -95,7 +95,7 @@ def visits(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int 
     kinds = mask.kinds_of_heads(block_q, block_kv, tables)
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
     if mask.kv_len % block_kv:
-        last = np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1
+        last = (np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1)[None, None, None]
         kinds = xp.where(last, xp.minimum(kinds, 1), kinds)
     if slow == "kv":
         kinds = kinds.swapaxes(2, 3)

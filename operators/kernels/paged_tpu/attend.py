@@ -235,7 +235,7 @@ def _attend(
     unseen: Any = -jnp.inf
     if operands.sinks is not None:
         attended = real if options.max_q_len is None else real & (row < options.max_q_len)
-        unseen = jnp.where(attended[:, None], operands.sinks.astype(np.float32), -jnp.inf)
+        unseen = jnp.where(attended[:, None], operands.sinks.astype(np.float32)[None], -jnp.inf)
     after = PageArrays(**{name: arrays[f"{name}_pages"] for name in geometry.streams()}) if written else None
     return output, jnp.where(heads_last(live, lse), lse, unseen), after
 

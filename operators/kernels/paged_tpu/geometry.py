@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
+from ..default_promotion import wider
+
 __all__ = ["LANES", "LOG2E", "NOTHING", "Geometry", "Layout", "Options", "sublanes"]
 
 LANES = 128
@@ -94,7 +96,7 @@ class Geometry:
         wide = self.dtype
         for pages in (self.key_dtype, self.value_dtype):
             if pages.itemsize > 1:
-                wide = np.dtype(jnp.promote_types(wide, pages))
+                wide = wider(wide, pages)
         return wide
 
     def row_shape(self, width: int) -> tuple[int, int, int]:

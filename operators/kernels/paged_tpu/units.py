@@ -141,7 +141,7 @@ def _pages(
 
 def _sound(geometry: Geometry, table: jax.Array, first: jax.Array, keys: jax.Array) -> jax.Array:
     """For each sequence: 1 if the ids of all pages with its keys, from the first visible one on, are in range, else 0."""
-    slot = jnp.arange(geometry.width, dtype=np.int32)
+    slot = jnp.arange(geometry.width, dtype=np.int32)[None]
     pages = lax.div(keys + np.int32(geometry.page - 1), np.int32(geometry.page))
     beyond = (slot < first[:, None]) | (slot >= pages[:, None])
     return (beyond | ((table >= 0) & (table < geometry.pages))).all(axis=1).astype(np.int32)

@@ -124,14 +124,15 @@ def tile_schedule(
     bodies, numbers = bodies_of_part(bodies, numbers.reshape(-1, *numbers.shape[2:])[..., kv_blocks])
     shape = -(-mask.q_len // block_q), -(-mask.kv_len // block_kv)
     q_block, kv_block = np.meshgrid(*(np.arange(n, dtype=np.int32) for n in shape), indexing="ij")
-    q_block, kv_block = q_block[:, kv_blocks], kv_block[:, kv_blocks]
+    q_block, kv_block = q_block[None, :, kv_blocks], kv_block[None, :, kv_blocks]
     if slow == "kv":
-        numbers, q_block, kv_block = numbers.swapaxes(1, 2), q_block.T, kv_block.T
+        numbers, q_block, kv_block = numbers.swapaxes(1, 2), q_block.swapaxes(1, 2), kv_block.swapaxes(1, 2)
     live = numbers > 0
-    visited = live | (~live.any(-1, keepdims=True) & (np.arange(numbers.shape[-1]) == 0))
+    visited = live | (~live.any(-1, keepdims=True) & (np.arange(numbers.shape[-1]) == 0)[None, None])
     rank = visited.cumsum(-1)
     first, last = visited & (rank == 1), visited & (rank == rank[..., -1:])
-    words = (((q_block << _KV_BITS) | kv_block) << 4) + first * FIRST + last * LAST + numbers * (BODY & -BODY)
+    ends = first.astype(np.int32) * FIRST + last.astype(np.int32) * LAST
+    words = (((q_block << _KV_BITS) | kv_block) << 4) + ends + numbers.astype(np.int32) * (BODY & -BODY)
     if isinstance(numbers, np.ndarray):
         lists = [own[here].astype(np.int32) for own, here in zip(words, visited, strict=True)]
         length = max(map(len, lists))
@@ -186,7 +187,8 @@ def _units(mask: LocalMask, q_unit: int, kv_unit: int, tables: int) -> np.ndarra
     if not mask.kv_len % kv_unit:
         return kinds
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
-    return xp.where(np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1, xp.minimum(kinds, 1), kinds)
+    last = (np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1)[None, None, None]
+    return xp.where(last, xp.minimum(kinds, 1), kinds)
 
 
 def _bodies_at_run_time(
@@ -200,7 +202,7 @@ def _bodies_at_run_time(
     bodies = run_time_bodies(mask, unit, blocks, units.shape[-2:])
     live, number = (units > 0).any((-1, -2)), jnp.asarray(len(bodies))
     for place, body in reversed(list(enumerate(bodies[:-1], 1))):
-        kinds = np.asarray(body.kinds)
+        kinds = np.asarray(body.kinds)[None, None, None, None]
         fits = ((units == 0) | (kinds > 0)) & ((units == 2) | (kinds < 2))
         number = jnp.where(fits.all((-1, -2)), place, number)
     return bodies, jnp.where(live, number, 0)
@@ -245,7 +247,7 @@ def _sorted_on_device(
     listed = jnp.zeros((rows, length), jnp.int32).at[row, place].set(words, mode="drop")
     counts = visited.sum(-1, dtype=jnp.int32)
     end = _ended(jnp.take_along_axis(listed, counts[:, None] - 1, axis=1))  # a list repeats it beyond its end
-    listed = jnp.where(np.arange(length) < counts[:, None], listed, end)
+    listed = jnp.where(np.arange(length, dtype=np.int32)[None] < counts[:, None], listed, end)
     distances = (None,) * len(bodies)
     return TileSchedule(listed.reshape(-1), rows // tables, length, counts.max(), bodies, distances, tables)
 

@@ -323,7 +323,7 @@ def _backward(
         made |= make("dq", sizes, True, False)
     d_sinks = None
     if operands.sinks is not None:
-        d_sinks = -(jnp.exp(operands.sinks[:, None] - shift / logits.unit) * delta).sum((0, 2))
+        d_sinks = -(jnp.exp(operands.sinks[None, :, None] - shift / logits.unit) * delta).sum((0, 2))
     d_bias = None
     if operands.bias is not None:
         d_bias = _bias_gradient(static, operands, traced, (output, lse), (d_output, d_lse), shift, delta)

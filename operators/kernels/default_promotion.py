@@ -1,0 +1,30 @@
+"""default_promotion: other libraries' functions are traced by the rules that they were written for, whatever the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["default_promotion", "wider"]
+
+
+@contextmanager
+def default_promotion() -> Iterator[None]:
+    """jax's default promotion of dtypes and ranks.
+
+    A caller's stricter rules are about the caller's code. Under "strict", jax.nn.dot_product_attention itself raises for
+    bfloat16.
+    """
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def wider(first: Any, second: Any) -> np.dtype:
+    """The dtype that holds the numbers of both, whatever the caller's promotion allows."""
+    with default_promotion():
+        return np.dtype(jnp.promote_types(first, second))
