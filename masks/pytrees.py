@@ -11,10 +11,12 @@ from typing import Any, cast
 
 import jax
 
+from ..pytree_export import exported
 from .algebra import And, Full, Mask, Not, Or, raw
 from .block_sparse import Blocks, ChosenBlocks
 from .dynamic import Dense, Lengths, Positions, SegmentIds
 from .functions import MaskFunction
+from .serial import mask_from_dict
 from .slots import DynamicMask, Slot
 from .static import Causal, Chunked, Prefix, SlidingWindow
 
@@ -56,9 +58,19 @@ def _register_dynamic(cls: type[DynamicMask]) -> None:
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten, bare)
 
 
+def _slot_from_fields(fields: dict[str, Any]) -> Slot:
+    return Slot(**{**fields, "broadcast": tuple(fields["broadcast"])})
+
+
 for _static in (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction, Blocks, Slot):
     _register_static(_static)
+    if _static is Slot:
+        exported(dataclasses.asdict, _slot_from_fields)(_static)
+    else:
+        exported(lambda mask: mask.to_dict(), mask_from_dict)(_static)
 for _combined in (And, Or, Not):
     _register_node(_combined)
+    exported(lambda _: None, lambda _: None)(_combined)
 for _dynamic in (SegmentIds, Lengths, Positions, Dense, ChosenBlocks):
     _register_dynamic(_dynamic)
+    exported()(_dynamic)

@@ -95,7 +95,7 @@ class DynamicMask(_Unknown):
         index = []
         for dim, size in zip(dims, array.shape, strict=True):
             cut = cuts.get(dim, slice(None))
-            if cut.stop is not None and not self._broadcasts(size) and size < cut.stop:
+            if cut.stop is not None and not self._broadcasts(size) and size != cut.stop and size < cut.stop:
                 wanted = f"{cut.start}:{cut.stop}"
                 raise MaskError(f"{name} has {size} along {dim}; wanted {wanted}: pass an array that covers it")
             index.append(slice(None) if self._broadcasts(size) else cut)

@@ -18,6 +18,7 @@ from ..planning.call_arguments import CALL_ARGUMENTS, CallArguments, CallOptions
 from ..planning.other_names import refuse_unknown
 from ..registry.metadata import METADATA_ARGUMENTS
 from ..sharding.modes import GENERATION
+from ..symbolic import is_symbolic
 
 __all__ = [
     "Arrays", "Options", "bound_mask", "check_names", "is_array", "join_mask", "read_flag", "read_number", "read_window",
@@ -176,6 +177,8 @@ def bound_mask(
     """
     if not mask.needs_offset:
         return mask, None, False
+    if is_symbolic(options.query_offset):
+        return mask, None, True
     if options.query_offset is not None:
         return mask.bind(options.query_offset), options.query_offset, False
     if arrays.query_offset is not None:
@@ -183,6 +186,8 @@ def bound_mask(
     if mode in GENERATION:
         if cache_lengths(mask, arrays) is not None:
             return mask, None, True  # the queries are the last tokens of each row's cache
+        if is_symbolic(kv_len - q_len):
+            return mask, None, True  # the queries are the last tokens, and how many come before them isn't known yet
         return mask.bind(kv_len - q_len), kv_len - q_len, False
     if q_len == kv_len:
         return mask.bind(0), 0, False
@@ -194,11 +199,15 @@ def bound_mask(
     )
 
 
-def run_time_offset(mask: Mask, arrays: Arrays, batch: int, q_len: int) -> jax.Array:
-    """The [batch] offset that is known only at run time: as given, or from the cache's lengths."""
-    if arrays.query_offset is not None:
-        return jnp.broadcast_to(jnp.asarray(arrays.query_offset, jnp.int32), (batch,))
-    return jnp.asarray(cache_lengths(mask, arrays), jnp.int32) - q_len
+def run_time_offset(mask: Mask, arrays: Arrays, options: Options, batch: int, q_len: int, kv_len: int) -> jax.Array:
+    """The [batch] offset that is known only at run time: as given, or from the cache's lengths or its symbolic length."""
+    given = arrays.query_offset if options.query_offset is None else options.query_offset
+    if given is not None:
+        return jnp.broadcast_to(jnp.asarray(given, jnp.int32), (batch,))
+    lengths = cache_lengths(mask, arrays)
+    if lengths is None:
+        return jnp.broadcast_to(jnp.asarray(kv_len - q_len, jnp.int32), (batch,))
+    return jnp.asarray(lengths, jnp.int32) - jnp.asarray(q_len, jnp.int32)
 
 
 def cache_lengths(mask: Mask, arrays: Arrays) -> Any:
@@ -239,7 +248,7 @@ def read_number(name: str, value: Any) -> float | None:
 
 
 def _integer(name: str, value: Any) -> int | None:
-    if value is None or type(value) is int:
+    if value is None or type(value) is int or is_symbolic(value):
         return value
     if isinstance(value, bool):
         raise InputTypeError(f"{name}={shown(value)}; wanted an integer or an integer array [batch].")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..errors import InputError
 from ..masks import Blocks, Mask, Slot
 from ..masks.node import Leaf
 from ..planning.problem import LeafShape
+from ..symbolic import is_symbolic, surely
 from .mask_blocks import SHARED
 
 __all__ = ["block_notes", "choice_shape", "is_choice", "of_query_heads", "with_query_heads"]
@@ -75,8 +77,9 @@ def _check(what: str, leaf: Any, shape: Sequence[int | None], sizes: dict[str, i
         ("q", sizes["t"], leaf.block_q, shape[1]),
         ("kv", sizes["s"], leaf.block_kv, shape[2]),
     ):
-        if count is not None and count * block < length:
+        if count is not None and not surely(functools.partial(operator.ge, count * block, length)):
+            most = f": constrain it, such as '{length} <= {count * block}'" if is_symbolic(length) else ""
             raise InputError(
                 f"{what} has {count} {axis} blocks of {block}, {count * block} in all; wanted {axis}_len={length}, which are "
-                f"{math.ceil(length / block)} blocks."
+                f"{-(-length // block)} blocks{most}."
             )

@@ -7,6 +7,7 @@ the host has: NumPy's, and those of jax on CPU devices. For an accelerator's arr
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from ..errors import InputError, InputTypeError
 from ..masks import Mask
 from ..masks.checks import LIMIT
 from ..masks.int_arrays import beyond_int32, is_integer, known_values, least_and_most
+from ..symbolic import surely
 from .arguments import Arrays, Options, is_array
 
 __all__ = ["at_hand", "check_lengths", "check_offsets", "checked_values"]
@@ -49,7 +51,8 @@ def checked_values(arrays: Arrays, options: Options) -> Arrays:
 def check_lengths(name: str, lengths: np.ndarray, kv_len: int) -> None:
     """Refuse cache lengths below 0 or above the cache's length. Errors: InputError."""
     for number in least_and_most(lengths):
-        if not 0 <= number <= kv_len and not (number > kv_len and _is_part()):
+        beyond = surely(functools.partial(operator.gt, number, kv_len))  # a symbolic length may be long enough
+        if number < 0 or (beyond and not _is_part()):
             raise InputError(
                 f"{name} holds {number}; wanted 0 to {kv_len}, the number of keys in the call: count the keys of each row that "
                 "are written."

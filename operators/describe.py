@@ -201,7 +201,7 @@ def packed(arrays: Arrays, layout: str) -> Arrays:
 
 def _mode(mode: str | None, q_len: int, kv_len: int) -> str:
     if mode is None:
-        mode = "autoregressive" if q_len == 1 and kv_len > 1 else "train"
+        mode = "autoregressive" if q_len == 1 and kv_len != 1 else "train"
     return canonical_mode(mode)
 
 
@@ -212,7 +212,7 @@ def _check_manual_sequence(
     rules = metadata.partition_axis
     names = {n for entry in (rules.query_sequence_axis, rules.key_sequence_axis) for n in _flat(entry)}
     manual = [a.name for a in axes if a.kind == "manual" and a.size > 1 and a.name in names]
-    if manual and mask.needs_offset and not given and q_len > 1:
+    if manual and mask.needs_offset and not given and q_len != 1:
         raise InputError(
             f"the sequence axis {'+'.join(manual)} is Manual here (this runs inside your own shard_map), so the position of the "
             f"local queries isn't known and the mask {mask.describe()} depends on it; pass query_offset, or "

@@ -120,7 +120,11 @@ def _prepare(
     whole = packed(_paired_segments(arrays), problem.layout)
     joined = join_mask(whole, options, default_causal)
     _, leaves = joined.split()
-    offset = run_time_offset(joined, arrays, problem.batch, problem.q_len) if problem.dynamic_query_offset else None
+    offset = (
+        run_time_offset(joined, arrays, options, problem.batch, problem.q_len, problem.kv_len)
+        if problem.dynamic_query_offset
+        else None
+    )
     return ShardedOperands(
         query,
         key,

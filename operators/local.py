@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ..planning import AttentionProblem, OperationConfig, Placement, Route
+from ..pytree_export import exported_tuple
 from .dequantise import dequantised
 from .kernels.seen_keys import seen_keys, zero_where_hidden
 from .local_mask import Dropout, LocalMask
@@ -16,6 +17,7 @@ from .local_mask import Dropout, LocalMask
 __all__ = ["LocalCall", "LocalOutput", "Ring", "by_row"]
 
 
+@exported_tuple
 class LocalOutput(NamedTuple):
     """What a forward method returns: output in the call's layout, weights [b, h, q, kv], lse [b, h, q] in the softmax dtype."""
 

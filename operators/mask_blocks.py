@@ -51,7 +51,7 @@ def block_remarks(
     tables: groups of a device's heads whose tiles are visited separately.
     """
     leaves = _leaves(problem.mask)
-    if not leaves:
+    if not leaves or "length" in problem.symbolic:
         return ()
     found = [f"blocks: {_density(problem, leaf)}" for leaf in leaves]
     tile = f"{block_q}x{block_kv}"

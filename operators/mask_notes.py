@@ -113,4 +113,4 @@ def _readable(array: Any) -> bool:
 
 
 def _has_rows(name: str, shape: Sequence[int]) -> bool:
-    return name == "mask" and shape[-2] > 1 and shape[-1] > 1
+    return name == "mask" and shape[-2] != 1 and shape[-1] != 1

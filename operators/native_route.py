@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from ..masks import Full
 from ..planning import AttentionProblem, OperationConfig, Placement, Route
+from ..planning.placement import LocalShape
 from ..planning.text import bytes_text
-from .mask_blocks import block_remarks, fitted_block, heads_apart
+from ..symbolic import is_symbolic, surely
+from .mask_blocks import block_remarks, fitted_block, has_blocks, heads_apart
 
 __all__ = ["NativeRoute", "native_block_remarks", "native_route"]
 
@@ -38,6 +40,7 @@ _ONE_TILE_BYTES = 8 << 20  # of as many heads as this holds
 _TILE_CELLS = 1 << 18  # logits of a tile of one head: the fewest that XLA:CPU spreads over its threads
 _ACCELERATOR_CELLS = 1 << 25  # per tile over all heads: 128 MiB in float32
 _RING_BLOCK = 128  # the smallest block in a ring
+_SYMBOLIC_BLOCK = 128  # lengths that aren't known are padded to whole blocks, so these are small
 _MASK_BLOCK = 64  # smaller mask blocks are joined into tiles of this many rows and keys
 _DECODE_ROWS = 16  # query rows over all heads, up to which block-diagonal products are cheap
 _DECODE_KEYS = 2048
@@ -55,6 +58,8 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
         return NativeRoute("plain", "the attention weights are requested, and only whole logits give them")
     if _itemsize(problem.softmax_dtype) < 4:
         return NativeRoute("plain", f"the blocks' softmax is float32 or wider, but {problem.softmax_dtype} is declared")
+    if "length" in problem.symbolic and has_blocks(problem):
+        return NativeRoute("plain", "how many blocks of the mask a symbolic length has isn't known")
     blocks = _blocks(problem, placement, getattr(ours, "block_q", None), getattr(ours, "block_kv", None))
     if placement.sequence.ring_axes:
         return NativeRoute("blockwise", "keys arrive one part at a time, and parts are merged by their lse", *blocks)
@@ -63,16 +68,24 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
     rows = local.q_heads * local.q_len
     # If keys stay split, a part takes the same route as the whole: whole logits would copy it.
     seen = problem.kv_len if placement.sequence.strategy == "split_kv" else local.kv_len
-    few = rows <= _DECODE_ROWS and seen >= _DECODE_KEYS
+    # The decode route cuts the keys into a known number of pieces.
+    few = not is_symbolic(seen) and surely(lambda: rows <= _DECODE_ROWS and seen >= _DECODE_KEYS)
     if declared == "decode" or (declared is None and few):
         why = "declared" if declared else f"{rows} query rows over all heads, at most {_DECODE_ROWS}, see {seen} keys"
         piece = max(_DECODE_KEYS, math.ceil(local.kv_len / _PIECES))
         piece = min(getattr(ours, "block_kv", None) or piece, local.kv_len)
         return NativeRoute("decode", why, blocks[0], piece, *blocks[2:])
-    alone = 2 if local.batch == 1 else 1  # a single row has no loop to avoid
-    if declared is None and logits <= _PLAIN_BYTES and logits <= local.batch * _PLAIN_ROW_BYTES // alone:
+    if declared is None and surely(lambda: _small(local, logits)):
         return NativeRoute("plain", f"the logits take {size}: small enough to build whole")
     return NativeRoute("blockwise", f"{'declared; ' if declared else ''}whole logits would take {size}", *blocks)
+
+
+def _small(local: LocalShape, logits: int) -> bool:
+    """Whether logits of that many bytes are built whole. Those of a symbolic batch are judged by a row's."""
+    if is_symbolic(local.batch):
+        return logits // local.batch <= _PLAIN_ROW_BYTES
+    alone = 2 if local.batch == 1 else 1  # a single row has no loop to avoid
+    return logits <= _PLAIN_BYTES and logits <= local.batch * _PLAIN_ROW_BYTES // alone
 
 
 def _blocks(
@@ -85,6 +98,9 @@ def _blocks(
         # An accelerator works best on all heads at once; its memory then limits the tile.
         most_q = most_kv = 512
         heads = _divisor(local.kv_heads, _ACCELERATOR_CELLS // (group * most_q * most_kv))
+    elif "length" in problem.symbolic:
+        most_q = most_kv = _SYMBOLIC_BLOCK
+        heads = 1
     elif max(local.q_len, local.kv_len) <= _ONE_TILE and not placement.sequence.ring_axes:
         most_q = most_kv = _ONE_TILE
         heads = _divisor(local.kv_heads, _ONE_TILE_BYTES // (4 * group * local.q_len * local.kv_len))
@@ -106,6 +122,9 @@ def _blocks(
         ("q", local.q_len, block_q, most_q),
         ("kv", local.kv_len, block_kv, most_kv),
     ):
+        if is_symbolic(length):
+            fitted.append(declared or most)
+            continue
         of_mask = most if declared else fitted_block(problem.mask, axis, most, length, _MASK_BLOCK)
         # Keep sizes that the mask's blocks suggest: balanced sizes would cross block boundaries.
         fitted.append(_balanced(length, declared or most) if of_mask == most else min(of_mask, length))

@@ -12,10 +12,12 @@ from ..compat import tree_of
 from ..drawing.html import fragment, heading, rows
 from ..errors import InputTypeError, shown
 from ..planning import Plan
+from ..pytree_export import exported
 
 __all__ = ["AttentionOutput"]
 
 
+@exported()
 @tree_of(["attention_outputs", "attention_weights", "lse"], dropped=["plan"])
 @dataclass(frozen=True)
 class AttentionOutput:

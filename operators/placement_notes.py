@@ -14,6 +14,7 @@ from ..planning import Plan
 from ..planning.text import bytes_text, spec_text
 from ..sharding.mesh import AnyMesh, describe_mesh, device_name, same_devices
 from ..sharding.moved import Parts, comparable, lacking, parts_of
+from ..symbolic import is_symbolic
 from .arguments import Arrays
 
 __all__ = ["moved_notes"]
@@ -48,7 +49,7 @@ def _given(plan: Plan, arrays: Arrays, mesh: AnyMesh) -> Iterator[_Given]:
     named += [(f"mask ({leaf.name})", "mask" if leaf.name == "mask" else "", x) for leaf, x in leaves]
     for name, tensor, x in named:
         sharding = _place(x)
-        if sharding is not None:
+        if sharding is not None and not any(map(is_symbolic, x.shape)):  # the bytes would be unknown
             apart = isinstance(mesh, Mesh) and not _abstract(sharding) and not same_devices(mesh, x)
             yield _Given(name, tensor, x.shape, x.dtype.itemsize, sharding, apart)
 

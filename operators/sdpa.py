@@ -111,6 +111,7 @@ class ScaledDotProduct(Operation):
         # bfloat16: jax 0.12 on CPU rounds more than jax 0.10 if heads come before time (a row off by 5.8e-2 of its size).
         tolerance={"float32": (4e-6, 1e-5), "bfloat16": (7e-2, 7e-2), "float16": (2e-3, 4e-3)},
         dequantises=True,
+        symbolic=("batch", "length"),
     )
     def forward_native(self, call: LocalCall) -> LocalOutput:
         """Run the XLA implementation; a causal mask as a flag, other masks as an array."""

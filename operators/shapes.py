@@ -13,6 +13,7 @@ from ..masks.int_arrays import is_integer
 from ..planning import LeafShape
 from ..planning.quantised import QUANTISED
 from ..registry import OperationMetadata
+from ..symbolic import is_symbolic
 from .arguments import Arrays, Options
 
 __all__ = [
@@ -30,6 +31,12 @@ def sizes_of(arrays: Arrays, layout: str) -> dict[str, int]:
             raise InputError(f"{name} has shape {shape}; layout {layout!r} requires {words[layout]}.")
         if 0 in shape:
             raise InputError(f"{name} has shape {shape}; wanted at least one element along every dimension.")
+        fixed = [size for axis, size in zip(layout, shape, strict=True) if axis in "hd" and is_symbolic(size)]
+        if fixed:
+            raise InputError(
+                f"{name} has shape {shape}; wanted numbers for heads and head dim, not the symbolic {fixed[0]}: only the batch "
+                "and the lengths may be symbolic."
+            )
     q, k, v = (dict(zip(layout, getattr(arrays, n).shape, strict=True)) for n in ("query", "key", "value"))
     for axis, first, other, pair in (
         ("b", q, k, "query and key"),
@@ -155,7 +162,7 @@ def check_extras(arrays: Arrays, options: Options, sizes: dict[str, int]) -> Non
             _need_integers(name, array)
             if array.shape != (b,) and not (name == "query_offset" and array.shape == ()):
                 raise InputError(f"{name} has shape {array.shape}; wanted ({b},), one number per batch row.")
-    if options.query_offset is not None and abs(options.query_offset) > LIMIT:
+    if options.query_offset is not None and not is_symbolic(options.query_offset) and abs(options.query_offset) > LIMIT:
         raise InputError(
             f"query_offset={shown(options.query_offset)}; wanted at most 2**30 either way, or int32 positions overflow."
         )

@@ -12,11 +12,13 @@ from pydantic import PositiveInt
 
 from ..planning import ALL_FEATURES, AttentionProblem, OperationConfig, Placement, Rule, implementation
 from ..planning.text import fields_text
+from ..symbolic import is_symbolic
 from .base import Operation
 from .kernels.blockwise import Blocking, BlockwisePart, blockwise_attention
 from .kernels.decode import Pieces
 from .kernels.plain import plain_attention
 from .local import LocalCall, LocalOutput
+from .mask_blocks import has_blocks
 from .native_route import NativeRoute, native_block_remarks, native_route
 from .sequence.ring_call import around_the_ring
 
@@ -46,12 +48,28 @@ def _path_can(problem: AttentionProblem, config: OperationConfig) -> bool:
     return "return_weights" not in problem.features and problem.softmax_dtype in ("float32", "float64")
 
 
+def _length_can(problem: AttentionProblem, config: OperationConfig) -> bool:
+    if not isinstance(config, VanillaConfig) or config.path in (None, "plain"):
+        return True
+    if config.path == "decode" and is_symbolic(problem.kv_len):
+        return False
+    return "length" not in problem.symbolic or not has_blocks(problem)
+
+
 _PATH = Rule(
     "vanilla.path",
     "path",
     _path_can,
     "path={c.path!r} is declared: it never has the weights to return, and its softmax is float32 or float64",
     "Leave path out: the plan then builds the logits whole where that is needed.",
+)
+_LENGTH = Rule(
+    "vanilla.symbolic_length",
+    "path",
+    _length_can,
+    "path={c.path!r} is declared, but q_len is {p.q_len} and kv_len {p.kv_len}: the decode path cuts keys into a known number of "
+    "pieces, and a mask of blocks has a known number of blocks on every path but the plain one",
+    "Leave path out.",
 )
 
 
@@ -63,7 +81,7 @@ class Vanilla(Operation):
 
     @implementation(
         consumes=ALL_FEATURES,
-        rules=(_PATH,),
+        rules=(_PATH, _LENGTH),
         tolerance={
             "float64": (4e-6, 2e-5),  # with the softmax in float32, the default
             "float32": (6e-6, 2e-5),  # head dims of 576; the gradient of keys under a soft cap
@@ -72,6 +90,7 @@ class Vanilla(Operation):
         },
         dequantises=True,
         route=native_route,
+        symbolic=("batch", "length"),
     )
     def forward_native(self, call: LocalCall) -> LocalOutput:
         """Attend by the plan's route: with whole logits, or a part at a time."""
@@ -129,7 +148,7 @@ class Vanilla(Operation):
     def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
         """The unset block sizes, if the call uses blocks."""
         config = problem.config
-        if not isinstance(config, VanillaConfig) or placement.q_axes:
+        if not isinstance(config, VanillaConfig) or placement.q_axes or problem.symbolic:
             return ()
         if native_route(problem, placement, config).name != "blockwise":
             return ()

@@ -9,12 +9,13 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from ..sharding import axes_at
+from ..symbolic import surely
 from .placed_tensors import placed_tensors
 from .plan_fields import PlanFields
 
 __all__ = ["CallArray", "call_arrays", "large_arrays"]
 
-_SHARE = 0.05  # of the bytes of all arrays
+_SHARE = 20  # an array is large from this part of the bytes of all arrays
 
 
 class CallArray(NamedTuple):
@@ -37,10 +38,10 @@ def call_arrays(plan: PlanFields) -> tuple[CallArray, ...]:
 
 
 def large_arrays(plan: PlanFields) -> tuple[CallArray, ...]:
-    """Those with more than 5 % of the bytes that a device holds of all of them."""
+    """Those with more than 5 % of the bytes that a device holds of all of them, or that may be as large: sizes may be symbolic."""
     arrays = call_arrays(plan)
-    least = _SHARE * sum(array.device_bytes for array in arrays)
-    return tuple(array for array in arrays if array.device_bytes > least)
+    total = sum(array.device_bytes for array in arrays)
+    return tuple(x for x in arrays if not surely(lambda x=x: _SHARE * x.device_bytes <= total))
 
 
 def _operands(plan: PlanFields) -> Iterator[CallArray]:

@@ -101,6 +101,8 @@ class Capability:
     route: Callable[[AttentionProblem, Placement, OperationConfig], Route] | None = None
     # Whether it writes keys and values into a cache's pages while it attends.
     writes_pages: bool = False
+    # Which sizes may be symbolic dimensions of jax.export: 'batch', 'length'.
+    symbolic: frozenset[str] = frozenset()
 
     def reasons(self, problem: AttentionProblem, config: OperationConfig) -> tuple[Reason, ...]:
         """Return every reason against this problem; () if it can run."""
@@ -108,11 +110,17 @@ class Capability:
             Reason(f"feature.{name}", name, f"does not support {FEATURES[name]}", _hint(name))
             for name in sorted(problem.features - self.consumes)
         ]
-        failing = (rule.check(problem, config) for rule in self.rules)
-        return (*missing, *(reason for reason in failing if reason is not None))
+        unknown = [_symbolic(name, problem) for name in sorted(problem.symbolic - self.symbolic)]
+        if problem.symbolic and any(axis.size > 1 and axis.kind != "manual" for axis in problem.mesh):
+            unknown.append(_over_devices(problem))
+        # A rule about a size that this implementation doesn't take can't be tested.
+        failing = () if unknown else (rule.check(problem, config) for rule in self.rules)
+        return (*missing, *unknown, *(reason for reason in failing if reason is not None))
 
     def leaves(self, problem: AttentionProblem, config: OperationConfig) -> bool:
         """Whether this implementation leaves such problems to another one, regardless of other reasons."""
+        if problem.symbolic - self.symbolic:
+            return False
         return any(rule.routes and rule.check(problem, config) is not None for rule in self.rules)
 
 
@@ -128,19 +136,42 @@ def implementation(
     dequantises: bool = False,
     route: Callable[[AttentionProblem, Placement, OperationConfig], Route] | None = None,
     writes_pages: bool = False,
+    symbolic: Iterable[str] = (),
 ) -> Callable[[F], F]:
     """Declare what a forward method can do. Errors: ValueError for an unknown feature."""
     wanted = frozenset(consumes)
     if unknown := sorted(wanted - ALL_FEATURES):
         raise ValueError(f"unknown features {unknown}; wanted some of {sorted(ALL_FEATURES)}.")
     published = {dtype: Tolerance(*value) for dtype, value in tolerance.items()}
-    capability = Capability(wanted, tuple(rules), published, check_vma, dequantises, route, writes_pages)
+    capability = Capability(
+        wanted, tuple(rules), published, check_vma, dequantises, route, writes_pages, frozenset(symbolic)
+    )
 
     def declare(method: F) -> F:
         method.capability = capability  # type: ignore[attr-defined]
         return method
 
     return declare
+
+
+def _symbolic(name: str, problem: AttentionProblem) -> Reason:
+    sizes = f"batch {problem.batch}" if name == "batch" else f"q_len {problem.q_len}, kv_len {problem.kv_len}"
+    return Reason(
+        f"symbolic.{name}",
+        "batch" if name == "batch" else "q_len",
+        f"takes no symbolic {name}: {sizes}",
+        "Export the function with numbers, or use 'vanilla'.",
+    )
+
+
+def _over_devices(problem: AttentionProblem) -> Reason:
+    return Reason(
+        "symbolic.mesh",
+        "mesh",
+        f"takes no symbolic {' or '.join(sorted(problem.symbolic))} on a mesh of several devices: jax exports a shard_map with "
+        "symbolic sizes, but can't run it",
+        "Export the function with numbers, or without a mesh.",
+    )
 
 
 def _hint(feature: str) -> str:

@@ -12,6 +12,7 @@ from ..drawing import DevicePicture
 from ..errors import RefusedError
 from ..sharding import AttnShardingRules
 from ..sharding.mesh import AnyMesh
+from ..symbolic import size_value
 from .call_arrays import CallArray, call_arrays
 from .draw_plan import draw_plan
 from .named import named_shardings
@@ -113,10 +114,10 @@ class Plan(PlanFields):
                 "declared": None if declared is None else spec_text(declared),
                 "fitted": None if fitted is None else spec_text(fitted.spec),
                 "dtype": None if array is None else array.dtype,
-                "shape": None if array is None else list(array.shape),
-                "device_shape": None if array is None else list(array.device_shape),
-                "device_bytes": None if array is None else array.device_bytes,
-                "inside_bytes": None if array is None or array.inside is None else array.inside[1],
+                "shape": None if array is None else [*map(size_value, array.shape)],
+                "device_shape": None if array is None else [*map(size_value, array.device_shape)],
+                "device_bytes": None if array is None else size_value(array.device_bytes),
+                "inside_bytes": None if array is None or array.inside is None else size_value(array.inside[1]),
                 "dropped": [] if fitted is None else [asdict(d) for d in fitted.dropped],
             }
         return {
@@ -135,7 +136,7 @@ class Plan(PlanFields):
             "mesh": [axis._asdict() for axis in problem.mesh],
             "tensors": tensors,
             "inside": {name: spec_text(spec) for name, spec in placement.run},
-            "device_problem": placement.local._asdict(),
+            "device_problem": {name: size_value(size) for name, size in placement.local._asdict().items()},
             "kv_repeat": placement.kv_repeat,
             "repeated_work": repeated_work(placement.repeated),
             "sequence_parallel": placement.sequence.strategy,

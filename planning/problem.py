@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..masks import Mask
 from ..sharding import AttnShardingRules, MeshAxis, describe_mesh
+from ..symbolic import is_symbolic
 from .operation_config import OperationConfig
 from .quantised import QUANTISED
 
@@ -33,7 +34,8 @@ class AttentionProblem:
     in the caller's layout. Shapes and dtypes are None for arrays that the call doesn't have. `query_offset` is an int, or None
     if it is known only at run time or nothing depends on it. `declared_axes`: the mesh axes that the rules name not only by
     default. `platform_source` says where the platform was read from. `manual_sequence`: the Manual axes over which the caller
-    has split (queries, keys), if the strategy uses them; lengths are then the total ones.
+    has split (queries, keys), if the strategy uses them; lengths are then the total ones. `batch`, `q_len` and `kv_len` may be
+    symbolic dimensions of jax.export; see `symbolic`.
     """
 
     operation: str
@@ -87,6 +89,12 @@ class AttentionProblem:
     def kernel_layout(self) -> str:
         """The layout that kernels see: thd becomes bthd with batch 1."""
         return "bthd" if self.layout == "thd" else self.layout
+
+    @property
+    def symbolic(self) -> frozenset[str]:
+        """What jax.export knows only by name: 'batch', 'length' (of queries or keys)."""
+        sizes = {"batch": (self.batch,), "length": (self.q_len, self.kv_len)}
+        return frozenset(name for name, some in sizes.items() if any(map(is_symbolic, some)))
 
     @property
     def itemsize(self) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from ..symbolic import is_symbolic
+
 __all__ = ["Aside", "bytes_text", "fields_text", "spec_text"]
 
 
@@ -26,7 +28,9 @@ def spec_text(spec: PartitionSpec) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """`12.0 MiB`."""
+    """`12.0 MiB`; `64*b bytes` if it depends on a symbolic size."""
+    if is_symbolic(count):
+        return f"{count} bytes"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

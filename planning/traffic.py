@@ -52,6 +52,9 @@ def sends(plan: PlanFields) -> dict[str, Traffic]:
     problem = plan.problem
     if plan.implementation is None or problem.devices == 1 or any(a.kind == "manual" for a in problem.mesh):
         return {}
+    if problem.symbolic:
+        unknown = Traffic((), (f"the {' and the '.join(sorted(problem.symbolic))} of the call is symbolic",))
+        return {"forward": unknown} | ({"backward": unknown} if problem.mode == "__train__" else {})
     forward = least_traffic(plan, False)
     if problem.mode != "__train__":
         return {"forward": forward}

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from ..errors import ShardingError, UnfitError, nearest
+from ..symbolic import is_symbolic
 from .mesh import AnyMesh, MeshAxis, axes_of, describe_mesh
 from .modes import canonical_layout, canonical_mode
 from .rules import AttnShardingRules, tensor_dims
@@ -262,6 +263,8 @@ def _why_dropped(
         return f"{name!r} has size 1", "Nothing to do", True
     if name in used:
         return f"{name!r} already splits another dimension of this tensor", "Use each mesh axis once per tensor", False
+    if is_symbolic(left):
+        return f"the symbolic {length} isn't split", "Give a number", False
     if left % axis.size:
         unit = axis.size * (length // left if left else 1)
         over = f"{length}" if left == length else f"{length} (each shard {left})"

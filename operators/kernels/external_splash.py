@@ -13,7 +13,6 @@ Three things are added:
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -19,6 +19,7 @@ from ...sharding.mesh import AnyMesh
 from ..arguments import shaped
 from ..declared_config import declared_config
 from ..paged_cache.attend import check_written
+from ..paged_cache.known_sizes import known_sizes
 from ..paged_cache.stored_tokens import check_kept
 from ..planned_platform import planned_platform
 from .step_arguments import Step, StepArrays
@@ -49,6 +50,7 @@ def describe_step(
     plan = cache.plan(mesh, kv_heads=metadata.policy.kv_heads, device_kind=kind or platform).groups[group]
     update = str(step.update or getattr(config, "update", "before"))
     query, key, value = (None if x is None else shaped(n, x) for n, x in zip(_NAMES, tokens, strict=True))
+    known_sizes(query=query, key=key, value=value)
     _check_given(step, update, query, key, value)
     first = query if query is not None else key
     assert first is not None

@@ -10,11 +10,13 @@ import jax
 from ...compat import tree_of
 from ...errors import InputTypeError, shown
 from ...planning.paged.paged_plan import PagedPlan
+from ...pytree_export import exported
 from ..paged_cache.state import CacheState
 
 __all__ = ["StepOutput"]
 
 
+@exported()
 @tree_of(["attention_outputs", "lse", "state"], dropped=["plan"])
 @dataclass(frozen=True)
 class StepOutput:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from ...errors import ConfigError, InputError, shown
 from ...masks.int_arrays import known_values
+from ...pytree_export import exported_tuple
 from ...sharding import axes_at, axes_of, on_auto_axes, pin, spec_of
 from ...sharding.mesh import AnyMesh
 from ..kernels.page_layout import page_shape
@@ -22,6 +23,7 @@ from ..kernels.varying import varying
 from .batch import RaggedBatch
 from .insert import check_step, insert, write
 from .join_shards import check_mesh, joined_outputs, joined_over_devices, sinks_of
+from .known_sizes import known_sizes
 from .paged_call import Attended, PagedCall, PagedMethod, PagedSizes, on_xla
 from .state import CacheState, LayerPages, alone, layer_of, step_specs
 from .token_slots import rows_by_shard
@@ -32,6 +34,7 @@ __all__ = ["PagedOutput", "attend", "check_longest", "check_operands", "check_wi
 _CHOSEN = PagedSizes()
 
 
+@exported_tuple
 class PagedOutput(NamedTuple):
     """output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads], and the state after the step."""
 
@@ -136,6 +139,7 @@ def check_operands(state: CacheState, layer: Any, query: Any, key: Any, value: A
     if update not in ("before", "fused", "none"):
         raise ConfigError(f"update={shown(update)}; wanted 'before', 'fused' or 'none'.")
     check_written(update, key, value)
+    known_sizes(query=query, key=key, value=value)
     pages, cache = layer_of(state, layer), state.cache
     heads = page_shape(cache.layout, pages.key, pages.value, cache.head_dim, cache.value_size).kv_heads
     if getattr(query, "ndim", 0) != 3 or query.shape[2] != cache.head_dim or query.shape[1] % heads:

@@ -13,7 +13,9 @@ from jaxtyping import Array, Int32
 from ...errors import InputError, InputTypeError, a_type, shown
 from ...masks.int_arrays import is_integer, known_values
 from ...planning.cache.cache_plan import CachePlan
+from ...pytree_export import exported
 from .batch_checks import batch_problem
+from .known_sizes import known_sizes
 from .sequence_shards import split_table, table_problem
 
 __all__ = ["RaggedBatch"]
@@ -21,6 +23,7 @@ __all__ = ["RaggedBatch"]
 _INT32 = np.iinfo(np.int32)
 
 
+@exported()
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RaggedBatch:
@@ -136,6 +139,7 @@ class RaggedBatch:
             "page_table": self.page_table,
             "num_seqs": self.num_seqs,
         }
+        known_sizes(**arrays)
         for name, array in arrays.items():
             if not hasattr(array, "dtype") or array.dtype != np.int32:
                 got = getattr(array, "dtype", a_type(array))

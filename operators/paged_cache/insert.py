@@ -18,6 +18,7 @@ from ..kernels.page_layout import page_shape, places_of
 from ..kernels.varying import varying
 from .batch import RaggedBatch
 from .batch_checks import check_later
+from .known_sizes import known_sizes
 from .put import put
 from .sequence_shards import by_sequence_shard
 from .state import CacheState, LayerPages, alone, layer_of
@@ -119,6 +120,7 @@ def check_step(
 ) -> tuple[int, int]:
     """(pages, tokens) of a shard, after checking the batch's values against them: now, or with `debug` during the step. The
     state is that of one group of layers. `writes`: whether the step writes its tokens' keys."""
+    known_sizes(tokens=tokens)
     batch.check_form()
     check_shards(state, batch)
     at = 0 if batch.shards is None else 1

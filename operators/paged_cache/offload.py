@@ -16,6 +16,7 @@ from ...errors import InputError, InputTypeError, shown
 from ...masks.int_arrays import known_values
 from ...planning.cache.layer_groups import layer_numbers
 from ...planning.cache.window_pages import first_kept
+from ...pytree_export import exported
 from ...sharding import on_auto_axes, spec_of
 from .batch import RaggedBatch
 from .insert import check_shards
@@ -30,6 +31,7 @@ __all__ = ["SavedSequence", "extract", "restore"]
 _Batches = RaggedBatch | Sequence[RaggedBatch]
 
 
+@exported()
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SavedSequence:
@@ -65,7 +67,7 @@ def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int])
     def run(stored: tuple[LayerPages, ...], table: jax.Array, length: jax.Array) -> tuple[LayerPages, ...]:
         ids = stored_ids(table, state.sequence_shards, count)
         inside = (ids >= 0) & (ids < count)
-        written = inside[:, None] & (jnp.arange(ids.shape[0] * size).reshape(-1, size) < length)
+        written = inside[:, None] & (jnp.arange(ids.shape[0] * size, dtype=jnp.int32).reshape(-1, size) < length)
 
         def take(array: jax.Array | None) -> jax.Array | None:
             if array is None or array.ndim < 3:
@@ -116,7 +118,7 @@ def restore(state: CacheState, saved: SavedSequence, batch: _Batches, sequence: 
 
     def run(stored: tuple[LayerPages, ...], kept: tuple[LayerPages, ...], table: Any, length: Any) -> Any:
         ids = stored_ids(table[:slots], state.sequence_shards, count)
-        used = (ids >= 0) & (ids < count) & (jnp.arange(slots) * size < length)
+        used = (ids >= 0) & (ids < count) & (jnp.arange(slots, dtype=jnp.int32) * size < length)
         where = jnp.where(used, ids + first, total)
 
         def bring(array: jax.Array | None, own: jax.Array | None) -> jax.Array | None:

@@ -16,6 +16,7 @@ from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
 from ...planning.cache.layer_groups import layer_numbers
 from ...planning.paged.decide_paged import token_specs
+from ...pytree_export import exported, exported_tuple
 from ...sharding.mesh import AnyMesh
 from .batch import RaggedBatch
 
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 
+@exported_tuple
 class LayerPages(NamedTuple):
     """One layer's pages, in the cache's layout; the shapes here are those of layout split. If a layout joins keys and
     values, `key` has both and `value` is None. Scales are None, [] (per tensor), [kv_heads], or [pages, page, kv_heads].
@@ -43,6 +45,7 @@ class LayerPages(NamedTuple):
     value_scale: Float[Array, ...] | None = None
 
 
+@exported(lambda static: [static[0].to_dict(), static[1]], lambda held: (KVCache.from_dict(held[0]), held[1]))
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CacheState:

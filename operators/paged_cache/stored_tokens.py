@@ -100,5 +100,5 @@ def quantised_tokens(
     if scale is None:
         largest = jnp.abs(wide).max(axis=-1)
         scale = jnp.where(largest == 0, 1, largest / most)
-    whole = jnp.clip(wide / scale[..., None], -most, most)
+    whole = jnp.clip(wide / jnp.broadcast_to(scale, wide.shape[:-1])[..., None], -most, most)
     return (jnp.round(whole) if dtype == "int8" else whole).astype(kind), scale

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ...errors import ConfigError
 from ...sharding.modes import GENERATION
+from ...symbolic import is_symbolic
 from ..operation import PlannedOperation
 from ..placement import Placement, place_problem
 from ..problem import AttentionProblem
@@ -57,7 +58,8 @@ def placements(
         only = place("gather")
         return lambda _: only
     merging, gathering = _sent(problem, merged)
-    sizes = f"merging sends {bytes_text(merging)} per device, gathering the keys {bytes_text(gathering)}"
+    each = "device and batch row" if is_symbolic(merged.local.batch) else "device"
+    sizes = f"merging sends {bytes_text(merging)} per {each}, gathering the keys {bytes_text(gathering)}"
 
     def choose(method: str) -> Placement:
         reasons = sequence_reasons(operation, problem, merged, method, declared, None)
@@ -76,8 +78,12 @@ def placements(
 
 
 def _sent(problem: AttentionProblem, merged: Placement) -> tuple[float, float]:
-    """Bytes sent per device in the forward pass: (outputs in the softmax dtype and two numbers per row, keys and values)."""
+    """Bytes sent per device in the forward pass: (outputs in the softmax dtype and two numbers per row, keys and values).
+
+    Of one batch row if the batch is symbolic: both grow with it.
+    """
     local, shards = merged.local, merged.sequence.shards
+    local = local._replace(batch=1) if is_symbolic(local.batch) else local
     rows = local.batch * local.q_heads * local.q_len
     item, wide = (jnp.dtype(name).itemsize for name in (problem.runtime_dtype, problem.softmax_dtype))
     merging = 2 * rows * (problem.value_dim + 2) * wide * (shards - 1) / shards
