@@ -9,11 +9,16 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AbstractDevice
 
-__all__ = ["abstract_device", "platform_of", "tree_of", "varies_over", "varying_as"]
+__all__ = ["InconclusiveSize", "abstract_device", "platform_of", "tree_of", "varies_over", "varying_as"]
 
 _Class = TypeVar("_Class")
 
 _NAMED = "manual_axis_type" in inspect.signature(jax.ShapeDtypeStruct).parameters
+_INCONCLUSIVE = "InconclusiveDimensionOperation"  # in jax.core until it moved to jax.errors
+# What a comparison of symbolic dimensions raises if they don't decide it.
+InconclusiveSize: type[Exception] = getattr(
+    jax.errors if hasattr(jax.errors, _INCONCLUSIVE) else jax.core, _INCONCLUSIVE
+)
 _WITH_PLATFORM = "platform" in inspect.signature(AbstractDevice).parameters
 # Prefix of the device kind -> platform, for devices that don't state their platform.
 _KINDS = (

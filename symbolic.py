@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jax import export
-from jax.errors import InconclusiveDimensionOperation
+
+from .compat import InconclusiveSize
 
 __all__ = ["is_symbolic", "size_value", "surely"]
 
@@ -20,7 +21,7 @@ def surely(comparison: Callable[[], bool]) -> bool:
     """Whether a comparison of sizes holds for every value that they may have, by the constraints that they were made with."""
     try:
         return bool(comparison())
-    except InconclusiveDimensionOperation:
+    except InconclusiveSize:
         return False
 
 

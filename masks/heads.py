@@ -40,9 +40,9 @@ def with_equal_heads(mask: M) -> M:
 
 def check_batches(mask: Node[Any], offsets: int = 1) -> None:
     """Errors: MaskError for arrays with different batches. offsets: the number of query offsets."""
-    found: dict[int, object] = {offsets: "query_offset"} if offsets > 1 else {}
+    found: dict[int, object] = {offsets: "query_offset"} if offsets != 1 else {}
     for atom in mask.atoms():
-        found |= {size: atom for size in _sizes(atom, "batch") if size > 1 and size not in found}
+        found |= {size: atom for size in _sizes(atom, "batch") if size != 1 and size not in found}
     if len(found) > 1:
         (one, first), (other, second), *_ = found.items()
         raise MaskError(f"{first} has batch {one} and {second} has batch {other}; wanted the same, or 1")

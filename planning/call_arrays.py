@@ -38,7 +38,7 @@ def call_arrays(plan: PlanFields) -> tuple[CallArray, ...]:
 
 
 def large_arrays(plan: PlanFields) -> tuple[CallArray, ...]:
-    """Those with more than 5 % of the bytes that a device holds of all of them, or that may be as large: sizes may be symbolic."""
+    """Those with more than 5 % of the bytes that a device holds of all, or that may have: sizes may be symbolic."""
     arrays = call_arrays(plan)
     total = sum(array.device_bytes for array in arrays)
     return tuple(x for x in arrays if not surely(lambda x=x: _SHARE * x.device_bytes <= total))

@@ -19,8 +19,8 @@ FLOORS = (
     ("planning", "models"),
     ("masks", "sharding"),
     ("drawing",),
-    ("devices", "names", "strict_json"),
-    ("errors", "compat", "pytree_export", "symbolic"),
+    ("devices", "names", "pytree_export", "strict_json", "symbolic"),
+    ("errors", "compat"),
 )
 FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(path for room in FLOOR for path in [*(ROOT / room).rglob("*.py"), *ROOT.glob(f"{room}.py")])
