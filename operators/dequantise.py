@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .kernels.default_promotion import wider
+
 __all__ = ["dequantised", "quantised_gradients"]
 
 
@@ -33,7 +35,10 @@ def quantised_gradients(x: jax.Array, scale: jax.Array | None, gradient: jax.Arr
         d_scale = _times(gradient.astype(jnp.float32), x.astype(jnp.float32)).sum(-1)
     if jnp.issubdtype(x.dtype, jnp.integer):
         return np.zeros(x.shape, jax.dtypes.float0), d_scale
-    return gradient.astype(x.dtype) if scale is None else _times(gradient, scale[..., None]).astype(x.dtype), d_scale
+    if scale is not None:
+        wide = wider(gradient.dtype, scale.dtype)
+        gradient = _times(gradient.astype(wide), scale.astype(wide)[..., None])
+    return gradient.astype(x.dtype), d_scale
 
 
 def _times(gradient: jax.Array, x: jax.Array) -> jax.Array:

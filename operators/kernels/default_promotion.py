@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["default_promotion", "wider"]
+__all__ = ["default_promotion", "is_strict", "wider"]
+
+_declared = operator.attrgetter("jax_numpy_dtype_promotion")  # missing from jax's types
 
 
 @contextmanager
@@ -28,3 +31,8 @@ def wider(first: Any, second: Any) -> np.dtype:
     """The dtype that holds the numbers of both, whatever the caller's promotion allows."""
     with default_promotion():
         return np.dtype(jnp.promote_types(first, second))
+
+
+def is_strict() -> bool:
+    """Whether the caller allows no promotion of dtypes."""
+    return bool(_declared(jax.config) == "strict")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from .default_promotion import default_promotion
+from .default_promotion import default_promotion, is_strict
 from .derivatives import once_in_reverse
 from .primitives import where
 
@@ -35,8 +35,9 @@ def jax_sdpa(
     bias of -inf along a whole row NaN (treated as masked here). all_rows_see: the mask leaves no row without a key.
     """
     dtype = query.dtype
-    if dtype == jnp.float16 and implementation == "xla":
-        # XLA:CPU has no float16 dot with a float32 result; the cast up is exact.
+    if implementation == "xla" and (dtype == jnp.float16 or (dtype == jnp.bfloat16 and is_strict())):
+        # XLA:CPU has no float16 dot with a float32 result, and under strict promotion jax can't lower the gradient of its own
+        # bfloat16 products. The cast up is exact.
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     mask = None if mask is None else jnp.asarray(mask)
     if bias is not None:
