@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -62,6 +63,14 @@ def _causal(sizes: Sizes) -> np.ndarray:
     return np.tril(np.ones((q_len, kv_len), bool), kv_len - q_len)[None, None]
 
 
+def _cases(first: Iterable[str], paths: Iterable[str], quick: set[tuple[str, str]]) -> pytest.MarkDecorator:
+    """All pairs; those that aren't quick are slow."""
+    pairs = [
+        pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in itertools.product(first, paths)
+    ]
+    return pytest.mark.parametrize(("which", "path"), pairs)
+
+
 # -- the native path, as declared and as chosen ----------------------------------------------------------------------------
 
 PATHS = {
@@ -70,6 +79,7 @@ PATHS = {
     "blockwise": {"path": "blockwise"},
     "small blocks": {"path": "blockwise", "block_q": 8, "block_kv": 16},
 }
+ROUTES = ("plain", "small blocks")
 SIZES: dict[str, tuple[str, list[Sizes]]] = {
     "batch": ("b, 9, 9", [(1, 9, 9), (3, 9, 9)]),
     "length": ("2, s, s", [(2, 1, 1), (2, 9, 9), (2, 150, 150)]),
@@ -78,8 +88,7 @@ SIZES: dict[str, tuple[str, list[Sizes]]] = {
 }
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("which", SIZES)
+@_cases(SIZES, PATHS, {("batch", "chosen"), ("batch and lengths", "small blocks"), ("cache", "small blocks")})
 def test_one_function_for_all_sizes(which: str, path: str) -> None:
     text, tried = SIZES[which]
     attend = Attention("vanilla", causal=True, **PATHS[path])
@@ -91,7 +100,7 @@ def test_one_function_for_all_sizes(which: str, path: str) -> None:
         np.testing.assert_allclose(made.call(*arrays), wanted, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("path", ["plain", "small blocks"])
+@pytest.mark.parametrize("path", [pytest.param("plain", marks=pytest.mark.slow), "small blocks"])
 def test_gradients(path: str) -> None:
     attend = Attention("vanilla", causal=True, **PATHS[path])
 
@@ -155,10 +164,9 @@ def _mask_of(call: str, sizes: Sizes, given: dict[str, np.ndarray]) -> np.ndarra
     )
 
 
-@pytest.mark.parametrize("path", ["plain", "small blocks"])
-@pytest.mark.parametrize("call", CALLS)
-def test_masks_and_arguments(call: str, path: str) -> None:
-    static, integers, floats = CALLS[call]
+@_cases(CALLS, ROUTES, {("segments", "small blocks"), ("bias and cap", "small blocks"), ("sinks", "plain")})
+def test_masks_and_arguments(which: str, path: str) -> None:
+    static, integers, floats = CALLS[which]
     attend = Attention("vanilla", **PATHS[path])
     symbols = _symbols("b, s, s")
     names = {name: jax.ShapeDtypeStruct(shape, np.int32) for name, shape in integers(*symbols).items()}
@@ -173,7 +181,7 @@ def test_masks_and_arguments(call: str, path: str) -> None:
         wanted = reference_attention(
             *arrays,
             scale=SCALE,
-            mask=_mask_of(call, sizes, given),
+            mask=_mask_of(which, sizes, given),
             bias=given.get("bias"),
             sinks=given.get("softmax_aux"),
             soft_cap=static.get("logits_soft_cap"),
@@ -190,7 +198,7 @@ def test_weights_and_lse() -> None:
         np.testing.assert_allclose(got, want, atol=5e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("path", ["plain", "small blocks"])
+@pytest.mark.parametrize("path", [pytest.param("plain", marks=pytest.mark.slow), "small blocks"])
 def test_dropout_drops_the_same_weights(path: str) -> None:
     """As a call of these sizes does, whose dropout test_dropout.py holds against the reference."""
     attend = Attention("vanilla", dropout_prob=0.4, **PATHS[path])
