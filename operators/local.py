@@ -101,13 +101,16 @@ class LocalCall:
         For methods that don't do this themselves. Not for a ring, where the keys go on to other devices' queries.
         """
         assert self.ring is None
-        tensors = {name: getattr(self, name) for name in ("key", "value", "key_scale", "value_scale")}
-        seen = seen_keys(self.mask, self.key.shape[self.layout.index("h")], tuple(tensors.values()))
+        tensors = self.key, self.value, self.key_scale, self.value_scale
+        seen = seen_keys(self.mask, self.key.shape[self.layout.index("h")], tensors)
         if seen is None:
             return self
-        return replace(
-            self, **{name: x if x is None else zero_where_hidden(x, seen, self.layout) for name, x in tensors.items()}
+        key, value, key_scale, value_scale = (
+            x if x is None else zero_where_hidden(x, seen, self.layout) for x in tensors
         )
+        assert key is not None
+        assert value is not None
+        return replace(self, key=key, value=value, key_scale=key_scale, value_scale=value_scale)
 
 
 def by_row(x: jax.Array, layout: str) -> jax.Array:

@@ -274,7 +274,7 @@ class _BlockPass:
         if self.compute != x.dtype:
             part = from_bits(part, x.dtype).astype(self.compute)
         if clean and self.seen is not None:
-            part = where(self._seen_of_stage(self.seen, stage), part, 0)
+            part = where(self._seen_of_stage(self.seen.keys, stage), part, 0)
         short = self.kv_padded - length
         return jnp.pad(part, ((0, 0), (0, 0), (0, short), (0, 0))) if short else part
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +25,25 @@ from .varying import vary, varying
 
 __all__ = ["Seen", "seen_keys", "zero_where_hidden"]
 
-# bool [batch | 1, kv heads | 1, kv]; None if all keys are seen
-Seen = jax.Array | None
+
+class Seen(NamedTuple):
+    """Which keys some query sees: bool [batch | 1, kv heads | 1, kv].
+
+    clean: None, or whether all tensors are finite. Then all keys count as seen, and nothing has to be zero.
+    """
+
+    keys: jax.Array
+    clean: jax.Array | None = None
+
 
 _AT_ONCE = 1 << 22  # pairs of a query and a key that are tested at once
 
 
-def seen_keys(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None]) -> Seen:
-    """Which keys some query sees. tensors: the key, the value and their scales, in which NaN and infinities matter.
+def seen_keys(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None]) -> Seen | None:
+    """Which keys some query sees; None if all. tensors: the key, the value and their scales, in which NaN and infinities matter.
 
-    If only a test of every pair of a query and a key tells, and all tensors are finite, all keys count as seen: testing whether
-    they are takes less time, and then the result doesn't depend on it.
+    Where only a test of every pair of a query and a key tells, it is asked first whether all tensors are finite. That takes less
+    time, and if they are, the result doesn't depend on what is hidden.
     """
     if not mask.hides_keys or isinstance(mask.mask, Full):
         return None
@@ -50,16 +58,15 @@ def seen_keys(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None
         found = seen if found is None else found & seen
     if found is None:
         return None
-    return jnp.broadcast_to(found, (*found.shape[:2], mask.kv_len))
+    return Seen(jnp.broadcast_to(found, (*found.shape[:2], mask.kv_len)))
 
 
 def zero_where_hidden(x: jax.Array, seen: Seen, layout: str) -> jax.Array:
     """A tensor in the layout, or a scale [batch, heads, kv], with zeros where no query sees the key."""
-    if seen is None:
-        return x
+    keys = seen.keys
     if x.ndim == 4:
-        seen = (seen if layout == "bhtd" else seen.swapaxes(1, 2))[..., None]
-    return where(jnp.broadcast_to(seen, x.shape), x, 0)
+        keys = (keys if layout == "bhtd" else keys.swapaxes(1, 2))[..., None]
+    return where(jnp.broadcast_to(keys, x.shape), x, 0)
 
 
 def _apart(mask: Mask) -> tuple[Mask, tuple[Mask, ...]]:
@@ -159,7 +166,7 @@ def _by_kv_head(seen: jax.Array, kv_heads: int) -> jax.Array:
     return seen if heads in (1, kv_heads) else seen.reshape(batch, kv_heads, heads // kv_heads, keys).any(2)
 
 
-def _of_pairs(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None]) -> jax.Array:
+def _of_pairs(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None]) -> Seen:
     """By testing pairs, unless that takes longer than reading the tensors and these turn out to be finite."""
     given = [lax.stop_gradient(x) for x in tensors if x is not None]
     axes = varying(
@@ -174,13 +181,13 @@ def _of_pairs(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None
 
     read = sum(math.prod(x.shape) for x in given) // (given[0].shape[0] * mask.kv_len)  # numbers per key
     if mask.q_len <= read:
-        return tested()
+        return Seen(tested())
     finite = jnp.asarray(True)
     for x in given:
         if jnp.issubdtype(x.dtype, jnp.inexact):
             wide = x if x.dtype.itemsize > 1 else x.astype(jnp.float32)
             finite = finite & jnp.isfinite(wide).all()
-    return lax.cond(finite, lambda: vary(jnp.ones(shape, bool), axes), tested)
+    return Seen(lax.cond(finite, lambda: vary(jnp.ones(shape, bool), axes), tested), finite)
 
 
 def _any_query(mask: LocalMask) -> jax.Array:

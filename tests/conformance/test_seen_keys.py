@@ -80,7 +80,7 @@ def test_seen_keys(kind: str, traced: bool, in_tiles: bool, monkeypatch: pytest.
             found = jax.jit(find)(mask, jnp.int32(0), jnp.asarray(offset, jnp.int32).reshape(-1), key)
         else:
             found = find(mask, 0, offset if isinstance(offset, int) else jnp.asarray(offset), key)
-        found = np.ones((1, 1, KV), bool) if found is None else np.asarray(found)
+        found = np.ones((1, 1, KV), bool) if found is None else np.asarray(found.keys)
         found = np.broadcast_to(found, want.shape)
         assert (found == want).all() or (finite and found.all())
 

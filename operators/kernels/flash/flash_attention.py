@@ -282,7 +282,7 @@ def _arrays(
             arrays.row_numbers(name, scale.astype(jnp.float32), sizes.block_kv)
     seen = seen_keys(mask, operands.key.shape[part.layout.index("h")], operands.of_keys)
     if seen is not None:
-        arrays.row_numbers("seen", seen.astype(jnp.int8), sizes.block_kv)
+        arrays.row_numbers("seen", seen.keys.astype(jnp.int8), sizes.block_kv)
     add_arrays(arrays, mask, words, operands.bias, dropout)
     return arrays
 

@@ -105,6 +105,7 @@ def backward_kernel(
 
     def visit(number: int) -> None:
         body = tile.enter(number)
+        tile.zero_hidden(body, {"key": k_time, "value": v_time})
         dropout = tile.dropout_keys()
         factors: dict[Any, tuple[Any, int]] = {}
 

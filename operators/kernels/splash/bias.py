@@ -50,6 +50,7 @@ def bias_kernel(
 
     def visit(number: int) -> None:
         body = tile.enter(number)
+        tile.zero_hidden(body, {"key": k_time, "value": v_time})
         dropout = tile.dropout_keys()
 
         def add(unit: Unit) -> None:

@@ -131,6 +131,7 @@ def forward_kernel(
 
     def visit(number: int) -> None:
         body = tile.enter(number)
+        tile.zero_hidden(body, {"value": v_time})
         dropout = tile.dropout_keys()
         values: dict[Any, jax.Array] = {}
         peaks: dict[Any, jax.Array] = {}
@@ -212,7 +213,7 @@ def _prepared(tile: Tile, unit: Unit, v_time: int, transposed: bool, with_ones: 
         value, v_time = value.T, 1
     if "value_scale" in refs:
         # Not on the weights: there are more of them, and their sum may come from the same product.
-        scale = refs["value_scale"][unit.head[0], :, unit.keys]
+        scale = tile.value_scale(unit)
         if not v_time:
             scale = columns(scale, value.shape[-1])
         value = (value * scale).astype(dtype)

@@ -12,13 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
 from ....masks import Full, Mask, Slot
 from ...local_mask import Dropout, LocalMask
 from ..answer import Answer
 from ..block_words import BlockWords, is_blocks, seen_by_words
 from ..operands import StaticPart
+from ..seen_keys import Seen
 from .band import EVERYTHING, band_of
 from .bodies import Body
 from .frame import Frame, Input, Step
@@ -101,11 +104,13 @@ def add_to_frame(
         frame.scalars["dropout"] = jnp.concatenate([seed, *starts])
 
 
-def add_seen(frame: Frame, seen: jax.Array) -> None:
-    """Add which keys a query sees, bool [batch | 1, kv heads | 1, kv]."""
-    rows = _padded(seen.astype(jnp.int32), {2: frame.block_kv})
-    if seen.shape[1] == 1:
-        frame.inputs["seen"] = Input(rows, frame.leaf_block(seen.shape[0], "kv"), "kv")
+def add_seen(frame: Frame, seen: Seen) -> None:
+    """Add which keys a query sees."""
+    rows = _padded(seen.keys.astype(jnp.int32), {2: frame.block_kv})
+    if seen.clean is not None:
+        frame.scalars["clean"] = seen.clean.astype(jnp.int32).reshape(1)
+    if rows.shape[1] == 1:
+        frame.inputs["seen"] = Input(rows, frame.leaf_block(rows.shape[0], "kv"), "kv")
         return
     rows = jnp.broadcast_to(rows, (frame.batch, *rows.shape[1:]))[:, :, None]
     frame.inputs["seen"] = Input(rows, frame.key_block(1, "seq_minor"), "kv")
@@ -192,21 +197,64 @@ class Tile:
             self._scales[at] = jnp.broadcast_to(scale, (128, scale.shape[1])).T
         return jnp.tile(self._scales[at], (1, unit.shape[0] // 128))
 
-    def clean(self, name: str, unit: Unit, seq_minor: int) -> Any:
-        """A unit's keys or values as they are stored, with zeros for keys that no query sees; these are made once per visit.
+    def zero_hidden(self, body: Body, names: dict[str, int]) -> None:
+        """Make zeros, in the tile's own copies, of the keys that no query sees, if there is anything but numbers in the tensors.
 
-        A weight of 0 wouldn't remove a NaN.
+        names: 'key' and 'value' -> the axis of their keys. A weight of 0 wouldn't remove a NaN.
         """
-        if "seen" not in self.refs or not unit.masked:
-            return rows_of(self.refs[name], unit.head[:1], unit.keys, seq_minor)
+        if "clean" not in self.refs or not body.masked:
+            return
+
+        @pl.when(self.refs["clean"][0] == 0)
+        def _zero() -> None:
+            for name, seq_minor in names.items():
+                if self._in_place(name):
+                    self._zero_in_place(self.refs[name], seq_minor)
+
+    def _in_place(self, name: str) -> bool:
+        """Whether `zero_hidden` does it: where it is seldom needed. Not in fp8, which not every TPU selects from."""
+        return "clean" in self.refs and self.refs[name].dtype.itemsize > 1
+
+    def _zero_in_place(self, ref: Any, seq_minor: int) -> None:
+        size = self.frame.block_kv
+        step = _LANES if size % _LANES == 0 else size
+
+        def part(number: Any, carry: None) -> None:
+            rows = pl.ds(pl.multiple_of(lax.rem(number, np.int32(size // step)) * np.int32(step), step), step)
+            head = lax.div(number, np.int32(size // step))
+            at = (head, slice(None), rows) if seq_minor else (head, rows, slice(None))
+            ref[at] = self._kept(ref[at], head, rows, seq_minor)
+
+        lax.fori_loop(np.int32(0), np.int32(ref.shape[0] * (size // step)), part, None)
+
+    def _kept(self, x: jax.Array, head: Any, keys: Any, seq_minor: int) -> jax.Array:
+        """A head's keys or values, with zeros for those that no query sees."""
+        row = self._seen_row(head, keys)
+        kept = row if seq_minor else columns(row, x.shape[1])
+        return jnp.where(kept != 0, x, jnp.zeros((), x.dtype))
+
+    def _seen_row(self, head: Any, keys: Any) -> jax.Array:
+        """Which keys a query sees, int32 [1, keys]."""
+        ref = self.refs["seen"]
+        return ref[:, keys] if len(ref.shape) == 2 else ref[head, :, keys]
+
+    def clean(self, name: str, unit: Unit, seq_minor: int) -> Any:
+        """A unit's keys or values as they are stored, with zeros for keys that no query sees; these are made once per visit."""
         at = name, unit.head[0], unit.keys.start, unit.keys.stop
-        if at not in self._clean:
-            x = rows_of(self.refs[name], unit.head[:1], unit.keys, seq_minor)
-            ref = self.refs["seen"]
-            row = ref[:, unit.keys] if len(ref.shape) == 2 else ref[unit.head[0], :, unit.keys]
-            kept = row if seq_minor else columns(row, x.shape[1])
-            self._clean[at] = jnp.where(kept != 0, x, jnp.zeros((), x.dtype))
+        if at in self._clean:
+            return self._clean[at]
+        x = rows_of(self.refs[name], unit.head[:1], unit.keys, seq_minor)
+        if "seen" not in self.refs or not unit.masked or self._in_place(name) or x.dtype == jnp.int8:
+            return x
+        self._clean[at] = self._kept(x, unit.head[0], unit.keys, seq_minor)
         return self._clean[at]
+
+    def value_scale(self, unit: Unit) -> jax.Array:
+        """The scales of a unit's values, [1, keys], 0 for keys that no query sees."""
+        scale = self.refs["value_scale"][unit.head[0], :, unit.keys]
+        if "seen" not in self.refs or not unit.masked:
+            return scale
+        return jnp.where(self._seen_row(unit.head[0], unit.keys) != 0, scale, 0.0)
 
     def dropped(self, x: jax.Array, keep: jax.Array | None) -> jax.Array:
         """Weights, or their gradients, after dropout."""
