@@ -18,7 +18,7 @@ from ..planning.call_arguments import CALL_ARGUMENTS, CallArguments, CallOptions
 from ..planning.other_names import refuse_unknown
 from ..registry.metadata import METADATA_ARGUMENTS
 from ..sharding.modes import GENERATION
-from ..symbolic import is_symbolic
+from ..symbolic import is_symbolic, surely
 
 __all__ = [
     "Arrays", "Options", "bound_mask", "check_names", "is_array", "join_mask", "read_flag", "read_number", "read_window",
@@ -177,12 +177,10 @@ def bound_mask(
     """
     if not mask.needs_offset:
         return mask, None, False
-    if is_symbolic(options.query_offset):
+    if arrays.query_offset is not None or is_symbolic(options.query_offset):
         return mask, None, True
     if options.query_offset is not None:
         return mask.bind(options.query_offset), options.query_offset, False
-    if arrays.query_offset is not None:
-        return mask, None, True
     if mode in GENERATION:
         if cache_lengths(mask, arrays) is not None:
             return mask, None, True  # the queries are the last tokens of each row's cache
@@ -191,11 +189,11 @@ def bound_mask(
         return mask.bind(kv_len - q_len), kv_len - q_len, False
     if q_len == kv_len:
         return mask.bind(0), 0, False
+    last = "autoregressive" if surely(lambda: q_len == 1) else "insert"
     raise InputError(
         f"q_len={q_len} and kv_len={kv_len} differ and the mask {mask.describe()} depends on positions; specify how they are "
         f"aligned: query_offset=0 (the first query sees the first key), query_offset={kv_len - q_len} (the last query sees "
-        f"the last key), Causal(offset=...), or mode={'insert' if q_len > 1 else 'autoregressive'!r}: the queries are the last "
-        "tokens of a cache."
+        f"the last key), Causal(offset=...), or mode={last!r}: the queries are the last tokens of a cache."
     )
 
 
@@ -224,13 +222,11 @@ def cache_lengths(mask: Mask, arrays: Arrays) -> Any:
 
 
 # How to get the effect of an array in place of each number.
-_SCALED = "multiply the query by the array, [heads, 1] in layout bthd for a scale of each head, and pass {}=1.0"
 _AS_ARRAYS = {
-    "scale": _SCALED.format("scale"),
-    "softmax_scale": _SCALED.format("softmax_scale"),
-    "logits_soft_cap": "a cap can't be traced or differ between heads",
-    "dropout_prob": "a probability can't be traced; make it a static argument of your own function",
-}
+    name: f"multiply the query by the array, [heads, 1] in layout bthd for a scale of each head, and pass {name}=1.0"
+    for name in ("scale", "softmax_scale")
+} | {"logits_soft_cap": "a cap can't be traced or differ between heads"}
+_STATIC = "make it a static argument of your own function"
 
 
 def read_number(name: str, value: Any) -> float | None:
@@ -238,7 +234,9 @@ def read_number(name: str, value: Any) -> float | None:
     if value is None or type(value) is float:
         return value
     if is_array(value):
-        raise InputTypeError(f"{name} is an array; wanted a Python number, which is compiled in: {_AS_ARRAYS[name]}.")
+        raise InputTypeError(
+            f"{name} is an array; wanted a Python number, which is compiled in: {_AS_ARRAYS.get(name, _STATIC)}."
+        )
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
         raise InputTypeError(f"{name}={shown(value)}; wanted a number.")
     try:
@@ -250,10 +248,8 @@ def read_number(name: str, value: Any) -> float | None:
 def _integer(name: str, value: Any) -> int | None:
     if value is None or type(value) is int or is_symbolic(value):
         return value
-    if isinstance(value, bool):
-        raise InputTypeError(f"{name}={shown(value)}; wanted an integer or an integer array [batch].")
     try:
-        return operator.index(value)
+        return operator.index(None if isinstance(value, bool) else value)
     except TypeError:
         raise InputTypeError(f"{name}={shown(value)}; wanted an integer or an integer array [batch].") from None
 
@@ -262,9 +258,9 @@ def read_flag(name: str, value: Any, *, optional: bool = False) -> Any:
     """True, False or, if `optional`, None. Errors: InputTypeError."""
     if value is True or value is False or (value is None and optional):
         return value
-    if isinstance(value, np.bool_):
-        return bool(value)
-    raise InputTypeError(f"{name} is {shown(value)}; wanted True or False" + (" or None." if optional else "."))
+    if not isinstance(value, np.bool_):
+        raise InputTypeError(f"{name} is {shown(value)}; wanted True or False" + (" or None." if optional else "."))
+    return bool(value)
 
 
 def _name(name: str, value: Any, *, optional: bool = False) -> Any:
@@ -289,11 +285,10 @@ def read_window(name: str, value: Any) -> tuple[int | None, int | None] | None:
     for side in sides:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int | np.integer)):
             raise InputTypeError(f"{name}={shown(value)}; wanted an integer or (left, right) inclusive distances.")
-    left, right = (None if side is None else int(side) for side in sides)
-    for side in (left, right):
-        if side is not None and side < 0:
-            raise InputError(f"{name}={shown(value)}; wanted distances of 0 or more, None for no limit.")
-    return left, right
+    if any(side is not None and side < 0 for side in sides):
+        raise InputError(f"{name}={shown(value)}; wanted distances of 0 or more, None for no limit.")
+    left, right = sides
+    return left if left is None else int(left), right if right is None else int(right)
 
 
 # By the type in CallOptions; a new type needs a check here.

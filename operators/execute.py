@@ -197,7 +197,7 @@ def _index(axes: tuple[str, ...], problem: AttentionProblem) -> tuple[int | jax.
 
 def _hides_keys(problem: AttentionProblem, arrays: Arrays) -> bool:
     """Whether some key of the whole problem may be hidden from every query."""
-    if problem.dynamic_query_offset:
+    if problem.dynamic_query_offset or problem.symbolic:
         return True
     mask, offset = problem.mask, problem.query_offset or 0
     parts = mask.conjuncts()

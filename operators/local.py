@@ -11,7 +11,6 @@ import numpy as np
 from ..planning import AttentionProblem, OperationConfig, Placement, Route
 from ..pytree_export import exported_tuple
 from .dequantise import dequantised
-from .kernels.seen_keys import seen_keys, zero_where_hidden
 from .local_mask import Dropout, LocalMask
 
 __all__ = ["LocalCall", "LocalOutput", "Ring", "by_row"]
@@ -100,6 +99,8 @@ class LocalCall:
 
         For methods that don't do this themselves. Not for a ring, where the keys go on to other devices' queries.
         """
+        from .kernels.seen_keys import seen_keys, zero_where_hidden  # kernels are imported when one runs
+
         assert self.ring is None
         tensors = self.key, self.value, self.key_scale, self.value_scale
         seen = seen_keys(self.mask, self.key.shape[self.layout.index("h")], tensors)

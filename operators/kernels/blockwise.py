@@ -285,7 +285,8 @@ class _BlockPass:
             seen = jnp.broadcast_to(seen, (self.batch, self.kv_heads, length))
             return seen.reshape(self.slots, heads, length, 1)
         batch, group = split_index(stage, self.groups, self.batch)
-        place = (batch if seen.shape[0] > 1 else 0, group * heads if seen.shape[1] > 1 else 0, 0)
+        many = not surely(lambda: seen.shape[0] == 1)
+        place = (batch if many else 0, group * heads if seen.shape[1] > 1 else 0, 0)
         return cut(seen, place, (1, heads if seen.shape[1] > 1 else 1, length))[..., None]
 
     def _cut(self, x: jax.Array, batch: Any, head: Any, heads: int, row: Any, rows: int) -> jax.Array:

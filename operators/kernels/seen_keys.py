@@ -18,6 +18,7 @@ from jax import lax
 
 from ...masks import And, Causal, Full, Mask, SlidingWindow
 from ...masks.seen_keys import certainly_seen
+from ...symbolic import is_symbolic, surely
 from ..local_mask import LocalMask
 from .primitives import numbers, shifted, where
 from .tiles import TilePosition, TileSource
@@ -90,7 +91,7 @@ def _of_others(mask: LocalMask, others: tuple[Mask, ...], kv_heads: int) -> Any:
     offset = 0 if mask.query_offset is None else mask.query_offset
     if all(isinstance(part, Causal | SlidingWindow) for part in others):
         return _of_band(mask, others, offset)
-    known = isinstance(mask.q_start, int) and isinstance(mask.k_start, int) and isinstance(offset, int)
+    known = all(isinstance(n, int) for n in (mask.q_start, mask.k_start, offset, mask.q_len, mask.kv_len))
     if not known or not all(part.is_static for part in others):
         return NotImplemented
     seen = certainly_seen(
@@ -144,13 +145,19 @@ def _of_band(mask: LocalMask, parts: Sequence[Mask], offset: Any) -> Any:
 
 
 def _of(of_numbers: Any, of_arrays: Any, a: Any, b: Any) -> Any:
-    return of_numbers(a, b) if isinstance(a, int) and isinstance(b, int) else of_arrays(a, b)
+    if isinstance(a, int) and isinstance(b, int):
+        return of_numbers(a, b)
+    return of_arrays(jnp.asarray(a, jnp.int32), jnp.asarray(b, jnp.int32))
 
 
 def _surely(test: Any) -> bool:
     """Whether a comparison is known to hold before the program runs."""
-    found = test()
-    return isinstance(found, bool) and found
+
+    def known() -> bool:
+        found = test()
+        return isinstance(found, bool) and found
+
+    return surely(known)
 
 
 def _column(x: Any) -> Any:
@@ -180,7 +187,7 @@ def _of_pairs(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None
         return vary(jnp.broadcast_to(_by_kv_head(_any_query(mask), kv_heads), shape), axes)
 
     read = sum(math.prod(x.shape) for x in given) // (given[0].shape[0] * mask.kv_len)  # numbers per key
-    if mask.q_len <= read:
+    if surely(lambda: mask.q_len <= read):
         return Seen(tested())
     finite = jnp.asarray(True)
     for x in given:
@@ -193,7 +200,7 @@ def _of_pairs(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None
 def _any_query(mask: LocalMask) -> jax.Array:
     """[batch | 1, heads | 1, keys], from a test of each pair."""
     shape = _planes(mask)
-    if math.prod(shape) * mask.q_len * mask.kv_len <= _AT_ONCE:
+    if surely(lambda: math.prod(shape) * mask.q_len * mask.kv_len <= _AT_ONCE) or is_symbolic(mask.q_len * mask.kv_len):
         array = mask.array()
         assert array is not None
         seen = jnp.asarray(array).any(2)
@@ -218,10 +225,10 @@ def _planes(mask: LocalMask) -> tuple[int, int]:
     batch = heads = 1
     for leaf in mask.mask.split()[1]:
         for dim, size in zip(leaf.dims, leaf.array.shape, strict=True):
-            batch = max(batch, size) if dim == "batch" else batch
-            heads = max(heads, size) if dim == "heads" else heads
+            if dim in ("batch", "heads") and not surely(lambda size=size: size == 1):
+                batch, heads = (size, heads) if dim == "batch" else (batch, size)
     for atom in mask.mask.atoms():
         heads = max(heads, getattr(atom, "heads", 1))
     if hasattr(mask.query_offset, "ndim") and mask.query_offset.ndim:
-        batch = max(batch, mask.query_offset.shape[0])
+        batch = mask.query_offset.shape[0]
     return batch, heads

@@ -345,7 +345,7 @@ def test_what_may_not_fit_is_noted() -> None:
     metadata = OperationMetadata(mesh=MESH, operation_configs={"splash": blocks})
     x = jax.ShapeDtypeStruct((1, 8192, 2, 128), jnp.bfloat16)
     attend = OperationRegistry.create("splash", metadata)
-    assert any("MiB of VMEM and may take 128.0" in note for note in attend.plan(x, x, x).notes)
+    assert any(re.search(r"MiB of VMEM.* may take 128\.0", note) for note in attend.plan(x, x, x).notes)
     small = OperationRegistry.create("splash", OperationMetadata(mesh=MESH)).plan(x, x, x)
     assert not any("VMEM" in note for note in small.notes)
 

@@ -15,7 +15,7 @@ from ..block_words import block_words
 from ..blockwise import Blocking, bias_gradient
 from ..operands import Operands, StaticPart, Traced, join_static
 from ..part import LSE_NAME, OUTPUT_NAME, differentiable
-from ..seen_keys import seen_keys
+from ..seen_keys import Seen, seen_keys
 from .arrays import KERNELS, Arrays
 from .backward import KeyGradients, QueryGradient
 from .forward import ForwardKernel
@@ -88,7 +88,7 @@ class FlashPart:
         tables = _tables(mask, operands.query.shape[self.layout.index("h")])
         table = visits(mask, sizes.block_q, sizes.block_kv, "q", tables)
         words = block_words(mask, sizes.block_q, sizes.block_kv, mask.q_len, tables)
-        return self._forward(static_part, operands, traced, table, words, None)
+        return self._forward(static_part, operands, traced, table, words, _seen(self, operands, mask), None)
 
     def differentiate(
         self,
@@ -162,6 +162,7 @@ class FlashPart:
         traced: Traced,
         table: Visits,
         words: Words,
+        seen: Seen | None,
         period: int | None,
     ) -> tuple[jax.Array, jax.Array]:
         """period: the queries of a kv head's heads follow each other as one head, each with that many rows."""
@@ -171,7 +172,7 @@ class FlashPart:
         batch, heads, rows = query.shape[0], query.shape[head], query.shape[time]
         dim, value_dim = query.shape[3], operands.value.shape[3]
         group = heads // operands.key.shape[head] if period is None else rows // period
-        arrays = _arrays(self, sizes, operands, mask, words, dropout)
+        arrays = _arrays(self, sizes, operands, mask, words, seen, dropout)
         arrays.inputs["visits"] = table.table
         if operands.sinks is not None:
             arrays.inputs["sinks"] = operands.sinks
@@ -223,8 +224,9 @@ class FlashPart:
         bias = operands.bias
         if bias is not None:
             bias = _folded(bias, ("batch", "heads", "q", "kv"), *rows)
+        seen = _seen(self, operands, mask)  # by the queries of all heads
         operands = operands._replace(query=folded if self.layout == "bhtd" else folded.swapaxes(1, 2), bias=bias)
-        output, lse = self._forward(static_part, operands, traced._replace(leaves=leaves), table, words, q_len)
+        output, lse = self._forward(static_part, operands, traced._replace(leaves=leaves), table, words, seen, q_len)
         output = output if self.layout == "bhtd" else output.swapaxes(1, 2)
         output = output.reshape(batch, heads, q_len, -1)
         return output if self.layout == "bhtd" else output.swapaxes(1, 2), lse.reshape(batch, heads, q_len)
@@ -270,7 +272,13 @@ def _joined(output: jax.Array, lse: jax.Array, splits: int, layout: str, dtype: 
 
 
 def _arrays(
-    part: FlashPart, sizes: PassSizes, operands: Operands, mask: LocalMask, words: Words, dropout: Dropout | None
+    part: FlashPart,
+    sizes: PassSizes,
+    operands: Operands,
+    mask: LocalMask,
+    words: Words,
+    seen: Seen | None,
+    dropout: Dropout | None,
 ) -> Arrays:
     """The arrays that every pass reads."""
     arrays = Arrays(sizes, part.layout, part.interpret)
@@ -280,11 +288,14 @@ def _arrays(
     for name, scale in (("key_scale", operands.key_scale), ("value_scale", operands.value_scale)):
         if scale is not None:
             arrays.row_numbers(name, scale.astype(jnp.float32), sizes.block_kv)
-    seen = seen_keys(mask, operands.key.shape[part.layout.index("h")], operands.of_keys)
     if seen is not None:
         arrays.row_numbers("seen", seen.keys.astype(jnp.int8), sizes.block_kv)
     add_arrays(arrays, mask, words, operands.bias, dropout)
     return arrays
+
+
+def _seen(part: FlashPart, operands: Operands, mask: LocalMask) -> Seen | None:
+    return seen_keys(mask, operands.key.shape[part.layout.index("h")], operands.of_keys)
 
 
 def _first(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -331,7 +342,7 @@ class _Backward:
         mask, dropout = join_static(self.static_part, self.traced)
         tables = _tables(mask, operands.query.shape[part.layout.index("h")])
         words = block_words(mask, sizes.block_q, sizes.block_kv, mask.q_len, tables)
-        arrays = _arrays(part, sizes, operands, mask, words, dropout)
+        arrays = _arrays(part, sizes, operands, mask, words, _seen(part, operands, mask), dropout)
         arrays.rows_of_heads("d_output", self.d_output, sizes.block_q)
         arrays.row_numbers("lse", self.shift, sizes.block_q)
         arrays.row_numbers("delta", self.delta, sizes.block_q)
