@@ -127,6 +127,30 @@ def test_a_model_trains_as_with_keras_own_and_what_was_compiled_is_forgotten(tmp
     )
 
 
+def test_an_adapted_model_is_exported_with_a_batch_of_any_size() -> None:
+    model = attention_of(_model(), PLAIN)
+    wanted = model.predict(TOKENS, verbose=0)
+    weights = [[w.value for w in x] for x in (model.trainable_variables, model.non_trainable_variables)]
+    (batch,) = jax.export.symbolic_shape("batch")
+    # What keras' export does before it hands the program to tensorflow.
+    made = jax.export.export(jax.jit(lambda tokens: model.stateless_call(*weights, tokens)[0]))(
+        jax.ShapeDtypeStruct((batch, 6), np.int32)
+    )
+    for rows in (1, 2):
+        np.testing.assert_allclose(made.call(TOKENS[:rows]), wanted[:rows], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # tensorflow's own
+def test_an_adapted_model_is_written_for_tensorflow(tmp_path: Path) -> None:
+    tensorflow = pytest.importorskip("tensorflow", reason="model.export writes tensorflow's format")
+    model = attention_of(_model(), PLAIN)
+    wanted = model.predict(TOKENS, verbose=0)
+    model.export(tmp_path / "model", verbose=False)
+    loaded = tensorflow.saved_model.load(str(tmp_path / "model"))
+    np.testing.assert_allclose(loaded.serve(TOKENS[:1].astype(np.float32)), wanted[:1], atol=1e-5)
+
+
 def test_dropout_is_the_layers() -> None:
     layer = MHA(2, 4, dropout=0.5, seed=3)
     layer(X, X)
