@@ -249,7 +249,7 @@ def _integer(name: str, value: Any) -> int | None:
     if value is None or type(value) is int or is_symbolic(value):
         return value
     try:
-        return operator.index(None if isinstance(value, bool) else value)
+        return operator.index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
     except TypeError:
         raise InputTypeError(f"{name}={shown(value)}; wanted an integer or an integer array [batch].") from None
 

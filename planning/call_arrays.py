@@ -41,7 +41,11 @@ def large_arrays(plan: PlanFields) -> tuple[CallArray, ...]:
     """Those with more than 5 % of the bytes that a device holds of all, or that may have: sizes may be symbolic."""
     arrays = call_arrays(plan)
     total = sum(array.device_bytes for array in arrays)
-    return tuple(x for x in arrays if not surely(lambda x=x: _SHARE * x.device_bytes <= total))
+
+    def is_small(array: CallArray) -> bool:
+        return surely(lambda: _SHARE * array.device_bytes <= total)
+
+    return tuple(array for array in arrays if not is_small(array))
 
 
 def _operands(plan: PlanFields) -> Iterator[CallArray]:

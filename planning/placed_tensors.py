@@ -85,10 +85,11 @@ def placed_tensors(problem: AttentionProblem, placement: Placement) -> Iterator[
     for index, leaf in enumerate(problem.leaves):
         fitted = placement.fitted.get(leaf.name)
         spec = PartitionSpec() if fitted is None else fitted.spec
-        declared, inside = (axes_by_dim(x, len(leaf.shape)) for x in (spec, placement.spec(f"leaf{index}")))
+        axes = [axes_by_dim(x, len(leaf.shape)) for x in (spec, placement.spec(f"leaf{index}"))]
         size = jnp.dtype(leaf.dtype).itemsize
-        given = leaf.dtype, leaf.shape, spec
-        yield PlacedTensor(leaf.name, *given, leaf.dtype, leaf.shape, size, declared, inside, False)
+        yield PlacedTensor(
+            leaf.name, leaf.dtype, leaf.shape, spec, leaf.dtype, leaf.shape, size, axes[0], axes[1], False
+        )
 
 
 def _bytes(shape: tuple[int, ...], itemsize: int, axes: tuple[tuple[str, ...], ...], sizes: Mapping[str, int]) -> int:

@@ -72,7 +72,8 @@ def zero_where_hidden(x: jax.Array, seen: Seen, layout: str) -> jax.Array:
 
 def _apart(mask: Mask) -> tuple[Mask, tuple[Mask, ...]]:
     """(the And of the conjuncts that are the same for all queries, the others)."""
-    alike, others = [], []
+    alike: list[Mask] = []
+    others: list[Mask] = []
     for part in mask.conjuncts():
         (alike if all(_is_of_keys(atom) for atom in part.atoms()) else others).append(part)
     return And(alike), tuple(others)
@@ -225,10 +226,11 @@ def _planes(mask: LocalMask) -> tuple[int, int]:
     batch = heads = 1
     for leaf in mask.mask.split()[1]:
         for dim, size in zip(leaf.dims, leaf.array.shape, strict=True):
-            if dim in ("batch", "heads") and not surely(lambda size=size: size == 1):
+            if dim in ("batch", "heads") and (is_symbolic(size) or size > 1):
                 batch, heads = (size, heads) if dim == "batch" else (batch, size)
     for atom in mask.mask.atoms():
         heads = max(heads, getattr(atom, "heads", 1))
-    if hasattr(mask.query_offset, "ndim") and mask.query_offset.ndim:
-        batch = mask.query_offset.shape[0]
+    offset: Any = mask.query_offset
+    if hasattr(offset, "ndim") and offset.ndim:
+        batch = offset.shape[0]
     return batch, heads

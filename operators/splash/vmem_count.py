@@ -93,6 +93,9 @@ def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig
     dense = 0 if problem.bias_shape is None else 4
     dense += sum("kv" in leaf.dims[2:] for leaf in problem.leaves)
     itemsize = 4 if problem.runtime_dtype == "float32" else 2
+    key, value = (
+        (1 if name in problem.quantised else itemsize, f"{name}_scale" in problem.scales) for name in ("key", "value")
+    )
     return Shape(
         local.q_len,
         local.kv_len,
@@ -101,10 +104,8 @@ def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig
         problem.value_dim,
         itemsize,
         dense,
-        *(
-            (1 if name in problem.quantised else itemsize, f"{name}_scale" in problem.scales)
-            for name in ("key", "value")
-        ),
+        key,
+        value,
         problem.device_kind,
     )
 
