@@ -231,6 +231,6 @@ def _planes(mask: LocalMask) -> tuple[int, int]:
     for atom in mask.mask.atoms():
         heads = max(heads, getattr(atom, "heads", 1))
     offset: Any = mask.query_offset
-    if hasattr(offset, "ndim") and offset.ndim:
+    if hasattr(offset, "ndim") and offset.ndim and (is_symbolic(offset.shape[0]) or offset.shape[0] > 1):
         batch = offset.shape[0]
     return batch, heads
