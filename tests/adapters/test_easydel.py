@@ -26,7 +26,10 @@ from attnops.adapters.easydel import attentions, register  # noqa: E402
 from attnops.verify import reference_attention  # noqa: E402
 
 # EasyDeL's and its dependencies' own.
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.default_promotion("EasyDeL's models promote dtypes and ranks"),
+]
 register()
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

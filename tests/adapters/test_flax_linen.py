@@ -38,6 +38,7 @@ def test_every_argument_of_linens_function_is_one_of_ours() -> None:
     assert {n: (p.default, p.kind) for n, p in own.items()} == {n: (p.default, p.kind) for n, p in ours.items()}
 
 
+@pytest.mark.default_promotion("linen's own attention promotes bfloat16")
 @pytest.mark.parametrize(
     ("given", "mask"),
     [
@@ -83,6 +84,7 @@ def test_decoding_step_by_step_is_linens_own() -> None:
     np.testing.assert_allclose(outs[1][:, 0], whole[:, -1], atol=1e-6)
 
 
+@pytest.mark.default_promotion("linen's own attention promotes bfloat16")
 @pytest.mark.parametrize(
     "given",
     [

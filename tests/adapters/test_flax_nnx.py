@@ -61,6 +61,7 @@ def test_every_argument_of_flaxs_function_is_one_of_ours() -> None:
     assert {n: (p.default, p.kind) for n, p in own.items()} == {n: (p.default, p.kind) for n, p in ours.items()}
 
 
+@pytest.mark.default_promotion("flax's own attention promotes bfloat16")
 @needs_newer_flax
 @pytest.mark.parametrize(
     ("given", "mask", "causal"),
@@ -146,6 +147,7 @@ def test_batch_dimensions() -> None:
         np.testing.assert_allclose(ours(x), theirs(x), atol=1e-6)
 
 
+@pytest.mark.default_promotion("flax's own attention promotes bfloat16")
 def test_bias_and_other_arguments_of_a_direct_call() -> None:
     draw = np.random.default_rng(0)
     arrays = [draw.standard_normal(shape).astype(np.float32) for shape in [(2, 4, 2, 8)] * 3 + [(1, 2, 4, 4)]]

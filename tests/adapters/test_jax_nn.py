@@ -123,6 +123,7 @@ def test_it_means_what_jax_means(drawn: tuple[list[np.ndarray], dict[str, Any]])
     np.testing.assert_allclose(np.asarray(got_lse)[sees], np.asarray(their_lse)[sees], atol=3e-6)
 
 
+@pytest.mark.default_promotion("jax.nn itself promotes bfloat16 and float64")
 @pytest.mark.parametrize(
     "call",
     [
@@ -157,6 +158,7 @@ def test_gradients_dtypes_and_shapes_are_jaxs(call: dict[str, Any], dtype: str) 
     assert (ours[0][1][1].shape, ours[0][1][1].dtype) == (theirs[0][1][1].shape, theirs[0][1][1].dtype)
 
 
+@pytest.mark.default_promotion("jax.nn itself promotes bfloat16 and float64")
 def test_float64_as_in_jax() -> None:
     with jax.enable_x64(True):
         arrays = [x.astype(np.float64) for x in _arrays()]

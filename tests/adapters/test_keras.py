@@ -20,9 +20,10 @@ from attnops.adapters.keras import KerasAttention, attention_of  # noqa: E402
 MHA, GQA = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
 PLAIN = {"operation": "vanilla"}
 # keras' Variable.numpy() says so, with numpy 2.4.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
+    pytest.mark.default_promotion("keras's layers add arrays of different ranks"),
+]
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(2, 6, 8)).astype(np.float32), RNG.normal(size=(2, 4, 8)).astype(np.float32)
