@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from every_operation import every_operation
 from test_traffic import CELLS
 
-from attnops import Causal, OperationMetadata, OperationRegistry
+from attnops import Causal, MaskFunction, OperationMetadata, OperationRegistry, register_mask_function
 from attnops.devices import gpu_specs
 from attnops.errors import ConfigError
 from attnops.operators.flash.flash_sizes import least_shared_bytes
@@ -234,3 +236,19 @@ def test_sizes_are_searched_without_a_gpu(operation: str, tmp_path: Path, monkey
     tuned = attend.plan(q, k, k, mask=Causal()).tuning
     assert tuned is not None
     assert tuned.source == "cache"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["a100", "h100"])
+def test_every_operation_of_a_mask_function_compiles(target: str) -> None:
+    """Those that the kernels' rules allow."""
+
+    def function(x: Any, j: Any) -> Any:
+        return (
+            (x + j) % 3 < 2 if isinstance(x, np.ndarray) else every_operation(x, j)
+        )  # on the host, any partial blocks
+
+    register_mask_function("gpu_compile.every", override=True)(function)
+    report = _report(target, mode="train", call={"mask": MaskFunction("gpu_compile.every")})
+    assert [one.failure for one in report.passes] == [None, None]
+    assert len(report.passes[1].kernels or ()) == 3
