@@ -20,6 +20,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["ATTNOPS_TUNE_CACHE"] = tempfile.mkdtemp(prefix="attnops-tests-")
 atexit.register(shutil.rmtree, os.environ["ATTNOPS_TUNE_CACHE"], ignore_errors=True)
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# The strictest that a user's program may declare. In the environment, so that the processes that tests start have it too.
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 
 # Nearly all of the time goes into compiling small programs that run once. So XLA's CPU compiler is in a hurry here: LLVM
 # optimises nothing, and loops are emitted without MLIR. `make test-all` also compiles the quick tests as a user does.

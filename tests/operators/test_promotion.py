@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,12 +35,6 @@ IMPLEMENTATIONS = {
     "flash_attn2": ("flash_attn2", {"interpret": True}),
     "sdpa": ("sdpa", {}),
 }
-
-
-@pytest.fixture(autouse=True)
-def _strict() -> Iterator[None]:
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        yield
 
 
 def test_all_tests_run_so() -> None:
