@@ -17,10 +17,10 @@ __all__ = ["NativeRoute", "native_block_remarks", "native_route"]
 
 @dataclass(frozen=True)
 class NativeRoute(Route):
-    """name: 'plain', 'blockwise' or 'decode'. Sizes of a tile, None where the logits are built whole.
+    """name: 'plain', 'blockwise', 'decode' or 'decode_rows'. Sizes of a tile, None where the logits are built whole.
 
     block_q, block_kv, heads_per_tile: query rows, keys and kv heads processed at once; the backward pass has its own rows
-    and keys. On the decode route block_kv is the number of keys in one piece, and the other two are only for the backward pass.
+    and keys. On the decode routes block_kv is the number of keys in one piece, and the other two are only for the backward pass.
     """
 
     block_q: int | None = None
@@ -45,6 +45,12 @@ _MASK_BLOCK = 64  # smaller mask blocks are joined into tiles of this many rows 
 _DECODE_ROWS = 16  # query rows over all heads, up to which block-diagonal products are cheap
 _DECODE_KEYS = 2048
 _PIECES = 8
+# decode_rows, on a CPU:
+_ROWS_A_HEAD = 16  # query rows of a kv head, up to which they read a key from the cache faster than products copy it
+_CACHE_NUMBERS = 1 << 21  # keys' and values' numbers from which on products, or their copies of keys, leave the caches
+_ROW_NUMBERS = 1 << 17  # those of a batch row that are worth a step of a loop
+_BLOCK_CELLS = 1 << 14  # logits of a block, so that what a block makes stays in the caches
+_LEAST_BLOCK, _MOST_BLOCK = 64, 2048  # keys
 
 
 def native_route(problem: AttentionProblem, placement: Placement, config: OperationConfig) -> NativeRoute:
@@ -70,6 +76,11 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
     seen = problem.kv_len if placement.sequence.strategy == "split_kv" else local.kv_len
     # The decode route cuts the keys into a known number of pieces.
     few = not is_symbolic(seen) and surely(lambda: rows <= _DECODE_ROWS and seen >= _DECODE_KEYS)
+    if declared == "decode_rows" or (declared is None and _in_place(problem, local, seen, few)):
+        few_rows = local.q_heads // local.kv_heads * local.q_len
+        why = f"{few_rows} query rows a KV head, at most {_ROWS_A_HEAD}, see {local.batch} x {seen} keys on a CPU"
+        block = _block_of_rows(local, getattr(ours, "block_kv", None))
+        return NativeRoute("decode_rows", "declared" if declared else why, blocks[0], block, *blocks[2:])
     if declared == "decode" or (declared is None and few):
         why = "declared" if declared else f"{rows} query rows over all heads, at most {_DECODE_ROWS}, see {seen} keys"
         piece = max(_DECODE_KEYS, math.ceil(local.kv_len / _PIECES))
@@ -86,6 +97,29 @@ def _small(local: LocalShape, logits: int) -> bool:
         return logits // local.batch <= _PLAIN_ROW_BYTES
     alone = 2 if local.batch == 1 else 1  # a single row has no loop to avoid
     return logits <= _PLAIN_BYTES and logits <= local.batch * _PLAIN_ROW_BYTES // alone
+
+
+def _in_place(problem: AttentionProblem, local: LocalShape, kv_len: int, products: bool) -> bool:
+    """Whether a CPU attends to the cache in place, without products; `products` says whether the decode route would be taken.
+
+    Where keys are hidden, products would need a copy of the values, with zeros for the hidden ones.
+    """
+    if problem.platform != "cpu" or is_symbolic(kv_len):
+        return False
+    if not surely(lambda: local.q_heads // local.kv_heads * local.q_len <= _ROWS_A_HEAD):
+        return False
+    row = local.kv_heads * kv_len * (problem.head_dim + problem.value_dim)
+    large = row >= _ROW_NUMBERS and surely(lambda: row * local.batch >= _CACHE_NUMBERS)
+    return large or (products and not isinstance(problem.mask, Full))
+
+
+def _block_of_rows(local: LocalShape, declared: int | None) -> int:
+    """Keys in a block on the route decode_rows: a multiple of 8, unless there are fewer."""
+    if local.kv_len < 8:
+        return local.kv_len
+    most = declared or max(_LEAST_BLOCK, _BLOCK_CELLS // (local.q_heads * local.q_len))
+    # Two blocks at least: what a loop does once, XLA takes out of the loop, and fuses it with what comes after.
+    return max(8, min(most, _MOST_BLOCK, local.kv_len // 2) // 8 * 8)
 
 
 def _blocks(
@@ -137,7 +171,7 @@ def native_block_remarks(problem: AttentionProblem, placement: Placement, route:
     local = placement.local
     if route.name == "plain":
         return block_remarks(problem, placement, local.q_len, local.kv_len, 1)
-    if route.name == "decode":
+    if route.name in ("decode", "decode_rows"):
         return block_remarks(problem, placement, local.q_len, route.block_kv or local.kv_len, 1)
     groups = local.kv_heads // (route.heads_per_tile or 1)
     tables = groups if heads_apart(problem) else 1

@@ -16,6 +16,7 @@ from ..symbolic import is_symbolic
 from .base import Operation
 from .kernels.blockwise import Blocking, BlockwisePart, blockwise_attention
 from .kernels.decode import Pieces
+from .kernels.decode_rows import RowPieces
 from .kernels.plain import plain_attention
 from .local import LocalCall, LocalOutput
 from .mask_blocks import has_blocks
@@ -25,11 +26,13 @@ from .sequence.ring_call import around_the_ring
 __all__ = ["Vanilla", "VanillaConfig"]
 
 
+_FEW_QUERIES = {"decode": Pieces, "decode_rows": RowPieces}
 _TRIED = (64, 128, 256, 512, 1024, 2048)  # block sizes that a search tries
 
 
 class VanillaConfig(OperationConfig):
-    """path: 'plain' builds the logits whole, 'blockwise' never does, 'decode' is for few queries; if unset, the plan chooses.
+    """path: 'plain' builds the logits whole, 'blockwise' never does, 'decode' is for few queries, and
+    'decode_rows' for few queries on a CPU; if unset, the plan chooses.
 
     block_q, block_kv: the most query rows and keys per tile; if unset or None, the plan chooses.
     """
@@ -37,7 +40,7 @@ class VanillaConfig(OperationConfig):
     feeds: ClassVar = {"blocksize_q": "block_q", "blocksize_k": "block_kv"}
 
     operation: Literal["vanilla"] = "vanilla"
-    path: Literal["plain", "blockwise", "decode"] | None = None
+    path: Literal["plain", "blockwise", "decode", "decode_rows"] | None = None
     block_q: PositiveInt | None = None
     block_kv: PositiveInt | None = None
 
@@ -51,7 +54,7 @@ def _path_can(problem: AttentionProblem, config: OperationConfig) -> bool:
 def _length_can(problem: AttentionProblem, config: OperationConfig) -> bool:
     if not isinstance(config, VanillaConfig) or config.path in (None, "plain"):
         return True
-    if config.path == "decode" and is_symbolic(problem.kv_len):
+    if config.path in _FEW_QUERIES and is_symbolic(problem.kv_len):
         return False
     return "length" not in problem.symbolic or not has_blocks(problem)
 
@@ -67,7 +70,7 @@ _LENGTH = Rule(
     "vanilla.symbolic_length",
     "path",
     _length_can,
-    "path={c.path!r} is declared, but q_len is {p.q_len} and kv_len {p.kv_len}: the decode path cuts keys into a known number of "
+    "path={c.path!r} is declared, but q_len is {p.q_len} and kv_len {p.kv_len}: the decode paths cut keys into a known number of "
     "pieces, and a mask of blocks has a known number of blocks on every path but the plain one",
     "Leave path out.",
 )
@@ -140,8 +143,8 @@ class Vanilla(Operation):
         sizes = {name: size for name in ("block_q", "block_kv") if (size := getattr(config, name)) is not None}
         if route == "plain" and sizes:
             return (*notes, f"{fields_text(sizes)} has no effect: the route is plain, which has no blocks")
-        if route == "decode" and "block_q" in sizes:
-            return (*notes, f"block_q={sizes['block_q']} is for the backward pass alone: the route is decode")
+        if route in _FEW_QUERIES and "block_q" in sizes:
+            return (*notes, f"block_q={sizes['block_q']} is for the backward pass alone: the route is {route}")
         return notes
 
     @classmethod
@@ -207,7 +210,9 @@ def _in_parts(call: LocalCall, route: NativeRoute) -> LocalOutput:
         dropout=call.dropout,
         softmax_dtype=call.softmax_dtype,
         platform=call.problem.platform,
-        forward=Pieces(block_kv) if route.name == "decode" else Blocking(block_q, block_kv, heads),
+        forward=_FEW_QUERIES[route.name](block_kv)
+        if route.name in _FEW_QUERIES
+        else Blocking(block_q, block_kv, heads),
         backward=Blocking(block_q_backward, block_kv_backward, heads),
     )
     return LocalOutput(output, None, lse if call.return_lse else None)

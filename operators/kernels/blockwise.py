@@ -23,6 +23,7 @@ from ...symbolic import surely
 from ..local_mask import Dropout, LocalMask
 from .cpu_tuning import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, held_in_loop
 from .decode import Pieces, decode_forward
+from .decode_rows import RowPieces, decode_rows_forward
 from .derivatives import twice_forward_only
 from .operands import Operands, StaticPart, Traced, join_static
 from .part import LSE_NAME, OUTPUT_NAME, differentiable
@@ -52,7 +53,7 @@ class _BlockwiseStatic:
     soft_cap: float | None
     softmax_dtype: np.dtype
     platform: str
-    forward: Blocking | Pieces
+    forward: Blocking | Pieces | RowPieces
     backward: Blocking
     static_part: StaticPart
 
@@ -71,7 +72,7 @@ def blockwise_attention(
     dropout: Dropout | None,
     softmax_dtype: np.dtype,
     platform: str,
-    forward: Blocking | Pieces,
+    forward: Blocking | Pieces | RowPieces,
     backward: Blocking,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output in the layout, lse [batch, heads, q] in the softmax dtype), both differentiable in reverse.
@@ -93,7 +94,7 @@ class BlockwisePart:
     soft_cap: float | None
     softmax_dtype: np.dtype
     platform: str
-    forward: Blocking | Pieces
+    forward: Blocking | Pieces | RowPieces
     backward: Blocking
     title: ClassVar[str] = "vanilla's blockwise path"
 
@@ -228,7 +229,7 @@ class _BlockPass:
         if self.kv_blocks == 1:  # its mask is enough: no loop, even if it is known only at run time
             known = plan.some_partial or plan.some_full
             return step(0, carry, plan.some_partial) if known else carry
-        first, ends, block = self._range(at)
+        first, ends, block = plan.visits(at.batch, at.group, at.q_block)
 
         def visit(begin: Any, end: Any, masked: bool, carry: Any) -> Any:
             carry = loop(begin, end, lambda n, c: step(block(n), c, masked), carry)
@@ -240,23 +241,6 @@ class _BlockPass:
         if plan.some_full:
             carry = visit(ends[0] if plan.some_partial else first, ends[1], False, carry)
         return carry
-
-    def _range(self, at: QueryBlock) -> tuple[Any, tuple[Any, Any], Callable[[Any], Any]]:
-        """The kv blocks of a query block: n of the first, n after the partial ones and after all, and the block for each n."""
-        table = self.table.table
-        begin: Any
-        end: Any
-        if isinstance(table, np.ndarray) and (table == table[:1, :1, :1]).all():
-            row = jnp.asarray(table[0, 0, 0])  # all query blocks see the same: only the kv block is looked up
-            begin, end = (int(n) for n in table[0, 0, 0, :2])
-        else:
-            place = (at.batch if table.shape[0] != 1 else 0, at.group if table.shape[1] > 1 else 0, at.q_block, 0)
-            row = cut(jnp.asarray(table), place, (1, 1, 1, table.shape[3])).reshape(-1)
-            begin, end = (lax.index_in_dim(row, n, keepdims=False) for n in (0, 1))
-        if self.table.neighbours:
-            known = isinstance(table, np.ndarray) and (table[..., 0] == table[0, 0, 0, 0]).all()
-            return int(table[0, 0, 0, 0]) if known else begin, (end, end), lambda n: n
-        return 2, (begin, end), lambda n: lax.squeeze(cut_along(row, n, 1), (0,))
 
     def take(self, x: jax.Array, stage: Any, *, clean: bool) -> jax.Array:
         """The keys or values of a stage: [slots, heads, padded keys, dim] in the compute dtype, as bits.
@@ -394,9 +378,10 @@ class _BlockPass:
 
 
 def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-    if isinstance(static.forward, Pieces):
+    if not isinstance(static.forward, Blocking):
         mask, dropout = join_static(static.static_part, traced)
-        return decode_forward(
+        of_few_queries = decode_forward if isinstance(static.forward, Pieces) else decode_rows_forward
+        return of_few_queries(
             operands.query,
             operands.key,
             operands.value,

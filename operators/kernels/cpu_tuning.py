@@ -24,16 +24,13 @@ __all__ = [
     "exp2",
     "few_rows_product",
     "from_bits",
-    "has_fast_lone_row",
     "held_in_loop",
-    "lone_row_product",
-    "lone_row_sum",
     "product",
+    "widened",
 ]
 
 LOG2E = 1.0 / math.log(2.0)
 LN2 = math.log(2.0)
-_LANES = 16  # float32 numbers in an AVX-512 register
 
 
 def compute_dtype(dtype: np.dtype, softmax_dtype: np.dtype, platform: str) -> np.dtype:
@@ -65,42 +62,6 @@ def few_rows_product(rows: jax.Array, keys: jax.Array, dtype: np.dtype, platform
     return product("...nx,...sx->...ns", rows, keys, dtype)
 
 
-def has_fast_lone_row(rows: jax.Array, values: jax.Array, platform: str) -> bool:
-    """True if `lone_row_product` and `lone_row_sum` are faster, for rows [batch, kv heads, n, dim].
-
-    A block-diagonal product multiplies every key by every head's row. With one row per head, 32768 keys and 8 heads of 64: 9.2 ms
-    with products, 5.7 with these; in bfloat16 7.2 and 4.6.
-    """
-    widths = rows.shape[-1], values.shape[-1]
-    return platform == "cpu" and rows.shape[-2] == 1 and all(n % _LANES == 0 for n in widths)
-
-
-def lone_row_product(row: jax.Array, keys: jax.Array, dtype: np.dtype) -> jax.Array:
-    """row [..., x], broadcast over keys [..., x]: their products summed over x.
-
-    A sum over x makes XLA:CPU add one number after another, at 10 GB/s; adding slices fills the vector
-    registers, at 30. The barrier keeps the rest of the sum from being recomputed for every lane.
-    """
-    terms = keys.astype(dtype) * row.astype(dtype)
-    lanes = sum((terms[..., i : i + _LANES] for i in range(_LANES, terms.shape[-1], _LANES)), terms[..., :_LANES])
-    return jnp.matmul(lax.optimization_barrier(lanes), jnp.ones(_LANES, dtype), precision=exact(dtype))
-
-
-def lone_row_sum(weights: jax.Array, values: jax.Array, axis: int, dtype: np.dtype) -> jax.Array:
-    """weights [...] times values [..., x], summed over an axis of the weights.
-
-    Adds eighths of the rows to each other: 26 to 34 GB/s, whereas the sum over an axis of many rows has 10.
-    """
-    terms = values.astype(dtype) * lax.optimization_barrier(weights)[..., None].astype(dtype)
-    rest = []
-    for _ in range(2):  # a third time would be no faster, and XLA would then split the first slices
-        if (eighth := terms.shape[axis] // 8) >= 64:
-            parts = [lax.slice_in_dim(terms, i * eighth, (i + 1) * eighth, axis=axis) for i in range(8)]
-            rest.append(lax.slice_in_dim(terms, 8 * eighth, None, axis=axis).sum(axis))
-            terms = lax.optimization_barrier(sum(parts[1:], parts[0]))
-    return sum(rest, terms.sum(axis))
-
-
 def as_bits(x: jax.Array, platform: str) -> jax.Array:
     """View bfloat16 as uint16, for copies and slices.
 
@@ -122,6 +83,13 @@ def held_in_loop(x: jax.Array, head: Any, row: Any, platform: str) -> jax.Array:
 def from_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """Undo `as_bits`. The barrier keeps the view from being folded into a product, which would then be float32."""
     return lax.optimization_barrier(lax.bitcast_convert_type(x, dtype)) if x.dtype == jnp.uint16 else x
+
+
+def widened(bits: jax.Array, dtype: np.dtype) -> jax.Array:
+    """bfloat16 as its bits, or any other array, in a wider dtype."""
+    if bits.dtype != jnp.uint16:
+        return bits.astype(dtype)
+    return lax.bitcast_convert_type(bits.astype(jnp.uint32) * np.uint32(1 << 16), jnp.float32).astype(dtype)
 
 
 def exp2(x: jax.Array, platform: str, accurate: bool) -> jax.Array:

@@ -1,9 +1,8 @@
 """The forward pass of a few queries against many keys: K and V are read once, without copies.
 
 With K seen as [batch, kv, kv heads * dim], one product with a block-diagonal query gives the logits of all heads, so no
-head is copied out of K or V. If each kv head has only one row, a CPU is faster without products (xla_seam). The keys
-are processed in a few pieces; a piece that no row sees is skipped at run time: a mostly empty cache
-costs only as much as its filled part.
+head is copied out of K or V. The keys are processed in a few pieces; a piece that no row sees is skipped at run time: a mostly
+empty cache costs only as much as its filled part. On a CPU decode_rows is faster for a large cache.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...symbolic import surely
 from ..local_mask import Dropout, LocalMask
 from .cpu_tuning import (
     LN2,
@@ -23,9 +21,6 @@ from .cpu_tuning import (
     compute_dtype,
     exp2,
     few_rows_product,
-    has_fast_lone_row,
-    lone_row_product,
-    lone_row_sum,
     product,
 )
 from .primitives import where
@@ -33,10 +28,6 @@ from .varying import vary, varying
 
 __all__ = ["Pieces", "decode_forward"]
 
-
-# Keys over all heads up to which lone rows are one piece. Their 64 bytes each add up: from 32 MiB on, the C library
-# requests memory from the system again at every call, which takes longer than the attention.
-_LONE_ROW_CELLS = 1 << 17
 
 # (sum of weights times values, greatest logit, sum of weights), the weights not yet divided by their sum
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
@@ -73,17 +64,13 @@ def decode_forward(
     by_head = query if at == 1 else query.swapaxes(1, 2)  # [batch, heads, q, dim]
     rows = by_head.astype(compute).reshape(batch, kv_heads, group * q_len, query.shape[-1])
     time = layout.index("t")
-    lone = has_fast_lone_row(rows, value, platform)
-    flat = layout == "bthd" and not lone
+    flat = layout == "bthd"
     if flat:
         own = np.eye(kv_heads, dtype=bool)[None, :, None, :, None]
         across = jnp.where(own, rows[:, :, :, None, :], 0).reshape(batch, kv_heads * group * q_len, -1)
 
     def logits_of(keys: jax.Array) -> jax.Array:
         """[batch, heads, q, keys of the piece]."""
-        if lone:
-            x = lone_row_product(jnp.expand_dims(rows[:, :, 0], time), keys, softmax_dtype)
-            return (x if at == 1 else x.swapaxes(1, 2))[:, :, None]
         if flat:
             return few_rows_product(across, keys.reshape(*keys.shape[:2], -1), softmax_dtype, platform).reshape(
                 batch, heads, q_len, -1
@@ -92,9 +79,6 @@ def decode_forward(
 
     def values_of(p: jax.Array, values: jax.Array) -> jax.Array:
         """Weights [batch, heads, q, keys] times values: [batch, kv heads * group * q, (kv heads *) dim]."""
-        if lone:
-            weights = p[:, :, 0] if at == 1 else p[:, :, 0].swapaxes(1, 2)
-            return lone_row_sum(weights, values, time, softmax_dtype)
         if flat:
             p = p.reshape(batch, heads * q_len, -1)
             return product("bns,bsx->bnx", p, values.reshape(*values.shape[:2], -1), softmax_dtype)
@@ -102,14 +86,12 @@ def decode_forward(
         return product("bhns,bhsx->bhnx", p, values, softmax_dtype).reshape(batch, heads * q_len, -1)
 
     kinds = mask.kinds(q_len, pieces.block_kv)
-    at_once = not lone or surely(lambda: batch * kv_heads * kv_len <= _LONE_ROW_CELLS)
     live = None
-    if isinstance(kinds, np.ndarray) and at_once:
+    if isinstance(kinds, np.ndarray):
         pieces_of = _known_range(kinds, pieces.block_kv, kv_len)
     else:
         pieces_of = [(i * pieces.block_kv, min((i + 1) * pieces.block_kv, kv_len)) for i in range(kinds.shape[-1])]
-        # Hidden from the program even if known: conditionals run one after another and share their memory.
-        live = lax.optimization_barrier(jnp.asarray(kinds > 0).any(axis=(0, 1)))
+        live = (kinds > 0).any(axis=(0, 1))
     width = value.shape[-1] * (kv_heads if flat else 1)
     carry = _start((batch, heads, q_len), width, sinks, softmax_dtype, varying((query, key, value, sinks)))
     for index, (first, last) in enumerate(pieces_of):
@@ -122,8 +104,10 @@ def decode_forward(
             if bias is not None:
                 columns = bias if bias.shape[-1] == 1 else bias[..., first:last]
                 x = x + columns.astype(softmax_dtype) * LOG2E
-            if (seen := mask.array(slice(first, last))) is not None:
-                x = where(jnp.asarray(seen), x, -jnp.inf)
+            seen = mask.array(slice(first, last))
+            if seen is not None:
+                seen = jnp.asarray(seen)
+                x = where(seen, x, -jnp.inf)
             new_peak = jnp.maximum(peak, x.max(axis=-1))
             shift = where(new_peak != -jnp.inf, new_peak, 0)
             p = exp2(x - shift[..., None], platform, accurate=compute.itemsize >= 4)
@@ -133,6 +117,8 @@ def decode_forward(
                 keep = dropout.keep_all(batch, heads, q_len, slice(first, last))
                 p = where(keep, p, 0) / (1.0 - dropout.probability)
             values = lax.slice_in_dim(value, first, last, axis=time).astype(compute)
+            if seen is not None and mask.hides_keys:
+                values = where(_seen_values(seen, kv_heads, layout), values, 0)
             acc = acc * shrink.reshape(batch, -1, 1) + values_of(p.astype(compute), values)
             return acc, new_peak, total
 
@@ -149,6 +135,15 @@ def decode_forward(
         acc = lax.concatenate(own_parts, 1)
     output = (acc.reshape(batch, heads, q_len, -1) / safe[..., None]).astype(query.dtype)
     return output if at == 1 else output.swapaxes(1, 2), lse
+
+
+def _seen_values(seen: jax.Array, kv_heads: int, layout: str) -> jax.Array:
+    """Which values some query sees, in a shape that broadcasts to them: the others count as zeros, because 0 times NaN is NaN."""
+    batch, heads, _, keys = seen.shape
+    by_head = seen.any(2)
+    if heads not in (1, kv_heads):
+        by_head = by_head.reshape(batch, kv_heads, heads // kv_heads, keys).any(2)
+    return (by_head if layout == "bhtd" else by_head.swapaxes(1, 2))[..., None]
 
 
 def _known_range(kinds: np.ndarray, block_kv: int, kv_len: int) -> list[tuple[int, int]]:

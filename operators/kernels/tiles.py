@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,23 @@ class TileTable(NamedTuple):
     some_partial: bool
     some_full: bool
     neighbours: bool
+
+    def visits(self, batch: Any, group: Any, q_block: Any) -> tuple[Any, tuple[Any, Any], Callable[[Any], Any]]:
+        """The kv blocks of a query block: n of the first, n after the partial ones and after all, and the block for each n."""
+        table = self.table
+        begin: Any
+        end: Any
+        if isinstance(table, np.ndarray) and (table == table[:1, :1, :1]).all():
+            row = jnp.asarray(table[0, 0, 0])  # all query blocks see the same: only the kv block is looked up
+            begin, end = (int(n) for n in table[0, 0, 0, :2])
+        else:
+            place = (batch if table.shape[0] != 1 else 0, group if table.shape[1] > 1 else 0, q_block, 0)
+            row = cut(jnp.asarray(table), place, (1, 1, 1, table.shape[3])).reshape(-1)
+            begin, end = (lax.index_in_dim(row, n, keepdims=False) for n in (0, 1))
+        if self.neighbours:
+            known = isinstance(table, np.ndarray) and (table[..., 0] == table[0, 0, 0, 0]).all()
+            return int(table[0, 0, 0, 0]) if known else begin, (end, end), lambda n: n
+        return 2, (begin, end), lambda n: lax.squeeze(cut_along(row, n, 1), (0,))
 
 
 # Leaves whose test is a few operations on numbers of rows and of keys, which are fused into the work on a logit anyway.
@@ -103,7 +121,11 @@ class TilePosition(NamedTuple):
 
 
 class TileSource:
-    """Cuts the mask, the bias and the dropout of one tile out of the whole."""
+    """Cuts the mask, the bias and the dropout of one tile out of the whole.
+
+    in_place: nothing is padded along the keys. The last tile ends where they do, and nothing is visible of what it has in common
+    with the tile before it.
+    """
 
     def __init__(
         self,
@@ -114,8 +136,10 @@ class TileSource:
         *,
         tables: int = 1,
         every_tile: bool = False,  # also those without visible keys are cut
+        in_place: bool = False,
     ) -> None:
         self.mask, self.dropout, self.block_q, self.block_kv = mask, dropout, block_q, block_kv
+        self.in_place = in_place
         rows = -(-mask.q_len // block_q) * block_q
         # For a single block the mask is enough: it is visited whatever it sees.
         settle = not every_tile and not surely(lambda: mask.kv_len <= block_kv)
@@ -142,9 +166,18 @@ class TileSource:
             seen = mask.test(rows, shifted(rows, offset), shifted(cols, self.mask.k_start))
             seen = seen[0] if seen.ndim == 4 else seen[None]
         if self.mask.kv_len % self.block_kv != 0:
-            inside = (cols < length(self.mask.kv_len))[None]
+            inside = cols >= tile.kv_block * self.block_kv if self.in_place else cols < length(self.mask.kv_len)
+            inside = inside[None]
             seen = inside if seen is None else seen & inside
         return seen
+
+    def first_key(self, kv_block: Any) -> Any:
+        """The first key of a tile."""
+        first = kv_block * self.block_kv
+        if not self.in_place or self.mask.kv_len % self.block_kv == 0:
+            return first
+        last = self.mask.kv_len - self.block_kv
+        return min(first, last) if isinstance(first, int) else jnp.minimum(first, np.int32(last))
 
     def keep(self, tile: TilePosition) -> jax.Array | None:
         """Which weights dropout keeps: bool [heads, block_q, block_kv]; None without dropout."""
@@ -168,7 +201,7 @@ class TileSource:
 
     def _indices(self, tile: TilePosition) -> tuple[jax.Array, jax.Array]:
         rows = numbers((self.block_q, 1), 0, tile.q_block * self.block_q)
-        cols = numbers((1, self.block_kv), 1, tile.kv_block * self.block_kv)
+        cols = numbers((1, self.block_kv), 1, self.first_key(tile.kv_block))
         return rows, cols
 
     def _pad_atom(self, atom: Mask) -> Mask:
@@ -199,7 +232,7 @@ class TileSource:
         return held.seen(rows, shifted(cols, self.mask.k_start)[None, None], first)
 
     def _pad(self, array: jax.Array, dims: tuple[str, ...], broadcasts: bool) -> jax.Array:
-        blocks = {"q": self.block_q, "kv": self.block_kv}
+        blocks = {"q": self.block_q, "kv": 1 if self.in_place else self.block_kv}
         short = [
             0 if broadcasts and size == 1 else -(-size // (block := blocks.get(dim, 1))) * block - size
             for dim, size in zip(dims, array.shape, strict=True)
@@ -217,7 +250,7 @@ class TileSource:
             "batch": (tile.batch, 1),
             "heads": (tile.head, tile.heads),
             "q": (tile.q_block * self.block_q, self.block_q),
-            "kv": (tile.kv_block * self.block_kv, self.block_kv),
+            "kv": (self.first_key(tile.kv_block), self.block_kv),
         }
         static_part = [
             (0, 1) if broadcasts and size == 1 else where[dim] for dim, size in zip(dims, array.shape, strict=True)

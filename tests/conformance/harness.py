@@ -72,6 +72,9 @@ PATHS = {
         "vanilla", "forward_native", {"path": "blockwise", "block_q": 56, "block_kv": 64}
     ),
     "vanilla.forward_native decode": Implementation("vanilla", "forward_native", {"path": "decode", "block_kv": 64}),
+    "vanilla.forward_native decode_rows": Implementation(
+        "vanilla", "forward_native", {"path": "decode_rows", "block_kv": 64}
+    ),
 }
 # splash's other kernels.
 KERNELS = {

@@ -26,7 +26,11 @@ def _refusal(
     if implementation.operation not in ("vanilla", "sdpa", "splash"):
         failing = (rule.check(problem, problem.config) for rule in implementation.capability.rules)
         codes |= {reason.code for reason in failing if reason is not None}
-    if (implementation.config or {}).get("path") in ("blockwise", "decode") and "return_weights" in case.features:
+    if (implementation.config or {}).get("path") in (
+        "blockwise",
+        "decode",
+        "decode_rows",
+    ) and "return_weights" in case.features:
         codes |= {"vanilla.path"}
     if implementation.method == "forward_tpu" and implementation.operation == "splash":
         codes |= {"splash.one_query"} if case.q_len == 1 else set()

@@ -109,7 +109,7 @@ def _check(implementation: harness.Implementation, attend: Any, case: cases.Case
 
 # -- on one device -----------------------------------------------------------------------------------------------------
 
-ROUTES = sorted(set(harness.RUNNABLE) - {"sdpa.forward_cuda", "vanilla.forward_native decode"})
+ROUTES = sorted(set(harness.RUNNABLE) - {"sdpa.forward_cuda"})
 SLOW_KINDS = {"kv_lengths", "two_windows", "no_window", "not_dense", "lengths_and_chunks", "causal_later", "prefix_or"}
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -25,6 +25,7 @@ XLA: dict[str, tuple[str, dict[str, Any]]] = {
     "tiles": ("vanilla", {"path": "blockwise", "block_q": 16, "block_kv": 16}),
     "tile": ("vanilla", {"path": "blockwise"}),
     "decode": ("vanilla", {"path": "decode", "block_kv": 16}),
+    "decode-rows": ("vanilla", {"path": "decode_rows", "block_kv": 16}),
     "xla-ring": ("vanilla", {"path": "blockwise", "mesh": {"sp": 2}, "sequence_parallel": "ring"}),
 }
 ROUTES = KERNELS | XLA

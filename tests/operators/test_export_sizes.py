@@ -285,7 +285,7 @@ def test_routes() -> None:
     assert route("b, 4096, 4096") == "blockwise"
     assert route("2, s, s") == "blockwise"  # whole logits may be of any size
     assert route("2, s, s", "s <= 64") == "plain"
-    assert route("b, 1, 4096") == "decode"
+    assert route("b, 1, 4096") == "decode_rows"
     assert route("b, 1, t", "t >= 4096") == "blockwise"  # the pieces of a cache are counted beforehand
 
 
@@ -310,8 +310,9 @@ def test_a_refusing_kernel_warns_or_raises() -> None:
         _exported(lambda *x: Attention("splash", interpret=True, fallback="error")(*x).attention_outputs, *shapes)
 
 
-def test_a_declared_decode_route_needs_a_known_cache() -> None:
-    plan = Attention("vanilla", path="decode").plan(*_structs(_symbols("b, 1, t")))
+@pytest.mark.parametrize("path", ["decode", "decode_rows"])
+def test_a_declared_decode_route_needs_a_known_cache(path: str) -> None:
+    plan = Attention("vanilla", path=path).plan(*_structs(_symbols("b, 1, t")))
     assert [reason.code for reason in plan.rejected[0].reasons] == ["vanilla.symbolic_length"]
 
 

@@ -34,6 +34,7 @@ def expected(query: np.ndarray, key: np.ndarray, value: np.ndarray, window: int 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "decodeattn": ("autoregressive_decodeattn", {}),
     "decode": ("vanilla", {"path": "decode", "block_kv": 16}),
+    "decode_rows": ("vanilla", {"path": "decode_rows", "block_kv": 16}),
     "decodeattn_decode": ("autoregressive_decodeattn", {"path": "decode", "block_kv": 16}),
     "blockwise": ("vanilla", {"path": "blockwise", "block_q": 2, "block_kv": 16}),
     "sdpa": ("sdpa", {}),

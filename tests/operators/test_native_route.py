@@ -44,8 +44,12 @@ def _shapes(q_len: int, kv_len: int, batch: int = 1, heads: int = 8, kv_heads: i
         ({"q_len": 512, "kv_len": 512}, "blockwise"),
         ({"q_len": 197, "kv_len": 197, "batch": 16}, "blockwise"),
         ({"q_len": 8192, "kv_len": 8192}, "blockwise"),
-        ({"q_len": 1, "kv_len": 4096}, "decode"),
-        ({"q_len": 2, "kv_len": 32768, "kv_heads": 2}, "decode"),
+        ({"q_len": 1, "kv_len": 4096, "kv_heads": 2}, "decode"),
+        ({"q_len": 1, "kv_len": 4096}, "decode_rows"),
+        ({"q_len": 2, "kv_len": 32768, "kv_heads": 2}, "decode_rows"),
+        ({"q_len": 3, "kv_len": 32768, "kv_heads": 1}, "blockwise"),
+        ({"q_len": 1, "kv_len": 1024, "batch": 8, "heads": 32, "dim": 128}, "decode_rows"),
+        ({"q_len": 1, "kv_len": 128, "batch": 64, "heads": 8, "kv_heads": 2}, "plain"),
         ({"q_len": 1, "kv_len": 64}, "plain"),
     ],
 )
@@ -116,8 +120,9 @@ PROGRAMS = {
     "window": ({"q_len": 4096, "kv_len": 4096, "mask": Causal() & SlidingWindow(left=1023)}, 4, 10),
     "packed": ({"q_len": 4096, "kv_len": 4096, "mask": Causal(), "segments": True}, 4, 10),
     "causal_gradient": ({"q_len": 2048, "kv_len": 2048, "mask": Causal(), "gradient": True}, 4 + 5, 24),
-    "decode": ({"q_len": 1, "kv_len": 32768}, 2, 4),
-    "decode_one_row_a_head": ({"q_len": 1, "kv_len": 32768, "kv_heads": 8}, 8, 4),
+    "decode": ({"q_len": 1, "kv_len": 4096}, 2, 4),
+    "decode_rows": ({"q_len": 1, "kv_len": 32768}, 1, 2),
+    "decode_one_row_a_head": ({"q_len": 1, "kv_len": 32768, "kv_heads": 8}, 1, 2),
 }
 
 
@@ -130,8 +135,26 @@ def test_program_stays_small(name: str) -> None:
     if not JAX_0_9:  # whose XLA holds a product more
         assert program.memory_analysis().temp_size_in_bytes <= most << 20
     if name == "decode":
-        # K and V are read once: 32 MiB in all, and little else
-        assert program.cost_analysis()["bytes accessed"] < 1.5 * 2 * 32768 * 2 * 64 * 4
+        # K and V are read once: 4 MiB in all, and little else
+        assert program.cost_analysis()["bytes accessed"] < 1.5 * 2 * 4096 * 2 * 64 * 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["bthd", "bhtd"])
+def test_a_batch_is_read_in_place(layout: str, dtype: str) -> None:
+    """Neither a copy of the cache nor its conversion to float32 is made: 64 MiB in float32."""
+    shapes = (8, 1, 32, 128), (8, 1024, 8, 128), (8, 1024, 8, 128)
+    if layout == "bhtd":
+        shapes = tuple((b, h, t, d) for b, t, h, d in shapes)
+    query, key, value = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    lengths = jax.ShapeDtypeStruct((8,), jnp.int32)
+    attend = OperationRegistry.create("vanilla", OperationMetadata(runtime_dtype=dtype))
+
+    def step(q, k, v, lengths):
+        return attend(q, k, v, mask=Full(), kv_lengths=lengths, layout=layout).attention_outputs
+
+    program = jax.jit(step).lower(query, key, value, lengths).compile()
+    assert program.memory_analysis().temp_size_in_bytes <= 6 << 20
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
@@ -158,10 +181,12 @@ def tensors() -> list[jax.Array]:
         pytest.param(
             *(segments, path),
             id=f"{name}-{path}",
-            marks=[] if (path, segments) in (("blockwise", True), ("decode", False)) else [pytest.mark.slow],
+            marks=[]
+            if (path, segments) in (("blockwise", True), ("decode_rows", True), ("decode", False))
+            else [pytest.mark.slow],
         )
         for segments, name in ((False, "static"), (True, "segments"))
-        for path in ("plain", "blockwise", "decode")
+        for path in ("plain", "blockwise", "decode", "decode_rows")
     ],
 )
 def test_vmap(tensors: list[jax.Array], path: str, segments: bool) -> None:
@@ -225,7 +250,7 @@ def test_forward_mode(tensors: list[jax.Array]) -> None:
         jax.jvp(lambda q: blockwise(q, k, v).attention_outputs, (q,), (q,))
 
 
-@pytest.mark.parametrize("path", ["blockwise", "decode"])
+@pytest.mark.parametrize("path", ["blockwise", "decode", "decode_rows"])
 def test_error_is_at_most_twice_that_of_the_plain_formulation(path: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 1024, 4, 64)).astype(np.float32) for _ in range(3))
@@ -238,7 +263,7 @@ def test_error_is_at_most_twice_that_of_the_plain_formulation(path: str) -> None
     assert error(path) <= 2 * error("plain")
 
 
-@pytest.mark.parametrize("path", [pytest.param("plain", marks=pytest.mark.slow), "blockwise", "decode"])
+@pytest.mark.parametrize("path", [pytest.param("plain", marks=pytest.mark.slow), "blockwise", "decode", "decode_rows"])
 def test_indices_under_x64(path: str) -> None:
     """Loops count in 64 bits there, and tables and ids hold 32."""
     rng = np.random.default_rng(0)
@@ -260,35 +285,64 @@ def test_indices_under_x64(path: str) -> None:
 
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 6e-3}
-FEW_ROWS = (("float32", "bthd"), ("bfloat16", "bhtd"))  # in `make test`
+# kv_len, heads, kv heads, queries, head dim, value dim: lengths and dims that no slice divides, fewer keys than a block
+CACHES = {
+    "one row a head": (5003, 3, 3, 1, 32, 32),
+    "groups": (1000, 8, 2, 3, 24, 40),
+    "wide heads": (515, 2, 1, 1, 136, 16),
+    "few keys": (5, 2, 1, 2, 8, 8),
+    "long": (40000, 3, 3, 1, 32, 32),
+}
 
 
 @pytest.mark.parametrize(
-    ("kv_len", "dtype", "layout"),
+    ("path", "cache", "dtype", "layout"),
     [
-        pytest.param(*key, marks=[] if key[0] == 5003 and key[1:] in FEW_ROWS else [pytest.mark.slow])
-        for key in itertools.product((5003, 40000), TOLERANCE, ("bthd", "bhtd"))
+        pytest.param(
+            *key,
+            marks=[]
+            if key[0] == "decode_rows" and key[1] != "long" and key[2:] in (("float32", "bthd"), ("bfloat16", "bhtd"))
+            else [pytest.mark.slow],
+        )
+        for key in itertools.product(("decode", "decode_rows"), CACHES, TOLERANCE, ("bthd", "bhtd"))
     ],
 )
-def test_decode_with_one_row_a_head(kv_len: int, dtype: str, layout: str) -> None:
-    """Lengths that no slice divides, a cache filled in part, one piece and several."""
+def test_a_cache_filled_in_part(path: str, cache: str, dtype: str, layout: str) -> None:
+    """Of full rows, of one filled in part and of an empty one; what lies beyond isn't a number."""
+    kv_len, heads, kv_heads, q_len, dim, value_dim = CACHES[cache]
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((2, n, 3, 32)), dtype) for n in (1, kv_len, kv_len))
-    lengths = np.array([kv_len, kv_len // 3], np.int32)
-    attend = OperationRegistry.create("vanilla", OperationMetadata(runtime_dtype=dtype))
-    turned = (q, k, v) if layout == "bthd" else [x.swapaxes(1, 2) for x in (q, k, v)]
+    shapes = (3, q_len, heads, dim), (3, kv_len, kv_heads, dim), (3, kv_len, kv_heads, value_dim)
+    q, k, v = (np.asarray(jnp.asarray(rng.standard_normal(shape), dtype), np.float64) for shape in shapes)
+    lengths = np.array([kv_len, kv_len // 3, 0], np.int32)
+    attend = OperationRegistry.create(
+        "vanilla", OperationMetadata(runtime_dtype=dtype, operation_configs={"vanilla": {"path": path}})
+    )
     for given in (None, jnp.asarray(lengths)):
-        plan = attend.plan(*turned, mask=Full(), layout=layout, kv_lengths=given)
-        assert plan.route is not None
-        assert plan.route.name == "decode"
-        out = attend(*turned, mask=Full(), layout=layout, kv_lengths=given).attention_outputs
-        want = reference_attention(
-            *(np.asarray(x, np.float64) for x in (q, k, v)),
-            scale=32**-0.5,
-            mask=None if given is None else (np.arange(kv_len) < lengths[:, None])[:, None, None],
-        ).output
-        got = np.asarray(out if layout == "bthd" else out.swapaxes(1, 2), np.float64)
-        np.testing.assert_allclose(got, want, atol=TOLERANCE[dtype])
+        beyond = np.arange(kv_len) >= (lengths if given is not None else np.full(3, kv_len))[:, None]
+        tensors = [q, *(np.where(beyond[..., None, None], np.nan, x) for x in (k, v))]
+        turned = [jnp.asarray(x if layout == "bthd" else x.swapaxes(1, 2), dtype) for x in tensors]
+        out = attend(*turned, mask=Full(), layout=layout, kv_lengths=given, return_lse=True)
+        want = reference_attention(q, k, v, scale=dim**-0.5, mask=~beyond[:, None, None])
+        got = out.attention_outputs if layout == "bthd" else out.attention_outputs.swapaxes(1, 2)
+        np.testing.assert_allclose(np.asarray(got, np.float64), want.output, atol=TOLERANCE[dtype])
+        np.testing.assert_allclose(out.lse, want.lse, atol=TOLERANCE[dtype] * 5)
+
+
+def test_hidden_keys_reach_no_gradient_of_decode() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, 2, 16)).astype(np.float32) for n in (1, 40, 40))
+    seen = np.arange(40) < np.array([17, 0])[:, None]
+    dirty = [np.where(seen[..., None, None], x, np.nan) for x in (k, v)]
+    want = reference_gradients(q, k, v, np.ones(q.shape), scale=0.25, mask=seen[:, None, None])
+    for path in ("decode", "decode_rows"):
+        attend = _attend(path=path, block_kv=16)
+
+        def loss(q, k, v, attend=attend):
+            return attend(q, k, v, mask=Full(), kv_lengths=np.array([17, 0], np.int32)).attention_outputs.sum()
+
+        got = jax.jit(jax.grad(loss, (0, 1, 2)))(q, *dirty)
+        for ours, name in zip(got, ("query", "key", "value"), strict=True):
+            np.testing.assert_allclose(ours, want[name], atol=2e-5)
 
 
 # -- numbers from outside ----------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ ROUTES = {
     "plain": ("vanilla", {"path": "plain"}),
     "blockwise": ("vanilla", {"path": "blockwise"}),
     "decode": ("vanilla", {"path": "decode"}),
+    "decode_rows": ("vanilla", {"path": "decode_rows"}),
     "splash": ("splash", {}),
     "ring": ("ring", {}),
     "ulysses": ("ulysses", {}),
@@ -72,7 +73,7 @@ def test_text_is_short(route: str, mask: str, mode: str, length: int) -> None:
     assert max(map(len, text.splitlines())) < 20_000  # no constant of a number for each key
 
 
-@pytest.mark.parametrize("route", ["sdpa", "plain", "blockwise", "decode"])
+@pytest.mark.parametrize("route", ["sdpa", "plain", "blockwise", "decode", "decode_rows"])
 def test_text_of_a_gradient_is_short(route: str) -> None:
     text = _lowered(route, MASKS["window"], 4096, "train", True).as_text()
     assert len(text) < MOST
