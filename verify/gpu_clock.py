@@ -72,6 +72,8 @@ def gpu_cost(
         tiles = loop_tiles(
             problem.mask, (block_q, getattr(sizes, f"block_kv{suffix}")), slow, local.q_len, local.kv_len, offset, heads
         )
+        if len(kernel.loops) == len(tiles) + 1:  # the last one is for keys, values or scales that aren't finite
+            tiles = (*tiles, 0.0)
         if len(kernel.loops) != len(tiles):
             raise ConfigError(f"{name} has {len(kernel.loops)} loops where {len(tiles)} are known")
         warps = (kernel.threads or 0) // _WARP

@@ -38,6 +38,7 @@ class Seen(NamedTuple):
 
 
 _AT_ONCE = 1 << 22  # pairs of a query and a key that are tested at once
+_FEW = 1  # queries for each number of a head's key and value: so many are tested in less time than these are read
 
 
 def seen_keys(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None]) -> Seen | None:
@@ -187,8 +188,8 @@ def _of_pairs(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None
     def tested() -> jax.Array:
         return vary(jnp.broadcast_to(_by_kv_head(_any_query(mask), kv_heads), shape), axes)
 
-    read = sum(math.prod(x.shape) for x in given) // (given[0].shape[0] * mask.kv_len)  # numbers per key
-    if surely(lambda: mask.q_len <= read):
+    read = sum(x.shape[-1] for x in given if x.ndim == 4)
+    if surely(lambda: mask.q_len <= _FEW * read):
         return Seen(tested())
     finite = jnp.asarray(True)
     for x in given:

@@ -17,6 +17,8 @@ import pytest
 from covering import covering
 from jax.sharding import AxisType
 
+from attnops.operators.kernels import seen_keys
+
 from . import cases, harness
 from .hidden_keys import BATCH, HEADS, KINDS, KV, RNG, Q
 
@@ -162,6 +164,48 @@ def _marks(row: tuple[Any, ...]) -> list[pytest.MarkDecorator]:
 def test_hidden_keys_reach_nothing(which: str, kind: str, extra: str, layout: str, dtype: str, group: int) -> None:
     implementation = harness.RUNNABLE[which]
     _check(implementation, implementation.make(dtype), _case(kind, extra, group), layout, dtype)
+
+
+@pytest.mark.parametrize(
+    ("which", "kind"),
+    [
+        ("splash.forward_tpu", "segment_ids"),
+        *(
+            pytest.param(which, kind, marks=pytest.mark.slow)
+            for which in ("splash.forward_tpu pipelined", "flash_attn2.forward_cuda", *harness.PATHS)
+            for kind in ("segment_ids", "dense", "blocks_of_heads")
+            if which in ROUTES
+        ),
+    ],
+)
+def test_pairs_of_few_queries(which: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are tested whether a number isn't finite or not. What is traced is kept by the call, of which this is no part."""
+    jax.clear_caches()
+    monkeypatch.setattr(seen_keys, "_FEW", 1 << 10)
+    implementation = harness.RUNNABLE[which]
+    attend, case = implementation.make("float32"), _case(kind, "bias", 2)
+    _check(implementation, attend, case, "bhtd", "float32")
+    tensors, published = harness.draw(case, "float32"), implementation.capability.tolerance["float32"]
+    got = harness.run(attend, case, tensors, "float32", "bhtd")
+    harness.agree(got, harness.expect(case, tensors), published.forward, published.backward)
+    jax.clear_caches()
+
+
+FOLDED = harness.Implementation(
+    "flash_attn2", "forward_cuda", {"interpret": True, "fold": True, "block_q": 128, "block_kv": 64, "kv_splits": 2}
+)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dense",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in ("dense", *SLOW_KINDS)),
+    ],
+)
+def test_heads_folded_into_rows(kind: str) -> None:
+    """The GPU kernel's way with few queries, whose rows are those of a group's heads; and with keys in several parts."""
+    _check(FOLDED, FOLDED.make("float32"), _case(kind, "plain", 2), "bthd", "float32")
 
 
 # -- packed, quantised, and over devices -------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from .arrays import Along, Arrays
 from .sizes import dim_parts
-from .tile import Logits, Tile, product, seen_rows
+from .tile import Logits, Tile, product, seen_rows, zeroing
 from .visits import Visits
 
 __all__ = ["KeyGradients", "QueryGradient"]
@@ -60,17 +60,19 @@ class QueryGradient(_BackwardKernel):
         query = arrays.tile(refs["query"], batch, head, rows, dim)
         d_output = arrays.tile(refs["d_output"], batch, head, rows, value_dim)
 
-        def visit(kv_block: Any, sums: Any, masked: bool) -> Any:
+        def visit(kv_block: Any, sums: Any, masked: bool, zero: bool) -> Any:
             keys = Along(kv_block * sizes.block_kv, sizes.block_kv, static_part.kv_len)
             tile = Tile(self.logits, refs, batch, head, kv_head, rows, keys)
-            seen = seen_rows(refs, batch, kv_head, keys) if masked else None
+            seen = seen_rows(refs, batch, kv_head, keys) if masked and zero else None
             key = arrays.tile(refs["key"], batch, kv_head, keys, dim, masked, seen)
             value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, masked, seen)
             _, d_x = self._gradient(refs, tile, product(query, key, 1, 1), product(d_output, value, 1, 1), masked)
             d_x = d_x.astype(query[0].dtype)
             return tuple(acc + product([d_x], [part], 1, 0) for acc, part in zip(sums, key, strict=True))
 
-        sums = self.table.each(refs["visits"], batch, head, q_block, 0, 1, visit, self._zeros(sizes.block_q, dim))
+        usual, instead = zeroing(refs, visit)
+        start = self._zeros(sizes.block_q, dim)
+        sums = self.table.each(refs["visits"], batch, head, q_block, 0, 1, usual, start, instead)
         arrays.put_tile(refs["d_query"], batch, head, rows, dim, [acc * self.logits.scale for acc in sums])
 
 

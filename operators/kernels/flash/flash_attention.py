@@ -21,7 +21,7 @@ from .backward import KeyGradients, QueryGradient
 from .forward import ForwardKernel
 from .fp8 import as_bits
 from .sizes import FlashSizes, PassSizes
-from .tile import LOG2E, Logits, Words, add_arrays
+from .tile import LOG2E, Logits, Words, add_arrays, add_seen
 from .visits import Visits, visits
 
 __all__ = ["FlashPart", "flash_attention"]
@@ -289,7 +289,7 @@ def _arrays(
         if scale is not None:
             arrays.row_numbers(name, scale.astype(jnp.float32), sizes.block_kv)
     if seen is not None:
-        arrays.row_numbers("seen", seen.keys.astype(jnp.int8), sizes.block_kv)
+        add_seen(arrays, seen)
     add_arrays(arrays, mask, words, operands.bias, dropout)
     return arrays
 

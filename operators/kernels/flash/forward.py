@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from .arrays import Along, Arrays
 from .fp8 import from_bits
 from .sizes import Steps, dim_parts
-from .tile import LN2, LOG2E, Logits, Tile, product, seen_rows
+from .tile import LN2, LOG2E, Logits, Tile, product, seen_rows, zeroing
 from .visits import Visits
 
 __all__ = ["ForwardKernel"]
@@ -60,9 +60,9 @@ class ForwardKernel:
             key = arrays.tile(refs["key"], batch, kv_head, keys, dim, masked)
             return product(query, self._stored(key, self.stored[0], query[0].dtype), 1, 1)
 
-        def value_of(keys: Along, masked: bool) -> list[jax.Array]:
+        def value_of(keys: Along, masked: bool, zero: bool) -> list[jax.Array]:
             # The weights of hidden keys are 0, whatever the keys hold; the values would be multiplied by these.
-            seen = seen_rows(refs, batch, kv_head, keys) if masked else None
+            seen = seen_rows(refs, batch, kv_head, keys) if masked and zero else None
             value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, masked, seen)
             value = self._stored(value, self.stored[1], query[0].dtype)
             if "value_scale" not in refs:
@@ -71,7 +71,7 @@ class ForwardKernel:
             scale = scale if seen is None else jnp.where(seen[:, None], scale, 0.0)
             return [(x.astype(jnp.float32) * scale).astype(query[0].dtype) for x in value]
 
-        def add(keys: Along, raw: jax.Array, carry: Any, masked: bool) -> Any:
+        def add(keys: Along, raw: jax.Array, carry: Any, masked: bool, zero: bool) -> Any:
             sums, peak, total = carry
             tile = Tile(logits, refs, batch, first_head, kv_head, rows, keys, period=self.period)
             x, factor, _ = tile.weigh(raw, masked)
@@ -90,23 +90,25 @@ class ForwardKernel:
                 weights = tile.dropped(weights, left).astype(query[0].dtype)
                 sums = tuple(
                     acc + product([weights], [part], 1, 0)
-                    for acc, part in zip(sums, value_of(some, masked), strict=True)
+                    for acc, part in zip(sums, value_of(some, masked, zero), strict=True)
                 )
             return sums, new_peak, total
 
-        def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
+        def visit(kv_block: Any, carry: Any, masked: bool, zero: bool) -> Any:
             keys = Along(kv_block * sizes.block_kv, sizes.block_kv, logits.static_part.kv_len)
             parts = keys.parts(self.steps.softmaxes)
             products = (product_of(part, masked) for part in parts)
             # With a mask all of them come first: on an A100 1 to 10 % fewer stalls. Else each comes right before its softmax: 1 %
             # fewer at head dim 128, but 4 % more at 64.
             for part, x in zip(parts, list(products) if masked else products, strict=True):
-                carry = add(part, x, carry, masked)
+                carry = add(part, x, carry, masked, zero)
             return carry
 
+        usual, instead = zeroing(refs, visit)
         carry = self._start(refs, first_head, rows, split)
+        block = 0 if self.period is not None else q_block
         sums, peak, total = self.table.each(
-            refs["visits"], batch, head, 0 if self.period is not None else q_block, split, self.splits, visit, carry
+            refs["visits"], batch, head, block, split, self.splits, usual, carry, instead
         )
         total = total.sum(axis=1)
         live = total > 0

@@ -5,7 +5,9 @@ A tile is [query rows, keys] or, with `across`, [keys, query rows], where the gr
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +24,10 @@ from ..answer import Answer
 from ..block_words import BlockWords, is_blocks, seen_by_words
 from ..operands import StaticPart
 from ..precision import exact
+from ..seen_keys import Seen
 from .arrays import Along, Arrays, index
 
-__all__ = ["LN2", "LOG2E", "Logits", "Tile", "Words", "add_arrays", "product", "seen_rows"]
+__all__ = ["LN2", "LOG2E", "Logits", "Tile", "Words", "add_arrays", "add_seen", "product", "seen_rows", "zeroing"]
 
 Words = tuple[BlockWords | None, ...]
 
@@ -108,6 +111,26 @@ def add_arrays(arrays: Arrays, mask: LocalMask, words: Words, bias: jax.Array | 
 def _by_blocks(x: jax.Array, arrays: Arrays) -> dict[int, int]:
     sizes = {2: arrays.sizes.block_q, 3: arrays.sizes.block_kv}
     return {axis: size for axis, size in sizes.items() if x.shape[axis] > 1}
+
+
+def add_seen(arrays: Arrays, seen: Seen) -> None:
+    """Add which keys a query sees."""
+    arrays.row_numbers("seen", seen.keys.astype(jnp.int8), arrays.sizes.block_kv)
+    if seen.clean is not None:
+        arrays.add("clean", seen.clean.astype(jnp.int32).reshape(1), {})
+
+
+def zeroing(
+    refs: dict[str, Any], visit: Callable[..., Any]
+) -> tuple[Callable[..., Any], tuple[Any, Callable[..., Any]] | None]:
+    """(how partial tiles are visited, and how instead where a tensor has something else than numbers).
+
+    visit: of a tile, the carry, masked and zero: whether keys that no query sees are loaded as zeros.
+    """
+    with_zeros = functools.partial(visit, zero=True)
+    if "clean" in refs:
+        return functools.partial(visit, zero=False), (refs["clean"][0] == 0, with_zeros)
+    return with_zeros, None
 
 
 def seen_rows(refs: dict[str, Any], batch: Any, kv_head: Any, keys: Along) -> jax.Array | None:

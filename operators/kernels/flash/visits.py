@@ -44,8 +44,12 @@ class Visits:
         parts: int,
         visit: Callable[[Any, Any, bool], Any],
         carry: Any,
+        instead: tuple[Any, Callable[[Any, Any, bool], Any]] | None = None,
     ) -> Any:
-        """visit(tile, carry, masked) for the `part`-th of `parts` shares of a row's tiles. head: one of those with a table."""
+        """visit(tile, carry, masked) for the `part`-th of `parts` shares of a row's tiles. head: one of those with a table.
+
+        instead: whether another function is to visit the partial tiles, and that function.
+        """
         row = (batch if self.table.shape[0] > 1 else 0, head if self.table.shape[1] > 1 else 0, block)
         partial, total, masked_tiles, full_tiles = self._tiles(lambda i: ref[(*row, i)])
         of_full: tuple[Any, Any] = (0, total - partial)
@@ -56,7 +60,11 @@ class Visits:
         if self.some_full:
             carry = full_tiles.each(*of_full, visit, carry, False)
         if self.some_partial:
-            carry = masked_tiles.each(*of_partial, visit, carry, True)
+            start, end = of_partial
+            middle = end if instead is None else jnp.where(instead[0], start, end)
+            carry = masked_tiles.each(start, middle, visit, carry, True)
+            if instead is not None:  # a loop of its own: a choice in the loop would cost time in each turn
+                carry = masked_tiles.each(middle, end, instead[1], carry, True)
         return carry
 
     def _tiles(self, entry: Callable[[Any], Any]) -> tuple[Any, Any, _Run, _Run]:
