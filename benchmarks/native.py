@@ -29,7 +29,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-RIVALS = ("jax.nn", "einsum", "flax nnx", "ejkernel", "tokamax", "torch")
+RIVALS = ("jax.nn", "einsum", "flax nnx", "ejkernel", "tokamax", "torch", "torch BTHD")
+TORCH = ("torch", "torch BTHD")  # on tensors [batch, heads, time, dim], and on tensors as JAX's models have them
+# The cells of a batch of caches: those who run there. The others' programs are measured with one sequence.
+OF_A_BATCH = ("jax.nn", *TORCH)
 WHOLE_LOGITS = ("jax.nn", "einsum", "flax nnx")
 HEADS = 8
 CELL_SECONDS = 4.0
@@ -84,6 +87,10 @@ def cells() -> list[dict[str, Any]]:
                 found.append(_cell(mask, length, length, kv_heads, dim, dtype, backward))
     for length, kv_heads, dim, dtype in itertools.product((4096, 32768), (8, 2), (64, 128), ("float32", "bfloat16")):
         found.append(_cell("decode", 1, length, kv_heads, dim, dtype, False))
+    for batch, length, kind, dtype in itertools.product(
+        (1, 4, 8, 16, 32), (1024, 4096, 16384), ("cache", "ragged cache"), ("float32", "bfloat16")
+    ):
+        found.append(_cell(kind, 1, length, 8, 128, dtype, False) | {"batch": batch, "heads": 32})
     random.Random(0).shuffle(found)
     return sorted(found, key=lambda cell: not _named_by_a_goal(cell))
 
@@ -96,7 +103,7 @@ def _cell(mask: str, q_len: int, kv_len: int, kv_heads: int, dim: int, dtype: st
 
 
 def _named_by_a_goal(cell: dict[str, Any]) -> bool:
-    if cell["mask"] == "decode":
+    if cell["mask"] == "decode" or "batch" in cell:
         return True
     long = any(_long(cell, mask) for mask in ("causal", "window")) and cell["kv_heads"] == 2
     return long or (not cell["backward"] and cell["mask"] == "full" and cell["dim"] == 128 and cell["q_len"] == 2048)
@@ -110,10 +117,22 @@ def _long(cell: dict[str, Any], mask: str) -> bool:
 def describe(cell: dict[str, Any]) -> str:
     """`causal 2048 kv 8 D 64 float32 fwd+bwd`."""
     direction = "fwd+bwd" if cell["backward"] else "fwd"
+    if "batch" in cell:
+        return f"{cell['mask']} {cell['batch']} x {cell['kv_len']} kv {cell['kv_heads']} D {cell['dim']} {cell['dtype']}"
     return f"{cell['mask']} {cell['kv_len']} kv {cell['kv_heads']} D {cell['dim']} {cell['dtype']} {direction}"
 
 
+def _cache_bytes(cell: dict[str, Any]) -> int:
+    """Keys and values."""
+    width = 4 if cell["dtype"] == "float32" else 2
+    return 2 * cell.get("batch", 1) * cell["kv_len"] * cell["kv_heads"] * cell["dim"] * width
+
+
 def _too_large(rival: str, cell: dict[str, Any]) -> str | None:
+    if rival != "attnops" and rival not in (OF_A_BATCH if "batch" in cell else RIVALS[:-1]):
+        return "not run here"
+    if rival == "jax.nn" and _cache_bytes(cell) >= 4 << 30:
+        return "copies the cache, which doesn't fit beside the others'"
     logits = HEADS * cell["q_len"] * cell["kv_len"] * 4
     needs = logits * (4 if cell["backward"] else 2)
     if rival in WHOLE_LOGITS and needs > MOST_BYTES:
@@ -127,16 +146,20 @@ def measure(cell: dict[str, Any], workers: dict[str, Worker]) -> dict[str, Any]:
     samples: dict[str, list[float]] = {}
     limit = math.inf
     too_large = {rival: reason for rival in workers if (reason := _too_large(rival, cell))}
-    for rival, worker in workers.items():  # compile in parallel
-        if rival not in too_large:
+    answers: dict[str, dict[str, Any]] = {rival: {"error": reason} for rival, reason in too_large.items()}
+    asked = {rival: worker for rival, worker in workers.items() if rival not in too_large}
+    if _cache_bytes(cell) > 1 << 30:  # one after another, as each takes several times the memory while it makes its tensors
+        answers |= {rival: worker.ask(do="setup", rival=rival, cell=cell) for rival, worker in asked.items()}
+    else:  # compile in parallel
+        for rival, worker in asked.items():
             worker.send(do="setup", rival=rival, cell=cell)
-    answers = {r: {"error": too_large[r]} if r in too_large else w.receive() for r, w in workers.items()}
+        answers |= {rival: worker.receive() for rival, worker in asked.items()}
     for rival, worker in workers.items():  # attnops is first
         answer = answers[rival]
         if "stopped" in answer:
             answer = {"error": f"not compiled in {SETUP_SECONDS:.0f} s"}
         if "error" not in answer:
-            unhurried = rival in ("attnops", "torch")
+            unhurried = rival in ("attnops", *TORCH)
             first = worker.ask(SETUP_SECONDS if unhurried else limit, do="first", rival=rival)
             if rival == "attnops" and "seconds" in first:
                 slow = max(STOP_SECONDS, STOP_RATIO * first["seconds"])
@@ -151,7 +174,7 @@ def measure(cell: dict[str, Any], workers: dict[str, Worker]) -> dict[str, Any]:
         # so attnops and torch run three times in all.
         for rival in running:
             times[rival].append(results[rival]["seconds"])
-        for rival in ("attnops", "torch") * 2:
+        for rival in ("attnops", *TORCH) * 2:
             if rival in running:
                 times[rival].append(workers[rival].ask(do="time", rival=rival)["seconds"])
         rounds = 1
@@ -248,7 +271,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     large = [
         r["results"]["attnops"]["temp"]
         for r in rows
-        if HEADS * r["cell"]["q_len"] * r["cell"]["kv_len"] * 4 >= 1 << 30 and "temp" in r["results"]["attnops"]
+        if r["cell"]["heads"] * r["cell"]["q_len"] * r["cell"]["kv_len"] * 4 >= 1 << 30 and "temp" in r["results"]["attnops"]
     ]
     if large:
         found["most temp MiB where whole logits take a GiB or more"] = round(max(large) / 2**20, 1)
@@ -281,7 +304,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    masks = {"full": "#4c72b0", "causal": "#dd8452", "window": "#55a868", "packed": "#c44e52", "decode": "#8172b3"}
+    masks = {"full": "#4c72b0", "causal": "#dd8452", "window": "#55a868", "packed": "#c44e52", "decode": "#8172b3",
+        "cache": "#937860", "ragged cache": "#da8bc3"}  # fmt: skip
     rivals = [rival for rival in RIVALS if any(ratio(row, rival) is not None for row in rows)]
     figure, axes = plt.subplots(1, len(rivals), figsize=(2.3 * len(rivals), 3.4), sharey=True, squeeze=False)
     for axis, rival in zip(axes[0], rivals, strict=True):
@@ -349,6 +373,7 @@ def main() -> None:
         "--python", action="append", default=[], metavar="NAME=PATH", help="an implementation's own interpreter"
     )
     parser.add_argument("--only", default="", help="only cells whose description contains this")
+    parser.add_argument("--again", action="store_true", help="with --resume: measure the cells of --only again")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--resume", action="store_true", help="keep the cells in the JSON file, measure the others")
     parser.add_argument("--report", action="store_true", help="only print the JSON file's results")
@@ -390,7 +415,7 @@ def main() -> None:
         before = json.loads(options.json.read_text())
         if differ := [key for key in about if before[key] != about[key]]:
             sys.exit(f"{options.json} was measured with another {' and '.join(differ)}: start again without --resume")
-        rows = before["rows"]
+        rows = [row for row in before["rows"] if not (options.again and options.only in describe(row["cell"]))]
     done = [row["cell"] for row in rows]
     left = [cell for cell in cells() if cell not in done]
     todo = [cell for cell in left if options.only in describe(cell)]

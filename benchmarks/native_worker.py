@@ -25,9 +25,17 @@ PACKAGES = ("jax", "flax", "ejkernel", "tokamax", "torch")
 def tensors(cell: dict[str, Any]) -> list[np.ndarray]:
     """query, key, value, cotangent of the output: normal, float32, [batch, time, heads, dim]."""
     rng = np.random.default_rng(0)
-    query = (1, cell["q_len"], cell["heads"], cell["dim"])
-    key = (1, cell["kv_len"], cell["kv_heads"], cell["dim"])
-    return [rng.standard_normal(shape).astype(np.float32) for shape in (query, key, key, query)]
+    batch = cell.get("batch", 1)
+    query = (batch, cell["q_len"], cell["heads"], cell["dim"])
+    key = (batch, cell["kv_len"], cell["kv_heads"], cell["dim"])
+    return [rng.standard_normal(shape, np.float32) for shape in (query, key, key, query)]
+
+
+def lengths(cell: dict[str, Any]) -> np.ndarray | None:
+    """How much of each cache is filled, where that differs: int32 [batch], from a quarter to the whole."""
+    if cell["mask"] != "ragged cache":
+        return None
+    return np.random.default_rng(1).integers(cell["kv_len"] // 4, cell["kv_len"] + 1, cell["batch"]).astype(np.int32)
 
 
 def segment_ids(cell: dict[str, Any]) -> np.ndarray:
@@ -58,6 +66,12 @@ def attnops(cell: dict[str, Any]) -> Callable[..., Any]:
     masks = {"window": Causal() & SlidingWindow(left=WINDOW - 1), "causal": Causal(), "packed": Causal()}
     mask = masks.get(cell["mask"], Full())
     ids = jnp.asarray(segment_ids(cell)) if cell["mask"] == "packed" else None
+
+    def of_a_cache(q: Any, k: Any, v: Any, filled: Any) -> Any:
+        return attend(q, k, v, mask=mask, kv_lengths=filled).attention_outputs
+
+    if cell["mask"] == "ragged cache":
+        return of_a_cache
     return lambda q, k, v: attend(q, k, v, mask=mask, q_segment_ids=ids, kv_segment_ids=ids).attention_outputs
 
 
@@ -68,11 +82,18 @@ def jax_nn(cell: dict[str, Any]) -> Callable[..., Any]:
     kind = cell["mask"]
     window = (WINDOW - 1, 0) if kind == "window" else None
 
-    def attend(q: Any, k: Any, v: Any) -> Any:
+    def attend(q: Any, k: Any, v: Any, filled: Any = None) -> Any:
         mask = visible(cell, jnp)[None, None] if kind == "packed" else None
         causal = kind in ("causal", "window")
         return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=causal, local_window_size=window, implementation="xla"
+            q,
+            k,
+            v,
+            mask=mask,
+            is_causal=causal,
+            local_window_size=window,
+            key_value_seq_lengths=filled,
+            implementation="xla",
         )
 
     return attend
@@ -155,8 +176,10 @@ class Jax:
             return output, pull(d_out)
 
         function = both if cell["backward"] else attend
-        program = jax.jit(function).lower(q, k, v).compile()
-        self.run = lambda: jax.tree.leaves(jax.block_until_ready(program(q, k, v)))
+        filled = lengths(cell)
+        inputs = (q, k, v) if filled is None else (q, k, v, jnp.asarray(filled))
+        program = jax.jit(function).lower(*inputs).compile()
+        self.run = lambda: jax.tree.leaves(jax.block_until_ready(program(*inputs)))
         return {"temp": program.memory_analysis().temp_size_in_bytes}
 
     def sample(self, outputs: list[Any]) -> list[float]:
@@ -172,16 +195,20 @@ class Jax:
 
 
 class Torch:
-    """The same for torch.nn.functional.scaled_dot_product_attention, on tensors in its own layout."""
+    """The same for torch.nn.functional.scaled_dot_product_attention, on tensors in its own layout or in JAX's."""
 
     def setup(self, rival: str, cell: dict[str, Any]) -> dict[str, Any]:
         import torch
 
-        q, k, v, d_out = (
-            torch.tensor(x).to(getattr(torch, cell["dtype"])).transpose(1, 2).contiguous() for x in tensors(cell)
-        )
+        def placed(x: Any) -> Any:
+            by_head = torch.from_numpy(x).to(getattr(torch, cell["dtype"])).transpose(1, 2)
+            return by_head if rival == "torch BTHD" else by_head.contiguous()
+
+        q, k, v, d_out = map(placed, tensors(cell))
         kind = cell["mask"]
         mask = None
+        if (filled := lengths(cell)) is not None:
+            mask = torch.from_numpy(np.arange(cell["kv_len"]) < filled[:, None])[:, None, None]
         if kind in ("window", "packed"):
             mask = torch.from_numpy(np.ascontiguousarray(visible(cell, np)))
         attend = torch.nn.functional.scaled_dot_product_attention
@@ -228,7 +255,7 @@ def main() -> None:
         name = asked.get("rival", "")
         try:
             if asked["do"] == "setup":
-                workers[name] = Torch() if name == "torch" else Jax()
+                workers[name] = Torch() if name.startswith("torch") else Jax()
                 answer = workers[name].setup(name, asked["cell"])
             elif asked["do"] == "first":
                 start = time.perf_counter()

@@ -98,15 +98,21 @@ def decode_forward(
 
         def visit(carry: _Sums, first: int = first, last: int = last) -> _Sums:
             acc, peak, total = carry
-            x = logits_of(lax.slice_in_dim(key, first, last, axis=time).astype(compute))
+            seen = mask.array(slice(first, last))
+            alive = None
+            if seen is not None:
+                seen = jnp.asarray(seen)
+                alive = _seen_keys(seen, kv_heads, layout) if mask.hides_keys else None
+            keys = lax.slice_in_dim(key, first, last, axis=time).astype(compute)
+            if alive is not None and flat and seen.shape[1] != 1:  # the other heads' rows are 0 here, and 0 times NaN is NaN
+                keys = where(alive, keys, 0)
+            x = logits_of(keys)
             x = x * scale if soft_cap is None else soft_cap * jnp.tanh(x * (scale / soft_cap))
             x = x * LOG2E
             if bias is not None:
                 columns = bias if bias.shape[-1] == 1 else bias[..., first:last]
                 x = x + columns.astype(softmax_dtype) * LOG2E
-            seen = mask.array(slice(first, last))
             if seen is not None:
-                seen = jnp.asarray(seen)
                 x = where(seen, x, -jnp.inf)
             new_peak = jnp.maximum(peak, x.max(axis=-1))
             shift = where(new_peak != -jnp.inf, new_peak, 0)
@@ -117,8 +123,8 @@ def decode_forward(
                 keep = dropout.keep_all(batch, heads, q_len, slice(first, last))
                 p = where(keep, p, 0) / (1.0 - dropout.probability)
             values = lax.slice_in_dim(value, first, last, axis=time).astype(compute)
-            if seen is not None and mask.hides_keys:
-                values = where(_seen_values(seen, kv_heads, layout), values, 0)
+            if alive is not None:
+                values = where(alive, values, 0)
             acc = acc * shrink.reshape(batch, -1, 1) + values_of(p.astype(compute), values)
             return acc, new_peak, total
 
@@ -137,8 +143,8 @@ def decode_forward(
     return output if at == 1 else output.swapaxes(1, 2), lse
 
 
-def _seen_values(seen: jax.Array, kv_heads: int, layout: str) -> jax.Array:
-    """Which values some query sees, in a shape that broadcasts to them: the others count as zeros, because 0 times NaN is NaN."""
+def _seen_keys(seen: jax.Array, kv_heads: int, layout: str) -> jax.Array:
+    """Which keys some query sees, in a shape that broadcasts to keys and values: the others count as zeros."""
     batch, heads, _, keys = seen.shape
     by_head = seen.any(2)
     if heads not in (1, kv_heads):

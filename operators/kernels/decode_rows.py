@@ -72,7 +72,7 @@ def decode_rows_forward(
     q_len, group, dim, value_dim = mask.q_len, heads // kv_heads, query.shape[-1], value.shape[-1]
     rows, block_kv = group * q_len, pieces.block_kv
     eighths = _EIGHTHS if block_kv % _EIGHTHS == 0 else 1
-    compute = jnp.promote_types(softmax_dtype, key.dtype)
+    compute = max(softmax_dtype, key.dtype, key=lambda dtype: dtype.itemsize)
     by_head = query if head == 1 else query.swapaxes(1, 2)
     all_rows = by_head.astype(compute).reshape(batch, kv_heads, rows, dim)
     if soft_cap is None:
@@ -162,9 +162,8 @@ def decode_rows_forward(
         if table.some_partial or table.some_full:
             end = ends[0] if table.some_partial else ends[1]
             known = isinstance(first, int) and isinstance(end, int) and end - first > 1
-            if (
-                not known
-            ):  # A loop of one step would be unrolled, and the sum over a block be fused with what comes before it.
+            # XLA would unroll a loop of one step, and fuse the sum over a block with what comes before it.
+            if not known:
                 end = lax.optimization_barrier(jnp.asarray(end, np.int32))
             sums = loop(first, end, lambda n, sums: visit(row, by_row, block_of(n), sums), sums)
             sums = sums if known else twice_forward_only(sums)
