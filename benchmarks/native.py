@@ -118,7 +118,9 @@ def describe(cell: dict[str, Any]) -> str:
     """`causal 2048 kv 8 D 64 float32 fwd+bwd`."""
     direction = "fwd+bwd" if cell["backward"] else "fwd"
     if "batch" in cell:
-        return f"{cell['mask']} {cell['batch']} x {cell['kv_len']} kv {cell['kv_heads']} D {cell['dim']} {cell['dtype']}"
+        return (
+            f"{cell['mask']} {cell['batch']} x {cell['kv_len']} kv {cell['kv_heads']} D {cell['dim']} {cell['dtype']}"
+        )
     return f"{cell['mask']} {cell['kv_len']} kv {cell['kv_heads']} D {cell['dim']} {cell['dtype']} {direction}"
 
 
@@ -148,7 +150,9 @@ def measure(cell: dict[str, Any], workers: dict[str, Worker]) -> dict[str, Any]:
     too_large = {rival: reason for rival in workers if (reason := _too_large(rival, cell))}
     answers: dict[str, dict[str, Any]] = {rival: {"error": reason} for rival, reason in too_large.items()}
     asked = {rival: worker for rival, worker in workers.items() if rival not in too_large}
-    if _cache_bytes(cell) > 1 << 30:  # one after another, as each takes several times the memory while it makes its tensors
+    if (
+        _cache_bytes(cell) > 1 << 30
+    ):  # one after another, as each takes several times the memory while it makes its tensors
         answers |= {rival: worker.ask(do="setup", rival=rival, cell=cell) for rival, worker in asked.items()}
     else:  # compile in parallel
         for rival, worker in asked.items():
@@ -271,7 +275,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     large = [
         r["results"]["attnops"]["temp"]
         for r in rows
-        if r["cell"]["heads"] * r["cell"]["q_len"] * r["cell"]["kv_len"] * 4 >= 1 << 30 and "temp" in r["results"]["attnops"]
+        if r["cell"]["heads"] * r["cell"]["q_len"] * r["cell"]["kv_len"] * 4 >= 1 << 30
+        and "temp" in r["results"]["attnops"]
     ]
     if large:
         found["most temp MiB where whole logits take a GiB or more"] = round(max(large) / 2**20, 1)

@@ -143,7 +143,7 @@ def _piece(
     if problem.dropout_prob > 0:
         dropout = Dropout(dropout_seed(arrays["dropout_rng"]), problem.dropout_prob, row, heads.start, rows.start)
         head, at, key = np.arange(count), np.arange(rows.stop - rows.start), np.arange(problem.kv_len)
-        keep = np.asarray(dropout.keep(0, head[:, None, None], at[:, None], key))[None]
+        keep = np.asarray(dropout.keep(0, head[:, None, None], at[None, :, None], key[None, None]))[None]
     return forward(
         given.query[one, rows, heads],
         given.key[one, :, kv_head : kv_head + 1],

@@ -48,7 +48,9 @@ _PIECES = 8
 # decode_rows, on a CPU:
 _ROWS_A_HEAD = 16  # query rows of a kv head, up to which they read a key from the cache faster than products copy it
 _CACHE_NUMBERS = 1 << 21  # keys' and values' numbers from which on products, or their copies of keys, leave the caches
-_NUMBERS_A_LOGIT = 32  # bfloat16 numbers of a key for each row that reads it; below, products take less time, where there may be any
+_NUMBERS_A_LOGIT = (
+    32  # bfloat16 numbers of a key for each row that reads it; below, products take less time, where there may be any
+)
 _ROW_NUMBERS = 1 << 17  # those of a batch row that are worth a step of a loop
 _BLOCK_CELLS = 1 << 14  # logits of a block, so that what a block makes stays in the caches
 _LEAST_BLOCK, _MOST_BLOCK = 64, 2048  # keys
@@ -110,7 +112,11 @@ def _in_place(problem: AttentionProblem, local: LocalShape, kv_len: int, product
     rows = local.q_heads // local.kv_heads * local.q_len
     if not surely(lambda: rows <= _ROWS_A_HEAD):
         return False
-    if products and problem.runtime_dtype == "bfloat16" and not surely(lambda: rows * _NUMBERS_A_LOGIT <= problem.head_dim):
+    if (
+        products
+        and problem.runtime_dtype == "bfloat16"
+        and not surely(lambda: rows * _NUMBERS_A_LOGIT <= problem.head_dim)
+    ):
         return False
     row = local.kv_heads * kv_len * (problem.head_dim + problem.value_dim)
     large = row >= _ROW_NUMBERS and surely(lambda: row * local.batch >= _CACHE_NUMBERS)

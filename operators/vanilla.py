@@ -16,7 +16,6 @@ from ..symbolic import is_symbolic
 from .base import Operation
 from .kernels.blockwise import Blocking, BlockwisePart, blockwise_attention
 from .kernels.decode import Pieces
-from .kernels.decode_rows import RowPieces
 from .kernels.plain import plain_attention
 from .local import LocalCall, LocalOutput
 from .mask_blocks import has_blocks
@@ -26,7 +25,7 @@ from .sequence.ring_call import around_the_ring
 __all__ = ["Vanilla", "VanillaConfig"]
 
 
-_FEW_QUERIES = {"decode": Pieces, "decode_rows": RowPieces}
+_FEW_QUERIES = ("decode", "decode_rows")
 _TRIED = (64, 128, 256, 512, 1024, 2048)  # block sizes that a search tries
 
 
@@ -210,7 +209,7 @@ def _in_parts(call: LocalCall, route: NativeRoute) -> LocalOutput:
         dropout=call.dropout,
         softmax_dtype=call.softmax_dtype,
         platform=call.problem.platform,
-        forward=_FEW_QUERIES[route.name](block_kv)
+        forward=Pieces(block_kv, route.name == "decode_rows")
         if route.name in _FEW_QUERIES
         else Blocking(block_q, block_kv, heads),
         backward=Blocking(block_q_backward, block_kv_backward, heads),

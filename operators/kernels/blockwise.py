@@ -23,7 +23,7 @@ from ...symbolic import surely
 from ..local_mask import Dropout, LocalMask
 from .cpu_tuning import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, held_in_loop
 from .decode import Pieces, decode_forward
-from .decode_rows import RowPieces, decode_rows_forward
+from .decode_rows import decode_rows_forward
 from .derivatives import twice_forward_only
 from .operands import Operands, StaticPart, Traced, join_static
 from .part import LSE_NAME, OUTPUT_NAME, differentiable
@@ -53,7 +53,7 @@ class _BlockwiseStatic:
     soft_cap: float | None
     softmax_dtype: np.dtype
     platform: str
-    forward: Blocking | Pieces | RowPieces
+    forward: Blocking | Pieces
     backward: Blocking
     static_part: StaticPart
 
@@ -72,7 +72,7 @@ def blockwise_attention(
     dropout: Dropout | None,
     softmax_dtype: np.dtype,
     platform: str,
-    forward: Blocking | Pieces | RowPieces,
+    forward: Blocking | Pieces,
     backward: Blocking,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output in the layout, lse [batch, heads, q] in the softmax dtype), both differentiable in reverse.
@@ -94,7 +94,7 @@ class BlockwisePart:
     soft_cap: float | None
     softmax_dtype: np.dtype
     platform: str
-    forward: Blocking | Pieces | RowPieces
+    forward: Blocking | Pieces
     backward: Blocking
     title: ClassVar[str] = "vanilla's blockwise path"
 
@@ -380,7 +380,7 @@ class _BlockPass:
 def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
     if not isinstance(static.forward, Blocking):
         mask, dropout = join_static(static.static_part, traced)
-        of_few_queries = decode_forward if isinstance(static.forward, Pieces) else decode_rows_forward
+        of_few_queries = decode_rows_forward if static.forward.in_place else decode_forward
         return of_few_queries(
             operands.query,
             operands.key,
@@ -394,7 +394,7 @@ def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tu
             dropout=dropout,
             softmax_dtype=static.softmax_dtype,
             platform=static.platform,
-            pieces=static.forward,
+            block_kv=static.forward.block_kv,
         )
     work = _BlockPass(static, static.forward, operands, traced)
     heads, rows = work.blocking.heads, work.rows

@@ -35,9 +35,13 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Pieces:
-    """The keys of one piece. The caller fixes their number, which is small: each piece is its own part of the program."""
+    """The keys of one piece, and whether they are attended to in place, by decode_rows.
+
+    Otherwise the caller fixes the number of pieces, which is small: each is its own part of the program.
+    """
 
     block_kv: int
+    in_place: bool = False
 
 
 def decode_forward(
@@ -54,7 +58,7 @@ def decode_forward(
     dropout: Dropout | None,
     softmax_dtype: np.dtype,
     platform: str,
-    pieces: Pieces,
+    block_kv: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output in the layout, lse [batch, heads, q]); not differentiable by itself."""
     at = layout.index("h")
@@ -85,12 +89,12 @@ def decode_forward(
         p = p.reshape(batch, kv_heads, group * q_len, -1)
         return product("bhns,bhsx->bhnx", p, values, softmax_dtype).reshape(batch, heads * q_len, -1)
 
-    kinds = mask.kinds(q_len, pieces.block_kv)
+    kinds = mask.kinds(q_len, block_kv)
     live = None
     if isinstance(kinds, np.ndarray):
-        pieces_of = _known_range(kinds, pieces.block_kv, kv_len)
+        pieces_of = _known_range(kinds, block_kv, kv_len)
     else:
-        pieces_of = [(i * pieces.block_kv, min((i + 1) * pieces.block_kv, kv_len)) for i in range(kinds.shape[-1])]
+        pieces_of = [(i * block_kv, min((i + 1) * block_kv, kv_len)) for i in range(kinds.shape[-1])]
         live = (kinds > 0).any(axis=(0, 1))
     width = value.shape[-1] * (kv_heads if flat else 1)
     carry = _start((batch, heads, q_len), width, sinks, softmax_dtype, varying((query, key, value, sinks)))
@@ -104,7 +108,9 @@ def decode_forward(
                 seen = jnp.asarray(seen)
                 alive = _seen_keys(seen, kv_heads, layout) if mask.hides_keys else None
             keys = lax.slice_in_dim(key, first, last, axis=time).astype(compute)
-            if alive is not None and flat and seen.shape[1] != 1:  # the other heads' rows are 0 here, and 0 times NaN is NaN
+            if (
+                alive is not None and seen is not None and flat and seen.shape[1] != 1
+            ):  # the other heads' rows are 0 here, and 0 times NaN is NaN
                 keys = where(alive, keys, 0)
             x = logits_of(keys)
             x = x * scale if soft_cap is None else soft_cap * jnp.tanh(x * (scale / soft_cap))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -27,18 +26,11 @@ from .primitives import cut, cut_along, fold, loop, put, where
 from .tiles import TilePosition, TileSource, tile_table
 from .varying import vary, varying
 
-__all__ = ["RowPieces", "decode_rows_forward"]
+__all__ = ["decode_rows_forward"]
 
 _LANES = 8
 _MOST_TERMS = 16  # of a sum of lanes: each is a few instructions of the program
 _EIGHTHS = 8  # of a block's values: a core's first cache holds as many lines that begin at the same place of a page
-
-
-@dataclass(frozen=True)
-class RowPieces:
-    """The keys of one piece: at most all keys, and a multiple of 8 unless there are fewer."""
-
-    block_kv: int
 
 
 class _Sums(NamedTuple):
@@ -64,13 +56,16 @@ def decode_rows_forward(
     dropout: Dropout | None,
     softmax_dtype: np.dtype,
     platform: str,
-    pieces: RowPieces,
+    block_kv: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (output in the layout, lse [batch, heads, q]); not differentiable by itself."""
+    """Return (output in the layout, lse [batch, heads, q]); not differentiable by itself.
+
+    block_kv: at most all keys, and a multiple of 8 unless there are fewer.
+    """
     head, time = layout.index("h"), layout.index("t") - 1  # time: within a batch row
     batch, heads, kv_heads = query.shape[0], query.shape[head], key.shape[head]
     q_len, group, dim, value_dim = mask.q_len, heads // kv_heads, query.shape[-1], value.shape[-1]
-    rows, block_kv = group * q_len, pieces.block_kv
+    rows = group * q_len
     eighths = _EIGHTHS if block_kv % _EIGHTHS == 0 else 1
     compute = max(softmax_dtype, key.dtype, key=lambda dtype: dtype.itemsize)
     by_head = query if head == 1 else query.swapaxes(1, 2)
@@ -138,7 +133,7 @@ def decode_rows_forward(
         p = jnp.exp(x - jnp.expand_dims(shift.reshape(kv_heads, group, q_len), time))
         shrink = jnp.exp(sums.peak - shift)
         total = sums.total * shrink + p.sum(time).reshape(kv_heads, rows)
-        if (keep := source.keep(tile)) is not None:
+        if dropout is not None and (keep := source.keep(tile)) is not None:
             p = where(spread(keep), p, 0) / (1.0 - dropout.probability)
         p = p.astype(compute).reshape(*of_tokens(block_kv), rows)
         values, eighth, terms = held_in_loop(value, row, first, platform), block_kv // eighths, []

@@ -152,6 +152,7 @@ PATH_CASES = {
 PATHS_OFTEN = {
     "vanilla.forward_native blockwise": ("causal", "kv_lengths", "dense_mask", "lse"),
     "vanilla.forward_native decode": ("causal_window", "segment_ids", "bias", "int8_kv"),
+    "vanilla.forward_native decode_rows": ("causal", "gqa", "dense_mask", "fp8_kv"),
 }
 
 

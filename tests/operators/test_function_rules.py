@@ -33,7 +33,7 @@ def _under_jit(x: Any, j: Any) -> Any:
 
 BEYOND = {
     "table": (lambda x, j: jnp.asarray(TABLE)[x % N, j % N], "array", r"holds bool\[8,8\]"),
-    "one entry": (lambda x, j: x - j < jnp.array([5]), "array", r"holds int32\[1\]"),
+    "one entry": (lambda x, j: x - j < jnp.array([[5]]), "array", r"holds int32\[1,1\]"),
     "under jit": (_under_jit, "array", r"holds int32\[\]"),
     "computed table": (lambda x, j: jnp.arange(N)[x % N] >= j % N, "operation", "uses gather"),
     "order": (lambda x, j: jnp.sort(x, axis=-1) >= j, "operation", "uses sort"),

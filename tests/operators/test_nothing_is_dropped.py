@@ -46,7 +46,8 @@ INTERPRETED = {"operation_configs": {"splash": {"interpret": True}}}
 SITUATIONS = {
     "plain": Situation(q_len=32, kv_len=32, route="plain"),
     "blockwise": Situation(metadata={"operation_configs": {"vanilla": {"path": "blockwise"}}}, route="blockwise"),
-    "decode": Situation(call=CACHE, q_len=1, kv_len=4096, route="decode"),
+    "decode": Situation(call=CACHE | {"causal": False}, q_len=1, kv_len=4096, route="decode"),
+    "decode_rows": Situation(call=CACHE, q_len=1, kv_len=4096, route="decode_rows"),
     "gather": Situation(metadata=SP, strategy="gather"),
     "ring": Situation(
         metadata=SP | {"sequence_parallel": "ring"},
@@ -57,7 +58,7 @@ SITUATIONS = {
         metadata={"mesh": {"sp": 2}, "sequence_parallel": "ring"}, strategy="ring", instead={"path": "plain"}
     ),
     "ulysses": Situation(metadata=SP | {"sequence_parallel": "ulysses"}, strategy="ulysses"),
-    "split_kv": Situation(metadata=SP, call=CACHE, q_len=1, kv_len=4096, route="decode", strategy="split_kv"),
+    "split_kv": Situation(metadata=SP, call=CACHE, q_len=1, kv_len=4096, route="decode_rows", strategy="split_kv"),
     "splash": Situation("splash", INTERPRETED),
     "splash's native path": Situation("splash", q_len=32, kv_len=32, route="plain"),
     "sdpa": Situation("sdpa"),

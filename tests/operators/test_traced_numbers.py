@@ -83,7 +83,7 @@ def test_the_other_way_has_the_references_values(mask: Any, visible: np.ndarray)
 def test_a_scale_of_each_head() -> None:
     """The query is multiplied instead, by [heads, 1] in layout bthd."""
     scales = jnp.array([0.1, 0.5, 1.0, 2.0])
-    got = jax.jit(lambda s: attend(Q * s[:, None], K, V, softmax_scale=1.0).attention_outputs)(scales)
+    got = jax.jit(lambda s: attend(Q * s[None, None, :, None], K, V, softmax_scale=1.0).attention_outputs)(scales)
     for head, scale in enumerate((0.1, 0.5, 1.0, 2.0)):
         one = [x[:, :, head : head + 1] for x in (Q, K, V)]
         want = reference_attention(*one, scale=scale, mask=AHEAD[None, None] <= 0).output

@@ -85,7 +85,7 @@ def train(case: Case, metadata: OperationMetadata, mesh: Mesh) -> dict[str, np.n
 def decode(metadata: OperationMetadata, mesh: Mesh) -> np.ndarray:
     attend, drawn = OperationRegistry.create("vanilla", metadata), layer.draw_cache()
     cache = [put(drawn[name], mesh, "fsdp", "sp", "tp") for name in ("key_cache", "value_cache")]
-    positions = np.arange(layer.CACHE)[:, None, None]
+    positions = np.arange(layer.CACHE)[None, :, None, None]
 
     @jax.jit
     def step(cache: Any, lengths: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
