@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -88,3 +89,13 @@ def _programs_of_a_file() -> Iterator[None]:
     import jax
 
     jax.clear_caches()
+
+
+# Parametrised cells that only `make test-all` runs, chosen by tools/slow_cells.py.
+_SLOW_CELLS = frozenset((Path(__file__).parent / "slow_cells.txt").read_text(encoding="utf-8").splitlines())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid in _SLOW_CELLS:
+            item.add_marker(pytest.mark.slow)

@@ -253,6 +253,7 @@ def test_sizes_of_a_step_are_searched_and_kept(
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
+@pytest.mark.slow
 def test_sizes_of_a_step_are_searched_for_a_tpu(
     attnops: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,6 +207,7 @@ compile_process.main()
 """
 
 
+@pytest.mark.slow
 def test_a_pass_that_takes_too_long_is_not_compiled(
     attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

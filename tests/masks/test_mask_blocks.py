@@ -121,7 +121,7 @@ def test_a_choice_means_what_it_says(how, array):
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 8), st.integers(0, 8), st.integers(0, 99))
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=5)
 def test_bounds_of_blocks_are_exact(block_q, block_kv, q_start, k_start, seed):
     """Of a choice and of a layout, with a first key that is traced and one that isn't."""
     rng = np.random.default_rng(seed)

@@ -46,7 +46,13 @@ INTERPRETED = {"operation_configs": {"splash": {"interpret": True}}}
 SITUATIONS = {
     "plain": Situation(q_len=32, kv_len=32, route="plain"),
     "blockwise": Situation(metadata={"operation_configs": {"vanilla": {"path": "blockwise"}}}, route="blockwise"),
-    "decode": Situation(call=CACHE | {"causal": False}, q_len=1, kv_len=4096, route="decode"),
+    "decode": Situation(
+        metadata={"operation_configs": {"vanilla": {"path": "decode"}}},
+        call=CACHE,
+        q_len=1,
+        kv_len=4096,
+        route="decode",
+    ),
     "decode_rows": Situation(call=CACHE, q_len=1, kv_len=4096, route="decode_rows"),
     "gather": Situation(metadata=SP, strategy="gather"),
     "ring": Situation(

@@ -226,7 +226,7 @@ class Server:
         return free.reshape(-1, pool.sequence_shards).T.reshape(-1)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.integers(0, 2**32))
 def test_served_together_is_one_at_a_time(seed: int) -> None:
     Server(model("plain"), seed).run(20)
