@@ -19,11 +19,11 @@ _MOST = 8  # per pass
 def better_blocks(entry: Entry) -> Entry:
     """The entry with other sizes declared, if they are open, no search has stored any, and the estimate gains."""
     plan = entry.plan
-    if plan.method is None or (plan.tuning is not None and plan.tuning.source != "heuristic"):
+    if plan.runs is None or (plan.tuning is not None and plan.tuning.source != "heuristic"):
         return entry
     best = entry.estimate
     machine, order = best.machine, entry.candidate.mesh
-    ways = plan.operation.candidates(plan.method, plan.problem, plan.placement)
+    ways = plan.runs.candidates(plan.problem, plan.placement)
     chosen = {part: found[0] for part, found in ways.items()}  # of all passes: those of one may depend on another's
     for part, found in ways.items():
         for fields in _distinct(found):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ..planning import AttentionProblem
+from ..planning import AttentionProblem, OperationConfig
 
 __all__ = ["AXES", "SEQUENCE_AXES", "Candidate", "Sought", "candidates", "meshes"]
 
@@ -64,9 +64,13 @@ class Sought(NamedTuple):
     generating: bool
 
 
-def operations_for(declared: str, platform: str, kernels_on: Mapping[str, str]) -> tuple[str, ...]:
-    """The declared operation, and others worth trying on the platform; none whose kernels the declared one runs itself."""
-    others = (name for name in _OPERATIONS.get(platform, ()) if kernels_on.get(platform) != name)
+def operations_for(declared: str, platform: str, config: type[OperationConfig] | None) -> tuple[str, ...]:
+    """The declared operation, and others worth trying on the platform; none whose kernels the declared one runs itself.
+
+    config: the config class of that other operation, if there is one.
+    """
+    elsewhere = None if config is None else config.model_fields["operation"].default
+    others = (name for name in _OPERATIONS.get(platform, ()) if name != elsewhere)
     return tuple(dict.fromkeys((declared, *others)))
 
 

@@ -124,7 +124,9 @@ def _sought(given: Declaration, machine: Machine, held: Mapping[str, int], opera
     problem = kind(metadata).plan(**given.call_arguments(given.shapes())).problem
     for name in operations:
         OperationRegistry.get(name)
-    others = tuple(operations) or operations_for(given.operation, machine.platform, kind.kernels_on)
+    others = tuple(operations) or operations_for(
+        given.operation, machine.platform, kind.config_elsewhere(machine.platform)
+    )
     strategies, orders = declared_ways(given, kind)
     return Sought(problem, others, held, strategies, orders, problem.mode in GENERATION)
 
@@ -175,7 +177,7 @@ def _distinct(entries: Iterable[Entry]) -> list[Entry]:
     for entry in entries:
         split = entry.plan.placement.sequence
         order = str(split.zigzag) if split.ring_axes else None
-        native = entry.plan.method == "forward_native"  # the same code for all
+        native = entry.plan.kind != "platform"  # the same code for all
         name = str(entry.plan.route) if native and entry.plan.route else entry.candidate.operation
         kept.setdefault(entry.candidate._replace(operation=name, strategy=split.strategy, order=order), entry)
     return list(kept.values())

@@ -9,27 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..masks import Mask
-from ..planning import Plan
+from ..planning import PassSizes, Plan
 
-__all__ = ["Kernel", "Live", "kernels_of_pass", "live_of"]
+__all__ = ["Live", "kernels_of_pass", "live_of"]
 
-_TILE = 128  # if an implementation has no tiles of its own
 _MOST_BLOCKS = 2048  # per side; beyond that several blocks are treated as one
-
-
-class Kernel(NamedTuple):
-    """One kernel of a pass: what it makes, its blocks, how many products sum over the head dim and over the value dim.
-
-    unit: the queries and keys of the parts of a tile that it can leave out. pipelined: products run ahead of exponentials.
-    """
-
-    products: str
-    block_q: int
-    block_kv: int
-    dims: int
-    value_dims: int
-    unit: tuple[int, int]
-    pipelined: bool = False
 
 
 class Live(NamedTuple):
@@ -47,49 +31,28 @@ class Live(NamedTuple):
         return self.weights / (self.block_q * self.block_kv)
 
 
-_FORWARD = ("forward", "block_q", "block_kv", 1, 1)
-_BACKWARD = (("dkv", "block_q_dkv", "block_kv_dkv", 2, 2), ("dq", "block_q_dq", "block_kv_dq", 2, 1))
-
-
-def kernels_of_pass(plan: Plan, backward: bool) -> tuple[Kernel, ...]:
-    """The kernels of the forward pass, or of the backward pass without it."""
+def kernels_of_pass(plan: Plan, backward: bool) -> tuple[PassSizes, ...]:
+    """The kernels of the forward pass, or of the backward pass without it; of a route the sizes that it takes."""
     local, route = plan.placement.local, plan.route
-    if route is not None:
-        sizes = (
-            (getattr(route, "block_q_backward", None), getattr(route, "block_kv_backward", None))
-            if backward
-            else (getattr(route, "block_q", None), getattr(route, "block_kv", None))
-        )
-        whole = route.name == "plain"
-        q, kv = (
-            (local.q_len, local.kv_len) if whole else (n or length for n, length in zip(sizes, local[1:3], strict=True))
-        )
-        return (Kernel("backward", q, kv, 3, 2, (q, kv)) if backward else Kernel("forward", q, kv, 1, 1, (q, kv)),)
-    config = plan.config
-    own = plan.method == "forward_tpu" and getattr(config, "kernel", None) == "attnops"
-
-    def made(products: str, q: str, kv: str, dims: int, value_dims: int) -> Kernel:
-        block_q, block_kv = block = tuple(getattr(config, name, None) or _TILE for name in (q, kv))
-        inner = tuple(
-            getattr(config, f"{name}_compute", None) or size for name, size in zip((q, kv), block, strict=True)
-        )
-        ahead = {"forward": "products_ahead", "backward": "products_ahead_dkv"}.get(products, "")
-        pipelined = own and bool(getattr(config, ahead, 0))
-        return Kernel(products, block_q, block_kv, dims, value_dims, inner if own else block, pipelined)  # type: ignore[arg-type]
-
-    if not backward:
-        return (made(*_FORWARD),)
-    if getattr(config, "block_q_dq", None) and not getattr(config, "use_fused_bwd_kernel", None):
-        return tuple(made(*one) for one in _BACKWARD)
-    return (made("backward", "block_q_dkv", "block_kv_dkv", 3, 2),)
+    if route is None:
+        return () if plan.runs is None else plan.runs.passes(plan.config, backward)
+    sizes = (
+        (getattr(route, "block_q_backward", None), getattr(route, "block_kv_backward", None))
+        if backward
+        else (getattr(route, "block_q", None), getattr(route, "block_kv", None))
+    )
+    whole = route.name == "plain"
+    q, kv = (local.q_len, local.kv_len) if whole else (n or length for n, length in zip(sizes, local[1:3], strict=True))
+    return (PassSizes("backward", q, kv, 3, 2) if backward else PassSizes("forward", q, kv, 1, 1),)
 
 
-def live_of(plan: Plan, kernel: Kernel) -> Live:
+def live_of(plan: Plan, kernel: PassSizes) -> Live:
     """The live tiles of a planned call. If visibility is only known at run time, everything counts."""
     problem, placement = plan.problem, plan.placement
     local, split = placement.local, placement.sequence
     block_q, block_kv = _even(local.q_len, kernel.block_q), _even(local.kv_len, kernel.block_kv)
-    unit = _even(local.q_len, min(kernel.unit[0], block_q)), _even(local.kv_len, min(kernel.unit[1], block_kv))
+    compute_q, compute_kv = kernel.compute_q or kernel.block_q, kernel.compute_kv or kernel.block_kv
+    unit = _even(local.q_len, min(compute_q, block_q)), _even(local.kv_len, min(compute_kv, block_kv))
     pieces_q, pieces_kv = problem.q_len // local.q_len, problem.kv_len // local.kv_len
     if problem.dynamic_query_offset or (plan.route is not None and plan.route.name == "plain"):
         pairs = np.full((pieces_q, pieces_kv), float(local.q_len * local.kv_len))

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..devices import spec_of_kind
-from ..planning import Plan
+from ..planning import PassSizes, Plan
 from ..verify.generations import clock_rate, vector_cycles
 from ..verify.tile_counts import matrix_cycles
 from ..verify.work import exact_products
 from .machine import Machine
-from .tiles import Kernel, live_of
+from .tiles import live_of
 
 __all__ = ["Rate", "Worked", "rate_of", "worked"]
 
@@ -50,14 +50,14 @@ class Worked(NamedTuple):
     bound: str
 
 
-def rate_of(machine: Machine, plan: Plan, kernel: Kernel) -> Rate:
+def rate_of(machine: Machine, plan: Plan, kernel: PassSizes) -> Rate:
     """From the published rates of the device; see docs/advise.md."""
     problem = plan.problem
     d, dv = problem.head_dim, problem.value_dim
-    flops = 2.0 * (kernel.dims * d + kernel.value_dims * dv)
+    flops = 2.0 * (kernel.head_dims * d + kernel.value_dims * dv)
     item = jnp.dtype(problem.runtime_dtype).itemsize
     exact = exact_products(plan)
-    own = plan.method != "forward_native"
+    own = plan.kind == "platform"
     if machine.cpu is not None:
         cpu = machine.cpu
         return Rate(flops / cpu.flops_per_second, 1 / cpu.weights_per_second, 0.0, cpu.tile_seconds, 0.0, 0.0, 0.0)
@@ -81,7 +81,7 @@ def rate_of(machine: Machine, plan: Plan, kernel: Kernel) -> Rate:
     return Rate(products, vector, 0.0, 0.0, *moved)
 
 
-def worked(machine: Machine, plan: Plan, kernels: tuple[Kernel, ...]) -> Worked:
+def worked(machine: Machine, plan: Plan, kernels: tuple[PassSizes, ...]) -> Worked:
     """All kernels of a pass, one after the other, over all heads and batch rows of a device."""
     problem, local = plan.problem, plan.placement.local
     heads = local.batch * local.q_heads
@@ -112,7 +112,7 @@ def worked(machine: Machine, plan: Plan, kernels: tuple[Kernel, ...]) -> Worked:
     return Worked(total, max(bounds, key=lambda name: bounds[name]))
 
 
-def _moved(kernel: Kernel, item: int, d: int, dv: int, share: int) -> tuple[float, float, float]:
+def _moved(kernel: PassSizes, item: int, d: int, dv: int, share: int) -> tuple[float, float, float]:
     """HBM traffic of a kernel that fetches tiles at each step: what the fast axis holds is fetched again for every tile of the
     slow one."""
     if kernel.products == "dkv":  # by keys: queries and the output's gradient are fetched with every tile
@@ -124,7 +124,7 @@ def _moved(kernel: Kernel, item: int, d: int, dv: int, share: int) -> tuple[floa
     return fetched, (d + dv) * item + 4 * d, float(sums)
 
 
-def _once(kernel: Kernel, item: int, d: int, dv: int, group: int) -> tuple[float, float, float]:
+def _once(kernel: PassSizes, item: int, d: int, dv: int, group: int) -> tuple[float, float, float]:
     """HBM traffic if every array moves once: a cache is assumed to hold what is used again."""
     if kernel.products == "forward":
         return 0.0, (d + dv) * item, (d + dv) * item / group
@@ -132,7 +132,7 @@ def _once(kernel: Kernel, item: int, d: int, dv: int, group: int) -> tuple[float
     return 0.0, (2 * d + dv) * item, written * (d + dv) * item / group
 
 
-def _of_xla(plan: Plan, kernel: Kernel, item: int) -> tuple[float, float, float]:
+def _of_xla(plan: Plan, kernel: PassSizes, item: int) -> tuple[float, float, float]:
     """Products and softmax are separate programs, with the weights between them in HBM."""
     problem = plan.problem
     wide = jnp.dtype(problem.softmax_dtype).itemsize

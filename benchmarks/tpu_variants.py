@@ -162,7 +162,7 @@ def cycles_of_pass(call: Call) -> int | str:
         worker.close()
     if made.cycles is None:
         return made.failure or "no cycles"
-    return kernel_cycles(plan.problem, plan.placement, plan.config, "forward", kernel, made.cycles)
+    return kernel_cycles(plan.problem, plan.placement, plan.config, *plan.runs.passes(plan.config, False), made.cycles)
 
 
 def cycles_of_tile(variant: Variant) -> int | str:

@@ -23,12 +23,6 @@ def listing() -> dict[str, Any]:
             operations[name] = _operation(operation)
         except AttnOpsError as error:
             operations[name] = {"error": str(error)}
-    classes = {name: OperationRegistry.get(name) for name, entry in operations.items() if "error" not in entry}
-    by_class = {operation.__name__: name for name, operation in classes.items()}
-    for name, operation in classes.items():
-        for method, entry in operations[name]["implementations"].items():
-            owner = by_class.get(getattr(operation, method).__qualname__.partition(".")[0], name)
-            entry["borrowed_from"] = None if owner == name else f"{owner}.{method}"
     return {"features": dict(FEATURES), "operations": operations}
 
 
@@ -37,7 +31,9 @@ def _operation(operation: type[PlannedOperation]) -> dict[str, Any]:
     implementations = {}
     for method in methods:
         capability = operation.capability(method)
+        listed = operation.listed_as(method)
         implementations[method] = {
+            "borrowed_from": None if listed == f"{operation.name}.{method}" else listed,
             "consumes": sorted(capability.consumes),
             "rules": [rule.code for rule in capability.rules],
             "tolerance": {dtype: value._asdict() for dtype, value in capability.tolerance.items()},

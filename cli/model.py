@@ -226,10 +226,10 @@ def _series(layers: Sequence[int]) -> str:
 
 def _blocks(plan: Plan) -> str:
     """The route and its sizes, or the block sizes of the config that the implementation reads."""
-    if plan.method is None:
+    if plan.runs is None:
         return "-"
     sizes: Any = plan.route
-    if sizes is None and plan.operation.reads_config(plan.method):
+    if sizes is None and plan.runs.reads(plan.config):
         sizes = plan.config
     found = [getattr(sizes, name, None) for name in ("block_q", "block_kv")]
     words = ([plan.route.name] if plan.route is not None else []) + (["x".join(map(str, found))] if all(found) else [])

@@ -151,11 +151,11 @@ def _plan(options: ReportOptions, arrays: dict[str, object]) -> Plan:
 
 def _searches(name: str, plan: Plan) -> list[Searched]:
     """The cached search results of a plan, by pass and by method of measuring."""
-    if plan.method is None:
+    if plan.runs is None or plan.method is None:
         return []
     kept = load(tune_key(plan.method, plan.problem, plan.placement)).measured
     found: list[Searched] = []
-    offered = plan.operation.candidates(plan.method, plan.problem, plan.placement) if kept else {}
+    offered = plan.runs.candidates(plan.problem, plan.placement) if kept else {}
     for part, how in dict.fromkeys((one.part, one.how) for one in kept):
         ones = [one for one in kept if (one.part, one.how) == (part, how)]
         good = sorted((one for one in ones if one.seconds), key=lambda one: one.seconds or 0.0)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ..errors import ConfigError
 from ..operators.declared_config import declared_config
-from ..operators.paged import Paged
+from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep, declared_step
 from ..planning.cache.cache_plan import CachePlan
 from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
@@ -29,7 +29,7 @@ __all__ = ["is_paged", "plan_step", "print_step", "refuse_inputs", "show_step", 
 def is_paged(declaration: Declaration) -> bool:
     """Whether the operation runs steps over pages. Errors: ConfigError if the file declares the other kind of call."""
     operation: Any = OperationRegistry.get(declaration.operation)
-    paged = issubclass(operation, Paged)
+    paged = issubclass(operation, PagedOperation)
     if paged and declaration.is_set("call"):
         raise ConfigError(
             f"operation {declaration.operation!r} runs steps over pages; declare `step` instead of `call`."
@@ -41,7 +41,9 @@ def is_paged(declaration: Declaration) -> bool:
     return paged
 
 
-def step_of(declaration: Declaration, metadata: OperationMetadata, mode: str | None) -> tuple[Paged, DeclaredStep]:
+def step_of(
+    declaration: Declaration, metadata: OperationMetadata, mode: str | None
+) -> tuple[PagedOperation, DeclaredStep]:
     """(the operation, the arguments of its step)."""
     operation: Any = OperationRegistry.create(declaration.operation, metadata)
     cache = plan_cache(declaration, metadata)

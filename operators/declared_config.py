@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import ConfigError
 from ..planning import OperationConfig, PlannedOperation
 from ..planning.text import Aside
-from ..registry import OperationMetadata, OperationRegistry
+from ..registry import OperationMetadata
 
 __all__ = ["declared_config"]
 
@@ -18,11 +18,12 @@ def declared_config(
     On a platform where the operation runs another one's kernels, only that one's config counts.
     Errors: ConfigError if the two configs disagree, or a block size doesn't fit the others.
     """
-    elsewhere = operation.kernels_on.get(platform)
+    other = operation.config_elsewhere(platform)
+    elsewhere = None if other is None else other.model_fields["operation"].default
     read = (operation.name, operation.kernel_config) if elsewhere is None else (elsewhere,)
     config = metadata.operation_configs.get(read[0])
     if config is None:
-        config = (operation if elsewhere is None else OperationRegistry.get(elsewhere)).config.coerce({})
+        config = (other or operation.config).coerce({})
     if elsewhere is None:
         config = _with_kernels(config, operation, metadata)
     config, notes = _fed(config, operation, metadata)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from .vanilla import Vanilla, VanillaConfig
+from .base import Operation
+from .vanilla import NATIVE, VanillaConfig
 
 __all__ = ["AutoregressiveDecodeAttention", "AutoregressiveDecodeConfig"]
 
@@ -15,9 +16,10 @@ class AutoregressiveDecodeConfig(VanillaConfig):
     operation: Literal["autoregressive_decodeattn"] = "autoregressive_decodeattn"  # type: ignore[assignment]
 
 
-class AutoregressiveDecodeAttention(Vanilla):
+class AutoregressiveDecodeAttention(Operation):
     """`vanilla` over a dense cache: `kv_starts` and `kv_lengths` specify which keys of each row exist."""
 
     name = "autoregressive_decodeattn"
     config = AutoregressiveDecodeConfig
     kernel_config: ClassVar[str | None] = "vanilla"
+    forward_native = NATIVE

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
-from .flash import FlashAttention2Config
-from .splash import Splash
+from .base import Operation
+from .flash import FLASH, NO_ROCM, FlashAttention2Config
+from .splash.splash_kernels import SPLASH
+from .vanilla import NATIVE
 
 __all__ = ["FlashAttention2", "FlashAttention2Config"]
 
 
-class FlashAttention2(Splash):
+class FlashAttention2(Operation):
     """Like `splash`, but with the config of the GPU kernels; on a TPU the config of 'splash' applies."""
 
     name = "flash_attn2"
     config = FlashAttention2Config
-    kernels_on: ClassVar[Mapping[str, str]] = {"tpu": "splash"}
+    forward_tpu = SPLASH
+    forward_cuda = FLASH
+    forward_rocm = NO_ROCM
+    forward_native = NATIVE

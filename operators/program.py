@@ -48,11 +48,11 @@ def attention(program: Program, arrays: Arrays) -> LocalOutput:
     """Run a planned call. This is its name in a profile and in a program's text."""
     operation, decided = program.operation, program.plan
     return execute(
-        getattr(operation, decided.method or ""),
+        operation.forward(decided.method or "", decided.config),
         decided,
         program.mesh,
         program.options,
         arrays,
         default_causal=program.default_causal,
-        check_vma=operation.check_vma(decided.method or "", decided.config),
+        check_vma=operation.implementation(decided.method or "", decided.config).check_vma(decided.config),
     )

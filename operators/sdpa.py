@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ..masks import Causal, Full, Mask, SlidingWindow
-from ..planning import STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule, implementation
+from ..planning import STATIC_MASKS, AttentionProblem, Implementation, OperationConfig, Placement, Rule, declares
 from .base import Operation
 from .kernels.jax_sdpa import jax_sdpa
 from .local import LocalCall, LocalOutput
@@ -80,32 +80,37 @@ _CUDNN = (
 )
 
 
-class ScaledDotProduct(Operation):
-    """jax's own attention behind the declaration; what it can't express is refused."""
-
-    name = "sdpa"
+class _JaxAttention(Implementation[SdpaConfig]):
+    operation = "sdpa"
     config = SdpaConfig
 
-    @classmethod
-    def remarks(
-        cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
-    ) -> tuple[str, ...]:
-        """Also reports the precision of jax's products."""
-        return (*super().remarks(method, problem, placement, config), *ambient_precision(problem))
+    def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
+        """The precision of jax's products."""
+        del placement, config
+        return ambient_precision(problem)
 
-    @implementation(
+
+class CudnnAttention(_JaxAttention):
+    """cuDNN's flash attention; causal masks and causal windows as flags, other masks as an array."""
+
+    capability = declares(
         consumes=_FEATURES,
         rules=_CUDNN,
         tolerance={"bfloat16": (2e-2, 4e-2), "float16": (4e-3, 8e-3)},
         dequantises=True,
     )
-    def forward_cuda(self, call: LocalCall) -> LocalOutput:
-        """Run cuDNN's flash attention; causal masks and causal windows as flags, other masks as an array."""
+
+    def __call__(self, call: LocalCall) -> LocalOutput:
+        """Attend."""
         local = call.placement.local
         flags = _flags(call.mask.mask, local.q_len, local.kv_len) if call.q_shards == 1 else None
         return _run(call, "cudnn", flags)
 
-    @implementation(
+
+class XlaSdpa(_JaxAttention):
+    """jax.nn's XLA implementation; a causal mask as a flag, other masks as an array."""
+
+    capability = declares(
         consumes=_FEATURES,
         rules=(_SOFTMAX,),
         # bfloat16: jax 0.12 on CPU rounds more than jax 0.10 if heads come before time (a row off by 5.8e-2 of its size).
@@ -113,11 +118,21 @@ class ScaledDotProduct(Operation):
         dequantises=True,
         symbolic=("batch", "length"),
     )
-    def forward_native(self, call: LocalCall) -> LocalOutput:
-        """Run the XLA implementation; a causal mask as a flag, other masks as an array."""
+
+    def __call__(self, call: LocalCall) -> LocalOutput:
+        """Attend."""
         # Not local_window_size: jax.nn makes two arrays of indices for it, constants of 64 KB of text at 4096.
         causal = call.mask.mask == Causal(0) and call.q_shards == 1
         return _run(call, "xla", (True, None) if causal else None)
+
+
+class ScaledDotProduct(Operation):
+    """jax's own attention behind the declaration; what it can't express is refused."""
+
+    name = "sdpa"
+    config = SdpaConfig
+    forward_cuda = CudnnAttention()
+    forward_native = XlaSdpa()
 
 
 def _run(

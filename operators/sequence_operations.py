@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from .splash import Splash
+from .base import Operation
+from .flash import FLASH, NO_ROCM
 from .splash.splash_config import SplashConfig
+from .splash.splash_kernels import SPLASH
+from .vanilla import NATIVE
 
 __all__ = ["RingAttention", "RingConfig", "UlyssesAttention", "UlyssesConfig"]
 
@@ -22,19 +25,27 @@ class UlyssesConfig(SplashConfig):
     operation: Literal["ulysses"] = "ulysses"  # type: ignore[assignment]
 
 
-class RingAttention(Splash):
+class RingAttention(Operation):
     """Keys and values travel around the mesh axes that split the sequence; without such axes it is splash."""
 
     name = "ring"
     config = RingConfig
     sequence_parallel: ClassVar[str | None] = "ring"
     kernel_config: ClassVar[str | None] = "splash"
+    forward_tpu = SPLASH
+    forward_cuda = FLASH
+    forward_rocm = NO_ROCM
+    forward_native = NATIVE
 
 
-class UlyssesAttention(Splash):
+class UlyssesAttention(Operation):
     """Heads are split instead of the sequence while attention runs; without such axes it is splash."""
 
     name = "ulysses"
     config = UlyssesConfig
     sequence_parallel: ClassVar[str | None] = "ulysses"
     kernel_config: ClassVar[str | None] = "splash"
+    forward_tpu = SPLASH
+    forward_cuda = FLASH
+    forward_rocm = NO_ROCM
+    forward_native = NATIVE

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import PositiveInt
 
-from ..planning import ALL_FEATURES, AttentionProblem, OperationConfig, Placement, Rule, implementation
+from ..planning import ALL_FEATURES, AttentionProblem, Implementation, OperationConfig, Placement, Rule, declares
 from ..planning.text import fields_text
 from ..symbolic import is_symbolic
 from .base import Operation
@@ -22,7 +22,7 @@ from .mask_blocks import has_blocks
 from .native_route import NativeRoute, native_block_remarks, native_route
 from .sequence.ring_call import around_the_ring
 
-__all__ = ["Vanilla", "VanillaConfig"]
+__all__ = ["NATIVE", "NativeAttention", "Vanilla", "VanillaConfig"]
 
 
 _FEW_QUERIES = ("decode", "decode_rows")
@@ -75,13 +75,12 @@ _LENGTH = Rule(
 )
 
 
-class Vanilla(Operation):
-    """Softmax attention written out: logits, cap, bias, mask, sinks, softmax, dropout, values."""
+class NativeAttention(Implementation[VanillaConfig]):
+    """Softmax attention in plain XLA, by the plan's route: with whole logits, or a part at a time."""
 
-    name = "vanilla"
+    operation = "vanilla"
     config = VanillaConfig
-
-    @implementation(
+    capability = declares(
         consumes=ALL_FEATURES,
         rules=(_PATH, _LENGTH),
         tolerance={
@@ -94,74 +93,43 @@ class Vanilla(Operation):
         route=native_route,
         symbolic=("batch", "length"),
     )
-    def forward_native(self, call: LocalCall) -> LocalOutput:
-        """Attend by the plan's route: with whole logits, or a part at a time."""
+
+    def __call__(self, call: LocalCall) -> LocalOutput:
+        """Attend."""
         call = call.dequantised()
         route = call.route
         if not isinstance(route, NativeRoute):  # called from another operation's method, which has no route
             route = native_route(call.problem, call.placement, VanillaConfig())
-        if route.name != "plain":
-            return _in_parts(call, route)
-        call, keep = call.with_hidden_keys_zero(), None
-        if call.dropout is not None:
-            local = call.placement.local
-            keep = call.dropout.keep_all(local.batch, local.q_heads, local.q_len, slice(0, local.kv_len))
-        output, weights, lse = plain_attention(
-            call.query,
-            call.key,
-            call.value,
-            layout=call.layout,
-            scale=call.softmax_scale,
-            mask=call.mask.array(),
-            bias=call.bias,
-            soft_cap=call.logits_soft_cap,
-            sinks=call.sinks,
-            keep=keep,
-            keep_probability=1.0 - call.problem.dropout_prob,
-            softmax_dtype=call.softmax_dtype,
-        )
-        return LocalOutput(output, weights if call.return_weights else None, lse if call.return_lse else None)
+        return _whole(call) if route.name == "plain" else _in_parts(call, route)
 
-    @classmethod
-    def works_on_parts(cls, method: str, config: OperationConfig, strategy: str) -> bool:
+    def works_on_parts(self, config: OperationConfig, strategy: str) -> bool:
         """On a single part with any path; on one part after another with blocks."""
-        by_blocks = getattr(config, "path", None) in (None, "blockwise")
-        return method == "forward_native" and (by_blocks or strategy == "split_kv")
+        return strategy == "split_kv" or not self.reads(config) or self.read(config).path in (None, "blockwise")
 
-    @classmethod
-    def remarks(
-        cls, method: str, problem: AttentionProblem, placement: Placement, config: OperationConfig
-    ) -> tuple[str, ...]:
-        """Also reports block sizes that the route doesn't read."""
-        notes = super().remarks(method, problem, placement, config)
-        if not isinstance(config, VanillaConfig):
-            return notes
-        chosen = native_route(problem, placement, config)
-        notes = (*notes, *native_block_remarks(problem, placement, chosen))
-        route = chosen.name
-        sizes = {name: size for name in ("block_q", "block_kv") if (size := getattr(config, name)) is not None}
+    def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
+        """The blocks of a mask of blocks, and sizes that the route doesn't read."""
+        declared = self.read(config) if self.reads(config) else VanillaConfig()
+        chosen = native_route(problem, placement, declared)
+        notes, route = native_block_remarks(problem, placement, chosen), chosen.name
+        sizes = {name: size for name in ("block_q", "block_kv") if (size := getattr(declared, name)) is not None}
         if route == "plain" and sizes:
             return (*notes, f"{fields_text(sizes)} has no effect: the route is plain, which has no blocks")
         if route in _FEW_QUERIES and "block_q" in sizes:
             return (*notes, f"block_q={sizes['block_q']} is for the backward pass alone: the route is {route}")
         return notes
 
-    @classmethod
-    def tuned_fields(cls, method: str, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
+    def tuned_fields(self, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
         """The unset block sizes, if the call uses blocks."""
         config = problem.config
-        if not isinstance(config, VanillaConfig) or placement.q_axes or problem.symbolic:
+        if not self.reads(config) or placement.q_axes or problem.symbolic:
             return ()
         if native_route(problem, placement, config).name != "blockwise":
             return ()
         return tuple(name for name in ("block_q", "block_kv") if not config.is_set(name))
 
-    @classmethod
-    def candidates(
-        cls, method: str, problem: AttentionProblem, placement: Placement
-    ) -> Mapping[str, tuple[dict[str, Any], ...]]:
+    def candidates(self, problem: AttentionProblem, placement: Placement) -> Mapping[str, tuple[dict[str, Any], ...]]:
         """Both passes use the same blocks, so in mode train they are measured together."""
-        free = cls.tuned_fields(method, problem, placement)
+        free = self.tuned_fields(problem, placement)
         if not free:
             return {}
         route = native_route(problem, placement, problem.config)
@@ -179,6 +147,39 @@ class Vanilla(Operation):
         ways = dict.fromkeys((tuple(chosen.values()), *pairs))
         part = "backward" if problem.mode == "__train__" else "forward"
         return {part: tuple({n: s for n, s in zip(chosen, way, strict=True) if n in free} for way in ways)}
+
+
+NATIVE = NativeAttention()
+
+
+class Vanilla(Operation):
+    """Softmax attention written out: logits, cap, bias, mask, sinks, softmax, dropout, values."""
+
+    name = "vanilla"
+    config = VanillaConfig
+    forward_native = NATIVE
+
+
+def _whole(call: LocalCall) -> LocalOutput:
+    call, keep = call.with_hidden_keys_zero(), None
+    if call.dropout is not None:
+        local = call.placement.local
+        keep = call.dropout.keep_all(local.batch, local.q_heads, local.q_len, slice(0, local.kv_len))
+    output, weights, lse = plain_attention(
+        call.query,
+        call.key,
+        call.value,
+        layout=call.layout,
+        scale=call.softmax_scale,
+        mask=call.mask.array(),
+        bias=call.bias,
+        soft_cap=call.logits_soft_cap,
+        sinks=call.sinks,
+        keep=keep,
+        keep_probability=1.0 - call.problem.dropout_prob,
+        softmax_dtype=call.softmax_dtype,
+    )
+    return LocalOutput(output, weights if call.return_weights else None, lse if call.return_lse else None)
 
 
 def _in_parts(call: LocalCall, route: NativeRoute) -> LocalOutput:

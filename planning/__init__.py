@@ -1,8 +1,19 @@
 """What will run, where every tensor is, and why: problems, capabilities, placements, plans."""
 
-from .capability import ALL_FEATURES, FEATURES, STATIC_MASKS, Capability, Reason, Rule, Tolerance, implementation
+from .capability import (
+    ALL_FEATURES,
+    FEATURES,
+    STATIC_MASKS,
+    Capability,
+    Reason,
+    Rule,
+    Tolerance,
+    declares,
+    implementation,
+)
 from .decide import plan
-from .operation import METHODS, Padding, PlannedOperation
+from .implementation import Implementation, Padding, PassSizes
+from .operation import METHODS, PlannedOperation
 from .operation_config import OperationConfig
 from .placement import LocalShape, Placement
 from .plan import Plan
@@ -18,10 +29,12 @@ __all__ = [
     "STATIC_MASKS",
     "AttentionProblem",
     "Capability",
+    "Implementation",
     "LeafShape",
     "LocalShape",
     "OperationConfig",
     "Padding",
+    "PassSizes",
     "Placement",
     "Plan",
     "PlannedOperation",
@@ -31,6 +44,7 @@ __all__ = [
     "Route",
     "Rule",
     "Tolerance",
+    "declares",
     "implementation",
     "plan",
 ]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .operation_config import OperationConfig
 from .placement import Placement
 from .problem import AttentionProblem
 from .route import Route
 
-__all__ = ["ALL_FEATURES", "FEATURES", "STATIC_MASKS", "Capability", "Reason", "Rule", "Tolerance", "implementation"]
+__all__ = [
+    "ALL_FEATURES", "FEATURES", "STATIC_MASKS", "Capability", "Reason", "Rule", "Tolerance", "declares",
+    "implementation",
+]  # fmt: skip
 
 # All features that a call can request. A requested feature that an implementation doesn't consume is refused.
 FEATURES: Mapping[str, str] = {
@@ -124,10 +127,7 @@ class Capability:
         return any(rule.routes and rule.check(problem, config) is not None for rule in self.rules)
 
 
-F = TypeVar("F", bound=Callable)
-
-
-def implementation(
+def declares(
     consumes: Iterable[str],
     *,
     rules: Iterable[Rule] = (),
@@ -137,18 +137,24 @@ def implementation(
     route: Callable[[AttentionProblem, Placement, OperationConfig], Route] | None = None,
     writes_pages: bool = False,
     symbolic: Iterable[str] = (),
-) -> Callable[[F], F]:
-    """Declare what a forward method can do. Errors: ValueError for an unknown feature."""
+) -> Capability:
+    """What an implementation can do; see Capability. Errors: ValueError for an unknown feature."""
     wanted = frozenset(consumes)
     if unknown := sorted(wanted - ALL_FEATURES):
         raise ValueError(f"unknown features {unknown}; wanted some of {sorted(ALL_FEATURES)}.")
     published = {dtype: Tolerance(*value) for dtype, value in tolerance.items()}
-    capability = Capability(
-        wanted, tuple(rules), published, check_vma, dequantises, route, writes_pages, frozenset(symbolic)
-    )
+    return Capability(wanted, tuple(rules), published, check_vma, dequantises, route, writes_pages, frozenset(symbolic))
+
+
+F = TypeVar("F", bound=Callable)
+
+
+def implementation(consumes: Iterable[str], **declared: Any) -> Callable[[F], F]:
+    """Declare what a forward method can do, with the arguments of `declares`. Errors: ValueError for an unknown feature."""
+    of_method = declares(consumes, **declared)
 
     def declare(method: F) -> F:
-        method.capability = capability  # type: ignore[attr-defined]
+        method.capability = of_method  # type: ignore[attr-defined]
         return method
 
     return declare

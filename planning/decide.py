@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 from ..errors import ConfigError
 from . import tune_cache
 from .capability import Reason
+from .implementation import Implementation, dequantised_copy
 from .operation import METHODS, PlannedOperation
+from .operation_config import OperationConfig
 from .plan import Plan
 from .plan_fields import Kind, Rejected
 from .policy import Policy
@@ -26,6 +29,14 @@ def _unresolved(problem: AttentionProblem, error: ConfigError) -> Reason:
     declared = problem.config.model_fields_set - {"operation", "schema_version"}
     hint = "Declare other sizes, or leave them out." if declared else "Split the call over more devices."
     return Reason("config", "operation_configs", str(error).removesuffix("."), hint)
+
+
+def _unread(method: str, runs: Implementation[Any], config: OperationConfig) -> tuple[str, ...]:
+    """A note of declared config fields that the implementation doesn't read."""
+    declared = sorted(config.model_fields_set - {"operation", "schema_version"})
+    if not declared or runs.reads(config):
+        return ()
+    return (f"{method} doesn't read the config's {', '.join(declared)}",)
 
 
 _DEFAULT = Policy()
@@ -62,16 +73,16 @@ def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy
             reason = Reason("policy.fallback", "fallback", "fallback is an error by policy", "Declare fallback='warn'.")
             rejected.append(Rejected(name, (reason,)))
             break
-        capability, placement = operation.capability(method), place(method)
+        runs, placement = operation.implementation(method, problem.config), place(method)
         reasons = (
-            *capability.reasons(problem, problem.config),
+            *runs.capability.reasons(problem, problem.config),
             *sequence_reasons(operation, problem, placement, method, strategy, policy.ring_order),
         )
         if reasons:
             rejected.append(Rejected(name, reasons))
             continue
         try:
-            config = operation.resolve_config(method, problem, placement)
+            config = runs.resolve(problem, placement)
         except ConfigError as error:
             rejected.append(Rejected(name, (_unresolved(problem, error),)))
             continue
@@ -83,12 +94,17 @@ def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy
         kind: Kind = "platform" if method in own else "routed" if routed else "fallback" if own else "native"
         if kind == "native":
             notes.append(f"{operation.name} has no kernel of its own on {problem.platform}, so forward_native runs")
-        padding = operation.padding(method, problem, placement, config)
-        notes.extend(operation.remarks(method, problem, placement, config))
+        padding = runs.padding(problem, placement, config)
+        notes.extend(_unread(method, runs, config))
+        if problem.quantised and runs.capability.dequantises:
+            notes.append(f"{method} works on {dequantised_copy(problem, placement)}")
+        notes.extend(runs.notes(problem, placement, config))
+        notes.extend(operation.remarks(problem))
         notes.extend(sequence_notes(operation, problem, policy, placement))
         if tuning is None and policy.tuning in ("tune", "error"):
             notes.append(f"tuning={policy.tuning!r} has no effect: {name} has no sizes to choose for this call")
-        route = None if capability.route is None else capability.route(problem, placement, config)
+        find_route = runs.capability.route
+        route = None if find_route is None else find_route(problem, placement, config)
         decided = replace(
             decided,
             kind=kind,

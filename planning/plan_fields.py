@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..sharding.mesh import AnyMesh
 from .capability import Reason
-from .operation import Padding, PlannedOperation
+from .implementation import Implementation, Padding
+from .operation import PlannedOperation
 from .operation_config import OperationConfig
 from .placement import Placement
 from .policy import Policy
@@ -53,3 +54,8 @@ class PlanFields:
     tuning: Tuning | None
     notes: tuple[str, ...]
     mesh: AnyMesh | None = None
+
+    @property
+    def runs(self) -> Implementation[Any] | None:
+        """The implementation that was chosen; None if nothing can run."""
+        return None if self.method is None else self.operation.implementation(self.method, self.config)

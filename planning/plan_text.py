@@ -168,7 +168,7 @@ def explain(plan: PlanFields, *, verbose: bool) -> str:
 
 def _config(plan: PlanFields) -> list[str]:
     """The config lines, for the fields that the method reads."""
-    if plan.method is None or not plan.operation.reads_config(plan.method):
+    if plan.runs is None or not plan.runs.reads(plan.config):
         return []
     return config_lines(plan.config, plan.problem.config, {} if plan.tuning is None else plan.tuning.fields)
 

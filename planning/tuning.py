@@ -86,7 +86,8 @@ def choose(
     policy: 'heuristic', 'tune' or 'error' decide what happens on a miss; 'off' looks up nothing. Errors: ConfigError on a
     miss with 'error'.
     """
-    names = operation.tuned_fields(method, problem, placement)
+    runs = operation.implementation(method, problem.config)
+    names = runs.tuned_fields(problem, placement)
     if not names:
         return None
 
@@ -95,7 +96,7 @@ def choose(
         return Tuning("cache", f"{choice.how}, searched for this plan and stored", choice.fields)
 
     key = tune_key(method, problem, placement)
-    shipped = functools.partial(operation.table_choice, method, problem, placement)
+    shipped = functools.partial(runs.shipped_choice, problem, placement)
     resolve = functools.partial(config_with, operation, method, problem, placement)
     return kept_or(names, key, problem, policy, shipped, search, resolve)
 
@@ -109,7 +110,7 @@ def config_with(
 ) -> OperationConfig:
     """The whole config of a problem with chosen fields. Errors: ConfigError if they are refused."""
     asked = replace(problem, config=problem.config.with_fields(fields))
-    return operation.resolve_config(method, asked, placement)
+    return operation.implementation(method, asked.config).resolve(asked, placement)
 
 
 def kept_or(

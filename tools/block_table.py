@@ -36,8 +36,9 @@ from attnops.verify.clock_worker import ClockWorker
 from attnops.verify.generations import clock_rate
 from attnops.verify.local_call import LocalProblem
 from attnops.verify.static_clock import TileCycles
-from attnops.verify.tile_counts import kernel_bodies, kernel_cycles, kernels_of
+from attnops.verify.tile_counts import kernel_bodies, kernel_cycles
 from attnops.verify.topology import described_mesh
+from attnops.verify.tune import readable_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = json.loads((ROOT / "tests" / "data" / "model_shapes.json").read_text())["shapes"]
@@ -147,12 +148,12 @@ def resolved(decided: Plan, fields: dict[str, Any]) -> Any:
     """The config with these fields."""
     assert decided.method is not None
     asked = replace(decided.problem, config=decided.problem.config.with_fields(fields))
-    return decided.operation.resolve_config(decided.method, asked, decided.placement)
+    return decided.runs.resolve(asked, decided.placement)
 
 
 def offered(decided: Plan) -> dict[str, list[dict[str, Any]]]:
     """The candidates of each pass: the heuristic's sizes, and those that compile about as fast."""
-    found = decided.operation.candidates(decided.method or "", decided.problem, decided.placement)
+    found = decided.runs.candidates(decided.problem, decided.placement)
     return {
         part: [
             *ways[:1],
@@ -170,12 +171,12 @@ def cost(work: Work, decided: Plan, part: str, fields: dict[str, Any]) -> int | 
     """Static cycles of a pass with these fields, or why there are none."""
     problem, placement = decided.problem, decided.placement
     config, total = resolved(decided, fields), 0
-    for kernel in kernels_of(part, config):
-        cycles = work.tile(decided, part, kernel, fields)
+    for name, kernel in readable_kernels(decided.runs, config, part == "backward"):
+        cycles = work.tile(decided, part, name, fields)
         if isinstance(cycles, str):
             return cycles
-        compiled = kernel_bodies(config, part, kernel, Causal(0), _short_length(fields))
-        total += kernel_cycles(problem, placement, config, part, kernel, cycles, compiled)
+        compiled = kernel_bodies(kernel, Causal(0), _short_length(fields))
+        total += kernel_cycles(problem, placement, config, kernel, cycles, compiled)
     return total
 
 

@@ -63,11 +63,10 @@ def tables() -> str:
 
 def _distinct(operations: dict[str, type[PlannedOperation]]) -> Iterator[tuple[str, Capability]]:
     """Each implementation once: splash's forward_native is vanilla's own, and is listed there."""
-    found = [(n, m, op.capability(m)) for n, op in operations.items() for m in op.declared_methods()]
-    # By the class that defines the method.
-    wrote = {op.__name__: n for n, op in operations.items()}
-    owner = {id(c): wrote.get(getattr(operations[n], m).__qualname__.partition(".")[0], n) for n, m, c in found}
-    return ((f"{name}.{method}", c) for name, method, c in found if owner[id(c)] == name)
+    for name, operation in operations.items():
+        for method in operation.declared_methods():
+            if operation.listed_as(method) == f"{name}.{method}":
+                yield f"{name}.{method}", operation.capability(method)
 
 
 def _platforms(name: str, operation: type[PlannedOperation]) -> tuple[str, ...]:

@@ -194,7 +194,7 @@ def splash_kernels(data: dict[str, Any]) -> Iterator[Kernel]:
         if sizes_of(plan) != made["config"]:
             print(f"{case.name}: other sizes are planned now; compile it again", file=sys.stderr)
             continue
-        counted = plan.operation.memory(plan.method or "", plan.problem, plan.placement, plan.config)
+        counted = plan.runs.memory(plan.problem, plan.placement, plan.config)
         for name, parts in counted.items():
             # A pass over a part of the keys has a number after its name.
             of_name = [used for kernel, used in made["kernels"].items() if re.fullmatch(rf"{name}(_\d+)?", kernel)]

@@ -24,7 +24,7 @@ def held(plan: Plan, found: Failure) -> tuple[tuple[str, int], ...]:
     if found.memory != "vmem":
         return ()
     problem = plan.problem
-    counted = plan.operation.memory(plan.method or "", problem, plan.placement, plan.config)
+    counted = {} if plan.runs is None else plan.runs.memory(problem, plan.placement, plan.config)
     parts = counted.get(found.kernel or "", {})
     return tuple(sorted(((what, size) for what, size in parts.items() if size), key=lambda part: -part[1]))
 

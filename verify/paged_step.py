@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..devices import vmem_of
 from ..errors import AttnOpsError
-from ..operators.paged import Paged
+from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep
 from ..operators.paged_cache.batch import RaggedBatch
 from ..operators.paged_cache.state import CacheState, abstract
@@ -144,7 +144,7 @@ class StepReport:
         }
 
 
-def verify_step(operation: Paged, step: DeclaredStep, target: str) -> StepReport:
+def verify_step(operation: PagedOperation, step: DeclaredStep, target: str) -> StepReport:
     """Plan the step, then compile it with its pages donated. The mesh is of described devices, of real devices, or abstract;
     with an abstract mesh the step is only lowered."""
     *_, report = step_reports(operation, step, target)
@@ -152,7 +152,7 @@ def verify_step(operation: Paged, step: DeclaredStep, target: str) -> StepReport
 
 
 def step_reports(
-    operation: Paged, step: DeclaredStep, target: str, *, lower_only: bool = False
+    operation: PagedOperation, step: DeclaredStep, target: str, *, lower_only: bool = False
 ) -> Iterator[StepReport]:
     """The report of verify_step as it grows: planned, then compiled. lower_only: as with an abstract mesh."""
     report = _planned(operation, step, target, lower_only)
@@ -161,7 +161,7 @@ def step_reports(
         yield _compiled(operation, step, report)
 
 
-def _compiled(operation: Paged, step: DeclaredStep, report: StepReport) -> StepReport:
+def _compiled(operation: PagedOperation, step: DeclaredStep, report: StepReport) -> StepReport:
     """The report of a planned step, with what the compiler says."""
     lower_only = report.lower_only
     report = replace(report, pending="")
@@ -206,7 +206,7 @@ def _compiled(operation: Paged, step: DeclaredStep, report: StepReport) -> StepR
     )
 
 
-def _planned(operation: Paged, step: DeclaredStep, target: str, lower_only: bool) -> StepReport:
+def _planned(operation: PagedOperation, step: DeclaredStep, target: str, lower_only: bool) -> StepReport:
     """The report of a step that is planned, and neither lowered nor compiled yet."""
     options = step.options | {"softmax_aux": step.sinks}
     plan = operation.plan(
@@ -219,7 +219,7 @@ def _planned(operation: Paged, step: DeclaredStep, target: str, lower_only: bool
     return StepReport(target, plan, device, *limits, False, None, lower_only=lower_only, pending=pending)
 
 
-def _lowered(operation: Paged, step: DeclaredStep, plan: PagedPlan, mesh: Any) -> Any:
+def _lowered(operation: PagedOperation, step: DeclaredStep, plan: PagedPlan, mesh: Any) -> Any:
     """The step lowered with every array placed as planned; one layer of the cache, donated."""
     state = abstract(plan.cache, mesh, layers=1)
     query, key = token_specs(plan.cache)

@@ -7,48 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import ConfigError
 from ..masks import Mask
-from ..planning import AttentionProblem, OperationConfig, Placement
+from ..planning import AttentionProblem, OperationConfig, PassSizes, Placement
 from .generations import matrix_depth, products_a_cycle
 from .static_clock import TileCycles
 
 if TYPE_CHECKING:
     from ..operators.kernels.splash.bodies import Body
 
-__all__ = ["kernel_bodies", "kernel_cycles", "kernels_of", "key_parts", "key_turns", "matrix_cycles", "tiles_of"]
+__all__ = ["kernel_bodies", "kernel_cycles", "key_parts", "key_turns", "matrix_cycles", "tiles_of"]
 
 # How many of a tile's products sum over the head dim, sum over the value dim, and have either as their rows.
 _PRODUCTS = {"forward": (1, 0, 0, 1), "backward": (1, 1, 2, 1), "dkv": (1, 1, 1, 1), "dq": (1, 1, 1, 0)}
-
-# The splash kernels of each part: their blocks and units, and the axis that they go along.
-_DKV = ("block_q_dkv", "block_kv_dkv", "block_q_dkv_compute", "block_kv_dkv_compute")
-_KERNELS = {
-    "forward": {"attnops_splash_forward": (("block_q", "block_kv", "block_q_compute", "block_kv_compute"), "q")},
-    "backward": {
-        "attnops_splash_backward": (_DKV, "q"),
-        "attnops_splash_dkv": (_DKV, "kv"),
-        "attnops_splash_dq": (("block_q_dq", "block_kv_dq", "block_q_dq", "block_kv_dq_compute"), "q"),
-    },
-}
-
-
-def kernels_of(part: str, config: OperationConfig) -> tuple[str, ...]:
-    """The kernels that a pass runs with a resolved config. Errors: ConfigError for an operation without any."""
-    fused = getattr(config, "use_fused_bwd_kernel", None)
-    if fused is None:
-        raise ConfigError(f"{config.operation} has no kernels whose schedule can be read; time it on the device.")
-    if part == "forward":
-        return tuple(_KERNELS[part])
-    return ("attnops_splash_backward",) if fused else ("attnops_splash_dkv", "attnops_splash_dq")
 
 
 def kernel_cycles(
     problem: AttentionProblem,
     placement: Placement,
     config: OperationConfig,
-    part: str,
-    kernel: str,
+    kernel: PassSizes,
     cycles: TileCycles,
     compiled: tuple[Body, ...] | None = None,
 ) -> int:
@@ -59,13 +36,12 @@ def kernel_cycles(
     """
     sizes: Any = config
     local, tile = placement.local, sizes.heads_per_tile or 1
-    names, slow = _KERNELS[part][kernel]
-    block_q, block_kv, *unit = (getattr(sizes, name) for name in names)
+    products, block_q, block_kv, slow = kernel.products, kernel.block_q, kernel.block_kv, kernel.outer
+    unit = kernel.compute_q or block_q, kernel.compute_kv or block_kv
     offset = None if problem.dynamic_query_offset else problem.query_offset or 0
     kv_tiles = local.kv_heads // max(1, tile * local.kv_heads // local.q_heads)
-    asked = problem.mask, (block_q, block_kv), (unit[0], unit[1]), local.q_len, local.kv_len, offset, slow, kv_tiles
+    asked = problem.mask, (block_q, block_kv), unit, local.q_len, local.kv_len, offset, slow, kv_tiles
     bodies, counts, slow_blocks = tiles_of(*asked)
-    products = kernel.removeprefix("attnops_splash_")
     parts = key_parts(config, local.kv_len) if products == "backward" else 1  # each goes over all queries
     if compiled is None and parts > 1:  # the first of them was read
         compiled = tiles_of(*asked, key_blocks=sizes.block_kv_dkv_sums // block_kv)[0]
@@ -80,10 +56,11 @@ def kernel_cycles(
     )
 
 
-def kernel_bodies(config: OperationConfig, part: str, kernel: str, mask: Mask, length: int) -> tuple[Body, ...]:
-    """The bodies of a kernel that is compiled with a resolved config for so many queries and keys."""
-    a, b, c, d = (getattr(config, name) for name in _KERNELS[part][kernel][0])
-    return tiles_of(mask, (a, b), (c, d), length, length, 0)[0]
+def kernel_bodies(kernel: PassSizes, mask: Mask, length: int) -> tuple[Body, ...]:
+    """The bodies of a kernel that is compiled for so many queries and keys."""
+    block = kernel.block_q, kernel.block_kv
+    unit = kernel.compute_q or kernel.block_q, kernel.compute_kv or kernel.block_kv
+    return tiles_of(mask, block, unit, length, length, 0)[0]
 
 
 def tiles_of(

@@ -22,7 +22,7 @@ import jax
 from ..devices import gpu_specs, spec_of_kind
 from ..errors import AttnOpsError, ConfigError, RefusedError, shown
 from ..operators.ambient import ambient_platform
-from ..planning import AttentionProblem, Placement, Plan, PlannedOperation
+from ..planning import AttentionProblem, Implementation, OperationConfig, PassSizes, Placement, Plan, PlannedOperation
 from ..planning.paged.paged_plan import PagedPlan
 from ..planning.paged.paged_problem import PagedProblem
 from ..planning.text import fields_text
@@ -35,9 +35,9 @@ from .gpu.gpu_mesh import has_cuda_plugin
 from .gpu.sass import disassembler
 from .gpu_clock import compiled_kernels, gpu_cost, same_splits
 from .local_call import LocalProblem
-from .tile_counts import kernel_cycles, kernels_of
+from .tile_counts import kernel_cycles
 
-__all__ = ["MOST", "TuneReport", "measured_by", "tune_plan", "tune_problem"]
+__all__ = ["MOST", "TuneReport", "measured_by", "readable_kernels", "tune_plan", "tune_problem"]
 
 MOST = 16  # candidates per pass
 _REPEATS, _LEAST_SECONDS = 5, 0.1
@@ -93,7 +93,7 @@ def tune_plan(
         raise RefusedError(decided.refusal())
     problem = decided.problem
     operation = decided.operation
-    if not operation.tuned_fields(decided.method, problem, decided.placement):
+    if decided.runs is None or not decided.runs.tuned_fields(problem, decided.placement):
         raise ConfigError(
             f"{decided.implementation} has no sizes to search for this call: they are all declared, or its path has none, or "
             "queries or keys are split over devices."
@@ -156,7 +156,7 @@ def _search(
     progress: Progress | None,
 ) -> tuple[dict[str, tuple[dict[str, Any], ...]], Found, int]:
     local = LocalProblem.of(problem, placement)
-    offered = operation.candidates(method, problem, placement)
+    offered = operation.implementation(method, problem.config).candidates(problem, placement)
     if how == "static" and problem.platform == "cuda":
         offered = {part: same_splits(ways) for part, ways in offered.items()}
     candidates = {part: ways[:most] for part, ways in offered.items()}
@@ -201,13 +201,14 @@ def _by_clock(
 
     def one(part: str, fields: dict[str, Any]) -> Measured:
         asked = replace(problem, config=problem.config.with_fields(fields))
-        config = operation.resolve_config(method, asked, placement)
+        runs = operation.implementation(method, asked.config)
+        config = runs.resolve(asked, placement)
         cycles, vmem = 0, list[int | None]()
-        for kernel in kernels_of(part, config):
-            outcome = worker(kernel).ask(problem.device_kind, local, part, fields)
+        for name, kernel in readable_kernels(runs, config, part == "backward"):
+            outcome = worker(name).ask(problem.device_kind, local, part, fields)
             if outcome.cycles is None:
                 return Measured(part, fields, "static", None, outcome.failure, {"lost": outcome.lost})
-            cycles += kernel_cycles(problem, placement, config, part, kernel, outcome.cycles)
+            cycles += kernel_cycles(problem, placement, config, kernel, outcome.cycles)
             vmem.append(outcome.vmem)
         detail = {"cycles": cycles, "vmem_bytes": None if None in vmem else max(used or 0 for used in vmem)}
         return Measured(part, fields, "static", cycles / clock_rate(problem.device_kind), None, detail)
@@ -221,6 +222,17 @@ def _by_clock(
         pool.shutdown(wait=False, cancel_futures=True)
         for started in workers.values():
             started.close()
+
+
+def readable_kernels(
+    runs: Implementation[Any], config: OperationConfig, backward: bool
+) -> tuple[tuple[str, PassSizes], ...]:
+    """(name, kernel) of a pass. Errors: ConfigError if it has kernels whose schedule can't be read."""
+    kernels = runs.passes(config, backward)
+    named = tuple((kernel.kernel, kernel) for kernel in kernels if kernel.kernel is not None)
+    if len(named) < len(kernels):
+        raise ConfigError(f"{config.operation} has no kernels whose schedule can be read; time it on the device.")
+    return named
 
 
 def _in_turn(todo: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
@@ -237,14 +249,12 @@ def _by_stalls(
     todo: list[tuple[str, dict[str, Any]]],
 ) -> Iterator[Measured]:
     """The GPU kernels of each candidate, compiled and read. One that spills is refused, as is one that doesn't compile."""
-    if method != "forward_cuda":
-        raise ConfigError(
-            f"{operation.name}.{method} has no kernels whose schedule can be read; time it on the device."
-        )
     for part, fields in todo:
         asked = replace(problem, config=problem.config.with_fields(fields))
         try:
-            config = operation.resolve_config(method, asked, placement)
+            runs = operation.implementation(method, asked.config)
+            config = runs.resolve(asked, placement)
+            readable_kernels(runs, config, part == "backward")
             kernels = compiled_kernels(problem.device_kind, local, part, fields)
             cost = gpu_cost(problem, placement, config, part, kernels)
         except AttnOpsError as error:

@@ -1,12 +1,6 @@
 """Flash attention for GPUs: its config, how its sizes are chosen, and a call through its kernels."""
 
-from .flash_candidates import FLASH_SHIPPED, flash_candidates, flash_tuned_fields
 from .flash_config import FlashAttention2Config
-from .flash_rules import FLASH_FEATURES, FLASH_RULES
-from .flash_sizes import resolve_flash, steps_note, unknown_gpu
-from .run_flash import run_flash
+from .flash_kernels import FLASH, NO_ROCM, FlashKernels
 
-__all__ = [
-    "FLASH_FEATURES", "FLASH_RULES", "FLASH_SHIPPED", "FlashAttention2Config", "flash_candidates", "flash_tuned_fields",
-    "resolve_flash", "run_flash", "steps_note", "unknown_gpu",
-]  # fmt: skip
+__all__ = ["FLASH", "NO_ROCM", "FlashAttention2Config", "FlashKernels"]

@@ -26,21 +26,21 @@ _LEAST = {"block_q": 16, "block_kv": 16, "num_warps": 1, "num_stages": 1, "kv_sp
 _MOST = {"block_q": 256, "block_kv": 256, "num_warps": 16, "num_stages": 4, "kv_splits": 256}
 
 
-def flash_tuned_fields(problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
+def flash_tuned_fields(
+    problem: AttentionProblem, placement: Placement, config: FlashAttention2Config
+) -> tuple[str, ...]:
     """The undeclared sizes; none where queries or keys are split, because each device then has different tiles."""
-    config = problem.config
-    split = placement.q_axes or placement.sequence.strategy == "split_kv"
-    if not isinstance(config, FlashAttention2Config) or split:
+    if placement.q_axes or placement.sequence.strategy == "split_kv":
         return ()
     names = (*_FORWARD, *_BACKWARD) if problem.mode == "__train__" else _FORWARD
     return tuple(name for name in names if getattr(config, name) is None)
 
 
-def flash_candidates(problem: AttentionProblem, placement: Placement) -> dict[str, tuple[dict[str, Any], ...]]:
+def flash_candidates(
+    problem: AttentionProblem, placement: Placement, config: FlashAttention2Config
+) -> dict[str, tuple[dict[str, Any], ...]]:
     """'forward', and in mode train 'backward' -> undeclared sizes with values; the default choice comes first."""
-    config = problem.config
-    assert isinstance(config, FlashAttention2Config)
-    free, chosen = flash_tuned_fields(problem, placement), resolve_flash(problem, placement, config)
+    free, chosen = flash_tuned_fields(problem, placement, config), resolve_flash(problem, placement, config)
     parts: dict[str, list[tuple[str, ...]]] = {"forward": [_FORWARD], "backward": [_BACKWARD[:4], _BACKWARD[4:]]}
     found: dict[str, tuple[dict[str, Any], ...]] = {}
     for part, groups in parts.items():

@@ -1,6 +1,6 @@
 """The operation `paged`, and the names under which other libraries know it."""
 
-from .operation import Paged
+from .operation import Paged, PagedOperation
 from .paged_config import PagedConfig
 from .presets import PagedFlashAttention, RaggedPageAttentionV2, RaggedPageAttentionV3, UnifiedAttention
 
@@ -8,6 +8,7 @@ __all__ = [
     "Paged",
     "PagedConfig",
     "PagedFlashAttention",
+    "PagedOperation",
     "RaggedPageAttentionV2",
     "RaggedPageAttentionV3",
     "UnifiedAttention",

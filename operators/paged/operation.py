@@ -14,7 +14,7 @@ from jax.sharding import get_abstract_mesh
 
 from ...errors import FallbackWarning, InputError, ShardingWarning
 from ...masks.int_arrays import known_values
-from ...planning import OperationConfig, Reason, implementation
+from ...planning import Reason
 from ...planning.cache.kv_cache import KVCache
 from ...planning.call_arguments import CallArray
 from ...planning.paged.decide_paged import plan_paged
@@ -32,33 +32,26 @@ from ..paged_cache.attend import check_longest
 from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.insert import check_step
 from ..paged_cache.join_shards import check_mesh
-from ..paged_cache.paged_call import Attended, PagedCall, on_xla
 from ..paged_cache.state import CacheState, alone
 from ..runnable import check_runnable
 from .describe_step import describe_step
+from .implementations import PAGES_ON_TPU, PAGES_ON_XLA, PagedImplementation
 from .paged_config import PagedConfig
 from .run_step import StepProgram, run_step
 from .step_arguments import Step, StepArguments, StepArrays, cache_of, step_of
 from .step_output import StepOutput
-from .step_reasons import DTYPE, SOFTMAX, step_reasons
-from .tpu_kernel import on_tpu, tpu_notes, tpu_reasons, tpu_sizes
+from .step_reasons import step_reasons
 
-__all__ = ["Paged"]
+__all__ = ["Paged", "PagedOperation"]
 
 
 _wide = operator.attrgetter("jax_enable_x64")  # decides the dtype of a float64 array
 _prepared: BoundedCache[PagedPlan] = BoundedCache(512)  # for all operations: equal ones share their plans
 
-_FEATURES = frozenset(
-    {"causal", "sliding_window", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "quantized_kv"}
-)
 
+class PagedOperation(DeclaredOperation):
+    """Base class of operations over the pages of a declared KV cache. `Operation(metadata)(query, key, value, ...)` runs one."""
 
-class Paged(DeclaredOperation):
-    """Attention over the pages of a declared KV cache; writes the step's keys first."""
-
-    name = "paged"
-    config = PagedConfig
     # The page layout that other libraries' names for it stand for.
     cache_layout: ClassVar[str | None] = None
 
@@ -196,66 +189,23 @@ class Paged(DeclaredOperation):
     # -- what planning uses ------------------------------------------------------------------------------------------
 
     @classmethod
-    def kernel_platform(cls, problem: Any) -> str:
-        """The TPU, if the config asks for its kernel to be interpreted."""
-        return "tpu" if getattr(problem.config, "interpret", False) else problem.platform
-
-    @classmethod
     def reasons_against(cls, method: str, problem: PagedProblem) -> tuple[Reason, ...]:
         """Every reason against a method: missing features, rules that fail, the layout that a name stands for."""
-        capability = cls.capability(method)
-        found = step_reasons(problem, method, capability.consumes, cls.name, cls.cache_layout)
-        if method == "forward_tpu":
-            found += tpu_reasons(problem)
-        found += [r for rule in capability.rules if (r := rule.check(problem, problem.config)) is not None]  # type: ignore[arg-type]
+        runs = cls.implementation(method)
+        found = step_reasons(problem, method, runs.capability.consumes, cls.name, cls.cache_layout)
+        found += runs.reasons(problem) if isinstance(runs, PagedImplementation) else ()
+        rules = runs.capability.rules
+        found += [r for rule in rules if (r := rule.check(problem, problem.config)) is not None]  # type: ignore[arg-type]
         return tuple(found)
 
-    @classmethod
-    def remarks(cls, method: str, problem: Any, placement: Any, config: Any) -> tuple[str, ...]:
-        """Config fields that the method doesn't read, and what it writes itself if the update is 'fused'."""
-        del placement
-        notes = tpu_notes(problem) if method == "forward_tpu" else ()
-        if method != "forward_tpu" and config.is_set("vmem_limit_bytes"):
-            notes += (f"{method} doesn't read the config's vmem_limit_bytes",)
-        if problem.update != "fused" or problem.mode == "insert":
-            return notes
-        if not cls.capability(method).writes_pages:
-            notes += (f"update='fused': {method} writes no pages, so keys are written first; the result is the same",)
-        elif problem.max_q_len != 1:
-            notes += ("update='fused': the kernel writes rows of one token; the keys of longer rows are written first",)
-        return notes
 
-    @classmethod
-    def resolve_config(cls, method: str, problem: Any, placement: Any) -> OperationConfig:
-        """The config with the TPU kernels' sizes filled in."""
-        del placement
-        return tpu_sizes(problem) if method == "forward_tpu" else problem.config
+class Paged(PagedOperation):
+    """Attention over the pages of a declared KV cache; writes the step's keys first."""
 
-    @classmethod
-    def reads_config(cls, method: str) -> bool:
-        """Each method reads the sizes of its blocks."""
-        return True
-
-    @implementation(
-        consumes=_FEATURES,
-        rules=(SOFTMAX,),
-        tolerance={"float32": (4e-6, None), "bfloat16": (1.5e-2, None)},
-        check_vma=False,
-        writes_pages=True,
-    )
-    def forward_tpu(self, call: PagedCall) -> Attended:
-        """Attend with Pallas kernels: pages come by DMA, several blocks at a time; dead pages aren't fetched. If the update is
-        'fused', rows of one token are written by the kernel too."""
-        return on_tpu(call)
-
-    @implementation(
-        consumes=_FEATURES,
-        rules=(SOFTMAX, DTYPE),
-        tolerance={"float32": (4e-6, None), "bfloat16": (1.5e-2, None), "float16": (2e-3, None)},
-    )
-    def forward_native(self, call: PagedCall) -> Attended:
-        """Attend with plain XLA: decoding rows by a list of live pages, chunks block by block; dead pages aren't read."""
-        return on_xla(call)
+    name = "paged"
+    config = PagedConfig
+    forward_tpu = PAGES_ON_TPU
+    forward_native = PAGES_ON_XLA
 
 
 def _signature(x: Any) -> Any:

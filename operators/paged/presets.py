@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from .operation import Paged
+from .implementations import PAGES_ON_TPU, PAGES_ON_XLA
+from .operation import PagedOperation
 from .paged_config import PagedConfig
 
 __all__ = [
@@ -44,37 +45,45 @@ class PagedFlashAttentionConfig(PagedConfig):
     operation: Literal["paged_flash_attention"] = "paged_flash_attention"  # type: ignore[assignment]
 
 
-class RaggedPageAttentionV2(Paged):
+class RaggedPageAttentionV2(PagedOperation):
     """`paged` over pages of layout interleaved: each head's keys and values alternate in one array."""
 
     name = "ragged_page_attention_v2"
     config = RaggedPageAttentionV2Config
     kernel_config: ClassVar[str | None] = "paged"
     cache_layout: ClassVar[str | None] = "interleaved"
+    forward_tpu = PAGES_ON_TPU
+    forward_native = PAGES_ON_XLA
 
 
-class RaggedPageAttentionV3(Paged):
+class RaggedPageAttentionV3(PagedOperation):
     """`paged` over pages of layout packed. The update is 'fused'; no kernel writes this layout, so keys are written first."""
 
     name = "ragged_page_attention_v3"
     config = RaggedPageAttentionV3Config
     kernel_config: ClassVar[str | None] = "paged"
     cache_layout: ClassVar[str | None] = "packed"
+    forward_tpu = PAGES_ON_TPU
+    forward_native = PAGES_ON_XLA
 
 
-class UnifiedAttention(Paged):
+class UnifiedAttention(PagedOperation):
     """`paged` over pages of layout split."""
 
     name = "unified_attention"
     config = UnifiedAttentionConfig
     kernel_config: ClassVar[str | None] = "paged"
     cache_layout: ClassVar[str | None] = "split"
+    forward_tpu = PAGES_ON_TPU
+    forward_native = PAGES_ON_XLA
 
 
-class PagedFlashAttention(Paged):
+class PagedFlashAttention(PagedOperation):
     """`paged` over pages of layout split, as in flash-attention's block tables."""
 
     name = "paged_flash_attention"
     config = PagedFlashAttentionConfig
     kernel_config: ClassVar[str | None] = "paged"
     cache_layout: ClassVar[str | None] = "split"
+    forward_tpu = PAGES_ON_TPU
+    forward_native = PAGES_ON_XLA

@@ -31,22 +31,20 @@ _BLOCKS, _COMPUTE = (2048, 1024, 512, 256, 128), (512, 1024, 256)
 _UNIT = 512  # of queries and of keys, as most are
 
 
-def tuned_fields(problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
+def tuned_fields(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> tuple[str, ...]:
     """The undeclared fields that a search chooses; none if queries or keys are split over devices.
 
     Each device then has its own tiles, and one device's call doesn't represent the problem.
     """
-    config = problem.config
-    split = placement.q_axes or placement.sequence.strategy == "split_kv"
-    if not isinstance(config, SplashConfig) or config.kernel != "attnops" or split:
+    if placement.q_axes or placement.sequence.strategy == "split_kv":
         return ()
     return tuple(name for name in (*FORWARD, *BACKWARD) if not config.is_set(name))
 
 
-def candidates(problem: AttentionProblem, placement: Placement) -> dict[str, tuple[dict[str, Any], ...]]:
+def candidates(
+    problem: AttentionProblem, placement: Placement, config: SplashConfig
+) -> dict[str, tuple[dict[str, Any], ...]]:
     """'forward', and in mode train 'backward' -> undeclared fields with values; the heuristic's own come first."""
-    config = problem.config
-    assert isinstance(config, SplashConfig)
     chosen = resolve_attnops(problem, placement, config)
     found = {"forward": _distinct(problem, placement, config, chosen, FORWARD, _forward(problem, placement, config))}
     if problem.mode == "__train__":

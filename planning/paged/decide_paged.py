@@ -63,15 +63,15 @@ def _decide(operation: type[PlannedOperation], problem: PagedProblem, policy: Po
             rejected.append(Rejected(name, reasons))
             continue
         kind = "platform" if method in own else "fallback" if own else "native"
-        implementation, chosen = name, method
+        implementation, chosen, runs = name, method, which.implementation(method)
         found = choose_step(operation, method, problem, policy.tuning)
         if found is not None:
             tuning = found.tuning
             notes.extend(tuning.notes)
-        config = (found and found.config) or which.resolve_config(method, problem, None)
+        config = (found and found.config) or runs.resolve(problem, None)
         if kind == "native":
             notes.append(f"{operation.name} has no kernel of its own on {problem.platform}, so forward_native runs")
-        notes.extend(which.remarks(method, problem, None, config))
+        notes.extend(runs.notes(problem, None, config))
         break
     return PagedPlan(
         operation,

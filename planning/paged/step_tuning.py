@@ -75,7 +75,7 @@ def step_config_with(
     asked = replace(problem, config=problem.config.with_fields(fields))
     if against := which.reasons_against(method, asked):
         raise ConfigError(f"{type(problem.config).__name__}: {against[0].message}.")
-    resolved: OperationConfig = which.resolve_config(method, asked, None)
+    resolved: OperationConfig = which.implementation(method).resolve(asked, None)
     return resolved
 
 

@@ -130,7 +130,9 @@ def _of_keys_in_parts(
     split, said, found = placement.sequence, _said(placement), []
     if not split.ring_axes and split.strategy != "split_kv":
         return []
-    if not operation.works_on_parts(method, problem.config, "ring" if split.ring_axes else "split_kv"):
+    if not operation.implementation(method, problem.config).works_on_parts(
+        problem.config, "ring" if split.ring_axes else "split_kv"
+    ):
         found.append(
             Reason(
                 f"{split.strategy}.parts",

@@ -96,7 +96,10 @@ def _discover() -> dict[str, Implementation]:
             continue  # attends to pages: tests/serving
         for method in OperationRegistry.get(operation).declared_methods():
             name, which = f"{operation}.{method}", OperationRegistry.get(operation)
-            capability, elsewhere = which.capability(method), method.removeprefix("forward_") in which.kernels_on
+            capability, elsewhere = (
+                which.capability(method),
+                which.config_elsewhere(method.removeprefix("forward_")) is not None,
+            )
             if id(capability) in seen or elsewhere:
                 continue
             seen.add(id(capability))

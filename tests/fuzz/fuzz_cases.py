@@ -30,7 +30,7 @@ from attnops import (
     mask_from_dict,
 )
 from attnops.cli.step import is_paged, plan_step
-from attnops.operators.paged import Paged
+from attnops.operators.paged import PagedOperation
 
 __all__ = ["API_CASES", "DECLARATIONS", "MODELS", "SECONDS", "outcome", "planned", "within"]
 
@@ -220,7 +220,7 @@ def config_case(random: Random) -> tuple[Any, Callable[[], None]]:
         assert set(given) <= set(fields), f"accepted, with {sorted(set(given) - set(fields))}"
         assert OperationMetadata.from_json(metadata.to_json()) == metadata, "another one after a round trip"
         operation: Any = OperationRegistry.create(name, metadata)
-        if isinstance(operation, Paged):
+        if isinstance(operation, PagedOperation):
             shapes = (jax.ShapeDtypeStruct((8, h, 64), jnp.bfloat16) for h in (4, 2, 2))
             plan = operation.plan(*shapes, cache=_CACHE)
         else:

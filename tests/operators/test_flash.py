@@ -236,11 +236,12 @@ def test_a_field_changes_what_is_lowered(field: str) -> None:
 
 def test_what_a_search_tries() -> None:
     plan = _plan("flash_attn2", H100, configs={"flash_attn2": {"num_warps": 4, "block_kv_dq": 32}})
-    operation, problem, placement = plan.operation, plan.problem, plan.placement
-    free = operation.tuned_fields("forward_cuda", problem, placement)
+    runs, problem, placement = plan.runs, plan.problem, plan.placement
+    assert runs is not None
+    free = runs.tuned_fields(problem, placement)
     assert "num_warps" not in free
     assert "block_kv_dq" not in free
-    ways = operation.candidates("forward_cuda", problem, placement)
+    ways = runs.candidates(problem, placement)
     assert set(ways) == {"forward", "backward"}
     for part, suffixes in (("forward", ("",)), ("backward", ("_dkv", "_dq"))):
         assert ways[part][0] == {
@@ -251,9 +252,8 @@ def test_what_a_search_tries() -> None:
             FlashAttention2Config.coerce(way)
             assert set(way) <= set(free)
             assert all(any(name.endswith(s) for s in suffixes if s) or part == "forward" for name in way)
-    assert operation.tuned_fields(
-        "forward_cuda", _plan("flash_attn2", H100, ONE, CACHE, CACHE).problem, placement
-    ) == tuple(name for name in ("block_q", "block_kv", "num_warps", "num_stages", "kv_splits"))
+    decode = _plan("flash_attn2", H100, ONE, CACHE, CACHE).problem
+    assert runs.tuned_fields(decode, placement) == ("block_q", "block_kv", "num_warps", "num_stages", "kv_splits")
 
 
 @pytest.mark.parametrize("operation", ["flash_attn2", "splash"])
@@ -283,7 +283,7 @@ def test_few_queries_are_folded_where_a_tile_holds_them(dtype: str, dim: int, q_
 @pytest.mark.parametrize("operation", ["flash_attn2", "splash", "ring"])
 def test_what_a_search_tries_first_is_what_runs_without_one(operation: str) -> None:
     plan = _plan(operation, H100, ONE, CACHE, CACHE)
-    first = plan.operation.candidates("forward_cuda", plan.problem, plan.placement)["forward"][0]
+    first = plan.runs.candidates(plan.problem, plan.placement)["forward"][0]
     made = LocalProblem.of(plan.problem, plan.placement).make(first, plan_mesh())
     again = made.plan(ONE, CACHE, CACHE)
     assert again.config == plan.config.with_fields(first)

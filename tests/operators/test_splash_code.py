@@ -68,7 +68,8 @@ def test_products_of_a_forward_kernel(name: str, most: int, kind: str) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_a_tile_has_little_code(name: str, dim: int, kind: str) -> None:
     """A body computes at most 2**21 weights forward and 2**20 backward, with the sizes that a plan chooses and no more keys."""
-    from attnops.verify.tile_counts import kernel_bodies, kernels_of
+    from attnops.operators.splash.passes import splash_passes
+    from attnops.verify.tile_counts import kernel_bodies
 
     config: Any = _call(kind, MASKS[name], 8192, dim)[1].config
     # 2048 queries would have two tiles at each of a wide window's edges: more kinds than a kernel has bodies. Of a narrow one all
@@ -78,8 +79,8 @@ def test_a_tile_has_little_code(name: str, dim: int, kind: str) -> None:
         ("forward", (config.block_q, config.block_kv), 1 << 21),
         ("backward", (config.block_q_dkv, config.block_kv_dkv), 1 << 20),
     ):
-        for kernel in kernels_of(part, config):
-            bodies = kernel_bodies(config, part, kernel, MASKS[name], 8192)
+        for kernel in splash_passes(config, part == "backward"):
+            bodies = kernel_bodies(kernel, MASKS[name], 8192)
             assert max(body.live for body in bodies) * block[0] * block[1] <= most, (part, bodies)
     assert config.block_kv == 1024
 

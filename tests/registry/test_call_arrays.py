@@ -155,7 +155,7 @@ def test_the_bias_takes_vmem_in_the_dtype_that_the_kernel_gets(dtype: str, items
     counted = []
     for bias in (None, jax.ShapeDtypeStruct((1, 4, 2048, 2048), dtype)):
         plan = attend.plan(x, x, x, bias=bias)
-        assert plan.method is not None
-        counted.append(plan.operation.memory(plan.method, plan.problem, plan.placement, plan.config))
+        assert plan.runs is not None
+        counted.append(plan.runs.memory(plan.problem, plan.placement, plan.config))
     for kernel, parts in counted[0].items():
         assert sum(counted[1][kernel].values()) - sum(parts.values()) == 2 * 1024 * 1024 * itemsize

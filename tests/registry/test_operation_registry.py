@@ -12,7 +12,7 @@ import toy_operations as toy
 
 from attnops.errors import ConfigError, UnknownNameError
 from attnops.operators import Operation
-from attnops.operators.paged import Paged
+from attnops.operators.paged import PagedOperation
 from attnops.operators.vanilla import Vanilla, VanillaConfig
 from attnops.planning import ALL_FEATURES, implementation
 from attnops.registry import OperationMetadata, OperationRegistry, registry
@@ -60,7 +60,7 @@ def test_names_get_and_create():
     assert list(names) == sorted(names)
     for name in names:
         operation = OperationRegistry.get(name)
-        assert issubclass(operation, Operation | Paged)
+        assert issubclass(operation, Operation | PagedOperation)
         assert operation.name == name
         assert OperationRegistry.get(name) is operation
     metadata = OperationMetadata(softmax_scale=0.5)
@@ -259,7 +259,7 @@ class NoNative(Operation):
 
     @implementation(consumes=ALL_FEATURES, tolerance={})
     def forward_cpu(self, call):
-        return Vanilla.forward_native(self, call)
+        return Vanilla.forward_native(call)
 
 
 class Undeclared(Operation):
@@ -267,14 +267,14 @@ class Undeclared(Operation):
     config = toy.ToyConfig
 
     def forward_native(self, call):
-        return Vanilla.forward_native(self, call)
+        return Vanilla.forward_native(call)
 
 
 class UndeclaredPlatform(Vanilla):
     name = "undeclared_platform"
 
     def forward_gpu(self, call):
-        return Vanilla.forward_native(self, call)
+        return Vanilla.forward_native(call)
 
 
 class NoConfig(Operation):

@@ -36,13 +36,13 @@ def make(methods=(), *, refusing=(), consumes=ALL_FEATURES, rules=(), native_rul
 
         @implementation(consumes=consumes, rules=(*rules, *never), tolerance={})
         def forward(self, call):
-            return Vanilla.forward_native(self, call)
+            return Vanilla.forward_native(call)
 
         return forward
 
     @implementation(consumes=ALL_FEATURES, rules=native_rules, tolerance={})
     def forward_native(self, call):
-        return Vanilla.forward_native(self, call)
+        return Vanilla.forward_native(call)
 
     body = {method: own(method) for method in methods}
     return type("Toy", (Operation,), {"name": name, "config": ToyConfig, "forward_native": forward_native, **body})

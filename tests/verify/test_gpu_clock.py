@@ -132,7 +132,7 @@ def test_spills_are_told() -> None:
 
 def test_candidates_keep_the_heuristics_splits() -> None:
     decided = _plan()
-    offered = decided.operation.candidates(decided.method or "", decided.problem, decided.placement)["forward"]
+    offered = decided.runs.candidates(decided.problem, decided.placement)["forward"]
     assert len({way["kv_splits"] for way in offered}) > 1
     kept = same_splits(offered)
     assert kept[0] == offered[0]

@@ -27,6 +27,7 @@ from attnops import (
 from attnops.devices import vmem_of
 from attnops.masks import MaskFunction
 from attnops.operators.splash.candidates import BACKWARD, FORWARD
+from attnops.operators.splash.passes import splash_passes
 from attnops.planning import tune_cache
 from attnops.sharding import virtual_mesh
 from attnops.verify import tune as tune_module
@@ -72,7 +73,7 @@ def _plan(
 
 def _candidates(decided: Plan) -> dict[str, tuple[dict[str, Any], ...]]:
     assert decided.method is not None
-    return dict(decided.operation.candidates(decided.method, decided.problem, decided.placement))
+    return dict(decided.runs.candidates(decided.problem, decided.placement))
 
 
 def test_the_heuristics_choice_is_the_first_candidate() -> None:
@@ -91,8 +92,7 @@ def test_what_is_declared_is_not_searched() -> None:
     assert not {"block_q", "use_fused_bwd_kernel", "block_kv_dkv"} & {
         n for ways in found.values() for w in ways for n in w
     }
-    operation = decided.operation
-    assert "block_q" not in operation.tuned_fields("forward_tpu", decided.problem, decided.placement)
+    assert "block_q" not in decided.runs.tuned_fields(decided.problem, decided.placement)
 
 
 def test_without_a_gradient_only_the_forward_pass_is_searched() -> None:
@@ -133,9 +133,11 @@ def test_candidates_fit_and_mean_something_for_real_models(shape: dict[str, Any]
 def test_cycles_are_counted_by_tiles_blocks_and_heads() -> None:
     decided = _plan(q_len=1024, heads=8, kv_heads=2, config={"block_q": 256, "block_kv": 256, "block_q_dkv": 512})
     cycles = TileCycles((3000, 3100), block=50, step=7, head=3)
-    count = lambda part, kernel, config: kernel_cycles(  # noqa: E731
-        decided.problem, decided.placement, config, part, f"attnops_splash_{kernel}", cycles
-    )
+
+    def count(part: str, products: str, config: Any) -> int:
+        (kernel,) = (one for one in splash_passes(config, part == "backward") if one.products == products)
+        return kernel_cycles(decided.problem, decided.placement, config, kernel, cycles)
+
     # Causal over 4 x 4 blocks: 6 tiles wholly visible, 4 on the diagonal; 8 query heads, 2 kv heads.
     assert count("forward", "forward", decided.config) == 8 * (6 * 3007 + 4 * 3107 + 4 * 50) + 2 * 3
     paired = decided.config.with_fields({"heads_per_tile": 2})
@@ -153,7 +155,7 @@ def test_what_is_known_at_run_time_counts_as_masked() -> None:
     decided = _plan(q_len=1024, heads=2, kv_heads=2, config=config, q_segment_ids=ids, kv_segment_ids=ids)
     cycles = TileCycles((30000, 20000, 90000), block=50, step=7)
     problem, placement = decided.problem, decided.placement
-    got = kernel_cycles(problem, placement, decided.config, "forward", "attnops_splash_forward", cycles)
+    got = kernel_cycles(problem, placement, decided.config, *splash_passes(decided.config, False), cycles)
     heads = placement.local.batch * 2
     assert got == heads * (10 * 90007 + 4 * 50)
 
@@ -162,9 +164,8 @@ def test_each_part_of_the_keys_goes_over_all_queries() -> None:
     config = {"block_q_dkv": 256, "block_kv_dkv": 256, "block_kv_dkv_sums": 512}
     decided = _plan(q_len=1024, heads=2, kv_heads=1, config=config)
     cycles = TileCycles((3000, 3100), block=50, step=7, head=3, turn=11)
-    got = kernel_cycles(
-        decided.problem, decided.placement, decided.config, "backward", "attnops_splash_backward", cycles
-    )
+    kernels = splash_passes(decided.config, True)
+    got = kernel_cycles(decided.problem, decided.placement, decided.config, *kernels, cycles)
     # Two parts, in each of which four query blocks are started and ended, and the sums of a kv head: 512 keys at a time.
     assert got == 2 * (6 * 3007 + 4 * 3107 + 2 * 4 * 50) + 2 * 3 + 2 * 11
 
@@ -174,9 +175,8 @@ def test_the_first_part_of_the_keys_may_have_fewer_bodies_than_the_mask() -> Non
     config = {"block_q_dkv": 256, "block_kv_dkv": 256, "block_kv_dkv_compute": 128, "block_q_dkv_compute": 128}
     decided = _plan(q_len=1024, heads=1, kv_heads=1, config=config | {"block_kv_dkv_sums": 256}, mask=~Causal(0))
     cycles = TileCycles((3000,), block=0, step=0)
-    got = kernel_cycles(
-        decided.problem, decided.placement, decided.config, "backward", "attnops_splash_backward", cycles
-    )
+    kernels = splash_passes(decided.config, True)
+    got = kernel_cycles(decided.problem, decided.placement, decided.config, *kernels, cycles)
     # Three of a diagonal tile's four units are computed, two of them with the mask, which makes them cost a quarter more.
     assert got == pytest.approx(4 * 3000 + 6 * 3000 / 0.875, abs=6)
 
@@ -213,10 +213,8 @@ def test_a_tile_costs_no_less_than_its_products() -> None:
     least = 2 * matrix_cycles(kind, "forward", 512, 1024, problem.head_dim, problem.value_dim)
     assert least > 100
     # Both rows of blocks hold one tile, for both heads at once.
-    assert (
-        kernel_cycles(problem, decided.placement, decided.config, "forward", "attnops_splash_forward", cycles)
-        == 2 * least
-    )
+    kernels = splash_passes(decided.config, False)
+    assert kernel_cycles(problem, decided.placement, decided.config, *kernels, cycles) == 2 * least
 
 
 def test_the_local_call_is_one_devices_part() -> None:

@@ -1,0 +1,257 @@
+"""splash's TPU kernels as an implementation: attnops' own, and those of jax and tokamax that a config may name instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ...planning import (
+    ALL_FEATURES,
+    AttentionProblem,
+    Implementation,
+    OperationConfig,
+    Padding,
+    PassSizes,
+    Placement,
+    Rule,
+    declares,
+)
+from ...planning.implementation import dequantised_copy
+from ..function_rules import MOSAIC, function_rules
+from ..local import LocalCall, LocalOutput
+from ..mask_blocks import block_remarks
+from ..sequence.ring_call import around_the_ring
+from .block_choice import resolve_attnops
+from .candidates import SHIPPED, tuned_fields
+from .candidates import candidates as tried_sizes
+from .external import EXTERNAL_RULES, external_padding, external_remarks, resolve_external, run_external
+from .passes import splash_passes
+from .splash_config import LANES, SplashConfig
+from .tile_way import layout_note, tile_note, writes_tokens_first
+from .vmem_count import blocks_of, too_much_vmem, vmem_parts
+
+__all__ = ["SPLASH", "ExternalSplash", "SplashKernels"]
+
+_FEATURES = ALL_FEATURES - {"return_weights"}
+
+_RULES = (
+    Rule(
+        "splash.one_query",
+        "q_len",
+        lambda p, c: p.q_len > 1,
+        f"q_len={{p.q_len}}: the kernel's query blocks have {LANES} rows, so {LANES - 1} of them would be padding",
+        "Nothing to change: one query against a cache runs faster elsewhere.",
+        routes=True,
+    ),
+    Rule(
+        "splash.dtype",
+        "runtime_dtype",
+        lambda p, c: p.runtime_dtype in ("float32", "bfloat16"),
+        "runtime dtype {p.runtime_dtype}: Mosaic has no such vector loads",
+        "Declare runtime_dtype bfloat16 or float32.",
+    ),
+    Rule(
+        "splash.softmax_dtype",
+        "runtime_softmax_dtype",
+        lambda p, c: p.softmax_dtype == "float32",
+        "softmax dtype {p.softmax_dtype}: the kernel's softmax is float32",
+        "Leave runtime_softmax_dtype at float32.",
+    ),
+    Rule(
+        "splash.sum_by_product",
+        "sum_by_product",
+        lambda p, c: (
+            not (isinstance(c, SplashConfig) and c.sum_by_product)
+            or (p.value_dim % (16 if c.transposed_tiles else LANES) == 0 and "dropout" not in p.features)
+        ),
+        "sum_by_product=True wants no dropout (got {p.dropout_prob}), whose weights don't count in the sum, and a value dim that "
+        f"is a multiple of {LANES}, or of 16 with transposed_tiles=True (got {{p.value_dim}})",
+        "Leave sum_by_product out.",
+    ),
+    *EXTERNAL_RULES,
+    *function_rules("splash", MOSAIC),
+    Rule(
+        "splash.interpret.check_vma",
+        "interpret",
+        lambda p, c: not (p.vma and isinstance(c, SplashConfig) and c.interpret),
+        "called inside a shard_map with check_vma=True, which Pallas' interpreter can't be traced under",
+        "Leave interpret out, or pass check_vma=False to that shard_map.",
+    ),
+)
+
+
+class _SplashConfigured(Implementation[SplashConfig]):
+    """What attnops' kernels and other libraries' have in common."""
+
+    operation = "splash"
+    config = SplashConfig
+    capability = declares(
+        consumes=_FEATURES,
+        rules=_RULES,
+        # In the interpreter on CPU.
+        tolerance={"float32": (1e-5, 3e-5), "bfloat16": (2e-2, 4e-2)},
+    )
+
+    def __call__(self, call: LocalCall) -> LocalOutput:
+        """Run the kernel, forward and backward."""
+        swap = call.layout == "bthd"
+        output, lse = self.attend(call, *(x.swapaxes(1, 2) if swap else x for x in (call.query, call.key, call.value)))
+        return LocalOutput(output.swapaxes(1, 2) if swap else output, None, lse if call.return_lse else None)
+
+    def attend(
+        self, call: LocalCall, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """(output, lse) of [batch, heads, length, dim]; no lse if the kernel returns none."""
+        raise NotImplementedError
+
+    def blocks(self, config: SplashConfig) -> tuple[int, int]:
+        """The rows that queries and keys are padded to a multiple of."""
+        raise NotImplementedError
+
+    def passes(self, config: OperationConfig, backward: bool) -> tuple[PassSizes, ...]:
+        """One kernel forward; one or two backward."""
+        return splash_passes(self.read(config), backward)
+
+    def padding(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> Padding | None:
+        """Rows added to reach whole blocks: in the forward pass, or in all passes if they share a length."""
+        del problem
+        q_len, kv_len = placement.local.q_len, placement.local.kv_len
+        q_block, kv_block = self.blocks(self.read(config))
+        q_padded, kv_padded = math.ceil(q_len / q_block) * q_block, math.ceil(kv_len / kv_block) * kv_block
+        return Padding(q_padded - q_len, kv_padded - kv_len, 1 - q_len * kv_len / (q_padded * kv_padded))
+
+    def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
+        """The blocks of a mask of blocks, and what the gradient of quantised keys costs."""
+        local, sizes = placement.local, self.read(config)
+        kv_tile = max(1, (sizes.heads_per_tile or 1) * local.kv_heads // local.q_heads)
+        blocks = sizes.block_q or 1, sizes.block_kv or 1
+        notes = block_remarks(problem, placement, *blocks, local.kv_heads // kv_tile)
+        if problem.quantised:
+            notes = (*notes, f"the gradient works on {dequantised_copy(problem, placement)}")
+        return notes
+
+
+class ExternalSplash(_SplashConfigured):
+    """The splash kernel of jax or tokamax."""
+
+    def attend(
+        self, call: LocalCall, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        return run_external(call.with_hidden_keys_zero(), self.read(call.config), query, key, value), None
+
+    def blocks(self, config: SplashConfig) -> tuple[int, int]:
+        return external_padding(config, "q"), external_padding(config, "kv")
+
+    def resolve(self, problem: AttentionProblem, placement: Placement) -> OperationConfig:
+        """Sizes with which all passes share one padded length."""
+        return resolve_external(problem, placement, self.read(problem.config))
+
+    def check_vma(self, config: OperationConfig) -> bool:
+        """It can't."""
+        del config
+        return False
+
+    def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
+        """Also what the other library's kernel costs, and leaves unread."""
+        external = external_remarks(problem, placement, self.read(config))
+        return (*super().notes(problem, placement, config), *external)
+
+
+class SplashKernels(_SplashConfigured):
+    """attnops' own kernels."""
+
+    exact_products = True
+
+    def variant(self, config: OperationConfig) -> Implementation[Any]:
+        """Another library's kernel, if the config names one."""
+        return self if not self.reads(config) or self.read(config).kernel == "attnops" else _EXTERNAL
+
+    def attend(
+        self, call: LocalCall, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        return _run_attnops(call, self.read(call.config), query, key, value)
+
+    def blocks(self, config: SplashConfig) -> tuple[int, int]:
+        return config.block_q or 1, config.block_kv or 1
+
+    def resolve(self, problem: AttentionProblem, placement: Placement) -> OperationConfig:
+        """Every size, by the mask, the local lengths and the VMEM of the device."""
+        return resolve_attnops(problem, placement, self.read(problem.config))
+
+    def works_on_parts(self, config: OperationConfig, strategy: str) -> bool:
+        """On one part, and around a ring."""
+        del config, strategy
+        return True
+
+    def tuned_fields(self, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
+        """The unset sizes and switches."""
+        return tuned_fields(problem, placement, self.read(problem.config))
+
+    def candidates(self, problem: AttentionProblem, placement: Placement) -> Mapping[str, tuple[dict[str, Any], ...]]:
+        """Block sizes that may fit, for both passes."""
+        if not self.tuned_fields(problem, placement):
+            return {}
+        return tried_sizes(problem, placement, self.read(problem.config))
+
+    def shipped_choice(self, problem: AttentionProblem, placement: Placement) -> tuple[str, Mapping[str, Any]] | None:
+        """The choice in the shipped table, if nothing about blocks is declared."""
+        return SHIPPED.look_up(problem, placement)
+
+    def memory(
+        self, problem: AttentionProblem, placement: Placement, config: OperationConfig
+    ) -> Mapping[str, Mapping[str, int]]:
+        """VMEM, by array and block."""
+        parts = vmem_parts(problem, placement, self.read(config))
+        return {f"attnops_splash_{name}": part for name, part in parts.items()}
+
+    def check_vma(self, config: OperationConfig) -> bool:
+        """Not in Pallas' interpreter."""
+        return not self.read(config).interpret
+
+    def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
+        """Also how tiles are computed, and what may exceed the device's VMEM."""
+        sizes = self.read(config)
+        large = None if sizes.interpret else too_much_vmem(problem, placement, sizes)
+        told = tile_note(problem, sizes), layout_note(problem, placement, sizes), large
+        return (*super().notes(problem, placement, config), *(note for note in told if note is not None))
+
+
+SPLASH, _EXTERNAL = SplashKernels(), ExternalSplash()
+
+
+def _run_attnops(
+    call: LocalCall, config: SplashConfig, query: jax.Array, key: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    from ..kernels.splash import SplashPart, splash_attention  # imports Pallas, so only where the kernel runs
+
+    if call.ring is not None:
+        kernel = SplashPart(
+            call.softmax_scale,
+            call.logits_soft_cap,
+            blocks_of(config),
+            call.problem.platform,
+            config.interpret,
+            config.residual_checkpoint_name,
+        )
+        return around_the_ring(call, kernel, query, key, value)
+    return splash_attention(
+        query,
+        key,
+        value,
+        scale=call.softmax_scale,
+        mask=call.mask,
+        bias=call.bias,
+        soft_cap=call.logits_soft_cap,
+        sinks=call.sinks,
+        key_scale=call.key_scale,
+        value_scale=call.value_scale,
+        dropout=call.dropout,
+        blocks=blocks_of(config),
+        residual_checkpoint_name=config.residual_checkpoint_name,
+        platform=call.problem.platform,
+        interpret=config.interpret,
+        tokens_first=writes_tokens_first(call.problem, config),
+    )

@@ -1,0 +1,169 @@
+"""Implementation: one algorithm on one kind of device, as an object that planning, checking, tuning and advice ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+
+from .capability import Capability
+from .operation_config import OperationConfig
+from .placement import Placement
+from .problem import AttentionProblem
+from .text import bytes_text
+
+__all__ = ["Implementation", "MethodImplementation", "Padding", "PassSizes", "dequantised_copy"]
+
+C = TypeVar("C", bound=OperationConfig)
+
+
+class Padding(NamedTuple):
+    """Rows that a kernel adds on each device, and their share of its work."""
+
+    q_len: int
+    kv_len: int
+    waste: float
+
+
+class PassSizes(NamedTuple):
+    """A kernel of a pass, and the sizes that it runs with.
+
+    products: what it makes, 'forward', 'backward' (all gradients at once), 'dkv' or 'dq'. head_dims, value_dims: how many of a
+    tile's products have the head dim, and the value dim, among their sizes. kernel: its name in a compiled program, if its schedule
+    can be read there. compute_q, compute_kv: the parts of a tile that it can leave out; None if it can't. outer: the axis, 'q' or
+    'kv', that it goes along last. pipelined: products run ahead of exponentials.
+    """
+
+    products: str
+    block_q: int
+    block_kv: int
+    head_dims: int
+    value_dims: int
+    kernel: str | None = None
+    compute_q: int | None = None
+    compute_kv: int | None = None
+    outer: str = "q"
+    pipelined: bool = False
+
+
+def dequantised_copy(problem: AttentionProblem, placement: Placement) -> str:
+    """`a dequantised copy of key and value (bfloat16, 12.0 MiB per device, in addition to 6.0 MiB as given)`."""
+    local, dims = placement.local, {"key": problem.head_dim, "value": problem.value_dim}
+    given = local.batch * local.kv_heads * local.kv_len * sum(dims[name] for name in problem.quantised)
+    copied = given * jnp.dtype(problem.runtime_dtype).itemsize
+    return (
+        f"a dequantised copy of {' and '.join(problem.quantised)} ({problem.runtime_dtype}, {bytes_text(copied)} per device, "
+        f"in addition to {bytes_text(given)} as given)"
+    )
+
+
+class Implementation(Generic[C]):
+    """Stateless: one object serves every operation that runs it, as the value of `forward_tpu`, `forward_cuda`, ...
+
+    operation: the name of the operation under which it is listed. config: the class of the configs that it reads, None if it reads
+    none. exact_products: whether float32 products keep full precision.
+    """
+
+    operation: ClassVar[str | None] = None
+    config: ClassVar[type[OperationConfig] | None] = None
+    capability: Capability
+    exact_products: ClassVar[bool] = False
+
+    def __call__(self, call: Any) -> Any:
+        """Run one device's part of a call: a LocalCall, and a LocalOutput is returned."""
+        raise NotImplementedError
+
+    def variant(self, config: OperationConfig) -> Implementation[Any]:
+        """The implementation that a config chooses, if it has a choice. Default: this one."""
+        del config
+        return self
+
+    def reads(self, config: OperationConfig) -> bool:
+        """Whether it reads a config of this class."""
+        return self.config is not None and isinstance(config, self.config)
+
+    def read(self, config: OperationConfig) -> C:
+        """The config, whose class is this implementation's. Errors: TypeError for another class."""
+        if not self.reads(config):
+            raise TypeError(f"{type(self).__name__} got a {type(config).__name__}; wanted a {self.config}.")
+        return config  # type: ignore[return-value]
+
+    def interpreted(self, config: OperationConfig) -> bool:
+        """Whether the config asks for the kernel to be interpreted, on any platform."""
+        return self.reads(config) and bool(getattr(config, "interpret", False))
+
+    def resolve(self, problem: AttentionProblem, placement: Placement) -> OperationConfig:
+        """The problem's config with every default filled in for these local shapes.
+
+        Errors: ConfigError if there is none; the plan then has it as a reason against the implementation.
+        """
+        del placement
+        return problem.config
+
+    def tuned_fields(self, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
+        """The config's fields that a search may choose for this problem. Default: none."""
+        del problem, placement
+        return ()
+
+    def candidates(self, problem: AttentionProblem, placement: Placement) -> Mapping[str, tuple[dict[str, Any], ...]]:
+        """What a search tries: 'forward' and 'backward' -> fields to set, most promising first. The first is the heuristic's.
+
+        The two are measured separately, so no field is in both.
+        """
+        del problem, placement
+        return {}
+
+    def shipped_choice(self, problem: AttentionProblem, placement: Placement) -> tuple[str, Mapping[str, Any]] | None:
+        """(source, fields) of a choice that is shipped with the package, or None."""
+        del problem, placement
+        return None
+
+    def passes(self, config: OperationConfig, backward: bool) -> tuple[PassSizes, ...]:
+        """The kernels of the forward pass, or of the backward pass without it, by a resolved config.
+
+        Default: tiles of 128 x 128, and the five products that a backward pass takes at least.
+        """
+        del config
+        return (PassSizes("backward", 128, 128, 3, 2) if backward else PassSizes("forward", 128, 128, 1, 1),)
+
+    def memory(
+        self, problem: AttentionProblem, placement: Placement, config: OperationConfig
+    ) -> Mapping[str, Mapping[str, int]]:
+        """The kernel's name in the compiled program -> bytes of fast memory, by what they hold; {} if they aren't counted."""
+        del problem, placement, config
+        return {}
+
+    def check_vma(self, config: OperationConfig) -> bool:
+        """Whether it can be traced under shard_map's replication check with this config."""
+        del config
+        return self.capability.check_vma
+
+    def works_on_parts(self, config: OperationConfig, strategy: str) -> bool:
+        """Whether it can work on a part of the keys with this config. Default: False.
+
+        strategy: 'split_kv', with one part, or 'ring', with one part after the other (LocalCall.ring).
+        """
+        del config, strategy
+        return False
+
+    def padding(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> Padding | None:
+        """Its padding on each device, or None."""
+        del problem, placement, config
+        return None
+
+    def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
+        """Notes for the plan. Default: none."""
+        del problem, placement, config
+        return ()
+
+
+class MethodImplementation(Implementation[OperationConfig]):
+    """A plain method of an operation that declares what it can do with @implementation. config: the class that it reads."""
+
+    def __init__(self, capability: Capability, config: type[OperationConfig] | None) -> None:
+        self.capability = capability
+        self._config = config
+
+    def reads(self, config: OperationConfig) -> bool:
+        return self._config is not None and isinstance(config, self._config)
