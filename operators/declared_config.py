@@ -18,12 +18,12 @@ def declared_config(
     On a platform where the operation runs another one's kernels, only that one's config counts.
     Errors: ConfigError if the two configs disagree, or a block size doesn't fit the others.
     """
-    other = operation.config_elsewhere(platform)
-    elsewhere = None if other is None else other.model_fields["operation"].default
+    of_kernel = operation.config_elsewhere(platform)
+    elsewhere = None if of_kernel is None else of_kernel.model_fields["operation"].default
     read = (operation.name, operation.kernel_config) if elsewhere is None else (elsewhere,)
     config = metadata.operation_configs.get(read[0])
     if config is None:
-        config = (other or operation.config).coerce({})
+        config = (of_kernel or operation.config).coerce({})
     if elsewhere is None:
         config = _with_kernels(config, operation, metadata)
     config, notes = _fed(config, operation, metadata)

@@ -30,9 +30,9 @@ class PassSizes(NamedTuple):
     """A kernel of a pass, and the sizes that it runs with.
 
     products: what it makes, 'forward', 'backward' (all gradients at once), 'dkv' or 'dq'. head_dims, value_dims: how many of a
-    tile's products have the head dim, and the value dim, among their sizes. kernel: its name in a compiled program, if its schedule
-    can be read there. compute_q, compute_kv: the parts of a tile that it can leave out; None if it can't. outer: the axis, 'q' or
-    'kv', that it goes along last. pipelined: products run ahead of exponentials.
+    tile's products have the head dim, and the value dim, among their sizes. kernel: its name in a compiled program, if its
+    schedule can be read there. compute_q, compute_kv: the parts of a tile that it can leave out; None if it can't. outer: the
+    axis, 'q' or 'kv', that it goes along last. pipelined: products run ahead of exponentials.
     """
 
     products: str
@@ -61,8 +61,8 @@ def dequantised_copy(problem: AttentionProblem, placement: Placement) -> str:
 class Implementation(Generic[C]):
     """Stateless: one object serves every operation that runs it, as the value of `forward_tpu`, `forward_cuda`, ...
 
-    operation: the name of the operation under which it is listed. config: the class of the configs that it reads, None if it reads
-    none. exact_products: whether float32 products keep full precision.
+    operation: the name of the operation under which it is listed. config: the class of the configs that it reads, None if it
+    reads none. exact_products: whether float32 products keep full precision.
     """
 
     operation: ClassVar[str | None] = None

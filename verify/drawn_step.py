@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ..operators.paged import Paged
+from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep
 from ..operators.paged.step_output import StepOutput
 from ..operators.paged_cache import CacheState, LayerPages, RaggedBatch, init, shardings
@@ -31,7 +31,7 @@ class DrawnStep(NamedTuple):
     arrays: dict[str, Any]
 
 
-def draw_step(operation: Paged, step: DeclaredStep, seed: int) -> DrawnStep:
+def draw_step(operation: PagedOperation, step: DeclaredStep, seed: int) -> DrawnStep:
     """Draw tokens, and pages already full of other tokens. The lse is requested too."""
     arrays = step.draw(seed)
     mesh, kv_heads = operation.metadata.mesh, operation.metadata.policy.kv_heads

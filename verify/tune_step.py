@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -13,13 +12,12 @@ from typing import Any
 import jax
 
 from ..errors import AttnOpsError, ConfigError, RefusedError
-from ..operators.kernels.paged_tpu import reasons_against
-from ..operators.paged import Paged
+from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep
-from ..operators.paged.tpu_kernel import tpu_call, tpu_sizes
+from ..operators.paged.tpu_kernel import tpu_call
 from ..planning.paged.page_reads import sequence_reads
 from ..planning.paged.paged_problem import PagedProblem
-from ..planning.paged.step_tuning import step_candidates, step_config_with, step_key
+from ..planning.paged.step_tuning import step_config_with, step_key
 from ..planning.text import fields_text
 from ..planning.tune_cache import Measured, keep, load, withdraw
 from .clock_worker import ClockWorker, Outcome
@@ -36,7 +34,12 @@ _REPEATS, _LEAST_SECONDS = 5, 0.1
 
 
 def tune_step(
-    operation: Paged, step: DeclaredStep, *, how: str | None = None, most: int = MOST, progress: Progress | None = None
+    operation: PagedOperation,
+    step: DeclaredStep,
+    *,
+    how: str | None = None,
+    most: int = MOST,
+    progress: Progress | None = None,
 ) -> TuneReport:
     """Measure each candidate for the declared batch. Each measurement is stored as it is made and isn't repeated.
 
@@ -48,11 +51,11 @@ def tune_step(
     plan = operation.plan(
         step.query, step.key, step.value, cache=step.cache, layer=step.layer, batch=step.batch, **options
     )
-    if plan.method is None or plan.cache.refused:
+    if plan.method is None or plan.runs is None or plan.cache.refused:
         plan.require()
         raise RefusedError(plan.refusal())
     way = measured_by(plan.problem, how)
-    if way == "static" and plan.method != "forward_tpu":
+    if way == "static" and not plan.runs.static_clock:
         raise ConfigError(
             f"{plan.implementation} runs this step on {plan.problem.device}, and the static clock knows only the TPU kernels; "
             "`attnops plan` says why they don't run."
@@ -61,10 +64,7 @@ def tune_step(
         raise ConfigError(
             "the declared batch has no queries, so no cycles can be counted; declare q_lens of 1 or more."
         )
-    candidates = step_candidates(plan.problem)
-    if plan.method == "forward_tpu":
-        candidates = _accepted(plan.problem, candidates)
-    candidates = candidates[:most]
+    candidates = plan.runs.candidates(plan.problem, None)[_PART][:most]
     if not candidates:
         raise ConfigError(
             f"{plan.implementation} has no sizes to search for this step: they are all declared, or it only writes."
@@ -82,16 +82,6 @@ def tune_step(
         done += 1
         tell(done, len(candidates), f"{_PART}: {fields_text(one.fields) or 'by rule'}")
     return TuneReport(plan, way, {_PART: candidates}, keep(key, [], finished=way), len(candidates) - len(todo))
-
-
-def _accepted(problem: PagedProblem, candidates: tuple[dict[str, int], ...]) -> tuple[dict[str, int], ...]:
-    """Those that the TPU kernels accept, nearest to the rule's choice first."""
-    ruled = tpu_sizes(problem)
-    distance = lambda fields: sum(abs(math.log2(n / getattr(ruled, name))) for name, n in fields.items())  # noqa: E731
-    found = [
-        fields for fields in candidates if not reasons_against(*tpu_call(problem, problem.config.with_fields(fields)))
-    ]
-    return tuple(sorted(found, key=distance))
 
 
 def _by_clock(problem: PagedProblem, step: DeclaredStep, todo: list[dict[str, int]]) -> Iterator[Measured]:
@@ -125,7 +115,7 @@ def _estimate(
     return Measured(_PART, fields, "static", cycles / clock_rate(problem.device_kind), None, detail)
 
 
-def _timed(operation: Paged, step: DeclaredStep, fields: dict[str, int]) -> Measured:
+def _timed(operation: PagedOperation, step: DeclaredStep, fields: dict[str, int]) -> Measured:
     try:
         return Measured(_PART, fields, "device", _median(_with(operation, fields), step))
     except AttnOpsError as error:
@@ -134,7 +124,7 @@ def _timed(operation: Paged, step: DeclaredStep, fields: dict[str, int]) -> Meas
         return Measured(_PART, fields, "device", None, failure(error).message)
 
 
-def _with(operation: Paged, fields: dict[str, int]) -> Paged:
+def _with(operation: PagedOperation, fields: dict[str, int]) -> PagedOperation:
     """The operation with these sizes declared and no lookup, so that an empty choice means the rule's."""
     metadata, name = operation.metadata, operation.name
     config: Any = metadata.operation_configs.get(name) or operation.config.coerce({})
@@ -142,7 +132,7 @@ def _with(operation: Paged, fields: dict[str, int]) -> Paged:
     return type(operation)(metadata.replace(operation_configs=configs, tuning="off"))
 
 
-def _median(operation: Paged, step: DeclaredStep) -> float:
+def _median(operation: PagedOperation, step: DeclaredStep) -> float:
     drawn = draw_step(operation, step, 0)
     state, *others = drawn.arguments
     run = jax.jit(drawn.run, donate_argnums=0)

@@ -75,7 +75,7 @@ class FlashKernels(Implementation[FlashAttention2Config]):
         return not self.read(config).interpret
 
     def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
-        """The blocks of a mask of blocks, what the gradient of quantised keys costs, an unknown GPU, and how tiles are computed."""
+        """A mask's blocks, what the gradient of quantised keys costs, an unknown GPU, and how tiles are computed."""
         local, sizes = placement.local, self.read(config)
         # Each query head has its own tiles, if they aren't folded into one.
         block_q, tables = (local.q_len, local.kv_heads) if sizes.fold else (sizes.block_q or 1, local.q_heads)

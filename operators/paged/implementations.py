@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from ...planning import Implementation, OperationConfig, Reason, declares
 from ...planning.paged.paged_problem import PagedProblem
+from ...planning.paged.step_tuning import step_candidates, step_fields
+from ..kernels.paged_tpu import reasons_against
 from ..paged_cache.paged_call import Attended, PagedCall, on_xla
 from .paged_config import PagedConfig
 from .step_reasons import DTYPE, SOFTMAX
-from .tpu_kernel import on_tpu, tpu_notes, tpu_reasons, tpu_sizes
+from .tpu_kernel import on_tpu, tpu_call, tpu_notes, tpu_reasons, tpu_sizes
 
 __all__ = ["PAGES_ON_TPU", "PAGES_ON_XLA", "PagedImplementation"]
 
@@ -23,6 +27,17 @@ class PagedImplementation(Implementation[PagedConfig]):
 
     operation = "paged"
     config = PagedConfig
+    static_clock: ClassVar[bool] = False  # whether its schedule can be read from the compiler
+
+    def tuned_fields(self, problem: Any, placement: Any) -> tuple[str, ...]:
+        """The unset sizes that the step uses."""
+        del placement
+        return step_fields(problem)
+
+    def candidates(self, problem: Any, placement: Any) -> Mapping[str, tuple[dict[str, Any], ...]]:
+        """Sizes of the blocks; the first candidate declares nothing and is the rule's choice."""
+        del placement
+        return {"step": step_candidates(problem)}
 
     def reasons(self, problem: PagedProblem) -> tuple[Reason, ...]:
         """Reasons against it besides missing features and rules. Default: none."""
@@ -31,8 +46,10 @@ class PagedImplementation(Implementation[PagedConfig]):
 
 
 class PagesOnTpu(PagedImplementation):
-    """Pallas kernels: pages come by DMA, several blocks at a time; dead pages aren't fetched. If the update is 'fused', rows of one
-    token are written by the kernel too."""
+    """Pallas kernels: pages come by DMA, several blocks at a time; dead pages aren't fetched.
+
+    If the update is 'fused', rows of one token are written by the kernel too.
+    """
 
     capability = declares(
         consumes=_FEATURES,
@@ -42,9 +59,24 @@ class PagesOnTpu(PagedImplementation):
         writes_pages=True,
     )
 
+    static_clock = True
+
     def __call__(self, call: PagedCall) -> Attended:
         """Attend."""
         return on_tpu(call)
+
+    def candidates(self, problem: Any, placement: Any) -> Mapping[str, tuple[dict[str, Any], ...]]:
+        """Those that the kernels accept, nearest to the rule's choice first."""
+        ruled = tpu_sizes(problem)
+
+        def distance(fields: Mapping[str, int]) -> float:
+            return sum(abs(math.log2(size / getattr(ruled, name))) for name, size in fields.items())
+
+        def accepted(fields: Mapping[str, int]) -> bool:
+            return not reasons_against(*tpu_call(problem, problem.config.with_fields(fields)))
+
+        every = super().candidates(problem, placement)
+        return {part: tuple(sorted(filter(accepted, ways), key=distance)) for part, ways in every.items()}
 
     def reasons(self, problem: PagedProblem) -> tuple[Reason, ...]:
         """What the kernels' geometry and VMEM don't allow."""

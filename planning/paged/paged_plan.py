@@ -81,6 +81,11 @@ class PagedPlan:
         lines = [f"  {r.implementation}: {reason}" for r in self.rejected for reason in r.reasons]
         return "\n".join((f"{self.problem.describe()}:", *lines))
 
+    @property
+    def runs(self) -> Any:
+        """The implementation that was chosen, a PagedImplementation; None if nothing can run."""
+        return None if self.method is None else self.operation.implementation(self.method, self.config)
+
     def explain(self, verbose: bool = False) -> str:
         """The decision as text: the step's, then the cache's, with what needs your attention. With `verbose`, all of it."""
         lines = [self.problem.describe(), f"runs      {self.implementation or 'nothing'} ({WHY[self.kind]})"]

@@ -13,13 +13,13 @@ from ..operation_config import OperationConfig
 from ..tuning import Chosen, Tuning, kept_or, versions
 from .paged_problem import PagedProblem
 
-__all__ = ["choose_step", "step_candidates", "step_config_with", "step_key", "tuned_fields"]
+__all__ = ["choose_step", "step_candidates", "step_config_with", "step_fields", "step_key"]
 
 _KEYS = (64, 128, 256, 512, 1024)  # keys in a block of pages
 _QUERIES = (8, 16, 32, 64, 128, 256)
 
 
-def tuned_fields(problem: PagedProblem) -> tuple[str, ...]:
+def step_fields(problem: PagedProblem) -> tuple[str, ...]:
     """The config's unset sizes that the step uses. With one query per sequence there are no query blocks."""
     names = ("pages_per_block",) if problem.max_q_len is not None else ("pages_per_block", "queries_per_block")
     return () if problem.mode == "insert" else tuple(name for name in names if not problem.config.is_set(name))
@@ -55,7 +55,7 @@ def step_key(method: str, problem: PagedProblem) -> dict[str, Any]:
 
 def choose_step(operation: type[PlannedOperation], method: str, problem: PagedProblem, policy: str) -> Chosen | None:
     """The choice for a step; None if there is nothing to choose. Errors: ConfigError on a miss with 'error'."""
-    names = tuned_fields(problem)
+    names = step_fields(problem)
     if not names:
         return None
 
@@ -81,7 +81,7 @@ def step_config_with(
 
 def step_candidates(problem: PagedProblem) -> tuple[dict[str, int], ...]:
     """What a search tries. The first candidate declares nothing and is the rule's choice."""
-    names, width = tuned_fields(problem), problem.cache.table_width // problem.sequence_shards
+    names, width = step_fields(problem), problem.cache.table_width // problem.sequence_shards
     pages = dict.fromkeys(max(1, min(keys // problem.page_size, width)) for keys in _KEYS)
     queries = [n for n in _QUERIES if n < 2 * problem.local_tokens] or [_QUERIES[0]]
     sizes = {"pages_per_block": list(pages), "queries_per_block": queries}
