@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..masks import Causal, Mask, SlidingWindow
+from ..masks.causal_window import causal_window
 from ..operators.kernels.default_promotion import default_promotion
 from ..planning import FEATURES, AttentionProblem, Plan
 from .materials import materials
@@ -87,17 +87,14 @@ def _flags(problem: AttentionProblem) -> _Flags | None:
     static, dynamic = problem.mask.split_static()
     if any(part.kind != "kv_lengths" for part in dynamic) or len(dynamic) > 1:
         return None
-    parts: list[Mask] = list(static.conjuncts())
-    windows = [m for m in parts if isinstance(m, SlidingWindow)]
-    others = [m for m in parts if not isinstance(m, SlidingWindow)]
-    if len(windows) > 1 or any(m != Causal(0) for m in others):
+    seen = causal_window(static, offset=0)
+    if seen is None:
         return None
-    if not windows:
-        return _Flags(bool(others), None, bool(dynamic))
-    window = windows[0]
-    if window.left is None or window.right is None or window.offset != 0:
+    if seen.left is None and seen.right is None:
+        return _Flags(seen.causal, None, bool(dynamic))
+    if seen.left is None or seen.right is None:
         return None
-    return _Flags(bool(others), (window.left, window.right), bool(dynamic))
+    return _Flags(seen.causal, (seen.left, seen.right), bool(dynamic))
 
 
 def _words(told: _Flags, mask: np.ndarray | None) -> str:

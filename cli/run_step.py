@@ -10,12 +10,12 @@ import numpy as np
 from rich.text import Text
 
 from ..errors import ConfigError
+from ..masks.causal_window import causal_window
 from ..operators.paged_cache import LayerPages, RaggedBatch
 from ..operators.paged_cache.sequence_shards import stored_ids, whole_table
 from ..planning.cache.cache_fields import CacheFields
 from ..planning.cache.kv_cache import KVCache
 from ..planning.paged.paged_plan import PagedPlan
-from ..planning.paged.paged_problem import causal_window
 from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from ..verify.closeness import lse_size, row_error, row_sizes
@@ -150,8 +150,8 @@ def check_step(ran: RanStep) -> list[Comparison]:
                 page_table=_stored_table(batch, rows),
                 num_seqs=int(batch.num_seqs),
                 softmax_scale=problem.softmax_scale,
-                causal=found[0],
-                sliding_window=found[1],
+                causal=found.causal,
+                sliding_window=found.window,
                 logits_soft_cap=problem.logits_soft_cap,
                 sinks=ran.arrays["sinks"],
                 **scales,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..masks import Causal, Full, Mask, SlidingWindow
+from ..masks import Causal, Full, Mask
+from ..masks.causal_window import causal_window
 from ..planning import STATIC_MASKS, AttentionProblem, Implementation, OperationConfig, Placement, Rule, declares
 from .base import Operation
 from .kernels.jax_sdpa import jax_sdpa
@@ -31,15 +32,10 @@ def _flags(mask: Mask, q_len: int, kv_len: int) -> tuple[bool, tuple[int, int] |
     """(is_causal, local_window_size) if these express the same square mask, else None."""
     if isinstance(mask, Full):
         return False, None
-    parts = mask.conjuncts()
-    windows = [m for m in parts if isinstance(m, SlidingWindow)]
-    others = [m for m in parts if not isinstance(m, SlidingWindow)]
-    if q_len != kv_len or others != [Causal(0)] or len(windows) > 1:
+    seen = causal_window(mask, offset=0)
+    if q_len != kv_len or seen is None or not seen.causal:
         return None
-    if not windows:
-        return True, None
-    left, right, offset = windows[0].left, windows[0].right, windows[0].offset
-    return (True, (left, 0)) if left is not None and right == 0 and offset == 0 else None
+    return True, None if seen.left is None else (seen.left, 0)
 
 
 def _most(p: AttentionProblem) -> int:

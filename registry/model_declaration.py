@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..errors import ConfigError, shown
+from ..masks.causal_window import causal_window
 from ..models.model_attention import LayerAttention, ModelAttention, model_attention
 from ..models.model_config import as_dict, read_model_config
 from ..planning.cache.layer_groups import LayerGroup, layer_groups
-from ..planning.paged.paged_problem import causal_window
 from ..sharding.modes import GENERATION, canonical_mode
 from .declaration import Declaration
 from .metadata import PICKUP, OperationMetadata
@@ -107,7 +107,7 @@ class ModelDeclaration:
         for layer in self.layers:
             mask = layer.declaration.call.mask
             found = None if mask is None else causal_window(mask)
-            left = None if found is None else found[1][0]
+            left = None if found is None else found.left
             windows.append(None if left is None else left + 1)
         return layer_groups(windows)
 

@@ -8,10 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...errors import InputError, InputTypeError, UnfitError
+from ...masks.causal_window import causal_window
 from ...planning import PlannedOperation, Policy
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
-from ...planning.paged.paged_problem import PagedProblem, causal_window
+from ...planning.paged.paged_problem import PagedProblem
 from ...planning.text import Aside
 from ...registry import OperationMetadata
 from ...sharding import axes_of
@@ -173,6 +174,6 @@ def _check_tokens(
 def _causal_notes(step: Step) -> tuple[str, ...]:
     """A mask that isn't causal sees keys that later tokens of the same step wrote: noted, because it is rarely intended."""
     found = causal_window(step.mask)
-    if found is None or found[0] or step.max_q_len == 1 or step.mode == "insert":
+    if found is None or found.causal or step.max_q_len == 1 or step.mode == "insert":
         return ()
     return ("the mask is not causal: a query sees later keys of its own step",)

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from ...masks.causal_window import causal_window
 from ...planning import PlannedOperation
 from ...planning.paged.paged_plan import PagedPlan
-from ...planning.paged.paged_problem import causal_window
 from ...sharding.mesh import AnyMesh
 from ..paged_cache.attend import attend
 from ..paged_cache.batch import RaggedBatch
@@ -60,7 +60,7 @@ def run_step(
         return None, None, insert(state, 0, batch, key, value, **scales, debug=program.debug)
     found = causal_window(problem.mask)
     assert found is not None  # otherwise nothing would run it
-    causal, window = found
+    causal, window = found.causal, found.window
     made = attend(
         state,
         0,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from ...masks.causal_window import causal_window
 from ...planning import Reason, Rule
-from ...planning.paged.paged_problem import PagedProblem, causal_window
+from ...planning.paged.paged_problem import PagedProblem
 
 __all__ = ["DTYPE", "SOFTMAX", "step_reasons"]
 
@@ -47,7 +48,7 @@ def _window_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
     seen, kept = causal_window(problem.mask), problem.cache.window_tokens
     if seen is None or kept is None or problem.mode == "insert":
         return ()
-    left = seen[1][0]
+    left = seen.left
     if left is not None and left < kept:
         return ()
     text = (

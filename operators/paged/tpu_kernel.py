@@ -6,8 +6,9 @@ import jax
 import numpy as np
 
 from ...errors import ConfigError
+from ...masks.causal_window import ANY_CAUSAL, causal_window
 from ...planning import OperationConfig, Reason
-from ...planning.paged.paged_problem import PagedProblem, causal_window
+from ...planning.paged.paged_problem import PagedProblem
 from ...planning.text import bytes_text
 from ..kernels.paged_tpu import (
     Geometry,
@@ -150,7 +151,7 @@ def _geometry(problem: PagedProblem) -> Geometry:
 
 
 def _options(problem: PagedProblem, config: OperationConfig) -> Options:
-    causal, (left, right) = causal_window(problem.mask) or (True, (None, None))
+    causal, left, right = causal_window(problem.mask) or ANY_CAUSAL
     return Options(
         scale=problem.softmax_scale,
         causal=causal,

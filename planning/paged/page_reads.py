@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...masks.causal_window import ANY_CAUSAL, causal_window
 from ..cache.window_pages import first_kept
 from ..text import bytes_text
-from .paged_problem import PagedProblem, causal_window
+from .paged_problem import PagedProblem
 
 __all__ = ["PageReads", "SequenceReads", "live_pages", "page_bytes", "page_reads", "sequence_reads", "step_flops"]
 
@@ -73,7 +74,7 @@ class SequenceReads(NamedTuple):
 
 def sequence_reads(problem: PagedProblem, batch: Any) -> list[SequenceReads]:
     """The reads of each sequence of a batch with known values."""
-    _, window = causal_window(problem.mask) or (True, (None, None))
+    window = (causal_window(problem.mask) or ANY_CAUSAL).window
     return [
         SequenceReads(shard, int(q), int(length), *live_pages(int(q), int(length), problem.page_size, window))
         for shard, (starts, lens, count) in enumerate(_by_shard(batch))
@@ -84,7 +85,7 @@ def sequence_reads(problem: PagedProblem, batch: Any) -> list[SequenceReads]:
 
 def page_reads(problem: PagedProblem, batch: Any) -> PageReads:
     """The reads of a batch (cu_q_lens, kv_lens, num_seqs) with known values."""
-    _, window = causal_window(problem.mask) or (True, (None, None))
+    window = (causal_window(problem.mask) or ANY_CAUSAL).window
     n = problem.sequence_shards
     live, held, sequences, queries, most = 0, 0, 0, 0, 0
     for starts, lens, count in _by_shard(batch):
@@ -102,7 +103,7 @@ def page_reads(problem: PagedProblem, batch: Any) -> PageReads:
 
 def step_flops(problem: PagedProblem, batch: Any) -> float:
     """Operations in the products with visible keys and values, on the device that has the most."""
-    causal, (left, right) = causal_window(problem.mask) or (True, (None, None))
+    causal, left, right = causal_window(problem.mask) or ANY_CAUSAL
     most, shards = 0, problem.sequence_shards
     for starts, lens, count in _by_shard(batch):
         pairs = np.zeros(shards, np.int64)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...masks import Causal, Full, Mask, SlidingWindow
+from ...masks import Mask
 from ...sharding import MeshAxis, describe_mesh
 from ..cache.cache_fields import axis_names
 from ..cache.cache_plan import CachePlan
 from ..operation_config import OperationConfig
 
-__all__ = ["STEP_MODES", "PagedProblem", "causal_window"]
+__all__ = ["STEP_MODES", "PagedProblem"]
 
 STEP_MODES = ("prefill", "autoregressive", "insert", "mixed")
 """Chunks of prompts; one or a few tokens of each sequence; writes only; chunks and single tokens together."""
@@ -125,22 +125,3 @@ class PagedProblem:
             f"{heads}, {dims}, {self.runtime_dtype}, pages of {cache.page_size}{stored}, mode {self.mode}, "
             f"mesh {describe_mesh(self.mesh)}"
         )
-
-
-def causal_window(mask: Mask) -> tuple[bool, tuple[int | None, int | None]] | None:
-    """(causal, inclusive distances left and right) of a mask that is fully described by these, else None."""
-    causal, left, right = False, None, None
-    for part in mask.conjuncts():
-        if isinstance(part, Full):
-            continue
-        if isinstance(part, Causal) and part.offset is None:
-            causal = True
-        elif isinstance(part, SlidingWindow) and part.offset is None:
-            left, right = _nearer(left, part.left), _nearer(right, part.right)
-        else:
-            return None
-    return causal, (left, right)
-
-
-def _nearer(one: int | None, other: int | None) -> int | None:
-    return other if one is None else one if other is None else min(one, other)
