@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import ConfigError, InputError, InputTypeError, a_type, shown
 from ..operators.arguments import is_array, read_number
+from ..planning.notes import note
 
 __all__ = [
     "check_debug", "check_flat", "check_lengths", "check_mask_value", "check_uncarried", "flat_table", "heads_of",
@@ -140,7 +141,4 @@ def unread(**told: Any) -> tuple[str, ...]:
     named = [f"{name}={shown(value)}" for name, value in told.items() if value is not None]
     if not named:
         return ()
-    return (
-        f"{', '.join(named)}: not read, and the result doesn't depend on it; sizes of blocks are fields of the operation's "
-        "config here",
-    )
+    return (note("foreign.unread", arguments=named),)

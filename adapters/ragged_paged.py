@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import InputError
 from ..operators.arguments import read_flag, read_number
 from ..operators.paged import Paged
-from ..planning.text import Aside
+from ..planning.notes import note
 from .foreign_arguments import (
     check_debug,
     check_flat,
@@ -36,7 +36,7 @@ from .foreign_step import ForeignBatch, ForeignStep
 __all__ = ["ragged_paged_attention_sglang", "ragged_paged_attention_v2", "ragged_paged_attention_v3"]
 
 _MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
-_SPLIT = Aside("distribution: only its last number, that of the sequences, is read; steps aren't split by their kind")
+_SPLIT = note("foreign.distribution")
 _Sizes = tuple[int, int, int, int]
 
 
@@ -149,7 +149,7 @@ def _v3(
         disable_semaphore_checks=None if disable_semaphore_checks else False,
     )
     if not writes:
-        told += (Aside("update_kv_cache=False: keys and values aren't read; the pages have them"),)
+        told += (note("foreign.no_update"),)
     return ForeignStep(
         queries,
         keys if writes else None,

@@ -174,10 +174,8 @@ def _pass(plan: Plan, machine: Machine, spans: Mapping[str, tuple[Span, ...]], k
     work, waiting = _shared(done, machine, plan)
     groups: dict[tuple[str, tuple[str, ...], str], list[Need]] = {}
     for need in needs:
-        word = next((w for w in (_AROUND, _ORDER, "in order") if w in need.what), "")
-        if need.kind == "collective-permute" and not word:
-            word = _ORDER
-        groups.setdefault((need.kind, need.axes, _ORDER if word == "in order" else word), []).append(need)
+        word = {"ring": _AROUND, "zigzag": _ORDER}.get(need.step, "")
+        groups.setdefault((need.kind, need.axes, word), []).append(need)
     sends = [
         _send(plan, machine, done, key, members, _along(spans, key[1]), name == "backward")
         for key, members in groups.items()

@@ -13,8 +13,9 @@ from rich.text import Text
 from ..errors import ConfigError
 from ..planning import Plan
 from ..planning.call_arrays import call_arrays
+from ..planning.notes import is_info
 from ..planning.plan_text import placement_rows
-from ..planning.text import Aside, bytes_text
+from ..planning.text import bytes_text
 from ..registry import OperationRegistry
 from ..registry.call_declaration import CallDeclaration
 from ..registry.model_declaration import LayerDeclaration, ModelDeclaration, is_cached, write_layers
@@ -193,7 +194,7 @@ def _told(plans: Sequence[tuple[LayerDeclaration, Plan]]) -> list[tuple[str, str
     """What the plans say that isn't in the table: each line once, with the kinds of layers it applies to unless it is all."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for layer, plan in plans:
-        notes = [("note", note) for note in plan.notes if not isinstance(note, Aside)]
+        notes = [("note", note) for note in plan.notes if not is_info(note)]
         for row in dict.fromkeys((*rejected_rows(plan), *placement_rows(plan), *notes)):
             kinds.setdefault(row, []).append(layer.kind)
     ordered = sorted(

@@ -13,8 +13,8 @@ from ..operators.declared_config import declared_config
 from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep, declared_step
 from ..planning.cache.cache_plan import CachePlan
+from ..planning.notes import is_info
 from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
-from ..planning.text import Aside
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from .cache import plan_cache, print_cache
@@ -101,7 +101,7 @@ def print_step(
     for name, line in step_rows(plan, verbose=verbose):
         source = name == "platform" and platform_source is not None
         rows.append((name, f"{plan.problem.platform}, from {platform_source}" if source else line))
-    told = [note for note in (*plan.notes, *notes) if verbose or not isinstance(note, Aside)]
+    told = [note for note in (*plan.notes, *notes) if verbose or not is_info(note)]
     console.print(fields([*rows, *[("note", note) for note in told]]), "", sep="\n")
     # On one device specs split nothing, so the table is left out.
     whole = verbose or math.prod(axis.size for axis in plan.problem.mesh) > 1
@@ -112,6 +112,6 @@ def print_step(
         console.print(tensors, "", sep="\n")
     print_cache(plan.cache if cache is None else cache, arrays=whole)
     if not verbose:
-        asides = sum(isinstance(note, Aside) for note in (*plan.notes, *notes))
+        asides = sum(is_info(note) for note in (*plan.notes, *notes))
         hidden = ["defaults of the config", *([] if whole else ["arrays"]), *([f"{asides} notes"] if asides else [])]
         console.print("", fields([("more", f"--verbose adds {', '.join(hidden)}")]), sep="\n")

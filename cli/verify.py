@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from ..planning.text import Aside, bytes_text
+from ..planning.notes import is_info
+from ..planning.text import bytes_text
 from ..verify.call import PassReport, TargetReport
 from ..verify.devices import AnyKernelUse
 from ..verify.outcome import Outcome
@@ -88,7 +89,7 @@ def _rows(report: TargetReport) -> list[tuple[str, str | Text]]:
         hbm = bytes_text(device.hbm_bytes)
         about = f"  {device.kind}, mesh {mesh or 'none'}; a device has {hbm} of HBM, {kernel_limits(report)}"
     rows: list[tuple[str, str | Text]] = [(report.target, Text.assemble((word, style), about))]
-    rows += [*brief_rows(plan), *[("note", note) for note in plan.notes if not isinstance(note, Aside)]]
+    rows += [*brief_rows(plan), *[("note", note) for note in plan.notes if not is_info(note)]]
     rows += [("warning", Text(warning, style="yellow")) for warning in report.warnings]
     rows += [("not checked", Text(what, style="yellow")) for what in report.unchecked]
     for before, one in zip((None, *report.passes), report.passes, strict=False):

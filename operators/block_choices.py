@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from ..errors import InputError
 from ..masks import Blocks, Mask, Slot
 from ..masks.node import Leaf
+from ..planning.notes import note
 from ..planning.problem import LeafShape
 from ..symbolic import is_symbolic, surely
-from .mask_blocks import SHARED
 
 __all__ = ["block_notes", "choice_shape", "is_choice", "of_query_heads", "with_query_heads"]
 
@@ -61,7 +61,7 @@ def block_notes(given: Mask, leaves: Sequence[Leaf], sizes: dict[str, int]) -> l
     heads += [leaf.array.shape[1] for leaf in leaves if is_choice(leaf.dims)]
     group = sizes["h"] // sizes["k"]
     if group > 1 and any(n == sizes["k"] > 1 for n in heads):
-        return [f"blocks: the {group} query heads of a kv head {SHARED}"]
+        return [note("blocks.shared", heads=group)]
     return []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ..planning import AttentionProblem
+from ..planning.notes import note
 from .base import Operation
 from .flash import FLASH, NO_ROCM
 from .mask_blocks import has_blocks
@@ -38,4 +39,4 @@ class BlockSparse(Operation):
         """Reports a mask without blocks."""
         if has_blocks(problem):
             return ()
-        return ("no part of the mask defines which blocks are seen: declare Blocks, or a pattern of attnops.masks",)
+        return (note("blocks.none"),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import ConfigError
 from ..planning import OperationConfig, PlannedOperation
-from ..planning.text import Aside
+from ..planning.notes import note
 from ..registry import OperationMetadata
 
 __all__ = ["declared_config"]
@@ -32,7 +32,7 @@ def declared_config(
     )
     for name, other in sorted(metadata.operation_configs.items()):
         if name not in read and (given := _given(other)):
-            notes.append(Aside(f"operation_configs[{name!r}] ({', '.join(given)}) is not read by {reader}"))
+            notes.append(note("config.other_unread", name=name, fields=given, reader=reader))
     return config, notes
 
 
@@ -61,19 +61,21 @@ def _with_kernels(
 def _fed(
     config: OperationConfig, operation: type[PlannedOperation], metadata: OperationMetadata
 ) -> tuple[OperationConfig, list[str]]:
-    fed, notes = {}, []
+    fed, notes = {}, list[str]()
     for source in ("blocksize_q", "blocksize_k", "blocksize_b"):
         value = getattr(metadata, source)
         if value is None:
             continue
         field = config.feeds.get(source)
         if field is None:
-            notes.append(f"{source}={value} is not read by {operation.name}")
+            notes.append(note("config.feed_unread", source=source, value=value, operation=operation.name))
         elif config.is_set(field):
-            notes.append(f"{source}={value} gives way to the config's {field}={getattr(config, field)}")
+            notes.append(
+                note("config.feed_gives_way", source=source, value=value, field=field, declared=getattr(config, field))
+            )
         else:
             fed[field] = value
-            notes.append(Aside(f"{source}={value} is taken as the config's {field}"))
+            notes.append(note("config.feed_taken", source=source, value=value, field=field))
     try:
         return (config.with_fields(fed) if fed else config), notes
     except ConfigError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 
@@ -10,9 +11,9 @@ from ..compat import varies_over
 from ..errors import InputError
 from ..masks import Mask
 from ..planning import AttentionProblem, PlannedOperation
+from ..planning.notes import note
 from ..planning.quantised import QUANTISED
 from ..planning.sequence.choice import declared_strategy
-from ..planning.text import Aside
 from ..registry import OperationMetadata
 from ..sharding import (
     AttnShardingRules,
@@ -230,58 +231,50 @@ def _notes(
     mesh: AnyMesh | None, by_caller: tuple[tuple[str, ...], ...], rules: AttnShardingRules,
 ) -> list[str]:  # fmt: skip
     """Notes on arguments without effect, and on what was decided for the caller: reported, not silently dropped."""
-    notes = []
+    notes: list[str] = []
+
+    def add(code: str, **values: Any) -> None:
+        notes.append(note(code, **values))
+
     if platform == "gpu":
-        notes.append(
-            "a gpu of unknown vendor: forward_cuda and forward_rocm aren't considered; specify 'cuda' or 'rocm'"
-        )
+        add("platform.unknown_gpu_vendor")
     if metadata.backend not in (None, platform, "gpu" if platform in ("cuda", "rocm") else None):
-        notes.append(f"backend={metadata.backend} is not used: {source} say {platform}")
+        add("platform.backend_unused", backend=metadata.backend, source=source, platform=platform)
     if metadata.runtime_dtype is not None and shapes.query.dtype != metadata.runtime_dtype:
-        cast = ", ".join(n for n in ("query", "key", "value") if getattr(shapes, n).dtype.name not in QUANTISED)
-        notes.append(
-            Aside(f"{cast} cast from {shapes.query.dtype.name} to {metadata.runtime_dtype.name} (runtime_dtype)")
-        )
+        cast = [n for n in ("query", "key", "value") if getattr(shapes, n).dtype.name not in QUANTISED]
+        add("dtype.cast", names=cast, given=shapes.query.dtype.name, runtime=metadata.runtime_dtype.name)
     for name in ("key", "value"):
         dtype = getattr(shapes, name).dtype.name
         if dtype in QUANTISED and getattr(shapes, f"{name}_scale") is None:
-            notes.append(f"{name} is {dtype} without {name}_scale: its values are used unscaled")
+            add("dtype.unscaled", name=name, dtype=dtype)
     declared = metadata.declared_mesh
     if declared is not None and mesh is not declared and axes_of(declared) != axes_of(mesh):
-        notes.append(f"the mesh of the context is in force: {describe_mesh(mesh)}, declared {describe_mesh(declared)}")
+        add("mesh.context", context=describe_mesh(mesh), declared=describe_mesh(declared))
     counted = {a for axes in by_caller for a in axes}
     manual = [a.name for a in axes_of(mesh) if a.kind == "manual" and a.size > 1 and a.name not in counted]
     of_keys = set(axes_at(rules.key, canonical_layout(options.layout).index("t"))) & set(manual)
     if of_keys and metadata.policy.sequence_parallel == "auto":
-        notes.append(
-            f"the keys of this call count as all keys: {'+'.join(sorted(of_keys))} is Manual here; if they are parts of a "
-            "sequence, declare sequence_parallel='ring' or 'ulysses', which count this axis in"
-        )
+        add("mesh.manual_keys", axes=sorted(of_keys))
     if manual and probability > 0 and not options.deterministic:
-        notes.append(
-            f"every shard of the Manual axes {'+'.join(manual)} draws the same dropout; fold their index into the key"
-        )
+        add("mesh.manual_dropout", axes=manual)
     if options.deterministic and probability > 0:
-        notes.append(Aside(f"dropout_prob={probability} is off: deterministic=True"))
+        add("dropout.off", probability=probability)
     elif not options.deterministic and probability == 0:
-        notes.append("deterministic=False has no effect: dropout_prob is 0")
+        add("dropout.zero")
     if arrays.dropout_rng is not None and (options.deterministic or probability == 0):
-        why = "deterministic=True" if options.deterministic else "dropout_prob is 0"
-        notes.append(f"dropout_rng is not used: {why}")
+        add("dropout.key_unused", why="deterministic=True" if options.deterministic else "dropout_prob is 0")
     structured = options.mask is not None and not options.mask_is_array
     if structured and options.causal is None and metadata.causal and "causal" not in mask.features():
-        notes.append(
-            Aside("metadata.causal is a default for calls without a Mask object; this call's mask is not causal")
-        )
+        add("mask.default_causal")
     if options.causal is False and structured and "causal" in mask.features():
-        notes.append("causal=False has no effect: it takes nothing from a Mask object, and this one is causal")
+        add("mask.causal_false")
     given = options.query_offset is not None or arrays.query_offset is not None
     if given and offset is None and not dynamic:
-        notes.append("query_offset has no effect: no part of the mask depends on it")
+        add("mask.offset_unused")
     if options.mode is None:
-        notes.append(Aside("mode derived from the lengths"))
+        add("mode.derived")
     if not given and offset not in (None, 0):
-        notes.append(Aside(f"queries stand at the end of the kv: query_offset={offset}"))
+        add("mask.offset_at_end", offset=offset)
     if not given and dynamic:
-        notes.append(Aside("queries stand at the end of each row's cache: query_offset = kv_lengths - q_len"))
+        add("mask.offset_of_cache")
     return notes

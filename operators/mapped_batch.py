@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ..errors import ShardingError, ShardingWarning
 from ..planning import Plan
+from ..planning.notes import note
 from ..planning.problem import AttentionProblem
 from ..sharding import MeshAxis, axes_at
 from .bounded_cache import BoundedCache
@@ -67,9 +68,9 @@ def mapped_note(problem: AttentionProblem, axes: tuple[MeshAxis, ...], mapped: S
     if not mapped:
         return ""
     rows = " x ".join(str(one.rows) for one in mapped)
-    start = f"jax.vmap maps {rows} calls like this one (batch {problem.batch}), which the plan doesn't see"
     unsplit = _unsplit(axes, mapped)
-    return f"{start}; {_problem_of(unsplit)}. {_hint(unsplit)}" if unsplit else start
+    consequence = f"; {_problem_of(unsplit)}. {_hint(unsplit)}" if unsplit else ""
+    return note("mesh.mapped", rows=rows, batch=problem.batch, consequence=consequence)
 
 
 def explain_mapped_rows(name: str, error: ValueError) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 
 from ..masks import Blocks, ChosenBlocks, Full, Mask, Slot
 from ..planning import AttentionProblem, Placement
+from ..planning.notes import has_note, note
 
-__all__ = ["SHARED", "block_remarks", "fitted_block", "has_blocks", "heads_apart"]
+__all__ = ["block_remarks", "fitted_block", "has_blocks", "heads_apart"]
 
 _MOST_TILES = 1 << 21  # the most tiles to count for a note
-SHARED = "share its choice"
 
 
 def heads_apart(problem: AttentionProblem) -> bool:
@@ -53,26 +53,22 @@ def block_remarks(
     leaves = _leaves(problem.mask)
     if not leaves or "length" in problem.symbolic:
         return ()
-    found = [f"blocks: {_density(problem, leaf)}" for leaf in leaves]
+    found = [note("blocks.density", density=_density(problem, leaf)) for leaf in leaves]
     tile = f"{block_q}x{block_kv}"
     counted = _counted(problem, placement, block_q, block_kv, tables)
     if counted is not None:
         visited, without, every, of = counted
-        share = f"the work is {visited / max(without, 1):.3g} of that"
-        found.append(
-            f"blocks: a head visits {visited:.4g} of {every} {of}; without the blocks {without:.4g}, so {share}"
-        )
+        share = visited / max(without, 1)
+        found.append(note("blocks.visits", visited=visited, every=every, of=of, without=without, share=share))
     else:
-        found.append(f"blocks: tiles of {tile} that hold a chosen block are visited; which, is found on the device")
+        found.append(note("blocks.chosen", tile=tile))
     cut = [f"{leaf.block_q}x{leaf.block_kv}" for leaf in leaves if leaf.block_q % block_q or leaf.block_kv % block_kv]
     if cut:
-        found.append(
-            f"blocks: of {', '.join(cut)} in tiles of {tile}: a tile that holds some of a block is visited whole"
-        )
+        found.append(note("blocks.rounded", blocks=cut, tile=tile))
     together = placement.local.q_heads // tables
-    shared = any(note.endswith(SHARED) for note in problem.notes)
-    if heads_apart(problem) and together > 1 and not (shared and together <= problem.q_heads // problem.kv_heads):
-        found.append(f"blocks: the {together} query heads of a tile visit what any of them sees")
+    shared = has_note(problem.notes, "blocks.shared") and together <= problem.q_heads // problem.kv_heads
+    if heads_apart(problem) and together > 1 and not shared:
+        found.append(note("blocks.together", heads=together))
     return tuple(found)
 
 

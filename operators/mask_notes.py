@@ -12,8 +12,8 @@ import numpy as np
 
 from ..masks import Mask
 from ..masks.recognise import recognise
+from ..planning.notes import Note, note
 from ..planning.problem import AttentionProblem, LeafShape
-from ..planning.text import Aside
 from .arguments import Options
 
 __all__ = ["causal_by_default", "default_notes", "dense_notes", "hides_later_keys", "value_notes"]
@@ -24,7 +24,7 @@ _ROWS = 64
 
 def dense_notes(leaves: Sequence[LeafShape]) -> list[str]:
     """A note for each array of [.., q, kv] in the mask; an array with one query or one key has no structure to declare."""
-    return [_unknown(leaf.shape) for leaf in leaves if _has_rows(leaf.name, leaf.shape)]
+    return [note("mask.array_unknown", shape=list(leaf.shape)) for leaf in leaves if _has_rows(leaf.name, leaf.shape)]
 
 
 def causal_by_default(options: Options, default_causal: bool) -> bool:
@@ -33,11 +33,11 @@ def causal_by_default(options: Options, default_causal: bool) -> bool:
 
 
 def default_notes(leaves: Sequence[LeafShape], q_len: int) -> list[str]:
-    """A note for an array mask to which `causal` applies by default: an Aside if it has one row for all queries, like padding."""
+    """A note for an array mask to which `causal` applies by default: an info if it has one row for all queries, like padding."""
     shape = next((leaf.shape for leaf in leaves if leaf.name == "mask"), None)
     if shape is None or q_len == 1:
         return []
-    return [_by_default(shape) if _has_rows("mask", shape) else Aside(_by_default(shape))]
+    return [note("mask.array_causal", severity=None if _has_rows("mask", shape) else "info", shape=list(shape))]
 
 
 def hides_later_keys(problem: AttentionProblem, array: Any) -> bool | None:
@@ -55,28 +55,22 @@ def hides_later_keys(problem: AttentionProblem, array: Any) -> bool | None:
 def value_notes(notes: Sequence[str], problem: AttentionProblem, leaves: Sequence[Any]) -> tuple[str, ...]:
     """The same notes if the arrays' values are known: what each array is replaces 'not known'."""
     found, mask, q_len, kv_len = list(notes), problem.mask, problem.q_len, problem.kv_len
+
+    def place_of(code: str, array: Any) -> int | None:
+        return next((n for n, one in enumerate(found) if _is_of(one, code, array.shape)), None)
+
     for array in leaves:
-        if _by_default(array.shape) in found and hides_later_keys(problem, array) is False:
-            found.remove(_by_default(array.shape))
-        if not _readable(array) or array.dtype != np.bool_ or _unknown(array.shape) not in found:
-            continue
-        at = found.index(_unknown(array.shape))
-        found[at : at + 1] = _known(array, mask, q_len, kv_len)
+        causal = place_of("mask.array_causal", array)
+        if causal is not None and hides_later_keys(problem, array) is False:
+            del found[causal]
+        at = place_of("mask.array_unknown", array)
+        if _readable(array) and array.dtype == np.bool_ and at is not None:
+            found[at] = _known(array, mask, q_len, kv_len)
     return tuple(found)
 
 
-def _unknown(shape: Sequence[int]) -> str:
-    return (
-        f"mask: what the array {list(shape)} hides isn't known to the plan; if it is causal or a window, declare that "
-        "(call.causal, call.sliding_window or call.mask) and pass no array: hidden blocks are then skipped"
-    )
-
-
-def _by_default(shape: Sequence[int]) -> str:
-    return (
-        f"mask: causal, the metadata's default, applies to the array {list(shape)} too, so no query sees later keys; pass "
-        "causal=False if the array is the whole mask, or causal=True to say that it isn't"
-    )
+def _is_of(one: str, code: str, shape: Sequence[int]) -> bool:
+    return isinstance(one, Note) and one.code == code and one.values["shape"] == list(shape)
 
 
 def _cells(array: Any, q_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -88,22 +82,22 @@ def _cells(array: Any, q_len: int) -> tuple[np.ndarray, np.ndarray]:
         return rows, np.asarray(array) if whole else np.asarray(array[:1, :1, rows])
 
 
-def _known(array: Any, mask: Mask, q_len: int, kv_len: int) -> list[str]:
+def _known(array: Any, mask: Mask, q_len: int, kv_len: int) -> Note:
     planes, whole = array.shape[0] * array.shape[1], array.size <= _ALL_CELLS
     rows, cells = _cells(array, q_len)
     said = recognise(cells.reshape(-1, len(rows), kv_len), rows, q_len, kv_len)
     if said is None:
-        return [f"mask: the array {list(array.shape)} is none of full, prefix, causal, window; it is read as it is"]
+        return note("mask.array_unstructured", shape=list(array.shape))
     name = f"mask: the array {list(array.shape)} is {said.describe()}"
     if not whole:
         name += f" in the {len(rows)} rows" + (f" of the first of {planes} planes" if planes > 1 else "") + " looked at"
     if said.bind(0) in [part for part in mask.conjuncts() if part.is_static]:
-        return [f"{name}, which is declared already; pass no array: reading it has no use"]
+        return note("mask.array_declared", array=name)
     if said.describe() == "full":
-        return [f"{name}: it hides nothing; pass no array: reading it has no use"]
+        return note("mask.array_full", array=name)
     short = '"causal": true or ' if said.describe() == "causal" else ""
     words = f'{short}"mask": {json.dumps(said.to_dict())}'
-    return [f"{name}; declare {words} in call and pass no array: hidden blocks are then skipped"]
+    return note("mask.array_structured", array=name, words=words)
 
 
 def _readable(array: Any) -> bool:

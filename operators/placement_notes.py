@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ..errors import InputError
 from ..planning import Plan
-from ..planning.text import bytes_text, spec_text
+from ..planning.notes import note
+from ..planning.text import spec_text
 from ..sharding.mesh import AnyMesh, describe_mesh, device_name, same_devices
 from ..sharding.moved import Parts, comparable, lacking, parts_of
 from ..symbolic import is_symbolic
@@ -39,7 +40,7 @@ def moved_notes(plan: Plan, arrays: Arrays, mesh: AnyMesh | None) -> tuple[str, 
     """
     if mesh is None or any(axis.kind == "manual" for axis in plan.problem.mesh):
         return ()
-    return tuple(note for given in _given(plan, arrays, mesh) if (note := _note(given, plan, mesh)))
+    return tuple(made for given in _given(plan, arrays, mesh) if (made := _note(given, plan, mesh)))
 
 
 def _given(plan: Plan, arrays: Arrays, mesh: AnyMesh) -> Iterator[_Given]:
@@ -70,13 +71,15 @@ def _note(given: _Given, plan: Plan, mesh: AnyMesh) -> str | None:
     if not given.elsewhere and plan.placement.fitted.get(given.tensor) is None:
         return None  # small, and without a declared placement
     declared = NamedSharding(mesh, plan.placement.given(given.tensor, given.shape))
-    come = f"{given.name} comes {_words(given, mesh)}"
+    comes: dict[str, Any] = {"array": given.name, "given": _words(given, mesh)}
     if not comparable(given.sharding, declared):
-        return f"{come}; how that compares with {_text(declared.spec, given)} on the plan's mesh isn't known"
+        return note("moved.unknown", **comes, wanted=_text(declared.spec, given))
     positions = _abstract(given.sharding) or _abstract(declared)
     source = parts_of(given.sharding, given.shape, positions=positions)
     if source is None:
-        raise InputError(f"{come}, which doesn't divide its shape {given.shape}; give it another sharding.")
+        raise InputError(
+            f"{given.name} comes {comes['given']}, which doesn't divide its shape {given.shape}; give it another sharding."
+        )
     wanted = _parts(declared, given, positions)
     if _alike(source, wanted):
         return None
@@ -89,12 +92,11 @@ def _note(given: _Given, plan: Plan, mesh: AnyMesh) -> str | None:
     needed = _parts(target, given, positions)
     sent = lacking(source, needed) * given.itemsize
     if not sent.any():
-        held = bytes_text(int(source.sizes.max()) * given.itemsize)
-        return f"{come} and is taken as {whither}: nothing is sent, each device holds {held}"
-    most = bytes_text(int(sent.max()))
+        return note("moved.nothing", **comes, wanted=whither, size=int(source.sizes.max()) * given.itemsize)
+    most = int(sent.max())
     if (sent == sent[0]).all():
-        return f"{come} and is moved to {whither}: {most} sent to each device"
-    return f"{come} and is moved to {whither}: up to {most} sent to each device, {bytes_text(int(sent.sum()))} in all"
+        return note("moved.each", **comes, wanted=whither, size=most)
+    return note("moved.some", **comes, wanted=whither, size=most, total=int(sent.sum()))
 
 
 def _inside(plan: Plan, given: _Given, declared: PartitionSpec) -> PartitionSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..planning import AttentionProblem
+from ..planning.notes import note
 
 __all__ = ["ambient_precision"]
 
@@ -11,6 +12,4 @@ def ambient_precision(problem: AttentionProblem) -> tuple[str, ...]:
     """For float32 on an accelerator: its published tolerance requires a setting. On a CPU the setting changes nothing."""
     if problem.platform == "cpu" or problem.runtime_dtype != "float32":
         return ()
-    return (
-        "products of float32 tensors are made as jax_default_matmul_precision says; the published tolerance is that of 'highest'",
-    )
+    return (note("dtype.precision"),)

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import PositiveInt
 
 from ..planning import ALL_FEATURES, AttentionProblem, Implementation, OperationConfig, Placement, Rule, declares
+from ..planning.notes import note
 from ..planning.text import fields_text
 from ..symbolic import is_symbolic
 from .base import Operation
@@ -113,9 +114,9 @@ class NativeAttention(Implementation[VanillaConfig]):
         notes, route = native_block_remarks(problem, placement, chosen), chosen.name
         sizes = {name: size for name in ("block_q", "block_kv") if (size := getattr(declared, name)) is not None}
         if route == "plain" and sizes:
-            return (*notes, f"{fields_text(sizes)} has no effect: the route is plain, which has no blocks")
+            return (*notes, note("config.plain_has_no_blocks", fields=fields_text(sizes)))
         if route in _FEW_QUERIES and "block_q" in sizes:
-            return (*notes, f"block_q={sizes['block_q']} is for the backward pass alone: the route is {route}")
+            return (*notes, note("config.backward_only", block_q=sizes["block_q"], route=route))
         return notes
 
     def tuned_fields(self, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from ..errors import ConfigError
 from . import tune_cache
 from .capability import Reason
 from .implementation import Implementation, dequantised_copy
+from .notes import note
 from .operation import METHODS, PlannedOperation
 from .operation_config import OperationConfig
 from .plan import Plan
@@ -36,7 +37,7 @@ def _unread(method: str, runs: Implementation[Any], config: OperationConfig) -> 
     declared = sorted(config.model_fields_set - {"operation", "schema_version"})
     if not declared or runs.reads(config):
         return ()
-    return (f"{method} doesn't read the config's {', '.join(declared)}",)
+    return (note("config.unread", method=method, fields=declared),)
 
 
 _DEFAULT = Policy()
@@ -61,7 +62,7 @@ def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy
     placement = place(own[0] if own else "forward_native")
     notes = list(problem.notes)
     if platform != problem.platform:
-        notes.append(f"the kernel for {platform} runs on {problem.platform}, interpreted, as its config requests")
+        notes.append(note("platform.interpreted", platform=platform, here=problem.platform))
     rejected: list[Rejected] = []
     routed = bool(own) and all(operation.capability(m).leaves(problem, problem.config) for m in own)
     decided = Plan(
@@ -93,16 +94,16 @@ def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy
             notes.extend(chosen.tuning.notes)
         kind: Kind = "platform" if method in own else "routed" if routed else "fallback" if own else "native"
         if kind == "native":
-            notes.append(f"{operation.name} has no kernel of its own on {problem.platform}, so forward_native runs")
+            notes.append(note("platform.no_kernel", operation=operation.name, platform=problem.platform))
         padding = runs.padding(problem, placement, config)
         notes.extend(_unread(method, runs, config))
         if problem.quantised and runs.capability.dequantises:
-            notes.append(f"{method} works on {dequantised_copy(problem, placement)}")
+            notes.append(note("memory.dequantised", method=method, **dequantised_copy(problem, placement)))
         notes.extend(runs.notes(problem, placement, config))
         notes.extend(operation.remarks(problem))
         notes.extend(sequence_notes(operation, problem, policy, placement))
         if tuning is None and policy.tuning in ("tune", "error"):
-            notes.append(f"tuning={policy.tuning!r} has no effect: {name} has no sizes to choose for this call")
+            notes.append(note("tuning.no_sizes", tuning=policy.tuning, implementation=name))
         find_route = runs.capability.route
         route = None if find_route is None else find_route(problem, placement, config)
         decided = replace(

@@ -11,7 +11,6 @@ from .capability import Capability
 from .operation_config import OperationConfig
 from .placement import Placement
 from .problem import AttentionProblem
-from .text import bytes_text
 
 __all__ = ["Implementation", "MethodImplementation", "Padding", "PassSizes", "dequantised_copy"]
 
@@ -47,15 +46,12 @@ class PassSizes(NamedTuple):
     pipelined: bool = False
 
 
-def dequantised_copy(problem: AttentionProblem, placement: Placement) -> str:
-    """`a dequantised copy of key and value (bfloat16, 12.0 MiB per device, in addition to 6.0 MiB as given)`."""
+def dequantised_copy(problem: AttentionProblem, placement: Placement) -> dict[str, Any]:
+    """The values of a note on a dequantised copy of keys and values: their names, the dtype, its bytes and those given."""
     local, dims = placement.local, {"key": problem.head_dim, "value": problem.value_dim}
     given = local.batch * local.kv_heads * local.kv_len * sum(dims[name] for name in problem.quantised)
-    copied = given * jnp.dtype(problem.runtime_dtype).itemsize
-    return (
-        f"a dequantised copy of {' and '.join(problem.quantised)} ({problem.runtime_dtype}, {bytes_text(copied)} per device, "
-        f"in addition to {bytes_text(given)} as given)"
-    )
+    size = given * jnp.dtype(problem.runtime_dtype).itemsize
+    return {"names": " and ".join(problem.quantised), "dtype": problem.runtime_dtype, "size": size, "given": given}
 
 
 class Implementation(Generic[C]):

@@ -18,7 +18,7 @@ from .draw_plan import draw_plan
 from .named import named_shardings
 from .plan_fields import PlanFields
 from .plan_html import plan_html
-from .plan_text import config_lines, explain
+from .plan_text import ConfigLine, config_lines, explain
 from .repeated import repeated_work
 from .text import spec_text
 from .traffic import sends
@@ -92,7 +92,7 @@ class Plan(PlanFields):
     def _repr_html_(self) -> str:
         return plan_html(self)
 
-    def config_lines(self) -> list[str]:
+    def config_lines(self) -> list[ConfigLine]:
         """Every field of the config, and where its value comes from."""
         return config_lines(self.config, self.problem.config, {} if self.tuning is None else self.tuning.fields)
 

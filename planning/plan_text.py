@@ -8,13 +8,23 @@ from types import MappingProxyType
 
 from ..sharding import AttnShardingRules
 from .call_arrays import CallArray, call_arrays, large_arrays
+from .notes import is_info
 from .operation_config import OperationConfig
 from .plan_fields import WHY, PlanFields
 from .repeated import repeated_lines
-from .text import Aside, bytes_text, spec_text
+from .text import bytes_text, spec_text
 from .traffic import sends_line
 
-__all__ = ["config_lines", "decision_rows", "dropped_lines", "explain", "placement_rows", "screen_rows", "tensor_rows"]
+__all__ = [
+    "ConfigLine",
+    "config_lines",
+    "decision_rows",
+    "dropped_lines",
+    "explain",
+    "placement_rows",
+    "screen_rows",
+    "tensor_rows",
+]
 
 _EXPLAINED = ("query", "key", "value", "key_scale", "value_scale", "softmax_aux")  # by `inside` lines, or small
 _WASTE = 0.05  # share of the work on padding from which it is shown on one screen
@@ -44,19 +54,27 @@ def tensor_rows(plan: PlanFields) -> list[tuple[str, str, str, str, str, str]]:
     return rows
 
 
+class ConfigLine(str):
+    """`block_q=512 (declared)`. origin: 'declared', 'tuned' or 'default'."""
+
+    origin: str
+
+
 def config_lines(
     config: OperationConfig, declared: OperationConfig, tuned: Mapping[str, object] = MappingProxyType({})
-) -> list[str]:
-    """`block_q=512 (declared)` and so on, for every field of a resolved config: declared fields first, then tuned ones."""
+) -> list[ConfigLine]:
+    """A line for every field of a resolved config: declared fields first, then tuned ones."""
 
     def origin(name: str) -> str:
         return "declared" if declared.is_set(name) else "tuned" if name in tuned else "default"
 
     fields = [name for name in type(config).model_fields if name not in ("operation", "schema_version")]
-    return [
-        f"{name}={getattr(config, name)} ({origin(name)})"
-        for name in sorted(fields, key=lambda name: (not declared.is_set(name), name not in tuned))
-    ]
+    lines = []
+    for name in sorted(fields, key=lambda name: (not declared.is_set(name), name not in tuned)):
+        line = ConfigLine(f"{name}={getattr(config, name)} ({origin(name)})")
+        line.origin = origin(name)
+        lines.append(line)
+    return lines
 
 
 def dropped_lines(plan: PlanFields, *, brief: bool = False) -> list[str]:
@@ -123,7 +141,7 @@ def screen_rows(
     `notes` come after the plan's own. The last row names what is left out; `whole` says how to get it.
     """
     rows = [("not", f"{r.implementation}: {reason}") for r in plan.rejected for reason in r.reasons]
-    chosen = [line for line in _config(plan) if not line.endswith("(default)")]
+    chosen = [line for line in _config(plan) if line.origin != "default"]
     default = len(_config(plan)) - len(chosen)
     hidden = []
     for label, line in decision_rows(plan):
@@ -139,10 +157,10 @@ def screen_rows(
             hidden.append(label)
     rows += [*_array_rows(plan), *placement_rows(plan)]
     told = [*plan.notes, *notes]
-    rows += [("note", note) for note in told if not isinstance(note, Aside)]
+    rows += [("note", note) for note in told if not is_info(note)]
     hidden += ["declared specs"]
     hidden += _counted(len(dropped_lines(plan)) - len(dropped_lines(plan, brief=True)), "harmless drop")
-    hidden += _counted(sum(isinstance(note, Aside) for note in told), "note")
+    hidden += _counted(sum(is_info(note) for note in told), "note")
     return [*rows, ("more", f"{whole} adds {', '.join(hidden)}")]
 
 
@@ -166,7 +184,7 @@ def explain(plan: PlanFields, *, verbose: bool) -> str:
     return "\n".join(lines)
 
 
-def _config(plan: PlanFields) -> list[str]:
+def _config(plan: PlanFields) -> list[ConfigLine]:
     """The config lines, for the fields that the method reads."""
     if plan.runs is None or not plan.runs.reads(plan.config):
         return []

@@ -9,13 +9,7 @@ from jax.sharding import PartitionSpec
 
 from ..symbolic import is_symbolic
 
-__all__ = ["Aside", "bytes_text", "fields_text", "spec_text"]
-
-
-class Aside(str):
-    """A note that needs no action, so that a plan's one screen leaves it out. Otherwise it is a string like any other note."""
-
-    __slots__ = ()
+__all__ = ["bytes_text", "fields_text", "spec_text"]
 
 
 def spec_text(spec: PartitionSpec) -> str:

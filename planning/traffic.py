@@ -24,14 +24,18 @@ __all__ = ["Need", "Traffic", "least_traffic", "sends", "sends_line"]
 
 
 class Need(NamedTuple):
-    """What a device has to send in one kind of collective, for what, and along which mesh axes. optional: a compiler may do
-    without it."""
+    """What a device has to send in one kind of collective, for what, and along which mesh axes.
+
+    optional: a compiler may do without it. step: of a ring's permutes, 'ring' for those around it, 'zigzag' for those that change
+    the order.
+    """
 
     kind: str
     sent_bytes: float
     what: str
     optional: bool = False
     axes: tuple[str, ...] = ()
+    step: str = ""
 
 
 class Traffic(NamedTuple):
@@ -161,17 +165,19 @@ class _Count:
             steps = len(split.steps) - 1
             for tensor in keys:
                 sent = local[tensor.name] * steps
-                yield Need("collective-permute", sent, f"{tensor.name} around the ring", axes=ring)
+                yield Need("collective-permute", sent, f"{tensor.name} around the ring", axes=ring, step="ring")
         if split.zigzag:
             for tensor in (named["query"], *keys):
                 moved = local[tensor.name] * self._swapped
-                yield Need("collective-permute", moved, f"{tensor.name} in zigzag order", axes=ring)
+                yield Need("collective-permute", moved, f"{tensor.name} in zigzag order", axes=ring, step="zigzag")
             of_sinks = lse if "softmax_aux" in named else 0
             both = output + max(returned, of_sinks)
-            yield Need("collective-permute", both * self._swapped, "output in order again", axes=ring)
+            yield Need("collective-permute", both * self._swapped, "output in order again", axes=ring, step="zigzag")
             masks = zip(self.problem.leaves, self.tensors[len(self.tensors) - len(self.problem.leaves) :], strict=True)
             rows = sum(local[t.name] for leaf, t in masks if _has_rows(leaf))
-            yield Need("collective-permute", rows * self._swapped, "the mask's rows in zigzag order", axes=ring)
+            yield Need(
+                "collective-permute", rows * self._swapped, "the mask's rows in zigzag order", axes=ring, step="zigzag"
+            )
         if split.strategy == "split_kv":
             share = 2 * (split.shards - 1) / split.shards
             wide = output * self.wide / self.item
@@ -201,24 +207,24 @@ class _Count:
             for tensor in keys:
                 # One step goes the same way in both passes, so XLA:CPU of jax 0.10 reuses the first result: it drops the barrier.
                 sent = local[tensor.name] * steps
-                again = Need("collective-permute", sent, f"{tensor.name} around the ring again", axes=ring)
+                again = Need("collective-permute", sent, f"{tensor.name} around the ring again", axes=ring, step="ring")
                 yield again._replace(optional=self.cpu and steps == 1)
                 if steps:  # sums in float32, but for the way home
                     sums = local[tensor.name] * (steps * self.wide / self.item + 1)
                     # On the first hop the sum is only what a GPU's kernel wrote in the dtype, and XLA may widen it afterwards.
                     first = local[tensor.name] * (self.wide / self.item - 1) if self.problem.platform == "cuda" else 0.0
                     around = f"gradient of {tensor.name} around the ring"
-                    yield Need("collective-permute", sums - first, around, axes=ring)
+                    yield Need("collective-permute", sums - first, around, axes=ring, step="ring")
                     wide = f"gradient of {tensor.name}, its first hop wide"
-                    yield Need("collective-permute", first, wide, True, ring)
+                    yield Need("collective-permute", first, wide, True, ring, "ring")
         if split.strategy == "split_kv":
             self.unknown.append("the gradient of outputs that are merged over devices: what XLA sends isn't worked out")
         if split.zigzag:
             sent = (output + returned) * self._swapped
-            yield Need("collective-permute", sent, "gradient of the output", axes=ring)
+            yield Need("collective-permute", sent, "gradient of the output", axes=ring, step="zigzag")
             for tensor in smooth:
                 sent = local[tensor.name] * self._swapped
-                yield Need("collective-permute", sent, f"gradient of {tensor.name}", axes=ring)
+                yield Need("collective-permute", sent, f"gradient of {tensor.name}", axes=ring, step="zigzag")
 
     # -- sizes -----------------------------------------------------------------------------------------------------
 

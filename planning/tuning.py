@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ConfigError, first_line, shown
 from . import tune_cache
+from .notes import note
 from .operation import PlannedOperation
 from .operation_config import OperationConfig
 from .placement import Placement
@@ -39,7 +40,7 @@ class Tuning(NamedTuple):
     @property
     def notes(self) -> tuple[str, ...]:
         """What the plan notes of it."""
-        return () if self.trouble is None else (f"stored sizes aren't used: {self.trouble}",)
+        return () if self.trouble is None else (note("tuning.stored_unused", trouble=self.trouble),)
 
     def to_dict(self) -> dict[str, Any]:
         """The choice as JSON-ready values."""

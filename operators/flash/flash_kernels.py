@@ -7,6 +7,7 @@ from typing import Any
 
 from ...planning import AttentionProblem, Implementation, OperationConfig, PassSizes, Placement, declares
 from ...planning.implementation import dequantised_copy
+from ...planning.notes import note
 from ..local import LocalCall, LocalOutput
 from ..mask_blocks import block_remarks
 from .flash_candidates import FLASH_SHIPPED, flash_candidates, flash_tuned_fields
@@ -81,7 +82,7 @@ class FlashKernels(Implementation[FlashAttention2Config]):
         block_q, tables = (local.q_len, local.kv_heads) if sizes.fold else (sizes.block_q or 1, local.q_heads)
         notes = block_remarks(problem, placement, block_q, sizes.block_kv or 1, tables)
         if problem.quantised:
-            notes = (*notes, f"the gradient works on {dequantised_copy(problem, placement)}")
+            notes = (*notes, note("memory.dequantised_gradient", **dequantised_copy(problem, placement)))
         told = unknown_gpu(problem, sizes), steps_note(problem, sizes)
         return (*notes, *(note for note in told if note is not None))
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...devices import gpu_variant, gpu_variants
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
-from ...planning.text import Aside
+from ...planning.notes import note
 from ..mask_blocks import fitted_block
 from .flash_config import FlashAttention2Config
 
@@ -117,7 +117,7 @@ def unknown_gpu(problem: AttentionProblem, config: FlashAttention2Config) -> str
     """A note if sizes were chosen for an unknown GPU."""
     if config.interpret or gpu_variant(problem.device_kind) is not None:
         return None
-    return f"sizes for {problem.device} fit any GPU from sm_86 on; known GPUs are {', '.join(gpu_variants())}"
+    return note("flash.unknown_gpu", device=problem.device, known=gpu_variants())
 
 
 def _splits(problem: AttentionProblem, placement: Placement, programs: int) -> int:
@@ -249,7 +249,7 @@ def steps_note(problem: AttentionProblem, config: FlashAttention2Config) -> str 
         )
     if steps.lanes > 1:
         told.append(f"with a row's weights added up in {steps.lanes} sums, which are put together after the last tile")
-    return Aside(f"a forward tile of {keys} keys is processed {'; '.join(told)}")
+    return note("flash.steps", keys=keys, how="; ".join(told))
 
 
 def _power(length: int) -> int:

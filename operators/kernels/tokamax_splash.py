@@ -23,7 +23,7 @@ from .external_splash import ExternalBlocks, ExternalCall, ExternalOperands, blo
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["TRIED", "installed", "tokamax_splash_attention", "untried"]
+__all__ = ["TRIED", "installed", "tokamax_splash_attention", "untried_version"]
 
 TRIED = ("0.0.12", "0.0.17")  # the first with jax 0.10.2, the second with jax 0.12.0
 _LISTED = 1 << 14  # most tiles of an open mask; 13 bytes of scalar memory each
@@ -37,10 +37,10 @@ def installed() -> bool:
     return spec is not None and any((Path(root) / file).exists() for root in spec.submodule_search_locations or ())
 
 
-def untried() -> str | None:
-    """A note if the installed version isn't one that was tried."""
+def untried_version() -> str | None:
+    """The installed version, if it isn't one that was tried."""
     version = _version()
-    return None if version in TRIED else f"tokamax {version}: its private kernel was tried in {', '.join(TRIED)}"
+    return None if version in TRIED else version
 
 
 def _version() -> str:

@@ -12,8 +12,8 @@ from ...masks.causal_window import causal_window
 from ...planning import PlannedOperation, Policy
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
+from ...planning.notes import note
 from ...planning.paged.paged_problem import PagedProblem
-from ...planning.text import Aside
 from ...registry import OperationMetadata
 from ...sharding import axes_of
 from ...sharding.mesh import AnyMesh
@@ -72,7 +72,7 @@ def describe_step(
         elif own is not None:
             raise InputError(f"{name}_scale is given without {name}; wanted both, or neither.")
     if kept:
-        notes.append(Aside(f"{' and '.join(kept)} come as {cache.stored_dtype} and are stored as they are"))
+        notes.append(note("paged.stored_as_given", names=" and ".join(kept), dtype=cache.stored_dtype))
     if more.sinks is not None and (s := shaped("softmax_aux", more.sinks)).shape != (heads,):
         raise InputError(f"softmax_aux has shape {s.shape}; wanted [heads] = ({heads},): merge several with logsumexp.")
     scale = metadata.softmax_scale if step.softmax_scale is None else step.softmax_scale
@@ -85,14 +85,14 @@ def describe_step(
     given = cache.dtype if query is None else query.dtype.name
     runtime = given if metadata.runtime_dtype is None else metadata.runtime_dtype.name
     if runtime != given:
-        notes.append(f"query cast from {given} to {runtime} (runtime_dtype); key and value are the cache's")
+        notes.append(note("paged.cast", given=given, runtime=runtime))
     if metadata.dropout_prob > 0:
-        notes.append(f"dropout_prob={metadata.dropout_prob} is off: serving has no dropout")
+        notes.append(note("dropout.serving", probability=metadata.dropout_prob))
     for name in ("sequence_parallel", "ring_order", "scan_ring_attention"):
-        if (said := getattr(metadata.policy, name)) != getattr(Policy(), name):
-            notes.append(f"{name}={said!r} is not read: sequences lie in pages")
+        if (declared := getattr(metadata.policy, name)) != getattr(Policy(), name):
+            notes.append(note("paged.policy_unread", name=name, value=declared))
     if metadata.partition_axis != OperationMetadata().partition_axis:
-        notes.append("partition_axis is not read: the cache declares pages_axis, kv_head_axis and page_sequence_axis")
+        notes.append(note("paged.axes_unread"))
     wanted = {
         "logits_soft_cap": cap is not None,
         "sinks": more.sinks is not None,
@@ -176,4 +176,4 @@ def _causal_notes(step: Step) -> tuple[str, ...]:
     found = causal_window(step.mask)
     if found is None or found.causal or step.max_q_len == 1 or step.mode == "insert":
         return ()
-    return ("the mask is not causal: a query sees later keys of its own step",)
+    return (note("paged.not_causal"),)

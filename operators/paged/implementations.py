@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ...planning import Implementation, OperationConfig, Reason, declares
+from ...planning.notes import note
 from ...planning.paged.paged_problem import PagedProblem
 from ...planning.paged.step_tuning import step_candidates, step_fields
 from ..kernels.paged_tpu import reasons_against
@@ -92,7 +93,7 @@ class PagesOnTpu(PagedImplementation):
         del placement, config
         notes = tpu_notes(problem)
         if problem.update == "fused" and problem.mode != "insert" and problem.max_q_len != 1:
-            notes += ("update='fused': the kernel writes rows of one token; the keys of longer rows are written first",)
+            notes += (note("paged.fused_long_rows"),)
         return notes
 
 
@@ -114,11 +115,9 @@ class PagesOnXla(PagedImplementation):
         del placement
         notes: tuple[str, ...] = ()
         if config.is_set("vmem_limit_bytes"):
-            notes += ("forward_native doesn't read the config's vmem_limit_bytes",)
+            notes += (note("config.unread", method="forward_native", fields=["vmem_limit_bytes"]),)
         if problem.update == "fused" and problem.mode != "insert":
-            notes += (
-                "update='fused': forward_native writes no pages, so keys are written first; the result is the same",
-            )
+            notes += (note("paged.fused_unsupported", method="forward_native"),)
         return notes
 
 

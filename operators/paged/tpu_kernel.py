@@ -8,6 +8,7 @@ import numpy as np
 from ...errors import ConfigError
 from ...masks.causal_window import ANY_CAUSAL, causal_window
 from ...planning import OperationConfig, Reason
+from ...planning.notes import note
 from ...planning.paged.paged_problem import PagedProblem
 from ...planning.text import bytes_text
 from ..kernels.paged_tpu import (
@@ -76,7 +77,9 @@ def tpu_sizes(problem: PagedProblem) -> OperationConfig:
 def tpu_notes(problem: PagedProblem) -> tuple[str, ...]:
     """What the kernels accept but run slowly or with wasted memory."""
     return tuple(
-        f"{message}: better is {hint}" for code, message, hint in advice(_geometry(problem)) if code != _COPIES
+        note("paged.advice", message=message, hint=hint)
+        for code, message, hint in advice(_geometry(problem))
+        if code != _COPIES
     )
 
 

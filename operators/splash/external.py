@@ -8,7 +8,7 @@ import jax
 
 from ...errors import ConfigError
 from ...planning import ALL_FEATURES, STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule
-from ...planning.text import bytes_text
+from ...planning.notes import note
 from ..local import LocalCall
 from ..precision_notes import ambient_precision
 from .sizes import BlockSizes, choose_block
@@ -161,19 +161,17 @@ def external_remarks(problem: AttentionProblem, placement: Placement, config: Sp
     """A plan's notes on another library's kernel."""
     if config.kernel != "tokamax":
         return ambient_precision(problem)
-    from ..kernels.tokamax_splash import untried
+    from ..kernels.tokamax_splash import TRIED, untried_version
 
-    local, notes = placement.local, [untried()]
+    local, version = placement.local, untried_version()
+    notes = [] if version is None else [note("splash.tokamax_untried", version=version, tried=TRIED)]
     if problem.mode == "__train__" and config.block_kv_dkv is not None:
         parts = math.ceil(local.kv_len / config.block_kv_dkv)
         itemsize = 2 if parts <= 4 and problem.runtime_dtype == "bfloat16" else 4
         size = parts * local.batch * local.q_heads * local.q_len * problem.head_dim * itemsize
-        notes.append(
-            f"the backward of tokamax's kernel holds up to {parts} partial gradients of the query, {bytes_text(size)} per "
-            "device; a larger block_kv_dkv makes fewer"
-        )
+        notes.append(note("splash.tokamax_partial", parts=parts, size=size))
     if not config.fuse_reciprocal:
-        notes.append("fuse_reciprocal=False counts where tokamax's kernel is differentiated; else it divides inside")
+        notes.append(note("splash.tokamax_reciprocal"))
     if config.use_experimental_scheduler:
-        notes.append("use_experimental_scheduler=True reaches the forward pass of tokamax's kernel, not its backward")
-    return (*(note for note in notes if note is not None), *ambient_precision(problem))
+        notes.append(note("splash.tokamax_scheduler"))
+    return (*notes, *ambient_precision(problem))

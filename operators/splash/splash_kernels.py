@@ -20,6 +20,7 @@ from ...planning import (
     declares,
 )
 from ...planning.implementation import dequantised_copy
+from ...planning.notes import note
 from ..function_rules import MOSAIC, function_rules
 from ..local import LocalCall, LocalOutput
 from ..mask_blocks import block_remarks
@@ -130,7 +131,7 @@ class _SplashConfigured(Implementation[SplashConfig]):
         blocks = sizes.block_q or 1, sizes.block_kv or 1
         notes = block_remarks(problem, placement, *blocks, local.kv_heads // kv_tile)
         if problem.quantised:
-            notes = (*notes, f"the gradient works on {dequantised_copy(problem, placement)}")
+            notes = (*notes, note("memory.dequantised_gradient", **dequantised_copy(problem, placement)))
         return notes
 
 

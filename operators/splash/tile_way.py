@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from ...planning import AttentionProblem, Placement
-from ...planning.text import Aside, bytes_text
+from ...planning.notes import note
 from .splash_config import LANES, SplashConfig
 
 __all__ = ["SUBLANES", "TileWay", "Units", "layout_note", "tile_note", "way_of_tiles", "writes_tokens_first"]
@@ -132,11 +132,8 @@ def tile_note(problem: AttentionProblem, config: SplashConfig) -> str | None:
     way = way_of_tiles(problem, problem.config)
     reason = way.reason if way.transposed == config.transposed_tiles else "found by tuning"
     if not config.transposed_tiles:
-        return f"forward tiles are [queries, keys], transposed_tiles=False: {reason}"
-    return (
-        f"forward tiles are [keys, queries], with {config.products_ahead} products ahead of their exponentials, "
-        f"transposed_tiles=True: {reason}"
-    )
+        return note("splash.tiles", reason=reason)
+    return note("splash.transposed_tiles", ahead=config.products_ahead, reason=reason)
 
 
 def writes_tokens_first(problem: AttentionProblem, config: SplashConfig) -> bool:
@@ -168,8 +165,5 @@ def layout_note(problem: AttentionProblem, placement: Placement, config: SplashC
         return None
     gradients = " and their gradients" if problem.mode == "__train__" else ""
     way = "; layout='bhtd' needs no copy" if all(layout != "seq_minor" for layout in turned.values()) else ""
-    return Aside(
-        f"the kernel works on [batch, heads, tokens, dim]: {', '.join(copied)}{gradients} are transposed around it, "
-        f"{bytes_text(sum(copied.values()))} per device forward, unless XLA makes them in that order, as it does behind "
-        f"projections{way}"
-    )
+    size = sum(copied.values())
+    return note("splash.transposed_around", names=list(copied), gradients=gradients, size=size, way=way)

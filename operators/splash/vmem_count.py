@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ...devices import vmem_of
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
+from ...planning.notes import note
 from .splash_config import SplashConfig
 
 if TYPE_CHECKING:
@@ -64,10 +65,7 @@ def too_much_vmem(problem: AttentionProblem, placement: Placement, config: Splas
     room = vmem_room(problem, config)
     if counted * ROOM <= room:
         return None
-    return (
-        f"the kernels are counted to take {counted / _MIB:.1f} MiB of VMEM, which may be a quarter too few, and may take "
-        f"{room / _MIB:.1f}: they may not compile; `attnops verify` tells"
-    )
+    return note("splash.vmem", counted=counted / _MIB, room=room / _MIB)
 
 
 def vmem_room(problem: AttentionProblem, config: SplashConfig) -> int:

@@ -13,10 +13,10 @@ from .. import tune_cache
 from ..cache.cache_fields import axis_names
 from ..cache.cache_plan import CachePlan
 from ..capability import Reason
+from ..notes import note
 from ..operation import METHODS, PlannedOperation
 from ..plan_fields import Kind, Rejected
 from ..policy import Policy
-from ..text import bytes_text
 from .paged_plan import PagedPlan
 from .paged_problem import PagedProblem
 from .step_tuning import choose_step
@@ -43,12 +43,9 @@ def _decide(operation: type[PlannedOperation], problem: PagedProblem, policy: Po
     notes = list(problem.notes)
     if joined := problem.joined_bytes:
         n = problem.sequence_shards
-        notes.append(
-            f"each device attends to its own pages, and outputs are merged by their lse over {'+'.join(problem.sequence_axes)}: "
-            f"all-reduces of {bytes_text(joined)}, {bytes_text(2 * joined * (n - 1) // n)} sent per device and layer"
-        )
+        notes.append(note("paged.merged", axes=problem.sequence_axes, size=joined, sent=2 * joined * (n - 1) // n))
     if platform != problem.platform:
-        notes.append(f"the kernel for {platform} runs on {problem.platform}, interpreted, as its config requests")
+        notes.append(note("platform.interpreted", platform=platform, here=problem.platform))
     kind: Kind = "refused"
     rejected: list[Rejected] = []
     implementation, chosen, config, tuning = None, None, problem.config, None
@@ -70,7 +67,7 @@ def _decide(operation: type[PlannedOperation], problem: PagedProblem, policy: Po
             notes.extend(tuning.notes)
         config = (found and found.config) or runs.resolve(problem, None)
         if kind == "native":
-            notes.append(f"{operation.name} has no kernel of its own on {problem.platform}, so forward_native runs")
+            notes.append(note("platform.no_kernel", operation=operation.name, platform=problem.platform))
         notes.extend(runs.notes(problem, None, config))
         break
     return PagedPlan(

@@ -12,12 +12,13 @@ from ...errors import RefusedError
 from ...sharding import FittedSpec
 from ...sharding.mesh import AnyMesh
 from ..cache.cache_plan import CachePlan, fact_rows
+from ..notes import is_info
 from ..operation import PlannedOperation
 from ..operation_config import OperationConfig
 from ..plan_fields import WHY, Kind, Rejected
-from ..plan_text import config_lines
+from ..plan_text import ConfigLine, config_lines
 from ..policy import Policy
-from ..text import Aside, bytes_text, spec_text
+from ..text import bytes_text, spec_text
 from ..tuning import Tuning
 from .draw_step import draw_step
 from .page_reads import PageReads
@@ -65,7 +66,7 @@ class PagedPlan:
         """The memory of the cache, and where its arrays are."""
         return self.problem.cache
 
-    def config_lines(self) -> list[str]:
+    def config_lines(self) -> list[ConfigLine]:
         """Every field of the config, and where its value comes from."""
         return config_lines(self.config, self.problem.config, {} if self.tuning is None else self.tuning.fields)
 
@@ -99,7 +100,7 @@ class PagedPlan:
             lines.append("tensors   spec, shape -> per device, bytes per device")
             for name, spec, shape, local, size in token_rows(self):
                 lines.append(f"  {name:<15} {spec}  {shape} -> {local}  {size}")
-        told = [note for note in self.notes if verbose or not isinstance(note, Aside)]
+        told = [note for note in self.notes if verbose or not is_info(note)]
         lines += [*(f"note      {note}" for note in told), "", self.cache.explain(arrays=whole)]
         if not verbose:
             lines.append(f"more      verbose=True adds defaults of the config{'' if whole else ', arrays'}")
@@ -117,7 +118,7 @@ class PagedPlan:
 
     def _repr_html_(self) -> str:
         runs = ("runs", f"{self.implementation or 'nothing'} ({WHY[self.kind]})")
-        told = [("note", note) for note in self.notes if not isinstance(note, Aside)]
+        told = [("note", note) for note in self.notes if not is_info(note)]
         parts = [heading(self.problem.describe()), rows([runs, *step_rows(self, verbose=False), *told])]
         parts += [heading(self.cache.describe()), rows(fact_rows(self.cache))]
         if math.prod(axis.size for axis in self.problem.mesh) > 1:
@@ -187,7 +188,7 @@ def step_rows(plan: PagedPlan, *, verbose: bool = True) -> list[tuple[str, str]]
         rows.append(("layers", f"of group {number} of {count}: {kept}"))
     rows.append(("update", _UPDATES[problem.update]))
     lines = [] if plan.method is None else plan.config_lines()
-    if lines := [line for line in lines if verbose or not line.endswith("(default)")]:
+    if lines := [line for line in lines if verbose or line.origin != "default"]:
         rows.append(("config", ", ".join(lines)))
     if plan.tuning is not None and (verbose or plan.tuning.source != "heuristic"):
         rows.append(("tuning", f"{plan.tuning.source}: {plan.tuning.why}"))

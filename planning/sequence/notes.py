@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..notes import note
 from ..operation import PlannedOperation
 from ..placement import Placement
 from ..problem import AttentionProblem
@@ -21,21 +22,14 @@ def sequence_notes(
     """A note for each field without effect."""
     split, notes = placement.sequence, []
     if not split.strategy and operation.sequence_parallel is not None:
-        notes.append(f"nothing splits the sequence of this call, so {operation.name} has nothing to do")
+        notes.append(note("sequence.nothing_to_do", operation=operation.name))
     if not split.strategy and policy.sequence_parallel != "auto":
-        notes.append(
-            f"sequence_parallel={policy.sequence_parallel!r} has no effect: nothing splits the sequence of this call"
-        )
+        notes.append(note("sequence.unsplit", strategy=policy.sequence_parallel))
     if not split.ring_axes:
         declared = {"ring_order": policy.ring_order, "scan_ring_attention": policy.scan_ring_attention}
         notes += [
-            f"{name}={value!r} has no effect: this call runs no ring"
-            for name, value in declared.items()
-            if value is not None
+            note("sequence.no_ring", name=name, value=value) for name, value in declared.items() if value is not None
         ]
     elif policy.scan_ring_attention and loop_from(split.steps) is None:
-        notes.append(
-            f"scan_ring_attention=True has no effect: a ring's steps {split.steps} are too few or too irregular for a loop and "
-            "are compiled one by one"
-        )
+        notes.append(note("sequence.no_scan", steps=split.steps))
     return tuple(notes)

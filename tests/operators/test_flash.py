@@ -19,7 +19,7 @@ from attnops.operators.kernels.flash.fp8 import as_bits, from_bits
 from attnops.operators.kernels.flash.sizes import dim_parts
 from attnops.operators.kernels.flash.visits import Visits, visits
 from attnops.operators.local_mask import LocalMask
-from attnops.planning.text import Aside
+from attnops.planning.notes import has_note, is_info
 from attnops.verify import reference_gradients
 from attnops.verify.devices import tracing_on
 from attnops.verify.local_call import LocalProblem
@@ -349,11 +349,11 @@ def test_a_plan_says_how_a_tile_is_processed(kind: str, dim: int, said: list[str
     x = jax.ShapeDtypeStruct((2, 2048, 8, dim), jnp.bfloat16)
     for operation in ("flash_attn2", "splash"):
         plan = _plan(operation, kind, x, x, x, fallback="error")
-        told = [note for note in plan.notes if note.startswith("a forward tile of")]
-        assert len(told) == (said is not None)
-        for note in told:
-            assert isinstance(note, Aside)
-            assert all(words in note for words in said or ())
+        assert has_note(plan.notes, "flash.steps") == (said is not None)
+        for note in plan.notes:
+            if has_note([note], "flash.steps"):
+                assert is_info(note)
+                assert all(words in note for words in said or ())
 
 
 def test_quantised_keys_are_processed_in_one_step() -> None:

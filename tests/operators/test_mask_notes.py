@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from attnops import Attention, Causal, Dense, MaskWarning, OperationRegistry, SlidingWindow
-from attnops.planning.text import Aside
+from attnops.planning.notes import is_info
 from attnops.verify import reference_attention
 
 ATTEND = OperationRegistry.create("vanilla")
@@ -130,7 +130,7 @@ def test_array_masks_that_do_not_warn(mask: Any, call: dict[str, Any]) -> None:
         q = q[:, :1]
     ATTEND(q, k, v, mask=mask, **call)  # warnings are errors here
     notes = ATTEND.plan(q, k, v, mask=mask, **call).notes
-    assert not [note for note in notes if DEFAULT in note and not isinstance(note, Aside)]
+    assert not [note for note in notes if DEFAULT in note and not is_info(note)]
 
 
 def test_declared_causality_is_no_default() -> None:
@@ -151,7 +151,7 @@ def test_a_traced_array_mask_is_told_in_the_plan() -> None:
         assert any(DEFAULT in note for note in ATTEND.plan(x, x, x, mask=mask).notes) == told
     one = jax.ShapeDtypeStruct((1, 1, 1, 8), bool)
     (note,) = [note for note in ATTEND.plan(x, x, x, mask=one).notes if DEFAULT in note]
-    assert isinstance(note, Aside)
+    assert is_info(note)
     seen: list[str] = []
     x = np.ones((1, 8, 2, 4), np.float32)
     jax.jit(lambda m: seen.extend(ATTEND(x, x, x, mask=m).plan.notes))(_square(8))  # type: ignore[union-attr]
