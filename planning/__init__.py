@@ -12,7 +12,7 @@ from .capability import (
     implementation,
 )
 from .decide import plan
-from .implementation import Implementation, Padding, PassSizes
+from .implementations import Implementation, Padding, PassSizes
 from .operation import METHODS, PlannedOperation
 from .operation_config import OperationConfig
 from .placement import LocalShape, Placement

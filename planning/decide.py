@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from . import tune_cache
 from .capability import Reason
-from .implementation import Implementation, dequantised_copy
+from .implementations import Implementation, dequantised_copy
 from .notes import note
 from .operation import METHODS, PlannedOperation
 from .operation_config import OperationConfig

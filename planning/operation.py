@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ..errors import ConfigError, shown
 from .capability import Capability
-from .implementation import Implementation, MethodImplementation
+from .implementations import Implementation, MethodImplementation
 from .operation_config import OperationConfig
 from .problem import AttentionProblem
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..sharding.mesh import AnyMesh
 from .capability import Reason
-from .implementation import Implementation, Padding
+from .implementations import Implementation, Padding
 from .operation import PlannedOperation
 from .operation_config import OperationConfig
 from .placement import Placement

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...planning import AttentionProblem, Implementation, OperationConfig, PassSizes, Placement, declares
-from ...planning.implementation import dequantised_copy
+from ...planning.implementations import dequantised_copy
 from ...planning.notes import note
 from ..local import LocalCall, LocalOutput
 from ..mask_blocks import block_remarks

@@ -19,7 +19,7 @@ from ...planning import (
     Rule,
     declares,
 )
-from ...planning.implementation import dequantised_copy
+from ...planning.implementations import dequantised_copy
 from ...planning.notes import note
 from ..function_rules import MOSAIC, function_rules
 from ..local import LocalCall, LocalOutput
