@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import ConfigError, shown
 from ..operators.attention_keywords import given, is_operation_name
-from ..operators.paged import Paged
+from ..operators.paged import PagedOperation
 from ..operators.paged_cache import CacheState, LayerPages
 from ..planning.paged.paged_plan import PagedPlan
 from ..registry import OperationRegistry
@@ -39,7 +39,7 @@ class PagedFunction(Generic[_Given, _Returned]):
         self,
         read: Callable[_Given, ForeignStep],
         returned: Callable[[jax.Array, jax.Array], _Returned],
-        operation: Paged,
+        operation: PagedOperation,
         kv_head_axis: str | tuple[str, ...] | None = "tp",
         max_length: int | None = None,
     ) -> None:
@@ -76,7 +76,7 @@ class PagedFunction(Generic[_Given, _Returned]):
         if told := sorted(known.declaration.call.model_fields_set):
             raise ConfigError(f"{', '.join(told)}: an argument of each call, not of the declaration; leave it out.")
         found: Any = OperationRegistry.get(operation)
-        if not issubclass(found, Paged):
+        if not issubclass(found, PagedOperation):
             raise ConfigError(f"operation={shown(operation)} has calls and no steps over pages; wanted 'paged'.")
         return PagedFunction(self._read, self._returned, found(known.metadata), kv_head_axis, max_length)
 

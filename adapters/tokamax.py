@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..errors import ConfigError, InputError, InputTypeError, a_type, shown
-from ..masks import Mask, Positions
+from ..masks import Causal, Mask, Positions, SlidingWindow
 from ..operators.arguments import is_array, read_number
 from .extra import extra
 from .front import DEFAULT_PRECISIONS
@@ -101,6 +101,10 @@ def dot_product_attention(
     batch, q_len, kv_len = query.shape[:-3], query.shape[-3], key.shape[-3]
     if mask is not None and all(hasattr(mask, name) for name in (*_RANGES, "bool_mask", "is_causal")):
         ranges = _ranges(mask, batch, q_len, kv_len)
+        diagonal = getattr(mask, "causal_mask", None)  # from 0.0.17 on, with an offset and a window; traced under jit
+        if diagonal is not None and not mask.is_causal:
+            band = _band(diagonal, math.prod(batch), q_len, kv_len)
+            ranges = band if ranges is None else ranges & band
         causal, mask = bool(is_causal) or bool(mask.is_causal), mask.bool_mask
     scales = {}
     key, scales["key_scale"] = _stored("key", key, batch)
@@ -155,6 +159,20 @@ def _ranges(mask: Any, batch: tuple[int, ...], q_len: int, kv_len: int) -> Mask 
             one = Positions(counted(q_len), own, left=None if first else 0, right=0 if first else None)
         found = one if found is None else found & one
     return found
+
+
+def _band(diagonal: Any, rows: int, q_len: int, kv_len: int) -> Mask:
+    """tokamax's CausalMask: keys up to the row's index plus `offset`, of these the last `window_size`."""
+    offset, window = diagonal.offset, diagonal.window_size
+    if isinstance(offset, int) and isinstance(window, int | None):
+        causal = Causal(offset=offset)
+        return causal if window is None else causal & SlidingWindow(left=window - 1, right=None, offset=offset)
+    last = jnp.broadcast_to(jnp.arange(q_len, dtype=jnp.int32) + jnp.asarray(offset, jnp.int32), (rows, q_len))
+    columns = np.broadcast_to(np.arange(kv_len, dtype=np.int32), (rows, kv_len))
+    found: Mask = Positions(last, columns, left=None, right=0)
+    if window is None:
+        return found
+    return found & Positions(last - jnp.asarray(window, jnp.int32) + np.int32(1), columns, left=0, right=None)
 
 
 def _range(name: str, given: Any, batch: tuple[int, ...], length: int) -> Any:

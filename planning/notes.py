@@ -188,7 +188,8 @@ NOTES = _kinds(
      "{array} comes {given} and is moved to {wanted}: up to {size:bytes} sent to each device, {total:bytes} in all"),
     # -- other libraries' calls over pages
     ("foreign.unread", "call",
-     "{arguments:list}: not read, and the result doesn't depend on it; sizes of blocks are fields of the operation's config"),
+     "{arguments:list}: not read, and the result doesn't depend on it; sizes of blocks are fields of the operation's config "
+     "here"),
     ("foreign.distribution", "distribution",
      "distribution: only its last number, that of the sequences, is read; steps aren't split by their kind", "info"),
     ("foreign.no_update", "update_kv_cache",

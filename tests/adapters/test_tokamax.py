@@ -145,6 +145,25 @@ def test_ranges_become_positions(names: tuple[str, ...], batch: tuple[int, ...],
     np.testing.assert_array_equal(np.broadcast_to(theirs, (*batch, 4, 5, 7)), np.broadcast_to(seen, (*batch, 4, 5, 7)))
 
 
+@pytest.mark.skipif(not hasattr(_base, "CausalMask"), reason="tokamax 0.0.12 has no CausalMask")
+@pytest.mark.parametrize(("offset", "window"), [(0, None), (1, None), (-1, None), (1, 3), (2, 1), (0, 2)])
+@pytest.mark.parametrize("kind", ["known", "traced"])
+def test_the_diagonals_offset_and_window(offset: int, window: int | None, kind: str) -> None:
+    given = arrays((2,))
+    mask = _base.Mask(causal_mask=_base.CausalMask(offset=offset, window_size=window))
+    i, j = np.arange(5)[:, None], np.arange(7)[None]
+    seen = (j <= i + offset) & (j > i + offset - (window or 99))
+
+    def ours(given: Any, mask: Any) -> Any:
+        return dot_product_attention(*given, mask=mask)
+
+    out = (jax.jit(ours) if kind == "traced" else ours)(given, mask)
+    np.testing.assert_allclose(out, wanted(given, seen), atol=2e-6)
+    with default_promotion():
+        theirs = np.asarray(mask.as_array(5, 7))
+    np.testing.assert_array_equal(theirs, np.broadcast_to(seen, theirs.shape))
+
+
 def test_a_declared_causal_applies_beside_ranges() -> None:
     given = arrays((2,), kv=5)
     mask = _base.Mask(k_end=jnp.full((1, 5), 4, jnp.int32))

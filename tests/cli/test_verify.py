@@ -171,7 +171,7 @@ def test_lowering_alone_is_asked_for(
         raise NotImplementedError("no such layout")
 
     monkeypatch.setattr("attnops.verify.targets.has_libtpu", lambda: False)
-    monkeypatch.setattr("attnops.operators.splash._run_attnops", refuse)
+    monkeypatch.setattr("attnops.operators.splash.splash_kernels._run_attnops", refuse)
     other = config("splash", **SIZES | {"q_len": 1280})  # not traced before
     (report,) = json.loads(attnops("verify", other, "--target", "v4:2x2x1", "--lowered", "--json").out)
     assert report["outcome"] == "failed"
@@ -300,7 +300,7 @@ def test_whatever_the_compiler_raises_is_a_report(
     def refuse(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no such layout\nand more")
 
-    monkeypatch.setattr("attnops.operators.splash._run_attnops", refuse)
+    monkeypatch.setattr("attnops.operators.splash.splash_kernels._run_attnops", refuse)
     result = attnops("verify", config("splash", **SIZES), "--target", "v5e:2x2", "--target", "v6e:2x2")
     assert result.status == 1
     assert result.err.count("NotImplementedError: no such layout") == 4
