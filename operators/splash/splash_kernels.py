@@ -138,10 +138,14 @@ class _SplashConfigured(Implementation[SplashConfig]):
 class ExternalSplash(_SplashConfigured):
     """The splash kernel of jax or tokamax."""
 
+    def __call__(self, call: LocalCall) -> LocalOutput:
+        """Run the kernel, which doesn't know of hidden keys that aren't finite."""
+        return super().__call__(call.with_hidden_keys_zero())
+
     def attend(
         self, call: LocalCall, query: jax.Array, key: jax.Array, value: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        return run_external(call.with_hidden_keys_zero(), self.read(call.config), query, key, value), None
+        return run_external(call, self.read(call.config), query, key, value), None
 
     def blocks(self, config: SplashConfig) -> tuple[int, int]:
         return external_padding(config, "q"), external_padding(config, "kv")
