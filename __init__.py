@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from .registry import OperationMetadata, OperationRegistry
     from .registry.declaration import Declaration
     from .registry.model_declaration import LayerDeclaration, ModelDeclaration
-    from .sharding import AttnShardingRules, fit
+    from .sharding import AttnShardingRules, PartitionAxis, fit
     from .sharding.processes import check_processes
 
 __version__ = "0.2.0"
@@ -95,6 +95,7 @@ __all__ = [
     "OperationConfig",
     "OperationMetadata",
     "OperationRegistry",
+    "PartitionAxis",
     "Plan",
     "Policy",
     "Positions",

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from eformer.escale import PartitionAxis
 from jaxtyping import Array, Float
 
 from ..errors import ConfigError, InputError, InputTypeError, a_type, nearest, shown
 from ..operators.arguments import is_array
 from ..operators.splash import SplashConfig
+from ..sharding import PartitionAxis
 
 __all__ = ["max_and_sum", "partition_axis_from_rules", "splash_config_from"]
 

@@ -7,10 +7,8 @@ import math
 from collections.abc import Sequence, Set
 from typing import Any, Literal, NamedTuple
 
-from eformer.escale import PartitionAxis
-
 from ..errors import nearest
-from ..sharding import FittedRules, MeshAxis, axes_at
+from ..sharding import AnyPartitionAxis, FittedRules, MeshAxis, axes_at
 from .problem import AttentionProblem
 
 __all__ = ["RepeatedAxis", "named_axes", "repeated_axes", "repeated_lines", "repeated_work", "unintended_repeats"]
@@ -49,7 +47,7 @@ def repeated_axes(problem: AttentionProblem, fitted: FittedRules, working: Set[s
     )
 
 
-def unintended_repeats(repeated: Sequence[RepeatedAxis], rules: PartitionAxis) -> tuple[RepeatedAxis, ...]:
+def unintended_repeats(repeated: Sequence[RepeatedAxis], rules: AnyPartitionAxis) -> tuple[RepeatedAxis, ...]:
     """Those that a declaration didn't ask for: a length doesn't divide, or the rules don't know the axis in any mode."""
     known = named_axes(rules)
     return tuple(
@@ -57,7 +55,7 @@ def unintended_repeats(repeated: Sequence[RepeatedAxis], rules: PartitionAxis) -
     )
 
 
-def named_axes(rules: PartitionAxis) -> Set[str]:
+def named_axes(rules: AnyPartitionAxis) -> Set[str]:
     """All mesh axes that a partition axis names, in any mode and for any tensor."""
     fields = [getattr(rules, field.name) for field in dataclasses.fields(rules)]
     return {name for names in fields for name in (names if isinstance(names, tuple) else (names,))}

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
-from eformer.escale import PartitionAxis, PartitionManager
 
+from ..errors import ConfigError
 from ..planning.operation_config import OperationConfig
-from ..sharding import current_mesh
+from ..sharding import AnyPartitionAxis, current_mesh
 from ..sharding.mesh import AnyMesh
+from ..sharding.partition_axis import eformers_axis
 from . import kinds
 from .unset import UNSET, Unset
+
+if TYPE_CHECKING:
+    from eformer.escale import PartitionManager
 
 __all__ = ["MetadataFields", "ReadAs"]
 
@@ -61,6 +65,20 @@ def _mesh(metadata: Any) -> AnyMesh | None:
     return current_mesh() if stored is None else stored
 
 
+def _manager(metadata: Any) -> PartitionManager:
+    # Only here is eformer imported: who reads this asks for its object. Making one registers it as eformer's last one.
+    try:
+        from eformer.escale import PartitionManager
+    except ModuleNotFoundError as error:
+        if error.name != "eformer":
+            raise
+        raise ConfigError(
+            "partition_manager is an eformer PartitionManager, and eformer isn't installed; read partition_axis, or "
+            "pip install eformer."
+        ) from error
+    return PartitionManager(eformers_axis(metadata.partition_axis))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class MetadataFields:
     """All fields except base_config and partition_manager can be in files. A new field needs a line here, and a reader."""
@@ -80,11 +98,11 @@ class MetadataFields:
         pickup="platform")
     backend: Declared[str | None, str | None] = _declared(
         kinds.PLATFORM, None, "The platform to plan for if there is no mesh with devices. Default: jax's.", pickup="backend")
-    partition_axis: Declared[PartitionAxis, PartitionAxis | Mapping[str, Any]] = _declared(
-        kinds.AXES, UNSET, "An eformer PartitionAxis, or a dict of its fields.", pickup="partition_axis")
-    partition_manager: Declared[PartitionManager, PartitionManager] = _declared(  # making one registers it as eformer's last one
-        None, UNSET, "An eformer PartitionManager, as an alternative to partition_axis.",
-        read=lambda m: PartitionManager(m.partition_axis))
+    partition_axis: Declared[AnyPartitionAxis, AnyPartitionAxis | Mapping[str, Any]] = _declared(
+        kinds.AXES, UNSET, "A PartitionAxis, attnops' or eformer's, or a dict of its fields.", pickup="partition_axis")
+    partition_manager: Declared[PartitionManager, PartitionManager] = _declared(
+        None, UNSET, "An eformer PartitionManager, as an alternative to partition_axis. Reading it imports eformer.",
+        read=_manager)
     base_config: Any = dataclasses.field(
         default=None, metadata={"doc": "Any config object. Arguments that are not given are taken from its attributes."})
     operation_configs: Declared[Mapping[str, OperationConfig], Mapping[str, Any] | None] = _declared(

@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from eformer.common_types import NOT_GIVEN
-from eformer.escale import PartitionAxis, PartitionManager
 from jax.sharding import AbstractMesh, Mesh
 
 from ..errors import ConfigError, nearest, shown
 from ..names import checked_name
 from ..planning.operation import METHODS
 from ..planning.operation_config import OperationConfig
-from ..sharding import mesh_from_dict, mesh_to_dict
+from ..sharding import AnyPartitionAxis, PartitionAxis, mesh_from_dict, mesh_to_dict
+from ..sharding.partition_axis import AXIS_FIELDS, axis_values, is_not_given, is_partition_axis, is_partition_manager
 from .registry import OperationRegistry
-from .unset import UNSET, Unset
+from .unset import UNSET
 
 __all__ = [
     "AXES", "BLOCK", "CONFIGS", "DTYPE", "DTYPE_OR_NONE", "FLAG", "MESH", "NUMBER_OR_NONE", "PLATFORM", "PROBABILITY", "TEXT",
@@ -54,7 +53,7 @@ class Configs(dict[str, OperationConfig]):
 
 def pick(config: Any, name: str) -> Any:
     value = config.get(name, UNSET) if isinstance(config, Mapping) else getattr(config, name, UNSET)
-    return UNSET if value is NOT_GIVEN or value is Ellipsis else value
+    return UNSET if is_not_given(value) or value is Ellipsis else value
 
 
 def _dtype(name: str, value: Any) -> np.dtype:
@@ -73,22 +72,23 @@ def _dtype(name: str, value: Any) -> np.dtype:
     return jnp.dtype(dtype.name)  # in the machine's byte order
 
 
-def _axes(value: Any) -> PartitionAxis:
-    if isinstance(value, PartitionAxis):
+def _axes(value: Any) -> AnyPartitionAxis:
+    if is_partition_axis(value):
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(f"partition_axis={shown(value)}; wanted an eformer PartitionAxis or a dict of its fields.")
-    known = [f.name for f in dataclasses.fields(PartitionAxis)]
+        raise ConfigError(f"partition_axis={shown(value)}; wanted a PartitionAxis or a dict of its fields.")
     for name in value:
-        if name not in known:
-            raise ConfigError(f"partition_axis: unknown field {shown(name)}." + nearest(name, known))
+        if name not in AXIS_FIELDS:
+            raise ConfigError(f"partition_axis: unknown field {shown(name)}." + nearest(name, AXIS_FIELDS))
     given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items()}
     return PartitionAxis(**given)
 
 
-def joined_axes(axes: Any, name: Any, manager: PartitionManager | Unset, base: Callable[[str], Any]) -> PartitionAxis:
+def joined_axes(axes: Any, name: Any, manager: Any, base: Callable[[str], Any]) -> AnyPartitionAxis:
     """The axis rules with `name` as sequence axis. Given values override those of the base config."""
     if manager is not UNSET:
+        if not is_partition_manager(manager):
+            raise ConfigError(f"partition_manager={shown(manager)}; wanted an eformer PartitionManager.")
         if axes is not UNSET and _axes(axes) != manager.paxis:
             raise ConfigError("partition_manager and partition_axis disagree; give one of them.")
         axes = manager.paxis
@@ -111,7 +111,7 @@ def joined_axes(axes: Any, name: Any, manager: PartitionManager | Unset, base: C
     return _checked(axes)
 
 
-def _checked(axis: PartitionAxis) -> PartitionAxis:
+def _checked(axis: AnyPartitionAxis) -> AnyPartitionAxis:
     lists: dict[str, Any] = {}
     for field in dataclasses.fields(axis):
         value = getattr(axis, field.name)
@@ -127,27 +127,27 @@ def _checked(axis: PartitionAxis) -> PartitionAxis:
     return dataclasses.replace(axis, **lists) if lists else axis
 
 
-def renamed(axis: PartitionAxis, name: str) -> PartitionAxis:
+def renamed(axis: AnyPartitionAxis, name: str) -> AnyPartitionAxis:
     """The same axis rules with another name for the sequence axis."""
     old: Any = axis.sequence_parallel_axis
     if old is None:  # as are the rules of dimensions that are never split
         whole = PartitionAxis(sequence_parallel_axis=name)
-        follow = [f.name for f in dataclasses.fields(axis) if getattr(whole, f.name) == name]
+        follow = [field for field in AXIS_FIELDS if getattr(whole, field) == name]
         return dataclasses.replace(axis, **{field: name for field in follow if getattr(axis, field) is None})
 
     def rename(value: Any) -> Any:
         return tuple(map(rename, value)) if isinstance(value, list | tuple) else name if value == old else value
 
-    return PartitionAxis(**{f.name: rename(getattr(axis, f.name)) for f in dataclasses.fields(axis)})
+    return dataclasses.replace(axis, **{field: rename(value) for field, value in axis_values(axis).items()})
 
 
 def short_axes(axes: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a PartitionAxis from which it sets all others itself."""
     wanted = _axes(axes)
     kept: dict[str, Any] = {}
-    for field in dataclasses.fields(PartitionAxis):  # those that others are set from come first
-        if getattr(PartitionAxis(**kept), field.name) != getattr(wanted, field.name):
-            kept[field.name] = getattr(wanted, field.name)
+    for field, value in axis_values(wanted).items():  # those that others are set from come first
+        if getattr(PartitionAxis(**kept), field) != value:
+            kept[field] = value
     return kept
 
 
@@ -230,9 +230,8 @@ def _or(otherwise: Any, take: Callable[[str, Any], Any]) -> Callable[[str, Any],
     return lambda name, value: otherwise if value is None else take(name, value)
 
 
-def _written_axes(axes: PartitionAxis) -> dict[str, Any]:
-    values = {field.name: getattr(axes, field.name) for field in dataclasses.fields(axes)}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+def _written_axes(axes: AnyPartitionAxis) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in axis_values(axes).items()}
 
 
 _SHORT = {
@@ -245,7 +244,7 @@ _SHORT = {
 }
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _AXIS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
-_RULES = {field.name: _AXIS for field in dataclasses.fields(PartitionAxis)}
+_RULES = dict.fromkeys(AXIS_FIELDS, _AXIS)
 
 
 def _object(fields: Mapping[str, Any]) -> dict[str, Any]:

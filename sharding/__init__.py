@@ -14,17 +14,20 @@ from .mesh import (
     virtual_mesh,
 )
 from .modes import LAYOUTS, MODES, canonical_layout, canonical_mode
+from .partition_axis import AnyPartitionAxis, PartitionAxis
 from .place import only, pin, place
 from .rules import AttnShardingRules, declared_axes, resolve_rules, tensor_dims
 
 __all__ = [
     "LAYOUTS",
     "MODES",
+    "AnyPartitionAxis",
     "AttnShardingRules",
     "Dropped",
     "FittedRules",
     "FittedSpec",
     "MeshAxis",
+    "PartitionAxis",
     "TensorShape",
     "axes_at",
     "axes_of",

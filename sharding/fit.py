@@ -31,7 +31,7 @@ __all__ = [
     "refuse_unfit",
 ]
 
-# The axis names that every eformer PartitionAxis uses by default. A mesh without one of them is normal. Any other name, and
+# The axis names that every PartitionAxis uses by default. A mesh without one of them is normal. Any other name, and
 # one of these that was declared, is expected: with strict its absence is an error.
 _STANDARD = frozenset({"dp", "fsdp", "tp", "sp", "ep"})
 

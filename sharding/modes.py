@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-from eformer.common_types import MODE_DECODE, MODE_INSERT, MODE_PREFILL, MODE_TRAIN
-
 from ..errors import InputError, nearest, shown
 
 __all__ = ["GENERATION", "LAYOUTS", "MODES", "Layout", "canonical_layout", "canonical_mode"]
 
 Layout = Literal["bthd", "bhtd", "thd"]
 
-MODES: tuple[str, ...] = (MODE_TRAIN, MODE_PREFILL, MODE_DECODE, MODE_INSERT)
-GENERATION: frozenset[str] = frozenset({MODE_DECODE, MODE_INSERT})
+# eformer's names of the modes.
+MODES: tuple[str, ...] = ("__train__", "__prefill__", "__autoregressive__", "__insert__")
+GENERATION: frozenset[str] = frozenset({"__autoregressive__", "__insert__"})
 LAYOUTS: tuple[Layout, ...] = ("bthd", "bhtd", "thd")
 
-_BY_NAME = {name: mode for mode in MODES for name in (mode, mode.strip("_"))} | {"decode": MODE_DECODE}
+_BY_NAME = {name: mode for mode in MODES for name in (mode, mode.strip("_"))} | {"decode": "__autoregressive__"}
 
 
 def canonical_mode(mode: str) -> str:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
-from eformer.common_types import (
-    BATCH,
-    BIAS_HEAD_SEQ,
-    BIAS_KV_SEQ,
-    HEAD,
-    HEAD_DIM,
-    KV_HEAD,
-    KV_HEAD_DIM,
-    KV_LENGTH,
-    NOT_GIVEN,
-    QUERY_LENGTH,
-)
-from eformer.escale import PartitionAxis
 from jax.sharding import PartitionSpec
 
 from ..errors import InputError
 from .modes import GENERATION, canonical_layout, canonical_mode
+from .partition_axis import (
+    AXIS_FIELDS,
+    NOT_GIVEN,
+    AnyPartitionAxis,
+    PartitionAxis,
+    eformers_axis,
+    is_not_given,
+    registered_axes,
+)
 
 __all__ = ["AttnShardingRules", "declared_axes", "resolve_rules", "tensor_dims"]
 
@@ -69,15 +64,15 @@ _DIMS: dict[str, dict[str, tuple[str, ...]]] = {
 
 # dimension -> (eformer's semantic axis, attribute of PartitionAxis, its attribute while generating)
 _SEMANTIC: dict[str, tuple[str, str, str]] = {
-    "batch": (BATCH, "batch_axis", "decode_batch_axis"),
-    "q_len": (QUERY_LENGTH, "query_sequence_axis", "decode_query_sequence_axis"),
-    "kv_len": (KV_LENGTH, "key_sequence_axis", "decode_key_sequence_axis"),
-    "heads": (HEAD, "head_axis", "decode_head_axis"),
-    "kv_heads": (KV_HEAD, "kv_head_axis", "decode_kv_head_axis"),
-    "head_dim": (HEAD_DIM, "attention_dim_axis", "decode_attention_dim_axis"),
-    "kv_head_dim": (KV_HEAD_DIM, "attention_kv_dim_axis", "decode_attention_kv_dim_axis"),
-    "bias_heads": (BIAS_HEAD_SEQ, "bias_head_sequence_axis", "bias_head_sequence_axis"),
-    "bias_kv_len": (BIAS_KV_SEQ, "bias_key_sequence_axis", "bias_key_sequence_axis"),
+    "batch": ("__BATCH__", "batch_axis", "decode_batch_axis"),
+    "q_len": ("__QUERY_LENGTH__", "query_sequence_axis", "decode_query_sequence_axis"),
+    "kv_len": ("__KV_LENGTH__", "key_sequence_axis", "decode_key_sequence_axis"),
+    "heads": ("__HEAD__", "head_axis", "decode_head_axis"),
+    "kv_heads": ("__KV_HEAD__", "kv_head_axis", "decode_kv_head_axis"),
+    "head_dim": ("__HEAD_DIM__", "attention_dim_axis", "decode_attention_dim_axis"),
+    "kv_head_dim": ("__KV_HEAD_DIM__", "attention_kv_dim_axis", "decode_attention_kv_dim_axis"),
+    "bias_heads": ("__BIAS_HEAD_SEQ__", "bias_head_sequence_axis", "bias_head_sequence_axis"),
+    "bias_kv_len": ("__BIAS_KV_SEQ__", "bias_key_sequence_axis", "bias_key_sequence_axis"),
 }
 
 
@@ -104,7 +99,7 @@ def tensor_dims(tensor: str, layout: str, *, qkv_mni_sharding: bool = False, aux
 
 
 def resolve_rules(
-    partition_axis: PartitionAxis,
+    partition_axis: AnyPartitionAxis,
     mode: str,
     layout: str = "bthd",
     *,
@@ -130,17 +125,17 @@ def resolve_rules(
     )
 
 
-def _mesh_axes(partition_axis: PartitionAxis, dim: str, mode: str) -> str | tuple[str, ...] | None:
+def _mesh_axes(partition_axis: AnyPartitionAxis, dim: str, mode: str) -> str | tuple[str, ...] | None:
     semantic, attribute, generation_attribute = _SEMANTIC[dim]
-    registered = PartitionAxis.get_registered_axes().get(semantic)
+    registered = registered_axes().get(semantic)
     if registered is not None:
         # The user has replaced this axis for the whole process, so eformer must resolve it. It treats a rule of None as
         # an unknown axis unless it is in a tuple, and returns nested tuples if a rule names several attributes.
         generation_rule = registered["generation_axis_rule"] if mode in GENERATION else NOT_GIVEN
-        if registered["axis_rule"] is None and generation_rule is NOT_GIVEN:
+        if registered["axis_rule"] is None and is_not_given(generation_rule):
             return None
         composite: Any = (semantic,)
-        axes: Any = partition_axis.resolve_axis([composite], mode)[0]
+        axes: Any = eformers_axis(partition_axis).resolve_axis([composite], mode)[0]
     else:
         # Read the attribute directly: resolve_axis of eformer 0.0.101 treats `decode_*_axis=None` as not given and falls
         # back to the training axis, so that a decode query of length 1 would be split over the sequence axis.
@@ -150,14 +145,14 @@ def _mesh_axes(partition_axis: PartitionAxis, dim: str, mode: str) -> str | tupl
     return None if not names else names[0] if len(names) == 1 else names
 
 
-def declared_axes(partition_axis: PartitionAxis) -> frozenset[str]:
-    """The mesh axes that a partition axis names for attention because it was told to, not by eformer's defaults.
+def declared_axes(partition_axis: AnyPartitionAxis) -> frozenset[str]:
+    """The mesh axes that a partition axis names for attention because it was told to, not by default.
 
-    eformer derives the attribute of a dimension from its five `*_parallel_axis` fields. An attribute that differs from what they
+    The attribute of a dimension follows from the five `*_parallel_axis` fields. An attribute that differs from what they
     give was declared, and so were those of the five that differ from their own defaults.
     """
     default = PartitionAxis()
-    parallel = [field.name for field in dataclasses.fields(PartitionAxis) if field.name.endswith("_parallel_axis")]
+    parallel = [name for name in AXIS_FIELDS if name.endswith("_parallel_axis")]
     changed = {name: value for name in parallel if (value := getattr(partition_axis, name)) != getattr(default, name)}
     derived = PartitionAxis(**changed)
     attributes = {name for _, *both in _SEMANTIC.values() for name in both}

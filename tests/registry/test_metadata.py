@@ -229,7 +229,7 @@ def test_partition_axis_as_a_dict():
     assert metadata.partition_axis == PartitionAxis(batch_axis=("a", "b"), head_axis=None)
     with pytest.raises(ConfigError, match="Did you mean 'batch_axis'"):
         OperationMetadata(partition_axis={"batch_axes": "dp"})
-    with pytest.raises(ConfigError, match="wanted an eformer PartitionAxis or a dict"):
+    with pytest.raises(ConfigError, match="wanted a PartitionAxis or a dict"):
         OperationMetadata(partition_axis="tp")
     with pytest.raises(ConfigError, match=r"partition_axis.head_axis=3"):
         OperationMetadata(partition_axis=PartitionAxis(head_axis=3))

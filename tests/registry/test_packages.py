@@ -42,7 +42,7 @@ PUBLIC = """
     ConfigError
     ConfigWarning Declaration Dense FallbackWarning FlashAttention2Config Full InputError InputTypeError KVCache
     LayerDeclaration LayerGroup Lengths LocalCall LocalOutput Mask MaskError MaskFunction MaskWarning ModelDeclaration
-    ModelShardings Operation OperationConfig OperationMetadata OperationRegistry Plan Policy Positions Prefix
+    ModelShardings Operation OperationConfig OperationMetadata OperationRegistry PartitionAxis Plan Policy Positions Prefix
     ProcessError Reason RefusedError Rule SdpaConfig SegmentIds ShardingError ShardingWarning SlidingWindow SplashConfig
     UnknownNameError VanillaConfig advise check_processes dot_product_attention fit implementation mask_from_dict plan
     register_mask_function shardings_for window_tokens

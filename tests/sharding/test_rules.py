@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+import attnops
 from attnops.errors import InputError
 from attnops.registry import OperationMetadata
 from attnops.sharding import LAYOUTS, MODES, AttnShardingRules, canonical_layout, canonical_mode, resolve_rules
@@ -212,6 +213,7 @@ def test_agrees_with_eformer_wherever_its_rule_is_not_none(rules, mode, layout):
         semantic.KV_HEAD_DIM: "decode_attention_kv_dim_axis",
     }
     got = resolve_rules(axis, mode, layout)
+    assert resolve_rules(attnops.PartitionAxis(**rules), mode, layout) == got
     for tensor, meaning in (("query", letters), ("output", letters), ("key", kv), ("value", kv)):
         axes = [meaning[letter] for letter in layout]
         upstream = _canonical(axis.resolve_spec(axes, mode))
