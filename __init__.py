@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .distribution import VERSION as _VERSION
+
 if TYPE_CHECKING:
     from .adapters.jax_nn import dot_product_attention
     from .advising import Advice, advise
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
     from .sharding import AttnShardingRules, PartitionAxis, fit
     from .sharding.processes import check_processes
 
-__version__ = "0.2.0"
+__version__ = _VERSION
 
 __all__ = [
     "Advice",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from ..distribution import with_extras
+
 __all__ = ["extra"]
 
 
@@ -17,6 +19,6 @@ def extra(framework: str) -> Iterator[None]:
         if error.name != framework:
             raise
         raise ModuleNotFoundError(
-            f"this adapter requires {framework}, which isn't installed; pip install 'attnops[{framework}]'.",
+            f"this adapter requires {framework}, which isn't installed; pip install '{with_extras(framework)}'.",
             name=framework,
         ) from error

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 import numpy as np
 
+from ..distribution import with_extras
 from ..errors import InputError
 
 if TYPE_CHECKING:
@@ -142,5 +143,7 @@ def _safetensors(path: Path) -> ModuleType:
     try:
         import safetensors.numpy
     except ImportError:
-        raise InputError(f"{path}: needs safetensors; pip install 'attnops[safetensors]', or use .npz.") from None
+        raise InputError(
+            f"{path}: needs safetensors; pip install '{with_extras('safetensors')}', or use .npz."
+        ) from None
     return safetensors.numpy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..distribution import with_extras
 from ..planning.text import bytes_text
 from ..verify.call import TargetReport
 from ..verify.compiled import KernelUse
@@ -15,8 +16,8 @@ from ..verify.paged_step import StepReport
 __all__ = ["kernel_limits", "kernel_lines"]
 
 _UNREAD = "VMEM use and communication are not known: this jaxlib can't read programs of this libtpu"
-_NO_FILE = "registers, spills, shared memory and occupancy are not known without attnops[cuda-compile]"
-_NO_LOOPS = "instructions of the inner loops are not known without attnops[cuda-sass]"
+_NO_FILE = f"registers, spills, shared memory and occupancy are not known without {with_extras('cuda-compile')}"
+_NO_LOOPS = f"instructions of the inner loops are not known without {with_extras('cuda-sass')}"
 _NO_SHAPE = "tensor-core time is not known: the instructions don't give the shape of a product"
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ..distribution import VERSION
 from ..errors import ConfigError, first_line, shown
 from . import tune_cache
 from .notes import note
@@ -165,8 +166,8 @@ def _tuner() -> Any:
 
 @functools.cache
 def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in ("attnops", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"):
+    found: dict[str, str | None] = {"attnops": VERSION}
+    for name in ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import version
 from itertools import groupby
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
+from ..distribution import VERSION
 from ..errors import ConfigError, InputTypeError, ProcessError, a_type, shown
 from ..strict_json import parse_json
 from .mesh import AnyMesh, axes_of, describe_mesh, devices_platform
@@ -63,7 +63,7 @@ def _facts(mesh: AnyMesh | Mapping[str, int] | None, agree: Mapping[str, Any]) -
         raise InputTypeError(f"mesh={shown(mesh)}, {a_type(mesh)}; wanted a mesh, or axis names to sizes.")
     if not isinstance(agree, Mapping) or not all(isinstance(name, str) for name in agree):
         raise InputTypeError(f"agree={shown(agree)}; wanted names to values, such as {{'attention': metadata}}.")
-    facts = {"the version of attnops": version("attnops"), "the version of jax": jax.__version__}
+    facts = {"the version of attnops": VERSION, "the version of jax": jax.__version__}
     facts["the mesh"] = describe_mesh(axes_of(mesh))
     if isinstance(mesh, Mesh | AbstractMesh):
         facts["the mesh's platform"] = " ".join(devices_platform(mesh) or ("none",))

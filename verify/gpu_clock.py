@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..devices import spec_of_kind
+from ..distribution import with_extras
 from ..errors import ConfigError
 from ..masks import Mask
 from ..planning import AttentionProblem, OperationConfig, Placement
@@ -61,7 +62,7 @@ def gpu_cost(
         kernel = next((one for one in kernels if one.name == name), None)
         if kernel is None or kernel.loops is None or kernel.registers is None:
             raise ConfigError(
-                f"the instructions of {name} can't be read; pip install 'attnops[cuda-compile,cuda-sass]'."
+                f"the instructions of {name} can't be read; pip install '{with_extras('cuda-compile', 'cuda-sass')}'."
             )
         if kernel.stack_bytes:
             spills.append(f"{name} spills {kernel.stack_bytes} bytes of registers per thread")

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ..compat import abstract_device
 from ..devices import described_cores, gpu_specs
+from ..distribution import with_extras
 from ..errors import ConfigError, ShardingError, nearest, shown
 from ..planning import METHODS
 from ..sharding.mesh import AnyMesh
@@ -116,7 +117,7 @@ def device_names() -> tuple[str, ...]:
 def not_compiled(platform: str, done: str = "this was lowered and not compiled") -> str:
     """Why a program for devices that aren't here wasn't compiled, what was done instead, and what to install."""
     if platform == "tpu" and not has_libtpu():
-        return f"libtpu isn't installed, so {done}; pip install 'attnops[tpu]' (Linux) compiles it"
+        return f"libtpu isn't installed, so {done}; pip install '{with_extras('tpu')}' (Linux) compiles it"
     if platform in ("cuda", "gpu") and not has_cuda_plugin():
-        return f"jax's CUDA plugin isn't installed, so {done}; pip install 'attnops[cuda-compile]' (Linux) compiles it"
+        return f"jax's CUDA plugin isn't installed, so {done}; pip install '{with_extras('cuda-compile')}' (Linux) compiles it"
     return f"the call has no devices of {platform}, so {done}; with described or real ones it is compiled"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
+from ..distribution import with_extras
 from ..errors import ConfigError, nearest, shown
 from .arranged import arranged
 from .generations import has_libtpu
@@ -42,7 +43,7 @@ def described_mesh(topology: str, sizes: Mapping[str, int] | None = None) -> Mes
     """
     if not has_libtpu():
         raise ConfigError(
-            f"topology {shown(topology)} needs libtpu, which isn't installed; pip install 'attnops[tpu]'."
+            f"topology {shown(topology)} needs libtpu, which isn't installed; pip install '{with_extras('tpu')}'."
         )
     _check_form(topology)
     for name, value in _ENVIRONMENT.items():

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..devices import gpu_specs, spec_of_kind
+from ..distribution import with_extras
 from ..errors import AttnOpsError, ConfigError, RefusedError, shown
 from ..operators.ambient import ambient_platform
 from ..planning import AttentionProblem, Implementation, OperationConfig, PassSizes, Placement, Plan, PlannedOperation
@@ -128,7 +129,8 @@ def measured_by(problem: AttentionProblem | PagedProblem, how: str | None) -> st
     topology_of(problem.device_kind)  # raises for what can't be described
     if not has_libtpu():
         raise ConfigError(
-            f"searching for {problem.device} off the device needs libtpu, which isn't installed; pip install 'attnops[tpu]'."
+            f"searching for {problem.device} off the device needs libtpu, which isn't installed; pip install "
+            f"'{with_extras('tpu')}'."
         )
     return "static"
 
@@ -142,7 +144,7 @@ def _require_gpu_compiler(problem: AttentionProblem) -> None:
     if not has_cuda_plugin() or disassembler() is None:
         raise ConfigError(
             f"searching for {problem.device} off the device needs jax's CUDA plugin and nvdisasm; pip install "
-            "'attnops[cuda-compile,cuda-sass]'."
+            f"'{with_extras('cuda-compile', 'cuda-sass')}'."
         )
 
 

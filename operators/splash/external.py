@@ -6,6 +6,7 @@ import math
 
 import jax
 
+from ...distribution import with_extras
 from ...errors import ConfigError
 from ...planning import ALL_FEATURES, STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule
 from ...planning.notes import note
@@ -74,7 +75,7 @@ EXTERNAL_RULES = (
         "kernel",
         lambda p, c: not _is("tokamax", c) or _installed(),
         "kernel='tokamax': there is no tokamax here, or one without its splash kernel",
-        "pip install 'attnops[tokamax]', or leave kernel out.",
+        f"pip install '{with_extras('tokamax')}', or leave kernel out.",
     ),
 )
 

@@ -20,7 +20,7 @@ FLOORS = (
     ("masks", "sharding"),
     ("drawing",),
     ("devices", "names", "pytree_export", "strict_json", "symbolic"),
-    ("errors", "compat"),
+    ("errors", "compat", "distribution"),
 )
 FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(path for room in FLOOR for path in [*(ROOT / room).rglob("*.py"), *ROOT.glob(f"{room}.py")])

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from ...devices import gpu_specs
+from ...distribution import with_extras
 from ...errors import ConfigError, first_line
 from ..arranged import arranged
 from .gpu_target import gpu_target
@@ -37,7 +38,7 @@ def described_gpus(target: str, sizes: Mapping[str, int] | None = None) -> Mesh:
     wanted = gpu_target(target)
     if not has_cuda_plugin():
         raise ConfigError(
-            f"target {target} needs jax's CUDA plugin, which isn't installed; pip install 'attnops[cuda-compile]'."
+            f"target {target} needs jax's CUDA plugin, which isn't installed; pip install '{with_extras('cuda-compile')}'."
         )
     from jax.experimental import topologies
 
