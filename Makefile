@@ -3,7 +3,8 @@
 # make serve      serve a real model over a paged cache; make serve ARGS=--chat talks to it
 # make test       the tests that CI runs            make test-all   every test, slow ones too
 # make lint       style                             make types      static types
-# make docs       the manual, into site/            make clean      remove all that make has made
+# make docs       the manual, into site/            make packages   both distributions, built, installed and tried
+# make clean      remove all that make has made
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -14,10 +15,11 @@ EXAMPLES   := $(VENV)/.installed-examples
 SERVE      := $(VENV)/.installed-serve
 TEST_STAMP := $(VENV)/.installed-test
 EASYDEL    := .venv-easydel
+PACKAGES   := .venv-packages
 
 .DEFAULT_GOAL := run
 .NOTPARALLEL:
-.PHONY: run decoder serve test test-all test-easydel lint types docs clean
+.PHONY: run decoder serve test test-all test-easydel lint types docs packages clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -81,6 +83,21 @@ types: $(TEST_STAMP)
 docs: $(TEST_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# Each is installed into an environment of its own and tried there. An environment with attnops is about a gigabyte.
+packages: | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+	rm -rf dist $(PACKAGES)
+	$(BIN)/python -m build
+	$(BIN)/python packaging/core/build.py dist
+	for name in attnops attnops_core; do \
+		$(BIN)/python -m venv $(PACKAGES)/$$name && \
+		$(PACKAGES)/$$name/bin/python -m pip install --quiet --disable-pip-version-check dist/$$name-[0-9]*.whl && \
+		JAX_PLATFORMS=cpu $(PACKAGES)/$$name/bin/python tests/registry/without_eformer.py --unblocked && \
+		JAX_PLATFORMS=cpu $(PACKAGES)/$$name/bin/attnops list || exit 1; \
+	done
+	$(PACKAGES)/attnops/bin/python -c "import attnops; print(attnops.OperationMetadata().partition_manager)"
+	! $(PACKAGES)/attnops_core/bin/python -c "import eformer" 2>/dev/null
+
 clean:
-	rm -rf $(VENV) $(EASYDEL) decoder.png serve.png .api .types build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(EASYDEL) $(PACKAGES) decoder.png serve.png .api .types build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

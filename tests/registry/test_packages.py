@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
 import tomllib
 from pathlib import Path
+
+import pytest
 
 import attnops
 from attnops.cli.example import EXAMPLES
@@ -61,3 +64,23 @@ def test_every_file_that_names_a_version_names_this_one() -> None:
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     first = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
     assert first.startswith(f"## [{version}] - ")
+
+
+CORE = runpy.run_path(str(ROOT / "packaging" / "core" / "build.py"))["core_pyproject"]
+
+
+def test_attnops_core_is_attnops_without_eformer() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    wanted = tomllib.loads(text)
+    (eformer,) = [one for one in wanted["project"]["dependencies"] if one.startswith("eformer")]
+    wanted["project"]["dependencies"].remove(eformer)
+    wanted["project"]["name"] = "attnops-core"
+    assert tomllib.loads(CORE(text)) == wanted
+
+
+@pytest.mark.parametrize(("old", "new"), [('"eformer>=', '"ray>='), ('name = "attnops"', 'name = "other"')])
+def test_a_pyproject_of_another_form_is_refused(old: str, new: str) -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert old in text
+    with pytest.raises(SystemExit, match="has 0 lines like"):
+        CORE(text.replace(old, new))

@@ -15,9 +15,9 @@ SCRIPT = Path(__file__).with_name("without_eformer.py")
     "arguments",
     [
         ["metadata", "manager"],
-        ["--installed", "metadata"],
+        ["--unblocked", "metadata"],
         pytest.param(["calls", "paged", "commands", "adapters"], marks=pytest.mark.slow),
-        pytest.param(["--installed", "calls", "paged", "commands", "adapters"], marks=pytest.mark.slow),
+        pytest.param(["--unblocked", "calls", "paged", "commands", "adapters"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
@@ -25,5 +25,5 @@ def test_what_a_user_does(arguments: list[str]) -> None:
     command = [sys.executable, "-W", "error", str(SCRIPT), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    loaded = "not loaded" if "--installed" in arguments else "absent"
-    assert f"eformer {loaded}: {', '.join(a for a in arguments if a != '--installed')}" in done.stdout
+    loaded = "not loaded" if "--unblocked" in arguments else "absent"
+    assert f"eformer {loaded}: {', '.join(a for a in arguments if a != '--unblocked')}" in done.stdout

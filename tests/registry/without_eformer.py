@@ -1,6 +1,6 @@
-"""What a user does with attnops, where importing eformer fails; with --installed, where it needn't.
+"""What a user does with attnops, where importing eformer fails; with --unblocked, where it isn't loaded.
 
-python tests/registry/without_eformer.py [--installed] [PART ...], in an environment with eight devices. Doesn't need pytest.
+python tests/registry/without_eformer.py [--unblocked] [PART ...], without pytest: `make packages` runs it too.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 import pickle
 import sys
 import tempfile
@@ -24,9 +25,13 @@ class _Absent(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-ABSENT = "--installed" not in sys.argv
-if ABSENT:
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+BLOCKED = "--unblocked" not in sys.argv
+if BLOCKED:
     sys.meta_path.insert(0, _Absent())
+ABSENT = BLOCKED or importlib.util.find_spec("eformer") is None
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -83,7 +88,8 @@ def metadata() -> None:
 
 def manager() -> None:
     """What can only be eformer's says so."""
-    _refused("eformer isn't installed", lambda: attnops.OperationMetadata().partition_manager)
+    if ABSENT:
+        _refused("eformer isn't installed", lambda: attnops.OperationMetadata().partition_manager)
     _refused("wanted an eformer PartitionManager", lambda: attnops.OperationMetadata(partition_manager=object()))
 
 
@@ -152,7 +158,7 @@ PARTS: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    parts = [name for name in sys.argv[1:] if name != "--installed"] or [*PARTS]
+    parts = [name for name in sys.argv[1:] if name != "--unblocked"] or [*PARTS]
     for name in parts:
         PARTS[name]()
     assert not [name for name in sys.modules if name.partition(".")[0] == "eformer"]
