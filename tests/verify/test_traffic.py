@@ -116,8 +116,8 @@ def test_needs_by_hand() -> None:
     x = jax.ShapeDtypeStruct((4, 512, 8, 64), jnp.float32)
     forward, both = (least_traffic(attend.plan(x, x, x), backward) for backward in (False, True))
     assert forward.needs == (
-        Need("collective-permute", 7 * part, "key around the ring", axes=("sp",)),
-        Need("collective-permute", 7 * part, "value around the ring", axes=("sp",)),
+        Need("collective-permute", 7 * part, "key around the ring", axes=("sp",), step="ring"),
+        Need("collective-permute", 7 * part, "value around the ring", axes=("sp",), step="ring"),
     )
     # Back: the keys again, their gradients at every step and once more, which is home.
     assert sum(need.sent_bytes for need in both.needs) == (14 + 14 + 16) * part
