@@ -169,7 +169,7 @@ def test_without_a_mesh_of_its_own() -> None:
 
 def test_inside_a_shard_map_over_one_axis() -> None:
     """The caller has dp for himself; tp is Explicit, and attnops splits heads over it."""
-    mesh, cache, state, batch, arrays = _given("explicit", False)
+    mesh, cache, state, batch, arrays = _given("explicit", True)
     at = shardings(cache, mesh)
     operation = OperationRegistry.create("paged")
 
