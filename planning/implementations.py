@@ -163,3 +163,8 @@ class MethodImplementation(Implementation[OperationConfig]):
 
     def reads(self, config: OperationConfig) -> bool:
         return self._config is not None and isinstance(config, self._config)
+
+    def interpreted(self, config: OperationConfig) -> bool:
+        """No: what `interpret` means in a config of one's own isn't known here."""
+        del config
+        return False

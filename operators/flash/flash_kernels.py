@@ -83,8 +83,8 @@ class FlashKernels(Implementation[FlashAttention2Config]):
         notes = block_remarks(problem, placement, block_q, sizes.block_kv or 1, tables)
         if problem.quantised:
             notes = (*notes, note("memory.dequantised_gradient", **dequantised_copy(problem, placement)))
-        told = unknown_gpu(problem, sizes), steps_note(problem, sizes)
-        return (*notes, *(note for note in told if note is not None))
+        of_device = unknown_gpu(problem, sizes), steps_note(problem, sizes)
+        return (*notes, *(one for one in of_device if one is not None))
 
 
 class _NoKernels(Implementation[OperationConfig]):

@@ -220,8 +220,8 @@ class SplashKernels(_SplashConfigured):
         """Also how tiles are computed, and what may exceed the device's VMEM."""
         sizes = self.read(config)
         large = None if sizes.interpret else too_much_vmem(problem, placement, sizes)
-        told = tile_note(problem, sizes), layout_note(problem, placement, sizes), large
-        return (*super().notes(problem, placement, config), *(note for note in told if note is not None))
+        of_tiles = tile_note(problem, sizes), layout_note(problem, placement, sizes), large
+        return (*super().notes(problem, placement, config), *(one for one in of_tiles if one is not None))
 
 
 SPLASH, _EXTERNAL = SplashKernels(), ExternalSplash()
