@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ConfigError, InputError, InputTypeError, a_type, shown
-from ..operators.arguments import is_array, read_number
+from ..operators.arrays import is_array
+from ..operators.read_option import read_number
 from ..planning.notes import note
 
 __all__ = [

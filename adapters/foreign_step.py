@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import InputError, InputTypeError, shown
-from ..operators.arguments import shaped
+from ..operators.arrays import shaped
 from ..operators.paged_cache import RaggedBatch
 from ..planning.cache.cache_fields import axis_names
 from ..planning.cache.kv_cache import KVCache

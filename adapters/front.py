@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ..errors import ConfigError, InputError, a_type
 from ..masks import Dense, Mask
-from ..operators.arguments import is_array
+from ..operators.arrays import is_array
 from ..operators.attention import Attention
 from ..planning.call_arguments import CallArguments
 from ..registry.declaration import Declaration

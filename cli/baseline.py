@@ -50,7 +50,7 @@ def baseline(plan: Plan, arrays: Mapping[str, Any]) -> Baseline | NotExpressible
     mask = None
     if flags is None:
         whole = materials(problem, {name: x for name, x in arrays.items() if name != "dropout_rng"})
-        heads = problem.q_heads if problem.bias_shape else 1
+        heads = problem.q_heads if problem.operand("bias") else 1
         if problem.batch * heads * problem.q_len * problem.kv_len > _LARGEST_MASK:
             return NotExpressible("its mask would be an array of more than 1 GiB")
         mask = whole.visible(slice(0, problem.q_len))

@@ -176,13 +176,13 @@ def _row(found: ModelPlans, layer: LayerDeclaration, plan: Plan, call: CallDecla
     """A layer's cells by column heading."""
     problem = plan.problem
     kv_heads, value_dim = call.kv_heads or call.q_heads, call.value_dim or call.head_dim
-    sinks = problem.sinks_shape
+    sinks = problem.operand("softmax_aux")
     named = dict(zip(_NAMING, (_numbers(layer.layers, len(found.model.layers)), layer.kind), strict=True))
     return named | {
         "heads": f"{call.q_heads}" if kv_heads == call.q_heads else f"{call.q_heads}/{kv_heads}",
         "dim": f"{call.head_dim}" if value_dim == call.head_dim else f"{call.head_dim}/{value_dim}",
         "cap": "" if problem.logits_soft_cap is None else f"{problem.logits_soft_cap:g}",
-        "sinks": "" if sinks is None else f"{1 if len(sinks) == 1 else sinks[1]} per head",
+        "sinks": "" if sinks is None else f"{1 if len(sinks.shape) == 1 else sinks.shape[1]} per head",
         "runs": plan.implementation or "nothing",
         "why": plan.kind,
         "blocks": _blocks(plan),

@@ -3,53 +3,27 @@
 from __future__ import annotations
 
 import inspect
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ..errors import InputError, InputTypeError, a_type, shown
+from ..errors import InputError, InputTypeError, a_type
 from ..masks import And, Causal, Dense, Full, Lengths, Mask, Not, SegmentIds, SlidingWindow
 from ..planning.call_arguments import CALL_ARGUMENTS, CallArguments, CallOptions
 from ..planning.other_names import refuse_unknown
 from ..registry.metadata import METADATA_ARGUMENTS
+from ..sharding import ATTENTION, OperandTable
 from ..sharding.modes import GENERATION
 from ..symbolic import is_symbolic, surely
+from .arrays import Arrays, is_array
+from .read_option import read_flag, read_integer, read_name, read_number, read_window
 
-__all__ = [
-    "Arrays", "Options", "bound_mask", "check_names", "is_array", "join_mask", "read_flag", "read_number", "read_window",
-    "shaped", "split_arguments", "takes_call_arguments",
-]  # fmt: skip
+__all__ = ["Options", "bound_mask", "check_names", "join_mask", "split_arguments", "takes_call_arguments"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-_INTEGERS = frozenset({"q_segment_ids", "kv_segment_ids", "kv_lengths", "kv_starts", "query_offset"})
-_NOT_IN_JAX = (
-    np.longdouble, np.clongdouble, np.object_, np.str_, np.bytes_, np.void, np.timedelta64, np.datetime64
-)  # fmt: skip
-
-
-class Arrays(NamedTuple):
-    """Every array of a call (or its ShapeDtypeStruct); None where it wasn't given. A pytree."""
-
-    query: Any
-    key: Any
-    value: Any
-    bias: Any = None
-    softmax_aux: Any = None
-    query_offset: Any = None
-    dropout_rng: Any = None
-    q_segment_ids: Any = None
-    kv_segment_ids: Any = None
-    kv_lengths: Any = None
-    kv_starts: Any = None
-    key_scale: Any = None
-    value_scale: Any = None
-    mask_leaves: tuple[Any, ...] = ()
 
 
 class Options(NamedTuple):
@@ -72,6 +46,7 @@ class Options(NamedTuple):
 
 _DEFAULTS = Options()
 _KNOWN = frozenset(CALL_ARGUMENTS)
+_STATIC_OR_ARRAY = "query_offset"
 
 
 def takes_call_arguments(function: Function) -> Function:
@@ -85,49 +60,35 @@ def takes_call_arguments(function: Function) -> Function:
     return function
 
 
-def check_names(call: Mapping[str, Any]) -> None:
-    """Refuse keywords that a call doesn't have. Errors: InputTypeError that gives their name here."""
+def check_names(call: Mapping[str, Any], further: Collection[str] = ()) -> None:
+    """Refuse keywords that a call doesn't have; further: an operation's own. Errors: InputTypeError with their name here."""
     if not _KNOWN.issuperset(call):
-        refuse_unknown([n for n in call if n not in _KNOWN], CALL_ARGUMENTS, "call", METADATA_ARGUMENTS)
+        unknown = [name for name in call if name not in _KNOWN and name not in further]
+        if unknown:
+            refuse_unknown(unknown, (*CALL_ARGUMENTS, *further), "call", METADATA_ARGUMENTS)
 
 
-def is_array(value: object) -> bool:
-    """Whether a value has a shape and a dtype: an array, a tracer or a ShapeDtypeStruct."""
-    return isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-
-
-def shaped(name: str, value: Any) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype, jax's own for floats (float32 for float64 without jax_enable_x64). An array that holds no floats,
-    or should hold none, keeps its dtype, so that a message shows the one that was passed. Errors: InputTypeError if the value
-    isn't an array."""
-    if not is_array(value):
-        raise InputTypeError(f"{name} is {a_type(value)}; wanted a jax or numpy array.")
-    dtype = value.dtype
-    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        if dtype.type in _NOT_IN_JAX or not dtype.isnative:
-            raise InputTypeError(f"{name} has dtype {dtype}, which jax doesn't have; cast it, e.g. to float32.")
-        if name not in _INTEGERS and jnp.issubdtype(dtype, jnp.floating):
-            dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return jax.ShapeDtypeStruct(value.shape, dtype)
-
-
-def split_arguments(query: Any, key: Any, value: Any, call: CallArguments) -> tuple[Arrays, Options]:
+def split_arguments(
+    query: Any, key: Any, value: Any, call: Mapping[str, Any], table: OperandTable = ATTENTION
+) -> tuple[Arrays, Options]:
     """Sort the arguments of a call into arrays and options. Cheap: checks only the types that decide the sorting."""
+    arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
     if not call:  # most calls
-        return Arrays(query, key, value), _DEFAULTS
-    check_names(call)
-    arrays: dict[str, Any] = {}
+        return Arrays(arrays), _DEFAULTS
+    check_names(call, table.names)
     options: dict[str, Any] = {}
+    leaves: tuple[Any, ...] = ()
     for name, given in call.items():
         check = _CHECKS.get(name)
         if name == "mask":
             if given is not None:
-                options["mask"], options["mask_is_array"], arrays["mask_leaves"] = _structure(given)
-        elif check is None or (name == "query_offset" and is_array(given)):
-            arrays[name] = given
+                options["mask"], options["mask_is_array"], leaves = _structure(given)
+        elif check is None or (name == _STATIC_OR_ARRAY and is_array(given)):
+            if given is not None:
+                arrays[name] = given
         else:
             options[name] = check(name, given)
-    return Arrays(query, key, value, **arrays), Options(**options) if options else _DEFAULTS
+    return Arrays(arrays, leaves), Options(**options) if options else _DEFAULTS
 
 
 def _structure(mask: Any) -> tuple[Mask, bool, tuple[Any, ...]]:
@@ -221,80 +182,10 @@ def cache_lengths(mask: Mask, arrays: Arrays) -> Any:
     return found[0] if found else arrays.kv_lengths
 
 
-# How to get the effect of an array in place of each number.
-_AS_ARRAYS = {
-    name: f"multiply the query by the array, [heads, 1] in layout bthd for a scale of each head, and pass {name}=1.0"
-    for name in ("scale", "softmax_scale")
-} | {"logits_soft_cap": "a cap can't be traced or differ between heads"}
-_STATIC = "make it a static argument of your own function"
-
-
-def read_number(name: str, value: Any) -> float | None:
-    """A Python number. Errors: InputTypeError, InputError."""
-    if value is None or type(value) is float:
-        return value
-    if is_array(value):
-        raise InputTypeError(
-            f"{name} is an array; wanted a Python number, which is compiled in: {_AS_ARRAYS.get(name, _STATIC)}."
-        )
-    if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
-        raise InputTypeError(f"{name}={shown(value)}; wanted a number.")
-    try:
-        return float(value)
-    except OverflowError:
-        raise InputError(f"{name}={shown(value)}; wanted a number that fits in a float.") from None
-
-
-def _integer(name: str, value: Any) -> int | None:
-    if value is None or type(value) is int or is_symbolic(value):
-        return value
-    try:
-        return operator.index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
-    except TypeError:
-        raise InputTypeError(f"{name}={shown(value)}; wanted an integer or an integer array [batch].") from None
-
-
-def read_flag(name: str, value: Any, *, optional: bool = False) -> Any:
-    """True, False or, if `optional`, None. Errors: InputTypeError."""
-    if value is True or value is False or (value is None and optional):
-        return value
-    if not isinstance(value, np.bool_):
-        raise InputTypeError(f"{name} is {shown(value)}; wanted True or False" + (" or None." if optional else "."))
-    return bool(value)
-
-
-def _name(name: str, value: Any, *, optional: bool = False) -> Any:
-    if isinstance(value, str) or (value is None and optional):
-        return value
-    raise InputTypeError(f"{name} is {a_type(value)}; wanted a string" + (" or None." if optional else "."))
-
-
-def read_window(name: str, value: Any) -> tuple[int | None, int | None] | None:
-    """The window; an integer n means (n, n), as in jax.nn.dot_product_attention's local_window_size."""
-    if value is None:
-        return None
-    sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
-    if len(sides) != 2:
-        raise InputError(f"{name}={shown(value)}; wanted an integer or (left, right) inclusive distances.")
-    if any(isinstance(side, jax.core.Tracer) for side in sides):
-        raise InputTypeError(
-            f"{name} is traced; wanted numbers, which are compiled in: for a window that is known only at run time use a mask "
-            "instead, Causal() & Positions(query - left, kv, left=0, right=None), with the positions of queries and keys as "
-            "integers [batch, length]; to choose between a few windows, call with each in a branch of jax.lax.cond or switch."
-        )
-    for side in sides:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int | np.integer)):
-            raise InputTypeError(f"{name}={shown(value)}; wanted an integer or (left, right) inclusive distances.")
-    if any(side is not None and side < 0 for side in sides):
-        raise InputError(f"{name}={shown(value)}; wanted distances of 0 or more, None for no limit.")
-    left, right = sides
-    return left if left is None else int(left), right if right is None else int(right)
-
-
 # By the type in CallOptions; a new type needs a check here.
 _OF_TYPE: dict[Any, Callable[[str, Any], Any]] = {
     bool: read_flag, bool | None: partial(read_flag, optional=True), float | None: read_number,
-    str: _name, str | None: partial(_name, optional=True),
+    str: read_name, str | None: partial(read_name, optional=True),
 }  # fmt: skip
-_OF_NAME: dict[str, Callable[[str, Any], Any]] = {"sliding_window": read_window, "query_offset": _integer}
+_OF_NAME: dict[str, Callable[[str, Any], Any]] = {"sliding_window": read_window, "query_offset": read_integer}
 _CHECKS = {name: _OF_NAME.get(name) or _OF_TYPE[kind] for name, kind in get_type_hints(CallOptions).items()}

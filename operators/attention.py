@@ -22,7 +22,8 @@ from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from ..registry.kinds import short_axes
 from ..sharding import canonical_layout, canonical_mode
-from .arguments import check_names, is_array, shaped, takes_call_arguments
+from .arguments import check_names, takes_call_arguments
+from .arrays import is_array, shaped
 from .attention_keywords import given
 from .base import Operation
 from .output import AttentionOutput

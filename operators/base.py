@@ -26,7 +26,8 @@ from ..registry import OperationMetadata
 from ..sharding import MeshAxis, place
 from ..sharding.mesh import AnyMesh
 from .ambient import ambient_platform
-from .arguments import Arrays, Options, split_arguments, takes_call_arguments
+from .arguments import Options, split_arguments, takes_call_arguments
+from .arrays import Arrays
 from .bounded_cache import BoundedCache
 from .call_devices import explain_devices
 from .call_values import checked_values
@@ -81,12 +82,11 @@ class Operation(DeclaredOperation):
         operation and mesh axis where devices repeat work though a split is declared, and MaskWarning once per distinct problem
         where `causal`, by default, hides keys that an array mask shows.
         """
-        arrays, options = split_arguments(query, key, value, call)
+        arrays, options = split_arguments(query, key, value, call, self.operands)
         if call:
             arrays = checked_values(arrays, options)
         mesh = self._mesh()
-        listed = (*arrays[:-1], *arrays.mask_leaves) if call else arrays[:3]
-        given = [x for x in listed if x is not None]
+        given = [*arrays.given.values(), *arrays.mask_leaves]
         # Everything that planning and its checks read; jax itself caches compiled programs.
         asked = (
             self,
@@ -95,7 +95,8 @@ class Operation(DeclaredOperation):
             options,
             _wide(jax.config),
             kept_here(),
-            *[None if x is None else _signature(x) for x in listed],
+            *arrays.given,
+            *map(_signature, given),
             None if mesh is None else tuple(map(_place, given)),
         )
         found = _prepared.find(asked)
@@ -121,7 +122,7 @@ class Operation(DeclaredOperation):
 
         A plan of kind 'refused' is returned, not raised.
         """
-        arrays, options = split_arguments(query, key, value, call)
+        arrays, options = split_arguments(query, key, value, call, self.operands)
         arrays, mesh = checked_values(arrays, options), self._mesh()
         decided = self._plan(arrays, options, mesh)
         # Not in describe: a plan is cached for all calls of its shapes, whatever their values and devices.
@@ -168,7 +169,7 @@ class Operation(DeclaredOperation):
         """A traced call's plan with a note of what jax.vmap maps, and its arrays, which warn if that isn't split over `axes`."""
         query, mapped = watch_mapped(arrays.query, self.name, axes)
         note = mapped_note(decided.problem, axes, mapped)
-        return replace(decided, notes=(*decided.notes, note)) if note else decided, arrays._replace(query=query)
+        return replace(decided, notes=(*decided.notes, note)) if note else decided, arrays.changed(query=query)
 
 
 @functools.lru_cache(maxsize=1024)  # once; a warning turned into an error is raised each time
@@ -235,7 +236,7 @@ def _on_devices(arrays: Arrays, decided: Plan, mesh: Mesh) -> Arrays:
     def put(name: str, x: Any) -> Any:
         return place(x, decided.placement.given(name, x.shape), mesh) if _concrete(x) else x
 
-    moved = {name: put(name, x) for name, x in arrays._asdict().items() if name != "mask_leaves"}
+    moved = {name: put(name, x) for name, x in arrays.given.items()}
     # The mask argument's own arrays come first among those of the whole mask.
     leaves = zip(decided.problem.leaves, arrays.mask_leaves, strict=False)
-    return Arrays(**moved, mask_leaves=tuple(put("mask" if leaf.name == "mask" else "", x) for leaf, x in leaves))
+    return Arrays(moved, tuple(put("mask" if leaf.name == "mask" else "", x) for leaf, x in leaves))

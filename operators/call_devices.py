@@ -9,7 +9,7 @@ import jax
 
 from ..errors import InputError
 from ..sharding.mesh import device_name
-from .arguments import Arrays
+from .arrays import Arrays
 
 __all__ = ["explain_devices"]
 
@@ -36,11 +36,8 @@ def explain_devices(arrays: Arrays, error: ValueError) -> None:
 
 
 def _named(arrays: Arrays) -> Iterator[tuple[str, Any]]:
-    for name, value in arrays._asdict().items():
-        if name == "mask_leaves":
-            yield from (("mask", leaf) for leaf in value)
-        else:
-            yield name, value
+    yield from arrays.given.items()
+    yield from (("mask", leaf) for leaf in arrays.mask_leaves)
 
 
 def _devices_text(devices: frozenset[jax.Device]) -> str:

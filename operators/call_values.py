@@ -18,12 +18,13 @@ from ..errors import InputError, InputTypeError
 from ..masks import Mask
 from ..masks.checks import LIMIT
 from ..masks.int_arrays import beyond_int32, is_integer, known_values, least_and_most
+from ..sharding import ATTENTION
 from ..symbolic import surely
-from .arguments import Arrays, Options, is_array
+from .arguments import Options
+from .arrays import Arrays, is_array
 
 __all__ = ["at_hand", "check_lengths", "check_offsets", "checked_values"]
 
-_NAMES = ("q_segment_ids", "kv_segment_ids", "kv_lengths", "kv_starts", "query_offset")
 _INT32 = np.dtype(np.int32)
 
 
@@ -34,18 +35,18 @@ def checked_values(arrays: Arrays, options: Options) -> Arrays:
     known; InputError for invalid values.
     """
     changed: dict[str, Any] = {}
-    for name in _NAMES:
-        given = getattr(arrays, name)
-        if given is not None:
+    for name, given in arrays.given.items():
+        if name in ATTENTION and ATTENTION[name].dtype == "integers":
             found = _checked(name, given, arrays, options)
             if found is not given:
                 changed[name] = found
+    arrays = arrays.changed(**changed) if changed else arrays
     if arrays.mask_leaves and options.mask is not None:
         named = zip(_leaf_names(options.mask), arrays.mask_leaves, strict=True)
         leaves = tuple(_checked(name, x, arrays, options) for name, x in named)
         if any(new is not old for new, old in zip(leaves, arrays.mask_leaves, strict=True)):
-            changed["mask_leaves"] = leaves
-    return arrays._replace(**changed) if changed else arrays
+            return arrays._replace(mask_leaves=leaves)
+    return arrays
 
 
 def check_lengths(name: str, lengths: np.ndarray, kv_len: int) -> None:

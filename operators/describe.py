@@ -16,24 +16,37 @@ from ..planning.quantised import QUANTISED
 from ..planning.sequence.choice import declared_strategy
 from ..registry import OperationMetadata
 from ..sharding import (
+    ATTENTION,
     AttnShardingRules,
     MeshAxis,
+    OperandShape,
     axes_at,
     axes_of,
     canonical_layout,
     canonical_mode,
     declared_axes,
     describe_mesh,
+    resolve_spec,
 )
 from ..sharding.mesh import AnyMesh
-from .arguments import Arrays, Options, bound_mask, join_mask, shaped
+from .arguments import Options, bound_mask, join_mask
+from .arrays import Arrays, shaped
 from .block_choices import block_notes, choice_shape, is_choice, with_query_heads
 from .declared_config import declared_config
 from .dtype_notes import width_notes
 from .mask_notes import causal_by_default, default_notes, dense_notes
 from .planned_platform import planned_platform
 from .sequence.manual import of_the_whole, split_by_caller
-from .shapes import check_dtypes, check_extras, check_key, check_scales, leaf_shape, sizes_of, with_segments
+from .shapes import (
+    check_dtypes,
+    check_key,
+    check_offset,
+    check_operands,
+    check_scales,
+    leaf_shape,
+    sizes_of,
+    with_segments,
+)
 
 __all__ = ["describe", "packed", "varying_axes"]
 
@@ -48,23 +61,22 @@ def describe(
     """Build the problem of a call. Errors: InputError and InputTypeError give the argument, its value, what is wanted and a
     hint."""
     layout = canonical_layout(options.layout)
-    for name in ("query", "key", "value"):
-        shaped(name, getattr(arrays, name))
-    given = {n: shaped(n, v) for n, v in arrays._asdict().items() if v is not None and n != "mask_leaves"}
-    shapes = Arrays(**given, mask_leaves=arrays.mask_leaves)
+    shapes = Arrays({name: shaped(name, x) for name, x in arrays.given.items()}, arrays.mask_leaves)
     sizes = sizes_of(shapes, layout)
-    mode = _mode(options.mode, sizes["t"], sizes["s"])
+    mode = _mode(options.mode, sizes["q_len"], sizes["kv_len"])
     axes, strategy = axes_of(mesh), declared_strategy(operation, metadata.policy.sequence_parallel)
     rules = metadata.get_shardings(mode, layout, softmax_aux=0 if shapes.softmax_aux is None else shapes.softmax_aux)
     by_caller = split_by_caller(rules, layout, axes, strategy)
     if any(by_caller):
         shapes = of_the_whole(shapes, options, layout, axes, *by_caller)
         sizes = sizes_of(shapes, layout)
-    batch, q_len, kv_len = sizes["b"], sizes["t"], sizes["s"]
-    shapes = packed(with_segments(shapes, layout, batch, q_len, kv_len), layout)
+    q_len, kv_len = sizes["q_len"], sizes["kv_len"]
+    shapes = with_segments(shapes, layout, sizes)
     check_dtypes(shapes, metadata)
     check_scales(shapes, layout)
-    check_extras(shapes, options, sizes)
+    check_operands(shapes, operation.operands, layout, sizes)
+    check_offset(options)
+    shapes = packed(shapes, layout)
 
     mask = join_mask(shapes, options, metadata.causal)
     offset_given = options.query_offset is not None or shapes.query_offset is not None
@@ -90,25 +102,25 @@ def describe(
     if dropping:
         check_key(arrays.dropout_rng)
     scale = metadata.softmax_scale if options.softmax_scale is None else options.softmax_scale
-    scale = 1 / math.sqrt(sizes["d"]) if scale is None else scale
+    scale = 1 / math.sqrt(sizes["head_dim"]) if scale is None else scale
     if not math.isfinite(scale):
         raise InputError(f"softmax_scale={scale}; wanted a finite number.")
     cap = options.logits_soft_cap
     if cap is not None and not (math.isfinite(cap) and cap > 0):
         raise InputError(f"logits_soft_cap={cap}; wanted a positive number, or None for no cap.")
 
+    operands = _operands(operation, metadata, shapes, mode, layout)
     wanted = {
-        "bias": shapes.bias is not None,
         "logits_soft_cap": cap is not None,
-        "sinks": shapes.softmax_aux is not None,
         "dropout": dropping,
         "return_weights": options.return_weights,
         "return_lse": options.return_lse,
-        "gqa": sizes["k"] != sizes["h"],
-        "value_dim": sizes["e"] != sizes["d"],
+        "gqa": sizes["kv_heads"] != sizes["heads"],
+        "value_dim": sizes["value_dim"] != sizes["head_dim"],
         "dynamic_query_offset": dynamic,
         "quantized_kv": any(x.dtype.name in QUANTISED for x in (shapes.key, shapes.value)),
     }
+    wanted |= {x.operand.feature: True for x in operands if x.operand.feature}
     platform, kind, source = planned_platform(metadata, mesh, arrays)
     config, config_notes = declared_config(operation, metadata, platform)
     vma = any(map(varying_axes, jax.tree.leaves(arrays)))
@@ -118,13 +130,13 @@ def describe(
     return AttentionProblem(
         operation=operation.name,
         config=config,
-        batch=batch,
+        batch=sizes["batch"],
         q_len=q_len,
         kv_len=kv_len,
-        q_heads=sizes["h"],
-        kv_heads=sizes["k"],
-        head_dim=sizes["d"],
-        value_dim=sizes["e"],
+        q_heads=sizes["heads"],
+        kv_heads=sizes["kv_heads"],
+        head_dim=sizes["head_dim"],
+        value_dim=sizes["value_dim"],
         input_dtype=shapes.query.dtype.name,
         key_dtype=shapes.key.dtype.name,
         value_dtype=shapes.value.dtype.name,
@@ -138,14 +150,7 @@ def describe(
         softmax_scale=scale,
         logits_soft_cap=cap,
         dropout_prob=probability if dropping else 0.0,
-        bias_shape=None if shapes.bias is None else shapes.bias.shape,
-        sinks_shape=None if shapes.softmax_aux is None else shapes.softmax_aux.shape,
-        key_scale_shape=None if shapes.key_scale is None else shapes.key_scale.shape,
-        value_scale_shape=None if shapes.value_scale is None else shapes.value_scale.shape,
-        bias_dtype=None if shapes.bias is None else shapes.bias.dtype.name,
-        sinks_dtype=None if shapes.softmax_aux is None else shapes.softmax_aux.dtype.name,
-        key_scale_dtype=None if shapes.key_scale is None else shapes.key_scale.dtype.name,
-        value_scale_dtype=None if shapes.value_scale is None else shapes.value_scale.dtype.name,
+        operands=operands,
         query_offset=offset,
         dynamic_query_offset=dynamic,
         rules=rules,
@@ -182,6 +187,21 @@ def describe(
     )
 
 
+def _operands(
+    operation: type[PlannedOperation], metadata: OperationMetadata, shapes: Arrays, mode: str, layout: str,
+) -> tuple[OperandShape, ...]:  # fmt: skip
+    """The optional operands of a call, in the order of the operation's table. A spec is declared for an operation's own."""
+    found = []
+    for operand in operation.operands.part("operands"):
+        array = shapes.given.get(operand.name)
+        if not operand.optional or array is None:
+            continue
+        own = operand.name not in ATTENTION
+        spec = resolve_spec(metadata.partition_axis, operand.split_dims(layout), mode) if own else None
+        found.append(OperandShape(operand, tuple(array.shape), array.dtype.name, spec))
+    return tuple(found)
+
+
 def varying_axes(x: object) -> frozenset[str]:
     """Manual mesh axes over which a traced array is known to vary; nonempty only inside a shard_map with check_vma=True."""
     return varies_over(x) if isinstance(x, jax.core.Tracer) else frozenset()
@@ -197,7 +217,7 @@ def packed(arrays: Arrays, layout: str) -> Arrays:
             return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
         return x[None]  # type: ignore[index]
 
-    return arrays._replace(q_segment_ids=batched(arrays.q_segment_ids), kv_segment_ids=batched(arrays.kv_segment_ids))
+    return arrays.changed(q_segment_ids=batched(arrays.q_segment_ids), kv_segment_ids=batched(arrays.kv_segment_ids))
 
 
 def _mode(mode: str | None, q_len: int, kv_len: int) -> str:

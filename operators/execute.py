@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec
 from ..masks import And, Blocks, Mask, SegmentIds, Slot
 from ..masks.seen_keys import certainly_seen
 from ..planning import AttentionProblem, Placement, Plan
-from ..sharding import pin
+from ..sharding import ATTENTION, Operand, pin
 from ..sharding.mesh import AnyMesh
-from .arguments import Arrays, Options, join_mask, run_time_offset
+from .arguments import Options, join_mask, run_time_offset
+from .arrays import Arrays
 from .block_choices import is_choice, of_query_heads
 from .describe import packed
 from .kernels.lse import logsumexp
@@ -57,10 +58,15 @@ def execute(
     axes = [a for a in problem.mesh if a.kind != "manual"]
     specs = _specs(operands, placement)
 
+    heads_alone = {x.name for x in problem.operands if x.operand.dims_inside(problem.kernel_layout) == ("heads",)}
+
     def body(local: ShardedOperands) -> tuple[jax.Array, ...]:
         local = local._replace(
             leaves=whole_leaves(local.leaves, problem, placement),
-            softmax_aux=share_of_heads(local.softmax_aux, problem, placement),
+            operands={
+                name: share_of_heads(x, problem, placement) if name in heads_alone else x
+                for name, x in local.operands.items()
+            },
         )
         local = bring_together(local, placement, problem.kernel_layout)
         call = _local_call(plan, options, local, hides_keys)
@@ -112,11 +118,20 @@ def _prepare(
         x = jnp.asarray(x) if name in problem.quantised else jnp.asarray(x, dtype)
         return x[None] if problem.layout == "thd" else x
 
-    query, key, value = (tensor(name, x) for name, x in zip(("query", "key", "value"), arrays[:3], strict=True))
+    operands = {row.name: tensor(row.name, arrays.given[row.name]) for row in ATTENTION.required}
     if placement.kv_repeat > 1:
         # On Explicit axes a split dimension can't be repeated: its heads are gathered first.
         whole_heads = PartitionSpec(*(None if i == heads_at else axes for i, axes in enumerate(placement.spec("key"))))
-        key, value = (jnp.repeat(pin(x, whole_heads, mesh), placement.kv_repeat, axis=heads_at) for x in (key, value))
+        for name in ("key", "value"):
+            operands[name] = jnp.repeat(pin(operands[name], whole_heads, mesh), placement.kv_repeat, axis=heads_at)
+    for operand in problem.operands:
+        array = arrays.given[operand.name]
+        if operand.name == "softmax_aux":
+            operands["softmax_aux"] = _one_sink_a_head(array, problem, mesh)
+        elif operand.name in problem.scales:
+            operands[operand.name] = _scale(array, kv_len, problem, placement, mesh)
+        else:
+            operands[operand.name] = _as_inside(operand.operand, jnp.asarray(array), problem, placement, mesh)
     whole = packed(_paired_segments(arrays), problem.layout)
     joined = join_mask(whole, options, default_causal)
     _, leaves = joined.split()
@@ -126,22 +141,30 @@ def _prepare(
         else None
     )
     return ShardedOperands(
-        query,
-        key,
-        value,
-        None if arrays.bias is None else jnp.asarray(arrays.bias),
-        None if arrays.softmax_aux is None else _one_sink_a_head(arrays.softmax_aux, problem, mesh),
-        offset,
-        dropout_seed(arrays.dropout_rng) if problem.dropout_prob > 0 else None,
+        operands,
         tuple(
             of_query_heads(jnp.asarray(leaf.array), whole_leaf.shape)
             if is_choice(leaf.dims)
             else jnp.asarray(leaf.array)
             for leaf, whole_leaf in zip(leaves, problem.leaves, strict=True)
         ),
-        _scale(arrays.key_scale, kv_len, problem, placement, mesh),
-        _scale(arrays.value_scale, kv_len, problem, placement, mesh),
+        offset,
+        dropout_seed(arrays.dropout_rng) if problem.dropout_prob > 0 else None,
     )
+
+
+def _as_inside(
+    operand: Operand, x: jax.Array, problem: AttentionProblem, placement: Placement, mesh: AnyMesh | None
+) -> jax.Array:
+    """An array in the kernel's layout, and with kv heads that are repeated like those of key and value."""
+    inside = operand.dims_inside(problem.kernel_layout)
+    if len(operand.dims_in(problem.layout)) < len(inside):
+        x = x[None]
+    if placement.kv_repeat > 1 and "kv_heads" in inside and x.shape[inside.index("kv_heads")] > 1:
+        at = inside.index("kv_heads")
+        whole = PartitionSpec(*(None if i == at else axes for i, axes in enumerate(placement.spec(operand.name))))
+        x = jnp.repeat(pin(x, whole, mesh), placement.kv_repeat, axis=at)
+    return x
 
 
 def _paired_segments(arrays: Arrays) -> Arrays:
@@ -149,7 +172,7 @@ def _paired_segments(arrays: Arrays) -> Arrays:
     if (q is None) == (kv is None):
         return arrays
     both = kv if q is None else q
-    return arrays._replace(q_segment_ids=both, kv_segment_ids=both)
+    return arrays.changed(q_segment_ids=both, kv_segment_ids=both)
 
 
 def _one_sink_a_head(sinks: jax.Array, problem: AttentionProblem, mesh: AnyMesh | None) -> jax.Array:
@@ -162,11 +185,9 @@ def _one_sink_a_head(sinks: jax.Array, problem: AttentionProblem, mesh: AnyMesh 
 
 
 def _scale(
-    scale: jax.Array | None, kv_len: int, problem: AttentionProblem, placement: Placement, mesh: AnyMesh | None
-) -> jax.Array | None:
+    scale: jax.Array, kv_len: int, problem: AttentionProblem, placement: Placement, mesh: AnyMesh | None
+) -> jax.Array:
     """A scale as float32 [batch, kv heads, kv], with its heads repeated like those of its tensor."""
-    if scale is None:
-        return None
     scale = jnp.squeeze(jnp.asarray(scale, jnp.float32), -1)
     scale = scale[None] if problem.layout == "thd" else scale
     scale = scale if problem.layout == "bhtd" else scale.swapaxes(1, 2)
@@ -179,11 +200,15 @@ def _scale(
 
 def _specs(operands: ShardedOperands, placement: Placement) -> Any:
     """Specs in the same tree as the operands."""
-    specs: dict[str, Any] = {
-        name: None if x is None else placement.spec(name) for name, x in operands._asdict().items() if name != "leaves"
-    }
-    specs["leaves"] = tuple(placement.spec(f"leaf{i}") for i in range(len(operands.leaves)))
-    return operands._replace(**specs)
+    specs: Any = ShardedOperands
+    return specs(
+        operands={name: placement.spec(name) for name in operands.operands},
+        leaves=tuple(placement.spec(f"leaf{i}") for i in range(len(operands.leaves))),
+        **{
+            name: None if getattr(operands, name) is None else placement.spec(name)
+            for name in ("query_offset", "dropout_seed")
+        },
+    )
 
 
 def _index(axes: tuple[str, ...], problem: AttentionProblem) -> tuple[int | jax.Array, int]:
@@ -247,14 +272,16 @@ def _local_call(plan: Plan, options: Options, local: ShardedOperands, hides_keys
             q_start,
             k_start,
         )
+    operands = local.operands
     return LocalCall(
-        query=local.query,
-        key=local.key,
-        value=local.value,
-        bias=local.bias,
-        sinks=local.softmax_aux,
-        key_scale=local.key_scale,
-        value_scale=local.value_scale,
+        query=operands["query"],
+        key=operands["key"],
+        value=operands["value"],
+        bias=operands.get("bias"),
+        sinks=operands.get("softmax_aux"),
+        key_scale=operands.get("key_scale"),
+        value_scale=operands.get("value_scale"),
+        further={name: x for name, x in operands.items() if name not in ATTENTION},
         mask=LocalMask(mask, q_start, q_len, kv_len, offset, k_start, hides_keys),
         dropout=dropout,
         layout=problem.kernel_layout,

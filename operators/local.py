@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -79,6 +80,8 @@ class LocalCall:
     # [batch, kv heads, kv] in float32; None where key or value isn't quantised, or is used unscaled.
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
+    # An operation's own operands by name, in the kernel's layout: this device's part.
+    further: Mapping[str, jax.Array] = field(default_factory=dict)
 
     def dequantised(self) -> LocalCall:
         """The call with key and value in the run-time dtype and without scales; itself if nothing is quantised.

@@ -16,7 +16,7 @@ from ..planning.text import spec_text
 from ..sharding.mesh import AnyMesh, describe_mesh, device_name, same_devices
 from ..sharding.moved import Parts, comparable, lacking, parts_of
 from ..symbolic import is_symbolic
-from .arguments import Arrays
+from .arrays import Arrays
 
 __all__ = ["moved_notes"]
 
@@ -44,7 +44,7 @@ def moved_notes(plan: Plan, arrays: Arrays, mesh: AnyMesh | None) -> tuple[str, 
 
 
 def _given(plan: Plan, arrays: Arrays, mesh: AnyMesh) -> Iterator[_Given]:
-    named = [(name, name, x) for name, x in arrays._asdict().items() if name != "mask_leaves"]
+    named = [(name, name, x) for name, x in arrays.given.items()]
     # The mask argument's own arrays come first among those of the whole mask.
     leaves = zip(plan.problem.leaves, arrays.mask_leaves, strict=False)
     named += [(f"mask ({leaf.name})", "mask" if leaf.name == "mask" else "", x) for leaf, x in leaves]

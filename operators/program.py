@@ -12,7 +12,8 @@ import jax
 
 from ..planning import Plan, PlannedOperation
 from ..sharding.mesh import AnyMesh
-from .arguments import Arrays, Options
+from .arguments import Options
+from .arrays import Arrays
 from .execute import execute
 from .local import LocalOutput
 

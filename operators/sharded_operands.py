@@ -10,15 +10,10 @@ __all__ = ["ShardedOperands"]
 
 
 class ShardedOperands(NamedTuple):
-    """In canonical form: query, key and value of rank 4, one sink per head, a scale for every key."""
+    """operands: by name, in the form that they have inside: query, key and value of rank 4, one sink per head, a float32 scale
+    for every key, [batch, kv heads, kv]. leaves: the mask's arrays."""
 
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array | None
-    softmax_aux: jax.Array | None
+    operands: dict[str, jax.Array]
+    leaves: tuple[jax.Array, ...]
     query_offset: jax.Array | None
     dropout_seed: jax.Array | None
-    leaves: tuple[jax.Array, ...]
-    key_scale: jax.Array | None  # [batch, kv heads, kv], float32
-    value_scale: jax.Array | None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ..errors import ConfigError, shown
+from ..sharding import ATTENTION, OperandTable
 from .capability import Capability
 from .implementations import Implementation, MethodImplementation
 from .operation_config import OperationConfig
@@ -29,6 +30,8 @@ class PlannedOperation:
 
     name: ClassVar[str]
     config: ClassVar[type[OperationConfig]]
+    # The arrays of a call. An operation with arrays of its own adds rows: `operands = ATTENTION + (Operand(...),)`.
+    operands: ClassVar[OperandTable] = ATTENTION
     # The operation's only strategy for a split sequence; None: as the policy says.
     sequence_parallel: ClassVar[str | None] = None
     # The operation whose kernel this one runs, if any: its config applies here too.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..sharding import axes_at
+from ..sharding import ATTENTION, axes_at
 from .placement import Placement
 from .problem import AttentionProblem
 
@@ -21,7 +21,7 @@ class PlacedTensor:
     """An operand of the call: as given (dtype, shape, spec), and inside the operation (dtype, shape, axes by dimension).
 
     Inside, key and value have four dimensions and repeated heads, sinks are one per head, and scales are float32 for each token.
-    itemsize: bytes per element when sent. declared: the axes by dimension as given, for the shape inside.
+    itemsize: bytes per element when sent. declared: the axes by dimension as given, for the shape inside. moves: as in Operand.
     """
 
     name: str
@@ -34,6 +34,7 @@ class PlacedTensor:
     declared: tuple[tuple[str, ...], ...]
     inside: tuple[tuple[str, ...], ...]
     gradient: bool
+    moves: str
 
     def given_bytes(self, sizes: Mapping[str, int]) -> int:
         """Bytes on each device as given; `sizes`: those of the mesh axes."""
@@ -54,41 +55,37 @@ def sent_itemsize(dtype: str, cpu: bool) -> int:
 def placed_tensors(problem: AttentionProblem, placement: Placement) -> Iterator[PlacedTensor]:
     """All operands of a call, in the order of its arguments, then the arrays of its mask."""
     cpu = problem.platform == "cpu"
-
-    def placed(
-        name: str,
-        given: tuple[int, ...],
-        shape: tuple[int, ...],
-        inside: PartitionSpec,
-        dtype: str,
-        gradient: bool = True,
-    ) -> PlacedTensor:
-        """dtype: that inside the operation."""
-        spec, axes = placement.given(name, given), axes_by_dim(inside, len(shape))
-        declared = axes if name in problem.scales else axes_by_dim(spec, len(shape))[: len(shape)]
-        size = sent_itemsize(dtype, cpu)
-        return PlacedTensor(name, problem.dtype_of(name), given, spec, dtype, shape, size, declared, axes, gradient)
-
-    for name in ("query", "key", "value"):
-        shape = placement.fitted[name].shape
-        shape = shape if len(shape) == 4 else (1, *shape)
-        dtype = problem.quantised.get(name, problem.runtime_dtype)
-        yield placed(name, problem.shape_of(name), shape, placement.spec(name), dtype, dtype != "int8")
-    for name, given in problem.scales.items():
-        heads = placement.fitted["key"].shape[problem.layout.index("h")]
-        yield placed(name, given, (problem.batch, heads, problem.kv_len), placement.spec(name), "float32")
-    if problem.bias_shape is not None:
-        yield placed("bias", problem.bias_shape, problem.bias_shape, placement.spec("bias"), problem.dtype_of("bias"))
-    if problem.sinks_shape is not None:
-        inside = placement.spec("softmax_aux")
-        yield placed("softmax_aux", problem.sinks_shape, (problem.q_heads,), inside, problem.softmax_dtype)
+    kv_heads = placement.fitted["key"].shape[problem.layout.index("h")]
+    sizes = problem.sizes | {"kv_heads": kv_heads}
+    for row in (*ATTENTION.required, *(operand.operand for operand in problem.operands)):
+        operand, dtype = problem.operand(row.name), problem.dtype_inside(row)
+        given = problem.shape_of(row.name) if operand is None else operand.shape
+        dims = row.dims_inside(problem.kernel_layout)
+        # An array that is used as given is broadcast where it is used.
+        whole = row.order or row.inside is not None
+        shape = tuple(sizes[dim] for dim in dims) if whole else given
+        spec, axes = placement.given(row.name, given), axes_by_dim(placement.spec(row.name), len(shape))
+        declared = axes if row.name in problem.scales else axes_by_dim(spec, len(shape))[: len(shape)]
+        yield PlacedTensor(
+            row.name,
+            problem.dtype_of(row.name),
+            given,
+            spec,
+            dtype,
+            shape,
+            sent_itemsize(dtype, cpu),
+            declared,
+            axes,
+            row.gradient and dtype != "int8",
+            row.moves,
+        )
     for index, leaf in enumerate(problem.leaves):
         fitted = placement.fitted.get(leaf.name)
         spec = PartitionSpec() if fitted is None else fitted.spec
-        axes = [axes_by_dim(x, len(leaf.shape)) for x in (spec, placement.spec(f"leaf{index}"))]
+        of_leaf = [axes_by_dim(x, len(leaf.shape)) for x in (spec, placement.spec(f"leaf{index}"))]
         size = jnp.dtype(leaf.dtype).itemsize
         yield PlacedTensor(
-            leaf.name, leaf.dtype, leaf.shape, spec, leaf.dtype, leaf.shape, size, axes[0], axes[1], False
+            leaf.name, leaf.dtype, leaf.shape, spec, leaf.dtype, leaf.shape, size, of_leaf[0], of_leaf[1], False, ""
         )
 
 

@@ -14,7 +14,17 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..sharding import FittedRules, FittedSpec, TensorShape, axes_at, fit, refuse_unfit
+from ..sharding import (
+    AttnShardingRules,
+    FittedRules,
+    FittedSpec,
+    TensorShape,
+    axes_at,
+    fit,
+    fit_tensor,
+    refuse_unfit,
+)
+from .inside_specs import run_specs, split_specs
 from .problem import AttentionProblem
 from .repeated import RepeatedAxis, repeated_axes, repeated_lines
 from .sequence.split import SequenceSplit, split_sequence
@@ -99,7 +109,7 @@ def place_problem(
         kv_heads=kv_heads,
         declared=problem.declared_axes,
     )
-    fitted = replace(fitted, specs=(*fitted.specs, *_scale_specs(problem, fitted)))
+    fitted = replace(fitted, specs=(*fitted.specs, *_scale_specs(problem, fitted), *_further_specs(problem)))
     query, key = fitted["query"], fitted["key"]
     at = {axis: index for index, axis in enumerate(problem.layout)}
     batch_axes = query.axes(at["b"]) if "b" in at else ()
@@ -126,9 +136,9 @@ def place_problem(
         problem.q_heads // of["heads"],
         kv_all // of["heads"],
     )
-    run = _run_specs(problem, batch_axes, q_axes, head_axes, kv_axes)
+    run = run_specs(problem, batch_axes, q_axes, head_axes, kv_axes)
     if split.ring_axes or split.head_axes or split.gathers:
-        run = (*run, *_split_specs(problem, batch_axes, split.axes, outer_heads))
+        run = (*run, *split_specs(problem, batch_axes, split.axes, outer_heads))
     moved = ("key", "value", *problem.scales)
     changes = (
         *_query_changes(query, at, sizes),
@@ -153,12 +163,14 @@ def _named(*axes: tuple[str, ...]) -> zip[tuple[str, tuple[str, ...]]]:
 def _shapes(problem: AttentionProblem) -> dict[str, TensorShape]:
     tensors = ("query3d", "query", "key", "value", "output")
     shapes = {t: TensorShape(problem.shape_of(t), problem.itemsize_of(t)) for t in tensors}
-    if problem.bias_shape is not None:
-        shapes["bias"] = TensorShape(problem.bias_shape, problem.itemsize_of("bias"))
-    if problem.sinks_shape is not None:
-        # [kv_heads, sinks] is repeated over the groups, like K and V, before it is split.
-        whole = (problem.q_heads, *problem.sinks_shape[1:])
-        shapes["softmax_aux"] = TensorShape(whole, problem.itemsize_of("softmax_aux"))
+    for operand in problem.operands:
+        if operand.name not in AttnShardingRules._fields:
+            continue
+        shape = operand.shape
+        if operand.operand.inside == ("heads",):
+            # [kv_heads, sinks] is repeated over the groups, like K and V, before it is split.
+            shape = (problem.q_heads, *shape[1:])
+        shapes[operand.name] = TensorShape(shape, problem.itemsize_of(operand.name))
     for leaf in problem.leaves:
         size = jnp.dtype(leaf.dtype).itemsize
         if leaf.name == "mask":
@@ -184,51 +196,19 @@ def _scale_specs(problem: AttentionProblem, fitted: FittedRules) -> tuple[Fitted
     return tuple(found)
 
 
-def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    return None if not axes else axes[0] if len(axes) == 1 else axes
-
-
-def _run_specs(
-    problem: AttentionProblem, batch: tuple[str, ...], q: tuple[str, ...], heads: tuple[str, ...], kv: tuple[str, ...]
-) -> tuple[tuple[str, PartitionSpec], ...]:
-    meaning = {"batch": _entry(batch), "heads": _entry(heads), "q": _entry(q), "kv": _entry(kv)}
-    order = {"b": meaning["batch"], "t": meaning["q"], "h": meaning["heads"], "d": None}
-    query = PartitionSpec(*(order[axis] for axis in problem.kernel_layout))
-    key = PartitionSpec(*(meaning["kv"] if axis == "t" else order[axis] for axis in problem.kernel_layout))
-
-    def broadcastable(shape: tuple[int, ...], dims: tuple[str, ...]) -> PartitionSpec:
-        return PartitionSpec(*(None if n == 1 else meaning.get(d) for n, d in zip(shape, dims, strict=True)))
-
-    four = ("batch", "heads", "q", "kv")
-    specs = {
-        "query": query,
-        "key": key,
-        "value": key,
-        "output": query,
-        "lse": PartitionSpec(meaning["batch"], meaning["heads"], meaning["q"]),
-        "weights": PartitionSpec(meaning["batch"], meaning["heads"], meaning["q"], None),
-        "softmax_aux": PartitionSpec(meaning["heads"]),
-        # Inside, a scale is [batch, kv heads, kv], split like its tensor.
-        **{name: PartitionSpec(meaning["batch"], meaning["heads"], meaning["kv"]) for name in problem.scales},
-        "query_offset": PartitionSpec(meaning["batch"]),
-        "dropout_seed": PartitionSpec(),
-    }
-    if problem.bias_shape is not None:
-        specs["bias"] = broadcastable(problem.bias_shape, four)
-    for index, leaf in enumerate(problem.leaves):
-        specs[f"leaf{index}"] = broadcastable(leaf.shape, leaf.dims)
-    return tuple(specs.items())
-
-
-def _split_specs(
-    problem: AttentionProblem, batch: tuple[str, ...], sequence: tuple[str, ...], heads: tuple[str, ...]
-) -> tuple[tuple[str, PartitionSpec], ...]:
-    """The specs of tensors that stay split along the sequence; they replace the earlier ones."""
-    order = {"b": _entry(batch), "t": _entry(sequence), "h": _entry(heads), "d": None}
-    tensor = PartitionSpec(*(order[axis] for axis in problem.kernel_layout))
-    found = dict.fromkeys(("query", "key", "value", "output"), tensor)
-    of_keys = PartitionSpec(_entry(batch), _entry(heads), _entry(sequence))
-    return tuple({**found, "lse": of_keys, **dict.fromkeys(problem.scales, of_keys)}.items())
+def _further_specs(problem: AttentionProblem) -> tuple[FittedSpec, ...]:
+    """The fitted specs of operands that the rules don't have: an operation's own."""
+    return tuple(
+        fit_tensor(
+            x.name,
+            x.declared,
+            TensorShape(x.shape, problem.itemsize_of(x.name)),
+            x.operand.dims_in(problem.layout),
+            problem.mesh,
+        )
+        for x in problem.operands
+        if x.declared is not None
+    )
 
 
 def _query_changes(query: FittedSpec, at: dict[str, int], sizes: dict[str, int]) -> tuple[str, ...]:
@@ -275,11 +255,12 @@ def _key_changes(
 
 def _bias_changes(problem: AttentionProblem, fitted: FittedRules, head_axes: tuple[str, ...]) -> tuple[str, ...]:
     """What the bias and the mask's arrays have heads for, split like the query's, where they are declared otherwise."""
-    shapes = {"bias": problem.bias_shape}
+    bias = problem.operand("bias")
+    shapes = {} if bias is None else {"bias": bias.shape}
     shapes |= {leaf.name: leaf.shape for leaf in problem.leaves if leaf.dims == ("batch", "heads", "q", "kv")}
     changes: dict[str, list[str]] = {}
     for name, shape in shapes.items():
-        if shape is None or shape[1] == 1:
+        if shape[1] == 1:
             continue
         of_tensor = fitted.get(name)
         declared = () if of_tensor is None else of_tensor.axes(1)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from ..masks import Mask
-from ..sharding import AttnShardingRules, MeshAxis, describe_mesh
+from ..sharding import ATTENTION, RESULTS, AttnShardingRules, MeshAxis, Operand, OperandShape, describe_mesh
 from ..symbolic import is_symbolic
 from .operation_config import OperationConfig
 from .quantised import QUANTISED
@@ -30,8 +30,8 @@ class LeafShape(NamedTuple):
 class AttentionProblem:
     """What a call requests: global shapes, dtypes, mask structure, features, mode, layout, mesh and platform.
 
-    `layout` is the caller's; thd counts as batch 1. `input_dtype` is the query's. `key_scale_shape` and `value_scale_shape` are
-    in the caller's layout. Shapes and dtypes are None for arrays that the call doesn't have. `query_offset` is an int, or None
+    `layout` is the caller's; thd counts as batch 1. `input_dtype` is the query's. `operands` are the call's optional arrays, as
+    given, in the order of the operation's table; those of its mask are in `leaves`. `query_offset` is an int, or None
     if it is known only at run time or nothing depends on it. `declared_axes`: the mesh axes that the rules name not only by
     default. `platform_source` says where the platform was read from. `manual_sequence`: the Manual axes over which the caller
     has split (queries, keys), if the strategy uses them; lengths are then the total ones. `batch`, `q_len` and `kv_len` may be
@@ -60,14 +60,7 @@ class AttentionProblem:
     softmax_scale: float
     logits_soft_cap: float | None
     dropout_prob: float
-    bias_shape: tuple[int, ...] | None
-    sinks_shape: tuple[int, ...] | None
-    key_scale_shape: tuple[int, ...] | None
-    value_scale_shape: tuple[int, ...] | None
-    bias_dtype: str | None
-    sinks_dtype: str | None
-    key_scale_dtype: str | None
-    value_scale_dtype: str | None
+    operands: tuple[OperandShape, ...]
     query_offset: int | None
     dynamic_query_offset: bool
     rules: AttnShardingRules
@@ -107,29 +100,42 @@ class AttentionProblem:
         dtypes = {"key": self.key_dtype, "value": self.value_dtype}
         return {name: dtype for name, dtype in dtypes.items() if dtype in QUANTISED}
 
+    def operand(self, name: str) -> OperandShape | None:
+        """An optional array of the call; None if the call doesn't have it."""
+        return next((operand for operand in self.operands if operand.operand.name == name), None)
+
     @property
     def scales(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the scales in the call, in the caller's layout: 'key_scale', 'value_scale'."""
-        shapes = {"key_scale": self.key_scale_shape, "value_scale": self.value_scale_shape}
-        return {name: shape for name, shape in shapes.items() if shape is not None}
+        return {x.name: x.shape for x in self.operands if x.name in ("key_scale", "value_scale")}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each logical dim."""
+        names = "batch", "q_len", "kv_len", "kv_heads", "head_dim", "value_dim"
+        return {name: getattr(self, name) for name in names} | {"heads": self.q_heads}
 
     def dtype_of(self, tensor: str) -> str:
         """The dtype of an array as given, or as returned: each has its own. Mask arrays are in `leaves`."""
-        dtype = {
+        if (operand := self.operand(tensor)) is not None:
+            return operand.dtype
+        if tensor in RESULTS:
+            return self.runtime_dtype if RESULTS[tensor].inside_dtype == "runtime" else self.softmax_dtype
+        return {
             "query": self.input_dtype,
             "query3d": self.input_dtype,
             "key": self.key_dtype,
             "value": self.value_dtype,
-            "key_scale": self.key_scale_dtype,
-            "value_scale": self.value_scale_dtype,
-            "bias": self.bias_dtype,
-            "softmax_aux": self.sinks_dtype,
-            "output": self.runtime_dtype,
-            "weights": self.softmax_dtype,
-            "lse": self.softmax_dtype,
         }[tensor]
-        assert dtype is not None, f"the call has no {tensor}"
-        return dtype
+
+    def dtype_inside(self, operand: Operand) -> str:
+        """The dtype of an operand inside the operation."""
+        name = operand.inside_dtype
+        if name == "given":
+            return self.dtype_of(operand.name)
+        if name == "runtime":
+            return self.quantised.get(operand.name, self.runtime_dtype)
+        return self.softmax_dtype if name == "softmax" else name
 
     def itemsize_of(self, tensor: str) -> int:
         """Bytes of one element of an array as given, or as returned."""
@@ -137,17 +143,9 @@ class AttentionProblem:
 
     def shape_of(self, tensor: str) -> tuple[int, ...]:
         """The global shape of query, key, value, output or query3d in the caller's layout."""
-        heads, length, dim = {
-            "query": (self.q_heads, self.q_len, self.head_dim),
-            "query3d": (self.q_heads, 1, self.head_dim),
-            "output": (self.q_heads, self.q_len, self.value_dim),
-            "key": (self.kv_heads, self.kv_len, self.head_dim),
-            "value": (self.kv_heads, self.kv_len, self.value_dim),
-        }[tensor]
         if tensor == "query3d":
-            return (self.batch, heads, dim)
-        sizes = {"b": self.batch, "t": length, "h": heads, "d": dim}
-        return tuple(sizes[axis] for axis in self.layout)
+            return (self.batch, self.q_heads, self.head_dim)
+        return (RESULTS if tensor in RESULTS else ATTENTION)[tensor].shape(self.sizes, self.layout)
 
     @property
     def device(self) -> str:

@@ -149,7 +149,7 @@ class _Count:
     def _of_strategy(self) -> Iterator[Need]:
         split, named = self.split, {t.name: t for t in self.tensors}
         over, heads, ring = split.axes, split.head_axes, split.ring_axes
-        keys = [t for n, t in named.items() if n in ("key", "value", "key_scale", "value_scale")]
+        keys = [t for t in self.tensors if t.moves == "keys"]
         local = {t.name: self._bytes(t, all_axes(t.inside)) for t in self.tensors}
         output, lse = self._output(), self._lse()
         returned = lse if "return_lse" in self.problem.features else 0

@@ -57,7 +57,7 @@ class Chosen(NamedTuple):
 
 def tune_key(method: str, problem: AttentionProblem, placement: Placement) -> dict[str, Any]:
     """All that a measured choice depends on, as JSON values: device, dtypes, one device's shapes, mask, config, versions."""
-    local = placement.local
+    local, bias = placement.local, problem.operand("bias")
     return {
         "operation": problem.operation,
         "method": method,
@@ -69,9 +69,7 @@ def tune_key(method: str, problem: AttentionProblem, placement: Placement) -> di
         "shapes": {**local._asdict(), "head_dim": problem.head_dim, "value_dim": problem.value_dim},
         "mask": problem.mask.describe(),
         "query_offset": "traced" if problem.dynamic_query_offset else problem.query_offset,
-        "bias": None
-        if problem.bias_shape is None
-        else {"dtype": problem.bias_dtype, "alike": [size == 1 for size in problem.bias_shape]},
+        "bias": None if bias is None else {"dtype": bias.dtype, "alike": [size == 1 for size in bias.shape]},
         "features": sorted(problem.features),
         "layout": problem.kernel_layout,
         "backward": problem.mode == "__train__",

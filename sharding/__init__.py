@@ -14,19 +14,25 @@ from .mesh import (
     virtual_mesh,
 )
 from .modes import LAYOUTS, MODES, canonical_layout, canonical_mode
+from .operands import ATTENTION, RESULTS, Operand, OperandShape, OperandTable
 from .partition_axis import AnyPartitionAxis, PartitionAxis
 from .place import only, pin, place
-from .rules import AttnShardingRules, declared_axes, resolve_rules, tensor_dims
+from .rules import AttnShardingRules, declared_axes, resolve_rules, resolve_spec, tensor_dims
 
 __all__ = [
+    "ATTENTION",
     "LAYOUTS",
     "MODES",
+    "RESULTS",
     "AnyPartitionAxis",
     "AttnShardingRules",
     "Dropped",
     "FittedRules",
     "FittedSpec",
     "MeshAxis",
+    "Operand",
+    "OperandShape",
+    "OperandTable",
     "PartitionAxis",
     "TensorShape",
     "axes_at",
@@ -49,6 +55,7 @@ __all__ = [
     "place",
     "refuse_unfit",
     "resolve_rules",
+    "resolve_spec",
     "spec_of",
     "tensor_dims",
     "virtual_mesh",

@@ -1,13 +1,15 @@
-"""AttnShardingRules: ten PartitionSpecs, from one table of (tensor, layout) -> semantic axes."""
+"""AttnShardingRules: ten PartitionSpecs, generated from the table of operands and the mesh axes of its dims."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from ..errors import InputError
 from .modes import GENERATION, canonical_layout, canonical_mode
+from .operands import ATTENTION, RESULTS
 from .partition_axis import (
     AXIS_FIELDS,
     NOT_GIVEN,
@@ -18,7 +20,7 @@ from .partition_axis import (
     registered_axes,
 )
 
-__all__ = ["AttnShardingRules", "declared_axes", "resolve_rules", "tensor_dims"]
+__all__ = ["AttnShardingRules", "declared_axes", "resolve_rules", "resolve_spec", "tensor_dims"]
 
 
 class AttnShardingRules(NamedTuple):
@@ -39,29 +41,6 @@ class AttnShardingRules(NamedTuple):
     softmax_aux: PartitionSpec | None
 
 
-# The names of each tensor's dimensions. Resolving, fitting and all messages that name a dimension use this table.
-# A packed (thd) batch has its tokens on one axis, which is the query or the kv length.
-_DIMS: dict[str, dict[str, tuple[str, ...]]] = {
-    "bthd": {
-        "query": ("batch", "q_len", "heads", "head_dim"),
-        "key": ("batch", "kv_len", "kv_heads", "kv_head_dim"),
-        "q_segment_ids": ("batch", "q_len"),
-        "kv_segment_ids": ("batch", "kv_len"),
-    },
-    "bhtd": {
-        "query": ("batch", "heads", "q_len", "head_dim"),
-        "key": ("batch", "kv_heads", "kv_len", "kv_head_dim"),
-        "q_segment_ids": ("batch", "q_len"),
-        "kv_segment_ids": ("batch", "kv_len"),
-    },
-    "thd": {
-        "query": ("q_len", "heads", "head_dim"),
-        "key": ("kv_len", "kv_heads", "kv_head_dim"),
-        "q_segment_ids": ("q_len",),
-        "kv_segment_ids": ("kv_len",),
-    },
-}
-
 # dimension -> (eformer's semantic axis, attribute of PartitionAxis, its attribute while generating)
 _SEMANTIC: dict[str, tuple[str, str, str]] = {
     "batch": ("__BATCH__", "batch_axis", "decode_batch_axis"),
@@ -71,6 +50,7 @@ _SEMANTIC: dict[str, tuple[str, str, str]] = {
     "kv_heads": ("__KV_HEAD__", "kv_head_axis", "decode_kv_head_axis"),
     "head_dim": ("__HEAD_DIM__", "attention_dim_axis", "decode_attention_dim_axis"),
     "kv_head_dim": ("__KV_HEAD_DIM__", "attention_kv_dim_axis", "decode_attention_kv_dim_axis"),
+    "value_dim": ("__KV_HEAD_DIM__", "attention_kv_dim_axis", "decode_attention_kv_dim_axis"),
     "bias_heads": ("__BIAS_HEAD_SEQ__", "bias_head_sequence_axis", "bias_head_sequence_axis"),
     "bias_kv_len": ("__BIAS_KV_SEQ__", "bias_key_sequence_axis", "bias_key_sequence_axis"),
 }
@@ -78,24 +58,24 @@ _SEMANTIC: dict[str, tuple[str, str, str]] = {
 
 def tensor_dims(tensor: str, layout: str, *, qkv_mni_sharding: bool = False, aux_ndim: int = 1) -> tuple[str, ...]:
     """Return the names of a tensor's dimensions in a layout, such as ('batch', 'q_len', 'heads', 'head_dim')."""
-    table = _DIMS[canonical_layout(layout)]
+    layout = canonical_layout(layout)
     match tensor:
         case "query3d":
             return ("batch", "heads", "head_dim")
-        case "output":
-            return table["query"]
-        case "bias":
-            return ("batch", "bias_heads", "q_len", "bias_kv_len")
         case "mask":
             return ("batch", "", "q_len", "bias_kv_len")
         case "softmax_aux":
             return ("heads", "")[:aux_ndim]
-        case "key" | "value":
-            if qkv_mni_sharding:
-                return tuple({"kv_heads": "heads", "kv_head_dim": "head_dim"}.get(d, d) for d in table["key"])
-            return table["key"]
-        case _:
-            return table[tensor]
+    dims = (RESULTS[tensor] if tensor in RESULTS else ATTENTION[tensor]).split_dims(layout)
+    if qkv_mni_sharding and tensor in ("key", "value"):
+        return tuple({"kv_heads": "heads", "kv_head_dim": "head_dim"}.get(dim, dim) for dim in dims)
+    return dims
+
+
+def resolve_spec(partition_axis: AnyPartitionAxis, dims: Iterable[str], mode: str) -> PartitionSpec:
+    """The spec of an array over these dims in a mode. A dim that no mesh axis splits, such as '', has None."""
+    mode = canonical_mode(mode)
+    return PartitionSpec(*(_mesh_axes(partition_axis, dim, mode) if dim in _SEMANTIC else None for dim in dims))
 
 
 def resolve_rules(
@@ -117,7 +97,7 @@ def resolve_rules(
 
     def spec(tensor: str) -> PartitionSpec:
         dims = tensor_dims(tensor, layout, qkv_mni_sharding=qkv_mni_sharding, aux_ndim=aux_ndim)
-        return PartitionSpec(*(_mesh_axes(partition_axis, dim, mode) if dim else None for dim in dims))
+        return resolve_spec(partition_axis, dims, mode)
 
     return AttnShardingRules(
         **{t: spec(t) for t in AttnShardingRules._fields[:-1]},

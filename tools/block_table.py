@@ -74,7 +74,7 @@ class Work:
                 problem.device_kind,
                 f"dim {problem.head_dim} {problem.value_dim}",
                 *([] if problem.logits_soft_cap is None else ["soft cap"]),
-                *([] if problem.bias_shape is None else ["bias"]),
+                *([] if problem.operand("bias") is None else ["bias"]),
                 kernel,
                 *(f"{field} {value}" for field, value in sorted(fields.items())),
             )
@@ -137,8 +137,8 @@ def _short(decided: Plan, fields: dict[str, Any]) -> LocalProblem:
     """The same heads over few tokens, causal."""
     problem, placement = decided.problem, decided.placement
     length = _short_length(fields)
-    bias = None if problem.bias_shape is None else (1, 1, length, length)
-    short = replace(problem, mask=Causal(0), q_len=length, kv_len=length, bias_shape=bias, sinks_shape=None)
+    bias = tuple(x._replace(shape=(1, 1, length, length)) for x in problem.operands if x.name == "bias")
+    short = replace(problem, mask=Causal(0), q_len=length, kv_len=length, operands=bias)
     return LocalProblem.of(
         short, replace(placement, local=placement.local._replace(batch=1, q_len=length, kv_len=length))
     )

@@ -50,7 +50,7 @@ def call_program(
     specs = [plan.placement.spec(name) for name in names[: len(made)]]
     specs = [PartitionSpec(*spec[1:]) if packed else spec for spec in specs]
     cotangents = tuple(_on(mesh, x, spec) for x, spec in zip(made, specs, strict=True))
-    smooth = {name: x for name, x in arrays.items() if is_differentiable(name, x)}
+    smooth = {name: x for name, x in arrays.items() if is_differentiable(name, x, operation.operands)}
 
     def both(given: dict[str, Any]) -> Any:
         d_outputs = given.pop("d_outputs")

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..operators import Operation
 from ..planning import AttentionProblem, Placement
 from ..registry import OperationMetadata, OperationRegistry
+from ..sharding import ATTENTION
 from ..sharding.mesh import AnyMesh
 from .static_clock import Region, TileCycles, tile_cycles
 from .with_gradient import outputs, outputs_and_gradients
@@ -37,12 +38,11 @@ class LocalProblem:
                 "the call of one device instead, without a mesh."
             )
         local, dtype = placement.local, jnp.dtype(problem.runtime_dtype)
-        sizes = {"batch": local.batch, "heads": local.q_heads, "q": local.q_len, "kv": local.kv_len}
-
-        def tensor(name: str, length: int, heads: int, dim: int) -> jax.ShapeDtypeStruct:
-            by_axis = {"b": local.batch, "t": length, "h": heads, "d": dim}
-            shape = tuple(by_axis[axis] for axis in problem.kernel_layout)
-            return jax.ShapeDtypeStruct(shape, problem.quantised.get(name, dtype))
+        sizes = {
+            "batch": local.batch, "heads": local.q_heads, "kv_heads": local.kv_heads, "q_len": local.q_len,
+            "kv_len": local.kv_len, "head_dim": problem.head_dim, "value_dim": problem.value_dim,
+        }  # fmt: skip
+        sizes |= {"q": local.q_len, "kv": local.kv_len}
 
         def cut(shape: tuple[int, ...], dims: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             whole = zip(shape, dims, strict=True)
@@ -50,9 +50,12 @@ class LocalProblem:
 
         leaves = [cut(leaf.shape, leaf.dims, leaf.dtype) for leaf in problem.leaves]
         arguments: dict[str, Any] = {
-            "query": tensor("query", local.q_len, local.q_heads, problem.head_dim),
-            "key": tensor("key", local.kv_len, local.kv_heads, problem.head_dim),
-            "value": tensor("value", local.kv_len, local.kv_heads, problem.value_dim),
+            **{
+                row.name: jax.ShapeDtypeStruct(
+                    row.shape(sizes, problem.kernel_layout), problem.quantised.get(row.name, dtype)
+                )
+                for row in ATTENTION.required
+            },
             "mask": problem.mask.merge(leaves),
             "query_offset": problem.query_offset,
             "softmax_scale": problem.softmax_scale,
@@ -64,18 +67,14 @@ class LocalProblem:
         }
         if problem.dynamic_query_offset:
             arguments["query_offset"] = jax.ShapeDtypeStruct((local.batch,), jnp.int32)
-        if problem.bias_shape is not None:
-            arguments["bias"] = cut(problem.bias_shape, ("batch", "heads", "q", "kv"), problem.bias_dtype)
-        if problem.sinks_shape is not None:
-            arguments["softmax_aux"] = jax.ShapeDtypeStruct(
-                (local.q_heads, *problem.sinks_shape[1:]), jnp.dtype(problem.dtype_of("softmax_aux"))
-            )
-        for name, shape in problem.scales.items():
-            whole = arguments[name.removesuffix("_scale")].shape
-            given = (1, *shape) if problem.layout == "thd" else shape
-            arguments[name] = jax.ShapeDtypeStruct(
-                tuple(1 if n == 1 else m for n, m in zip(given, whole, strict=True)), jnp.dtype(problem.dtype_of(name))
-            )
+        for operand in problem.operands:
+            row, shape = operand.operand, operand.shape
+            dims = row.accepted(shape, problem.sizes, problem.layout) or ()
+            if row.inside == ("heads",):  # given for each kv head or each head; passed for each head
+                dims = ("heads", *dims[1:])
+            elif row.order:
+                dims, shape = row.dims_in(problem.kernel_layout), shape if problem.layout != "thd" else (1, *shape)
+            arguments[operand.name] = cut(shape, dims, operand.dtype)
         if problem.dropout_prob > 0:
             arguments["dropout_rng"] = jax.ShapeDtypeStruct((2,), jnp.uint32)
             arguments |= {"dropout_prob": problem.dropout_prob, "deterministic": False}

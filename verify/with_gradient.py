@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from ..operators import Operation
+from ..sharding import OperandTable
 
 __all__ = ["is_differentiable", "outputs", "outputs_and_gradients"]
-
-_DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux", "key_scale", "value_scale")
 
 
 def outputs(operation: Operation, arguments: Mapping[str, Any]) -> tuple[jax.Array, ...]:
@@ -23,7 +22,8 @@ def outputs(operation: Operation, arguments: Mapping[str, Any]) -> tuple[jax.Arr
 
 def outputs_and_gradients(operation: Operation, arguments: Mapping[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(the sum of all outputs, its gradient for every floating array that has one)."""
-    smooth = {name: x for name, x in arguments.items() if is_differentiable(name, x)}
+    table = operation.operands
+    smooth = {name: x for name, x in arguments.items() if is_differentiable(name, x, table)}
     others = {name: x for name, x in arguments.items() if name not in smooth}
 
     def loss(smooth: dict[str, Any]) -> jax.Array:
@@ -32,6 +32,6 @@ def outputs_and_gradients(operation: Operation, arguments: Mapping[str, Any]) ->
     return jax.value_and_grad(loss)(smooth)
 
 
-def is_differentiable(name: str, x: Any) -> bool:
-    """Whether an argument is an array that has a gradient."""
-    return name in _DIFFERENTIABLE and x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+def is_differentiable(name: str, x: Any, table: OperandTable) -> bool:
+    """Whether an argument is an array that has a gradient, by the operation's table of operands."""
+    return name in table and table[name].gradient and x is not None and jnp.issubdtype(x.dtype, jnp.floating)

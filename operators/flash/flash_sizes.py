@@ -192,7 +192,7 @@ def _table(problem: AttentionProblem) -> tuple[_Sizes, _Sizes, _Sizes]:
     if architecture != "ampere":
         return (_BLACKWELL if architecture == "blackwell" else _HOPPER)[dim]
     forward, of_keys, of_query = _AMPERE[dim]
-    if dim == 128 and (problem.quantised or problem.bias_shape is not None):
+    if dim == 128 and (problem.quantised or problem.operand("bias") is not None):
         forward = _AMPERE_QUANTISED if problem.quantised else _AMPERE_BIASED
     return forward, of_keys, of_query
 

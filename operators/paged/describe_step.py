@@ -17,7 +17,7 @@ from ...planning.paged.paged_problem import PagedProblem
 from ...registry import OperationMetadata
 from ...sharding import axes_of
 from ...sharding.mesh import AnyMesh
-from ..arguments import shaped
+from ..arrays import shaped
 from ..declared_config import declared_config
 from ..paged_cache.attend import check_written
 from ..paged_cache.known_sizes import known_sizes

@@ -10,7 +10,8 @@ from ...masks import Mask
 from ...planning.cache.kv_cache import KVCache
 from ...planning.call_arguments import CALL_ARGUMENTS, CallArray
 from ...planning.paged.paged_problem import STEP_MODES
-from ..arguments import Arrays, join_mask, split_arguments
+from ..arguments import join_mask, split_arguments
+from ..arrays import Arrays
 from ..paged_cache.state import CacheState
 
 __all__ = ["Step", "StepArguments", "StepArrays", "cache_of", "step_of"]
@@ -112,7 +113,7 @@ def step_of(call: StepArguments, default_causal: bool) -> tuple[Step, StepArrays
         raise InputTypeError(f"debug={shown(debug)}; wanted True or False.")
     return (
         Step(
-            join_mask(Arrays(None, None, None), options, default_causal),
+            join_mask(Arrays({}), options, default_causal),
             options.softmax_scale,
             options.logits_soft_cap,
             options.return_lse,

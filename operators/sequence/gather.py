@@ -5,12 +5,11 @@ Source of the exchange of heads: Jacobs et al., "DeepSpeed Ulysses" (2023).
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax import lax
 
 from ...planning import Placement
+from ...sharding import ATTENTION
 from ..local import LocalOutput
 from ..sharded_operands import ShardedOperands
 
@@ -24,19 +23,18 @@ def bring_together(operands: ShardedOperands, placement: Placement, layout: str)
     here is summed and split again in one step; a sum followed by a slice would send twice as much.
     """
     split = placement.sequence
-    time, head = layout.index("t"), layout.index("h")
-    tensors, scales = ["query", "key", "value"], ["key_scale", "value_scale"]  # a scale is [batch, kv heads, kv]
-    changed: dict[str, Any] = {}
-    for name in tensors + scales:
-        x = getattr(operands, name)
-        if x is None:
+    changed = dict(operands.operands)
+    for name, x in operands.operands.items():
+        if name not in ATTENTION or not ATTENTION[name].moves:
             continue
-        to_split, to_join = (head, time) if name in tensors else (1, 2)
-        if split.gathers and name != "query":
-            changed[name] = lax.all_gather(x, split.axes, axis=to_join, tiled=True)
+        dims = ATTENTION[name].dims_inside(layout)
+        (time,) = (index for index, dim in enumerate(dims) if dim in ("q_len", "kv_len"))
+        (head,) = (index for index, dim in enumerate(dims) if dim in ("heads", "kv_heads"))
+        if split.gathers and ATTENTION[name].moves == "keys":
+            changed[name] = lax.all_gather(x, split.axes, axis=time, tiled=True)
         elif split.head_axes:
-            changed[name] = _exchanged(x, placement, split=to_split, joined=to_join)
-    return operands._replace(**changed)
+            changed[name] = _exchanged(x, placement, split=head, joined=time)
+    return operands._replace(operands=changed)
 
 
 def split_output(result: LocalOutput, placement: Placement, layout: str) -> LocalOutput:

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 from ...errors import InputError
 from ...masks import Leaf
 from ...planning import AttentionProblem, Placement
-from ...sharding import AttnShardingRules, MeshAxis, axes_at, only
-from ..arguments import Arrays, Options
+from ...sharding import ATTENTION, AttnShardingRules, MeshAxis, axes_at, only
+from ..arguments import Options
+from ..arrays import Arrays
 
 __all__ = ["of_the_whole", "share_of_heads", "split_by_caller", "whole_leaves", "without_manual"]
 
@@ -49,9 +50,14 @@ def of_the_whole(
             "kv_lengths, ...), or let attnops split the sequence."
         )
 
-    def tensor(x: Any, kind: str) -> Any:
-        """A tensor or a scale; a scale of length 1 counts for all keys."""
-        return x if x is None or x.shape[at] == 1 != shapes.key.shape[at] else _longer(x, at, times[kind])
+    sequence = {"q_len": "q", "kv_len": "kv"}
+    whole = {}
+    for name, x in shapes.given.items():
+        dims = ATTENTION[name].dims_in(layout) if name in ATTENTION else ()
+        for axis, dim in enumerate(dims):
+            # A scale of length 1 counts for all keys.
+            if dim in sequence and not (x.shape[axis] == 1 != shapes.key.shape[at] and ATTENTION[name].broadcasts):
+                whole[name] = _longer(x, axis, times[sequence[dim]])
 
     def of_leaf(leaf: Leaf) -> Any:
         x = leaf.array
@@ -59,18 +65,7 @@ def of_the_whole(
             x = _longer(x, axis, times[dim]) if dim in times else x
         return x
 
-    last = len(layout.replace("h", "").replace("d", "")) - 1  # ids are [batch, time] or [tokens]
-    q_ids, kv_ids = shapes.q_segment_ids, shapes.kv_segment_ids
-    return shapes._replace(
-        query=_longer(shapes.query, at, times["q"]),
-        key=tensor(shapes.key, "kv"),
-        value=tensor(shapes.value, "kv"),
-        key_scale=tensor(shapes.key_scale, "kv"),
-        value_scale=tensor(shapes.value_scale, "kv"),
-        q_segment_ids=None if q_ids is None else _longer(q_ids, last, times["q"]),
-        kv_segment_ids=None if kv_ids is None else _longer(kv_ids, last, times["kv"]),
-        mask_leaves=tuple(of_leaf(leaf) for leaf in leaves),
-    )
+    return shapes.changed(**whole)._replace(mask_leaves=tuple(of_leaf(leaf) for leaf in leaves))
 
 
 def whole_leaves(
@@ -91,11 +86,11 @@ def whole_leaves(
     return tuple(found)
 
 
-def share_of_heads(x: jax.Array | None, problem: AttentionProblem, placement: Placement) -> jax.Array | None:
+def share_of_heads(x: jax.Array, problem: AttentionProblem, placement: Placement) -> jax.Array:
     """This device's part of an array with one element per head, after an exchange over the caller's axes."""
     manual = {a for axes in problem.manual_sequence or () for a in axes}
     axes = tuple(a for a in placement.sequence.head_axes if a in manual)
-    if x is None or not axes:
+    if not axes:
         return x
     count = x.shape[0] // math.prod(a.size for a in problem.mesh if a.name in axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * count, count)

@@ -47,8 +47,9 @@ class ScalarMemory:
             "places": (q_start is None) + (k_start is None),
             "query offsets": local.batch * problem.dynamic_query_offset,
             "lengths": local.batch * sum(leaf.dims == ("batch",) for leaf in problem.leaves),
+            "finite tensors": int(any({"q", "kv"} <= set(leaf.dims) for leaf in problem.leaves)),
             "dropout": 4 * (problem.dropout_prob > 0),
-            "sinks": local.q_heads * (problem.sinks_shape is not None),
+            "sinks": local.q_heads * (problem.operand("softmax_aux") is not None),
         }
         self._live: dict[tuple[int, int], np.ndarray] = {}
 

@@ -119,7 +119,7 @@ def _plain(problem: AttentionProblem) -> str | None:
         return f"on {problem.device_kind} they need no fewer cycles"
     if problem.runtime_dtype != "bfloat16":
         return f"products of {problem.runtime_dtype} take more cycles than exponentials"
-    if problem.bias_shape is not None or any(len(leaf.dims) == 4 for leaf in problem.leaves):
+    if problem.operand("bias") is not None or any(len(leaf.dims) == 4 for leaf in problem.leaves):
         return "bias and mask arrays would have to be transposed"
     return None
 

@@ -88,7 +88,10 @@ def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig
             f"SplashConfig: heads_per_tile={tile} doesn't divide the {local.q_heads} query heads ({local.kv_heads} kv heads) "
             f"of a device into whole groups or parts of one; wanted one of {', '.join(map(str, choices))}."
         )
-    dense = {None: 0, "bfloat16": 2}.get(problem.bias_dtype, 4)  # of another dtype the kernel gets a bias in float32
+    bias = problem.operand("bias")
+    dense = (
+        0 if bias is None else 2 if bias.dtype == "bfloat16" else 4
+    )  # of another dtype the kernel gets a bias in float32
     dense += sum("kv" in leaf.dims[2:] for leaf in problem.leaves)
     itemsize = 4 if problem.runtime_dtype == "float32" else 2
     key, value = (

@@ -19,11 +19,12 @@ from attnops import (
     OperationRegistry,
 )
 from attnops.errors import a_type, first_line, shown
-from attnops.operators.arguments import Arrays, Options
+from attnops.operators.arguments import Options
 from attnops.planning import other_names
 from attnops.planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS, CallArguments
 from attnops.registry.call_declaration import CallDeclaration
 from attnops.registry.metadata import METADATA_ARGUMENTS
+from attnops.sharding import ATTENTION
 
 QUERY = np.ones((1, 8, 2, 4), np.float32)
 ATTEND = OperationRegistry.get("vanilla")()
@@ -116,7 +117,7 @@ def test_the_names_are_those_of_the_signatures():
 
 def test_every_argument_has_a_place():
     """Each is kept as an array, an option, or (query_offset) either; a file's option has the default of a call's."""
-    arrays, options = set(Arrays._fields) - {"mask_leaves"}, set(Options._fields) - {"mask_is_array"}
+    arrays, options = set(ATTENTION.names), set(Options._fields) - {"mask_is_array"}
     assert arrays | options == set(CALL_ARGUMENTS)
     assert arrays & options == {"query_offset"}
     assert options - {"mask"} == set(CALL_OPTIONS)

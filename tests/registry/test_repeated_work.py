@@ -122,7 +122,8 @@ def local_work(run: Any, plan: Plan, *arrays: Any) -> int:
     while not (inner := [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]):
         (eqn,) = [eqn for eqn in traced.eqns if "jaxpr" in eqn.params]
         traced = eqn.params["jaxpr"].jaxpr
-    query, key, _ = (v.aval.shape for v in inner[0].params["jaxpr"].invars[-3:])  # behind the constants
+    # Behind the constants; a dict of operands is flattened in the order of its names.
+    key, query, _ = (v.aval.shape for v in inner[0].params["jaxpr"].invars[-3:])
     keys = key[1] if plan.placement.sequence.strategy == "split_kv" else plan.problem.kv_len
     return math.prod(query[:3]) * keys * plan.problem.devices
 
