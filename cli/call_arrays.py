@@ -16,26 +16,20 @@ from ..operators.call_values import check_lengths, check_offsets
 from ..planning.quantised import QUANTISED, scale_shape
 from ..registry.call_declaration import CallDeclaration
 from ..registry.declaration import Declaration
+from ..sharding import ATTENTION
 from .inputs import read_arrays
 
 __all__ = ["CallArrays", "call_arrays", "call_shapes"]
 
-# Name in the file -> the field of the declaration that declares it.
-_TRACED = {
+# The field that declares an array, where it has another name.
+_DECLARED_BY = {
     "mask": "dense_mask",
-    "bias": "bias",
-    "softmax_aux": "softmax_aux",
     "key_scale": "kv_scales",
     "value_scale": "kv_scales",
     "q_segment_ids": "segment_ids",
     "kv_segment_ids": "segment_ids",
-    "kv_lengths": "kv_lengths",
-    "kv_starts": "kv_starts",
-    "query_offset": "query_offset",
 }
-_INDICES = ("q_segment_ids", "kv_segment_ids", "kv_lengths", "kv_starts", "query_offset")
 _FLOATS = ("float32", "bfloat16", "float16")
-INPUT_NAMES = ("query", "key", "value", *_TRACED, "expected")
 
 
 class CallArrays(NamedTuple):
@@ -50,31 +44,36 @@ def call_arrays(declaration: Declaration, inputs: Path | None, seed: int) -> Cal
     """Draw the arrays, or read them. Errors: InputError if the file and the declaration disagree."""
     if inputs is None:
         return CallArrays(dict(declaration.draw(seed)), None, (f"inputs drawn at random, seed {seed}",))
-    return _read(declaration.call, inputs, seed)
+    return _read(declaration, inputs, seed)
 
 
 def call_shapes(declaration: Declaration, inputs: Path | None) -> CallArrays:
     """The same as `call_arrays`, with shapes only, for a plan."""
     if inputs is None:
         return CallArrays(dict(declaration.shapes()), None, ())
-    found = _read(declaration.call, inputs, 0)
+    found = _read(declaration, inputs, 0)
     structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in found.arrays.items()}
     return found._replace(arrays=structs)
 
 
-def _read(call: CallDeclaration, path: Path, seed: int) -> CallArrays:
+def _read(declaration: Declaration, path: Path, seed: int) -> CallArrays:
+    call, table = declaration.call, declaration.operands
+    names = {"mask", *(x.name for x in table if x.dtype != "key")}
     stored = read_arrays(path)
-    missing = [name for name in ("query", "key", "value") if name not in stored]
+    missing = [x.name for x in ATTENTION.required if x.name not in stored]
     if missing:
         raise InputError(f"{path}: holds no {', '.join(missing)}; it holds {', '.join(stored) or 'nothing'}.")
     arrays: dict[str, Any] = {}
     notes: list[str] = []
     for name, array in stored.items():
-        if name not in INPUT_NAMES:
+        field = _DECLARED_BY.get(name, name)
+        if name == "expected":
+            continue
+        if name not in names:
             notes.append(f"{name} of {path.name} is not used: not an input of attention")
-        elif name in _TRACED and call.is_set(_TRACED[name]) and getattr(call, _TRACED[name]) is None:
-            notes.append(f"{name} of {path.name} is not used: call.{_TRACED[name]} is null")
-        elif name != "expected":
+        elif field in type(call).model_fields and call.is_set(field) and getattr(call, field) is None:
+            notes.append(f"{name} of {path.name} is not used: call.{field} is null")
+        else:
             arrays[name] = _cast(name, array, call, path, notes)
     _agree_on_sizes(call, arrays, path)
     _agree_on_traced(call, arrays, path)
@@ -100,7 +99,8 @@ def _cast(name: str, array: np.ndarray, call: CallDeclaration, path: Path, notes
             why = "call.dtype" if call.dtype else "float64 is disabled"
             notes.append(f"{name} of {path.name} cast from {array.dtype.name} to {wanted} ({why})")
         return array.astype(jnp.dtype(wanted))
-    if name in _INDICES and is_integer(array.dtype):
+    operand = ATTENTION.get(name)
+    if operand is not None and operand.dtype == "integers" and is_integer(array.dtype):
         reason = beyond_int32(array, name)
         if reason:
             raise InputError(f"{path}: {reason}.")
@@ -112,18 +112,13 @@ def _cast(name: str, array: np.ndarray, call: CallDeclaration, path: Path, notes
 
 
 def _agree_on_sizes(call: CallDeclaration, arrays: Mapping[str, np.ndarray], path: Path) -> None:
-    fields = {
-        "query": {"b": "batch", "t": "q_len", "h": "q_heads", "d": "head_dim"},
-        "key": {"b": "batch", "t": "kv_len", "h": "kv_heads", "d": "head_dim"},
-        "value": {"b": "batch", "t": "kv_len", "h": "kv_heads", "d": "value_dim"},
-    }
-    for name, by_axis in fields.items():
-        shape = arrays[name].shape
-        if len(shape) != len(call.layout):
+    for operand in ATTENTION.required:
+        name, dims, shape = operand.name, operand.dims_in(call.layout), arrays[operand.name].shape
+        if len(shape) != len(dims):
             axes = ", ".join({"b": "batch", "t": "time", "h": "heads", "d": "dim"}[axis] for axis in call.layout)
             raise InputError(f"{path}: {name} has shape {shape}; layout {call.layout!r} requires [{axes}].")
-        for axis, size in zip(call.layout, shape, strict=True):
-            field = by_axis[axis]
+        for dim, size in zip(dims, shape, strict=True):
+            field = "q_heads" if dim == "heads" else dim
             declared = getattr(call, field)
             if call.is_set(field) and declared is not None and declared != size:
                 raise InputError(

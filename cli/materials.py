@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from ..errors import InputError
 from ..masks import Mask
 from ..planning import AttentionProblem
+from ..sharding import ATTENTION
 
 __all__ = ["Materials", "canonical", "materials"]
 
@@ -34,6 +36,10 @@ class Materials(NamedTuple):
 
 def materials(problem: AttentionProblem, arrays: Mapping[str, Any]) -> Materials:
     """Collect the materials. The mask is the problem's, with the arrays in its slots."""
+    if further := [x.name for x in problem.operands if x.name not in ATTENTION]:
+        raise InputError(
+            f"the float64 reference is one of attention and doesn't know {', '.join(further)}; run without --check and --compare."
+        )
     dtype = jnp.dtype(problem.runtime_dtype)
 
     def tensor(name: str) -> np.ndarray:

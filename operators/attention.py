@@ -130,7 +130,7 @@ class Attention:
         self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]
     ) -> dict[str, Any]:
         """The call's options combined with the declared ones."""
-        check_names(call)
+        check_names(call, self.operation.operands.names)
         declared = self.declaration.call
         if not self.enabled:
             raise ConfigError(
@@ -150,6 +150,7 @@ class Attention:
         wanted = {argument: name for name, argument in _DECLARED_ARRAYS.items() if getattr(declared, name) is not None}
         if declared.kv_dtype is not None and declared.kv_scales is not None:
             wanted |= dict.fromkeys(_SCALES, "kv_scales")
+        wanted |= {name: f"operands.{name}" for name in declared.operands or {}}
         for argument, name in wanted.items():
             if found.get(argument) is None:
                 raise InputError(

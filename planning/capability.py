@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from ..sharding import ATTENTION
 from .operation_config import OperationConfig
 from .placement import Placement
 from .problem import AttentionProblem
@@ -106,12 +107,19 @@ class Capability:
     writes_pages: bool = False
     # Which sizes may be symbolic dimensions of jax.export: 'batch', 'length'.
     symbolic: frozenset[str] = frozenset()
+    # The operation's own operands that it takes.
+    operands: frozenset[str] = frozenset()
 
     def reasons(self, problem: AttentionProblem, config: OperationConfig) -> tuple[Reason, ...]:
         """Return every reason against this problem; () if it can run."""
         missing = [
             Reason(f"feature.{name}", name, f"does not support {FEATURES[name]}", _hint(name))
             for name in sorted(problem.features - self.consumes)
+        ]
+        missing += [
+            Reason(f"operand.{x.name}", x.name, f"does not take {x.name}", f"Leave {x.name} out.")
+            for x in problem.operands
+            if not x.operand.feature and x.name not in ATTENTION and x.name not in self.operands
         ]
         unknown = [_symbolic(name, problem) for name in sorted(problem.symbolic - self.symbolic)]
         if problem.symbolic and any(axis.size > 1 and axis.kind != "manual" for axis in problem.mesh):
@@ -137,13 +145,24 @@ def declares(
     route: Callable[[AttentionProblem, Placement, OperationConfig], Route] | None = None,
     writes_pages: bool = False,
     symbolic: Iterable[str] = (),
+    operands: Iterable[str] = (),
 ) -> Capability:
     """What an implementation can do; see Capability. Errors: ValueError for an unknown feature."""
     wanted = frozenset(consumes)
     if unknown := sorted(wanted - ALL_FEATURES):
         raise ValueError(f"unknown features {unknown}; wanted some of {sorted(ALL_FEATURES)}.")
     published = {dtype: Tolerance(*value) for dtype, value in tolerance.items()}
-    return Capability(wanted, tuple(rules), published, check_vma, dequantises, route, writes_pages, frozenset(symbolic))
+    return Capability(
+        wanted,
+        tuple(rules),
+        published,
+        check_vma,
+        dequantises,
+        route,
+        writes_pages,
+        frozenset(symbolic),
+        frozenset(operands),
+    )
 
 
 F = TypeVar("F", bound=Callable)

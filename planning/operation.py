@@ -30,7 +30,7 @@ class PlannedOperation:
 
     name: ClassVar[str]
     config: ClassVar[type[OperationConfig]]
-    # The arrays of a call. An operation with arrays of its own adds rows: `operands = ATTENTION + (Operand(...),)`.
+    # The arrays of a call. An operation with arrays of its own adds rows: `operands = ATTENTION.extended(Operand(...))`.
     operands: ClassVar[OperandTable] = ATTENTION
     # The operation's only strategy for a split sequence; None: as the policy says.
     sequence_parallel: ClassVar[str | None] = None

@@ -20,7 +20,7 @@ from ..masks.checks import LIMIT
 from ..planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS
 from ..planning.given import GivenModel
 from ..planning.quantised import quantise, scale_shape
-from ..sharding import MODES, canonical_mode
+from ..sharding import ATTENTION, MODES, Operand, OperandTable, canonical_mode
 
 __all__ = ["CallDeclaration", "call_arguments"]
 
@@ -76,6 +76,12 @@ class CallDeclaration(GivenModel):
         tuple[_Size, ...] | None, Field(description="Shape, broadcasts to [batch, heads, q, kv].")
     ] = None
 
+    operands: Annotated[
+        dict[str, Literal[True] | tuple[_Size, ...]] | None,
+        Field(
+            description="Further arrays of an operation of your own, by name: their shape, or true for that of its table."
+        ),
+    ] = None
     kv_dtype: Annotated[
         Literal["int8", "float8_e4m3fn", "float8_e5m2"] | None,
         Field(description="Dtype of a quantised key and value; null: dtype."),
@@ -150,21 +156,16 @@ class CallDeclaration(GivenModel):
             )
         return found
 
-    def shapes(self, dtype: str = "float32") -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of all arrays of the call, by argument name. `dtype`: that of query, key and value if none is declared."""
+    def shapes(self, dtype: str = "float32", table: OperandTable = ATTENTION) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of all arrays of the call, by argument name. `dtype`: that of query, key and value if none is declared.
+        table: the operation's operands."""
         n, given = self.sizes(), jnp.dtype(self.dtype or dtype)
-        kv_dtype = given if self.kv_dtype is None else jnp.dtype(self.kv_dtype)
-        rows = () if self.layout == "thd" else (n["batch"],)
+        dims, kv_dtype = {**n, "heads": n["q_heads"]}, given if self.kv_dtype is None else jnp.dtype(self.kv_dtype)
 
-        def tensor(heads: str, length: str, dim: str, dtype: Any) -> jax.ShapeDtypeStruct:
-            by_axis = {"b": n["batch"], "t": n[length], "h": n[heads], "d": n[dim]}
-            return jax.ShapeDtypeStruct(tuple(by_axis[axis] for axis in self.layout), dtype)
+        def of(operand: Operand, dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(operand.shape(dims, self.layout), dtype)
 
-        found = {
-            "query": tensor("q_heads", "q_len", "head_dim", given),
-            "key": tensor("kv_heads", "kv_len", "head_dim", kv_dtype),
-            "value": tensor("kv_heads", "kv_len", "value_dim", kv_dtype),
-        }
+        found = {x.name: of(x, kv_dtype if x.dtype == "stored" else given) for x in ATTENTION.required}
         if self.kv_dtype is not None and self.kv_scales is not None:
             for name in ("key", "value"):
                 shape = scale_shape(found[name].shape, self.kv_scales, self.layout)
@@ -175,8 +176,7 @@ class CallDeclaration(GivenModel):
                 raise ConfigError(
                     f"call.segment_ids={self.segment_ids} segments in {shortest} tokens; wanted at most one per token."
                 )
-            found["q_segment_ids"] = jax.ShapeDtypeStruct((*rows, n["q_len"]), jnp.int32)
-            found["kv_segment_ids"] = jax.ShapeDtypeStruct((*rows, n["kv_len"]), jnp.int32)
+            found |= {name: of(ATTENTION[name], jnp.int32) for name in ("q_segment_ids", "kv_segment_ids")}
         for name in ("kv_lengths", "kv_starts"):
             said = getattr(self, name)
             if said is None:
@@ -188,18 +188,25 @@ class CallDeclaration(GivenModel):
                     f"call.{name} holds {max(said)}; wanted 0 to {n['kv_len']}, the number of keys in call.kv_len: count the "
                     "keys of each row that are written."
                 )
-            found[name] = jax.ShapeDtypeStruct((n["batch"],), jnp.int32)
+            found[name] = of(ATTENTION[name], jnp.int32)
         if self.dense_mask is not None:
             found["mask"] = jax.ShapeDtypeStruct(tuple(self.dense_mask), jnp.bool_)
         for name in ("bias", "softmax_aux"):
             shape = getattr(self, name)
             if shape is not None:
                 found[name] = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
+        for name, declared in (self.operands or {}).items():
+            row = table.get(name)
+            if row is None or name in ATTENTION:
+                further = ", ".join(x for x in table.names if x not in ATTENTION) or "none"
+                raise ConfigError(f"call.operands has {shown(name)}; the operation's own operands are: {further}.")
+            dtype_of = jnp.int32 if row.dtype == "integers" else jnp.float32
+            found[name] = of(row, dtype_of) if declared is True else jax.ShapeDtypeStruct(declared, dtype_of)
         if not self.deterministic:
             found["dropout_rng"] = jax.ShapeDtypeStruct((2,), jnp.uint32)
         return found
 
-    def draw(self, seed: int, dtype: str = "float32") -> dict[str, np.ndarray]:
+    def draw(self, seed: int, dtype: str = "float32", table: OperandTable = ATTENTION) -> dict[str, np.ndarray]:
         """Random arrays of these shapes: normally distributed numbers, sorted segment ids from 1, lengths up to kv_len.
 
         Quantised keys and values are such numbers divided by their scales. If the queries are at the end of a cache, lengths
@@ -207,7 +214,7 @@ class CallDeclaration(GivenModel):
         """
         random, found = np.random.default_rng(seed), {}
         n = self.sizes()
-        for name, struct in self.shapes(dtype).items():
+        for name, struct in self.shapes(dtype, table).items():
             if name == "dropout_rng":
                 found[name] = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
             elif name == "kv_lengths":
@@ -230,6 +237,8 @@ class CallDeclaration(GivenModel):
                 continue
             elif name == "mask":
                 found[name] = random.random(struct.shape) < 0.7
+            elif struct.dtype == jnp.int32:
+                found[name] = np.zeros(struct.shape, np.int32)
             else:
                 found[name] = random.standard_normal(struct.shape, np.float32).astype(struct.dtype)
         return found
@@ -243,6 +252,7 @@ def call_arguments(call: CallDeclaration, arrays: Mapping[str, Any], *, mode: st
         mask = arrays["mask"] if mask is None else mask & Dense(arrays["mask"])
     options = {name: getattr(call, name) for name in CALL_OPTIONS}
     found = {name: arrays.get(name, options.get(name)) for name in CALL_ARGUMENTS}
+    found |= {name: x for name, x in arrays.items() if name in (call.operands or {})}
     return found | {"mask": mask, "mode": call.mode if mode is None else mode}
 
 

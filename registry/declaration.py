@@ -16,9 +16,11 @@ from pydantic import ConfigDict, Field, StrictBool, ValidationError, field_valid
 from ..errors import ConfigError, a_type, shown
 from ..planning.cache.kv_cache import KVCache
 from ..planning.given import GivenModel, explain_validation
+from ..sharding import OperandTable
 from ..strict_json import parse_json, read_text, refuse_surrogates
 from .call_declaration import CallDeclaration, InputDtype, call_arguments
 from .metadata import OperationMetadata
+from .registry import OperationRegistry
 from .step_declaration import StepDeclaration
 
 __all__ = ["CallDeclaration", "Declaration"]
@@ -109,11 +111,16 @@ class Declaration(GivenModel):
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """See CallDeclaration.shapes."""
-        return self.checked().call.shapes(self._input_dtype())
+        return self.checked().call.shapes(self._input_dtype(), self.operands)
 
     def draw(self, seed: int) -> dict[str, np.ndarray]:
         """See CallDeclaration.draw."""
-        return self.checked().call.draw(seed, self._input_dtype())
+        return self.checked().call.draw(seed, self._input_dtype(), self.operands)
+
+    @property
+    def operands(self) -> OperandTable:
+        """The operands of the operation. Errors: UnknownNameError for one that isn't registered."""
+        return OperationRegistry.get(self.operation).operands
 
     def _input_dtype(self) -> str:
         """The dtype of query, key and value if the call declares none: that of the computation, or float32."""

@@ -15,6 +15,7 @@ from ..errors import AttnOpsError, ConfigError, UnknownNameError, a_type, neares
 from ..planning.call_arguments import CallArguments, CallArray
 from ..planning.operation_config import OperationConfig
 from ..planning.plan import Plan
+from ..sharding import OperandTable
 
 __all__ = ["GROUP", "AttentionOperation", "OperationRegistry"]
 
@@ -52,6 +53,7 @@ class AttentionOperation(Protocol):
 
     name: ClassVar[str]
     config: ClassVar[type[OperationConfig]]
+    operands: ClassVar[OperandTable]
 
     def __init__(self, metadata: Any = None) -> None: ...
 

@@ -141,7 +141,8 @@ class OperandTable:
     def __iter__(self) -> Iterator[Operand]:
         return iter(self._rows.values())
 
-    def __add__(self, rows: tuple[Operand, ...]) -> OperandTable:
+    def extended(self, *rows: Operand) -> OperandTable:
+        """The table with further rows."""
         return OperandTable(*self, *rows)
 
     def part(self, part: str) -> tuple[Operand, ...]:
