@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.text import Text
 
 from ..planning import Plan
+from ..planning.decision import WHY
 from ..planning.paged.paged_plan import PagedPlan
-from ..planning.plan_fields import WHY
 from ..planning.plan_text import decision_rows, placement_rows, screen_rows, tensor_rows
 from ..planning.text import bytes_text
 from .console import fields, table, text, title

@@ -10,7 +10,7 @@ from rich.text import Text
 from ..drawing.charts import Bar, Point, bars, curve, roofline
 from ..drawing.html import code, document, folded, paragraph, pictures, rows, section, subsection, title
 from ..planning import Plan
-from ..planning.plan_fields import WHY
+from ..planning.decision import WHY
 from ..planning.plan_text import screen_rows
 from ..planning.text import bytes_text, fields_text
 from ..verify.call import PassReport, TargetReport

@@ -12,9 +12,9 @@ from ..drawing.charts import Bar, Point, bars, roofline
 from ..drawing.html import code, document, folded, paragraph, pictures, rows, section, subsection, title
 from ..drawing.sequences import SequenceBar, sequences
 from ..planning.cache.cache_plan import CachePlan, array_rows, fact_rows
+from ..planning.decision import WHY
 from ..planning.paged.page_reads import SequenceReads
 from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
-from ..planning.plan_fields import WHY
 from ..planning.text import bytes_text
 from ..registry.declaration import Declaration
 from ..verify.compiled import KernelUse

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, get_abstract_mesh
 from ..errors import FallbackWarning, MaskWarning, ShardingWarning
 from ..planning import Plan, plan
 from ..planning.call_arguments import CallArguments, CallArray
+from ..planning.calls import CALLS
 from ..planning.repeated import RepeatedAxis, repeated_lines, unintended_repeats
 from ..planning.sequence.choice import declared_strategy
 from ..planning.tune_cache import kept_here
@@ -62,6 +63,8 @@ _array_types: set[type] = set()  # those seen so far; isinstance of jax.Array is
 
 class Operation(DeclaredOperation):
     """Base class of attention operations. `Operation(metadata)(query, key, value, ...)` runs one."""
+
+    planner = CALLS
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)

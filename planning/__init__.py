@@ -1,5 +1,6 @@
 """What will run, where every tensor is, and why: problems, capabilities, placements, plans."""
 
+from .call_plan import Plan
 from .capability import (
     ALL_FEATURES,
     FEATURES,
@@ -12,12 +13,11 @@ from .capability import (
     implementation,
 )
 from .decide import plan
+from .decision import Rejected
 from .implementations import Implementation, Padding, PassSizes
 from .operation import METHODS, PlannedOperation
 from .operation_config import OperationConfig
 from .placement import LocalShape, Placement
-from .plan import Plan
-from .plan_fields import Rejected
 from .policy import Policy
 from .problem import AttentionProblem, LeafShape
 from .route import Route

@@ -9,23 +9,19 @@ from typing import Any
 from ..errors import ConfigError
 from . import tune_cache
 from .capability import Reason
-from .implementations import Implementation, dequantised_copy
+from .decision import Decision, Kind, Rejected
+from .implementations import Implementation
 from .notes import note
 from .operation import METHODS, PlannedOperation
 from .operation_config import OperationConfig
-from .plan import Plan
-from .plan_fields import Kind, Rejected
 from .policy import Policy
-from .problem import AttentionProblem
-from .sequence.choice import declared_strategy, placements
-from .sequence.notes import sequence_notes
-from .sequence.reasons import sequence_reasons
+from .problem import Problem
 from .tuning import choose
 
 __all__ = ["plan"]
 
 
-def _unresolved(problem: AttentionProblem, error: ConfigError) -> Reason:
+def _unresolved(problem: Problem, error: ConfigError) -> Reason:
     """Why a config can't be resolved for a problem. The error says what is expected."""
     declared = problem.config.model_fields_set - {"operation", "schema_version"}
     hint = "Declare other sizes, or leave them out." if declared else "Split the call over more devices."
@@ -43,20 +39,22 @@ def _unread(method: str, runs: Implementation[Any], config: OperationConfig) -> 
 _DEFAULT = Policy()
 
 
-def plan(operation: type[PlannedOperation], problem: AttentionProblem, policy: Policy = _DEFAULT) -> Plan:
+def plan(operation: type[PlannedOperation], problem: Problem, policy: Policy = _DEFAULT) -> Any:
     """Decide what runs, from the operation, the problem, the policy and the tuned choices. Cached until a new choice is stored.
 
-    Errors: ShardingError, or ConfigError if no tuned sizes are stored, if the policy requires that. If nothing can run the
-    problem, or if with fallback='error' the config can't be resolved, the plan is of kind 'refused'.
+    Returns the Plan of a call or the PagedPlan of a step. Errors: ShardingError, or ConfigError if no tuned sizes are stored, if
+    the policy requires that. If nothing can run the problem, or if with fallback='error' the config can't be resolved, the plan
+    is of kind 'refused'.
     """
     # mypy treats a class with an instance __hash__ as unhashable.
     return _decide(operation, problem, policy, tune_cache.state(problem.device))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4096)
-def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy: Policy, kept: object) -> Plan:
+def _decide(operation: type[PlannedOperation], problem: Any, policy: Policy, kept: object) -> Decision[Any, Any]:
     del kept
-    place, strategy = placements(operation, problem, policy), declared_strategy(operation, policy.sequence_parallel)
+    planner = operation.planner
+    place = planner.placements(operation, problem, policy)
     platform = operation.kernel_platform(problem)
     own = tuple(m for m in METHODS.get(platform, ()) if operation.implements(m))
     placement = place(own[0] if own else "forward_native")
@@ -65,9 +63,7 @@ def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy
         notes.append(note("platform.interpreted", platform=platform, here=problem.platform))
     rejected: list[Rejected] = []
     routed = bool(own) and all(operation.capability(m).leaves(problem, problem.config) for m in own)
-    decided = Plan(
-        operation, problem, policy, "refused", None, None, problem.config, placement, (), None, None, None, ()
-    )
+    decided = planner.plan(operation, problem, policy, "refused", None, None, problem.config, placement, ())
     for method in (*own, "forward_native"):
         name = f"{operation.name}.{method}"
         if method == "forward_native" and own and not routed and policy.fallback == "error":
@@ -75,10 +71,7 @@ def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy
             rejected.append(Rejected(name, (reason,)))
             break
         runs, placement = operation.implementation(method, problem.config), place(method)
-        reasons = (
-            *runs.capability.reasons(problem, problem.config),
-            *sequence_reasons(operation, problem, placement, method, strategy, policy.ring_order),
-        )
+        reasons = planner.reasons(operation, method, problem, placement, policy)
         if reasons:
             rejected.append(Rejected(name, reasons))
             continue
@@ -95,17 +88,12 @@ def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy
         kind: Kind = "platform" if method in own else "routed" if routed else "fallback" if own else "native"
         if kind == "native":
             notes.append(note("platform.no_kernel", operation=operation.name, platform=problem.platform))
-        padding = runs.padding(problem, placement, config)
         notes.extend(_unread(method, runs, config))
-        if problem.quantised and runs.capability.dequantises:
-            notes.append(note("memory.dequantised", method=method, **dequantised_copy(problem, placement)))
         notes.extend(runs.notes(problem, placement, config))
-        notes.extend(operation.remarks(problem))
-        notes.extend(sequence_notes(operation, problem, policy, placement))
+        notes.extend(planner.notes(operation, problem, policy, placement, method))
         if tuning is None and policy.tuning in ("tune", "error"):
             notes.append(note("tuning.no_sizes", tuning=policy.tuning, implementation=name))
         find_route = runs.capability.route
-        route = None if find_route is None else find_route(problem, placement, config)
         decided = replace(
             decided,
             kind=kind,
@@ -113,8 +101,8 @@ def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy
             method=method,
             config=config,
             placement=placement,
-            padding=padding,
-            route=route,
+            padding=runs.padding(problem, placement, config),
+            route=None if find_route is None else find_route(problem, placement, config),
             tuning=tuning,
         )
         break

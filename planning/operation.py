@@ -10,7 +10,8 @@ from ..sharding import ATTENTION, OperandTable
 from .capability import Capability
 from .implementations import Implementation, MethodImplementation
 from .operation_config import OperationConfig
-from .problem import AttentionProblem
+from .planner import Planner
+from .problem import Problem
 
 __all__ = ["METHODS", "PlannedOperation"]
 
@@ -32,6 +33,8 @@ class PlannedOperation:
     config: ClassVar[type[OperationConfig]]
     # The arrays of a call. An operation with arrays of its own adds rows: `operands = ATTENTION.extended(Operand(...))`.
     operands: ClassVar[OperandTable] = ATTENTION
+    # How its calls are planned; base classes set it.
+    planner: ClassVar[Planner[Any, Any]]
     # The operation's only strategy for a split sequence; None: as the policy says.
     sequence_parallel: ClassVar[str | None] = None
     # The operation whose kernel this one runs, if any: its config applies here too.
@@ -89,7 +92,7 @@ class PlannedOperation:
         return found.variant(config) if isinstance(found, Implementation) else found
 
     @classmethod
-    def kernel_platform(cls, problem: AttentionProblem) -> str:
+    def kernel_platform(cls, problem: Problem) -> str:
         """The platform whose methods are tried: another one's if the config asks for its kernel to be interpreted."""
         for platform, methods in METHODS.items():
             for method in methods:
@@ -107,7 +110,7 @@ class PlannedOperation:
         return None
 
     @classmethod
-    def remarks(cls, problem: AttentionProblem) -> tuple[str, ...]:
+    def remarks(cls, problem: Any) -> tuple[str, ...]:
         """Notes for the plan, whatever runs. Default: none."""
         del problem
         return ()

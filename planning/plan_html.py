@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ..drawing.html import fragment, heading, pictures, rows
+from .decision import WHY
 from .draw_plan import draw_plan
-from .plan_fields import WHY, PlanFields
+from .plan_fields import PlanFields
 from .plan_text import screen_rows
 
 __all__ = ["plan_html", "plan_pictures"]

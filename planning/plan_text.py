@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
 
 from ..sharding import AttnShardingRules
 from .call_arrays import CallArray, call_arrays, large_arrays
+from .config_lines import ConfigLine, config_lines
+from .decision import WHY
 from .notes import is_info
-from .operation_config import OperationConfig
-from .plan_fields import WHY, PlanFields
+from .plan_fields import PlanFields
 from .repeated import repeated_lines
 from .text import bytes_text, spec_text
 from .traffic import sends_line
 
 __all__ = [
-    "ConfigLine",
-    "config_lines",
     "decision_rows",
     "dropped_lines",
     "explain",
@@ -52,29 +49,6 @@ def tensor_rows(plan: PlanFields) -> list[tuple[str, str, str, str, str, str]]:
         shapes = _shape(array.shape), _shape(array.device_shape)
         rows.append((name, declared, spec_text(array.spec), *shapes, _size(plan, array)))
     return rows
-
-
-class ConfigLine(str):
-    """`block_q=512 (declared)`. origin: 'declared', 'tuned' or 'default'."""
-
-    origin: str
-
-
-def config_lines(
-    config: OperationConfig, declared: OperationConfig, tuned: Mapping[str, object] = MappingProxyType({})
-) -> list[ConfigLine]:
-    """A line for every field of a resolved config: declared fields first, then tuned ones."""
-
-    def origin(name: str) -> str:
-        return "declared" if declared.is_set(name) else "tuned" if name in tuned else "default"
-
-    fields = [name for name in type(config).model_fields if name not in ("operation", "schema_version")]
-    lines = []
-    for name in sorted(fields, key=lambda name: (not declared.is_set(name), name not in tuned)):
-        line = ConfigLine(f"{name}={getattr(config, name)} ({origin(name)})")
-        line.origin = origin(name)
-        lines.append(line)
-    return lines
 
 
 def dropped_lines(plan: PlanFields, *, brief: bool = False) -> list[str]:

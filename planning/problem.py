@@ -14,7 +14,7 @@ from ..symbolic import is_symbolic
 from .operation_config import OperationConfig
 from .quantised import QUANTISED
 
-__all__ = ["AttentionProblem", "LeafShape"]
+__all__ = ["AttentionProblem", "LeafShape", "Problem", "heads_text", "platform_text"]
 
 
 class LeafShape(NamedTuple):
@@ -26,52 +26,95 @@ class LeafShape(NamedTuple):
     dtype: str
 
 
-@dataclass(frozen=True)
-class AttentionProblem:
-    """What a call requests: global shapes, dtypes, mask structure, features, mode, layout, mesh and platform.
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What every request has, whether its keys are arrays or lie in pages: heads, dtypes, mask, features, mesh and platform.
 
-    `layout` is the caller's; thd counts as batch 1. `input_dtype` is the query's. `operands` are the call's optional arrays, as
-    given, in the order of the operation's table; those of its mask are in `leaves`. `query_offset` is an int, or None
-    if it is known only at run time or nothing depends on it. `declared_axes`: the mesh axes that the rules name not only by
-    default. `platform_source` says where the platform was read from. `manual_sequence`: the Manual axes over which the caller
-    has split (queries, keys), if the strategy uses them; lengths are then the total ones. `batch`, `q_len` and `kv_len` may be
-    symbolic dimensions of jax.export; see `symbolic`.
+    `input_dtype` is the query's. `operands` are the optional arrays, as given, in the order of the operation's table.
+    `platform_source` says where the platform was read from.
     """
 
     operation: str
     config: OperationConfig
-    batch: int
-    q_len: int
-    kv_len: int
     q_heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
     input_dtype: str
     key_dtype: str
     value_dtype: str
     runtime_dtype: str
     softmax_dtype: str
-    layout: str
     mode: str
     mask: Mask
-    leaves: tuple[LeafShape, ...]
     features: frozenset[str]
     softmax_scale: float
     logits_soft_cap: float | None
-    dropout_prob: float
     operands: tuple[OperandShape, ...]
-    query_offset: int | None
-    dynamic_query_offset: bool
-    rules: AttnShardingRules
-    declared_axes: frozenset[str]
     mesh: tuple[MeshAxis, ...]
     platform: str
     device_kind: str
     platform_source: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> str:
+        """The device kind, or the platform if the kind is unknown."""
+        return self.device_kind or f"{self.platform} of unknown kind"
+
+    @property
+    def devices(self) -> int:
+        return math.prod(axis.size for axis in self.mesh)
+
+    @property
+    def symbolic(self) -> frozenset[str]:
+        """What jax.export knows only by name: 'batch', 'length' (of queries or keys)."""
+        return frozenset()
+
+    def operand(self, name: str) -> OperandShape | None:
+        """An optional array of the call; None if the call doesn't have it."""
+        return next((operand for operand in self.operands if operand.operand.name == name), None)
+
+    def describe(self) -> str:
+        """What is computed, and where, in one line."""
+        raise NotImplementedError
+
+
+def heads_text(q_heads: int, kv_heads: int, head_dim: int, value_dim: int) -> str:
+    """`8 heads (2 kv), dim 64`."""
+    heads = f"{q_heads} heads" + (f" ({kv_heads} kv)" if kv_heads != q_heads else "")
+    return f"{heads}, dim {head_dim}" + (f" (value {value_dim})" if value_dim != head_dim else "")
+
+
+def platform_text(problem: Problem) -> str:
+    """`splash on tpu (TPU v5e)`."""
+    kind = f" ({problem.device_kind})" if problem.device_kind not in (problem.platform, "") else ""
+    return f"{problem.operation} on {problem.platform}{kind}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionProblem(Problem):
+    """What a call requests: global shapes, dtypes, mask structure, features, mode, layout, mesh and platform.
+
+    `layout` is the caller's; thd counts as batch 1. The arrays of the mask are in `leaves`. `query_offset` is an int, or None
+    if it is known only at run time or nothing depends on it. `declared_axes`: the mesh axes that the rules name not only by
+    default. `manual_sequence`: the Manual axes over which the caller
+    has split (queries, keys), if the strategy uses them; lengths are then the total ones. `batch`, `q_len` and `kv_len` may be
+    symbolic dimensions of jax.export; see `symbolic`.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    layout: str
+    leaves: tuple[LeafShape, ...]
+    dropout_prob: float
+    query_offset: int | None
+    dynamic_query_offset: bool
+    rules: AttnShardingRules
+    declared_axes: frozenset[str]
     vma: bool = False
     manual_sequence: tuple[tuple[str, ...], tuple[str, ...]] | None = None
-    notes: tuple[str, ...] = ()
 
     @property
     def group(self) -> int:
@@ -99,10 +142,6 @@ class AttentionProblem:
         """The dtypes of 'key' and 'value', for those that are int8 or fp8."""
         dtypes = {"key": self.key_dtype, "value": self.value_dtype}
         return {name: dtype for name, dtype in dtypes.items() if dtype in QUANTISED}
-
-    def operand(self, name: str) -> OperandShape | None:
-        """An optional array of the call; None if the call doesn't have it."""
-        return next((operand for operand in self.operands if operand.operand.name == name), None)
 
     @property
     def scales(self) -> dict[str, tuple[int, ...]]:
@@ -147,22 +186,11 @@ class AttentionProblem:
             return (self.batch, self.q_heads, self.head_dim)
         return (RESULTS if tensor in RESULTS else ATTENTION)[tensor].shape(self.sizes, self.layout)
 
-    @property
-    def device(self) -> str:
-        """The device kind, or the platform if the kind is unknown."""
-        return self.device_kind or f"{self.platform} of unknown kind"
-
-    @property
-    def devices(self) -> int:
-        return math.prod(axis.size for axis in self.mesh)
-
     def describe(self) -> str:
         """What is computed, and where, in one line."""
-        heads = f"{self.q_heads} heads" + (f" ({self.kv_heads} kv)" if self.kv_heads != self.q_heads else "")
-        dims = f"dim {self.head_dim}" + (f" (value {self.value_dim})" if self.value_dim != self.head_dim else "")
-        kind = f" ({self.device_kind})" if self.device_kind not in (self.platform, "") else ""
+        heads = heads_text(self.q_heads, self.kv_heads, self.head_dim, self.value_dim)
         kv = "".join(f", {name} {dtype}" for name, dtype in self.quantised.items())
         return (
-            f"{self.operation} on {self.platform}{kind}: batch {self.batch}, q {self.q_len}, kv {self.kv_len}, {heads}, "
-            f"{dims}, {self.runtime_dtype}{kv}, {self.layout}, mode {self.mode.strip('_')}, mesh {describe_mesh(self.mesh)}"
+            f"{platform_text(self)}: batch {self.batch}, q {self.q_len}, kv {self.kv_len}, {heads}, {self.runtime_dtype}{kv}, "
+            f"{self.layout}, mode {self.mode.strip('_')}, mesh {describe_mesh(self.mesh)}"
         )

@@ -21,7 +21,7 @@ from .operation_config import OperationConfig
 from .placement import Placement
 from .problem import AttentionProblem
 
-__all__ = ["Chosen", "Tuning", "choose", "config_with", "kept_or", "tune_key", "versions"]
+__all__ = ["Chosen", "Tuning", "choose", "config_with", "searched", "tune_key", "versions"]
 
 # Searches are found through an entry point, because the package that measures is in a higher layer.
 _GROUP = "attnops.tuners"
@@ -78,9 +78,7 @@ def tune_key(method: str, problem: AttentionProblem, placement: Placement) -> di
     }
 
 
-def choose(
-    operation: type[PlannedOperation], method: str, problem: AttentionProblem, placement: Placement, policy: str
-) -> Chosen | None:
+def choose(operation: type[PlannedOperation], method: str, problem: Any, placement: Any, policy: str) -> Chosen | None:
     """The choice for a problem; None if there is nothing to choose.
 
     policy: 'heuristic', 'tune' or 'error' decide what happens on a miss; 'off' looks up nothing. Errors: ConfigError on a
@@ -90,22 +88,24 @@ def choose(
     names = runs.tuned_fields(problem, placement)
     if not names:
         return None
-
-    def search() -> Tuning:
-        choice = _tuner()(operation, method, problem, placement)
-        return Tuning("cache", f"{choice.how}, searched for this plan and stored", choice.fields)
-
-    key = tune_key(method, problem, placement)
+    key = operation.planner.tune_key(method, problem, placement)
     shipped = functools.partial(runs.shipped_choice, problem, placement)
+    search = functools.partial(operation.planner.search, operation, method, problem, placement)
     resolve = functools.partial(config_with, operation, method, problem, placement)
-    return kept_or(names, key, problem, policy, shipped, search, resolve)
+    return _kept_or(names, key, problem, policy, shipped, search, resolve)
+
+
+def searched(operation: type[PlannedOperation], method: str, problem: AttentionProblem, placement: Placement) -> Tuning:
+    """Search now, for tuning='tune', and store the result."""
+    choice = _tuner()(operation, method, problem, placement)
+    return Tuning("cache", f"{choice.how}, searched for this plan and stored", choice.fields)
 
 
 def config_with(
     operation: type[PlannedOperation],
     method: str,
-    problem: AttentionProblem,
-    placement: Placement,
+    problem: Any,
+    placement: Any,
     fields: Mapping[str, Any],
 ) -> OperationConfig:
     """The whole config of a problem with chosen fields. Errors: ConfigError if they are refused."""
@@ -113,7 +113,7 @@ def config_with(
     return operation.implementation(method, asked.config).resolve(asked, placement)
 
 
-def kept_or(
+def _kept_or(
     names: tuple[str, ...],
     key: Mapping[str, Any],
     problem: Any,

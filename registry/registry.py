@@ -13,8 +13,8 @@ import jax
 
 from ..errors import AttnOpsError, ConfigError, UnknownNameError, a_type, nearest, shown
 from ..planning.call_arguments import CallArguments, CallArray
+from ..planning.call_plan import Plan
 from ..planning.operation_config import OperationConfig
-from ..planning.plan import Plan
 from ..sharding import OperandTable
 
 __all__ = ["GROUP", "AttentionOperation", "OperationRegistry"]

@@ -18,9 +18,9 @@ from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep
 from ..operators.paged_cache.batch import RaggedBatch
 from ..operators.paged_cache.state import CacheState, abstract
-from ..planning.paged.decide_paged import token_specs
 from ..planning.paged.page_reads import step_flops
 from ..planning.paged.paged_plan import PagedPlan
+from ..planning.paged.step_operands import token_specs
 from ..sharding import axes_at
 from ..sharding.mesh import devices_cores
 from .collectives import Collective, collectives

@@ -17,9 +17,10 @@ from ..operators.paged.declared_step import DeclaredStep
 from ..operators.paged.tpu_kernel import tpu_call
 from ..planning.paged.page_reads import sequence_reads
 from ..planning.paged.paged_problem import PagedProblem
-from ..planning.paged.step_tuning import step_config_with, step_key
+from ..planning.paged.step_tuning import step_key
 from ..planning.text import fields_text
 from ..planning.tune_cache import Measured, keep, load, withdraw
+from ..planning.tuning import config_with
 from .clock_worker import ClockWorker, Outcome
 from .compiled import failure
 from .drawn_step import draw_step
@@ -70,7 +71,7 @@ def tune_step(
             f"{plan.implementation} has no sizes to search for this step: they are all declared, or it only writes."
         )
     key = step_key(plan.method, plan.problem)
-    withdraw(key, partial(step_config_with, plan.operation, plan.method, plan.problem))
+    withdraw(key, partial(config_with, plan.operation, plan.method, plan.problem, plan.placement))
     kept = {one.name for one in load(key).measured if not one.detail.get("lost")}
     tell = progress or (lambda done, of, what: None)
     todo = [fields for fields in candidates if Measured(_PART, fields, way, None).name not in kept]

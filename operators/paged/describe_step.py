@@ -14,8 +14,9 @@ from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
 from ...planning.notes import note
 from ...planning.paged.paged_problem import PagedProblem
+from ...planning.paged.step_operands import STEP_OPERANDS
 from ...registry import OperationMetadata
-from ...sharding import axes_of
+from ...sharding import OperandShape, axes_of
 from ...sharding.mesh import AnyMesh
 from ..arrays import shaped
 from ..declared_config import declared_config
@@ -119,6 +120,15 @@ def describe_step(
         features=step.mask.features() | {name for name, asked in wanted.items() if asked},
         softmax_scale=scale,
         logits_soft_cap=cap,
+        operands=tuple(
+            OperandShape(STEP_OPERANDS[name], tuple(x.shape), x.dtype.name)
+            for name, x in (
+                ("key_scale", more.key_scale),
+                ("value_scale", more.value_scale),
+                ("softmax_aux", more.sinks),
+            )
+            if x is not None
+        ),
         mesh=axes_of(mesh),
         platform=platform,
         device_kind=kind,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from ...errors import ConfigError
 from ...planning import Implementation, OperationConfig, Reason, declares
 from ...planning.notes import note
 from ...planning.paged.paged_problem import PagedProblem
@@ -84,8 +85,10 @@ class PagesOnTpu(PagedImplementation):
         return tpu_reasons(problem)
 
     def resolve(self, problem: Any, placement: Any) -> OperationConfig:
-        """The config with the kernels' sizes filled in."""
+        """The config with the kernels' sizes filled in. Errors: ConfigError for sizes that they don't take."""
         del placement
+        if against := self.reasons(problem):
+            raise ConfigError(f"{type(problem.config).__name__}: {against[0].message}.")
         return tpu_sizes(problem)
 
     def notes(self, problem: Any, placement: Any, config: OperationConfig) -> tuple[str, ...]:

@@ -14,13 +14,14 @@ from jax.sharding import get_abstract_mesh
 
 from ...errors import FallbackWarning, InputError, ShardingWarning
 from ...masks.int_arrays import known_values
-from ...planning import Reason
+from ...planning import Reason, plan
 from ...planning.cache.kv_cache import KVCache
 from ...planning.call_arguments import CallArray
-from ...planning.paged.decide_paged import plan_paged
 from ...planning.paged.page_reads import page_reads
 from ...planning.paged.paged_plan import PagedPlan
 from ...planning.paged.paged_problem import PagedProblem
+from ...planning.paged.step_operands import STEP_OPERANDS
+from ...planning.paged.steps import STEPS
 from ...planning.repeated import named_axes
 from ...planning.tune_cache import kept_here
 from ...sharding import describe_mesh
@@ -52,6 +53,8 @@ _prepared: BoundedCache[PagedPlan] = BoundedCache(512)  # for all operations: eq
 class PagedOperation(DeclaredOperation):
     """Base class of operations over the pages of a declared KV cache. `Operation(metadata)(query, key, value, ...)` runs one."""
 
+    planner = STEPS
+    operands = STEP_OPERANDS
     # The page layout that other libraries' names for it stand for.
     cache_layout: ClassVar[str | None] = None
 
@@ -162,7 +165,8 @@ class PagedOperation(DeclaredOperation):
         arrays: Any,
     ) -> PagedPlan:
         problem = describe_step(type(self), self.metadata, cache, group, tokens, more, step, mesh, arrays)
-        return plan_paged(type(self), problem, self.metadata.policy)
+        decided: PagedPlan = plan(type(self), problem, self.metadata.policy)
+        return decided
 
     def _prepare(
         self,

@@ -15,7 +15,7 @@ from ...errors import InputError, InputTypeError, ShardingError, a_type, shown
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
 from ...planning.cache.layer_groups import layer_numbers
-from ...planning.paged.decide_paged import token_specs
+from ...planning.paged.step_operands import token_specs
 from ...pytree_export import exported, exported_tuple
 from ...sharding.mesh import AnyMesh
 from .batch import RaggedBatch

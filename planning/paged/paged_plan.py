@@ -1,91 +1,60 @@
-"""PagedPlan: what was decided for a step over pages and why, as data, text and JSON."""
+"""PagedPlan: what was decided for a step over pages, as text, pictures and JSON."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from ...drawing import DevicePicture
 from ...drawing.html import fragment, heading, pictures, rows
-from ...errors import RefusedError
 from ...sharding import FittedSpec
 from ...sharding.mesh import AnyMesh
 from ..cache.cache_plan import CachePlan, fact_rows
+from ..decision import WHY, Decision
 from ..notes import is_info
-from ..operation import PlannedOperation
-from ..operation_config import OperationConfig
-from ..plan_fields import WHY, Kind, Rejected
-from ..plan_text import ConfigLine, config_lines
-from ..policy import Policy
 from ..text import bytes_text, spec_text
-from ..tuning import Tuning
 from .draw_step import draw_step
 from .page_reads import PageReads
 from .paged_problem import PagedProblem
 
-__all__ = ["PagedPlan", "step_rows", "token_rows"]
+__all__ = ["PagedPlan", "StepPlacement", "step_rows", "token_rows"]
 
 
-@dataclass(frozen=True, eq=False)
-class PagedPlan:
-    """What will run, with which config, where tokens and pages are, and why nothing else runs. `kind` is as in Plan.
+class StepPlacement(NamedTuple):
+    """Where a step's arrays are: query, key, value and what else it has, and its results."""
 
-    `tensors` are query, key, value and output, [tokens, heads, dim]. `reads` is None if the batch's lengths are unknown.
-    """
-
-    operation: type[PlannedOperation]
-    problem: PagedProblem
-    policy: Policy
-    kind: Kind
-    implementation: str | None
-    method: str | None
-    config: OperationConfig
     tensors: tuple[FittedSpec, ...]
-    rejected: tuple[Rejected, ...]
-    notes: tuple[str, ...]
-    tuning: Tuning | None = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PagedPlan(Decision[PagedProblem, StepPlacement]):
+    """The plan of a step whose keys lie in a cache's pages. `reads` is None if the batch's lengths are unknown."""
+
     reads: PageReads | None = None
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, PagedPlan):
-            return NotImplemented
-        return self is other or self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash((self.problem, self.policy))
-
     def _key(self) -> tuple[object, ...]:
-        return self.operation, self.problem, self.policy, self.tuning, self.reads  # everything else follows from these
+        return (*super()._key(), self.reads)
 
-    def __repr__(self) -> str:
-        return f"PagedPlan({self.implementation or 'refused'}: {self.problem.describe()})"
+    @property
+    def tensors(self) -> tuple[FittedSpec, ...]:
+        """The step's arrays and results."""
+        return self.placement.tensors
 
     @property
     def cache(self) -> CachePlan:
         """The memory of the cache, and where its arrays are."""
         return self.problem.cache
 
-    def config_lines(self) -> list[ConfigLine]:
-        """Every field of the config, and where its value comes from."""
-        return config_lines(self.config, self.problem.config, {} if self.tuning is None else self.tuning.fields)
-
-    def require(self) -> PagedPlan:
-        """Return self. Errors: RefusedError with every reason if nothing can run, or the cache can't be created."""
-        self.cache.require()
-        if self.implementation is None:
-            raise RefusedError(self.refusal())
-        return self
-
-    def refusal(self) -> str:
-        """All reasons, one per line."""
-        lines = [f"  {r.implementation}: {reason}" for r in self.rejected for reason in r.reasons]
-        return "\n".join((f"{self.problem.describe()}:", *lines))
-
     @property
     def runs(self) -> Any:
-        """The implementation that was chosen, a PagedImplementation; None if nothing can run."""
-        return None if self.method is None else self.operation.implementation(self.method, self.config)
+        """The PagedImplementation that was chosen; None if nothing can run."""
+        return super().runs
+
+    def require(self) -> Self:
+        """Return self. Errors: RefusedError with every reason if nothing can run, or the cache can't be created."""
+        self.cache.require()
+        return super().require()
 
     def explain(self, verbose: bool = False) -> str:
         """The decision as text: the step's, then the cache's, with what needs your attention. With `verbose`, all of it."""
@@ -106,9 +75,6 @@ class PagedPlan:
             lines.append(f"more      verbose=True adds defaults of the config{'' if whole else ', arrays'}")
         return "\n".join(lines)
 
-    def __str__(self) -> str:
-        return self.explain()
-
     def draw(self, mesh: AnyMesh | None = None) -> DevicePicture:
         """Draw tokens and pages over the mesh, device by device, with dropped axes, copies, and arrows for what is sent.
 
@@ -128,19 +94,10 @@ class PagedPlan:
     def to_dict(self) -> dict[str, Any]:
         """The whole decision as JSON-ready values."""
         problem = self.problem
-        return {
-            "operation": problem.operation,
-            "implementation": self.implementation,
-            "kind": self.kind,
-            "platform": problem.platform,
-            "platform_source": problem.platform_source,
-            "device_kind": problem.device_kind,
-            "mode": problem.mode,
+        return self.decision_dict() | {
             "update": problem.update,
             "max_q_len": problem.max_q_len,
             "group": 0 if problem.cache.group is None else problem.cache.group[0],
-            "mask": problem.mask.describe(),
-            "features": sorted(problem.features),
             "dtypes": {
                 "query": problem.input_dtype,
                 "key": problem.key_dtype,
@@ -148,8 +105,6 @@ class PagedPlan:
                 "run": problem.runtime_dtype,
                 "pages": problem.stored_dtype,
             },
-            "config": self.config.every_field(),
-            "mesh": [axis._asdict() for axis in problem.mesh],
             "tensors": {
                 fitted.tensor: {
                     "spec": spec_text(fitted.spec),
@@ -160,13 +115,7 @@ class PagedPlan:
                 }
                 for fitted in self.tensors
             },
-            "tuning": None if self.tuning is None else self.tuning.to_dict(),
             "reads": None if self.reads is None else self.reads._asdict(),
-            "rejected": [
-                {"implementation": r.implementation, "reasons": [reason._asdict() for reason in r.reasons]}
-                for r in self.rejected
-            ],
-            "notes": list(self.notes),
             "cache": self.cache.to_dict(),
         }
 

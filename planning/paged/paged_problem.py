@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...masks import Mask
-from ...sharding import MeshAxis, describe_mesh
+import jax.numpy as jnp
+
+from ...sharding import describe_mesh
 from ..cache.cache_fields import axis_names
 from ..cache.cache_plan import CachePlan
-from ..operation_config import OperationConfig
+from ..problem import Problem, heads_text, platform_text
 
 __all__ = ["STEP_MODES", "PagedProblem"]
 
@@ -16,8 +17,8 @@ STEP_MODES = ("prefill", "autoregressive", "insert", "mixed")
 """Chunks of prompts; one or a few tokens of each sequence; writes only; chunks and single tokens together."""
 
 
-@dataclass(frozen=True)
-class PagedProblem:
+@dataclass(frozen=True, kw_only=True)
+class PagedProblem(Problem):
     """What a step requests: the cache, tokens and heads (of all devices), dtypes, mask, features, mode, mesh and platform.
 
     tokens: the length of the token arrays, including padding. max_q_len: the maximum number of queries per sequence; None: any.
@@ -25,28 +26,10 @@ class PagedProblem:
     and values, the cache's or that of quantised pages.
     """
 
-    operation: str
-    config: OperationConfig
     cache: CachePlan
     tokens: int
-    q_heads: int
-    input_dtype: str
-    key_dtype: str
-    value_dtype: str
-    runtime_dtype: str
-    softmax_dtype: str
-    mode: str
     update: str
     max_q_len: int | None
-    mask: Mask
-    features: frozenset[str]
-    softmax_scale: float
-    logits_soft_cap: float | None
-    mesh: tuple[MeshAxis, ...]
-    platform: str
-    device_kind: str
-    platform_source: str
-    notes: tuple[str, ...] = ()
 
     @property
     def kv_heads(self) -> int:
@@ -73,11 +56,6 @@ class PagedProblem:
     @property
     def page_size(self) -> int:
         return self.cache.cache.page_size
-
-    @property
-    def device(self) -> str:
-        """The device kind, or the platform if the kind is unknown."""
-        return self.device_kind or f"{self.platform} of unknown kind"
 
     @property
     def sequence_shards(self) -> int:
@@ -112,16 +90,31 @@ class PagedProblem:
             manual *= axis.size if axis.kind == "manual" and axis.name in declared else 1
         return self.q_heads // shards, max(1, self.cache.stored_heads // (shards * manual))
 
+    def tensor(self, name: str) -> tuple[tuple[int, ...], int] | None:
+        """(shape, bytes of an element) of an operand or a result, for all devices; None if the step doesn't have it."""
+        if (operand := self.operand(name)) is not None:
+            return operand.shape, jnp.dtype(operand.dtype).itemsize
+        writes, attends = self.update != "none", self.mode != "insert"
+        q, kv = (self.tokens, self.q_heads), (self.tokens, self.kv_heads)
+        every = {
+            "query": ((*q, self.head_dim), self.input_dtype, True),
+            "key": ((*kv, self.head_dim), self.key_dtype, writes),
+            "value": ((*kv, self.value_dim), self.value_dtype, writes),
+            "output": ((*q, self.value_dim), self.runtime_dtype, attends),
+            "lse": (q, "float32", attends and "return_lse" in self.features),
+        }
+        if name not in every or not every[name][2]:
+            return None
+        shape, dtype, _ = every[name]
+        return shape, jnp.dtype(dtype).itemsize
+
     def describe(self) -> str:
         """What is computed, and where, in one line."""
         cache = self.cache.cache
-        heads = f"{self.q_heads} heads" + (f" ({self.kv_heads} kv)" if self.kv_heads != self.q_heads else "")
-        dims = f"dim {self.head_dim}" + (f" (value {self.value_dim})" if self.value_dim != self.head_dim else "")
-        kind = f" ({self.device_kind})" if self.device_kind not in (self.platform, "") else ""
+        heads = heads_text(self.q_heads, self.kv_heads, self.head_dim, self.value_dim)
         stored = "" if cache.quantised is None else f" in {cache.quantised.dtype}"
         most = "" if self.max_q_len is None else f" of at most {self.max_q_len} per sequence"
         return (
-            f"{self.operation} on {self.platform}{kind}: {self.tokens} tokens{most}, up to {cache.max_sequences} sequences, "
-            f"{heads}, {dims}, {self.runtime_dtype}, pages of {cache.page_size}{stored}, mode {self.mode}, "
-            f"mesh {describe_mesh(self.mesh)}"
+            f"{platform_text(self)}: {self.tokens} tokens{most}, up to {cache.max_sequences} sequences, {heads}, "
+            f"{self.runtime_dtype}, pages of {cache.page_size}{stored}, mode {self.mode}, mesh {describe_mesh(self.mesh)}"
         )

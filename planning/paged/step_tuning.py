@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from ...errors import ConfigError
-from ..operation import PlannedOperation
-from ..operation_config import OperationConfig
-from ..tuning import Chosen, Tuning, kept_or, versions
+from ..tuning import versions
 from .paged_problem import PagedProblem
 
-__all__ = ["choose_step", "step_candidates", "step_config_with", "step_fields", "step_key"]
+__all__ = ["step_candidates", "step_fields", "step_key"]
 
 _KEYS = (64, 128, 256, 512, 1024)  # keys in a block of pages
 _QUERIES = (8, 16, 32, 64, 128, 256)
@@ -51,32 +45,6 @@ def step_key(method: str, problem: PagedProblem) -> dict[str, Any]:
         },
         "versions": versions(),
     }
-
-
-def choose_step(operation: type[PlannedOperation], method: str, problem: PagedProblem, policy: str) -> Chosen | None:
-    """The choice for a step; None if there is nothing to choose. Errors: ConfigError on a miss with 'error'."""
-    names = step_fields(problem)
-    if not names:
-        return None
-
-    def search() -> Tuning:
-        why = "tuning='tune' doesn't search for a step, because a plan doesn't know its lengths; `attnops tune` does"
-        return Tuning("heuristic", why, {})
-
-    resolve = partial(step_config_with, operation, method, problem)
-    return kept_or(names, step_key(method, problem), problem, policy, lambda: None, search, resolve)
-
-
-def step_config_with(
-    operation: type[PlannedOperation], method: str, problem: PagedProblem, fields: Mapping[str, Any]
-) -> OperationConfig:
-    """The whole config of a step with chosen fields. Errors: ConfigError if they are refused."""
-    which: Any = operation
-    asked = replace(problem, config=problem.config.with_fields(fields))
-    if against := which.reasons_against(method, asked):
-        raise ConfigError(f"{type(problem.config).__name__}: {against[0].message}.")
-    resolved: OperationConfig = which.implementation(method).resolve(asked, None)
-    return resolved
 
 
 def step_candidates(problem: PagedProblem) -> tuple[dict[str, int], ...]:

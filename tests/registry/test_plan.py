@@ -72,6 +72,7 @@ def test_a_feature_that_is_not_consumed_is_refused_in_words(feature):
     class Problem:
         features = frozenset({feature})
         symbolic = frozenset()
+        operands = ()
 
     (reason,) = capability.reasons(Problem(), toy.ToyConfig())
     assert reason.code == f"feature.{feature}"

@@ -9,7 +9,6 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from ..drawing import DevicePicture
-from ..errors import RefusedError
 from ..sharding import AttnShardingRules
 from ..sharding.mesh import AnyMesh
 from ..symbolic import size_value
@@ -18,7 +17,7 @@ from .draw_plan import draw_plan
 from .named import named_shardings
 from .plan_fields import PlanFields
 from .plan_html import plan_html
-from .plan_text import ConfigLine, config_lines, explain
+from .plan_text import explain
 from .repeated import repeated_work
 from .text import spec_text
 from .traffic import sends
@@ -26,29 +25,9 @@ from .traffic import sends
 __all__ = ["Plan"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan(PlanFields):
-    """What will run, with which config, where every tensor is, and why nothing else runs.
-
-    `kind` is 'platform' (the platform's own method), 'native' (the platform has none of its own), 'routed' (the platform's own
-    method leaves such calls to forward_native), 'fallback' (it refuses) or 'refused' (`implementation` is then None). `mesh` is
-    the mesh that the plan was made for, if an operation made it; it isn't compared, pickled or serialised.
-    """
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Plan):
-            return NotImplemented
-        return self is other or self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash((self.problem, self.policy))
-
-    def _key(self) -> tuple[object, ...]:
-        # Everything else follows from these.
-        return self.operation, self.problem, self.policy, self.tuning
-
-    def __repr__(self) -> str:
-        return f"Plan({self.implementation or 'refused'}: {self.problem.describe()})"
+    """The plan of a call whose keys are arrays."""
 
     @property
     def shardings(self) -> AttnShardingRules:
@@ -63,21 +42,6 @@ class Plan(PlanFields):
         """
         return named_shardings(self.problem, self.placement, self.mesh if mesh is None else mesh)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "mesh": None}  # devices can't be pickled
-
-    def require(self) -> Plan:
-        """Return self. Errors: RefusedError with every reason if nothing can run."""
-        if self.implementation is None:
-            raise RefusedError(self.refusal())
-        return self
-
-    def refusal(self) -> str:
-        """All reasons, one per line."""
-        head = f"{self.problem.describe()}:"
-        lines = [f"  {r.implementation}: {reason}" for r in self.rejected for reason in r.reasons]
-        return "\n".join((head, *lines))
-
     def explain(self, verbose: bool = False) -> str:
         """The decision as text: what runs and why, and what needs your attention. With `verbose`, all of it."""
         return explain(self, verbose=verbose)
@@ -91,13 +55,6 @@ class Plan(PlanFields):
 
     def _repr_html_(self) -> str:
         return plan_html(self)
-
-    def config_lines(self) -> list[ConfigLine]:
-        """Every field of the config, and where its value comes from."""
-        return config_lines(self.config, self.problem.config, {} if self.tuning is None else self.tuning.fields)
-
-    def __str__(self) -> str:
-        return self.explain()
 
     def to_dict(self) -> dict[str, Any]:
         """The whole decision as JSON-ready values."""
@@ -120,20 +77,9 @@ class Plan(PlanFields):
                 "inside_bytes": None if array is None or array.inside is None else size_value(array.inside[1]),
                 "dropped": [] if fitted is None else [asdict(d) for d in fitted.dropped],
             }
-        return {
-            "operation": problem.operation,
-            "implementation": self.implementation,
-            "kind": self.kind,
-            "platform": problem.platform,
-            "platform_source": problem.platform_source,
-            "device_kind": problem.device_kind,
-            "mode": problem.mode,
+        return self.decision_dict() | {
             "layout": problem.layout,
-            "mask": problem.mask.describe(),
-            "features": sorted(problem.features),
             "dtypes": {"query": problem.input_dtype, "key": problem.key_dtype, "value": problem.value_dtype},
-            "config": self.config.every_field(),
-            "mesh": [axis._asdict() for axis in problem.mesh],
             "tensors": tensors,
             "inside": {name: spec_text(spec) for name, spec in placement.run},
             "device_problem": {name: size_value(size) for name, size in placement.local._asdict().items()},
@@ -150,10 +96,4 @@ class Plan(PlanFields):
             },
             "padding": None if self.padding is None else self.padding._asdict(),
             "route": None if self.route is None else self.route.to_dict(),
-            "tuning": None if self.tuning is None else self.tuning.to_dict(),
-            "rejected": [
-                {"implementation": r.implementation, "reasons": [reason._asdict() for reason in r.reasons]}
-                for r in self.rejected
-            ],
-            "notes": list(self.notes),
         }

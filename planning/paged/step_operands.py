@@ -1,0 +1,42 @@
+"""The operands of a step over a cache's pages: tokens of all sequences along one axis, and the specs of each."""
+
+from __future__ import annotations
+
+from jax.sharding import PartitionSpec
+
+from ...sharding import Operand, OperandTable, axes_at
+from ..cache.cache_fields import axis_names
+from ..cache.cache_plan import CachePlan
+
+__all__ = ["RESULTS_OF_STEPS", "STEP_OPERANDS", "step_spec", "token_specs"]
+
+STEP_OPERANDS = OperandTable(
+    Operand("query", ("tokens", "heads", "head_dim"), gradient=False, inside_dtype="runtime"),
+    Operand("key", ("tokens", "kv_heads", "head_dim"), dtype="stored", gradient=False),
+    Operand("value", ("tokens", "kv_heads", "value_dim"), dtype="stored", gradient=False),
+    Operand("key_scale", ("tokens", "kv_heads"), gradient=False),
+    Operand("value_scale", ("tokens", "kv_heads"), gradient=False),
+    Operand("softmax_aux", ("heads",), gradient=False, feature="sinks"),
+)
+RESULTS_OF_STEPS = (
+    Operand("output", ("tokens", "heads", "value_dim"), gradient=False, inside_dtype="runtime"),
+    Operand("lse", ("tokens", "heads"), gradient=False, inside_dtype="float32"),
+)
+
+
+def step_spec(cache: CachePlan, dims: tuple[str, ...]) -> PartitionSpec:
+    """The spec of an array over these dims, from the specs of a cache's plan.
+
+    Heads of key and value arrive unrepeated, so they are split only if they needn't be repeated.
+    """
+    pages = cache.pages_array.fitted.spec
+    split, heads = (axes_at(pages, index) or None for index in (0, cache.heads_at))
+    along = axis_names(cache.cache.page_sequence_axis)
+    tokens = tuple(name for name in split or () if name not in along) or None
+    axes = {"tokens": tokens, "heads": heads, "kv_heads": heads if cache.kv_repeat == 1 else None}
+    return PartitionSpec(*map(axes.get, dims))
+
+
+def token_specs(cache: CachePlan) -> tuple[PartitionSpec, PartitionSpec]:
+    """(spec of query and output, spec of key and value), [tokens, heads, dim]."""
+    return step_spec(cache, STEP_OPERANDS["query"].dims), step_spec(cache, STEP_OPERANDS["key"].dims)

@@ -1,0 +1,86 @@
+"""STEPS: how steps whose keys lie in a cache's pages are planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from ...sharding import FittedSpec, TensorShape, fit_tensor
+from ..capability import Reason
+from ..notes import note
+from ..operation import PlannedOperation
+from ..planner import Planner
+from ..policy import Policy
+from ..tuning import Tuning
+from .paged_plan import PagedPlan, StepPlacement
+from .paged_problem import PagedProblem
+from .step_operands import RESULTS_OF_STEPS, STEP_OPERANDS, step_spec
+from .step_tuning import step_key
+
+__all__ = ["STEPS"]
+
+
+class _Steps(Planner[PagedProblem, StepPlacement]):
+    plan: ClassVar[type[Any]] = PagedPlan
+
+    def placements(
+        self, operation: type[PlannedOperation], problem: PagedProblem, policy: Policy
+    ) -> Callable[[str], StepPlacement]:
+        del operation, policy
+        placement = StepPlacement(_tensors(problem))
+        return lambda _: placement
+
+    def reasons(
+        self,
+        operation: type[PlannedOperation],
+        method: str,
+        problem: PagedProblem,
+        placement: StepPlacement,
+        policy: Policy,
+    ) -> tuple[Reason, ...]:
+        del placement, policy
+        which: Any = operation
+        return which.reasons_against(method, problem)
+
+    def notes(
+        self,
+        operation: type[PlannedOperation],
+        problem: PagedProblem,
+        policy: Policy,
+        placement: StepPlacement,
+        method: str,
+    ) -> tuple[str, ...]:
+        del operation, policy, placement, method
+        if not (size := problem.joined_bytes):
+            return ()
+        n = problem.sequence_shards
+        return (note("paged.merged", axes=problem.sequence_axes, size=size, sent=2 * size * (n - 1) // n),)
+
+    def tune_key(self, method: str, problem: PagedProblem, placement: StepPlacement) -> dict[str, Any]:
+        del placement
+        return step_key(method, problem)
+
+    def search(
+        self, operation: type[PlannedOperation], method: str, problem: PagedProblem, placement: StepPlacement
+    ) -> Tuning:
+        del operation, method, problem, placement
+        why = "tuning='tune' doesn't search for a step, because a plan doesn't know its lengths; `attnops tune` does"
+        return Tuning("heuristic", why, {})
+
+
+def _tensors(problem: PagedProblem) -> tuple[FittedSpec, ...]:
+    """Where a step's arrays and results are, by the table of its operands."""
+    found = []
+    rows = [(row, problem.tensor(row.name)) for row in (*STEP_OPERANDS, *RESULTS_OF_STEPS)]
+    for row, tensor in rows:
+        if tensor is None:
+            continue
+        shape, itemsize = tensor
+        dims = row.dims[: len(shape)]
+        found.append(
+            fit_tensor(row.name, step_spec(problem.cache, dims), TensorShape(shape, itemsize), dims, problem.mesh)
+        )
+    return tuple(found)
+
+
+STEPS = _Steps()
