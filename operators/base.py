@@ -13,10 +13,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, get_abstract_mesh
 
-from ..errors import FallbackWarning, MaskWarning, ShardingWarning
+from ..errors import MaskWarning, ShardingWarning
 from ..planning import Plan, plan
 from ..planning.call_arguments import CallArguments, CallArray
 from ..planning.calls import CALLS
@@ -32,14 +31,15 @@ from .arrays import Arrays
 from .bounded_cache import BoundedCache
 from .call_devices import explain_devices
 from .call_values import checked_values
-from .declared import DeclaredOperation
-from .describe import describe, varying_axes
+from .declared import DeclaredOperation, signature
+from .describe import describe
+from .execute import execute
+from .local import LocalOutput
 from .mapped_batch import explain_mapped_rows, mapped_note, unsplit_batch_axes, watch_mapped
 from .mask_notes import causal_by_default, hides_later_keys, value_notes
 from .output import AttentionOutput
 from .placement_notes import moved_notes
 from .program import Program, attention
-from .runnable import check_runnable
 
 __all__ = ["Operation"]
 
@@ -58,7 +58,6 @@ class _Prepared(NamedTuple):
 _prepared: BoundedCache[_Prepared] = BoundedCache(1024)
 _told: BoundedCache[bool] = BoundedCache(1024)  # operations and axes of which a warning was given
 _wide = operator.attrgetter("jax_enable_x64")  # includes what a context manager has set; missing from jax's types
-_array_types: set[type] = set()  # those seen so far; isinstance of jax.Array is slow
 
 
 class Operation(DeclaredOperation):
@@ -99,7 +98,7 @@ class Operation(DeclaredOperation):
             _wide(jax.config),
             kept_here(),
             *arrays.given,
-            *map(_signature, given),
+            *map(signature, given),
             None if mesh is None else tuple(map(_place, given)),
         )
         found = _prepared.find(asked)
@@ -151,38 +150,30 @@ class Operation(DeclaredOperation):
         return decided if mesh is None else replace(decided, mesh=mesh)
 
     def _prepare(self, arrays: Arrays, options: Options, mesh: AnyMesh | None) -> _Prepared:
-        decided = self._plan(arrays, options, mesh).require()
-        if decided.kind == "fallback" and decided.policy.fallback == "warn":
-            _warn(decided)
+        decided = self._ready(self._plan(arrays, options, mesh), arrays, mesh)
         unintended = unintended_repeats(decided.placement.repeated, self.metadata.partition_axis)
         if unintended:
             _warn_of_repeats(self.name, unintended)
         problem = decided.problem
         if causal_by_default(options, self.metadata.causal) and hides_later_keys(problem, arrays.mask_leaves[0]):
             _warn_of_causal(self.name, tuple(arrays.mask_leaves[0].shape))
-        check_runnable(jax.tree.leaves(arrays), mesh, problem.devices, problem.platform, problem.platform_source)
-        program = Program(self, decided, mesh, options, default_causal=self.metadata.causal)
+        program = Program(self, decided, mesh, options)
         notes = moved_notes(decided, arrays, mesh)
         if notes:
             decided = replace(decided, notes=(*decided.notes, *notes))
         devices = mesh if isinstance(mesh, Mesh) else None
         return _Prepared(decided, program, devices, unsplit_batch_axes(decided))
 
+    def run_program(self, program: Program, arrays: Arrays) -> LocalOutput:
+        """Run a planned call; traceable."""
+        decided: Any = program.plan
+        return execute(self, decided, program.mesh, program.options, arrays)  # type: ignore[arg-type]
+
     def _watched(self, decided: Plan, arrays: Arrays, axes: tuple[MeshAxis, ...]) -> tuple[Plan, Arrays]:
         """A traced call's plan with a note of what jax.vmap maps, and its arrays, which warn if that isn't split over `axes`."""
         query, mapped = watch_mapped(arrays.query, self.name, axes)
         note = mapped_note(decided.problem, axes, mapped)
         return replace(decided, notes=(*decided.notes, note)) if note else decided, arrays.changed(query=query)
-
-
-@functools.lru_cache(maxsize=1024)  # once; a warning turned into an error is raised each time
-def _warn(decided: Plan) -> None:
-    warnings.warn(
-        f"{decided.implementation} runs instead of the platform's own method.\n{decided.refusal()}\n"
-        "Declare fallback='allow' to accept this, fallback='error' to forbid it.",
-        FallbackWarning,
-        stacklevel=4,
-    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -206,18 +197,6 @@ def _warn_of_repeats(name: str, repeated: tuple[RepeatedAxis, ...]) -> None:
         stacklevel=4,
     )
     _told.put(key, True)
-
-
-def _signature(x: Any) -> Any:
-    """What planning reads of an array: shape and dtype; inside shard_map also the axes over which it varies."""
-    if type(x) in _array_types:
-        return x.shape, x.dtype
-    if isinstance(x, jax.core.Tracer):
-        return x.shape, x.dtype, varying_axes(x)
-    if isinstance(x, jax.Array | np.ndarray):
-        _array_types.add(type(x))
-        return x.shape, x.dtype
-    return type(x)  # will be refused, so never cached
 
 
 def _place(x: Any) -> Any:

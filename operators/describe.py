@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from ..compat import varies_over
 from ..errors import InputError
 from ..masks import Mask
 from ..planning import AttentionProblem, PlannedOperation
@@ -32,6 +31,7 @@ from ..sharding.mesh import AnyMesh
 from .arguments import Options, bound_mask, join_mask
 from .arrays import Arrays, shaped
 from .block_choices import block_notes, choice_shape, is_choice, with_query_heads
+from .declared import varying_axes
 from .declared_config import declared_config
 from .dtype_notes import width_notes
 from .mask_notes import causal_by_default, default_notes, dense_notes
@@ -48,7 +48,7 @@ from .shapes import (
     with_segments,
 )
 
-__all__ = ["describe", "packed", "varying_axes"]
+__all__ = ["describe", "packed"]
 
 
 def describe(
@@ -200,11 +200,6 @@ def _operands(
         spec = resolve_spec(metadata.partition_axis, operand.split_dims(layout), mode) if own else None
         found.append(OperandShape(operand, tuple(array.shape), array.dtype.name, spec))
     return tuple(found)
-
-
-def varying_axes(x: object) -> frozenset[str]:
-    """Manual mesh axes over which a traced array is known to vary; nonempty only inside a shard_map with check_vma=True."""
-    return varies_over(x) if isinstance(x, jax.core.Tracer) else frozenset()
 
 
 def packed(arrays: Arrays, layout: str) -> Arrays:

@@ -7,7 +7,6 @@ build the mask with the shard's own global offset.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from ..sharding.mesh import AnyMesh
 from .arguments import Options, join_mask, run_time_offset
 from .arrays import Arrays
 from .block_choices import is_choice, of_query_heads
+from .declared import DeclaredOperation
 from .describe import packed
 from .kernels.lse import logsumexp
 from .local import LocalCall, LocalOutput, Ring
@@ -38,20 +38,12 @@ _UNROLLED = 8  # steps unrolled by default
 
 
 def execute(
-    method: Callable[[LocalCall], LocalOutput],
-    plan: Plan,
-    mesh: AnyMesh | None,
-    options: Options,
-    arrays: Arrays,
-    *,
-    default_causal: bool,
-    check_vma: bool,
+    operation: DeclaredOperation, plan: Plan, mesh: AnyMesh | None, options: Options, arrays: Arrays
 ) -> LocalOutput:
-    """Run a plan on arrays with its method; traceable. Returns outputs in the caller's layout.
-
-    default_causal: applies if neither the call nor a mask specifies it. check_vma: whether the method can be traced under
-    shard_map's check.
-    """
+    """Run a plan on arrays with its method; traceable. Returns outputs in the caller's layout."""
+    method = operation.forward(plan.method or "", plan.config)
+    check_vma = operation.implementation(plan.method or "", plan.config).check_vma(plan.config)
+    default_causal = operation.metadata.causal  # applies if neither the call nor a mask specifies it
     problem, placement = plan.problem, plan.placement
     operands = _prepare(problem, placement, options, arrays, default_causal, mesh)
     hides_keys = _hides_keys(problem, arrays)

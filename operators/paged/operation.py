@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
 import warnings
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any, ClassVar, Unpack
 import jax
 from jax.sharding import get_abstract_mesh
 
-from ...errors import FallbackWarning, InputError, ShardingWarning
+from ...errors import InputError, ShardingWarning
 from ...masks.int_arrays import known_values
 from ...planning import Reason, plan
 from ...planning.cache.kv_cache import KVCache
@@ -28,17 +27,17 @@ from ...sharding import describe_mesh
 from ...sharding.mesh import AnyMesh
 from ..ambient import ambient_platform
 from ..bounded_cache import BoundedCache
-from ..declared import DeclaredOperation
+from ..declared import DeclaredOperation, signature
 from ..paged_cache.attend import check_longest
 from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.insert import check_step
 from ..paged_cache.join_shards import check_mesh
 from ..paged_cache.state import CacheState, alone
-from ..runnable import check_runnable
+from ..program import Program, attention
 from .describe_step import describe_step
 from .implementations import PAGES_ON_TPU, PAGES_ON_XLA, PagedImplementation
 from .paged_config import PagedConfig
-from .run_step import StepProgram, run_step
+from .run_step import StepInputs, run_step
 from .step_arguments import Step, StepArguments, StepArrays, cache_of, step_of
 from .step_output import StepOutput
 from .step_reasons import step_reasons
@@ -92,7 +91,7 @@ class PagedOperation(DeclaredOperation):
             step,
             kept_here(),
             _wide(jax.config),
-            *map(_signature, (query, key, value, *more)),
+            *map(signature, (query, key, value, *more)),
         )
         decided = _prepared.find(asked)
         if decided is None:
@@ -103,9 +102,9 @@ class PagedOperation(DeclaredOperation):
         own = replace(own, cache=state.cache.part(group, decided.cache.pages))
         check_step(own, 0, batch, tokens, debug=False, writes=decided.problem.update != "none")
         check_longest(batch, step.max_q_len, debug=False)
-        program = StepProgram(self, decided, mesh, step.debug)
         # One layer, so that all layers of a group share a program.
-        output, lse, after = run_step(program, own, batch, query, key, value, more)
+        program = Program(self, decided, mesh, step.debug)
+        output, lse, after = attention(program, StepInputs(own, batch, query, key, value, more))
         return StepOutput(
             output, lse if step.return_lse else None, state.with_layer(layer, after.layers[0]), plan=decided
         )
@@ -178,17 +177,16 @@ class PagedOperation(DeclaredOperation):
         mesh: AnyMesh | None,
         arrays: Any,
     ) -> PagedPlan:
-        decided = self._plan(cache, group, tokens, more, step, mesh, arrays).require()
-        if decided.kind == "fallback" and decided.policy.fallback == "warn":
-            _warn(decided)
+        decided = self._ready(self._plan(cache, group, tokens, more, step, mesh, arrays), arrays, mesh)
         known = named_axes(self.metadata.partition_axis)
         idle = tuple(f"{a.name}={a.size}" for a in decided.cache.idle_axes if a.name not in known)
         if idle:
             _warn_of_idle(self.name, idle)
-        problem = decided.problem
-        devices = math.prod(axis.size for axis in problem.mesh)
-        check_runnable(jax.tree.leaves(arrays), mesh, devices, problem.platform, problem.platform_source)
         return decided
+
+    def run_program(self, program: Program, inputs: StepInputs) -> Any:
+        """Run a planned step; traceable."""
+        return run_step(program, inputs)
 
     # -- what planning uses ------------------------------------------------------------------------------------------
 
@@ -212,10 +210,6 @@ class Paged(PagedOperation):
     forward_native = PAGES_ON_XLA
 
 
-def _signature(x: Any) -> Any:
-    return (x.shape, x.dtype) if hasattr(x, "dtype") else type(x)
-
-
 def _check_pages(decided: PagedPlan, state: CacheState, pages: Any, mesh: AnyMesh | None) -> None:
     """Refuse a state made for a different mesh than the one in force."""
     if mesh is not None and any(axis.kind == "manual" for axis in decided.problem.mesh):
@@ -227,16 +221,6 @@ def _check_pages(decided: PagedPlan, state: CacheState, pages: Any, mesh: AnyMes
             f"the state's pages have shape {pages.key.shape}; on the mesh {describe_mesh(decided.problem.mesh)} they are "
             f"{wanted}: make the state with init(cache, mesh) of the operation's mesh and kv_heads policy."
         )
-
-
-@functools.lru_cache(maxsize=256)
-def _warn(decided: PagedPlan) -> None:
-    warnings.warn(
-        f"{decided.implementation} runs instead of the platform's own method.\n{decided.refusal()}\n"
-        "Declare fallback='allow' to accept this, fallback='error' to forbid it.",
-        FallbackWarning,
-        stacklevel=4,
-    )
 
 
 @functools.lru_cache(maxsize=256)

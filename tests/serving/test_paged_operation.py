@@ -189,8 +189,8 @@ def test_layers_share_a_program_and_a_warm_step_is_not_planned_again() -> None:
         return q, state
 
     text = jax.jit(model).lower(state, BATCH, *tokens()).as_text()
-    assert text.count("func.func private @run_step") == 1
-    assert text.count("call @run_step") == 2
+    assert text.count("func.func private @attention") == 1
+    assert text.count("call @attention") == 2
 
 
 @pytest.mark.parametrize(
