@@ -73,8 +73,9 @@ class PagedFunction(Generic[_Given, _Returned]):
         ):
             raise ConfigError(f"max_length={shown(max_length)}; wanted a number of tokens, or None.")
         known = given(operation, keywords)
-        if told := sorted(known.declaration.call.model_fields_set):
-            raise ConfigError(f"{', '.join(told)}: an argument of each call, not of the declaration; leave it out.")
+        step = known.declaration.step
+        if options := sorted(known.declaration.call.model_fields_set | (step.model_fields_set if step else set())):
+            raise ConfigError(f"{', '.join(options)}: an argument of each call, not of the declaration; leave it out.")
         found: Any = OperationRegistry.get(operation)
         if not issubclass(found, PagedOperation):
             raise ConfigError(f"operation={shown(operation)} has calls and no steps over pages; wanted 'paged'.")

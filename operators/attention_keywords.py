@@ -13,6 +13,7 @@ from ..planning.other_names import other_name
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from ..registry.metadata import METADATA_ARGUMENTS
+from ..registry.step_declaration import STEP_OPTIONS
 from .bounded_cache import BoundedCache
 
 __all__ = ["Given", "given", "is_operation_name"]
@@ -82,18 +83,25 @@ def _types(value: Any) -> Any:
 
 def _named(name: str, keywords: Mapping[str, Any]) -> Given:
     """The declaration that the keywords make; `metadata` among them is a complete OperationMetadata."""
-    config = OperationRegistry.get(name).config
-    fields = [field for field in config.model_fields if field not in _TAGS]
-    parts: dict[str, dict[str, Any]] = {"call": {}, "metadata": {}, "config": {}}
+    operation: Any = OperationRegistry.get(name)
+    fields = [field for field in operation.config.model_fields if field not in _TAGS]
+    # When a step writes its keys is a field of its operation's config too, where it is a default for all layers.
+    of_step = tuple(option for option in STEP_OPTIONS if option not in fields)
+    request, options = ("call", _CALL) if operation.keys_in == "arrays" else ("step", of_step)
+    parts: dict[str, dict[str, Any]] = {request: {}, "metadata": {}, "config": {}}
     for key, value in keywords.items():
         if key == "metadata":
             continue
         # What both the call and the metadata have goes to the call: it applies to every call, even with a Mask object.
-        known = {"call": _CALL, "metadata": METADATA_ARGUMENTS, "config": fields}
+        known = {request: options, "metadata": METADATA_ARGUMENTS, "config": fields}
         part = next((part for part, names in known.items() if key in names), None)
         if part is None:
-            every = sorted({*_CALL, *METADATA_ARGUMENTS, *fields, "metadata"})
-            groups = {"of the call": _CALL, "of the metadata": METADATA_ARGUMENTS, "of the operation's config": fields}
+            every = sorted({*options, *METADATA_ARGUMENTS, *fields, "metadata"})
+            groups = {
+                f"of the {request}": options,
+                "of the metadata": METADATA_ARGUMENTS,
+                "of the operation's config": fields,
+            }
             wanted = "; ".join(f"{whose}: {', '.join(sorted(names))}" for whose, names in groups.items() if names)
             raise InputTypeError(
                 f"{shown(key)} is not an argument of Attention({name!r}, ...)."
@@ -101,7 +109,8 @@ def _named(name: str, keywords: Mapping[str, Any]) -> Given:
             )
         parts[part][key] = value
     metadata = _metadata(name, parts["metadata"], parts["config"], keywords.get("metadata"))
-    declaration = Declaration.from_dict({"operation": name, "call": parts["call"]}, f"Attention({name!r}, ...)")
+    declared = {request: parts[request]} if parts[request] else {}
+    declaration = Declaration.from_dict({"operation": name} | declared, f"Attention({name!r}, ...)")
     return Given(declaration.checked(), metadata, frozenset(parts["metadata"]) | _said(keywords.get("metadata")))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from ..errors import ConfigError, shown
 from ..sharding import ATTENTION, OperandTable
@@ -33,6 +33,8 @@ class PlannedOperation:
     config: ClassVar[type[OperationConfig]]
     # The arrays of a call. An operation with arrays of its own adds rows: `operands = ATTENTION.extended(Operand(...))`.
     operands: ClassVar[OperandTable] = ATTENTION
+    # Where a call's keys are: in arrays of the call, or in a cache's pages.
+    keys_in: ClassVar[Literal["arrays", "pages"]] = "arrays"
     # How its calls are planned; base classes set it.
     planner: ClassVar[Planner[Any, Any]]
     # The operation's only strategy for a split sequence; None: as the policy says.

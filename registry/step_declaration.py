@@ -12,7 +12,12 @@ from ..masks.checks import LIMIT
 from ..planning.cache.kv_cache import KVCache
 from ..planning.given import GivenModel
 
-__all__ = ["StepDeclaration"]
+__all__ = ["STEP_OPTIONS", "StepDeclaration"]
+
+STEP_OPTIONS = (
+    "mask", "causal", "sliding_window", "softmax_scale", "logits_soft_cap", "mode", "update", "max_q_len", "return_lse",
+)  # fmt: skip
+"""The static arguments of a step that a declaration holds."""
 
 _Size = Annotated[int, Field(strict=True, ge=1, le=LIMIT)]
 _Count = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
@@ -27,7 +32,9 @@ class StepDeclaration(GivenModel):
 
     model_config = ConfigDict(title="step")
 
-    q_heads: _Size
+    q_heads: Annotated[_Size | None, Field(description="Heads of the query; a file that is planned declares them.")] = (
+        None
+    )
     layer: Annotated[_Count, Field(description="Layer of the cache; layers of one group are alike.")] = 0
     sequences: Annotated[
         _Size | None,
@@ -88,8 +95,7 @@ class StepDeclaration(GivenModel):
 
     def options(self) -> dict[str, Any]:
         """The arguments of the operation's call other than arrays."""
-        names = ("mask", "causal", "sliding_window", "softmax_scale", "logits_soft_cap", "mode", "update", "max_q_len")
-        return {name: getattr(self, name) for name in names} | {"return_lse": self.return_lse}
+        return {name: getattr(self, name) for name in STEP_OPTIONS}
 
 
 def _each(value: int | tuple[int, ...], count: int) -> tuple[int, ...]:

@@ -54,6 +54,8 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
         )
     if step is None:
         raise ConfigError(f"operation {declaration.operation!r} has steps, but the file declares none; declare `step`.")
+    if step.q_heads is None:
+        raise ConfigError("step.q_heads missing; declare the number of the query's heads.")
     plan = plan.groups[step.group(cache)]
     rows = step.rows(cache)
     each = plan.local_sequences

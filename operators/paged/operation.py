@@ -52,6 +52,7 @@ _prepared: BoundedCache[PagedPlan] = BoundedCache(512)  # for all operations: eq
 class PagedOperation(DeclaredOperation):
     """Base class of operations over the pages of a declared KV cache. `Operation(metadata)(query, key, value, ...)` runs one."""
 
+    keys_in = "pages"
     planner = STEPS
     operands = STEP_OPERANDS
     # The page layout that other libraries' names for it stand for.

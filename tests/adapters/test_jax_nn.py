@@ -245,7 +245,11 @@ def test_a_disabled_file_is_jaxs_own() -> None:
         ({"implementation": "vanila"}, UnknownNameError, "'vanila' is not registered.*Did you mean 'vanilla'"),
         ({"implementation": "nowhere.json"}, ConfigError, "nowhere.json: No such file"),
         ({"implementation": 3}, ConfigError, "got an int; wanted an object"),
-        ({"implementation": "paged"}, ConfigError, "'paged' has steps over a cache's pages and no calls"),
+        (
+            {"implementation": "paged"},
+            InputTypeError,
+            "'paged' attends to a cache's pages, and the call has no state, layer, batch",
+        ),
         ({"mask": np.ones((5, 7))}, InputTypeError, "mask is float64; wanted bool.*to add to the logits, pass bias"),
         (
             {"mask": np.ones((3, 7), bool)},

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnops import Attention, ConfigError
+from attnops import Attention, ConfigError, InputTypeError, KVCache, OperationRegistry
 from attnops.cli.run_step import _compare_lse
+from attnops.operators.paged.declared_step import declared_step
+from attnops.operators.paged_cache import RaggedBatch, init
 
 FILE: dict[str, Any] = {
     "operation": "paged",
@@ -268,6 +270,42 @@ def test_sizes_of_a_step_are_searched_for_a_tpu(
     assert "the static clock knows only the TPU kernels" in refused.err
 
 
-def test_a_file_with_a_step_is_no_attention_that_a_model_calls() -> None:
-    with pytest.raises(ConfigError, match="has steps over a cache's pages and no calls"):
-        Attention(FILE)
+def test_a_file_with_a_step_is_an_attention_that_a_model_calls() -> None:
+    """Its step's options apply, its cache is the one that a state must be of, and a call without a state is refused."""
+    attend = Attention(FILE)
+    step, cache = attend.declaration.step, attend.declaration.cache
+    assert step is not None
+    assert cache is not None
+    drawn = declared_step(attend.declaration, cache.plan(), "before")
+    arrays = drawn.draw(0)
+    tokens = arrays["query"], arrays["key"], arrays["value"]
+    call: dict[str, Any] = {"state": init(cache), "layer": 0, "batch": drawn.batch}
+    options = {name: value for name, value in step.options().items() if value is not None}
+    out = attend(*tokens, softmax_aux=arrays["sinks"], **call)
+    want = attend.operation(*tokens, softmax_aux=arrays["sinks"], **call, **options)
+    np.testing.assert_array_equal(out.attention_outputs, want.attention_outputs)
+    assert attend.plans == (out.plan,)
+    assert attend.plan(*tokens, layer=0).problem.mask == out.plan.problem.mask
+    assert Attention(json.loads(attend.declared().to_json())) == attend
+    with pytest.raises(InputTypeError, match="no state, layer, batch"):
+        attend(*tokens)
+    other = KVCache.from_dict(cache.to_dict() | {"max_sequences": cache.max_sequences + 1})
+    with pytest.raises(ConfigError, match="isn't the one that the file declares"):
+        attend(*tokens, **call | {"state": init(other)})
+    with pytest.raises(ConfigError, match="softmax_scale: the declaration says"):
+        Attention("paged", softmax_scale=0.5)(*tokens, softmax_scale=0.25, **call)
+
+
+def test_an_attention_over_pages_by_keywords() -> None:
+    cache = KVCache(
+        layers=1, kv_heads=2, head_dim=16, dtype="float32", page_size=4, pages=16, max_sequences=4, max_length=32
+    )
+    batch = RaggedBatch.make(cache.plan(), cu_q_lens=[0, 6, 7], kv_lens=[6, 9], page_table=[[5, 2], [3, 4, 1]])
+    random = np.random.default_rng(0)
+    tokens = [random.standard_normal((8, heads, 16)).astype(np.float32) for heads in (4, 2, 2)]
+    attend = Attention("paged", sliding_window=(3, 0), pages_per_block=2, fallback="allow")
+    out = attend(*tokens, state=init(cache), layer=0, batch=batch)
+    want = OperationRegistry.create("paged")(*tokens, state=init(cache), layer=0, batch=batch, sliding_window=(3, 0))
+    np.testing.assert_allclose(out.attention_outputs, want.attention_outputs, atol=1e-6)
+    assert out.plan.config.pages_per_block == 2
+    assert "sliding_window" in out.plan.problem.features

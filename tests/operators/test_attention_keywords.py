@@ -132,7 +132,7 @@ def test_no_keyword_has_two_meanings(name: str) -> None:
     [
         ("splsh", {}, UnknownNameError, "'splsh' is not registered.*Did you mean 'splash'"),
         ("x" * 5000, {}, ConfigError, "File name too long"),
-        ("paged", {}, ConfigError, "'paged' has steps over a cache's pages and no calls"),
+        ("paged", {"dropout_prob": 0.5, "bias": 1}, InputTypeError, r"'bias' is not an argument of Attention\('paged'"),
         (
             "splash",
             {"blck_q": 2},
