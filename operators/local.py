@@ -13,7 +13,7 @@ from ..pytree_export import exported_tuple
 from .dequantise import dequantised
 from .local_mask import Dropout, LocalMask
 
-__all__ = ["LocalCall", "LocalOutput", "Ring", "by_row"]
+__all__ = ["LocalCall", "LocalOutput", "Ring"]
 
 
 @exported_tuple
@@ -112,8 +112,3 @@ class LocalCall:
         assert key is not None
         assert value is not None
         return replace(self, key=key, value=value, key_scale=key_scale, value_scale=value_scale)
-
-
-def by_row(x: jax.Array, layout: str) -> jax.Array:
-    """A number per row, [batch, heads, q], reshaped to multiply an output in the layout."""
-    return (x if layout == "bhtd" else x.swapaxes(1, 2))[..., None]

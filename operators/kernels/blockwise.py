@@ -21,10 +21,11 @@ from jax import lax
 
 from ...symbolic import surely
 from ..local_mask import Dropout, LocalMask
-from .cpu_tuning import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, held_in_loop
+from .cpu_tuning import as_bits, compute_dtype, exp2, from_bits, held_in_loop
 from .decode import Pieces, decode_forward
 from .decode_rows import decode_rows_forward
 from .derivatives import twice_forward_only
+from .lse import LN2, LOG2E, divisor_and_lse, subtracted
 from .operands import Operands, StaticPart, Traced, join_static
 from .part import LSE_NAME, OUTPUT_NAME, differentiable
 from .primitives import cut, cut_along, dot, fold, loop, put, row_dots, split_index, summed, where
@@ -412,8 +413,7 @@ def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tu
                 tile = work.tile(at, kv_block)
                 x, factor, _ = work.logits(q, work.keys(key, at, kv_block), tile, masked)
                 new_peak = jnp.maximum(peak, x.max(axis=-1) * factor)
-                # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
-                shift = where(new_peak != -jnp.inf, new_peak, 0)
+                shift = subtracted(new_peak)
                 p = work.exp2(x * factor - shift[..., None])
                 shrink = jnp.exp2(peak - shift)
                 total = total * shrink + p.sum(axis=-1)
@@ -426,9 +426,7 @@ def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tu
                 *_first_row_sums(work, at.group),
             )
             acc, peak, total = work.each_live(at, of_tile, carry)
-            live = total != 0
-            safe = where(live, total, 1)
-            lse = where(live, peak * LN2 + jnp.log(safe), -jnp.inf)
+            safe, lse = divisor_and_lse(total, peak * LN2)
             return (
                 work.put_queries(outputs[0], acc / safe[..., None], at),
                 work.put_row_values(outputs[1], lse, at),

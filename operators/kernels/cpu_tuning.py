@@ -5,7 +5,6 @@ On other platforms each function is the identity or the plain operation.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -17,8 +16,6 @@ from numpy.polynomial import chebyshev
 from .precision import exact
 
 __all__ = [
-    "LN2",
-    "LOG2E",
     "as_bits",
     "compute_dtype",
     "exp2",
@@ -28,9 +25,6 @@ __all__ = [
     "product",
     "widened",
 ]
-
-LOG2E = 1.0 / math.log(2.0)
-LN2 = math.log(2.0)
 
 
 def compute_dtype(dtype: np.dtype, softmax_dtype: np.dtype, platform: str) -> np.dtype:

@@ -7,10 +7,11 @@ from dataclasses import replace
 import jax
 
 from ...masks import Mask
+from ..kernels.lse import merge_parts
 from ..kernels.operands import Operands
 from ..kernels.part import PartKernel
 from ..local import LocalCall, Ring
-from .ring import ring_attention, with_sinks
+from .ring import ring_attention
 from .zigzag import contiguous, zigzag
 
 __all__ = ["around_the_ring"]
@@ -29,7 +30,7 @@ def around_the_ring(
     output, lse = ring_attention(kernel, ring, Operands(query, key, value, None, None), mask, call.dropout)
     if ring.zigzag:
         output, lse = contiguous(output, ring, rows), contiguous(lse, ring, 2)
-    return (output, lse) if call.sinks is None else with_sinks(output, lse, call.sinks, kernel.layout)
+    return (output, lse) if call.sinks is None else merge_parts([(output, lse)], kernel.layout, call.sinks)
 
 
 def _rows_in_zigzag(mask: Mask, ring: Ring) -> Mask:

@@ -13,6 +13,7 @@ from ...dequantise import dequantised, quantised_gradients
 from ...local_mask import Dropout, LocalMask
 from ..block_words import block_words
 from ..blockwise import Blocking, bias_gradient
+from ..lse import LOG2E, merge_stacked
 from ..operands import Operands, StaticPart, Traced, join_static
 from ..part import LSE_NAME, OUTPUT_NAME, differentiable
 from ..seen_keys import Seen, seen_keys
@@ -21,7 +22,7 @@ from .backward import KeyGradients, QueryGradient
 from .forward import ForwardKernel
 from .fp8 import as_bits
 from .sizes import FlashSizes, PassSizes
-from .tile import LOG2E, Logits, Words, add_arrays, add_seen
+from .tile import Logits, Words, add_arrays
 from .visits import Visits, visits
 
 __all__ = ["FlashPart", "flash_attention"]
@@ -200,7 +201,9 @@ class FlashPart:
         output, lse = _first(made["output"], tuple(shape)), _first(made["lse"], tuple(parts))
         if splits == 1:
             return output, lse
-        return _joined(output, lse, splits, self.layout, query.dtype)
+        output, lse = (x.reshape(splits, batch, *x.shape[1:]) for x in (output, lse))
+        output, lse = merge_stacked(output, lse, self.layout)
+        return output.astype(query.dtype), lse
 
     def _attend_folded(
         self, static_part: StaticPart, operands: Operands, traced: Traced
@@ -258,19 +261,6 @@ def _folded(x: jax.Array, dims: tuple[str, ...], kv_heads: int, group: int, q_le
     return jnp.tile(x, (1, group)) if "q" in dims else x
 
 
-def _joined(output: jax.Array, lse: jax.Array, splits: int, layout: str, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """The parts [splits * batch, ...] merged by their lse."""
-    output, lse = (x.reshape(splits, -1, *x.shape[1:]) for x in (output, lse))
-    peak = lse.max(0)
-    weight = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0.0, peak)[None])
-    total = weight.sum(0)
-    safe = jnp.where(total == 0, 1.0, total)
-    share = weight / safe[None]
-    rows = share.swapaxes(2, 3) if layout == "bthd" else share
-    joined = (output * rows[..., None]).sum(0).astype(dtype)
-    return joined, jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
-
-
 def _arrays(
     part: FlashPart,
     sizes: PassSizes,
@@ -288,9 +278,7 @@ def _arrays(
     for name, scale in (("key_scale", operands.key_scale), ("value_scale", operands.value_scale)):
         if scale is not None:
             arrays.row_numbers(name, scale.astype(jnp.float32), sizes.block_kv)
-    if seen is not None:
-        add_seen(arrays, seen)
-    add_arrays(arrays, mask, words, operands.bias, dropout)
+    add_arrays(arrays, mask, words, operands.bias, dropout, seen)
     return arrays
 
 

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ..lse import LN2, LOG2E
 from .arrays import Along, Arrays
 from .fp8 import from_bits
 from .sizes import Steps, dim_parts
-from .tile import LN2, LOG2E, Logits, Tile, product, seen_rows, zeroing
+from .tile import Logits, Tile, product, seen_rows, zeroing
 from .visits import Visits
 
 __all__ = ["ForwardKernel"]

@@ -28,7 +28,7 @@ from .key_sums import add_key_sums
 from .mapped import mapped_pass
 from .schedule import tile_schedule
 from .schedule_rules import broken_rule
-from .tile import Logits, add_seen, add_to_frame
+from .tile import Logits, add_to_frame
 
 __all__ = ["SplashPart", "splash_attention"]
 
@@ -120,7 +120,7 @@ class SplashPart:
         return _of_quantised(operands, run(_dequantised(operands), traced, output, lse, d_output, d_lse))
 
     def _static(self, static_part: StaticPart) -> _SplashStatic:
-        logits = Logits(self.scale, self.soft_cap, self.blocks.use_base2_exp, static_part)
+        logits = Logits(self.scale, self.soft_cap, static_part, self.blocks.use_base2_exp)
         return _SplashStatic(logits, self.blocks, self.platform, self.interpret, self.tokens_first)
 
 
@@ -174,16 +174,14 @@ class _KernelPass:
         )
         self.dim, self.value_dim = operands.query.shape[-1], operands.value.shape[-1]
         words = block_words(mask, block_q, block_kv, self.q_padded, tables)
-        add_to_frame(frame, logits, mask, words, operands.bias, dropout)
+        seen = seen_keys(mask, kv_heads, operands.of_keys)
+        add_to_frame(frame, mask, words, operands.bias, dropout, seen)
         layouts = (blocks.q_layout, blocks.k_layout, blocks.v_layout)
         self.queries("query", operands.query, layouts[0])
         for name, x, layout in zip(("key", "value"), operands[1:3], layouts[1:], strict=True):
             x = _rows_padded(x, self.kv_padded)
             array = x.swapaxes(-1, -2) if layout == "seq_minor" else x
             frame.inputs[name] = Input(array, frame.key_block(x.shape[-1], layout), "kv")
-        seen = seen_keys(mask, kv_heads, operands.of_keys)
-        if seen is not None:
-            add_seen(frame, seen)
         for name, scale in (("key_scale", operands.key_scale), ("value_scale", operands.value_scale)):
             if scale is not None:
                 rows = _rows_padded(scale[..., None], self.kv_padded).swapaxes(-1, -2)
