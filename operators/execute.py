@@ -23,9 +23,9 @@ from ..sharding.mesh import AnyMesh
 from .arguments import Arrays, Options, join_mask, run_time_offset
 from .block_choices import is_choice, of_query_heads
 from .describe import packed
+from .kernels.local_mask import Dropout, LocalMask, dropout_seed
 from .kernels.lse import logsumexp
 from .local import LocalCall, LocalOutput, Ring
-from .local_mask import Dropout, LocalMask, dropout_seed
 from .sequence.gather import bring_together, split_output
 from .sequence.manual import share_of_heads, whole_leaves, without_manual
 from .sequence.split_kv import merged_over_devices

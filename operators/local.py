@@ -10,8 +10,8 @@ import numpy as np
 
 from ..planning import AttentionProblem, OperationConfig, Placement, Route
 from ..pytree_export import exported_tuple
-from .dequantise import dequantised
-from .local_mask import Dropout, LocalMask
+from .kernels.dequantise import dequantised
+from .kernels.local_mask import Dropout, LocalMask
 
 __all__ = ["LocalCall", "LocalOutput", "Ring"]
 

@@ -20,20 +20,19 @@ import numpy as np
 from jax import lax
 
 from ...symbolic import surely
-from ..local_mask import Dropout, LocalMask
 from .cpu_tuning import as_bits, compute_dtype, exp2, from_bits, held_in_loop
 from .decode import Pieces, decode_forward
 from .decode_rows import decode_rows_forward
 from .derivatives import twice_forward_only
 from .lse import LN2, LOG2E, divisor_and_lse, subtracted
 from .operands import Operands, StaticPart, Traced, join_static
-from .part import LSE_NAME, OUTPUT_NAME, differentiable
+from .part import LSE_NAME, OUTPUT_NAME
 from .primitives import cut, cut_along, dot, fold, loop, put, row_dots, split_index, summed, where
 from .seen_keys import seen_keys
 from .tiles import TilePosition, TileSource, is_arithmetic, tile_table
 from .varying import vary, varying
 
-__all__ = ["Blocking", "BlockwisePart", "bias_gradient", "blockwise_attention"]
+__all__ = ["Blocking", "BlockwisePart", "bias_gradient"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class Blocking:
 
 
 @dataclass(frozen=True)
-class _BlockwiseStatic:
-    """Everything known at trace time."""
+class _Ways:
+    """How blockwise attention is computed."""
 
     layout: str
     scale: float
@@ -56,47 +55,23 @@ class _BlockwiseStatic:
     platform: str
     forward: Blocking | Pieces
     backward: Blocking
-    static_part: StaticPart
-
-
-def blockwise_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    layout: str,
-    scale: float,
-    mask: LocalMask,
-    bias: jax.Array | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    dropout: Dropout | None,
-    softmax_dtype: np.dtype,
-    platform: str,
-    forward: Blocking | Pieces,
-    backward: Blocking,
-) -> tuple[jax.Array, jax.Array]:
-    """Return (output in the layout, lse [batch, heads, q] in the softmax dtype), both differentiable in reverse.
-
-    Query, key, value in `layout` (bthd or bhtd); bias broadcasts to [batch, heads, q, kv]; sinks [heads]. Fully masked
-    rows give output 0, lse -inf (or that of the sink) and zero gradients.
-    """
-    kernel = BlockwisePart(layout, float(scale), soft_cap, np.dtype(softmax_dtype), platform, forward, backward)
-    operands = Operands(query, key, value, bias, None if sinks is None else sinks.astype(softmax_dtype))
-    return differentiable(kernel, operands, mask, dropout)
 
 
 @dataclass(frozen=True)
-class BlockwisePart:
-    """Blockwise attention as a PartKernel."""
+class _BlockwiseStatic(_Ways):
+    """Everything known at trace time."""
 
-    layout: str
-    scale: float
-    soft_cap: float | None
-    softmax_dtype: np.dtype
-    platform: str
-    forward: Blocking | Pieces
-    backward: Blocking
+    static_part: StaticPart
+
+
+@dataclass(frozen=True)
+class BlockwisePart(_Ways):
+    """Blockwise attention as a PartKernel.
+
+    Query, key, value in `layout` (bthd or bhtd); bias broadcasts to [batch, heads, q, kv]; sinks [heads], in the softmax dtype,
+    as the lse. Fully masked rows give output 0, lse -inf (or that of the sink) and zero gradients.
+    """
+
     title: ClassVar[str] = "vanilla's blockwise path"
 
     @property

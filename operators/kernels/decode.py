@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..local_mask import Dropout, LocalMask
 from .cpu_tuning import (
     compute_dtype,
     exp2,
     few_rows_product,
     product,
 )
+from .local_mask import Dropout, LocalMask
 from .lse import LN2, LOG2E, divisor_and_lse, subtracted
 from .primitives import where
 from .varying import vary, varying

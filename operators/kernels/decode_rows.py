@@ -18,9 +18,9 @@ import numpy as np
 from jax import lax
 
 from ...masks import Full
-from ..local_mask import Dropout, LocalMask
 from .cpu_tuning import as_bits, held_in_loop, widened
 from .derivatives import twice_forward_only
+from .local_mask import Dropout, LocalMask
 from .lse import divisor_and_lse, subtracted
 from .precision import exact
 from .primitives import cut, cut_along, fold, loop, put, where

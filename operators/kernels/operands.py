@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...masks import Mask
-from ..local_mask import Dropout, LocalMask
+from .local_mask import Dropout, LocalMask
 
 __all__ = ["Operands", "StaticPart", "Traced", "join_static", "no_gradients", "split_static"]
 

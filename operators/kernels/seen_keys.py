@@ -19,7 +19,7 @@ from jax import lax
 from ...masks import And, Causal, Full, Mask, SlidingWindow
 from ...masks.seen_keys import certainly_seen
 from ...symbolic import is_symbolic, surely
-from ..local_mask import LocalMask
+from .local_mask import LocalMask
 from .primitives import numbers, shifted, where
 from .tiles import TilePosition, TileSource
 from .varying import vary, varying

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...masks import Full, Mask, Slot
-from ..local_mask import Dropout, LocalMask
 from .answer import Answer
 from .block_words import is_blocks, seen_by_words
+from .local_mask import Dropout, LocalMask
 from .operands import StaticPart
 from .primitives import shifted
 from .seen_keys import Seen

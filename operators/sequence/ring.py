@@ -23,11 +23,11 @@ from jax import lax
 from ...masks import Full
 from ...planning.sequence.split import loop_from
 from ..kernels.default_promotion import wider
+from ..kernels.local_mask import Dropout, LocalMask
 from ..kernels.lse import merge_parts
 from ..kernels.operands import Operands, StaticPart, Traced
 from ..kernels.part import PartKernel, attend_part, differentiable, differentiate_part
 from ..local import Ring
-from ..local_mask import Dropout, LocalMask
 
 __all__ = ["ring_attention"]
 

@@ -12,6 +12,7 @@ from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
 from ..mask_blocks import fitted_block
 from .pass_cost import forward_cost, has_full_tiles, is_short_tile, tile_cost
+from .pass_fields import DQ
 from .scalar_memory import ScalarMemory
 from .sizes import BlockSizes, choose_block, dividing_block
 from .splash_config import LANES, SplashConfig
@@ -106,7 +107,7 @@ def _backward_ways(config: SplashConfig) -> tuple[bool, ...]:
         return (bool(config.use_fused_bwd_kernel),)
     if config.block_kv_dkv_sums is not None:
         return (True,)
-    apart = any(config.is_set(name) for name in ("block_q_dq", "block_kv_dq", "block_kv_dq_compute"))
+    apart = any(config.is_set(name) for name in DQ.sizes)
     return (False,) if apart else (True, False)
 
 

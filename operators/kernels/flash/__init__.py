@@ -1,6 +1,6 @@
 """Flash attention for GPUs in Pallas' Triton flavour, forward and backward; it also runs in Pallas' interpreter."""
 
-from .flash_attention import FlashPart, flash_attention
+from .flash_attention import FlashPart
 from .sizes import FlashSizes, PassSizes, Steps
 
-__all__ = ["FlashPart", "FlashSizes", "PassSizes", "Steps", "flash_attention"]
+__all__ = ["FlashPart", "FlashSizes", "PassSizes", "Steps"]

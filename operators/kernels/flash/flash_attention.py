@@ -1,4 +1,4 @@
-"""flash_attention: the kernels combined, with their gradient."""
+"""FlashPart: the kernels combined, with their gradient."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...dequantise import dequantised, quantised_gradients
-from ...local_mask import Dropout, LocalMask
 from ..block_words import block_words
 from ..blockwise import Blocking, bias_gradient
+from ..dequantise import dequantised, quantised_gradients
+from ..local_mask import Dropout, LocalMask
 from ..lse import LOG2E, merge_stacked
 from ..operands import Operands, StaticPart, Traced, join_static
-from ..part import LSE_NAME, OUTPUT_NAME, differentiable
+from ..part import LSE_NAME, OUTPUT_NAME
 from ..seen_keys import Seen, seen_keys
 from .arrays import KERNELS, Arrays
 from .backward import KeyGradients, QueryGradient
@@ -25,45 +25,18 @@ from .sizes import FlashSizes, PassSizes
 from .tile import Logits, Words, add_arrays
 from .visits import Visits, visits
 
-__all__ = ["FlashPart", "flash_attention"]
+__all__ = ["FlashPart"]
 
 
-def flash_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    layout: str,
-    scale: float,
-    mask: LocalMask,
-    bias: jax.Array | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    key_scale: jax.Array | None,
-    value_scale: jax.Array | None,
-    dropout: Dropout | None,
-    sizes: FlashSizes,
-    residual_checkpoint_name: str | None,
-    platform: str,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Return (output in the layout, lse [batch, heads, q] float32), both differentiable in reverse.
+@dataclass(frozen=True)
+class FlashPart:
+    """These kernels as a PartKernel.
 
     query [batch, q, heads, dim], key [batch, kv, kv_heads, dim], value [batch, kv, kv_heads, value_dim] in bthd, of any
     lengths; bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, unscaled or
     with scales, float32 [batch, kv_heads, kv]; the output has the query's dtype. Fully masked rows give output 0, lse -inf (or
     that of the sink) and zero gradients.
     """
-    kernel = FlashPart(layout, float(scale), soft_cap, sizes, platform, interpret, residual_checkpoint_name)
-    operands = Operands(
-        query, key, value, bias, None if sinks is None else sinks.astype(jnp.float32), key_scale, value_scale
-    )
-    return differentiable(kernel, operands, mask, dropout)
-
-
-@dataclass(frozen=True)
-class FlashPart:
-    """These kernels as a PartKernel."""
 
     layout: str
     scale: float

@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ...local_mask import Dropout, LocalMask
 from ..block_words import BlockWords
+from ..local_mask import Dropout, LocalMask
 from ..lse import LOG2E
 from ..precision import exact
 from ..seen_keys import Seen

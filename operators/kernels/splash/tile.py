@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ....masks import Slot
-from ...local_mask import Dropout, LocalMask
 from ..block_words import BlockWords
+from ..local_mask import Dropout, LocalMask
 from ..lse import LOG2E
 from ..seen_keys import Seen
 from ..tile_mask import TileLogits, TileMask, traced_numbers
