@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt, StrictBool, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from ...errors import shown
+from ...errors import is_whole, shown
 from ...planning import OperationConfig
 
 __all__ = ["FlashAttention2Config"]
@@ -52,7 +52,6 @@ class FlashAttention2Config(OperationConfig):
         if value is None:
             return None
         least, most = (1, 16) if info.field_name in _WARPS else (_LEAST, 1024)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or value & (value - 1) or not least <= value <= most:  # type: ignore[operator]
+        if not is_whole(value, least, most) or value & (value - 1):
             raise ValueError(f"{info.field_name}={shown(value)}; wanted a power of two from {least} to {most}")
         return value
