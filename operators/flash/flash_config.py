@@ -9,11 +9,12 @@ from pydantic_core.core_schema import ValidationInfo
 
 from ...errors import is_whole, shown
 from ...planning import OperationConfig
+from .pass_fields import FIELDS
 
 __all__ = ["FlashAttention2Config"]
 
-_BLOCKS = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-_WARPS = ("num_warps", "num_warps_dkv", "num_warps_dq")
+_BLOCKS = tuple(name for names in FIELDS.values() for name in names[:2])
+_WARPS = tuple(names[2] for names in FIELDS.values())
 _LEAST = 16  # rows of a product on tensor cores
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from ..kernels.flash_sizes import FlashSizes
 from ..local import LocalCall
 from ..sequence.ring_call import attend_call
 from .flash_config import FlashAttention2Config
@@ -14,16 +15,14 @@ __all__ = ["run_flash"]
 
 def run_flash(call: LocalCall, config: FlashAttention2Config) -> tuple[jax.Array, jax.Array]:
     """(output in the call's layout, lse)."""
-    # It imports Pallas, so only where the kernels run.
-    from ..kernels.flash import FlashPart, FlashSizes, PassSizes, Steps
+    from ..kernels.flash import FlashPart  # imports Pallas, so only where the kernels run
 
-    passes = {name: PassSizes(*sizes) for name, sizes in sizes_of(config).items()}
-    steps = Steps(**steps_of(call.problem, config)._asdict())
+    splits, steps = config.kv_splits or 1, steps_of(call.problem, config)
     kernel = FlashPart(
         call.layout,
         float(call.softmax_scale),
         call.logits_soft_cap,
-        FlashSizes(**passes, kv_splits=config.kv_splits or 1, fold=bool(config.fold), steps=steps),
+        FlashSizes(**sizes_of(config), kv_splits=splits, fold=bool(config.fold), steps=steps),
         call.problem.platform,
         config.interpret,
         config.residual_checkpoint_name,

@@ -1,6 +1,5 @@
 """Flash attention for GPUs in Pallas' Triton flavour, forward and backward; it also runs in Pallas' interpreter."""
 
 from .flash_attention import FlashPart
-from .sizes import FlashSizes, PassSizes, Steps
 
-__all__ = ["FlashPart", "FlashSizes", "PassSizes", "Steps"]
+__all__ = ["FlashPart"]

@@ -12,6 +12,7 @@ from jax import lax
 from ..block_words import block_words
 from ..blockwise import Blocking, bias_gradient
 from ..dequantise import dequantised, quantised_gradients
+from ..flash_sizes import FlashSizes, TileSizes
 from ..local_mask import Dropout, LocalMask
 from ..lse import LOG2E, merge_stacked
 from ..operands import Operands, StaticPart, Traced, join_static
@@ -21,7 +22,6 @@ from .arrays import KERNELS, Arrays
 from .backward import KeyGradients, QueryGradient
 from .forward import ForwardKernel
 from .fp8 import as_bits
-from .sizes import FlashSizes, PassSizes
 from .tile import Logits, Words, add_arrays
 from .visits import Visits, visits
 
@@ -236,7 +236,7 @@ def _folded(x: jax.Array, dims: tuple[str, ...], kv_heads: int, group: int, q_le
 
 def _arrays(
     part: FlashPart,
-    sizes: PassSizes,
+    sizes: TileSizes,
     operands: Operands,
     mask: LocalMask,
     words: Words,
@@ -298,7 +298,7 @@ class _Backward:
         made = arrays.run("attnops_flash_dkv", KeyGradients(arrays, *rest), grid)
         return _first(made["d_key"], key.shape), _first(made["d_value"], value.shape)
 
-    def _prepare(self, sizes: PassSizes, slow: str) -> tuple[Arrays, tuple[Any, ...]]:
+    def _prepare(self, sizes: TileSizes, slow: str) -> tuple[Arrays, tuple[Any, ...]]:
         part, operands = self.part, self.operands
         mask, dropout = join_static(self.static_part, self.traced)
         tables = _tables(mask, operands.query.shape[part.layout.index("h")])

@@ -203,9 +203,7 @@ class Tile(TileMask):
     # -- the mask ----------------------------------------------------------------------------------------------------
 
     def _visible(self) -> list[jax.Array]:
-        """The tests that a visible key passes. A select for each instead of one for all: 13 % fewer stalls with packed segments
-        on an A100 at head dim 64, 5 % on an H100, within 3 % elsewhere.
-        """
+        """The tests that a visible key passes. `weigh` selects by one after the other, which makes fewer stalls than by all."""
         seen = self._tests(self.static_part.mask, self._local_rows(), self._global_keys(self._local_keys()))
         if self.keys.beyond:
             seen.append(self._of_keys(self.keys.indices < self.keys.length))
