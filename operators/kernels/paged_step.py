@@ -119,7 +119,7 @@ class Tiles:
         self.dtype = compute_dtype(wide, np.dtype(np.float32), static.platform)
         self.joint_heads = False
         if few_rows is not None and static.platform == "cpu":
-            self.dtype = np.dtype(np.float32)  # products of 3 or 4 rows: bfloat16 ones take 1.5 times as long
+            self.dtype = np.dtype(np.float32)  # products of few rows, of which bfloat16 ones take longer
             few = self.kv_heads <= _JOINT_HEADS and few_rows * operands.query.shape[1] <= _JOINT_ROWS
             self.joint_heads = few and static.layout == "split"
 

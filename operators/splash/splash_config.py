@@ -123,12 +123,12 @@ class SplashConfig(OperationConfig):
             for name in DQ.sizes:
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name}={getattr(self, name)} would be read by nobody: the fused backward has no dq pass"
+                        f"{name}={getattr(self, name)} has no effect: the fused backward has no dq pass; leave it out"
                     )
         if self.use_fused_bwd_kernel is False and self.block_kv_dkv_sums is not None:
             raise ValueError(
-                f"block_kv_dkv_sums={self.block_kv_dkv_sums} would be read by nobody: only the fused backward holds the sums of "
-                "many keys"
+                f"block_kv_dkv_sums={self.block_kv_dkv_sums} has no effect: only the fused backward holds the sums of many keys; "
+                "leave it out"
             )
         if self.kernel == "tokamax" and self.use_fused_bwd_kernel is False:
             raise ValueError(
