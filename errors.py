@@ -7,8 +7,10 @@ that a Python user would expect, so `except ValueError` works. Source: docs/desi
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
-from typing import Any
+from numbers import Integral
+from typing import Any, TypeGuard
 
 __all__ = [
     "AttnOpsError",
@@ -28,6 +30,7 @@ __all__ = [
     "UnknownNameError",
     "a_type",
     "first_line",
+    "is_whole",
     "nearest",
     "shown",
 ]
@@ -132,6 +135,12 @@ def a_type(value: Any) -> str:
         return "None"
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"  # not u: a uint8
+
+
+def is_whole(value: Any, least: float = -math.inf, most: float = math.inf, *, numpy: bool = False) -> TypeGuard[int]:
+    """Whether a user's value is an integer of Python (or of NumPy) from `least` to `most`. A bool is none, nor is a float."""
+    kind: Any = Integral if numpy else int
+    return isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most
 
 
 def first_line(error: BaseException, longest: int = 200) -> str:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import ConfigError, InputError, InputTypeError, a_type, shown
+from ..errors import ConfigError, InputError, InputTypeError, a_type, is_whole, shown
 from ..operators.arrays import is_array
 from ..operators.read_option import read_number
 from ..planning.notes import note
@@ -103,7 +103,7 @@ def window(tokens: Any, causal: bool) -> tuple[int | None, int | None] | None:
     """The last tokens that a query sees, its own included, as distances."""
     if tokens is None:
         return None
-    if isinstance(tokens, bool) or not isinstance(tokens, int | np.integer):
+    if not is_whole(tokens, numpy=True):
         raise InputTypeError(f"sliding_window={shown(tokens)}; wanted a number of tokens, or None.")
     if tokens < 1:
         raise InputError(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, is_whole, shown
 from ..operators.attention_keywords import given, is_operation_name
 from ..operators.paged import PagedOperation
 from ..operators.paged_cache import CacheState, LayerPages
@@ -68,9 +68,7 @@ class PagedFunction(Generic[_Given, _Returned]):
                 f"operation={shown(operation)}; wanted the name of an operation over pages, such as 'paged': the cache and the "
                 "step come with each call."
             )
-        if max_length is not None and (
-            isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1
-        ):
+        if max_length is not None and not is_whole(max_length, 1):
             raise ConfigError(f"max_length={shown(max_length)}; wanted a number of tokens, or None.")
         known = given(operation, keywords)
         step = known.declaration.step

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, InputError, InputTypeError, a_type, shown
+from ..errors import ConfigError, InputError, InputTypeError, a_type, is_whole, shown
 from ..operators.attention import Attention
 from ..operators.attention_keywords import is_operation_name
 from .extra import extra
@@ -177,7 +177,7 @@ def _window(tokens: Any, mask: torch.Tensor | None, causal: bool, keys: int) -> 
     """The window of a call without a mask; a mask already has it, because `register` has transformers make them."""
     if tokens is None or mask is not None:
         return None
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+    if not is_whole(tokens, 1):
         raise InputTypeError(f"sliding_window is {shown(tokens)}; wanted a number of tokens, or None.")
     if causal:
         return tokens - 1, 0  # the query's own token is one of them

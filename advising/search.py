@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import AttnOpsError, ConfigError, shown
+from ..errors import AttnOpsError, ConfigError, is_whole, shown
 from ..planning import Plan
 from ..planning.text import bytes_text
 from ..registry import OperationRegistry
@@ -114,7 +114,7 @@ def _check_axes(held: Mapping[str, int]) -> None:
     if odd is not None:
         raise ConfigError(f"mesh axis {shown(odd)} isn't searched; wanted one of {', '.join(AXES)}.")
     for name, size in held.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not is_whole(size, 1):
             raise ConfigError(f"mesh {name}={shown(size)}; wanted a number of devices, from 1 on.")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..operators import AttentionOutput
-from ..operators.local_mask import Dropout, dropout_seed
+from ..operators.kernels.local_mask import Dropout, dropout_seed
 from ..planning import AttentionProblem, Plan
 from ..verify.closeness import lse_size, output_size, row_error, row_sizes
 from ..verify.reference import Forward, forward

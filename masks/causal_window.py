@@ -1,13 +1,16 @@
-"""causal_window: masks that other libraries' flags, and kernels over pages, express as causality and distances."""
+"""Masks as causality and distances: for other libraries' flags, for kernels over pages, and for bands of keys around a row."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from typing_extensions import TypeIs
 
 from .algebra import Full, Mask
 from .static import Causal, SlidingWindow
 
-__all__ = ["ANY_CAUSAL", "CausalWindow", "causal_window"]
+__all__ = ["ANY_CAUSAL", "CausalWindow", "causal_window", "is_band", "key_bounds"]
 
 
 class CausalWindow(NamedTuple):
@@ -35,14 +38,39 @@ def causal_window(mask: Mask, offset: int | None = None) -> CausalWindow | None:
     for part in mask.conjuncts():
         if isinstance(part, Full):
             continue
-        if isinstance(part, Causal) and part.offset == offset:
-            causal = True
-        elif isinstance(part, SlidingWindow) and part.offset == offset:
-            left, right = _nearer(left, part.left), _nearer(right, part.right)
-        else:
+        if not is_band(part) or part.offset != offset:
             return None
+        if isinstance(part, Causal):
+            causal = True
+        else:
+            left, right = _tighter(min, left, part.left), _tighter(min, right, part.right)
     return CausalWindow(causal, left, right)
 
 
-def _nearer(one: int | None, other: int | None) -> int | None:
-    return other if one is None else one if other is None else min(one, other)
+def is_band(part: Mask) -> TypeIs[Causal | SlidingWindow]:
+    """Whether each row sees only keys that follow one another, at distances that are the same for all."""
+    return isinstance(part, Causal | SlidingWindow)
+
+
+def key_bounds(
+    parts: Iterable[Causal | SlidingWindow],
+    offset: Any,
+    greater: Callable[[Any, Any], Any] = max,
+    smaller: Callable[[Any, Any], Any] = min,
+) -> tuple[Any, Any]:
+    """(least, most): a row sees the keys from row + least to row + most; None without a bound.
+
+    offset: of parts that have none of their own; if it is traced, `greater` and `smaller` compare traced numbers.
+    """
+    least = most = None
+    for part in parts:
+        at = offset if part.offset is None else part.offset
+        left, right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
+        least = _tighter(greater, least, None if left is None else at - left)
+        most = _tighter(smaller, most, None if right is None else at + right)
+    return least, most
+
+
+def _tighter(of: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
+    """The tighter of two bounds; None is none."""
+    return other if one is None else one if other is None else of(one, other)

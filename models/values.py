@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..errors import shown
+from ..errors import is_whole, shown
 from .model_config import ModelConfig
 
 __all__ = ["dtype_name", "flag", "number", "positive", "probability", "whole"]
@@ -22,7 +22,7 @@ def dtype_name(value: Any) -> str:
 def whole(config: ModelConfig, key: str, least: int = 1, most: int = _LIMIT) -> int:
     """An integer from `least` to `most`. Errors: ConfigError."""
     value = config.fields[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    if not is_whole(value, least, most):
         upto = "up" if most == _LIMIT else f"to {most}"
         raise config.error(f"{key}={shown(value)}; wanted a whole number from {least} {upto}.")
     return value

@@ -24,9 +24,9 @@ from .arrays import Arrays
 from .block_choices import is_choice, of_query_heads
 from .declared import DeclaredOperation
 from .describe import packed
+from .kernels.local_mask import Dropout, LocalMask, dropout_seed
 from .kernels.lse import logsumexp
 from .local import LocalCall, LocalOutput, Ring
-from .local_mask import Dropout, LocalMask, dropout_seed
 from .sequence.gather import bring_together, split_output
 from .sequence.manual import share_of_heads, whole_leaves, without_manual
 from .sequence.split_kv import merged_over_devices

@@ -11,10 +11,10 @@ import numpy as np
 
 from ..planning import AttentionProblem, OperationConfig, Placement, Route
 from ..pytree_export import exported_tuple
-from .dequantise import dequantised
-from .local_mask import Dropout, LocalMask
+from .kernels.dequantise import dequantised
+from .kernels.local_mask import Dropout, LocalMask
 
-__all__ = ["LocalCall", "LocalOutput", "Ring", "by_row"]
+__all__ = ["LocalCall", "LocalOutput", "Ring"]
 
 
 @exported_tuple
@@ -115,8 +115,3 @@ class LocalCall:
         assert key is not None
         assert value is not None
         return replace(self, key=key, value=value, key_scale=key_scale, value_scale=value_scale)
-
-
-def by_row(x: jax.Array, layout: str) -> jax.Array:
-    """A number per row, [batch, heads, q], reshaped to multiply an output in the layout."""
-    return (x if layout == "bhtd" else x.swapaxes(1, 2))[..., None]

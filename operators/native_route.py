@@ -31,12 +31,11 @@ class NativeRoute(Route):
 
 
 # For the measurements behind these numbers see docs/native-path.md.
-_PLAIN_ROW_BYTES = (
-    512 << 10
-)  # logits of a batch row so small that one product over the whole batch beats a loop over it,
-_PLAIN_BYTES = 8 << 20  # while those of the batch stay in the cache
-_ONE_TILE = 512  # lengths up to this are one tile,
-_ONE_TILE_BYTES = 8 << 20  # of as many heads as this holds
+# Logits of a batch row so small that one product over the whole batch beats a loop over it, while those of the batch stay in
+# the cache.
+_PLAIN_ROW_BYTES, _PLAIN_BYTES = 512 << 10, 8 << 20
+# Lengths up to this are one tile, of as many heads as these bytes hold.
+_ONE_TILE, _ONE_TILE_BYTES = 512, 8 << 20
 _TILE_CELLS = 1 << 18  # logits of a tile of one head: the fewest that XLA:CPU spreads over its threads
 _ACCELERATOR_CELLS = 1 << 25  # per tile over all heads: 128 MiB in float32
 _RING_BLOCK = 128  # the smallest block in a ring
@@ -48,9 +47,7 @@ _PIECES = 8
 # decode_rows, on a CPU:
 _ROWS_A_HEAD = 16  # query rows of a kv head, up to which they read a key from the cache faster than products copy it
 _CACHE_NUMBERS = 1 << 21  # keys' and values' numbers from which on products, or their copies of keys, leave the caches
-_NUMBERS_A_LOGIT = (
-    32  # bfloat16 numbers of a key for each row that reads it; below, products take less time, where there may be any
-)
+_NUMBERS_A_LOGIT = 32  # bfloat16 numbers of a key for each row that reads it; with fewer, products take less time
 _ROW_NUMBERS = 1 << 17  # those of a batch row that are worth a step of a loop
 _BLOCK_CELLS = 1 << 14  # logits of a block, so that what a block makes stays in the caches
 _LEAST_BLOCK, _MOST_BLOCK = 64, 2048  # keys
@@ -152,9 +149,8 @@ def _blocks(
         # One kv head at a time. Smaller blocks skip more.
         rows = 1024 if isinstance(problem.mask, Full) or group > 1 else 512
         most_q, most_kv, heads = max(8, rows // group), _TILE_CELLS // rows, 1
-        if (
-            placement.sequence.ring_axes
-        ):  # at least two blocks, because a single one isn't skipped where nothing is visible
+        if placement.sequence.ring_axes:
+            # At least two blocks, because a single one isn't skipped where nothing is visible.
             most_q, most_kv = (
                 min(most, max(_RING_BLOCK, math.ceil(length / 2)))
                 for most, length in ((most_q, local.q_len), (most_kv, local.kv_len))

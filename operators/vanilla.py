@@ -15,13 +15,13 @@ from ..planning.notes import note
 from ..planning.text import fields_text
 from ..symbolic import is_symbolic
 from .base import Operation
-from .kernels.blockwise import Blocking, BlockwisePart, blockwise_attention
+from .kernels.blockwise import Blocking, BlockwisePart
 from .kernels.decode import Pieces
 from .kernels.plain import plain_attention
 from .local import LocalCall, LocalOutput
 from .mask_blocks import has_blocks
 from .native_route import NativeRoute, native_block_remarks, native_route
-from .sequence.ring_call import around_the_ring
+from .sequence.ring_call import attend_call
 
 __all__ = ["NATIVE", "NativeAttention", "Vanilla", "VanillaConfig"]
 
@@ -186,34 +186,15 @@ def _whole(call: LocalCall) -> LocalOutput:
 def _in_parts(call: LocalCall, route: NativeRoute) -> LocalOutput:
     sizes = (route.block_q, route.block_kv, route.heads_per_tile, route.block_q_backward, route.block_kv_backward)
     block_q, block_kv, heads, block_q_backward, block_kv_backward = (size or 1 for size in sizes)
-    if call.ring is not None:
-        kernel = BlockwisePart(
-            call.layout,
-            call.softmax_scale,
-            call.logits_soft_cap,
-            np.dtype(call.softmax_dtype),
-            call.problem.platform,
-            forward=Blocking(block_q, block_kv, heads),
-            backward=Blocking(block_q_backward, block_kv_backward, heads),
-        )
-        output, lse = around_the_ring(call, kernel, call.query, call.key, call.value)
-        return LocalOutput(output, None, lse if call.return_lse else None)
-    output, lse = blockwise_attention(
-        call.query,
-        call.key,
-        call.value,
-        layout=call.layout,
-        scale=call.softmax_scale,
-        mask=call.mask,
-        bias=call.bias,
-        soft_cap=call.logits_soft_cap,
-        sinks=call.sinks,
-        dropout=call.dropout,
-        softmax_dtype=call.softmax_dtype,
-        platform=call.problem.platform,
-        forward=Pieces(block_kv, route.name == "decode_rows")
-        if route.name in _FEW_QUERIES
-        else Blocking(block_q, block_kv, heads),
+    blocks = Blocking(block_q, block_kv, heads)
+    kernel = BlockwisePart(
+        call.layout,
+        float(call.softmax_scale),
+        call.logits_soft_cap,
+        np.dtype(call.softmax_dtype),
+        call.problem.platform,
+        forward=Pieces(block_kv, route.name == "decode_rows") if route.name in _FEW_QUERIES else blocks,
         backward=Blocking(block_q_backward, block_kv_backward, heads),
     )
+    output, lse = attend_call(call, kernel, call.query, call.key, call.value)
     return LocalOutput(output, None, lse if call.return_lse else None)

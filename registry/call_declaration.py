@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, is_whole, shown
 from ..masks import Dense, Mask
 from ..masks.checks import LIMIT
 from ..planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS
@@ -113,7 +113,7 @@ class CallDeclaration(GivenModel):
     def _window(cls, value: Any) -> Any:
         sides = value if isinstance(value, list | tuple) else [value]
         right = len(sides) == (2 if isinstance(value, list | tuple) else 1)
-        if not right or not all(side is None or _whole(side, 0) for side in sides):
+        if not right or not all(side is None or is_whole(side, 0, LIMIT) for side in sides):
             raise ValueError(
                 f"call.sliding_window={shown(value)}; wanted a distance, or [left, right] with null for no bound"
             )
@@ -122,7 +122,11 @@ class CallDeclaration(GivenModel):
     @field_validator("kv_lengths", "kv_starts", mode="before")
     @classmethod
     def _lengths(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None or value is True or (isinstance(value, list | tuple) and all(_whole(n, 0) for n in value)):
+        if (
+            value is None
+            or value is True
+            or (isinstance(value, list | tuple) and all(is_whole(n, 0, LIMIT) for n in value))
+        ):
             return value
         what = "lengths" if info.field_name == "kv_lengths" else "starts"
         raise ValueError(
@@ -135,7 +139,7 @@ class CallDeclaration(GivenModel):
         name = info.field_name or ""
         low, high = _SHAPES[name]
         if value is None or (
-            isinstance(value, list | tuple) and low <= len(value) <= high and all(_whole(n, 1) for n in value)
+            isinstance(value, list | tuple) and low <= len(value) <= high and all(is_whole(n, 1, LIMIT) for n in value)
         ):
             return value
         count = f"{low}" if low == high else f"{low} or {high}"
@@ -254,10 +258,6 @@ def call_arguments(call: CallDeclaration, arrays: Mapping[str, Any], *, mode: st
     found = {name: arrays.get(name, options.get(name)) for name in CALL_ARGUMENTS}
     found |= {name: x for name, x in arrays.items() if name in (call.operands or {})}
     return found | {"mask": mask, "mode": call.mode if mode is None else mode}
-
-
-def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LIMIT
 
 
 def _segments(random: np.random.Generator, shape: tuple[int, ...], count: int) -> np.ndarray:

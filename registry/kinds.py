@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from ..errors import ConfigError, nearest, shown
+from ..errors import ConfigError, is_whole, nearest, shown
 from ..names import checked_name
 from ..planning.operation import METHODS
 from ..planning.operation_config import OperationConfig
@@ -182,7 +182,7 @@ def _mesh(name: str, value: Any) -> Mesh | AbstractMesh | None:
         if "axis_names" in value or "axis_sizes" in value:
             return mesh_from_dict(value)
         for axis, size in value.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if not is_whole(size, 1):
                 raise ConfigError(
                     f"{name}: the size of axis {shown(axis)} is {shown(size)}; wanted a positive integer, as in "
                     '{"fsdp": 2, "tp": 4}.'
@@ -220,7 +220,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _block(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+    if not is_whole(value, 1, numpy=True):
         raise ConfigError(f"{name}={shown(value)}; wanted a positive integer.")
     return int(value)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, is_whole, shown
 from ..masks.causal_window import causal_window
 from ..models.model_attention import LayerAttention, ModelAttention, model_attention
 from ..models.model_config import as_dict, read_model_config
@@ -70,7 +70,7 @@ class ModelDeclaration:
         """
         data, name = as_dict(config)
         for argument, size in (("batch", batch), ("q_len", q_len), ("kv_len", kv_len)):
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _LIMIT):
+            if size is not None and not is_whole(size, 1, _LIMIT):
                 raise ConfigError(f"{argument}={shown(size)}; wanted an integer from 1 to 2**31 - 1.")
         if metadata is not None and not isinstance(metadata, Mapping):
             raise ConfigError(f"metadata={shown(metadata)}; wanted a dict of OperationMetadata's fields.")
@@ -114,7 +114,7 @@ class ModelDeclaration:
     def layer(self, number: int) -> LayerDeclaration:
         """The declaration of layer `number`, from 0. Errors: ConfigError for a layer that the model doesn't have."""
         count = len(self.layers)
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+        if not is_whole(number, 0, count - 1):
             raise ConfigError(f"layer {shown(number)}: this {self.family} model has layers 0 to {count - 1}.")
         return self.layers[number]
 

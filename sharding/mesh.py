@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh, get_mesh
 
 from ..compat import abstract_device, platform_of
-from ..errors import ConfigError, ShardingError, nearest, shown
+from ..errors import ConfigError, ShardingError, is_whole, nearest, shown
 from ..names import checked_name
 
 __all__ = [
@@ -207,7 +207,7 @@ def mesh_from_dict(data: Mapping[str, Any]) -> AnyMesh:
         raise ConfigError(f"mesh: axis_names={shown(names)}; wanted distinct, non-empty names.")
     for name in names:
         checked_name(name, "mesh: axis")
-    if not all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sizes):
+    if not all(is_whole(size, 1) for size in sizes):
         raise ConfigError(f"mesh: axis_sizes={shown(sizes)}; wanted positive integers.")
     if not all(isinstance(k, str) and k in _TYPES for k in kinds):
         raise ConfigError(f"mesh: axis_types={shown(kinds)}; wanted {', '.join(_TYPES)}.")
@@ -216,7 +216,7 @@ def mesh_from_dict(data: Mapping[str, Any]) -> AnyMesh:
     if not (kind is None or isinstance(kind, str)):
         raise ConfigError(f"mesh: device_kind={shown(kind)}; wanted a string, as jax.Device.device_kind.")
     checked_name(kind or "", "mesh: device_kind")
-    if not (cores is None or (isinstance(cores, int) and not isinstance(cores, bool) and cores > 0)):
+    if not (cores is None or is_whole(cores, 1)):
         raise ConfigError(f"mesh: num_cores={shown(cores)}; wanted a positive integer.")
     if not isinstance(data.get("abstract", False), bool):
         raise ConfigError(f"mesh: abstract={shown(data['abstract'])}; wanted true or false.")
@@ -251,7 +251,7 @@ def _devices_here(platform: str | None, count: int) -> bool:
 
 def _check_sizes(sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
-        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
+        if not is_whole(size, 1, numpy=True):
             raise ShardingError(f"mesh axis {shown(name)} has size {shown(size)}; wanted a positive integer.")
 
 

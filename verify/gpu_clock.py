@@ -109,7 +109,7 @@ def loop_tiles(
     their own, the mean of so many.
     """
     from ..operators.kernels.flash.visits import visits
-    from ..operators.local_mask import LocalMask
+    from ..operators.kernels.local_mask import LocalMask
 
     if not mask.is_static or query_offset is None:
         live = mask.live_blocks(*block, q_len=q_len, kv_len=kv_len, query_offset=query_offset or 0) > 0

@@ -80,8 +80,8 @@ def tiles_of(
     that have lists of their own if heads see blocks of their own; the tiles are then those of their mean. key_blocks: only the
     first so many blocks of keys.
     """
+    from ..operators.kernels.local_mask import LocalMask
     from ..operators.kernels.splash.schedule import bodies_of_part, run_time_bodies, tile_bodies
-    from ..operators.local_mask import LocalMask
 
     local = LocalMask(mask, 0, q_len, kv_len, query_offset or 0)
     if not mask.is_static or query_offset is None:

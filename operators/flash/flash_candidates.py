@@ -12,14 +12,14 @@ from ...planning import AttentionProblem, Placement
 from ..shipped import ShippedTable
 from .flash_config import FlashAttention2Config
 from .flash_sizes import resolve_flash
+from .pass_fields import FIELDS
 
 __all__ = ["FLASH_SHIPPED", "flash_candidates", "flash_tuned_fields"]
 
-_SIZES = ("block_q", "block_kv", "num_warps", "num_stages")
-_FORWARD = (*_SIZES, "kv_splits")
-_BACKWARD = tuple(f"{size}{suffix}" for suffix in ("_dkv", "_dq") for size in _SIZES)
+_FORWARD = (*FIELDS["forward"], "kv_splits")
+_BACKWARD = FIELDS["dkv"], FIELDS["dq"]
 # Not `kv_splits`: it depends on the number of rows and heads, which a row of the table is for any of.
-FLASH_SHIPPED = ShippedTable(Path(__file__).with_name("shipped.json"), _SIZES)
+FLASH_SHIPPED = ShippedTable(Path(__file__).with_name("shipped.json"), FIELDS["forward"])
 # A size's neighbours: half, the same, twice. Stages: one fewer, the same, one more.
 _FACTORS = (0.5, 1, 2)
 _LEAST = {"block_q": 16, "block_kv": 16, "num_warps": 1, "num_stages": 1, "kv_splits": 1}
@@ -32,7 +32,7 @@ def flash_tuned_fields(
     """The undeclared sizes; none where queries or keys are split, because each device then has different tiles."""
     if placement.q_axes or placement.sequence.strategy == "split_kv":
         return ()
-    names = (*_FORWARD, *_BACKWARD) if problem.mode == "__train__" else _FORWARD
+    names = (*_FORWARD, *itertools.chain(*_BACKWARD)) if problem.mode == "__train__" else _FORWARD
     return tuple(name for name in names if getattr(config, name) is None)
 
 
@@ -41,7 +41,7 @@ def flash_candidates(
 ) -> dict[str, tuple[dict[str, Any], ...]]:
     """'forward', and in mode train 'backward' -> undeclared sizes with values; the default choice comes first."""
     free, chosen = flash_tuned_fields(problem, placement, config), resolve_flash(problem, placement, config)
-    parts: dict[str, list[tuple[str, ...]]] = {"forward": [_FORWARD], "backward": [_BACKWARD[:4], _BACKWARD[4:]]}
+    parts: dict[str, list[tuple[str, ...]]] = {"forward": [_FORWARD], "backward": [*_BACKWARD]}
     found: dict[str, tuple[dict[str, Any], ...]] = {}
     for part, groups in parts.items():
         names = [name for group in groups for name in group if name in free]

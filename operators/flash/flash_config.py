@@ -7,13 +7,14 @@ from typing import Literal
 from pydantic import Field, PositiveInt, StrictBool, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from ...errors import shown
+from ...errors import is_whole, shown
 from ...planning import OperationConfig
+from .pass_fields import FIELDS
 
 __all__ = ["FlashAttention2Config"]
 
-_BLOCKS = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-_WARPS = ("num_warps", "num_warps_dkv", "num_warps_dq")
+_BLOCKS = tuple(name for names in FIELDS.values() for name in names[:2])
+_WARPS = tuple(names[2] for names in FIELDS.values())
 _LEAST = 16  # rows of a product on tensor cores
 
 
@@ -52,7 +53,6 @@ class FlashAttention2Config(OperationConfig):
         if value is None:
             return None
         least, most = (1, 16) if info.field_name in _WARPS else (_LEAST, 1024)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or value & (value - 1) or not least <= value <= most:  # type: ignore[operator]
+        if not is_whole(value, least, most) or value & (value - 1):
             raise ValueError(f"{info.field_name}={shown(value)}; wanted a power of two from {least} to {most}")
         return value

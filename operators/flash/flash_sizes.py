@@ -3,67 +3,52 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from ...devices import gpu_variant, gpu_variants
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
 from ...planning.notes import note
+from ..kernels.flash_sizes import TileSizes, TileSteps
 from ..mask_blocks import fitted_block
 from .flash_config import FlashAttention2Config
+from .pass_fields import FIELDS
 
-__all__ = ["TileSteps", "least_shared_bytes", "resolve_flash", "sizes_of", "steps_note", "steps_of", "unknown_gpu"]
-
-
-class _Sizes(NamedTuple):
-    block_q: int
-    block_kv: int
-    num_warps: int
-    num_stages: int
-
-
-class TileSteps(NamedTuple):
-    """How the forward pass goes through a tile: parts of its keys with a softmax each, products with the values in each part,
-    and sums of weights that a row keeps until the end."""
-
-    softmaxes: int = 1
-    products: int = 1
-    lanes: int = 1
+__all__ = ["least_shared_bytes", "resolve_flash", "sizes_of", "steps_note", "steps_of", "unknown_gpu"]
 
 
 _DIMS = (64, 128, 256)
 # (forward, gradients of key and value, gradient of the query) by the power of two that holds the head dim. Chosen from the
 # compiled programs (docs/gpu.md): few or no spills, then the fewest stalls in the inner loop. Not timed on a GPU.
 _HOPPER = {
-    64: (_Sizes(128, 64, 4, 3), _Sizes(64, 128, 8, 2), _Sizes(128, 64, 4, 3)),
-    128: (_Sizes(128, 128, 8, 2), _Sizes(64, 128, 8, 2), _Sizes(128, 64, 8, 1)),
-    256: (_Sizes(128, 64, 8, 1), _Sizes(32, 64, 8, 2), _Sizes(64, 32, 4, 1)),
+    64: (TileSizes(128, 64, 4, 3), TileSizes(64, 128, 8, 2), TileSizes(128, 64, 4, 3)),
+    128: (TileSizes(128, 128, 8, 2), TileSizes(64, 128, 8, 2), TileSizes(128, 64, 8, 1)),
+    256: (TileSizes(128, 64, 8, 1), TileSizes(32, 64, 8, 2), TileSizes(64, 32, 4, 1)),
 }
 _BLACKWELL = {
-    64: (_HOPPER[64][0], _Sizes(64, 128, 4, 1), _Sizes(128, 64, 4, 3)),
-    128: (_HOPPER[128][0], _Sizes(64, 128, 8, 1), _Sizes(128, 64, 4, 2)),
+    64: (_HOPPER[64][0], TileSizes(64, 128, 4, 1), TileSizes(128, 64, 4, 3)),
+    128: (_HOPPER[128][0], TileSizes(64, 128, 8, 1), TileSizes(128, 64, 4, 2)),
     256: _HOPPER[256],
 }
 _AMPERE = {
-    64: (_Sizes(128, 64, 4, 3), _Sizes(64, 64, 4, 2), _Sizes(128, 32, 4, 2)),
-    128: (_Sizes(128, 128, 8, 3), _Sizes(32, 64, 4, 2), _Sizes(64, 32, 4, 2)),
-    256: (_Sizes(64, 32, 4, 2), _Sizes(32, 32, 4, 1), _Sizes(64, 32, 8, 1)),
+    64: (TileSizes(128, 64, 4, 3), TileSizes(64, 64, 4, 2), TileSizes(128, 32, 4, 2)),
+    128: (TileSizes(128, 128, 8, 3), TileSizes(32, 64, 4, 2), TileSizes(64, 32, 4, 2)),
+    256: (TileSizes(64, 32, 4, 2), TileSizes(32, 32, 4, 1), TileSizes(64, 32, 8, 1)),
 }
 # The forward pass at 128 has a multiprocessor to itself, so the next tile is loaded meanwhile: three stages. With two, each turn
 # of the loop waits for its loads, which the stalls don't show.
-_AMPERE_BIASED = _Sizes(128, 128, 8, 2)  # the bias of two tiles exceeds shared memory
-_AMPERE_QUANTISED = _Sizes(128, 64, 8, 2)  # converting keys takes registers
+_AMPERE_BIASED = TileSizes(128, 128, 8, 2)  # the bias of two tiles exceeds shared memory
+_AMPERE_QUANTISED = TileSizes(128, 64, 8, 2)  # converting keys takes registers
 # For GPUs with less shared memory, and for unknown ones: all GPUs from sm_86 on have 99 KiB per block.
 _SMALL = {
-    64: (_Sizes(64, 64, 4, 2), _Sizes(64, 64, 4, 1), _Sizes(64, 64, 4, 1)),
-    128: (_Sizes(64, 64, 4, 1), _Sizes(32, 64, 4, 1), _Sizes(64, 32, 4, 1)),
-    256: (_Sizes(64, 32, 4, 1), _Sizes(16, 32, 4, 1), _Sizes(32, 32, 4, 1)),
+    64: (TileSizes(64, 64, 4, 2), TileSizes(64, 64, 4, 1), TileSizes(64, 64, 4, 1)),
+    128: (TileSizes(64, 64, 4, 1), TileSizes(32, 64, 4, 1), TileSizes(64, 32, 4, 1)),
+    256: (TileSizes(64, 32, 4, 1), TileSizes(16, 32, 4, 1), TileSizes(32, 32, 4, 1)),
 }
 # For float32, whose products don't run on tensor cores.
 _WIDE = {
-    64: (_Sizes(64, 32, 4, 2), _Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1)),
-    128: (_Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1), _Sizes(32, 32, 4, 1)),
-    256: (_Sizes(16, 32, 4, 1), _Sizes(16, 16, 4, 1), _Sizes(16, 16, 4, 1)),
+    64: (TileSizes(64, 32, 4, 2), TileSizes(32, 32, 4, 1), TileSizes(32, 32, 4, 1)),
+    128: (TileSizes(32, 32, 4, 1), TileSizes(32, 32, 4, 1), TileSizes(32, 32, 4, 1)),
+    256: (TileSizes(16, 32, 4, 1), TileSizes(16, 16, 4, 1), TileSizes(16, 16, 4, 1)),
 }
 # Steps of a tile of the forward pass, by the same power of two; chosen likewise. On Hopper tensor cores run by themselves, so a
 # product starts as soon as its share of the weights is known, and the exponentials of the next share run beside it. On Blackwell
@@ -93,11 +78,10 @@ def resolve_flash(
     if fold is None:
         fold = group * q_len <= min(config.block_q or _table(problem)[0].block_q, _FOLDED_ROWS)
     rows = group * q_len if fold else q_len
-    for name, default in _defaults(problem, rows, q_len, kv_len).items():
-        for field, size in zip(_Sizes._fields, default, strict=True):
-            key = f"{field}{name}"
-            declared = getattr(config, key)
-            found[key] = size if declared is None else declared
+    for pass_, default in _defaults(problem, rows, q_len, kv_len).items():
+        for name, size in zip(FIELDS[pass_], default, strict=True):
+            declared = getattr(config, name)
+            found[name] = size if declared is None else declared
     block_q = found["block_q"]
     assert isinstance(block_q, int)
     if fold and group * q_len > block_q:
@@ -166,11 +150,10 @@ def _check_shared(problem: AttentionProblem, config: FlashAttention2Config) -> N
         return
     for pass_, least in least_shared_bytes(problem, config).items():
         if least > most:
-            suffix = "" if pass_ == "forward" else f"_{pass_}"
-            of = "block_q" if pass_ == "dkv" else "block_kv"
-            size = sizes_of(config)[pass_]
+            block_q, block_kv, _, stages = FIELDS[pass_]
+            block = block_q if pass_ == "dkv" else block_kv
             raise ConfigError(
-                f"FlashAttention2Config: {of}{suffix}={getattr(size, of)} and num_stages{suffix}={size.num_stages} take at least "
+                f"FlashAttention2Config: {block}={getattr(config, block)} and {stages}={getattr(config, stages)} take at least "
                 f"{least} bytes of shared memory; {problem.device} has {most} for a block of threads. Hint: fewer stages or a "
                 f"smaller block."
             )
@@ -182,7 +165,7 @@ def _architecture(problem: AttentionProblem) -> str | None:
     return None if gpu is None else gpu.architecture
 
 
-def _table(problem: AttentionProblem) -> tuple[_Sizes, _Sizes, _Sizes]:
+def _table(problem: AttentionProblem) -> tuple[TileSizes, TileSizes, TileSizes]:
     dim = max(_DIMS[0], _power(max(problem.head_dim, problem.value_dim)))
     if problem.runtime_dtype == "float32":
         return _WIDE[dim]
@@ -197,18 +180,17 @@ def _table(problem: AttentionProblem) -> tuple[_Sizes, _Sizes, _Sizes]:
     return forward, of_keys, of_query
 
 
-def _defaults(problem: AttentionProblem, rows: int, q_len: int, kv_len: int) -> dict[str, _Sizes]:
-    """The sizes of each pass, by the suffix of the fields. rows: of the forward pass, which may include folded heads."""
-    forward, *backward = _table(problem)
-    sizes = [(forward, rows), *((size, q_len) for size in backward)]
-    found = {
-        suffix: size._replace(block_q=min(size.block_q, _power(most)), block_kv=min(size.block_kv, _power(kv_len)))
-        for suffix, (size, most) in zip(("", "_dkv", "_dq"), sizes, strict=True)
-    }
-    return {suffix: _of_mask(problem, size, folded=rows != q_len and not suffix) for suffix, size in found.items()}
+def _defaults(problem: AttentionProblem, rows: int, q_len: int, kv_len: int) -> dict[str, TileSizes]:
+    """The sizes of each pass. rows: of the forward pass, which may include folded heads."""
+    found = {}
+    for pass_, size in zip(FIELDS, _table(problem), strict=True):
+        most = rows if pass_ == "forward" else q_len
+        size = size._replace(block_q=min(size.block_q, _power(most)), block_kv=min(size.block_kv, _power(kv_len)))
+        found[pass_] = _of_mask(problem, size, folded=most != q_len)
+    return found
 
 
-def _of_mask(problem: AttentionProblem, size: _Sizes, *, folded: bool) -> _Sizes:
+def _of_mask(problem: AttentionProblem, size: TileSizes, *, folded: bool) -> TileSizes:
     """Tiles that lie in one block of the mask, unless its blocks are smaller than a tile can be."""
     blocks = {}
     for axis, most, length in (("q", size.block_q, problem.q_len), ("kv", size.block_kv, problem.kv_len)):
@@ -256,10 +238,6 @@ def _power(length: int) -> int:
     return max(16, 1 << (length - 1).bit_length())
 
 
-def sizes_of(config: FlashAttention2Config) -> dict[str, _Sizes]:
+def sizes_of(config: FlashAttention2Config) -> dict[str, TileSizes]:
     """The sizes of a filled config, by pass."""
-    names = {"forward": "", "dkv": "_dkv", "dq": "_dq"}
-    return {
-        pass_: _Sizes(*(getattr(config, f"{field}{suffix}") for field in _Sizes._fields))
-        for pass_, suffix in names.items()
-    }
+    return {pass_: TileSizes(*(getattr(config, name) for name in names)) for pass_, names in FIELDS.items()}

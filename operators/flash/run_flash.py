@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import jax
 
+from ..kernels.flash_sizes import FlashSizes
 from ..local import LocalCall
-from ..sequence.ring_call import around_the_ring
+from ..sequence.ring_call import attend_call
 from .flash_config import FlashAttention2Config
 from .flash_sizes import sizes_of, steps_of
 
@@ -14,43 +15,16 @@ __all__ = ["run_flash"]
 
 def run_flash(call: LocalCall, config: FlashAttention2Config) -> tuple[jax.Array, jax.Array]:
     """(output in the call's layout, lse)."""
-    from ..kernels.flash import (
-        FlashPart,
-        FlashSizes,
-        PassSizes,
-        Steps,
-        flash_attention,
-    )  # imports Pallas, so only where they run
+    from ..kernels.flash import FlashPart  # imports Pallas, so only where the kernels run
 
-    passes = {name: PassSizes(*sizes) for name, sizes in sizes_of(config).items()}
-    steps = Steps(**steps_of(call.problem, config)._asdict())
-    sizes = FlashSizes(**passes, kv_splits=config.kv_splits or 1, fold=bool(config.fold), steps=steps)
-    if call.ring is not None:
-        kernel = FlashPart(
-            call.layout,
-            call.softmax_scale,
-            call.logits_soft_cap,
-            sizes,
-            call.problem.platform,
-            config.interpret,
-            config.residual_checkpoint_name,
-        )
-        return around_the_ring(call, kernel, call.query, call.key, call.value)
-    return flash_attention(
-        call.query,
-        call.key,
-        call.value,
-        layout=call.layout,
-        scale=call.softmax_scale,
-        mask=call.mask,
-        bias=call.bias,
-        soft_cap=call.logits_soft_cap,
-        sinks=call.sinks,
-        key_scale=call.key_scale,
-        value_scale=call.value_scale,
-        dropout=call.dropout,
-        sizes=sizes,
-        residual_checkpoint_name=config.residual_checkpoint_name,
-        platform=call.problem.platform,
-        interpret=config.interpret,
+    splits, steps = config.kv_splits or 1, steps_of(call.problem, config)
+    kernel = FlashPart(
+        call.layout,
+        float(call.softmax_scale),
+        call.logits_soft_cap,
+        FlashSizes(**sizes_of(config), kv_splits=splits, fold=bool(config.fold), steps=steps),
+        call.problem.platform,
+        config.interpret,
+        config.residual_checkpoint_name,
     )
+    return attend_call(call, kernel, call.query, call.key, call.value)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from ...masks import Blocks, ChosenBlocks, Mask
-from ..local_mask import LocalMask
+from .local_mask import LocalMask
 
 __all__ = ["BlockWords", "block_words", "is_blocks", "seen_by_words"]
 

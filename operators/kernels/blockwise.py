@@ -20,19 +20,19 @@ import numpy as np
 from jax import lax
 
 from ...symbolic import surely
-from ..local_mask import Dropout, LocalMask
-from .cpu_tuning import LN2, LOG2E, as_bits, compute_dtype, exp2, from_bits, held_in_loop
+from .cpu_tuning import as_bits, compute_dtype, exp2, from_bits, held_in_loop
 from .decode import Pieces, decode_forward
 from .decode_rows import decode_rows_forward
 from .derivatives import twice_forward_only
+from .lse import LN2, LOG2E, divisor_and_lse, subtracted
 from .operands import Operands, StaticPart, Traced, join_static
-from .part import LSE_NAME, OUTPUT_NAME, differentiable
+from .part import LSE_NAME, OUTPUT_NAME
 from .primitives import cut, cut_along, dot, fold, loop, put, row_dots, split_index, summed, where
 from .seen_keys import seen_keys
 from .tiles import TilePosition, TileSource, is_arithmetic, tile_table
 from .varying import vary, varying
 
-__all__ = ["Blocking", "BlockwisePart", "bias_gradient", "blockwise_attention"]
+__all__ = ["Blocking", "BlockwisePart", "bias_gradient"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Blocking:
 
 
 @dataclass(frozen=True)
-class _BlockwiseStatic:
-    """Everything known at trace time."""
+class _Ways:
+    """How blockwise attention is computed."""
 
     layout: str
     scale: float
@@ -55,47 +55,23 @@ class _BlockwiseStatic:
     platform: str
     forward: Blocking | Pieces
     backward: Blocking
-    static_part: StaticPart
-
-
-def blockwise_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    layout: str,
-    scale: float,
-    mask: LocalMask,
-    bias: jax.Array | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    dropout: Dropout | None,
-    softmax_dtype: np.dtype,
-    platform: str,
-    forward: Blocking | Pieces,
-    backward: Blocking,
-) -> tuple[jax.Array, jax.Array]:
-    """Return (output in the layout, lse [batch, heads, q] in the softmax dtype), both differentiable in reverse.
-
-    Query, key, value in `layout` (bthd or bhtd); bias broadcasts to [batch, heads, q, kv]; sinks [heads]. Fully masked
-    rows give output 0, lse -inf (or that of the sink) and zero gradients.
-    """
-    kernel = BlockwisePart(layout, float(scale), soft_cap, np.dtype(softmax_dtype), platform, forward, backward)
-    operands = Operands(query, key, value, bias, None if sinks is None else sinks.astype(softmax_dtype))
-    return differentiable(kernel, operands, mask, dropout)
 
 
 @dataclass(frozen=True)
-class BlockwisePart:
-    """Blockwise attention as a PartKernel."""
+class _BlockwiseStatic(_Ways):
+    """Everything known at trace time."""
 
-    layout: str
-    scale: float
-    soft_cap: float | None
-    softmax_dtype: np.dtype
-    platform: str
-    forward: Blocking | Pieces
-    backward: Blocking
+    static_part: StaticPart
+
+
+@dataclass(frozen=True)
+class BlockwisePart(_Ways):
+    """Blockwise attention as a PartKernel.
+
+    Query, key, value in `layout` (bthd or bhtd); bias broadcasts to [batch, heads, q, kv]; sinks [heads], in the softmax dtype,
+    as the lse. Fully masked rows give output 0, lse -inf (or that of the sink) and zero gradients.
+    """
+
     title: ClassVar[str] = "vanilla's blockwise path"
 
     @property
@@ -279,7 +255,7 @@ class _BlockPass:
         x = held_in_loop(x, head, row, platform)
         if self.head == 1:
             return as_bits(lax.squeeze(cut(x, (batch, head, row, 0), (1, heads, rows, dim)), (0,)), platform)
-        # View bthd as [batch, time, heads * dim]: XLA:CPU then copies faster, by 5 to 10 % of a forward pass.
+        # View bthd as [batch, time, heads * dim]: XLA:CPU then copies faster.
         flat = cut(x.reshape(*x.shape[:2], -1), (batch, row, head * dim), (1, rows, heads * dim))
         return as_bits(flat, platform).reshape(rows, heads, dim).transpose(1, 0, 2)
 
@@ -412,8 +388,7 @@ def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tu
                 tile = work.tile(at, kv_block)
                 x, factor, _ = work.logits(q, work.keys(key, at, kv_block), tile, masked)
                 new_peak = jnp.maximum(peak, x.max(axis=-1) * factor)
-                # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
-                shift = where(new_peak != -jnp.inf, new_peak, 0)
+                shift = subtracted(new_peak)
                 p = work.exp2(x * factor - shift[..., None])
                 shrink = jnp.exp2(peak - shift)
                 total = total * shrink + p.sum(axis=-1)
@@ -426,9 +401,7 @@ def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tu
                 *_first_row_sums(work, at.group),
             )
             acc, peak, total = work.each_live(at, of_tile, carry)
-            live = total != 0
-            safe = where(live, total, 1)
-            lse = where(live, peak * LN2 + jnp.log(safe), -jnp.inf)
+            safe, lse = divisor_and_lse(total, peak * LN2)
             return (
                 work.put_queries(outputs[0], acc / safe[..., None], at),
                 work.put_row_values(outputs[1], lse, at),
@@ -477,7 +450,7 @@ def _backward(
     work = _BlockPass(static, static.backward, operands, traced, apart=apart, sums=True)
     heads, blocks, size = work.blocking.heads, work.kv_blocks, work.blocking.block_kv
     time, head = work.time, work.head
-    # For all rows at once: in the loop the output's rows would be copied first, which takes as long as a third of a tile.
+    # For all rows at once: in the loop the output's rows would be copied first.
     delta = row_dots(output.astype(work.dtype), d_output.astype(work.dtype), static.platform)
     delta = (delta if head == 1 else delta.swapaxes(1, 2)) - d_lse.astype(work.dtype)
     query, d_output = (work.padded_queries(x) for x in (operands.query, d_output))

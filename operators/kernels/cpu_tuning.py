@@ -1,11 +1,10 @@
-"""Ways to make plain XLA run attention fast on a CPU. Measured on 2 cores with AVX-512, jax 0.10.2.
+"""Ways to make plain XLA run attention fast on a CPU; benchmarks/results/notes.md has what was measured.
 
 On other platforms each function is the identity or the plain operation.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -17,8 +16,6 @@ from numpy.polynomial import chebyshev
 from .precision import exact
 
 __all__ = [
-    "LN2",
-    "LOG2E",
     "as_bits",
     "compute_dtype",
     "exp2",
@@ -28,9 +25,6 @@ __all__ = [
     "product",
     "widened",
 ]
-
-LOG2E = 1.0 / math.log(2.0)
-LN2 = math.log(2.0)
 
 
 def compute_dtype(dtype: np.dtype, softmax_dtype: np.dtype, platform: str) -> np.dtype:
@@ -51,8 +45,8 @@ def product(form: str, a: jax.Array, b: jax.Array, dtype: np.dtype) -> jax.Array
 def few_rows_product(rows: jax.Array, keys: jax.Array, dtype: np.dtype, platform: str) -> jax.Array:
     """rows [..., n, x] times keys [..., s, x]: [..., n, s], for a few rows and many keys.
 
-    In float32 XLA:CPU reads the keys at 20 to 36 GB/s as the left factor, at 12 to 18 as the right one. In bfloat16 the
-    right one is as good, but a single row is converted to float32 there: 26 ms instead of 2 for 8 x 32768 x 64.
+    In float32 XLA:CPU reads the keys twice as fast as the left factor. In bfloat16 the right one is as good, but keys for a
+    single row would be converted to float32: hence a pair of rows.
     """
     if platform == "cpu" and rows.dtype == jnp.bfloat16 and rows.shape[-2] == 1:
         pair = jnp.concatenate([rows, rows], axis=-2)
@@ -65,8 +59,8 @@ def few_rows_product(rows: jax.Array, keys: jax.Array, dtype: np.dtype, platform
 def as_bits(x: jax.Array, platform: str) -> jax.Array:
     """View bfloat16 as uint16, for copies and slices.
 
-    XLA:CPU moves bfloat16 as float32, and then multiplies in float32 too: 1.3 to 1.6 times slower forward. And to
-    write a slice into an array it converts the whole array: 12 % of a forward pass at 8192.
+    XLA:CPU moves bfloat16 as float32, and then multiplies in float32 too, which is slower. And to write a slice into an array
+    it converts the whole array.
     """
     return lax.bitcast_convert_type(x, jnp.uint16) if platform == "cpu" and x.dtype == jnp.bfloat16 else x
 
@@ -74,8 +68,7 @@ def as_bits(x: jax.Array, platform: str) -> jax.Array:
 def held_in_loop(x: jax.Array, head: Any, row: Any, platform: str) -> jax.Array:
     """x, tied to a loop's indices so that it is sliced inside the loop.
 
-    Otherwise XLA:CPU would convert or view the whole bfloat16 array before the loop, as a copy:
-    81 MiB of temporary memory instead of 29 for a gradient at 8192, 8 heads of 128.
+    Otherwise XLA:CPU would convert or view the whole bfloat16 array before the loop, as a copy.
     """
     return lax.optimization_barrier((x, head, row))[0] if platform == "cpu" and x.dtype == jnp.bfloat16 else x
 
@@ -95,8 +88,8 @@ def widened(bits: jax.Array, dtype: np.dtype) -> jax.Array:
 def exp2(x: jax.Array, platform: str, accurate: bool) -> jax.Array:
     """2**x for x at most a little above 0; exactly 0 below -127, and for -inf.
 
-    On CPU in float32 it uses a polynomial on [-1/2, 1/2] and assembles the exponent from bits: jnp.exp2 takes 4 to 6 % longer
-    over a whole forward pass. The relative error is 2e-7, or 1e-4 if not `accurate` (for bfloat16 results).
+    On CPU in float32 it uses a polynomial on [-1/2, 1/2] and assembles the exponent from bits, which takes less time than
+    jnp.exp2. The relative error is 2e-7, or 1e-4 if not `accurate` (for bfloat16 results).
     """
     if platform != "cpu" or x.dtype != jnp.float32:
         return jnp.exp2(x)

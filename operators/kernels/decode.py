@@ -14,15 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..local_mask import Dropout, LocalMask
 from .cpu_tuning import (
-    LN2,
-    LOG2E,
     compute_dtype,
     exp2,
     few_rows_product,
     product,
 )
+from .local_mask import Dropout, LocalMask
+from .lse import LN2, LOG2E, divisor_and_lse, subtracted
 from .primitives import where
 from .varying import vary, varying
 
@@ -121,7 +120,7 @@ def decode_forward(
             if seen is not None:
                 x = where(seen, x, -jnp.inf)
             new_peak = jnp.maximum(peak, x.max(axis=-1))
-            shift = where(new_peak != -jnp.inf, new_peak, 0)
+            shift = subtracted(new_peak)
             p = exp2(x - shift[..., None], platform, accurate=compute.itemsize >= 4)
             shrink = jnp.exp2(peak - shift)
             total = total * shrink + p.sum(axis=-1)
@@ -136,9 +135,7 @@ def decode_forward(
 
         carry = visit(carry) if live is None else lax.cond(live[index], visit, lambda c: c, carry)
     acc, peak, total = carry
-    alive = total != 0
-    safe = where(alive, total, 1)
-    lse = where(alive, peak * LN2 + jnp.log(safe), -jnp.inf)
+    safe, lse = divisor_and_lse(total, peak * LN2)
     if flat:  # select each row's own head
         acc = acc.reshape(batch, kv_heads, group * q_len, kv_heads, -1)
         own_parts = [

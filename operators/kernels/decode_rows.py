@@ -18,9 +18,10 @@ import numpy as np
 from jax import lax
 
 from ...masks import Full
-from ..local_mask import Dropout, LocalMask
 from .cpu_tuning import as_bits, held_in_loop, widened
 from .derivatives import twice_forward_only
+from .local_mask import Dropout, LocalMask
+from .lse import divisor_and_lse, subtracted
 from .precision import exact
 from .primitives import cut, cut_along, fold, loop, put, where
 from .tiles import TilePosition, TileSource, tile_table
@@ -128,7 +129,7 @@ def decode_rows_forward(
             seen = spread(seen)
             x = where(seen, x, -jnp.inf)
         peak = jnp.maximum(sums.peak, x.max(time).reshape(kv_heads, rows))
-        shift = where(peak != -jnp.inf, peak, 0)
+        shift = subtracted(peak)
         # XLA takes exp, unlike the polynomial of exp2, for too expensive to be computed anew by each fusion that needs it.
         p = jnp.exp(x - jnp.expand_dims(shift.reshape(kv_heads, group, q_len), time))
         shrink = jnp.exp(sums.peak - shift)
@@ -162,9 +163,7 @@ def decode_rows_forward(
                 end = lax.optimization_barrier(jnp.asarray(end, np.int32))
             sums = loop(first, end, lambda n, sums: visit(row, by_row, block_of(n), sums), sums)
             sums = sums if known else twice_forward_only(sums)
-        alive = sums.total != 0
-        safe = where(alive, sums.total, 1)
-        lse = where(alive, sums.peak + jnp.log(safe), -jnp.inf)
+        safe, lse = divisor_and_lse(sums.total, sums.peak)
         output = sums.acc.sum(time) / safe[..., None]
         outputs = put(results[0], output.astype(query.dtype)[None], (row, 0, 0, 0))
         return outputs, put(results[1], lse[None], (row, 0, 0))

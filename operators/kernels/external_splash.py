@@ -13,7 +13,6 @@ Three things are added:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from .default_promotion import default_promotion
 from .derivatives import once_in_reverse
 
 __all__ = [
-    "ExternalBlocks",
     "ExternalCall",
     "ExternalOperands",
     "MaskInKernel",
@@ -40,36 +38,6 @@ __all__ = [
 
 # Far below every logit, far above the kernels' own mask value (-2.4e38): exp(real - sink) and exp(mask - sink) are exact.
 _NO_SINK = -1e30
-
-
-@dataclass(frozen=True)
-class ExternalBlocks:
-    """Sizes, layouts and switches, all resolved. `block_q_dq` and `block_kv_dq` are None with the fused backward.
-
-    jax's kernel reads none of use_base2_exp, fuse_reciprocal and use_experimental_scheduler.
-    """
-
-    block_q: int
-    block_kv: int
-    block_kv_compute: int
-    block_q_dkv: int
-    block_kv_dkv: int
-    block_kv_dkv_compute: int
-    block_q_dq: int | None
-    block_kv_dq: int | None
-    use_fused_bwd_kernel: bool
-    q_layout: str
-    k_layout: str
-    v_layout: str
-    use_base2_exp: bool
-    fuse_reciprocal: bool
-    use_experimental_scheduler: bool
-
-    def padded(self, q_len: int, kv_len: int) -> tuple[int, int]:
-        """The lengths that the kernels require: multiples of every block in use."""
-        q_block = math.lcm(self.block_q, self.block_q_dkv, self.block_q_dq or 1)
-        kv_block = math.lcm(self.block_kv, self.block_kv_dkv, self.block_kv_dq or 1)
-        return -(-q_len // q_block) * q_block, -(-kv_len // kv_block) * kv_block
 
 
 @dataclass(frozen=True)

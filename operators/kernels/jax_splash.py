@@ -12,7 +12,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float
 
 from ...masks import Full, Mask
-from .external_splash import ExternalBlocks, ExternalCall, block_kinds, small
+from .external_splash import ExternalCall, block_kinds, small
+from .splash_blocks import ExternalBlocks
 
 __all__ = ["jax_splash_attention"]
 
@@ -27,10 +28,8 @@ def jax_splash_attention(
     padded = blocks.padded(q_len, kv_len)
     given = call.operands(*padded)
     tables = functools.partial(_tables, given.mask, q_len, kv_len, *padded, call.shards)
-    by_query = [tables(blocks.block_q, blocks.block_kv, "forward")]
-    if not blocks.use_fused_bwd_kernel:
-        by_query.append(tables(blocks.block_q_dq or 0, blocks.block_kv_dq or 0, "forward"))
-    by_key = tables(blocks.block_q_dkv, blocks.block_kv_dkv, "whole" if blocks.use_fused_bwd_kernel else "backward")
+    by_query = [tables(*one[:2], "forward") for one in (blocks.forward, blocks.dq) if one is not None]
+    by_key = tables(*blocks.dkv[:2], "whole" if blocks.dq is None else "backward")
     forward, *dq = (_info(t, given.rows, call) for t in by_query)
     kernel = splash.SplashAttentionKernel(
         forward,
@@ -50,15 +49,15 @@ def jax_splash_attention(
 
 def _sizes(blocks: ExternalBlocks) -> splash.BlockSizes:
     return splash.BlockSizes(
-        block_q=blocks.block_q,
-        block_kv=blocks.block_kv,
-        block_kv_compute=blocks.block_kv_compute,
-        block_q_dkv=blocks.block_q_dkv,
-        block_kv_dkv=blocks.block_kv_dkv,
-        block_kv_dkv_compute=blocks.block_kv_dkv_compute,
-        block_q_dq=blocks.block_q_dq,
-        block_kv_dq=blocks.block_kv_dq,
-        use_fused_bwd_kernel=blocks.use_fused_bwd_kernel,
+        block_q=blocks.forward.block_q,
+        block_kv=blocks.forward.block_kv,
+        block_kv_compute=blocks.forward.compute_kv,
+        block_q_dkv=blocks.dkv.block_q,
+        block_kv_dkv=blocks.dkv.block_kv,
+        block_kv_dkv_compute=blocks.dkv.compute_kv,
+        block_q_dq=None if blocks.dq is None else blocks.dq.block_q,
+        block_kv_dq=None if blocks.dq is None else blocks.dq.block_kv,
+        use_fused_bwd_kernel=blocks.dq is None,
         q_layout=_LAYOUTS[blocks.q_layout],
         k_layout=_LAYOUTS[blocks.k_layout],
         v_layout=_LAYOUTS[blocks.v_layout],

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...masks import Mask
-from ..local_mask import Dropout, LocalMask
+from .local_mask import Dropout, LocalMask
 
 __all__ = ["Operands", "StaticPart", "Traced", "join_static", "no_gradients", "split_static"]
 
@@ -77,7 +77,7 @@ def split_static(mask: LocalMask, dropout: Dropout | None) -> tuple[StaticPart, 
         None if placed_q else jnp.asarray(mask.q_start),
         None if placed_offset else jnp.asarray(mask.query_offset),
         None if dropout is None else dropout.seed,
-        # StaticPart are counted from the shard's own; as arrays, since a traced and a plain number are treated alike here.
+        # Where the shard's own rows and heads begin; as arrays, since a traced and a plain number are treated alike here.
         None
         if dropout is None
         else tuple(jnp.asarray(x, jnp.int32) for x in (dropout.batch_start, dropout.head_start)),  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from .varying import alike
 
 __all__ = ["paged_attention", "places"]
 
-_KEYS = 256  # per block of pages: within 10 % of the best in most cases
+_KEYS = 256  # per block of pages
 _STEP_BYTES = 2**20  # of keys, in float32, per decode step: still in a CPU cache when they are multiplied
 _ROWS = 256  # per kv head in a block of queries
 _MOST_PAIRS = 8

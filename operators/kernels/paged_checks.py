@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import InputError, InputTypeError, shown
+from ...errors import InputError, InputTypeError, is_whole, shown
 from .page_layout import HEADS_FIRST, ONE_ARRAY, page_shape
 from .paged_step import PagedOperands
 
@@ -84,7 +84,7 @@ def check_numbers(softmax_scale: object, soft_cap: object, sizes: Mapping[str, o
     if isinstance(soft_cap, int | float) and not soft_cap > 0:
         raise InputError(f"logits_soft_cap={shown(soft_cap)}; wanted a number above 0, or None for no cap.")
     for name, size in sizes.items():
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        if size is not None and not is_whole(size, 1):
             raise InputError(f"{name}={shown(size)}; wanted a whole number from 1 on, or None.")
 
 

@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 
 from .cpu_tuning import as_bits, from_bits
+from .lse import subtracted
 from .paged_step import Batch, PagedOperands, PagedStatic, Sums, Tiles, finish
-from .primitives import cut_along, loop, put, where
+from .primitives import cut_along, loop, put
 from .varying import vary, varying
 
 __all__ = ["attend_chunks"]
@@ -56,8 +57,7 @@ def attend_chunks(
             seen = tiles.seen(first, live, positions, kv_len)
             x = tiles.logits(rows, ids, seen)
             peak = jnp.maximum(sums.peak, x.max(axis=-1))
-            # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
-            shift = where(peak != -jnp.inf, peak, 0)
+            shift = subtracted(peak)
             p = tiles.exp2(x - shift[..., None])
             shrink = jnp.exp2(sums.peak - shift)
             acc = sums.acc * shrink[..., None] + tiles.values(p, ids, seen)

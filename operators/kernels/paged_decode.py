@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .lse import subtracted
 from .paged_step import Batch, PagedOperands, PagedStatic, Sums, Tiles, finish
-from .primitives import counted, cut_along, loop, put, where
+from .primitives import counted, cut_along, loop, put
 from .varying import vary, varying
 
 __all__ = ["DecodePairs", "attend_decode", "decode_pairs"]
@@ -96,7 +97,7 @@ def attend_decode(
         old = jax.tree.map(lambda c: cut_along(c, rank[0], pair_count), carry)
         own = place[None] == jnp.arange(pair_count, dtype=np.int32)[:, None]  # [places in the window, pairs]
         peak = jnp.maximum(old.peak, _chosen(own, x.max(axis=-1), -jnp.inf).max(axis=1))
-        shift = where(peak != -jnp.inf, peak, 0)
+        shift = subtracted(peak)
         p = tiles.exp2(x - shift.at[place].get(mode="promise_in_bounds")[..., None])
         shrink = jnp.exp2(old.peak - shift)
         acc = old.acc * shrink[..., None] + _chosen(own, tiles.values(p, ids, seen), 0).sum(axis=1)

@@ -15,8 +15,9 @@ import numpy as np
 from jax import lax
 
 from ...masks.int_arrays import same_rank
-from .cpu_tuning import LN2, LOG2E, compute_dtype, exp2, few_rows_product, product
+from .cpu_tuning import compute_dtype, exp2, few_rows_product, product
 from .default_promotion import wider
+from .lse import LN2, LOG2E, divisor_and_lse, subtracted
 from .page_layout import HEADS_FIRST, fetch, fetch_joint_heads, page_shape
 from .primitives import counted, where
 
@@ -118,7 +119,7 @@ class Tiles:
         self.dtype = compute_dtype(wide, np.dtype(np.float32), static.platform)
         self.joint_heads = False
         if few_rows is not None and static.platform == "cpu":
-            self.dtype = np.dtype(np.float32)  # products of 3 or 4 rows: bfloat16 ones take 1.5 times as long
+            self.dtype = np.dtype(np.float32)  # products of few rows, of which bfloat16 ones take longer
             few = self.kv_heads <= _JOINT_HEADS and few_rows * operands.query.shape[1] <= _JOINT_ROWS
             self.joint_heads = few and static.layout == "split"
 
@@ -264,10 +265,8 @@ def finish(sums: Sums, sinks: jax.Array | None, dtype: Any) -> tuple[jax.Array, 
     if sinks is not None:
         _, sink = same_rank(peak, sinks.astype(np.float32) * np.float32(LOG2E))
         new_peak = jnp.maximum(peak, sink)
-        shift = where(new_peak != -jnp.inf, new_peak, 0)
+        shift = subtracted(new_peak)
         shrink = jnp.exp2(peak - shift)
         acc, peak, total = acc * shrink[..., None], new_peak, total * shrink + jnp.exp2(sink - shift)
-    alive = total != 0
-    safe = where(alive, total, 1)
-    lse = where(alive, peak * np.float32(LN2) + jnp.log(safe), -jnp.inf)
+    safe, lse = divisor_and_lse(total, peak * np.float32(LN2))
     return (acc / safe[..., None]).astype(dtype), lse

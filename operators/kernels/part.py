@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ..local_mask import Dropout, LocalMask
 from .derivatives import reverse_only
+from .local_mask import Dropout, LocalMask
 from .operands import Operands, StaticPart, Traced, no_gradients, split_static
 from .varying import alike
 

@@ -65,7 +65,7 @@ def dot(a: jax.Array, b: jax.Array, axis: int, dtype: np.dtype) -> jax.Array:
 def row_dots(a: jax.Array, b: jax.Array, platform: str) -> jax.Array:
     """The sums of a * b over the last axis: [...] of two [..., n].
 
-    On a CPU as a product, which takes a fiftieth of the time with jaxlib 0.10.2: 0.4 ms instead of 24 ms for 32768 rows of 64.
+    On a CPU as a product, which takes a fiftieth of the time with jaxlib 0.10.2.
     """
     if platform != "cpu":
         return (a * b).sum(-1)

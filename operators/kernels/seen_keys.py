@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...masks import And, Causal, Full, Mask, SlidingWindow
+from ...masks import And, Full, Mask
+from ...masks.causal_window import is_band, key_bounds
 from ...masks.seen_keys import certainly_seen
 from ...symbolic import is_symbolic, surely
-from ..local_mask import LocalMask
+from .local_mask import LocalMask
 from .primitives import numbers, shifted, where
 from .tiles import TilePosition, TileSource
 from .varying import vary, varying
@@ -91,7 +93,7 @@ def _of_others(mask: LocalMask, others: tuple[Mask, ...], kv_heads: int) -> Any:
     if not others:
         return None
     offset = 0 if mask.query_offset is None else mask.query_offset
-    if all(isinstance(part, Causal | SlidingWindow) for part in others):
+    if all(is_band(part) for part in others):
         return _of_band(mask, others, offset)
     known = all(isinstance(n, int) for n in (mask.q_start, mask.k_start, offset, mask.q_len, mask.kv_len))
     if not known or not all(part.is_static for part in others):
@@ -122,15 +124,8 @@ def _constant(seen: np.ndarray) -> jax.Array:
 
 def _of_band(mask: LocalMask, parts: Sequence[Mask], offset: Any) -> Any:
     """Of causal masks and windows: rows that follow one another see keys that do."""
-    least = most = None
-    for part in parts:
-        assert isinstance(part, Causal | SlidingWindow)
-        at = offset if part.offset is None else part.offset
-        left, right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
-        if left is not None:
-            least = at - left if least is None else _of(max, jnp.maximum, least, at - left)
-        if right is not None:
-            most = at + right if most is None else _of(min, jnp.minimum, most, at + right)
+    greater, smaller = partial(_of, max, jnp.maximum), partial(_of, min, jnp.minimum)
+    least, most = key_bounds(filter(is_band, parts), offset, greater, smaller)
     first_row, last_row = mask.q_start, mask.q_start + (mask.q_len - 1)
     first_key, last_key = mask.k_start, mask.k_start + (mask.kv_len - 1)
     keys, tests = shifted(numbers((1, 1, mask.kv_len), 2), mask.k_start), []

@@ -12,9 +12,9 @@ from jax import lax
 
 from ...masks import Full, Mask
 from ...symbolic import surely
-from ..local_mask import Dropout, LocalMask
 from .answer import Answer
 from .block_words import BlockWords, block_words, is_blocks
+from .local_mask import Dropout, LocalMask
 from .primitives import cut, cut_along, length, numbers, shifted
 
 __all__ = ["TilePosition", "TileSource", "TileTable", "is_arithmetic", "tile_table"]

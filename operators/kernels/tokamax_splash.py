@@ -18,7 +18,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ...masks import Full, Mask
-from .external_splash import ExternalBlocks, ExternalCall, ExternalOperands, block_kinds, small
+from .external_splash import ExternalCall, ExternalOperands, block_kinds, small
+from .splash_blocks import ExternalBlocks
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -59,8 +60,7 @@ def tokamax_splash_attention(
     padded = blocks.padded(q_len, kv_len)
     given = call.operands(*padded)
     tables = functools.partial(_tables, given.mask, q_len, kv_len, *padded, call.shards)
-    forward = tables(blocks.block_q, blocks.block_kv, False)
-    backward = tables(blocks.block_q_dkv, blocks.block_kv_dkv, True)
+    forward, backward = tables(*blocks.forward[:2], False), tables(*blocks.dkv[:2], True)
     alive = _alive(forward, given, call, blocks)
     if alive is not None and given.sinks is not None:
         given = given._replace(sinks=jnp.where(alive, given.sinks, 0.0))
@@ -95,12 +95,12 @@ def _config(
 ) -> Any:
     layouts = {"head_dim_minor": splash.QKVLayout.HEAD_DIM_MINOR, "seq_minor": splash.QKVLayout.SEQ_MINOR}
     return splash.SplashConfig(
-        block_q=blocks.block_q,
-        block_kv=blocks.block_kv,
-        block_kv_compute=blocks.block_kv_compute,
-        block_q_dkv=blocks.block_q_dkv,
-        block_kv_dkv=blocks.block_kv_dkv,
-        block_kv_dkv_compute=blocks.block_kv_dkv_compute,
+        block_q=blocks.forward.block_q,
+        block_kv=blocks.forward.block_kv,
+        block_kv_compute=blocks.forward.compute_kv,
+        block_q_dkv=blocks.dkv.block_q,
+        block_kv_dkv=blocks.dkv.block_kv,
+        block_kv_dkv_compute=blocks.dkv.compute_kv,
         q_layout=layouts[blocks.q_layout],
         k_layout=layouts[blocks.k_layout],
         v_layout=layouts[blocks.v_layout],
@@ -173,7 +173,7 @@ def _alive(tables: _Tables | None, given: ExternalOperands, call: ExternalCall, 
         return None
     (q_low, q_high), (kv_low, kv_high) = (
         (blocked.min(-1), blocked.max(-1))
-        for ids, block in zip(given.segments, (blocks.block_q, blocks.block_kv), strict=True)
+        for ids, block in zip(given.segments, blocks.forward[:2], strict=True)
         for blocked in [ids.reshape(ids.shape[0], -1, block)]
     )
     meet = ((q_high[:, :, None] >= kv_low[:, None]) & (kv_high[:, None] >= q_low[:, :, None])).any(axis=0)

@@ -1,4 +1,4 @@
-"""Merges the outputs of devices with pages of the same sequences by their log-sum-exps."""
+"""What merging the outputs of shards with pages of the same sequences asks of the mesh and of the sinks."""
 
 from __future__ import annotations
 
@@ -6,37 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float
 
 from ...errors import InputError
 from ...planning.cache.cache_plan import CachePlan
 from ...sharding import describe_mesh
-from ..kernels.lse import divisor, log_of_sum, shift_of
 from .state import CacheState
 
-__all__ = ["check_mesh", "joined_outputs", "joined_over_devices", "sinks_of"]
-
-
-def joined_over_devices(
-    output: Float[Array, "tokens heads value_dim"], lse: Float[Array, "tokens heads"], axes: tuple[str, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """Inside a shard_map: (output, lse) of all keys, from each device's own. A row without visible keys is 0, its lse -inf."""
-    shift = shift_of(lax.pmax(lse, axes))
-    share = jnp.exp(lse - shift)
-    weighted, total = lax.psum((output.astype(lse.dtype) * share[..., None], share), axes)
-    return (weighted / divisor(total)[..., None]).astype(output.dtype), log_of_sum(total, shift)
-
-
-def joined_outputs(
-    output: Float[Array, "shards tokens heads value_dim"], lse: Float[Array, "shards tokens heads"]
-) -> tuple[jax.Array, jax.Array]:
-    """The same for arrays that hold all parts."""
-    shift = shift_of(lse.max(axis=0))
-    share = jnp.exp(lse - shift[None])
-    total = share.sum(axis=0)
-    weighted = (output.astype(lse.dtype) * share[..., None]).sum(axis=0)
-    return (weighted / divisor(total)[..., None]).astype(output.dtype), log_of_sum(total, shift)
+__all__ = ["check_mesh", "sinks_of"]
 
 
 def sinks_of(sinks: jax.Array | None, index: Any) -> jax.Array | None:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int32
 
-from ...errors import InputError, InputTypeError, shown
+from ...errors import InputError, InputTypeError, is_whole, shown
 from ...masks.int_arrays import known_values
 from ...planning.cache.layer_groups import layer_numbers
 from ...planning.cache.window_pages import first_kept
@@ -138,7 +138,7 @@ def _row(state: CacheState, batch: RaggedBatch, sequence: Any) -> tuple[Any, Any
     shards = batch.shards
     index = sequence if isinstance(sequence, tuple) else (sequence,)
     sizes = batch.kv_lens.shape
-    if not all(isinstance(part, int | np.integer) and not isinstance(part, bool) for part in index):
+    if not all(is_whole(part, numpy=True) for part in index):
         raise InputTypeError(f"sequence={shown(sequence)}; wanted an int known while tracing, or (shard, row).")
     if len(index) != len(sizes) or not all(0 <= part < size for part, size in zip(index, sizes, strict=True)):
         form = (

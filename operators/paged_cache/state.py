@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Num
 
-from ...errors import InputError, InputTypeError, ShardingError, a_type, shown
+from ...errors import InputError, InputTypeError, ShardingError, a_type, is_whole, shown
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
 from ...planning.cache.layer_groups import layer_numbers
@@ -73,9 +73,7 @@ class CacheState:
             raise InputError(
                 f"the cache's layers are in {count} groups, each with its own pages; specify one, such as group=0."
             )
-        if group is not None and (
-            isinstance(group, bool) or not isinstance(group, int | np.integer) or not 0 <= group < count
-        ):
+        if group is not None and not is_whole(group, 0, count - 1, numpy=True):
             raise InputError(
                 f"group={shown(group)}; wanted 0 to {count - 1}: the cache's layers are in {count} groups."
             )
@@ -118,7 +116,7 @@ def layer_of(state: CacheState, layer: Any) -> LayerPages:
     InputError for a layer out of range."""
     if not isinstance(state, CacheState):
         raise InputTypeError(f"state is {a_type(state)}; wanted a CacheState, such as from init(cache).")
-    if not isinstance(layer, int | np.integer) or isinstance(layer, bool):
+    if not is_whole(layer, numpy=True):
         raise InputTypeError(
             f"layer={shown(layer)} is {a_type(layer)}; wanted an int: each layer has its own arrays, so loop over them in "
             "a Python loop."

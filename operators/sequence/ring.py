@@ -23,13 +23,13 @@ from jax import lax
 from ...masks import Full
 from ...planning.sequence.split import loop_from
 from ..kernels.default_promotion import wider
-from ..kernels.lse import divisor, log_of_sum, shift_of
+from ..kernels.local_mask import Dropout, LocalMask
+from ..kernels.lse import merge_parts
 from ..kernels.operands import Operands, StaticPart, Traced
 from ..kernels.part import PartKernel, attend_part, differentiable, differentiate_part
-from ..local import Ring, by_row
-from ..local_mask import Dropout, LocalMask
+from ..local import Ring
 
-__all__ = ["merged", "ring_attention", "with_sinks"]
+__all__ = ["ring_attention"]
 
 
 _Keys = tuple[jax.Array, jax.Array]
@@ -83,16 +83,6 @@ def ring_attention(
     return differentiable(_Around(kernel, ring, dims), operands, mask, dropout)
 
 
-def with_sinks(output: jax.Array, lse: jax.Array, sinks: jax.Array, layout: str) -> tuple[jax.Array, jax.Array]:
-    """Apply sinks [heads] to the output and the lse of all keys: they join the denominator."""
-    sink = sinks[None, :, None].astype(lse.dtype)
-    shift = shift_of(lse, sink)
-    of_keys = jnp.exp(lse - shift)
-    total = of_keys + jnp.exp(sink - shift)
-    share = of_keys / divisor(total)
-    return (output * by_row(share, layout)).astype(output.dtype), log_of_sum(total, shift)
-
-
 class _Pair(NamedTuple):
     """Which piece of this device's queries sees which piece of the current keys; traced where devices differ.
 
@@ -131,7 +121,7 @@ def _forward(static: _RingStatic, operands: Operands, traced: Traced) -> tuple[j
         output, lse = found
         for pair in pairs:
             before = _piece(output, pair.query, ring, rows), _piece(lse, pair.query, ring, 2)
-            both, both_lse = merged(*before, *attend(pair, keys, distance), layout)
+            both, both_lse = merge_parts([before, attend(pair, keys, distance)], layout)
             output, lse = _put(output, both, pair.query, ring, rows), _put(lse, both_lse, pair.query, ring, 2)
         return output, lse
 
@@ -210,18 +200,6 @@ def _along(ring: Ring, steps: tuple[int, ...], work: Any, keys: _Keys, found: An
     carry = _moved(keys, ring, by), found
     (keys, found), _ = lax.scan(step, carry, jnp.asarray(steps[alike + 1 : -1], jnp.int32))
     return work(keys, found, steps[-1], by)
-
-
-def merged(
-    output: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array, layout: str
-) -> tuple[jax.Array, jax.Array]:
-    """(output, lse) over the keys of both; outputs float32. A row without visible keys in both stays 0 and -inf."""
-    shift = shift_of(lse, other_lse)
-    first, second = jnp.exp(lse - shift), jnp.exp(other_lse - shift)
-    total = first + second
-    safe = divisor(total)
-    joined = output * by_row(first / safe, layout) + other * by_row(second / safe, layout)
-    return joined, log_of_sum(total, shift)
 
 
 def _of_pair(static: _RingStatic, operands: Operands, pair: _Pair, keys: _Keys) -> Operands:

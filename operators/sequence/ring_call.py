@@ -1,4 +1,4 @@
-"""A LocalCall whose keys come around a ring, with any kernel that can work on parts of them."""
+"""A LocalCall with any kernel that can work on parts of the keys: those of this device, or those that come around a ring."""
 
 from __future__ import annotations
 
@@ -7,21 +7,31 @@ from dataclasses import replace
 import jax
 
 from ...masks import Mask
+from ..kernels.lse import merge_parts
 from ..kernels.operands import Operands
-from ..kernels.part import PartKernel
+from ..kernels.part import PartKernel, differentiable
 from ..local import LocalCall, Ring
-from .ring import ring_attention, with_sinks
+from .ring import ring_attention
 from .zigzag import contiguous, zigzag
 
-__all__ = ["around_the_ring"]
+__all__ = ["attend_call"]
 
 
-def around_the_ring(
+def attend_call(
     call: LocalCall, kernel: PartKernel, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(output, lse) of this device's queries and the keys of all devices; tensors in the kernel's layout."""
-    ring, mask = call.ring, call.mask
-    assert ring is not None
+    """(output, lse) of this device's queries and the call's keys; tensors in the kernel's layout, the output as well."""
+    if call.ring is not None:
+        return _around(call.ring, call, kernel, query, key, value)
+    operands = Operands(query, key, value, call.bias, call.sinks, call.key_scale, call.value_scale)
+    return differentiable(kernel, operands, call.mask, call.dropout)
+
+
+def _around(
+    ring: Ring, call: LocalCall, kernel: PartKernel, query: jax.Array, key: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Of the keys of all devices."""
+    mask = call.mask
     rows = kernel.layout.index("t")
     if ring.zigzag:
         query, key, value = (zigzag(x, ring, rows) for x in (query, key, value))
@@ -29,7 +39,7 @@ def around_the_ring(
     output, lse = ring_attention(kernel, ring, Operands(query, key, value, None, None), mask, call.dropout)
     if ring.zigzag:
         output, lse = contiguous(output, ring, rows), contiguous(lse, ring, 2)
-    return (output, lse) if call.sinks is None else with_sinks(output, lse, call.sinks, kernel.layout)
+    return (output, lse) if call.sinks is None else merge_parts([(output, lse)], kernel.layout, call.sinks)
 
 
 def _rows_in_zigzag(mask: Mask, ring: Ring) -> Mask:

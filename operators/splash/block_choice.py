@@ -12,6 +12,7 @@ from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
 from ..mask_blocks import fitted_block
 from .pass_cost import forward_cost, has_full_tiles, is_short_tile, tile_cost
+from .pass_fields import DQ
 from .scalar_memory import ScalarMemory
 from .sizes import BlockSizes, choose_block, dividing_block
 from .splash_config import LANES, SplashConfig
@@ -26,7 +27,7 @@ _SIZES, _COMPUTE = (1024, 512, 256, 128), 512
 _WIDE = 2048  # with pipelined tiles, each of which starts and ends with units that don't overlap
 # No faster, but lists of long sequences, or of many rows, find room in scalar memory.
 _LARGE = (2048, 4096)
-_COMPUTE_IN = {"TPU7x": 256}  # 5 % fewer cycles than with 512 there; 4 % more on a v5e
+_COMPUTE_IN = {"TPU7x": 256}  # fewest static cycles there; elsewhere the whole unit
 _ROWS = 1024  # of a tile, over all its heads
 _PARTS = 8  # of the keys; each is a kernel to compile
 _MIB = 1 << 20
@@ -106,7 +107,7 @@ def _backward_ways(config: SplashConfig) -> tuple[bool, ...]:
         return (bool(config.use_fused_bwd_kernel),)
     if config.block_kv_dkv_sums is not None:
         return (True,)
-    apart = any(config.is_set(name) for name in ("block_q_dq", "block_kv_dq", "block_kv_dq_compute"))
+    apart = any(config.is_set(name) for name in DQ.sizes)
     return (False,) if apart else (True, False)
 
 
@@ -183,9 +184,8 @@ def _block_of_keys(
 def heads_together(problem: AttentionProblem, placement: Placement, block_q: int) -> list[int]:
     """Heads of a group that may share a tile, fewest first: 1, or in calls of few queries as many as make up a large tile.
 
-    A tile of 128 queries waits for its keys: at head dimension 128, four heads together take 20 % fewer static cycles on
-    a v5e and 40 % on a v6e, and fetch a quarter of the bytes. Only where no gradient is planned: backward passes weren't
-    compared.
+    A tile of few queries waits for its keys, which heads that share a tile fetch once. Only where no gradient is planned:
+    the choice was made by forward passes.
     """
     local = placement.local
     if problem.mode == "__train__" or local.q_len > _ROWS // 2:
@@ -215,9 +215,7 @@ def _units_for_mask(
 
 def _with_sums(problem: AttentionProblem, placement: Placement, config: SplashConfig, may_halve: bool) -> SplashConfig:
     """As few parts of the keys as fit with their sums in the fused backward pass, with half the keys in a block if no number
-    fits otherwise; all keys if none fits then.
-
-    Static cycles of v4 at head dim 256, 8192 causal tokens: half the keys take 0.73 of two kernels'.
+    fits otherwise; all keys if none fits then. Half a block still takes fewer static cycles than two kernels.
     """
     for block in _blocks_of_sums(config) if may_halve else (config.block_kv_dkv or LANES,):
         blocks = math.ceil(placement.local.kv_len / block)
@@ -241,8 +239,7 @@ def _blocks_of_sums(config: SplashConfig) -> tuple[int, ...]:
 def _stationary_weights(problem: AttentionProblem, config: SplashConfig) -> bool:
     """As declared; else True if the head dims leave columns of the matrix unit idle: 256 on v6e and tpu7x, 128 before.
 
-    Static cycles of the fused backward pass, at head dim 64: 17 to 21 % fewer. At 128: 12 % fewer on v6e and tpu7x, 5 % more on
-    v5e; at 256 21 % more on tpu7x.
+    Transposed, the products then fill the columns with rows of the tile.
     """
     if config.is_set("stationary_weights"):
         return bool(config.stationary_weights)
@@ -252,9 +249,7 @@ def _stationary_weights(problem: AttentionProblem, config: SplashConfig) -> bool
 
 def _sums_by_product(problem: AttentionProblem, config: SplashConfig, way: TileWay) -> bool:
     """As declared; else with transposed tiles, where the ones are rows that stream past, and on v6e without them if the
-    product with the values leaves half of the matrix unit's 256 columns idle.
-
-    In the latter case 14 % fewer static cycles at head dim 128; on tpu7x, which adds up products elsewhere, 9 % more.
+    product with the values leaves half of the matrix unit's 256 columns idle. Not on tpu7x, which adds up products elsewhere.
     """
     if config.is_set("sum_by_product"):
         return bool(config.sum_by_product)

@@ -11,6 +11,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
 from ..shipped import ShippedTable
+from . import pass_fields
 from .block_choice import heads_together, resolve_attnops
 from .pass_cost import tile_cost
 from .splash_config import LANES, SplashConfig
@@ -18,14 +19,8 @@ from .vmem_count import fits
 
 __all__ = ["BACKWARD", "FORWARD", "SHIPPED", "candidates", "tuned_fields"]
 
-FORWARD = (
-    "block_q", "block_q_compute", "block_kv", "block_kv_compute", "block_kv_compute_in", "transposed_tiles", "products_ahead",
-    "sum_by_product", "heads_per_tile",
-)  # fmt: skip
-BACKWARD = (
-    "use_fused_bwd_kernel", "block_q_dkv", "block_q_dkv_compute", "block_kv_dkv", "block_kv_dkv_compute", "products_ahead_dkv",
-    "block_q_dq", "block_kv_dq", "block_kv_dq_compute", "stationary_weights",
-)  # fmt: skip
+FORWARD = (*pass_fields.FORWARD.sizes, "transposed_tiles", "sum_by_product", "heads_per_tile")
+BACKWARD = ("use_fused_bwd_kernel", *pass_fields.FUSED.sizes, *pass_fields.DQ.sizes, "stationary_weights")
 SHIPPED = ShippedTable(Path(__file__).with_name("shipped.json"), FORWARD)
 _BLOCKS, _COMPUTE = (2048, 1024, 512, 256, 128), (512, 1024, 256)
 _UNIT = 512  # of queries and of keys, as most are

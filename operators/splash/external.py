@@ -10,8 +10,11 @@ from ...distribution import with_extras
 from ...errors import ConfigError
 from ...planning import ALL_FEATURES, STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule
 from ...planning.notes import note
+from ..kernels.splash_blocks import ExternalBlocks
 from ..local import LocalCall
 from ..precision_notes import ambient_precision
+from .pass_fields import SIZED
+from .passes import blocks_of
 from .sizes import BlockSizes, choose_block
 from .splash_config import LANES, SplashConfig
 
@@ -117,7 +120,7 @@ def run_external(
     call: LocalCall, config: SplashConfig, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> jax.Array:
     """Run the declared kernel on [batch, heads, length, dim]."""
-    from ..kernels.external_splash import ExternalBlocks, ExternalCall, under_defaults
+    from ..kernels.external_splash import ExternalCall, under_defaults
 
     if config.kernel == "jax":
         from ..kernels.jax_splash import jax_splash_attention as attend
@@ -140,7 +143,7 @@ def run_external(
         shard=call.q_shard,
         shards=call.q_shards,
     )
-    blocks = ExternalBlocks(**{name: getattr(config, name) for name in ExternalBlocks.__dataclass_fields__})
+    blocks = blocks_of(config, ExternalBlocks)
     return under_defaults(
         lambda call: attend(
             call,
@@ -155,7 +158,7 @@ def run_external(
 
 def external_padding(config: SplashConfig, name: str) -> int:
     """The block whose multiple a length ('q' or 'kv') is padded to: the passes share one padded length."""
-    return math.lcm(*(getattr(config, f"block_{name}{suffix}") or 1 for suffix in ("", "_dkv", "_dq")))
+    return math.lcm(*(one.of(config)[name == "kv"] or 1 for one in SIZED))
 
 
 def external_remarks(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> tuple[str, ...]:

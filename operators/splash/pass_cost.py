@@ -23,11 +23,10 @@ __all__ = ["forward_cost", "has_full_tiles", "is_short_code", "is_short_tile", "
 _STEP, _APART = 1 << 17, 1.4
 _FILL = 1 << 18  # extra cost of the start and end of a pipelined tile: 415 cycles on v6e at head dim 128
 # The most weights in one body of a forward tile, and of a backward one, whose code is twice as long: compile time is in
-# proportion to them (benchmarks/tpu_compile.py). Without a bound, both passes would take 4 % fewer cycles and about twice
-# as long to compile.
+# proportion to them (benchmarks/tpu_compile.py), and cycles hardly are.
 _CODE = {"forward": 1 << 21, "backward": 1 << 20}
 # Queries and keys of the largest forward tile if the mask leaves out units of every tile of that size: all code is then for
-# edges, and few tiles use it. With 2048 of both, a window of 1024 takes 14 % fewer cycles and about twice as long to compile.
+# edges, and few tiles use it. Larger ones take fewer cycles, but about twice as long to compile.
 _EDGE = 1 << 10
 _UNIT = 256  # of queries and of keys, the least
 _SAMPLE = 1 << 14  # rows and keys sampled to find a mask's costs

@@ -1,16 +1,47 @@
-"""The kernels of each pass of splash, with the fields of the config that are their sizes."""
+"""The kernels of each pass of splash, and their sizes in a resolved config."""
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any, TypeVar
+
 from ...planning import PassSizes
-from .splash_config import SplashConfig
+from ..kernels.splash_blocks import ExternalBlocks, PassBlocks
+from .pass_fields import DKV, DQ, FORWARD, FUSED, PassFields
+from .splash_config import LANES, SplashConfig
 
-__all__ = ["splash_passes"]
+__all__ = ["blocks_of", "pass_blocks", "passes_of", "splash_passes"]
 
-# Products, the suffix of the blocks' fields, and how many products have the head dim, and how many the value dim.
-_FORWARD = ("forward", "", 1, 1)
-_FUSED = ("backward", "_dkv", 3, 2)
-_APART = (("dkv", "_dkv", 2, 2), ("dq", "_dq", 2, 1))
+_Blocks = TypeVar("_Blocks", bound=ExternalBlocks)
+
+
+def passes_of(config: SplashConfig, backward: bool) -> tuple[PassFields, ...]:
+    """The forward pass, or the backward passes."""
+    if not backward:
+        return (FORWARD,)
+    return (FUSED,) if config.use_fused_bwd_kernel else (DKV, DQ)
+
+
+def pass_blocks(config: SplashConfig, one: PassFields) -> PassBlocks:
+    """A pass's sizes; a kernel's default for those that are None."""
+
+    def size(fields: tuple[str, ...], number: int) -> Any:
+        return getattr(config, fields[number]) if number < len(fields) else None
+
+    block_q, block_kv = (size(fields, 0) or LANES for fields in (one.queries, one.keys))
+    compute_q, compute_kv = size(one.queries, 1) or block_q, size(one.keys, 1) or block_kv
+    ahead = 0 if one.ahead is None else getattr(config, one.ahead) or 0
+    return PassBlocks(block_q, block_kv, compute_q, compute_kv, ahead)
+
+
+def blocks_of(config: SplashConfig, kind: type[_Blocks]) -> _Blocks:
+    """A resolved config in the form of a kernel: the blocks of its passes, and the other fields by their names."""
+    passes: dict[str, Any] = {
+        "forward": pass_blocks(config, FORWARD),
+        "dkv": pass_blocks(config, DKV),
+        "dq": None if config.use_fused_bwd_kernel else pass_blocks(config, DQ),
+    }
+    return kind(**passes, **{one.name: getattr(config, one.name) for one in fields(kind) if one.name not in passes})
 
 
 def splash_passes(config: SplashConfig, backward: bool) -> tuple[PassSizes, ...]:
@@ -18,27 +49,18 @@ def splash_passes(config: SplashConfig, backward: bool) -> tuple[PassSizes, ...]
 
     Only attnops' own kernels leave out parts of tiles, and have a name in a program by which their schedule is found.
     """
-    own = config.kernel == "attnops"
+    return tuple(_pass_sizes(config, one) for one in passes_of(config, backward))
 
-    def kernel(products: str, suffix: str, head_dims: int, value_dims: int) -> PassSizes:
-        block_q, block_kv, compute_q, compute_kv, ahead = (
-            getattr(config, name, None)
-            for name in (
-                f"block_q{suffix}", f"block_kv{suffix}", f"block_q{suffix}_compute", f"block_kv{suffix}_compute",
-                f"products_ahead{suffix}",
-            )
-        )  # fmt: skip
-        sizes = PassSizes(products, block_q or 128, block_kv or 128, head_dims, value_dims)
-        if not own:
-            return sizes
-        return sizes._replace(
-            kernel=f"attnops_splash_{products}",
-            compute_q=compute_q or block_q,
-            compute_kv=compute_kv or block_kv,
-            outer="kv" if products == "dkv" else "q",
-            pipelined=bool(ahead) and products in ("forward", "backward"),
-        )
 
-    if not backward:
-        return (kernel(*_FORWARD),)
-    return (kernel(*_FUSED),) if config.use_fused_bwd_kernel else tuple(kernel(*one) for one in _APART)
+def _pass_sizes(config: SplashConfig, one: PassFields) -> PassSizes:
+    blocks = pass_blocks(config, one)
+    sizes = PassSizes(one.products, blocks.block_q, blocks.block_kv, one.head_dims, one.value_dims)
+    if config.kernel != "attnops":
+        return sizes
+    return sizes._replace(
+        kernel=f"attnops_splash_{one.products}",
+        compute_q=blocks.compute_q,
+        compute_kv=blocks.compute_kv,
+        outer=one.outer,
+        pipelined=bool(blocks.ahead) and one is not DKV,
+    )

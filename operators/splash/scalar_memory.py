@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
+from .pass_fields import FORWARD, PassFields
+from .passes import pass_blocks, passes_of
 from .splash_config import LANES, SplashConfig
 
 if TYPE_CHECKING:
     from ..kernels.splash.schedule import Known
 
 __all__ = ["ScalarMemory"]
-
-
-class _GridPass(NamedTuple):
-    """A pass: the suffix of its blocks' names, the axis along which it goes, and the keys that it takes at a time."""
-
-    suffix: str
-    slow: str
-    keys: int
 
 
 class ScalarMemory:
@@ -55,55 +49,58 @@ class ScalarMemory:
 
     def check(self, config: SplashConfig) -> None:
         """Errors: ConfigError for blocks whose numbers don't fit in a visit's word, or words that don't fit in scalar memory."""
-        for one in _passes(config, self.known.kv_len):
-            self._check_blocks(config, one.suffix)
-        for one in _passes(config, self.known.kv_len):
+        for one in _passes(config):
+            self._check_blocks(config, one)
+        for one in _passes(config):
             self._check_words(config, one)
 
     def words(self, config: SplashConfig) -> dict[str, int]:
         """The name of each kernel of a resolved config -> words of scalar memory, as far as its mask's lists are known."""
-        names = {"": "forward", "_dkv": "backward" if config.use_fused_bwd_kernel else "dkv", "_dq": "dq"}
         found = {}
-        for one in _passes(config, self.known.kv_len):
-            visits = self._lists(config) * self._visits(*_blocks(config, one.suffix), one.slow, one.keys)
-            found[f"attnops_splash_{names[one.suffix]}"] = visits + sum(self._numbers(one).values())
+        for one in _passes(config):
+            visits = self._lists(config) * self._visits(*_blocks(config, one), one.outer, self._keys(config, one))
+            found[f"attnops_splash_{one.products}"] = visits + sum(self._numbers(one).values())
         return found
 
-    def _check_blocks(self, config: SplashConfig, suffix: str) -> None:
+    def _keys(self, config: SplashConfig, one: PassFields) -> int:
+        """The keys that a pass takes at a time."""
+        sums: int | None = None if one.sums is None else getattr(config, one.sums)
+        return sums or self.known.kv_len
+
+    def _check_blocks(self, config: SplashConfig, one: PassFields) -> None:
         from ..kernels.splash.schedule import MOST_KV_BLOCKS, MOST_Q_BLOCKS
 
         lengths = (self.known.q_len, MOST_Q_BLOCKS), (self.known.kv_len, MOST_KV_BLOCKS)
-        for axis, block, (length, most) in zip(("q", "kv"), _blocks(config, suffix), lengths, strict=True):
+        for name, block, (length, most) in zip(one.blocks, _blocks(config, one), lengths, strict=True):
             count = math.ceil(length / block)
             if count > most:
-                name = f"block_{axis}{suffix}"
                 raise ConfigError(
                     f"SplashConfig: {name}={block} cuts {length} rows into {count} blocks; wanted at most {most}: "
                     f"{name}={math.ceil(length / most / LANES) * LANES} or more."
                 )
 
-    def _check_words(self, config: SplashConfig, one: _GridPass) -> None:
+    def _check_words(self, config: SplashConfig, one: PassFields) -> None:
         from ..kernels.splash.schedule import MOST_WORDS, fewest_steps
 
-        block_q, block_kv = _blocks(config, one.suffix)
+        (block_q, block_kv), keys = _blocks(config, one), self._keys(config, one)
         numbers = {name: count for name, count in self._numbers(one).items() if count}
         room = MOST_WORDS - sum(numbers.values())
-        tiles = math.ceil(self.known.q_len / block_q) * math.ceil(one.keys / block_kv)
+        tiles = math.ceil(self.known.q_len / block_q) * math.ceil(keys / block_kv)
         lists = self._lists(config)
         if lists * tiles <= room:
             return
         # If the tiles of some rows are already too many, the others aren't counted. Tiles of a layout are quickly counted.
-        samples = one.keys >= self.known.kv_len and not self.of_blocks
+        samples = keys >= self.known.kv_len and not self.of_blocks
         at_least = fewest_steps(self.known, block_q, block_kv) if samples else 0
         exact = lists * at_least <= room
-        visits = lists * (self._visits(block_q, block_kv, one.slow, one.keys) if exact else at_least)
+        visits = lists * (self._visits(block_q, block_kv, one.outer, keys) if exact else at_least)
         if visits <= room:
             return
         beside = "".join(f", beside {count} words of {name}" for name, count in numbers.items())
         rows = f" for {self.rows} batch rows" if self.rows > 1 else ""
         rows += f" and {lists // self.rows} tiles of heads that see blocks of their own" if lists > self.rows else ""
         raise ConfigError(
-            f"SplashConfig: block_q{one.suffix}={block_q}, block_kv{one.suffix}={block_kv} make {visits} visits{rows}"
+            f"SplashConfig: {one.queries[0]}={block_q}, {one.keys[0]}={block_kv} make {visits} visits{rows}"
             f"{'' if exact else ' or more'}, whose list scalar memory can't hold{beside}; wanted at most {max(room, 0)}: larger "
             f"blocks{', or fewer batch rows a device,' if self.rows > 1 or room < 0 else ''} make fewer."
         )
@@ -114,9 +111,9 @@ class ScalarMemory:
         kv_tile = max(1, (config.heads_per_tile or 1) * kv_heads // q_heads)
         return self.rows * (kv_heads // kv_tile if self.heads_apart else 1)
 
-    def _numbers(self, one: _GridPass) -> dict[str, int]:
+    def _numbers(self, one: PassFields) -> dict[str, int]:
         """Everything except the list: only the forward pass reads sinks."""
-        return {name: 0 if name == "sinks" and one.suffix else count for name, count in self.numbers.items()}
+        return {name: 0 if name == "sinks" and one is not FORWARD else count for name, count in self.numbers.items()}
 
     def _visits(self, block_q: int, block_kv: int, slow: str, keys: int) -> int:
         """The longest list of a batch row, for all keys or for a part of them."""
@@ -129,13 +126,10 @@ class ScalarMemory:
         return max(most_steps(live, slow, slice(first, first + blocks)) for first in parts)
 
 
-def _passes(config: SplashConfig, kv_len: int) -> tuple[_GridPass, ...]:
-    """The passes of a resolved config."""
-    forward = _GridPass("", "q", kv_len)
-    if config.use_fused_bwd_kernel:
-        return forward, _GridPass("_dkv", "q", config.block_kv_dkv_sums or kv_len)
-    return forward, _GridPass("_dkv", "kv", kv_len), _GridPass("_dq", "q", kv_len)
+def _passes(config: SplashConfig) -> tuple[PassFields, ...]:
+    return *passes_of(config, False), *passes_of(config, True)
 
 
-def _blocks(config: SplashConfig, suffix: str) -> tuple[int, int]:
-    return getattr(config, f"block_q{suffix}"), getattr(config, f"block_kv{suffix}")
+def _blocks(config: SplashConfig, one: PassFields) -> tuple[int, int]:
+    blocks = pass_blocks(config, one)
+    return blocks.block_q, blocks.block_kv

@@ -7,26 +7,14 @@ from typing import ClassVar, Literal, Self
 from pydantic import NonNegativeInt, PositiveInt, StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from ...errors import shown
+from ...errors import is_whole, shown
 from ...planning import OperationConfig
+from .pass_fields import DQ, INSIDE, SIZED
 
 __all__ = ["LACKING", "LANES", "SplashConfig"]
 
 LANES = 128
-_KV_BLOCKS = (
-    "block_kv", "block_kv_compute", "block_kv_compute_in", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dkv_sums",
-    "block_kv_dq", "block_kv_dq_compute",
-)  # fmt: skip
-_Q_BLOCKS = ("block_q", "block_q_compute", "block_q_dkv", "block_q_dkv_compute", "block_q_dq")
-_INSIDE = (
-    ("block_q_compute", "block_q"),
-    ("block_q_dkv_compute", "block_q_dkv"),
-    ("block_kv_compute", "block_kv"),
-    ("block_kv_compute_in", "block_kv_compute"),
-    ("block_kv_dkv_compute", "block_kv_dkv"),
-    ("block_kv_dkv", "block_kv_dkv_sums"),
-    ("block_kv_dq_compute", "block_kv_dq"),
-)
+_BLOCKS = tuple(name for one in SIZED for name in (*one.queries, *one.keys, one.sums) if name is not None)
 # What a kernel doesn't support.
 _ATTNOPS_ONLY = (
     "block_q_compute", "block_kv_compute_in", "transposed_tiles", "products_ahead", "heads_per_tile", "block_q_dkv_compute",
@@ -35,7 +23,7 @@ _ATTNOPS_ONLY = (
 LACKING: dict[str, tuple[str, ...]] = {
     "attnops": (),
     "jax": (*_ATTNOPS_ONLY, "use_base2_exp", "fuse_reciprocal", "use_experimental_scheduler"),
-    "tokamax": (*_ATTNOPS_ONLY, "block_q_dq", "block_kv_dq"),
+    "tokamax": (*_ATTNOPS_ONLY, *DQ.blocks),
 }
 Layout = Literal["head_dim_minor", "seq_minor"]
 
@@ -98,7 +86,7 @@ class SplashConfig(OperationConfig):
     residual_checkpoint_name: str | None = None
     interpret: StrictBool = False
 
-    @field_validator(*_KV_BLOCKS, *_Q_BLOCKS, mode="before")
+    @field_validator(*_BLOCKS, mode="before")
     @classmethod
     def _multiple(cls, value: object, info: ValidationInfo) -> object:
         if value is None:
@@ -106,7 +94,7 @@ class SplashConfig(OperationConfig):
         # The other kernels' forward passes have queries in sublanes; their backward passes, and all of attnops', in lanes.
         in_sublanes = info.field_name == "block_q" and info.data.get("kernel") in ("jax", "tokamax")
         unit = 8 if in_sublanes else LANES
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_whole(value, 1):
             raise ValueError(f"{info.field_name}={shown(value)} is not a positive integer (a multiple of {unit})")
         if value % unit:
             near = sorted({max(unit, value // unit * unit), (value // unit + 1) * unit})
@@ -117,9 +105,9 @@ class SplashConfig(OperationConfig):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        for inner, outer in _INSIDE:
+        for inner, outer in INSIDE:
             size, block = getattr(self, inner), getattr(self, outer)
-            own = outer not in ("block_kv_compute", "block_kv_dkv_sums")  # whose None isn't 128
+            own = any(outer in one.blocks for one in SIZED)  # others' None isn't 128
             block = LANES if block is None and own and self.is_set(outer) else block
             if size is not None and block is not None and block % size:
                 raise ValueError(f"{outer}={block} is not a multiple of {inner}={size}")
@@ -132,15 +120,15 @@ class SplashConfig(OperationConfig):
                     "out, or leave kernel out"
                 )
         if self.use_fused_bwd_kernel or self.block_kv_dkv_sums is not None:
-            for name in ("block_q_dq", "block_kv_dq", "block_kv_dq_compute"):
+            for name in DQ.sizes:
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name}={getattr(self, name)} would be read by nobody: the fused backward has no dq pass"
+                        f"{name}={getattr(self, name)} has no effect: the fused backward has no dq pass; leave it out"
                     )
         if self.use_fused_bwd_kernel is False and self.block_kv_dkv_sums is not None:
             raise ValueError(
-                f"block_kv_dkv_sums={self.block_kv_dkv_sums} would be read by nobody: only the fused backward holds the sums of "
-                "many keys"
+                f"block_kv_dkv_sums={self.block_kv_dkv_sums} has no effect: only the fused backward holds the sums of many keys; "
+                "leave it out"
             )
         if self.kernel == "tokamax" and self.use_fused_bwd_kernel is False:
             raise ValueError(

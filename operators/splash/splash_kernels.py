@@ -22,17 +22,18 @@ from ...planning import (
 from ...planning.implementations import dequantised_copy
 from ...planning.notes import note
 from ..function_rules import MOSAIC, function_rules
+from ..kernels.splash_blocks import SplashBlocks
 from ..local import LocalCall, LocalOutput
 from ..mask_blocks import block_remarks
-from ..sequence.ring_call import around_the_ring
+from ..sequence.ring_call import attend_call
 from .block_choice import resolve_attnops
 from .candidates import SHIPPED, tuned_fields
 from .candidates import candidates as tried_sizes
 from .external import EXTERNAL_RULES, external_padding, external_remarks, resolve_external, run_external
-from .passes import splash_passes
+from .passes import blocks_of, splash_passes
 from .splash_config import LANES, SplashConfig
 from .tile_way import layout_note, tile_note, writes_tokens_first
-from .vmem_count import blocks_of, too_much_vmem, vmem_parts
+from .vmem_count import too_much_vmem, vmem_parts
 
 __all__ = ["SPLASH", "ExternalSplash", "SplashKernels"]
 
@@ -230,33 +231,15 @@ SPLASH, _EXTERNAL = SplashKernels(), ExternalSplash()
 def _run_attnops(
     call: LocalCall, config: SplashConfig, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    from ..kernels.splash import SplashPart, splash_attention  # imports Pallas, so only where the kernel runs
+    from ..kernels.splash import SplashPart  # imports Pallas, so only where the kernel runs
 
-    if call.ring is not None:
-        kernel = SplashPart(
-            call.softmax_scale,
-            call.logits_soft_cap,
-            blocks_of(config),
-            call.problem.platform,
-            config.interpret,
-            config.residual_checkpoint_name,
-        )
-        return around_the_ring(call, kernel, query, key, value)
-    return splash_attention(
-        query,
-        key,
-        value,
-        scale=call.softmax_scale,
-        mask=call.mask,
-        bias=call.bias,
-        soft_cap=call.logits_soft_cap,
-        sinks=call.sinks,
-        key_scale=call.key_scale,
-        value_scale=call.value_scale,
-        dropout=call.dropout,
-        blocks=blocks_of(config),
-        residual_checkpoint_name=config.residual_checkpoint_name,
-        platform=call.problem.platform,
-        interpret=config.interpret,
-        tokens_first=writes_tokens_first(call.problem, config),
+    kernel = SplashPart(
+        float(call.softmax_scale),
+        call.logits_soft_cap,
+        blocks_of(config, SplashBlocks),
+        call.problem.platform,
+        config.interpret,
+        config.residual_checkpoint_name,
+        tokens_first=call.ring is None and writes_tokens_first(call.problem, config),
     )
+    return attend_call(call, kernel, query, key, value)

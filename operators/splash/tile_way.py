@@ -37,37 +37,32 @@ class TileWay(NamedTuple):
     reason: str
 
 
-# By static cycles. The scheduler is erratic: from 4 to 6 products ahead cycles differ by 8 %.
+# Units with the fewest static cycles; benchmarks/results/notes.md has the numbers. A cost is what small units take of a tile
+# without a mask, whose edges they follow more closely.
 _PIPELINED: dict[str, tuple[Units, ...]] = {
     "TPU v6 lite": (Units(256, 256, 5),),
     "TPU7x": (Units(256, 256, 5),),
 }
-# A tile without a mask takes 4 % more cycles there in small units; at head dims 64, 96 and 192 it takes 4 to 7 % fewer.
 _PIPELINED_128: dict[str, tuple[Units, ...]] = {"TPU7x": (Units(256, 512, 3), Units(256, 256, 6, 1.045))}
 _PIPELINED_DKV: dict[str, tuple[Units, ...]] = {
     "TPU v6 lite": (Units(256, 256, 3),),
     "TPU7x": (Units(512, 256, 2), Units(256, 256, 2, 1.05)),
 }
-# On v6e three products ahead take 1 % more at head dim 128 than two, at 64, 96 and 192 3 to 4 % fewer. On tpu7x small units with
-# three of them take as many at head dim 64.
 _PIPELINED_DKV_128: dict[str, tuple[Units, ...]] = {"TPU v6 lite": (Units(256, 256, 2),)}
 _PIPELINED_DKV_64: dict[str, tuple[Units, ...]] = {"TPU7x": (Units(512, 256, 2), Units(256, 256, 3, 1.005))}
-# Other units: 512 queries of a block of 1024 take 8 % fewer cycles than all on v4, v5e and v5p, at any head dim, and 5 % more on
-# v6e. In backward passes, where products fill the units, between 1 % more and 8 % fewer.
+# Without pipelining: half of a block's queries, except on the generations that pipeline, which take all of them.
 _LARGE, _WHOLE_BLOCK = Units(512, 512), Units(4096, 512)
-# On v5e and v5p a tile without a mask takes 4 to 11 % more in small units, and a pass under a window of 1024 slightly fewer, but
-# not the backward pass at head dim 64.
+# Small ones only where the mask has many edges; in the backward pass from this head dim on.
 _EDGES: tuple[Units, ...] = (_LARGE, Units(256, 256, 0, 1.1))
 _DIM_EDGES_DKV = 128
-# On v4 small ones take fewer in every pass that has units: 1 to 10 % without a mask, 17 % and more on the diagonal.
+# On v4 small ones are best in every pass that has units.
 _SMALL: tuple[Units, ...] = (Units(256, 256),)
 _SMALL_ON = "TPU v4"
-# From this head dim on products alone fill the cycles of a large unit of the backward pass. In small ones, pipelined, a tile
-# without a mask takes as many on v6e and 6 % more on tpu7x, and one at the edge of a mask 16 % and 4 to 9 % fewer. They take
-# longer to compile.
+# From this head dim on products alone fill the cycles of a large unit of the backward pass; small ones, pipelined, are better
+# at a mask's edges.
 _DIM_FILLED = 256
 _FILLED_DKV: tuple[Units, ...] = (_LARGE, Units(256, 256, 2, 1.05))
-# The largest head dim with a pipelined backward pass; more weren't tried.
+# The largest head dim with a pipelined backward pass.
 _DIM_DKV = 256
 
 

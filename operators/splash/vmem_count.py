@@ -9,24 +9,18 @@ from ...devices import vmem_of
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
 from ...planning.notes import note
+from ..kernels.splash_blocks import SplashBlocks
+from .passes import blocks_of
 from .splash_config import SplashConfig
 
 if TYPE_CHECKING:
-    from ..kernels.splash import SplashBlocks
     from ..kernels.splash.vmem import Shape
 
-__all__ = ["ROOM", "blocks_of", "counted_vmem", "fits", "too_much_vmem", "vmem_need", "vmem_parts", "vmem_room"]
+__all__ = ["ROOM", "counted_vmem", "fits", "too_much_vmem", "vmem_need", "vmem_parts", "vmem_room"]
 
 # What is counted is at most so much less than what the compiler takes (tools/vmem_counts.py).
 ROOM = 1.25
 _MIB = 1 << 20
-
-
-def blocks_of(config: SplashConfig) -> SplashBlocks:
-    """The sizes of a resolved config in the kernels' form."""
-    from ..kernels.splash import SplashBlocks  # imports Pallas, so only where the kernel is planned
-
-    return SplashBlocks(**{name: getattr(config, name) for name in SplashBlocks.__dataclass_fields__})
 
 
 def vmem_need(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> int:
@@ -41,7 +35,7 @@ def vmem_parts(
     """Each kernel of a resolved config -> bytes of VMEM by what they hold, as counted. at_most: to choose blocks by."""
     from ..kernels.splash.vmem import backward_parts, forward_parts
 
-    shape, blocks = _shape(problem, placement, config), blocks_of(config)
+    shape, blocks = _shape(problem, placement, config), blocks_of(config, SplashBlocks)
     return {
         "forward": forward_parts(shape, blocks, at_most=at_most),
         **backward_parts(shape, blocks, at_most=at_most),

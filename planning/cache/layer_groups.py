@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
-from ...errors import a_type, shown
+from ...errors import a_type, is_whole, shown
 from ..given import GivenModel, explain_validation
 
 __all__ = ["LayerGroup", "Layers", "checked_layers", "groups_problem", "layer_groups", "layer_numbers"]
@@ -43,9 +43,9 @@ class LayerGroup(GivenModel):
     @classmethod
     def _how_many_or_which(cls, value: Any) -> Any:
         if isinstance(value, list | tuple):
-            if value and all(_whole(n, 0) for n in value) and len(set(value)) == len(value):
+            if value and all(is_whole(n, 0, _LIMIT) for n in value) and len(set(value)) == len(value):
                 return tuple(value)
-        elif _whole(value, 1):
+        elif is_whole(value, 1, _LIMIT):
             return value
         raise ValueError(
             f"layers={shown(value)}; wanted a number of layers, at least 1, or a list of distinct layer numbers"
@@ -58,7 +58,7 @@ Layers = _Size | tuple[LayerGroup, ...]
 def checked_layers(value: Any) -> Any:
     """Check `layers`: an integer, or groups, which become LayerGroups. Errors: ValueError that names the group."""
     if not isinstance(value, list | tuple):
-        if _whole(value, 1):
+        if is_whole(value, 1, _LIMIT):
             return value
         raise ValueError(
             f"layers={shown(value)}; wanted an integer greater than or equal to 1, or a list of groups: "
@@ -116,7 +116,3 @@ def layer_groups(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
         LayerGroup(layers=tuple(numbers), **({} if window is None else {"window_tokens": window}))
         for window, numbers in found.items()
     )
-
-
-def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LIMIT

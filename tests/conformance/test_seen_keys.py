@@ -28,8 +28,8 @@ from attnops import (
 )
 from attnops.masks import Lengths
 from attnops.operators.kernels import seen_keys as module
+from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.seen_keys import seen_keys
-from attnops.operators.local_mask import LocalMask
 from attnops.operators.vanilla import VanillaConfig
 from attnops.planning import ALL_FEATURES
 from attnops.verify import reference_attention, reference_gradients

@@ -11,7 +11,9 @@ import pytest
 
 from attnops import Causal
 from attnops.operators.kernels import blockwise
-from attnops.operators.local_mask import LocalMask
+from attnops.operators.kernels.local_mask import LocalMask
+from attnops.operators.kernels.operands import Operands
+from attnops.operators.kernels.part import differentiable
 from attnops.verify.reference import reference_attention, reference_gradients
 
 from . import cases, harness
@@ -59,18 +61,9 @@ def test_several_groups_of_several_heads(layout: str) -> None:
     blocking = blockwise.Blocking(48, 32, 2)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        nothing = dict.fromkeys(("bias", "soft_cap", "sinks", "dropout"))
-        return blockwise.blockwise_attention(
-            *(query, key, value),
-            **nothing,
-            layout=layout,
-            scale=0.25,
-            mask=LocalMask(Causal(), 0, 100, 100, 0),
-            softmax_dtype=np.dtype(np.float32),
-            platform="cpu",
-            forward=blocking,
-            backward=blocking,
-        )[0]
+        kernel = blockwise.BlockwisePart(layout, 0.25, None, np.dtype(np.float32), "cpu", blocking, blocking)
+        operands = Operands(query, key, value, None, None)
+        return differentiable(kernel, operands, LocalMask(Causal(), 0, 100, 100, 0), None)[0]
 
     output, gradient = jax.vjp(jax.jit(attend), *(laid_out[name] for name in ("query", "key", "value")))
     seen = np.tril(np.ones((100, 100), bool))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnops import Causal, Chunked, Dense, Full, Lengths, Mask, Positions, Prefix, SegmentIds, SlidingWindow
-from attnops.operators.local_mask import LocalMask
+from attnops.operators.kernels.local_mask import LocalMask
 
 BATCH, Q, KV = 2, 37, 50
 OFFSET = st.one_of(st.none(), st.integers(-20, 20))

@@ -15,9 +15,9 @@ from attnops.compat import abstract_device
 from attnops.masks import bigbird
 from attnops.operators.kernels.block_words import block_words, seen_by_words
 from attnops.operators.kernels.flash.visits import visits
+from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.splash.schedule import body_of, kv_block_of, q_block_of, tile_schedule
 from attnops.operators.kernels.tiles import tile_table
-from attnops.operators.local_mask import LocalMask
 from attnops.operators.mask_blocks import fitted_block
 
 V5E = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device("TPU v5 lite", 1, "tpu"))

@@ -16,9 +16,9 @@ from attnops.compat import abstract_device
 from attnops.devices import gpu_specs, gpu_variant
 from attnops.operators.flash import FlashAttention2Config, flash_sizes
 from attnops.operators.kernels.flash.fp8 import as_bits, from_bits
-from attnops.operators.kernels.flash.sizes import dim_parts
 from attnops.operators.kernels.flash.visits import Visits, visits
-from attnops.operators.local_mask import LocalMask
+from attnops.operators.kernels.flash_sizes import dim_parts
+from attnops.operators.kernels.local_mask import LocalMask
 from attnops.planning.notes import has_note, is_info
 from attnops.verify import reference_gradients
 from attnops.verify.devices import tracing_on

@@ -350,7 +350,7 @@ def test_hidden_keys_reach_no_gradient_of_decode() -> None:
 
 def test_threefry_known_answers() -> None:
     """Random123's own vectors for threefry2x32: key, counter, rounds, words."""
-    from attnops.operators.threefry import threefry
+    from attnops.operators.kernels.threefry import threefry
 
     ones, pi = 0xFFFFFFFF, (0x13198A2E, 0x03707344, 0x243F6A88, 0x85A308D3)
     for arguments, rounds, want in (

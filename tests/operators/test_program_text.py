@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from attnops import Causal, Chunked, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
-from attnops.operators.local_mask import LocalMask
+from attnops.operators.kernels.local_mask import LocalMask
 
 MASKS: dict[str, Mask] = {
     "causal": Causal(),

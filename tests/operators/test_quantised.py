@@ -131,17 +131,19 @@ def test_splash_says_what_its_gradient_works_on() -> None:
 def test_blocks_count_what_is_loaded() -> None:
     """int8 blocks take half of bfloat16's VMEM, so that what is counted of a forward pass shrinks."""
     from attnops.operators.kernels.splash.vmem import forward_parts
-    from attnops.operators.splash.vmem_count import _shape, blocks_of
+    from attnops.operators.kernels.splash_blocks import SplashBlocks
+    from attnops.operators.splash.passes import blocks_of
+    from attnops.operators.splash.vmem_count import _shape
 
     shape, scale = (1, 4096, 8, 128), _struct((1, 4096, 8, 1), "float32")
     attend, found = _attend("splash", backend="tpu"), {}
     for dtype, call in (("bfloat16", {}), ("int8", {"key_scale": scale, "value_scale": scale})):
         plan = attend.plan(_struct(shape, "bfloat16"), _struct(shape, dtype), _struct(shape, dtype), **call)
         moved = _shape(plan.problem, plan.placement, plan.config)
-        found[dtype] = moved, blocks_of(plan.config)
+        found[dtype] = moved, blocks_of(plan.config, SplashBlocks)
     (whole, blocks), (quantised, same) = found.values()
     assert blocks == same
-    keys, compute = blocks.block_kv, blocks.block_kv_compute
+    keys, compute = blocks.forward.block_kv, blocks.forward.compute_kv
     saved = 2 * (2 * keys * 128 - 2 * keys * 8 * 4)  # twice, for the pipeline; each scale is 8 sublanes of float32
     before, after = (sum(forward_parts(shape, blocks).values()) for shape in (whole, quantised))
     assert before - after == saved - 2 * compute * 128 * (2 + 4)

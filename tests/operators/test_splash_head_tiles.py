@@ -12,9 +12,13 @@ import pytest
 
 from attnops import Blocks, Full, Mask
 from attnops.masks import Lengths
-from attnops.operators.kernels.splash import SplashBlocks, splash_attention
+from attnops.operators.kernels.local_mask import LocalMask
+from attnops.operators.kernels.operands import Operands
+from attnops.operators.kernels.part import differentiable
+from attnops.operators.kernels.splash import SplashBlocks, SplashPart
 from attnops.operators.kernels.splash.key_sums import leaving_rows
-from attnops.operators.local_mask import LocalMask
+from attnops.operators.splash import SplashConfig
+from attnops.operators.splash.passes import blocks_of
 from attnops.verify import reference_attention, reference_gradients
 from attnops.verify.closeness import row_error, row_sizes, term_sizes
 
@@ -26,19 +30,21 @@ LAYOUT[0], LAYOUT[2, :, 1:], LAYOUT[1, 0], LAYOUT[3, :, 3] = False, False, True,
 LENGTHS = np.array([KV_LEN, 90], np.int32)  # the second row's list of tiles is shorter
 SIZES = dict.fromkeys(("block_q", "block_q_dkv"), 256) | dict.fromkeys(("block_kv", "block_kv_dkv"), 256)
 UNITS = {f"{name}_compute": 128 for name in SIZES}
-BLOCKS = SplashBlocks(
-    **SIZES, **UNITS, block_kv_compute_in=128, heads_per_tile=2, block_kv_dkv_sums=None, block_q_dq=256, block_kv_dq=256,
-    block_kv_dq_compute=128, use_fused_bwd_kernel=True, q_layout="head_dim_minor", k_layout="head_dim_minor",
-    v_layout="head_dim_minor", use_base2_exp=True, fuse_reciprocal=True, sum_by_product=False,
-    use_experimental_scheduler=False, vmem_limit_bytes=None, stationary_weights=False, transposed_tiles=False, products_ahead=0,
-    products_ahead_dkv=0,
-)  # fmt: skip
+FIELDS: dict[str, Any] = {
+    **SIZES,
+    **UNITS,
+    "block_kv_compute_in": 128,
+    "heads_per_tile": 2,
+    **dict.fromkeys(("sum_by_product", "stationary_weights", "transposed_tiles"), False),
+    "use_fused_bwd_kernel": True,
+}
+APART = {"use_fused_bwd_kernel": False, "block_q_dq": 256, "block_kv_dq": 256, "block_kv_dq_compute": 128}
 PIPELINED = {"transposed_tiles": True, "products_ahead": 2, "products_ahead_dkv": 1, "stationary_weights": True}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "pipelined": PIPELINED,
     "parts": {"block_kv_dkv_sums": 256},
-    "apart": {"use_fused_bwd_kernel": False},
+    "apart": APART,
 }
 QUICK = {
     *(("blocks", 4, "pipelined"), ("blocks", 2, "plain"), ("blocks", 4, "parts")),
@@ -73,15 +79,13 @@ def test_heads_of_a_tile(kind: str, kv_heads: int, form: str) -> None:
         scale = RNG.uniform(0.01, 0.03, (BATCH, kv_heads, KV_LEN)).astype(np.float32)
         by_row = scale.swapaxes(1, 2)[..., None].astype(np.float64)
         tensors = query, key * by_row, value * by_row
-    blocks = SplashBlocks(**{**vars(BLOCKS), **FORMS[form]})
+    blocks = blocks_of(SplashConfig(**FIELDS | FORMS[form]), SplashBlocks)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         scales = None if scale is None else jnp.asarray(scale)
-        return splash_attention(
-            query, key, value, scale=0.25, mask=LocalMask(mask, 0, Q_LEN, KV_LEN, 0), bias=None, soft_cap=None, sinks=None,
-            key_scale=scales, value_scale=scales, dropout=None, blocks=blocks, residual_checkpoint_name=None, platform="tpu",
-            interpret=True,
-        )[0]  # fmt: skip
+        kernel = SplashPart(0.25, None, blocks, "tpu", interpret=True, residual_checkpoint_name=None)
+        operands = Operands(query, key, value, None, None, scales, scales)
+        return differentiable(kernel, operands, LocalMask(mask, 0, Q_LEN, KV_LEN, 0), None)[0]
 
     turned = [jnp.asarray(x).swapaxes(1, 2) for x in (query, key, value, d_output)]
     output, pull = jax.vjp(jax.jit(attend), *turned[:3])

@@ -20,21 +20,25 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops import Causal, Mask
 from attnops.masks import Lengths
-from attnops.operators.kernels.splash import SplashBlocks, key_sums, splash_attention
-from attnops.operators.local_mask import LocalMask
+from attnops.operators.kernels.local_mask import LocalMask
+from attnops.operators.kernels.operands import Operands
+from attnops.operators.kernels.part import differentiable
+from attnops.operators.kernels.splash import SplashBlocks, SplashPart, key_sums
+from attnops.operators.splash import SplashConfig
+from attnops.operators.splash.passes import blocks_of
 from attnops.verify import reference_attention, reference_gradients
 from attnops.verify.closeness import row_error, row_sizes, term_sizes
 
 LENGTH, HEADS, KV_HEADS, DIM = 300, 2, 1, 16  # three blocks of 128, the last of them short
-BLOCKS = SplashBlocks(
-    block_q=128, block_kv=128, block_kv_compute=128, block_kv_compute_in=128, heads_per_tile=1, block_q_dkv=128,
-    block_kv_dkv=128, block_kv_dkv_compute=128, block_kv_dkv_sums=None, block_q_dq=None, block_kv_dq=None,
-    block_kv_dq_compute=None,
-    use_fused_bwd_kernel=True, q_layout="head_dim_minor", k_layout="head_dim_minor", v_layout="head_dim_minor",
-    use_base2_exp=True, fuse_reciprocal=True, sum_by_product=False, use_experimental_scheduler=False,
-    vmem_limit_bytes=None, stationary_weights=False, block_q_compute=128, transposed_tiles=False, products_ahead=0,
-    block_q_dkv_compute=128, products_ahead_dkv=0,
-)  # fmt: skip
+FIELDS: dict[str, Any] = {
+    **{
+        name + unit: 128 for name in ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv") for unit in ("", "_compute")
+    },
+    "block_kv_compute_in": 128,
+    "heads_per_tile": 1,
+    **dict.fromkeys(("sum_by_product", "stationary_weights", "transposed_tiles"), False),
+    "use_fused_bwd_kernel": True,
+}
 WAYS: dict[str, dict[str, Any]] = {
     "fused": {},
     "apart": {"use_fused_bwd_kernel": False, "block_q_dq": 128, "block_kv_dq": 128, "block_kv_dq_compute": 128},
@@ -97,7 +101,7 @@ def _case(
 def _forward_and_gradients(way: str, interpret: pltpu.InterpretParams, batch: int = 2) -> None:
     """Run both passes and hold them against the reference."""
     mask, arrays, turned, want = _case(way, batch)
-    blocks = SplashBlocks(**{**vars(BLOCKS), **WAYS[way]})
+    blocks = blocks_of(SplashConfig(**FIELDS | WAYS[way]), SplashBlocks)
 
     @jax.jit
     def both(
@@ -105,11 +109,9 @@ def _forward_and_gradients(way: str, interpret: pltpu.InterpretParams, batch: in
     ) -> Any:
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             scale = scales if key.dtype == jnp.int8 else None
-            return splash_attention(
-                query, key, value, scale=0.25, mask=LocalMask(mask(lengths), 0, LENGTH, LENGTH, 0), bias=None,
-                soft_cap=None, sinks=None, key_scale=scale, value_scale=scale, dropout=None, blocks=blocks,
-                residual_checkpoint_name=None, platform="tpu", interpret=interpret,
-            )[0]  # fmt: skip
+            kernel = SplashPart(0.25, None, blocks, "tpu", interpret=interpret, residual_checkpoint_name=None)
+            operands = Operands(query, key, value, None, None, scale, scale)
+            return differentiable(kernel, operands, LocalMask(mask(lengths), 0, LENGTH, LENGTH, 0), None)[0]
 
         output, pull = jax.vjp(attend, query, key, value)
         return output, *pull(d_output)

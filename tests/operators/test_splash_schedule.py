@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
 from attnops.masks import Lengths
+from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.splash.bodies import MASKED, WHOLE, Body, bodies_of
 from attnops.operators.kernels.splash.schedule import (
     BODY,
@@ -30,7 +31,6 @@ from attnops.operators.kernels.splash.schedule import (
     tile_schedule,
 )
 from attnops.operators.kernels.splash.schedule_rules import broken_rule
-from attnops.operators.local_mask import LocalMask
 
 MASKS: dict[str, Mask] = {
     "full": Full(),

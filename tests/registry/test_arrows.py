@@ -56,6 +56,23 @@ def test_arrows_point_downward(path: Path) -> None:
     assert not up, f"{path.relative_to(ROOT)} imports {', '.join(sorted(up))}, which stand no lower than {room}"
 
 
+# Functions on raw arrays: they know neither problems, placements nor calls.
+KERNELS = [path for path, name in zip(FILES, NAMES, strict=True) if name.startswith("operators/kernels/")]
+BELOW_KERNELS = {"masks", "errors", "compat", "symbolic", "devices"}
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=[path.relative_to(ROOT).as_posix() for path in KERNELS])
+def test_kernels_know_nothing_above_them(path: Path) -> None:
+    above = {
+        name
+        for name in _imports(path)
+        if not name.startswith("operators/kernels/") and _module(name)[0] not in BELOW_KERNELS
+    }
+    assert not above, (
+        f"{path.relative_to(ROOT)} imports {', '.join(sorted(above))}; kernels import {BELOW_KERNELS} alone"
+    )
+
+
 def test_no_circles() -> None:
     known = {name: _imports(path) - {name} for name, path in zip(NAMES, FILES, strict=True)}
     try:

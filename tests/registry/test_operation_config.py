@@ -133,9 +133,9 @@ def test_sizes_are_positive_integers(bad):
     ("fields", "message"),
     [
         ({"block_kv": 512, "block_kv_compute": 384}, "block_kv=512 is not a multiple of block_kv_compute=384"),
-        ({"use_fused_bwd_kernel": True, "block_q_dq": 128}, "would be read by nobody"),
-        ({"block_kv_dkv_sums": 128, "block_q_dq": 128}, "block_q_dq=128 would be read by nobody"),
-        ({"use_fused_bwd_kernel": False, "block_kv_dkv_sums": 128}, "block_kv_dkv_sums=128 would be read by nobody"),
+        ({"use_fused_bwd_kernel": True, "block_q_dq": 128}, "has no effect"),
+        ({"block_kv_dkv_sums": 128, "block_q_dq": 128}, "block_q_dq=128 has no effect"),
+        ({"use_fused_bwd_kernel": False, "block_kv_dkv_sums": 128}, "block_kv_dkv_sums=128 has no effect"),
         (
             {"block_kv_dkv": 256, "block_kv_dkv_sums": 384},
             "block_kv_dkv_sums=384 is not a multiple of block_kv_dkv=256",

@@ -1,6 +1,5 @@
 """Flash attention for GPUs in Pallas' Triton flavour, forward and backward; it also runs in Pallas' interpreter."""
 
-from .flash_attention import FlashPart, flash_attention
-from .sizes import FlashSizes, PassSizes, Steps
+from .flash_attention import FlashPart
 
-__all__ = ["FlashPart", "FlashSizes", "PassSizes", "Steps", "flash_attention"]
+__all__ = ["FlashPart"]

@@ -18,8 +18,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from ....compat import varying_as
 from ..derivatives import once
+from ..flash_sizes import DimPart, TileSizes, dim_parts
 from ..varying import vary, varying
-from .sizes import DimPart, PassSizes, dim_parts
 
 __all__ = ["KERNELS", "Along", "Arrays", "index"]
 
@@ -65,7 +65,7 @@ class Along:
 class Arrays:
     """A kernel's inputs and outputs, by name."""
 
-    sizes: PassSizes
+    sizes: TileSizes
     layout: str
     interpret: bool
     inputs: dict[str, jax.Array | np.ndarray] = field(default_factory=dict)

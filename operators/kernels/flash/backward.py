@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ..flash_sizes import dim_parts
 from .arrays import Along, Arrays
-from .sizes import dim_parts
 from .tile import Logits, Tile, product, seen_rows, zeroing
 from .visits import Visits
 

@@ -1,4 +1,4 @@
-"""flash_attention: the kernels combined, with their gradient."""
+"""FlashPart: the kernels combined, with their gradient."""
 
 from __future__ import annotations
 
@@ -9,60 +9,34 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...dequantise import dequantised, quantised_gradients
-from ...local_mask import Dropout, LocalMask
 from ..block_words import block_words
 from ..blockwise import Blocking, bias_gradient
+from ..dequantise import dequantised, quantised_gradients
+from ..flash_sizes import FlashSizes, TileSizes
+from ..local_mask import Dropout, LocalMask
+from ..lse import LOG2E, merge_stacked
 from ..operands import Operands, StaticPart, Traced, join_static
-from ..part import LSE_NAME, OUTPUT_NAME, differentiable
+from ..part import LSE_NAME, OUTPUT_NAME
 from ..seen_keys import Seen, seen_keys
 from .arrays import KERNELS, Arrays
 from .backward import KeyGradients, QueryGradient
 from .forward import ForwardKernel
 from .fp8 import as_bits
-from .sizes import FlashSizes, PassSizes
-from .tile import LOG2E, Logits, Words, add_arrays, add_seen
+from .tile import Logits, Words, add_arrays
 from .visits import Visits, visits
 
-__all__ = ["FlashPart", "flash_attention"]
+__all__ = ["FlashPart"]
 
 
-def flash_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    layout: str,
-    scale: float,
-    mask: LocalMask,
-    bias: jax.Array | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    key_scale: jax.Array | None,
-    value_scale: jax.Array | None,
-    dropout: Dropout | None,
-    sizes: FlashSizes,
-    residual_checkpoint_name: str | None,
-    platform: str,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Return (output in the layout, lse [batch, heads, q] float32), both differentiable in reverse.
+@dataclass(frozen=True)
+class FlashPart:
+    """These kernels as a PartKernel.
 
     query [batch, q, heads, dim], key [batch, kv, kv_heads, dim], value [batch, kv, kv_heads, value_dim] in bthd, of any
     lengths; bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, unscaled or
     with scales, float32 [batch, kv_heads, kv]; the output has the query's dtype. Fully masked rows give output 0, lse -inf (or
     that of the sink) and zero gradients.
     """
-    kernel = FlashPart(layout, float(scale), soft_cap, sizes, platform, interpret, residual_checkpoint_name)
-    operands = Operands(
-        query, key, value, bias, None if sinks is None else sinks.astype(jnp.float32), key_scale, value_scale
-    )
-    return differentiable(kernel, operands, mask, dropout)
-
-
-@dataclass(frozen=True)
-class FlashPart:
-    """These kernels as a PartKernel."""
 
     layout: str
     scale: float
@@ -200,7 +174,9 @@ class FlashPart:
         output, lse = _first(made["output"], tuple(shape)), _first(made["lse"], tuple(parts))
         if splits == 1:
             return output, lse
-        return _joined(output, lse, splits, self.layout, query.dtype)
+        output, lse = (x.reshape(splits, batch, *x.shape[1:]) for x in (output, lse))
+        output, lse = merge_stacked(output, lse, self.layout)
+        return output.astype(query.dtype), lse
 
     def _attend_folded(
         self, static_part: StaticPart, operands: Operands, traced: Traced
@@ -258,22 +234,9 @@ def _folded(x: jax.Array, dims: tuple[str, ...], kv_heads: int, group: int, q_le
     return jnp.tile(x, (1, group)) if "q" in dims else x
 
 
-def _joined(output: jax.Array, lse: jax.Array, splits: int, layout: str, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """The parts [splits * batch, ...] merged by their lse."""
-    output, lse = (x.reshape(splits, -1, *x.shape[1:]) for x in (output, lse))
-    peak = lse.max(0)
-    weight = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0.0, peak)[None])
-    total = weight.sum(0)
-    safe = jnp.where(total == 0, 1.0, total)
-    share = weight / safe[None]
-    rows = share.swapaxes(2, 3) if layout == "bthd" else share
-    joined = (output * rows[..., None]).sum(0).astype(dtype)
-    return joined, jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
-
-
 def _arrays(
     part: FlashPart,
-    sizes: PassSizes,
+    sizes: TileSizes,
     operands: Operands,
     mask: LocalMask,
     words: Words,
@@ -288,9 +251,7 @@ def _arrays(
     for name, scale in (("key_scale", operands.key_scale), ("value_scale", operands.value_scale)):
         if scale is not None:
             arrays.row_numbers(name, scale.astype(jnp.float32), sizes.block_kv)
-    if seen is not None:
-        add_seen(arrays, seen)
-    add_arrays(arrays, mask, words, operands.bias, dropout)
+    add_arrays(arrays, mask, words, operands.bias, dropout, seen)
     return arrays
 
 
@@ -337,7 +298,7 @@ class _Backward:
         made = arrays.run("attnops_flash_dkv", KeyGradients(arrays, *rest), grid)
         return _first(made["d_key"], key.shape), _first(made["d_value"], value.shape)
 
-    def _prepare(self, sizes: PassSizes, slow: str) -> tuple[Arrays, tuple[Any, ...]]:
+    def _prepare(self, sizes: TileSizes, slow: str) -> tuple[Arrays, tuple[Any, ...]]:
         part, operands = self.part, self.operands
         mask, dropout = join_static(self.static_part, self.traced)
         tables = _tables(mask, operands.query.shape[part.layout.index("h")])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...local_mask import LocalMask
+from ..local_mask import LocalMask
 from ..tiles import is_arithmetic
 
 __all__ = ["Visits", "visits"]

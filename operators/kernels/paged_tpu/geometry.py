@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,10 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..default_promotion import wider
 
-__all__ = ["LANES", "LOG2E", "NOTHING", "Geometry", "Layout", "Options", "sublanes"]
+__all__ = ["LANES", "NOTHING", "Geometry", "Layout", "Options", "sublanes"]
 
 LANES = 128
-LOG2E = 1 / math.log(2)
 # The peak of a row without visible keys: finite, so that the exponential of -inf minus it is 0 and not NaN.
 NOTHING = float(jnp.finfo(jnp.float32).min)
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..lse import LN2, LOG2E
 from ..precision import exact
-from .geometry import LANES, LOG2E, NOTHING, Geometry, Options
+from .geometry import LANES, NOTHING, Geometry, Options
 
 __all__ = [
     "Columns",
@@ -103,7 +104,7 @@ def finish(sums: Sums, value_scale: jax.Array | None) -> tuple[jax.Array, jax.Ar
     safe = jnp.where(dead, 1.0, sums.total)
     factor = 1 / safe if value_scale is None else value_scale / safe
     output = sums.weighted * spread(factor, sums.weighted.shape[1])
-    lse = jnp.where(dead, -jnp.inf, (sums.peak + jnp.log2(safe)) * np.float32(1 / LOG2E))
+    lse = jnp.where(dead, -jnp.inf, (sums.peak + jnp.log2(safe)) * np.float32(LN2))
     return output, lse
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .block_sizes import SplashBlocks
-from .splash_attention import SplashPart, splash_attention
+from ..splash_blocks import SplashBlocks
+from .splash_attention import SplashPart
 
-__all__ = ["SplashBlocks", "SplashPart", "splash_attention"]
+__all__ = ["SplashBlocks", "SplashPart"]

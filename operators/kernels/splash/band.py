@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ....masks import And, Causal, Mask, SlidingWindow
+from ....masks import And, Mask
+from ....masks.causal_window import is_band, key_bounds
 
 __all__ = ["EVERYTHING", "Band", "band_of"]
 
@@ -65,18 +66,9 @@ EVERYTHING = Band()
 
 def band_of(mask: Mask) -> tuple[Band, Mask]:
     """(the band of a mask's causal and window conjuncts, the And of the others). A part without an offset is among the others."""
-    least, most, others = EVERYTHING.least, EVERYTHING.most, []
-    for part in mask.conjuncts():
-        if not isinstance(part, Causal | SlidingWindow) or part.offset is None:
-            others.append(part)
-            continue
-        offset = part.offset
-        left, right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
-        if left is not None:
-            least = offset - left if least is None else max(least, offset - left)
-        if right is not None:
-            most = offset + right if most is None else min(most, offset + right)
-    return Band(least, most), And(others)
+    own = [part for part in mask.conjuncts() if is_band(part) and part.offset is not None]
+    others = [part for part in mask.conjuncts() if not is_band(part) or part.offset is None]
+    return Band(*key_bounds(own, 0)), And(others)
 
 
 def _parts(length: int, size: int) -> list[slice]:

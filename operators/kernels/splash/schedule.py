@@ -16,7 +16,7 @@ import numpy as np
 
 from ....devices import SCALAR_BYTES
 from ....masks import And, Full, Mask
-from ...local_mask import LocalMask
+from ..local_mask import LocalMask
 from .bodies import MASKED, WHOLE, Body, bodies_of, cells
 
 __all__ = [

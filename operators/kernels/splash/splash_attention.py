@@ -1,4 +1,4 @@
-"""splash_attention: the kernels combined, with their gradient."""
+"""SplashPart: the kernels combined, with their gradient."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from ...dequantise import dequantised, quantised_gradients
-from ...local_mask import Dropout, LocalMask
 from ..block_words import block_words
 from ..blockwise import Blocking, bias_gradient
+from ..dequantise import dequantised, quantised_gradients
 from ..operands import Operands, StaticPart, Traced, join_static
-from ..part import LSE_NAME, OUTPUT_NAME, differentiable
+from ..part import LSE_NAME, OUTPUT_NAME
 from ..seen_keys import seen_keys
+from ..splash_blocks import PassBlocks, SplashBlocks
 from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
 from .bias import bias_block, bias_kernel, bias_order, visited_bias
-from .block_sizes import SplashBlocks
 from .forward import forward_kernel, forward_outputs, forward_scratch
 from .frame import KERNELS, Frame, Heads, Input, Output
 from .key_sums import add_key_sums
 from .mapped import mapped_pass
 from .schedule import tile_schedule
 from .schedule_rules import broken_rule
-from .tile import Logits, add_seen, add_to_frame
+from .tile import Logits, add_to_frame
 
-__all__ = ["SplashPart", "splash_attention"]
+__all__ = ["SplashPart"]
 
 
 @dataclass(frozen=True)
@@ -44,26 +43,9 @@ class _SplashStatic:
     tokens_first: bool
 
 
-def splash_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    scale: float,
-    mask: LocalMask,
-    bias: jax.Array | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    key_scale: jax.Array | None,
-    value_scale: jax.Array | None,
-    dropout: Dropout | None,
-    blocks: SplashBlocks,
-    residual_checkpoint_name: str | None,
-    platform: str,
-    interpret: bool | pltpu.InterpretParams,
-    tokens_first: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Return (output [batch, heads, q, value_dim], lse [batch, heads, q] float32), both differentiable in reverse.
+@dataclass(frozen=True)
+class SplashPart:
+    """These kernels as a PartKernel.
 
     query [batch, heads, q, dim], key [batch, kv_heads, kv, dim], value [batch, kv_heads, kv, value_dim], of any lengths;
     bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, unscaled or with
@@ -72,16 +54,6 @@ def splash_attention(
     value_dim], for callers who swap heads and queries; value_dim is a multiple of 128, and the division is fused. Fully masked
     rows give output 0, lse -inf (or that of the sink) and zero gradients.
     """
-    kernel = SplashPart(float(scale), soft_cap, blocks, platform, interpret, residual_checkpoint_name, tokens_first)
-    operands = Operands(
-        query, key, value, bias, None if sinks is None else sinks.astype(jnp.float32), key_scale, value_scale
-    )
-    return differentiable(kernel, operands, mask, dropout)
-
-
-@dataclass(frozen=True)
-class SplashPart:
-    """These kernels as a PartKernel."""
 
     scale: float
     soft_cap: float | None
@@ -115,12 +87,12 @@ class SplashPart:
     ) -> Operands:
         """See PartKernel."""
         run: Callable[..., Operands] = functools.partial(_backward, self._static(static_part))
-        if self.blocks.use_fused_bwd_kernel:
+        if self.blocks.dq is None:
             run = mapped_pass(run)
         return _of_quantised(operands, run(_dequantised(operands), traced, output, lse, d_output, d_lse))
 
     def _static(self, static_part: StaticPart) -> _SplashStatic:
-        logits = Logits(self.scale, self.soft_cap, self.blocks.use_base2_exp, static_part)
+        logits = Logits(self.scale, self.soft_cap, static_part, self.blocks.use_base2_exp)
         return _SplashStatic(logits, self.blocks, self.platform, self.interpret, self.tokens_first)
 
 
@@ -152,9 +124,7 @@ class _KernelPass:
         static: _SplashStatic,
         operands: Operands,
         traced: Traced,
-        block_q: int,
-        block_kv: int,
-        unit: tuple[int, int],
+        sizes: PassBlocks,
         slow: str,
         kv_blocks: slice = slice(None),
     ) -> None:
@@ -165,7 +135,8 @@ class _KernelPass:
         heads = Heads.tiled(kv_heads, q_heads // kv_heads, blocks.heads_per_tile)
         mask, dropout = join_static(logits.static_part, traced)
         tables = heads.kv_heads // heads.kv_tile if mask.heads_apart else 1
-        visits = tile_schedule(mask, block_q, block_kv, slow, kv_blocks, tables, unit)
+        block_q, block_kv = sizes.block_q, sizes.block_kv
+        visits = tile_schedule(mask, block_q, block_kv, slow, kv_blocks, tables, sizes.unit)
         broken = broken_rule(visits, slow)
         assert broken is None, broken
         self.frame = frame = Frame(batch, heads, block_q, block_kv, visits, slow)
@@ -174,16 +145,13 @@ class _KernelPass:
         )
         self.dim, self.value_dim = operands.query.shape[-1], operands.value.shape[-1]
         words = block_words(mask, block_q, block_kv, self.q_padded, tables)
-        add_to_frame(frame, logits, mask, words, operands.bias, dropout)
-        layouts = (blocks.q_layout, blocks.k_layout, blocks.v_layout)
-        self.queries("query", operands.query, layouts[0])
-        for name, x, layout in zip(("key", "value"), operands[1:3], layouts[1:], strict=True):
+        seen = seen_keys(mask, kv_heads, operands.of_keys)
+        add_to_frame(frame, mask, words, operands.bias, dropout, seen)
+        self.queries("query", operands.query, blocks.q_layout)
+        for name, x, layout in zip(("key", "value"), operands[1:3], blocks.layouts[1:], strict=True):
             x = _rows_padded(x, self.kv_padded)
             array = x.swapaxes(-1, -2) if layout == "seq_minor" else x
             frame.inputs[name] = Input(array, frame.key_block(x.shape[-1], layout), "kv")
-        seen = seen_keys(mask, kv_heads, operands.of_keys)
-        if seen is not None:
-            add_seen(frame, seen)
         for name, scale in (("key_scale", operands.key_scale), ("value_scale", operands.value_scale)):
             if scale is not None:
                 rows = _rows_padded(scale[..., None], self.kv_padded).swapaxes(-1, -2)
@@ -221,8 +189,7 @@ def _rows_padded(x: jax.Array, length: int) -> jax.Array:
 
 def _forward(static: _SplashStatic, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
     blocks, logits = static.blocks, static.logits
-    unit = blocks.block_q_compute, blocks.block_kv_compute
-    work = _KernelPass(static, operands, traced, blocks.block_q, blocks.block_kv, unit, "q")
+    work = _KernelPass(static, operands, traced, blocks.forward, "q")
     if operands.sinks is not None:
         work.frame.scalars["sinks"] = operands.sinks
     normalised, tokens_first = blocks.fuse_reciprocal, static.tokens_first
@@ -232,11 +199,11 @@ def _forward(static: _SplashStatic, operands: Operands, traced: Traced) -> tuple
         forward_kernel,
         frame=work.frame,
         logits=logits,
-        compute=unit,
+        compute=blocks.forward.unit,
         compute_in=blocks.block_kv_compute_in,
         transposed=blocks.transposed_tiles,
-        ahead=blocks.products_ahead,
-        layouts=(blocks.q_layout, blocks.k_layout, blocks.v_layout),
+        ahead=blocks.forward.ahead,
+        layouts=blocks.layouts,
         normalised=normalised,
         sum_by_product=blocks.sum_by_product,
         tokens_first=tokens_first,
@@ -267,20 +234,16 @@ def _backward(
 
     def make(
         name: str,
-        sizes: tuple[int, int, int, int, int],
+        sizes: PassBlocks,
         of_query: bool,
         of_keys: bool,
         keys: slice = slice(None),  # those that the pass goes over
         before: dict[str, jax.Array] | None = None,  # the gradients after the pass over the keys before them
     ) -> dict[str, jax.Array]:
-        block_q, block_kv, *compute, ahead = sizes
-        unit = compute[0], compute[1]
-        kv_len = logits.static_part.kv_len
+        block_kv, kv_len = sizes.block_kv, logits.static_part.kv_len
         first, end = (keys.start or 0) // block_kv, -(-min(keys.stop or kv_len, kv_len) // block_kv)
         goes_on = keys.stop is not None and keys.stop < kv_len
-        work = _KernelPass(
-            static, operands, traced, block_q, block_kv, unit, "q" if of_query else "kv", slice(first, end)
-        )
+        work = _KernelPass(static, operands, traced, sizes, "q" if of_query else "kv", slice(first, end))
         frame = work.frame
         work.queries("d_output", d_output.astype(operands.query.dtype), "head_dim_minor")
         work.rows("lse", shift, np.inf)
@@ -298,9 +261,9 @@ def _backward(
             backward_kernel,
             frame=frame,
             logits=logits,
-            compute=unit,
-            ahead=ahead,
-            layouts=(blocks.q_layout, blocks.k_layout, blocks.v_layout),
+            compute=sizes.unit,
+            ahead=sizes.ahead,
+            layouts=blocks.layouts,
             stationary_weights=blocks.stationary_weights,
             first_block=first,
             query_scale=1.0 if goes_on else logits.scale,
@@ -308,19 +271,11 @@ def _backward(
         depth = work.dim + work.value_dim + of_query * work.dim + of_keys * (work.dim + work.value_dim)
         return work.run(f"attnops_splash_{name}", kernel, 3 if not of_keys else 2, depth)
 
-    compute = blocks.block_q_dkv_compute, blocks.block_kv_dkv_compute
-    sizes = blocks.block_q_dkv, blocks.block_kv_dkv, *compute, blocks.products_ahead_dkv
-    if blocks.use_fused_bwd_kernel:
-        made = _in_parts(
-            functools.partial(make, sizes=sizes, of_query=True, of_keys=True), blocks, logits.static_part.kv_len
-        )
+    if blocks.dq is None:
+        fused = functools.partial(make, sizes=blocks.dkv, of_query=True, of_keys=True)
+        made = _in_parts(fused, blocks, logits.static_part.kv_len)
     else:
-        made = make("dkv", sizes, False, True)
-        assert blocks.block_q_dq is not None
-        assert blocks.block_kv_dq is not None
-        assert blocks.block_kv_dq_compute is not None
-        sizes = blocks.block_q_dq, blocks.block_kv_dq, blocks.block_q_dq, blocks.block_kv_dq_compute, 0
-        made |= make("dq", sizes, True, False)
+        made = make("dkv", blocks.dkv, False, True) | make("dq", blocks.dq, True, False)
     d_sinks = None
     if operands.sinks is not None:
         d_sinks = -(jnp.exp(operands.sinks[None, :, None] - shift / logits.unit) * delta).sum((0, 2))
@@ -353,7 +308,7 @@ def _bias_gradient(
     unit = (256, block[1]) if block[0] % 256 == 0 else block
     # A head at a time: the bias and its gradient take more VMEM than all else.
     alone = replace(static, blocks=replace(blocks, heads_per_tile=1))
-    work = _KernelPass(alone, operands, traced, *block, unit, "q")
+    work = _KernelPass(alone, operands, traced, PassBlocks(*block, *unit), "q")
     frame = work.frame
     order = bias_order(bias.shape, frame.visits.rows, frame.visits.tables)
     if order is None or not isinstance(frame.visits.words, np.ndarray):
@@ -373,7 +328,7 @@ def _bias_gradient(
         frame=frame,
         logits=logits,
         compute=unit,
-        layouts=(blocks.q_layout, blocks.k_layout, blocks.v_layout),
+        layouts=blocks.layouts,
     )
     made = work.run("attnops_splash_dbias", kernel, order.index("visit"), work.dim + work.value_dim)
     gradient = visited_bias(made["d_bias"], frame)

@@ -6,7 +6,8 @@ delta) lie along the lanes, as they are stored. The forward pass supports both, 
 
 from __future__ import annotations
 
-import math
+import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,21 +17,20 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ....masks import Full, Mask, Slot
-from ...local_mask import Dropout, LocalMask
-from ..answer import Answer
-from ..block_words import BlockWords, is_blocks, seen_by_words
-from ..operands import StaticPart
+from ....masks import Slot
+from ..block_words import BlockWords
+from ..local_mask import Dropout, LocalMask
+from ..lse import LOG2E
 from ..seen_keys import Seen
+from ..tile_mask import TileLogits, TileMask, traced_numbers
 from .band import EVERYTHING, band_of
 from .bodies import Body
 from .frame import Frame, Input, Step
 from .schedule import body_of
 from .units import Unit, rows_of
 
-__all__ = ["LOG2E", "HeadKey", "Logits", "Tile", "add_seen", "add_to_frame", "columns", "turned"]
+__all__ = ["HeadKey", "Logits", "Tile", "add_to_frame", "columns", "turned"]
 
-LOG2E = 1 / math.log(2)
 _LANES = 128  # of a register
 
 # Two words; None without dropout.
@@ -38,16 +38,10 @@ HeadKey = tuple[jax.Array, jax.Array] | None
 
 
 @dataclass(frozen=True)
-class Logits:
-    """How raw products become logits, and the static parts of the mask and the dropout.
+class Logits(TileLogits):
+    """base2: logits are multiplied by log2 e, and exponentials are powers of two."""
 
-    base2: logits are multiplied by log2 e, and exponentials are powers of two.
-    """
-
-    scale: float
-    soft_cap: float | None
     base2: bool
-    static_part: StaticPart
 
     @property
     def unit(self) -> float:
@@ -59,19 +53,17 @@ class Logits:
 
 def add_to_frame(
     frame: Frame,
-    logits: Logits,
     mask: LocalMask,
     words: tuple[BlockWords | None, ...],
     bias: jax.Array | None,
     dropout: Dropout | None,
+    seen: Seen | None,
 ) -> None:
-    """Add what a tile needs of the mask, the bias and the dropout to the kernel's operands; words: those of the mask's blocks."""
-    if logits.static_part.q_start is None:
-        frame.scalars["q_start"] = jnp.asarray(mask.q_start, jnp.int32).reshape(1)
-    if logits.static_part.k_start is None:
-        frame.scalars["k_start"] = jnp.asarray(mask.k_start, jnp.int32).reshape(1)
-    if logits.static_part.query_offset is None and mask.query_offset is not None:
-        frame.scalars["query_offset"] = jnp.asarray(mask.query_offset, jnp.int32)
+    """Add what a tile needs of the mask, the bias and the dropout to the kernel's operands.
+
+    words: those of the mask's blocks; seen: keys by a query.
+    """
+    frame.scalars |= traced_numbers(mask, dropout, seen)
     for number, leaf in enumerate(mask.mask.split()[1]):
         array = jnp.asarray(leaf.array)
         if "q_blocks" in leaf.dims:
@@ -97,18 +89,12 @@ def add_to_frame(
     if bias is not None:
         bias = _by_group(bias if bias.dtype in (jnp.float32, jnp.bfloat16) else bias.astype(jnp.float32), frame)
         frame.inputs["bias"] = Input(bias, frame.dense_block(bias.shape), "both")
-    if dropout is not None:
-        # The seed and where the device's rows and heads begin; a head's key is computed from them where it is needed.
-        starts = (jnp.asarray(x, jnp.int32).reshape(1) for x in (dropout.batch_start, dropout.head_start))
-        seed = lax.bitcast_convert_type(dropout.seed, jnp.int32)
-        frame.scalars["dropout"] = jnp.concatenate([seed, *starts])
+    if seen is not None:
+        _add_seen(frame, seen)
 
 
-def add_seen(frame: Frame, seen: Seen) -> None:
-    """Add which keys a query sees."""
+def _add_seen(frame: Frame, seen: Seen) -> None:
     rows = _padded(seen.keys.astype(jnp.int32), {2: frame.block_kv})
-    if seen.clean is not None:
-        frame.scalars["clean"] = seen.clean.astype(jnp.int32).reshape(1)
     if rows.shape[1] == 1:
         frame.inputs["seen"] = Input(rows, frame.leaf_block(rows.shape[0], "kv"), "kv")
         return
@@ -130,12 +116,13 @@ def _by_group(x: jax.Array, frame: Frame) -> jax.Array:
     return _padded(x, {i: n for i, n in ((3, frame.block_q), (4, frame.block_kv)) if x.shape[i] > 1})
 
 
-class Tile:
-    """A kernel's current tile. `across`: keys are rows and queries are lanes."""
+class Tile(TileMask):
+    """A kernel's current tile, asked for in units. `across`: keys are rows and queries are lanes."""
 
     def __init__(self, frame: Frame, logits: Logits, refs: dict[str, Any], across: bool) -> None:
-        self.frame, self.logits, self.refs, self.across = frame, logits, refs, across
+        self.frame, self.logits, self.across = frame, logits, across
         self.step: Step = frame.here(refs)
+        super().__init__(logits.static_part, refs, self.step.batch)
         self._seen: dict[Any, Any] = {}
         self._scales: dict[Any, jax.Array] = {}
         self._clean: dict[Any, jax.Array] = {}
@@ -151,7 +138,7 @@ class Tile:
         self._seen.clear()
         self._scales.clear()
         self._clean.clear()
-        static_part = self.logits.static_part
+        static_part = self.static_part
         self._distance = self.frame.visits.distances[number - 1]
         self._band, self._others = EVERYTHING, static_part.mask
         if self._distance is not None:
@@ -256,43 +243,24 @@ class Tile:
             return scale
         return jnp.where(self._seen_row(unit.head[0], unit.keys) != 0, scale, 0.0)
 
-    def dropped(self, x: jax.Array, keep: jax.Array | None) -> jax.Array:
-        """Weights, or their gradients, after dropout."""
-        return x if keep is None else jnp.where(keep, x * (1.0 / (1.0 - self.logits.static_part.dropout)), 0.0)
-
     def dropout_keys(self) -> list[HeadKey]:
         """Dropout's key of each head of the tile, computed once per visit."""
         if "dropout" not in self.refs:
             return [None] * len(self.frame.heads.in_tile)
-        ref = self.refs["dropout"]
-        first, second = (ref[i].astype(jnp.uint32) for i in (0, 1))
-        batch, first_head = self.step.batch + ref[2], ref[3]
-        return [
-            Dropout.head_key(first, second, batch, first_head + self.head(head)) for head in self.frame.heads.in_tile
-        ]
+        return [self._dropout_key(self.head(head)) for head in self.frame.heads.in_tile]
 
     def keep(self, key: HeadKey, unit: Unit) -> jax.Array | None:
         """Which weights dropout keeps; None without dropout."""
         if key is None:
             return None
         rows, cols = self._indices(unit)
-        return Dropout.kept(*key, self._row(rows), self._key(cols), self.logits.static_part.dropout)
+        return Dropout.kept(*key, self._global_rows(rows), self._global_keys(cols), self.static_part.dropout)
 
     def head(self, head: tuple[int, int]) -> Any:
         """The query head's number."""
         heads = self.frame.heads
         kv_head = self.step.kv_tile * heads.kv_tile + head[0]
         return kv_head * heads.group + self.step.group_tile * heads.group_tile + head[1]
-
-    def _row(self, rows: jax.Array) -> jax.Array:
-        """Local rows as rows of the whole problem."""
-        start = self.logits.static_part.q_start
-        return rows + (self.refs["q_start"][0] if start is None else start)
-
-    def _key(self, cols: jax.Array) -> jax.Array:
-        """Local keys as keys of the whole problem."""
-        start = self.logits.static_part.k_start
-        return cols if start == 0 else cols + (self.refs["k_start"][0] if start is None else start)
 
     def _indices(self, unit: Unit) -> tuple[jax.Array, jax.Array]:
         """Local rows and keys, both in the unit's shape."""
@@ -314,59 +282,32 @@ class Tile:
         words = (ref for name, ref in self.refs.items() if name.startswith("words"))
         return any(ref.shape[0] > 1 or ref.shape[1] > 1 for ref in words) or any(
             isinstance(atom, Slot) and atom.broadcast and not atom.broadcast[1]
-            for atom in self.logits.static_part.mask.atoms()
+            for atom in self.static_part.mask.atoms()
         )
 
     def _test(self, unit: Unit) -> Any:
         rows, cols = self._indices(unit)
-        keys = self._key(cols)
-        numbers, words = iter(range(len(self.refs))), iter(range(len(self.refs)))
+        seen = self._tests(self._others, rows, self._global_keys(cols), unit)
+        if unit.keys.stop > (self.static_part.kv_len % self.frame.block_kv or self.frame.block_kv):
+            seen.append(cols < self.static_part.kv_len)
+        return functools.reduce(operator.and_, seen) if seen else None
 
-        def answer(atom: Mask) -> Mask:
-            if is_blocks(atom):
-                for _ in atom.parts:
-                    next(numbers)
-                return self._blocks(f"words{next(words)}", atom, unit, keys)
-            if not isinstance(atom, Slot):
-                return atom
-            leaves = [f"leaf{next(numbers)}" for _ in atom.parts]
-            parts = [self._leaf(leaf, part[2], unit) for leaf, part in zip(leaves, atom.parts, strict=True)]
-            return Answer(atom.related(parts, keys))
-
-        seen = None
-        if not isinstance(self._others, Full):
-            rows = self._row(rows)
-            offset = self.logits.static_part.query_offset or 0
-            positions = rows + (self.refs["query_offset"][self.step.batch] if "query_offset" in self.refs else offset)
-            mask = self._others.map_atoms(answer)
-            seen = None if isinstance(mask, Full) else mask.test(rows, positions, keys)
-        if unit.keys.stop > (self.logits.static_part.kv_len % self.frame.block_kv or self.frame.block_kv):
-            inside = cols < self.logits.static_part.kv_len
-            seen = inside if seen is None else seen & inside
-        return seen
-
-    def _blocks(self, name: str, atom: Any, unit: Unit, keys: jax.Array) -> Mask:
-        """A leaf of blocks evaluated on the unit; Full where a visited unit is known to be visible."""
-        if name not in self.refs:
-            return Full()
-        ref = self.refs[name]
+    def _words(self, ref: Any, *where: Any) -> tuple[list[jax.Array], Any]:
+        """See TileMask."""
+        (unit,) = where
         kv_head, of_group = (i if n > 1 else 0 for i, n in zip(unit.head, ref.shape[:2], strict=True))
         rows = [ref[kv_head, of_group, word : word + 1, unit.queries] for word in range(ref.shape[2])]
-        rows = rows if self.across else [turned(row) for row in rows]
-        first = self._key(self.step.kv_block * self.frame.block_kv)
-        return Answer(seen_by_words(rows, keys, first, atom.block_kv))
+        return rows if self.across else [turned(row) for row in rows], self.step.kv_block * self.frame.block_kv
 
-    def _leaf(self, name: str, dims: tuple[str, ...], unit: Unit) -> Any:
-        """An array of the mask, to be compared with the unit's keys and rows."""
-        if dims == ("batch",):
-            return self.refs[name][self.step.batch]
-        if len(dims) == 4:
-            return self._dense(name, unit).astype(jnp.int32) != 0
-        values = self.refs[name][:, unit.queries if dims[1] == "q" else unit.keys]
-        return turned(values) if (dims[1] == "q") != self.across else values
+    def _along(self, name: str, dim: str, *where: Any) -> jax.Array:
+        """See TileMask."""
+        (unit,) = where
+        values = self.refs[name][:, unit.queries if dim == "q" else unit.keys]
+        return turned(values) if (dim == "q") != self.across else values
 
-    def _dense(self, name: str, unit: Unit) -> jax.Array:
-        """A unit of an array of [batch, heads, q, kv]: [queries | 1, keys | 1], or across."""
+    def _dense(self, name: str, *where: Any) -> jax.Array:
+        """See TileMask: [queries | 1, keys | 1], or across."""
+        (unit,) = where
         ref = self.refs[name]
         kv_head, of_group = (i if n > 1 else 0 for i, n in zip(unit.head, ref.shape[:2], strict=True))
         rows, keys = (

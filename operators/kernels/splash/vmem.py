@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .block_sizes import SplashBlocks
+from ..splash_blocks import PassBlocks, SplashBlocks
 from .frame import Heads
 from .key_sums import leaving_rows
 
@@ -45,7 +45,7 @@ def forward_parts(shape: Shape, blocks: SplashBlocks, *, at_most: bool = False) 
     XLA may keep a small tensor in VMEM whole; a kernel then takes less, as it needs no blocks of it. at_most: as if nothing of
     the tile were in registers, to choose blocks by.
     """
-    tiles, kv_tile, rows, keys = len(shape.heads.in_tile), shape.heads.kv_tile, blocks.block_q, blocks.block_kv
+    tiles, kv_tile, rows, keys = len(shape.heads.in_tile), shape.heads.kv_tile, *blocks.forward[:2]
     dim = _lanes(shape.dim)
     value_dim = out_dim = _lanes(shape.value_dim)
     working = _forward_tile(shape, blocks)
@@ -64,13 +64,13 @@ def forward_parts(shape: Shape, blocks: SplashBlocks, *, at_most: bool = False) 
     for name, width, (itemsize, scaled) in (("key", dim, shape.key), ("value", out_dim, shape.value)):
         parts[f"{name} (block_kv)"] = 2 * kv_tile * keys * (width * itemsize + 8 * 4 * scaled)
         if itemsize != shape.itemsize:
-            working += blocks.block_kv_compute * width * (shape.itemsize + 4)  # on its way through float32
+            working += blocks.forward.compute_kv * width * (shape.itemsize + 4)  # on its way through float32
     return parts | {"logits and weights (block_q_compute x block_kv_compute)": working}
 
 
 def _forward_tile(shape: Shape, blocks: SplashBlocks) -> int:
     """Bytes that the compiler takes for the logits and weights of a tile: of one unit, or of the two or three that overlap."""
-    unit, tile = blocks.block_q_compute * blocks.block_kv_compute, blocks.block_q * blocks.block_kv
+    unit, tile = math.prod(blocks.forward.unit), math.prod(blocks.forward[:2])
     most = 2 if blocks.transposed_tiles or tile <= _OVERLAPPED**2 else 3
     at_once = max(1, min(most, tile // unit // 2))
     held = _spilled("forward", at_once * unit, shape.itemsize, alone=unit == tile)
@@ -80,12 +80,12 @@ def _forward_tile(shape: Shape, blocks: SplashBlocks) -> int:
 
 def _whole_forward_tile(shape: Shape, blocks: SplashBlocks) -> int:
     """The same if registers held nothing of a unit, and of those in flight."""
-    unit, tile = blocks.block_q_compute * blocks.block_kv_compute, blocks.block_q * blocks.block_kv
-    working = _working(unit, shape.itemsize) + blocks.products_ahead * unit * 4  # whose logits wait
+    unit, tile = math.prod(blocks.forward.unit), math.prod(blocks.forward[:2])
+    working = _working(unit, shape.itemsize) + blocks.forward.ahead * unit * 4  # whose logits wait
     # The compiler begins with later units: 15 MiB in a compiled program of 2048 x 2048, 49 of 4096 x 4096, 76 with 4096 rows
     # in a unit.
     if not blocks.transposed_tiles and unit < tile and tile > _OVERLAPPED**2:
-        working = max(working + 2 * tile, working * (4 if blocks.block_q_compute > 2 * _OVERLAPPED else 1))
+        working = max(working + 2 * tile, working * (4 if blocks.forward.compute_q > 2 * _OVERLAPPED else 1))
     return working
 
 
@@ -97,34 +97,28 @@ def _spilled(what: str, weights: int, itemsize: int, alone: bool) -> int:
 
 def backward_parts(shape: Shape, blocks: SplashBlocks, *, at_most: bool = False) -> dict[str, dict[str, int]]:
     """The same for each backward pass, by the name of its kernel."""
-    of_keys = blocks.block_q_dkv, blocks.block_kv_dkv, (blocks.block_q_dkv_compute, blocks.block_kv_dkv_compute)
-    ways = blocks.stationary_weights, blocks.products_ahead_dkv
-    if blocks.use_fused_bwd_kernel:
+    transposed = blocks.stationary_weights
+    if blocks.dq is None:
         sums = blocks.block_kv_dkv_sums
-        return {"backward": _backward_pass(shape, *of_keys, "dkv", *ways, True, True, at_most, sums)}
-    rows, keys, compute = blocks.block_q_dq or 0, blocks.block_kv_dq or 0, blocks.block_kv_dq_compute or 0
+        return {"backward": _backward_pass(shape, blocks.dkv, "dkv", transposed, True, True, at_most, sums)}
     return {
-        "dkv": _backward_pass(shape, *of_keys, "dkv", *ways, False, True, at_most),
-        "dq": _backward_pass(
-            shape, rows, keys, (rows, compute), "dq", blocks.stationary_weights, 0, True, False, at_most
-        ),
+        "dkv": _backward_pass(shape, blocks.dkv, "dkv", transposed, False, True, at_most),
+        "dq": _backward_pass(shape, blocks.dq, "dq", transposed, True, False, at_most),
     }
 
 
 def _backward_pass(
     shape: Shape,
-    rows: int,
-    keys: int,
-    compute: tuple[int, int],
+    blocks: PassBlocks,
     suffix: str,
     transposed: bool,
-    ahead: int,
     of_query: bool,
     of_keys: bool,
     at_most: bool,
     at_a_time: int | None = None,
 ) -> dict[str, int]:
     tiles, kv_tile, size = len(shape.heads.in_tile), shape.heads.kv_tile, shape.itemsize
+    rows, keys, unit = blocks.block_q, blocks.block_kv, math.prod(blocks.unit)
     dim, dims = _lanes(shape.dim), _lanes(shape.dim) + _lanes(shape.value_dim)
     q, kv = f"block_q_{suffix}", f"block_kv_{suffix}"
     parts = {
@@ -132,10 +126,9 @@ def _backward_pass(
         f"key and value ({kv})": 2 * kv_tile * keys * dims * size,
         f"mask arrays and bias ({q} x {kv})": 2 * shape.dense_itemsize * rows * keys * tiles,
     }
-    unit = math.prod(compute)
     working = _spilled("backward", unit, size, alone=unit == rows * keys)
     if at_most:
-        whole = _working(unit, size) * 2 + ahead * unit * 2 * 4  # logits and the weights' gradients that wait
+        whole = _working(unit, size) * 2 + blocks.ahead * unit * 2 * 4  # logits and the weights' gradients that wait
         turned = tiles * rows * (dims if of_keys else 0) + kv_tile * keys * (dim if of_query else 0)
         working = max(working, whole + turned * size * transposed)
     sum_dim, sum_dims = dim, dims

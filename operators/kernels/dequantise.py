@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .kernels.default_promotion import wider
+from .default_promotion import wider
 
 __all__ = ["dequantised", "quantised_gradients"]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["DIM_STEP", "DimPart", "FlashSizes", "PassSizes", "Steps", "dim_parts"]
+__all__ = ["DIM_STEP", "DimPart", "FlashSizes", "TileSizes", "TileSteps", "dim_parts"]
 
 DIM_STEP = 16  # the least width of a product on tensor cores
 
 
-@dataclass(frozen=True)
-class PassSizes:
+class TileSizes(NamedTuple):
     """Sizes of one kernel. Blocks are powers of two, at least 16; stages: tiles being loaded from memory at once."""
 
     block_q: int
@@ -19,8 +19,7 @@ class PassSizes:
     num_stages: int
 
 
-@dataclass(frozen=True)
-class Steps:
+class TileSteps(NamedTuple):
     """How the forward pass goes through the keys of a tile: in `softmaxes` parts, each with its own running softmax, and with
     `products` products with the values in each part.
 
@@ -42,12 +41,12 @@ class FlashSizes:
     head are rows of one tile, which then holds all queries.
     """
 
-    forward: PassSizes
-    dkv: PassSizes
-    dq: PassSizes
-    kv_splits: int = 1
-    fold: bool = False
-    steps: Steps = Steps()
+    forward: TileSizes
+    dkv: TileSizes
+    dq: TileSizes
+    kv_splits: int
+    fold: bool
+    steps: TileSteps
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..masks import And, Full, Mask
-from ..masks.bounds import Blocks, Extent
-from ..symbolic import is_symbolic
-from .kernels.primitives import length, numbers, shifted
+from ...masks import And, Full, Mask
+from ...masks.bounds import Blocks, Extent
+from ...symbolic import is_symbolic
+from .primitives import length, numbers, shifted
 from .threefry import threefry
 
 __all__ = ["Dropout", "LocalMask", "dropout_seed"]

@@ -1,0 +1,66 @@
+"""The sizes and switches of splash's kernels, resolved: each pass's blocks, and what all passes share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["ExternalBlocks", "PassBlocks", "SplashBlocks"]
+
+
+class PassBlocks(NamedTuple):
+    """A pass's tile in rows, the queries and keys of one product, and how many products run ahead of their exponentials."""
+
+    block_q: int
+    block_kv: int
+    compute_q: int
+    compute_kv: int
+    ahead: int = 0
+
+    @property
+    def unit(self) -> tuple[int, int]:
+        """The queries and keys of one product."""
+        return self.compute_q, self.compute_kv
+
+
+@dataclass(frozen=True)
+class ExternalBlocks:
+    """What jax's and tokamax's kernels read; jax's not use_base2_exp, fuse_reciprocal and use_experimental_scheduler.
+
+    dkv: of the gradients of key and value; with dq None, of all three.
+    """
+
+    forward: PassBlocks
+    dkv: PassBlocks
+    dq: PassBlocks | None
+    q_layout: str
+    k_layout: str
+    v_layout: str
+    use_base2_exp: bool
+    fuse_reciprocal: bool
+    use_experimental_scheduler: bool
+
+    @property
+    def layouts(self) -> tuple[str, str, str]:
+        """Of query, key and value."""
+        return self.q_layout, self.k_layout, self.v_layout
+
+    def padded(self, q_len: int, kv_len: int) -> tuple[int, int]:
+        """The lengths that the kernels require: multiples of every block in use."""
+        used = [one for one in (self.forward, self.dkv, self.dq) if one is not None]
+        q_block, kv_block = math.lcm(*(one.block_q for one in used)), math.lcm(*(one.block_kv for one in used))
+        return -(-q_len // q_block) * q_block, -(-kv_len // kv_block) * kv_block
+
+
+@dataclass(frozen=True)
+class SplashBlocks(ExternalBlocks):
+    """What attnops' own kernels read; the fields that aren't a pass's blocks are called as in SplashConfig."""
+
+    block_kv_compute_in: int
+    block_kv_dkv_sums: int | None
+    transposed_tiles: bool
+    heads_per_tile: int
+    sum_by_product: bool
+    stationary_weights: bool
+    vmem_limit_bytes: int | None

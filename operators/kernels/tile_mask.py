@@ -1,0 +1,135 @@
+"""What the tiles of splash's and flash's kernels share: how products become logits, the mask, the dropout, a tile's place.
+
+A tile reads references by name: 'leaf<n>' and 'words<n>' for the mask's arrays and its blocks, 'q_start', 'k_start',
+'query_offset' and 'dropout' for traced numbers. How a tile is cut out of an array is each kernel's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...masks import Full, Mask, Slot
+from .answer import Answer
+from .block_words import is_blocks, seen_by_words
+from .local_mask import Dropout, LocalMask
+from .operands import StaticPart
+from .primitives import shifted
+from .seen_keys import Seen
+
+__all__ = ["TileLogits", "TileMask", "traced_numbers"]
+
+
+@dataclass(frozen=True)
+class TileLogits:
+    """How products become logits, and the static parts of the mask and the dropout."""
+
+    scale: float
+    soft_cap: float | None
+    static_part: StaticPart
+
+
+def traced_numbers(mask: LocalMask, dropout: Dropout | None, seen: Seen | None) -> dict[str, jax.Array]:
+    """The numbers that aren't known at trace time, int32, by name; 'clean': of `seen`.
+
+    'dropout' is the seed and where the device's rows and heads begin: a head's key is computed from them where it is needed.
+    """
+    given = {"q_start": mask.q_start, "k_start": mask.k_start, "query_offset": mask.query_offset}
+    found = {
+        name: jnp.asarray(number, jnp.int32).reshape(-1)
+        for name, number in given.items()
+        if number is not None and not isinstance(number, int)
+    }
+    if dropout is not None:
+        starts = (jnp.asarray(x, jnp.int32).reshape(1) for x in (dropout.batch_start, dropout.head_start))
+        found["dropout"] = jnp.concatenate([lax.bitcast_convert_type(dropout.seed, jnp.int32), *starts])
+    if seen is not None and seen.clean is not None:
+        found["clean"] = seen.clean.astype(jnp.int32).reshape(1)
+    return found
+
+
+class TileMask:
+    """The mask and the dropout of a tile. `where` is whatever the subclass needs to know of the part of it that is asked for."""
+
+    def __init__(self, static_part: StaticPart, refs: dict[str, Any], batch: Any) -> None:
+        self.static_part, self.refs, self.batch = static_part, refs, batch
+
+    # -- what a subclass knows ---------------------------------------------------------------------------------------
+
+    def _words(self, ref: Any, *where: Any) -> tuple[list[jax.Array], Any]:
+        """(the rows' words of the mask's blocks, the local number of the tile's first key)."""
+        raise NotImplementedError
+
+    def _dense(self, name: str, *where: Any) -> jax.Array:
+        """The tile of an array of [batch, heads, q, kv], any of them 1, in a shape that broadcasts to it."""
+        raise NotImplementedError
+
+    def _along(self, name: str, dim: str, *where: Any) -> jax.Array:
+        """The tile's numbers of an array of [batch | 1, q] or [batch | 1, kv], in a shape that broadcasts to it."""
+        raise NotImplementedError
+
+    # -- its place in the whole problem ------------------------------------------------------------------------------
+
+    def _global_rows(self, rows: Any) -> Any:
+        start = self.static_part.q_start
+        return shifted(rows, self.refs["q_start"][0] if start is None else start)
+
+    def _global_keys(self, keys: Any) -> Any:
+        start = self.static_part.k_start
+        return shifted(keys, self.refs["k_start"][0] if start is None else start)
+
+    # -- dropout -----------------------------------------------------------------------------------------------------
+
+    def _dropout_key(self, head: Any) -> tuple[jax.Array, jax.Array]:
+        """Dropout's key of a head."""
+        ref = self.refs["dropout"]
+        first, second = (ref[i].astype(jnp.uint32) for i in (0, 1))
+        return Dropout.head_key(first, second, ref[2] + self.batch, ref[3] + head)
+
+    def dropped(self, x: jax.Array, keep: jax.Array | None) -> jax.Array:
+        """Weights, or their gradients, after dropout."""
+        return x if keep is None else jnp.where(keep, x * (1.0 / (1.0 - self.static_part.dropout)), 0.0)
+
+    # -- the mask ----------------------------------------------------------------------------------------------------
+
+    def _tests(self, mask: Mask, rows: jax.Array, keys: jax.Array, *where: Any) -> list[Any]:
+        """The tests that a visible key passes; rows: this device's, keys: those of the whole problem."""
+        if isinstance(mask, Full):
+            return []
+        numbers, words = itertools.count(), itertools.count()
+
+        def answer(atom: Mask) -> Mask:
+            if is_blocks(atom):
+                for _ in atom.parts:
+                    next(numbers)
+                return self._blocks(f"words{next(words)}", atom, keys, *where)
+            if not isinstance(atom, Slot):
+                return atom
+            parts = [self._leaf(f"leaf{next(numbers)}", dims, *where) for _, _, dims in atom.parts]
+            return Answer(atom.related(parts, keys))
+
+        rows, offset = self._global_rows(rows), self.static_part.query_offset or 0
+        positions = shifted(rows, self.refs["query_offset"][self.batch] if "query_offset" in self.refs else offset)
+        parts = mask.map_atoms(answer).conjuncts()
+        return [part.test(rows, positions, keys) for part in parts if not isinstance(part, Full)]
+
+    def _blocks(self, name: str, atom: Any, keys: jax.Array, *where: Any) -> Mask:
+        """A leaf of blocks evaluated on the tile; Full where a visited tile is known to be visible."""
+        if name not in self.refs:
+            return Full()
+        rows, first = self._words(self.refs[name], *where)
+        return Answer(seen_by_words(rows, keys, self._global_keys(first), atom.block_kv))
+
+    def _leaf(self, name: str, dims: tuple[str, ...], *where: Any) -> Any:
+        """An array of the mask, to be compared with the tile's keys and rows."""
+        if len(dims) == 4:
+            return self._dense(name, *where).astype(jnp.int32) != 0
+        if dims == ("batch",):
+            ref = self.refs[name]
+            return ref[self.batch if ref.shape[0] > 1 else 0]
+        return self._along(name, dims[1], *where)
