@@ -9,21 +9,16 @@ from .distribution import VERSION as _VERSION
 
 if TYPE_CHECKING:
     from .adapters.jax_nn import dot_product_attention
-    from .advising import Advice, advise
+    from .advising import advise
     from .errors import (
         AttnOpsError,
         ConfigError,
-        ConfigWarning,
         FallbackWarning,
         InputError,
-        InputTypeError,
-        MaskError,
         MaskWarning,
-        ProcessError,
         RefusedError,
         ShardingError,
         ShardingWarning,
-        UnknownNameError,
     )
     from .masks import (
         Blocks,
@@ -38,34 +33,32 @@ if TYPE_CHECKING:
         Prefix,
         SegmentIds,
         SlidingWindow,
-        mask_from_dict,
         register_mask_function,
-        window_tokens,
     )
-    from .operators import AttentionOutput, LocalCall, LocalOutput, Operation
+    from .operators import AttentionOutput
     from .operators.attention import Attention
     from .operators.blocksparse import BlockSparseConfig
     from .operators.flash_attention2 import FlashAttention2Config
-    from .operators.model_shardings import ModelShardings, shardings_for
+    from .operators.model_shardings import shardings_for
+    from .operators.paged_cache.batch import RaggedBatch
     from .operators.sdpa import SdpaConfig
     from .operators.splash import SplashConfig
     from .operators.vanilla import VanillaConfig
-    from .planning import AttentionProblem, OperationConfig, Plan, Policy, Reason, Rule, implementation, plan
+    from .planning import Plan, Policy
     from .planning.cache.kv_cache import KVCache
     from .planning.cache.layer_groups import LayerGroup
     from .registry import OperationMetadata, OperationRegistry
     from .registry.declaration import Declaration
-    from .registry.model_declaration import LayerDeclaration, ModelDeclaration
-    from .sharding import AttnShardingRules, PartitionAxis, fit
+    from .registry.model_declaration import ModelDeclaration
+    from .serving import PagePool
+    from .sharding import AttnShardingRules, PartitionAxis
     from .sharding.processes import check_processes
 
 __version__ = _VERSION
 
 __all__ = [
-    "Advice",
     "Attention",
     "AttentionOutput",
-    "AttentionProblem",
     "AttnOpsError",
     "AttnShardingRules",
     "BlockSparseConfig",
@@ -73,73 +66,56 @@ __all__ = [
     "Causal",
     "Chunked",
     "ConfigError",
-    "ConfigWarning",
     "Declaration",
     "Dense",
     "FallbackWarning",
     "FlashAttention2Config",
     "Full",
     "InputError",
-    "InputTypeError",
     "KVCache",
-    "LayerDeclaration",
     "LayerGroup",
     "Lengths",
-    "LocalCall",
-    "LocalOutput",
     "Mask",
-    "MaskError",
     "MaskFunction",
     "MaskWarning",
     "ModelDeclaration",
-    "ModelShardings",
-    "Operation",
-    "OperationConfig",
     "OperationMetadata",
     "OperationRegistry",
+    "PagePool",
     "PartitionAxis",
     "Plan",
     "Policy",
     "Positions",
     "Prefix",
-    "ProcessError",
-    "Reason",
+    "RaggedBatch",
     "RefusedError",
-    "Rule",
     "SdpaConfig",
     "SegmentIds",
     "ShardingError",
     "ShardingWarning",
     "SlidingWindow",
     "SplashConfig",
-    "UnknownNameError",
     "VanillaConfig",
     "advise",
     "check_processes",
     "dot_product_attention",
-    "fit",
-    "implementation",
-    "mask_from_dict",
-    "plan",
     "register_mask_function",
     "shardings_for",
-    "window_tokens",
 ]
 
-_ROOMS = ("errors", "masks", "operators", "planning", "registry", "sharding", "verify")
+_ROOMS = ("authoring", "errors", "masks", "operators", "planning", "registry", "sharding", "verify")
 # Names that their subpackage's __init__.py doesn't export, and the file that has them. They are imported on first use.
 _FILES = {
-    "Advice": "advising",
     "advise": "advising",
     "Attention": "operators.attention",
     "BlockSparseConfig": "operators.blocksparse",
     "Declaration": "registry.declaration",
     "FlashAttention2Config": "operators.flash_attention2",
     "KVCache": "planning.cache.kv_cache",
-    "LayerDeclaration": "registry.model_declaration",
     "LayerGroup": "planning.cache.layer_groups",
     "ModelDeclaration": "registry.model_declaration",
-    "ModelShardings": "operators.model_shardings",
+    "PagePool": "serving",
+    "RaggedBatch": "operators.paged_cache.batch",
     "SdpaConfig": "operators.sdpa",
     "SplashConfig": "operators.splash",
     "VanillaConfig": "operators.vanilla",

@@ -13,8 +13,9 @@ diffusers = pytest.importorskip("diffusers", reason="pip install 'attnops[diffus
 
 from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn  # noqa: E402
 
-from attnops import Attention, ConfigError, InputError, InputTypeError, UnknownNameError  # noqa: E402
+from attnops import Attention, ConfigError, InputError  # noqa: E402
 from attnops.adapters.diffusers import attention_for, register  # noqa: E402
+from attnops.errors import InputTypeError, UnknownNameError  # noqa: E402
 from attnops.verify import reference_attention  # noqa: E402
 
 # diffusers' own, of this torch and this machine.

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import BlockSizes, QKVLayout
 
-from attnops import Attention, ConfigError, InputError, InputTypeError, SplashConfig
+from attnops import Attention, ConfigError, InputError, SplashConfig
 from attnops.adapters.dispatch import max_and_sum, partition_axis_from_rules, splash_config_from
+from attnops.errors import InputTypeError
 from attnops.verify import reference_attention
 
 RULES = (

@@ -15,16 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnops
-from attnops import (
-    Attention,
-    ConfigError,
-    Declaration,
-    InputError,
-    InputTypeError,
-    OperationMetadata,
-    UnknownNameError,
-    dot_product_attention,
-)
+from attnops import Attention, ConfigError, Declaration, InputError, OperationMetadata, dot_product_attention
+from attnops.errors import InputTypeError, UnknownNameError
 from attnops.verify import reference_attention
 
 OWN = jax.nn.dot_product_attention

@@ -19,12 +19,13 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attnops import ConfigError, InputError, InputTypeError, RefusedError
+from attnops import ConfigError, InputError, RefusedError
 from attnops.adapters.ragged_paged import (
     ragged_paged_attention_sglang,
     ragged_paged_attention_v2,
     ragged_paged_attention_v3,
 )
+from attnops.errors import InputTypeError
 from attnops.verify.closeness import row_error, row_sizes
 from attnops.verify.paged_reference import paged_reference
 

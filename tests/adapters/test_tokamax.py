@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import Attention, ConfigError, InputError, InputTypeError, UnknownNameError
+from attnops import Attention, ConfigError, InputError
 from attnops import dot_product_attention as as_jax_nn
 from attnops.adapters.tokamax import dot_product_attention
+from attnops.errors import InputTypeError, UnknownNameError
 from attnops.operators.kernels.default_promotion import default_promotion
 from attnops.verify import reference_attention
 

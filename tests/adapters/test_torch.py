@@ -10,12 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="pip install 'attnops[torch]'")
 
-from attnops import Attention, ConfigError, InputError, InputTypeError, RefusedError  # noqa: E402
+from attnops import Attention, ConfigError, InputError, RefusedError  # noqa: E402
 from attnops.adapters.torch import (  # noqa: E402
     ScaledDotProductAttention,
     scaled_dot_product_attention,
     scaled_dot_product_attention_for,
 )
+from attnops.errors import InputTypeError  # noqa: E402
 
 OWN = torch.nn.functional.scaled_dot_product_attention
 PLAIN = {"operation": "vanilla"}

@@ -13,8 +13,8 @@ try:  # torchax 0.0.13 with torch 2.13 fails inside its import, and not with an 
 except (ImportError, AttributeError) as error:
     pytest.skip(f"no torchax that works with this torch: {error}", allow_module_level=True)
 
-from attnops import InputTypeError  # noqa: E402
 from attnops.adapters.torch import scaled_dot_product_attention_for  # noqa: E402
+from attnops.errors import InputTypeError  # noqa: E402
 
 OWN = torch.nn.functional.scaled_dot_product_attention
 

@@ -12,8 +12,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="pip install 'attnops[transformers]'")
 transformers = pytest.importorskip("transformers", reason="pip install 'attnops[transformers]'")
 
-from attnops import Attention, ConfigError, InputError, InputTypeError, UnknownNameError  # noqa: E402
+from attnops import Attention, ConfigError, InputError  # noqa: E402
 from attnops.adapters.transformers import TransformersAttention, attention_for, register  # noqa: E402
+from attnops.errors import InputTypeError, UnknownNameError  # noqa: E402
 from attnops.verify import reference_attention  # noqa: E402
 
 register()

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnops
-from attnops import Advice, ConfigError, Declaration, OperationRegistry, RefusedError
-from attnops.advising import blocks
+from attnops import ConfigError, Declaration, OperationRegistry, RefusedError
+from attnops.advising import Advice, blocks
 from attnops.advising.asked import asked_devices
 from attnops.advising.candidates import AXES, meshes
 from attnops.advising.compiling import compile_best

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnops import Attention, ConfigError, InputTypeError, KVCache, OperationRegistry
+from attnops import Attention, ConfigError, KVCache, OperationRegistry
 from attnops.cli.run_step import _compare_lse
+from attnops.errors import InputTypeError
 from attnops.operators.paged.declared_step import declared_step
 from attnops.operators.paged_cache import RaggedBatch, init
 

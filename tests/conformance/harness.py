@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import Operation, OperationMetadata, OperationRegistry
+from attnops import OperationMetadata, OperationRegistry
+from attnops.authoring import Operation
 from attnops.verify import reference_attention, reference_gradients
 from attnops.verify.closeness import lse_size, row_error, row_sizes, term_sizes
 

@@ -9,7 +9,8 @@ from functools import lru_cache
 import pytest
 from covering import covering
 
-from attnops import AttentionProblem, RefusedError
+from attnops import RefusedError
+from attnops.authoring import AttentionProblem
 from attnops.operators.splash.external import EXTERNAL_FEATURES
 
 from . import cases, harness

@@ -15,17 +15,14 @@ from attnops import (
     Causal,
     Dense,
     Full,
-    LocalCall,
-    LocalOutput,
     Mask,
     MaskFunction,
-    Operation,
     OperationMetadata,
     SegmentIds,
     SlidingWindow,
-    implementation,
     register_mask_function,
 )
+from attnops.authoring import LocalCall, LocalOutput, Operation, implementation
 from attnops.masks import Lengths
 from attnops.operators.kernels import seen_keys as module
 from attnops.operators.kernels.local_mask import LocalMask

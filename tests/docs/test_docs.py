@@ -26,7 +26,8 @@ from eformer.escale import PartitionAxis
 from versions import JAX_0_9
 
 import attnops
-from attnops import Operation, OperationMetadata, OperationRegistry, Policy
+from attnops import OperationMetadata, OperationRegistry, Policy
+from attnops.authoring import Operation
 from attnops.cli.app import main
 from attnops.cli.step import is_paged, plan_step
 from attnops.operators.splash import SplashConfig

@@ -20,16 +20,16 @@ from fuzz_mutate import WORDS, as_json, mutated, odd_string, odd_value
 import attnops
 from attnops import (
     AttnOpsError,
-    ConfigWarning,
     Declaration,
     FallbackWarning,
     KVCache,
     ModelDeclaration,
     OperationMetadata,
     OperationRegistry,
-    mask_from_dict,
 )
 from attnops.cli.step import is_paged, plan_step
+from attnops.errors import ConfigWarning
+from attnops.masks import mask_from_dict
 from attnops.operators.paged import PagedOperation
 
 __all__ = ["API_CASES", "DECLARATIONS", "MODELS", "SECONDS", "outcome", "planned", "within"]

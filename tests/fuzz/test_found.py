@@ -17,17 +17,9 @@ from fuzz_cases import MODELS
 from fuzz_commands import run_command
 
 import attnops
-from attnops import (
-    Attention,
-    ConfigError,
-    Declaration,
-    InputError,
-    InputTypeError,
-    MaskError,
-    ModelDeclaration,
-    OperationMetadata,
-)
+from attnops import Attention, ConfigError, Declaration, InputError, ModelDeclaration, OperationMetadata
 from attnops.cli.app import main
+from attnops.errors import InputTypeError, MaskError
 from attnops.masks import And
 from attnops.verify.topology import described_mesh
 

@@ -120,7 +120,7 @@ def test_what_counts_as_a_fault() -> None:
         TypeError("no"),
         RecursionError(),
         attnops.ConfigError(""),
-        attnops.MaskError("x" * 10**5),
+        attnops.errors.MaskError("x" * 10**5),
     ):
         with pytest.raises((type(error), AssertionError)):
             outcome(_raises(error))

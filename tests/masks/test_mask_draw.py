@@ -22,7 +22,6 @@ from attnops import (
     Full,
     Lengths,
     Mask,
-    MaskError,
     MaskFunction,
     Positions,
     Prefix,
@@ -30,6 +29,7 @@ from attnops import (
     SlidingWindow,
     register_mask_function,
 )
+from attnops.errors import MaskError
 
 
 @register_mask_function("draw_tests.even", override=True)

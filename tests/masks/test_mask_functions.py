@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import attnops
-from attnops import MaskError, MaskFunction, OperationRegistry, register_mask_function
+from attnops import MaskFunction, OperationRegistry, register_mask_function
+from attnops.errors import MaskError
 
 QUERY = np.ones((1, 8, 2, 4), np.float32)
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import Attention, Causal, ConfigError, Declaration, InputError, InputTypeError, SlidingWindow
+from attnops import Attention, Causal, ConfigError, Declaration, InputError, SlidingWindow
+from attnops.errors import InputTypeError
 from attnops.verify import reference_attention
 
 _draw = np.random.default_rng(0)

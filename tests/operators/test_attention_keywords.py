@@ -11,16 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from attnops import (
-    Attention,
-    Causal,
-    ConfigError,
-    InputTypeError,
-    OperationMetadata,
-    OperationRegistry,
-    SlidingWindow,
-    UnknownNameError,
-)
+from attnops import Attention, Causal, ConfigError, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops.errors import InputTypeError, UnknownNameError
 from attnops.masks import Dense
 from attnops.verify import reference_attention
 

@@ -15,15 +15,14 @@ from attnops import (
     Causal,
     FallbackWarning,
     InputError,
-    InputTypeError,
     Lengths,
     MaskFunction,
     OperationMetadata,
     OperationRegistry,
     SlidingWindow,
-    UnknownNameError,
     register_mask_function,
 )
+from attnops.errors import InputTypeError, UnknownNameError
 from attnops.verify import reference_attention
 
 INTERPRETED = {"splash": {"interpret": True}}

@@ -7,18 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from attnops import (
-    Attention,
-    AttnOpsError,
-    ConfigError,
-    Declaration,
-    InputError,
-    InputTypeError,
-    Operation,
-    OperationMetadata,
-    OperationRegistry,
-)
-from attnops.errors import a_type, first_line, shown
+from attnops import Attention, AttnOpsError, ConfigError, Declaration, InputError, OperationMetadata, OperationRegistry
+from attnops.authoring import Operation
+from attnops.errors import InputTypeError, a_type, first_line, shown
 from attnops.operators.arguments import Options
 from attnops.planning import other_names
 from attnops.planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS, CallArguments

@@ -18,13 +18,13 @@ from attnops import (
     Causal,
     ConfigError,
     InputError,
-    InputTypeError,
     Lengths,
     OperationMetadata,
     OperationRegistry,
     Positions,
     SegmentIds,
 )
+from attnops.errors import InputTypeError
 from attnops.verify import reference_attention
 
 B, Q, K = 2, 4, 6

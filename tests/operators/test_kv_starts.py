@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import Declaration, InputError, InputTypeError, OperationMetadata, OperationRegistry
+from attnops import Declaration, InputError, OperationMetadata, OperationRegistry
+from attnops.errors import InputTypeError
 from attnops.sharding import virtual_mesh
 from attnops.verify import reference_attention
 

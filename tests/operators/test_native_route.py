@@ -11,16 +11,8 @@ import numpy as np
 import pytest
 from versions import JAX_0_9
 
-from attnops import (
-    Causal,
-    Full,
-    InputTypeError,
-    OperationMetadata,
-    OperationRegistry,
-    RefusedError,
-    SegmentIds,
-    SlidingWindow,
-)
+from attnops import Causal, Full, OperationMetadata, OperationRegistry, RefusedError, SegmentIds, SlidingWindow
+from attnops.errors import InputTypeError
 from attnops.verify import reference_attention, reference_gradients
 
 

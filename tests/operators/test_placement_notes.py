@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from attnops import InputError, Operation, OperationMetadata, OperationRegistry
+from attnops import InputError, OperationMetadata, OperationRegistry
+from attnops.authoring import Operation
 from attnops.planning import Plan
 from attnops.verify.collectives import collectives
 

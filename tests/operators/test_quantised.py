@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from attnops import InputError, InputTypeError, OperationMetadata, OperationRegistry
+from attnops import InputError, OperationMetadata, OperationRegistry
+from attnops.errors import InputTypeError
 from attnops.planning.quantised import GRANULARITIES, QUANTISED, quantise
 from attnops.verify import reference_attention, reference_gradients
 from attnops.verify.closeness import row_error, row_sizes, term_sizes

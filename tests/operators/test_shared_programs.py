@@ -15,16 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from attnops import (
-    Attention,
-    Causal,
-    Full,
-    InputError,
-    InputTypeError,
-    OperationMetadata,
-    OperationRegistry,
-    SlidingWindow,
-)
+from attnops import Attention, Causal, Full, InputError, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops.errors import InputTypeError
 from attnops.operators import Operation
 from attnops.operators.bounded_cache import BoundedCache
 from attnops.operators.kernels import blockwise

@@ -14,16 +14,15 @@ from attnops import (
     AttnOpsError,
     Causal,
     Chunked,
-    InputTypeError,
     Lengths,
-    MaskError,
     Positions,
     Prefix,
     SegmentIds,
     SlidingWindow,
     dot_product_attention,
-    window_tokens,
 )
+from attnops.errors import InputTypeError, MaskError
+from attnops.masks import window_tokens
 from attnops.verify import reference_attention
 
 Q, K, V = (jax.random.normal(jax.random.key(n), (2, 20, 4, 8)) for n in range(3))

@@ -11,7 +11,8 @@ import jax
 import pytest
 from process_jobs import Ended, free_port, run_job, told
 
-from attnops import InputTypeError, OperationMetadata, ShardingError, check_processes
+from attnops import OperationMetadata, ShardingError, check_processes
+from attnops.errors import InputTypeError
 
 START = 60.0  # seconds for a busy machine to import and compile
 

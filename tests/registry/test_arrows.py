@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS = (
     ("cli",),
     ("advising",),
-    ("adapters", "verify", "serving"),
+    ("adapters", "authoring", "verify", "serving"),
     ("operators",),
     ("registry",),
     ("planning", "models"),

@@ -10,16 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from attnops import (
-    Causal,
-    LocalCall,
-    LocalOutput,
-    Operation,
-    OperationConfig,
-    OperationMetadata,
-    OperationRegistry,
-    implementation,
-)
+from attnops import Causal, OperationMetadata, OperationRegistry
+from attnops.authoring import LocalCall, LocalOutput, Operation, OperationConfig, implementation
 from attnops.operators.vanilla import NATIVE
 from attnops.planning import STATIC_MASKS, Implementation, declares
 from attnops.planning.implementations import Padding

@@ -14,22 +14,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from attnops import (
-    Attention,
-    Causal,
-    InputError,
-    InputTypeError,
-    LocalCall,
-    LocalOutput,
-    Operation,
-    OperationConfig,
-    OperationMetadata,
-    OperationRegistry,
-    RefusedError,
-    implementation,
-)
+from attnops import Attention, Causal, InputError, OperationMetadata, OperationRegistry, RefusedError
+from attnops.authoring import LocalCall, LocalOutput, Operation, OperationConfig, implementation
 from attnops.cli.app import main
-from attnops.errors import ConfigError
+from attnops.errors import ConfigError, InputTypeError
 from attnops.operators.vanilla import NATIVE
 from attnops.planning import STATIC_MASKS
 from attnops.planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import attnops
+from attnops import authoring
 from attnops.cli.example import EXAMPLES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,21 +42,21 @@ def test_every_file_that_is_not_code_is_packed() -> None:
 
 # What users import; a name that goes is a change that the changelog tells.
 PUBLIC = """
-    Advice Attention AttentionOutput AttentionProblem AttnOpsError AttnShardingRules BlockSparseConfig Blocks Causal Chunked
-    ConfigError
-    ConfigWarning Declaration Dense FallbackWarning FlashAttention2Config Full InputError InputTypeError KVCache
-    LayerDeclaration LayerGroup Lengths LocalCall LocalOutput Mask MaskError MaskFunction MaskWarning ModelDeclaration
-    ModelShardings Operation OperationConfig OperationMetadata OperationRegistry PartitionAxis Plan Policy Positions Prefix
-    ProcessError Reason RefusedError Rule SdpaConfig SegmentIds ShardingError ShardingWarning SlidingWindow SplashConfig
-    UnknownNameError VanillaConfig advise check_processes dot_product_attention fit implementation mask_from_dict plan
-    register_mask_function shardings_for window_tokens
+    Attention AttentionOutput AttnOpsError AttnShardingRules BlockSparseConfig Blocks Causal Chunked ConfigError
+    Declaration Dense FallbackWarning FlashAttention2Config Full InputError KVCache LayerGroup Lengths Mask
+    MaskFunction MaskWarning ModelDeclaration OperationMetadata OperationRegistry PagePool PartitionAxis Plan Policy
+    Positions Prefix RaggedBatch RefusedError SdpaConfig SegmentIds ShardingError ShardingWarning SlidingWindow
+    SplashConfig VanillaConfig advise check_processes dot_product_attention register_mask_function shardings_for
 """
 
 
 def test_public_names() -> None:
     assert sorted(attnops.__all__) == sorted(PUBLIC.split())
+    assert len(PUBLIC.split()) <= 50
     for name in PUBLIC.split():
         assert getattr(attnops, name) is not None
+    for name in authoring.__all__:
+        assert getattr(authoring, name) is not None
 
 
 def test_every_file_that_names_a_version_names_this_one() -> None:

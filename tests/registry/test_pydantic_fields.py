@@ -18,7 +18,8 @@ from pydantic import BaseModel, Field, PlainSerializer, TypeAdapter, ValidationE
 from test_metadata_json import METADATA
 from toy_operations import ToyConfig
 
-from attnops import Attention, Operation, OperationMetadata, OperationRegistry
+from attnops import Attention, OperationMetadata, OperationRegistry
+from attnops.authoring import Operation
 from attnops.errors import ConfigError
 from attnops.masks import Causal, Chunked, Full, Lengths, Mask, Not, Prefix, SlidingWindow
 from attnops.operators.sequence_operations import RingConfig

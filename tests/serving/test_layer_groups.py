@@ -13,16 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnops import (
-    ConfigError,
-    InputError,
-    ModelDeclaration,
-    OperationMetadata,
-    OperationRegistry,
-    RefusedError,
-    UnknownNameError,
-)
-from attnops.errors import CapacityError
+from attnops import ConfigError, InputError, ModelDeclaration, OperationMetadata, OperationRegistry, RefusedError
+from attnops.errors import CapacityError, UnknownNameError
 from attnops.operators.paged_cache import (
     CacheState,
     RaggedBatch,

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_batches import PagedCase
 
-from attnops import InputError, InputTypeError
+from attnops import InputError
+from attnops.errors import InputTypeError
 from attnops.operators.kernels.paged import paged_attention
 
 CASES = (

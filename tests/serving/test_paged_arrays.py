@@ -15,7 +15,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from versions import needs_jax_0_10
 
-from attnops import AttnOpsError, InputError, InputTypeError, ShardingError
+from attnops import AttnOpsError, InputError, ShardingError
+from attnops.errors import InputTypeError
 from attnops.operators.paged_cache import (
     CacheState,
     RaggedBatch,

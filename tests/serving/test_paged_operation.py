@@ -19,7 +19,6 @@ from attnops import (
     Chunked,
     ConfigError,
     InputError,
-    InputTypeError,
     KVCache,
     OperationMetadata,
     OperationRegistry,
@@ -28,7 +27,7 @@ from attnops import (
     SlidingWindow,
 )
 from attnops.compat import abstract_device
-from attnops.errors import ShardingWarning, UnfitError
+from attnops.errors import InputTypeError, ShardingWarning, UnfitError
 from attnops.operators.paged_cache import RaggedBatch, init, shardings
 from attnops.sharding import virtual_mesh
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from attnops import InputError, InputTypeError, KVCache, OperationMetadata, OperationRegistry
+from attnops import InputError, KVCache, OperationMetadata, OperationRegistry
+from attnops.errors import InputTypeError
 from attnops.operators.paged_cache import RaggedBatch, init, insert
 from attnops.verify.closeness import row_error, row_sizes
 from attnops.verify.paged_reference import paged_reference

@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attnops import Attention, InputError, OperationMetadata, OperationRegistry, ShardingError, plan, shardings_for
+from attnops import Attention, InputError, OperationMetadata, OperationRegistry, ShardingError, shardings_for
+from attnops.authoring import plan
 from attnops.verify import reference_attention
 
 SIZES: dict[str, Any] = {"batch": 4, "length": 8, "q_heads": 4, "kv_heads": 2, "head_dim": 8}

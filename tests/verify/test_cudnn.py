@@ -16,16 +16,8 @@ import jax.numpy as jnp
 import pytest
 from covering import covering
 
-from attnops import (
-    Causal,
-    Full,
-    InputTypeError,
-    Mask,
-    OperationMetadata,
-    OperationRegistry,
-    RefusedError,
-    SlidingWindow,
-)
+from attnops import Causal, Full, Mask, OperationMetadata, OperationRegistry, RefusedError, SlidingWindow
+from attnops.errors import InputTypeError
 from attnops.operators import Operation
 from attnops.verify.devices import lowered_for, tracing_on
 from attnops.verify.gpu.gpu_mesh import described_gpus, has_cuda_plugin
