@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import InputError, InputTypeError, shown
 from ..operators.arrays import shaped
 from ..operators.paged_cache import RaggedBatch
+from ..page_layouts import LAYOUTS
 from ..planning.cache.cache_fields import axis_names
 from ..planning.cache.kv_cache import KVCache
 from ..sharding import axes_of, current_mesh
@@ -94,7 +95,7 @@ def prepare(step: ForeignStep, kv_head_axis: str | tuple[str, ...] | None, max_l
     wider = returned.name in _FLOATS and returned.itemsize > query.dtype.itemsize
     dtype = returned if wider else query.dtype
     heads = _kv_heads(step, pages.shape)
-    stored = pages.shape[2] * (pages.shape[3] if step.layout == "packed" else 1) // 2
+    stored = LAYOUTS[step.layout].sizes(pages, None, query.shape[2], None).kv_heads
     quantised = pages.dtype.name in _QUANTISED
     if not quantised and pages.dtype.name not in _FLOATS:
         raise InputTypeError(f"the pages are {pages.dtype}; wanted one of {', '.join((*_FLOATS, *_QUANTISED))}.")

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..masks.causal_window import causal_window
 from ..operators.paged_cache import LayerPages, RaggedBatch
 from ..operators.paged_cache.sequence_shards import stored_ids, whole_table
+from ..page_layouts import LAYOUTS
 from ..planning.cache.cache_fields import CacheFields
 from ..planning.cache.kv_cache import KVCache
 from ..planning.paged.paged_plan import PagedPlan
@@ -187,17 +188,8 @@ def _stored_table(batch: RaggedBatch, pages: int) -> np.ndarray:
 
 def _split(cache: CacheFields, pages: LayerPages) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values [pages, page, kv_heads, dim] from any layout."""
-    if cache.layout == "joined":
-        both = np.asarray(pages.key).swapaxes(1, 2)
-        return both[..., : cache.head_dim], both[..., cache.head_dim : cache.head_dim + cache.value_size]
-    if cache.layout == "heads":
-        assert pages.value is not None
-        return np.asarray(pages.key).swapaxes(1, 2), np.asarray(pages.value).swapaxes(1, 2)
-    if pages.value is not None:
-        return np.asarray(pages.key), np.asarray(pages.value)
-    both = np.asarray(pages.key)
-    both = both.reshape(*both.shape[:2], -1, 2, both.shape[-1])[..., : cache.head_dim]
-    return both[:, :, :, 0], both[:, :, :, 1]
+    key, value = (None if x is None else np.asarray(x) for x in (pages.key, pages.value))
+    return LAYOUTS[cache.layout].separate(key, value, cache.head_dim, cache.value_size)
 
 
 def _of_shard(cache: CacheFields, scale: Any, own: slice) -> Any:

@@ -10,20 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import InputError, InputTypeError, is_whole, shown
-from .page_layout import HEADS_FIRST, ONE_ARRAY, page_shape
+from ...page_layouts import LAYOUTS
+from .page_layout import page_shape
 from .paged_step import PagedOperands
 
 __all__ = ["check_numbers", "check_operands", "check_window", "int32"]
 
 _QUERIES = ("float16", "bfloat16", "float32")
 _QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
-_FORMS = {
-    "split": "[pages, page, kv_heads, dim]",
-    "heads": "[pages, kv_heads, page, dim]",
-    "joined": "[pages, kv_heads, page, lanes]",
-    "interleaved": "[pages, page, 2 kv_heads, dim]",
-    "packed": "[pages, page, 2 kv_heads / pack, pack, lanes]",
-}
 
 
 def check_operands(operands: PagedOperands, layout: str) -> None:
@@ -49,15 +43,16 @@ def check_operands(operands: PagedOperands, layout: str) -> None:
 
 def _check_pages(query: jax.Array, key: jax.Array, value: jax.Array | None, layout: str) -> None:
     """Shapes and dtypes of the arrays of pages."""
-    if layout in ONE_ARRAY:
-        _rank("key_pages", key, 5 if layout == "packed" else 4, _FORMS[layout])
+    form = LAYOUTS[layout]
+    if form.one_array:
+        _rank("key_pages", key, len(form.dims), form.form)
         if value is not None:
             raise InputError(f"value_pages was given with pages of layout {layout!r}, which hold both; wanted None.")
     elif value is None:
         raise InputError(f"value_pages is None, but pages of layout {layout!r} hold only keys; pass value_pages.")
     else:
-        _rank("key_pages", key, 4, _FORMS[layout])
-        _rank("value_pages", value, 4, _FORMS[layout].replace("dim]", "value_dim]"))
+        _rank("key_pages", key, 4, form.form)
+        _rank("value_pages", value, 4, form.form.replace("dim]", "value_dim]"))
         if value.shape[:3] != key.shape[:3]:
             raise InputError(
                 f"value_pages has the shape {value.shape} and key_pages {key.shape}; wanted the same pages, page size and "
@@ -143,6 +138,6 @@ def _check_scale(name: str, pages: jax.Array, scale: jax.Array | None, layout: s
         return
     if not quantised:
         raise InputError(f"{name}_scale was given for {name}_pages of {pages.dtype}; wanted none, or quantised pages.")
-    each = pages.shape[:3] if layout in HEADS_FIRST else (*pages.shape[:2], kv_heads)
+    each = (pages.shape[0], kv_heads, pages.shape[2]) if LAYOUTS[layout].heads_first else (*pages.shape[:2], kv_heads)
     if scale.shape not in ((), (kv_heads,), each):
         raise InputError(f"{name}_scale has the shape {scale.shape}; wanted (), {(kv_heads,)} or {each}.")

@@ -15,10 +15,11 @@ import numpy as np
 from jax import lax
 
 from ...masks.int_arrays import same_rank
+from ...page_layouts import LAYOUTS
 from .cpu_tuning import compute_dtype, exp2, few_rows_product, product
 from .default_promotion import wider
 from .lse import LN2, LOG2E, divisor_and_lse, subtracted
-from .page_layout import HEADS_FIRST, fetch, fetch_joint_heads, page_shape
+from .page_layout import fetch, fetch_joint_heads, page_shape
 from .primitives import counted, where
 
 __all__ = ["Batch", "PagedOperands", "PagedStatic", "Sums", "Tiles", "batch_of", "finish"]
@@ -121,7 +122,7 @@ class Tiles:
         if few_rows is not None and static.platform == "cpu":
             self.dtype = np.dtype(np.float32)  # products of few rows, of which bfloat16 ones take longer
             few = self.kv_heads <= _JOINT_HEADS and few_rows * operands.query.shape[1] <= _JOINT_ROWS
-            self.joint_heads = few and static.layout == "split"
+            self.joint_heads = few and LAYOUTS[static.layout].whole_pages
 
     def rows_of(self, query: jax.Array) -> jax.Array:
         """[..., queries, heads, dim] as rows."""
@@ -249,7 +250,7 @@ class Tiles:
         """The scale in the shape that multiplies logits: [kv heads, 1, 1] or [..., kv heads, 1, keys]."""
         if scale.ndim < 3:
             return jnp.broadcast_to(scale.astype(np.float32), (self.kv_heads,))[:, None, None]
-        layout = "heads" if self.static.layout in HEADS_FIRST else "split"
+        layout = "heads" if LAYOUTS[self.static.layout].heads_first else "split"
         return fetch(layout, scale[..., None], ids, self.static.platform, np.float32)[..., 0][..., None, :]
 
     def _each_row(self, seen: jax.Array) -> jax.Array:

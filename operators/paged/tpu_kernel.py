@@ -7,6 +7,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...masks.causal_window import ANY_CAUSAL, causal_window
+from ...page_layouts import LAYOUTS
 from ...planning import OperationConfig, Reason
 from ...planning.notes import note
 from ...planning.paged.paged_problem import PagedProblem
@@ -27,7 +28,6 @@ from ..paged_cache.state import LayerPages
 
 __all__ = ["on_tpu", "tpu_call", "tpu_notes", "tpu_reasons", "tpu_sizes"]
 
-_LAYOUTS = ("split", "heads", "joined")
 _COPIES = "page_rows"  # the only advice that is a reason: XLA would copy the whole cache before each call
 
 
@@ -40,8 +40,8 @@ def tpu_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
         )
         hint = "Leave it out, or declare fallback='allow' for plain XLA."
         return (Reason("paged.page_sequence", "cache.page_sequence_axis", text, hint),)
-    if problem.layout not in _LAYOUTS:
-        text = f"the TPU kernel takes pages of layout {', '.join(_LAYOUTS)}, but the cache declares {problem.layout!r}"
+    if LAYOUTS[problem.layout].kernel is None:
+        text = f"the TPU kernel takes pages of layout {_taken()}, but the cache declares {problem.layout!r}"
         return (Reason("paged.page_layout", "cache.layout", text, "Declare cache.layout='joined'."),)
     geometry, options = _geometry(problem), _options(problem, problem.config)
     room = _room(problem, problem.config)
@@ -90,13 +90,13 @@ def on_tpu(call: PagedCall) -> Attended:
         raise ConfigError(
             f"the pages of a sequence are on {call.sequence_shards} devices; the TPU kernel requires them on one."
         )
-    if call.layout not in _LAYOUTS:
-        raise ConfigError(f"pages of layout {call.layout!r}; wanted one of {', '.join(_LAYOUTS)}.")
+    if LAYOUTS[call.layout].kernel is None:
+        raise ConfigError(f"pages of layout {call.layout!r}; wanted one of {_taken()}.")
     output, lse, after = paged_attention_tpu(
         call.query,
         pages.key,
         pages.value,
-        layout=call.layout,  # type: ignore[arg-type]
+        layout=LAYOUTS[call.layout].kernel,  # type: ignore[arg-type]
         value_dim=call.value_dim,
         cu_q_lens=batch.cu_q_lens,
         kv_lens=batch.kv_lens,
@@ -126,6 +126,10 @@ def _sentence(hint: str) -> str:
     return f"{hint[:1].upper()}{hint[1:].rstrip('.')}."
 
 
+def _taken() -> str:
+    return ", ".join(name for name, layout in LAYOUTS.items() if layout.kernel is not None)
+
+
 def _geometry(problem: PagedProblem) -> Geometry:
     cache, plan = problem.cache.cache, problem.cache
     heads, kv_heads = problem.local_heads
@@ -133,7 +137,7 @@ def _geometry(problem: PagedProblem) -> Geometry:
     scale = None if cache.quantised is None else {"tensor": 0, "head": 1, "token_head": 3}[cache.quantised.scale]
     stored = np.dtype(jax.numpy.dtype(cache.stored_dtype))
     return Geometry(
-        layout=cache.layout,  # type: ignore[arg-type]
+        layout=LAYOUTS[cache.layout].kernel,  # type: ignore[arg-type]
         tokens=problem.local_tokens,
         heads=heads,
         kv_heads=kv_heads,

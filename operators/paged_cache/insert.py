@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from ...errors import InputError, InputTypeError, a_type
+from ...page_layouts import LAYOUTS
 from ...planning.cache.cache_fields import axis_names
 from ...sharding import axes_at, on_auto_axes, spec_of
-from ..kernels.page_layout import page_shape, places_of
+from ..kernels.page_layout import page_shape
 from ..kernels.varying import varying
 from .batch import RaggedBatch
 from .batch_checks import check_later
@@ -81,7 +82,7 @@ def write(
         slots = _on_each(partial(slots, stride=along), along)
 
     def put_in(stored: jax.Array, page: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:
-        return put(stored, places_of(cache.layout, page, row), tokens)
+        return put(stored, LAYOUTS[cache.layout].places(page, row), tokens)
 
     put_all = by_sequence_shard(along, put_in, (0, 0, None))
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...errors import InputError, InputTypeError, a_type
+from ...page_layouts import LAYOUTS
 from ...planning.cache.kv_cache import KVCache
-from ..kernels.page_layout import joined
 from .state import LayerPages
 
 __all__ = ["as_stored", "check_kept", "quantised_tokens"]
@@ -85,7 +85,7 @@ def as_stored(
     key, key_scale = stored(key, pages.key_scale, key_scale)
     value, value_scale = stored(value, pages.value_scale, value_scale)
     if pages.value is None:
-        return LayerPages(joined(cache.layout, key, value), None, key_scale, value_scale)
+        return LayerPages(LAYOUTS[cache.layout].joined(key, value), None, key_scale, value_scale)
     return LayerPages(key, value, key_scale, value_scale)
 
 

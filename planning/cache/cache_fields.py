@@ -10,16 +10,14 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
-from ...errors import ConfigError, InputError, a_type, shown
+from ...errors import ConfigError, InputError, a_type, nearest, shown
+from ...page_layouts import LAYOUTS
 from ...strict_json import parse_json, read_text
 from ..given import GivenModel, explain_validation
 from .layer_groups import LayerGroup, Layers, checked_layers, groups_problem, layer_numbers
 
-__all__ = ["ONE_ARRAY", "CacheFields", "QuantisedPages", "axis_names"]
+__all__ = ["CacheFields", "QuantisedPages", "axis_names"]
 
-ONE_ARRAY = ("joined", "interleaved", "packed")
-"""Layouts that store keys and values in one array."""
-_LANES = 128
 _LIMIT = 2**30  # positions, page ids and their sums are int32 on devices
 _MOST_BYTES = 2**50
 _Cache = TypeVar("_Cache", bound="CacheFields")
@@ -36,6 +34,12 @@ def _named_once(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | 
 
 
 _Axes = Annotated[str | tuple[str, ...] | None, AfterValidator(_named_once)]
+
+
+def _known_layout(name: str) -> str:
+    if name not in LAYOUTS:
+        raise ValueError(f"layout={shown(name)}; wanted one of {', '.join(LAYOUTS)}.{nearest(name, LAYOUTS)}")
+    return name
 
 
 class QuantisedPages(GivenModel):
@@ -80,8 +84,12 @@ class CacheFields(GivenModel):
         _Size | None, Field(description="Maximum number of tokens in a step's arrays, over all devices.")
     ] = None
     layout: Annotated[
-        Literal["split", "heads", "joined", "interleaved", "packed"],
-        Field(description="Layout of the pages; the last three hold keys and values in one array."),
+        str,
+        AfterValidator(_known_layout),
+        Field(
+            description="Layout of the pages; the last three hold keys and values in one array.",
+            json_schema_extra={"enum": list(LAYOUTS)},
+        ),
     ] = "split"
     pages_axis: Annotated[_Axes, Field(description="Mesh axes that split pages and batch (data parallelism).")] = None
     kv_head_axis: Annotated[_Axes, Field(description="Mesh axes that split the kv heads.")] = "tp"
@@ -123,7 +131,7 @@ class CacheFields(GivenModel):
 
     @model_validator(mode="after")
     def _one_dim(self) -> Self:
-        if self.layout in ("interleaved", "packed") and self.value_size != self.head_dim:
+        if LAYOUTS[self.layout].same_dim and self.value_size != self.head_dim:
             raise ValueError(
                 f"layout={shown(self.layout)} with value_dim={self.value_size} and head_dim={self.head_dim}; wanted the same "
                 "dim, as keys and values alternate, or layout 'split', 'heads' or 'joined'"
@@ -217,16 +225,8 @@ class CacheFields(GivenModel):
 
     def pages_shape(self, pages: int, heads: int, dim: int) -> tuple[int, ...]:
         """The shape of an array of pages: of keys, of values, or of both if the layout joins them."""
-        page = self.page_size
-        if self.layout == "heads":
-            return pages, heads, page, dim
-        if self.layout == "joined":
-            return pages, heads, page, -(-(self.head_dim + self.value_size) // _LANES) * _LANES
-        if self.layout == "interleaved":
-            return pages, page, 2 * heads, dim
-        if self.layout == "packed":
-            return pages, page, -(-2 * heads // self.pack), self.pack, -(-dim // _LANES) * _LANES
-        return pages, page, heads, dim
+        dims = self.head_dim, self.value_size
+        return LAYOUTS[self.layout].array_shape(pages, self.page_size, heads, dim, dims, self.pack)
 
     @property
     def pack(self) -> int:
@@ -236,7 +236,7 @@ class CacheFields(GivenModel):
     @property
     def heads_at(self) -> int:
         """The dimension of the heads in an array of pages."""
-        return 1 if self.layout in ("heads", "joined") else 2
+        return LAYOUTS[self.layout].heads_at
 
     @property
     def table_width(self) -> int:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ...devices import SCALAR_BYTES, tpu_of
 from ...errors import ConfigError, shown
 from ...names import checked_name
+from ...page_layouts import LAYOUTS
 from ...sharding import (
     FittedSpec,
     MeshAxis,
@@ -23,7 +24,7 @@ from ...sharding import (
     kv_repeat,
 )
 from ...sharding.mesh import AnyMesh, devices_cores, gpu_vendor
-from .cache_fields import ONE_ARRAY, CacheFields, axis_names
+from .cache_fields import CacheFields, axis_names
 from .cache_numbers import CacheArray
 from .cache_plan import CachePlan
 from .reasons_against import CacheSizes, memory_refusal, notes, padded, refusals, together
@@ -152,7 +153,7 @@ def _arrays(
     for name, dim in _page_arrays(cache).items():
         shape = cache.pages_shape(sizes.pages, heads, dim)
         spec = _with_heads(cache, pages, tp, len(shape))
-        add(name, spec, shape, _PAGE_DIMS[cache.layout], cache.stored_dtype, cache.layer_count)
+        add(name, spec, shape, " ".join(LAYOUTS[cache.layout].dims), cache.stored_dtype, cache.layer_count)
     for name in ("key_scale", "value_scale") if cache.quantised is not None else ():
         match cache.quantised.scale if cache.quantised is not None else "":
             case "tensor":
@@ -190,7 +191,7 @@ def _arrays(
 
 def _page_arrays(cache: CacheFields) -> dict[str, int]:
     """The arrays of pages, and the head dimension of each."""
-    if cache.layout in ONE_ARRAY:
+    if LAYOUTS[cache.layout].one_array:
         return {"kv_pages": cache.head_dim}
     return {"key_pages": cache.head_dim, "value_pages": cache.value_size}
 
@@ -199,15 +200,6 @@ def _with_heads(cache: CacheFields, pages: Any, heads: Any, rank: int) -> Partit
     """The spec of an array that is split by pages and heads."""
     at = {0: pages, cache.heads_at: heads}
     return PartitionSpec(*(at.get(index) for index in range(rank)))
-
-
-_PAGE_DIMS = {
-    "split": "pages page kv_heads head_dim",
-    "heads": "pages kv_heads page head_dim",
-    "joined": "pages kv_heads page head_dim",
-    "interleaved": "pages page kv_heads head_dim",
-    "packed": "pages page kv_heads pack head_dim",
-}
 
 
 def _device_bytes(fitted: FittedSpec, itemsize: int, target: _Target) -> int:

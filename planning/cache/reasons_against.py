@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from ...errors import shown
+from ...page_layouts import LAYOUTS
 from ...sharding import describe_mesh
 from ..capability import Reason
 from ..text import bytes_text
@@ -66,10 +67,11 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
                 refuse(
                     "unfit", drop.dim, f"{array.name}, dimension {drop.dim}, axis {drop.axis!r}: {drop.reason}", f"{drop.hint}."
                 )  # fmt: skip
-    if cache.layout == "packed" and (2 * plan.stored_heads) % (cache.pack * sizes.head_shards):
+    word = LAYOUTS[cache.layout].heads_per_word(cache.pack)
+    if (2 * plan.stored_heads) % (word * sizes.head_shards):
         refuse(
             "page_packing", "layout",
-            f"layout='packed' puts {cache.pack} heads of {cache.stored_dtype} in a word, but a device has "
+            f"layout={cache.layout!r} puts {word} heads of {cache.stored_dtype} in a word, but a device has "
             f"{2 * plan.stored_heads / sizes.head_shards:g} of keys and values",
             "Split heads over fewer devices, or declare another layout.",
         )  # fmt: skip
@@ -142,9 +144,8 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
             f"{cache.kv_heads} kv heads are split {sizes.head_shards} ways: each is stored {sizes.repeat} times, in "
             f"{plan.stored_heads} heads"
         )
-    rows = {"joined": ("a key and its value", cache.head_dim + cache.value_size), "packed": ("a head", cache.head_dim)}
-    if cache.layout in rows:
-        what, size = rows[cache.layout]
+    if (row := LAYOUTS[cache.layout].padded_row(cache.head_dim, cache.value_size)) is not None:
+        what, size = row
         if size % _LANES:
             found.append(
                 f"{what} of {size} is padded to {padded(size)} lanes in layout {cache.layout}: "

@@ -19,7 +19,7 @@ FLOORS = (
     ("planning", "models"),
     ("masks", "sharding"),
     ("drawing",),
-    ("devices", "names", "pytree_export", "strict_json", "symbolic"),
+    ("devices", "names", "page_layouts", "pytree_export", "strict_json", "symbolic"),
     ("errors", "compat", "distribution"),
 )
 FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -58,7 +58,7 @@ def test_arrows_point_downward(path: Path) -> None:
 
 # Functions on raw arrays: they know neither problems, placements nor calls.
 KERNELS = [path for path, name in zip(FILES, NAMES, strict=True) if name.startswith("operators/kernels/")]
-BELOW_KERNELS = {"masks", "errors", "compat", "symbolic", "devices"}
+BELOW_KERNELS = {"masks", "errors", "compat", "symbolic", "devices", "page_layouts"}
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=[path.relative_to(ROOT).as_posix() for path in KERNELS])
