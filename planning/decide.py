@@ -101,7 +101,7 @@ def _decide(operation: type[PlannedOperation], problem: AttentionProblem, policy
             notes.append(note("memory.dequantised", method=method, **dequantised_copy(problem, placement)))
         notes.extend(runs.notes(problem, placement, config))
         notes.extend(operation.remarks(problem))
-        notes.extend(sequence_notes(operation, problem, policy, placement))
+        notes.extend(sequence_notes(operation, policy, placement))
         if tuning is None and policy.tuning in ("tune", "error"):
             notes.append(note("tuning.no_sizes", tuning=policy.tuning, implementation=name))
         find_route = runs.capability.route
