@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 __all__ = ["DKV", "DQ", "FORWARD", "FUSED", "INSIDE", "SIZED", "PassFields"]
 
@@ -12,12 +12,14 @@ class PassFields(NamedTuple):
     """What a pass makes, as in planning's PassSizes, and the fields that are its sizes.
 
     queries, keys: fields, the largest block first: what a step holds, the part of it that one product takes, a part of that.
-    ahead: the number of products issued ahead. sums: the keys whose gradients are held at a time.
+    switches: what else a search chooses, `ahead`, the number of products issued ahead, among them. sums: the keys whose gradients
+    are held at a time.
     """
 
     products: str
     queries: tuple[str, ...]
     keys: tuple[str, ...]
+    switches: tuple[str, ...] = ()
     ahead: str | None = None
     sums: str | None = None
 
@@ -28,24 +30,22 @@ class PassFields(NamedTuple):
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """All fields that a search may choose, but the sums."""
-        return (*self.queries, *self.keys, *([] if self.ahead is None else [self.ahead]))
-
-    def of(self, config: Any) -> tuple[int | None, int | None]:
-        """What a step holds."""
-        return getattr(config, self.queries[0]), getattr(config, self.keys[0])
+        """All fields that a search chooses: not the sums."""
+        return *self.queries, *self.keys, *self.switches
 
 
 FORWARD = PassFields(
     "forward",
     ("block_q", "block_q_compute"),
     ("block_kv", "block_kv_compute", "block_kv_compute_in"),
+    ("transposed_tiles", "products_ahead", "sum_by_product", "heads_per_tile"),
     "products_ahead",
 )
 FUSED = PassFields(
     "backward",
     ("block_q_dkv", "block_q_dkv_compute"),
     ("block_kv_dkv", "block_kv_dkv_compute"),
+    ("products_ahead_dkv",),
     "products_ahead_dkv",
     sums="block_kv_dkv_sums",
 )
