@@ -43,7 +43,7 @@ def kernels_of_pass(plan: Plan, backward: bool) -> tuple[PassSizes, ...]:
     )
     whole = route.name == "plain"
     q, kv = (local.q_len, local.kv_len) if whole else (n or length for n, length in zip(sizes, local[1:3], strict=True))
-    return (PassSizes("backward", q, kv, 3, 2) if backward else PassSizes("forward", q, kv, 1, 1),)
+    return (PassSizes("backward" if backward else "forward", q, kv),)
 
 
 def live_of(plan: Plan, kernel: PassSizes) -> Live:

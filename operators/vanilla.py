@@ -15,9 +15,9 @@ from ..planning.notes import note
 from ..planning.text import fields_text
 from ..symbolic import is_symbolic
 from .base import Operation
-from .kernels.blockwise import Blocking, BlockwisePart
-from .kernels.decode import Pieces
+from .kernels.blockwise import BlockwisePart
 from .kernels.plain import plain_attention
+from .kernels.ways import Blocking, Pieces
 from .local import LocalCall, LocalOutput
 from .mask_blocks import has_blocks
 from .native_route import NativeRoute, native_block_remarks, native_route

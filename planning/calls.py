@@ -56,7 +56,7 @@ class _Calls(Planner[AttentionProblem, Placement]):
         notes: tuple[str, ...] = ()
         if problem.quantised and operation.implementation(method, problem.config).capability.dequantises:
             notes += (note("memory.dequantised", method=method, **dequantised_copy(problem, placement)),)
-        return (*notes, *operation.remarks(problem), *sequence_notes(operation, problem, policy, placement))
+        return (*notes, *operation.remarks(problem), *sequence_notes(operation, policy, placement))
 
     def tune_key(self, method: str, problem: AttentionProblem, placement: Placement) -> dict[str, Any]:
         return tune_key(method, problem, placement)

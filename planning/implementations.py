@@ -12,7 +12,16 @@ from .operation_config import OperationConfig
 from .placement import Placement
 from .problem import AttentionProblem
 
-__all__ = ["Implementation", "MethodImplementation", "Padding", "PassSizes", "dequantised_copy"]
+__all__ = [
+    "PRODUCTS",
+    "Implementation",
+    "MethodImplementation",
+    "Padding",
+    "PassSizes",
+    "Products",
+    "dequantised_copy",
+    "outer_axis",
+]
 
 C = TypeVar("C", bound=OperationConfig)
 
@@ -28,22 +37,57 @@ class Padding(NamedTuple):
 class PassSizes(NamedTuple):
     """A kernel of a pass, and the sizes that it runs with.
 
-    products: what it makes, 'forward', 'backward' (all gradients at once), 'dkv' or 'dq'. head_dims, value_dims: how many of a
-    tile's products have the head dim, and the value dim, among their sizes. kernel: its name in a compiled program, if its
-    schedule can be read there. compute_q, compute_kv: the parts of a tile that it can leave out; None if it can't. outer: the
-    axis, 'q' or 'kv', that it goes along last. pipelined: products run ahead of exponentials.
+    products: what it makes, 'forward', 'backward' (all gradients at once), 'dkv' or 'dq'. kernel: its name in a compiled program,
+    if its schedule can be read there. compute_q, compute_kv: the parts of a tile that it can leave out; None if it can't.
+    pipelined: products run ahead of exponentials.
     """
 
     products: str
     block_q: int
     block_kv: int
-    head_dims: int
-    value_dims: int
     kernel: str | None = None
     compute_q: int | None = None
     compute_kv: int | None = None
-    outer: str = "q"
     pipelined: bool = False
+
+    @property
+    def head_dims(self) -> int:
+        """How many of a tile's products have the head dim among their sizes."""
+        products = PRODUCTS[self.products]
+        return products.sum_head + products.rows_head
+
+    @property
+    def value_dims(self) -> int:
+        """How many have the value dim."""
+        products = PRODUCTS[self.products]
+        return products.sum_value + products.rows_value
+
+    @property
+    def outer(self) -> str:
+        """The axis, 'q' or 'kv', that the kernel goes along last."""
+        return outer_axis(self.products)
+
+
+class Products(NamedTuple):
+    """How many of a tile's products sum over the head dim, sum over the value dim, and have either as their rows."""
+
+    sum_head: int
+    sum_value: int
+    rows_head: int
+    rows_value: int
+
+
+PRODUCTS = {
+    "forward": Products(1, 0, 0, 1),
+    "backward": Products(1, 1, 2, 1),
+    "dkv": Products(1, 1, 1, 1),
+    "dq": Products(1, 1, 1, 0),
+}
+
+
+def outer_axis(products: str) -> str:
+    """The axis that a kernel goes along last: that of the sums that it holds meanwhile, queries' if it makes several."""
+    return "kv" if products == "dkv" else "q"
 
 
 def dequantised_copy(problem: AttentionProblem, placement: Placement) -> dict[str, Any]:
@@ -121,7 +165,7 @@ class Implementation(Generic[C]):
         Default: tiles of 128 x 128, and the five products that a backward pass takes at least.
         """
         del config
-        return (PassSizes("backward", 128, 128, 3, 2) if backward else PassSizes("forward", 128, 128, 1, 1),)
+        return (PassSizes("backward" if backward else "forward", 128, 128),)
 
     def memory(
         self, problem: AttentionProblem, placement: Placement, config: OperationConfig

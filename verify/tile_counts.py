@@ -9,6 +9,7 @@ import numpy as np
 
 from ..masks import Mask
 from ..planning import AttentionProblem, OperationConfig, PassSizes, Placement
+from ..planning.implementations import PRODUCTS
 from .generations import matrix_depth, products_a_cycle
 from .static_clock import TileCycles
 
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
     from ..operators.kernels.splash.bodies import Body
 
 __all__ = ["kernel_bodies", "kernel_cycles", "key_parts", "key_turns", "matrix_cycles", "tiles_of"]
-
-# How many of a tile's products sum over the head dim, sum over the value dim, and have either as their rows.
-_PRODUCTS = {"forward": (1, 0, 0, 1), "backward": (1, 1, 2, 1), "dkv": (1, 1, 1, 1), "dq": (1, 1, 1, 0)}
 
 
 def kernel_cycles(
@@ -133,5 +131,5 @@ def matrix_cycles(kind: str, products: str, block_q: int, block_kv: int, head_di
     """
     depth = matrix_depth(kind)
     columns = math.ceil(head_dim / depth) * depth, math.ceil(value_dim / depth) * depth, head_dim, value_dim
-    weight = sum(count * dim for count, dim in zip(_PRODUCTS[products], columns, strict=True))
+    weight = sum(count * dim for count, dim in zip(PRODUCTS[products], columns, strict=True))
     return math.ceil(block_q * block_kv * weight / products_a_cycle(kind))

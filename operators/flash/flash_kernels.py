@@ -19,11 +19,6 @@ from .run_flash import run_flash
 __all__ = ["FLASH", "NO_ROCM", "FlashKernels"]
 
 
-# What a kernel makes, how many products have the head dim, and how many the value dim, and the axis that it goes along last.
-_FORWARD = (("forward", (1, 1), "q"),)
-_BACKWARD = (("dkv", (2, 2), "kv"), ("dq", (2, 1), "q"))
-
-
 class FlashKernels(Implementation[FlashAttention2Config]):
     """attnops' flash kernels for NVIDIA's GPUs."""
 
@@ -53,10 +48,10 @@ class FlashKernels(Implementation[FlashAttention2Config]):
 
     def passes(self, config: OperationConfig, backward: bool) -> tuple[PassSizes, ...]:
         """One kernel forward, two backward."""
-        sizes = sizes_of(self.read(config))
         return tuple(
-            PassSizes(name, sizes[name].block_q, sizes[name].block_kv, *dims, f"attnops_flash_{name}", outer=outer)
-            for name, dims, outer in (_BACKWARD if backward else _FORWARD)
+            PassSizes(name, size.block_q, size.block_kv, f"attnops_flash_{name}")
+            for name, size in sizes_of(self.read(config)).items()
+            if (name != "forward") == backward
         )
 
     def tuned_fields(self, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:

@@ -21,51 +21,30 @@ from jax import lax
 
 from ...symbolic import surely
 from .cpu_tuning import as_bits, compute_dtype, exp2, from_bits, held_in_loop
-from .decode import Pieces, decode_forward
+from .decode import decode_forward
 from .decode_rows import decode_rows_forward
 from .derivatives import twice_forward_only
 from .lse import LN2, LOG2E, divisor_and_lse, subtracted
-from .operands import Operands, StaticPart, Traced, join_static
-from .part import LSE_NAME, OUTPUT_NAME
+from .operands import Operands, Results, StaticPart, Traced, join_static
+from .part import residual_names
 from .primitives import cut, cut_along, dot, fold, loop, put, row_dots, split_index, summed, where
 from .seen_keys import seen_keys
 from .tiles import TilePosition, TileSource, is_arithmetic, tile_table
 from .varying import vary, varying
+from .ways import Blocking, Ways
 
-__all__ = ["Blocking", "BlockwisePart", "bias_gradient"]
-
-
-@dataclass(frozen=True)
-class Blocking:
-    """Tile sizes: query rows, keys, and kv heads worked on together."""
-
-    block_q: int
-    block_kv: int
-    heads: int
+__all__ = ["BlockwisePart", "bias_gradient"]
 
 
 @dataclass(frozen=True)
-class _Ways:
-    """How blockwise attention is computed."""
-
-    layout: str
-    scale: float
-    soft_cap: float | None
-    softmax_dtype: np.dtype
-    platform: str
-    forward: Blocking | Pieces
-    backward: Blocking
-
-
-@dataclass(frozen=True)
-class _BlockwiseStatic(_Ways):
+class _BlockwiseStatic(Ways):
     """Everything known at trace time."""
 
     static_part: StaticPart
 
 
 @dataclass(frozen=True)
-class BlockwisePart(_Ways):
+class BlockwisePart(Ways):
     """Blockwise attention as a PartKernel.
 
     Query, key, value in `layout` (bthd or bhtd); bias broadcasts to [batch, heads, q, kv]; sinks [heads], in the softmax dtype,
@@ -77,24 +56,15 @@ class BlockwisePart(_Ways):
     @property
     def names(self) -> tuple[str, str]:
         """See PartKernel."""
-        return OUTPUT_NAME, LSE_NAME
+        return residual_names()
 
     def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
         """See PartKernel."""
         return _forward(self._static(static_part), operands, traced)
 
-    def differentiate(
-        self,
-        static_part: StaticPart,
-        operands: Operands,
-        traced: Traced,
-        output: jax.Array,
-        lse: jax.Array,
-        d_output: jax.Array,
-        d_lse: jax.Array,
-    ) -> Operands:
+    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
         """See PartKernel."""
-        return _backward(self._static(static_part), operands, traced, output, lse, d_output, d_lse)
+        return _backward(self._static(static_part), operands, traced, made)
 
     def _static(self, static_part: StaticPart) -> _BlockwiseStatic:
         return _BlockwiseStatic(**vars(self), static_part=static_part)
@@ -104,20 +74,19 @@ def bias_gradient(
     static_part: StaticPart,
     operands: Operands,
     traced: Traced,
-    results: tuple[jax.Array, jax.Array],
-    cotangents: tuple[jax.Array, jax.Array],
+    made: Results,
     *,
     scale: float,
     soft_cap: float | None,
     platform: str,
     blocking: Blocking,
 ) -> jax.Array:
-    """Return the gradient of the bias alone, for a kernel that doesn't compute it. All arrays bhtd; results: output and lse.
+    """Return the gradient of the bias alone, for a kernel that doesn't compute it. All arrays bhtd.
 
     If the compiler drops unused results, this costs nothing unless it is used.
     """
     static = _BlockwiseStatic("bhtd", scale, soft_cap, np.dtype(np.float32), platform, blocking, blocking, static_part)
-    gradient = _backward(static, operands, traced, *results, *cotangents).bias
+    gradient = _backward(static, operands, traced, made).bias
     assert gradient is not None
     return gradient
 
@@ -357,21 +326,7 @@ def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tu
     if not isinstance(static.forward, Blocking):
         mask, dropout = join_static(static.static_part, traced)
         of_few_queries = decode_rows_forward if static.forward.in_place else decode_forward
-        return of_few_queries(
-            operands.query,
-            operands.key,
-            operands.value,
-            layout=static.layout,
-            scale=static.scale,
-            mask=mask,
-            bias=operands.bias,
-            soft_cap=static.soft_cap,
-            sinks=operands.sinks,
-            dropout=dropout,
-            softmax_dtype=static.softmax_dtype,
-            platform=static.platform,
-            block_kv=static.forward.block_kv,
-        )
+        return of_few_queries(static, operands, mask, dropout, static.forward.block_kv)
     work = _BlockPass(static, static.forward, operands, traced)
     heads, rows = work.blocking.heads, work.rows
     query = work.padded_queries(operands.query)
@@ -435,15 +390,8 @@ def _first_row_sums(work: _BlockPass, group: Any) -> tuple[jax.Array, jax.Array]
 # -- backward ----------------------------------------------------------------------------------------------------------
 
 
-def _backward(
-    static: _BlockwiseStatic,
-    operands: Operands,
-    traced: Traced,
-    output: jax.Array,
-    lse: jax.Array,
-    d_output: jax.Array,
-    d_lse: jax.Array,
-) -> Operands:
+def _backward(static: _BlockwiseStatic, operands: Operands, traced: Traced, made: Results) -> Operands:
+    output, lse, d_output, d_lse = made
     # In the forward pass XLA:CPU reads and writes a masked tile once more before the row's greatest logit is found. Here the
     # mask is part of the exponential, so masked and unmasked tiles need no separate loops of five products each.
     apart = not is_arithmetic(static.static_part.mask)

@@ -7,8 +7,6 @@ empty cache costs only as much as its filled part. On a CPU decode_rows is faste
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,44 +20,24 @@ from .cpu_tuning import (
 )
 from .local_mask import Dropout, LocalMask
 from .lse import LN2, LOG2E, divisor_and_lse, subtracted
+from .operands import Operands
 from .primitives import where
 from .varying import vary, varying
+from .ways import Ways
 
-__all__ = ["Pieces", "decode_forward"]
-
+__all__ = ["decode_forward"]
 
 # (sum of weights times values, greatest logit, sum of weights), the weights not yet divided by their sum
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """The keys of one piece, and whether they are attended to in place, by decode_rows.
-
-    Otherwise the caller fixes the number of pieces, which is small: each is its own part of the program.
-    """
-
-    block_kv: int
-    in_place: bool = False
-
-
 def decode_forward(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    layout: str,
-    scale: float,
-    mask: LocalMask,
-    bias: jax.Array | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    dropout: Dropout | None,
-    softmax_dtype: np.dtype,
-    platform: str,
-    block_kv: int,
+    ways: Ways, operands: Operands, mask: LocalMask, dropout: Dropout | None, block_kv: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output in the layout, lse [batch, heads, q]); not differentiable by itself."""
+    query, key, value, bias, sinks, *_ = operands
+    layout, scale, soft_cap = ways.layout, ways.scale, ways.soft_cap
+    softmax_dtype, platform = ways.softmax_dtype, ways.platform
     at = layout.index("h")
     batch, heads, kv_heads = query.shape[0], query.shape[at], key.shape[at]
     group, q_len, kv_len = heads // kv_heads, mask.q_len, mask.kv_len

@@ -22,10 +22,12 @@ from .cpu_tuning import as_bits, held_in_loop, widened
 from .derivatives import twice_forward_only
 from .local_mask import Dropout, LocalMask
 from .lse import divisor_and_lse, subtracted
+from .operands import Operands
 from .precision import exact
 from .primitives import cut, cut_along, fold, loop, put, where
 from .tiles import TilePosition, TileSource, tile_table
 from .varying import vary, varying
+from .ways import Ways
 
 __all__ = ["decode_rows_forward"]
 
@@ -44,25 +46,15 @@ class _Sums(NamedTuple):
 
 
 def decode_rows_forward(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    layout: str,
-    scale: float,
-    mask: LocalMask,
-    bias: jax.Array | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    dropout: Dropout | None,
-    softmax_dtype: np.dtype,
-    platform: str,
-    block_kv: int,
+    ways: Ways, operands: Operands, mask: LocalMask, dropout: Dropout | None, block_kv: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output in the layout, lse [batch, heads, q]); not differentiable by itself.
 
     block_kv: at most all keys, and a multiple of 8 unless there are fewer.
     """
+    query, key, value, bias, sinks, *_ = operands
+    layout, scale, soft_cap = ways.layout, ways.scale, ways.soft_cap
+    softmax_dtype, platform = ways.softmax_dtype, ways.platform
     head, time = layout.index("h"), layout.index("t") - 1  # time: within a batch row
     batch, heads, kv_heads = query.shape[0], query.shape[head], key.shape[head]
     q_len, group, dim, value_dim = mask.q_len, heads // kv_heads, query.shape[-1], value.shape[-1]

@@ -49,12 +49,7 @@ def jax_splash_attention(
 
 def _sizes(blocks: ExternalBlocks) -> splash.BlockSizes:
     return splash.BlockSizes(
-        block_q=blocks.forward.block_q,
-        block_kv=blocks.forward.block_kv,
-        block_kv_compute=blocks.forward.compute_kv,
-        block_q_dkv=blocks.dkv.block_q,
-        block_kv_dkv=blocks.dkv.block_kv,
-        block_kv_dkv_compute=blocks.dkv.compute_kv,
+        **blocks.keywords(),
         block_q_dq=None if blocks.dq is None else blocks.dq.block_q,
         block_kv_dq=None if blocks.dq is None else blocks.dq.block_kv,
         use_fused_bwd_kernel=blocks.dq is None,

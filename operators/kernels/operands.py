@@ -12,7 +12,7 @@ import numpy as np
 from ...masks import Mask
 from .local_mask import Dropout, LocalMask
 
-__all__ = ["Operands", "StaticPart", "Traced", "join_static", "no_gradients", "split_static"]
+__all__ = ["Operands", "Results", "StaticPart", "Traced", "join_static", "no_gradients", "split_static"]
 
 
 class Operands(NamedTuple):
@@ -30,6 +30,15 @@ class Operands(NamedTuple):
     def of_keys(self) -> tuple[jax.Array | None, ...]:
         """Key, value and their scales."""
         return self.key, self.value, self.key_scale, self.value_scale
+
+
+class Results(NamedTuple):
+    """Of all keys: output and lse, and their gradients."""
+
+    output: jax.Array
+    lse: jax.Array
+    d_output: jax.Array
+    d_lse: jax.Array
 
 
 class Traced(NamedTuple):

@@ -16,13 +16,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .derivatives import reverse_only
 from .local_mask import Dropout, LocalMask
-from .operands import Operands, StaticPart, Traced, no_gradients, split_static
+from .operands import Operands, Results, StaticPart, Traced, no_gradients, split_static
 from .varying import alike
 
-__all__ = ["LSE_NAME", "OUTPUT_NAME", "PartKernel", "attend_part", "differentiable", "differentiate_part"]
+__all__ = ["PartKernel", "attend_part", "differentiable", "differentiate_part", "residual_names"]
 
-# What a jax.checkpoint policy can save by name.
-OUTPUT_NAME, LSE_NAME = "attnops_output", "attnops_lse"
+
+def residual_names(declared: str | None = None) -> tuple[str, str]:
+    """What a jax.checkpoint policy can save the output and the lse by."""
+    return ("attnops_output", "attnops_lse") if declared is None else (declared, declared)
 
 
 class PartKernel(Protocol):
@@ -47,17 +49,8 @@ class PartKernel(Protocol):
         """(output in the layout, lse [batch, heads, q]) of only these keys; rows that see none give 0 and -inf."""
         ...
 
-    def differentiate(
-        self,
-        static_part: StaticPart,
-        operands: Operands,
-        traced: Traced,
-        output: jax.Array,
-        lse: jax.Array,
-        d_output: jax.Array,
-        d_lse: jax.Array,
-    ) -> Operands:
-        """These keys' share of the gradients; output, lse and their gradients are those of all keys."""
+    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
+        """These keys' share of the gradients."""
         ...
 
 
@@ -85,11 +78,11 @@ def attend_part(
 
 
 def differentiate_part(
-    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced, *rest: jax.Array
+    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced, made: Results
 ) -> Operands:
     """`kernel.differentiate`, traced once."""
     with _named_mesh():
-        return _differentiate_once(kernel, static_part, operands, traced, *rest)
+        return _differentiate_once(kernel, static_part, operands, traced, made)
 
 
 # jax caches the traces of a jitted function by its static arguments and the shapes of the others. So a kernel is traced
@@ -103,9 +96,9 @@ def _attend_once(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _differentiate_once(
-    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced, *rest: jax.Array
+    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced, made: Results
 ) -> Operands:
-    return kernel.differentiate(static_part, operands, traced, *rest)
+    return kernel.differentiate(static_part, operands, traced, made)
 
 
 def _named_mesh() -> AbstractContextManager[None]:
@@ -127,7 +120,8 @@ def _attend_forward(static: _PartStatic, operands: Operands, traced: Traced) -> 
 
 def _attend_backward(static: _PartStatic, residuals: Any, cotangents: Any) -> tuple[Operands, Traced]:
     operands, traced, output, lse = residuals
-    gradients = differentiate_part(static.kernel, static.static_part, operands, traced, output, lse, *cotangents)
+    made = Results(output, lse, *cotangents)
+    gradients = differentiate_part(static.kernel, static.static_part, operands, traced, made)
     return gradients, no_gradients(traced)
 
 

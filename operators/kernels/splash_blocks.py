@@ -46,11 +46,27 @@ class ExternalBlocks:
         """Of query, key and value."""
         return self.q_layout, self.k_layout, self.v_layout
 
-    def padded(self, q_len: int, kv_len: int) -> tuple[int, int]:
-        """The lengths that the kernels require: multiples of every block in use."""
+    @property
+    def common(self) -> tuple[int, int]:
+        """Queries and keys whose multiples the lengths must be: common multiples of every block in use."""
         used = [one for one in (self.forward, self.dkv, self.dq) if one is not None]
-        q_block, kv_block = math.lcm(*(one.block_q for one in used)), math.lcm(*(one.block_kv for one in used))
+        return math.lcm(*(one.block_q for one in used)), math.lcm(*(one.block_kv for one in used))
+
+    def padded(self, q_len: int, kv_len: int) -> tuple[int, int]:
+        """The lengths that the kernels require."""
+        q_block, kv_block = self.common
         return -(-q_len // q_block) * q_block, -(-kv_len // kv_block) * kv_block
+
+    def keywords(self) -> dict[str, int]:
+        """The blocks that both kernels have, by the names that both give them."""
+        return {
+            "block_q": self.forward.block_q,
+            "block_kv": self.forward.block_kv,
+            "block_kv_compute": self.forward.compute_kv,
+            "block_q_dkv": self.dkv.block_q,
+            "block_kv_dkv": self.dkv.block_kv,
+            "block_kv_dkv_compute": self.dkv.compute_kv,
+        }
 
 
 @dataclass(frozen=True)

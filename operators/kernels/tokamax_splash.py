@@ -95,12 +95,7 @@ def _config(
 ) -> Any:
     layouts = {"head_dim_minor": splash.QKVLayout.HEAD_DIM_MINOR, "seq_minor": splash.QKVLayout.SEQ_MINOR}
     return splash.SplashConfig(
-        block_q=blocks.forward.block_q,
-        block_kv=blocks.forward.block_kv,
-        block_kv_compute=blocks.forward.compute_kv,
-        block_q_dkv=blocks.dkv.block_q,
-        block_kv_dkv=blocks.dkv.block_kv,
-        block_kv_dkv_compute=blocks.dkv.compute_kv,
+        **blocks.keywords(),
         q_layout=layouts[blocks.q_layout],
         k_layout=layouts[blocks.k_layout],
         v_layout=layouts[blocks.v_layout],

@@ -25,7 +25,7 @@ from ...planning.sequence.split import loop_from
 from ..kernels.default_promotion import wider
 from ..kernels.local_mask import Dropout, LocalMask
 from ..kernels.lse import merge_parts
-from ..kernels.operands import Operands, StaticPart, Traced
+from ..kernels.operands import Operands, Results, StaticPart, Traced
 from ..kernels.part import PartKernel, attend_part, differentiable, differentiate_part
 from ..local import Ring
 
@@ -56,20 +56,10 @@ class _Around:
         return self.kernel.names
 
     def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-        return _forward(_RingStatic(self.kernel, self.ring, static_part, self.dims), operands, traced)
+        return _forward(self, static_part, operands, traced)
 
-    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, *rest: jax.Array) -> Operands:
-        output, lse, d_output, d_lse = rest
-        static = _RingStatic(self.kernel, self.ring, static_part, self.dims)
-        return _backward(static, operands, traced, output, lse, d_output, d_lse)
-
-
-@dataclass(frozen=True)
-class _RingStatic:
-    kernel: PartKernel
-    ring: Ring
-    static_part: StaticPart
-    dims: tuple[tuple[str, ...], ...]
+    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
+        return _backward(self, static_part, operands, traced, made)
 
 
 def ring_attention(
@@ -108,13 +98,13 @@ def _pairs(ring: Ring, distance: Any) -> tuple[_Pair, ...]:
     return _Pair(1, 0, True), _Pair(same, same, True)
 
 
-def _forward(static: _RingStatic, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-    layout, ring = static.kernel.layout, static.ring
+def _forward(around: _Around, whole: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+    layout, ring = around.layout, around.ring
     rows = layout.index("t")
 
     def attend(pair: _Pair, keys: _Keys, distance: Any) -> tuple[jax.Array, jax.Array]:
-        static_part, here = _seen(static, traced, pair, distance)
-        output, lse = attend_part(static.kernel, static_part, _of_pair(static, operands, pair, keys), here)
+        static_part, here = _seen(around, whole, traced, pair, distance)
+        output, lse = attend_part(around.kernel, static_part, _of_pair(around, operands, pair, keys), here)
         return output.astype(lse.dtype), lse
 
     def more(found: tuple[jax.Array, jax.Array], pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
@@ -137,27 +127,20 @@ def _forward(static: _RingStatic, operands: Operands, traced: Traced) -> tuple[j
     return output.astype(operands.query.dtype), lse
 
 
-def _backward(
-    static: _RingStatic,
-    operands: Operands,
-    traced: Traced,
-    output: jax.Array,
-    lse: jax.Array,
-    d_output: jax.Array,
-    d_lse: jax.Array,
-) -> Operands:
-    layout, ring = static.kernel.layout, static.ring
+def _backward(around: _Around, whole: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
+    layout, ring = around.layout, around.ring
     rows = layout.index("t")
+    output, lse, d_output, d_lse = made
     d_output = d_output.astype(output.dtype)
 
     def more(found: Any, pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
         d_query, d_key, d_value = found
         for pair in pairs:
-            static_part, here = _seen(static, traced, pair, distance)
-            part = _of_pair(static, operands, pair, keys)
+            static_part, here = _seen(around, whole, traced, pair, distance)
+            part = _of_pair(around, operands, pair, keys)
             of_rows = ((output, rows), (lse, 2), (d_output, rows), (d_lse, 2))
-            results = (_piece(x, pair.query, ring, axis) for x, axis in of_rows)
-            share = differentiate_part(static.kernel, static_part, part, here, *results)
+            results = Results(*(_piece(x, pair.query, ring, axis) for x, axis in of_rows))
+            share = differentiate_part(around.kernel, static_part, part, here, results)
             d_query = _added(d_query, share.query, pair.query, ring, rows)
             d_key = _added(d_key, share.key, pair.keys, ring, rows)
             d_value = _added(d_value, share.value, pair.keys, ring, rows)
@@ -202,8 +185,8 @@ def _along(ring: Ring, steps: tuple[int, ...], work: Any, keys: _Keys, found: An
     return work(keys, found, steps[-1], by)
 
 
-def _of_pair(static: _RingStatic, operands: Operands, pair: _Pair, keys: _Keys) -> Operands:
-    ring, rows = static.ring, static.kernel.layout.index("t")
+def _of_pair(around: _Around, operands: Operands, pair: _Pair, keys: _Keys) -> Operands:
+    ring, rows = around.ring, around.layout.index("t")
     return operands._replace(
         query=_piece(operands.query, pair.query, ring, rows),
         key=_piece(keys[0], pair.keys, ring, rows),
@@ -211,16 +194,16 @@ def _of_pair(static: _RingStatic, operands: Operands, pair: _Pair, keys: _Keys) 
     )
 
 
-def _seen(static: _RingStatic, traced: Traced, pair: _Pair, distance: Any) -> tuple[StaticPart, Traced]:
+def _seen(around: _Around, whole: StaticPart, traced: Traced, pair: _Pair, distance: Any) -> tuple[StaticPart, Traced]:
     """The places of a pair for keys that have moved `distance` shards, and its traced values."""
-    ring, static_part = static.ring, static.static_part
+    ring = around.ring
     here = lax.axis_index(ring.axes)
-    q_len, kv_len = (n // ring.pieces for n in (static_part.q_len, static_part.kv_len))
+    q_len, kv_len = (n // ring.pieces for n in (whole.q_len, whole.kv_len))
     start = (_place(ring, (here - distance) % ring.size, pair.keys) * kv_len).astype(jnp.int32)
     leaves = tuple(
-        _cut(x, dims, start, kv_len, pair.query, ring) for x, dims in zip(traced.leaves, static.dims, strict=True)
+        _cut(x, dims, start, kv_len, pair.query, ring) for x, dims in zip(traced.leaves, around.dims, strict=True)
     )
-    static_part = replace(static_part, q_len=q_len, kv_len=kv_len, k_start=None)
+    static_part = replace(whole, q_len=q_len, kv_len=kv_len, k_start=None)
     if pair.behind and ring.whole_pairs:
         static_part, leaves = replace(static_part, mask=Full()), ()
     traced = traced._replace(leaves=leaves, k_start=start)

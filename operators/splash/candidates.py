@@ -19,7 +19,7 @@ from .vmem_count import fits
 
 __all__ = ["BACKWARD", "FORWARD", "SHIPPED", "candidates", "tuned_fields"]
 
-FORWARD = (*pass_fields.FORWARD.sizes, "transposed_tiles", "sum_by_product", "heads_per_tile")
+FORWARD = pass_fields.FORWARD.sizes
 BACKWARD = ("use_fused_bwd_kernel", *pass_fields.FUSED.sizes, *pass_fields.DQ.sizes, "stationary_weights")
 SHIPPED = ShippedTable(Path(__file__).with_name("shipped.json"), FORWARD)
 _BLOCKS, _COMPUTE = (2048, 1024, 512, 256, 128), (512, 1024, 256)

@@ -13,13 +13,12 @@ from ...planning.notes import note
 from ..kernels.splash_blocks import ExternalBlocks
 from ..local import LocalCall
 from ..precision_notes import ambient_precision
-from .pass_fields import SIZED
 from .passes import blocks_of
 from .sizes import BlockSizes, choose_block
 from .splash_config import LANES, SplashConfig
 
 __all__ = [
-    "EXTERNAL_FEATURES", "EXTERNAL_RULES", "external_padding", "external_remarks", "resolve_external", "run_external",
+    "EXTERNAL_FEATURES", "EXTERNAL_RULES", "external_remarks", "resolve_external", "run_external",
 ]  # fmt: skip
 
 EXTERNAL_FEATURES = STATIC_MASKS | {"segment_ids", "kv_lengths", "logits_soft_cap", "sinks", "gqa", "value_dim"}
@@ -154,11 +153,6 @@ def run_external(
         borrowed,
         config.kernel,
     )
-
-
-def external_padding(config: SplashConfig, name: str) -> int:
-    """The block whose multiple a length ('q' or 'kv') is padded to: the passes share one padded length."""
-    return math.lcm(*(one.of(config)[name == "kv"] or 1 for one in SIZED))
 
 
 def external_remarks(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> tuple[str, ...]:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 __all__ = ["DKV", "DQ", "FORWARD", "FUSED", "INSIDE", "SIZED", "PassFields"]
 
 
 class PassFields(NamedTuple):
-    """A pass's products, how many of them have the head dim and how many the value dim, and the axis that it goes along last.
+    """What a pass makes, as in planning's PassSizes, and the fields that are its sizes.
 
     queries, keys: fields, the largest block first: what a step holds, the part of it that one product takes, a part of that.
-    ahead: the number of products issued ahead. sums: the keys whose gradients are held at a time.
+    switches: what else a search chooses, `ahead`, the number of products issued ahead, among them. sums: the keys whose gradients
+    are held at a time.
     """
 
     products: str
     queries: tuple[str, ...]
     keys: tuple[str, ...]
-    ahead: str | None
-    head_dims: int
-    value_dims: int
-    outer: str = "q"
+    switches: tuple[str, ...] = ()
+    ahead: str | None = None
     sums: str | None = None
 
     @property
@@ -31,33 +30,27 @@ class PassFields(NamedTuple):
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """All fields that a search may choose, but the sums."""
-        return (*self.queries, *self.keys, *([] if self.ahead is None else [self.ahead]))
-
-    def of(self, config: Any) -> tuple[int | None, int | None]:
-        """What a step holds."""
-        return getattr(config, self.queries[0]), getattr(config, self.keys[0])
+        """All fields that a search chooses: not the sums."""
+        return *self.queries, *self.keys, *self.switches
 
 
 FORWARD = PassFields(
     "forward",
     ("block_q", "block_q_compute"),
     ("block_kv", "block_kv_compute", "block_kv_compute_in"),
+    ("transposed_tiles", "products_ahead", "sum_by_product", "heads_per_tile"),
     "products_ahead",
-    1,
-    1,
 )
 FUSED = PassFields(
     "backward",
     ("block_q_dkv", "block_q_dkv_compute"),
     ("block_kv_dkv", "block_kv_dkv_compute"),
+    ("products_ahead_dkv",),
     "products_ahead_dkv",
-    3,
-    2,
     sums="block_kv_dkv_sums",
 )
-DKV = FUSED._replace(products="dkv", head_dims=2, value_dims=2, outer="kv", sums=None)
-DQ = PassFields("dq", ("block_q_dq",), ("block_kv_dq", "block_kv_dq_compute"), None, 2, 1)
+DKV = FUSED._replace(products="dkv", sums=None)
+DQ = PassFields("dq", ("block_q_dq",), ("block_kv_dq", "block_kv_dq_compute"))
 # The passes that have fields of their own.
 SIZED = FORWARD, FUSED, DQ
 # (a size, the one that is a multiple of it)

@@ -54,13 +54,12 @@ def splash_passes(config: SplashConfig, backward: bool) -> tuple[PassSizes, ...]
 
 def _pass_sizes(config: SplashConfig, one: PassFields) -> PassSizes:
     blocks = pass_blocks(config, one)
-    sizes = PassSizes(one.products, blocks.block_q, blocks.block_kv, one.head_dims, one.value_dims)
+    sizes = PassSizes(one.products, blocks.block_q, blocks.block_kv)
     if config.kernel != "attnops":
         return sizes
     return sizes._replace(
         kernel=f"attnops_splash_{one.products}",
         compute_q=blocks.compute_q,
         compute_kv=blocks.compute_kv,
-        outer=one.outer,
         pipelined=bool(blocks.ahead) and one is not DKV,
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
+from ...planning.implementations import outer_axis
 from .pass_fields import FORWARD, PassFields
 from .passes import pass_blocks, passes_of
 from .splash_config import LANES, SplashConfig
@@ -58,7 +59,9 @@ class ScalarMemory:
         """The name of each kernel of a resolved config -> words of scalar memory, as far as its mask's lists are known."""
         found = {}
         for one in _passes(config):
-            visits = self._lists(config) * self._visits(*_blocks(config, one), one.outer, self._keys(config, one))
+            visits = self._lists(config) * self._visits(
+                *_blocks(config, one), outer_axis(one.products), self._keys(config, one)
+            )
             found[f"attnops_splash_{one.products}"] = visits + sum(self._numbers(one).values())
         return found
 
@@ -93,7 +96,7 @@ class ScalarMemory:
         samples = keys >= self.known.kv_len and not self.of_blocks
         at_least = fewest_steps(self.known, block_q, block_kv) if samples else 0
         exact = lists * at_least <= room
-        visits = lists * (self._visits(block_q, block_kv, one.outer, keys) if exact else at_least)
+        visits = lists * (self._visits(block_q, block_kv, outer_axis(one.products), keys) if exact else at_least)
         if visits <= room:
             return
         beside = "".join(f", beside {count} words of {name}" for name, count in numbers.items())

@@ -22,14 +22,14 @@ from ...planning import (
 from ...planning.implementations import dequantised_copy
 from ...planning.notes import note
 from ..function_rules import MOSAIC, function_rules
-from ..kernels.splash_blocks import SplashBlocks
+from ..kernels.splash_blocks import ExternalBlocks, SplashBlocks
 from ..local import LocalCall, LocalOutput
 from ..mask_blocks import block_remarks
 from ..sequence.ring_call import attend_call
 from .block_choice import resolve_attnops
 from .candidates import SHIPPED, tuned_fields
 from .candidates import candidates as tried_sizes
-from .external import EXTERNAL_RULES, external_padding, external_remarks, resolve_external, run_external
+from .external import EXTERNAL_RULES, external_remarks, resolve_external, run_external
 from .passes import blocks_of, splash_passes
 from .splash_config import LANES, SplashConfig
 from .tile_way import layout_note, tile_note, writes_tokens_first
@@ -149,7 +149,7 @@ class ExternalSplash(_SplashConfigured):
         return run_external(call, self.read(call.config), query, key, value), None
 
     def blocks(self, config: SplashConfig) -> tuple[int, int]:
-        return external_padding(config, "q"), external_padding(config, "kv")
+        return blocks_of(config, ExternalBlocks).common
 
     def resolve(self, problem: AttentionProblem, placement: Placement) -> OperationConfig:
         """Sizes with which all passes share one padded length."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from ..notes import note
 from ..operation import PlannedOperation
 from ..placement import Placement
-from ..problem import AttentionProblem
 from .split import loop_from
 
 if TYPE_CHECKING:
@@ -16,9 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["sequence_notes"]
 
 
-def sequence_notes(
-    operation: type[PlannedOperation], problem: AttentionProblem, policy: Policy, placement: Placement
-) -> tuple[str, ...]:
+def sequence_notes(operation: type[PlannedOperation], policy: Policy, placement: Placement) -> tuple[str, ...]:
     """A note for each field without effect."""
     split, notes = placement.sequence, []
     if not split.strategy and operation.sequence_parallel is not None:

@@ -14,6 +14,7 @@ from attnops.operators.kernels import blockwise
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.operands import Operands
 from attnops.operators.kernels.part import differentiable
+from attnops.operators.kernels.ways import Blocking
 from attnops.verify.reference import reference_attention, reference_gradients
 
 from . import cases, harness
@@ -58,7 +59,7 @@ def test_several_groups_of_several_heads(layout: str) -> None:
     rng = np.random.default_rng(4)
     arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     laid_out = {name: jnp.asarray(x if layout == "bthd" else x.swapaxes(1, 2)) for name, x in arrays.items()}
-    blocking = blockwise.Blocking(48, 32, 2)
+    blocking = Blocking(48, 32, 2)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         kernel = blockwise.BlockwisePart(layout, 0.25, None, np.dtype(np.float32), "cpu", blocking, blocking)

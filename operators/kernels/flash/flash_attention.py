@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..block_words import block_words
-from ..blockwise import Blocking, bias_gradient
+from ..blockwise import bias_gradient
 from ..dequantise import dequantised, quantised_gradients
 from ..flash_sizes import FlashSizes, TileSizes
 from ..local_mask import Dropout, LocalMask
 from ..lse import LOG2E, merge_stacked
-from ..operands import Operands, StaticPart, Traced, join_static
-from ..part import LSE_NAME, OUTPUT_NAME
+from ..operands import Operands, Results, StaticPart, Traced, join_static
+from ..part import residual_names
 from ..seen_keys import Seen, seen_keys
+from ..ways import Blocking
 from .arrays import KERNELS, Arrays
 from .backward import KeyGradients, QueryGradient
 from .forward import ForwardKernel
@@ -50,8 +51,7 @@ class FlashPart:
     @property
     def names(self) -> tuple[str, str]:
         """See PartKernel."""
-        name = self.residual_checkpoint_name
-        return (OUTPUT_NAME, LSE_NAME) if name is None else (name, name)
+        return residual_names(self.residual_checkpoint_name)
 
     def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
         """See PartKernel."""
@@ -64,17 +64,9 @@ class FlashPart:
         words = block_words(mask, sizes.block_q, sizes.block_kv, mask.q_len, tables)
         return self._forward(static_part, operands, traced, table, words, _seen(self, operands, mask), None)
 
-    def differentiate(
-        self,
-        static_part: StaticPart,
-        operands: Operands,
-        traced: Traced,
-        output: jax.Array,
-        lse: jax.Array,
-        d_output: jax.Array,
-        d_lse: jax.Array,
-    ) -> Operands:
+    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
         """See PartKernel."""
+        output, lse, d_output, d_lse = made
         given, dtype = operands, operands.query.dtype
         key = dequantised(given.key, given.key_scale, self.layout, dtype)
         value = dequantised(given.value, given.value_scale, self.layout, dtype)
@@ -96,7 +88,7 @@ class FlashPart:
                 (0, 2)
             )
         if operands.bias is not None:
-            d_bias = self._of_bias(static_part, operands, traced, (output, lse), (d_output, d_lse))
+            d_bias = self._of_bias(static_part, operands, traced, made)
         return Operands(work.of_query(), d_key, d_value, d_bias, d_sinks, d_key_scale, d_value_scale)
 
     def _of_quantised(self, x: jax.Array, scale: jax.Array | None, gradient: jax.Array) -> tuple[Any, Any]:
@@ -105,22 +97,19 @@ class FlashPart:
         made, d_scale = quantised_gradients(x.swapaxes(1, 2), scale, gradient.swapaxes(1, 2))
         return made.swapaxes(1, 2), d_scale
 
-    def _of_bias(
-        self, static_part: StaticPart, operands: Operands, traced: Traced, made: Any, gradients: Any
-    ) -> jax.Array:
+    def _of_bias(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> jax.Array:
         if self.layout == "bthd":
             operands = operands._replace(
                 query=operands.query.swapaxes(1, 2),
                 key=operands.key.swapaxes(1, 2),
                 value=operands.value.swapaxes(1, 2),
             )
-            made, gradients = ((x.swapaxes(1, 2), rows) for x, rows in (made, gradients))
+            made = made._replace(output=made.output.swapaxes(1, 2), d_output=made.d_output.swapaxes(1, 2))
         return bias_gradient(
             static_part,
             operands,
             traced,
             made,
-            gradients,
             scale=self.scale,
             soft_cap=self.soft_cap,
             platform=self.platform,

@@ -13,12 +13,13 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from ..block_words import block_words
-from ..blockwise import Blocking, bias_gradient
+from ..blockwise import bias_gradient
 from ..dequantise import dequantised, quantised_gradients
-from ..operands import Operands, StaticPart, Traced, join_static
-from ..part import LSE_NAME, OUTPUT_NAME
+from ..operands import Operands, Results, StaticPart, Traced, join_static
+from ..part import residual_names
 from ..seen_keys import seen_keys
 from ..splash_blocks import PassBlocks, SplashBlocks
+from ..ways import Blocking
 from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
 from .bias import bias_block, bias_kernel, bias_order, visited_bias
 from .forward import forward_kernel, forward_outputs, forward_scratch
@@ -30,17 +31,6 @@ from .schedule_rules import broken_rule
 from .tile import Logits, add_to_frame
 
 __all__ = ["SplashPart"]
-
-
-@dataclass(frozen=True)
-class _SplashStatic:
-    """Everything known at trace time."""
-
-    logits: Logits
-    blocks: SplashBlocks
-    platform: str
-    interpret: bool | pltpu.InterpretParams
-    tokens_first: bool
 
 
 @dataclass(frozen=True)
@@ -68,32 +58,21 @@ class SplashPart:
     @property
     def names(self) -> tuple[str, str]:
         """See PartKernel."""
-        name = self.residual_checkpoint_name
-        return (OUTPUT_NAME, LSE_NAME) if name is None else (name, name)
+        return residual_names(self.residual_checkpoint_name)
 
     def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
         """See PartKernel."""
-        return _forward(self._static(static_part), operands, traced)
+        return _forward(self, self._logits(static_part), operands, traced)
 
-    def differentiate(
-        self,
-        static_part: StaticPart,
-        operands: Operands,
-        traced: Traced,
-        output: jax.Array,
-        lse: jax.Array,
-        d_output: jax.Array,
-        d_lse: jax.Array,
-    ) -> Operands:
+    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
         """See PartKernel."""
-        run: Callable[..., Operands] = functools.partial(_backward, self._static(static_part))
+        run: Callable[..., Operands] = functools.partial(_backward, self, self._logits(static_part))
         if self.blocks.dq is None:
             run = mapped_pass(run)
-        return _of_quantised(operands, run(_dequantised(operands), traced, output, lse, d_output, d_lse))
+        return _of_quantised(operands, run(_dequantised(operands), traced, made))
 
-    def _static(self, static_part: StaticPart) -> _SplashStatic:
-        logits = Logits(self.scale, self.soft_cap, static_part, self.blocks.use_base2_exp)
-        return _SplashStatic(logits, self.blocks, self.platform, self.interpret, self.tokens_first)
+    def _logits(self, static_part: StaticPart) -> Logits:
+        return Logits(self.scale, self.soft_cap, static_part, self.blocks.use_base2_exp)
 
 
 def _dequantised(operands: Operands) -> Operands:
@@ -121,15 +100,16 @@ class _KernelPass:
 
     def __init__(
         self,
-        static: _SplashStatic,
+        part: SplashPart,
+        logits: Logits,
         operands: Operands,
         traced: Traced,
         sizes: PassBlocks,
         slow: str,
         kv_blocks: slice = slice(None),
     ) -> None:
-        logits, blocks = static.logits, static.blocks
-        self.static, self.operands = static, operands
+        blocks = part.blocks
+        self.part, self.operands = part, operands
         batch, q_heads = operands.query.shape[:2]
         kv_heads = operands.key.shape[1]
         heads = Heads.tiled(kv_heads, q_heads // kv_heads, blocks.heads_per_tile)
@@ -169,7 +149,7 @@ class _KernelPass:
         self.frame.inputs[name] = Input(numbers, self.frame.row_block(), "q")
 
     def run(self, name: str, kernel: Any, parallel: int, depth: int) -> dict[str, jax.Array]:
-        blocks = self.static.blocks
+        blocks = self.part.blocks
         return self.frame.run(
             name,
             kernel,
@@ -177,7 +157,7 @@ class _KernelPass:
             cost=self.frame.cost(depth),
             vmem_limit_bytes=blocks.vmem_limit_bytes,
             scheduler=blocks.use_experimental_scheduler,
-            interpret=self.static.interpret,
+            interpret=self.part.interpret,
         )
 
 
@@ -187,12 +167,12 @@ def _rows_padded(x: jax.Array, length: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0))) if short else x
 
 
-def _forward(static: _SplashStatic, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-    blocks, logits = static.blocks, static.logits
-    work = _KernelPass(static, operands, traced, blocks.forward, "q")
+def _forward(part: SplashPart, logits: Logits, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+    blocks = part.blocks
+    work = _KernelPass(part, logits, operands, traced, blocks.forward, "q")
     if operands.sinks is not None:
         work.frame.scalars["sinks"] = operands.sinks
-    normalised, tokens_first = blocks.fuse_reciprocal, static.tokens_first
+    normalised, tokens_first = blocks.fuse_reciprocal, part.tokens_first
     forward_outputs(work.frame, work.q_padded, work.value_dim, operands.query.dtype, normalised, tokens_first)
     forward_scratch(work.frame, work.value_dim, blocks.transposed_tiles)
     kernel = functools.partial(
@@ -218,16 +198,9 @@ def _forward(static: _SplashStatic, operands: Operands, traced: Traced) -> tuple
     return output[:, :, rows], made["lse"][:, :, 0, rows]
 
 
-def _backward(
-    static: _SplashStatic,
-    operands: Operands,
-    traced: Traced,
-    output: jax.Array,
-    lse: jax.Array,
-    d_output: jax.Array,
-    d_lse: jax.Array,
-) -> Operands:
-    blocks, logits = static.blocks, static.logits
+def _backward(part: SplashPart, logits: Logits, operands: Operands, traced: Traced, results: Results) -> Operands:
+    output, lse, d_output, d_lse = results
+    blocks = part.blocks
     delta = (output.astype(jnp.float32) * d_output.astype(jnp.float32)).sum(-1) - d_lse
     # Rows without keys and padded rows have no weights: exp(x - inf) is 0.
     shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * logits.unit)
@@ -243,7 +216,7 @@ def _backward(
         block_kv, kv_len = sizes.block_kv, logits.static_part.kv_len
         first, end = (keys.start or 0) // block_kv, -(-min(keys.stop or kv_len, kv_len) // block_kv)
         goes_on = keys.stop is not None and keys.stop < kv_len
-        work = _KernelPass(static, operands, traced, sizes, "q" if of_query else "kv", slice(first, end))
+        work = _KernelPass(part, logits, operands, traced, sizes, "q" if of_query else "kv", slice(first, end))
         frame = work.frame
         work.queries("d_output", d_output.astype(operands.query.dtype), "head_dim_minor")
         work.rows("lse", shift, np.inf)
@@ -281,7 +254,7 @@ def _backward(
         d_sinks = -(jnp.exp(operands.sinks[None, :, None] - shift / logits.unit) * delta).sum((0, 2))
     d_bias = None
     if operands.bias is not None:
-        d_bias = _bias_gradient(static, operands, traced, (output, lse), (d_output, d_lse), shift, delta)
+        d_bias = _bias_gradient(part, logits, operands, traced, results, shift, delta)
     return Operands(
         made["d_query"][:, :, : logits.static_part.q_len],
         made["d_key"][:, :, : logits.static_part.kv_len],
@@ -292,33 +265,33 @@ def _backward(
 
 
 def _bias_gradient(
-    static: _SplashStatic,
+    part: SplashPart,
+    logits: Logits,
     operands: Operands,
     traced: Traced,
-    results: tuple[jax.Array, jax.Array],
-    cotangents: tuple[jax.Array, jax.Array],
+    results: Results,
     shift: jax.Array,
     delta: jax.Array,
 ) -> jax.Array:
     """The gradient of the bias: by the kernel, or in XLA where the kernel can't sum it."""
-    blocks, logits, bias = static.blocks, static.logits, operands.bias
+    blocks, bias = part.blocks, operands.bias
     assert bias is not None
     q_len, kv_len = logits.static_part.q_len, logits.static_part.kv_len
     block = bias_block(q_len), bias_block(kv_len)
     unit = (256, block[1]) if block[0] % 256 == 0 else block
     # A head at a time: the bias and its gradient take more VMEM than all else.
-    alone = replace(static, blocks=replace(blocks, heads_per_tile=1))
-    work = _KernelPass(alone, operands, traced, PassBlocks(*block, *unit), "q")
+    alone = replace(part, blocks=replace(blocks, heads_per_tile=1))
+    work = _KernelPass(alone, logits, operands, traced, PassBlocks(*block, *unit), "q")
     frame = work.frame
     order = bias_order(bias.shape, frame.visits.rows, frame.visits.tables)
     if order is None or not isinstance(frame.visits.words, np.ndarray):
         in_xla = Blocking(min(512, q_len), min(512, kv_len), 1)
         return bias_gradient(
-            logits.static_part, operands, traced, results, cotangents, scale=logits.scale, soft_cap=logits.soft_cap,
-            platform=static.platform, blocking=in_xla,
+            logits.static_part, operands, traced, results, scale=logits.scale, soft_cap=logits.soft_cap,
+            platform=part.platform, blocking=in_xla,
         )  # fmt: skip
     frame.order = order
-    work.queries("d_output", cotangents[0].astype(operands.query.dtype), "head_dim_minor")
+    work.queries("d_output", results.d_output.astype(operands.query.dtype), "head_dim_minor")
     work.rows("lse", shift, np.inf)
     work.rows("delta", delta, 0.0)
     shape = frame.inputs["bias"].array.shape
