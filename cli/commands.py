@@ -102,41 +102,30 @@ def plan(
     if given:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ConfigError(f"{names} without --model; for {config} the declaration specifies that.")
-    from ..registry import OperationRegistry
-    from .cache import plan_cache, print_cache, show_cache
-    from .call_arrays import call_shapes
+    from ..planning.paged.paged_plan import PagedPlan
+    from .cache import plan_cache, show_cache
+    from .declared import declared
     from .enabled import enabled_json, enabled_notes
     from .plan import print_plan
     from .source import declared_in
-    from .step import is_paged, plan_step, show_step
     from .target import TargetOptions, plan_metadata, targeted
 
     declaration = targeted(declared_in(config), TargetOptions(mesh, target, strict, fallback))
-    declared = OperationRegistry.get(declaration.operation)
     metadata = plan_metadata(declaration)
-    source = "--target" if target else None
-    if is_paged(declaration) and declaration.step is not None:
-        step, cache = plan_step(declaration, metadata, mode, inputs), plan_cache(declaration, metadata)
-        show_step(step, cache, enabled_notes(declaration), source, as_json, verbose=verbose)
+    cache, notes = plan_cache(declaration, metadata), enabled_notes(declaration)
+    if cache is not None and declaration.step is None and not declaration.is_set("call") and inputs is None:
+        show_cache(cache, notes, as_json)
         return
-    cache = plan_cache(declaration, metadata)
-    if cache is not None and not declaration.is_set("call") and inputs is None:
-        show_cache(cache, enabled_notes(declaration), as_json)
-        return
-    shapes = call_shapes(declaration, inputs)
-    arguments = declaration.call_arguments(shapes.arrays, mode=mode)
-    decided = declared(metadata).plan(**arguments)
-    notes = enabled_notes(declaration)
+    work = declared(declaration, inputs, mode)
+    decided = work.plan(metadata)
+    if isinstance(decided, PagedPlan) and not (cache and cache.parts):
+        cache = decided.cache  # for the devices that the step is planned for
     if as_json:
-        found = enabled_json(decided.to_dict(), notes)
-        print_json(found if cache is None else found | {"cache": cache.to_dict()})
+        print_json(enabled_json(decided.to_dict() | ({} if cache is None else {"cache": cache.to_dict()}), notes))
     else:
-        print_plan(decided, (*shapes.notes, *notes), source, verbose=verbose)
-        if cache is not None:
-            print()
-            print_cache(cache)
-    if decided.implementation is None:
-        raise Refused(decided.refusal())
+        source = "--target" if target else None
+        print_plan(decided, (*work.notes, *notes), source, cache=cache, verbose=verbose)
+    decided.require()
     if cache is not None:
         cache.require()
 

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from rich.text import Text
 
 from ..drawing.charts import Bar, Point, bars, curve, roofline
 from ..drawing.html import code, document, folded, paragraph, pictures, rows, section, subsection, title
 from ..planning import Plan
+from ..planning.paged.paged_plan import PagedPlan
 from ..planning.plan_fields import WHY
 from ..planning.plan_text import screen_rows
 from ..planning.text import bytes_text, fields_text
-from ..verify.call import PassReport, TargetReport
 from ..verify.compiled import KernelUse
 from ..verify.gpu.gpu_device import GpuDevice
+from ..verify.report import AnyPlan, PassReport, TargetReport, refusals
 from ..verify.work import exact_products
 from .console import seconds_text
 from .kernel_lines import kernel_lines
 from .outcomes import WORDS
-from .ran_call import ran_rows
+from .ran import ran_rows
 from .report_data import Reported, Searched
+from .report_subject import batch, cache, mask, page_rows
 
 __all__ = ["report_page"]
 
-_MOST_TILES = 2**20
 _REGISTERS = 255  # most registers per thread in NVIDIA's instruction set
 
 
@@ -33,14 +34,15 @@ def report_page(found: Reported) -> str:
     """The page as HTML."""
     described = found.plan.problem.describe()
     name = f"{described.partition(' on ')[0]}:{described.partition(':')[2].rpartition(', mesh')[0]}"
+    kind = "call" if isinstance(found.plan, Plan) else "step"
     targets = [(f"target-{n}", one) for n, one in enumerate(found.targets)]
     sections = [
         ("declaration", "Declaration", [code(found.declaration.to_json())]),
-        ("mask", "Mask", list(_mask(found.plan))),
+        *_subject(found),
         *([] if targets else [("plan", "Plan", [*_plan(found.plan), paragraph(_UNCOMPILED)])]),
         *((at, f"{one.target}: {WORDS[one.outcome]}", list(_target(one))) for at, one in targets),
-        ("tuning", "Tuning", list(_tuning(found.searches))),
-        ("timings", "Timings", list(_timings(found))),
+        ("tuning", "Tuning", list(_tuning(found.searches, kind))),
+        ("timings", "Timings", list(_timings(found, kind))),
         *([("notes", "Notes", [rows([("note", note) for note in found.notes])])] if found.notes else []),
     ]
     head = title(name, [(anchor, heading) for anchor, heading, _ in sections]) + paragraph(found.made)
@@ -53,32 +55,23 @@ _UNCOMPILED = (
 )
 
 
-def _masks(plan: Plan) -> list[str]:
-    """The mask's structure, and next to it the kernel's tiles if they are known and not too many."""
-    problem = plan.problem
-    sizes = [getattr(plan.route or plan.config, name, None) for name in ("block_q", "block_kv")]
-    q, kv = (size if isinstance(size, int) and size > 0 else None for size in sizes)
-    blocks: list[tuple[int, int] | None] = [None]
-    if q and kv and (problem.q_len // q + 1) * (problem.kv_len // kv + 1) <= _MOST_TILES:
-        blocks.append((q, kv))
-    draw = partial(problem.mask.draw, problem.q_len, problem.kv_len, query_offset=problem.query_offset or 0)
-    return list(dict.fromkeys(draw(block=block).svg() for block in blocks))
+def _subject(found: Reported) -> list[tuple[str, str, list[str]]]:
+    """The sections of a call's mask, or of a step's batch and its cache."""
+    if isinstance(found.plan, Plan):
+        return [("mask", "Mask", list(mask(found.plan)))]
+    own = [("batch", "Batch", list(batch(found.plan, found.batch)))]
+    return own if found.cache is None else [*own, ("cache", "Cache", list(cache(found.cache)))]
 
 
-def _mask(plan: Plan) -> Iterator[str]:
-    drawn = _masks(plan)
-    if len(drawn) > 1:
-        yield paragraph("The mask as declared, then in the tiles that the kernel visits.")
-    yield pictures(drawn)
-
-
-def _plan(plan: Plan) -> Iterator[str]:
+def _plan(plan: AnyPlan) -> Iterator[str]:
     """One screen of the plan, the whole plan folded, and where its tensors are."""
     runs = ("runs", f"{plan.implementation or 'nothing'} ({WHY[plan.kind]})")
-    yield rows([runs, *(row for row in screen_rows(plan) if row[0] != "more")])
+    told = page_rows(plan) if isinstance(plan, PagedPlan) else [row for row in screen_rows(plan) if row[0] != "more"]
+    yield rows([runs, *told])
     yield folded("The whole plan", code(plan.explain(verbose=True)))
-    yield subsection("Placement")
-    yield pictures([plan.draw().svg()])
+    if isinstance(plan, Plan) or math.prod(axis.size for axis in plan.problem.mesh) > 1:
+        yield subsection("Placement")
+        yield pictures([plan.draw().svg()])
 
 
 def _target(report: TargetReport) -> Iterator[str]:
@@ -87,6 +80,8 @@ def _target(report: TargetReport) -> Iterator[str]:
         yield paragraph(f"{device.kind}: {bytes_text(device.hbm_bytes)} of HBM per device")
     yield from (paragraph(warning, warns=True) for warning in report.warnings)
     yield from _plan(report.plan)
+    if report.plan.implementation is not None:
+        yield from (paragraph(reason, warns=True) for reason in refusals(report.plan))
     yield from (paragraph(f"Not checked: {what}", warns=True) for what in report.unchecked)
     for one in report.passes:
         yield subsection(f"{one.name[0].upper()}{one.name[1:]}")
@@ -137,7 +132,7 @@ def _memory(report: TargetReport, one: PassReport) -> Iterator[str]:
 
 def _sent(report: TargetReport, one: PassReport) -> Iterator[str]:
     """Collectives, compared with the least that the strategy must send."""
-    if report.plan.problem.devices == 1 or one.collectives is None:
+    if report.devices == 1 or one.collectives is None:
         return
     kinds = dict.fromkeys([*(c.kind for c in one.collectives), *(need.kind for need in one.needs)])
     found = []
@@ -169,7 +164,8 @@ def _roofline(report: TargetReport) -> Iterator[str]:
     device, plan = report.device, report.plan
     if device is None or not done:
         return
-    arithmetic, traffic = device.roofline(1.0, 1.0, plan.problem.runtime_dtype, exact_products(plan))
+    exact = isinstance(plan, Plan) and exact_products(plan)
+    arithmetic, traffic = device.roofline(1.0, 1.0, plan.problem.runtime_dtype, exact)
     points = [Point(one.name, one.intensity, one.flops / one.roofline_seconds) for one in done]
     yield subsection("Roofline")
     yield pictures([roofline(1 / arithmetic, 1 / traffic, points, device.kind)])
@@ -185,32 +181,32 @@ def _roofline(report: TargetReport) -> Iterator[str]:
     )
 
 
-def _tuning(searches: Sequence[Searched]) -> Iterator[str]:
+def _tuning(searches: Sequence[Searched], kind: str) -> Iterator[str]:
     if not searches:
-        yield paragraph("The tuning cache has no search for this call; attnops tune runs one.")
+        yield paragraph(f"The tuning cache has no search for this {kind}; attnops tune runs one.")
     drawn = []
     for one in searches:
         unit = "ms, measured" if one.how == "device" else "ms by static clock, an estimate"
-        values = [(fields_text(m.fields), 1e3 * (m.seconds or 0.0)) for m in one.measured]
+        values = [(fields_text(m.fields) or "by rule", 1e3 * (m.seconds or 0.0)) for m in one.measured]
         drawn.append(curve(f"{one.target}, {one.part}", unit, values, 0, one.heuristic))
     yield pictures(drawn)
     for one in searches:
         told = [
-            (f"{n + 1}", f"{fields_text(m.fields)}: {seconds_text(m.seconds or 0.0)}")
+            (f"{n + 1}", f"{fields_text(m.fields) or 'by rule'}: {seconds_text(m.seconds or 0.0)}")
             for n, m in enumerate(one.measured)
         ]
         failed = f"; {one.failed} more don't compile or run" if one.failed else ""
         yield folded(f"{one.target}, {one.part}: {len(told)} candidates{failed}", rows(told))
 
 
-def _timings(found: Reported) -> Iterator[str]:
+def _timings(found: Reported, kind: str) -> Iterator[str]:
     if found.ran is None:
-        yield paragraph("The call was not run; --run runs it.")
+        yield paragraph(f"The {kind} was not run; --run runs it.")
         return
     ran = found.ran
     first = ("runs", f"{ran.plan.implementation} on {ran.plan.problem.device}")
     yield rows([first, *((name, line.plain if isinstance(line, Text) else line) for name, line in ran_rows(ran))])
-    if ran.compared.compiled is not None:
+    if ran.compared is not None and ran.compared.compiled is not None:
         both = zip(("attnops", "jax.nn.dot_product_attention"), ran.seconds, strict=False)
         yield bars([Bar(name, seconds, seconds_text(seconds)) for name, seconds in both])
     yield rows([("note", note) for note in ran.notes])

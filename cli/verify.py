@@ -1,5 +1,5 @@
-"""`attnops verify`: compile the declared call for TPUs or GPUs that aren't here, or for a mesh of virtual CPU devices, and print
-what the compiler reports.
+"""`attnops verify`: compile the declared call or step for TPUs or GPUs that aren't here, or for a mesh of virtual CPU devices,
+and print what the compiler reports.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from rich.text import Text
 
 from ..planning.notes import is_info
 from ..planning.text import bytes_text
-from ..verify.call import PassReport, TargetReport
 from ..verify.devices import AnyKernelUse
 from ..verify.outcome import Outcome
-from ..verify.paged_step import StepReport
+from ..verify.report import PassReport, TargetReport, refusals
 from ..verify.targets import target_of
 from .compile_process import verified_within
 from .console import fields, seconds_text, text, title
@@ -22,13 +21,12 @@ from .outcomes import STYLES, WORDS
 from .plan import brief_rows, head_text
 from .progress import bar
 from .target import HERE
-from .verified import AnyReport, VerifyOptions, verified
-from .verify_step import print_step_reports, why_step
+from .verified import VerifyOptions, verified
 
 __all__ = ["print_reports", "verify_targets", "why"]
 
 
-def verify_targets(options: VerifyOptions) -> list[AnyReport]:
+def verify_targets(options: VerifyOptions) -> list[TargetReport]:
     """One report per target. Without a target: one for this machine's devices, virtual ones if the mesh needs them."""
     targets = options.targets or (HERE,)
     for target in targets:
@@ -43,18 +41,16 @@ def verify_targets(options: VerifyOptions) -> list[AnyReport]:
     return reports
 
 
-def _growing(options: VerifyOptions, target: str) -> Iterator[AnyReport]:
+def _growing(options: VerifyOptions, target: str) -> Iterator[TargetReport]:
     if options.timeout is None or options.lowered:
         return verified(options, target)
     return verified_within(options, target, options.timeout)
 
 
-def why(report: AnyReport) -> str:
+def why(report: TargetReport) -> str:
     """Why a target isn't accepted."""
-    if isinstance(report, StepReport):
-        return why_step(report)
-    if report.plan.implementation is None:
-        return f"{report.target}: {report.plan.refusal()}"
+    if refused := refusals(report.plan):
+        return f"{report.target}: {'; '.join(refused)}"
     if report.outcome is Outcome.NOT_COMPILED:
         reasons = dict.fromkeys(p.uncompiled for p in report.passes if p.uncompiled)
         return f"{report.target}: not compiled: {'; '.join(reasons)}. Hint: --lowered asks for lowering alone."
@@ -63,15 +59,8 @@ def why(report: AnyReport) -> str:
     return f"{report.target}: " + "; ".join([*failed, *differing])
 
 
-def print_reports(reports: Sequence[AnyReport], notes: tuple[str, ...] = ()) -> None:
+def print_reports(reports: Sequence[TargetReport], notes: tuple[str, ...] = ()) -> None:
     """Print all reports, one paragraph per target, and then `notes`."""
-    if isinstance(reports[0], StepReport):
-        print_step_reports([report for report in reports if isinstance(report, StepReport)], notes)
-        return
-    _print_reports([report for report in reports if isinstance(report, TargetReport)], notes)
-
-
-def _print_reports(reports: list[TargetReport], notes: tuple[str, ...]) -> None:
     console = text()
     console.print(title(head_text(reports[0].plan.problem.describe())))
     for report in reports:
@@ -90,6 +79,8 @@ def _rows(report: TargetReport) -> list[tuple[str, str | Text]]:
         about = f"  {device.kind}, mesh {mesh or 'none'}; a device has {hbm} of HBM, {kernel_limits(report)}"
     rows: list[tuple[str, str | Text]] = [(report.target, Text.assemble((word, style), about))]
     rows += [*brief_rows(plan), *[("note", note) for note in plan.notes if not is_info(note)]]
+    if plan.implementation is not None:
+        rows += [("refused", Text(reason, style="red")) for reason in refusals(plan)]
     rows += [("warning", Text(warning, style="yellow")) for warning in report.warnings]
     rows += [("not checked", Text(what, style="yellow")) for what in report.unchecked]
     for before, one in zip((None, *report.passes), report.passes, strict=False):
@@ -134,7 +125,7 @@ def _pass_rows(report: TargetReport, one: PassReport, told: Sequence[AnyKernelUs
 
 def _sent_rows(report: TargetReport, one: PassReport) -> list[tuple[str, str | Text]]:
     """What the program sends between devices, and what it must send."""
-    if report.plan.problem.devices == 1 or one.collectives is None:
+    if report.devices == 1 or one.collectives is None:
         return []
     rows: list[tuple[str, str | Text]] = []
     for sent in one.collectives:

@@ -117,7 +117,7 @@ def test_for_a_tpu_with_a_search(
             plans.append(report.plan)
             yield report
 
-    monkeypatch.setattr("attnops.cli.verified.call_reports", reports)
+    monkeypatch.setattr("attnops.cli.declared.call_reports", reports)
     written(attnops, path, "--target", "v5e:1x1")
     plan = plans[0]
     measured = [Measured("forward", {"block_q": n}, "static", n * 1e-5) for n in (256, 128)]
@@ -141,10 +141,10 @@ def test_gpus_and_failures(tmp_path: Path) -> None:
     from attnops.cli.report_data import Reported
     from attnops.cli.report_page import report_page
     from attnops.registry.declaration import Declaration
-    from attnops.verify.call import PassReport, TargetReport
     from attnops.verify.compiled import Failure, KernelUse
     from attnops.verify.devices import device_limits
     from attnops.verify.gpu.gpu_kernels import GpuKernelUse
+    from attnops.verify.report import PassReport, TargetReport
     from attnops.verify.targets import devices_named
 
     declaration = Declaration.from_dict({"operation": "splash"})
