@@ -262,25 +262,12 @@ def report(
     from .report import ReportOptions
     from .report import report as report_command
     from .source import declared_in
+    from .verified import VerifyOptions
 
     declaration = declared_in(config)
     notes = (*enabled_notes(declaration), *cache_notes(declaration))
-    options = ReportOptions(
-        declaration,
-        tuple(target or ()),
-        inputs,
-        mesh,
-        mode,
-        fallback,
-        lowered,
-        timeout,
-        run,
-        repeats,
-        seed,
-        output,
-        notes,
-    )
-    failed = report_command(options)
+    asked = VerifyOptions(declaration, tuple(target or ()), inputs, mesh, mode, fallback, lowered, timeout)
+    failed = report_command(ReportOptions(asked, run, repeats, seed, output, notes))
     print(f"wrote {output}")
     if failed:
         raise Refused("; ".join(failed))

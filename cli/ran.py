@@ -29,7 +29,6 @@ class Ran(NamedTuple):
     plan: AnyPlan
     compiled: Compiled
     compared: Compared | None
-    agreement: str
     seconds: tuple[float, ...]
     repeats: int
     checks: tuple[Comparison, ...]
@@ -60,14 +59,10 @@ class Runnable(ABC):
     def compile(self) -> Compiled:
         """Compile it and run it once."""
 
-    def compare(self) -> Compared | None:
+    def compare(self, output: Any) -> Compared | None:
         """The same work by jax.nn. Default: it can't be expressed."""
+        del output
         return None
-
-    def agreement(self, output: Any, compared: Compared | None) -> str:
-        """How much the two results differ."""
-        del output, compared
-        return ""
 
     @abstractmethod
     def check(self, output: Any, told: Told) -> Sequence[Comparison]:
@@ -81,7 +76,7 @@ def timed(runnable: Runnable, repeats: int, *, checked: bool, compares: bool = T
     compared: Compared | None = Compared(None, "", True, "")
     if compares:
         with bar("compile jax.nn", quiet=quiet):
-            compared = runnable.compare()
+            compared = runnable.compare(compiled.result)
     other = None if compared is None else compared.compiled
     with bar("run", quiet=quiet) as told:
         seconds = time_calls([compiled, *([] if other is None else [other])], repeats, told)
@@ -89,10 +84,9 @@ def timed(runnable: Runnable, repeats: int, *, checked: bool, compares: bool = T
     if checked:
         with bar("check against the float64 reference", quiet=quiet) as told:
             checks = runnable.check(compiled.result, told)
-    agreement = runnable.agreement(compiled.result, compared)
     unsound = _not_finite(compiled.result.attention_outputs, runnable.arrays)
     notes = (*runnable.notes, *(() if checked else runnable.unchecked))
-    return Ran(runnable.plan, compiled, compared, agreement, tuple(seconds), repeats, tuple(checks), unsound, notes)
+    return Ran(runnable.plan, compiled, compared, tuple(seconds), repeats, tuple(checks), unsound, notes)
 
 
 def ran_rows(ran: Ran) -> list[tuple[str, str | Text]]:
@@ -114,7 +108,7 @@ def _compared_rows(ran: Ran, other: Compared) -> list[tuple[str, str]]:
     if other.compiled is not None:
         ratio = f"{ran.seconds[1] / ran.seconds[0]:.2f} of the time above"
         return [
-            ("compare", f"jax.nn.dot_product_attention, {other.mask}; {ran.agreement}"),
+            ("compare", f"jax.nn.dot_product_attention, {other.mask}; {other.agreement}"),
             ("compare", f"{seconds_text(ran.seconds[1])}, {ratio}; {_memory_text(other.compiled)}"),
         ]
     if not other.expressible:

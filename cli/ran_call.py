@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
 from ..planning import Plan
@@ -14,7 +13,6 @@ from ..registry.declaration import Declaration
 from .call_arrays import call_arrays
 from .check import Comparison, check
 from .compared import Compared, compare
-from .materials import canonical
 from .progress import Told
 from .ran import Runnable
 from .run_call import Compiled, compile_declared, on_devices
@@ -45,24 +43,8 @@ class RunnableCall(Runnable):
     def compile(self) -> Compiled:
         return compile_declared(self.operation, self.declaration, self.placed, self.mode)
 
-    def compare(self) -> Compared:
-        return compare(self.call, self.placed)
+    def compare(self, output: Any) -> Compared:
+        return compare(self.call, self.placed, output)
 
     def check(self, output: Any, told: Told) -> list[Comparison]:
         return check(self.call, output, self.arrays, self.expected, self.source, told)
-
-    def agreement(self, output: Any, compared: Compared | None) -> str:
-        """Fully masked rows are left out: they are 0 here, and the mean of the values there."""
-        if compared is None or compared.compiled is None:
-            return ""
-        problem = self.call.problem
-        ours = canonical(np.asarray(output.attention_outputs, np.float32), problem.layout)
-        other = np.asarray(compared.compiled.result, np.float32)
-        live: np.ndarray = np.ones(ours.shape[:-1], bool)
-        if problem.mask.may_have_dead_rows(problem.q_len, problem.kv_len):
-            live = np.asarray(ours.any(axis=-1))
-        ours, other = ours[live], other[live]
-        finite = np.isfinite(ours) & np.isfinite(other)
-        text = f"differs by at most {float(np.abs(ours[finite] - other[finite]).max(initial=0.0)):.1e}"
-        text += "" if live.all() else f", {int((~live).sum())} fully masked rows left out"
-        return text if finite.all() else f"{text}, {int((~finite).sum())} values that are not finite left out"

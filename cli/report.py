@@ -12,13 +12,12 @@ from ..planning.paged.paged_plan import PagedPlan
 from ..planning.paged.step_tuning import step_key
 from ..planning.tune_cache import load
 from ..planning.tuning import tune_key
-from ..registry.declaration import Declaration
-from ..verify.report import AnyPlan, TargetReport
+from ..verify.report import AnyPlan
 from .cache import plan_cache
 from .declared import declared
 from .report_data import Reported, Searched
 from .report_page import report_page
-from .run import ran_declared
+from .run import RunOptions, ran_declared
 from .step import step_of
 from .target import HERE, TargetOptions, plan_metadata, targeted
 from .verified import VerifyOptions, target_metadata
@@ -29,16 +28,9 @@ __all__ = ["ReportOptions", "report"]
 
 
 class ReportOptions(NamedTuple):
-    """The options of `attnops report`."""
+    """The options of `attnops report`. verify: what is declared, and how it is compiled."""
 
-    declaration: Declaration
-    targets: tuple[str, ...]
-    inputs: Path | None
-    mesh: str | None
-    mode: str | None
-    fallback: str | None
-    lowered: bool
-    timeout: float | None
+    verify: VerifyOptions
     run: bool
     repeats: int
     seed: int
@@ -50,19 +42,18 @@ def report(options: ReportOptions) -> list[str]:
     """Write the page. Returns the targets and checks that fail."""
     if not options.output.parent.is_dir():
         raise ConfigError(f"--output {options.output}: {options.output.parent} is not a folder.")
-    declaration = options.declaration
-    work = declared(declaration, options.inputs, options.mode)
+    verify = options.verify
+    declaration = verify.declaration
+    work = declared(declaration, verify.inputs, verify.mode)
     # Run on this machine first: once jax has started, no more virtual devices can be created.
     ran = None
     if options.run:
-        ran = ran_declared(
-            declaration, options.inputs, options.mesh, options.mode, options.seed, options.repeats, checked=True
-        )
-    made: dict[str, TargetReport] = {}
-    for target in sorted(dict.fromkeys(options.targets), key=lambda name: name != HERE):
-        (made[target],) = verify_targets(_verify_options(options, target))
-    targets = tuple(made[target] for target in dict.fromkeys(options.targets))
-    planned = targeted(declaration, TargetOptions(mesh=options.mesh, fallback=options.fallback))
+        asked = declaration, verify.inputs, None, verify.mesh, verify.mode
+        ran = ran_declared(RunOptions(*asked, seed=options.seed, check=True, repeats=options.repeats))
+    ordered = tuple(sorted(dict.fromkeys(verify.targets), key=lambda name: name != HERE))
+    made = dict(zip(ordered, verify_targets(verify._replace(targets=ordered)) if ordered else (), strict=True))
+    targets = tuple(made[target] for target in dict.fromkeys(verify.targets))
+    planned = targeted(declaration, TargetOptions(mesh=verify.mesh, fallback=verify.fallback))
     plan = targets[0].plan if targets else work.plan(plan_metadata(planned))
     plans = [(one.target, one.plan) for one in targets] or [("planned", plan)]
     plans += [] if ran is None else [("this machine", ran.plan)]
@@ -73,9 +64,9 @@ def report(options: ReportOptions) -> list[str]:
     if isinstance(plan, PagedPlan):
         # The cache of all layers, on the first target's devices: a compiled step has one layer of it.
         metadata = plan_metadata(planned)
-        for target in options.targets[:1]:
-            metadata = target_metadata(declaration, _verify_options(options, target), target)
-        _, step = step_of(planned, metadata, options.mode)
+        for target in verify.targets[:1]:
+            metadata = target_metadata(declaration, target, verify.mesh, verify.fallback)
+        _, step = step_of(planned, metadata, verify.mode)
         batch = tuple(sequence_reads(plan.problem, step.batch))
         found = found._replace(cache=plan_cache(planned, metadata), batch=batch)
     try:
@@ -84,19 +75,6 @@ def report(options: ReportOptions) -> list[str]:
         raise ConfigError(f"--output {options.output}: {error.strerror or error}.") from None
     failed = [why(one) for one in targets if not one.outcome.accepted] + ([] if ran is None else ran.failures)
     return failed if targets or plan.implementation is not None else [plan.refusal(), *failed]
-
-
-def _verify_options(options: ReportOptions, target: str) -> VerifyOptions:
-    return VerifyOptions(
-        options.declaration,
-        (target,),
-        options.inputs,
-        options.mesh,
-        options.mode,
-        options.fallback,
-        options.lowered,
-        options.timeout,
-    )
 
 
 def _searches(name: str, plan: AnyPlan) -> list[Searched]:

@@ -35,8 +35,8 @@ class RunOptions(NamedTuple):
     seed: int
     check: bool
     repeats: int
-    explain: bool
-    quiet: bool
+    explain: bool = False
+    quiet: bool = False
     as_json: bool = False
     compares: bool = True
 
@@ -54,10 +54,7 @@ def run(options: RunOptions) -> int:
     declaration = options.declaration
     if is_paged(declaration) and not options.compares:
         raise ConfigError("--no-compare has no effect for a step, which jax.nn can't express; leave it out.")
-    ran = ran_declared(
-        declaration, options.inputs, options.mesh, options.mode, options.seed, options.repeats,
-        checked=options.check, compares=options.compares, quiet=options.quiet,
-    )  # fmt: skip
+    ran = ran_declared(options)
     plan, notes = ran.plan, ran.notes
     if options.output is not None:
         notes = (*notes, *write_arrays(options.output, _results(ran.output)), f"wrote {options.output}")
@@ -76,19 +73,17 @@ def run(options: RunOptions) -> int:
     return 1 if ran.failures else 0
 
 
-def ran_declared(
-    declaration: Declaration, inputs: Path | None, mesh: str | None, mode: str | None, seed: int, repeats: int, *,
-    checked: bool, compares: bool = True, quiet: bool = False,
-) -> Ran:  # fmt: skip
+def ran_declared(options: RunOptions) -> Ran:
     """Compile, run, time and check what the file declares. Errors: those of planning, and RefusedError if nothing can run it."""
+    declaration, given = options.declaration, (options.mesh, options.mode, options.seed)
     runnable: Runnable
     if is_paged(declaration):
-        refuse_inputs(inputs)
-        runnable = RunnableStep(declaration, mesh, mode, seed)
+        refuse_inputs(options.inputs)
+        runnable = RunnableStep(declaration, *given)
     else:
-        runnable = RunnableCall(declaration, inputs, mesh, mode, seed)
+        runnable = RunnableCall(declaration, options.inputs, *given)
     runnable.notes += (*enabled_notes(declaration), *cache_notes(declaration))
-    return timed(runnable, repeats, checked=checked, compares=compares, quiet=quiet)
+    return timed(runnable, options.repeats, checked=options.check, compares=options.compares, quiet=options.quiet)
 
 
 def _results(output: Any) -> dict[str, np.ndarray]:

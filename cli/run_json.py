@@ -41,7 +41,7 @@ def _compared(ran: Ran, other: Compared) -> dict[str, Any]:
         "mask": other.mask,
         "seconds": ran.seconds[-1],
         "temporary_bytes": other.compiled.temp_bytes,
-        "agreement": ran.agreement,
+        "agreement": other.agreement,
     }
 
 

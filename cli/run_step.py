@@ -16,11 +16,11 @@ from ..operators.paged_cache.sequence_shards import stored_ids, whole_table
 from ..planning.cache.cache_fields import CacheFields
 from ..planning.paged.paged_plan import PagedPlan
 from ..registry.declaration import Declaration
-from ..verify.closeness import lse_size, row_error, row_sizes
+from ..verify.closeness import lse_size, row_sizes
 from ..verify.drawn_step import draw_step
 from ..verify.paged_reference import paged_reference
 from ..verify.paged_step import plan_declared
-from .check import Comparison
+from .check import Comparison, Worst, tolerance_of
 from .progress import Told
 from .ran import Runnable
 from .run_call import Compiled, compile_call
@@ -28,8 +28,6 @@ from .step import one_layer, step_of
 from .target import run_metadata
 
 __all__ = ["RunnableStep"]
-
-_AGAINST = "float64 reference over the pages"
 
 
 class RunnableStep(Runnable):
@@ -62,50 +60,33 @@ def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], given: R
     found = causal_window(problem.mask)
     assert found is not None
     query = np.asarray(jnp.asarray(arrays["query"], problem.runtime_dtype), np.float64)
-    shards, rows = plan.cache.shards, plan.cache.local_pages
-    wanted = []
-    for n in range(shards):
+    got, lse = np.asarray(output.attention_outputs), np.asarray(output.lse)
+    worst = {"output": Worst(problem.runtime_dtype), "lse": Worst("float32")}
+    rows = plan.cache.local_pages
+    for n in range(plan.cache.shards):
         own = slice(n * rows, (n + 1) * rows)
         tokens = slice(n * problem.local_tokens, (n + 1) * problem.local_tokens)
         batch = given if given.shards is None else jax.tree.map(lambda x, n=n: np.asarray(x)[n], given)
         scales = {name: _of_shard(cache, getattr(after, name), own) for name in ("key_scale", "value_scale")}
-        wanted.append(
-            paged_reference(
-                query[tokens],
-                key[own],
-                value[own],
-                cu_q_lens=np.asarray(batch.cu_q_lens),
-                kv_lens=np.asarray(batch.kv_lens),
-                page_table=_stored_table(batch, rows),
-                num_seqs=int(batch.num_seqs),
-                softmax_scale=problem.softmax_scale,
-                causal=found.causal,
-                sliding_window=found.window,
-                logits_soft_cap=problem.logits_soft_cap,
-                sinks=arrays["sinks"],
-                **scales,
-            )
+        want = paged_reference(
+            query[tokens],
+            key[own],
+            value[own],
+            cu_q_lens=np.asarray(batch.cu_q_lens),
+            kv_lens=np.asarray(batch.kv_lens),
+            page_table=_stored_table(batch, rows),
+            num_seqs=int(batch.num_seqs),
+            softmax_scale=problem.softmax_scale,
+            causal=found.causal,
+            sliding_window=found.window,
+            logits_soft_cap=problem.logits_soft_cap,
+            sinks=arrays["sinks"],
+            **scales,
         )
-    want, sizes = (np.concatenate([getattr(x, name) for x in wanted]) for name in ("output", "sizes"))
-    got = np.asarray(output.attention_outputs, np.float64)
-    capability = plan.operation.capability(plan.method or "")
-    published = capability.tolerance.get(problem.runtime_dtype)
-    tolerance = None if published is None else published.forward
-    error = row_error(got, want, row_sizes(want, sizes), problem.runtime_dtype)
-    worst = float(np.abs(got - want).max(initial=0.0))
-    lse = _compare_lse(np.asarray(output.lse, np.float64), np.concatenate([x.lse for x in wanted]), tolerance)
-    return [Comparison("output", _AGAINST, worst, error, tolerance), lse]
-
-
-def _compare_lse(got: np.ndarray, want: np.ndarray, tolerance: float | None) -> Comparison:
-    """Compare lse. -inf, for a row that attends to nothing, must be -inf in both; other errors are relative to the row's
-    size."""
-    both = np.isfinite(got) & np.isfinite(want)
-    error = row_error(got[both], want[both], lse_size(want[both])) if both.any() else 0.0
-    if not np.array_equal(got[~both], want[~both]):
-        error = np.inf
-    worst = float(np.abs(got[both] - want[both]).max(initial=0.0))
-    return Comparison("lse", _AGAINST, worst if np.isfinite(error) else np.inf, error, tolerance)
+        worst["output"].add(got[tokens], want.output, row_sizes(want.output, want.sizes))
+        worst["lse"].add(lse[tokens], want.lse, lse_size(want.lse))
+    against = "float64 reference over the pages"
+    return [one.compared(name, against, tolerance_of(plan)) for name, one in worst.items()]
 
 
 def _stored_table(batch: RaggedBatch, pages: int) -> np.ndarray:

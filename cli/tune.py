@@ -12,13 +12,13 @@ from rich.text import Text
 from ..errors import ConfigError
 from ..planning.text import bytes_text, fields_text
 from ..planning.tune_cache import ENVIRONMENT, Measured
-from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from ..verify.search import TuneReport
 from .console import fields, table, text, title
 from .declared import declared
 from .progress import Told, bar
-from .target import HERE, run_metadata, target_mesh
+from .target import HERE
+from .verified import target_metadata
 
 __all__ = ["TuneOptions", "print_tuned", "tune", "tuned_json"]
 
@@ -46,7 +46,7 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
     work = declared(declaration, options.inputs, options.mode)
     found = []
     for target in options.targets or (HERE,):
-        metadata = _metadata(declaration, target, options.mesh)
+        metadata = target_metadata(declaration, target, options.mesh)
         name = jax.devices()[0].device_kind if target == HERE else target
         how = options.how or ("device" if target == HERE else "static")
         with bar(name) as progress:
@@ -57,14 +57,6 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
 def _after(told: Told) -> Told:
     """A search tells what it has measured, a bar what is being done."""
     return lambda done, of, what: told(done, of, f"after {what}" if what else "")
-
-
-def _metadata(declaration: Declaration, target: str, mesh: str | None) -> OperationMetadata:
-    """The declared metadata on a target's devices, or on this machine's."""
-    if target == HERE:
-        return run_metadata(declaration, mesh=mesh)
-    devices = target_mesh(target, mesh, declaration)
-    return declaration.operation_metadata({"platform": None, "backend": None, "mesh": devices})
 
 
 def tuned_json(reports: list[tuple[str, TuneReport]]) -> list[dict[str, Any]]:

@@ -31,18 +31,20 @@ class VerifyOptions(NamedTuple):
 def verified(options: VerifyOptions, target: str) -> Iterator[TargetReport]:
     """The report of one target as it grows: planned, and then with one more pass each time."""
     work = declared(options.declaration, options.inputs, options.mode)
-    metadata = target_metadata(options.declaration, options, target)
+    metadata = target_metadata(options.declaration, target, options.mesh, options.fallback)
     name = _devices_here(metadata) if target == HERE else target
     yield from work.reports(metadata, name, lower_only=options.lowered)
 
 
-def target_metadata(declaration: Declaration, options: VerifyOptions, target: str) -> OperationMetadata:
+def target_metadata(
+    declaration: Declaration, target: str, mesh: str | None, fallback: str | None = None
+) -> OperationMetadata:
     """The metadata on a target's mesh, whose devices are described or, for HERE, this machine's."""
-    policy = {} if options.fallback is None else {"fallback": options.fallback}
+    policy = {} if fallback is None else {"fallback": fallback}
     if target == HERE:
-        return run_metadata(declaration, mesh=options.mesh).replace(**policy)
-    mesh = target_mesh(target, options.mesh, declaration)
-    return declaration.operation_metadata({"platform": None, "backend": None, "mesh": mesh, **policy})
+        return run_metadata(declaration, mesh=mesh).replace(**policy)
+    devices = target_mesh(target, mesh, declaration)
+    return declaration.operation_metadata({"platform": None, "backend": None, "mesh": devices, **policy})
 
 
 def _devices_here(metadata: OperationMetadata) -> str:

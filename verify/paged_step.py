@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep
 from ..operators.paged_cache.batch import RaggedBatch
-from ..operators.paged_cache.state import CacheState, abstract
+from ..operators.paged_cache.state import abstract
 from ..planning.paged.decide_paged import token_specs
 from ..planning.paged.page_reads import step_flops
 from ..planning.paged.paged_plan import PagedPlan
@@ -22,6 +22,7 @@ from ..planning.paged.paged_problem import PagedProblem
 from ..planning.traffic import Need, Traffic
 from ..sharding import axes_at
 from .collectives import Collective
+from .drawn_step import step_program
 from .passes import Planned, Work, target_reports
 from .report import TargetReport
 
@@ -48,24 +49,14 @@ class _Step(Planned):
     def traced(self, name: str) -> Any:
         """One layer of the cache, donated."""
         del name
-        operation, step, cache = self.operation, self.step, self.paged.cache
+        step, cache = self.step, self.paged.cache
         query, key = token_specs(cache)
-        batch = RaggedBatch(
-            *(
-                self._laid_out(getattr(step.batch, name), cache[name].fitted.spec)
-                for name in ("cu_q_lens", "kv_lens", "page_table", "num_seqs")
-            )
-        )
-        tokens = ((step.query, query), (step.key, key), (step.value, key))
-        heads = PartitionSpec(axes_at(query, 1) or None)
-        arrays = tuple(self._laid_out(x, spec) for x, spec in (*tokens, (step.sinks, heads)))
-
-        def run(state: CacheState, batch: RaggedBatch, query: Any, key: Any, value: Any, sinks: Any) -> Any:
-            call = step.options | {"softmax_aux": sinks}
-            out = operation(query, key, value, state=state, layer=0, batch=batch, **call)
-            return out.attention_outputs, out.lse, out.state
-
-        return jax.jit(run, donate_argnums=0).trace(abstract(cache, self.mesh, layers=1), batch, *arrays)
+        names = ("cu_q_lens", "kv_lens", "page_table", "num_seqs")
+        batch = RaggedBatch(*(self._laid_out(getattr(step.batch, n), cache[n].fitted.spec) for n in names))
+        tokens = tuple(self._laid_out(x, spec) for x, spec in ((step.query, query), (step.key, key), (step.value, key)))
+        sinks = self._laid_out(step.sinks, PartitionSpec(axes_at(query, 1) or None))
+        run = jax.jit(step_program(self.operation, step, 0), donate_argnums=0)
+        return run.trace(abstract(cache, self.mesh, layers=1), batch, tokens, sinks)
 
     def _laid_out(self, x: Any, spec: PartitionSpec) -> Any:
         sharding = None if self.mesh is None else NamedSharding(self.mesh, spec)
