@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from ..planning import Plan
 from ..planning.paged.paged_plan import PagedPlan
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
-from ..verify.call import call_reports
-from ..verify.paged_step import plan_declared, step_reports
-from ..verify.report import AnyPlan, TargetReport
+from ..verify.call import PlannedCall
+from ..verify.paged_step import PlannedStep, plan_declared
+from ..verify.passes import Planned
+from ..verify.report import AnyPlan
 from ..verify.search import Progress, TuneReport
 from ..verify.tune import tune_plan
 from ..verify.tune_step import tune_step
@@ -36,8 +36,8 @@ class Declared(ABC):
         """Its plan on these devices."""
 
     @abstractmethod
-    def reports(self, metadata: OperationMetadata, target: str, *, lower_only: bool) -> Iterator[TargetReport]:
-        """What the compiler says, as a report that grows with every pass."""
+    def planned(self, metadata: OperationMetadata) -> Planned:
+        """Its plan with the programs to compile."""
 
     @abstractmethod
     def tune(self, metadata: OperationMetadata, how: str | None, most: int, progress: Progress) -> TuneReport:
@@ -55,8 +55,8 @@ class _Call(Declared):
         operation: Operation = self.kind(metadata)
         return operation.plan(**self.arguments)
 
-    def reports(self, metadata: OperationMetadata, target: str, *, lower_only: bool) -> Iterator[TargetReport]:
-        return call_reports(self.kind(metadata), self.arguments, target, lower_only=lower_only)
+    def planned(self, metadata: OperationMetadata) -> Planned:
+        return PlannedCall(self.kind(metadata), self.arguments)
 
     def tune(self, metadata: OperationMetadata, how: str | None, most: int, progress: Progress) -> TuneReport:
         return tune_plan(self.plan(metadata), how=how, most=most, progress=progress)
@@ -75,8 +75,8 @@ class _Step(Declared):
     def _alone(self, metadata: OperationMetadata) -> tuple[PagedOperation, DeclaredStep]:
         return step_of(one_layer(self.declaration, metadata)[0], metadata, self.mode)
 
-    def reports(self, metadata: OperationMetadata, target: str, *, lower_only: bool) -> Iterator[TargetReport]:
-        return step_reports(*self._alone(metadata), target, lower_only=lower_only)
+    def planned(self, metadata: OperationMetadata) -> Planned:
+        return PlannedStep(*self._alone(metadata))
 
     def tune(self, metadata: OperationMetadata, how: str | None, most: int, progress: Progress) -> TuneReport:
         return tune_step(*self._alone(metadata), how=how, most=most, progress=progress)

@@ -78,7 +78,8 @@ def _lines(found: Iterable[tuple[str, str | Text]]) -> Iterator[str]:
     """Labelled lines. Those that are coloured in a terminal are warnings."""
     told = list(found)
     yield from (paragraph(f"{label}: {line.plain}", warns=True) for label, line in told if isinstance(line, Text))
-    yield rows([(label, line) for label, line in told if not isinstance(line, Text)])
+    if plain := [(label, line) for label, line in told if not isinstance(line, Text)]:
+        yield rows(plain)
 
 
 def _target(report: TargetReport) -> Iterator[str]:

@@ -9,9 +9,8 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..registry.declaration import Declaration
-from .cache import cache_notes
 from .console import errors, fields, text, title
-from .enabled import enabled_notes
+from .file_notes import file_notes
 from .inputs import check_output_path, write_arrays
 from .json_output import print_json
 from .plan import brief_rows, print_plan
@@ -82,7 +81,7 @@ def ran_declared(options: RunOptions) -> Ran:
         runnable = RunnableStep(declaration, *given)
     else:
         runnable = RunnableCall(declaration, options.inputs, *given)
-    runnable.notes += (*enabled_notes(declaration), *cache_notes(declaration))
+    runnable.notes += file_notes(declaration)
     return timed(runnable, options.repeats, checked=options.check, compares=options.compares, quiet=options.quiet)
 
 

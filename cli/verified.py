@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
+from ..verify.passes import target_reports
 from ..verify.report import TargetReport
 from .declared import declared
 from .target import HERE, here, run_metadata, target_mesh
@@ -33,7 +34,7 @@ def verified(options: VerifyOptions, target: str) -> Iterator[TargetReport]:
     work = declared(options.declaration, options.inputs, options.mode)
     metadata = target_metadata(options.declaration, target, options.mesh, options.fallback)
     name = _devices_here(metadata) if target == HERE else target
-    yield from work.reports(metadata, name, lower_only=options.lowered)
+    yield from target_reports(work.planned(metadata), name, lower_only=options.lowered)
 
 
 def target_metadata(

@@ -1,5 +1,5 @@
 """verify_call: compile a planned call for described devices or for those of this machine; report whether it fits, its memory and
-its traffic. call_reports: the same, planned first, then one pass after the other.
+its traffic.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..operators import Operation
+from ..planning import OperationConfig
 from ..planning.placed_tensors import sent_itemsize
 from ..planning.traffic import Traffic, least_traffic
 from .advice import advice, held
@@ -21,10 +22,10 @@ from .passes import Planned, Work, target_reports
 from .report import PassReport, TargetReport
 from .work import attention_flops, exact_products
 
-__all__ = ["call_reports", "verify_call"]
+__all__ = ["PlannedCall", "verify_call"]
 
 
-class _Call(Planned):
+class PlannedCall(Planned):
     """A planned call: its forward pass and, in mode train, that with its gradient."""
 
     def __init__(self, operation: Operation, arguments: Mapping[str, Any]) -> None:
@@ -55,8 +56,12 @@ class _Call(Planned):
     def advice(self, name: str, found: Failure, vmem_most: int) -> tuple[str | None, tuple[tuple[str, int], ...]]:
         if found.memory not in ("vmem", "shared"):
             return None, ()
-        better = advice(self.operation, self.arguments, self.call, found, name, vmem_most)
-        return better, held(self.call, found)
+
+        def lowered(config: OperationConfig) -> Any:
+            changed = self.operation.metadata.replace(operation_configs={config.operation: config})
+            return PlannedCall(type(self.operation)(changed), self.arguments).lowered(name)
+
+        return advice(lowered, self.call, found, vmem_most), held(self.call, found)
 
     def warnings(self, passes: tuple[PassReport, ...]) -> Iterator[str]:
         problem = self.call.problem
@@ -71,13 +76,5 @@ def verify_call(operation: Operation, arguments: Mapping[str, Any], target: str)
     The operation's mesh is of described devices, of real devices, or abstract; with an abstract mesh the passes are only lowered.
     `arguments` are those of `operation.plan`, with ShapeDtypeStructs for arrays.
     """
-    *_, report = call_reports(operation, arguments, target)
+    *_, report = target_reports(PlannedCall(operation, arguments), target)
     return report
-
-
-def call_reports(
-    operation: Operation, arguments: Mapping[str, Any], target: str, *, lower_only: bool = False
-) -> Iterator[TargetReport]:
-    """The report of verify_call as it grows: with the plan, and then with one more pass each time. lower_only: as with an
-    abstract mesh."""
-    yield from target_reports(_Call(operation, arguments), target, lower_only=lower_only)

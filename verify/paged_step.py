@@ -1,11 +1,8 @@
-"""verify_step: compile a planned step over pages for described or real devices; report whether it fits, and its memory.
-step_reports: the same, planned first.
-"""
+"""PlannedStep: a step over pages as a program to compile, and all that it has to send."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,10 +20,9 @@ from ..planning.traffic import Need, Traffic
 from ..sharding import axes_at
 from .collectives import Collective
 from .drawn_step import step_program
-from .passes import Planned, Work, target_reports
-from .report import TargetReport
+from .passes import Planned, Work
 
-__all__ = ["plan_declared", "step_reports", "step_traffic", "unneeded", "verify_step"]
+__all__ = ["PlannedStep", "plan_declared", "step_traffic", "unneeded"]
 
 
 def plan_declared(operation: PagedOperation, step: DeclaredStep) -> PagedPlan:
@@ -36,7 +32,7 @@ def plan_declared(operation: PagedOperation, step: DeclaredStep) -> PagedPlan:
     return operation.plan(*tokens, cache=step.cache, layer=step.layer, batch=step.batch, **options)
 
 
-class _Step(Planned):
+class PlannedStep(Planned):
     """A planned step: one pass, with its pages donated."""
 
     names = ("step",)
@@ -96,17 +92,3 @@ def unneeded(least: Traffic, sent: tuple[Collective, ...]) -> tuple[Collective, 
         else:
             extra.append(one)
     return tuple(extra)
-
-
-def verify_step(operation: PagedOperation, step: DeclaredStep, target: str) -> TargetReport:
-    """Plan the step, then compile it with its pages donated. The mesh is of described devices, of real devices, or abstract;
-    with an abstract mesh the step is only lowered."""
-    *_, report = step_reports(operation, step, target)
-    return report
-
-
-def step_reports(
-    operation: PagedOperation, step: DeclaredStep, target: str, *, lower_only: bool = False
-) -> Iterator[TargetReport]:
-    """The report of verify_step as it grows: planned, then compiled. lower_only: as with an abstract mesh."""
-    yield from target_reports(_Step(operation, step), target, lower_only=lower_only)

@@ -53,6 +53,12 @@ class Planned(ABC):
     def traced(self, name: str) -> Any:
         """The program of a pass, traced with every array laid out as planned."""
 
+    def lowered(self, name: str) -> Any:
+        """The program of a pass, lowered for the plan's platform."""
+        platform = self.plan.problem.platform
+        with tracing_on(self.mesh, platform):
+            return lowered_for(self.traced(name), platform)
+
     @abstractmethod
     def work(self, name: str, counted: Any, ends: int, loops: bool) -> Work:
         """counted: by the compiler, None if it doesn't count. ends: bytes of arguments and outputs. loops: the program has loops,
@@ -106,13 +112,11 @@ def target_reports(planned: Planned, target: str, *, lower_only: bool = False) -
 
 def _compiled(planned: Planned, device: DeviceLimits | None, name: str, vmem_most: int, lower_only: bool) -> PassReport:
     """One pass, compiled, or lowered where it can't be or needn't be compiled."""
-    plan, mesh = planned.plan, planned.mesh
-    problem = plan.problem
-    here = compiles_here(mesh, problem.platform) and not lower_only
+    problem = planned.plan.problem
+    here = compiles_here(planned.mesh, problem.platform) and not lower_only
     start = time.perf_counter()
     try:
-        with tracing_on(mesh, problem.platform):
-            lowered = lowered_for(planned.traced(name), problem.platform)
+        lowered = planned.lowered(name)
         if not here:
             why = "only lowering was asked for" if lower_only else not_compiled(problem.platform)
             return PassReport(name, False, None, seconds=time.perf_counter() - start, uncompiled=why)

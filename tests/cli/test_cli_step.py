@@ -237,6 +237,32 @@ def test_a_step_passes_only_if_it_was_compiled(
     assert "passes" not in result.out
 
 
+def test_whatever_the_compiler_raises_for_a_step_is_a_report(
+    attnops: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no such layout\nand more")
+
+    monkeypatch.setattr("attnops.verify.passes.Planned.lowered", refuse)
+    result = attnops("verify", written(tmp_path))
+    assert result.status == 1
+    assert "step: NotImplementedError: no such layout" in result.err
+    assert "doesn't compile: NotImplementedError: no such layout" in result.out
+    (report,) = json.loads(attnops("verify", written(tmp_path), "--json").out)
+    assert (report["outcome"], report["failure"]["memory"]) == ("failed", None)
+
+
+def test_in_time_the_process_gives_the_same_report_of_a_step(attnops: Callable[..., Any], tmp_path: Path) -> None:
+    path = written(tmp_path)
+    (alone,), (within,) = (
+        json.loads(attnops("verify", path, "--json", *more).out) for more in ((), ("--timeout", "300"))
+    )
+    for report in (alone, within):
+        for name in ("seconds", "temp_bytes", "peak_bytes"):  # tests compile with other flags than the process
+            assert report.pop(name) > 0
+    assert alone == within
+
+
 def test_sizes_of_a_step_are_searched_and_kept(
     attnops: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,10 +19,12 @@ from attnops.operators.paged.tpu_kernel import on_tpu
 from attnops.operators.paged_cache import RaggedBatch, attend, copy, extract, init, insert, restore, scrub, shardings
 from attnops.planning.cache.kv_cache import KVCache
 from attnops.planning.paged.page_reads import page_reads, step_flops
+from attnops.planning.traffic import Need, Traffic
 from attnops.registry.declaration import Declaration
 from attnops.serving import PagePool
 from attnops.verify.collectives import Collective
-from attnops.verify.paged_step import step_traffic, unneeded, verify_step
+from attnops.verify.paged_step import PlannedStep, step_traffic, unneeded
+from attnops.verify.passes import target_reports
 
 SPLIT = {"page_sequence_axis": "sp"}
 SINKS = {"sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)}
@@ -361,7 +363,7 @@ def test_a_compiled_step_sends_what_joins_outputs_and_nothing_else(monkeypatch: 
         "q_heads": HEADS, "q_lens": [1, 4], "kv_lens": [17, 9],
     }})  # fmt: skip
     arguments = paged, declared_step(file, cache.plan(mesh), "before")
-    report = verify_step(*arguments, "here")
+    *_, report = target_reports(PlannedStep(*arguments), "here")
     assert report.passed
     (one,) = report.passes
     sent = one.collectives or ()
@@ -377,9 +379,20 @@ def test_a_compiled_step_sends_what_joins_outputs_and_nothing_else(monkeypatch: 
     ):
         assert unneeded(least, (*sent, extra)) == (extra,)
         monkeypatch.setattr("attnops.verify.passes.collectives", lambda *args, extra=extra: (*sent, extra))
-        failing = verify_step(*arguments, "here")
+        *_, failing = target_reports(PlannedStep(*arguments), "here")
         assert not failing.passed
         assert failing.passes[0].differences == (f"{extra.kind}: 1 over {extra.axes[0]} that nothing needs",)
+
+
+def test_not_a_byte_more_than_needed_is_sent() -> None:
+    """Over three devices, whose shares aren't whole numbers; by kind and mesh axes."""
+    needed = 2 * (40 + 4) * 2 / 3
+    least = Traffic((Need("all-reduce", needed, "merging outputs by lse", axes=("sp", "cp")),))
+    sums = tuple(Collective("all-reduce", 1, size, 3, False, ("cp", "sp")) for size in (40, 4))
+    assert unneeded(least, sums) == ()
+    assert unneeded(Traffic(()), sums) == sums
+    for extra in (dataclasses.replace(sums[1], count=2), dataclasses.replace(sums[1], axes=("sp",))):
+        assert unneeded(least, (sums[0], extra)) == (extra,)
 
 
 def test_the_tpu_kernel_says_no() -> None:
