@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..registry import OperationRegistry
-from ..verify.call import TargetReport, verify_call
+from ..verify.call import verify_call
+from ..verify.report import TargetReport
 from ..verify.targets import not_compiled
 from .entries import Entry, Refusals
 from .machine import machine_of

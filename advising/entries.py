@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..planning import Plan
 from ..registry.declaration import Declaration
-from ..verify.call import TargetReport
+from ..verify.report import TargetReport
 from .candidates import Candidate
 from .declared import declared_as
 from .estimate import Estimate

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..registry.declaration import Declaration
 from ..sharding import parse_mesh
 from .console import fields, table, text, title
-from .enabled import enabled_notes
+from .file_notes import enabled_notes
 from .progress import bar
 
 __all__ = ["AdviseOptions", "print_advice", "run_advise"]

@@ -1,8 +1,6 @@
-"""Print the plan of a declared KV cache, and the note of commands that ignore the cache."""
+"""Print the plan of a declared KV cache."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from rich.text import Text
 
@@ -11,12 +9,10 @@ from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from ..sharding import devices_platform
 from .console import fields, table, text, title
-from .enabled import enabled_json
+from .file_notes import enabled_notes, noted
 from .json_output import print_json
 
-__all__ = ["cache_notes", "noted", "plan_cache", "print_cache", "show_cache"]
-
-_CALL_ALONE = "the file declares a cache, which `attnops plan` plans; this is the call alone"
+__all__ = ["plan_cache", "print_cache", "show_cache"]
 
 
 def plan_cache(declaration: Declaration, metadata: OperationMetadata) -> CachePlan | None:
@@ -43,20 +39,11 @@ def print_cache(plan: CachePlan, notes: tuple[str, ...] = (), *, arrays: bool = 
     console.print(shown)
 
 
-def show_cache(plan: CachePlan, notes: tuple[str, ...], as_json: bool) -> None:
+def show_cache(plan: CachePlan, declaration: Declaration, as_json: bool) -> None:
     """Print the plan of a file that declares only a cache. Errors: RefusedError, after the plan is printed."""
+    notes = enabled_notes(declaration)
     if as_json:
-        print_json(enabled_json({"cache": plan.to_dict()}, notes))
+        print_json(noted({"cache": plan.to_dict()}, declaration, notes))
     else:
         print_cache(plan, notes)
     plan.require()
-
-
-def cache_notes(declaration: Declaration) -> tuple[str, ...]:
-    """The note for commands that compile or run the call."""
-    return () if declaration.cache is None or declaration.step is not None else (_CALL_ALONE,)
-
-
-def noted(data: dict[str, Any], notes: tuple[str, ...]) -> dict[str, Any]:
-    """A report's JSON with these notes added."""
-    return data | ({"notes": [*data.get("notes", ()), *notes]} if notes else {})

@@ -13,10 +13,11 @@ from ..operators.kernels.local_mask import Dropout, dropout_seed
 from ..planning import AttentionProblem, Plan
 from ..verify.closeness import lse_size, output_size, row_error, row_sizes
 from ..verify.reference import Forward, forward
+from ..verify.report import AnyPlan
 from .materials import Materials, canonical, materials
 from .progress import Told
 
-__all__ = ["Comparison", "check"]
+__all__ = ["Comparison", "Worst", "check", "tolerance_of"]
 
 _PIECE = 2**20  # logits in one piece; the reference holds about ten float64 arrays of this size
 
@@ -37,7 +38,7 @@ class Comparison(NamedTuple):
         return self.tolerance is not None and self.relative <= self.tolerance
 
 
-class _Worst:
+class Worst:
     """The largest error so far, absolute and relative to its row's size. An unexpected non-finite value counts as inf."""
 
     def __init__(self, dtype: Any) -> None:
@@ -45,6 +46,7 @@ class _Worst:
         self.error = self.relative = 0.0
 
     def add(self, got: np.ndarray, want: np.ndarray, sizes: np.ndarray) -> None:
+        """Compare some rows. A value that isn't finite must be the same in both."""
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
         finite = np.isfinite(want)
         same = np.array_equal(np.where(finite, 0.0, got), np.where(finite, 0.0, want))  # -inf matches only -inf
@@ -54,6 +56,7 @@ class _Worst:
         self.error = max(self.error, float(np.abs(got - want).max(initial=0.0)) if np.isfinite(relative) else np.inf)
 
     def compared(self, what: str, against: str, tolerance: float | None, remark: str = "") -> Comparison:
+        """The comparison of all rows that were added."""
         return Comparison(what, against, self.error, self.relative, tolerance, remark)
 
 
@@ -82,7 +85,7 @@ def check(
         for name, x in (("lse", output.lse), ("weights", output.attention_weights))
         if x is not None
     }
-    worst = {name: _Worst(x.dtype) for name, x in {"output": got, **others, "expected": got}.items()}
+    worst = {name: Worst(x.dtype) for name, x in {"output": got, **others, "expected": got}.items()}
     real = _real_queries(problem, arrays)
     step = max(1, _PIECE // (problem.group * problem.kv_len))
     for start in range(0, problem.q_len, step):
@@ -105,7 +108,7 @@ def check(
                 if theirs is not None:
                     here, known = real[row, rows], theirs[row, rows, heads]
                     worst["expected"].add(found[here], known[here], row_sizes(known, terms)[here])
-    tolerance = _tolerance(plan)
+    tolerance = tolerance_of(plan)
     remark = "" if tolerance is not None else f"no tolerance is published for {problem.runtime_dtype}"
     checks = [worst[name].compared(name, "float64 reference", tolerance, remark) for name in ("output", *others)]
     if theirs is not None:
@@ -116,7 +119,8 @@ def check(
     return checks
 
 
-def _tolerance(plan: Plan) -> float | None:
+def tolerance_of(plan: AnyPlan) -> float | None:
+    """The published tolerance of a forward pass; None if there is none."""
     published = plan.operation.capability(plan.method or "").tolerance.get(plan.problem.runtime_dtype)
     return None if published is None else published.forward
 

@@ -102,41 +102,32 @@ def plan(
     if given:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ConfigError(f"{names} without --model; for {config} the declaration specifies that.")
-    from ..registry import OperationRegistry
-    from .cache import plan_cache, print_cache, show_cache
-    from .call_arrays import call_shapes
-    from .enabled import enabled_json, enabled_notes
+    from ..planning.paged.paged_plan import PagedPlan
+    from .cache import plan_cache, show_cache
+    from .declared import declared
+    from .file_notes import enabled_notes, noted
     from .plan import print_plan
     from .source import declared_in
-    from .step import is_paged, plan_step, show_step
     from .target import TargetOptions, plan_metadata, targeted
 
     declaration = targeted(declared_in(config), TargetOptions(mesh, target, strict, fallback))
-    declared = OperationRegistry.get(declaration.operation)
     metadata = plan_metadata(declaration)
-    source = "--target" if target else None
-    if is_paged(declaration) and declaration.step is not None:
-        step, cache = plan_step(declaration, metadata, mode, inputs), plan_cache(declaration, metadata)
-        show_step(step, cache, enabled_notes(declaration), source, as_json, verbose=verbose)
-        return
     cache = plan_cache(declaration, metadata)
-    if cache is not None and not declaration.is_set("call") and inputs is None:
-        show_cache(cache, enabled_notes(declaration), as_json)
+    if cache is not None and declaration.step is None and not declaration.is_set("call") and inputs is None:
+        show_cache(cache, declaration, as_json)
         return
-    shapes = call_shapes(declaration, inputs)
-    arguments = declaration.call_arguments(shapes.arrays, mode=mode)
-    decided = declared(metadata).plan(**arguments)
+    work = declared(declaration, inputs, mode)
+    decided = work.plan(metadata)
+    if isinstance(decided, PagedPlan) and not (cache and cache.parts):
+        cache = decided.cache  # for the devices that the step is planned for
     notes = enabled_notes(declaration)
     if as_json:
-        found = enabled_json(decided.to_dict(), notes)
-        print_json(found if cache is None else found | {"cache": cache.to_dict()})
+        data = decided.to_dict() | ({} if cache is None else {"cache": cache.to_dict()})
+        print_json(noted(data, declaration, notes))
     else:
-        print_plan(decided, (*shapes.notes, *notes), source, verbose=verbose)
-        if cache is not None:
-            print()
-            print_cache(cache)
-    if decided.implementation is None:
-        raise Refused(decided.refusal())
+        source = "--target" if target else None
+        print_plan(decided, (*work.notes, *notes), source, cache=cache, verbose=verbose)
+    decided.require()
     if cache is not None:
         cache.require()
 
@@ -166,8 +157,7 @@ def verify(
     as_json: o.Json = False,
 ) -> None:
     """Compile for TPUs or GPUs that aren't here, or for virtual devices, and report whether it fits and what it sends."""
-    from .cache import cache_notes, noted
-    from .enabled import enabled_json, enabled_notes
+    from .file_notes import file_notes, noted
     from .source import declared_in
     from .verified import VerifyOptions
     from .verify import print_reports, verify_targets, why
@@ -175,11 +165,11 @@ def verify(
     declaration = declared_in(config)
     options = VerifyOptions(declaration, tuple(target or ()), inputs, mesh, mode, fallback, lowered, timeout)
     reports = verify_targets(options)
-    notes, cached = enabled_notes(declaration), cache_notes(declaration)
+    notes = file_notes(declaration)
     if as_json:
-        print_json([noted(enabled_json(report.to_dict(), notes), cached) for report in reports])
+        print_json([noted(report.to_dict(), declaration, notes) for report in reports])
     else:
-        print_reports(reports, (*notes, *cached))
+        print_reports(reports, notes)
     if failed := [why(report) for report in reports if not report.outcome.accepted]:
         raise Refused("; ".join(failed))
 
@@ -197,19 +187,18 @@ def tune(
     as_json: o.Json = False,
 ) -> None:
     """Search block sizes for TPUs that aren't here, or on this machine's device, and keep the best for later plans."""
-    from .cache import cache_notes, noted
-    from .enabled import enabled_json, enabled_notes
+    from .file_notes import file_notes, noted
     from .source import declared_in
     from .tune import TuneOptions, print_tuned, tuned_json
     from .tune import tune as tune_command
 
     declaration = declared_in(config)
     reports = tune_command(TuneOptions(declaration, tuple(target or ()), inputs, mesh, mode, how, most, cache))
-    notes, cached = enabled_notes(declaration), cache_notes(declaration)
+    notes = file_notes(declaration)
     if as_json:
-        print_json([noted(enabled_json(report, notes), cached) for report in tuned_json(reports)])
+        print_json([noted(report, declaration, notes) for report in tuned_json(reports)])
     else:
-        print_tuned(reports, (*notes, *cached))
+        print_tuned(reports, notes)
     failed = [name for name, report in reports if report.found.choice is None]
     if failed:
         raise Refused(f"{', '.join(failed)}: no candidate compiles or runs; the table lists the reasons.")
@@ -268,30 +257,15 @@ def report(
     output: o.Page = Path("report.html"),
 ) -> None:
     """Write one HTML page: declaration, mask, placement, plan with reasons, compiler results, tuning, timings."""
-    from .cache import cache_notes
-    from .enabled import enabled_notes
+    from .file_notes import file_notes
     from .report import ReportOptions
     from .report import report as report_command
     from .source import declared_in
+    from .verified import VerifyOptions
 
     declaration = declared_in(config)
-    notes = (*enabled_notes(declaration), *cache_notes(declaration))
-    options = ReportOptions(
-        declaration,
-        tuple(target or ()),
-        inputs,
-        mesh,
-        mode,
-        fallback,
-        lowered,
-        timeout,
-        run,
-        repeats,
-        seed,
-        output,
-        notes,
-    )
-    failed = report_command(options)
+    asked = VerifyOptions(declaration, tuple(target or ()), inputs, mesh, mode, fallback, lowered, timeout)
+    failed = report_command(ReportOptions(asked, run, repeats, seed, output, file_notes(declaration)))
     print(f"wrote {output}")
     if failed:
         raise Refused("; ".join(failed))

@@ -7,33 +7,38 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from ..planning import Plan
 from ..planning.text import bytes_text
 from .baseline import NotExpressible, baseline
+from .materials import canonical
 from .run_call import Compiled, TooLarge, compile_call
 
 __all__ = ["Compared", "compare"]
 
 
 class Compared(NamedTuple):
-    """`compiled`, with how its mask is passed to it, or the `reason` why there is nothing to compare with."""
+    """`compiled`, with how its mask is passed to it, or the `reason` why there is nothing to compare with. agreement: how much
+    the two results differ."""
 
     compiled: Compiled | None
     mask: str
     expressible: bool
     reason: str
+    agreement: str = ""
 
 
-def compare(plan: Plan, arrays: Mapping[str, Any]) -> Compared:
-    """Compile the call in terms of jax.nn and run it once, unless its temporary memory doesn't fit into what is free."""
+def compare(plan: Plan, arrays: Mapping[str, Any], output: Any) -> Compared:
+    """Compile the call in terms of jax.nn, run it once, and compare the result with `output`; unless its temporary memory
+    doesn't fit into what is free."""
     other = baseline(plan, arrays)
     if isinstance(other, NotExpressible):
         return Compared(None, "", False, other.reason)
     devices = jax.tree.leaves(arrays["query"])[0].sharding.device_set
     free = _free_bytes(next(iter(devices)), len(devices))
     try:
-        return Compared(compile_call(other.function, other.arguments, most=free), other.mask, True, "")
+        compiled = compile_call(other.function, other.arguments, most=free)
     except TooLarge as error:
         wants = f"needs {bytes_text(error.bytes)} of temporary memory per device"
         return Compared(None, other.mask, True, f"{wants}, and {bytes_text(free or 0)} are free")
@@ -41,6 +46,22 @@ def compare(plan: Plan, arrays: Mapping[str, Any]) -> Compared:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return Compared(None, other.mask, True, "doesn't fit into the device's memory")
+    return Compared(compiled, other.mask, True, "", _agreement(plan, output, compiled.result))
+
+
+def _agreement(plan: Plan, output: Any, theirs: Any) -> str:
+    """How much the other result differs. Fully masked rows are left out: they are 0 here, and the mean of the values there."""
+    problem = plan.problem
+    ours = canonical(np.asarray(output.attention_outputs, np.float32), problem.layout)
+    other = np.asarray(theirs, np.float32)
+    live: np.ndarray = np.ones(ours.shape[:-1], bool)
+    if problem.mask.may_have_dead_rows(problem.q_len, problem.kv_len):
+        live = np.asarray(ours.any(axis=-1))
+    ours, other = ours[live], other[live]
+    finite = np.isfinite(ours) & np.isfinite(other)
+    text = f"differs by at most {float(np.abs(ours[finite] - other[finite]).max(initial=0.0)):.1e}"
+    text += "" if live.all() else f", {int((~live).sum())} fully masked rows left out"
+    return text if finite.all() else f"{text}, {int((~finite).sum())} values that are not finite left out"
 
 
 def _free_bytes(device: jax.Device, count: int) -> int | None:

@@ -15,20 +15,21 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from ..errors import AttnOpsError
+from ..verify.report import TargetReport
 from .short_warnings import short_warnings
-from .verified import AnyReport, VerifyOptions, verified
+from .verified import VerifyOptions, verified
 
 __all__ = ["verified_within"]
 
 COMMAND = (sys.executable, "-m", "attnops.cli.compile_process")
 
 
-def verified_within(options: VerifyOptions, target: str, seconds: float) -> Iterator[AnyReport]:
+def verified_within(options: VerifyOptions, target: str, seconds: float) -> Iterator[TargetReport]:
     """The report of one target as it grows. A pass that takes more than so many seconds is given up, with those after it."""
     process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
-    report: AnyReport | None = None
+    report: TargetReport | None = None
     try:
         with contextlib.suppress(BrokenPipeError), process.stdin:  # if it has ended, that shows below
             pickle.dump((options, target), process.stdin)

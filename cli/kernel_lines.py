@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from ..distribution import with_extras
 from ..planning.text import bytes_text
-from ..verify.call import TargetReport
 from ..verify.compiled import KernelUse
 from ..verify.devices import AnyKernelUse
 from ..verify.gpu.gpu_device import GpuDevice
 from ..verify.gpu.gpu_kernels import GpuKernelUse, GpuLoop
-from ..verify.paged_step import StepReport
+from ..verify.report import TargetReport
 
 __all__ = ["kernel_limits", "kernel_lines"]
 
@@ -31,7 +30,7 @@ def kernel_limits(report: TargetReport) -> str:
 
 
 def kernel_lines(
-    report: TargetReport | StepReport, kernels: Sequence[AnyKernelUse] | None, told: Sequence[AnyKernelUse] = ()
+    report: TargetReport, kernels: Sequence[AnyKernelUse] | None, told: Sequence[AnyKernelUse] = ()
 ) -> Iterator[str]:
     """Yield one or more lines for each kind of kernel, and say what isn't known. told: GPU kernels already described, for which
     the name is enough."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.text import Text
 
 from ..planning import Plan
+from ..planning.cache.cache_plan import CachePlan
 from ..planning.decision import WHY
-from ..planning.paged.paged_plan import PagedPlan
+from ..planning.notes import is_info
+from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
 from ..planning.plan_text import decision_rows, placement_rows, screen_rows, tensor_rows
 from ..planning.text import bytes_text
-from .console import fields, table, text, title
+from ..verify.report import AnyPlan
+from .cache import print_cache
+from .console import Columns, fields, table, text, title
 
 __all__ = ["brief_rows", "head_text", "print_plan", "rejected_rows", "runs_row"]
 
@@ -17,10 +23,15 @@ _STYLES = {"platform": "green", "native": "green", "routed": "green", "fallback"
 
 
 def print_plan(
-    plan: Plan, notes: tuple[str, ...] = (), platform_source: str | None = None, *, verbose: bool = False
+    plan: AnyPlan,
+    notes: tuple[str, ...] = (),
+    platform_source: str | None = None,
+    *,
+    cache: CachePlan | None = None,
+    verbose: bool = False,
 ) -> None:
-    """Print one screen, or with `verbose` the whole decision. `platform_source`: where the platform was read from, if not where
-    the plan says."""
+    """Print one screen, or with `verbose` the whole decision, and then the plan of a declared cache: for a step without one, that
+    of its layer's group. `platform_source`: where the platform was read from, if not where the plan says."""
     console = text()
     console.print(title(plan.problem.describe()))
     source = f"{plan.problem.platform}, from {platform_source or plan.problem.platform_source}"
@@ -28,31 +39,52 @@ def print_plan(
     def sourced(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
         return [(label, source if label == "platform" else line) for label, line in rows]
 
-    if not verbose:
-        console.print(fields([runs_row(plan), *sourced(screen_rows(plan, notes, "--verbose"))]))
+    rows: list[tuple[str, str | Text]] = [runs_row(plan)]
+    if isinstance(plan, PagedPlan):
+        told = [note for note in (*plan.notes, *notes) if verbose or not is_info(note)]
+        rows += [*rejected_rows(plan), *sourced(step_rows(plan, verbose=verbose)), *[("note", note) for note in told]]
+        console.print(fields(rows), "", sep="\n")
+        # On one device specs split nothing, so the table is left out.
+        whole = verbose or math.prod(axis.size for axis in plan.problem.mesh) > 1
+        if whole:
+            console.print(_step_tensors(plan), "", sep="\n")
+        print_cache(plan.cache if cache is None else cache, arrays=whole)
+        if not verbose:
+            asides = len(plan.notes) + len(notes) - len(told)
+            more = ["defaults of the config", *([] if whole else ["arrays"]), *([f"{asides} notes"] if asides else [])]
+            console.print("", fields([("more", f"--verbose adds {', '.join(more)}")]), sep="\n")
         return
-    rows: list[tuple[str, str | Text]] = [runs_row(plan), *rejected_rows(plan)]
-    for label, line in sourced(decision_rows(plan)):
-        rows += [(label, one) for one in (plan.config_lines() if label == "config" else [line])]
-    console.print(fields(rows), "", sep="\n")
-    _print_tensors(plan)
-    told = [*placement_rows(plan, brief=False), *[("note", note) for note in (*plan.notes, *notes)]]
-    if told:
-        console.print("", fields(told), sep="\n")
+    if verbose:
+        rows += rejected_rows(plan)
+        for label, line in sourced(decision_rows(plan)):
+            rows += [(label, one) for one in (plan.config_lines() if label == "config" else [line])]
+        console.print(fields(rows), "", _tensors(plan), sep="\n")
+        ends = [*placement_rows(plan, brief=False), *[("note", note) for note in (*plan.notes, *notes)]]
+        if ends:
+            console.print("", fields(ends), sep="\n")
+    else:
+        console.print(fields([*rows, *sourced(screen_rows(plan, notes, "--verbose"))]))
+    if cache is not None:
+        console.print()
+        print_cache(cache)
 
 
-def brief_rows(plan: Plan) -> list[tuple[str, str | Text]]:
+def brief_rows(plan: AnyPlan) -> list[tuple[str, str | Text]]:
     """The decision in a few rows."""
     rows: list[tuple[str, str | Text]] = [runs_row(plan), *rejected_rows(plan)]
-    fitted = plan.placement.fitted
-    query = fitted.get("query")
+    if isinstance(plan, PagedPlan):
+        if plan.cache.scalar_limit is not None:
+            table, limit = bytes_text(plan.cache.page_table_bytes), bytes_text(plan.cache.scalar_limit)
+            rows.append(("cache", f"page table: {table} of {limit} of scalar memory"))
+        return rows if plan.reads is None else [*rows, ("reads", plan.reads.describe())]
+    query = plan.placement.fitted.get("query")
     if query is not None and plan.problem.devices > 1:
         shape = "x".join(map(str, query.local_shape))
         rows.append(("device", f"query {shape} ({bytes_text(query.local_bytes)}) on each of {plan.problem.devices}"))
     return [*rows, *placement_rows(plan)]
 
 
-def runs_row(plan: Plan | PagedPlan) -> tuple[str, Text]:
+def runs_row(plan: AnyPlan) -> tuple[str, Text]:
     """What runs, and the kind of decision."""
     name = plan.implementation or "nothing"
     return "runs", Text.assemble((name, f"bold {_STYLES[plan.kind]}"), f" ({WHY[plan.kind]})")
@@ -64,7 +96,7 @@ def head_text(described: str) -> Text:
     return Text.assemble((described.partition(" on ")[0], "bold"), f":{sizes}")
 
 
-def rejected_rows(plan: Plan | PagedPlan) -> list[tuple[str, str]]:
+def rejected_rows(plan: AnyPlan) -> list[tuple[str, str]]:
     """Every reason why the others don't run."""
     rows = []
     for rejected in plan.rejected:
@@ -72,7 +104,7 @@ def rejected_rows(plan: Plan | PagedPlan) -> list[tuple[str, str]]:
     return rows
 
 
-def _print_tensors(plan: Plan) -> None:
+def _tensors(plan: Plan) -> Columns:
     tensors = table("tensor", "declared", "fitted", "shape", "per device", "bytes")
     for name, declared, fitted, shape, local, size in tensor_rows(plan):
         if shape:
@@ -80,4 +112,11 @@ def _print_tensors(plan: Plan) -> None:
             tensors.add_row(name, declared, kept, shape, local, size)
         else:
             tensors.add_row(name, declared, Text(fitted, style="dim"), style="dim")
-    text().print(tensors)
+    return tensors
+
+
+def _step_tensors(plan: PagedPlan) -> Columns:
+    tensors = table("tensor", "fitted", "shape", "per device", "bytes")
+    for row in token_rows(plan):
+        tensors.add_row(*row)
+    return tensors

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..planning import Plan
+from ..planning.cache.cache_plan import CachePlan
+from ..planning.paged.page_reads import SequenceReads
 from ..planning.tune_cache import Measured
 from ..registry.declaration import Declaration
-from ..verify.call import TargetReport
-from .ran_call import Ran
+from ..verify.report import AnyPlan, TargetReport
+from .ran import Ran
 
 __all__ = ["Reported", "Searched"]
 
 
 class Searched(NamedTuple):
-    """The cached search of one pass of a call: its candidates, best first, and which of them is the heuristic's choice."""
+    """The cached search of one pass: its candidates, best first, and which of them is the heuristic's choice."""
 
     target: str
     part: str
@@ -25,12 +26,15 @@ class Searched(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """All data of a page. plan: shown if there is no target and nothing was compiled."""
+    """All data of a page. plan: shown if there is no target and nothing was compiled. cache, batch: of a step, the cache of all
+    layers, and what each sequence reads."""
 
     declaration: Declaration
-    plan: Plan
+    plan: AnyPlan
     targets: tuple[TargetReport, ...]
     searches: tuple[Searched, ...]
     ran: Ran | None
     notes: tuple[str, ...]
     made: str
+    cache: CachePlan | None = None
+    batch: tuple[SequenceReads, ...] = ()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.text import Text
 
@@ -11,21 +11,22 @@ from ..drawing.charts import Bar, Point, bars, curve, roofline
 from ..drawing.html import code, document, folded, paragraph, pictures, rows, section, subsection, title
 from ..planning import Plan
 from ..planning.decision import WHY
+from ..planning.paged.paged_plan import PagedPlan
 from ..planning.plan_text import screen_rows
 from ..planning.text import bytes_text, fields_text
-from ..verify.call import PassReport, TargetReport
 from ..verify.compiled import KernelUse
 from ..verify.gpu.gpu_device import GpuDevice
+from ..verify.report import AnyPlan, PassReport, TargetReport
 from ..verify.work import exact_products
 from .console import seconds_text
-from .kernel_lines import kernel_lines
 from .outcomes import WORDS
-from .ran_call import ran_rows
+from .ran import ran_rows
 from .report_data import Reported, Searched
+from .report_subject import batch, cache, mask, page_rows
+from .target_rows import about_target, pass_rows, remark_rows
 
 __all__ = ["report_page"]
 
-_MOST_TILES = 2**20
 _REGISTERS = 255  # most registers per thread in NVIDIA's instruction set
 
 
@@ -33,14 +34,15 @@ def report_page(found: Reported) -> str:
     """The page as HTML."""
     described = found.plan.problem.describe()
     name = f"{described.partition(' on ')[0]}:{described.partition(':')[2].rpartition(', mesh')[0]}"
+    kind = "call" if isinstance(found.plan, Plan) else "step"
     targets = [(f"target-{n}", one) for n, one in enumerate(found.targets)]
     sections = [
         ("declaration", "Declaration", [code(found.declaration.to_json())]),
-        ("mask", "Mask", list(_mask(found.plan))),
+        *_subject(found),
         *([] if targets else [("plan", "Plan", [*_plan(found.plan), paragraph(_UNCOMPILED)])]),
         *((at, f"{one.target}: {WORDS[one.outcome]}", list(_target(one))) for at, one in targets),
-        ("tuning", "Tuning", list(_tuning(found.searches))),
-        ("timings", "Timings", list(_timings(found))),
+        ("tuning", "Tuning", list(_tuning(found.searches, kind))),
+        ("timings", "Timings", list(_timings(found, kind))),
         *([("notes", "Notes", [rows([("note", note) for note in found.notes])])] if found.notes else []),
     ]
     head = title(name, [(anchor, heading) for anchor, heading, _ in sections]) + paragraph(found.made)
@@ -53,114 +55,77 @@ _UNCOMPILED = (
 )
 
 
-def _masks(plan: Plan) -> list[str]:
-    """The mask's structure, and next to it the kernel's tiles if they are known and not too many."""
-    problem = plan.problem
-    sizes = [getattr(plan.route or plan.config, name, None) for name in ("block_q", "block_kv")]
-    q, kv = (size if isinstance(size, int) and size > 0 else None for size in sizes)
-    blocks: list[tuple[int, int] | None] = [None]
-    if q and kv and (problem.q_len // q + 1) * (problem.kv_len // kv + 1) <= _MOST_TILES:
-        blocks.append((q, kv))
-    draw = partial(problem.mask.draw, problem.q_len, problem.kv_len, query_offset=problem.query_offset or 0)
-    return list(dict.fromkeys(draw(block=block).svg() for block in blocks))
+def _subject(found: Reported) -> list[tuple[str, str, list[str]]]:
+    """The sections of a call's mask, or of a step's batch and its cache."""
+    if isinstance(found.plan, Plan):
+        return [("mask", "Mask", list(mask(found.plan)))]
+    own = [("batch", "Batch", list(batch(found.plan, found.batch)))]
+    return own if found.cache is None else [*own, ("cache", "Cache", list(cache(found.cache)))]
 
 
-def _mask(plan: Plan) -> Iterator[str]:
-    drawn = _masks(plan)
-    if len(drawn) > 1:
-        yield paragraph("The mask as declared, then in the tiles that the kernel visits.")
-    yield pictures(drawn)
-
-
-def _plan(plan: Plan) -> Iterator[str]:
+def _plan(plan: AnyPlan) -> Iterator[str]:
     """One screen of the plan, the whole plan folded, and where its tensors are."""
     runs = ("runs", f"{plan.implementation or 'nothing'} ({WHY[plan.kind]})")
-    yield rows([runs, *(row for row in screen_rows(plan) if row[0] != "more")])
+    told = page_rows(plan) if isinstance(plan, PagedPlan) else [row for row in screen_rows(plan) if row[0] != "more"]
+    yield rows([runs, *told])
     yield folded("The whole plan", code(plan.explain(verbose=True)))
-    yield subsection("Placement")
-    yield pictures([plan.draw().svg()])
+    if isinstance(plan, Plan) or math.prod(axis.size for axis in plan.problem.mesh) > 1:
+        yield subsection("Placement")
+        yield pictures([plan.draw().svg()])
+
+
+def _lines(found: Iterable[tuple[str, str | Text]]) -> Iterator[str]:
+    """Labelled lines. Those that are coloured in a terminal are warnings."""
+    told = list(found)
+    yield from (paragraph(f"{label}: {line.plain}", warns=True) for label, line in told if isinstance(line, Text))
+    if plain := [(label, line) for label, line in told if not isinstance(line, Text)]:
+        yield rows(plain)
 
 
 def _target(report: TargetReport) -> Iterator[str]:
-    device = report.device
-    if device is not None:
-        yield paragraph(f"{device.kind}: {bytes_text(device.hbm_bytes)} of HBM per device")
-    yield from (paragraph(warning, warns=True) for warning in report.warnings)
+    yield paragraph(about_target(report))
+    yield from _lines(remark_rows(report))
     yield from _plan(report.plan)
-    yield from (paragraph(f"Not checked: {what}", warns=True) for what in report.unchecked)
     for one in report.passes:
         yield subsection(f"{one.name[0].upper()}{one.name[1:]}")
-        yield from _pass(report, one)
+        told = list(pass_rows(report, one))
+        yield from _lines(row for row in told if row[0] not in ("held", "compared"))
+        if one.held:
+            yield bars([Bar(what, size, bytes_text(size)) for what, size in one.held])
+        if one.compiled and one.peak_bytes:
+            yield bars([*_memory(report, one), *_sent(report, one)])
+        yield from (paragraph(f"The program {line}.") for label, line in told if label == "compared")
     yield from _roofline(report)
 
 
-def _pass(report: TargetReport, one: PassReport) -> Iterator[str]:
-    if one.failure is not None:
-        fits = "doesn't fit" if one.peak_bytes else "doesn't compile"
-        yield paragraph(f"{fits}: {one.failure.message}", warns=True)
-        if one.held:
-            yield bars([Bar(what, size, bytes_text(size)) for what, size in one.held])
-        if one.advice is not None:
-            yield paragraph(one.advice)
-        if not one.peak_bytes:
-            return
-    if not one.compiled:
-        yield paragraph(f"not compiled: {one.uncompiled}", warns=True)
-        return
-    yield paragraph(f"compiles in {one.seconds:.1f} s")
-    yield from _memory(report, one)
-    yield from _sent(report, one)
-
-
-def _memory(report: TargetReport, one: PassReport) -> Iterator[str]:
+def _memory(report: TargetReport, one: PassReport) -> Iterator[Bar]:
     """HBM, and each kernel's use of VMEM, or of shared memory and registers."""
     limit = None if report.device is None else report.device.hbm_bytes
     of = "" if limit is None else f" of {bytes_text(limit)}"
-    found = [Bar("memory at the peak", one.peak_bytes, f"{bytes_text(one.peak_bytes)}{of}", limit)]
+    yield Bar("memory at the peak", one.peak_bytes, f"{bytes_text(one.peak_bytes)}{of}", limit)
     for kernel in dict.fromkeys(one.kernels or ()):
         if isinstance(kernel, KernelUse):
             most = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
             if kernel.vmem_used is not None:
                 told = f"{bytes_text(kernel.vmem_used)} of {bytes_text(most)} of VMEM"
-                found.append(Bar(kernel.name, kernel.vmem_used, told, most))
+                yield Bar(kernel.name, kernel.vmem_used, told, most)
         elif kernel.shared_bytes is not None and kernel.registers is not None:
             most = report.device.shared_bytes if isinstance(report.device, GpuDevice) else kernel.shared_bytes
             told = f"{bytes_text(kernel.shared_bytes)} of {bytes_text(most)} of shared memory"
-            found.append(Bar(kernel.name, kernel.shared_bytes, told, most))
+            yield Bar(kernel.name, kernel.shared_bytes, told, most)
             told = f"{kernel.registers} of {_REGISTERS} registers, {kernel.stack_bytes or 0} B spilled"
-            found.append(Bar("", kernel.registers, told, _REGISTERS))
-    yield bars(found)
-    sizes = {"arguments": one.argument_bytes, "outputs": one.output_bytes, "temporary": one.temp_bytes}
-    parts = [("bytes", f"{name} {bytes_text(size)}") for name, size in sizes.items()]
-    yield rows([*parts, *(("kernel", line) for line in kernel_lines(report, one.kernels))])
+            yield Bar("", kernel.registers, told, _REGISTERS)
 
 
-def _sent(report: TargetReport, one: PassReport) -> Iterator[str]:
-    """Collectives, compared with the least that the strategy must send."""
-    if report.plan.problem.devices == 1 or one.collectives is None:
+def _sent(report: TargetReport, one: PassReport) -> Iterator[Bar]:
+    """Collectives by kind, next to the least that the strategy must send."""
+    if report.devices == 1 or one.collectives is None:
         return
-    kinds = dict.fromkeys([*(c.kind for c in one.collectives), *(need.kind for need in one.needs)])
-    found = []
-    for kind in kinds:
+    for kind in dict.fromkeys([*(c.kind for c in one.collectives), *(need.kind for need in one.needs)]):
         sent = sum(c.sent_bytes for c in one.collectives if c.kind == kind)
         least = sum(need.sent_bytes for need in one.needs if need.kind == kind)
-        found.append(Bar(f"{kind}: sent", sent, bytes_text(round(sent))))
-        found.append(Bar(f"{kind}: the least", least, bytes_text(round(least)), good=True))
-    yield bars(found)
-    told = [
-        (
-            "sent",
-            f"{c.count} {c.kind} of {bytes_text(c.result_bytes)} over {'+'.join(c.axes)}"
-            + (", overlapped with work" if c.overlapped else ""),
-        )
-        for c in one.collectives
-    ]
-    told += [("needed", f"{need.kind}: {need.what} {bytes_text(need.sent_bytes)}") for need in one.needs]
-    yield rows(told or [("sent", "nothing is sent between devices")])
-    if one.differences:
-        yield from (paragraph(f"Differs in {line}", warns=True) for line in one.differences)
-    elif one.needs and not one.unknown:
-        yield paragraph("The program sends exactly what is needed.")
+        yield Bar(f"{kind}: sent", sent, bytes_text(round(sent)))
+        yield Bar(f"{kind}: the least", least, bytes_text(round(least)), good=True)
 
 
 def _roofline(report: TargetReport) -> Iterator[str]:
@@ -169,48 +134,39 @@ def _roofline(report: TargetReport) -> Iterator[str]:
     device, plan = report.device, report.plan
     if device is None or not done:
         return
-    arithmetic, traffic = device.roofline(1.0, 1.0, plan.problem.runtime_dtype, exact_products(plan))
+    exact = isinstance(plan, Plan) and exact_products(plan)
+    arithmetic, traffic = device.roofline(1.0, 1.0, plan.problem.runtime_dtype, exact)
     points = [Point(one.name, one.intensity, one.flops / one.roofline_seconds) for one in done]
     yield subsection("Roofline")
     yield pictures([roofline(1 / arithmetic, 1 / traffic, points, device.kind)])
-    yield rows(
-        [
-            (
-                one.name,
-                f"{one.flops / 1e9:.4g} GFLOP, {bytes_text(one.bytes_moved)} moved: at least "
-                f"{seconds_text(one.roofline_seconds)}, bound by {one.bound}",
-            )
-            for one in done
-        ]
-    )
 
 
-def _tuning(searches: Sequence[Searched]) -> Iterator[str]:
+def _tuning(searches: Sequence[Searched], kind: str) -> Iterator[str]:
     if not searches:
-        yield paragraph("The tuning cache has no search for this call; attnops tune runs one.")
+        yield paragraph(f"The tuning cache has no search for this {kind}; attnops tune runs one.")
     drawn = []
     for one in searches:
         unit = "ms, measured" if one.how == "device" else "ms by static clock, an estimate"
-        values = [(fields_text(m.fields), 1e3 * (m.seconds or 0.0)) for m in one.measured]
+        values = [(fields_text(m.fields) or "by rule", 1e3 * (m.seconds or 0.0)) for m in one.measured]
         drawn.append(curve(f"{one.target}, {one.part}", unit, values, 0, one.heuristic))
     yield pictures(drawn)
     for one in searches:
         told = [
-            (f"{n + 1}", f"{fields_text(m.fields)}: {seconds_text(m.seconds or 0.0)}")
+            (f"{n + 1}", f"{fields_text(m.fields) or 'by rule'}: {seconds_text(m.seconds or 0.0)}")
             for n, m in enumerate(one.measured)
         ]
         failed = f"; {one.failed} more don't compile or run" if one.failed else ""
         yield folded(f"{one.target}, {one.part}: {len(told)} candidates{failed}", rows(told))
 
 
-def _timings(found: Reported) -> Iterator[str]:
+def _timings(found: Reported, kind: str) -> Iterator[str]:
     if found.ran is None:
-        yield paragraph("The call was not run; --run runs it.")
+        yield paragraph(f"The {kind} was not run; --run runs it.")
         return
     ran = found.ran
     first = ("runs", f"{ran.plan.implementation} on {ran.plan.problem.device}")
-    yield rows([first, *((name, line.plain if isinstance(line, Text) else line) for name, line in ran_rows(ran))])
-    if ran.compared.compiled is not None:
+    yield rows([first, *((name, str(line)) for name, line in ran_rows(ran))])
+    if ran.compared is not None and ran.compared.compiled is not None:
         both = zip(("attnops", "jax.nn.dot_product_attention"), ran.seconds, strict=False)
         yield bars([Bar(name, seconds, seconds_text(seconds)) for name, seconds in both])
     yield rows([("note", note) for note in ran.notes])

@@ -1,4 +1,4 @@
-"""`attnops run`: compile, run, compare and check a call, write its results, and print what was found."""
+"""`attnops run`: compile, run, compare and check a call or a step, write its results, and print what was found."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.text import Text
 
 from ..errors import ConfigError
 from ..registry.declaration import Declaration
 from .console import errors, fields, text, title
-from .enabled import enabled_notes
+from .file_notes import file_notes
 from .inputs import check_output_path, write_arrays
 from .json_output import print_json
-from .plan import brief_rows, print_plan, rejected_rows, runs_row
-from .ran_call import ran_call, ran_rows
-from .run_json import compared_json, ran_json
-from .run_step import timed_step, timed_step_rows
-from .step import is_paged, print_step, refuse_inputs
+from .plan import brief_rows, print_plan
+from .ran import Ran, Runnable, ran_rows, timed
+from .ran_call import RunnableCall
+from .run_json import ran_json
+from .run_step import RunnableStep
+from .step import is_paged, refuse_inputs
 
-__all__ = ["RunOptions", "run"]
+__all__ = ["RunOptions", "ran_declared", "run"]
 
 
 class RunOptions(NamedTuple):
@@ -34,8 +34,8 @@ class RunOptions(NamedTuple):
     seed: int
     check: bool
     repeats: int
-    explain: bool
-    quiet: bool
+    explain: bool = False
+    quiet: bool = False
     as_json: bool = False
     compares: bool = True
 
@@ -51,21 +51,14 @@ def run(options: RunOptions) -> int:
     if options.output is not None:
         check_output_path(options.output)
     declaration = options.declaration
-    if is_paged(declaration):
-        return _run_step(declaration, options)
-    ran = ran_call(
-        declaration, options.inputs, options.mesh, options.mode, options.seed, options.repeats,
-        checked=options.check, compares=options.compares, quiet=options.quiet,
-    )  # fmt: skip
+    if is_paged(declaration) and not options.compares:
+        raise ConfigError("--no-compare has no effect for a step, which jax.nn can't express; leave it out.")
+    ran = ran_declared(options)
     plan, notes = ran.plan, ran.notes
     if options.output is not None:
         notes = (*notes, *write_arrays(options.output, _results(ran.output)), f"wrote {options.output}")
     if options.as_json:
-        told = (*plan.notes, *notes)
-        output = ran.output.attention_outputs
-        data = ran_json(plan, output, ran.unsound, ran.compiled, ran.seconds[0], ran.repeats, ran.checks, told)
-        compared = compared_json(ran.compared, ran.seconds[-1], ran.agreement)
-        print_json(data | {"compare": compared, "enabled": declaration.enabled})
+        print_json(ran_json(ran, (*plan.notes, *notes)) | {"enabled": declaration.enabled})
     elif not options.quiet:
         if options.explain:
             print_plan(plan, verbose=True)
@@ -74,47 +67,25 @@ def run(options: RunOptions) -> int:
         rows = [*([] if options.explain else brief_rows(plan)), *ran_rows(ran)]
         rows += [("note", note) for note in (*(() if options.explain else plan.notes), *notes)]
         text().print(fields(rows))
-    return _status(ran.failures)
-
-
-def _run_step(declaration: Declaration, options: RunOptions) -> int:
-    """The same for a step over pages."""
-    refuse_inputs(options.inputs)
-    if not options.compares:
-        raise ConfigError("--no-compare has no effect for a step, which jax.nn can't express; leave it out.")
-    timed = timed_step(
-        declaration, options.mesh, options.mode, options.seed, options.repeats,
-        checked=options.check, quiet=options.quiet,
-    )  # fmt: skip
-    plan, compiled = timed.ran.plan, timed.ran.compiled
-    output = compiled.result.attention_outputs
-    notes = (*timed.ran.notes, *enabled_notes(declaration))
-    if options.output is not None:
-        named = {"output": output, "lse": compiled.result.lse}
-        found = {name: np.asarray(x) for name, x in named.items()}
-        notes = (*notes, *write_arrays(options.output, found), f"wrote {options.output}")
-    if options.as_json:
-        told = (*plan.notes, *notes)
-        data = ran_json(plan, output, timed.unsound, compiled, timed.seconds, options.repeats, timed.checks, told)
-        print_json(data | {"enabled": declaration.enabled})
-    elif not options.quiet:
-        if options.explain:
-            print_step(plan, verbose=True)
-        else:
-            text().print(title(plan.problem.describe()))
-        rows: list[tuple[str, str | Text]] = [] if options.explain else [runs_row(plan), *rejected_rows(plan)]
-        rows += timed_step_rows(timed)
-        rows += [("note", note) for note in (*(() if options.explain else plan.notes), *notes)]
-        text().print(fields(rows))
-    return _status(timed.failures)
-
-
-def _status(failed: list[str]) -> int:
-    for line in failed:
+    for line in ran.failures:
         errors().print(f"attnops: {line}", soft_wrap=True)
-    return 1 if failed else 0
+    return 1 if ran.failures else 0
+
+
+def ran_declared(options: RunOptions) -> Ran:
+    """Compile, run, time and check what the file declares. Errors: those of planning, and RefusedError if nothing can run it."""
+    declaration, given = options.declaration, (options.mesh, options.mode, options.seed)
+    runnable: Runnable
+    if is_paged(declaration):
+        refuse_inputs(options.inputs)
+        runnable = RunnableStep(declaration, *given)
+    else:
+        runnable = RunnableCall(declaration, options.inputs, *given)
+    runnable.notes += file_notes(declaration)
+    return timed(runnable, options.repeats, checked=options.check, compares=options.compares, quiet=options.quiet)
 
 
 def _results(output: Any) -> dict[str, np.ndarray]:
-    named = {"output": output.attention_outputs, "lse": output.lse, "weights": output.attention_weights}
+    weights = getattr(output, "attention_weights", None)  # a step has none
+    named = {"output": output.attention_outputs, "lse": output.lse, "weights": weights}
     return {name: np.asarray(x) for name, x in named.items() if x is not None}

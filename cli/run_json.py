@@ -3,58 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import jax
-
-from ..planning import Plan
-from ..planning.paged.paged_plan import PagedPlan
-from .check import Comparison
 from .compared import Compared
-from .run_call import Compiled
+from .ran import Ran
 
-__all__ = ["compared_json", "ran_json"]
+__all__ = ["ran_json"]
 
 
-def ran_json(
-    plan: Plan | PagedPlan,
-    output: jax.Array,
-    unsound: str,
-    compiled: Compiled,
-    seconds: float,
-    repeats: int,
-    checks: Sequence[Comparison],
-    notes: Sequence[str],
-) -> dict[str, Any]:
-    """The plan, the output's shape, times in seconds, memory in bytes, and the checks."""
-    return {
-        "plan": plan.to_dict(),
-        "output": {"shape": list(output.shape), "dtype": output.dtype.name, "finite": not unsound},
+def ran_json(ran: Ran, notes: tuple[str, ...]) -> dict[str, Any]:
+    """The plan, the output's shape, times in seconds, memory in bytes, the checks, and for a call the comparison."""
+    output = ran.output.attention_outputs
+    told = {
+        "plan": ran.plan.to_dict(),
+        "output": {"shape": list(output.shape), "dtype": output.dtype.name, "finite": not ran.unsound},
         "time": {
-            "seconds": seconds,
-            "repeats": repeats,
-            "compile_seconds": compiled.compile_seconds,
-            "temporary_bytes": compiled.temp_bytes,
+            "seconds": ran.seconds[0],
+            "repeats": ran.repeats,
+            "compile_seconds": ran.compiled.compile_seconds,
+            "temporary_bytes": ran.compiled.temp_bytes,
         },
         "checks": [
             {name: _number(value) for name, value in check._asdict().items()} | {"passed": check.passed}
-            for check in checks
+            for check in ran.checks
         ],
         "notes": list(notes),
     }
+    return told if ran.compared is None else told | {"compare": _compared(ran, ran.compared)}
 
 
-def compared_json(other: Compared, seconds: float | None, agreement: str) -> dict[str, Any]:
+def _compared(ran: Ran, other: Compared) -> dict[str, Any]:
     """The result of jax.nn.dot_product_attention for the same work, or why there is none."""
     if other.compiled is None:
         return {"expressible": other.expressible, "reason": other.reason or "not asked for"}
     return {
         "expressible": True,
         "mask": other.mask,
-        "seconds": seconds,
+        "seconds": ran.seconds[-1],
         "temporary_bytes": other.compiled.temp_bytes,
-        "agreement": agreement,
+        "agreement": other.agreement,
     }
 
 

@@ -1,29 +1,20 @@
-"""`attnops plan` for an operation over pages: print the plans of the step and its cache."""
+"""The declared step of a file: whether there is one, and its arguments."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
-
-from rich.text import Text
 
 from ..errors import ConfigError
 from ..operators.declared_config import declared_config
 from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep, declared_step
-from ..planning.cache.cache_plan import CachePlan
-from ..planning.notes import is_info
-from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
+from ..planning.cache.kv_cache import KVCache
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
-from .cache import plan_cache, print_cache
-from .console import fields, table, text, title
-from .enabled import enabled_json
-from .json_output import print_json
-from .plan import rejected_rows, runs_row
+from .cache import plan_cache
 
-__all__ = ["is_paged", "plan_step", "print_step", "refuse_inputs", "show_step", "step_of"]
+__all__ = ["is_paged", "one_layer", "refuse_inputs", "step_of"]
 
 
 def is_paged(declaration: Declaration) -> bool:
@@ -55,63 +46,30 @@ def step_of(
     return operation, declared_step(declaration, cache.require(), config.update, mode)
 
 
-def plan_step(
-    declaration: Declaration, metadata: OperationMetadata, mode: str | None, inputs: Path | None = None
-) -> PagedPlan:
-    """The plan of the declared step, including what it reads."""
-    refuse_inputs(inputs)
-    operation, step = step_of(declaration, metadata, mode)
-    tokens, options = (step.query, step.key, step.value), step.options | {"softmax_aux": step.sinks}
-    return operation.plan(*tokens, cache=step.cache, layer=step.layer, batch=step.batch, **options)
+def one_layer(declaration: Declaration, metadata: OperationMetadata) -> tuple[Declaration, tuple[str, ...]]:
+    """The declaration with a cache of one layer, which is all that a step reads, and a note about it. If layers are in groups,
+    it has the pages that the plan gives the layer's group."""
+    cache, step = declaration.cache, declaration.step
+    if cache is None or step is None or cache.layer_count == 1:
+        return declaration, ()
+    group, fields = step.group(cache), cache.to_dict() | {"layers": 1}
+    if len(cache.groups) > 1:
+        whole = plan_cache(declaration, metadata)
+        assert whole is not None
+        own = whole.require().groups[group]
+        fields = own.cache.to_dict() | {"layers": [own.cache.to_dict()["layers"][0] | {"layers": 1}]}
+    elif not isinstance(cache.layers, int):
+        fields["layers"] = [cache.to_dict()["layers"][0] | {"layers": 1}]
+    if cache.bytes_per_device is not None and "bytes_per_device" in fields:
+        fields["bytes_per_device"] = max(1, cache.bytes_per_device // cache.layer_count)
+    changed = declaration.model_copy(
+        update={"cache": KVCache.from_dict(fields), "step": step.model_copy(update={"layer": 0})}
+    ).checked()
+    which = "" if len(cache.groups) == 1 else f", layer {step.layer}"
+    return changed, (f"one of the cache's {cache.layer_count} layers{which}: a step uses one",)
 
 
 def refuse_inputs(inputs: Path | None) -> None:
     """Refuse --inputs: a step's sizes are all in its declaration."""
     if inputs is not None:
         raise ConfigError(f"--inputs {inputs}: a step over pages reads no file; its sizes are in the declaration.")
-
-
-def show_step(
-    plan: PagedPlan, cache: CachePlan | None, notes: tuple[str, ...], platform_source: str | None, as_json: bool,
-    *, verbose: bool = False,
-) -> None:  # fmt: skip
-    """Print the plans of the step and of the whole cache, as text or JSON. Errors: RefusedError, after printing, if nothing can
-    run the step."""
-    whole = plan.cache if cache is None or not cache.parts else cache
-    if as_json:
-        print_json(enabled_json(plan.to_dict() | {"cache": whole.to_dict()}, notes))
-    else:
-        print_step(plan, notes, platform_source, whole, verbose=verbose)
-    plan.require()
-
-
-def print_step(
-    plan: PagedPlan,
-    notes: tuple[str, ...] = (),
-    platform_source: str | None = None,
-    cache: CachePlan | None = None,
-    *,
-    verbose: bool = False,
-) -> None:
-    """Print one screen, or with `verbose` the whole decision, and then the cache's plan: that of the layer's group unless another
-    is given."""
-    console = text()
-    console.print(title(plan.problem.describe()))
-    rows: list[tuple[str, str | Text]] = [runs_row(plan), *rejected_rows(plan)]
-    for name, line in step_rows(plan, verbose=verbose):
-        source = name == "platform" and platform_source is not None
-        rows.append((name, f"{plan.problem.platform}, from {platform_source}" if source else line))
-    told = [note for note in (*plan.notes, *notes) if verbose or not is_info(note)]
-    console.print(fields([*rows, *[("note", note) for note in told]]), "", sep="\n")
-    # On one device specs split nothing, so the table is left out.
-    whole = verbose or math.prod(axis.size for axis in plan.problem.mesh) > 1
-    if whole:
-        tensors = table("tensor", "fitted", "shape", "per device", "bytes")
-        for row in token_rows(plan):
-            tensors.add_row(*row)
-        console.print(tensors, "", sep="\n")
-    print_cache(plan.cache if cache is None else cache, arrays=whole)
-    if not verbose:
-        asides = sum(is_info(note) for note in (*plan.notes, *notes))
-        hidden = ["defaults of the config", *([] if whole else ["arrays"]), *([f"{asides} notes"] if asides else [])]
-        console.print("", fields([("more", f"--verbose adds {', '.join(hidden)}")]), sep="\n")

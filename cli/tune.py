@@ -12,16 +12,13 @@ from rich.text import Text
 from ..errors import ConfigError
 from ..planning.text import bytes_text, fields_text
 from ..planning.tune_cache import ENVIRONMENT, Measured
-from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
-from ..verify.tune import TuneReport, tune_plan
-from ..verify.tune_step import tune_step
-from .call_arrays import call_shapes
+from ..verify.search import TuneReport
 from .console import fields, table, text, title
+from .declared import declared
 from .progress import Told, bar
-from .run_step import one_layer
-from .step import is_paged, refuse_inputs, step_of
-from .target import HERE, run_metadata, target_mesh
+from .target import HERE
+from .verified import target_metadata
 
 __all__ = ["TuneOptions", "print_tuned", "tune", "tuned_json"]
 
@@ -46,49 +43,20 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
     declaration = options.declaration
     if options.how == "device" and {*options.targets} - {HERE}:
         raise ConfigError("--how device measures times on this machine; leave out --target or --how.")
-    if is_paged(declaration):
-        refuse_inputs(options.inputs)
-        return _tune_step(declaration, options)
-    kind = OperationRegistry.get(declaration.operation)
-    arguments = declaration.call_arguments(call_shapes(declaration, options.inputs).arrays, mode=options.mode)
+    work = declared(declaration, options.inputs, options.mode)
     found = []
     for target in options.targets or (HERE,):
-        decided = kind(_metadata(declaration, target, options.mesh)).plan(**arguments)
-        name = _name(target)
+        metadata = target_metadata(declaration, target, options.mesh)
+        name = jax.devices()[0].device_kind if target == HERE else target
+        how = options.how or ("device" if target == HERE else "static")
         with bar(name) as progress:
-            how = options.how or ("device" if target == HERE else "static")
-            found.append((name, tune_plan(decided, how=how, most=options.most, progress=_after(progress))))
-    return found
-
-
-def _tune_step(declaration: Declaration, options: TuneOptions) -> list[tuple[str, TuneReport]]:
-    found = []
-    for target in options.targets or (HERE,):
-        metadata = _metadata(declaration, target, options.mesh)
-        alone, _ = one_layer(declaration, metadata)
-        operation, step = step_of(alone, metadata, options.mode)
-        name = _name(target)
-        how = options.how or (None if target == HERE else "static")
-        with bar(name) as progress:
-            found.append((name, tune_step(operation, step, how=how, most=options.most, progress=_after(progress))))
+            found.append((name, work.tune(metadata, how, options.most, _after(progress))))
     return found
 
 
 def _after(told: Told) -> Told:
     """A search tells what it has measured, a bar what is being done."""
     return lambda done, of, what: told(done, of, f"after {what}" if what else "")
-
-
-def _name(target: str) -> str:
-    return jax.devices()[0].device_kind if target == HERE else target
-
-
-def _metadata(declaration: Declaration, target: str, mesh: str | None) -> OperationMetadata:
-    """The declared metadata on a target's devices, or on this machine's."""
-    if target == HERE:
-        return run_metadata(declaration, mesh=mesh)
-    devices = target_mesh(target, mesh, declaration)
-    return declaration.operation_metadata({"platform": None, "backend": None, "mesh": devices})
 
 
 def tuned_json(reports: list[tuple[str, TuneReport]]) -> list[dict[str, Any]]:

@@ -34,7 +34,8 @@ from attnops.operators.shipped import table_key
 from attnops.planning import Plan
 from attnops.planning.tune_cache import ENVIRONMENT, Measured, load
 from attnops.planning.tuning import tune_key
-from attnops.verify.tune import TuneReport, tune_plan
+from attnops.verify.search import TuneReport
+from attnops.verify.tune import tune_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "block-choices.md"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..operators import Operation
 from ..planning import OperationConfig, Plan
 from ..planning.text import bytes_text
-from .call_program import call_program
 from .compiled import Failure, failure, kernels, program_text
-from .devices import lowered_for, tracing_on
 
 __all__ = ["advice", "held", "least_limit"]
 
@@ -29,23 +26,14 @@ def held(plan: Plan, found: Failure) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(((what, size) for what, size in parts.items() if size), key=lambda part: -part[1]))
 
 
-def advice(
-    operation: Operation, arguments: Mapping[str, Any], plan: Plan, found: Failure, name: str, vmem_most: int
-) -> str:
+def advice(lowered: Callable[[OperationConfig], Any], plan: Plan, found: Failure, vmem_most: int) -> str:
     """The largest choice that compiles: on a TPU the least VMEM that is enough if there is more, on a GPU fewer stages, else
-    smaller blocks. Each choice is compiled, none is guessed."""
+    smaller blocks. Each choice is compiled, none is guessed. lowered: the failed pass with another config."""
 
     def compiled(changes: dict[str, int]) -> int | Failure:
         """The VMEM that the largest kernel takes with these changes, 0 if it can't be read; or why they don't compile."""
         try:
-            changed = plan.problem.config.with_fields(changes)
-            again = type(operation)(
-                operation.metadata.replace(operation_configs={plan.problem.config.operation: changed})
-            )
-            decided = again.plan(**arguments)
-            with tracing_on(again.metadata.mesh, plan.problem.platform):
-                program, arrays = call_program(again, arguments, decided, "backward" in name)
-                made = lowered_for(program.trace(arrays), plan.problem.platform).compile()
+            made = lowered(plan.problem.config.with_fields(changes)).compile()
         except Exception as error:  # the compiler's, or a size that the config refuses
             return failure(error)
         text = program_text(made)

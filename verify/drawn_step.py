@@ -17,7 +17,7 @@ from ..operators.paged.step_output import StepOutput
 from ..operators.paged_cache import CacheState, LayerPages, RaggedBatch, init, shardings
 from ..planning.cache.kv_cache import KVCache
 
-__all__ = ["DrawnStep", "draw_step"]
+__all__ = ["DrawnStep", "draw_step", "step_program"]
 
 _AMPLITUDE = 40  # largest value drawn for int8 pages
 
@@ -44,11 +44,18 @@ def draw_step(operation: PagedOperation, step: DeclaredStep, seed: int) -> Drawn
         batch = jax.device_put(batch, at.batch if isinstance(at.batch, RaggedBatch) else at.batch[batch.group])
         given = jax.device_put(given, (at.query, *(None if x is None else at.key for x in given[1:])))
 
-    def run(state: CacheState, batch: RaggedBatch, given: tuple[Any, Any, Any], sinks: Any) -> StepOutput:
-        call = step.options | {"softmax_aux": sinks, "return_lse": True}
-        return operation(*given, state=state, layer=step.layer, batch=batch, **call)
-
+    run = step_program(operation, step, step.layer, return_lse=True)
     return DrawnStep(run, (state, batch, given, arrays["sinks"]), arrays)
+
+
+def step_program(operation: PagedOperation, step: DeclaredStep, layer: int, **more: Any) -> Callable[..., StepOutput]:
+    """The step as a function of state, batch, (query, key, value) and sinks; `more` are options besides the declared ones."""
+
+    def run(state: CacheState, batch: RaggedBatch, given: tuple[Any, Any, Any], sinks: Any) -> StepOutput:
+        call = step.options | {"softmax_aux": sinks} | more
+        return operation(*given, state=state, layer=layer, batch=batch, **call)
+
+    return run
 
 
 def _drawn_state(cache: KVCache, mesh: Mesh | None, kv_heads: Any, seed: int) -> CacheState:

@@ -23,7 +23,7 @@ from attnops.advising.compiling import compile_best
 from attnops.advising.entries import Entry, Refusals
 from attnops.advising.machine import machine_of
 from attnops.advising.report import COLUMNS, rows, term_rows
-from attnops.verify.call import PassReport, TargetReport
+from attnops.verify.report import PassReport, TargetReport
 
 CALL = {"batch": 4, "q_len": 4096, "q_heads": 16, "kv_heads": 4, "head_dim": 128, "dtype": "bfloat16", "causal": True}
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from attnops import Attention, ConfigError, KVCache, OperationRegistry
-from attnops.cli.run_step import _compare_lse
+from attnops.cli.check import Worst
 from attnops.errors import InputTypeError
 from attnops.operators.paged.declared_step import declared_step
 from attnops.operators.paged_cache import RaggedBatch, init
+from attnops.verify.closeness import lse_size
 
 FILE: dict[str, Any] = {
     "operation": "paged",
@@ -154,9 +155,15 @@ def test_a_wrong_lse_fails_the_check() -> None:
     want = np.array([[1.0, -np.inf], [3.0, 100.0]])
     for wrong in ([[1.0, 0.0], [3.0, 100.0]], [[-np.inf, -np.inf], [3.0, 100.0]], [[1.0, -np.inf], [3.1, 100.0]],
                   [[np.nan, -np.inf], [3.0, 100.0]]):  # fmt: skip
-        assert not _compare_lse(np.array(wrong), want, 4e-6).passed
-    assert _compare_lse(want, want, 4e-6).passed
-    assert _compare_lse(np.full((2, 2), -np.inf), np.full((2, 2), -np.inf), 4e-6).passed
+        assert not _lse_passes(np.array(wrong), want)
+    assert _lse_passes(want, want)
+    assert _lse_passes(np.full((2, 2), -np.inf), np.full((2, 2), -np.inf))
+
+
+def _lse_passes(got: np.ndarray, want: np.ndarray) -> bool:
+    worst = Worst("float32")
+    worst.add(got, want, lse_size(want))
+    return worst.compared("lse", "the reference", 4e-6).passed
 
 
 @pytest.mark.parametrize(
@@ -231,6 +238,32 @@ def test_a_step_passes_only_if_it_was_compiled(
     result = attnops(*arguments, "--lowered")
     assert result.status == 0
     assert "passes" not in result.out
+
+
+def test_whatever_the_compiler_raises_for_a_step_is_a_report(
+    attnops: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no such layout\nand more")
+
+    monkeypatch.setattr("attnops.verify.passes.Planned.lowered", refuse)
+    result = attnops("verify", written(tmp_path))
+    assert result.status == 1
+    assert "step: NotImplementedError: no such layout" in result.err
+    assert "doesn't compile: NotImplementedError: no such layout" in result.out
+    (report,) = json.loads(attnops("verify", written(tmp_path), "--json").out)
+    assert (report["outcome"], report["failure"]["memory"]) == ("failed", None)
+
+
+def test_in_time_the_process_gives_the_same_report_of_a_step(attnops: Callable[..., Any], tmp_path: Path) -> None:
+    path = written(tmp_path)
+    (alone,), (within,) = (
+        json.loads(attnops("verify", path, "--json", *more).out) for more in ((), ("--timeout", "300"))
+    )
+    for report in (alone, within):
+        for name in ("seconds", "temp_bytes", "peak_bytes"):  # tests compile with other flags than the process
+            assert report.pop(name) > 0
+    assert alone == within
 
 
 def test_sizes_of_a_step_are_searched_and_kept(

@@ -18,7 +18,7 @@ import pytest
 
 from attnops.drawing.charts import Bar, Point, bars, curve, roofline
 from attnops.drawing.sequences import SequenceBar, sequences
-from attnops.verify.call import call_reports
+from attnops.verify.passes import target_reports
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
@@ -113,11 +113,11 @@ def test_for_a_tpu_with_a_search(
     plans = []
 
     def reports(*args: Any, **options: Any) -> Any:
-        for report in call_reports(*args, **options):
+        for report in target_reports(*args, **options):
             plans.append(report.plan)
             yield report
 
-    monkeypatch.setattr("attnops.cli.verified.call_reports", reports)
+    monkeypatch.setattr("attnops.cli.verified.target_reports", reports)
     written(attnops, path, "--target", "v5e:1x1")
     plan = plans[0]
     measured = [Measured("forward", {"block_q": n}, "static", n * 1e-5) for n in (256, 128)]
@@ -141,10 +141,10 @@ def test_gpus_and_failures(tmp_path: Path) -> None:
     from attnops.cli.report_data import Reported
     from attnops.cli.report_page import report_page
     from attnops.registry.declaration import Declaration
-    from attnops.verify.call import PassReport, TargetReport
     from attnops.verify.compiled import Failure, KernelUse
     from attnops.verify.devices import device_limits
     from attnops.verify.gpu.gpu_kernels import GpuKernelUse
+    from attnops.verify.report import PassReport, TargetReport
     from attnops.verify.targets import devices_named
 
     declaration = Declaration.from_dict({"operation": "splash"})
@@ -312,6 +312,19 @@ def test_a_step_over_pages(attnops: Callable[..., Any], tmp_path: Path) -> None:
     assert "paged.forward_native" in said["target-0"]
     assert "nothing is sent between devices" in said["target-0"]
     assert "pass output against float64 reference" in said["timings"]
+
+
+def test_a_search_for_a_step_is_on_its_page(
+    attnops: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNOPS_TUNE_CACHE", str(tmp_path / "kept"))
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps(STEP | {"metadata": {}}))
+    assert "no search for this step" in written(attnops, path).texts["tuning"]
+    assert attnops("tune", path, "--most", 2).status == 0
+    tuning = " ".join(written(attnops, path).texts["tuning"].split())
+    assert "step: 2 candidates" in tuning
+    assert "by rule: " in tuning
 
 
 def test_a_step_that_nothing_runs_and_a_cache_that_does_not_fit(attnops: Callable[..., Any], tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class _Unreadable:
 def test_a_program_whose_text_can_not_be_read_compiles_all_the_same(
     attnops: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attnops.verify.call.program_text", lambda compiled: program_text(_Unreadable()))
+    monkeypatch.setattr("attnops.verify.passes.program_text", lambda compiled: program_text(_Unreadable()))
     arguments = (config("splash", **SIZES), "--target", "v5e:2x2", "--mode", "prefill")
     result = attnops("verify", *arguments)
     assert result.status == 0

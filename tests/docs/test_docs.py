@@ -29,7 +29,8 @@ import attnops
 from attnops import OperationMetadata, OperationRegistry, Policy
 from attnops.authoring import Operation
 from attnops.cli.app import main
-from attnops.cli.step import is_paged, plan_step
+from attnops.cli.declared import declared
+from attnops.cli.step import is_paged
 from attnops.operators.splash import SplashConfig
 from attnops.operators.vanilla import VanillaConfig
 from attnops.planning.policy import CHOICES
@@ -114,7 +115,8 @@ def test_files_in_the_page_are_valid(page: Path) -> None:
         if "declaration" in block.marks:
             declaration = Declaration.from_json(block.text, block.place)
             if is_paged(declaration):
-                assert plan_step(declaration, declaration.operation_metadata(), None).implementation, block.place
+                step = declared(declaration, None, None).plan(declaration.operation_metadata())
+                assert step.implementation, block.place
                 continue
             call = declaration.call_arguments(declaration.shapes())
             plan = OperationRegistry.create(declaration.operation, declaration.operation_metadata()).plan(**call)

@@ -27,7 +27,8 @@ from attnops import (
     OperationMetadata,
     OperationRegistry,
 )
-from attnops.cli.step import is_paged, plan_step
+from attnops.cli.declared import declared
+from attnops.cli.step import is_paged
 from attnops.errors import ConfigWarning
 from attnops.masks import mask_from_dict
 from attnops.operators.paged import PagedOperation
@@ -146,7 +147,7 @@ def outcome(work: Callable[[], None]) -> str:
 def planned(declaration: Declaration) -> Any:
     """The plan of the declared call, or step over pages."""
     if is_paged(declaration):
-        return plan_step(declaration, declaration.operation_metadata(), None)
+        return declared(declaration, None, None).plan(declaration.operation_metadata())
     return attnops.Attention(declaration).operation.plan(**declaration.call_arguments(declaration.shapes()))
 
 

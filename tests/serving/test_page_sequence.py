@@ -19,10 +19,12 @@ from attnops.operators.paged.tpu_kernel import on_tpu
 from attnops.operators.paged_cache import RaggedBatch, attend, copy, extract, init, insert, restore, scrub, shardings
 from attnops.planning.cache.kv_cache import KVCache
 from attnops.planning.paged.page_reads import page_reads, step_flops
+from attnops.planning.traffic import Need, Traffic
 from attnops.registry.declaration import Declaration
 from attnops.serving import PagePool
 from attnops.verify.collectives import Collective
-from attnops.verify.paged_step import verify_step
+from attnops.verify.paged_step import PlannedStep, step_traffic, unneeded
+from attnops.verify.passes import target_reports
 
 SPLIT = {"page_sequence_axis": "sp"}
 SINKS = {"sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)}
@@ -354,24 +356,43 @@ def test_reads_and_products_are_those_of_the_device_with_most(window: Any) -> No
     assert any("merged by their lse over sp" in note for note in plan.notes)
 
 
-def test_a_compiled_step_sends_what_joins_outputs_and_nothing_else() -> None:
+def test_a_compiled_step_sends_what_joins_outputs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, mesh = KVCache(**FIELDS | SPLIT | {"pages_axis": "dp"}), mesh_of(dp=2, sp=2)
     paged = OperationRegistry.create("paged", OperationMetadata(mesh=mesh))
     file = Declaration.from_dict({"operation": "paged", "cache": cache.to_dict(), "step": {
         "q_heads": HEADS, "q_lens": [1, 4], "kv_lens": [17, 9],
     }})  # fmt: skip
-    report = verify_step(paged, declared_step(file, cache.plan(mesh), "before"), "here")
+    arguments = paged, declared_step(file, cache.plan(mesh), "before")
+    *_, report = target_reports(PlannedStep(*arguments), "here")
     assert report.passed
-    assert {(sent.kind, sent.axes) for sent in report.collectives or ()} == {("all-reduce", ("sp",))}
-    assert sum(sent.result_bytes for sent in report.collectives or ()) == report.plan.problem.joined_bytes
+    (one,) = report.passes
+    sent = one.collectives or ()
+    assert {(own.kind, own.axes) for own in sent} == {("all-reduce", ("sp",))}
+    assert sum(own.result_bytes for own in sent) == report.plan.problem.joined_bytes
+    least = step_traffic(report.plan.problem)
+    assert least.needs == one.needs
+    assert sum(own.sent_bytes for own in sent) == least.sent_bytes
     for extra in (
         Collective("all-gather", 1, 8, 2, False, ("sp",)),
         Collective("all-reduce", 1, 8, 2, False, ("dp",)),
         Collective("all-reduce", 1, 2**20, 2, False, ("sp",)),
     ):
-        failing = dataclasses.replace(report, collectives=(*(report.collectives or ()), extra))
+        assert unneeded(least, (*sent, extra)) == (extra,)
+        monkeypatch.setattr("attnops.verify.passes.collectives", lambda *args, extra=extra: (*sent, extra))
+        *_, failing = target_reports(PlannedStep(*arguments), "here")
         assert not failing.passed
-        assert failing.unneeded == (extra,)
+        assert failing.passes[0].differences == (f"{extra.kind}: 1 over {extra.axes[0]} that nothing needs",)
+
+
+def test_not_a_byte_more_than_needed_is_sent() -> None:
+    """Over three devices, whose shares aren't whole numbers; by kind and mesh axes."""
+    needed = 2 * (40 + 4) * 2 / 3
+    least = Traffic((Need("all-reduce", needed, "merging outputs by lse", axes=("sp", "cp")),))
+    sums = tuple(Collective("all-reduce", 1, size, 3, False, ("cp", "sp")) for size in (40, 4))
+    assert unneeded(least, sums) == ()
+    assert unneeded(Traffic(()), sums) == sums
+    for extra in (dataclasses.replace(sums[1], count=2), dataclasses.replace(sums[1], axes=("sp",))):
+        assert unneeded(least, (sums[0], extra)) == (extra,)
 
 
 def test_the_tpu_kernel_says_no() -> None:

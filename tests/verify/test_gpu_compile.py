@@ -21,7 +21,7 @@ from attnops import Causal, MaskFunction, OperationMetadata, OperationRegistry, 
 from attnops.devices import gpu_specs
 from attnops.errors import ConfigError
 from attnops.operators.flash.flash_sizes import least_shared_bytes
-from attnops.verify.call import TargetReport, verify_call
+from attnops.verify.call import verify_call
 from attnops.verify.call_program import call_program
 from attnops.verify.devices import lowered_for, tracing_on
 from attnops.verify.gpu.cubin import cubin_functions
@@ -29,6 +29,7 @@ from attnops.verify.gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from attnops.verify.gpu.gpu_mesh import described_gpus, has_cuda_plugin
 from attnops.verify.gpu.launches import launches
 from attnops.verify.gpu.sass import disassembler
+from attnops.verify.report import TargetReport
 from attnops.verify.targets import target_of
 from attnops.verify.tune import tune_plan
 

@@ -322,7 +322,7 @@ def test_a_search_that_was_cut_off_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
         return Outcome(TileCycles((1000 - len(asked),), 1, 1), 1 << 20)
 
     monkeypatch.setattr(ClockWorker, "ask", answer)
-    monkeypatch.setattr(tune_module.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
     with pytest.raises(KeyboardInterrupt):
         tune_plan(decided, most=4)
     found = tune_cache.load(tune_module.tune_key("forward_tpu", decided.problem, decided.placement))

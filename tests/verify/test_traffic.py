@@ -14,9 +14,10 @@ from attnops import Causal, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.planning import Plan
 from attnops.planning.traffic import Need, Traffic, least_traffic
 from attnops.sharding import virtual_mesh
-from attnops.verify.call import TargetReport, verify_call
+from attnops.verify.call import verify_call
 from attnops.verify.collectives import Collective
 from attnops.verify.differences import differences
+from attnops.verify.report import TargetReport
 from attnops.verify.topology import described_mesh
 
 TWO_AXES = {"query_sequence_axis": ["cp", "sp"], "key_sequence_axis": ["cp", "sp"]}

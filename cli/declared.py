@@ -1,0 +1,87 @@
+"""What a file declares, for the commands that plan, compile or search it: a call, or a step over pages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from ..operators import Operation
+from ..operators.paged import PagedOperation
+from ..operators.paged.declared_step import DeclaredStep
+from ..planning import Plan
+from ..planning.paged.paged_plan import PagedPlan
+from ..registry import OperationMetadata, OperationRegistry
+from ..registry.declaration import Declaration
+from ..verify.call import PlannedCall
+from ..verify.paged_step import PlannedStep, plan_declared
+from ..verify.passes import Planned
+from ..verify.report import AnyPlan
+from ..verify.search import Progress, TuneReport
+from ..verify.tune import tune_plan
+from ..verify.tune_step import tune_step
+from .call_arrays import call_shapes
+from .step import is_paged, one_layer, refuse_inputs, step_of
+
+__all__ = ["Declared", "declared"]
+
+
+class Declared(ABC):
+    """notes: on how its arrays were read."""
+
+    notes: tuple[str, ...] = ()
+
+    @abstractmethod
+    def plan(self, metadata: OperationMetadata) -> AnyPlan:
+        """Its plan on these devices."""
+
+    @abstractmethod
+    def planned(self, metadata: OperationMetadata) -> Planned:
+        """Its plan with the programs to compile."""
+
+    @abstractmethod
+    def tune(self, metadata: OperationMetadata, how: str | None, most: int, progress: Progress) -> TuneReport:
+        """The search for its sizes."""
+
+
+class _Call(Declared):
+    def __init__(self, declaration: Declaration, inputs: Path | None, mode: str | None) -> None:
+        shapes = call_shapes(declaration, inputs)
+        self.kind: Any = OperationRegistry.get(declaration.operation)
+        self.arguments = declaration.call_arguments(shapes.arrays, mode=mode)
+        self.notes = shapes.notes
+
+    def plan(self, metadata: OperationMetadata) -> Plan:
+        operation: Operation = self.kind(metadata)
+        return operation.plan(**self.arguments)
+
+    def planned(self, metadata: OperationMetadata) -> Planned:
+        return PlannedCall(self.kind(metadata), self.arguments)
+
+    def tune(self, metadata: OperationMetadata, how: str | None, most: int, progress: Progress) -> TuneReport:
+        return tune_plan(self.plan(metadata), how=how, most=most, progress=progress)
+
+
+class _Step(Declared):
+    """It is planned with the whole cache, and compiled with one layer, which is all that it uses."""
+
+    def __init__(self, declaration: Declaration, inputs: Path | None, mode: str | None) -> None:
+        refuse_inputs(inputs)
+        self.declaration, self.mode = declaration, mode
+
+    def plan(self, metadata: OperationMetadata) -> PagedPlan:
+        return plan_declared(*step_of(self.declaration, metadata, self.mode))
+
+    def _alone(self, metadata: OperationMetadata) -> tuple[PagedOperation, DeclaredStep]:
+        return step_of(one_layer(self.declaration, metadata)[0], metadata, self.mode)
+
+    def planned(self, metadata: OperationMetadata) -> Planned:
+        return PlannedStep(*self._alone(metadata))
+
+    def tune(self, metadata: OperationMetadata, how: str | None, most: int, progress: Progress) -> TuneReport:
+        return tune_step(*self._alone(metadata), how=how, most=most, progress=progress)
+
+
+def declared(declaration: Declaration, inputs: Path | None, mode: str | None) -> Declared:
+    """What the file declares. Errors: ConfigError for --inputs beside a step, whose sizes are all in its declaration."""
+    return (_Step if is_paged(declaration) else _Call)(declaration, inputs, mode)

@@ -1,0 +1,88 @@
+"""What a compiler said of a target, as labelled lines: `attnops verify` prints them, and a report has them on its page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.text import Text
+
+from ..planning.text import bytes_text
+from ..verify.collectives import Collective
+from ..verify.devices import AnyKernelUse
+from ..verify.report import PassReport, TargetReport, refusals
+from .console import seconds_text
+from .kernel_lines import kernel_limits, kernel_lines
+
+__all__ = ["about_target", "pass_rows", "remark_rows"]
+
+Row = tuple[str, str | Text]
+
+
+def about_target(report: TargetReport) -> str:
+    """The devices, and what each has."""
+    mesh = ",".join(f"{axis.name}={axis.size}" for axis in report.plan.problem.mesh) or "none"
+    if report.device is None:
+        return f"mesh {mesh}"
+    hbm = bytes_text(report.device.hbm_bytes)
+    return f"{report.device.kind}, mesh {mesh}; a device has {hbm} of HBM, {kernel_limits(report)}"
+
+
+def remark_rows(report: TargetReport) -> list[Row]:
+    """What needs attention besides the passes."""
+    refused = refusals(report.plan) if report.plan.implementation is not None else ()
+    return [
+        *(("refused", Text(reason, style="red")) for reason in refused),
+        *(("warning", Text(warning, style="yellow")) for warning in report.warnings),
+        *(("not checked", Text(what, style="yellow")) for what in report.unchecked),
+    ]
+
+
+def pass_rows(report: TargetReport, one: PassReport, told: Sequence[AnyKernelUse] = ()) -> Iterator[Row]:
+    """A pass: what failed, or its kernels, what it sends, its memory and its work. told: kernels already described."""
+    if one.failure is not None:
+        fits = "doesn't compile" if not one.peak_bytes else "compiles but doesn't fit"
+        yield "failed", Text(f"{fits}: {one.failure.message}", style="red")
+        yield from (("held", f"counted: {bytes_text(size)} for {what}") for what, size in one.held)
+        if one.advice is not None:
+            yield "advice", one.advice
+        if not one.peak_bytes:
+            return
+    elif not one.compiled:
+        if one.seconds:
+            yield "lowered", f"lowers in {one.seconds:.1f} s"
+        yield "compiled", f"not compiled: {one.uncompiled}"
+        return
+    else:
+        yield "compiled", f"compiles in {one.seconds:.1f} s"
+    yield from (("kernel", line) for line in kernel_lines(report, one.kernels, told))
+    if report.devices > 1 and one.collectives is not None:
+        yield from _sent_rows(one.collectives, one)
+    memory = "memory" if report.device is None else "HBM"
+    arguments, outputs, temporary = map(bytes_text, (one.argument_bytes, one.output_bytes, one.temp_bytes))
+    parts = f"arguments {arguments}, outputs {outputs}, temporary {temporary}"
+    yield "memory", f"{memory} per device: {parts}; {bytes_text(one.peak_bytes)} at the peak"
+    work = f"{one.flops / 1e9:.4g} GFLOP"
+    if one.looped:
+        work += " by attnops' count; bytes moved unknown, as XLA counts the body of a loop once"
+    else:
+        work += f", {bytes_text(one.bytes_moved)} moved, {one.intensity:.0f} operations per byte"
+    least = f": at least {seconds_text(one.roofline_seconds)}, bound by {one.bound}" if one.bound else ""
+    yield "work", work + least
+
+
+def _sent_rows(found: Sequence[Collective], one: PassReport) -> Iterator[Row]:
+    """What the program sends between devices, and what it must send."""
+    for sent in found:
+        apart = ", overlapped with work" if sent.overlapped else ""
+        size = f"{sent.count} {sent.kind} of {bytes_text(sent.result_bytes)} over {'+'.join(sent.axes)}"
+        yield "sent", f"{size}: {bytes_text(round(sent.sent_bytes))} sent per device{apart}"
+    if not found:
+        yield "sent", "no collectives: nothing is sent between devices"
+    for kind in dict.fromkeys(need.kind for need in one.needs):
+        needs = [need for need in one.needs if need.kind == kind]
+        parts = ", ".join(f"{need.what} {bytes_text(need.sent_bytes)}" for need in needs)
+        yield "needed", f"needed by {kind}: {bytes_text(sum(need.sent_bytes for need in needs))} ({parts})"
+    if one.differences:
+        yield from (("sent", Text(f"DIFFERS in {line}", style="red")) for line in one.differences)
+    elif not one.unknown:
+        yield "compared", "sends exactly what is needed" if one.needs else "needs nothing to be sent"

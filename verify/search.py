@@ -1,0 +1,170 @@
+"""run_search: every candidate of a call's passes or of a step is compiled or timed, and each measurement is stored at once.
+
+Off the device a candidate's seconds are static cycles at the device's clock, from a TPU's schedule (static_clock.py) or from the
+stalls of a GPU's warps (gpu_clock.py): an estimate without waits for memory. On the device they are measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any, NamedTuple
+
+import jax
+
+from ..errors import AttnOpsError
+from ..planning import OperationConfig
+from ..planning.text import fields_text
+from ..planning.tune_cache import Found, Measured, best_of, keep, load, withdraw
+from .clock_worker import ClockWorker, Compiled
+from .compiled import failure
+from .generations import clock_rate
+from .report import AnyPlan
+
+__all__ = ["MOST", "Candidates", "Progress", "Scheduled", "Search", "Todo", "TuneReport", "run_search"]
+
+MOST = 16  # candidates per pass
+_REPEATS, _LEAST_SECONDS = 5, 0.1
+
+Progress = Callable[[int, int, str], None]
+Candidates = dict[str, tuple[dict[str, Any], ...]]  # of each pass, the heuristic's own first
+Todo = list[tuple[str, dict[str, Any]]]  # passes and fields
+
+
+class TuneReport(NamedTuple):
+    """A search: what was measured, the heuristic's own candidates first, and what is stored."""
+
+    plan: AnyPlan
+    how: str
+    candidates: Candidates
+    found: Found
+    reused: int
+
+    @property
+    def best(self) -> dict[str, Measured]:
+        """The fastest candidate of each pass."""
+        return best_of(self.found.measured, self.how)
+
+    def measured(self, part: str) -> list[Measured]:
+        """This search's candidates of a pass, in order."""
+        kept = {one.name: one for one in self.found.measured}
+        names = [Measured(part, fields, self.how, None).name for fields in self.candidates[part]]
+        return [kept[name] for name in names if name in kept]
+
+    def heuristic(self, part: str) -> Measured:
+        """The candidate that would run without a search."""
+        return self.measured(part)[0]
+
+
+class Scheduled(NamedTuple):
+    """What is compiled for a candidate's static clock, with fields that it doesn't hold itself; for each of its kernels, the
+    cycles of the whole pass by those that the compiler's schedule tells."""
+
+    compiled: Compiled
+    fields: Mapping[str, Any]
+    kernels: dict[str, Callable[[Any], int]]
+
+
+class Search(ABC):
+    """What is searched: a call or a step, for one device. key: what a measurement depends on."""
+
+    key: dict[str, Any]
+    device_kind: str
+
+    @abstractmethod
+    def candidates(self, how: str) -> Mapping[str, tuple[dict[str, Any], ...]]:
+        """What is tried for each pass."""
+
+    @abstractmethod
+    def resolve(self, fields: Mapping[str, Any]) -> OperationConfig:
+        """The whole config with some fields. Errors: ConfigError if they are refused."""
+
+    @abstractmethod
+    def program(self, part: str, fields: Mapping[str, Any]) -> Callable[[], Any]:
+        """A function that runs a candidate once, on this machine's device."""
+
+    @abstractmethod
+    def scheduled(self, part: str, fields: dict[str, Any]) -> Scheduled:
+        """What is compiled for a candidate's static clock on a TPU."""
+
+    def by_clock(self, todo: Todo) -> Iterator[Measured]:
+        """Estimates as they are made. Default: by a TPU's schedule; the parts take turns, so that different kernels compile in
+        parallel."""
+        workers: dict[str, ClockWorker] = {}
+        lock = threading.Lock()
+
+        def worker(kernel: str) -> ClockWorker:
+            with lock:
+                return workers.setdefault(kernel, ClockWorker(kernel))
+
+        def one(part: str, fields: dict[str, Any]) -> Measured:
+            compiled, more, kernels = self.scheduled(part, fields)
+            cycles, vmem = 0, list[int | None]()
+            for name, cycles_of in kernels.items():
+                outcome = worker(name).ask(self.device_kind, compiled, part, more)
+                if outcome.cycles is None:
+                    return Measured(part, fields, "static", None, outcome.failure, {"lost": outcome.lost})
+                cycles += cycles_of(outcome.cycles)
+                vmem.append(outcome.vmem)
+            detail = {"cycles": cycles, "vmem_bytes": None if None in vmem else max(used or 0 for used in vmem)}
+            return Measured(part, fields, "static", cycles / clock_rate(self.device_kind), None, detail)
+
+        pool = ThreadPoolExecutor(max(1, min(len(todo), os.cpu_count() or 1)))
+        try:
+            futures: list[Future[Measured]] = [pool.submit(one, part, fields) for part, fields in _in_turn(todo)]
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for started in workers.values():
+                started.close()
+
+    def by_time(self, todo: Todo) -> Iterator[Measured]:
+        """Median times, one candidate after the other: nothing else may run meanwhile."""
+        for part, fields in todo:
+            try:
+                seconds = _median(self.program(part, fields))
+            except AttnOpsError as error:
+                yield Measured(part, fields, "device", None, str(error))
+            except Exception as error:  # raised by the compiler or the device
+                yield Measured(part, fields, "device", None, failure(error).message)
+            else:
+                yield Measured(part, fields, "device", seconds)
+
+
+def run_search(search: Search, how: str, most: int, progress: Progress | None) -> tuple[Candidates, Found, int]:
+    """(candidates, what is stored, how many were measured before). Stored measurements aren't repeated."""
+    candidates = {part: ways[:most] for part, ways in search.candidates(how).items()}
+    withdraw(search.key, search.resolve)
+    kept = {one.name for one in load(search.key).measured if not one.detail.get("lost")}
+    asked = [(part, fields) for part, ways in candidates.items() for fields in ways]
+    todo = [(part, fields) for part, fields in asked if Measured(part, fields, how, None).name not in kept]
+    reused = done = len(asked) - len(todo)
+    tell = progress or (lambda done, of, what: None)
+    tell(done, len(asked), "")
+    for one in search.by_time(todo) if how == "device" else search.by_clock(todo):
+        keep(search.key, [one])
+        done += 1
+        tell(done, len(asked), f"{one.part}: {fields_text(one.fields) or 'by rule'}")
+    return candidates, keep(search.key, [], finished=how), reused
+
+
+def _in_turn(todo: Todo) -> Todo:
+    parts = [[one for one in todo if one[0] == part] for part in dict.fromkeys(part for part, _ in todo)]
+    return [one for row in itertools.zip_longest(*parts) for one in row if one is not None]
+
+
+def _median(run: Callable[[], Any]) -> float:
+    jax.block_until_ready(run())
+    taken: list[float] = []
+    while len(taken) < _REPEATS or sum(taken) < _LEAST_SECONDS:
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
