@@ -33,7 +33,7 @@ class TileSteps(NamedTuple):
 
 _DIMS = (64, 128, 256)
 # (forward, gradients of key and value, gradient of the query) by the power of two that holds the head dim. Chosen from the
-# compiled programs (docs/gpu.md): few or no spills, then the fewest stalls in the inner loop. Not timed on a GPU.
+# compiled programs (benchmarks/gpu.md): few or no spills, then the fewest stalls in the inner loop. Not timed on a GPU.
 _HOPPER = {
     64: (_Sizes(128, 64, 4, 3), _Sizes(64, 128, 8, 2), _Sizes(128, 64, 4, 3)),
     128: (_Sizes(128, 128, 8, 2), _Sizes(64, 128, 8, 2), _Sizes(128, 64, 8, 1)),
