@@ -1,4 +1,4 @@
-"""Writes the block sizes that tools/block_table.py found: the table that plans of splash read, and benchmarks/block-choices.md."""
+"""Writes the block sizes that tools/block_table.py found: a table that plans of splash read, and benchmarks/block-choices.md."""
 
 from __future__ import annotations
 
