@@ -1,7 +1,7 @@
 """A sequence split over eight devices: attnops and other implementations. Time, temporary memory, bytes sent, balance.
 
     python benchmarks/parallel.py [--python ejkernel=PATH] [--python tokamax=PATH] [--json FILE] [--only TEXT]
-    python benchmarks/parallel.py --report --json FILE [--page docs/benchmarks/sequence-parallel.md]
+    python benchmarks/parallel.py --report --json FILE [--page benchmarks/sequence-parallel.md]
 
 The devices are virtual: one machine's cores do the work of all eight. So a time here is the SUM of what the devices do, over
 the cores, with every copy between them in memory; it is neither the time of the slowest device nor does it include a network. A
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--skip", action="append", default=[], choices=("time", "balance", "described"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--report", action="store_true", help="only print the JSON file's results")
-    parser.add_argument("--page", type=Path, help="put the tables into this page of the manual")
+    parser.add_argument("--page", type=Path, help="put the tables into this page")
     options = parser.parse_args()
     if options.report:
         if not options.json:

@@ -180,7 +180,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def fill(page: Path, found: dict[str, Any]) -> None:
-    """Put the tables where the manual's page has `<!-- parallel: NAME -->` and, after the old one, `<!-- end -->`."""
+    """Put the tables where the page has `<!-- parallel: NAME -->` and, after the old one, `<!-- end -->`."""
     rows = found["rows"]
     tables = {
         "seconds": _cells(rows, "seconds"),

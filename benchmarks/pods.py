@@ -1,7 +1,7 @@
 """Split sequences on pods that aren't here: what each strategy sends and holds, from programs compiled for described TPUs.
 
     python benchmarks/pods.py [--only NAME ...] [--json FILE [--resume]]
-    python benchmarks/pods.py --report --json FILE [--page docs/benchmarks/pods.md]
+    python benchmarks/pods.py --report --json FILE [--page benchmarks/pods.md]
 
 Two kinds of cells. `attention`: the attention of Llama-3 70B (64 heads, 8 kv heads, 128 wide) on one sequence of 131072
 tokens in bfloat16, causal, with all gradients, at 8, 64 and 256 chips of v5p and v5e. `layer`: the whole decoder layer with
@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--report", action="store_true")
-    parser.add_argument("--page", type=Path, help="put the tables into this page of the manual")
+    parser.add_argument("--page", type=Path, help="put the tables into this page")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.cell:

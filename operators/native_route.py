@@ -30,7 +30,7 @@ class NativeRoute(Route):
     block_kv_backward: int | None = None
 
 
-# For the measurements behind these numbers see docs/native-path.md.
+# For the measurements behind these numbers see benchmarks/native-path.md.
 # Logits of a batch row so small that one product over the whole batch beats a loop over it, while those of the batch stay in
 # the cache.
 _PLAIN_ROW_BYTES, _PLAIN_BYTES = 512 << 10, 8 << 20

@@ -1,4 +1,4 @@
-"""Writes the block sizes that tools/block_table.py found: the table that plans of splash read, and a page of the manual."""
+"""Writes the block sizes that tools/block_table.py found: a table that plans of splash read, and benchmarks/block-choices.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnops.operators.splash.candidates import SHIPPED
 from attnops.verify.generations import abstract_target
 
 TARGETS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "block-choices.md"
+PAGE = Path(__file__).resolve().parent.parent / "benchmarks" / "block-choices.md"
 BEGIN, END = (f"<!-- {word}: written by tools/block_table.py -->" for word in ("begin", "end"))
 
 

@@ -1,7 +1,7 @@
 """Choose block sizes for the shapes of real models on every TPU generation, and ship them.
 
     python tools/block_table.py --search WORK.json     compile what WORK.json lacks, then write the table
-    python tools/block_table.py --write WORK.json      only write operators/splash/shipped.json and docs/block-choices.md
+    python tools/block_table.py --write WORK.json      only write operators/splash/shipped.json and benchmarks/block-choices.md
 
 For each shape of tests/data/model_shapes.json (bfloat16, mode train, one device) the first candidates of both passes of attnops'
 splash kernels are compared by static cycles. The cycles of a tile don't depend on the length, so they are read from compiling

@@ -38,7 +38,7 @@ from attnops.verify.search import TuneReport
 from attnops.verify.tune import tune_plan
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "block-choices.md"
+PAGE = ROOT / "benchmarks" / "block-choices.md"
 BEGIN, END = (f"<!-- {word}: written by tools/gpu_block_table.py -->" for word in ("begin", "end"))
 MOST = 3  # candidates per pass
 BATCH = 8  # enough rows and heads to fill a GPU, so that no pass splits its keys

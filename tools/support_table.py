@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from attnops.planning import FEATURES, METHODS, Capability, PlannedOperation
+from attnops.planning.capability import Tolerance
 from attnops.registry import OperationRegistry
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
@@ -42,20 +43,19 @@ def tables() -> str:
     distinct = list(_distinct(own))
     parts = [
         "## Which method runs where",
-        _table(("Operation", *METHODS), (_platforms(name, op) for name, op in own.items())),
+        _platforms(own),
         "## Features",
         _features([(name, c) for name, c in distinct if c.tolerance]),
         "## Rules",
-        "A rule is a condition on the sizes, dtypes and config of one call. Implementations without rules are not listed.",
+        "A rule is a condition on the sizes, dtypes and config of one call.",
         _rules(distinct),
         "## Published tolerances",
-        "A tolerance limits the error of each row: the largest error in the row against the float64 reference, divided by the "
-        "size of the row. *Forward* is for outputs, *backward* for gradients.",
+        "A tolerance limits the error of each row: its largest error against the float64 reference, divided by the size of the "
+        "row. *Forward* is for outputs, *backward* for gradients.",
         "- A row is the output of one query and head, or the gradient of one query and head, or of one key and head. Each "
         "log-sum-exp, and the gradient of each sink, is a row of its own.\n"
         "- The size of a row is its largest absolute value, but at least the root of the sum of squares of the terms that are "
-        "added to make it. Rounding those terms leaves an error of about that size in the sum, even where they cancel. The size "
-        "of a log-sum-exp is at least 1.",
+        "added to make it. The size of a log-sum-exp is at least 1.",
         _tolerances(distinct),
     ]
     return "\n\n".join(parts)
@@ -69,9 +69,12 @@ def _distinct(operations: dict[str, type[PlannedOperation]]) -> Iterator[tuple[s
                 yield f"{name}.{method}", operation.capability(method)
 
 
-def _platforms(name: str, operation: type[PlannedOperation]) -> tuple[str, ...]:
-    chosen = operation.running_methods().values()
-    return (f"`{name}`", *(f"`{method}`" for method in chosen))
+def _platforms(operations: dict[str, type[PlannedOperation]]) -> str:
+    names: dict[tuple[str, ...], list[str]] = {}  # operations with the same methods share a row
+    for name, operation in operations.items():
+        methods = tuple(f"`{method}`" for method in operation.running_methods().values())
+        names.setdefault(methods, []).append(f"`{name}`")
+    return _table(("Operation", *METHODS), ((", ".join(of), *methods) for methods, of in names.items()))
 
 
 def _features(implementations: list[tuple[str, Capability]]) -> str:
@@ -84,21 +87,25 @@ def _features(implementations: list[tuple[str, Capability]]) -> str:
 
 
 def _rules(implementations: list[tuple[str, Capability]]) -> str:
-    rows = (
-        (f"`{name}`", f"`{rule.code}`", f"`{rule.field}`", rule.hint)
-        for name, capability in implementations
-        for rule in capability.rules
-    )
+    codes: dict[tuple[str, str, str], list[str]] = {}  # rules that differ by nothing but their code share a row
+    for name, capability in implementations:
+        for rule in capability.rules:
+            codes.setdefault((name, rule.field, rule.hint), []).append(f"`{rule.code}`")
+    rows = ((f"`{name}`", ", ".join(of), f"`{field}`", hint) for (name, field, hint), of in codes.items())
     return _table(("Implementation", "Code", "Field", "Hint"), rows)
 
 
 def _tolerances(implementations: list[tuple[str, Capability]]) -> str:
+    def both(bound: Tolerance | None) -> str:
+        if bound is None:
+            return "-"
+        return f"{bound.forward:g}" + ("" if bound.backward is None else f", {bound.backward:g}")
+
+    dtypes = ("float64", "float32", "bfloat16", "float16")
     rows = (
-        (f"`{name}`", dtype, f"{bound.forward:g}", "-" if bound.backward is None else f"{bound.backward:g}")
-        for name, capability in implementations
-        for dtype, bound in capability.tolerance.items()
+        (f"`{name}`", *(both(c.tolerance.get(dtype)) for dtype in dtypes)) for name, c in implementations if c.tolerance
     )
-    return _table(("Implementation", "Run-time dtype", "Forward", "Backward"), rows)
+    return _table(("Implementation: forward, backward", *dtypes), rows)
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -1,4 +1,4 @@
-"""Compile splash for described TPUs, feature by feature, and write the results to docs/tpu-support.md.
+"""Compile splash for described TPUs, feature by feature, and write the results to benchmarks/tpu-support.md.
 
     python tools/tpu_support.py --write [--again]   compiles what benchmarks/results/tpu_support.json lacks, then writes the page
     python tools/tpu_support.py --page              only writes the page
@@ -45,7 +45,7 @@ from attnops.verify.call import verify_call
 from attnops.verify.topology import described_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "tpu-support.md"
+PAGE = ROOT / "benchmarks" / "tpu-support.md"
 DATA = ROOT / "benchmarks" / "results" / "tpu_support.json"
 TARGETS = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 KERNELS = ("attnops", "jax", "tokamax")
@@ -247,21 +247,14 @@ def page(data: dict[str, Any]) -> str:
 
 _INTRO = """# TPU support
 
-This page shows which `splash` calls compile for which TPU generation, and how much VMEM they use. `tools/tpu_support.py` wrote it
-with jax {jax}, libtpu {libtpu} and tokamax {tokamax}.
+Which `splash` calls compile for which TPU generation, and how much VMEM they use. `tools/tpu_support.py` wrote this page with jax
+{jax}, libtpu {libtpu} and tokamax {tokamax}. Nothing ran on a TPU.
 
-!!! warning "Nothing on this page ran on a TPU"
-    `attnops.verify` compiled each cell for one described device of that generation, forward and with the gradient, at batch 2,
-    512 tokens and 4 heads. That a cell compiles doesn't show that its numbers are right; they are compared with the
-    reference in [Pallas' interpreter](verification.md). Longer calls use larger blocks and more VMEM; check a call of
-    your own with [`attnops verify`](command-line.md#attnops-verify).
-
-Each cell shows the MiB of VMEM that the largest kernel uses: in the forward pass / in forward and backward together.
-
-- *refused*: the plan refuses the call before anything is compiled.
-- *fails*: the compiler refuses it.
-
-Features are tested one at a time, in bfloat16 with head dimension 128; [Support](support.md) says what they mean."""
+- Each cell was compiled for one described device, forward and with the gradient: batch 2, 512 tokens, 4 heads. Longer calls take
+  larger blocks and more VMEM; check a call of your own with [`attnops verify`](../docs/command-line.md#attnops-verify).
+- A cell has the MiB of VMEM of the largest kernel: in the forward pass / in forward and backward together.
+- *refused*: the plan refuses the call. *fails*: the compiler refuses it.
+- Features are tested one at a time, in bfloat16 with head dimension 128. [Support](../docs/support.md#features) explains them."""
 
 
 def _code(feature: str) -> str:

@@ -18,7 +18,7 @@ __all__ = ["least_shared_bytes", "resolve_flash", "sizes_of", "steps_note", "ste
 
 _DIMS = (64, 128, 256)
 # (forward, gradients of key and value, gradient of the query) by the power of two that holds the head dim. Chosen from the
-# compiled programs (docs/gpu.md): few or no spills, then the fewest stalls in the inner loop. Not timed on a GPU.
+# compiled programs (benchmarks/gpu.md): few or no spills, then the fewest stalls in the inner loop. Not timed on a GPU.
 _HOPPER = {
     64: (TileSizes(128, 64, 4, 3), TileSizes(64, 128, 8, 2), TileSizes(128, 64, 4, 3)),
     128: (TileSizes(128, 128, 8, 2), TileSizes(64, 128, 8, 2), TileSizes(128, 64, 8, 1)),

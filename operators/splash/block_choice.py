@@ -21,7 +21,7 @@ from .vmem_count import ROOM, counted_vmem, vmem_need, vmem_room
 
 __all__ = ["heads_together", "resolve_attnops"]
 
-# From the static cycles of the compiled kernels (docs/splash.md): a product over half of a 1024-block at a time lets the
+# From the static cycles of the compiled kernels (benchmarks/splash.md): a product over half of a 1024-block at a time lets the
 # compiler overlap the softmax of one half with the products of the other.
 _SIZES, _COMPUTE = (1024, 512, 256, 128), 512
 _WIDE = 2048  # with pipelined tiles, each of which starts and ends with units that don't overlap

@@ -63,7 +63,9 @@ def test_the_native_path_in_the_readme() -> None:
 
 @pytest.mark.parametrize("rival", RIVALS)
 def test_the_native_paths_own_page(rival: str) -> None:
-    assert f"| {_summary(_native(rival))} |" in (DOCS / "benchmarks" / "native-path.md").read_text(encoding="utf-8")
+    assert f"| {_summary(_native(rival))} |" in (pages.ROOT / "benchmarks" / "native-path.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_native_path_in_the_manual() -> None:

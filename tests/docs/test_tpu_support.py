@@ -1,4 +1,4 @@
-"""docs/tpu-support.md is what tools/tpu_support.py makes of its data, and some of the data is made again."""
+"""benchmarks/tpu-support.md is what tools/tpu_support.py makes of its data, and some of the data is made again."""
 
 from __future__ import annotations
 
