@@ -7,7 +7,6 @@ route, chunks go block by block.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from ...errors import InputError
 from .page_layout import page_shape
-from .paged_checks import check_numbers, check_operands, check_window, int32
+from .paged_checks import check_numbers, check_operands, int32, options_of, refuse_gradient
 from .paged_chunks import attend_chunks
 from .paged_decode import attend_decode
 from .paged_step import Batch, PagedOperands, PagedStatic, batch_of
@@ -92,16 +91,10 @@ def paged_attention(
         operands = operands._replace(shard=int32("page_shard", page_shard))
     check_operands(operands, layout)
     operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
-    left, right = check_window(sliding_window)
     platform = jax.default_backend() if platform is None else platform
     chosen = _sizes(operands, layout)
     static = PagedStatic(
-        scale=float(softmax_scale),
-        causal=bool(causal),
-        left=left,
-        right=right,
-        soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
-        max_q_len=max_q_len,
+        **options_of(softmax_scale, causal, sliding_window, logits_soft_cap, max_q_len),
         platform=platform,
         pages_a_block=pages_a_block or chosen[0],
         pairs=pairs or chosen[1],
@@ -163,12 +156,7 @@ def _attend(static: PagedStatic, operands: PagedOperands) -> tuple[jax.Array, ja
     return jnp.where(attended[:, None, None], output, 0), jnp.where(attended[:, None], lse, -jnp.inf)
 
 
-@_attend.defjvp
-def _no_gradient(static: PagedStatic, primals: Any, tangents: Any) -> Any:
-    raise InputError(
-        "paged attention was differentiated; wanted a call outside jax.grad: serving has no gradient. "
-        "Train with the operation vanilla or splash, or put jax.lax.stop_gradient around the arguments."
-    )
+_attend.defjvp(refuse_gradient)
 
 
 def places(operands: PagedOperands, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:

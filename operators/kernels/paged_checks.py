@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from ...page_layouts import LAYOUTS
 from .page_layout import page_shape
 from .paged_step import PagedOperands
 
-__all__ = ["check_numbers", "check_operands", "check_window", "int32"]
+__all__ = ["check_numbers", "check_operands", "int32", "options_of", "refuse_gradient"]
 
 _QUERIES = ("float16", "bfloat16", "float32")
 _QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -83,6 +83,14 @@ def check_numbers(softmax_scale: object, soft_cap: object, sizes: Mapping[str, o
             raise InputError(f"{name}={shown(size)}; wanted a whole number from 1 on, or None.")
 
 
+def refuse_gradient(*_: object) -> NoReturn:
+    """The derivative of paged attention. Errors: InputError."""
+    raise InputError(
+        "paged attention was differentiated; wanted a call outside jax.grad: serving has no gradient. "
+        "Train with the operation vanilla or splash, or put jax.lax.stop_gradient around the arguments."
+    )
+
+
 def int32(name: str, x: Any) -> jax.Array:
     """An array of lengths or ids as int32."""
     dtype = jnp.result_type(x)
@@ -91,12 +99,25 @@ def int32(name: str, x: Any) -> jax.Array:
     return jnp.asarray(x).astype(np.int32)
 
 
-def check_window(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
-    """Inclusive distances to the left and to the right."""
+def options_of(
+    softmax_scale: float,
+    causal: bool,
+    sliding_window: tuple[int | None, int | None] | None,
+    soft_cap: float | None,
+    max_q_len: int | None,
+) -> dict[str, Any]:
+    """The fields of PagedOptions."""
+    left, right = _window(sliding_window)
+    cap = None if soft_cap is None else float(soft_cap)
+    seen = {"causal": bool(causal), "left": left, "right": right}
+    return seen | {"scale": float(softmax_scale), "soft_cap": cap, "max_q_len": max_q_len}
+
+
+def _window(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     ends = tuple(window) if isinstance(window, tuple | list) else ()
-    if len(ends) != 2 or not all(n is None or (isinstance(n, int) and n >= 0) for n in ends):
+    if len(ends) != 2 or not all(n is None or is_whole(n, 0) for n in ends):
         raise InputError(
             f"sliding_window={shown(window)}; wanted (left, right), distances of 0 or more, None for no limit: "
             "the last n keys are (n - 1, 0)."

@@ -22,7 +22,7 @@ from .lse import LN2, LOG2E, divisor_and_lse, subtracted
 from .page_layout import fetch, fetch_joint_heads, page_shape
 from .primitives import counted, where
 
-__all__ = ["Batch", "PagedOperands", "PagedStatic", "Sums", "Tiles", "batch_of", "finish"]
+__all__ = ["Batch", "PagedOperands", "PagedOptions", "PagedStatic", "Sums", "Tiles", "batch_of", "finish"]
 
 # Key heads, and rows over all of them, up to which a CPU is faster with one block-diagonal product than per head.
 _JOINT_HEADS = 4
@@ -30,9 +30,8 @@ _JOINT_ROWS = 32
 
 
 @dataclass(frozen=True)
-class PagedStatic:
-    """Everything known at trace time. large_blocks: pages in the larger blocks of a single decoding sequence, 0 for none. stride:
-    how many shards share the pages of a sequence in turn."""
+class PagedOptions:
+    """How a call weighs keys, and which of them a row may see: inclusive distances, None for no limit."""
 
     scale: float
     causal: bool
@@ -40,6 +39,19 @@ class PagedStatic:
     right: int | None
     soft_cap: float | None
     max_q_len: int | None
+
+    @property
+    def reach(self) -> int | None:
+        """How far to the right of itself a row sees."""
+        ends = [n for n in (0 if self.causal else None, self.right) if n is not None]
+        return min(ends) if ends else None
+
+
+@dataclass(frozen=True)
+class PagedStatic(PagedOptions):
+    """Everything known at trace time. large_blocks: pages in the larger blocks of a single decoding sequence, 0 for none. stride:
+    how many shards share the pages of a sequence in turn."""
+
     platform: str
     pages_a_block: int
     pairs: int
@@ -145,9 +157,8 @@ class Tiles:
         static = self.static
         begin = jnp.zeros_like(kv_len) if static.left is None else jnp.maximum(first - static.left, 0)
         end = jnp.minimum(kv_len, self.width * static.stride * self.page)
-        reach = [n for n in (0 if static.causal else None, static.right) if n is not None]
-        if reach:
-            end = jnp.minimum(end, last + min(reach) + 1)
+        if static.reach is not None:
+            end = jnp.minimum(end, last + static.reach + 1)
         begin_page = lax.div(begin, np.int32(self.page))
         end_page = lax.div(jnp.maximum(end, 0) + np.int32(self.page - 1), np.int32(self.page))
         end_page = jnp.where(end > begin, end_page, begin_page)

@@ -1,4 +1,4 @@
-"""The precision that a product requests of a matrix unit, so that its factors aren't rounded."""
+"""Products of a matrix unit whose factors aren't rounded, by the precision that they request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["exact"]
+__all__ = ["exact", "tile_product"]
 
 
 def exact(dtype: jax.typing.DTypeLike) -> lax.Precision:
@@ -17,3 +17,9 @@ def exact(dtype: jax.typing.DTypeLike) -> lax.Precision:
     accepts only the default for bfloat16.
     """
     return lax.Precision.DEFAULT if jnp.dtype(dtype) == jnp.bfloat16 else lax.Precision.HIGHEST
+
+
+def tile_product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+    """Matrix product over an axis of each, summed in float32."""
+    dims = (((a_axis,), (b_axis,)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=exact(a.dtype), preferred_element_type=jnp.float32)

@@ -6,6 +6,7 @@ A tile is [query rows, keys] or, with `across`, [keys, query rows], where the gr
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 from ..block_words import BlockWords
 from ..local_mask import Dropout, LocalMask
 from ..lse import LOG2E
-from ..precision import exact
+from ..precision import tile_product
 from ..seen_keys import Seen
 from ..tile_mask import TileLogits, TileMask, traced_numbers
 from .arrays import Along, Arrays, index
@@ -32,13 +33,7 @@ Words = tuple[BlockWords | None, ...]
 
 def product(a: list[jax.Array], b: list[jax.Array], a_axis: int, b_axis: int) -> jax.Array:
     """The sum of matrix products over an axis of each, in float32."""
-    total = None
-    for x, y in zip(a, b, strict=True):
-        dims = (((a_axis,), (b_axis,)), ((), ()))
-        part = lax.dot_general(x, y, dims, precision=exact(x.dtype), preferred_element_type=jnp.float32)
-        total = part if total is None else total + part
-    assert total is not None
-    return total
+    return functools.reduce(operator.add, (tile_product(x, y, a_axis, b_axis) for x, y in zip(a, b, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from ....errors import InputError, shown
 from ..paged import places
-from ..paged_checks import check_numbers, check_operands, check_window, int32
+from ..paged_checks import check_numbers, check_operands, int32, options_of, refuse_gradient
 from ..paged_step import PagedOperands, batch_of
 from ..varying import alike
 from .chunks import attend_chunks
@@ -98,18 +98,12 @@ def paged_attention_tpu(
         return PagedOperands(**arrays, **lengths, key_scale=key_scale, value_scale=value_scale)
 
     check_operands(operands_of(*as_split), "split")
-    left, right = check_window(sliding_window)
     value_row = key_pages.shape[-1] if value_pages is None else value_pages.shape[-1]
     geometry = replace(_geometry(layout, operands_of(*as_split)), key_row=key_pages.shape[-1], value_row=value_row)
     operands = operands_of(key_pages, value_pages, key_scale, value_scale)
     options = Options(
-        scale=float(softmax_scale),
-        causal=bool(causal),
-        left=left,
-        right=right,
-        soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+        **options_of(softmax_scale, causal, sliding_window, logits_soft_cap, max_q_len),
         sinks=sinks is not None,
-        max_q_len=max_q_len,
         pages_per_block=pages_per_block or 0,
         queries_per_block=queries_per_block or 0,
         buffers=buffers or 0,
@@ -240,12 +234,7 @@ def _attend(
     return output, jnp.where(heads_last(live, lse), lse, unseen), after
 
 
-@_attend.defjvp
-def _no_gradient(geometry: Geometry, options: Options, primals: Any, tangents: Any) -> Any:
-    raise InputError(
-        "paged attention was differentiated; wanted a call outside jax.grad: serving has no gradient. "
-        "Train with the operation vanilla or splash, or put jax.lax.stop_gradient around the arguments."
-    )
+_attend.defjvp(refuse_gradient)
 
 
 def _arrays(

@@ -15,10 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..precision import tile_product
 from .geometry import LANES, Geometry, Options
 from .pages import Pages, walk, whole_word
 from .run import call
-from .softmax import Columns, Sums, add, begin, finish, in_lanes, live_keys, pieces, product, seen_keys, spread, weigh
+from .softmax import Columns, Sums, add, begin, finish, in_lanes, live_keys, pieces, seen_keys, spread, weigh
 from .units import FIELDS, Unit, most_chunk_units, row_alignment
 
 __all__ = ["attend_chunks", "chunk_scratch"]
@@ -99,7 +100,7 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
                 def of_head(head: Any) -> None:
                     query = refs["query_buffer"][half_of_query, pl.ds(head * group, group)]
                     query = query.reshape(rows, geometry.query_dim).astype(geometry.compute_dtype)
-                    raw = product(query, pages.key(slot, head), 1, 1)
+                    raw = tile_product(query, pages.key(slot, head), 1, 1)
                     scale = column(columns.key_scale, head)
                     scale = None if scale is None else spread(scale, size)
                     if "key_scale" in by_token:
@@ -110,7 +111,7 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
                     p, peak, total, shrink = add(sums, x)
                     if "value_scale" in by_token:
                         p = p * row_of(by_token["value_scale"], head)
-                    step = product(p.astype(geometry.compute_dtype), pages.value(slot, head), 1, 0)
+                    step = tile_product(p.astype(geometry.compute_dtype), pages.value(slot, head), 1, 0)
                     refs["peak"][head], refs["total"][head] = peak, total
                     refs["weighted"][head] = sums.weighted * spread(shrink, geometry.summed_dim) + step
 

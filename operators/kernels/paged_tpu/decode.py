@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..precision import tile_product
 from .geometry import LANES, Geometry, Options, sublanes
 from .pages import Pages, walk
 from .run import call
@@ -28,7 +29,6 @@ from .softmax import (
     in_lanes,
     live_keys,
     pieces,
-    product,
     seen_keys,
     spread,
     weigh,
@@ -95,14 +95,14 @@ def _all_at_once(
 ) -> Sums:
     kv_heads = geometry.kv_heads
     place, there = live_keys(geometry, options, first, word, unit.keys, kv_heads)
-    raw = product(query, pages.flat(False, slot), 1, 1)
+    raw = tile_product(query, pages.flat(False, slot), 1, 1)
     lane = lax.broadcasted_iota(jnp.int32, (1, raw.shape[1]), 1)
     head = lane - divided(lane, kv_heads) * kv_heads
     head = jnp.where(seen_keys(options, there, place, unit.position), head, -1)
     own = head == divided(lax.broadcasted_iota(jnp.int32, raw.shape, 0), geometry.group)
     scale = None if columns.key_scale is None else spread(refs["columns"][columns.key_scale], raw.shape[1])
     p, peak, total, shrink = add(sums, jnp.where(own, weigh(options, raw, scale), -jnp.inf))
-    step = product(p.astype(geometry.compute_dtype), pages.flat(True, slot), 1, 0)
+    step = tile_product(p.astype(geometry.compute_dtype), pages.flat(True, slot), 1, 0)
     return Sums(peak, total, sums.weighted * spread(shrink, step.shape[1]) + step)
 
 
@@ -128,7 +128,7 @@ def _head_by_head(
     }
 
     def logits(rows: slice, head: int) -> jax.Array:
-        raw = product(query[rows], keys[head], 1, 1)
+        raw = tile_product(query[rows], keys[head], 1, 1)
         scale = by_token.get("key_scale")
         return raw if scale is None else raw * scale[head : head + 1]
 
@@ -136,7 +136,7 @@ def _head_by_head(
         part, scale = p[rows], by_token.get("value_scale")
         if scale is not None:
             part = part * scale[head : head + 1]
-        return product(part.astype(geometry.compute_dtype), values[head], 1, 0)
+        return tile_product(part.astype(geometry.compute_dtype), values[head], 1, 0)
 
     keys = [pages.key(slot, j) for j in range(geometry.kv_heads)]
     raw = _by_head(geometry, logits)

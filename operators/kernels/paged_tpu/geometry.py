@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from ..default_promotion import wider
+from ..paged_step import PagedOptions
 
 __all__ = ["LANES", "NOTHING", "Geometry", "Layout", "Options", "sublanes"]
 
@@ -120,28 +121,16 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(PagedOptions):
     """The call's options and its block sizes."""
 
-    scale: float
-    causal: bool
-    left: int | None
-    right: int | None
-    soft_cap: float | None
     sinks: bool
-    max_q_len: int | None
     pages_per_block: int
     queries_per_block: int
     buffers: int  # blocks of pages in memory: the one being computed, and those being fetched
     vmem_limit_bytes: int | None
     interpret: bool | pltpu.InterpretParams
     writes: bool = False  # whether rows of one token are written by the kernel
-
-    @property
-    def reach(self) -> int | None:
-        """How far to the right of itself a row sees; None for no limit."""
-        ends = [n for n in (0 if self.causal else None, self.right) if n is not None]
-        return min(ends) if ends else None
 
 
 def sublanes(dtype: Any) -> int:

@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 
 from ..lse import LN2, LOG2E
-from ..precision import exact
 from .geometry import LANES, NOTHING, Geometry, Options
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "in_lanes",
     "live_keys",
     "pieces",
-    "product",
     "seen_keys",
     "spread",
     "weigh",
@@ -56,12 +54,6 @@ class Columns(NamedTuple):
     @property
     def many(self) -> int:
         return sum(i is not None for i in self)
-
-
-def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Matrix product over an axis of each, summed in float32."""
-    dims = (((a_axis,), (b_axis,)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=exact(a.dtype), preferred_element_type=jnp.float32)
 
 
 def spread(rows: jax.Array, width: int) -> jax.Array:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .forward import tile_product
+from ..precision import tile_product
 from .frame import Frame, Input, Output
 from .key_sums import KeySums
 from .schedule import FIRST, LAST

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from .forward import tile_product
+from ..precision import tile_product
 from .frame import Frame
 from .schedule import BODY, FIRST, LAST, kv_block_of, q_block_of
 from .tile import Logits, Tile, turned

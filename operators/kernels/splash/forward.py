@@ -16,23 +16,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..precision import exact
+from ..precision import tile_product
 from .frame import Frame, Output
 from .schedule import FIRST, LAST
 from .tile import Logits, Tile, columns
 from .units import Unit, pipelined, rows_of, units_of
 
-__all__ = ["forward_kernel", "forward_outputs", "forward_scratch", "tile_product"]
+__all__ = ["forward_kernel", "forward_outputs", "forward_scratch"]
 
 _LANES, _SUBLANES = 128, 16  # per register of bfloat16
 # The peak of a row without visible keys: finite, so that the exponential of -inf minus it is 0 and not NaN.
 _NOTHING = float(jnp.finfo(jnp.float32).min)
-
-
-def tile_product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Matrix product over an axis of each, summed in float32."""
-    dims = (((a_axis,), (b_axis,)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=exact(a.dtype), preferred_element_type=jnp.float32)
 
 
 def forward_outputs(
