@@ -9,17 +9,20 @@ from __future__ import annotations
 from . import pytrees as pytrees  # registers the pytrees
 from .algebra import And, Full, Mask, Not, Or
 from .block_sparse import Blocks, ChosenBlocks
+from .bounds import BlockBounds
 from .dynamic import Dense, Lengths, Positions, SegmentIds
 from .functions import MaskFunction, mask_function_names, register_mask_function
 from .node import Leaf
+from .own import register_mask
 from .patterns import a_shape, bigbird, dilated_blocks, local_blocks, longformer, strided_blocks
 from .schema import mask_json_schema
 from .serial import mask_from_dict
 from .slots import DynamicMask, Slot
-from .static import Causal, Chunked, Prefix, SlidingWindow, window_tokens
+from .static import Causal, Chunked, OffsetMask, Prefix, SlidingWindow, window_tokens
 
 __all__ = [
     "And",
+    "BlockBounds",
     "Blocks",
     "Causal",
     "ChosenBlocks",
@@ -32,6 +35,7 @@ __all__ = [
     "Mask",
     "MaskFunction",
     "Not",
+    "OffsetMask",
     "Or",
     "Positions",
     "Prefix",
@@ -46,6 +50,7 @@ __all__ = [
     "mask_from_dict",
     "mask_function_names",
     "mask_json_schema",
+    "register_mask",
     "register_mask_function",
     "strided_blocks",
     "window_tokens",

@@ -31,6 +31,7 @@ class Node(Generic[M]):
 
     kind: ClassVar[str]
     label: ClassVar[str] = ""  # used in `describe` instead of the kind
+    feature: ClassVar[str | None] = None  # the feature that a call with it requests; None: its kind
     is_slot: ClassVar[bool] = False
     # (field, public name, dimensions) of each array that a dynamic leaf holds.
     parts: ClassVar[tuple[tuple[str, str, tuple[str, ...]], ...]] = ()
@@ -119,7 +120,7 @@ class Node(Generic[M]):
         found = set()
         for conjunct in self.conjuncts():
             for atom in conjunct.atoms():
-                found.add(atom.kind if atom.is_static or atom is conjunct else "dynamic_or")
+                found.add((atom.feature or atom.kind) if atom.is_static or atom is conjunct else "dynamic_or")
         return frozenset(found - {"full"})
 
     def bind(self, query_offset: int) -> M:

@@ -12,15 +12,13 @@ from typing import Any, cast
 import jax
 
 from ..pytree_export import exported
-from .algebra import And, Full, Mask, Not, Or, raw
-from .block_sparse import Blocks, ChosenBlocks
+from .algebra import And, Mask, Not, Or, raw
+from .block_sparse import ChosenBlocks
 from .dynamic import Dense, Lengths, Positions, SegmentIds
-from .functions import MaskFunction
-from .serial import mask_from_dict
+from .serial import LEAVES, mask_from_dict
 from .slots import DynamicMask, Slot
-from .static import Causal, Chunked, Prefix, SlidingWindow
 
-__all__: list[str] = []
+__all__ = ["register_static"]
 
 
 def _register_static(cls: type[Mask]) -> None:
@@ -62,12 +60,16 @@ def _slot_from_fields(fields: dict[str, Any]) -> Slot:
     return Slot(**{**fields, "broadcast": tuple(fields["broadcast"])})
 
 
-for _static in (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction, Blocks, Slot):
-    _register_static(_static)
-    if _static is Slot:
-        exported(dataclasses.asdict, _slot_from_fields)(_static)
-    else:
-        exported(lambda mask: mask.to_dict(), mask_from_dict)(_static)
+def register_static(cls: type[Mask]) -> None:
+    """Make a kind of static leaf a pytree without leaves, which jax.export writes as JSON."""
+    _register_static(cls)
+    exported(lambda mask: mask.to_dict(), mask_from_dict)(cls)
+
+
+for _static in LEAVES.values():
+    register_static(_static)
+_register_static(Slot)
+exported(dataclasses.asdict, _slot_from_fields)(Slot)
 for _combined in (And, Or, Not):
     _register_node(_combined)
     exported(lambda _: None, lambda _: None)(_combined)

@@ -12,13 +12,15 @@ from .checks import DEEPEST
 from .functions import MaskFunction
 from .static import Causal, Chunked, Prefix, SlidingWindow
 
-__all__ = ["mask_from_dict"]
+__all__ = ["LEAVES", "kinds", "mask_from_dict"]
 
-_STATIC = (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction, Blocks)
-_LEAVES: dict[str, type[Any]] = {cls.kind: cls for cls in _STATIC}
+LEAVES: dict[str, type[Any]] = {
+    cls.kind: cls for cls in (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction, Blocks)
+}
+"""The static leaves by kind: those of attnops, and those that register_mask adds."""
 _SHORT: dict[str, Mask] = {"causal": Causal(), "full": Full()}
 _DYNAMIC = ("segment_ids", "kv_lengths", "positions", "dense_mask", "chosen_blocks")
-_KINDS = (*_LEAVES, And.kind, Or.kind, Not.kind)
+_COMBINED = (And.kind, Or.kind, Not.kind)
 
 
 # Names that other libraries and configs have for a kind's fields, and what is written here instead.
@@ -29,6 +31,11 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
     Chunked.kind: dict.fromkeys(("chunk", "chunk_size", "attention_chunk_size"), "size"),
     Prefix.kind: dict.fromkeys(("prefix", "prefix_length", "size", "n"), "length"),
 }
+
+
+def kinds() -> tuple[str, ...]:
+    """Every kind of mask that can be declared."""
+    return (*LEAVES, *_COMBINED)
 
 
 def mask_from_dict(data: Any) -> Mask:
@@ -58,15 +65,15 @@ def _read(data: Any, at: str, depth: int) -> Mask:
         wanted = 'an object such as {"kind": "causal"}, or "causal", or "full"'
         raise MaskError(f"{at} is {shown(data)}; wanted {wanted}{_in_python(data)}")
     if "kind" not in data:
-        raise MaskError(f'{at} has no kind; wanted one of {", ".join(_KINDS)}: add "kind"')
+        raise MaskError(f'{at} has no kind; wanted one of {", ".join(kinds())}: add "kind"')
     kind = data["kind"]
-    if not isinstance(kind, str) or kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in kinds():
         if kind in _DYNAMIC:
             raise MaskError(f"{at}.kind is {shown(kind)}, which holds arrays; a config can't: pass it in the call")
-        hint = nearest(kind, _KINDS)
-        raise MaskError(f"{at}.kind is {shown(kind)}; wanted one of {', '.join(_KINDS)}.{hint}")
-    if kind in _LEAVES:
-        return _leaf(_LEAVES[kind], data, at)
+        hint = nearest(kind, kinds())
+        raise MaskError(f"{at}.kind is {shown(kind)}; wanted one of {', '.join(kinds())}.{hint}")
+    if kind in LEAVES:
+        return _leaf(LEAVES[kind], data, at)
     if kind == Not.kind:
         return Not(_read(_fields(data, at, ("mask",), ())["mask"], f"{at}.mask", depth + 1))
     parts = _fields(data, at, ("masks",), ())["masks"]

@@ -1,0 +1,121 @@
+"""A mask kind of one's own is one class: every implementation takes it, with gradients, on meshes, in files and exports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import Attention, Causal, OperationMetadata, OperationRegistry
+from attnops.errors import MaskError
+from attnops.masks import BlockBounds, Mask, OffsetMask, mask_from_dict, register_mask
+from attnops.masks.serial import LEAVES
+from attnops.verify import reference_attention, reference_gradients
+
+
+@dataclass(frozen=True)
+class Dilated(OffsetMask):
+    """Key j is visible when x - j is a multiple of `step` and within `reach` before x."""
+
+    kind: ClassVar[str] = "dilated"
+    step: int
+    reach: int
+    offset: int | None = None
+
+    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
+        distance = self.position(rows, positions) - cols
+        return (distance % self.step == 0) & (distance >= 0) & (distance <= self.reach)
+
+    def block_bounds(self, blocks: Any) -> BlockBounds:
+        x, keys = self.block_positions(blocks), blocks.cols
+        some = (x.hi - keys.lo >= 0) & (x.lo - keys.hi <= self.reach)
+        return BlockBounds(some, jnp.zeros_like(some))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> Iterator[None]:
+    register_mask(Dilated)
+    yield
+    del LEAVES[Dilated.kind]
+
+
+RNG = np.random.default_rng(0)
+LENGTH = 256
+Q, K, V = (RNG.standard_normal((2, LENGTH, heads, 32)).astype(np.float32) for heads in (4, 2, 2))
+DISTANCE = np.arange(LENGTH)[:, None] - np.arange(LENGTH)[None, :]
+SEEN = ((DISTANCE % 3 == 0) & (DISTANCE >= 0) & (DISTANCE <= 90))[None, None]
+
+
+def test_it_is_what_it_says() -> None:
+    mask = Dilated(3, 90).materialise(slice(0, LENGTH), slice(0, LENGTH))
+    np.testing.assert_array_equal(mask, SEEN)
+    assert jax.tree.leaves(Dilated(3, 90)) == []
+    assert (Causal() & Dilated(3, 90)).describe() == "causal & dilated(step=3, reach=90)"
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("vanilla", {}),
+        ("vanilla", {"block_q": 64, "block_kv": 64}),
+        ("splash", {"block_q": 128, "block_kv": 128, "interpret": True}),
+        ("flash_attn2", {"block_q": 64, "block_kv": 64, "interpret": True}),
+        ("sdpa", {}),
+    ],
+)
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "tp": 2}])
+def test_every_implementation_takes_it(name: str, config: dict[str, Any], mesh: dict[str, int] | None) -> None:
+    metadata = OperationMetadata(mesh=mesh, operation_configs={name: config}, tuning="off", fallback="error")
+    attend = OperationRegistry.create(name, metadata)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        out = attend(q, k, v, mask=Dilated(3, 90)).attention_outputs
+        return out.sum(), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(Q, K, V)
+    want = reference_attention(Q, K, V, scale=32**-0.5, mask=SEEN).output
+    back = reference_gradients(Q, K, V, np.ones_like(want), scale=32**-0.5, mask=SEEN)
+    np.testing.assert_allclose(out, want, atol=5e-6)
+    for got, wanted in zip(gradients, (back["query"], back["key"], back["value"]), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=5e-5)
+
+
+@pytest.mark.parametrize("strategy", ["gather", "ring", "ulysses"])
+def test_split_sequences(strategy: str) -> None:
+    attend = OperationRegistry.create("vanilla", OperationMetadata(mesh={"sp": 2, "tp": 1}, sequence_parallel=strategy))
+    out = attend(Q, K, V, mask=Dilated(3, 90)).attention_outputs
+    np.testing.assert_allclose(out, reference_attention(Q, K, V, scale=32**-0.5, mask=SEEN).output, atol=5e-6)
+
+
+def test_a_file_declares_it() -> None:
+    declared = {"operation": "vanilla", "call": {"mask": {"kind": "dilated", "step": 3, "reach": 90}}}
+    attend = Attention(declared)
+    assert attend.declaration.call.mask == Dilated(3, 90)
+    assert Attention(attend.declared().to_dict()) == attend
+    assert mask_from_dict((Causal() & Dilated(3, 90)).to_dict()) == Causal() & Dilated(3, 90)
+    with pytest.raises(MaskError, match="unknown key 'stride'"):
+        mask_from_dict({"kind": "dilated", "step": 3, "reach": 90, "stride": 2})
+    with pytest.raises(MaskError, match="Did you mean 'dilated'"):
+        mask_from_dict({"kind": "dilatd", "step": 3})
+
+
+def test_what_is_no_kind() -> None:
+    with pytest.raises(MaskError, match="exists already"):
+        register_mask(Dilated)
+
+    class Plain(Mask):
+        kind: ClassVar[str] = "plain"
+
+    with pytest.raises(MaskError, match="frozen dataclass"):
+        register_mask(Plain)
+
+    class Unnamed(Mask):
+        kind: ClassVar[str] = "no name"
+
+    with pytest.raises(MaskError, match="wanted a name"):
+        register_mask(Unnamed)
