@@ -1,4 +1,4 @@
-"""The results of benchmarks/parallel.py as tables, for the terminal and for the manual."""
+"""The results of benchmarks/parallel.py as tables, for the terminal and for a page."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The keys of model configs: which concern attention and what they become, which concern other things, which are refused.
 
-The names are those of Hugging Face configs (transformers 5). docs/model-configs.md shows these tables, and tests cover them.
+The names are those of Hugging Face configs (transformers 5). docs/model-configs.md shows them, of other things only the subjects;
+tests hold it against these tables.
 """
 
 from __future__ import annotations

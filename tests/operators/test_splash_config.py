@@ -278,7 +278,7 @@ _LOCAL = Causal(0) & SlidingWindow(1023, 0, offset=0)
 def test_small_units_where_the_mask_leaves_out_more_than_they_cost(
     kind: str, dim: int, length: int, mask: Mask, forward: tuple[int, int], backward: tuple[int, int]
 ) -> None:
-    """As the static cycles of compiled kernels have it: docs/splash.md, Parts of a tile."""
+    """As the static cycles of compiled kernels have it: docs/splash.md, Units and code length."""
     x = jax.ShapeDtypeStruct((1, length, 1, dim), jnp.bfloat16)
     attend = OperationRegistry.create("splash", OperationMetadata(mesh=_mesh(kind), tuning="off"))
     config = attend.plan(x, x, x, mask=mask).config
