@@ -19,10 +19,10 @@ from attnops.verify import reference_attention, reference_gradients
 
 
 @dataclass(frozen=True)
-class Dilated(OffsetMask):
+class Comb(OffsetMask):
     """Key j is visible when x - j is a multiple of `step` and within `reach` before x."""
 
-    kind: ClassVar[str] = "dilated"
+    kind: ClassVar[str] = "comb"
     step: int
     reach: int
     offset: int | None = None
@@ -39,9 +39,9 @@ class Dilated(OffsetMask):
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> Iterator[None]:
-    register_mask(Dilated)
+    register_mask(Comb)
     yield
-    del LEAVES[Dilated.kind]
+    del LEAVES[Comb.kind]
 
 
 RNG = np.random.default_rng(0)
@@ -52,10 +52,10 @@ SEEN = ((DISTANCE % 3 == 0) & (DISTANCE >= 0) & (DISTANCE <= 90))[None, None]
 
 
 def test_it_is_what_it_says() -> None:
-    mask = Dilated(3, 90).materialise(slice(0, LENGTH), slice(0, LENGTH))
+    mask = Comb(3, 90).materialise(slice(0, LENGTH), slice(0, LENGTH))
     np.testing.assert_array_equal(mask, SEEN)
-    assert jax.tree.leaves(Dilated(3, 90)) == []
-    assert (Causal() & Dilated(3, 90)).describe() == "causal & dilated(step=3, reach=90)"
+    assert jax.tree.leaves(Comb(3, 90)) == []
+    assert (Causal() & Comb(3, 90)).describe() == "causal & comb(step=3, reach=90)"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_every_implementation_takes_it(name: str, config: dict[str, Any], mesh: 
     attend = OperationRegistry.create(name, metadata)
 
     def loss(q: Any, k: Any, v: Any) -> Any:
-        out = attend(q, k, v, mask=Dilated(3, 90)).attention_outputs
+        out = attend(q, k, v, mask=Comb(3, 90)).attention_outputs
         return out.sum(), out
 
     (_, out), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(Q, K, V)
@@ -88,25 +88,25 @@ def test_every_implementation_takes_it(name: str, config: dict[str, Any], mesh: 
 @pytest.mark.parametrize("strategy", ["gather", "ring", "ulysses"])
 def test_split_sequences(strategy: str) -> None:
     attend = OperationRegistry.create("vanilla", OperationMetadata(mesh={"sp": 2, "tp": 1}, sequence_parallel=strategy))
-    out = attend(Q, K, V, mask=Dilated(3, 90)).attention_outputs
+    out = attend(Q, K, V, mask=Comb(3, 90)).attention_outputs
     np.testing.assert_allclose(out, reference_attention(Q, K, V, scale=32**-0.5, mask=SEEN).output, atol=5e-6)
 
 
 def test_a_file_declares_it() -> None:
-    declared = {"operation": "vanilla", "call": {"mask": {"kind": "dilated", "step": 3, "reach": 90}}}
+    declared = {"operation": "vanilla", "call": {"mask": {"kind": "comb", "step": 3, "reach": 90}}}
     attend = Attention(declared)
-    assert attend.declaration.call.mask == Dilated(3, 90)
+    assert attend.declaration.call.mask == Comb(3, 90)
     assert Attention(attend.declared().to_dict()) == attend
-    assert mask_from_dict((Causal() & Dilated(3, 90)).to_dict()) == Causal() & Dilated(3, 90)
+    assert mask_from_dict((Causal() & Comb(3, 90)).to_dict()) == Causal() & Comb(3, 90)
     with pytest.raises(MaskError, match="unknown key 'stride'"):
-        mask_from_dict({"kind": "dilated", "step": 3, "reach": 90, "stride": 2})
-    with pytest.raises(MaskError, match="Did you mean 'dilated'"):
-        mask_from_dict({"kind": "dilatd", "step": 3})
+        mask_from_dict({"kind": "comb", "step": 3, "reach": 90, "stride": 2})
+    with pytest.raises(MaskError, match="Did you mean 'comb'"):
+        mask_from_dict({"kind": "cmb", "step": 3})
 
 
 def test_what_is_no_kind() -> None:
     with pytest.raises(MaskError, match="exists already"):
-        register_mask(Dilated)
+        register_mask(Comb)
 
     class Plain(Mask):
         kind: ClassVar[str] = "plain"
