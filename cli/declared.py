@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..operators import Operation
 from ..operators.paged import PagedOperation
@@ -13,15 +13,13 @@ from ..planning import Plan
 from ..planning.paged.paged_plan import PagedPlan
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
-from ..verify.call import PlannedCall
-from ..verify.paged_step import PlannedStep, plan_declared
-from ..verify.passes import Planned
-from ..verify.report import AnyPlan
-from ..verify.search import Progress, TuneReport
-from ..verify.tune import tune_plan
-from ..verify.tune_step import tune_step
 from .call_arrays import call_shapes
 from .step import is_paged, one_layer, refuse_inputs, step_of
+
+if TYPE_CHECKING:  # what compiles and searches is imported by the command that does it
+    from ..verify.passes import Planned
+    from ..verify.report import AnyPlan
+    from ..verify.search import Progress, TuneReport
 
 __all__ = ["Declared", "declared"]
 
@@ -56,9 +54,13 @@ class _Call(Declared):
         return operation.plan(**self.arguments)
 
     def planned(self, metadata: OperationMetadata) -> Planned:
+        from ..verify.call import PlannedCall
+
         return PlannedCall(self.kind(metadata), self.arguments)
 
     def tune(self, metadata: OperationMetadata, how: str | None, most: int, progress: Progress) -> TuneReport:
+        from ..verify.tune import tune_plan
+
         return tune_plan(self.plan(metadata), how=how, most=most, progress=progress)
 
 
@@ -70,15 +72,21 @@ class _Step(Declared):
         self.declaration, self.mode = declaration, mode
 
     def plan(self, metadata: OperationMetadata) -> PagedPlan:
+        from ..verify.paged_step import plan_declared
+
         return plan_declared(*step_of(self.declaration, metadata, self.mode))
 
     def _alone(self, metadata: OperationMetadata) -> tuple[PagedOperation, DeclaredStep]:
         return step_of(one_layer(self.declaration, metadata)[0], metadata, self.mode)
 
     def planned(self, metadata: OperationMetadata) -> Planned:
+        from ..verify.paged_step import PlannedStep
+
         return PlannedStep(*self._alone(metadata))
 
     def tune(self, metadata: OperationMetadata, how: str | None, most: int, progress: Progress) -> TuneReport:
+        from ..verify.tune_step import tune_step
+
         return tune_step(*self._alone(metadata), how=how, most=most, progress=progress)
 
 

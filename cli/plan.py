@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -13,9 +14,11 @@ from ..planning.notes import is_info
 from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
 from ..planning.plan_text import decision_rows, placement_rows, screen_rows, tensor_rows
 from ..planning.text import bytes_text
-from ..verify.report import AnyPlan
 from .cache import print_cache
 from .console import Columns, fields, table, text, title
+
+if TYPE_CHECKING:
+    from ..verify.report import AnyPlan
 
 __all__ = ["brief_rows", "head_text", "print_plan", "rejected_rows", "runs_row"]
 
