@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
+import warnings
 from collections.abc import Iterable
 from numbers import Integral
 from typing import Any, TypeGuard
@@ -33,6 +35,7 @@ __all__ = [
     "is_whole",
     "nearest",
     "shown",
+    "warn_caller",
 ]
 
 _LONGEST_NAME = 200  # comparing longer names takes seconds
@@ -181,3 +184,11 @@ def _collection(value: Any, longest: int, depth: int) -> str:
     comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
     text = f"{first}{', '.join(parts)}{comma}{last}"
     return f"frozenset({text})" if isinstance(value, frozenset) else text
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """Warn at the first line outside this package that led here, whichever of its functions was called."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == __package__:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

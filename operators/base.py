@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import operator
-import warnings
 from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
 
 import jax
 from jax.sharding import Mesh, get_abstract_mesh
 
-from ..errors import MaskWarning, ShardingWarning
+from ..errors import MaskWarning, ShardingWarning, warn_caller
 from ..planning import Plan, plan
 from ..planning.call_arguments import CallArguments, CallArray
 from ..planning.calls import CALLS
@@ -178,11 +177,10 @@ class Operation(DeclaredOperation):
 
 @functools.lru_cache(maxsize=1024)
 def _warn_of_causal(name: str, shape: tuple[int, ...]) -> None:
-    warnings.warn(
+    warn_caller(
         f"{name}: the array mask {list(shape)} shows queries later keys, but causal hides them: it is the metadata's default and "
         "applies to arrays. Pass causal=False if the array is the whole mask, or causal=True if both apply.",
         MaskWarning,
-        stacklevel=4,
     )
 
 
@@ -191,10 +189,9 @@ def _warn_of_repeats(name: str, repeated: tuple[RepeatedAxis, ...]) -> None:
     if _told.find(key) is not None:
         return
     told = "\n".join(f"  {line}" for line in repeated_lines(repeated))
-    warnings.warn(
+    warn_caller(
         f"{name}: devices of the mesh repeat each other's work.\n{told}\nDeclare strict=True to refuse such calls.",
         ShardingWarning,
-        stacklevel=4,
     )
     _told.put(key, True)
 

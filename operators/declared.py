@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any, TypeVar
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, get_abstract_mesh
 
 from ..compat import varies_over
-from ..errors import ConfigError, FallbackWarning
+from ..errors import ConfigError, FallbackWarning, warn_caller
 from ..planning import PlannedOperation
 from ..planning.decision import Decision
 from ..registry import OperationMetadata
@@ -74,11 +73,10 @@ class DeclaredOperation(PlannedOperation):
 
 @functools.lru_cache(maxsize=1024)  # once; a warning turned into an error is raised each time
 def _warn_of_fallback(decided: Decision[Any, Any]) -> None:
-    warnings.warn(
+    warn_caller(
         f"{decided.implementation} runs instead of the platform's own method.\n{decided.refusal()}\n"
         "Declare fallback='allow' to accept this, fallback='error' to forbid it.",
         FallbackWarning,
-        stacklevel=5,
     )
 
 

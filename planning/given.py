@@ -141,22 +141,23 @@ def _names(cls: type[GivenModel]) -> set[str]:
 
 def explain_validation(error: ValidationError, model: type[BaseModel]) -> str:
     """Turn pydantic's report into one line: the value, what is expected, and the nearest name for a typo."""
-    lines = []
+    lines: list[str] = []
+    listed: set[tuple[Any, ...]] = set()  # models whose fields a line has named already
     for item in error.errors(include_url=False):
         where = ".".join(str(part) for part in item["loc"]) or "value"
         if item["type"] == "extra_forbidden":
             known = _fields_at(model, item["loc"][:-1])
             close = other_name(item["loc"][-1], known, str(item["loc"][-2]) if len(item["loc"]) == 2 else "")
-            lines.append(
-                f"unknown field {shown(where)}" + (f"; wanted one of {', '.join(known)}." if known else ".") + close
-            )
+            wanted = f"; wanted one of {', '.join(known)}." if known and item["loc"][:-1] not in listed else "."
+            listed.add(item["loc"][:-1])
+            lines.append(f"unknown field {shown(where)}{wanted}{close}")
         elif item["type"] == "missing":
             lines.append(f"{where} is missing")
         else:
             message = item["msg"].removeprefix("Value error, ")
             got = "" if item["type"] == "value_error" else f"{where}={shown(item['input'])}: "
             lines.append(got + message)
-    return "; ".join(lines)
+    return "; ".join([*(line.removesuffix(".") for line in lines[:-1]), *lines[-1:]])
 
 
 def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:

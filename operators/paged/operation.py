@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
-import warnings
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
 import jax
 from jax.sharding import get_abstract_mesh
 
-from ...errors import InputError, ShardingWarning
+from ...errors import InputError, ShardingWarning, warn_caller
 from ...masks.int_arrays import known_values
 from ...planning import Reason, plan
 from ...planning.cache.kv_cache import KVCache
@@ -226,9 +225,8 @@ def _check_pages(decided: PagedPlan, state: CacheState, pages: Any, mesh: AnyMes
 
 @functools.lru_cache(maxsize=256)
 def _warn_of_idle(name: str, axes: tuple[str, ...]) -> None:
-    warnings.warn(
+    warn_caller(
         f"{name}: {', '.join(axes)} of the mesh split nothing of the cache: all their devices do the same work. Declare "
         "pages_axis, kv_head_axis or page_sequence_axis of the cache for them. strict=True refuses such steps.",
         ShardingWarning,
-        stacklevel=4,
     )

@@ -102,6 +102,7 @@ def test_an_array_mask_that_default_causality_cuts_warns_once(attend: Any, made:
     with pytest.warns(MaskWarning, match=r"Pass causal=False.* or causal=True") as told:
         output = attend(q, k, v, mask=mask).attention_outputs
     assert len(told) == 1
+    assert told[0].filename == __file__  # the caller's line, whichever object was called
     attend(q, k, v, mask=mask)  # a second warning would be an error
     causal = np.tril(_square(length))
     np.testing.assert_allclose(output, reference_attention(q, k, v, scale=0.5, mask=causal).output, atol=2e-6)

@@ -16,7 +16,7 @@ from attnops.errors import InputError, RefusedError
 from attnops.registry import OperationMetadata
 from attnops.sharding import virtual_mesh
 
-# A platform's own methods, best first, as the issue words them: cuda and rocm are both gpus, and theirs go first.
+# A platform's own methods, best first: cuda and rocm are both gpus, and theirs go first.
 OWN = {
     "tpu": ["forward_tpu"],
     "cuda": ["forward_cuda", "forward_gpu"],
