@@ -25,6 +25,9 @@ from .declared_options import call_options, step_options
 from .output import AttentionOutput
 
 if TYPE_CHECKING:
+    from ..planning import Plan
+    from ..planning.cache.kv_cache import KVCache
+    from ..planning.paged.paged_plan import PagedPlan
     from .paged.step_arguments import StepArguments
     from .paged.step_output import StepOutput
     from .paged_cache.batch import RaggedBatch
@@ -116,7 +119,23 @@ class Attention:
                 self._plans[decided] = replace(noted, notes=(*noted.notes, *remarks)) if remarks else noted
         return output
 
-    @takes_call_arguments
+    @overload
+    def plan(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]) -> Plan: ...
+
+    @overload
+    def plan(
+        self,
+        query: CallArray | None = None,
+        key: CallArray | None = None,
+        value: CallArray | None = None,
+        *,
+        cache: KVCache | CacheState,
+        layer: int | None = None,
+        batch: RaggedBatch | None = None,
+        **call: Unpack[StepArguments],
+    ) -> PagedPlan: ...
+
+    @takes_call_arguments  # type: ignore[misc]
     def plan(self, query: Any = None, key: Any = None, value: Any = None, **call: Unpack[CallArguments]) -> Any:
         """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs. A step's takes `cache=` in place of the
         state; default: the file's."""
