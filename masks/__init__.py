@@ -9,7 +9,6 @@ from __future__ import annotations
 from . import pytrees as pytrees  # registers the pytrees
 from .algebra import And, Full, Mask, Not, Or
 from .block_sparse import Blocks, ChosenBlocks
-from .bounds import BlockBounds
 from .dynamic import Dense, Lengths, Positions, SegmentIds
 from .functions import MaskFunction, mask_function_names, register_mask_function
 from .node import Leaf
@@ -22,7 +21,6 @@ from .static import Causal, Chunked, OffsetMask, Prefix, SlidingWindow, window_t
 
 __all__ = [
     "And",
-    "BlockBounds",
     "Blocks",
     "Causal",
     "ChosenBlocks",

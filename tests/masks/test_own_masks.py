@@ -13,7 +13,8 @@ import pytest
 
 from attnops import Attention, Causal, OperationMetadata, OperationRegistry
 from attnops.errors import MaskError
-from attnops.masks import BlockBounds, Mask, OffsetMask, mask_from_dict, register_mask
+from attnops.masks import Mask, OffsetMask, mask_from_dict, register_mask
+from attnops.masks.bounds import BlockBounds
 from attnops.masks.serial import LEAVES
 from attnops.verify import reference_attention, reference_gradients
 
