@@ -131,7 +131,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"attnops.{name}")
     if name in _FILES:
         return globals().setdefault(name, getattr(importlib.import_module(f"attnops.{_FILES[name]}"), name))
-    for room in _ROOMS if name in __all__ else ():
+    for room in _ROOMS[1:] if name in __all__ else ():  # authoring exports nothing of its own
         module = importlib.import_module(f"attnops.{room}")
         if name in module.__all__:
             return globals().setdefault(name, getattr(module, name))

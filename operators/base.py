@@ -96,7 +96,7 @@ class Operation(DeclaredOperation):
             options,
             _wide(jax.config),
             kept_here(),
-            *arrays.given,
+            *(arrays.given if call else ()),  # the names; without keywords those of query, key and value
             *map(signature, given),
             None if mesh is None else tuple(map(_place, given)),
         )

@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from .modes import LAYOUTS
+
 __all__ = ["ATTENTION", "RESULTS", "Operand", "OperandShape", "OperandTable"]
 
 
@@ -49,9 +51,15 @@ class Operand:
     inside_dtype: str = "given"
     hint: str = ""
 
+    def __post_init__(self) -> None:
+        # Every call asks for these.
+        by_layout = {layout: _ordered(self.dims, self.order, layout) for layout in LAYOUTS}
+        object.__setattr__(self, "_by_layout", by_layout)
+
     def dims_in(self, layout: str) -> tuple[str, ...]:
         """The names of its dimensions in a layout."""
-        return _ordered(self.dims, self.order, layout)
+        dims: tuple[str, ...] = self._by_layout[layout]  # type: ignore[attr-defined]
+        return dims
 
     def split_dims(self, layout: str, dims: tuple[str, ...] | None = None) -> tuple[str, ...]:
         """For each dimension in a layout, the dim whose mesh axes split it. dims: those of `also` that it has."""

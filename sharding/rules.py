@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -74,8 +75,10 @@ def tensor_dims(tensor: str, layout: str, *, qkv_mni_sharding: bool = False, aux
 
 def resolve_spec(partition_axis: AnyPartitionAxis, dims: Iterable[str], mode: str) -> PartitionSpec:
     """The spec of an array over these dims in a mode. A dim that no mesh axis splits, such as '', has None."""
-    mode = canonical_mode(mode)
-    return PartitionSpec(*(_mesh_axes(partition_axis, dim, mode) if dim in _SEMANTIC else None for dim in dims))
+    mode, registered = canonical_mode(mode), registered_axes()
+    return PartitionSpec(
+        *(_mesh_axes(partition_axis, dim, mode, registered) if dim in _SEMANTIC else None for dim in dims)
+    )
 
 
 def resolve_rules(
@@ -105,9 +108,11 @@ def resolve_rules(
     )
 
 
-def _mesh_axes(partition_axis: AnyPartitionAxis, dim: str, mode: str) -> str | tuple[str, ...] | None:
+def _mesh_axes(
+    partition_axis: AnyPartitionAxis, dim: str, mode: str, registered_axes: Mapping[str, Any]
+) -> str | tuple[str, ...] | None:
     semantic, attribute, generation_attribute = _SEMANTIC[dim]
-    registered = registered_axes().get(semantic)
+    registered = registered_axes.get(semantic)
     if registered is not None:
         # The user has replaced this axis for the whole process, so eformer must resolve it. It treats a rule of None as
         # an unknown axis unless it is in a tuple, and returns nested tuples if a rule names several attributes.
@@ -131,6 +136,14 @@ def declared_axes(partition_axis: AnyPartitionAxis) -> frozenset[str]:
     The attribute of a dimension follows from the five `*_parallel_axis` fields. An attribute that differs from what they
     give was declared, and so were those of the five that differ from their own defaults.
     """
+    try:
+        return _declared_axes(partition_axis)
+    except TypeError:  # axes of a class that isn't hashable
+        return _declared_axes.__wrapped__(partition_axis)
+
+
+@functools.lru_cache(maxsize=256)
+def _declared_axes(partition_axis: AnyPartitionAxis) -> frozenset[str]:
     default = PartitionAxis()
     parallel = [name for name in AXIS_FIELDS if name.endswith("_parallel_axis")]
     changed = {name: value for name in parallel if (value := getattr(partition_axis, name)) != getattr(default, name)}
