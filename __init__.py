@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         Prefix,
         SegmentIds,
         SlidingWindow,
+        mask_from_dict,
         register_mask_function,
     )
     from .operators import AttentionOutput
@@ -99,6 +100,7 @@ __all__ = [
     "advise",
     "check_processes",
     "dot_product_attention",
+    "mask_from_dict",
     "register_mask_function",
     "shardings_for",
 ]

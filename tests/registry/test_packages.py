@@ -46,7 +46,8 @@ PUBLIC = """
     Declaration Dense FallbackWarning FlashAttention2Config Full InputError KVCache LayerGroup Lengths Mask
     MaskFunction MaskWarning ModelDeclaration OperationMetadata OperationRegistry PagePool PartitionAxis Plan Policy
     Positions Prefix RaggedBatch RefusedError SdpaConfig SegmentIds ShardingError ShardingWarning SlidingWindow
-    SplashConfig VanillaConfig advise check_processes dot_product_attention register_mask_function shardings_for
+    SplashConfig VanillaConfig advise check_processes dot_product_attention mask_from_dict
+    register_mask_function shardings_for
 """
 
 
