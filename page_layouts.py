@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .errors import ConfigError, nearest, shown
 
-__all__ = ["LANES", "LAYOUTS", "PageLayout", "PageShape", "page_layout", "register_layout"]
+__all__ = ["LANES", "LAYOUTS", "ArraySize", "PageLayout", "PageShape", "page_layout", "register_layout"]
 
 LANES = 128
 
@@ -21,6 +21,17 @@ class PageShape(NamedTuple):
     kv_heads: int
     dim: int
     value_dim: int
+
+
+class ArraySize(NamedTuple):
+    """What an array of pages holds. dim: its own; both_dims: those of keys and values; pack: stored numbers per 32-bit word."""
+
+    pages: int
+    page: int
+    heads: int
+    dim: int
+    both_dims: tuple[int, int]
+    pack: int
 
 
 class PageLayout:
@@ -46,16 +57,18 @@ class PageLayout:
         """The dimension of the heads in an array of pages."""
         return 1 if self.heads_first else 2
 
-    def array_shape(
-        self, pages: int, page: int, heads: int, dim: int, dims: tuple[int, int], pack: int
-    ) -> tuple[int, ...]:
-        """The shape of an array of keys, of values, or of both. dim: the array's own; dims: those of keys and values; pack:
-        stored numbers per 32-bit word."""
-        raise NotImplementedError
+    def array_shape(self, size: ArraySize) -> tuple[int, ...]:
+        """The shape of an array of keys, of values, or of both."""
+        sizes = {"pages": size.pages, "page": size.page, "kv_heads": size.heads, "head_dim": size.dim}
+        return tuple(sizes[dim] for dim in self.dims)
 
     def sizes(self, key: Any, value: Any, dim: int, value_dim: int | None) -> PageShape:
         """Read the sizes from the arrays. dim: the query's; value_dim: needed if padded rows don't determine it."""
-        raise NotImplementedError
+        found = dict(zip(self.dims, key.shape, strict=True))
+        last = key.shape[-1]
+        return PageShape(
+            found["pages"], found["page"], found["kv_heads"], last, last if value is None else value.shape[-1]
+        )
 
     def viewed(self, pages: Any) -> Any:
         """An array of pages as `index` takes it."""
@@ -97,15 +110,6 @@ class _Split(PageLayout):
     kernel = "split"
     whole_pages = True
 
-    def array_shape(
-        self, pages: int, page: int, heads: int, dim: int, dims: tuple[int, int], pack: int
-    ) -> tuple[int, ...]:
-        return pages, page, heads, dim
-
-    def sizes(self, key: Any, value: Any, dim: int, value_dim: int | None) -> PageShape:
-        pages, page, heads, size = key.shape
-        return PageShape(pages, page, heads, size, size if value is None else value.shape[3])
-
 
 class _Heads(PageLayout):
     """Key and value [pages, kv_heads, page, dim] each: a head's page is one tile."""
@@ -115,15 +119,6 @@ class _Heads(PageLayout):
     heads_first = True
     dims = ("pages", "kv_heads", "page", "head_dim")
     form = "[pages, kv_heads, page, dim]"
-
-    def array_shape(
-        self, pages: int, page: int, heads: int, dim: int, dims: tuple[int, int], pack: int
-    ) -> tuple[int, ...]:
-        return pages, heads, page, dim
-
-    def sizes(self, key: Any, value: Any, dim: int, value_dim: int | None) -> PageShape:
-        pages, heads, page, size = key.shape
-        return PageShape(pages, page, heads, size, size if value is None else value.shape[3])
 
 
 class _Joined(PageLayout):
@@ -136,10 +131,8 @@ class _Joined(PageLayout):
     dims = ("pages", "kv_heads", "page", "head_dim")
     form = "[pages, kv_heads, page, lanes]"
 
-    def array_shape(
-        self, pages: int, page: int, heads: int, dim: int, dims: tuple[int, int], pack: int
-    ) -> tuple[int, ...]:
-        return pages, heads, page, _in_lanes(sum(dims))
+    def array_shape(self, size: ArraySize) -> tuple[int, ...]:
+        return size.pages, size.heads, size.page, _in_lanes(sum(size.both_dims))
 
     def sizes(self, key: Any, value: Any, dim: int, value_dim: int | None) -> PageShape:
         return PageShape(key.shape[0], key.shape[2], key.shape[1], dim, value_dim or dim)
@@ -167,10 +160,8 @@ class _Interleaved(PageLayout):
     same_dim = True
     form = "[pages, page, 2 kv_heads, dim]"
 
-    def array_shape(
-        self, pages: int, page: int, heads: int, dim: int, dims: tuple[int, int], pack: int
-    ) -> tuple[int, ...]:
-        return pages, page, 2 * heads, dim
+    def array_shape(self, size: ArraySize) -> tuple[int, ...]:
+        return size.pages, size.page, 2 * size.heads, size.dim
 
     def sizes(self, key: Any, value: Any, dim: int, value_dim: int | None) -> PageShape:
         return PageShape(key.shape[0], key.shape[1], key.shape[2] // 2, key.shape[3], dim)
@@ -197,10 +188,8 @@ class _Packed(_Interleaved):
     dims = ("pages", "page", "kv_heads", "pack", "head_dim")
     form = "[pages, page, 2 kv_heads / pack, pack, lanes]"
 
-    def array_shape(
-        self, pages: int, page: int, heads: int, dim: int, dims: tuple[int, int], pack: int
-    ) -> tuple[int, ...]:
-        return pages, page, -(-2 * heads // pack), pack, _in_lanes(dim)
+    def array_shape(self, size: ArraySize) -> tuple[int, ...]:
+        return size.pages, size.page, -(-2 * size.heads // size.pack), size.pack, _in_lanes(size.dim)
 
     def sizes(self, key: Any, value: Any, dim: int, value_dim: int | None) -> PageShape:
         return PageShape(key.shape[0], key.shape[1], key.shape[2] * key.shape[3] // 2, dim, dim)

@@ -12,6 +12,7 @@ import numpy as np
 from ..masks.causal_window import causal_window
 from ..operators.kernels.default_promotion import default_promotion
 from ..planning import FEATURES, AttentionProblem, Plan
+from ..sharding import ATTENTION
 from .materials import materials
 
 __all__ = ["Baseline", "NotExpressible", "baseline"]
@@ -73,6 +74,7 @@ def baseline(plan: Plan, arrays: Mapping[str, Any]) -> Baseline | NotExpressible
 
 def _why_not(problem: AttentionProblem) -> str:
     absent = [FEATURES[name] for name in _ABSENT if name in problem.features]
+    absent += [x.name for x in problem.operands if x.name not in ATTENTION]
     if absent:
         return f"it lacks {'; '.join(absent)}"
     if problem.softmax_dtype != "float32":

@@ -14,21 +14,13 @@ from ..errors import InputError
 from ..masks.int_arrays import beyond_int32, is_integer
 from ..operators.call_values import check_lengths, check_offsets
 from ..planning.quantised import QUANTISED, scale_shape
-from ..registry.call_declaration import CallDeclaration
+from ..registry.call_declaration import DECLARED_BY, CallDeclaration
 from ..registry.declaration import Declaration
 from ..sharding import ATTENTION
 from .inputs import read_arrays
 
 __all__ = ["CallArrays", "call_arrays", "call_shapes"]
 
-# The field that declares an array, where it has another name.
-_DECLARED_BY = {
-    "mask": "dense_mask",
-    "key_scale": "kv_scales",
-    "value_scale": "kv_scales",
-    "q_segment_ids": "segment_ids",
-    "kv_segment_ids": "segment_ids",
-}
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -66,12 +58,12 @@ def _read(declaration: Declaration, path: Path, seed: int) -> CallArrays:
     arrays: dict[str, Any] = {}
     notes: list[str] = []
     for name, array in stored.items():
-        field = _DECLARED_BY.get(name, name)
+        field = DECLARED_BY.get(name)
         if name == "expected":
             continue
         if name not in names:
             notes.append(f"{name} of {path.name} is not used: not an input of attention")
-        elif field in type(call).model_fields and call.is_set(field) and getattr(call, field) is None:
+        elif field is not None and call.is_set(field) and getattr(call, field) is None:
             notes.append(f"{name} of {path.name} is not used: call.{field} is null")
         else:
             arrays[name] = _cast(name, array, call, path, notes)
@@ -128,6 +120,13 @@ def _agree_on_sizes(call: CallDeclaration, arrays: Mapping[str, np.ndarray], pat
 
 
 def _agree_on_traced(call: CallDeclaration, arrays: dict[str, Any], path: Path) -> None:
+    for name, shape in (call.operands or {}).items():
+        if name not in arrays:
+            raise InputError(f"{path}: holds no {name}, but call.operands.{name} is declared; add it, or leave it out.")
+        if shape is not True and arrays[name].shape != tuple(shape):
+            raise InputError(
+                f"{path}: {name} has shape {arrays[name].shape}, but call.operands.{name}={list(shape)} is declared."
+            )
     for field in ("bias", "softmax_aux", "dense_mask"):
         shape, name = getattr(call, field), "mask" if field == "dense_mask" else field
         if shape is None:

@@ -14,7 +14,7 @@ from ..planning.paged.paged_plan import PagedPlan
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from .call_arrays import call_shapes
-from .step import is_paged, one_layer, refuse_inputs, step_of
+from .step import one_layer, refuse_inputs, step_of
 
 if TYPE_CHECKING:  # what compiles and searches is imported by the command that does it
     from ..verify.passes import Planned
@@ -92,4 +92,4 @@ class _Step(Declared):
 
 def declared(declaration: Declaration, inputs: Path | None, mode: str | None) -> Declared:
     """What the file declares. Errors: ConfigError for --inputs beside a step, whose sizes are all in its declaration."""
-    return (_Step if is_paged(declaration) else _Call)(declaration, inputs, mode)
+    return (_Step if declaration.in_pages else _Call)(declaration, inputs, mode)

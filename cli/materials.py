@@ -38,7 +38,7 @@ def materials(problem: AttentionProblem, arrays: Mapping[str, Any]) -> Materials
     """Collect the materials. The mask is the problem's, with the arrays in its slots."""
     if further := [x.name for x in problem.operands if x.name not in ATTENTION]:
         raise InputError(
-            f"the float64 reference is one of attention and doesn't know {', '.join(further)}; run without --check and --compare."
+            f"the float64 reference is one of attention and doesn't know {', '.join(further)}; run without --check."
         )
     dtype = jnp.dtype(problem.runtime_dtype)
 

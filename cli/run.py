@@ -18,7 +18,7 @@ from .ran import Ran, Runnable, ran_rows, timed
 from .ran_call import RunnableCall
 from .run_json import ran_json
 from .run_step import RunnableStep
-from .step import is_paged, refuse_inputs
+from .step import refuse_inputs
 
 __all__ = ["RunOptions", "ran_declared", "run"]
 
@@ -51,7 +51,7 @@ def run(options: RunOptions) -> int:
     if options.output is not None:
         check_output_path(options.output)
     declaration = options.declaration
-    if is_paged(declaration) and not options.compares:
+    if declaration.in_pages and not options.compares:
         raise ConfigError("--no-compare has no effect for a step, which jax.nn can't express; leave it out.")
     ran = ran_declared(options)
     plan, notes = ran.plan, ran.notes
@@ -76,7 +76,7 @@ def ran_declared(options: RunOptions) -> Ran:
     """Compile, run, time and check what the file declares. Errors: those of planning, and RefusedError if nothing can run it."""
     declaration, given = options.declaration, (options.mesh, options.mode, options.seed)
     runnable: Runnable
-    if is_paged(declaration):
+    if declaration.in_pages:
         refuse_inputs(options.inputs)
         runnable = RunnableStep(declaration, *given)
     else:

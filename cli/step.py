@@ -14,22 +14,7 @@ from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from .cache import plan_cache
 
-__all__ = ["is_paged", "one_layer", "refuse_inputs", "step_of"]
-
-
-def is_paged(declaration: Declaration) -> bool:
-    """Whether the operation runs steps over pages. Errors: ConfigError if the file declares the other kind of call."""
-    operation: Any = OperationRegistry.get(declaration.operation)
-    paged = issubclass(operation, PagedOperation)
-    if paged and declaration.is_set("call"):
-        raise ConfigError(
-            f"operation {declaration.operation!r} runs steps over pages; declare `step` instead of `call`."
-        )
-    if not paged and declaration.step is not None:
-        raise ConfigError(
-            f"the file declares a step, but operation {declaration.operation!r} runs calls; use 'paged', or declare `call`."
-        )
-    return paged
+__all__ = ["one_layer", "refuse_inputs", "step_of"]
 
 
 def step_of(

@@ -57,7 +57,7 @@ class Attention:
         name = self.declaration.operation
         operation: Any = OperationRegistry.get(name)
         self.operation: Any = operation(metadata)
-        self._in_pages = self.operation.keys_in == "pages"
+        self._in_pages = self.declaration.in_pages
         self._plans: dict[Any, Any] = {}
         self._lock = threading.Lock()
 
@@ -160,7 +160,7 @@ class Attention:
             )
         given: dict[str, Any] = {**call}
         if self._in_pages:
-            return step_options(self.declaration, given)
+            return step_options(self.declaration, query, given)
         check_names(given, self.operation.operands.names)
         found = call_options(self.declaration, query, key, value, given)
         if is_array(found.get("mask")) and found.get("causal") is None and self.states("causal"):

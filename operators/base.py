@@ -85,7 +85,7 @@ class Operation(DeclaredOperation):
         """
         arrays, options = split_arguments(query, key, value, call, self.operands)
         if call:
-            arrays = checked_values(arrays, options)
+            arrays = checked_values(arrays, options, self.operands)
         mesh = self._mesh()
         given = [*arrays.given.values(), *arrays.mask_leaves]
         # Everything that planning and its checks read; jax itself caches compiled programs.
@@ -124,7 +124,7 @@ class Operation(DeclaredOperation):
         A plan of kind 'refused' is returned, not raised.
         """
         arrays, options = split_arguments(query, key, value, call, self.operands)
-        arrays, mesh = checked_values(arrays, options), self._mesh()
+        arrays, mesh = checked_values(arrays, options, self.operands), self._mesh()
         decided = self._plan(arrays, options, mesh)
         # Not in describe: a plan is cached for all calls of its shapes, whatever their values and devices.
         notes = value_notes(decided.notes, decided.problem, arrays.mask_leaves)

@@ -18,7 +18,7 @@ from ..errors import InputError, InputTypeError
 from ..masks import Mask
 from ..masks.checks import LIMIT
 from ..masks.int_arrays import beyond_int32, is_integer, known_values, least_and_most
-from ..sharding import ATTENTION
+from ..sharding import OperandTable
 from ..symbolic import surely
 from .arguments import Options
 from .arrays import Arrays, is_array
@@ -28,7 +28,7 @@ __all__ = ["at_hand", "check_lengths", "check_offsets", "checked_values"]
 _INT32 = np.dtype(np.int32)
 
 
-def checked_values(arrays: Arrays, options: Options) -> Arrays:
+def checked_values(arrays: Arrays, options: Options, table: OperandTable) -> Arrays:
     """Return the arrays of a call, or their shapes, with known 64-bit integers and unsigned 32-bit ones as int32.
 
     Anything that isn't an integer array is left to `describe`. Errors: InputTypeError for such integers whose values aren't
@@ -36,7 +36,7 @@ def checked_values(arrays: Arrays, options: Options) -> Arrays:
     """
     changed: dict[str, Any] = {}
     for name, given in arrays.given.items():
-        if name in ATTENTION and ATTENTION[name].dtype == "integers":
+        if table[name].dtype == "integers":
             found = _checked(name, given, arrays, options)
             if found is not given:
                 changed[name] = found

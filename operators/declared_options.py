@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ..errors import ConfigError, InputError, shown
 from ..masks import Dense, Mask
 from ..planning.call_arguments import CALL_OPTIONS
-from ..registry.call_declaration import CallDeclaration
+from ..registry.call_declaration import DECLARED_BY, CallDeclaration
 from ..registry.declaration import Declaration
 from ..registry.step_declaration import STEP_OPTIONS
 from ..sharding import canonical_layout, canonical_mode
@@ -18,11 +18,8 @@ from .arrays import is_array, shaped
 
 __all__ = ["call_options", "step_options"]
 
-# Arrays that a file declares by shape and a call must pass.
-_DECLARED_ARRAYS = {
-    "segment_ids": "q_segment_ids", "kv_lengths": "kv_lengths", "kv_starts": "kv_starts", "bias": "bias",
-    "softmax_aux": "softmax_aux", "dense_mask": "mask",
-}  # fmt: skip
+# Ids of the queries stand for both; scales depend on kv_dtype too; an offset may be an option.
+_MAY_LACK = ("kv_segment_ids", "key_scale", "value_scale", "query_offset")
 _SCALES = ("key_scale", "value_scale")
 _HEADS_AND_DIMS = {
     "q_heads": ("query", "h"),
@@ -32,9 +29,9 @@ _HEADS_AND_DIMS = {
 }
 
 
-def step_options(declaration: Declaration, step: dict[str, Any]) -> dict[str, Any]:
+def step_options(declaration: Declaration, query: Any, step: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a step over pages. Errors: ConfigError for another cache than the declared one, or an option that both
-    give and that differs; InputError for declared sinks that are missing."""
+    give and that differs; InputError for declared sinks that are missing, and for heads or a dtype other than declared."""
     declared, state = declaration.step, step.get("state")
     cache = step.get("cache") if state is None else state.cache
     if declaration.cache is not None and cache is not None and cache != declaration.cache:
@@ -45,6 +42,17 @@ def step_options(declaration: Declaration, step: dict[str, Any]) -> dict[str, An
         return step
     if declared.softmax_aux and step.get("softmax_aux") is None:
         raise InputError("step.softmax_aux is declared, but the step has no softmax_aux; pass it, or leave it out.")
+    if is_array(query):
+        heads, dtype = query.shape[1:2], shaped("query", query).dtype
+        if declared.q_heads is not None and heads != (declared.q_heads,):
+            raise InputError(
+                f"query {tuple(query.shape)} has {heads[0] if heads else 'no'} heads; the file declares step.q_heads="
+                f"{declared.q_heads}."
+            )
+        if declared.dtype is not None and dtype != jnp.dtype(declared.dtype):
+            raise InputError(
+                f"query is {dtype}; the file declares step.dtype={declared.dtype!r}. Cast it, or leave dtype out."
+            )
     return _combined(declared, STEP_OPTIONS, step)
 
 
@@ -53,7 +61,7 @@ def call_options(declaration: Declaration, query: Any, key: Any, value: Any, cal
     that are missing, and for sizes and dtypes other than the declared ones."""
     declared = declaration.call
     found = _combined(declared, CALL_OPTIONS, call)
-    wanted = {argument: name for name, argument in _DECLARED_ARRAYS.items() if getattr(declared, name) is not None}
+    wanted = {x: name for x, name in DECLARED_BY.items() if x not in _MAY_LACK and getattr(declared, name) is not None}
     if declared.kv_dtype is not None and declared.kv_scales is not None:
         wanted |= dict.fromkeys(_SCALES, "kv_scales")
     wanted |= {name: f"operands.{name}" for name in declared.operands or {}}

@@ -148,8 +148,9 @@ def _prepare(
 def _as_inside(
     operand: Operand, x: jax.Array, problem: AttentionProblem, placement: Placement, mesh: AnyMesh | None
 ) -> jax.Array:
-    """An array in the kernel's layout, and with kv heads that are repeated like those of key and value."""
+    """An array in the kernel's layout and its dtype there, with kv heads that are repeated like those of key and value."""
     inside = operand.dims_inside(problem.kernel_layout)
+    x = x.astype(problem.dtype_inside(operand))
     if len(operand.dims_in(problem.layout)) < len(inside):
         x = x[None]
     if placement.kv_repeat > 1 and "kv_heads" in inside and x.shape[inside.index("kv_heads")] > 1:

@@ -31,9 +31,11 @@ def run_specs(
     specs |= {name: inside(row) for name, row in RESULTS.items()}
     specs |= {"query_offset": PartitionSpec(split["batch"]), "dropout_seed": PartitionSpec()}
     for x in problem.operands:
-        row = x.operand
-        as_given = row.inside is None and not row.order
-        specs[x.name] = broadcastable(x.shape, row.dims) if as_given else inside(row)
+        if x.operand.inside is not None:
+            specs[x.name] = inside(x.operand)
+        else:
+            shape = x.shape_inside(problem.kernel_layout, problem.sizes)
+            specs[x.name] = broadcastable(shape, x.operand.dims_inside(problem.kernel_layout))
     for index, leaf in enumerate(problem.leaves):
         specs[f"leaf{index}"] = broadcastable(leaf.shape, leaf.dims)
     return tuple(specs.items())

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from ..errors import ConfigError, shown
 from ..sharding import ATTENTION, OperandTable
+from .call_arguments import CALL_OPTIONS
 from .capability import Capability
 from .implementations import Implementation, MethodImplementation
 from .operation_config import OperationConfig
@@ -23,6 +24,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "gpu": ("forward_gpu",),
     "cpu": ("forward_cpu",),
 }
+_OPTIONS = ("mask", *CALL_OPTIONS)
 _ALL = (*dict.fromkeys(m for own in METHODS.values() for m in own), "forward_native")
 
 
@@ -51,6 +53,8 @@ class PlannedOperation:
     def declared_methods(cls) -> tuple[str, ...]:
         """The forward methods that the class implements. Errors: ConfigError for one without @implementation."""
         written = tuple(m for m in _ALL if cls.implements(m))
+        if clash := [row.name for row in cls.operands if row.name not in ATTENTION and row.name in _OPTIONS]:
+            raise ConfigError(f"operation {shown(cls.name)} has operands {clash}, which are options of every call.")
         if "forward_native" not in written:
             raise ConfigError(f"operation {shown(cls.name)} has no forward_native, which is required.")
         for method in written:

@@ -59,11 +59,10 @@ def placed_tensors(problem: AttentionProblem, placement: Placement) -> Iterator[
     sizes = problem.sizes | {"kv_heads": kv_heads}
     for row in (*ATTENTION.required, *(operand.operand for operand in problem.operands)):
         operand, dtype = problem.operand(row.name), problem.dtype_inside(row)
-        given = problem.shape_of(row.name) if operand is None else operand.shape
-        dims = row.dims_inside(problem.kernel_layout)
-        # An array that is used as given is broadcast where it is used.
-        whole = row.order or row.inside is not None
-        shape = tuple(sizes[dim] for dim in dims) if whole else given
+        if operand is None:
+            given, shape = problem.shape_of(row.name), row.shape(sizes, problem.kernel_layout)
+        else:
+            given, shape = operand.shape, operand.shape_inside(problem.kernel_layout, sizes)
         spec, axes = placement.given(row.name, given), axes_by_dim(placement.spec(row.name), len(shape))
         declared = axes if row.name in problem.scales else axes_by_dim(spec, len(shape))[: len(shape)]
         yield PlacedTensor(

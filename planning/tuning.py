@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ..distribution import VERSION
 from ..errors import ConfigError, first_line, shown
+from ..sharding import ATTENTION
 from . import tune_cache
 from .notes import note
 from .operation import PlannedOperation
@@ -58,7 +59,8 @@ class Chosen(NamedTuple):
 def tune_key(method: str, problem: AttentionProblem, placement: Placement) -> dict[str, Any]:
     """All that a measured choice depends on, as JSON values: device, dtypes, one device's shapes, mask, config, versions."""
     local, bias = placement.local, problem.operand("bias")
-    return {
+    further = [[x.name, x.dtype, [n == 1 for n in x.shape]] for x in problem.operands if x.name not in ATTENTION]
+    return ({"operands": further} if further else {}) | {
         "operation": problem.operation,
         "method": method,
         "device": problem.device,

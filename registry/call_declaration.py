@@ -22,7 +22,7 @@ from ..planning.given import GivenModel
 from ..planning.quantised import quantise, scale_shape
 from ..sharding import ATTENTION, MODES, Operand, OperandTable, canonical_mode
 
-__all__ = ["CallDeclaration", "call_arguments"]
+__all__ = ["DECLARED_BY", "CallDeclaration", "call_arguments"]
 
 _Size = Annotated[int, Field(strict=True, ge=1, le=LIMIT)]
 _Distance = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
@@ -31,6 +31,21 @@ _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 InputDtype = Literal["float32", "bfloat16", "float16"]
 _SHAPES = {"bias": (4, 4), "dense_mask": (4, 4), "softmax_aux": (1, 2)}
 _SIZES = ("batch", "q_len", "kv_len", "q_heads", "kv_heads", "head_dim", "value_dim")
+
+
+DECLARED_BY = {
+    "mask": "dense_mask",
+    "bias": "bias",
+    "softmax_aux": "softmax_aux",
+    "key_scale": "kv_scales",
+    "value_scale": "kv_scales",
+    "q_segment_ids": "segment_ids",
+    "kv_segment_ids": "segment_ids",
+    "kv_lengths": "kv_lengths",
+    "kv_starts": "kv_starts",
+    "query_offset": "query_offset",
+}
+"""The argument of a call that is an array -> the field that declares it."""
 
 
 class CallDeclaration(GivenModel):
@@ -256,7 +271,7 @@ def call_arguments(call: CallDeclaration, arrays: Mapping[str, Any], *, mode: st
         mask = arrays["mask"] if mask is None else mask & Dense(arrays["mask"])
     options = {name: getattr(call, name) for name in CALL_OPTIONS}
     found = {name: arrays.get(name, options.get(name)) for name in CALL_ARGUMENTS}
-    found |= {name: x for name, x in arrays.items() if name in (call.operands or {})}
+    found |= {name: x for name, x in arrays.items() if name not in found}  # an operation's own operands
     return found | {"mask": mask, "mode": call.mode if mode is None else mode}
 
 

@@ -118,6 +118,18 @@ class Declaration(GivenModel):
         return self.checked().call.draw(seed, self._input_dtype(), self.operands)
 
     @property
+    def in_pages(self) -> bool:
+        """Whether the operation's keys lie in a cache's pages. Errors: ConfigError for a file with the other kind of call."""
+        paged = OperationRegistry.get(self.operation).keys_in == "pages"
+        if paged and self.is_set("call"):
+            raise ConfigError(f"operation {self.operation!r} runs steps over pages; declare `step` instead of `call`.")
+        if not paged and self.step is not None:
+            raise ConfigError(
+                f"the file declares a step, but operation {self.operation!r} runs calls; use 'paged', or declare `call`."
+            )
+        return paged
+
+    @property
     def operands(self) -> OperandTable:
         """The operands of the operation. Errors: UnknownNameError for one that isn't registered."""
         return OperationRegistry.get(self.operation).operands

@@ -7,7 +7,7 @@ import functools
 import importlib.metadata
 import inspect
 import threading
-from typing import Any, ClassVar, Protocol, TypeVar, Unpack
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, Unpack
 
 import jax
 
@@ -54,6 +54,7 @@ class AttentionOperation(Protocol):
     name: ClassVar[str]
     config: ClassVar[type[OperationConfig]]
     operands: ClassVar[OperandTable]
+    keys_in: ClassVar[Literal["arrays", "pages"]]
 
     def __init__(self, metadata: Any = None) -> None: ...
 

@@ -61,10 +61,8 @@ class Operand:
         dims: tuple[str, ...] = self._by_layout[layout]  # type: ignore[attr-defined]
         return dims
 
-    def split_dims(self, layout: str, dims: tuple[str, ...] | None = None) -> tuple[str, ...]:
-        """For each dimension in a layout, the dim whose mesh axes split it. dims: those of `also` that it has."""
-        if dims is not None and dims in self.also:
-            return dims
+    def split_dims(self, layout: str) -> tuple[str, ...]:
+        """For each dimension in a layout, the dim whose mesh axes split it."""
         return _ordered(self.dims if self.split_as is None else self.split_as, self.order, layout)
 
     def dims_inside(self, kernel_layout: str) -> tuple[str, ...]:
@@ -126,6 +124,17 @@ class OperandShape(NamedTuple):
     def name(self) -> str:
         return self.operand.name
 
+    def shape_inside(self, kernel_layout: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Its shape inside the operation. One that is given in its own dims keeps a 1 where it is broadcast."""
+        if self.operand.inside is not None:
+            return sized(self.operand.inside, sizes)
+        dims = self.operand.dims_inside(kernel_layout)
+        given = (*(1 for _ in dims[len(self.shape) :]), *self.shape)
+        return tuple(n if n == 1 else sizes.get(dim, n) for n, dim in zip(given, dims, strict=True))
+
+
+_ATTENTION_ONLY = ("also", "optional", "part", "feature", "moves", "inside")
+
 
 class OperandTable:
     """The operands of an operation by name, in the order of its call's arguments."""
@@ -150,7 +159,16 @@ class OperandTable:
         return iter(self._rows.values())
 
     def extended(self, *rows: Operand) -> OperandTable:
-        """The table with further rows."""
+        """The table with an operation's own rows. Errors: ValueError for what only attention's rows have a meaning for."""
+        plain = Operand("", ())
+        for row in rows:
+            used = [name for name in _ATTENTION_ONLY if getattr(row, name) != getattr(plain, name)]
+            if used or row.dtype not in ("floats", "integers"):
+                got = f"dtype={row.dtype!r}" if not used else ", ".join(f"{x}={getattr(row, x)!r}" for x in used)
+                raise ValueError(
+                    f"operand {row.name!r} has {got}; an operation's own operands are optional floats or integers with dims, "
+                    "order, broadcasts, split_as, gradient, inside_dtype and hint."
+                )
         return OperandTable(*self, *rows)
 
     def part(self, part: str) -> tuple[Operand, ...]:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
-from ...errors import ConfigError, InputError, a_type, nearest, shown
-from ...page_layouts import LAYOUTS
+from ...errors import ConfigError, InputError, a_type, shown
+from ...page_layouts import LAYOUTS, ArraySize, page_layout
 from ...strict_json import parse_json, read_text
 from ..given import GivenModel, explain_validation
 from .layer_groups import LayerGroup, Layers, checked_layers, groups_problem, layer_numbers
@@ -37,9 +37,7 @@ _Axes = Annotated[str | tuple[str, ...] | None, AfterValidator(_named_once)]
 
 
 def _known_layout(name: str) -> str:
-    if name not in LAYOUTS:
-        raise ValueError(f"layout={shown(name)}; wanted one of {', '.join(LAYOUTS)}.{nearest(name, LAYOUTS)}")
-    return name
+    return page_layout(name).name
 
 
 class QuantisedPages(GivenModel):
@@ -225,8 +223,8 @@ class CacheFields(GivenModel):
 
     def pages_shape(self, pages: int, heads: int, dim: int) -> tuple[int, ...]:
         """The shape of an array of pages: of keys, of values, or of both if the layout joins them."""
-        dims = self.head_dim, self.value_size
-        return LAYOUTS[self.layout].array_shape(pages, self.page_size, heads, dim, dims, self.pack)
+        both = self.head_dim, self.value_size
+        return LAYOUTS[self.layout].array_shape(ArraySize(pages, self.page_size, heads, dim, both, self.pack))
 
     @property
     def pack(self) -> int:

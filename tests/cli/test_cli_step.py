@@ -13,7 +13,7 @@ import pytest
 
 from attnops import Attention, ConfigError, KVCache, OperationRegistry
 from attnops.cli.check import Worst
-from attnops.errors import InputTypeError
+from attnops.errors import InputError, InputTypeError
 from attnops.operators.paged.declared_step import declared_step
 from attnops.operators.paged_cache import RaggedBatch, init
 from attnops.verify.closeness import lse_size
@@ -328,6 +328,24 @@ def test_a_file_with_a_step_is_an_attention_that_a_model_calls() -> None:
         attend(*tokens, **call | {"state": init(other)})
     with pytest.raises(ConfigError, match="softmax_scale: the declaration says"):
         Attention("paged", softmax_scale=0.5)(*tokens, softmax_scale=0.25, **call)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"call": {"q_heads": 6}}, ConfigError, "declare `step` instead of `call`"),
+        ({"step": FILE["step"] | {"q_heads": 4}}, InputError, r"has 6 heads; the file declares step.q_heads=4"),
+        ({"step": FILE["step"] | {"dtype": "bfloat16"}}, InputError, "the file declares step.dtype='bfloat16'"),
+    ],
+)
+def test_what_a_file_declares_of_a_step_holds(changes: dict[str, Any], error: type[Exception], match: str) -> None:
+    cache = KVCache.from_dict(FILE["cache"])
+    drawn = declared_step(Attention(FILE).declaration, cache.plan(), "before")
+    arrays = drawn.draw(0)
+    with pytest.raises(error, match=match):
+        Attention(FILE | changes)(
+            arrays["query"], arrays["key"], arrays["value"], state=init(cache), layer=0, batch=drawn.batch
+        )
 
 
 def test_an_attention_over_pages_by_keywords() -> None:

@@ -28,7 +28,6 @@ from attnops import (
     OperationRegistry,
 )
 from attnops.cli.declared import declared
-from attnops.cli.step import is_paged
 from attnops.errors import ConfigWarning
 from attnops.masks import mask_from_dict
 from attnops.operators.paged import PagedOperation
@@ -146,7 +145,7 @@ def outcome(work: Callable[[], None]) -> str:
 
 def planned(declaration: Declaration) -> Any:
     """The plan of the declared call, or step over pages."""
-    if is_paged(declaration):
+    if declaration.in_pages:
         return declared(declaration, None, None).plan(declaration.operation_metadata())
     return attnops.Attention(declaration).operation.plan(**declaration.call_arguments(declaration.shapes()))
 

@@ -39,7 +39,9 @@ class Tempered(Operation):
     config = OwnConfig
     operands: ClassVar[OperandTable] = ATTENTION.extended(TEMPERATURE, KEY_BIAS)
 
-    @implementation(STATIC_MASKS | {"gqa"}, operands=("temperature", "key_bias"), tolerance={"float32": (6e-6, 2e-5)})
+    @implementation(
+        STATIC_MASKS | {"gqa", "segment_ids"}, operands=("temperature", "key_bias"), tolerance={"float32": (6e-6, 2e-5)}
+    )
     def forward_native(self, call: LocalCall) -> LocalOutput:
         query, bias = call.query, None
         if (by_head := call.further.get("temperature")) is not None:
@@ -70,28 +72,60 @@ def in_layout(x: np.ndarray, layout: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
-@pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "tp": 2}, {"fsdp": 2, "tp": 4}, {"fsdp": 2, "sp": 2}, {"fsdp": 4}])
-def test_output_and_gradients(mesh: dict[str, int] | None, layout: str) -> None:
-    attend = Tempered(OperationMetadata(mesh=mesh, sequence_parallel="gather"))
+@pytest.mark.parametrize("alone", ["", "batch", "kv_heads"])  # a dim of 1, which is broadcast
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        (None, "gather"),
+        ({"fsdp": 2, "tp": 2}, "gather"),
+        ({"fsdp": 2, "tp": 4}, "gather"),
+        ({"fsdp": 2, "sp": 2}, "gather"),
+        ({"fsdp": 2, "sp": 2}, "ulysses"),
+        ({"fsdp": 4}, "gather"),
+    ],
+)
+def test_output_and_gradients(mesh: dict[str, int] | None, strategy: str, alone: str, layout: str) -> None:
+    attend = Tempered(OperationMetadata(mesh=mesh, sequence_parallel=strategy))
+    at = KEY_BIAS.dims.index(alone) if alone else None
+    key_bias = B if at is None else B.take([0], axis=at)
 
     def loss(q: Any, k: Any, v: Any, temperature: Any, key_bias: Any) -> Any:
         call: dict[str, Any] = {"temperature": temperature, "key_bias": key_bias}
         out = attend(q, k, v, mask=Causal(), layout=layout, **call).attention_outputs
         return out.sum(), out
 
-    given = [in_layout(x, layout) for x in (Q, K, V)] + [T, in_layout(B, layout)]
+    given = [in_layout(x, layout) for x in (Q, K, V)] + [T, in_layout(key_bias, layout)]
     (_, out), got = jax.jit(jax.value_and_grad(loss, range(5), has_aux=True))(*given)
-    bias = np.repeat(B.swapaxes(1, 2), 2, axis=1)[:, :, None].astype(np.float64)
+    whole = np.broadcast_to(key_bias, B.shape)
+    bias = np.repeat(whole.swapaxes(1, 2), 2, axis=1)[:, :, None].astype(np.float64)
     bias = np.broadcast_to(bias, (4, 4, 16, 16))
     hot = Q.astype(np.float64) * T[:, None]
     want = reference_attention(hot, K, V, scale=8**-0.5, mask=SEEN, bias=bias).output
     back = reference_gradients(hot, K, V, np.ones_like(want), scale=8**-0.5, mask=SEEN, bias=bias)
     wanted = [in_layout(x, layout) for x in (back["query"] * T[:, None], back["key"], back["value"])]
     wanted.append((back["query"] * Q).sum(axis=(0, 1, 3)))
-    wanted.append(in_layout(back["bias"].sum(axis=2).reshape(4, 2, 2, 16).sum(axis=2).swapaxes(1, 2), layout))
+    by_key = back["bias"].sum(axis=2).reshape(4, 2, 2, 16).sum(axis=2).swapaxes(1, 2)
+    wanted.append(in_layout(by_key if at is None else by_key.sum(axis=at, keepdims=True), layout))
     np.testing.assert_allclose(out, in_layout(want, layout), atol=2e-6)
     for found, expected in zip(got, wanted, strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_packed_tokens() -> None:
+    ids = np.repeat([1, 2], 8).astype(np.int32)
+    got = Tempered(OperationMetadata(mesh={"tp": 2}))(
+        Q[0], K[0], V[0], q_segment_ids=ids, mask=Causal(), layout="thd", temperature=T, key_bias=B[0]
+    ).attention_outputs  # type: ignore[call-arg]
+    seen = SEEN & (ids[:, None] == ids)[None, None]
+    bias = np.repeat(B[:1].swapaxes(1, 2), 2, axis=1)[:, :, None].astype(np.float64)
+    bias = np.broadcast_to(bias, (1, 4, 16, 16))
+    want = reference_attention(Q[:1] * T[:, None], K[:1], V[:1], scale=8**-0.5, mask=seen, bias=bias).output
+    np.testing.assert_allclose(got, want[0], atol=2e-6)
+
+
+def test_a_ring_is_refused() -> None:
+    plan = Tempered(OperationMetadata(mesh={"sp": 2}, sequence_parallel="ring")).plan(Q, K, V, temperature=T)  # type: ignore[call-arg]
+    assert [reason.code for one in plan.rejected for reason in one.reasons] == ["ring.parts"]
 
 
 def test_specs_and_plan() -> None:
@@ -176,9 +210,20 @@ def test_the_command_line_runs_it(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["tensors"]["temperature"]["shape"] == [4]
     inputs = tmp_path / "in.npz"
     np.savez(inputs, query=Q, key=K, value=V, temperature=T)
-    assert main(["run", str(path), "--inputs", str(inputs), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert not any("temperature" in note for note in result["notes"])
+    for declared in ({"operands": {"temperature": True}}, {}):  # an inputs file may have it undeclared
+        path.write_text(json.dumps({"operation": "tempered", "call": SIZES | declared | {"mask": "causal"}}))
+        out = tmp_path / f"out{len(declared)}.npz"
+        assert main(["run", str(path), "--inputs", str(inputs), "--json", "--output", str(out)]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert not any("temperature" in note for note in result["notes"])
+        assert "temperature" in str(result["compare"])  # jax.nn doesn't do the same work
+        want = reference_attention(Q * T[:, None], K, V, scale=8**-0.5, mask=SEEN).output
+        np.testing.assert_allclose(np.load(out)["output"], want, atol=2e-6)
+    assert main(["run", str(path), "--inputs", str(inputs), "--check"]) == 2
+    assert "temperature" in capsys.readouterr().err
+    path.write_text(json.dumps({"operation": "tempered", "call": SIZES | {"operands": {"key_bias": True}}}))
+    assert main(["run", str(path), "--inputs", str(inputs)]) == 2
+    assert "holds no key_bias" in capsys.readouterr().err
 
 
 def test_the_table_of_attention() -> None:
@@ -189,5 +234,15 @@ def test_the_table_of_attention() -> None:
     for row in (*ATTENTION, *RESULTS.values()):
         assert not row.order or len(row.order) == len(row.dims)
         assert row.split_as is None or len(row.split_as) == len(row.dims)
+    for row in (
+        Operand("x", ("heads",), moves="keys"),
+        Operand("x", (), dtype="key"),
+        Operand("x", (), optional=False),
+    ):
+        with pytest.raises(ValueError, match="own operands"):
+            ATTENTION.extended(row)
+    clashing = type("Clashing", (Tempered,), {"name": "clashing", "operands": ATTENTION.extended(Operand("mode", ()))})
+    with pytest.raises(ConfigError, match="mode"):
+        OperationRegistry.register(clashing)
     with pytest.raises(ValueError, match="once"):
         ATTENTION.extended(TEMPERATURE, TEMPERATURE)

@@ -15,7 +15,7 @@ import pytest
 from attnops import ConfigError, KVCache, OperationMetadata, OperationRegistry, RaggedBatch
 from attnops.cli.app import main
 from attnops.operators.paged_cache import init
-from attnops.page_layouts import LAYOUTS, PageLayout, PageShape, page_layout, register_layout
+from attnops.page_layouts import LAYOUTS, ArraySize, PageLayout, PageShape, page_layout, register_layout
 from attnops.sharding import virtual_mesh
 
 
@@ -29,10 +29,8 @@ class AlternatingHeads(PageLayout):
     dims = ("pages", "kv_heads", "page", "head_dim")
     form = "[pages, 2 kv_heads, page, dim]"
 
-    def array_shape(
-        self, pages: int, page: int, heads: int, dim: int, dims: tuple[int, int], pack: int
-    ) -> tuple[int, ...]:
-        return pages, 2 * heads, page, dim
+    def array_shape(self, size: ArraySize) -> tuple[int, ...]:
+        return size.pages, 2 * size.heads, size.page, size.dim
 
     def sizes(self, key: Any, value: Any, dim: int, value_dim: int | None) -> PageShape:
         return PageShape(key.shape[0], key.shape[2], key.shape[1] // 2, key.shape[3], dim)
