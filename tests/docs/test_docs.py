@@ -30,7 +30,6 @@ from attnops import OperationMetadata, OperationRegistry, Policy
 from attnops.authoring import Operation
 from attnops.cli.app import main
 from attnops.cli.declared import declared
-from attnops.cli.step import is_paged
 from attnops.operators.splash import SplashConfig
 from attnops.operators.vanilla import VanillaConfig
 from attnops.planning.policy import CHOICES
@@ -114,7 +113,7 @@ def test_files_in_the_page_are_valid(page: Path) -> None:
     for block in pages.blocks(page):
         if "declaration" in block.marks:
             declaration = Declaration.from_json(block.text, block.place)
-            if is_paged(declaration):
+            if declaration.in_pages:
                 step = declared(declaration, None, None).plan(declaration.operation_metadata())
                 assert step.implementation, block.place
                 continue

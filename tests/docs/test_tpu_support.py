@@ -15,7 +15,7 @@ import pytest
 NEEDS_LIBTPU = pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # it registers a mask function, once in a process
 def tool() -> ModuleType:
     path = pages.ROOT / "tools" / "tpu_support.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
