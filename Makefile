@@ -2,6 +2,7 @@
 # make decoder    train a decoder, then let it write
 # make serve      serve a real model over a paged cache; make serve ARGS=--chat talks to it
 # make test       the tests that CI runs            make test-all   every test, slow ones too
+# make test-gpu   the conformance tests on this machine's NVIDIA GPU
 # make lint       style                             make types      static types
 # make docs       the manual, into site/            make packages   both distributions, built, installed and tried
 # make clean      remove all that make has made
@@ -19,7 +20,7 @@ PACKAGES   := .venv-packages
 
 .DEFAULT_GOAL := run
 .NOTPARALLEL:
-.PHONY: run decoder serve test test-all test-easydel lint types docs packages clean
+.PHONY: run decoder serve test test-all test-easydel test-gpu lint types docs packages clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -72,6 +73,12 @@ $(EASYDEL)/.installed: pyproject.toml
 
 test-easydel: $(EASYDEL)/.installed
 	$(EASYDEL)/bin/python -m pytest tests/adapters/test_easydel.py
+
+# Compiled, with wheels of CUDA. What needs several devices, and the tests of other platforms' kernels, are left out.
+test-gpu: $(TEST_STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "jax[cuda13]"
+	ATTNOPS_TEST_PLATFORM=cuda $(BIN)/python -m pytest -n 8 tests/conformance/test_features.py tests/conformance/test_flash_sizes.py \
+		tests/conformance/test_hidden_keys.py -k "not test_hidden_keys or flash_attn2 and not over_devices and not stay_split"
 
 lint: $(TEST_STAMP)
 	$(BIN)/python -m ruff check .

@@ -42,6 +42,7 @@ _RING_BLOCK = 128  # the smallest block in a ring
 _SYMBOLIC_BLOCK = 128  # lengths that aren't known are padded to whole blocks, so these are small
 _MASK_BLOCK = 64  # smaller mask blocks are joined into tiles of this many rows and keys
 _DECODE_ROWS = 16  # query rows over all heads, up to which block-diagonal products are cheap
+_ACCELERATOR_ROWS = 32  # the same on an accelerator, as timed on an H200 (benchmarks/gpu.md)
 _DECODE_KEYS = 2048
 _PIECES = 8
 # decode_rows, on a CPU:
@@ -75,26 +76,30 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
     # If keys stay split, a part takes the same route as the whole: whole logits would copy it.
     seen = problem.kv_len if placement.sequence.strategy == "split_kv" else local.kv_len
     # The decode route cuts the keys into a known number of pieces.
-    few = not is_symbolic(seen) and surely(lambda: rows <= _DECODE_ROWS and seen >= _DECODE_KEYS)
+    most = _DECODE_ROWS if problem.platform == "cpu" else _ACCELERATOR_ROWS
+    few = not is_symbolic(seen) and surely(lambda: rows <= most and seen >= _DECODE_KEYS)
     if declared == "decode_rows" or (declared is None and _in_place(problem, local, seen, few)):
         few_rows = local.q_heads // local.kv_heads * local.q_len
         why = f"{few_rows} query rows a KV head, at most {_ROWS_A_HEAD}, see {local.batch} x {seen} keys on a CPU"
         block = _block_of_rows(local, getattr(ours, "block_kv", None))
         return NativeRoute("decode_rows", "declared" if declared else why, blocks[0], block, *blocks[2:])
     if declared == "decode" or (declared is None and few):
-        why = "declared" if declared else f"{rows} query rows over all heads, at most {_DECODE_ROWS}, see {seen} keys"
+        why = "declared" if declared else f"{rows} query rows over all heads, at most {most}, see {seen} keys"
         piece = max(_DECODE_KEYS, math.ceil(local.kv_len / _PIECES))
         piece = min(getattr(ours, "block_kv", None) or piece, local.kv_len)
         return NativeRoute("decode", why, blocks[0], piece, *blocks[2:])
-    if declared is None and surely(lambda: _small(local, logits)):
+    if declared is None and surely(lambda: _small(problem, local, logits)):
         return NativeRoute("plain", f"the logits take {size}: small enough to build whole")
     return NativeRoute("blockwise", f"{'declared; ' if declared else ''}whole logits would take {size}", *blocks)
 
 
-def _small(local: LocalShape, logits: int) -> bool:
-    """Whether logits of that many bytes are built whole. Those of a symbolic batch are judged by a row's."""
+def _small(problem: AttentionProblem, local: LocalShape, logits: int) -> bool:
+    """Whether logits of that many bytes are built whole: on an accelerator, those that one tile may have. Those of a symbolic
+    batch are judged by a row's."""
     if is_symbolic(local.batch):
         return logits // local.batch <= _PLAIN_ROW_BYTES
+    if problem.platform != "cpu" and problem.mode != "__train__":  # whose backward pass would keep the weights
+        return local.batch * local.q_heads * local.q_len * local.kv_len <= _ACCELERATOR_CELLS
     alone = 2 if local.batch == 1 else 1  # a single row has no loop to avoid
     return logits <= _PLAIN_BYTES and logits <= local.batch * _PLAIN_ROW_BYTES // alone
 

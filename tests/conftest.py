@@ -14,9 +14,14 @@ import pytest
 from hypothesis import settings
 
 DEVICES = 8
+# "cuda": the conformance tests run on this machine's GPU, compiled (make test-gpu).
+PLATFORM = os.environ.get("ATTNOPS_TEST_PLATFORM", "cpu")
 
 _imported_too_early = "jax" in sys.modules
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_PLATFORMS"] = "cpu" if PLATFORM == "cpu" else f"{PLATFORM},cpu"
+if PLATFORM == "cuda":  # several workers share its memory; jax.nn's products, which the published tolerances require
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
 # No choice that somebody tuned on this machine may decide what the tests see.
 os.environ["ATTNOPS_TUNE_CACHE"] = tempfile.mkdtemp(prefix="attnops-tests-")
 atexit.register(shutil.rmtree, os.environ["ATTNOPS_TUNE_CACHE"], ignore_errors=True)
@@ -29,7 +34,9 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 # optimises nothing, and loops are emitted without MLIR. `make test-all` also compiles the quick tests as a user does.
 _flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
 _hurry = ""
-if not os.environ.get("ATTNOPS_TEST_OPTIMISED"):
+if PLATFORM == "cuda":
+    _flags += " --xla_gpu_autotune_level=0"  # of XLA's own products
+elif not os.environ.get("ATTNOPS_TEST_OPTIMISED"):
     _flags += " --xla_backend_optimization_level=0"
     if version("jaxlib").startswith("0.10.") and not _imported_too_early:  # later ones don't have the first of them
         _hurry = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"

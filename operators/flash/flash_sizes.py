@@ -17,17 +17,24 @@ __all__ = ["least_shared_bytes", "resolve_flash", "sizes_of", "steps_note", "ste
 
 
 _DIMS = (64, 128, 256)
-# (forward, gradients of key and value, gradient of the query) by the power of two that holds the head dim. Chosen from the
-# compiled programs (benchmarks/gpu.md): few or no spills, then the fewest stalls in the inner loop. Not timed on a GPU.
+# (forward, gradients of key and value, gradient of the query) by the power of two that holds the head dim. Hopper's were timed
+# on an H200. The others were chosen from compiled programs: few or no spills, then the fewest stalls in the inner loop, which
+# tell nothing of stages, as loads aren't in them (benchmarks/gpu.md).
 _HOPPER = {
+    64: (TileSizes(128, 128, 4, 3), TileSizes(128, 128, 8, 2), TileSizes(128, 64, 4, 3)),
+    128: (TileSizes(128, 128, 8, 3), TileSizes(64, 128, 8, 2), TileSizes(128, 64, 8, 2)),
+    256: (TileSizes(128, 64, 8, 2), TileSizes(64, 64, 8, 2), TileSizes(64, 32, 4, 1)),
+}
+# With a bias, whose tiles are loaded too, or quantised keys, whose conversion takes registers. Not timed.
+_HOPPER_WITH_MORE = {
     64: (TileSizes(128, 64, 4, 3), TileSizes(64, 128, 8, 2), TileSizes(128, 64, 4, 3)),
     128: (TileSizes(128, 128, 8, 2), TileSizes(64, 128, 8, 2), TileSizes(128, 64, 8, 1)),
     256: (TileSizes(128, 64, 8, 1), TileSizes(32, 64, 8, 2), TileSizes(64, 32, 4, 1)),
 }
 _BLACKWELL = {
-    64: (_HOPPER[64][0], TileSizes(64, 128, 4, 1), TileSizes(128, 64, 4, 3)),
-    128: (_HOPPER[128][0], TileSizes(64, 128, 8, 1), TileSizes(128, 64, 4, 2)),
-    256: _HOPPER[256],
+    64: (TileSizes(128, 64, 4, 3), TileSizes(64, 128, 4, 1), TileSizes(128, 64, 4, 3)),
+    128: (TileSizes(128, 128, 8, 2), TileSizes(64, 128, 8, 1), TileSizes(128, 64, 4, 2)),
+    256: (TileSizes(128, 64, 8, 1), TileSizes(32, 64, 8, 2), TileSizes(64, 32, 4, 1)),
 }
 _AMPERE = {
     64: (TileSizes(128, 64, 4, 3), TileSizes(64, 64, 4, 2), TileSizes(128, 32, 4, 2)),
@@ -78,7 +85,7 @@ def resolve_flash(
     if fold is None:
         fold = group * q_len <= min(config.block_q or _table(problem)[0].block_q, _FOLDED_ROWS)
     rows = group * q_len if fold else q_len
-    for pass_, default in _defaults(problem, rows, q_len, kv_len).items():
+    for pass_, default in _defaults(problem, rows if fold else None, q_len, kv_len).items():
         for name, size in zip(FIELDS[pass_], default, strict=True):
             declared = getattr(config, name)
             found[name] = size if declared is None else declared
@@ -172,21 +179,25 @@ def _table(problem: AttentionProblem) -> tuple[TileSizes, TileSizes, TileSizes]:
     architecture = _architecture(problem)
     if architecture is None:
         return _SMALL[dim]
-    if architecture != "ampere":
-        return (_BLACKWELL if architecture == "blackwell" else _HOPPER)[dim]
+    biased = problem.operand("bias") is not None
+    if architecture == "blackwell":
+        return _BLACKWELL[dim]
+    if architecture == "hopper":
+        return (_HOPPER_WITH_MORE if biased or problem.quantised else _HOPPER)[dim]
     forward, of_keys, of_query = _AMPERE[dim]
-    if dim == 128 and (problem.quantised or problem.operand("bias") is not None):
+    if dim == 128 and (problem.quantised or biased):
         forward = _AMPERE_QUANTISED if problem.quantised else _AMPERE_BIASED
     return forward, of_keys, of_query
 
 
-def _defaults(problem: AttentionProblem, rows: int, q_len: int, kv_len: int) -> dict[str, TileSizes]:
-    """The sizes of each pass. rows: of the forward pass, which may include folded heads."""
+def _defaults(problem: AttentionProblem, folded: int | None, q_len: int, kv_len: int) -> dict[str, TileSizes]:
+    """The sizes of each pass. folded: the rows of the forward pass's one tile, if heads are folded into it."""
     found = {}
     for pass_, size in zip(FIELDS, _table(problem), strict=True):
-        most = rows if pass_ == "forward" else q_len
-        size = size._replace(block_q=min(size.block_q, _power(most)), block_kv=min(size.block_kv, _power(kv_len)))
-        found[pass_] = _of_mask(problem, size, folded=most != q_len)
+        one_tile = folded if pass_ == "forward" else None
+        rows = _power(one_tile or q_len)
+        size = size._replace(block_q=min(size.block_q, rows), block_kv=min(size.block_kv, _power(kv_len)))
+        found[pass_] = _of_mask(problem, size, folded=one_tile is not None)
     return found
 
 

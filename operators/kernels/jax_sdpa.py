@@ -47,6 +47,9 @@ def jax_sdpa(
     heads = query.shape[2]
     if mask is not None and mask.shape[1] not in (1, heads):
         raise AssertionError(f"mask of {mask.shape[1]} heads for {heads}")
+    if implementation == "cudnn":  # which broadcasts over batch and heads only
+        whole = (query.shape[1], key.shape[1])
+        bias, mask = (None if x is None else jnp.broadcast_to(x, (*x.shape[:2], *whole)) for x in (bias, mask))
 
     def attend(arrays: tuple[Array, Array, Array, Array | None, Array | None]) -> Array:
         return jax.nn.dot_product_attention(

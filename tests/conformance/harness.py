@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -18,13 +19,16 @@ from attnops.verify.closeness import lse_size, row_error, row_sizes, term_sizes
 from .cases import DIM, Case, in_layout
 
 
+ON_CUDA = os.environ.get("ATTNOPS_TEST_PLATFORM") == "cuda"
+
+
 class Implementation(NamedTuple):
     """An implementation and how to get it to run on this machine."""
 
     operation: str
     method: str
     config: dict[str, Any] | None = None
-    backend: str = "cpu"
+    backend: str = "cuda" if ON_CUDA else "cpu"
 
     @property
     def capability(self):
@@ -112,7 +116,18 @@ def _discover() -> dict[str, Implementation]:
     return found | PATHS | PIPELINED | KERNELS
 
 
-RUNNABLE = _discover()
+_OF_CUDA = {
+    **{f"vanilla.forward_native{way}": Implementation("vanilla", "forward_native", config) for way, config in (
+        ("", None), (" blockwise", PATHS["vanilla.forward_native blockwise"].config),
+        (" decode", PATHS["vanilla.forward_native decode"].config),
+    )},
+    "sdpa.forward_cuda": DECLARED_ONLY["sdpa.forward_cuda"],
+    "flash_attn2.forward_cuda": Implementation("flash_attn2", "forward_cuda"),
+    "flash_attn2.forward_cuda small": Implementation(
+        "flash_attn2", "forward_cuda", INTERPRETED["flash_attn2.forward_cuda"] | {"interpret": False}
+    ),
+}  # fmt: skip
+RUNNABLE = _OF_CUDA if ON_CUDA else _discover()
 
 
 class Tensors(NamedTuple):

@@ -24,7 +24,7 @@ def _refusal(
 ) -> set[str]:
     """Codes of the reasons that the declaration demands for this case; by hand for what attnops ships."""
     codes = {f"feature.{name}" for name in case.features - implementation.capability.consumes}
-    if implementation.operation not in ("vanilla", "sdpa", "splash"):
+    if implementation.operation not in ("vanilla", "splash"):
         failing = (rule.check(problem, problem.config) for rule in implementation.capability.rules)
         codes |= {reason.code for reason in failing if reason is not None}
     if (implementation.config or {}).get("path") in (
@@ -164,5 +164,12 @@ def test_agrees_or_refuses(which: str, name: str, layout: str, dtype: str) -> No
         return
     assert plan.implementation == f"{implementation.operation}.{implementation.method}"
     published = implementation.capability.tolerance[dtype]
+    want = _expected(name, dtype, layout == "thd")
+    if implementation.operation == "sdpa" and implementation.backend == "cuda" and (case.q_len % 2 or case.kv_len % 2):
+        with pytest.raises(NotImplementedError):  # jax.nn has no gradient there; in mode train it is refused
+            harness.run(attend, case, tensors, dtype, layout)
+        output = harness.from_layout(attend(*qkv, layout=layout, **case.call).attention_outputs, layout)
+        harness.agree(harness.Result(output, None, None, {}, dtype=dtype), want, published.forward, 0)
+        return
     got = harness.run(attend, case, tensors, dtype, layout)
-    harness.agree(got, _expected(name, dtype, layout == "thd"), published.forward, published.backward)
+    harness.agree(got, want, published.forward, published.backward)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 
-from attnops import Causal, ConfigError, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
+from attnops import Blocks, Causal, ConfigError, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
 from attnops.compat import abstract_device
 from attnops.devices import gpu_specs, gpu_variant
 from attnops.operators.flash import FlashAttention2Config, flash_sizes
@@ -278,6 +278,15 @@ def test_few_queries_are_folded_where_a_tile_holds_them(dtype: str, dim: int, q_
     few, keys = (jax.ShapeDtypeStruct((2, *shape, dim), dtype) for shape in ((q_len, 32), (4096, 8)))
     config = _plan("flash_attn2", H100, few, keys, keys, fallback="error", causal=False).config
     assert config.fold == (4 * q_len <= config.block_q)
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+def test_queries_folded_into_one_tile_stay_there_under_a_mask_of_small_blocks(heads: int) -> None:
+    few, keys = (jax.ShapeDtypeStruct((2, n, h, 64), "bfloat16") for n, h in ((48, heads), (160, heads)))
+    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(H100, 1, "gpu"))
+    attend = OperationRegistry.create("flash_attn2", OperationMetadata(mesh=mesh, fallback="error", causal=False))
+    config = attend.plan(few, keys, keys, mask=Blocks(np.tri(3, 10, 7, dtype=bool), 16, 16)).config
+    assert (config.fold, config.block_q) == (True, 64)
 
 
 @pytest.mark.parametrize("operation", ["flash_attn2", "splash", "ring"])

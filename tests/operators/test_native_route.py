@@ -54,6 +54,25 @@ def test_route_by_size(sizes: dict[str, int], name: str) -> None:
     assert _attend("splash").plan(*_shapes(**sizes), mask=Full()).route == plan.route
 
 
+@pytest.mark.parametrize(
+    ("sizes", "mode", "name"),
+    [
+        ({"q_len": 1, "kv_len": 4096, "batch": 64, "heads": 32}, "autoregressive", "decode"),
+        ({"q_len": 1, "kv_len": 1024, "batch": 64, "heads": 32}, "autoregressive", "plain"),
+        ({"q_len": 2, "kv_len": 4096, "batch": 64, "heads": 32}, "autoregressive", "plain"),
+        ({"q_len": 4, "kv_len": 32768, "batch": 64, "heads": 32}, "autoregressive", "blockwise"),
+        ({"q_len": 512, "kv_len": 512, "batch": 4}, "prefill", "plain"),
+        ({"q_len": 512, "kv_len": 512, "batch": 4}, "train", "blockwise"),
+        ({"q_len": 8192, "kv_len": 8192}, "prefill", "blockwise"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["cuda", "rocm", "tpu"])
+def test_route_on_an_accelerator(sizes: dict[str, int], mode: str, name: str, backend: str) -> None:
+    """What one tile may hold is one product over all heads, if no backward pass keeps its weights."""
+    attend = OperationRegistry.create("vanilla", OperationMetadata(backend=backend))
+    assert attend.plan(*_shapes(**sizes), mask=Full(), mode=mode).route.name == name
+
+
 def test_what_only_whole_logits_give() -> None:
     plan = _attend().plan(*_shapes(2048, 2048), return_weights=True)
     assert (plan.route.name, "weights" in plan.route.why) == ("plain", True)
