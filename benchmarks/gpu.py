@@ -122,7 +122,9 @@ def rivals(cell: dict[str, Any]) -> dict[str, Run]:
         "jax.nn xla": jax_nn("xla"),
     }
     if decode:  # by its other routes
-        found |= {f"native {path}": operation("vanilla", "forward_native", {"path": path}) for path in ("plain", "decode")}
+        found |= {
+            f"native {path}": operation("vanilla", "forward_native", {"path": path}) for path in ("plain", "decode")
+        }
     if mask != "window" and not decode:
         found["jax pallas"] = pallas
     if mask != "packed" and not decode:

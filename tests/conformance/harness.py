@@ -18,7 +18,6 @@ from attnops.verify.closeness import lse_size, row_error, row_sizes, term_sizes
 
 from .cases import DIM, Case, in_layout
 
-
 ON_CUDA = os.environ.get("ATTNOPS_TEST_PLATFORM") == "cuda"
 
 
