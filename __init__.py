@@ -37,14 +37,14 @@ if TYPE_CHECKING:
         register_mask_function,
     )
     from .operators import AttentionOutput
-    from .operators.attention import Attention
+    from .operators.api.attention import Attention
+    from .operators.api.model_shardings import shardings_for
     from .operators.blocksparse import BlockSparseConfig
     from .operators.flash_attention2 import FlashAttention2Config
-    from .operators.model_shardings import shardings_for
     from .operators.paged_cache.batch import RaggedBatch
-    from .operators.sdpa import SdpaConfig
+    from .operators.sdpa.operation import SdpaConfig
     from .operators.splash import SplashConfig
-    from .operators.vanilla import VanillaConfig
+    from .operators.vanilla.operation import VanillaConfig
     from .planning import Plan, Policy
     from .planning.cache.kv_cache import KVCache
     from .planning.cache.layer_groups import LayerGroup
@@ -109,7 +109,7 @@ _ROOMS = ("authoring", "errors", "masks", "operators", "planning", "registry", "
 # Names that their subpackage's __init__.py doesn't export, and the file that has them. They are imported on first use.
 _FILES = {
     "advise": "advising",
-    "Attention": "operators.attention",
+    "Attention": "operators.api.attention",
     "BlockSparseConfig": "operators.blocksparse",
     "Declaration": "registry.declaration",
     "FlashAttention2Config": "operators.flash_attention2",
@@ -123,7 +123,7 @@ _FILES = {
     "VanillaConfig": "operators.vanilla",
     "check_processes": "sharding.processes",
     "dot_product_attention": "adapters.jax_nn",
-    "shardings_for": "operators.model_shardings",
+    "shardings_for": "operators.api.model_shardings",
 }
 
 

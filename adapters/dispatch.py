@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..errors import ConfigError, InputError, InputTypeError, a_type, nearest, shown
-from ..operators.arrays import is_array
+from ..operators.call.arrays import is_array
 from ..operators.splash import SplashConfig
 from ..sharding import PartitionAxis
 

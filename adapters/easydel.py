@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ConfigError, InputError, a_type, shown
-from ..operators.attention import Attention
-from ..operators.attention_keywords import is_operation_name
+from ..operators.api.attention import Attention
+from ..operators.api.attention_keywords import is_operation_name
 from .extra import extra
 from .front import Declared, attend, declared_attention
 

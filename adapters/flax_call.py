@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ConfigError, InputError
-from ..operators.attention import Attention
+from ..operators.api.attention import Attention
 from .front import DEFAULT_PRECISIONS, Attended, attend
 
 __all__ = ["FlaxAttention"]

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ConfigError, InputError, InputTypeError, a_type, is_whole, shown
-from ..operators.arrays import is_array
-from ..operators.read_option import read_number
+from ..operators.api.read_option import read_number
+from ..operators.call.arrays import is_array
 from ..planning.notes import note
 
 __all__ = [

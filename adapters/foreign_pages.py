@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ConfigError, is_whole, shown
-from ..operators.attention_keywords import given, is_operation_name
+from ..operators.api.attention_keywords import given, is_operation_name
 from ..operators.paged import PagedOperation
 from ..operators.paged_cache import CacheState, LayerPages
 from ..planning.paged.paged_plan import PagedPlan

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import InputError, InputTypeError, shown
-from ..operators.arrays import shaped
+from ..operators.call.arrays import shaped
 from ..operators.paged_cache import RaggedBatch
 from ..page_layouts import LAYOUTS
 from ..planning.cache.cache_fields import axis_names

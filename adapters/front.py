@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from ..errors import ConfigError, InputError, a_type
 from ..masks import Dense, Mask
-from ..operators.arrays import is_array
-from ..operators.attention import Attention
+from ..operators.api.attention import Attention
+from ..operators.call.arrays import is_array
 from ..planning.call_arguments import CallArguments
 from ..registry.declaration import Declaration
 

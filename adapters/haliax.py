@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ConfigError, InputError, a_type, shown
-from ..operators.attention import Attention
+from ..operators.api.attention import Attention
 from .extra import extra
 from .front import Declared, attend, declared_attention
 

@@ -13,10 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import InputError, InputTypeError, UnknownNameError, shown
 from ..masks.int_arrays import least_and_most
-from ..operators.arrays import is_array, shaped
-from ..operators.attention import Attention
-from ..operators.call_values import at_hand
-from ..operators.read_option import read_flag, read_number, read_window
+from ..operators.api.attention import Attention
+from ..operators.api.read_option import read_flag, read_number, read_window
+from ..operators.call.arrays import is_array, shaped
+from ..operators.call.call_values import at_hand
 from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
 from .front import Attended, attend, declared_attention

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ConfigError, InputError, shown
-from ..operators.attention import Attention
+from ..operators.api.attention import Attention
 from .extra import extra
 from .front import Declared, attend, declared_attention
 from .keras_ops import calls_the_op, declare_calls, restore_calls

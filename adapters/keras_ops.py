@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError, InputError, shown
-from ..operators.attention import Attention
+from ..operators.api.attention import Attention
 from .extra import extra
 from .front import attend
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import InputError
+from ..operators.api.read_option import read_flag, read_number
 from ..operators.paged import Paged
-from ..operators.read_option import read_flag, read_number
 from ..planning.notes import note
 from .foreign_arguments import (
     check_debug,

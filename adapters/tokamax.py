@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from ..errors import ConfigError, InputError, InputTypeError, a_type, shown
 from ..masks import Causal, Mask, Positions, SlidingWindow
-from ..operators.arrays import is_array
-from ..operators.read_option import read_number
+from ..operators.api.read_option import read_number
+from ..operators.call.arrays import is_array
 from .extra import extra
 from .front import DEFAULT_PRECISIONS
 from .jax_nn import Implementation, as_jax_nn, attention_named

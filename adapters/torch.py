@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, InputTypeError
-from ..operators.attention import Attention
+from ..operators.api.attention import Attention
 from .extra import extra
 from .front import Declared, declared_attention
 

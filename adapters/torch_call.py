@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import RefusedError
-from ..operators.attention import Attention
+from ..operators.api.attention import Attention
 from .front import attend
 from .torch_tensors import Padding, dropout_key, is_torchax, to_jax, to_torch
 

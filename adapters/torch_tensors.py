@@ -13,7 +13,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..errors import ConfigError, InputTypeError
-from ..operators.attention import Attention
+from ..operators.api.attention import Attention
 
 __all__ = ["Padding", "check_tensor", "dropout_key", "is_torchax", "to_jax", "to_torch"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, InputError, InputTypeError, a_type, is_whole, shown
-from ..operators.attention import Attention
-from ..operators.attention_keywords import is_operation_name
+from ..operators.api.attention import Attention
+from ..operators.api.attention_keywords import is_operation_name
 from .extra import extra
 from .front import Declared, declared_attention
 

@@ -34,9 +34,9 @@ from jax.sharding import AbstractMesh
 
 from attnops import Blocks, Causal, Mask, OperationMetadata, OperationRegistry
 from attnops.compat import abstract_device
-from attnops.operators.kernels.flash.visits import visits
+from attnops.operators.flash.kernel.visits import visits
 from attnops.operators.kernels.local_mask import LocalMask
-from attnops.operators.kernels.splash.schedule import tile_schedule
+from attnops.operators.splash.kernel.schedule import tile_schedule
 
 BLOCK, HEADS, DIM = 128, 4, 64
 DENSITIES = (0.05, 0.1, 0.25, 0.5)

@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from attnops import Causal, Full, OperationMetadata, OperationRegistry, SegmentIds, SlidingWindow
 from attnops.devices import gpu_specs
-from attnops.operators.kernels.flash.visits import visits
+from attnops.operators.flash.kernel.visits import visits
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from attnops.verify.gpu.gpu_mesh import described_gpus

@@ -41,9 +41,9 @@ from jax.sharding import AbstractMesh, AxisType
 
 from attnops import Causal, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.compat import abstract_device
-from attnops.operators.kernels.splash.bodies import WHOLE
 from attnops.operators.splash.candidates import BACKWARD as BACKWARD_FIELDS
 from attnops.operators.splash.candidates import FORWARD
+from attnops.operators.splash.kernel.bodies import WHOLE
 from attnops.verify import tile_counts
 from attnops.verify.generations import abstract_target, products_a_cycle
 from attnops.verify.static_clock import TileCycles, kernels_in, regions, tile_cycles

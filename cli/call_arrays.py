@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..masks.int_arrays import beyond_int32, is_integer
-from ..operators.call_values import check_lengths, check_offsets
+from ..operators.call.call_values import check_lengths, check_offsets
 from ..planning.quantised import QUANTISED, scale_shape
 from ..registry.call_declaration import DECLARED_BY, CallDeclaration
 from ..registry.declaration import Declaration

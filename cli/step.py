@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..operators.declared_config import declared_config
+from ..operators.api.declared_config import declared_config
 from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep, declared_step
 from ..planning.cache.kv_cache import KVCache

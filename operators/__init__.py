@@ -1,8 +1,8 @@
 """The operations, one file each; the registry imports one only when it is requested."""
 
-from .base import Operation
+from .call.base import Operation
+from .call.local import LocalCall, LocalOutput
+from .call.output import AttentionOutput
 from .kernels.local_mask import Dropout, LocalMask
-from .local import LocalCall, LocalOutput
-from .output import AttentionOutput
 
 __all__ = ["AttentionOutput", "Dropout", "LocalCall", "LocalMask", "LocalOutput", "Operation"]

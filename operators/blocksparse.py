@@ -6,11 +6,11 @@ from typing import Literal
 
 from ..planning import AttentionProblem
 from ..planning.notes import note
-from .base import Operation
+from .call.base import Operation
+from .choices.mask_blocks import has_blocks
 from .flash import FLASH, NO_ROCM
-from .mask_blocks import has_blocks
 from .splash.splash_kernels import SPLASH
-from .vanilla import NATIVE, VanillaConfig
+from .vanilla.operation import NATIVE, VanillaConfig
 
 __all__ = ["BlockSparse", "BlockSparseConfig"]
 

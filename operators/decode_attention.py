@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from .base import Operation
-from .vanilla import NATIVE, VanillaConfig
+from .call.base import Operation
+from .vanilla.operation import NATIVE, VanillaConfig
 
 __all__ = ["AutoregressiveDecodeAttention", "AutoregressiveDecodeConfig"]
 

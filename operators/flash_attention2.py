@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .base import Operation
+from .call.base import Operation
 from .flash import FLASH, NO_ROCM, FlashAttention2Config
 from .splash.splash_kernels import SPLASH
-from .vanilla import NATIVE
+from .vanilla.operation import NATIVE
 
 __all__ = ["FlashAttention2", "FlashAttention2Config"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from .base import Operation
+from .call.base import Operation
 from .flash import FLASH, NO_ROCM
 from .splash.splash_config import SplashConfig
 from .splash.splash_kernels import SPLASH
-from .vanilla import NATIVE
+from .vanilla.operation import NATIVE
 
 __all__ = ["RingAttention", "RingConfig", "UlyssesAttention", "UlyssesConfig"]
 

@@ -1,4 +1,4 @@
-"""PlannedOperation: what planning needs from an operation class. operators/base.py adds how a call runs."""
+"""PlannedOperation: what planning needs from an operation class. operators/call/base.py adds how a call runs."""
 
 from __future__ import annotations
 

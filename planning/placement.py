@@ -14,16 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..sharding import (
-    AttnShardingRules,
-    FittedRules,
-    FittedSpec,
-    TensorShape,
-    axes_at,
-    fit,
-    fit_tensor,
-    refuse_unfit,
-)
+from ..sharding import AttnShardingRules, FittedRules, FittedSpec, TensorShape, axes_at, fit, fit_tensor, refuse_unfit
 from .inside_specs import run_specs, split_specs
 from .problem import AttentionProblem
 from .repeated import RepeatedAxis, repeated_axes, repeated_lines

@@ -40,7 +40,7 @@ C = TypeVar("C", bound=type)
 
 
 class Output(Protocol):
-    """The result of a call; operators/output.py has the shapes."""
+    """The result of a call; operators/call/output.py has the shapes."""
 
     attention_outputs: jax.Array
     attention_weights: jax.Array | None
@@ -49,7 +49,7 @@ class Output(Protocol):
 
 
 class AttentionOperation(Protocol):
-    """The interface of an operation obtained by name; operators/base.py implements it, and documents the arguments of a call."""
+    """The interface of an operation obtained by name; operators/call/base.py implements it, and documents its arguments."""
 
     name: ClassVar[str]
     config: ClassVar[type[OperationConfig]]

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from block_page import TARGETS, write
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
-from attnops.operators.shipped import table_key
+from attnops.operators.choices.shipped import table_key
 from attnops.operators.splash.pass_cost import is_short_code
 from attnops.planning import Plan
 from attnops.verify.call import verify_call

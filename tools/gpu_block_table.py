@@ -29,8 +29,8 @@ from jax.sharding import AbstractMesh
 from attnops import OperationMetadata, OperationRegistry
 from attnops.compat import abstract_device
 from attnops.devices import gpu_specs
+from attnops.operators.choices.shipped import table_key
 from attnops.operators.flash import FLASH_SHIPPED
-from attnops.operators.shipped import table_key
 from attnops.planning import Plan
 from attnops.planning.tune_cache import ENVIRONMENT, Measured, load
 from attnops.planning.tuning import tune_key

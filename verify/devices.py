@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from ..devices import spec_of_kind
-from ..operators.ambient import ambient_platform
+from ..operators.call.ambient import ambient_platform
 from .compiled import Failure, KernelUse, kernels, too_much_hbm
 from .generations import device_of
 from .gpu.gpu_device import gpu_device

@@ -108,7 +108,7 @@ def loop_tiles(
     query_offset: None if it is traced. What is known only when the program runs counts as masked. heads: if they see blocks of
     their own, the mean of so many.
     """
-    from ..operators.kernels.flash.visits import visits
+    from ..operators.flash.kernel.visits import visits
     from ..operators.kernels.local_mask import LocalMask
 
     if not mask.is_static or query_offset is None:

@@ -15,15 +15,7 @@ from ..planning.traffic import Traffic
 from ..sharding.mesh import devices_cores
 from .collectives import Collective, collectives
 from .compiled import Failure, failure, program_text
-from .devices import (
-    DeviceLimits,
-    compiles_here,
-    device_limits,
-    kernels_of_program,
-    lowered_for,
-    tracing_on,
-    unheld,
-)
+from .devices import DeviceLimits, compiles_here, device_limits, kernels_of_program, lowered_for, tracing_on, unheld
 from .report import AnyPlan, PassReport, TargetReport, refusals
 from .targets import not_compiled
 

@@ -14,7 +14,7 @@ from .generations import matrix_depth, products_a_cycle
 from .static_clock import TileCycles
 
 if TYPE_CHECKING:
-    from ..operators.kernels.splash.bodies import Body
+    from ..operators.splash.kernel.bodies import Body
 
 __all__ = ["kernel_bodies", "kernel_cycles", "key_parts", "key_turns", "matrix_cycles", "tiles_of"]
 
@@ -79,7 +79,7 @@ def tiles_of(
     first so many blocks of keys.
     """
     from ..operators.kernels.local_mask import LocalMask
-    from ..operators.kernels.splash.schedule import bodies_of_part, run_time_bodies, tile_bodies
+    from ..operators.splash.kernel.schedule import bodies_of_part, run_time_bodies, tile_bodies
 
     local = LocalMask(mask, 0, q_len, kv_len, query_offset or 0)
     if not mask.is_static or query_offset is None:
@@ -114,7 +114,7 @@ def key_parts(config: OperationConfig, kv_len: int) -> int:
 
 def key_turns(config: OperationConfig, kv_len: int) -> int:
     """How often the loops of a fused backward pass go round that clear and write the gradients of a kv head's keys."""
-    from ..operators.kernels.splash.key_sums import leaving_rows
+    from ..operators.splash.kernel.key_sums import leaving_rows
 
     sizes: Any = config
     block, part = sizes.block_kv_dkv, getattr(config, "block_kv_dkv_sums", None) or kv_len

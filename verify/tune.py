@@ -12,7 +12,7 @@ import jax
 from ..devices import gpu_specs, spec_of_kind
 from ..distribution import with_extras
 from ..errors import AttnOpsError, ConfigError, RefusedError, shown
-from ..operators.ambient import ambient_platform
+from ..operators.call.ambient import ambient_platform
 from ..planning import AttentionProblem, Implementation, OperationConfig, PassSizes, Placement, Plan, PlannedOperation
 from ..planning.paged.paged_problem import PagedProblem
 from ..planning.tune_cache import Choice, Measured

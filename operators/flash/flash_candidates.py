@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
-from ..shipped import ShippedTable
+from ..choices.shipped import ShippedTable
 from .flash_config import FlashAttention2Config
 from .flash_sizes import resolve_flash
 from .pass_fields import FIELDS

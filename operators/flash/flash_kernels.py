@@ -8,8 +8,8 @@ from typing import Any
 from ...planning import AttentionProblem, Implementation, OperationConfig, PassSizes, Placement, declares
 from ...planning.implementations import dequantised_copy
 from ...planning.notes import note
-from ..local import LocalCall, LocalOutput
-from ..mask_blocks import block_remarks
+from ..call.local import LocalCall, LocalOutput
+from ..choices.mask_blocks import block_remarks
 from .flash_candidates import FLASH_SHIPPED, flash_candidates, flash_tuned_fields
 from .flash_config import FlashAttention2Config
 from .flash_rules import FLASH_FEATURES, FLASH_RULES, ON_ROCM

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...planning import ALL_FEATURES, Rule
-from ..function_rules import TRITON, function_rules
+from ..choices.function_rules import TRITON, function_rules
 from .flash_config import FlashAttention2Config
 
 __all__ = ["FLASH_FEATURES", "FLASH_RULES", "ON_ROCM"]

@@ -8,9 +8,9 @@ from ...devices import gpu_variant, gpu_variants
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
 from ...planning.notes import note
-from ..kernels.flash_sizes import TileSizes, TileSteps
-from ..mask_blocks import fitted_block
+from ..choices.mask_blocks import fitted_block
 from .flash_config import FlashAttention2Config
+from .kernel.flash_sizes import TileSizes, TileSteps
 from .pass_fields import FIELDS
 
 __all__ = ["least_shared_bytes", "resolve_flash", "sizes_of", "steps_note", "steps_of", "unknown_gpu"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..kernels.flash_sizes import TileSizes
+from .kernel.flash_sizes import TileSizes
 
 __all__ = ["FIELDS"]
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import jax
 
-from ..kernels.flash_sizes import FlashSizes
-from ..local import LocalCall
+from ..call.local import LocalCall
 from ..sequence.ring_call import attend_call
 from .flash_config import FlashAttention2Config
 from .flash_sizes import sizes_of, steps_of
+from .kernel.flash_sizes import FlashSizes
 
 __all__ = ["run_flash"]
 
 
 def run_flash(call: LocalCall, config: FlashAttention2Config) -> tuple[jax.Array, jax.Array]:
     """(output in the call's layout, lse)."""
-    from ..kernels.flash import FlashPart  # imports Pallas, so only where the kernels run
+    from .kernel.flash_attention import FlashPart  # imports Pallas, so only where the kernels run
 
     splits, steps = config.kv_splits or 1, steps_of(call.problem, config)
     kernel = FlashPart(

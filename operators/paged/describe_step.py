@@ -18,12 +18,12 @@ from ...planning.paged.step_operands import STEP_OPERANDS
 from ...registry import OperationMetadata
 from ...sharding import OperandShape, axes_of
 from ...sharding.mesh import AnyMesh
-from ..arrays import shaped
-from ..declared_config import declared_config
+from ..api.declared_config import declared_config
+from ..call.arrays import shaped
+from ..call.planned_platform import planned_platform
 from ..paged_cache.attend import check_written
 from ..paged_cache.known_sizes import known_sizes
 from ..paged_cache.stored_tokens import check_kept
-from ..planned_platform import planned_platform
 from .step_arguments import Step, StepArrays
 
 __all__ = ["describe_step"]

@@ -24,15 +24,15 @@ from ...planning.repeated import named_axes
 from ...planning.tune_cache import kept_here
 from ...sharding import describe_mesh
 from ...sharding.mesh import AnyMesh
-from ..ambient import ambient_platform
-from ..bounded_cache import BoundedCache
-from ..declared import DeclaredOperation, signature
+from ..call.ambient import ambient_platform
+from ..call.declared import DeclaredOperation, signature
+from ..call.program import Program, attention
+from ..choices.bounded_cache import BoundedCache
 from ..paged_cache.attend import check_longest
 from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.insert import check_step
 from ..paged_cache.join_shards import check_mesh
 from ..paged_cache.state import CacheState, alone
-from ..program import Program, attention
 from .describe_step import describe_step
 from .implementations import PAGES_ON_TPU, PAGES_ON_XLA, PagedImplementation
 from .paged_config import PagedConfig

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from ...masks.causal_window import causal_window
 from ...planning import PlannedOperation
+from ..call.program import Program
 from ..paged_cache.attend import attend
 from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.insert import insert
 from ..paged_cache.paged_call import PagedSizes
 from ..paged_cache.state import CacheState
-from ..program import Program
 from .step_arguments import StepArrays
 
 __all__ = ["StepInputs", "run_step"]

@@ -10,8 +10,8 @@ from ...masks import Mask
 from ...planning.cache.kv_cache import KVCache
 from ...planning.call_arguments import CALL_ARGUMENTS, CallArray
 from ...planning.paged.paged_problem import STEP_MODES
-from ..arguments import join_mask, split_arguments
-from ..arrays import Arrays
+from ..call.arguments import join_mask, split_arguments
+from ..call.arrays import Arrays
 from ..paged_cache.state import CacheState
 
 __all__ = ["Step", "StepArguments", "StepArrays", "cache_of", "step_of"]

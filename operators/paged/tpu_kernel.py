@@ -12,7 +12,9 @@ from ...planning import OperationConfig, Reason
 from ...planning.notes import note
 from ...planning.paged.paged_problem import PagedProblem
 from ...planning.text import bytes_text
-from ..kernels.paged_tpu import (
+from ..paged_cache.paged_call import Attended, PagedCall
+from ..paged_cache.state import LayerPages
+from .kernel.tpu import (
     Geometry,
     Options,
     PageArrays,
@@ -23,8 +25,6 @@ from ..kernels.paged_tpu import (
     reasons_against,
     vmem_room,
 )
-from ..paged_cache.paged_call import Attended, PagedCall
-from ..paged_cache.state import LayerPages
 
 __all__ = ["on_tpu", "tpu_call", "tpu_notes", "tpu_reasons", "tpu_sizes"]
 

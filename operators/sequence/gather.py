@@ -10,8 +10,8 @@ from jax import lax
 
 from ...planning import Placement
 from ...sharding import ATTENTION
-from ..local import LocalOutput
-from ..sharded_operands import ShardedOperands
+from ..call.local import LocalOutput
+from ..call.sharded_operands import ShardedOperands
 
 __all__ = ["bring_together", "split_output"]
 

@@ -17,8 +17,8 @@ from ...errors import InputError
 from ...masks import Leaf
 from ...planning import AttentionProblem, Placement
 from ...sharding import ATTENTION, AttnShardingRules, MeshAxis, axes_at, only
-from ..arguments import Options
-from ..arrays import Arrays
+from ..call.arguments import Options
+from ..call.arrays import Arrays
 
 __all__ = ["of_the_whole", "share_of_heads", "split_by_caller", "whole_leaves", "without_manual"]
 

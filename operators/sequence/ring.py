@@ -22,12 +22,12 @@ from jax import lax
 
 from ...masks import Full
 from ...planning.sequence.split import loop_from
+from ..call.local import Ring
 from ..kernels.default_promotion import wider
 from ..kernels.local_mask import Dropout, LocalMask
 from ..kernels.lse import merge_parts
 from ..kernels.operands import Operands, Results, StaticPart, Traced
 from ..kernels.part import PartKernel, attend_part, differentiable, differentiate_part
-from ..local import Ring
 
 __all__ = ["ring_attention"]
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import jax
 
 from ...masks import Mask
+from ..call.local import LocalCall, Ring
 from ..kernels.lse import merge_parts
 from ..kernels.operands import Operands
 from ..kernels.part import PartKernel, differentiable
-from ..local import LocalCall, Ring
 from .ring import ring_attention
 from .zigzag import contiguous, zigzag
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from ..call.local import LocalCall, LocalOutput
 from ..kernels.lse import merge_over_devices
-from ..local import LocalCall, LocalOutput
 
 __all__ = ["merged_over_devices"]
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..local import Ring
+from ..call.local import Ring
 
 __all__ = ["contiguous", "zigzag"]
 

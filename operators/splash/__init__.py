@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ...planning import OperationConfig
-from ..base import Operation
+from ..call.base import Operation
 from ..flash import FLASH, NO_ROCM
-from ..vanilla import NATIVE
+from ..vanilla.operation import NATIVE
 from .splash_config import SplashConfig
 from .splash_kernels import SPLASH
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...devices import vmem_of
 from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
-from ..mask_blocks import fitted_block
+from ..choices.mask_blocks import fitted_block
 from .pass_cost import forward_cost, has_full_tiles, is_short_tile, tile_cost
 from .pass_fields import DQ
 from .scalar_memory import ScalarMemory

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
-from ..shipped import ShippedTable
+from ..choices.shipped import ShippedTable
 from . import pass_fields
 from .block_choice import heads_together, resolve_attnops
 from .pass_cost import tile_cost

@@ -10,9 +10,9 @@ from ...distribution import with_extras
 from ...errors import ConfigError
 from ...planning import ALL_FEATURES, STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule
 from ...planning.notes import note
-from ..kernels.splash_blocks import ExternalBlocks
-from ..local import LocalCall
-from ..precision_notes import ambient_precision
+from ..call.local import LocalCall
+from ..notes.precision_notes import ambient_precision
+from .kernel.splash_blocks import ExternalBlocks
 from .passes import blocks_of
 from .sizes import BlockSizes, choose_block
 from .splash_config import LANES, SplashConfig
@@ -65,7 +65,7 @@ def _rules(kernel: str) -> tuple[Rule, ...]:
 
 
 def _installed() -> bool:
-    from ..kernels.tokamax_splash import installed
+    from .kernel.tokamax_splash import installed
 
     return installed()
 
@@ -119,12 +119,12 @@ def run_external(
     call: LocalCall, config: SplashConfig, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> jax.Array:
     """Run the declared kernel on [batch, heads, length, dim]."""
-    from ..kernels.external_splash import ExternalCall, under_defaults
+    from .kernel.external_splash import ExternalCall, under_defaults
 
     if config.kernel == "jax":
-        from ..kernels.jax_splash import jax_splash_attention as attend
+        from .kernel.jax_splash import jax_splash_attention as attend
     else:
-        from ..kernels.tokamax_splash import tokamax_splash_attention as attend
+        from .kernel.tokamax_splash import tokamax_splash_attention as attend
     static, dynamic = call.mask.mask.split_static()
     arrays = {leaf.name: leaf.array for mask in dynamic for leaf in mask.split()[1]}
     borrowed = ExternalCall(
@@ -159,7 +159,7 @@ def external_remarks(problem: AttentionProblem, placement: Placement, config: Sp
     """A plan's notes on another library's kernel."""
     if config.kernel != "tokamax":
         return ambient_precision(problem)
-    from ..kernels.tokamax_splash import TRIED, untried_version
+    from .kernel.tokamax_splash import TRIED, untried_version
 
     local, version = placement.local, untried_version()
     notes = [] if version is None else [note("splash.tokamax_untried", version=version, tried=TRIED)]

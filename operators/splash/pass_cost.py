@@ -14,7 +14,7 @@ from .sizes import dividing_block
 from .splash_config import LANES, SplashConfig
 
 if TYPE_CHECKING:
-    from ..kernels.splash.bodies import Body
+    from .kernel.bodies import Body
 
 __all__ = ["forward_cost", "has_full_tiles", "is_short_code", "is_short_tile", "tile_cost"]
 
@@ -66,7 +66,7 @@ def _bodies(
     mask: Mask, block: tuple[int, int], unit: tuple[int, int], place: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[Body, float], ...]:
     """Each body with the mean number of a head's tiles that use it."""
-    from ..kernels.splash.bodies import bodies_of  # Pallas comes with the package
+    from .kernel.bodies import bodies_of  # Pallas comes with the package
 
     tiles = _tiles(mask, block, unit, place)
     bodies, numbers = bodies_of(tiles)
@@ -81,7 +81,7 @@ def _full_tiles(mask: Mask, block: tuple[int, int], unit: tuple[int, int], place
 
 def _tiles(mask: Mask, block: tuple[int, int], unit: tuple[int, int], place: tuple[tuple[str, int], ...]) -> np.ndarray:
     """The kinds of each tile's units: [heads, q blocks, kv blocks, units of queries, units of keys]."""
-    from ..kernels.splash.bodies import cells
+    from .kernel.bodies import cells
 
     at = dict(place)
     count = math.ceil(at["q_len"] / block[0]), math.ceil(at["kv_len"] / block[1])

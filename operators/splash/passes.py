@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from ...planning import PassSizes
-from ..kernels.splash_blocks import ExternalBlocks, PassBlocks
+from .kernel.splash_blocks import ExternalBlocks, PassBlocks
 from .pass_fields import DKV, DQ, FORWARD, FUSED, PassFields
 from .splash_config import LANES, SplashConfig
 

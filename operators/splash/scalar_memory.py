@@ -15,7 +15,7 @@ from .passes import pass_blocks, passes_of
 from .splash_config import LANES, SplashConfig
 
 if TYPE_CHECKING:
-    from ..kernels.splash.schedule import Known
+    from .kernel.schedule import Known
 
 __all__ = ["ScalarMemory"]
 
@@ -24,7 +24,7 @@ class ScalarMemory:
     """The count for one problem; the tiles of blocks shared by several passes and configs are found once."""
 
     def __init__(self, problem: AttentionProblem, placement: Placement) -> None:
-        from ..kernels.splash.schedule import Known  # imports Pallas, so only where the kernel is planned
+        from .kernel.schedule import Known  # imports Pallas, so only where the kernel is planned
 
         local, split = placement.local, placement.sequence
         # As in execute.py: a start is traced if its length is split or travels around a ring.
@@ -71,7 +71,7 @@ class ScalarMemory:
         return sums or self.known.kv_len
 
     def _check_blocks(self, config: SplashConfig, one: PassFields) -> None:
-        from ..kernels.splash.schedule import MOST_KV_BLOCKS, MOST_Q_BLOCKS
+        from .kernel.schedule import MOST_KV_BLOCKS, MOST_Q_BLOCKS
 
         lengths = (self.known.q_len, MOST_Q_BLOCKS), (self.known.kv_len, MOST_KV_BLOCKS)
         for name, block, (length, most) in zip(one.blocks, _blocks(config, one), lengths, strict=True):
@@ -83,7 +83,7 @@ class ScalarMemory:
                 )
 
     def _check_words(self, config: SplashConfig, one: PassFields) -> None:
-        from ..kernels.splash.schedule import MOST_WORDS, fewest_steps
+        from .kernel.schedule import MOST_WORDS, fewest_steps
 
         (block_q, block_kv), keys = _blocks(config, one), self._keys(config, one)
         numbers = {name: count for name, count in self._numbers(one).items() if count}
@@ -120,7 +120,7 @@ class ScalarMemory:
 
     def _visits(self, block_q: int, block_kv: int, slow: str, keys: int) -> int:
         """The longest list of a batch row, for all keys or for a part of them."""
-        from ..kernels.splash.schedule import live_tiles, most_steps
+        from .kernel.schedule import live_tiles, most_steps
 
         if (block_q, block_kv) not in self._live:
             self._live[block_q, block_kv] = live_tiles(self.known, block_q, block_kv)

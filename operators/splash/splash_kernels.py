@@ -21,15 +21,15 @@ from ...planning import (
 )
 from ...planning.implementations import dequantised_copy
 from ...planning.notes import note
-from ..function_rules import MOSAIC, function_rules
-from ..kernels.splash_blocks import ExternalBlocks, SplashBlocks
-from ..local import LocalCall, LocalOutput
-from ..mask_blocks import block_remarks
+from ..call.local import LocalCall, LocalOutput
+from ..choices.function_rules import MOSAIC, function_rules
+from ..choices.mask_blocks import block_remarks
 from ..sequence.ring_call import attend_call
 from .block_choice import resolve_attnops
 from .candidates import SHIPPED, tuned_fields
 from .candidates import candidates as tried_sizes
 from .external import EXTERNAL_RULES, external_remarks, resolve_external, run_external
+from .kernel.splash_blocks import ExternalBlocks, SplashBlocks
 from .passes import blocks_of, splash_passes
 from .splash_config import LANES, SplashConfig
 from .tile_way import layout_note, tile_note, writes_tokens_first
@@ -231,7 +231,7 @@ SPLASH, _EXTERNAL = SplashKernels(), ExternalSplash()
 def _run_attnops(
     call: LocalCall, config: SplashConfig, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    from ..kernels.splash import SplashPart  # imports Pallas, so only where the kernel runs
+    from .kernel.splash_attention import SplashPart  # imports Pallas, so only where the kernel runs
 
     kernel = SplashPart(
         float(call.softmax_scale),

@@ -9,12 +9,12 @@ from ...devices import vmem_of
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
 from ...planning.notes import note
-from ..kernels.splash_blocks import SplashBlocks
+from .kernel.splash_blocks import SplashBlocks
 from .passes import blocks_of
 from .splash_config import SplashConfig
 
 if TYPE_CHECKING:
-    from ..kernels.splash.vmem import Shape
+    from .kernel.vmem import Shape
 
 __all__ = ["ROOM", "counted_vmem", "fits", "too_much_vmem", "vmem_need", "vmem_parts", "vmem_room"]
 
@@ -33,7 +33,7 @@ def vmem_parts(
     problem: AttentionProblem, placement: Placement, config: SplashConfig, *, at_most: bool = False
 ) -> dict[str, dict[str, int]]:
     """Each kernel of a resolved config -> bytes of VMEM by what they hold, as counted. at_most: to choose blocks by."""
-    from ..kernels.splash.vmem import backward_parts, forward_parts
+    from .kernel.vmem import backward_parts, forward_parts
 
     shape, blocks = _shape(problem, placement, config), blocks_of(config, SplashBlocks)
     return {
@@ -71,8 +71,8 @@ def vmem_room(problem: AttentionProblem, config: SplashConfig) -> int:
 
 
 def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> Shape:
-    from ..kernels.splash.frame import Heads
-    from ..kernels.splash.vmem import Shape
+    from .kernel.frame import Heads
+    from .kernel.vmem import Shape
 
     local = placement.local
     group, tile = local.q_heads // local.kv_heads, config.heads_per_tile or 1

@@ -14,15 +14,7 @@ from ...devices import SCALAR_BYTES, tpu_of
 from ...errors import ConfigError, shown
 from ...names import checked_name
 from ...page_layouts import LAYOUTS
-from ...sharding import (
-    FittedSpec,
-    MeshAxis,
-    TensorShape,
-    axes_of,
-    devices_platform,
-    fit_tensor,
-    kv_repeat,
-)
+from ...sharding import FittedSpec, MeshAxis, TensorShape, axes_of, devices_platform, fit_tensor, kv_repeat
 from ...sharding.mesh import AnyMesh, devices_cores, gpu_vendor
 from .cache_fields import CacheFields, axis_names
 from .cache_numbers import CacheArray

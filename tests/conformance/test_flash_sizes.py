@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnops import Causal, Full, SlidingWindow
-from attnops.operators.kernels.flash_sizes import TileSteps
+from attnops.operators.flash.kernel.flash_sizes import TileSteps
 
 from . import cases, harness
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from attnops import Causal
-from attnops.operators.kernels import blockwise
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.operands import Operands
 from attnops.operators.kernels.part import differentiable
 from attnops.operators.kernels.ways import Blocking
+from attnops.operators.vanilla.kernel import blockwise
 from attnops.verify.reference import reference_attention, reference_gradients
 
 from . import cases, harness

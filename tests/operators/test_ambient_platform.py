@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnops import InputError, OperationMetadata, OperationRegistry
-from attnops.operators.ambient import Ambient, ambient_platform
+from attnops.operators.call.ambient import Ambient, ambient_platform
 
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", client=None, id=0)
 AMD = SimpleNamespace(platform="gpu", device_kind="AMD Instinct", client=SimpleNamespace(platform_version="rocm 6"))

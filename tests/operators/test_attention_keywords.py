@@ -111,7 +111,7 @@ def test_a_name_and_a_file_of_that_name(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["vanilla", "splash", "sdpa", "ring", "ulysses", "autoregressive_decodeattn"])
 def test_no_keyword_has_two_meanings(name: str) -> None:
     """The fields of a config and the arguments of calls and metadata share no name."""
-    from attnops.operators.attention_keywords import _CALL
+    from attnops.operators.api.attention_keywords import _CALL
     from attnops.registry.metadata import METADATA_ARGUMENTS
 
     fields = set(OperationRegistry.get(name).config.model_fields) - {"operation", "schema_version"}

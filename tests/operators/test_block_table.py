@@ -15,7 +15,7 @@ import block_page
 import block_table
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.operators.shipped import table_key
+from attnops.operators.choices.shipped import table_key
 from attnops.operators.splash.candidates import SHIPPED
 from attnops.verify.call import verify_call
 

@@ -13,12 +13,12 @@ from jax.sharding import AbstractMesh
 from attnops import Blocks, BlockSparseConfig, Causal, InputError, Mask, OperationMetadata, OperationRegistry
 from attnops.compat import abstract_device
 from attnops.masks import bigbird
+from attnops.operators.choices.mask_blocks import fitted_block
+from attnops.operators.flash.kernel.visits import visits
 from attnops.operators.kernels.block_words import block_words, seen_by_words
-from attnops.operators.kernels.flash.visits import visits
 from attnops.operators.kernels.local_mask import LocalMask
-from attnops.operators.kernels.splash.schedule import body_of, kv_block_of, q_block_of, tile_schedule
 from attnops.operators.kernels.tiles import tile_table
-from attnops.operators.mask_blocks import fitted_block
+from attnops.operators.splash.kernel.schedule import body_of, kv_block_of, q_block_of, tile_schedule
 
 V5E = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device("TPU v5 lite", 1, "tpu"))
 H100 = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device("NVIDIA H100 80GB HBM3", 1, "gpu"))

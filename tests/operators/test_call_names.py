@@ -10,7 +10,7 @@ import pytest
 from attnops import Attention, AttnOpsError, ConfigError, Declaration, InputError, OperationMetadata, OperationRegistry
 from attnops.authoring import Operation
 from attnops.errors import InputTypeError, a_type, first_line, shown
-from attnops.operators.arguments import Options
+from attnops.operators.call.arguments import Options
 from attnops.planning import other_names
 from attnops.planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS, CallArguments
 from attnops.registry.call_declaration import CallDeclaration

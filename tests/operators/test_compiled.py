@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from attnops import Causal, OperationMetadata, OperationRegistry
-from attnops.operators.kernels.plain import plain_attention
+from attnops.operators.vanilla.kernel.plain import plain_attention
 
 B, T, H, K, D = 4, 64, 8, 4, 16
 

@@ -15,9 +15,9 @@ from attnops import Blocks, Causal, ConfigError, Full, Mask, OperationMetadata, 
 from attnops.compat import abstract_device
 from attnops.devices import gpu_specs, gpu_variant
 from attnops.operators.flash import FlashAttention2Config, flash_sizes
-from attnops.operators.kernels.flash.fp8 import as_bits, from_bits
-from attnops.operators.kernels.flash.visits import Visits, visits
-from attnops.operators.kernels.flash_sizes import dim_parts
+from attnops.operators.flash.kernel.flash_sizes import dim_parts
+from attnops.operators.flash.kernel.fp8 import as_bits, from_bits
+from attnops.operators.flash.kernel.visits import Visits, visits
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.planning.notes import has_note, is_info
 from attnops.verify import reference_gradients

@@ -123,7 +123,7 @@ def test_a_target_that_is_not_here() -> None:
 
 
 def test_the_list_of_operations_is_that_of_the_compiled_function() -> None:
-    from attnops.operators.function_rules import MOSAIC, TRITON
+    from attnops.operators.choices.function_rules import MOSAIC, TRITON
 
     assert MOSAIC & TRITON - {"pjit"} <= _named(every_operation).code.operations
 

@@ -378,7 +378,7 @@ def test_threefry_known_answers() -> None:
 
 @pytest.mark.parametrize(("accurate", "tolerance"), [(True, 3e-7), (False, 2e-4)])
 def test_exp2_on_cpu(accurate: bool, tolerance: float) -> None:
-    from attnops.operators.kernels.cpu_tuning import exp2
+    from attnops.operators.vanilla.kernel.cpu_tuning import exp2
 
     x = np.concatenate([np.linspace(-125.9, 1, 100_001), [0, -0.5, -1, -125.5]]).astype(np.float32)
     got = np.asarray(jax.jit(lambda x: exp2(x, "cpu", accurate))(x), np.float64)

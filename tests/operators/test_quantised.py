@@ -131,8 +131,8 @@ def test_splash_says_what_its_gradient_works_on() -> None:
 
 def test_blocks_count_what_is_loaded() -> None:
     """int8 blocks take half of bfloat16's VMEM, so that what is counted of a forward pass shrinks."""
-    from attnops.operators.kernels.splash.vmem import forward_parts
-    from attnops.operators.kernels.splash_blocks import SplashBlocks
+    from attnops.operators.splash.kernel.splash_blocks import SplashBlocks
+    from attnops.operators.splash.kernel.vmem import forward_parts
     from attnops.operators.splash.passes import blocks_of
     from attnops.operators.splash.vmem_count import _shape
 

@@ -18,8 +18,8 @@ from jax.sharding import AxisType
 from attnops import Attention, Causal, Full, InputError, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.errors import InputTypeError
 from attnops.operators import Operation
-from attnops.operators.bounded_cache import BoundedCache
-from attnops.operators.kernels import blockwise
+from attnops.operators.choices.bounded_cache import BoundedCache
+from attnops.operators.vanilla.kernel import blockwise
 from attnops.sharding import virtual_mesh
 from attnops.verify import reference_attention
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from attnops import Causal, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
 from attnops.operators.kernels.local_mask import LocalMask
-from attnops.operators.kernels.splash.band import Band, band_of
-from attnops.operators.kernels.splash.schedule import body_of, kv_block_of, q_block_of, tile_schedule
+from attnops.operators.splash.kernel.band import Band, band_of
+from attnops.operators.splash.kernel.schedule import body_of, kv_block_of, q_block_of, tile_schedule
 
 _bounds = st.one_of(st.none(), st.integers(-400, 400))
 _sizes = st.sampled_from([128, 256, 384, 640, 1024])

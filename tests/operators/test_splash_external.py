@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.compat import abstract_device
-from attnops.operators.kernels import tokamax_splash
-from attnops.operators.kernels.tokamax_splash import _tables
+from attnops.operators.splash.kernel import tokamax_splash
+from attnops.operators.splash.kernel.tokamax_splash import _tables
 
 NEEDS_TOKAMAX = pytest.mark.skipif(find_spec("tokamax") is None, reason="pip install 'attnops[tokamax]'")
 NEEDS_LIBTPU = pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")

@@ -23,8 +23,10 @@ from attnops.masks import Lengths
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.operands import Operands
 from attnops.operators.kernels.part import differentiable
-from attnops.operators.kernels.splash import SplashBlocks, SplashPart, key_sums
 from attnops.operators.splash import SplashConfig
+from attnops.operators.splash.kernel import key_sums
+from attnops.operators.splash.kernel.splash_attention import SplashPart
+from attnops.operators.splash.kernel.splash_blocks import SplashBlocks
 from attnops.operators.splash.passes import blocks_of
 from attnops.verify import reference_attention, reference_gradients
 from attnops.verify.closeness import row_error, row_sizes, term_sizes

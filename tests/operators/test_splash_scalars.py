@@ -28,9 +28,9 @@ from attnops import (
     register_mask_function,
 )
 from attnops.compat import abstract_device
-from attnops.operators.kernels.splash.frame import Frame
-from attnops.operators.kernels.splash.schedule import MOST_WORDS
 from attnops.operators.splash import pass_cost
+from attnops.operators.splash.kernel.frame import Frame
+from attnops.operators.splash.kernel.schedule import MOST_WORDS
 from attnops.operators.splash.pass_cost import tile_cost
 from attnops.operators.splash.scalar_memory import ScalarMemory
 

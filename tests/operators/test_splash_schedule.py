@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
 from attnops.masks import Lengths
 from attnops.operators.kernels.local_mask import LocalMask
-from attnops.operators.kernels.splash.bodies import MASKED, WHOLE, Body, bodies_of
-from attnops.operators.kernels.splash.schedule import (
+from attnops.operators.splash.kernel.bodies import MASKED, WHOLE, Body, bodies_of
+from attnops.operators.splash.kernel.schedule import (
     BODY,
     FIRST,
     LAST,
@@ -30,7 +30,7 @@ from attnops.operators.kernels.splash.schedule import (
     q_block_of,
     tile_schedule,
 )
-from attnops.operators.kernels.splash.schedule_rules import broken_rule
+from attnops.operators.splash.kernel.schedule_rules import broken_rule
 
 MASKS: dict[str, Mask] = {
     "full": Full(),

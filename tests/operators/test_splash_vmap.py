@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from attnops import Causal, OperationMetadata, OperationRegistry, SegmentIds
-from attnops.operators.base import Operation
+from attnops.operators.call.base import Operation
 from attnops.verify import reference_gradients
 from attnops.verify.closeness import row_error, row_sizes, term_sizes
 

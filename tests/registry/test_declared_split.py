@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AxisType
 
 from attnops import OperationMetadata, OperationRegistry, RefusedError, ShardingWarning
-from attnops.operators import base
-from attnops.operators.bounded_cache import BoundedCache
+from attnops.operators.call import base
+from attnops.operators.choices.bounded_cache import BoundedCache
 
 DECLARED = (
     ("vanilla", {"sequence_parallel": "ring"}),

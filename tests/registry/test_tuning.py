@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from attnops import Causal, ConfigError, KVCache, OperationMetadata, OperationRegistry, Plan
 from attnops.compat import abstract_device
+from attnops.operators.choices.shipped import table_key
 from attnops.operators.paged_cache import RaggedBatch
-from attnops.operators.shipped import table_key
 from attnops.operators.splash.candidates import SHIPPED
 from attnops.planning import tune_cache
 from attnops.planning.decide import _decide
@@ -223,7 +223,7 @@ def test_a_refused_choice_of_a_step_is_a_miss_with_a_note() -> None:
 def test_a_broken_file_is_noted_beside_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     decided = _plan()
     table = {"compiler": "libtpu 1.2.3", "choices": {table_key(decided.problem, decided.placement): {"block_q": 256}}}
-    monkeypatch.setattr("attnops.operators.shipped._table", lambda path: table)
+    monkeypatch.setattr("attnops.operators.choices.shipped._table", lambda path: table)
     path = tune_cache.load(_key(decided)).path
     assert path is not None
     path.parent.mkdir(parents=True)
@@ -267,7 +267,7 @@ def test_the_table_is_read_where_nothing_is_declared(monkeypatch: pytest.MonkeyP
     decided = _plan()
     row = {"block_q": 256, "block_kv": 256, "block_q_dkv": 128}
     table = {"compiler": "libtpu 1.2.3", "choices": {table_key(decided.problem, decided.placement): row}}
-    monkeypatch.setattr("attnops.operators.shipped._table", lambda path: table)
+    monkeypatch.setattr("attnops.operators.choices.shipped._table", lambda path: table)
     _decide.cache_clear()
     found = _plan()
     assert found.tuning is not None

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from attnops.operators.kernels.paged_tpu import (
+from attnops.operators.paged.kernel.tpu import (
     Geometry,
     Options,
     PageArrays,

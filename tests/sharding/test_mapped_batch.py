@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from attnops import Attention, ShardingError, ShardingWarning
-from attnops.operators import mapped_batch
+from attnops.operators.call import mapped_batch
 from attnops.sharding import MeshAxis
 from attnops.verify.reference import reference_attention
 

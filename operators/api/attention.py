@@ -1,0 +1,245 @@
+"""Attention: a declaration from a file or from keywords, ready for a model to call."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
+
+from pydantic import GetCoreSchemaHandler, TypeAdapter
+from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
+
+from ...drawing.html import code, fragment, heading, pictures, rows
+from ...errors import AttnOpsError, ConfigError, InputTypeError
+from ...planning.call_arguments import CallArguments, CallArray
+from ...registry import OperationMetadata, OperationRegistry
+from ...registry.declaration import Declaration
+from ...registry.kinds import short_axes
+from ..call.arguments import check_names, takes_call_arguments
+from ..call.arrays import is_array
+from ..call.output import AttentionOutput
+from .attention_keywords import given
+from .declared_options import call_options, step_options
+
+if TYPE_CHECKING:
+    from ...planning import Plan
+    from ...planning.cache.kv_cache import KVCache
+    from ...planning.paged.paged_plan import PagedPlan
+    from ..paged.step_arguments import StepArguments
+    from ..paged.step_output import StepOutput
+    from ..paged_cache.batch import RaggedBatch
+    from ..paged_cache.state import CacheState
+
+__all__ = ["Attention"]
+
+_KEPT_PLANS = 64
+
+
+class Attention:
+    """A declared attention: an operation with the options of its calls. Hashable, so it can be a static argument of jit.
+
+    declared: an operation's name; or a Declaration, its dict, or the path of its JSON file. keywords: with a name, whatever is
+    the same in all calls (mask, causal, sliding_window and the other static arguments of a call), fields of OperationMetadata
+    (or `metadata`, a whole one) and fields of the operation's config, such as block_q. With a declaration, fields of
+    OperationMetadata that replace its own, such as a mesh that the program has made.
+
+    What a call passes besides its arrays is combined with the declaration: masks intersect; an option given in both must be
+    equal. Heads, dims and dtypes that a file declares are checked; its batch and lengths are only for `attnops plan`. Errors:
+    ConfigError for a declaration that is disabled or disagrees with a call; InputTypeError for unknown keywords; InputError for
+    declared arrays that are missing.
+    """
+
+    def __init__(self, declared: Declaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None:
+        self.declaration, metadata, self._stated = given(declared, keywords)
+        name = self.declaration.operation
+        operation: Any = OperationRegistry.get(name)
+        self.operation: Any = operation(metadata)
+        self._in_pages = self.declaration.in_pages
+        self._plans: dict[Any, Any] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def enabled(self) -> bool:
+        """The file's value: whether attnops runs or, in an adapter, the framework's own attention."""
+        return self.declaration.enabled
+
+    @property
+    def plans(self) -> tuple[Any, ...]:
+        """The distinct plans of the calls so far, in order (at most 64); under jit, those of the traces."""
+        with self._lock:
+            return tuple(self._plans.values())
+
+    def states(self, field: str) -> bool:
+        """Whether the file or the program specifies a field of the metadata, so that its value isn't just a default."""
+        return field in self._stated
+
+    @overload
+    def __call__(
+        self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]
+    ) -> AttentionOutput: ...
+
+    @overload
+    def __call__(
+        self,
+        query: CallArray | None,
+        key: CallArray | None = None,
+        value: CallArray | None = None,
+        *,
+        state: CacheState,
+        layer: int,
+        batch: RaggedBatch,
+        **call: Unpack[StepArguments],
+    ) -> StepOutput: ...
+
+    @takes_call_arguments  # type: ignore[misc]  # the state, layer and batch of a step are among its `call`
+    def __call__(self, query: Any, key: Any = None, value: Any = None, **call: Unpack[CallArguments]) -> Any:
+        """Attend; `call` is what the operation's own call takes: a call's arguments or, over pages, a step's with its state."""
+        return self.run((), query, key, value, **call)
+
+    def run(self, remarks: tuple[str, ...], query: Any, key: Any = None, value: Any = None, **call: Any) -> Any:
+        """Like a call. `remarks` are added to the notes of its plan in `plans`: what an adapter made of its arguments."""
+        options = self.options(query, key, value, **call)
+        if self._in_pages and (missing := [name for name in ("state", "layer", "batch") if name not in options]):
+            raise InputTypeError(
+                f"operation {self.declaration.operation!r} attends to a cache's pages, and the call has no "
+                f"{', '.join(missing)}; pass state=, layer= and batch=."
+            )
+        output = self.operation(query, key, value, **options)
+        decided = output.plan
+        assert decided is not None  # the call itself sets it
+        with self._lock:
+            new = decided not in self._plans and len(self._plans) < _KEPT_PLANS
+        if new:  # with array masks, plan again: plan() also looks at their values
+            again = not self._in_pages and decided.problem.leaves
+            noted = self.operation.plan(query, key, value, **options) if again else decided
+            with self._lock:
+                self._plans[decided] = replace(noted, notes=(*noted.notes, *remarks)) if remarks else noted
+        return output
+
+    @overload
+    def plan(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]) -> Plan: ...
+
+    @overload
+    def plan(
+        self,
+        query: CallArray | None = None,
+        key: CallArray | None = None,
+        value: CallArray | None = None,
+        *,
+        cache: KVCache | CacheState,
+        layer: int | None = None,
+        batch: RaggedBatch | None = None,
+        **call: Unpack[StepArguments],
+    ) -> PagedPlan: ...
+
+    @takes_call_arguments  # type: ignore[misc]
+    def plan(self, query: Any = None, key: Any = None, value: Any = None, **call: Unpack[CallArguments]) -> Any:
+        """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs. A step's takes `cache=` in place of the
+        state; default: the file's."""
+        options = self.options(query, key, value, **call)
+        if self._in_pages and self.declaration.cache is not None:
+            options.setdefault("cache", self.declaration.cache)
+        return self.operation.plan(query, key, value, **options)
+
+    @takes_call_arguments
+    def explain(self, query: Any = None, key: Any = None, value: Any = None, **call: Unpack[CallArguments]) -> str:
+        """The plan of the same call or step as text."""
+        explained: str = self.plan(query, key, value, **call).explain()
+        return explained
+
+    @takes_call_arguments
+    def options(self, query: Any, key: Any = None, value: Any = None, **call: Unpack[CallArguments]) -> dict[str, Any]:
+        """The options of a call or a step combined with the declared ones."""
+        if not self.enabled:
+            raise ConfigError(
+                f"this declaration of {self.declaration.operation!r} has enabled=false, which selects a framework's own "
+                "attention, but there is none here; call that one, or remove 'enabled' from the file."
+            )
+        given: dict[str, Any] = {**call}
+        if self._in_pages:
+            return step_options(self.declaration, query, given)
+        check_names(given, self.operation.operands.names)
+        found = call_options(self.declaration, query, key, value, given)
+        if is_array(found.get("mask")) and found.get("causal") is None and self.states("causal"):
+            found["causal"] = self.operation.metadata.causal  # declared, so not just a default
+        return found
+
+    def _key(self) -> tuple[Any, ...]:
+        # In an adapter a specified causal or dropout_prob is more than a default of the same value.
+        stated = self._stated & {"causal", "dropout_prob"}
+        declared = self.declaration
+        return (
+            declared.operation,
+            self.operation.metadata,
+            declared.call,
+            declared.step,
+            declared.cache,
+            self.enabled,
+            stated,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, Attention) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def declared(self) -> Declaration:
+        """The declaration with what the program specified in its place; an Attention of it equals this one."""
+        unsaid = OperationMetadata().to_dict()
+        metadata = {
+            name: value
+            for name, value in self.operation.metadata.to_dict().items()
+            if name != "schema_version" and (name in self._stated or value != unsaid[name])
+        }
+        return self.declaration.model_copy(update={"metadata": metadata}).checked()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.declared().to_dict(),)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[Self], handler: GetCoreSchemaHandler) -> CoreSchema:
+        declaration = handler.generate_schema(Declaration)
+
+        def read(value: Any) -> Attention:
+            if isinstance(value, cls):
+                return value
+            if not isinstance(value, Declaration | Mapping):
+                raise ConfigError(
+                    f"got {type(value).__name__}; wanted an Attention, a Declaration, or an object of its fields."
+                )
+            try:
+                return cls(value)
+            except AttnOpsError as error:  # some aren't a ValueError, which pydantic requires
+                raise ValueError(str(error)) from None
+
+        def write(value: Any) -> Declaration:
+            if not isinstance(value, cls):  # pydantic tries the branches of a union in turn
+                raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} isn't a {cls.__name__}")
+            return value.declared()
+
+        return core_schema.no_info_plain_validator_function(
+            read,
+            json_schema_input_schema=declaration,
+            serialization=core_schema.plain_serializer_function_ser_schema(write, return_schema=declaration),
+        )
+
+    def __repr__(self) -> str:
+        data = self.declared().to_dict()
+        del data["schema_version"]
+        if "partition_axis" in data.get("metadata", {}):
+            data["metadata"]["partition_axis"] = short_axes(data["metadata"]["partition_axis"])
+        return f"Attention({json.dumps(data, allow_nan=False)})"
+
+    def _repr_html_(self) -> str:
+        mask = self.declaration.call.mask
+        plans = [("plan", f"{p.implementation or 'refused'}: {p.problem.describe()}") for p in self.plans]
+        drawn = [] if mask is None else [pictures([mask.draw().svg()])]
+        return fragment([heading("Attention"), code(self.declared().to_json()), *drawn, rows(plans)])
+
+
+# For when pydantic looks at the value instead of the field's type (Any, serialize_as_any).
+Attention.__pydantic_serializer__ = TypeAdapter(Attention).serializer  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""The way of a call: described, planned, placed, run, returned."""

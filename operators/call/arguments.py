@@ -1,0 +1,191 @@
+"""The arguments of a call: arrays separated from everything static, and the mask that they make together."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+import jax
+import jax.numpy as jnp
+
+from ...errors import InputError, InputTypeError, a_type
+from ...masks import And, Causal, Dense, Full, Lengths, Mask, Not, SegmentIds, SlidingWindow
+from ...planning.call_arguments import CALL_ARGUMENTS, CallArguments, CallOptions
+from ...planning.other_names import refuse_unknown
+from ...registry.metadata import METADATA_ARGUMENTS
+from ...sharding import ATTENTION, OperandTable
+from ...sharding.modes import GENERATION
+from ...symbolic import is_symbolic, surely
+from ..api.read_option import read_flag, read_integer, read_name, read_number, read_window
+from .arrays import Arrays, is_array
+
+__all__ = ["Options", "bound_mask", "check_names", "join_mask", "split_arguments", "takes_call_arguments"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Options(NamedTuple):
+    """Everything static in a call, with its defaults. `mask` is a structure whose arrays are in Arrays.mask_leaves."""
+
+    mask: Mask | None = None
+    mask_is_array: bool = False
+    causal: bool | None = None
+    sliding_window: tuple[int | None, int | None] | None = None
+    query_offset: int | None = None
+    softmax_scale: float | None = None
+    logits_soft_cap: float | None = None
+    dropout_prob: float | None = None
+    deterministic: bool = True
+    return_weights: bool = False
+    return_lse: bool = False
+    mode: str | None = None
+    layout: str = "bthd"
+
+
+_DEFAULTS = Options()
+_KNOWN = frozenset(CALL_ARGUMENTS)
+_STATIC_OR_ARRAY = "query_offset"
+
+
+def takes_call_arguments(function: Function) -> Function:
+    """Show the `**call` of a method as its actual keywords, for help() and inspect.signature."""
+    whole = inspect.signature(function)
+    shown_as = [p for p in whole.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for name, kind in CallArguments.__annotations__.items():
+        written, default = getattr(kind, "__forward_arg__", kind), Options._field_defaults.get(name)
+        shown_as.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=written))
+    function.__signature__ = whole.replace(parameters=shown_as)  # type: ignore[attr-defined]
+    return function
+
+
+def check_names(call: Mapping[str, Any], further: Collection[str] = ()) -> None:
+    """Refuse keywords that a call doesn't have; further: an operation's own. Errors: InputTypeError with their name here."""
+    if not _KNOWN.issuperset(call):
+        unknown = [name for name in call if name not in _KNOWN and name not in further]
+        if unknown:
+            refuse_unknown(unknown, (*CALL_ARGUMENTS, *further), "call", METADATA_ARGUMENTS)
+
+
+def split_arguments(
+    query: Any, key: Any, value: Any, call: Mapping[str, Any], table: OperandTable = ATTENTION
+) -> tuple[Arrays, Options]:
+    """Sort the arguments of a call into arrays and options. Cheap: checks only the types that decide the sorting."""
+    arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
+    if not call:  # most calls
+        return Arrays(arrays), _DEFAULTS
+    check_names(call, table.names)
+    options: dict[str, Any] = {}
+    leaves: tuple[Any, ...] = ()
+    for name, given in call.items():
+        check = _CHECKS.get(name)
+        if name == "mask":
+            if given is not None:
+                options["mask"], options["mask_is_array"], leaves = _structure(given)
+        elif check is None or (name == _STATIC_OR_ARRAY and is_array(given)):
+            if given is not None:
+                arrays[name] = given
+        else:
+            options[name] = check(name, given)
+    return Arrays(arrays, leaves), Options(**options) if options else _DEFAULTS
+
+
+def _structure(mask: Any) -> tuple[Mask, bool, tuple[Any, ...]]:
+    """(the mask without its arrays, whether it was an array, its arrays)."""
+    if not isinstance(mask, Mask) and not is_array(mask):
+        raise InputTypeError(
+            f"mask is {a_type(mask)}; wanted a Mask (such as Causal()) or a boolean array that broadcasts "
+            "to [batch, heads, q, kv]."
+        )
+    whole = mask if isinstance(mask, Mask) else Dense(mask)
+    if whole.is_static:
+        return whole, False, ()
+    structure, leaves = whole.split()
+    return structure, whole is not mask, tuple(leaf.array for leaf in leaves)
+
+
+def join_mask(arrays: Arrays, options: Options, default_causal: bool) -> Mask:
+    """Return the intersection of everything that masks: mask, causal, window, segment ids, lengths, starts.
+
+    A Mask object defines its whole structure, so the metadata's `causal` is a default for calls without one.
+    """
+    parts: list[Mask] = []
+    if options.mask is not None:
+        parts.append(options.mask if options.mask.is_static else options.mask.merge(arrays.mask_leaves))
+    structured = options.mask is not None and not options.mask_is_array
+    if options.causal or (options.causal is None and default_causal and not structured):
+        parts.append(Causal())
+    if options.sliding_window is not None and options.sliding_window != (None, None):
+        parts.append(SlidingWindow(*options.sliding_window))
+    if arrays.q_segment_ids is not None:
+        parts.append(SegmentIds(arrays.q_segment_ids, arrays.kv_segment_ids))
+    if arrays.kv_lengths is not None:
+        parts.append(Lengths(arrays.kv_lengths))
+    if arrays.kv_starts is not None:
+        parts.append(Not(Lengths(arrays.kv_starts)))
+    flat = [m for part in parts for m in part.conjuncts() if not isinstance(m, Full)]
+    distinct = [m for i, m in enumerate(flat) if not (m.is_static and m in flat[:i])]
+    return Full() if not distinct else distinct[0] if len(distinct) == 1 else And(tuple(distinct))
+
+
+def bound_mask(
+    mask: Mask, arrays: Arrays, options: Options, mode: str, q_len: int, kv_len: int
+) -> tuple[Mask, int | None, bool]:
+    """Set every offset that the mask leaves open: (mask, static offset, whether the offset is known only at run time).
+
+    Errors: InputError if q and kv differ in length and nothing specifies how they are aligned.
+    """
+    if not mask.needs_offset:
+        return mask, None, False
+    if arrays.query_offset is not None or is_symbolic(options.query_offset):
+        return mask, None, True
+    if options.query_offset is not None:
+        return mask.bind(options.query_offset), options.query_offset, False
+    if mode in GENERATION:
+        if cache_lengths(mask, arrays) is not None:
+            return mask, None, True  # the queries are the last tokens of each row's cache
+        if is_symbolic(kv_len - q_len):
+            return mask, None, True  # the queries are the last tokens, and how many come before them isn't known yet
+        return mask.bind(kv_len - q_len), kv_len - q_len, False
+    if q_len == kv_len:
+        return mask.bind(0), 0, False
+    last = "autoregressive" if surely(lambda: q_len == 1) else "insert"
+    raise InputError(
+        f"q_len={q_len} and kv_len={kv_len} differ and the mask {mask.describe()} depends on positions; specify how they are "
+        f"aligned: query_offset=0 (the first query sees the first key), query_offset={kv_len - q_len} (the last query sees "
+        f"the last key), Causal(offset=...), or mode={last!r}: the queries are the last tokens of a cache."
+    )
+
+
+def run_time_offset(mask: Mask, arrays: Arrays, options: Options, batch: int, q_len: int, kv_len: int) -> jax.Array:
+    """The [batch] offset that is known only at run time: as given, or from the cache's lengths or its symbolic length."""
+    given = arrays.query_offset if options.query_offset is None else options.query_offset
+    if given is not None:
+        return jnp.broadcast_to(jnp.asarray(given, jnp.int32), (batch,))
+    lengths = cache_lengths(mask, arrays)
+    if lengths is None:
+        return jnp.broadcast_to(jnp.asarray(kv_len - q_len, jnp.int32), (batch,))
+    return jnp.asarray(lengths, jnp.int32) - jnp.asarray(q_len, jnp.int32)
+
+
+def cache_lengths(mask: Mask, arrays: Arrays) -> Any:
+    """The lengths of the cache, from the argument or the mask; None if there are none.
+
+    Errors: InputError if there are several, because they might disagree.
+    """
+    found = [m.kv for m in mask.conjuncts() if isinstance(m, Lengths)]
+    if len(found) > 1:
+        raise InputError(
+            f"the mask {mask.describe()} holds lengths {len(found)} times; pass query_offset, or merge them."
+        )
+    return found[0] if found else arrays.kv_lengths
+
+
+# By the type in CallOptions; a new type needs a check here.
+_OF_TYPE: dict[Any, Callable[[str, Any], Any]] = {
+    bool: read_flag, bool | None: partial(read_flag, optional=True), float | None: read_number,
+    str: read_name, str | None: partial(read_name, optional=True),
+}  # fmt: skip
+_OF_NAME: dict[str, Callable[[str, Any], Any]] = {"sliding_window": read_window, "query_offset": read_integer}
+_CHECKS = {name: _OF_NAME.get(name) or _OF_TYPE[kind] for name, kind in get_type_hints(CallOptions).items()}

@@ -1,0 +1,117 @@
+"""What a forward method sees: one device's arrays, and everything static about the call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from ...planning import AttentionProblem, OperationConfig, Placement, Route
+from ...pytree_export import exported_tuple
+from ..kernels.dequantise import dequantised
+from ..kernels.local_mask import Dropout, LocalMask
+
+__all__ = ["LocalCall", "LocalOutput", "Ring"]
+
+
+@exported_tuple
+class LocalOutput(NamedTuple):
+    """What a forward method returns: output in the call's layout, weights [b, h, q, kv], lse [b, h, q] in the softmax dtype."""
+
+    output: jax.Array
+    weights: jax.Array | None = None
+    lse: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class Ring:
+    """axis: the mesh axes that split the sequence, as one. steps: how many shards the keys have moved at each step in which any
+    device has visible keys; the first is 0. scan: one compiled step for all, else one for each. zigzag: this device's
+    rows and keys are the k-th of 2 * size pieces and the k-th from the end; otherwise they are the k-th of size.
+    whole_pairs: with zigzag, a piece of the rows sees all of each earlier piece of the keys, so that no mask is needed.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    steps: tuple[int, ...]
+    scan: bool
+    zigzag: bool = False
+    whole_pairs: bool = False
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces of the sequence a device's rows and keys form."""
+        return 2 if self.zigzag else 1
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """One device's part of a call. Arrays are in `layout` (bthd or bhtd) and in the run-time dtype.
+
+    A quantised key or value is unchanged; the attention uses it times its scale. A method that doesn't do that
+    itself works on `dequantised()`.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None
+    sinks: jax.Array | None  # [heads], in the softmax dtype: several sinks of a head are already merged
+    mask: LocalMask
+    dropout: Dropout | None
+    layout: str
+    softmax_scale: float
+    logits_soft_cap: float | None
+    softmax_dtype: np.dtype
+    return_weights: bool
+    return_lse: bool
+    config: OperationConfig
+    route: Route | None
+    problem: AttentionProblem
+    placement: Placement
+    # Index of this device's query shard among `q_shards`, traced when there are several.
+    q_shard: int | jax.Array = 0
+    q_shards: int = 1
+    # How keys arrive from other devices; None if this device has them all.
+    ring: Ring | None = None
+    # [batch, kv heads, kv] in float32; None where key or value isn't quantised, or is used unscaled.
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
+    # An operation's own operands by name, in the kernel's layout: this device's part.
+    further: Mapping[str, jax.Array] = field(default_factory=dict)
+
+    def dequantised(self) -> LocalCall:
+        """The call with key and value in the run-time dtype and without scales; itself if nothing is quantised.
+
+        Hidden keys are zeros: the gradient of a scale multiplies by what it scales.
+        """
+        if not self.problem.quantised:
+            return self
+        clean = self.with_hidden_keys_zero()
+        key, value = (
+            dequantised(x, scale, self.layout, self.query.dtype)
+            for x, scale in ((clean.key, clean.key_scale), (clean.value, clean.value_scale))
+        )
+        return replace(self, key=key, value=value, key_scale=None, value_scale=None)
+
+    def with_hidden_keys_zero(self) -> LocalCall:
+        """The call with zeros in place of the keys, values and scales that no query sees.
+
+        For methods that don't do this themselves. Not for a ring, where the keys go on to other devices' queries.
+        """
+        from ..kernels.seen_keys import seen_keys, zero_where_hidden  # kernels are imported when one runs
+
+        assert self.ring is None
+        tensors = self.key, self.value, self.key_scale, self.value_scale
+        seen = seen_keys(self.mask, self.key.shape[self.layout.index("h")], tensors)
+        if seen is None:
+            return self
+        key, value, key_scale, value_scale = (
+            x if x is None else zero_where_hidden(x, seen, self.layout) for x in tensors
+        )
+        assert key is not None
+        assert value is not None
+        return replace(self, key=key, value=value, key_scale=key_scale, value_scale=value_scale)

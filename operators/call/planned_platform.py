@@ -1,0 +1,46 @@
+"""planned_platform: the platform that a call is planned for, and the source of that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ...errors import InputError
+from ...registry import OperationMetadata
+from ...sharding import devices_platform
+from ...sharding.mesh import AnyMesh
+from .ambient import ambient_platform
+
+__all__ = ["planned_platform"]
+
+
+def planned_platform(metadata: OperationMetadata, mesh: AnyMesh | None, arrays: Any) -> tuple[str, str, str]:
+    """(platform, device kind, source): the mesh's devices, else backend or platform, else where jax would run the call.
+
+    `arrays` is a tree of the call's arrays. Errors: InputError if metadata.platform differs.
+    """
+    found = devices_platform(mesh)
+    here = ambient_platform(jax.tree.leaves(arrays))
+    if found is not None:
+        platform, kind, source = *found, "the mesh's devices"
+    elif metadata.backend is not None:
+        platform, kind, source = metadata.backend, "", "metadata.backend"
+    elif metadata.platform is not None:
+        platform, kind, source = metadata.platform, "", "metadata.platform"
+    else:
+        platform, kind, source = here
+    if platform == "gpu" and here.platform in ("cuda", "rocm"):
+        # jax calls every vendor's GPUs 'gpu'; the process's own GPUs tell the vendor.
+        platform, kind = here.platform, here.device_kind
+    elif platform in ("cuda", "rocm") and not kind and here.platform == platform:
+        kind = here.device_kind
+    elif platform == "gpu" and kind.startswith("NVIDIA"):  # described GPUs that aren't here
+        platform = "cuda"
+    wanted = metadata.platform
+    if wanted is not None and wanted != platform and not (wanted == "gpu" and platform in ("cuda", "rocm")):
+        raise InputError(
+            f"metadata.platform={wanted!r}, but {source} says {platform!r}; leave platform out, or plan for {wanted} with a "
+            "mesh made of its (described) devices."
+        )
+    return platform, kind, source

@@ -1,0 +1,1 @@
+"""Flash attention for GPUs in Pallas' Triton flavour, forward and backward: FlashPart, in flash_attention."""

@@ -1,0 +1,112 @@
+"""The backward passes: gradients from the weights, which are recomputed from the lse.
+
+One pass by kv block computes the gradients of key and value, summed over the query heads that share them; one by query block
+computes that of the query. Neither adds to what another program writes, so results don't depend on the order of programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .arrays import Along, Arrays
+from .flash_sizes import dim_parts
+from .tile import Logits, Tile, product, seen_rows, zeroing
+from .visits import Visits
+
+__all__ = ["KeyGradients", "QueryGradient"]
+
+
+@dataclass(frozen=True)
+class _BackwardKernel:
+    arrays: Arrays
+    logits: Logits
+    table: Visits
+    group: int
+    dims: tuple[int, int]
+
+    def _zeros(self, count: int, dim: int) -> tuple[Any, ...]:
+        return tuple(jnp.zeros((count, part.width), jnp.float32) for part in dim_parts(dim))
+
+    def _gradient(self, refs: dict[str, Any], tile: Tile, raw: Any, d_p: Any, masked: bool) -> tuple[Any, Any]:
+        """(weights after dropout, gradient of the logits without the scale) from the products of a tile."""
+        place = (tile.batch, tile.head)
+        shift = tile.of_rows(Arrays.numbers(refs["lse"], place, tile.rows, float("inf")))
+        delta = tile.of_rows(Arrays.numbers(refs["delta"], place, tile.rows))
+        x, factor, capped = tile.weigh(raw, masked)
+        p = self.logits.exp2(x, factor, shift)
+        keep = tile.keep()
+        d_x = p * (tile.dropped(d_p, keep) - delta)
+        if capped is not None:
+            d_x = d_x * (1.0 - capped * capped)
+        return tile.dropped(p, keep), d_x
+
+
+@dataclass(frozen=True)
+class QueryGradient(_BackwardKernel):
+    """One program: the rows of a query block of one head. Grid: (query blocks, heads, batch)."""
+
+    def __call__(self, refs: dict[str, Any]) -> None:
+        arrays, sizes, static_part = self.arrays, self.arrays.sizes, self.logits.static_part
+        dim, value_dim = self.dims
+        place, head, batch = (pl.program_id(axis) for axis in range(3))
+        q_block = pl.num_programs(0) - 1 - place
+        kv_head = lax.div(head, self.group) if self.group > 1 else head
+        rows = Along(q_block * sizes.block_q, sizes.block_q, static_part.q_len)
+        query = arrays.tile(refs["query"], batch, head, rows, dim)
+        d_output = arrays.tile(refs["d_output"], batch, head, rows, value_dim)
+
+        def visit(kv_block: Any, sums: Any, masked: bool, zero: bool) -> Any:
+            keys = Along(kv_block * sizes.block_kv, sizes.block_kv, static_part.kv_len)
+            tile = Tile(self.logits, refs, batch, head, kv_head, rows, keys)
+            seen = seen_rows(refs, batch, kv_head, keys) if masked and zero else None
+            key = arrays.tile(refs["key"], batch, kv_head, keys, dim, masked, seen)
+            value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, masked, seen)
+            _, d_x = self._gradient(refs, tile, product(query, key, 1, 1), product(d_output, value, 1, 1), masked)
+            d_x = d_x.astype(query[0].dtype)
+            return tuple(acc + product([d_x], [part], 1, 0) for acc, part in zip(sums, key, strict=True))
+
+        usual, instead = zeroing(refs, visit)
+        start = self._zeros(sizes.block_q, dim)
+        sums = self.table.each(refs["visits"], batch, head, q_block, 0, 1, usual, start, instead)
+        arrays.put_tile(refs["d_query"], batch, head, rows, dim, [acc * self.logits.scale for acc in sums])
+
+
+@dataclass(frozen=True)
+class KeyGradients(_BackwardKernel):
+    """One program: the keys of a kv block of one kv head. Grid: (kv blocks, kv heads, batch)."""
+
+    def __call__(self, refs: dict[str, Any]) -> None:
+        arrays, sizes, static_part = self.arrays, self.arrays.sizes, self.logits.static_part
+        dim, value_dim = self.dims
+        kv_block, kv_head, batch = (pl.program_id(axis) for axis in range(3))
+        keys = Along(kv_block * sizes.block_kv, sizes.block_kv, static_part.kv_len)
+        seen = seen_rows(refs, batch, kv_head, keys)
+        key = arrays.tile(refs["key"], batch, kv_head, keys, dim, wanted=seen)
+        value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, wanted=seen)
+
+        def of_head(number: Any, sums: Any) -> Any:
+            head = kv_head * self.group + number
+
+            def visit(q_block: Any, sums: Any, masked: bool) -> Any:
+                d_key, d_value = sums
+                rows = Along(q_block * sizes.block_q, sizes.block_q, static_part.q_len)
+                tile = Tile(self.logits, refs, batch, head, kv_head, rows, keys, across=True)
+                query = arrays.tile(refs["query"], batch, head, rows, dim)
+                d_output = arrays.tile(refs["d_output"], batch, head, rows, value_dim)
+                p, d_x = self._gradient(refs, tile, product(key, query, 1, 1), product(value, d_output, 1, 1), masked)
+                p, d_x = p.astype(key[0].dtype), d_x.astype(key[0].dtype)
+                d_value = tuple(acc + product([p], [part], 1, 0) for acc, part in zip(d_value, d_output, strict=True))
+                d_key = tuple(acc + product([d_x], [part], 1, 0) for acc, part in zip(d_key, query, strict=True))
+                return d_key, d_value
+
+            return self.table.each(refs["visits"], batch, head, kv_block, 0, 1, visit, sums)
+
+        sums = self._zeros(sizes.block_kv, dim), self._zeros(sizes.block_kv, value_dim)
+        d_key, d_value = lax.fori_loop(0, self.group, of_head, sums) if self.group > 1 else of_head(0, sums)
+        arrays.put_tile(refs["d_key"], batch, kv_head, keys, dim, [acc * self.logits.scale for acc in d_key])
+        arrays.put_tile(refs["d_value"], batch, kv_head, keys, value_dim, list(d_value))

@@ -1,0 +1,142 @@
+"""Visits: which tiles a program of a kernel processes, in a table that it reads.
+
+If the host knows that each row of the table consists of neighbours - some cut by the mask, then fully visible ones, then
+some cut by the mask - the four ends are enough, and the next tile's place needs no load. Otherwise the row lists its tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...kernels.local_mask import LocalMask
+from ...kernels.tiles import is_arithmetic
+
+__all__ = ["Visits", "visits"]
+
+
+@dataclass(frozen=True)
+class Visits:
+    """table: int32 [batch | 1, tables | 1, blocks of the slow axis, ...], one for each group of heads with its own table.
+
+    neighbours: a row is (first, first full, after the last full, after the last). Otherwise it is (number of partial tiles,
+    number of all), then the partial tiles, then the full ones. some_partial, some_full: False if there are no such tiles.
+    """
+
+    table: np.ndarray | jax.Array
+    neighbours: bool
+    some_partial: bool
+    some_full: bool
+
+    def each(
+        self,
+        ref: Any,
+        batch: Any,
+        head: Any,
+        block: Any,
+        part: Any,
+        parts: int,
+        visit: Callable[[Any, Any, bool], Any],
+        carry: Any,
+        instead: tuple[Any, Callable[[Any, Any, bool], Any]] | None = None,
+    ) -> Any:
+        """visit(tile, carry, masked) for the `part`-th of `parts` shares of a row's tiles. head: one of those with a table.
+
+        instead: whether another function is to visit the partial tiles, and that function.
+        """
+        row = (batch if self.table.shape[0] > 1 else 0, head if self.table.shape[1] > 1 else 0, block)
+        partial, total, masked_tiles, full_tiles = self._tiles(lambda i: ref[(*row, i)])
+        of_full: tuple[Any, Any] = (0, total - partial)
+        of_partial: tuple[Any, Any] = (0, partial)
+        if parts > 1:
+            low, high = total * part // parts, total * (part + 1) // parts
+            of_full, of_partial = (jnp.maximum(low - partial, 0), high - partial), (low, jnp.minimum(high, partial))
+        if self.some_full:
+            carry = full_tiles.each(*of_full, visit, carry, False)
+        if self.some_partial:
+            start, end = of_partial
+            middle = end if instead is None else jnp.where(instead[0], start, end)
+            carry = masked_tiles.each(start, middle, visit, carry, True)
+            if instead is not None:  # a loop of its own: a choice in the loop would cost time in each turn
+                carry = masked_tiles.each(middle, end, instead[1], carry, True)
+        return carry
+
+    def _tiles(self, entry: Callable[[Any], Any]) -> tuple[Any, Any, _Run, _Run]:
+        """(number of partial tiles, number of all, the partial ones, the full ones) of a row with these entries."""
+        if not self.neighbours:
+            partial, total = entry(0), entry(1)
+            return partial, total, _Run(2, entry), _Run(2 + partial, entry)
+        first, full, after_full, after = (entry(i) for i in range(4))
+        before, partial = full - first, full - first + after - after_full
+        masked = _Run(0, lambda n: jnp.where(n < before, first + n, after_full + n - before))
+        return partial, after - first, masked, _Run(full)
+
+
+class _Run(NamedTuple):
+    """Tiles in a loop's order: the n-th has the place `first + n`, and `tile` gives the number of the tile at a place, by default
+    the place itself. The loop goes over places: over n it would take more instructions.
+    """
+
+    first: Any
+    tile: Callable[[Any], Any] = lambda place: place
+
+    def each(self, start: Any, end: Any, visit: Callable[[Any, Any, bool], Any], carry: Any, masked: bool) -> Any:
+        """visit(tile, carry, masked) for the tiles from the start-th to the end-th."""
+
+        def turn(place: Any, carry: Any) -> Any:
+            return visit(self.tile(place), carry, masked)
+
+        return lax.fori_loop(self.first + start, self.first + end, turn, carry)
+
+
+def visits(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int = 1) -> Visits:
+    """The tiles of each query block (slow 'q') or of each kv block ('kv'), for each of `tables` groups of heads.
+
+    A last kv block that is padded counts as partial.
+    """
+    kinds = mask.kinds_of_heads(block_q, block_kv, tables)
+    xp: Any = np if isinstance(kinds, np.ndarray) else jnp
+    if mask.kv_len % block_kv:
+        last = (np.arange(kinds.shape[-1]) == kinds.shape[-1] - 1)[None, None, None]
+        kinds = xp.where(last, xp.minimum(kinds, 1), kinds)
+    if slow == "kv":
+        kinds = kinds.swapaxes(2, 3)
+    if not isinstance(kinds, np.ndarray):
+        return Visits(_listed(kinds, jnp), False, True, True)
+    partial, full = int((kinds == 1).sum()), int((kinds == 2).sum())
+    if 2 * full <= partial and is_arithmetic(mask.mask):  # then a single loop, half of the program
+        kinds = np.minimum(kinds, 1)
+    some = bool((kinds == 1).any()), bool((kinds == 2).any())
+    ends = _ends(kinds)
+    if ends is not None:
+        return Visits(ends, True, *some)
+    table = _listed(kinds, np)
+    return Visits(table[..., : 2 + int(table[..., 1].max())], False, *some)
+
+
+def _ends(kinds: np.ndarray) -> np.ndarray | None:
+    """(first, first full, after the last full, after the last) of each row, or None if that isn't enough."""
+
+    def run(flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        some = flags.any(-1)
+        first = np.where(some, flags.argmax(-1), 0)
+        return first, np.where(some, flags.shape[-1] - flags[..., ::-1].argmax(-1), first)
+
+    (first, after), (full, after_full) = run(kinds > 0), run(kinds == 2)
+    none = full == after_full
+    full, after_full = np.where(none, after, full), np.where(none, after, after_full)
+    whole = ((kinds > 0).sum(-1) == after - first) & ((kinds == 2).sum(-1) == after_full - full)
+    return np.stack([first, full, after_full, after], -1).astype(np.int32) if whole.all() else None
+
+
+def _listed(kinds: Any, xp: Any) -> Any:
+    rank = xp.where(kinds == 1, 0, xp.where(kinds == 2, 1, 2))
+    order = xp.argsort(rank, axis=-1, stable=True).astype(np.int32)
+    counts = [(kinds == 1).sum(-1, keepdims=True), (kinds > 0).sum(-1, keepdims=True)]
+    return xp.concatenate([*(n.astype(np.int32) for n in counts), order], -1)

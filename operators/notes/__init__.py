@@ -1,0 +1,1 @@
+"""What a plan notes of a call, whatever runs it."""

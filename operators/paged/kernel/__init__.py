@@ -1,0 +1,1 @@
+"""Attention over pages on raw arrays: plain XLA, and Pallas for TPUs in `tpu`."""

@@ -1,0 +1,172 @@
+"""Attention of a ragged batch, prefill chunks and decoding rows, against keys and values in pages; on plain XLA.
+
+Only live pages are read: those with keys of a sequence that some of its rows can see. Decoding rows take the decode
+route, chunks go block by block.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
+
+from ....errors import InputError
+from ...kernels.varying import alike
+from .page_layout import page_shape
+from .paged_checks import check_numbers, check_operands, int32, options_of, refuse_gradient
+from .paged_chunks import attend_chunks
+from .paged_decode import attend_decode
+from .paged_step import Batch, PagedOperands, PagedStatic, batch_of
+
+__all__ = ["paged_attention", "places"]
+
+_KEYS = 256  # per block of pages
+_STEP_BYTES = 2**20  # of keys, in float32, per decode step: still in a CPU cache when they are multiplied
+_ROWS = 256  # per kv head in a block of queries
+_MOST_PAIRS = 8
+_LARGE_KEYS = 1024  # per block of most of a single sequence
+
+
+def paged_attention(
+    query: Float[Array, "tokens heads dim"],
+    key_pages: Shaped[Array, "pages page kv_heads dim"],
+    value_pages: Shaped[Array, "pages page kv_heads value_dim"] | None,
+    *,
+    layout: str = "split",
+    value_dim: int | None = None,
+    cu_q_lens: Int[Array, " sequences_and_one"],
+    kv_lens: Int[Array, " sequences"],
+    page_table: Int[Array, "sequences width"],
+    num_seqs: Int[Array, ...] | int,
+    softmax_scale: float,
+    causal: bool = True,
+    sliding_window: tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    key_scale: Float[Array, ...] | float | None = None,
+    value_scale: Float[Array, ...] | float | None = None,
+    max_q_len: int | None = None,
+    platform: str | None = None,
+    pages_a_block: int | None = None,
+    pairs: int | None = None,
+    block_q: int | None = None,
+    page_stride: int = 1,
+    page_shard: Int[Array, ""] | int = 0,
+) -> tuple[Array, Array]:
+    """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]).
+
+    Rows cu_q_lens[s] to cu_q_lens[s + 1] of the query belong to sequence s, for s < num_seqs. kv_lens counts a sequence's keys
+    including those of this step: its row i is at position kv_lens[s] - q_len + i, and key j is in page
+    page_table[s, j // page] at j % page. Ids outside 0 to pages - 1, and lengths in kv_lens beyond the table's width, give
+    no keys: they aren't seen, and nothing is read for them. A row that belongs to no sequence or sees nothing is 0 and its
+    lse -inf; with sinks, if it belongs to a sequence, the lse is that of its sinks.
+
+    sliding_window: inclusive distances (left, right), None for no limit; `causal` intersects. Scales of int8 or fp8 pages:
+    one number, [kv_heads], or one per token and head, in the pages' order. `layout`: see page_layout; if it joins keys and
+    values, `key_pages` has both and `value_pages` is None; `value_dim` is then the values' dim, None: the query's.
+
+    `page_stride` n, `page_shard` s: the table has every n-th page of each sequence from number s on, and only these are seen: key
+    j is in page_table[row, j // page // n] if j // page % n == s. Output and lse then cover only these keys.
+
+    `max_q_len`: the most queries of any sequence in this batch; rows beyond it are skipped and give 0. None: any. The sizes
+    at the end are for tuning; `platform` defaults to jax's default backend.
+    """
+    sizes = {"max_q_len": max_q_len, "pages_a_block": pages_a_block, "pairs": pairs, "block_q": block_q}
+    sizes["page_stride"] = page_stride
+    check_numbers(softmax_scale, logits_soft_cap, sizes)
+    numbers = {"cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "page_table": page_table, "num_seqs": num_seqs}
+    operands = PagedOperands(
+        jnp.asarray(query),
+        jnp.asarray(key_pages),
+        None if value_pages is None else jnp.asarray(value_pages),
+        *(int32(name, x) for name, x in numbers.items()),
+        *(None if x is None else jnp.asarray(x) for x in (sinks, key_scale, value_scale)),
+    )
+    if isinstance(page_shard, int) and not 0 <= page_shard < page_stride:
+        raise InputError(f"page_shard={page_shard}; wanted 0 to {page_stride - 1}, below the page_stride.")
+    if page_stride > 1:
+        operands = operands._replace(shard=int32("page_shard", page_shard))
+    check_operands(operands, layout)
+    operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
+    platform = jax.default_backend() if platform is None else platform
+    chosen = _sizes(operands, layout)
+    static = PagedStatic(
+        **options_of(softmax_scale, causal, sliding_window, logits_soft_cap, max_q_len),
+        platform=platform,
+        pages_a_block=pages_a_block or chosen[0],
+        pairs=pairs or chosen[1],
+        large_blocks=0 if pages_a_block or pairs or platform != "cpu" else _large_blocks(operands, layout, chosen[0]),
+        block_q=block_q or chosen[2],
+        layout=layout,
+        stride=page_stride,
+        value_dim=value_dim,
+    )
+    return _attend(static, operands)
+
+
+def _sizes(operands: PagedOperands, layout: str) -> tuple[int, int, int]:
+    """(pages per block, pairs per decode step, rows per block of queries) by rule."""
+    _, page, kv_heads, dim, _ = page_shape(layout, operands.key_pages, operands.value_pages, operands.query.shape[2])
+    sequences, width = operands.page_table.shape
+    pages = min(max(1, _KEYS // page), width)
+    step = 4 * pages * page * kv_heads * dim
+    pairs = min(_power_of_two(max(1, _STEP_BYTES // step)), sequences, _MOST_PAIRS)
+    rows = _power_of_two(max(8, _ROWS * kv_heads // operands.query.shape[1]))
+    return pages, pairs, min(rows, operands.query.shape[0])
+
+
+def _large_blocks(operands: PagedOperands, layout: str, pages: int) -> int:
+    """Pages in the larger blocks of a single sequence on a CPU; 0 where its table or the CPU's cache is too small for them."""
+    _, page, kv_heads, dim, _ = page_shape(layout, operands.key_pages, operands.value_pages, operands.query.shape[2])
+    sequences, width = operands.page_table.shape
+    fit = _STEP_BYTES // (4 * pages * page * kv_heads * dim)
+    large = pages * min(_power_of_two(max(1, fit)), _LARGE_KEYS // _KEYS)
+    return large if sequences == 1 and pages < large <= width else 0
+
+
+def _power_of_two(n: int) -> int:
+    """The greatest power of two up to n: batches are often powers of two, and then divide by it."""
+    return 1 << (n.bit_length() - 1)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(static: PagedStatic, operands: PagedOperands) -> tuple[jax.Array, jax.Array]:
+    operands = alike(operands)
+    batch = batch_of(operands)
+    seq, row, real = places(operands, batch)
+    pick = lambda x, at: x.at[seq, jnp.minimum(row, at - 1)].get(mode="promise_in_bounds")  # noqa: E731
+    if static.max_q_len is not None:
+        mine = batch.q_lens > 0
+        output, lse = (
+            pick(x, static.max_q_len) for x in attend_decode(static, operands, batch, mine, static.max_q_len)
+        )
+        attended = real & (row < static.max_q_len)
+    else:
+        decoding = batch.q_lens == 1
+        lone = attend_decode(static, operands, batch, decoding, 1)
+        chunks = attend_chunks(static, operands, batch, batch.q_lens > 1)
+        alone = decoding.at[seq].get(mode="promise_in_bounds")
+        output, lse = (
+            jnp.where(alone.reshape(-1, *[1] * (b.ndim - 1)), pick(a, 1), b) for a, b in zip(lone, chunks, strict=True)
+        )
+        attended = real
+    return jnp.where(attended[:, None, None], output, 0), jnp.where(attended[:, None], lse, -jnp.inf)
+
+
+_attend.defjvp(refuse_gradient)
+
+
+def places(operands: PagedOperands, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For each row of the query: (its sequence, its place there, whether it has one)."""
+    tokens, sequences = operands.query.shape[0], operands.kv_lens.shape[0]
+    token = jnp.arange(tokens, dtype=np.int32)
+    ends = jnp.where(
+        jnp.arange(sequences, dtype=np.int32) < operands.num_seqs, batch.starts + batch.q_lens, np.int32(tokens)
+    )
+    seq = jnp.minimum(jnp.sum(ends[None, :] <= token[:, None], axis=1, dtype=np.int32), sequences - 1)
+    row = token - batch.starts.at[seq].get(mode="promise_in_bounds")
+    real = (row >= 0) & (row < batch.q_lens.at[seq].get(mode="promise_in_bounds"))
+    return seq, jnp.maximum(row, 0), real

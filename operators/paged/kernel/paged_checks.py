@@ -1,0 +1,164 @@
+"""Checks shapes and dtypes of a paged call's arrays. Values are left to the caller; most of them are traced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ....errors import InputError, InputTypeError, is_whole, shown
+from ....page_layouts import LAYOUTS
+from .page_layout import page_shape
+from .paged_step import PagedOperands
+
+__all__ = ["check_numbers", "check_operands", "int32", "options_of", "refuse_gradient"]
+
+_QUERIES = ("float16", "bfloat16", "float32")
+_QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def check_operands(operands: PagedOperands, layout: str) -> None:
+    """Raise InputError or InputTypeError for the first thing that doesn't fit."""
+    query, key, value = operands.query, operands.key_pages, operands.value_pages
+    _rank("query", query, 3, "[tokens, heads, dim]")
+    _check_pages(query, key, value, layout)
+    heads, kv_heads = query.shape[1], page_shape(layout, key, value, query.shape[2]).kv_heads
+    if heads % kv_heads:
+        raise InputError(
+            f"{heads} query heads on {kv_heads} kv heads; wanted a multiple: head h reads kv head h // group."
+        )
+    if str(query.dtype) not in _QUERIES:
+        raise InputTypeError(f"query is {query.dtype}; wanted one of {', '.join(_QUERIES)}: cast it.")
+    _check_batch(operands)
+    if operands.sinks is not None and operands.sinks.shape != (heads,):
+        raise InputError(
+            f"sinks has the shape {operands.sinks.shape}; wanted [heads] = ({heads},): merge several with logsumexp."
+        )
+    for name, pages, scale in (("key", key, operands.key_scale), ("value", value, operands.value_scale)):
+        _check_scale(name, key if pages is None else pages, scale, layout, kv_heads)
+
+
+def _check_pages(query: jax.Array, key: jax.Array, value: jax.Array | None, layout: str) -> None:
+    """Shapes and dtypes of the arrays of pages."""
+    form = LAYOUTS[layout]
+    if form.one_array:
+        _rank("key_pages", key, len(form.dims), form.form)
+        if value is not None:
+            raise InputError(f"value_pages was given with pages of layout {layout!r}, which hold both; wanted None.")
+    elif value is None:
+        raise InputError(f"value_pages is None, but pages of layout {layout!r} hold only keys; pass value_pages.")
+    else:
+        _rank("key_pages", key, 4, form.form)
+        _rank("value_pages", value, 4, form.form.replace("dim]", "value_dim]"))
+        if value.shape[:3] != key.shape[:3]:
+            raise InputError(
+                f"value_pages has the shape {value.shape} and key_pages {key.shape}; wanted the same pages, page size and "
+                "kv_heads: keys and values of a token are at the same place."
+            )
+    dim = page_shape(layout, key, value, query.shape[2]).dim
+    if dim != query.shape[2] or dim > key.shape[-1]:
+        raise InputError(f"query has dim {query.shape[2]} and key_pages {key.shape[-1]}; wanted one dim for both.")
+    for name, pages in (("key_pages", key), ("value_pages", value)):
+        if pages is not None and str(pages.dtype) not in (*_QUERIES, *_QUANTISED):
+            wanted = ", ".join((*_QUERIES, *_QUANTISED))
+            raise InputTypeError(
+                f"{name} is {pages.dtype}; wanted one of {wanted}: allocate the cache in one of these."
+            )
+
+
+def check_numbers(softmax_scale: object, soft_cap: object, sizes: Mapping[str, object]) -> None:
+    """Check options that are Python numbers; `sizes`: None or whole numbers from 1 on, by name."""
+    for name, x in (("softmax_scale", softmax_scale), ("logits_soft_cap", soft_cap)):
+        if isinstance(x, bool) or not isinstance(x, int | float | None):
+            raise InputTypeError(f"{name}={shown(x)}; wanted a Python number: it is part of what is compiled.")
+    if softmax_scale is None:
+        raise InputTypeError("softmax_scale=None; wanted a Python number, such as dim ** -0.5.")
+    if isinstance(soft_cap, int | float) and not soft_cap > 0:
+        raise InputError(f"logits_soft_cap={shown(soft_cap)}; wanted a number above 0, or None for no cap.")
+    for name, size in sizes.items():
+        if size is not None and not is_whole(size, 1):
+            raise InputError(f"{name}={shown(size)}; wanted a whole number from 1 on, or None.")
+
+
+def refuse_gradient(*_: object) -> NoReturn:
+    """The derivative of paged attention. Errors: InputError."""
+    raise InputError(
+        "paged attention was differentiated; wanted a call outside jax.grad: serving has no gradient. "
+        "Train with the operation vanilla or splash, or put jax.lax.stop_gradient around the arguments."
+    )
+
+
+def int32(name: str, x: Any) -> jax.Array:
+    """An array of lengths or ids as int32."""
+    dtype = jnp.result_type(x)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise InputTypeError(f"{name} is {dtype}; wanted int32: lengths and ids are whole numbers.")
+    return jnp.asarray(x).astype(np.int32)
+
+
+def options_of(
+    softmax_scale: float,
+    causal: bool,
+    sliding_window: tuple[int | None, int | None] | None,
+    soft_cap: float | None,
+    max_q_len: int | None,
+) -> dict[str, Any]:
+    """The fields of PagedOptions."""
+    left, right = _window(sliding_window)
+    cap = None if soft_cap is None else float(soft_cap)
+    seen = {"causal": bool(causal), "left": left, "right": right}
+    return seen | {"scale": float(softmax_scale), "soft_cap": cap, "max_q_len": max_q_len}
+
+
+def _window(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    ends = tuple(window) if isinstance(window, tuple | list) else ()
+    if len(ends) != 2 or not all(n is None or is_whole(n, 0) for n in ends):
+        raise InputError(
+            f"sliding_window={shown(window)}; wanted (left, right), distances of 0 or more, None for no limit: "
+            "the last n keys are (n - 1, 0)."
+        )
+    return ends[0], ends[1]
+
+
+def _rank(name: str, x: jax.Array, rank: int, wanted: str) -> None:
+    shape = x.shape
+    if len(shape) != rank or 0 in shape:
+        raise InputError(f"{name} has the shape {shape}; wanted {wanted}, each at least 1.")
+
+
+def _check_batch(operands: PagedOperands) -> None:
+    (sequences,) = _one(operands.kv_lens.shape, "kv_lens")
+    table, cu_q_lens = operands.page_table.shape, operands.cu_q_lens.shape
+    if cu_q_lens != (sequences + 1,):
+        raise InputError(f"cu_q_lens has the shape {cu_q_lens}; wanted ({sequences + 1},), one more than kv_lens has.")
+    if len(table) != 2 or table[0] != sequences or not table[1]:
+        raise InputError(f"page_table has the shape {table}; wanted [{sequences}, width], a row for each of kv_lens.")
+
+    if operands.num_seqs.size != 1:
+        raise InputError(f"num_seqs has the shape {operands.num_seqs.shape}; wanted one number, () or (1,).")
+
+
+def _one(shape: tuple[int, ...], name: str) -> tuple[int]:
+    if len(shape) != 1 or not shape[0]:
+        raise InputError(f"{name} has the shape {shape}; wanted [sequences], at least one.")
+    return (shape[0],)
+
+
+def _check_scale(name: str, pages: jax.Array, scale: jax.Array | None, layout: str, kv_heads: int) -> None:
+    quantised = str(pages.dtype) in _QUANTISED
+    if scale is None:
+        if pages.dtype == jnp.int8:
+            raise InputError(
+                f"{name}_pages is int8, but {name}_scale is missing; wanted a number, [kv_heads] or one per token."
+            )
+        return
+    if not quantised:
+        raise InputError(f"{name}_scale was given for {name}_pages of {pages.dtype}; wanted none, or quantised pages.")
+    each = (pages.shape[0], kv_heads, pages.shape[2]) if LAYOUTS[layout].heads_first else (*pages.shape[:2], kv_heads)
+    if scale.shape not in ((), (kv_heads,), each):
+        raise InputError(f"{name}_scale has the shape {scale.shape}; wanted (), {(kv_heads,)} or {each}.")

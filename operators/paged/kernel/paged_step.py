@@ -1,0 +1,284 @@
+"""What both routes of paged attention share: the batch's numbers, fetching pages, logits of a step, finishing sums.
+
+Logits are in base 2 (times log2 e), and the softmax is in float32.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ....masks.int_arrays import same_rank
+from ....page_layouts import LAYOUTS
+from ...kernels.default_promotion import wider
+from ...kernels.lse import LN2, LOG2E, divisor_and_lse, subtracted
+from ...kernels.primitives import counted, where
+from ...vanilla.kernel.cpu_tuning import compute_dtype, exp2, few_rows_product, product
+from .page_layout import fetch, fetch_joint_heads, page_shape
+
+__all__ = ["Batch", "PagedOperands", "PagedOptions", "PagedStatic", "Sums", "Tiles", "batch_of", "finish"]
+
+# Key heads, and rows over all of them, up to which a CPU is faster with one block-diagonal product than per head.
+_JOINT_HEADS = 4
+_JOINT_ROWS = 32
+
+
+@dataclass(frozen=True)
+class PagedOptions:
+    """How a call weighs keys, and which of them a row may see: inclusive distances, None for no limit."""
+
+    scale: float
+    causal: bool
+    left: int | None
+    right: int | None
+    soft_cap: float | None
+    max_q_len: int | None
+
+    @property
+    def reach(self) -> int | None:
+        """How far to the right of itself a row sees."""
+        ends = [n for n in (0 if self.causal else None, self.right) if n is not None]
+        return min(ends) if ends else None
+
+
+@dataclass(frozen=True)
+class PagedStatic(PagedOptions):
+    """Everything known at trace time. large_blocks: pages in the larger blocks of a single decoding sequence, 0 for none. stride:
+    how many shards share the pages of a sequence in turn."""
+
+    platform: str
+    pages_a_block: int
+    pairs: int
+    large_blocks: int
+    block_q: int
+    layout: str = "split"
+    stride: int = 1
+    value_dim: int | None = None
+
+
+class PagedOperands(NamedTuple):
+    """The arrays of a call; shapes as in `paged_attention`. `shard` is None if the stride is 1."""
+
+    query: jax.Array
+    key_pages: jax.Array
+    value_pages: jax.Array | None
+    cu_q_lens: jax.Array
+    kv_lens: jax.Array
+    page_table: jax.Array
+    num_seqs: jax.Array
+    sinks: jax.Array | None
+    key_scale: jax.Array | None
+    value_scale: jax.Array | None
+    shard: jax.Array | None = None
+
+
+class Batch(NamedTuple):
+    """The sequences in use, int32 [S] each; 0 for those that aren't."""
+
+    starts: jax.Array  # of a sequence's first row in the query
+    q_lens: jax.Array
+    kv_lens: jax.Array
+    tokens: jax.Array  # int32 scalar: rows of the query that belong to a sequence
+
+
+class Sums(NamedTuple):
+    """Sums of rows: values times weights [..., rows, value_dim], greatest logit [..., rows], weights [..., rows]."""
+
+    acc: jax.Array
+    peak: jax.Array
+    total: jax.Array
+
+
+def batch_of(operands: PagedOperands) -> Batch:
+    """Read the lengths; entries beyond num_seqs are ignored."""
+    size = operands.kv_lens.shape[0]
+    counts = jnp.arange(size, dtype=np.int32) < operands.num_seqs
+    starts, ends = operands.cu_q_lens[:-1], operands.cu_q_lens[1:]
+    q_lens = jnp.where(counts, ends - starts, 0)
+    return Batch(
+        jnp.where(counts, starts, 0),
+        q_lens,
+        jnp.where(counts, operands.kv_lens, 0),
+        jnp.sum(q_lens, dtype=np.int32),
+    )
+
+
+class Tiles:
+    """Logits and weighted values of some rows against some pages of their sequence.
+
+    Rows have the shape [..., kv heads, queries * group, dim]; leading dimensions are those of the ids.
+    """
+
+    def __init__(self, static: PagedStatic, operands: PagedOperands, *, few_rows: int | None) -> None:
+        """`few_rows`: queries of a sequence on the decode route, None for blocks of many."""
+        self.static, self.operands, self.few_rows = static, operands, few_rows is not None
+        shape = page_shape(
+            static.layout, operands.key_pages, operands.value_pages, operands.query.shape[2], static.value_dim
+        )
+        self.pages, self.page, self.kv_heads, self.dim, self.value_dim = shape
+        self.group = operands.query.shape[1] // self.kv_heads
+        self.width = operands.page_table.shape[1]
+        self.block = static.pages_a_block * self.page
+        wide = operands.query.dtype
+        for pages in (operands.key_pages, operands.value_pages):
+            if pages is not None and pages.dtype.itemsize > 1:
+                wide = wider(wide, pages.dtype)
+        self.dtype = compute_dtype(wide, np.dtype(np.float32), static.platform)
+        self.joint_heads = False
+        if few_rows is not None and static.platform == "cpu":
+            self.dtype = np.dtype(np.float32)  # products of few rows, of which bfloat16 ones take longer
+            few = self.kv_heads <= _JOINT_HEADS and few_rows * operands.query.shape[1] <= _JOINT_ROWS
+            self.joint_heads = few and LAYOUTS[static.layout].whole_pages
+
+    def rows_of(self, query: jax.Array) -> jax.Array:
+        """[..., queries, heads, dim] as rows."""
+        *lead, q_len, _, dim = query.shape
+        query = query.reshape(*lead, q_len, self.kv_heads, self.group, dim)
+        at = len(lead)
+        query = query.transpose(*range(at), at + 1, at, at + 2, at + 3)
+        return query.reshape(*lead, self.kv_heads, q_len * self.group, dim).astype(self.dtype)
+
+    def heads_of(self, rows: jax.Array, q_len: int) -> jax.Array:
+        """Undo `rows_of`: [..., kv heads, queries * group, x] as [..., queries, heads, x]."""
+        *lead, _, _, dim = rows.shape
+        at = len(lead)
+        rows = rows.reshape(*lead, self.kv_heads, q_len, self.group, dim)
+        rows = rows.transpose(*range(at), at + 1, at, at + 2, at + 3)
+        return rows.reshape(*lead, q_len, self.kv_heads * self.group, dim)
+
+    def range_of(self, first: Any, last: Any, kv_len: Any) -> tuple[Any, Any]:
+        """(first page, one past the last page) that queries at positions first to last can see; pages as counted by the table."""
+        static = self.static
+        begin = jnp.zeros_like(kv_len) if static.left is None else jnp.maximum(first - static.left, 0)
+        end = jnp.minimum(kv_len, self.width * static.stride * self.page)
+        if static.reach is not None:
+            end = jnp.minimum(end, last + static.reach + 1)
+        begin_page = lax.div(begin, np.int32(self.page))
+        end_page = lax.div(jnp.maximum(end, 0) + np.int32(self.page - 1), np.int32(self.page))
+        end_page = jnp.where(end > begin, end_page, begin_page)
+        return self._own(begin_page), self._own(end_page)
+
+    def _own(self, page: jax.Array) -> jax.Array:
+        """How many of a sequence's first pages are this shard's: its table's first page at or after `page`."""
+        stride, shard = np.int32(self.static.stride), self.operands.shard
+        return page if shard is None else lax.div(page - shard + (stride - 1), stride)
+
+    def slots(self, seq: jax.Array, first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(ids, live), both [..., n], of n pages of sequences `seq` from `first` on.
+
+        A slot that isn't live, beyond `end` or with an id out of range, gets the id of one that is, so that nothing else is
+        read for it.
+        """
+        at = counted(first, self.static.pages_a_block)
+        table = self.operands.page_table
+        ids = table.at[seq[..., None], jnp.minimum(at, self.width - 1)].get(mode="promise_in_bounds")
+        live = (at < end[..., None]) & (ids >= 0) & (ids < self.pages)
+        own = jnp.where(live, ids, 0).max(axis=-1, keepdims=True)
+        return jnp.where(live, ids, own), live
+
+    def seen(self, first: jax.Array, live: jax.Array, positions: jax.Array, kv_len: jax.Array) -> jax.Array:
+        """Bool [..., queries, keys]: positions [..., queries], the pages of a block from `first` on."""
+        static = self.static
+        keys = counted(first * np.int32(self.page), self.block)
+        if self.operands.shard is not None:  # page j of the table is page number j * stride + shard
+            page = np.int32(self.page)
+            own = lax.div(keys, page)
+            keys = keys + (own * np.int32(static.stride - 1) + self.operands.shard) * page
+        seen = jnp.repeat(live, self.page, axis=-1) & (keys < kv_len[..., None])
+        seen, keys, rows = seen[..., None, :], keys[..., None, :], positions[..., None]
+        seen = seen & (rows >= 0)
+        if static.causal:
+            seen &= keys <= rows
+        if static.left is not None:
+            seen &= keys >= rows - static.left
+        if static.right is not None:
+            seen &= keys <= rows + static.right
+        return seen
+
+    def logits(self, rows: jax.Array, ids: jax.Array, seen: jax.Array) -> jax.Array:
+        """Float32 [..., kv heads, rows, keys] in base 2, -inf where not seen."""
+        static, operands = self.static, self.operands
+        if self.joint_heads:
+            x = self._joint_logits(rows, ids)
+        else:
+            keys = fetch(static.layout, operands.key_pages, ids, static.platform, self.dtype, 0, self.dim)
+            if self.few_rows:
+                x = few_rows_product(rows, keys, np.dtype(np.float32), static.platform)
+            else:
+                x = product("...nx,...sx->...ns", rows, keys, np.dtype(np.float32))
+        if operands.key_scale is not None:
+            x = operator.mul(*same_rank(x, self._scale(operands.key_scale, ids)))
+        if static.soft_cap is None:
+            x = x * np.float32(static.scale * LOG2E)
+        else:
+            x = np.float32(static.soft_cap * LOG2E) * jnp.tanh(x * np.float32(static.scale / static.soft_cap))
+        return where(self._each_row(seen), x, -jnp.inf)
+
+    def values(self, weights: jax.Array, ids: jax.Array, seen: jax.Array) -> jax.Array:
+        """Weights [..., kv heads, rows, keys] times values. A row of V that nobody sees is treated as 0: a freed page may hold
+        NaN."""
+        static, operands = self.static, self.operands
+        pages = operands.key_pages if operands.value_pages is None else operands.value_pages
+        alive = seen.any(axis=-2)[..., None, :]
+        if operands.value_scale is not None:
+            scale = self._scale(operands.value_scale, ids)
+            scale = jnp.where(alive[..., None, :], scale, 0) if operands.value_scale.ndim == 3 else scale
+            weights = operator.mul(*same_rank(weights, scale))
+        weights = weights.astype(self.dtype)
+        if self.joint_heads:
+            return self._joint_values(weights, pages, ids, alive[..., 0, :])
+        values = fetch(static.layout, pages, ids, static.platform, self.dtype, 1, self.value_dim, self.dim)
+        values = jnp.where(alive[..., None], values, 0)
+        return product("...ns,...sx->...nx", weights, values, np.dtype(np.float32))
+
+    def _joint_logits(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
+        """Rows as a block-diagonal factor times the untransposed keys: kv_heads times the arithmetic, but no copy per head."""
+        keys = fetch_joint_heads(self.operands.key_pages, ids, self.dtype)
+        own = np.eye(self.kv_heads, dtype=bool)[:, None, :, None]
+        own, spread = same_rank(own, rows[..., None, :])
+        across = jnp.where(own, spread, 0).reshape(*ids.shape[:-1], -1, keys.shape[-1])
+        x = few_rows_product(across, keys, np.dtype(np.float32), self.static.platform)
+        return x.reshape(*rows.shape[:-1], -1)
+
+    def _joint_values(self, weights: jax.Array, pages: jax.Array, ids: jax.Array, alive: jax.Array) -> jax.Array:
+        """Every row's weights with the values of all heads; only its own head's are kept."""
+        values = jnp.where(alive[..., None], fetch_joint_heads(pages, ids, self.dtype), 0)
+        flat = weights.reshape(*ids.shape[:-1], -1, weights.shape[-1])
+        sums = product("...ns,...sx->...nx", flat, values, np.dtype(np.float32))
+        sums = sums.reshape(*weights.shape[:-1], self.kv_heads, self.value_dim)
+        return jnp.stack([sums[..., head, :, head, :] for head in range(self.kv_heads)], axis=-3)
+
+    def exp2(self, x: jax.Array) -> jax.Array:
+        return exp2(x, self.static.platform, accurate=self.operands.query.dtype.itemsize >= 4)
+
+    def _scale(self, scale: jax.Array, ids: jax.Array) -> jax.Array:
+        """The scale in the shape that multiplies logits: [kv heads, 1, 1] or [..., kv heads, 1, keys]."""
+        if scale.ndim < 3:
+            return jnp.broadcast_to(scale.astype(np.float32), (self.kv_heads,))[:, None, None]
+        layout = "heads" if LAYOUTS[self.static.layout].heads_first else "split"
+        return fetch(layout, scale[..., None], ids, self.static.platform, np.float32)[..., 0][..., None, :]
+
+    def _each_row(self, seen: jax.Array) -> jax.Array:
+        """[..., queries, keys] as [..., kv heads, queries * group, keys]."""
+        *lead, q_len, keys = seen.shape
+        shape = (*lead, self.kv_heads, q_len, self.group, keys)
+        return jnp.broadcast_to(seen[..., None, :, None, :], shape).reshape(*lead, self.kv_heads, -1, keys)
+
+
+def finish(sums: Sums, sinks: jax.Array | None, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """(output, lse) of sums over all keys. A sink is a key without a value; `sinks` broadcasts to the rows."""
+    acc, peak, total = sums
+    if sinks is not None:
+        _, sink = same_rank(peak, sinks.astype(np.float32) * np.float32(LOG2E))
+        new_peak = jnp.maximum(peak, sink)
+        shift = subtracted(new_peak)
+        shrink = jnp.exp2(peak - shift)
+        acc, peak, total = acc * shrink[..., None], new_peak, total * shrink + jnp.exp2(sink - shift)
+    safe, lse = divisor_and_lse(total, peak * np.float32(LN2))
+    return (acc / safe[..., None]).astype(dtype), lse

@@ -1,0 +1,274 @@
+"""Attention of a ragged batch over pages by the TPU kernels: one for decoding rows, one for chunks."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, Shaped
+
+from .....errors import InputError, shown
+from ....kernels.varying import alike
+from ..paged import places
+from ..paged_checks import check_numbers, check_operands, int32, options_of, refuse_gradient
+from ..paged_step import PagedOperands, batch_of
+from .chunks import attend_chunks
+from .decode import decode
+from .geometry import LANES, Geometry, Layout, Options
+from .limits import chosen_sizes, reasons_against
+from .memory import several_rows
+from .softmax import Columns
+from .units import chunk_units, decode_units
+
+__all__ = ["PageArrays", "paged_attention_tpu"]
+
+
+class PageArrays(NamedTuple):
+    """The arrays of a layer's pages, or what they store for each token: [tokens, kv_heads, row], in the layout "joined" all of it
+    in `key`. Scales are those by token, [tokens, kv_heads]; others are None."""
+
+    key: jax.Array
+    value: jax.Array | None = None
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
+
+
+def paged_attention_tpu(
+    query: Float[Array, "tokens heads dim"],
+    key_pages: Shaped[Array, "pages a b c"],
+    value_pages: Shaped[Array, "pages a b value_dim"] | None,
+    *,
+    cu_q_lens: Int[Array, " sequences_and_one"],
+    kv_lens: Int[Array, " sequences"],
+    page_table: Int[Array, "sequences width"],
+    num_seqs: Int[Array, ...] | int,
+    softmax_scale: float,
+    causal: bool = True,
+    sliding_window: tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    key_scale: Float[Array, ...] | float | None = None,
+    value_scale: Float[Array, ...] | float | None = None,
+    max_q_len: int | None = None,
+    layout: Layout = "split",
+    value_dim: int | None = None,
+    pages_per_block: int | None = None,
+    queries_per_block: int | None = None,
+    buffers: int | None = None,
+    vmem_limit_bytes: int | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+    rows: PageArrays | None = None,
+) -> tuple[Array, Array, PageArrays | None]:
+    """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads], the pages if `rows` were
+    written, else None).
+
+    Semantics of `paged_attention`. layout: "split", pages [pages, page, kv_heads, dim] as there; "heads", [pages,
+    kv_heads, page, dim]; "joined", key_pages [pages, kv_heads, page, dim + value_dim] and value_pages None. Rows may be padded
+    at their end, with any finite values: key_pages to more than the query's dim, values to more than `value_dim` (None: the
+    whole row is value). Per-token scales are laid out like the pages, without the last dimension. Sizes of blocks: None for the
+    result of `chosen_sizes` with `vmem_limit_bytes`. interpret: Pallas' interpreter, on any platform.
+
+    rows: for a sequence with one row, the kernel writes its key and value into their page while it attends; the returned arrays
+    take over the memory of the pages and of per-token scales. What longer sequences write must be in the pages already. A row
+    whose position has no page in the table, or one with an id out of range, is dropped.
+
+    Errors: InputError or InputTypeError.
+    """
+    sizes = {
+        "max_q_len": max_q_len,
+        "pages_per_block": pages_per_block,
+        "queries_per_block": queries_per_block,
+        "buffers": buffers,
+    }
+    check_numbers(softmax_scale, logits_soft_cap, sizes | {"vmem_limit_bytes": vmem_limit_bytes})
+    numbers = {"cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "page_table": page_table, "num_seqs": num_seqs}
+    query, key_pages = jnp.asarray(query), jnp.asarray(key_pages)
+    value_pages = None if value_pages is None else jnp.asarray(value_pages)
+    lengths = {name: int32(name, x) for name, x in numbers.items()}
+    sinks, key_scale, value_scale = (None if x is None else jnp.asarray(x) for x in (sinks, key_scale, value_scale))
+    as_split = _as_split(layout, value_dim, query, key_pages, value_pages, key_scale, value_scale)
+
+    def operands_of(key: Any, value: Any, key_scale: Any, value_scale: Any) -> PagedOperands:
+        arrays = {"query": query, "key_pages": key, "value_pages": value, "sinks": sinks}
+        return PagedOperands(**arrays, **lengths, key_scale=key_scale, value_scale=value_scale)
+
+    check_operands(operands_of(*as_split), "split")
+    value_row = key_pages.shape[-1] if value_pages is None else value_pages.shape[-1]
+    geometry = replace(_geometry(layout, operands_of(*as_split)), key_row=key_pages.shape[-1], value_row=value_row)
+    operands = operands_of(key_pages, value_pages, key_scale, value_scale)
+    options = Options(
+        **options_of(softmax_scale, causal, sliding_window, logits_soft_cap, max_q_len),
+        sinks=sinks is not None,
+        pages_per_block=pages_per_block or 0,
+        queries_per_block=queries_per_block or 0,
+        buffers=buffers or 0,
+        vmem_limit_bytes=vmem_limit_bytes,
+        interpret=interpret,
+        writes=rows is not None,
+    )
+    if rows is not None:
+        _check_rows(geometry, rows)
+    options = chosen_sizes(geometry, options)
+    if reasons := reasons_against(geometry, options):
+        raise InputError("; ".join(f"{message}; {hint}" for _, message, hint in reasons))
+    # With jax_enable_x64 a Python number among the indices would be 64-bit, which Mosaic lacks.
+    with jax.enable_x64(False):
+        return _attend(geometry, options, operands._replace(num_seqs=operands.num_seqs.reshape(())), rows)
+
+
+def _check_rows(geometry: Geometry, rows: PageArrays) -> None:
+    """Refuse rows that aren't what the pages hold for a token."""
+    for name, x in rows._asdict().items():
+        stream = geometry.streams().get(name)
+        wanted = None
+        if stream is not None:
+            width = () if name.endswith("scale") else (stream[0][-1],)
+            wanted = (geometry.tokens, geometry.kv_heads, *width), np.dtype(stream[1])
+        found = None if x is None else (x.shape, np.dtype(x.dtype))
+        if found != wanted:
+            raise InputError(
+                f"rows.{name} is {found}; wanted {wanted}, what the pages hold for each token of the query."
+            )
+
+
+def _as_split(
+    layout: Layout, value_dim: int | None, query: Any, key: Any, value: Any, key_scale: Any, value_scale: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Shapes and dtypes that pages and scales would have in the layout "split" without padding, for checks."""
+    if layout not in ("split", "heads", "joined"):
+        raise InputError(f"layout={shown(layout)}; wanted 'split', 'heads' or 'joined'.")
+    if (layout == "joined") != (value is None):
+        raise InputError(
+            f"layout={shown(layout)} with value_pages {'missing' if value is None else 'given'}; wanted them separate from "
+            "key_pages in 'split' and 'heads', and in one array with them, value_pages=None, in 'joined'."
+        )
+    dim = query.shape[-1] if query.ndim else 0
+    if key.ndim != 4 or key.shape[3] < dim + (value is None) * (value_dim or 1):
+        wanted = "dim + value_dim" if value is None else "dim"
+        raise InputError(
+            f"key_pages has the shape {key.shape}; wanted four dimensions, the last of them at least {wanted}, with the "
+            f"query's dim of {dim}."
+        )
+    if value is not None and value_dim is not None and (value.ndim != 4 or value.shape[3] < value_dim):
+        raise InputError(f"value_pages has the shape {value.shape}; wanted rows of at least value_dim={value_dim}.")
+
+    def as_split(x: Any, width: int | None = None) -> Any:
+        if x is None or x.ndim < 3:
+            return x
+        shape = x.shape if layout == "split" else (x.shape[0], x.shape[2], x.shape[1], *x.shape[3:])
+        return jax.ShapeDtypeStruct(shape if width is None else (*shape[:3], width), x.dtype)
+
+    if value is None:
+        value, value_dim = key, value_dim or key.shape[3] - dim
+    return as_split(key, dim), as_split(value, value_dim), as_split(key_scale), as_split(value_scale)
+
+
+def _geometry(layout: Layout, operands: PagedOperands) -> Geometry:
+    """The geometry of operands in the layout "split"."""
+    tokens, heads, dim = operands.query.shape
+    values = operands.value_pages
+    assert values is not None
+    pages, page, kv_heads, value_dim = values.shape
+    sequences, width = operands.page_table.shape
+    return Geometry(
+        layout=layout,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        value_dim=value_dim,
+        key_row=dim,
+        value_row=value_dim,
+        pages=pages,
+        page=page,
+        sequences=sequences,
+        width=width,
+        dtype=np.dtype(operands.query.dtype),
+        key_dtype=np.dtype(operands.key_pages.dtype),
+        value_dtype=np.dtype(values.dtype),
+        key_scale=None if operands.key_scale is None else operands.key_scale.ndim,
+        value_scale=None if operands.value_scale is None else operands.value_scale.ndim,
+    )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _attend(
+    geometry: Geometry, options: Options, operands: PagedOperands, rows: PageArrays | None
+) -> tuple[jax.Array, jax.Array, PageArrays | None]:
+    operands, rows = alike((operands, rows))
+    batch = batch_of(operands)
+    seq, row, real = places(operands, batch)
+    arrays = _arrays(geometry, options, operands, rows)
+    heads_last = lambda live, x: live.reshape(-1, *[1] * (x.ndim - 1))  # noqa: E731
+    pick = lambda x: x.at[seq].get(mode="promise_in_bounds")  # noqa: E731
+
+    several = several_rows(geometry, options.max_q_len)
+    words, count, listed = decode_units(
+        geometry, options, operands, batch, batch.q_lens == 1 if several else batch.q_lens > 0
+    )
+    output, lse, written = decode(geometry, options, arrays, words, count)
+    arrays |= written  # the chunks' kernel reads the same memory
+    live = real & (row == 0) & pick(listed)
+    if several:
+        chunks = chunk_units(geometry, options, operands, batch, batch.q_lens > 1, seq, row)
+        packed = arrays["query"].at[chunks.source].get(mode="promise_in_bounds").transpose(1, 0, 2)
+        many, many_lse = attend_chunks(geometry, options, arrays | {"query": packed}, chunks.words, chunks.listed)
+        many = many.transpose(1, 0, 2).at[chunks.place].get(mode="promise_in_bounds")
+        block = options.queries_per_block
+        by_head = many_lse.reshape(-1, geometry.heads, block).swapaxes(1, 2)
+        many_lse = by_head.at[chunks.unit, chunks.row].get(mode="promise_in_bounds")
+        output = jnp.where(heads_last(chunks.live, output), many, output)
+        lse = jnp.where(heads_last(chunks.live, lse), many_lse, lse)
+        live |= chunks.live
+    output = jnp.where(heads_last(live, output), output[..., geometry.output_lanes], 0)
+    unseen: Any = -jnp.inf
+    if operands.sinks is not None:
+        attended = real if options.max_q_len is None else real & (row < options.max_q_len)
+        unseen = jnp.where(attended[:, None], operands.sinks.astype(np.float32)[None], -jnp.inf)
+    after = PageArrays(**{name: arrays[f"{name}_pages"] for name in geometry.streams()}) if written else None
+    return output, jnp.where(heads_last(live, lse), lse, unseen), after
+
+
+_attend.defjvp(refuse_gradient)
+
+
+def _arrays(
+    geometry: Geometry, options: Options, operands: PagedOperands, rows: PageArrays | None
+) -> dict[str, jax.Array]:
+    """What the kernels take besides the units."""
+    query = operands.query
+    if geometry.query_dim > geometry.dim:
+        query = jnp.pad(query, ((0, 0), (0, 0), (0, geometry.query_dim - geometry.dim)))
+    arrays = {"query": query, "table": operands.page_table.reshape(-1)}
+    columns = []
+    scales = {"key_scale": operands.key_scale, "value_scale": operands.value_scale}
+    for index, x in zip(Columns.of(geometry, options), (operands.sinks, *scales.values()), strict=True):
+        if index is None:
+            continue
+        assert x is not None
+        per_head = x if x.shape == (geometry.heads,) and index == 0 and options.sinks else _of_query_heads(geometry, x)
+        columns.append(jnp.broadcast_to(per_head.astype(np.float32)[:, None], (geometry.heads, LANES)))
+    if columns:
+        arrays["columns"] = jnp.stack(columns)
+    for name, pages in (("key", operands.key_pages), ("value", operands.value_pages), *scales.items()):
+        if name in geometry.streams():
+            assert pages is not None
+            arrays[f"{name}_pages"] = pages if name in ("key", "value") else pages.astype(np.float32)
+    for name in () if rows is None else geometry.streams():
+        own = getattr(rows, name)
+        if name.endswith("scale"):
+            own = own.astype(np.float32)
+            wide = own[:, :, None], (*own.shape, LANES)
+            own = own[:, None, :] if geometry.layout == "split" else jnp.broadcast_to(*wide)
+        arrays[f"{name}_row"] = own
+    return arrays
+
+
+def _of_query_heads(geometry: Geometry, scale: jax.Array) -> jax.Array:
+    """A number for all or for each kv head, expanded to query heads."""
+    return jnp.repeat(jnp.broadcast_to(scale, (geometry.kv_heads,)), geometry.group)

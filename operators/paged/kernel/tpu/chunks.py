@@ -1,0 +1,184 @@
+"""The kernel for sequences with several rows: blocks of their rows against the pages that they see.
+
+The query is [heads, rows, dim], each chunk starting at a multiple of a tile's rows, and is copied in like the pages. A block's
+last rows may be another chunk's: their results are overwritten by the block that they belong to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ....kernels.precision import tile_product
+from .geometry import LANES, Geometry, Options
+from .pages import Pages, walk, whole_word
+from .run import call
+from .softmax import Columns, Sums, add, begin, finish, in_lanes, live_keys, pieces, seen_keys, spread, weigh
+from .units import FIELDS, Unit, most_chunk_units, row_alignment
+
+__all__ = ["attend_chunks", "chunk_scratch"]
+
+
+def chunk_scratch(geometry: Geometry, options: Options) -> dict[str, Any]:
+    """Scratch memory besides the pages' buffers."""
+    block, rows = options.queries_per_block, geometry.group * options.queries_per_block
+    return {
+        "query_buffer": pltpu.VMEM((2, geometry.heads, block, geometry.query_dim), geometry.dtype),
+        "output_buffer": pltpu.VMEM((geometry.heads, block, geometry.summed_dim), geometry.dtype),
+        "peak": pltpu.VMEM((geometry.kv_heads, rows, LANES), jnp.float32),
+        "total": pltpu.VMEM((geometry.kv_heads, rows, LANES), jnp.float32),
+        "weighted": pltpu.VMEM((geometry.kv_heads, rows, geometry.summed_dim), jnp.float32),
+        "query_here": pltpu.SemaphoreType.DMA((2,)),
+        "output_gone": pltpu.SemaphoreType.DMA((1,)),
+    }
+
+
+def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
+    number, count = pl.program_id(0), refs["count"][0]
+    pages, columns = Pages(geometry, options, refs), Columns.of(geometry, options)
+    block, group = options.queries_per_block, geometry.group
+    rows, size = group * block, options.pages_per_block * geometry.page
+    align = row_alignment(geometry)
+
+    def column(index: int | None, head: Any) -> jax.Array | None:
+        """A column for the rows of a kv head, [rows, 128]."""
+        if index is None:
+            return None
+        one = refs["columns"][index, pl.ds(head * group, group), :]
+        return jnp.broadcast_to(one[:, None, :], (group, block, LANES)).reshape(rows, LANES)
+
+    def query_copy(number: Any) -> Any:
+        start = pl.multiple_of(refs["words"][number * FIELDS + 1], align)
+        half = lax.rem(number, np.int32(2))
+        return pltpu.make_async_copy(
+            refs["query"].at[:, pl.ds(start, block), :], refs["query_buffer"].at[half], refs["query_here"].at[half]
+        )
+
+    def output_copy(number: Any) -> Any:
+        start = pl.multiple_of(refs["words"][number * FIELDS + 1], align)
+        return pltpu.make_async_copy(
+            refs["output_buffer"], refs["output"].at[:, pl.ds(start, block), :], refs["output_gone"].at[0]
+        )
+
+    @pl.when(number < count)
+    def _unit() -> None:
+        unit = Unit.read(refs["words"], number)
+        pl.when(number == 0)(lambda: query_copy(number).start())
+        pl.when(number + 1 < count)(lambda: query_copy(number + 1).start())
+        query_copy(number).wait()
+        half_of_query = lax.rem(number, np.int32(2))
+
+        def start_sums(head: Any) -> None:
+            sums = begin(rows, geometry.summed_dim, column(columns.sinks, head))
+            refs["peak"][head], refs["total"][head], refs["weighted"][head] = sums
+
+        def visit(slot: Any, first: Any, word: Any, carry: None) -> None:
+            by_token = {}
+            if 3 in (geometry.key_scale, geometry.value_scale):
+                _, there = live_keys(geometry, options, first, word, unit.keys)
+                by_token = {
+                    name: pages.scale_rows(name, slot, there)
+                    for name in ("key_scale", "value_scale")
+                    if getattr(geometry, name) == 3
+                }
+
+            def of_heads(masked: bool) -> None:
+                seen = None
+                if masked:
+                    place, there = live_keys(geometry, options, first, word, unit.keys)
+                    row = lax.broadcasted_iota(jnp.int32, (group, block, size), 1).reshape(rows, size)
+                    wide = lambda x: jnp.broadcast_to(x, (rows, size))  # noqa: E731
+                    there = wide(there.astype(jnp.int32)) == 1
+                    seen = seen_keys(options, there, wide(place), row + unit.position)
+
+                def of_head(head: Any) -> None:
+                    query = refs["query_buffer"][half_of_query, pl.ds(head * group, group)]
+                    query = query.reshape(rows, geometry.query_dim).astype(geometry.compute_dtype)
+                    raw = tile_product(query, pages.key(slot, head), 1, 1)
+                    scale = column(columns.key_scale, head)
+                    scale = None if scale is None else spread(scale, size)
+                    if "key_scale" in by_token:
+                        scale = row_of(by_token["key_scale"], head)
+                    x = weigh(options, raw, scale)
+                    x = x if seen is None else jnp.where(seen, x, -jnp.inf)
+                    sums = Sums(refs["peak"][head], refs["total"][head], refs["weighted"][head])
+                    p, peak, total, shrink = add(sums, x)
+                    if "value_scale" in by_token:
+                        p = p * row_of(by_token["value_scale"], head)
+                    step = tile_product(p.astype(geometry.compute_dtype), pages.value(slot, head), 1, 0)
+                    refs["peak"][head], refs["total"][head] = peak, total
+                    refs["weighted"][head] = sums.weighted * spread(shrink, geometry.summed_dim) + step
+
+                each_head(geometry, of_head)
+
+            place = first * np.int32(geometry.page)
+            full = (word == whole_word(options.pages_per_block)) & (place + size <= unit.keys) & (unit.position >= 0)
+            if options.reach is not None:
+                full &= place + (size - 1) <= unit.position + options.reach
+            if options.left is not None:
+                full &= place >= unit.position + (block - 1) - options.left
+            pl.when(full)(lambda: of_heads(False))
+            pl.when(jnp.logical_not(full))(lambda: of_heads(True))
+
+        each_head(geometry, start_sums)
+        walk(pages, refs["words"], number, count, visit, None)
+        pl.when(number > 0)(lambda: output_copy(number - 1).wait())
+
+        def end_sums(head: Any) -> None:
+            sums = Sums(refs["peak"][head], refs["total"][head], refs["weighted"][head])
+            output, lse = finish(sums, column(columns.value_scale, head))
+            output = output.astype(geometry.dtype).reshape(group, block, geometry.summed_dim)
+            refs["output_buffer"][pl.ds(head * group, group)] = output
+            refs["lse"][head] = in_lanes(lse)
+
+        each_head(geometry, end_sums)
+        output_copy(number).start()
+        pl.when(number + 1 == count)(lambda: output_copy(number).wait())
+
+
+def each_head(geometry: Geometry, step: Any) -> None:
+    """step(kv head) for each: in a loop, unless a page's heads are placed within tiles, where the place must be static."""
+    if geometry.layout == "split":
+        for head in range(geometry.kv_heads):
+            step(head)
+    else:
+        lax.fori_loop(np.int32(0), np.int32(geometry.kv_heads), lambda head, _: step(head), None)
+
+
+def row_of(rows: jax.Array, head: Any) -> jax.Array:
+    """One row [1, keys] of [kv_heads, keys]."""
+    own = lax.broadcasted_iota(jnp.int32, rows.shape, 0) == head
+    return jnp.where(own, rows, 0.0).sum(axis=0, keepdims=True)
+
+
+def attend_chunks(
+    geometry: Geometry, options: Options, arrays: dict[str, jax.Array], words: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(output [heads, packed rows, summed dim], lse [units, kv_heads, group * rows of a block]); only units' rows are written.
+
+    arrays: as decode's, the query packed.
+    """
+    units, packed = most_chunk_units(geometry, options.queries_per_block)
+    lse_rows = pieces(geometry.group * options.queries_per_block)
+    anywhere = pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
+    scalars = {"words": words, "count": count.reshape(1), "table": arrays["table"]}
+    inputs = {"query": (arrays["query"], anywhere)}
+    for name in geometry.streams():
+        inputs[f"{name}_pages"] = arrays[f"{name}_pages"], anywhere
+    if "columns" in arrays:
+        inputs["columns"] = arrays["columns"], pl.BlockSpec(arrays["columns"].shape, lambda *_: (0, 0, 0))
+    outputs = {
+        "output": ((geometry.heads, packed, geometry.summed_dim), geometry.dtype),
+        "lse": ((units, geometry.kv_heads, lse_rows, LANES), np.dtype(np.float32)),
+    }
+    specs = [anywhere, pl.BlockSpec((None, geometry.kv_heads, lse_rows, LANES), lambda number, *_: (number, 0, 0, 0))]
+    scratch = chunk_scratch(geometry, options)
+    made = call("attnops_paged_chunks", kernel, geometry, options, scalars, inputs, outputs, specs, scratch, count)
+    rows = geometry.group * options.queries_per_block
+    return made["output"], made["lse"].reshape(units, geometry.kv_heads, lse_rows * LANES)[..., :rows]

@@ -1,0 +1,187 @@
+"""The kernel for sequences with one row each: all heads of a row against its pages, a block of them at a time.
+
+Heads are the rows of a product. A kv head's keys are multiplied with the whole registers that hold its query heads, and
+the results of other heads are dropped when the logits are assembled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ....kernels.precision import tile_product
+from .geometry import LANES, Geometry, Options, sublanes
+from .pages import Pages, walk
+from .run import call
+from .softmax import Columns, Sums, add, begin, divided, finish, in_lanes, live_keys, pieces, seen_keys, spread, weigh
+from .units import FIELDS, Unit
+from .writes import Writer, write_scratch
+
+__all__ = ["decode", "windows"]
+
+
+def windows(geometry: Geometry) -> list[tuple[slice, list[tuple[int, int]]]]:
+    """Whole registers of query heads: (rows, [(kv head, its first row among them)])."""
+    tile = sublanes(geometry.compute_dtype)
+    found = []
+    for low in range(0, geometry.heads, tile):
+        high = min(low + tile, geometry.heads)
+        kv_heads = range(low // geometry.group, (high - 1) // geometry.group + 1)
+        found.append((slice(low, high), [(j, j * geometry.group - low) for j in kv_heads]))
+    return found
+
+
+def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
+    number, count = pl.program_id(0), refs["count"][0]
+    writer = Writer(geometry, refs, number) if options.writes else None
+    pages, columns = Pages(geometry, options, refs, writer), Columns.of(geometry, options)
+    column = lambda i: None if i is None else refs["columns"][i]  # noqa: E731
+
+    @pl.when(number < count)
+    def _unit() -> None:
+        unit = Unit.read(refs["words"], number)
+        query = refs["query"][...].astype(geometry.compute_dtype)
+        sums = begin(geometry.heads, geometry.summed_dim, column(columns.sinks))
+
+        visit = _all_at_once if by_product(geometry) else _head_by_head
+        step = lambda *at: visit(geometry, options, pages, columns, refs, unit, query, *at)  # noqa: E731
+        sums = walk(pages, refs["words"], number, count, step, sums)
+        output, lse = finish(sums, column(columns.value_scale))
+        refs["output"][...] = output.astype(refs["output"].dtype)
+        refs["lse"][...] = in_lanes(lse)
+        if writer is not None:
+            pl.when(number + 1 == count)(writer.finish)
+
+
+def by_product(geometry: Geometry) -> bool:
+    """Whether all kv heads of a page form one matrix, with other heads' products dropped afterwards.
+
+    In the layout "split" a head's keys aren't contiguous, and gathering them takes longer than that.
+    """
+    return geometry.layout == "split" and 3 not in (geometry.key_scale, geometry.value_scale)
+
+
+def _all_at_once(
+    geometry: Geometry,
+    options: Options,
+    pages: Pages,
+    columns: Columns,
+    refs: dict[str, Any],
+    unit: Unit,
+    query: jax.Array,
+    slot: Any,
+    first: Any,
+    word: Any,
+    sums: Sums,
+) -> Sums:
+    kv_heads = geometry.kv_heads
+    place, there = live_keys(geometry, options, first, word, unit.keys, kv_heads)
+    raw = tile_product(query, pages.flat(False, slot), 1, 1)
+    lane = lax.broadcasted_iota(jnp.int32, (1, raw.shape[1]), 1)
+    head = lane - divided(lane, kv_heads) * kv_heads
+    head = jnp.where(seen_keys(options, there, place, unit.position), head, -1)
+    own = head == divided(lax.broadcasted_iota(jnp.int32, raw.shape, 0), geometry.group)
+    scale = None if columns.key_scale is None else spread(refs["columns"][columns.key_scale], raw.shape[1])
+    p, peak, total, shrink = add(sums, jnp.where(own, weigh(options, raw, scale), -jnp.inf))
+    step = tile_product(p.astype(geometry.compute_dtype), pages.flat(True, slot), 1, 0)
+    return Sums(peak, total, sums.weighted * spread(shrink, step.shape[1]) + step)
+
+
+def _head_by_head(
+    geometry: Geometry,
+    options: Options,
+    pages: Pages,
+    columns: Columns,
+    refs: dict[str, Any],
+    unit: Unit,
+    query: jax.Array,
+    slot: Any,
+    first: Any,
+    word: Any,
+    sums: Sums,
+) -> Sums:
+    place, there = live_keys(geometry, options, first, word, unit.keys)
+    seen = seen_keys(options, there, place, unit.position)
+    by_token = {
+        name: pages.scale_rows(name, slot, there)
+        for name in ("key_scale", "value_scale")
+        if getattr(geometry, name) == 3
+    }
+
+    def logits(rows: slice, head: int) -> jax.Array:
+        raw = tile_product(query[rows], keys[head], 1, 1)
+        scale = by_token.get("key_scale")
+        return raw if scale is None else raw * scale[head : head + 1]
+
+    def weighted(rows: slice, head: int) -> jax.Array:
+        part, scale = p[rows], by_token.get("value_scale")
+        if scale is not None:
+            part = part * scale[head : head + 1]
+        return tile_product(part.astype(geometry.compute_dtype), values[head], 1, 0)
+
+    keys = [pages.key(slot, j) for j in range(geometry.kv_heads)]
+    raw = _by_head(geometry, logits)
+    scale = None if columns.key_scale is None else spread(refs["columns"][columns.key_scale], raw.shape[1])
+    p, peak, total, shrink = add(sums, jnp.where(seen, weigh(options, raw, scale), -jnp.inf))
+    values = [pages.value(slot, j) for j in range(geometry.kv_heads)]
+    step = _by_head(geometry, weighted)
+    return Sums(peak, total, sums.weighted * spread(shrink, step.shape[1]) + step)
+
+
+def _by_head(geometry: Geometry, of_head: Any) -> jax.Array:
+    """of_head(rows, kv head), each for the rows of its own query heads: [heads, ...]."""
+    found = []
+    for rows, kv_heads in windows(geometry):
+        whole = of_head(rows, kv_heads[0][0])
+        for head, start in kv_heads[1:]:
+            row = lax.broadcasted_iota(jnp.int32, whole.shape, 0)
+            whole = jnp.where(row >= start, of_head(rows, head), whole)
+        found.append(whole)
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
+
+
+def decode(
+    geometry: Geometry, options: Options, arrays: dict[str, jax.Array], words: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """(output [tokens, heads, summed dim], lse [tokens, heads], the pages after); only the units' rows are written.
+
+    arrays: table, flat; query; key_pages and others that are fetched; columns. If the kernel writes, key_row and others with
+    the tokens' own numbers; else the pages after are {}.
+    """
+    heads, lse_rows = geometry.heads, pieces(geometry.heads)
+    row = lambda number, words, *_: (words[number * FIELDS + 1], 0, 0)  # noqa: E731
+    scalars = {"words": words, "count": count.reshape(1), "table": arrays["table"]}
+    inputs: dict[str, tuple[jax.Array, pl.BlockSpec]] = {
+        "query": (arrays["query"], pl.BlockSpec((None, heads, geometry.query_dim), row)),
+    }
+    anywhere = pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
+    where = [f"{name}_pages" for name in geometry.streams()]
+    given = {name: f"{name}_before" if options.writes else name for name in where}
+    inputs |= {given[name]: (arrays[name], anywhere) for name in where}
+    if options.writes:
+        for name in geometry.streams():
+            own = arrays[f"{name}_row"]
+            inputs[f"{name}_row"] = own, pl.BlockSpec((None, *own.shape[1:]), row)
+    if "columns" in arrays:
+        shape = arrays["columns"].shape
+        inputs["columns"] = arrays["columns"], pl.BlockSpec(shape, lambda *_: (0, 0, 0))
+    outputs: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+        "output": ((geometry.tokens, heads, geometry.summed_dim), geometry.dtype),
+        "lse": ((geometry.tokens, lse_rows, LANES), np.dtype(np.float32)),
+    }
+    specs = [pl.BlockSpec((None, *shape[1:]), row) for shape, _ in outputs.values()]
+    scratch, same = {}, {}
+    if options.writes:
+        outputs |= {name: (arrays[name].shape, arrays[name].dtype) for name in where}
+        specs += [anywhere] * len(where)
+        scratch, same = write_scratch(geometry), {given[name]: name for name in where}
+    name = "attnops_paged_decode"
+    made = call(name, kernel, geometry, options, scalars, inputs, outputs, specs, scratch, count, same)
+    lse = made["lse"].reshape(geometry.tokens, lse_rows * LANES)[:, :heads]
+    return made["output"], lse, {name: made[name] for name in same.values()}

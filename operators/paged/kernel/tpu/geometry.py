@@ -1,0 +1,138 @@
+"""The static part of a call of the TPU kernel: shapes, page layout, options, sizes of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from ....kernels.default_promotion import wider
+from ..paged_step import PagedOptions
+
+__all__ = ["LANES", "NOTHING", "Geometry", "Layout", "Options", "sublanes"]
+
+LANES = 128
+# The peak of a row without visible keys: finite, so that the exponential of -inf minus it is 0 and not NaN.
+NOTHING = float(jnp.finfo(jnp.float32).min)
+
+Layout = Literal["split", "heads", "joined"]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes and dtypes of one device's arrays.
+
+    layout: how a page's numbers are ordered. "split": [pages, page, kv_heads, dim], keys and values separate; "heads": [pages,
+    kv_heads, page, dim], separate;
+    "joined": [pages, kv_heads, page, dim + value_dim], a key and its value in one row. Rows may be wider than that.
+    """
+
+    layout: Layout
+    tokens: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    key_row: int  # numbers per row of key_pages; joined: per whole row
+    value_row: int
+    pages: int
+    page: int
+    sequences: int
+    width: int  # pages per row of the table
+    dtype: np.dtype
+    key_dtype: np.dtype
+    value_dtype: np.dtype
+    key_scale: int | None  # rank: 0, 1 or 3; None without
+    value_scale: int | None
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def joined(self) -> bool:
+        return self.layout == "joined"
+
+    @property
+    def whole_row(self) -> bool:
+        """Joined rows used whole: the key's end is within a tile, so the query is padded with zeros beyond it."""
+        return self.joined and self.dim % LANES != 0
+
+    @property
+    def key_lanes(self) -> tuple[int, int]:
+        """Which numbers of a page row are multiplied with the query, padded with zeros."""
+        return (0, self.dim) if self.joined and not self.whole_row else (0, self.key_row)
+
+    @property
+    def value_lanes(self) -> tuple[int, int]:
+        """Which numbers of a row are multiplied with the weights."""
+        if not self.joined:
+            return 0, self.value_row
+        return (0 if self.whole_row else self.dim), self.key_row
+
+    @property
+    def output_lanes(self) -> slice:
+        """Which of these are the value."""
+        start = self.dim if self.whole_row else 0
+        return slice(start, start + self.value_dim)
+
+    @property
+    def query_dim(self) -> int:
+        """The query's dim in the kernel."""
+        return self.key_lanes[1]
+
+    @property
+    def summed_dim(self) -> int:
+        """The dim of the sums of values and of the kernel's output."""
+        return self.value_lanes[1] - self.value_lanes[0]
+
+    @property
+    def compute_dtype(self) -> np.dtype:
+        """The dtype of the factors of products: none is rounded."""
+        wide = self.dtype
+        for pages in (self.key_dtype, self.value_dtype):
+            if pages.itemsize > 1:
+                wide = wider(wide, pages)
+        return wide
+
+    def row_shape(self, width: int) -> tuple[int, int, int]:
+        """The shape of a page with rows of this width."""
+        if self.layout == "split":
+            return self.page, self.kv_heads, width
+        return self.kv_heads, self.page, width
+
+    def streams(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """What is fetched per page: name -> (shape, dtype)."""
+        if self.joined:
+            found: dict[str, Any] = {"key": (self.row_shape(self.key_row), self.key_dtype)}
+        else:
+            found = {
+                "key": (self.row_shape(self.key_row), self.key_dtype),
+                "value": (self.row_shape(self.value_row), self.value_dtype),
+            }
+        for name, rank in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
+            if rank == 3:
+                shape = (self.page, self.kv_heads) if self.layout == "split" else (self.kv_heads, self.page)
+                found[name] = shape, np.dtype(np.float32)
+        return found
+
+
+@dataclass(frozen=True)
+class Options(PagedOptions):
+    """The call's options and its block sizes."""
+
+    sinks: bool
+    pages_per_block: int
+    queries_per_block: int
+    buffers: int  # blocks of pages in memory: the one being computed, and those being fetched
+    vmem_limit_bytes: int | None
+    interpret: bool | pltpu.InterpretParams
+    writes: bool = False  # whether rows of one token are written by the kernel
+
+
+def sublanes(dtype: Any) -> int:
+    """Rows per tile of the dtype."""
+    return 8 * max(1, 4 // np.dtype(dtype).itemsize)

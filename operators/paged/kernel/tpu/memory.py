@@ -1,0 +1,142 @@
+"""The kernels' VMEM and scalar memory, counted before they are compiled."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .....devices import SCALAR_BYTES, vmem_of
+from .chunks import chunk_scratch
+from .decode import by_product
+from .geometry import LANES, Geometry, Options, sublanes
+from .pages import page_scratch
+from .softmax import Columns, pieces
+from .units import FIELDS, most_chunk_units
+from .writes import row_block, write_scratch
+
+__all__ = ["MOST_SCALAR_BYTES", "ROOM", "scalar_words", "several_rows", "vmem_parts", "vmem_room"]
+
+# The compiler's own share of scalar memory was measured as less than 16 KiB.
+MOST_SCALAR_BYTES = SCALAR_BYTES - (16 << 10)
+# In everything compiled so far, the compiler took at most this many times what is counted here.
+ROOM = 1.1
+# The paths through a block of queries and pages, with and without a mask, of which each has its logits. They share most of the
+# memory: the compiler takes 0.5 to 1.2 times one path's (benchmarks/results/paged_static.json).
+_PATHS = 4 / 3
+
+
+def several_rows(geometry: Geometry, max_q_len: int | None) -> bool:
+    """Whether a sequence may have several rows in a batch, which requires a second kernel."""
+    return geometry.tokens > 1 and max_q_len != 1
+
+
+def vmem_parts(geometry: Geometry, options: Options, *, at_most: bool = False) -> dict[str, dict[str, int]]:
+    """Each kernel of a call -> bytes of VMEM by what they hold. at_most: as if code paths shared nothing, to choose sizes by."""
+    found = {"attnops_paged_decode": _decode_parts(geometry, options)}
+    if several_rows(geometry, options.max_q_len):
+        found["attnops_paged_chunks"] = _chunk_parts(geometry, options, 2 if at_most else _PATHS)
+    return found
+
+
+def scalar_words(geometry: Geometry, options: Options) -> dict[str, dict[str, int]]:
+    """Each kernel of a call -> words of scalar memory by what they hold."""
+    table = {"page table": geometry.sequences * geometry.width}
+    found = {"attnops_paged_decode": table | {"units": geometry.sequences * FIELDS}}
+    if several_rows(geometry, options.max_q_len):
+        units, _ = most_chunk_units(geometry, options.queries_per_block)
+        found["attnops_paged_chunks"] = table | {"units": units * FIELDS}
+    return found
+
+
+def vmem_room(device_kind: str, vmem_limit_bytes: int | None) -> int:
+    """VMEM that a kernel may take on a kind of device: the requested amount if the device has it, else the default."""
+    vmem = vmem_of(device_kind)
+    return vmem.default if vmem_limit_bytes is None else min(vmem_limit_bytes, vmem.most)
+
+
+def _decode_parts(geometry: Geometry, options: Options) -> dict[str, int]:
+    keys = options.pages_per_block * geometry.page * (geometry.kv_heads if by_product(geometry) else 1)
+    query, output = (
+        2 * _bytes((geometry.heads, dim), geometry.dtype) for dim in (geometry.query_dim, geometry.summed_dim)
+    )
+    return (
+        _page_parts(geometry, options)
+        | {
+            "query, output and lse, twice": query + output + 2 * _bytes((pieces(geometry.heads), LANES), np.float32),
+            "numbers of heads": _columns(geometry, options),
+            "logits and weights (pages_per_block)": _logits(geometry, geometry.heads, keys),
+            "keys and values on their way to a product": _converted(geometry, options, by_product(geometry)),
+        }
+        | ({"own rows and what is written of pages": _written(geometry)} if options.writes else {})
+    )
+
+
+def _written(geometry: Geometry) -> int:
+    rows = (_bytes(row_block(geometry, name), dtype) for name, (_, dtype) in geometry.streams().items())
+    held = (_bytes(x.shape, x.dtype) for x in _buffers(write_scratch(geometry)).values())
+    return 2 * sum(rows) + sum(held)
+
+
+def _chunk_parts(geometry: Geometry, options: Options, paths: float) -> dict[str, int]:
+    rows, keys = geometry.group * options.queries_per_block, options.pages_per_block * geometry.page
+    held = {name: _bytes(x.shape, x.dtype) for name, x in _buffers(chunk_scratch(geometry, options)).items()}
+    return _page_parts(geometry, options) | {
+        "query, twice, and output (queries_per_block)": held["query_buffer"] + held["output_buffer"],
+        "sums (queries_per_block)": held["peak"] + held["total"] + held["weighted"],
+        "lse, twice": 2 * _bytes((geometry.kv_heads, pieces(rows), LANES), np.float32),
+        "numbers of heads": _columns(geometry, options),
+        "logits, weights and mask (queries_per_block x pages_per_block)": int(paths * _logits(geometry, rows, keys)),
+        "keys and values on their way to a product": _converted(geometry, options, False)
+        + _gathered(geometry, options),
+    }
+
+
+def _gathered(geometry: Geometry, options: Options) -> int:
+    """All heads' keys and values of a block, taken out of the tiles that hold all heads of a token: widened, once for each of the
+    two paths through a block."""
+    if geometry.layout != "split":
+        return 0
+    rows = options.pages_per_block * geometry.page
+    widths = geometry.key_row, geometry.value_row
+    return 4 * geometry.kv_heads * sum(_bytes((rows, n), geometry.compute_dtype) for n in widths)
+
+
+def _page_parts(geometry: Geometry, options: Options) -> dict[str, int]:
+    return {
+        f"{name.removesuffix('_buffer')} pages (buffers x pages_per_block)": _bytes(x.shape, x.dtype)
+        for name, x in _buffers(page_scratch(geometry, options)).items()
+    }
+
+
+def _buffers(scratch: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in scratch.items() if len(getattr(x, "shape", ())) > 2}
+
+
+def _columns(geometry: Geometry, options: Options) -> int:
+    return 2 * Columns.of(geometry, options).many * _bytes((geometry.heads, LANES), np.float32)
+
+
+def _logits(geometry: Geometry, rows: int, keys: int) -> int:
+    """In float32, plus the weights as a factor; a float32 product splits both factors in three."""
+    return _bytes((rows, keys), np.float32) * 3 // (2 if geometry.compute_dtype.itemsize == 2 else 1)
+
+
+def _converted(geometry: Geometry, options: Options, flat: bool) -> int:
+    """Keys or values of a block (all heads'), if they can't be multiplied in place."""
+    rows = options.pages_per_block * geometry.page * (geometry.kv_heads if flat else 1)
+    wide = max(_bytes((rows, dim), geometry.compute_dtype) for dim in (geometry.query_dim, geometry.summed_dim))
+    as_they_lie = geometry.key_dtype == geometry.value_dtype == geometry.compute_dtype
+    return 0 if as_they_lie and geometry.compute_dtype.itemsize == 2 else 3 * wide
+
+
+def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes of an array in VMEM: whole tiles of its last two dimensions; few rows round up to a power of two."""
+    *lead, rows, lanes = shape
+    dtype = np.dtype(dtype)
+    tile = sublanes(dtype)
+    packed = 4 // dtype.itemsize
+    few = max(packed, 1 << (rows - 1).bit_length())
+    rows = few if rows < tile else math.ceil(rows / tile) * tile
+    return math.prod(lead) * rows * math.ceil(lanes / LANES) * LANES * dtype.itemsize

@@ -1,0 +1,1 @@
+"""jax.nn's attention on raw arrays."""

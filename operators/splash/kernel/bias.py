@@ -1,0 +1,91 @@
+"""The gradient of the bias, in a pass of its own: a compiled program has it only if the gradient is used."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from ...kernels.precision import tile_product
+from .frame import Frame
+from .schedule import BODY, FIRST, LAST, kv_block_of, q_block_of
+from .tile import Logits, Tile, turned
+from .units import Unit, rows_of, units_of
+
+__all__ = ["bias_block", "bias_kernel", "bias_order", "visited_bias"]
+
+_BLOCK = 512  # queries and keys of a tile of this pass: blocks of the bias and of its gradient are in float32
+
+
+def bias_order(shape: tuple[int, ...], rows: int, tables: int) -> tuple[str, ...] | None:
+    """The grid's dimensions, those last over which a bias [batch, heads, q, kv] is summed; None if this pass can't sum it.
+
+    rows, tables: lists of visits for batch rows and for parts of the heads. A block of the gradient is summed in consecutive
+    steps, so what is summed over has to visit the same tiles. A bias for all queries or keys alike is not for this pass.
+    """
+    batch, heads, q_len, kv_len = shape
+    if q_len == 1 or kv_len == 1 or (batch == 1 and rows > 1) or (heads == 1 and tables > 1):
+        return None
+    summed = [*(["batch"] if batch == 1 else []), *(["kv_tile", "group_tile"] if heads == 1 else [])]
+    return (*(name for name in ("batch", "kv_tile", "group_tile") if name not in summed), "visit", *summed)
+
+
+def bias_kernel(
+    refs: dict[str, Any], *, frame: Frame, logits: Logits, compute: tuple[int, int], layouts: tuple[str, str, str]
+) -> None:
+    """One step of the pass, in units of `compute` queries and keys. Tiles are [queries, keys], as the bias is stored."""
+    tile = Tile(frame, logits, refs, across=False)
+    q_time, k_time, v_time = (1 if layout == "seq_minor" else 0 for layout in layouts)
+    gradient = refs["d_bias"]
+
+    # Not where a list that is shorter than the others stays at its last tile.
+    @pl.when(frame.begins_sum() & tile.says(FIRST | LAST | BODY))
+    def _start() -> None:
+        gradient[...] = jnp.zeros_like(gradient)
+
+    def visit(number: int) -> None:
+        body = tile.enter(number)
+        tile.zero_hidden(body, {"key": k_time, "value": v_time})
+        dropout = tile.dropout_keys()
+
+        def add(unit: Unit) -> None:
+            query = rows_of(refs["query"], (unit.number,), unit.queries, q_time)
+            key, value = tile.clean("key", unit, k_time), tile.clean("value", unit, v_time)
+            d_out = rows_of(refs["d_output"], (unit.number,), unit.queries, 0)
+            lse, delta = (turned(refs[name][unit.number, :, unit.queries]) for name in ("lse", "delta"))
+            x, _ = tile.weigh(tile_product(query, key, 1 - q_time, 1 - k_time), unit)
+            d_p = tile_product(d_out, value, 1, 1 - v_time)
+            d_p = tile.dropped(d_p, tile.keep(dropout[unit.number], unit))
+            head = tuple(i if n > 1 else 0 for i, n in zip(unit.head, gradient.shape[:2], strict=True))
+            gradient[(*head, unit.queries, unit.keys)] += logits.exp(x - lse) * (d_p - delta)
+
+        for unit in units_of(frame, *compute, body):
+            add(unit)
+
+    for number in range(1, len(frame.visits.bodies) + 1):
+        pl.when(tile.body == number)(functools.partial(visit, number))
+
+
+def visited_bias(gradient: jax.Array, frame: Frame) -> jax.Array:
+    """A gradient [batch, kv heads, group, q, kv] with 0 in the blocks that no step has written. Lists are the host's."""
+    visits = frame.visits
+    words = np.asarray(visits.words).reshape(visits.tables, -1)
+    blocks = gradient.shape[3] // frame.block_q, gradient.shape[4] // frame.block_kv
+    visited = np.zeros((visits.tables, *blocks), bool)
+    visited[np.arange(visits.tables)[:, None], q_block_of(words), kv_block_of(words)] = True
+    if visited.all():
+        return gradient
+    apart = gradient.reshape(*gradient.shape[:3], blocks[0], frame.block_q, blocks[1], frame.block_kv)
+    if visits.tables > 1:
+        visited = np.repeat(visited, frame.heads.kv_heads // visits.tables, axis=0)
+    return jnp.where(visited[:, None, :, None, :, None], apart, 0).reshape(gradient.shape)
+
+
+def bias_block(length: int) -> int:
+    """The block of this pass for so many queries or keys."""
+    return min(_BLOCK, math.ceil(length / 128) * 128)

@@ -1,0 +1,72 @@
+"""jax.vmap of what Pallas' own rule can't map: a pass that writes gradients to HBM by DMA, and a grid of a traced size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...kernels.operands import Operands, Traced
+
+__all__ = ["mapped_grid", "mapped_pass"]
+
+Pass = Callable[..., Operands]  # of Operands, Traced, and arrays with the batch first
+
+
+def mapped_pass(run: Pass) -> Pass:
+    """The same pass under jax.vmap: mapped calls become batch rows of one call, or else a loop over calls.
+
+    They become rows if nothing but the batch tells them apart. Arrays of the mask, dropout, bias and sinks belong to a call.
+    """
+    call = jax.custom_batching.custom_vmap(run)
+
+    @call.def_vmap
+    def rule(size: int, mapped: Any, operands: Operands, traced: Traced, *rest: jax.Array) -> tuple[Operands, Any]:
+        given, is_mapped = (operands, traced, *rest), jax.tree.leaves(mapped)
+        if operands.bias is None and operands.sinks is None and not jax.tree.leaves(traced):
+            made = _as_rows(call, size, is_mapped, given)
+        else:
+            made = _in_turn(call, is_mapped, given)
+        return made, jax.tree.map(lambda _: True, made)
+
+    return call
+
+
+def mapped_grid(run: Callable[..., Any], scalars: int) -> Callable[..., Any]:
+    """The same Pallas call under jax.vmap. Its first arguments are the traced size of its grid and the scalars; if these are
+    mapped, the calls run one after another. jax 0.10 and 0.12 drop the size where the scalars are mapped and it isn't.
+    """
+    call = jax.custom_batching.custom_vmap(run)
+
+    @call.def_vmap
+    def rule(size: int, mapped: Any, *given: jax.Array) -> tuple[Any, Any]:
+        if any(mapped[: scalars + 1]):
+            made = _in_turn(call, mapped, given)
+        else:  # Pallas' rule, whose result may be mapped again
+            made = mapped_grid(jax.vmap(run, [0 if own else None for own in mapped]), scalars)(*given)
+        return made, jax.tree.map(lambda _: True, made)
+
+    return call
+
+
+def _as_rows(call: Pass, size: int, is_mapped: list[bool], given: Any) -> Operands:
+    leaves, tree = jax.tree.flatten(given)
+    whole = [
+        x if mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, mapped in zip(leaves, is_mapped, strict=True)
+    ]
+    made = call(*jax.tree.unflatten(tree, [x.reshape(-1, *x.shape[2:]) for x in whole]))
+    return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), made)
+
+
+def _in_turn(call: Callable[..., Any], is_mapped: list[bool], given: Any) -> Any:
+    leaves, tree = jax.tree.flatten(given)
+
+    def one(of_call: list[jax.Array]) -> Any:
+        own = iter(of_call)
+        arrays = [next(own) if mapped else x for x, mapped in zip(leaves, is_mapped, strict=True)]
+        return call(*jax.tree.unflatten(tree, arrays))
+
+    return lax.map(one, [x for x, mapped in zip(leaves, is_mapped, strict=True) if mapped])

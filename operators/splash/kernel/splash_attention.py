@@ -1,0 +1,319 @@
+"""SplashPart: the kernels combined, with their gradient."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from ...kernels.block_words import block_words
+from ...kernels.dequantise import dequantised, quantised_gradients
+from ...kernels.operands import Operands, Results, StaticPart, Traced, join_static
+from ...kernels.part import residual_names
+from ...kernels.seen_keys import seen_keys
+from ...kernels.ways import Blocking
+from ...vanilla.kernel.blockwise import bias_gradient
+from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
+from .bias import bias_block, bias_kernel, bias_order, visited_bias
+from .forward import forward_kernel, forward_outputs, forward_scratch
+from .frame import KERNELS, Frame, Heads, Input, Output
+from .key_sums import add_key_sums
+from .mapped import mapped_pass
+from .schedule import tile_schedule
+from .schedule_rules import broken_rule
+from .splash_blocks import PassBlocks, SplashBlocks
+from .tile import Logits, add_to_frame
+
+__all__ = ["SplashPart"]
+
+
+@dataclass(frozen=True)
+class SplashPart:
+    """These kernels as a PartKernel.
+
+    query [batch, heads, q, dim], key [batch, kv_heads, kv, dim], value [batch, kv_heads, kv, value_dim], of any lengths;
+    bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, unscaled or with
+    scales, float32 [batch, kv_heads, kv]; the output has the query's dtype. interpret: True for Pallas' interpreter, or the
+    parameters of the slow one that simulates a TPU's memory, for tests. tokens_first: write the output as [batch, q, heads *
+    value_dim], for callers who swap heads and queries; value_dim is a multiple of 128, and the division is fused. Fully masked
+    rows give output 0, lse -inf (or that of the sink) and zero gradients.
+    """
+
+    scale: float
+    soft_cap: float | None
+    blocks: SplashBlocks
+    platform: str
+    interpret: bool | pltpu.InterpretParams
+    residual_checkpoint_name: str | None
+    tokens_first: bool = False
+    layout: str = "bhtd"
+    title: ClassVar[str] = KERNELS
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """See PartKernel."""
+        return residual_names(self.residual_checkpoint_name)
+
+    def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+        """See PartKernel."""
+        return _forward(self, self._logits(static_part), operands, traced)
+
+    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
+        """See PartKernel."""
+        run: Callable[..., Operands] = functools.partial(_backward, self, self._logits(static_part))
+        if self.blocks.dq is None:
+            run = mapped_pass(run)
+        return _of_quantised(operands, run(_dequantised(operands), traced, made))
+
+    def _logits(self, static_part: StaticPart) -> Logits:
+        return Logits(self.scale, self.soft_cap, static_part, self.blocks.use_base2_exp)
+
+
+def _dequantised(operands: Operands) -> Operands:
+    """The operands with key and value in the query's dtype, without scales, as the backward kernels require."""
+    dtype = operands.query.dtype
+    key = dequantised(operands.key, operands.key_scale, "bhtd", dtype)
+    value = dequantised(operands.value, operands.value_scale, "bhtd", dtype)
+    return operands._replace(key=key, value=value, key_scale=None, value_scale=None)
+
+
+def _of_quantised(operands: Operands, gradients: Operands) -> Operands:
+    """The gradients of the original operands, from those of the `_dequantised` ones."""
+    (key, key_scale), (value, value_scale) = (
+        quantised_gradients(x, scale, gradient)
+        for x, scale, gradient in (
+            (operands.key, operands.key_scale, gradients.key),
+            (operands.value, operands.value_scale, gradients.value),
+        )
+    )
+    return gradients._replace(key=key, value=value, key_scale=key_scale, value_scale=value_scale)
+
+
+class _KernelPass:
+    """One pass's operands, padded to its blocks."""
+
+    def __init__(
+        self,
+        part: SplashPart,
+        logits: Logits,
+        operands: Operands,
+        traced: Traced,
+        sizes: PassBlocks,
+        slow: str,
+        kv_blocks: slice = slice(None),
+    ) -> None:
+        blocks = part.blocks
+        self.part, self.operands = part, operands
+        batch, q_heads = operands.query.shape[:2]
+        kv_heads = operands.key.shape[1]
+        heads = Heads.tiled(kv_heads, q_heads // kv_heads, blocks.heads_per_tile)
+        mask, dropout = join_static(logits.static_part, traced)
+        tables = heads.kv_heads // heads.kv_tile if mask.heads_apart else 1
+        block_q, block_kv = sizes.block_q, sizes.block_kv
+        visits = tile_schedule(mask, block_q, block_kv, slow, kv_blocks, tables, sizes.unit)
+        broken = broken_rule(visits, slow)
+        assert broken is None, broken
+        self.frame = frame = Frame(batch, heads, block_q, block_kv, visits, slow)
+        self.q_padded, self.kv_padded = (
+            -(-n // b) * b for n, b in ((logits.static_part.q_len, block_q), (logits.static_part.kv_len, block_kv))
+        )
+        self.dim, self.value_dim = operands.query.shape[-1], operands.value.shape[-1]
+        words = block_words(mask, block_q, block_kv, self.q_padded, tables)
+        seen = seen_keys(mask, kv_heads, operands.of_keys)
+        add_to_frame(frame, mask, words, operands.bias, dropout, seen)
+        self.queries("query", operands.query, blocks.q_layout)
+        for name, x, layout in zip(("key", "value"), operands[1:3], blocks.layouts[1:], strict=True):
+            x = _rows_padded(x, self.kv_padded)
+            array = x.swapaxes(-1, -2) if layout == "seq_minor" else x
+            frame.inputs[name] = Input(array, frame.key_block(x.shape[-1], layout), "kv")
+        for name, scale in (("key_scale", operands.key_scale), ("value_scale", operands.value_scale)):
+            if scale is not None:
+                rows = _rows_padded(scale[..., None], self.kv_padded).swapaxes(-1, -2)
+                frame.inputs[name] = Input(rows, frame.key_block(1, "seq_minor"), "kv")
+
+    def queries(self, name: str, x: jax.Array, layout: str) -> None:
+        """Add an array of the queries' shape."""
+        x = _rows_padded(x, self.q_padded)
+        array = x.swapaxes(-1, -2) if layout == "seq_minor" else x
+        self.frame.inputs[name] = Input(array, self.frame.query_block(x.shape[-1], layout), "q")
+
+    def rows(self, name: str, x: jax.Array, fill: float) -> None:
+        """Add one number per row, [batch, heads, q]."""
+        numbers = row_numbers(x, fill, self.q_padded)
+        self.frame.inputs[name] = Input(numbers, self.frame.row_block(), "q")
+
+    def run(self, name: str, kernel: Any, parallel: int, depth: int) -> dict[str, jax.Array]:
+        blocks = self.part.blocks
+        return self.frame.run(
+            name,
+            kernel,
+            parallel=parallel,
+            cost=self.frame.cost(depth),
+            vmem_limit_bytes=blocks.vmem_limit_bytes,
+            scheduler=blocks.use_experimental_scheduler,
+            interpret=self.part.interpret,
+        )
+
+
+def _rows_padded(x: jax.Array, length: int) -> jax.Array:
+    """Pad [batch, heads, rows, dim] to a length."""
+    short = length - x.shape[2]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0))) if short else x
+
+
+def _forward(part: SplashPart, logits: Logits, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+    blocks = part.blocks
+    work = _KernelPass(part, logits, operands, traced, blocks.forward, "q")
+    if operands.sinks is not None:
+        work.frame.scalars["sinks"] = operands.sinks
+    normalised, tokens_first = blocks.fuse_reciprocal, part.tokens_first
+    forward_outputs(work.frame, work.q_padded, work.value_dim, operands.query.dtype, normalised, tokens_first)
+    forward_scratch(work.frame, work.value_dim, blocks.transposed_tiles)
+    kernel = functools.partial(
+        forward_kernel,
+        frame=work.frame,
+        logits=logits,
+        compute=blocks.forward.unit,
+        compute_in=blocks.block_kv_compute_in,
+        transposed=blocks.transposed_tiles,
+        ahead=blocks.forward.ahead,
+        layouts=blocks.layouts,
+        normalised=normalised,
+        sum_by_product=blocks.sum_by_product,
+        tokens_first=tokens_first,
+    )
+    made = work.run("attnops_splash_forward", kernel, 3, work.dim + work.value_dim)
+    output = made["output"]
+    if tokens_first:
+        output = output.reshape(*output.shape[:2], work.frame.heads.q_heads, work.value_dim).swapaxes(1, 2)
+    if not normalised:
+        output = (output / made["divisor"].swapaxes(-1, -2)).astype(operands.query.dtype)
+    rows = slice(logits.static_part.q_len)
+    return output[:, :, rows], made["lse"][:, :, 0, rows]
+
+
+def _backward(part: SplashPart, logits: Logits, operands: Operands, traced: Traced, results: Results) -> Operands:
+    output, lse, d_output, d_lse = results
+    blocks = part.blocks
+    delta = (output.astype(jnp.float32) * d_output.astype(jnp.float32)).sum(-1) - d_lse
+    # Rows without keys and padded rows have no weights: exp(x - inf) is 0.
+    shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * logits.unit)
+
+    def make(
+        name: str,
+        sizes: PassBlocks,
+        of_query: bool,
+        of_keys: bool,
+        keys: slice = slice(None),  # those that the pass goes over
+        before: dict[str, jax.Array] | None = None,  # the gradients after the pass over the keys before them
+    ) -> dict[str, jax.Array]:
+        block_kv, kv_len = sizes.block_kv, logits.static_part.kv_len
+        first, end = (keys.start or 0) // block_kv, -(-min(keys.stop or kv_len, kv_len) // block_kv)
+        goes_on = keys.stop is not None and keys.stop < kv_len
+        work = _KernelPass(part, logits, operands, traced, sizes, "q" if of_query else "kv", slice(first, end))
+        frame = work.frame
+        work.queries("d_output", d_output.astype(operands.query.dtype), "head_dim_minor")
+        work.rows("lse", shift, np.inf)
+        work.rows("delta", delta, 0.0)
+        if of_query:
+            dtype = jnp.float32 if goes_on else operands.query.dtype
+            query_before = None if before is None else before["d_query"]
+            add_query_gradient(frame, work.q_padded, work.dim, dtype, blocks.stationary_weights, query_before)
+        dims, of_sums = (work.dim, work.value_dim), (operands.key.dtype, blocks.stationary_weights)
+        if of_query and of_keys:
+            add_key_sums(frame, range(first * block_kv, end * block_kv), dims, *of_sums, work.kv_padded, before)
+        elif of_keys:
+            add_key_gradients(frame, work.kv_padded, *dims, *of_sums)
+        kernel = functools.partial(
+            backward_kernel,
+            frame=frame,
+            logits=logits,
+            compute=sizes.unit,
+            ahead=sizes.ahead,
+            layouts=blocks.layouts,
+            stationary_weights=blocks.stationary_weights,
+            first_block=first,
+            query_scale=1.0 if goes_on else logits.scale,
+        )
+        depth = work.dim + work.value_dim + of_query * work.dim + of_keys * (work.dim + work.value_dim)
+        return work.run(f"attnops_splash_{name}", kernel, 3 if not of_keys else 2, depth)
+
+    if blocks.dq is None:
+        fused = functools.partial(make, sizes=blocks.dkv, of_query=True, of_keys=True)
+        made = _in_parts(fused, blocks, logits.static_part.kv_len)
+    else:
+        made = make("dkv", blocks.dkv, False, True) | make("dq", blocks.dq, True, False)
+    d_sinks = None
+    if operands.sinks is not None:
+        d_sinks = -(jnp.exp(operands.sinks[None, :, None] - shift / logits.unit) * delta).sum((0, 2))
+    d_bias = None
+    if operands.bias is not None:
+        d_bias = _bias_gradient(part, logits, operands, traced, results, shift, delta)
+    return Operands(
+        made["d_query"][:, :, : logits.static_part.q_len],
+        made["d_key"][:, :, : logits.static_part.kv_len],
+        made["d_value"][:, :, : logits.static_part.kv_len],
+        d_bias,
+        d_sinks,
+    )
+
+
+def _bias_gradient(
+    part: SplashPart,
+    logits: Logits,
+    operands: Operands,
+    traced: Traced,
+    results: Results,
+    shift: jax.Array,
+    delta: jax.Array,
+) -> jax.Array:
+    """The gradient of the bias: by the kernel, or in XLA where the kernel can't sum it."""
+    blocks, bias = part.blocks, operands.bias
+    assert bias is not None
+    q_len, kv_len = logits.static_part.q_len, logits.static_part.kv_len
+    block = bias_block(q_len), bias_block(kv_len)
+    unit = (256, block[1]) if block[0] % 256 == 0 else block
+    # A head at a time: the bias and its gradient take more VMEM than all else.
+    alone = replace(part, blocks=replace(blocks, heads_per_tile=1))
+    work = _KernelPass(alone, logits, operands, traced, PassBlocks(*block, *unit), "q")
+    frame = work.frame
+    order = bias_order(bias.shape, frame.visits.rows, frame.visits.tables)
+    if order is None or not isinstance(frame.visits.words, np.ndarray):
+        in_xla = Blocking(min(512, q_len), min(512, kv_len), 1)
+        return bias_gradient(
+            logits.static_part, operands, traced, results, scale=logits.scale, soft_cap=logits.soft_cap,
+            platform=part.platform, blocking=in_xla,
+        )  # fmt: skip
+    frame.order = order
+    work.queries("d_output", results.d_output.astype(operands.query.dtype), "head_dim_minor")
+    work.rows("lse", shift, np.inf)
+    work.rows("delta", delta, 0.0)
+    shape = frame.inputs["bias"].array.shape
+    frame.outputs["d_bias"] = Output(shape, jnp.float32, frame.dense_block(shape))
+    kernel = functools.partial(
+        bias_kernel,
+        frame=frame,
+        logits=logits,
+        compute=unit,
+        layouts=blocks.layouts,
+    )
+    made = work.run("attnops_splash_dbias", kernel, order.index("visit"), work.dim + work.value_dim)
+    gradient = visited_bias(made["d_bias"], frame)
+    return gradient.reshape(*bias.shape[:2], *gradient.shape[3:])[:, :, :q_len, :kv_len].astype(bias.dtype)
+
+
+def _in_parts(make: Callable[..., dict[str, jax.Array]], blocks: SplashBlocks, kv_len: int) -> dict[str, jax.Array]:
+    """The fused backward pass over parts of the keys, one after another: VMEM holds the sums of one part at a time."""
+    part = blocks.block_kv_dkv_sums or kv_len
+    made = None
+    for start in range(0, kv_len, part):
+        name = "backward" if start == 0 else f"backward_{start}"
+        made = make(name, keys=slice(start, start + part), before=made)
+    assert made is not None
+    return made

@@ -1,0 +1,1 @@
+"""Attention in plain XLA on raw arrays: whole logits, blocks, few queries."""
