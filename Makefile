@@ -99,7 +99,7 @@ packages: | $(BIN)/python
 	for name in attnops attnops_core; do \
 		$(BIN)/python -m venv $(PACKAGES)/$$name && \
 		$(PACKAGES)/$$name/bin/python -m pip install --quiet --disable-pip-version-check dist/$$name-[0-9]*.whl && \
-		JAX_PLATFORMS=cpu $(PACKAGES)/$$name/bin/python tests/registry/without_eformer.py --unblocked && \
+		JAX_PLATFORMS=cpu $(PACKAGES)/$$name/bin/python tests/house/without_eformer.py --unblocked && \
 		JAX_PLATFORMS=cpu $(PACKAGES)/$$name/bin/attnops list || exit 1; \
 	done
 	$(PACKAGES)/attnops/bin/python -c "import attnops; print(attnops.OperationMetadata().partition_manager)"

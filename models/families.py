@@ -1,7 +1,7 @@
 """The model families whose configs can be read: the keys that each family reads, their defaults, and the kinds of layers.
 
 Source of every row: the family's configuration and modelling files in transformers 5.24, checked against it by
-tests/registry/test_model_transformers.py. The family doesn't read a key that isn't in `defaults`.
+tests/models/test_model_transformers.py. The family doesn't read a key that isn't in `defaults`.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ OFTEN_SPLASH = {
     ("blocks_of_heads", "fsdp2_tp2_sp2", "auto"),
 }
 LONGER = replace(SIZES, length=320)
-# Work is repeated over some of these meshes; tests/registry/test_declared_split.py is about the warning.
+# Work is repeated over some of these meshes; tests/planning/test_declared_split.py is about the warning.
 pytestmark = pytest.mark.filterwarnings("ignore::attnops.ShardingWarning")
 SLOW = pytest.mark.slow
 

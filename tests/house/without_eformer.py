@@ -1,6 +1,6 @@
 """What a user does with attnops, where importing eformer fails; with --unblocked, where it isn't loaded.
 
-python tests/registry/without_eformer.py [--unblocked] [PART ...], without pytest: `make packages` runs it too.
+python tests/house/without_eformer.py [--unblocked] [PART ...], without pytest: `make packages` runs it too.
 """
 
 from __future__ import annotations

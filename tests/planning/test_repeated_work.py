@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from attnops import OperationMetadata, OperationRegistry, ShardingError
 from attnops.planning import Plan
 
-# Work is repeated over some of these meshes; tests/registry/test_declared_split.py is about the warning.
+# Work is repeated over some of these meshes; tests/planning/test_declared_split.py is about the warning.
 pytestmark = pytest.mark.filterwarnings("ignore::attnops.ShardingWarning")
 
 MESHES: tuple[dict[str, int], ...] = (

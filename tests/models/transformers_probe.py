@@ -1,6 +1,6 @@
 """What transformers itself does with a config: every layer's attention call, caught inside small models on the CPU.
 
-`python tests/registry/transformers_probe.py` writes tests/data/model_truth.json; needs torch and transformers.
+`python tests/models/transformers_probe.py` writes tests/data/model_truth.json; needs torch and transformers.
 """
 
 from __future__ import annotations
