@@ -94,7 +94,7 @@ def compile_case(case: dict[str, Any], folder: str) -> dict[str, Any]:
                 traced = call.trace(query, kv, *numbers.values())
             lowered = traced.lower(lowering_platforms=("tpu",))
         else:
-            from attnops.operators.paged.kernel.tpu import paged_attention_tpu
+            from attnops.operators.kernels.pages.tpu import paged_attention_tpu
 
             row = lambda n: (pages, page, kv_heads, n) if case["layout"] == "split" else (pages, kv_heads, page, n)  # noqa: E731
             joined = case["layout"] == "joined"
@@ -150,7 +150,7 @@ def sizes_of(case: dict[str, Any]) -> dict[str, Any]:
     import jax.numpy as jnp
     import numpy as np
 
-    from attnops.operators.paged.kernel.tpu import Geometry, Options, chosen_sizes
+    from attnops.operators.kernels.pages.tpu import Geometry, Options, chosen_sizes
 
     heads, kv_heads, dim = MODELS[case["model"]]
     page, layout = case["page"], case["layout"]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.operators.paged.kernel.paged import paged_attention
+from attnops.operators.kernels.pages.paged import paged_attention
 
 MODELS = {"smollm2": (9, 3, 64), "llama3-8b": (32, 8, 128)}  # heads, kv heads, dim
 PAGE = 16

@@ -40,7 +40,7 @@ from jax.sharding import Mesh
 from tpu_support import CALLS, DIMS, HEADS, LENGTH, TARGETS
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
-from attnops.operators.paged.kernel.tpu import Geometry, Options, chosen_sizes, vmem_parts
+from attnops.operators.kernels.pages.tpu import Geometry, Options, chosen_sizes, vmem_parts
 from attnops.planning import Plan
 from attnops.planning.tune_cache import ENVIRONMENT as TUNE_CACHE
 from attnops.verify.call_program import call_program

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ConfigError
-from ..operators.paged.kernel.tpu import Geometry, Options, PageArrays, paged_attention_tpu, several_rows
+from ..operators.kernels.pages.tpu import Geometry, Options, PageArrays, paged_attention_tpu, several_rows
 from ..planning.paged.page_reads import SequenceReads, sequence_reads
 from ..planning.paged.paged_problem import PagedProblem
 from .static_clock import Region

@@ -37,7 +37,7 @@ def paged_reference(
     key_scale: np.ndarray | float | None = None,
     value_scale: np.ndarray | float | None = None,
 ) -> PagedReference:
-    """Attend sequence by sequence. Shapes and meaning as in `operators.paged.kernel.paged.paged_attention`.
+    """Attend sequence by sequence. Shapes and meaning as in `operators.kernels.pages.paged.paged_attention`.
 
     Only pages with a key inside the window of the sequence's first query are read; an out-of-range id among them raises
     IndexError.

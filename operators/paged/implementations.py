@@ -11,8 +11,8 @@ from ...planning import Implementation, OperationConfig, Reason, declares
 from ...planning.notes import note
 from ...planning.paged.paged_problem import PagedProblem
 from ...planning.paged.step_tuning import step_candidates, step_fields
+from ..kernels.pages.tpu import reasons_against
 from ..paged_cache.paged_call import Attended, PagedCall, on_xla
-from .kernel.tpu import reasons_against
 from .paged_config import PagedConfig
 from .step_reasons import DTYPE, SOFTMAX
 from .tpu_kernel import on_tpu, tpu_call, tpu_notes, tpu_reasons, tpu_sizes

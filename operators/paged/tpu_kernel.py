@@ -12,9 +12,7 @@ from ...planning import OperationConfig, Reason
 from ...planning.notes import note
 from ...planning.paged.paged_problem import PagedProblem
 from ...planning.text import bytes_text
-from ..paged_cache.paged_call import Attended, PagedCall
-from ..paged_cache.state import LayerPages
-from .kernel.tpu import (
+from ..kernels.pages.tpu import (
     Geometry,
     Options,
     PageArrays,
@@ -25,6 +23,8 @@ from .kernel.tpu import (
     reasons_against,
     vmem_room,
 )
+from ..paged_cache.paged_call import Attended, PagedCall
+from ..paged_cache.state import LayerPages
 
 __all__ = ["on_tpu", "tpu_call", "tpu_notes", "tpu_reasons", "tpu_sizes"]
 

@@ -19,8 +19,8 @@ from ...pytree_export import exported_tuple
 from ...sharding import axes_at, axes_of, on_auto_axes, pin, spec_of
 from ...sharding.mesh import AnyMesh
 from ..kernels.lse import merge_over_devices, merge_parts
+from ..kernels.pages.page_layout import page_shape
 from ..kernels.varying import varying
-from ..paged.kernel.page_layout import page_shape
 from .batch import RaggedBatch
 from .insert import check_step, insert, write
 from .join_shards import check_mesh, sinks_of

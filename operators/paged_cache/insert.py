@@ -15,8 +15,8 @@ from ...errors import InputError, InputTypeError, a_type
 from ...page_layouts import LAYOUTS
 from ...planning.cache.cache_fields import axis_names
 from ...sharding import axes_at, on_auto_axes, spec_of
+from ..kernels.pages.page_layout import page_shape
 from ..kernels.varying import varying
-from ..paged.kernel.page_layout import page_shape
 from .batch import RaggedBatch
 from .batch_checks import check_later
 from .known_sizes import known_sizes

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from ...errors import ConfigError
-from ..paged.kernel.paged import paged_attention
+from ..kernels.pages.paged import paged_attention
 from .batch import RaggedBatch
 from .state import LayerPages
 

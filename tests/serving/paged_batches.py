@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.operators.paged.kernel.paged import paged_attention
+from attnops.operators.kernels.pages.paged import paged_attention
 from attnops.verify.closeness import lse_size, row_error, row_sizes
 from attnops.verify.paged_reference import PagedReference, paged_reference
 

@@ -9,7 +9,7 @@ import numpy as np
 import paged_batches as batches
 from paged_batches import PagedCase
 
-from attnops.operators.paged.kernel.tpu import paged_attention_tpu
+from attnops.operators.kernels.pages.tpu import paged_attention_tpu
 
 LAYOUTS = ("heads", "split", "joined")
 SIZES = {"pages_per_block": 2, "queries_per_block": 16, "buffers": 3}

@@ -13,7 +13,7 @@ from paged_batches import PagedCase
 
 from attnops import InputError
 from attnops.errors import InputTypeError
-from attnops.operators.paged.kernel.paged import paged_attention
+from attnops.operators.kernels.pages.paged import paged_attention
 
 CASES = (
     PagedCase("mixed", sinks=True),

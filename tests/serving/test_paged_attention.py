@@ -15,7 +15,7 @@ from covering import covering
 from paged_batches import KINDS, PagedCase
 
 from attnops.errors import InputError, InputTypeError
-from attnops.operators.paged.kernel.paged import paged_attention
+from attnops.operators.kernels.pages.paged import paged_attention
 
 HEADS = {"smollm2": (9, 3), "mha": (2, 2), "one kv head": (5, 1), "llama": (8, 2)}
 DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))

@@ -11,8 +11,8 @@ import paged_batches as batches
 import pytest
 from paged_batches import PagedCase
 
-from attnops.operators.paged.kernel import paged_step
-from attnops.operators.paged.kernel.paged import paged_attention
+from attnops.operators.kernels.pages import paged_step
+from attnops.operators.kernels.pages.paged import paged_attention
 
 PLAIN = PagedCase("mixed")
 

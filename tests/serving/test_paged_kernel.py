@@ -15,7 +15,7 @@ from paged_batches import KINDS, PagedCase
 from paged_kernel_runs import LAYOUTS, check, laid_out, program, run
 
 from attnops.errors import InputError
-from attnops.operators.paged.kernel.tpu import paged_attention_tpu
+from attnops.operators.kernels.pages.tpu import paged_attention_tpu
 
 HEADS = ((9, 3), (2, 2), (5, 1), (16, 2))
 DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))

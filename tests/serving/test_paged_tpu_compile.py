@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from attnops.operators.paged.kernel.tpu import (
+from attnops.operators.kernels.pages.tpu import (
     Geometry,
     Options,
     PageArrays,

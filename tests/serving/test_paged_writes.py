@@ -16,7 +16,7 @@ from paged_batches import KINDS, PagedCase
 from paged_kernel_runs import LAYOUTS, SIZES, laid_out
 
 from attnops.errors import InputError
-from attnops.operators.paged.kernel.tpu import PageArrays, paged_attention_tpu
+from attnops.operators.kernels.pages.tpu import PageArrays, paged_attention_tpu
 
 PAGES = ("key_pages", "value_pages", "key_scale", "value_scale")
 FEATURES: tuple[dict[str, Any], ...] = (

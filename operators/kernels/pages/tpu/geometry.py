@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from ....kernels.default_promotion import wider
+from ...default_promotion import wider
 from ..paged_step import PagedOptions
 
 __all__ = ["LANES", "NOTHING", "Geometry", "Layout", "Options", "sublanes"]

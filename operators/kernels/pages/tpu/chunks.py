@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ....kernels.precision import tile_product
+from ...precision import tile_product
 from .geometry import LANES, Geometry, Options
 from .pages import Pages, walk, whole_word
 from .run import call

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
 from .....errors import InputError, shown
-from ....kernels.varying import alike
+from ...varying import alike
 from ..paged import places
 from ..paged_checks import check_numbers, check_operands, int32, options_of, refuse_gradient
 from ..paged_step import PagedOperands, batch_of

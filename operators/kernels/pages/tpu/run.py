@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .....compat import varying_as
-from ....kernels.varying import vary, varying
+from ...varying import vary, varying
 from .geometry import Geometry, Options
 from .pages import page_scratch
 

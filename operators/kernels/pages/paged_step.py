@@ -16,10 +16,10 @@ from jax import lax
 
 from ....masks.int_arrays import same_rank
 from ....page_layouts import LAYOUTS
-from ...kernels.default_promotion import wider
-from ...kernels.lse import LN2, LOG2E, divisor_and_lse, subtracted
-from ...kernels.primitives import counted, where
 from ...vanilla.kernel.cpu_tuning import compute_dtype, exp2, few_rows_product, product
+from ..default_promotion import wider
+from ..lse import LN2, LOG2E, divisor_and_lse, subtracted
+from ..primitives import counted, where
 from .page_layout import fetch, fetch_joint_heads, page_shape
 
 __all__ = ["Batch", "PagedOperands", "PagedOptions", "PagedStatic", "Sums", "Tiles", "batch_of", "finish"]

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...kernels.lse import subtracted
-from ...kernels.primitives import counted, cut_along, loop, put
-from ...kernels.varying import vary, varying
+from ..lse import subtracted
+from ..primitives import counted, cut_along, loop, put
+from ..varying import vary, varying
 from .paged_step import Batch, PagedOperands, PagedStatic, Sums, Tiles, finish
 
 __all__ = ["DecodePairs", "attend_decode", "decode_pairs"]

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...kernels.lse import subtracted
-from ...kernels.primitives import cut_along, loop, put
-from ...kernels.varying import vary, varying
 from ...vanilla.kernel.cpu_tuning import as_bits, from_bits
+from ..lse import subtracted
+from ..primitives import cut_along, loop, put
+from ..varying import vary, varying
 from .paged_step import Batch, PagedOperands, PagedStatic, Sums, Tiles, finish
 
 __all__ = ["attend_chunks"]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ....kernels.lse import LN2, LOG2E
+from ...lse import LN2, LOG2E
 from .geometry import LANES, NOTHING, Geometry, Options
 
 __all__ = [

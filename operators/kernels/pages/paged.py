@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from ....errors import InputError
-from ...kernels.varying import alike
+from ..varying import alike
 from .page_layout import page_shape
 from .paged_checks import check_numbers, check_operands, int32, options_of, refuse_gradient
 from .paged_chunks import attend_chunks
