@@ -29,6 +29,7 @@ from attnops.verify.gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from attnops.verify.gpu.gpu_mesh import described_gpus, has_cuda_plugin
 from attnops.verify.gpu.launches import launches
 from attnops.verify.gpu.sass import disassembler
+from attnops.verify.outcome import Outcome
 from attnops.verify.report import TargetReport
 from attnops.verify.targets import target_of
 from attnops.verify.tune import tune_plan
@@ -206,7 +207,10 @@ def test_eight_gpus_send_what_is_needed(cell: str) -> None:
     report = _report(
         f"h100:{count}", sizes=sizes, shape=(4, length, 8, kv_heads, 64), operation="splash", call=given, **fields
     )
-    assert report.passed, [one.differences or one.failure for one in report.passes]
+    # Of these the sums of the backward pass are XLA's choice, so they aren't compared: test_traffic.py has the same cells.
+    uncompared = kv_heads == 2 or "alone" in cell
+    assert report.outcome is (Outcome.COMPILED if uncompared else Outcome.PASSED), report.unchecked
+    assert not any(one.differences or one.failure for one in report.passes)
 
 
 @pytest.mark.slow
